@@ -337,6 +337,41 @@ impl<'a> Io<'a> {
         Err(Error::UnsupportedType(format!("the source is on {src}, the destination on {dst}")))
     }
 
+    /// The same for a shorter time.
+    #[inline]
+    pub fn reborrow(&mut self) -> Io<'_> {
+        match self {
+            Io::InPlace(data) => Io::InPlace(data.reborrow()),
+            Io::Split { src, dst } => Io::Split { src: *src, dst: dst.reborrow() },
+        }
+    }
+
+    /// What this rank gets.
+    #[inline]
+    pub fn into_output(self) -> BufferMut<'a> {
+        match self {
+            Io::InPlace(data) | Io::Split { dst: data, .. } => data,
+        }
+    }
+
+    /// The bytes of each buffer before `mid`, and those from it on.
+    ///
+    /// # Panics
+    /// When `mid` is beyond a buffer.
+    pub fn split_at(self, mid: usize) -> (Io<'a>, Io<'a>) {
+        match self {
+            Io::InPlace(data) => {
+                let (head, tail) = data.split_at(mid);
+                (Io::InPlace(head), Io::InPlace(tail))
+            }
+            Io::Split { src, dst } => {
+                let (head, tail) = dst.split_at(mid);
+                let (before, behind) = (src.slice(0..mid), src.slice(mid..src.len()));
+                (Io::Split { src: before, dst: head }, Io::Split { src: behind, dst: tail })
+            }
+        }
+    }
+
     /// The buffers as slices, where they are on the host.
     ///
     /// # Errors

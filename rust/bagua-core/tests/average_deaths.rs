@@ -136,8 +136,8 @@ impl CollectiveFactory for Factory {
         "scripted"
     }
 
-    fn wrap(&self, inner: Box<dyn Collective>, _hosts: &[Vec<usize>]) -> Result<Box<dyn Collective>> {
-        Ok(Box::new(Scripted { inner, script: Arc::clone(&self.0) }))
+    fn wrap(&self, inner: Box<dyn Collective>, _hosts: &[Vec<usize>]) -> Box<dyn Collective> {
+        Box::new(Scripted { inner, script: Arc::clone(&self.0) })
     }
 }
 

@@ -2,11 +2,15 @@
 
 mod group_world;
 
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::time::Duration;
 
-use bagua_core::collective::{Io, Verb};
-use bagua_core::error::Error;
+use bagua_core::collective::{Collective, CollectiveFactory, Io, Verb};
+use bagua_core::error::{Error, Result};
 use bagua_core::group::{Config, Group, Lane, Options, TransportChoice};
+use bagua_core::memory::{Device, Region};
 use bagua_core::request::PartLayout;
 use bagua_core::types::{DType, ReduceOp};
 use group_world::{cause, until, world, world_with};
@@ -65,6 +69,63 @@ fn the_hosts_of_a_group_determine_its_collective() {
         assert!(lanes.iter().all(|lane| lane.collective() == name), "{name}");
         assert_eq!(lanes[0].transports(), transports, "{name}");
         exercise(&mut lanes);
+    }
+}
+
+/// A device whose memory is never used, and a factory for it that counts its calls.
+#[derive(Debug, Default)]
+struct Unused(AtomicUsize);
+
+impl Device for Unused {
+    fn name(&self) -> &str {
+        "unused:0"
+    }
+
+    fn kind(&self) -> u8 {
+        254
+    }
+
+    unsafe fn copy_to_host(&self, _: NonNull<u8>, _: &mut [u8]) -> Result<()> {
+        Err(Error::other("a copy"))
+    }
+
+    unsafe fn copy_from_host(&self, _: &[u8], _: NonNull<u8>) -> Result<()> {
+        Err(Error::other("a copy"))
+    }
+}
+
+impl CollectiveFactory for Unused {
+    fn name(&self) -> &'static str {
+        "unused"
+    }
+
+    fn device(&self) -> u8 {
+        self.kind()
+    }
+
+    fn wrap(&self, inner: Box<dyn Collective>, hosts: &[Vec<usize>]) -> Box<dyn Collective> {
+        assert_eq!(hosts, [[0, 1]]);
+        self.0.fetch_add(1, SeqCst);
+        inner
+    }
+}
+
+#[test]
+fn a_lane_gets_the_collective_of_a_device_when_its_first_memory_comes() {
+    let unused = Arc::new(Unused::default());
+    let factory = || Arc::clone(&unused) as Arc<dyn CollectiveFactory>;
+    let groups = world_with(2, |config| config.factories = vec![factory()]);
+    let mut lanes = lanes(&groups);
+    exercise(&mut lanes);
+    assert_eq!(unused.0.load(SeqCst), 0);
+    let device = Arc::new(Unused::default());
+    // SAFETY: a device that copies nothing, so the memory is never used.
+    let mut region = unsafe { Region::on(device, 64 as *mut u8, 4, DType::F32) }.unwrap();
+    assert!(lanes[1].reaches(region.device()));
+    for _ in 0..2 {
+        let io = Io::InPlace(region.buffer_mut());
+        lanes[1].run(&Options::default(), DType::F32, Verb::Broadcast { root: 0 }, io).unwrap_err();
+        assert_eq!(unused.0.load(SeqCst), 1, "once, and on this lane only");
     }
 }
 

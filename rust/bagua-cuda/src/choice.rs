@@ -73,36 +73,11 @@ pub(crate) struct Hosts<'a> {
     pub(crate) hierarchical: bool,
 }
 
-/// What combines arrays on devices.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
-    /// Host memory.
-    Staged,
-    /// A communicator of all ranks.
-    Nccl,
-    /// A communicator for each host that has several ranks, and host memory between hosts.
-    NcclInHosts,
-}
-
-/// What the ranks have chosen.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Chosen {
-    pub(crate) way: Way,
-    /// As users are told.
-    pub(crate) choice: Choice,
-}
-
-impl Chosen {
-    fn new(way: Way, collective: &'static str, why: String) -> Chosen {
-        Chosen { way, choice: Choice { collective, why } }
-    }
-}
-
 /// What all ranks choose.
 ///
 /// # Errors
 /// `Unavailable` for wishes that differ or cannot be served.
-pub(crate) fn choose(candidates: &[Candidate], hosts: &Hosts<'_>) -> Result<Chosen> {
+pub(crate) fn choose(candidates: &[Candidate], hosts: &Hosts<'_>) -> Result<Choice> {
     let wish = candidates[0].wish;
     if let Some(rank) = candidates.iter().position(|candidate| candidate.wish != wish) {
         return Err(Error::Unavailable(format!(
@@ -113,7 +88,7 @@ pub(crate) fn choose(candidates: &[Candidate], hosts: &Hosts<'_>) -> Result<Chos
     }
     let all: Vec<usize> = (0..candidates.len()).collect();
     let prevents = match wish {
-        Wish::Staged => return Ok(Chosen::new(Way::Staged, STAGED, wanted(wish))),
+        Wish::Staged => return Ok(Choice { collective: STAGED, why: wanted(wish) }),
         Wish::Nccl | Wish::Auto => why_not_nccl(candidates, &all, hosts.ranks),
     };
     match (prevents, wish) {
@@ -121,32 +96,32 @@ pub(crate) fn choose(candidates: &[Candidate], hosts: &Hosts<'_>) -> Result<Chos
         (Some(reason), _) => Err(Error::Unavailable(format!("{}: {reason}", wanted(wish)))),
         (None, Wish::Auto) => {
             let why = format!("auto: NCCL {} on all ranks", version_text(candidates[0].nccl));
-            Ok(Chosen::new(Way::Nccl, NCCL, why))
+            Ok(Choice { collective: NCCL, why })
         }
-        (None, _) => Ok(Chosen::new(Way::Nccl, NCCL, wanted(wish))),
+        (None, _) => Ok(Choice { collective: NCCL, why: wanted(wish) }),
     }
 }
 
 /// What ranks choose by themselves that NCCL cannot serve in one communicator, for a `reason`.
-fn without_one_communicator(candidates: &[Candidate], hosts: &Hosts<'_>, reason: &str) -> Chosen {
+fn without_one_communicator(candidates: &[Candidate], hosts: &Hosts<'_>, reason: &str) -> Choice {
     let why = format!("auto: {reason}");
     let several = || hosts.ranks.iter().filter(|host| host.len() > 1);
     let number = hosts.ranks.len();
     if number == 1 || several().next().is_none() {
-        return Chosen::new(Way::Staged, STAGED, why);
+        return Choice { collective: STAGED, why };
     }
     if !hosts.hierarchical {
         let why = format!("{why}; the group's route between hosts is flat, so NCCL serves no host alone");
-        return Chosen::new(Way::Staged, STAGED, why);
+        return Choice { collective: STAGED, why };
     }
     match several().find_map(|host| why_not_nccl(candidates, host, std::slice::from_ref(host))) {
         None => {
             let why = format!("{why}; nccl inside the {number} hosts, staged between");
-            Chosen::new(Way::NcclInHosts, HIER, why)
+            Choice { collective: HIER, why }
         }
         // It may be the reason against one communicator of all ranks.
-        Some(same) if same == reason => Chosen::new(Way::Staged, STAGED, why),
-        Some(other) => Chosen::new(Way::Staged, STAGED, format!("{why}; {other}")),
+        Some(same) if same == reason => Choice { collective: STAGED, why },
+        Some(other) => Choice { collective: STAGED, why: format!("{why}; {other}") },
     }
 }
 
@@ -201,7 +176,7 @@ mod tests {
     fn over(candidates: &[Candidate], ranks: &[Vec<usize>]) -> std::result::Result<(&'static str, String), String> {
         let hosts = Hosts { ranks, hierarchical: ranks.len() > 1 };
         let chosen = choose(candidates, &hosts).map_err(|error| error.to_string())?;
-        Ok((chosen.choice.collective, chosen.choice.why))
+        Ok((chosen.collective, chosen.why))
     }
 
     #[test]
@@ -278,7 +253,7 @@ mod tests {
         assert_eq!(inside_hosts(&absent), (false, format!("{against}; gone (rank 3 of the group)")));
         let flat = Hosts { ranks: &TWO_AND_TWO.map(Vec::from), hierarchical: false };
         let chosen = choose(&mixed, &flat).unwrap();
-        assert!(chosen.way == Way::Staged && chosen.choice.why.contains("is flat"), "{chosen:?}");
+        assert!(chosen.collective == STAGED && chosen.why.contains("is flat"), "{chosen:?}");
     }
 
     #[test]

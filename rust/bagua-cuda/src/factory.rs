@@ -2,25 +2,26 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use bagua_core::codec::Codec;
 use bagua_core::collective::{
-    Collective, CollectiveFactory, DeviceCodec, Incoming, Io, OpContext, Outgoing, Verb, combine_on_host, over_exchange,
+    ByHost, Collective, CollectiveFactory, DeviceCodec, Incoming, Io, OpContext, Outgoing, Verb, combine_on_host,
+    over_exchange,
 };
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::{Buffer, BufferMut, DeviceRef};
 use bagua_core::types::{DType, Fingerprint, ReduceOp};
 use nccl_sys::UNIQUE_ID_BYTES;
 
-use crate::choice::{self, Candidate, Chosen, Hosts, NCCL, RECORD, Way};
+use crate::choice::{self, Candidate, Hosts, NCCL, RECORD};
 use crate::compressed::CodecOnDevice;
 use crate::device::{KIND, Place, Wish, place_of};
 use crate::kernels::MAX_SOURCES;
-use crate::leaders::{LEADER, Leaders};
-use crate::nccl::{Communicator, InHosts, Nccl, unique_id};
+use crate::nccl::{Communicator, Nccl, serves, unique_id};
 use crate::parts::Parts;
 use crate::reduction::Reduction;
-use crate::stage::{Choice, Stage};
+use crate::stage::{Choice, HIER, STAGED, Stage};
 use crate::staged;
 
 /// Bytes by which ranks compare their calls: a whole number of elements of any type.
@@ -35,12 +36,15 @@ impl CollectiveFactory for Factory {
         "cuda"
     }
 
-    fn wrap(&self, inner: Box<dyn Collective>, hosts: &[Vec<usize>]) -> Result<Box<dyn Collective>> {
+    fn device(&self) -> u8 {
+        KIND
+    }
+
+    fn wrap(&self, inner: Box<dyn Collective>, hosts: &[Vec<usize>]) -> Box<dyn Collective> {
         let hosts = hosts.to_vec();
         let (stages, compared) = (Vec::new(), HashSet::new());
         let memory = [Vec::new(), Vec::new()];
-        let devices = OnDevices { inner, hosts, chosen: None, nccl: None, in_hosts: None, stages, compared, memory };
-        Ok(Box::new(devices))
+        Box::new(OnDevices { inner, hosts, chosen: None, nccl: None, stages, compared, memory })
     }
 }
 
@@ -52,10 +56,8 @@ struct OnDevices {
     hosts: Vec<Vec<usize>>,
     /// What the ranks chose at the lane's first operation on a device.
     chosen: Option<Choice>,
-    /// Set with the choice of NCCL for all ranks.
+    /// With the choice `nccl` of all ranks, with `hier` of this host's, if it has several.
     nccl: Option<Communicator>,
-    /// Set with the choice of NCCL inside hosts.
-    in_hosts: Option<InHosts>,
     /// What the lane has on devices that it has used.
     stages: Vec<Arc<Stage>>,
     /// Registrations of buckets whose first operation the ranks have compared.
@@ -85,7 +87,12 @@ impl Collective for OnDevices {
         place.is_none_or(|device| device.kind() == KIND) || self.inner.reaches(place)
     }
 
-    fn codec_on(&self, place: DeviceRef<'_>, codec: &dyn Codec, dtype: DType) -> Result<Option<Box<dyn DeviceCodec>>> {
+    fn codec_on(
+        &mut self,
+        place: DeviceRef<'_>,
+        codec: &dyn Codec,
+        dtype: DType,
+    ) -> Result<Option<Box<dyn DeviceCodec>>> {
         match place {
             Some(device) if place_of(place).is_some() => CodecOnDevice::open(device, codec, dtype),
             _ => self.inner.codec_on(place, codec, dtype),
@@ -125,21 +132,25 @@ impl Collective for OnDevices {
             return over_exchange(self, cx, verb, io);
         }
         let Some(place) = place else { return self.inner.run(cx, verb, io) };
-        self.agree(cx, place)?;
-        let parts = Parts::new(verb, &io, self.rank(), self.size());
-        if let Some(hosts) = &self.in_hosts {
-            hosts.check_device(place)?;
-            compare(self.inner.as_mut(), &mut self.compared, cx, place)?;
-            return hosts.run(self.inner.as_mut(), cx, verb, &parts, place);
+        let collective = self.agree(cx, place)?;
+        let (host, nccl) = (self.inner.as_mut(), self.nccl.as_ref());
+        if collective != STAGED {
+            nccl.map_or(Ok(()), |nccl| nccl.check_device(place))?;
+            compare(host, &mut self.compared, cx, place)?;
         }
-        match &self.nccl {
-            Some(nccl) => {
-                nccl.check_device(place)?;
-                compare(self.inner.as_mut(), &mut self.compared, cx, place)?;
-                nccl.run(cx, verb, &parts, place)
-            }
-            None => staged::run(self.inner.as_mut(), cx, verb, &parts, place),
+        // What NCCL cannot reduce has the host's bits.
+        let by_host = collective == HIER && matches!(verb, Verb::AllReduce(_)) && serves(verb, cx.dtype());
+        if by_host
+            && !io.is_empty()
+            && let Some(ByHost { intra, inter }) = host.split()
+        {
+            cx.stats.hierarchical.fetch_add(1, Relaxed);
+            let mut intra = OnDevice { host: intra, nccl };
+            let mut inter = inter.map(|host| OnDevice { host, nccl: None });
+            let inter = inter.as_mut().map(|inter| inter as &mut dyn Collective);
+            return ByHost { intra: &mut intra, inter }.run(cx, verb, io);
         }
+        OnDevice { host, nccl: nccl.filter(|_| collective == NCCL) }.run(cx, verb, io)
     }
 
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
@@ -149,7 +160,7 @@ impl Collective for OnDevices {
         else {
             return self.inner.exchange(cx, sends, recvs);
         };
-        match &self.nccl {
+        match self.together() {
             Some(nccl) => nccl.run_messages(cx, sends, recvs, place),
             None => staged::exchange(self.inner.as_mut(), cx, sends, recvs, place, &mut self.memory),
         }
@@ -165,38 +176,44 @@ impl Collective for OnDevices {
 }
 
 impl OnDevices {
-    /// All ranks choose the collective, once, over the host's.
+    /// All ranks choose the collective, once, over the host's. Its name.
     ///
     /// # Errors
     /// `Unavailable` on all ranks for wishes that differ or cannot be served; what prevents a communicator.
-    fn agree(&mut self, cx: &OpContext<'_>, place: &Place) -> Result<()> {
+    fn agree(&mut self, cx: &OpContext<'_>, place: &Place) -> Result<&'static str> {
         let stage = place.stage();
         if !self.stages.iter().any(|known| Arc::ptr_eq(known, &stage)) {
             self.stages.push(Arc::clone(&stage));
         }
         let choice = match &self.chosen {
-            Some(choice) => choice.clone(),
+            Some(choice) => choice,
             None => {
                 let (candidate, nccl) = candidate(place);
                 let mut all = vec![0; self.size() * RECORD];
                 self.inner.run(cx, Verb::AllGather, Io::split(&candidate.to_record(), &mut all))?;
                 let candidates: Vec<_> = all.chunks(RECORD).map(Candidate::from_record).collect();
-                let hosts = Hosts { ranks: &self.hosts, hierarchical: self.inner.name() == "hier" };
-                let Chosen { way, choice } = choice::choose(&candidates, &hosts)?;
+                let hosts = Hosts { ranks: &self.hosts, hierarchical: self.inner.split().is_some() };
+                let choice = choice::choose(&candidates, &hosts)?;
+                let together: Option<&mut dyn Collective> = match choice.collective {
+                    NCCL => Some(self.inner.as_mut()),
+                    HIER => self.inner.split().map(|ByHost { intra, .. }| intra).filter(|intra| intra.size() > 1),
+                    _ => None,
+                };
+                self.nccl = together.map(|host| connect(host, cx, nccl.as_ref(), place)).transpose()?;
                 if choice.collective == NCCL {
                     stage.unprepare();
                 }
-                match way {
-                    Way::Staged => {}
-                    Way::Nccl => self.nccl = Some(self.connect(cx, nccl.as_ref(), place)?),
-                    Way::NcclInHosts => self.in_hosts = Some(self.connect_hosts(cx, nccl.as_ref(), place)?),
-                }
-                self.chosen.insert(choice).clone()
+                &*self.chosen.insert(choice)
             }
         };
         // Another device of the same lane.
-        let _ = stage.choice.set(choice);
-        Ok(())
+        stage.choice.get_or_init(|| choice.clone());
+        Ok(choice.collective)
+    }
+
+    /// The communicator of all ranks, where they have chosen that.
+    fn together(&self) -> Option<&Communicator> {
+        self.nccl.as_ref().filter(|_| self.chosen.as_ref().is_some_and(|choice| choice.collective == NCCL))
     }
 
     /// Before a verb that is made of messages: all ranks choose, and by NCCL compare their calls. Where `staged` was asked for there is nothing
@@ -208,48 +225,13 @@ impl OnDevices {
         // A rank that has the tensor on the host is found out.
         let cx = &OpContext { fingerprint: Fingerprint { device: KIND, ..cx.fingerprint }, ..*cx };
         self.agree(cx, place)?;
-        let Some(nccl) = &self.nccl else { return Ok(()) };
+        let Some(nccl) = self.together() else { return Ok(()) };
         nccl.check_device(place)?;
         compare(self.inner.as_mut(), &mut self.compared, cx, place)
     }
 
-    /// A communicator of all ranks from a fresh unique id, which rank 0 sends over the host's collective.
-    fn connect(&mut self, cx: &OpContext<'_>, nccl: Option<&Arc<Nccl>>, place: &Place) -> Result<Communicator> {
-        let nccl = nccl.ok_or_else(nccl_is_absent)?;
-        let (rank, ranks) = (self.rank(), self.size());
-        let stage = place.stage();
-        let context = stage.context();
-        let mut id = if rank == 0 { unique_id(nccl, context)? } else { [0; UNIQUE_ID_BYTES] };
-        self.inner.run(cx, Verb::Broadcast { root: 0 }, Io::in_place(&mut id))?;
-        Communicator::new(nccl, context, cx, (rank, ranks), id)
-    }
-
-    /// A communicator of this host, where it has several ranks. The first ranks of all hosts tell their fresh unique ids together, so that no
-    /// host waits for another's.
-    fn connect_hosts(&mut self, cx: &OpContext<'_>, nccl: Option<&Arc<Nccl>>, place: &Place) -> Result<InHosts> {
-        let stage = place.stage();
-        let context = stage.context();
-        let own = self.rank();
-        let leaders = Leaders::new(&self.hosts, own)?;
-        let here = self.hosts[leaders.host()].clone();
-        let nccl = if here.len() > 1 { Some(nccl.ok_or_else(nccl_is_absent)?) } else { None };
-        let id = match nccl {
-            Some(nccl) if own == here[LEADER] => unique_id(nccl, context)?,
-            _ => [0; UNIQUE_ID_BYTES],
-        };
-        let mut ids = vec![0; self.size() * UNIQUE_ID_BYTES];
-        self.inner.run(cx, Verb::AllGather, Io::split(&id, &mut ids))?;
-        let inside = nccl.map(|nccl| {
-            let id = &ids[here[LEADER] * UNIQUE_ID_BYTES..][..UNIQUE_ID_BYTES];
-            let me = here.iter().position(|rank| *rank == own).expect("`Leaders::new` found it there");
-            Communicator::new(nccl, context, cx, (me, here.len()), id.try_into().expect("as many bytes"))
-        });
-        InHosts::new(context, leaders, inside.transpose()?)
-    }
-
     fn end_nccl(&mut self) {
-        let inside = self.in_hosts.take().and_then(InHosts::into_communicator);
-        let Some(nccl) = self.nccl.take().or(inside) else { return };
+        let Some(nccl) = self.nccl.take() else { return };
         let context = Arc::clone(nccl.context());
         let stages = || self.stages.iter().filter(|stage| Arc::ptr_eq(stage.context(), &context));
         let last = stages().find_map(|stage| stage.last());
@@ -265,6 +247,48 @@ impl Drop for OnDevices {
     }
 }
 
+/// Some ranks, for memory on one device: by their communicator, or else by copies through their host's collective.
+struct OnDevice<'a> {
+    host: &'a mut dyn Collective,
+    nccl: Option<&'a Communicator>,
+}
+
+impl Collective for OnDevice<'_> {
+    fn name(&self) -> &'static str {
+        self.host.name()
+    }
+
+    fn rank(&self) -> usize {
+        self.host.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.host.size()
+    }
+
+    fn transports(&self) -> Vec<&'static str> {
+        self.host.transports()
+    }
+
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
+        let Some(place) = place_of(io.device()?) else { return self.host.run(cx, verb, io) };
+        let parts = Parts::new(verb, &io, self.rank(), self.size());
+        match self.nccl {
+            Some(nccl) => nccl.run(cx, verb, &parts, place),
+            None => staged::run(self.host, cx, verb, &parts, place),
+        }
+    }
+
+    fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
+        let devices = sends.iter().map(|message| message.data.device());
+        let mut all = devices.chain(recvs.iter().map(|message| message.data.device()));
+        match all.find_map(|device| place_of(device)) {
+            Some(place) => staged::exchange(self.host, cx, sends, recvs, place, &mut [Vec::new(), Vec::new()]),
+            None => self.host.exchange(cx, sends, recvs),
+        }
+    }
+}
+
 /// What there is, or `None` without what it needs.
 fn unless_unavailable<T>(found: Result<T>) -> Result<Option<T>> {
     match found {
@@ -273,9 +297,19 @@ fn unless_unavailable<T>(found: Result<T>) -> Result<Option<T>> {
     }
 }
 
-/// All ranks know of each other's.
-fn nccl_is_absent() -> Error {
-    Error::other("NCCL was chosen, and this rank has none")
+/// A communicator of the ranks of a host's collective, with a fresh unique id, which its rank 0 sends over that.
+fn connect(
+    host: &mut dyn Collective,
+    cx: &OpContext<'_>,
+    nccl: Option<&Arc<Nccl>>,
+    place: &Place,
+) -> Result<Communicator> {
+    let nccl = nccl.ok_or_else(|| Error::other("NCCL was chosen, and this rank has none"))?;
+    let stage = place.stage();
+    let context = stage.context();
+    let mut id = if host.rank() == 0 { unique_id(nccl, context)? } else { [0; UNIQUE_ID_BYTES] };
+    host.run(cx, Verb::Broadcast { root: 0 }, Io::in_place(&mut id))?;
+    Communicator::new(nccl, context, cx, (host.rank(), host.size()), id)
 }
 
 /// All ranks compare their calls, over the host's collective: the first operation of a bucket after each of its registrations, and each one

@@ -15,9 +15,8 @@
 //! | [`device`] | [`Place`]: the core's device, one per operation |
 //! | [`factory`] | [`Factory`]: a lane's collective, which hands arrays on devices to the one that was chosen |
 //! | [`choice`] | which one the ranks choose, and why |
-//! | `parts` | where the shards of an operation are, and shares of ranks |
+//! | `parts` | where the shards of an operation are |
 //! | [`staged`] | the collective over pinned memory and the host's |
-//! | `leaders` | the first ranks of hosts, for all_reduce between them by `hier` |
 //! | `reduction` | reductions by our kernels |
 //! | [`nvrtc`] | the compiler of kernels (`libnvrtc`): its version and architectures, and compiling |
 //! | [`kernels`] | which kernels there are, in `kernels/*.cu`, and the grids that they are launched with |
@@ -27,7 +26,7 @@
 //! | [`codec`] | codecs on arrays of a device |
 //! | `compressed` | the same for compressed all_reduce and the compressed ring: records between a device and the host |
 //! | [`cache`] | a folder of machine code |
-//! | [`nccl`] | NCCL (`libnccl`): its version, its functions, and the collective over them; `hier` with it inside hosts |
+//! | [`nccl`] | NCCL (`libnccl`): its version, its functions, and the collective over them |
 //! | [`library`] | finding and loading one shared library |
 //! | [`error`] | why there is no CUDA |
 //!
@@ -49,7 +48,6 @@ pub mod event;
 pub mod factory;
 pub mod kernels;
 pub mod launch;
-mod leaders;
 pub mod libraries;
 pub mod library;
 pub mod memory;

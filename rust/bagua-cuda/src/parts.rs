@@ -1,18 +1,7 @@
-//! Where the shards of an operation are on the device, for every verb, and the shares of what several ranks work at together.
-
-use std::ops::Range;
+//! Where the shards of an operation are on the device, for every verb.
 
 use bagua_core::collective::{Io, Verb};
 use bagua_core::request::{Layout, Uses};
-
-/// Lengths of shares are multiples of so many bytes, so that no element is cut and vectors are aligned.
-pub(crate) const ALIGNMENT: usize = 64;
-
-/// The share of a rank in a range of so many bytes; those of the last ranks may be shorter, or empty.
-pub(crate) fn share(rank: usize, ranks: usize, len: usize) -> Range<usize> {
-    let width = len.div_ceil(ranks).next_multiple_of(ALIGNMENT);
-    (rank * width).min(len)..((rank + 1) * width).min(len)
-}
 
 /// Where the shards of an operation are on the device.
 pub(crate) struct Parts {
@@ -81,17 +70,5 @@ mod tests {
         assert_eq!((parts.shard, parts.from, parts.to), (8, vec![first + 16], vec![first, first + 8, first + 16]));
         let parts = Parts::new(Verb::Scatter { root: 0 }, &Io::in_place(&mut data), 1, 3);
         assert_eq!((parts.shard, parts.from, parts.to), (8, vec![], vec![first + 8]));
-    }
-
-    #[test]
-    fn shares_cover_a_range_once_and_cut_no_element() {
-        for ranks in 1..=8 {
-            for len in [0, 16, 64, 65 * 16, 4096, 1 << 20] {
-                let shares: Vec<_> = (0..ranks).map(|rank| share(rank, ranks, len)).collect();
-                assert_eq!((shares[0].start, shares[ranks - 1].end), (0, len));
-                assert!(shares.windows(2).all(|two| two[0].end == two[1].start));
-                assert!(shares.iter().all(|share| share.start % ALIGNMENT == 0 || share.is_empty()));
-            }
-        }
     }
 }

@@ -269,15 +269,6 @@ impl Copier {
         Ok(())
     }
 
-    /// Another stream of ours begins after what both streams have.
-    pub(crate) fn order_after_copies(&self, stream: CUstream) -> Result<()> {
-        for (event, copies) in [(&self.arrived[0], &self.down), (&self.left[0], &self.up)] {
-            event.record(copies.handle())?;
-            event.order(stream)?;
-        }
-        Ok(())
-    }
-
     /// Waits until both streams have done what they have, for a while.
     fn drain(&self) -> Result<()> {
         let (down, up) = (Event::new(&self.context)?, Event::new(&self.context)?);

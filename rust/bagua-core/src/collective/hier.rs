@@ -1,13 +1,15 @@
-//! Hierarchical collectives: inside each host first, then between the hosts' leaders, then inside each host again.
+//! Hierarchical collectives of any two: inside each host first, then between the hosts' leaders, then inside each host again.
 //!
-//! The leader of a host is its first rank. all_reduce, reduce, broadcast and barrier are hierarchical; the other verbs would move
-//! the same bytes more often that way, so they go over one flat mesh with the best link per pair.
+//! The leader of a host is its first rank. [`ByHost`] makes a hierarchy of two borrowed collectives, [`Hier`] owns its two: `shm` and `net` in
+//! a group of several hosts, or those that [`crate::group::Lanes`] connects for `hierarchical`, in any group.
+//! all_reduce, reduce, broadcast and barrier are hierarchical; the other verbs would move the same bytes more often that way, so they go over
+//! one flat mesh with the best link per pair.
 //!
 //! Sums are made inside hosts first, so results equal those of the flat collectives within rounding, and themselves bit for bit.
 //! Every phase runs under the fingerprint of the whole operation. The leaders see a difference between hosts; the other ranks get
 //! it as the group's first cause.
 //!
-//! Large tensors go chunk by chunk, so that the scratch memory of a phase stays bounded. Leaders that added up the next chunk with
+//! Large tensors of the host go chunk by chunk, so that the scratch memory of a phase stays bounded. Leaders that added up the next chunk with
 //! their host while one travels were as fast as leaders that do not, within the spread of two runs (2 hosts of 2 ranks on 2 cores,
 //! 16 MiB at 1, 3 and 10 Gbit/s and at full rate, `benchmarks/network.py`), so chunks follow each other.
 
@@ -17,7 +19,6 @@ use std::sync::atomic::Ordering::Relaxed;
 use super::over_exchange::in_place;
 use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb, gossip};
 use crate::error::{Error, Result};
-use crate::memory::BufferMut;
 use crate::reduce::divide;
 use crate::types::ReduceOp;
 
@@ -27,39 +28,155 @@ const CHUNK: usize = 512 << 10;
 /// Index of a leader on its host.
 const LEADER: usize = 0;
 
+/// The two collectives of a hierarchy, see [`Collective::split`].
+pub struct ByHost<'a> {
+    /// The ranks of this host, by their index on it.
+    pub intra: &'a mut dyn Collective,
+    /// The leaders, by the index of their host; on leaders only. Its averages are over the ranks of all hosts.
+    pub inter: Option<&'a mut dyn Collective>,
+}
+
+impl ByHost<'_> {
+    /// Runs a verb. In the verbs over exchange each host is one member, with the sum or the mean of its ranks, which is made in full precision.
+    ///
+    /// # Errors
+    /// As [`Collective::run`]; `NotImplemented` for verbs that are not hierarchical.
+    pub fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, mut io: Io<'_>) -> Result<()> {
+        match verb {
+            Verb::AllReduce(op) => loop {
+                // A collective for memory of a device cuts that itself.
+                let width = if io.device()?.is_none() { CHUNK.min(io.len()) } else { io.len() };
+                let (chunk, rest) = io.split_at(width);
+                self.by_leaders(cx, verb, op.undivided(), chunk)?;
+                if rest.is_empty() {
+                    return Ok(());
+                }
+                io = rest;
+            },
+            Verb::CompressedAllReduce(_) => self.by_leaders(cx, verb, ReduceOp::Sum, io),
+            Verb::NeighborAverage { .. } => self.by_leaders(cx, verb, ReduceOp::Avg, io.into_host()?.into()),
+            Verb::CompressedRing { .. } => {
+                let mut weights = in_place(verb, io)?;
+                self.by_leaders(cx, verb, ReduceOp::Avg, Io::InPlace(weights.reborrow()))?;
+                let replicas = &mut cx.extra.borrow_mut().replicas;
+                replicas.as_mut().ok_or_else(gossip::no_replicas)?.own.copy_in_place(weights.as_buffer())
+            }
+            _ => Err(Error::NotImplemented(format!("{} inside hosts first", verb.kind().name()))),
+        }
+    }
+
+    /// Each leader gets the combination of its host's ranks, the leaders run the verb, and each host gets the result.
+    fn by_leaders(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, op: ReduceOp, mut io: Io<'_>) -> Result<()> {
+        let ByHost { intra, inter } = self;
+        if let Some(inter) = inter.as_mut().filter(|_| intra.size() == 1) {
+            return inter.run(cx, verb, io);
+        }
+        intra.run(cx, Verb::Reduce { op, root: LEADER }, io.reborrow())?;
+        let mut data = io.into_output();
+        if let Some(inter) = inter {
+            inter.run(cx, verb, Io::InPlace(data.reborrow()))?;
+        }
+        intra.run(cx, Verb::Broadcast { root: LEADER }, Io::InPlace(data))
+    }
+}
+
+/// The collective of leaders that each stand for all ranks of their host: an average is over these.
+struct Leaders {
+    inner: Box<dyn Collective>,
+    /// The ranks of all hosts.
+    ranks: usize,
+}
+
+impl Collective for Leaders {
+    fn name(&self) -> &'static str {
+        self.inner.name()
+    }
+
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.inner.size()
+    }
+
+    fn transports(&self) -> Vec<&'static str> {
+        self.inner.transports()
+    }
+
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, mut io: Io<'_>) -> Result<()> {
+        let sum = match verb {
+            Verb::AllReduce(ReduceOp::Avg) => Verb::AllReduce(ReduceOp::Sum),
+            Verb::Reduce { op: ReduceOp::Avg, root } => Verb::Reduce { op: ReduceOp::Sum, root },
+            _ => return self.inner.run(cx, verb, io),
+        };
+        self.inner.run(cx, sum, io.reborrow())?;
+        if verb.root().is_none_or(|root| root == self.rank()) {
+            divide(cx.dtype(), io.into_output().into_host()?, self.ranks);
+        }
+        Ok(())
+    }
+
+    fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
+        self.inner.exchange(cx, sends, recvs)
+    }
+
+    fn end(&mut self) {
+        self.inner.end();
+    }
+}
+
 /// Hierarchical collectives over others.
 pub struct Hier {
     /// The ranks of this host, by their index on it.
     intra: Box<dyn Collective>,
     /// The leaders, by the index of their host. Only on leaders.
-    inter: Option<Box<dyn Collective>>,
-    /// All ranks of the group.
-    flat: Box<dyn Collective>,
+    inter: Option<Leaders>,
+    /// All ranks of the group, for the verbs that are not hierarchical; without it, those over exchange are.
+    flat: Option<Box<dyn Collective>>,
     /// Group ranks of each host.
     hosts: Vec<Vec<usize>>,
+    rank: usize,
+    size: usize,
     /// Where a leader gathers what it may not write to its tensor.
     scratch: Vec<u8>,
 }
 
 impl Hier {
-    /// `hosts` are the group ranks of each host, ascending, hosts by their first rank. `intra` spans this rank's host, `inter` the
-    /// hosts' first ranks (on those only), `flat` the group.
+    /// `hosts` are the group ranks of each host, ascending, hosts by their first rank; `rank` is this one's. `intra` spans this rank's host,
+    /// `inter` the hosts' first ranks (on those only).
     ///
     /// # Panics
     /// When the parts do not fit together: they are built in one place, from one list of hosts.
     pub fn new(
         intra: Box<dyn Collective>,
         inter: Option<Box<dyn Collective>>,
-        flat: impl Collective + 'static,
         hosts: Vec<Vec<usize>>,
+        rank: usize,
     ) -> Hier {
-        let here = hosts.iter().position(|host| host.contains(&flat.rank()));
+        let here = hosts.iter().position(|host| host.contains(&rank));
         let here = here.expect("this rank is on one of the hosts");
-        assert_eq!((intra.size(), hosts[here][intra.rank()]), (hosts[here].len(), flat.rank()));
-        assert_eq!(hosts.iter().map(Vec::len).sum::<usize>(), flat.size());
+        assert_eq!((intra.size(), hosts[here][intra.rank()]), (hosts[here].len(), rank));
         assert_eq!(inter.is_some(), intra.rank() == LEADER);
         assert!(inter.as_ref().is_none_or(|inter| (inter.size(), inter.rank()) == (hosts.len(), here)));
-        Hier { intra, inter, flat: Box::new(flat), hosts, scratch: Vec::new() }
+        let size = hosts.iter().map(Vec::len).sum();
+        let inter = inter.map(|inner| Leaders { inner, ranks: size });
+        Hier { intra, inter, flat: None, hosts, rank, size, scratch: Vec::new() }
+    }
+
+    /// The same, with a collective of all ranks for the verbs that are not hierarchical.
+    ///
+    /// # Panics
+    /// As [`Hier::new`].
+    #[must_use]
+    pub fn with_flat(self, flat: impl Collective + 'static) -> Hier {
+        assert_eq!((flat.rank(), flat.size()), (self.rank, self.size));
+        Hier { flat: Some(Box::new(flat)), ..self }
+    }
+
+    fn by_host(&mut self) -> ByHost<'_> {
+        let inter = self.inter.as_mut().map(|inter| inter as &mut dyn Collective);
+        ByHost { intra: &mut *self.intra, inter }
     }
 
     /// Index of a rank's host, and of the rank on it.
@@ -84,27 +201,22 @@ impl Hier {
 
     fn reduce(&mut self, cx: &OpContext<'_>, mut io: HostIo<'_>, op: ReduceOp, root: usize) -> Result<()> {
         let (root_host, root_local) = self.index_of(root);
-        let (my_host, _) = self.index_of(self.rank());
+        let (my_host, _) = self.index_of(self.rank);
         let len = io.input().len();
-        let undivided = op.undivided();
         let mut scratch = std::mem::take(&mut self.scratch);
         scratch.resize(len.min(CHUNK), 0);
         for range in chunks(len) {
             let sum = &mut scratch[..range.len()];
-            let to_leader = Verb::Reduce { op: undivided, root: LEADER };
+            let to_leader = Verb::Reduce { op: op.undivided(), root: LEADER };
             self.intra.run(cx, to_leader, Io::split(&io.input()[range.clone()], sum))?;
             if let Some(inter) = &mut self.inter {
-                inter.run(cx, Verb::Reduce { op: undivided, root: root_host }, Io::in_place(sum))?;
+                inter.run(cx, Verb::Reduce { op, root: root_host }, Io::in_place(sum))?;
             }
             if my_host == root_host {
                 self.forward(cx, sum, LEADER, root_local)?;
             }
-            if self.rank() == root {
-                let out = &mut io.output()[range];
-                out.copy_from_slice(sum);
-                if op == ReduceOp::Avg {
-                    divide(cx.dtype(), out, self.size());
-                }
+            if self.rank == root {
+                io.output()[range].copy_from_slice(sum);
             }
         }
         self.scratch = scratch;
@@ -113,7 +225,7 @@ impl Hier {
 
     fn broadcast(&mut self, cx: &OpContext<'_>, data: &mut [u8], root: usize) -> Result<()> {
         let (root_host, root_local) = self.index_of(root);
-        let (my_host, _) = self.index_of(self.rank());
+        let (my_host, _) = self.index_of(self.rank);
         for range in chunks(data.len()) {
             let chunk = &mut data[range];
             if my_host == root_host {
@@ -136,88 +248,6 @@ impl Hier {
     }
 }
 
-/// Runs a verb over the ranks of this host and, on its leader, over the leaders of all hosts, on which `size` ranks are. In the verbs over
-/// exchange each host is one member, with the sum or the mean of its ranks, which is made in full precision.
-///
-/// # Errors
-/// As [`Collective::run`]; `NotImplemented` for verbs that are not hierarchical.
-pub fn run(
-    intra: &mut dyn Collective,
-    inter: Option<&mut (dyn Collective + '_)>,
-    size: usize,
-    cx: &OpContext<'_>,
-    verb: Verb<'_>,
-    io: Io<'_>,
-) -> Result<()> {
-    match verb {
-        Verb::AllReduce(op) => all_reduce(intra, inter, size, cx, io.into_host()?, op),
-        Verb::CompressedAllReduce(_) => by_leaders(intra, inter, cx, verb, ReduceOp::Sum, &mut in_place(verb, io)?),
-        Verb::NeighborAverage { .. } => {
-            let mut io = io.into_host()?;
-            io.keep_own(0..io.input().len(), 0);
-            by_leaders(intra, inter, cx, verb, ReduceOp::Avg, &mut io.output().into())
-        }
-        Verb::CompressedRing { .. } => {
-            let mut weights = in_place(verb, io)?;
-            by_leaders(intra, inter, cx, verb, ReduceOp::Avg, &mut weights)?;
-            let replicas = &mut cx.extra.borrow_mut().replicas;
-            replicas.as_mut().ok_or_else(gossip::no_replicas)?.own.copy_in_place(weights.as_buffer())
-        }
-        _ => Err(Error::NotImplemented(format!("{} inside hosts first", verb.kind().name()))),
-    }
-}
-
-/// Each leader gets the combination of its host's ranks, the leaders run the verb, and each host gets the result.
-fn by_leaders(
-    intra: &mut dyn Collective,
-    inter: Option<&mut (dyn Collective + '_)>,
-    cx: &OpContext<'_>,
-    verb: Verb<'_>,
-    op: ReduceOp,
-    data: &mut BufferMut<'_>,
-) -> Result<()> {
-    intra.run(cx, Verb::Reduce { op, root: LEADER }, Io::InPlace(data.reborrow()))?;
-    if let Some(inter) = inter {
-        inter.run(cx, verb, Io::InPlace(data.reborrow()))?;
-    }
-    intra.run(cx, Verb::Broadcast { root: LEADER }, Io::InPlace(data.reborrow()))
-}
-
-/// All_reduce over the ranks of this host and, on its leader, over the leaders of all hosts, on which `size` ranks are.
-///
-/// # Errors
-/// As [`Collective::run`].
-fn all_reduce(
-    intra: &mut dyn Collective,
-    mut inter: Option<&mut (dyn Collective + '_)>,
-    size: usize,
-    cx: &OpContext<'_>,
-    io: HostIo<'_>,
-    op: ReduceOp,
-) -> Result<()> {
-    let (src, out) = match io {
-        HostIo::InPlace(data) => (None, data),
-        HostIo::Split { src, dst } => (Some(src), dst),
-    };
-    let sum = op.undivided();
-    for range in chunks(out.len()) {
-        let chunk = &mut out[range.clone()];
-        let io = match src {
-            None => Io::in_place(chunk),
-            Some(src) => Io::split(&src[range], chunk),
-        };
-        intra.run(cx, Verb::Reduce { op: sum, root: LEADER }, io)?;
-        if let Some(inter) = &mut inter {
-            inter.run(cx, Verb::AllReduce(sum), Io::in_place(chunk))?;
-            if op == ReduceOp::Avg {
-                divide(cx.dtype(), chunk, size);
-            }
-        }
-        intra.run(cx, Verb::Broadcast { root: LEADER }, Io::in_place(chunk))?;
-    }
-    Ok(())
-}
-
 /// The chunks of a tensor; one empty chunk of an empty tensor, so that fingerprints are compared all the same.
 fn chunks(len: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len.div_ceil(CHUNK).max(1)).map(move |chunk| chunk * CHUNK..((chunk + 1) * CHUNK).min(len))
@@ -229,36 +259,50 @@ impl Collective for Hier {
     }
 
     fn rank(&self) -> usize {
-        self.flat.rank()
+        self.rank
     }
 
     fn size(&self) -> usize {
-        self.flat.size()
+        self.size
     }
 
     fn transports(&self) -> Vec<&'static str> {
-        self.flat.transports()
+        self.flat.as_ref().map_or_else(Vec::new, |flat| flat.transports())
+    }
+
+    fn split(&mut self) -> Option<ByHost<'_>> {
+        Some(self.by_host())
     }
 
     fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
-        if matches!(verb, Verb::AllReduce(_) | Verb::Reduce { .. } | Verb::Broadcast { .. } | Verb::Barrier) {
-            cx.stats.hierarchical.fetch_add(1, Relaxed);
+        let by_host = matches!(verb, Verb::AllReduce(_) | Verb::Reduce { .. } | Verb::Broadcast { .. } | Verb::Barrier);
+        if let Some(flat) = self.flat.as_mut().filter(|_| !by_host) {
+            return flat.run(cx, verb, io);
         }
+        cx.stats.hierarchical.fetch_add(1, Relaxed);
         match verb {
-            Verb::AllReduce(op) => {
-                let Hier { intra, inter, flat, .. } = self;
-                let inter = inter.as_mut().map(|inter| &mut **inter as &mut dyn Collective);
-                all_reduce(&mut **intra, inter, flat.size(), cx, io.into_host()?, op)
-            }
             Verb::Reduce { op, root } => self.reduce(cx, io.into_host()?, op, root),
             Verb::Broadcast { root } => self.broadcast(cx, io.into_host()?.output(), root),
             Verb::Barrier => self.barrier(cx),
-            _ => self.flat.run(cx, verb, io),
+            _ => self.by_host().run(cx, verb, io),
         }
     }
 
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
-        self.flat.exchange(cx, sends, recvs)
+        match &mut self.flat {
+            Some(flat) => flat.exchange(cx, sends, recvs),
+            None => Err(Error::NotImplemented("messages between ranks of two hosts".to_owned())),
+        }
+    }
+
+    fn end(&mut self) {
+        self.intra.end();
+        if let Some(inter) = &mut self.inter {
+            inter.end();
+        }
+        if let Some(flat) = &mut self.flat {
+            flat.end();
+        }
     }
 }
 
@@ -291,7 +335,8 @@ mod tests {
                 let intra = Box::new(Shm::new(Arc::clone(&arena), index, host.to_vec()).unwrap());
                 let inter = leaders.take().map(|mesh| Box::new(Net::new(mesh).with(algorithm)) as Box<dyn Collective>);
                 let flat = Net::new(flats[*rank].take().unwrap());
-                ranks.push((*rank, Hier::new(intra, inter, flat, hosts.iter().map(|host| host.to_vec()).collect())));
+                let hosts = hosts.iter().map(|host| host.to_vec()).collect();
+                ranks.push((*rank, Hier::new(intra, inter, hosts, *rank).with_flat(flat)));
             }
         }
         ranks.sort_by_key(|(rank, _)| *rank);
@@ -397,6 +442,26 @@ mod tests {
                         assert!(rank != n - 1 || dst == expected);
                     }
                 }
+            });
+        }
+    }
+
+    #[test]
+    fn a_hierarchy_of_the_parts_of_another_has_its_bits() {
+        for hosts in WORLDS {
+            on_all(hosts, |rank, hier, health| {
+                let (count, avg) = (4 * CHUNK / 4 + 5, Verb::AllReduce(ReduceOp::Avg));
+                let src: Vec<u8> = bytes(&values(rank, count).iter().map(|value| value / 3.0).collect::<Vec<f32>>());
+                let (mut whole, mut parts) = (vec![0; src.len()], vec![0; src.len()]);
+                let say = print(Kind::AllReduce, 0, count);
+                with(health, say, |cx| hier.run(cx, avg, Io::split(&src, &mut whole))).unwrap();
+                let mut split = hier.split().unwrap();
+                assert_eq!(split.inter.is_some(), split.intra.rank() == LEADER);
+                with(health, say, |cx| split.run(cx, avg, Io::split(&src, &mut parts))).unwrap();
+                assert!(whole == parts, "over {hosts:?}");
+                let gather = print(Kind::AllGather, 1, 1);
+                let refused = with(health, gather, |cx| split.run(cx, Verb::AllGather, Io::none()));
+                assert!(matches!(refused, Err(Error::NotImplemented(_))));
             });
         }
     }

@@ -15,13 +15,13 @@
 
 mod compressed;
 pub(crate) mod gossip;
-pub mod hier;
+mod hier;
 mod net;
 mod over_exchange;
 pub mod shm;
 mod solo;
 
-pub use hier::Hier;
+pub use hier::{ByHost, Hier};
 pub use net::{Algorithm, Net};
 pub use over_exchange::over_exchange;
 pub use shm::Shm;
@@ -128,7 +128,12 @@ pub trait Collective: Send {
     ///
     /// # Errors
     /// `Unavailable` for a codec that would run there and lacks something; whatever the device reports.
-    fn codec_on(&self, place: DeviceRef<'_>, codec: &dyn Codec, dtype: DType) -> Result<Option<Box<dyn DeviceCodec>>> {
+    fn codec_on(
+        &mut self,
+        place: DeviceRef<'_>,
+        codec: &dyn Codec,
+        dtype: DType,
+    ) -> Result<Option<Box<dyn DeviceCodec>>> {
         let _ = (place, codec, dtype);
         Ok(None)
     }
@@ -146,6 +151,12 @@ pub trait Collective: Send {
         into: BufferMut<'_>,
     ) -> Result<()> {
         combine_on_host(cx, op, inputs, into)
+    }
+
+    /// Its parts by host, as MPI_Comm_split makes them of a communicator: the ranks of this host, and the first ranks of all hosts. They have
+    /// no sequence of their own: all ranks run this one and its parts in the same order. `None` where it has no such parts.
+    fn split(&mut self) -> Option<ByHost<'_>> {
+        None
     }
 
     /// Runs a verb. [`Verb`] says which bytes of `io` each verb reads and writes.
@@ -196,15 +207,19 @@ pub fn combine_on_host(
 
 /// The seam for collectives of other crates: a device's own, or another route. Given in the group's configuration.
 ///
-/// Every lane of the group passes its collective through each factory, in order. What a factory returns takes the place of the
-/// collective that it was given: it may hand host memory on to that one, and use it to agree with the other ranks.
+/// Every lane of the group passes its collective through the factories, in order: through one that serves a device at the first operation on
+/// its memory, through the others when it is opened. What a factory returns takes the place of the collective that it was given: it may pass
+/// host memory on to that one, and use it to agree with the other ranks.
 pub trait CollectiveFactory: Send + Sync + Debug {
     /// Short name for reports. All ranks must have the same factories in the same order.
     fn name(&self) -> &'static str;
 
-    /// A collective over the one of the lane. `hosts` are the ranks of the lane on each host, ascending.
-    ///
-    /// # Errors
-    /// Whatever goes wrong; the lane is not opened then, and the group fails.
-    fn wrap(&self, inner: Box<dyn Collective>, hosts: &[Vec<usize>]) -> Result<Box<dyn Collective>>;
+    /// Kind of the device that it serves, see [`crate::memory::Device::kind`]; 0 for none.
+    fn device(&self) -> u8 {
+        0
+    }
+
+    /// A collective over the one of the lane. `hosts` are the ranks of the lane on each host, ascending. Sends nothing: other ranks may call it
+    /// later, or never.
+    fn wrap(&self, inner: Box<dyn Collective>, hosts: &[Vec<usize>]) -> Box<dyn Collective>;
 }

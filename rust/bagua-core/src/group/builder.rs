@@ -15,10 +15,12 @@ use super::fork::{ForkFd, OwnerProcess};
 use super::handshake::Purpose;
 use crate::codec::Codec;
 use crate::collective::shm::{segment_len, spare_links};
-use crate::collective::{Collective, DeviceCodec, Hier, Incoming, Io, Net, OpContext, Outgoing, Shm, Solo, Verb};
+use crate::collective::{
+    Collective, CollectiveFactory, DeviceCodec, Hier, Incoming, Io, Net, OpContext, Outgoing, Shm, Solo, Verb,
+};
 use crate::error::{Error, Progress, Result};
 use crate::health::{GroupHealth, LEFT};
-use crate::memory::{Arena, Buffer, BufferMut, DeviceRef, Registry};
+use crate::memory::{Arena, Buffer, BufferMut, Device, DeviceRef, Registry};
 use crate::transport::{Mesh, Transport};
 use crate::types::{DType, ReduceOp};
 use crate::wait::{Deadline, SLICE};
@@ -53,84 +55,83 @@ pub(super) struct LaneBuilder<'a> {
     pub(super) registry: &'a Arc<Registry>,
 }
 
-/// The collectives by machine, of one lane.
-pub(super) struct HostCollectives {
-    /// The ranks of this machine; ranks in it are indices on the machine.
-    pub(super) intra: Box<dyn Collective>,
-    /// The machines' first ranks, on those only; ranks in it are indices of machines.
-    pub(super) inter: Option<Box<dyn Collective>>,
-}
-
 /// Streams by group rank.
 type Streams = HashMap<usize, Vec<Box<dyn Transport>>>;
 
 impl LaneBuilder<'_> {
     /// Connects the lane and returns its collective.
     pub(super) fn build(&self) -> Result<Box<dyn Collective>> {
-        let size = self.health.size();
-        if size == 1 {
-            return self.bound(Box::new(Solo::new()), self.hosts, Vec::new());
-        }
-        let (host, local) = self.host()?;
-        let arena = if host.len() > 1 { Some(Arc::new(self.segment(host, segment_len(host.len()))?)) } else { None };
-        let shm = |arena| Shm::new(arena, local, host.to_vec()).map(|shm| self.knowing_arenas(shm));
-        let mut fork_fds: Vec<ForkFd> = arena.iter().map(|arena| ForkFd::new(&arena.fd())).collect();
-        let inner: Box<dyn Collective> = if let (Some(arena), [_]) = (&arena, self.hosts) {
-            Box::new(shm(Arc::clone(arena))?)
+        let (size, mut fork_fds) = (self.health.size(), Vec::new());
+        let inner = if self.hosts.len() == 1 || self.hosts.len() == size {
+            let all: Vec<usize> = (0..size).collect();
+            self.part(&all, FLAT, &mut fork_fds)?
         } else {
-            let remote: Vec<usize> = (0..size).filter(|other| host.binary_search(other).is_err()).collect();
-            let streams = self.streams(&remote, FLAT, &mut fork_fds)?;
-            if self.hosts.iter().all(|host| host.len() == 1) {
-                Box::new(self.mesh((0..size).collect(), streams, None))
-            } else {
-                let flat = self.mesh((0..size).collect(), streams, arena.as_ref().map(|arena| (arena, local, host)));
-                let intra: Box<dyn Collective> = match arena {
-                    Some(arena) => Box::new(shm(arena)?),
-                    None => Box::new(Solo::new()),
-                };
-                let inter = self.leaders(self.hosts, &mut fork_fds)?;
-                Box::new(Hier::new(intra, inter, flat, self.hosts.to_vec()))
-            }
+            Box::new(self.shm_and_net(&mut fork_fds)?)
         };
-        self.bound(inner, self.hosts, fork_fds)
+        Ok(self.bound(inner, self.hosts, fork_fds))
     }
 
-    /// The collective of this rank's machine and, on the first rank of a machine, that of the first ranks of all machines.
-    pub(super) fn build_by_machine(&self, machines: &[Vec<usize>]) -> Result<HostCollectives> {
+    /// Connects the lane's ranks by machine: those of one machine, and the machines' first ranks.
+    pub(super) fn build_by_machine(&self, machines: &[Vec<usize>]) -> Result<Hier> {
         let rank = self.health.rank();
-        let (host, local) = self.host()?;
         let machine = machines.iter().find(|machine| machine.contains(&rank));
         let machine = machine.ok_or_else(|| Error::other("this rank is on no machine of its group"))?;
         let mut fork_fds = Vec::new();
-        let intra: Box<dyn Collective> = if machine.len() == 1 {
-            Box::new(Solo::new())
-        } else if machine.as_slice() == host {
-            let arena = Arc::new(self.segment(host, segment_len(host.len()))?);
-            fork_fds.push(ForkFd::new(&arena.fd()));
-            Box::new(self.knowing_arenas(Shm::new(arena, local, host.to_vec())?))
-        } else {
-            let others: Vec<usize> = machine.iter().copied().filter(|other| *other != rank).collect();
-            let streams = self.streams(&others, MACHINE, &mut fork_fds)?;
-            Box::new(self.mesh(machine.clone(), streams, None))
-        };
-        let intra = self.bound(intra, &[(0..machine.len()).collect()], fork_fds)?;
+        let intra = self.part(machine, MACHINE, &mut fork_fds)?;
+        let intra = self.bound(intra, &[(0..machine.len()).collect()], fork_fds);
         let mut fork_fds = Vec::new();
         let alone: Vec<Vec<usize>> = (0..machines.len()).map(|index| vec![index]).collect();
         let inter = self.leaders(machines, &mut fork_fds)?;
-        let inter = inter.map(|inter| self.bound(inter, &alone, fork_fds)).transpose()?;
-        Ok(HostCollectives { intra, inter })
+        let inter = inter.map(|inter| self.bound(inter, &alone, fork_fds));
+        Ok(Hier::new(intra, inter, machines.to_vec(), rank))
+    }
+
+    /// Shared memory inside hosts and streams between them. All ranks have the best link to each other for what is not hierarchical: a stream
+    /// to another host, rings in the segment on this one.
+    fn shm_and_net(&self, fork_fds: &mut Vec<ForkFd>) -> Result<Hier> {
+        let (size, rank) = (self.health.size(), self.health.rank());
+        let (host, local) = self.host()?;
+        let shared = if host.len() > 1 { Some(self.shm(fork_fds)?) } else { None };
+        let remote: Vec<usize> = (0..size).filter(|other| host.binary_search(other).is_err()).collect();
+        let streams = self.streams(&remote, FLAT, fork_fds)?;
+        let rings = shared.as_ref().map(|(_, arena)| (arena, local, host));
+        let flat = self.mesh((0..size).collect(), streams, rings);
+        let intra: Box<dyn Collective> = match shared {
+            Some((shm, _)) => Box::new(shm),
+            None => Box::new(Solo::new()),
+        };
+        let inter = self.leaders(self.hosts, fork_fds)?;
+        Ok(Hier::new(intra, inter, self.hosts.to_vec(), rank).with_flat(flat))
     }
 
     /// The collective of the hosts' first ranks, if this is one of them.
     fn leaders(&self, hosts: &[Vec<usize>], fork_fds: &mut Vec<ForkFd>) -> Result<Option<Box<dyn Collective>>> {
-        let rank = self.health.rank();
         let leaders: Vec<usize> = hosts.iter().map(|host| host[0]).collect();
-        if !leaders.contains(&rank) {
-            return Ok(None);
+        let is_one = leaders.contains(&self.health.rank());
+        is_one.then(|| self.part(&leaders, LEADERS, fork_fds)).transpose()
+    }
+
+    /// A collective of some ranks of the group, this one among them, as ncclCommSplit makes one: in shared memory where they are the ranks of
+    /// this host, else over streams of this `index`.
+    fn part(&self, members: &[usize], index: u32, fork_fds: &mut Vec<ForkFd>) -> Result<Box<dyn Collective>> {
+        if members.len() == 1 {
+            return Ok(Box::new(Solo::new()));
         }
-        let others: Vec<usize> = leaders.iter().copied().filter(|leader| *leader != rank).collect();
-        let streams = self.streams(&others, LEADERS, fork_fds)?;
-        Ok(Some(Box::new(self.mesh(leaders, streams, None))))
+        if members == self.host()?.0 {
+            return Ok(Box::new(self.shm(fork_fds)?.0));
+        }
+        let others: Vec<usize> = members.iter().copied().filter(|other| *other != self.health.rank()).collect();
+        let streams = self.streams(&others, index, fork_fds)?;
+        Ok(Box::new(self.mesh(members.to_vec(), streams, None)))
+    }
+
+    /// The collective of this host's ranks, and its segment.
+    fn shm(&self, fork_fds: &mut Vec<ForkFd>) -> Result<(Shm, Arc<Arena>)> {
+        let (host, local) = self.host()?;
+        let arena = Arc::new(self.segment(host, segment_len(host.len()))?);
+        fork_fds.push(ForkFd::new(&arena.fd()));
+        let shm = Shm::new(Arc::clone(&arena), local, host.to_vec())?;
+        Ok((self.knowing_arenas(shm), arena))
     }
 
     /// The collective as the factories of the configuration wrap it, for this process only.
@@ -139,10 +140,12 @@ impl LaneBuilder<'_> {
         collective: Box<dyn Collective>,
         hosts: &[Vec<usize>],
         fork_fds: Vec<ForkFd>,
-    ) -> Result<Box<dyn Collective>> {
-        let factories = &self.control.plane.config.factories;
-        let inner = factories.iter().try_fold(collective, |inner, factory| factory.wrap(inner, hosts))?;
-        Ok(Box::new(ProcessBound { fork_fds, inner: Some(inner), owner: self.control.plane.owner }))
+    ) -> Box<dyn Collective> {
+        let factories = self.control.plane.config.factories.iter().cloned();
+        let (unused, at_once): (Vec<_>, Vec<_>) = factories.partition(|factory| factory.device() != 0);
+        let inner = at_once.iter().fold(collective, |inner, factory| factory.wrap(inner, hosts));
+        let owner = self.control.plane.owner;
+        Box::new(ProcessBound { fork_fds, inner: Some(inner), owner, unused, hosts: hosts.to_vec() })
     }
 
     /// The group ranks on this rank's host, and this rank's index among them.
@@ -278,13 +281,17 @@ impl LaneBuilder<'_> {
 }
 
 /// A collective that works only in the process that built it: in forked children its descriptors are closed, so neither may it use them
-/// nor may their owners be dropped.
+/// nor may their owners be dropped. The first operation on memory of a device puts the collective of that device over it.
 struct ProcessBound {
     /// Unregistered before the collective closes the descriptors.
     fork_fds: Vec<ForkFd>,
     /// `None` only during drop.
     inner: Option<Box<dyn Collective>>,
     owner: OwnerProcess,
+    /// The factories of devices on which no memory has come yet.
+    unused: Vec<Arc<dyn CollectiveFactory>>,
+    /// The ranks of each host, for those.
+    hosts: Vec<Vec<usize>>,
 }
 
 impl ProcessBound {
@@ -292,8 +299,14 @@ impl ProcessBound {
         self.inner.as_deref().expect("there until drop")
     }
 
-    fn checked(&mut self) -> Result<&mut dyn Collective> {
+    /// The collective for memory in this place, in the process that built it.
+    fn checked(&mut self, place: DeviceRef<'_>) -> Result<&mut dyn Collective> {
         self.owner.check()?;
+        if let Some(device) = place {
+            for factory in self.unused.extract_if(.., |factory| factory.device() == device.kind()) {
+                self.inner = self.inner.take().map(|inner| factory.wrap(inner, &self.hosts));
+            }
+        }
         Ok(self.inner.as_deref_mut().expect("there until drop"))
     }
 }
@@ -325,12 +338,18 @@ impl Collective for ProcessBound {
         self.inner().transports()
     }
 
-    fn codec_on(&self, place: DeviceRef<'_>, codec: &dyn Codec, dtype: DType) -> Result<Option<Box<dyn DeviceCodec>>> {
-        self.inner().codec_on(place, codec, dtype)
+    fn codec_on(
+        &mut self,
+        place: DeviceRef<'_>,
+        codec: &dyn Codec,
+        dtype: DType,
+    ) -> Result<Option<Box<dyn DeviceCodec>>> {
+        self.checked(place)?.codec_on(place, codec, dtype)
     }
 
     fn reaches(&self, place: DeviceRef<'_>) -> bool {
-        self.inner().reaches(place)
+        let serves = |device: &Arc<dyn Device>| self.unused.iter().any(|factory| factory.device() == device.kind());
+        self.inner().reaches(place) || place.is_some_and(serves)
     }
 
     fn combine(
@@ -340,19 +359,22 @@ impl Collective for ProcessBound {
         inputs: &[Option<Buffer<'_>>],
         into: BufferMut<'_>,
     ) -> Result<()> {
-        self.checked()?.combine(cx, op, inputs, into)
+        self.checked(into.device())?.combine(cx, op, inputs, into)
     }
 
     fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
-        self.checked()?.run(cx, verb, io)
+        self.checked(io.device()?)?.run(cx, verb, io)
     }
 
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
-        self.checked()?.exchange(cx, sends, recvs)
+        let sent = sends.iter().find_map(|message| message.data.device());
+        let place = sent.or_else(|| recvs.iter().find_map(|message| message.data.device()));
+        let inner = self.checked(place)?;
+        inner.exchange(cx, sends, recvs)
     }
 
     fn end(&mut self) {
-        if let Ok(inner) = self.checked() {
+        if let Ok(inner) = self.checked(None) {
             inner.end();
         }
     }

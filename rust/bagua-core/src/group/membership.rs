@@ -6,13 +6,14 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::builder::{HostCollectives, LaneBuilder};
+use super::builder::LaneBuilder;
 use super::config::Config;
 use super::control::{Control, Plane};
 use super::fork::PerProcess;
 use super::handshake::digest;
 use super::lane::Lane;
 use super::messages::MessageStreams;
+use crate::collective::Hier;
 use crate::error::{Error, Result};
 use crate::health::{GroupHealth, LEAVING};
 use crate::memory::{Registry, SharedArena};
@@ -185,11 +186,11 @@ impl Group {
         MessageStreams::new(control, health, *id, control.plane.config.connect_timeout)
     }
 
-    /// Connects the collectives by machine, see [`HostCollectives`]. Collective, as [`Group::lane`].
+    /// Connects the ranks by machine, without a collective of all. Collective, as [`Group::lane`].
     ///
     /// # Errors
     /// As [`Group::lane`].
-    pub(super) fn host_collectives(&self) -> Result<HostCollectives> {
+    pub(super) fn by_machine(&self) -> Result<Hier> {
         let connected = self.builder()?.build_by_machine(&self.machines());
         connected.map_err(|error| self.health().fail(error))
     }

@@ -69,7 +69,7 @@ impl Memory {
 
 fn engine(rank: usize, collective: Box<dyn bagua_core::collective::Collective>) -> (Engine, Arc<GroupHealth>) {
     let health = GroupHealth::local(rank, 2);
-    let collective = ToyFactory.wrap(collective, &[vec![0, 1]]).unwrap();
+    let collective = ToyFactory.wrap(collective, &[vec![0, 1]]);
     let lane = Lane::new(collective, health.clone(), Arc::new(Stats::default()), 0, 0, Duration::from_secs(60));
     (Engine::over(lane, health.clone(), "model").unwrap(), health)
 }
@@ -192,7 +192,7 @@ fn compressed(
     bucket.append(Arc::new(CompressedOp::new(minmax(), true, false, false))).unwrap();
     let health = GroupHealth::local(rank, collective.size());
     let ranks = (0..collective.size()).collect();
-    let collective = ToyFactory.wrap(collective, &[ranks]).unwrap();
+    let collective = ToyFactory.wrap(collective, &[ranks]);
     let stats = Arc::new(Stats::default());
     let lane = Lane::new(collective, health.clone(), stats.clone(), 0, 0, Duration::from_secs(60));
     let engine = Engine::over(lane, health, "model").unwrap();
@@ -258,7 +258,7 @@ fn bucket_on(device: &Arc<dyn Device>) -> (SharedBucket, [Memory; 2]) {
 
 fn alone() -> (Engine, Arc<GroupHealth>) {
     let health = GroupHealth::local(0, 1);
-    let solo = ToyFactory.wrap(Box::new(bagua_core::collective::Solo::new()), &[vec![0]]).unwrap();
+    let solo = ToyFactory.wrap(Box::new(bagua_core::collective::Solo::new()), &[vec![0]]);
     let lane = Lane::new(solo, health.clone(), Arc::new(Stats::default()), 0, 0, Duration::from_secs(60));
     (Engine::over(lane, health.clone(), "model").unwrap(), health)
 }

@@ -224,7 +224,12 @@ impl Collective for Staged {
         place.is_none_or(|device| device.kind() == KIND)
     }
 
-    fn codec_on(&self, place: DeviceRef<'_>, codec: &dyn Codec, dtype: DType) -> Result<Option<Box<dyn DeviceCodec>>> {
+    fn codec_on(
+        &mut self,
+        place: DeviceRef<'_>,
+        codec: &dyn Codec,
+        dtype: DType,
+    ) -> Result<Option<Box<dyn DeviceCodec>>> {
         let here = |device: &Arc<dyn Device>| Box::new(ToyCodec(Arc::clone(device))) as Box<dyn DeviceCodec>;
         let known = codec.id() == MinMaxU8.id() && dtype == DType::F32;
         Ok(place.filter(|device| known && device.kind() == KIND).map(here))
@@ -377,9 +382,13 @@ impl CollectiveFactory for ToyFactory {
         "toy"
     }
 
-    fn wrap(&self, inner: Box<dyn Collective>, hosts: &[Vec<usize>]) -> Result<Box<dyn Collective>> {
+    fn device(&self) -> u8 {
+        KIND
+    }
+
+    fn wrap(&self, inner: Box<dyn Collective>, hosts: &[Vec<usize>]) -> Box<dyn Collective> {
         assert_eq!(hosts.iter().map(Vec::len).sum::<usize>(), inner.size());
-        Ok(Box::new(Staged(inner)))
+        Box::new(Staged(inner))
     }
 }
 
@@ -442,7 +451,7 @@ impl Collective for OnToy {
 
 fn on_toy(ranks: Ranks, size: usize) -> Vec<Box<dyn Collective>> {
     let wrap = |(rank, inner): (usize, Box<dyn Collective>)| {
-        let staged = ToyFactory.wrap(inner, &[(0..size).collect()]).unwrap();
+        let staged = ToyFactory.wrap(inner, &[(0..size).collect()]);
         Box::new(OnToy { staged, device: Toy::device(rank) }) as Box<dyn Collective>
     };
     ranks(size).into_iter().enumerate().map(wrap).collect()

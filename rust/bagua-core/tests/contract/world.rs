@@ -260,7 +260,7 @@ pub fn hier(size: usize) -> Vec<Box<dyn Collective>> {
             let intra = Box::new(Shm::new(arena, index, members.clone()).unwrap());
             let inter = leaders.take().map(|mesh| Box::new(Net::new(mesh)) as Box<dyn Collective>);
             let flat = flat[*rank].take().expect("every rank is on one host");
-            ranks[*rank] = Some(Box::new(Hier::new(intra, inter, flat, hosts.clone())));
+            ranks[*rank] = Some(Box::new(Hier::new(intra, inter, hosts.clone(), *rank).with_flat(flat)));
         }
     }
     ranks.into_iter().map(|rank| rank.expect("every rank is on one host")).collect()

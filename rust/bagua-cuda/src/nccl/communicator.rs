@@ -131,7 +131,7 @@ impl Communicator {
         if own == other {
             return Ok(());
         }
-        let text = format!("the array is on cuda:{other}, and the group's NCCL communicator on cuda:{own}");
+        let text = format!("the array is on cuda:{other}, and the group has its NCCL communicator on cuda:{own}");
         Err(Error::UnsupportedType(text))
     }
 

@@ -7,11 +7,9 @@
 //! | `watch` | the thread that looks after operations that run, and aborts |
 //! | `verbs` | the verbs as calls of NCCL |
 //! | `gathered` | reductions that NCCL lacks, by our kernels |
-//! | `hosts` | all_reduce over several hosts, of which each has a communicator |
 
 mod communicator;
 mod gathered;
-mod hosts;
 mod verbs;
 mod watch;
 
@@ -24,7 +22,7 @@ use bagua_core::error as core;
 use nccl_sys::{Functions, OLDEST_VERSION, ncclResult_t};
 
 pub(crate) use self::communicator::{Communicator, unique_id};
-pub(crate) use self::hosts::InHosts;
+pub(crate) use self::verbs::serves;
 
 use crate::error::{Error, Result};
 use crate::library::Library;

@@ -24,13 +24,13 @@ fn operation(op: ReduceOp, dtype: DType) -> Option<ncclRedOp_t> {
 }
 
 /// The reduction of a verb; `None` without one, and for what NCCL cannot reduce.
-pub(super) fn reduction(op: ReduceOp, dtype: DType, bytes: usize) -> Option<Reduction> {
+fn reduction(op: ReduceOp, dtype: DType, bytes: usize) -> Option<Reduction> {
     let (kind, times) = elements(dtype)?;
     Some(Reduction { count: bytes / dtype.size() * times, dtype: kind, op: operation(op, dtype)? })
 }
 
 /// Whether NCCL can do a verb on elements of a type.
-fn serves(verb: Verb<'_>, dtype: DType) -> bool {
+pub(crate) fn serves(verb: Verb<'_>, dtype: DType) -> bool {
     verb.op().is_none_or(|op| reduction(op, dtype, 0).is_some())
 }
 

@@ -206,7 +206,7 @@ fn on_cuda(ranks: Ranks, size: usize) -> Vec<Box<dyn Collective>> {
     // Without the driver the contract is asked of the host's collectives, which the line above says.
     let Some(driver) = driver() else { return inner };
     let wrap = |inner: Box<dyn Collective>| {
-        let staged = Factory.wrap(inner, &[(0..size).collect()]).unwrap();
+        let staged = Factory.wrap(inner, &[(0..size).collect()]);
         Box::new(OnCuda { staged, driver, stage: Arc::new(Stage::new(&driver.context)) }) as Box<dyn Collective>
     };
     inner.into_iter().map(wrap).collect()

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::health::GroupHealth;
 use crate::memory::{DeviceRef, kind_of};
 use crate::recorder::{LaneRecorder, Ticket};
-use crate::request::{Extra, Io, OpContext, Operands, Verb};
+use crate::request::{Io, OpContext, Operands, Verb};
 use crate::stats::Stats;
 use crate::types::{DType, Fingerprint, Shape, flags};
 use crate::wait::Deadline;
@@ -151,14 +151,10 @@ impl Lane {
         verb: Verb<'_>,
         operands: impl Into<Operands<'a>>,
     ) -> Result<()> {
-        self.health.check()?;
         let operands = operands.into();
         let print = self.print_of(options, dtype, verb, &operands, self.size())?;
-        let Operands { io, extra } = operands;
-        self.check_reach(io.device()?)?;
-        let says = self.numbered(print);
-        let payload = io.len();
-        self.perform(options, says, payload, extra, |collective, cx| collective.run(cx, verb, io))
+        self.check_reach(operands.io.device()?)?;
+        self.perform(None, options, print, verb, operands)
     }
 
     /// The elements of a verb of this rank, as the fingerprint counts them, without running it.
@@ -172,7 +168,7 @@ impl Lane {
     /// The fingerprint of a verb, before the operation has a number. `members`: the ranks, or the hosts where each of them is one member.
     ///
     /// # Errors
-    /// Those of [`Lane::run`] for arguments that do not fit.
+    /// Those of [`Lane::run`] before anything is sent.
     pub(super) fn print_of(
         &self,
         options: &Options<'_>,
@@ -181,6 +177,7 @@ impl Lane {
         Operands { io, extra }: &Operands<'_>,
         members: usize,
     ) -> Result<Fingerprint> {
+        self.health.check()?;
         let count = check::verb(verb, dtype, io, self.rank(), self.size())?;
         check::members(verb, dtype, members)?;
         check::extra(verb, dtype, io, extra)?;
@@ -219,7 +216,7 @@ impl Lane {
     /// # Errors
     /// As [`Collective::codec_on`].
     pub fn codec_on(
-        &self,
+        &mut self,
         place: DeviceRef<'_>,
         codec: &dyn Codec,
         dtype: DType,
@@ -239,38 +236,22 @@ impl Lane {
         }
     }
 
-    /// The fingerprint of the next collective operation. Takes its number, so it comes after all checks.
-    fn numbered(&mut self, print: Fingerprint) -> Fingerprint {
-        let seq = next(&mut self.seq);
-        Fingerprint { epoch: self.epoch, lane: self.number, seq, ..print }
-    }
-
-    /// Runs one operation of this lane by other collectives of its ranks: numbered, timed, counted and recorded as this lane's.
+    /// Runs an operation with a fingerprint of [`Lane::print_of`], `by` another collective of this lane's ranks or its own: numbered, timed,
+    /// counted and recorded, and its failure is the group's first cause.
     ///
     /// # Errors
     /// As [`Lane::run`].
-    pub(super) fn run_by(
+    pub(super) fn perform(
         &mut self,
+        by: Option<&mut dyn Collective>,
         options: &Options<'_>,
         print: Fingerprint,
-        payload: usize,
-        extra: Extra<'_>,
-        body: impl FnOnce(&OpContext<'_>) -> Result<()>,
+        verb: Verb<'_>,
+        Operands { io, extra }: Operands<'_>,
     ) -> Result<()> {
-        self.health.check()?;
-        let says = self.numbered(print);
-        self.perform(options, says, payload, extra, |_, cx| body(cx))
-    }
-
-    /// Counts and records the call, sets its deadline, and turns its failure into the group's first cause.
-    fn perform(
-        &mut self,
-        options: &Options<'_>,
-        fingerprint: Fingerprint,
-        payload: usize,
-        extra: Extra<'_>,
-        body: impl FnOnce(&mut dyn Collective, &OpContext<'_>) -> Result<()>,
-    ) -> Result<()> {
+        // Takes a number, so it comes after all checks.
+        let fingerprint = Fingerprint { epoch: self.epoch, lane: self.number, seq: next(&mut self.seq), ..print };
+        let payload = io.len();
         let stats = self.stats.of(fingerprint.kind);
         stats.calls.fetch_add(1, Relaxed);
         stats.payload_bytes.fetch_add(payload as u64, Relaxed);
@@ -279,7 +260,7 @@ impl Lane {
         let cx = OpContext { fingerprint, deadline, health: &self.health, stats, label: options.label, extra: &extra };
         let queued = self.queued.take();
         let running = self.recorder.as_ref().and_then(|r| r.begin(queued, &fingerprint, payload, options.label));
-        let result = body(self.collective.as_mut(), &cx).map_err(|error| {
+        let result = by.unwrap_or(self.collective.as_mut()).run(&cx, verb, io).map_err(|error| {
             if error.is_argument() {
                 return error;
             }

@@ -259,12 +259,8 @@ fn the_first_cause_wins_over_the_failure_that_it_led_to() {
     let _reports = health.subscribe_local(move |error| heard.lock().unwrap().push(error.clone()));
     // The cause arrives while the operation runs, after the lane's own look at the health: hence `perform`, not `barrier`.
     health.fail_from_peer(first.clone());
-    let says = lane.numbered(Fingerprint::new(Kind::Barrier, DType::U8, 0));
-    let error = lane
-        .perform(&Options::default(), says, 0, Extra::default(), |collective, cx| {
-            collective.run(cx, Verb::Barrier, Io::none())
-        })
-        .unwrap_err();
+    let print = Fingerprint::new(Kind::Barrier, DType::U8, 0);
+    let error = lane.perform(None, &Options::default(), print, Verb::Barrier, Io::none().into()).unwrap_err();
     assert_eq!(error, first);
     assert!(listened.lock().unwrap().is_empty(), "a peer's cause is not reported back");
 }

@@ -1,18 +1,16 @@
 //! The lanes of one engine: all ranks of the group, the ranks of this host, and the hosts' first ranks.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 
-use super::builder::HostCollectives;
 use super::lane::{Lane, Options};
 use super::membership::Group;
 use crate::codec::{Codec, Exchange};
-use crate::collective::{Collective, hier};
+use crate::collective::{Collective, Hier};
 use crate::error::{Error, Result};
 use crate::memory::{Device, DeviceRef};
 use crate::recorder::Ticket;
-use crate::request::{Extra, OpContext, Operands, Verb};
-use crate::types::{DType, Fingerprint, ReduceOp, flags};
+use crate::request::{Operands, Verb};
+use crate::types::{DType, ReduceOp, flags};
 
 /// The lanes of one engine. The collectives by host are connected by the first operation that needs them.
 pub struct Lanes {
@@ -20,7 +18,7 @@ pub struct Lanes {
     pub global: Lane,
     /// Connects the collectives by host; `None` for a lane that belongs to no [`Group`].
     group: Option<Group>,
-    hosts: Option<HostCollectives>,
+    hosts: Option<Hier>,
     /// Those of the buckets that are communicated on the lanes, which hear of the end.
     devices: Vec<Arc<dyn Device>>,
 }
@@ -46,39 +44,24 @@ impl Lanes {
         self.global.expect(ticket);
     }
 
-    /// Runs an operation inside hosts and between them, as one of the global lane: one number, deadline, count and record. The first such
-    /// call connects the collectives by host. `print` is of checked arguments.
+    /// Connects the collectives by host, unless they are.
     ///
     /// # Errors
     /// `Mismatch` when another rank runs another operation; otherwise as [`Lane::run`] and [`Group::lane`].
-    fn by_host(
-        &mut self,
-        options: &Options<'_>,
-        print: Fingerprint,
-        payload: usize,
-        extra: Extra<'_>,
-        body: impl FnOnce(&mut HostCollectives, &OpContext<'_>) -> Result<()>,
-    ) -> Result<()> {
-        let hosts = match &mut self.hosts {
-            Some(hosts) => hosts,
-            none => {
-                let Some(group) = &self.group else {
-                    return Err(Error::InvalidArgument(
-                        "this lane belongs to no group and has no lanes by host".to_owned(),
-                    ));
-                };
-                // A rank that runs another operation is a mismatch here, instead of a timeout while connecting.
-                let options = Options { flags: flags::HIERARCHICAL, label: "lanes by host", ..Options::DEFAULT };
-                let ticket = self.global.unused_ticket();
-                self.global.barrier(&options)?;
-                self.global.expect(ticket);
-                none.insert(group.host_collectives()?)
-            }
+    fn connect_hosts(&mut self) -> Result<()> {
+        if self.hosts.is_some() {
+            return Ok(());
+        }
+        let Some(group) = &self.group else {
+            return Err(Error::InvalidArgument("this lane belongs to no group and has no lanes by host".to_owned()));
         };
-        self.global.run_by(options, print, payload, extra, |cx| {
-            cx.stats.hierarchical.fetch_add(1, Relaxed);
-            body(hosts, cx)
-        })
+        // A rank that runs another operation is a mismatch here, instead of a timeout while connecting.
+        let options = Options { flags: flags::HIERARCHICAL, label: "lanes by host", ..Options::DEFAULT };
+        let ticket = self.global.unused_ticket();
+        self.global.barrier(&options)?;
+        self.global.expect(ticket);
+        self.hosts = Some(group.by_machine()?);
+        Ok(())
     }
 
     /// The buckets that are communicated from now on are on these devices, which are made ready for that.
@@ -96,10 +79,7 @@ impl Lanes {
         self.devices.drain(..).for_each(|device| device.end());
         self.global.end();
         if let Some(hosts) = &mut self.hosts {
-            hosts.intra.end();
-            if let Some(inter) = &mut hosts.inter {
-                inter.end();
-            }
+            hosts.end();
         }
     }
 
@@ -124,7 +104,7 @@ impl Lanes {
     /// # Errors
     /// As [`Collective::codec_on`].
     pub fn encodes_on(
-        &self,
+        &mut self,
         place: DeviceRef<'_>,
         codec: &dyn Codec,
         dtype: DType,
@@ -139,8 +119,8 @@ impl Lanes {
 
     /// Runs a verb on all ranks. With [`flags::HIERARCHICAL`] ranks of one host combine first, also where the collective of the global lane is
     /// flat: the result of an all_reduce then equals that of a hierarchical collective bitwise, and that of a flat one within rounding. In the
-    /// verbs over exchange each host is one member then, see [`hier::run`]; a compressed all_reduce on one host is the plain one, bitwise. The
-    /// result is equal on all ranks.
+    /// verbs over exchange each host is one member then, see [`crate::collective::ByHost`]; a compressed all_reduce on one host is the plain one,
+    /// bitwise. The result is equal on all ranks.
     ///
     /// # Errors
     /// As [`Lane::run`].
@@ -168,11 +148,8 @@ impl Lanes {
             _ => return self.global.run(&options, dtype, verb, operands),
         }
         let print = self.global.print_of(&options, dtype, verb, &operands, self.host_count())?;
-        let Operands { io, extra } = operands;
-        let (size, payload) = (self.global.size(), io.len());
-        self.by_host(&options, print, payload, extra, |HostCollectives { intra, inter }, cx| {
-            let inter = inter.as_mut().map(|inter| &mut **inter as &mut dyn Collective);
-            hier::run(&mut **intra, inter, size, cx, verb, io)
-        })
+        self.connect_hosts()?;
+        let hosts = self.hosts.as_mut().map(|hosts| hosts as &mut dyn Collective);
+        self.global.perform(hosts, &options, print, verb, operands)
     }
 }
