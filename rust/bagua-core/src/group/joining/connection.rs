@@ -36,7 +36,9 @@ impl JoinConnection {
     ) -> Result<JoinConnection> {
         let whom = format!("the join server at {at}");
         let failed = |why| Error::other(format!("the join server at {at}: {why}"));
-        Frames::connect(at, hello, proofs, whom, limit, Failed::ended_by_server)?.map(|frames| JoinConnection { frames }).map_err(failed)
+        Frames::connect(at, hello, proofs, whom, limit, Failed::ended_by_server)?
+            .map(|frames| JoinConnection { frames })
+            .map_err(failed)
     }
 
     /// Sends a message.
