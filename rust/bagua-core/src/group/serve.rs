@@ -22,6 +22,9 @@ use crate::error::{Error, Result};
 /// Pause after an attempt to accept that failed.
 const RETRY_PAUSE: Duration = Duration::from_millis(20);
 
+/// What a connection is accepted as, or why it is refused.
+pub(super) type Accepted<T> = std::result::Result<T, Refusal>;
+
 /// What a server does with its connections.
 pub(super) trait Service: Send + Sync + 'static {
     /// The identity of an authenticated client.
@@ -35,17 +38,13 @@ pub(super) trait Service: Send + Sync + 'static {
         &self,
         received: ReceivedHello,
         socket: &mut AsyncSocket,
-    ) -> impl Future<Output = std::result::Result<Self::Client, Refusal>> + Send;
+    ) -> impl Future<Output = Accepted<Self::Client>> + Send;
 
     /// Serves an authenticated client; the first step is [`handshake::accept`].
-    fn serve(
-        self: Arc<Self>,
-        client: Self::Client,
-        conn: ControlConn,
-    ) -> impl Future<Output = std::result::Result<(), Refusal>> + Send;
+    fn serve(self: Arc<Self>, client: Self::Client, conn: ControlConn) -> impl Future<Output = Accepted<()>> + Send;
 
     /// Notes why a connection was refused.
-    fn refused(&self, refused: &Refused);
+    fn refused(&self, _refused: &Refused) {}
 }
 
 /// Serves until `until` completes; returns its output, and the tasks of open connections, which end when they are dropped.
@@ -113,7 +112,7 @@ async fn serve_one<S: Service>(service: Arc<S>, conn: ControlConn, candidate: Ca
         None => return service.refused(&Refusal::Busy.into()),
     };
     drop(candidate);
-    if let Err(why) = service.clone().serve(client, conn).await {
+    if let Err(why) = Arc::clone(&service).serve(client, conn).await {
         service.refused(&why.into());
     }
 }

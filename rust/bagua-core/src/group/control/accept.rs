@@ -9,7 +9,7 @@ use super::super::config::{Config, TransportChoice};
 use super::super::connection::{AsyncSocket, ConnKey, ControlConn};
 use super::super::handshake::{self, Hello, Purpose, ReceivedHello, Refusal};
 use super::super::listen::{Listener, listen};
-use super::super::serve::Service;
+use super::super::serve::{Accepted, Service};
 use super::super::tls::{Ends, Refused};
 use super::plane::Plane;
 use super::session;
@@ -53,11 +53,7 @@ impl Service for Plane {
         self.tls.as_ref()
     }
 
-    async fn authenticate(
-        &self,
-        received: ReceivedHello,
-        socket: &mut AsyncSocket,
-    ) -> std::result::Result<Hello, Refusal> {
+    async fn authenticate(&self, received: ReceivedHello, socket: &mut AsyncSocket) -> Accepted<Hello> {
         let Hello { world_size, from, to, purpose, job, .. } = received.hello;
         let own = self.config.rank;
         if world_size != self.config.world_size {
@@ -92,7 +88,7 @@ impl Service for Plane {
     }
 
     /// Begins the session of a control connection; keeps any other one until its lane is opened.
-    async fn serve(self: Arc<Self>, hello: Hello, mut conn: ControlConn) -> std::result::Result<(), Refusal> {
+    async fn serve(self: Arc<Self>, hello: Hello, mut conn: ControlConn) -> Accepted<()> {
         handshake::accept(&mut conn.socket).await.map_err(|_| Refusal::Protocol)?;
         match hello.purpose {
             // It has its answer.

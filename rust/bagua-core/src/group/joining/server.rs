@@ -15,7 +15,7 @@ use super::super::connection::{AsyncSocket, ControlConn};
 use super::super::fork::OwnerProcess;
 use super::super::handshake::{self, Hello, Key, Purpose, ReceivedHello, Refusal, STEP_TIMEOUT};
 use super::super::listen::{Listener, listen};
-use super::super::serve::{Server, Service};
+use super::super::serve::{Accepted, Server, Service};
 use super::super::tls::{Ends, Refused};
 use super::super::wire::{Encoding, read_frame};
 use super::connection::JoinConnection;
@@ -216,11 +216,7 @@ impl Service for Shared {
         self.tls.as_ref()
     }
 
-    async fn authenticate(
-        &self,
-        received: ReceivedHello,
-        socket: &mut AsyncSocket,
-    ) -> std::result::Result<usize, Refusal> {
+    async fn authenticate(&self, received: ReceivedHello, socket: &mut AsyncSocket) -> Accepted<usize> {
         let Hello { world_size, from, to, purpose, job, .. } = received.hello;
         let Config { rank, world_size: size, .. } = self.config;
         if world_size != size {
@@ -240,7 +236,7 @@ impl Service for Shared {
         Ok(from)
     }
 
-    async fn serve(self: Arc<Self>, from: usize, conn: ControlConn) -> std::result::Result<(), Refusal> {
+    async fn serve(self: Arc<Self>, from: usize, conn: ControlConn) -> Accepted<()> {
         receive(&self, from, conn).await
     }
 

@@ -16,7 +16,7 @@ use super::super::admission::Admission;
 use super::super::connection::{AsyncSocket, ControlConn};
 use super::super::handshake::{self, Hello, Purpose, ReceivedHello, Refusal};
 use super::super::listen::{Listener, listen};
-use super::super::serve::{Service, serve as serve_until};
+use super::super::serve::{Accepted, Service, serve as serve_until};
 use super::super::tls::{Access, Ends, Refused};
 use super::super::wire::{Encoding, FRAME_LIMIT, read_frame, socket};
 use super::exchange::{Limits, check_arguments, finish_sending, runtime};
@@ -330,11 +330,7 @@ impl Service for State {
         self.proofs.tls.as_ref()
     }
 
-    async fn authenticate(
-        &self,
-        received: ReceivedHello,
-        socket: &mut AsyncSocket,
-    ) -> std::result::Result<usize, Refusal> {
+    async fn authenticate(&self, received: ReceivedHello, socket: &mut AsyncSocket) -> Accepted<usize> {
         let Hello { world_size, from, to, purpose, .. } = received.hello;
         if purpose != Purpose::Rendezvous {
             return Err(Refusal::Purpose);
@@ -361,7 +357,7 @@ impl Service for State {
     }
 
     /// Serves one connection, from its registration to the outcome.
-    async fn serve(self: Arc<Self>, rank: usize, conn: ControlConn) -> std::result::Result<(), Refusal> {
+    async fn serve(self: Arc<Self>, rank: usize, conn: ControlConn) -> Accepted<()> {
         let ControlConn { fork_fd: _fork_fd, socket: mut stream } = conn;
         if let Err(why) = register(&self, rank, &mut stream).await {
             handshake::refuse(&mut stream, why).await;

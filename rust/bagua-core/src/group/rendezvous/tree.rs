@@ -20,8 +20,8 @@ use super::super::admission::Admission;
 use super::super::connection::{AsyncSocket, ControlConn};
 use super::super::handshake::{self, Failed, Hello, Key, Purpose, ReceivedHello, Refusal, STEP_TIMEOUT};
 use super::super::listen::{Listener, listen};
-use super::super::serve::{Service, serve};
-use super::super::tls::{Access, Ends, Refused};
+use super::super::serve::{Accepted, Service, serve};
+use super::super::tls::{Access, Ends};
 use super::super::wire::{AtMost, Encoding, RANKS_LIMIT, Ranks, WORLD_LIMIT, cause, rank, read_frame, socket};
 use super::exchange::timed_out;
 use crate::error::Error;
@@ -230,7 +230,7 @@ impl Service for Parent {
         self.proofs.tls.as_ref()
     }
 
-    async fn authenticate(&self, received: ReceivedHello, socket: &mut AsyncSocket) -> Result<usize, Refusal> {
+    async fn authenticate(&self, received: ReceivedHello, socket: &mut AsyncSocket) -> Accepted<usize> {
         let Hello { world_size, from, to, purpose, .. } = received.hello;
         if purpose != Purpose::Rendezvous {
             return Err(Refusal::Purpose);
@@ -245,7 +245,7 @@ impl Service for Parent {
         Ok(from)
     }
 
-    async fn serve(self: Arc<Self>, child: usize, conn: ControlConn) -> Result<(), Refusal> {
+    async fn serve(self: Arc<Self>, child: usize, conn: ControlConn) -> Accepted<()> {
         let ControlConn { fork_fd: _fork_fd, socket: mut stream } = conn;
         let sent = async {
             handshake::accept(&mut stream).await?;
@@ -260,6 +260,4 @@ impl Service for Parent {
         let _ = sent.await;
         Ok(())
     }
-
-    fn refused(&self, _: &Refused) {}
 }

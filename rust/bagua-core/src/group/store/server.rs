@@ -14,8 +14,8 @@ use tokio::io::AsyncWriteExt;
 use super::super::connection::{AsyncSocket, ControlConn};
 use super::super::handshake::{self, Key, Purpose, ReceivedHello, Refusal};
 use super::super::listen::{BACKLOG, Listener};
-use super::super::serve::{Server, Service};
-use super::super::tls::{Access, Ends, Refused};
+use super::super::serve::{Accepted, Server, Service};
+use super::super::tls::{Access, Ends};
 use super::super::wire::{Encoding, VERSION, read_frame};
 use super::message::{Reply, Request};
 use super::{FRAME_LIMIT, key, sum};
@@ -188,11 +188,7 @@ impl Service for Shared {
         self.tls.as_ref()
     }
 
-    async fn authenticate(
-        &self,
-        received: ReceivedHello,
-        socket: &mut AsyncSocket,
-    ) -> std::result::Result<(), Refusal> {
+    async fn authenticate(&self, received: ReceivedHello, socket: &mut AsyncSocket) -> Accepted<()> {
         if received.hello.purpose != Purpose::Store {
             return Err(Refusal::Purpose);
         }
@@ -212,8 +208,6 @@ impl Service for Shared {
         }
         Ok(())
     }
-
-    fn refused(&self, _: &Refused) {}
 }
 
 #[cfg(test)]
