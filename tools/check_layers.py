@@ -204,9 +204,7 @@ def check_core_file(relative: Path, path: str, source: str) -> Iterator[Violatio
         never[r"\b(?:Mutex|RwLock|Condvar|Once(?:Lock|Cell)?|Atomic\w+)\b"] = f"no lock in '{room}'"
         never[r"\b(?:Instant|SystemTime|Deadline)\b"] = f"no clock in '{room}'"
     if not allowed(path, THREADS):
-        never[r"\bthread\s*::\s*(?:spawn|scope|Builder)\b|\bspawn_blocking\b"] = (
-            "threads are started in engine and group only"
-        )
+        never[r"\bthread\s*::\s*(?:spawn|scope|Builder)\b|\bspawn_blocking\b"] = "only engine and group start threads"
     for pattern, rule in never.items():
         for found in re.finditer(pattern, source):
             yield Violation(path, line_of(source, found.start()), rule)

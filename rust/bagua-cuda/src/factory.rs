@@ -11,6 +11,7 @@ use bagua_core::collective::{
 };
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::{Buffer, BufferMut, DeviceRef};
+use bagua_core::same_ranks_as;
 use bagua_core::types::{DType, Fingerprint, ReduceOp};
 use nccl_sys::UNIQUE_ID_BYTES;
 
@@ -67,21 +68,7 @@ struct OnDevices {
 }
 
 impl Collective for OnDevices {
-    fn name(&self) -> &'static str {
-        self.inner.name()
-    }
-
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.inner.size()
-    }
-
-    fn transports(&self) -> Vec<&'static str> {
-        self.inner.transports()
-    }
+    same_ranks_as!(self => self.inner);
 
     fn reaches(&self, place: DeviceRef<'_>) -> bool {
         place.is_none_or(|device| device.kind() == KIND) || self.inner.reaches(place)
@@ -254,21 +241,7 @@ struct OnDevice<'a> {
 }
 
 impl Collective for OnDevice<'_> {
-    fn name(&self) -> &'static str {
-        self.host.name()
-    }
-
-    fn rank(&self) -> usize {
-        self.host.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.host.size()
-    }
-
-    fn transports(&self) -> Vec<&'static str> {
-        self.host.transports()
-    }
+    same_ranks_as!(self => self.host);
 
     fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
         let Some(place) = place_of(io.device()?) else { return self.host.run(cx, verb, io) };

@@ -20,6 +20,7 @@ use super::over_exchange::in_place;
 use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb, gossip};
 use crate::error::{Error, Result};
 use crate::reduce::divide;
+use crate::same_ranks_as;
 use crate::types::ReduceOp;
 
 /// Bytes that go through all phases at a time: a few times the chunk of the collectives below.
@@ -88,21 +89,7 @@ struct Leaders {
 }
 
 impl Collective for Leaders {
-    fn name(&self) -> &'static str {
-        self.inner.name()
-    }
-
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.inner.size()
-    }
-
-    fn transports(&self) -> Vec<&'static str> {
-        self.inner.transports()
-    }
+    same_ranks_as!(self => self.inner);
 
     fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, mut io: Io<'_>) -> Result<()> {
         let sum = match verb {

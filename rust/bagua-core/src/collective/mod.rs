@@ -205,6 +205,28 @@ pub fn combine_on_host(
     into.copy_from(&host)
 }
 
+/// The methods of [`Collective`] that say what a collective is, for one that wraps another.
+#[macro_export]
+macro_rules! same_ranks_as {
+    ($self:ident => $inner:expr) => {
+        fn name(&$self) -> &'static str {
+            $inner.name()
+        }
+
+        fn rank(&$self) -> usize {
+            $inner.rank()
+        }
+
+        fn size(&$self) -> usize {
+            $inner.size()
+        }
+
+        fn transports(&$self) -> Vec<&'static str> {
+            $inner.transports()
+        }
+    };
+}
+
 /// The seam for collectives of other crates: a device's own, or another route. Given in the group's configuration.
 ///
 /// Every lane of the group passes its collective through the factories, in order: through one that serves a device at the first operation on

@@ -21,6 +21,7 @@ use crate::collective::{
 use crate::error::{Error, Progress, Result};
 use crate::health::{GroupHealth, LEFT};
 use crate::memory::{Arena, Buffer, BufferMut, Device, DeviceRef, Registry};
+use crate::same_ranks_as;
 use crate::transport::{Mesh, Transport};
 use crate::types::{DType, ReduceOp};
 use crate::wait::{Deadline, SLICE};
@@ -322,21 +323,7 @@ impl Drop for ProcessBound {
 }
 
 impl Collective for ProcessBound {
-    fn name(&self) -> &'static str {
-        self.inner().name()
-    }
-
-    fn rank(&self) -> usize {
-        self.inner().rank()
-    }
-
-    fn size(&self) -> usize {
-        self.inner().size()
-    }
-
-    fn transports(&self) -> Vec<&'static str> {
-        self.inner().transports()
-    }
+    same_ranks_as!(self => self.inner());
 
     fn codec_on(
         &mut self,

@@ -16,6 +16,7 @@ use bagua_core::collective::{
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::{Buffer, BufferMut, Device, DeviceRef, Region};
 use bagua_core::request::Uses;
+use bagua_core::same_ranks_as;
 use bagua_core::types::DType;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
@@ -399,21 +400,7 @@ struct OnToy {
 }
 
 impl Collective for OnToy {
-    fn name(&self) -> &'static str {
-        self.staged.name()
-    }
-
-    fn rank(&self) -> usize {
-        self.staged.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.staged.size()
-    }
-
-    fn transports(&self) -> Vec<&'static str> {
-        self.staged.transports()
-    }
+    same_ranks_as!(self => self.staged);
 
     fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
         match io {

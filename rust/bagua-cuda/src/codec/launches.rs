@@ -87,6 +87,7 @@ pub(crate) trait Kernels: Send + Sync {
     ///
     /// # Errors
     /// As [`Kernels::encode`].
+    #[expect(clippy::too_many_arguments, reason = "the addresses and numbers of one launch")]
     unsafe fn combine(
         &self,
         context: &Context,

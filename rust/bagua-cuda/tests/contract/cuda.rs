@@ -10,6 +10,7 @@ use std::time::Duration;
 use bagua_core::collective::{Collective, CollectiveFactory, Incoming, Io, OpContext, Outgoing, Verb};
 use bagua_core::error::Result;
 use bagua_core::memory::{Device, DeviceRef, Region};
+use bagua_core::same_ranks_as;
 use bagua_core::types::DType;
 use bagua_core::wait::Waited;
 use bagua_cuda::{Context, Factory, Libraries, Place, Places, Stage, Wish};
@@ -139,21 +140,7 @@ impl OnCuda {
 }
 
 impl Collective for OnCuda {
-    fn name(&self) -> &'static str {
-        self.staged.name()
-    }
-
-    fn rank(&self) -> usize {
-        self.staged.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.staged.size()
-    }
-
-    fn transports(&self) -> Vec<&'static str> {
-        self.staged.transports()
-    }
+    same_ranks_as!(self => self.staged);
 
     fn reaches(&self, place: DeviceRef<'_>) -> bool {
         self.staged.reaches(place)
