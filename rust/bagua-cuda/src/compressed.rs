@@ -100,7 +100,7 @@ impl DeviceCodec for CodecOnDevice {
         self.step(cx, |context, stream, counter| {
             // SAFETY: the core's promise for the records, until the operation's end on the device; the device aligns the first, and all
             // have a multiple of 16 bytes.
-            unsafe { self.kernels.combine(context, stream, from, chunks, divisor, to, counter) }
+            unsafe { self.kernels.combine(context, stream, from, chunks, divisor, (to, counter)) }
         })
     }
 
