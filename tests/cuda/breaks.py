@@ -9,6 +9,9 @@ import sys
 
 from tests.cuda.simulated import ROOT, built
 
+COMPRESSED = "tests/cuda/test_compressed_on_device.py"
+BUCKETS = "tests/cuda/test_buckets_values.py"
+
 #: Fault, and tests that are run on such a driver, of which at least one has to fail.
 BREAKS = (
     ("no-wait", "tests/cuda/test_staged_order.py"),
@@ -28,6 +31,8 @@ BREAKS = (
     ("no-wait", "tests/cuda/test_buckets_values.py"),
     ("no-wait", "tests/cuda/test_nccl_order.py"),
     ("no-wait", "tests/cuda/test_nccl_in_hosts.py"),
+    ("no-wait", f"{COMPRESSED}::test_producers_come_before_and_the_stream_of_the_wait_after[nccl]"),
+    ("short-kernel", f"{BUCKETS}::test_by_nccl_an_operation_has_the_bits_of_the_host_and_none_pass_through_it"),
 )
 
 

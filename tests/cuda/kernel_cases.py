@@ -419,6 +419,31 @@ def check_update(kernels: Kernels, name: str, count: int, *, offsets: tuple[int,
         _equal(given[0], np.where(same, inputs[1].view(f"u{step}"), moved.view(f"u{step}")), "correct")
 
 
+def check_feedback(kernels: Kernels, name: str, count: int, kind: str = "normal") -> None:
+    """Error feedback: what is added, what encoding and the mean lose, and whether the error is kept."""
+    kinds = (kind, "normal", "normal")
+    held, decoded, mean = (elements(each, name, count, at).view(HELD[name]) for at, each in enumerate(kinds))
+    error, older = (np.random.default_rng(seed).normal(size=count).astype(np.float32) for seed in (3, 4))
+    data, after, kept = placed(held), room(error.nbytes), placed(older)
+    with np.errstate(all="ignore"):
+        sums = widened(name, held) + error
+        lost = sums - widened(name, decoded)
+        again = lost + np.float32(3) * (widened(name, mean) - widened(name, decoded))
+    kernels.launch(f"feedback_add_{name}", (2,), data, placed(error), after, U64(count))
+    _equal(data, narrowed(name, sums), "data")
+    _equal(after, sums, "sum")
+    kernels.launch(f"feedback_lose_{name}", (2,), after, placed(decoded), U64(count))
+    _equal(after, lost, "loss")
+    kernels.launch(f"feedback_lose_mean_{name}", (2,), after, placed(mean), placed(decoded), U64(count), F32(3.0))
+    _equal(after, again, "loss of the mean")
+    nonfinite = placed(np.zeros(1, np.uint32))
+    kernels.launch(f"feedback_look_{name}", (2,), data, U64(count), nonfinite)
+    finite = bool(np.isfinite(widened(name, data.view(held.dtype))).all())
+    assert (nonfinite.view(np.uint32)[0] == 0) == finite
+    kernels.launch("feedback_keep_f32", (2,), kept, after, U64(count), nonfinite)
+    _equal(kept, again if finite else older, "error")
+
+
 def _equal(got: NDArray[Any], expected: Array, what: str) -> None:
     wanted = np.frombuffer(expected.tobytes(), got.dtype)
     assert np.array_equal(got, wanted), f"{what} differs at {np.flatnonzero(got != wanted)[:9]}"
@@ -460,6 +485,9 @@ def check_all(kernels: Kernels) -> int:
         done += 1
     for name, (count, place) in itertools.product(FLOATS, ((1, (0,)), (133, (1,)), (40, (0, 1)))):
         check_update(kernels, name, count, offsets=place)
+        done += 1
+    for name, count in itertools.product(CODED, (1, 133)):
+        check_feedback(kernels, name, count)
         done += 1
     return done
 

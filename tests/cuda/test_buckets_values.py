@@ -51,7 +51,7 @@ OPERATIONS = {
     operation.__name__: operation for operation in (centralized, compressed, bytegrad, decentralized, low_precision)
 }
 #: Those that are made of messages, and have the bits of the host by NCCL too.
-BY_MESSAGES = ("bytegrad", "decentralized", "low_precision")
+BY_MESSAGES = ("compressed", "bytegrad", "decentralized", "low_precision")
 
 
 def equals_the_host(rank: int, operation: str, hierarchical: bool, dtypes: list[str]) -> None:

@@ -254,18 +254,35 @@ def beside_nccl(rank: int) -> None:
     cuda.close()
 
 
-def automatic(rank: int) -> None:
+def automatic(rank: int) -> tuple[str | None, bytes]:
+    """Which way an automatic operation keeps, and the values that it left last."""
     cuda, _ = Cuda(), bagua.init()
-    tensors = Tensors(cuda, "auto", sizes=(1001,))
-    with pytest.raises(NotImplementedError, match=r"bucket 'auto': .* tensors on cuda:0: .* cannot time"):
-        tensors.raw.append_automatic(engine.Codec("minmax_u8", {}), True, False)
-    assert tensors.raw.ops() == []
+    stream = cuda.stream()
+    tensors = Tensors(cuda, "auto", sizes=(1001,), stream=stream)
+    tensors.raw.append_automatic(engine.Codec("minmax_u8", {}), True, False)
+    queue = Queue("engine", tensors)
+    values = np.random.default_rng(0).normal(size=1001).astype(np.float32)
+    for number in range(12):
+        tensors.write(values + rank, stream)
+        queue.step(stream)
+        mean = tensors.read(stream)
+        assert np.allclose(mean, values + 0.5, atol=0.1), number
+    queue.raw.shutdown()
     bagua.shutdown()
     cuda.close()
+    return tensors.raw.choice(), mean.tobytes()
 
 
-def test_the_choice_by_time_is_refused_on_devices(ranks: Ranks) -> None:
-    ranks(2, automatic)
+@pytest.mark.parametrize("collective", ["staged", "nccl"])
+def test_the_choice_by_time_is_the_same_on_all_ranks_and_times_the_device(ranks: Ranks, collective: str) -> None:
+    first, second = ranks(2, automatic, BAGUA_CUDA_COLLECTIVE=collective)
+    assert first == second
+    assert first[0] in ("", "minmax_u8")
+    for report in ranks.reports:
+        # Ten communications were timed.
+        assert report["calls"]["cuEventElapsedTime"] == 10
+    if collective == "nccl":
+        ranks.check_no_copies()
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
@@ -361,7 +378,7 @@ def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(
 
 
 def any_call_fails(rank: int, communicate: bool) -> str:
-    """How the rank ended two communications of tensors that lie apart: compressed with padding, a ring, a mean."""
+    """How the rank ended two communications of tensors that lie apart: compressed, a ring, a mean of peers."""
     cuda = Cuda()
     if not communicate:
         return ""

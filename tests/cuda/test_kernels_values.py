@@ -133,6 +133,14 @@ def test_updates_follow_the_rules_of_the_core(kernels: Kernels, name: str) -> No
         cases.check_update(kernels, name, 333, offsets=offsets)
 
 
+@pytest.mark.parametrize("name", cases.CODED)
+def test_error_feedback_follows_the_rules_of_the_core(kernels: Kernels, name: str) -> None:
+    for count in (1, 333, 5000):
+        cases.check_feedback(kernels, name, count)
+    for kind in ("too large a range", "one infinity"):
+        cases.check_feedback(kernels, name, 300, kind)
+
+
 # --- the library itself -----------------------------------------------------------------------------------------------
 
 

@@ -126,7 +126,6 @@ impl Bucket {
     pub fn append(&mut self, op: Arc<dyn Op>) -> Result<()> {
         self.check_idle()?;
         op.check(self.dtype, self.elements()).map_err(|error| self.named(error))?;
-        op.check_place(self.device()).map_err(|error| self.named(error))?;
         self.extra.iter().try_for_each(|extra| self.check_extra(&*op, extra))?;
         self.ops.push(op);
         Ok(())

@@ -52,8 +52,8 @@ macro_rules! functions {
 
 functions! {
     cuCtxGetCurrent cuCtxGetStreamPriorityRange cuCtxPopCurrent_v2 cuCtxPushCurrent_v2 cuDeviceGetAttribute cuDevicePrimaryCtxRetain
-    cuEventCreate cuEventDestroy_v2 cuEventQuery cuEventRecord cuLaunchKernel cuMemAllocAsync cuMemFreeAsync cuMemFreeHost cuMemHostAlloc
-    cuMemcpyDtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemsetD8Async cuModuleGetFunction cuModuleLoadData
+    cuEventCreate cuEventDestroy_v2 cuEventElapsedTime cuEventQuery cuEventRecord cuLaunchKernel cuMemAllocAsync cuMemFreeAsync cuMemFreeHost
+    cuMemHostAlloc cuMemcpyDtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemsetD8Async cuModuleGetFunction cuModuleLoadData
     cuPointerGetAttributes cuStreamCreateWithPriority cuStreamDestroy_v2 cuStreamIsCapturing cuStreamWaitEvent
     cuThreadExchangeStreamCaptureMode
 }

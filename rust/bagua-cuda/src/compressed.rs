@@ -11,14 +11,15 @@ use bagua_core::codec::Codec;
 use bagua_core::collective::{Chunks, DeviceCodec, OpContext};
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::{Buffer, BufferMut, Device};
-use bagua_core::types::DType;
+use bagua_core::types::{DType, ReduceOp};
 
 use crate::api::CUstream;
 use crate::codec::{Elements, Kernels, Part, kernels_of, load};
 use crate::context::Context;
 use crate::device::Place;
-use crate::kernels::{Grid, short_name};
+use crate::kernels::{Grid, MAX_SOURCES, short_name};
 use crate::memory::Scratch;
+use crate::reduction::Reduction;
 
 /// See the module.
 pub(crate) struct CodecOnDevice {
@@ -100,7 +101,7 @@ impl DeviceCodec for CodecOnDevice {
         self.step(cx, |context, stream, counter| {
             // SAFETY: the core's promise for the records, until the operation's end on the device; the device aligns the first, and all
             // have a multiple of 16 bytes.
-            unsafe { self.kernels.combine(context, stream, from, chunks, divisor, to, counter) }
+            unsafe { self.kernels.combine(context, stream, from, chunks, divisor, (to, counter)) }
         })
     }
 
@@ -125,6 +126,110 @@ impl DeviceCodec for CodecOnDevice {
                 };
                 copy.free()?;
             }
+            Ok(launches)
+        })
+    }
+
+    fn feeds_back(&self, members: usize) -> bool {
+        // More are not added by one launch, and half types round once.
+        members <= MAX_SOURCES
+    }
+
+    fn compensate(
+        &mut self,
+        cx: &OpContext<'_>,
+        chunks: &Chunks,
+        data: BufferMut<'_>,
+        error: Buffer<'_>,
+        after: BufferMut<'_>,
+    ) -> Result<()> {
+        let (data, error, after) = (data.as_buffer().address(), error.address(), after.as_buffer().address());
+        check_aligned(chunks.dtype, data)?;
+        check_aligned(DType::F32, error)?;
+        self.step(cx, |context, stream, _| {
+            let mut arguments = [data as u64, error as u64, after as u64, chunks.elements as u64];
+            // SAFETY: the core's promise for the data and for both errors, a float32 for each element, until the operation's end on the device.
+            unsafe { feed_back(context, stream, "add", chunks.dtype, &mut arguments, chunks.elements) }
+        })
+    }
+
+    fn lose(&mut self, cx: &OpContext<'_>, chunks: &Chunks, records: Buffer<'_>, after: BufferMut<'_>) -> Result<()> {
+        let (from, after) = (records.address(), after.as_buffer().address());
+        self.step(cx, |context, stream, _| {
+            let count = chunks.chunks * chunks.count;
+            let decoded = Scratch::new(context, count * chunks.dtype.size(), stream)?;
+            let elements = Elements { address: decoded.address(), count, dtype: chunks.dtype };
+            let mut arguments = [after as u64, decoded.address() as u64, chunks.elements as u64];
+            // SAFETY: as above; what the records decode to is freed on the stream behind its use.
+            let launches = unsafe {
+                self.kernels.decode(context, stream, from, elements, chunks.chunks)?
+                    + feed_back(context, stream, "lose", chunks.dtype, &mut arguments, chunks.elements)?
+            };
+            decoded.free()?;
+            Ok(launches)
+        })
+    }
+
+    fn lose_mean(
+        &mut self,
+        cx: &OpContext<'_>,
+        chunks: &Chunks,
+        records: Buffer<'_>,
+        divisor: usize,
+        record: Buffer<'_>,
+        after: BufferMut<'_>,
+    ) -> Result<()> {
+        let stage = self.place()?.stage();
+        let (from, record, count) = (records.address(), record.address(), after.len() / DType::F32.size());
+        if count == 0 {
+            return Ok(());
+        }
+        let op = if divisor == 1 { ReduceOp::Sum } else { ReduceOp::Avg };
+        let reduction = Reduction::new(stage.context(), chunks.dtype, op, divisor)?;
+        self.step(cx, |context, stream, _| {
+            let (members, bytes) = (chunks.chunks, chunks.count * chunks.dtype.size());
+            let decoded = Scratch::new(context, members * bytes, stream)?;
+            let at: Vec<usize> = (0..members).map(|member| decoded.address() + member * bytes).collect();
+            let all = Elements { address: at[0], count: members * chunks.count, dtype: chunks.dtype };
+            let one = Elements { address: at[1], count: chunks.count, dtype: chunks.dtype };
+            let divisor = u64::from((divisor as f32).to_bits());
+            let after = after.as_buffer().address() as u64;
+            let mut arguments = [after, at[0] as u64, at[1] as u64, count as u64, divisor];
+            // SAFETY: as above; there are two members at least. The mean is where the first one's elements were, and the record is decoded
+            // where the second one's were.
+            let launches = unsafe {
+                let launches = self.kernels.decode(context, stream, from, all, members)?;
+                reduction.launch(&stage, stream, &at, at[0], bytes)?;
+                let launches = launches + self.kernels.decode(context, stream, record, one, 1)?;
+                launches + feed_back(context, stream, "lose_mean", chunks.dtype, &mut arguments, count)?
+            };
+            decoded.free()?;
+            Ok(launches)
+        })
+    }
+
+    fn keep(
+        &mut self,
+        cx: &OpContext<'_>,
+        chunks: &Chunks,
+        data: Buffer<'_>,
+        after: Buffer<'_>,
+        error: BufferMut<'_>,
+    ) -> Result<()> {
+        let (data, after, error) = (data.address(), after.address(), error.as_buffer().address());
+        self.step(cx, |context, stream, _| {
+            let (count, elements) = (chunks.elements as u64, chunks.elements);
+            let nonfinite = Scratch::new(context, size_of::<u32>(), stream)?;
+            let number = nonfinite.address() as u64;
+            // SAFETY: as above; the number is freed on the stream behind its use.
+            let launches = unsafe {
+                context.clear(nonfinite.address(), size_of::<u32>(), stream)?;
+                let looked =
+                    feed_back(context, stream, "look", chunks.dtype, &mut [data as u64, count, number], elements)?;
+                let mut arguments = [error as u64, after as u64, count, number];
+                looked + feed_back(context, stream, "keep", DType::F32, &mut arguments, elements)?
+            };
+            nonfinite.free()?;
             Ok(launches)
         })
     }
@@ -177,6 +282,24 @@ impl DeviceCodec for CodecOnDevice {
             Ok(1 + launches)
         })
     }
+}
+
+/// Launches a kernel of error feedback on so many elements; 1.
+///
+/// # Safety
+/// As [`Context::launch`].
+unsafe fn feed_back(
+    context: &Context,
+    stream: CUstream,
+    what: &str,
+    dtype: DType,
+    arguments: &mut [u64],
+    elements: usize,
+) -> Result<u64> {
+    let kernel = context.kernel(&format!("feedback_{what}_{}", short_name(dtype)))?;
+    let grid = Grid::of_bytes((elements * DType::F32.size()) as u64, context.processors()?);
+    // SAFETY: the caller's promise.
+    unsafe { context.launch(kernel, grid, stream, arguments) }.map(|()| 1)
 }
 
 fn check_aligned(dtype: DType, address: usize) -> Result<()> {

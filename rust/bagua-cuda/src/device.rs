@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use bagua_core::error::{Error, Result};
-use bagua_core::memory::{Device, DeviceRef};
+use bagua_core::memory::{Device, DeviceRef, Stamp};
 use bagua_core::wait::{Waited, lock};
 
 use crate::api::before_anything_began;
@@ -350,6 +350,21 @@ impl Place {
     }
 }
 
+/// A mark on a lane's streams.
+struct TimedMark {
+    event: Event,
+    stage: Arc<Stage>,
+}
+
+impl Stamp for TimedMark {
+    fn seconds_to(&self, later: &dyn Stamp) -> Result<f64> {
+        let later: &dyn Any = later;
+        let later: &TimedMark = later.downcast_ref().ok_or_else(|| Error::other("a mark of another device"))?;
+        wait_until_reached(&later.event, || self.stage.check())?;
+        self.event.seconds_to(&later.event)
+    }
+}
+
 /// See [`Place::keeper`].
 pub struct Keeper {
     place: Arc<Place>,
@@ -442,6 +457,17 @@ impl Device for Place {
             }
         }
         Ok(true)
+    }
+
+    fn stamp(&self) -> Result<Option<Box<dyn Stamp>>> {
+        let event = self.on_lane(|stage, copier| {
+            let event = Event::timed(stage.context())?;
+            stage.order_after_last(copier.up.handle())?;
+            event.record(copier.up.handle())?;
+            self.mark_end(copier, false)?;
+            Ok(event)
+        })?;
+        Ok(Some(Box::new(TimedMark { event, stage: self.stage() })))
     }
 
     fn finish(&self) -> Result<()> {

@@ -9,7 +9,7 @@ use cudarc::driver::sys::{CUevent, CUevent_flags};
 use crate::api::{CUstream, NOT_READY, call, checked};
 use crate::context::Context;
 
-/// An event without time.
+/// An event.
 pub struct Event {
     context: Arc<Context>,
     handle: CUevent,
@@ -23,9 +23,18 @@ unsafe impl Sync for Event {}
 impl Event {
     /// A new event, which counts as reached until it is recorded.
     pub(crate) fn new(context: &Arc<Context>) -> Result<Event> {
+        Event::with(context, CUevent_flags::CU_EVENT_DISABLE_TIMING)
+    }
+
+    /// The same, with the time at which it is reached.
+    pub(crate) fn timed(context: &Arc<Context>) -> Result<Event> {
+        Event::with(context, CUevent_flags::CU_EVENT_DEFAULT)
+    }
+
+    fn with(context: &Arc<Context>, flags: CUevent_flags) -> Result<Event> {
         let _entered = context.enter()?;
         let mut handle: CUevent = ptr::null_mut();
-        let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+        let flags = flags as u32;
         // SAFETY: it writes one handle, in the current context.
         unsafe { checked!(context, cuEventCreate(&raw mut handle, flags)) }?;
         Ok(Event { context: Arc::clone(context), handle })
@@ -43,6 +52,15 @@ impl Event {
         let _entered = self.context.enter()?;
         // SAFETY: as in `record`; there are no flags.
         unsafe { checked!(self.context, cuStreamWaitEvent(stream as _, self.handle, 0)) }
+    }
+
+    /// Seconds from this event to a later one, both of which were reached and have a time.
+    pub(crate) fn seconds_to(&self, later: &Event) -> Result<f64> {
+        let _entered = self.context.enter()?;
+        let mut milliseconds = 0.0f32;
+        // SAFETY: both events live; it writes one number.
+        unsafe { checked!(self.context, cuEventElapsedTime(&raw mut milliseconds, self.handle, later.handle)) }?;
+        Ok(f64::from(milliseconds) * 1e-3)
     }
 
     /// Whether it was reached. Does not wait.

@@ -17,6 +17,11 @@
 //! | `update_correct_T` | weights, average, snapshot, count |
 //! | `update_ring_difference_T` | weights, left, right, own, out, count |
 //! | `update_ring_take_T` | replica, difference, count |
+//! | `feedback_add_T` | data, error, error afterwards, count |
+//! | `feedback_lose_T` | error, decoded, count |
+//! | `feedback_lose_mean_T` | error, mean, decoded, count, divisor (f32) |
+//! | `feedback_look_T` | data, count, nonfinite |
+//! | `feedback_keep_f32` | error, error afterwards, count, nonfinite |
 //! | `reduce_T_OP` | eight sources (a struct of addresses, by value), number of them (u32), out, count, divisor (f64, for avg) |
 
 use bagua_core::types::{DType, ReduceOp};
@@ -44,7 +49,7 @@ pub struct Program {
 }
 
 /// All programs.
-pub const PROGRAMS: [Program; 8] = [
+pub const PROGRAMS: [Program; 9] = [
     Program {
         name: "minmax_u8",
         source: include_str!("../kernels/minmax_u8.cu"),
@@ -115,6 +120,25 @@ pub const PROGRAMS: [Program; 8] = [
             "update_ring_take_f16",
             "update_ring_take_bf16",
             "update_ring_take_f32",
+        ],
+    },
+    Program {
+        name: "feedback",
+        source: include_str!("../kernels/feedback.cu"),
+        kernels: &[
+            "feedback_add_f16",
+            "feedback_lose_f16",
+            "feedback_lose_mean_f16",
+            "feedback_look_f16",
+            "feedback_add_bf16",
+            "feedback_lose_bf16",
+            "feedback_lose_mean_bf16",
+            "feedback_look_bf16",
+            "feedback_add_f32",
+            "feedback_lose_f32",
+            "feedback_lose_mean_f32",
+            "feedback_look_f32",
+            "feedback_keep_f32",
         ],
     },
     Program {
@@ -254,7 +278,7 @@ fn blocks(pieces: u64, each: u64, processors: u32) -> u32 {
 const MAX_BLOCKS: u32 = 2048;
 
 impl Grid {
-    /// For kernels over so many bytes of the largest array: `convert_reduce`, `update`, `reduce_T_OP`.
+    /// For kernels over so many bytes of the largest array: `convert_reduce`, `update`, `feedback`, `reduce_T_OP`.
     pub fn of_bytes(bytes: u64, processors: u32) -> Grid {
         Grid { blocks: [blocks(bytes.div_ceil(16), 2, processors), 1, 1], shared: 0 }
     }

@@ -20,7 +20,7 @@ use super::{Chunks, Collective, DeviceCodec, Incoming, OpContext, Outgoing};
 use crate::codec::float::{Float, ForFloat, for_dtype};
 use crate::codec::{Encoded, Exchange, PART, Scratch};
 use crate::error::{Error, Result};
-use crate::memory::{Buffer, BufferMut};
+use crate::memory::{Buffer, BufferMut, same_place};
 use crate::reduce::sum_over;
 use crate::request::{Compression, Extra, Workspace};
 use crate::types::DType;
@@ -29,7 +29,7 @@ use crate::types::DType;
 const ERROR: usize = 4;
 
 /// Combines `data`, of the type that the fingerprint says, in place. Alone it changes nothing but the padding. On a device where the
-/// collective has the codec, and without error feedback, it is encoded there; on others a copy on the host is.
+/// collective has the codec it is encoded there; on others a copy on the host is.
 ///
 /// # Errors
 /// `InvalidArgument` for error memory of another length or options of the codec that do not fit the count; otherwise as
@@ -41,11 +41,23 @@ pub(super) fn all_reduce(
     how: &Compression<'_>,
 ) -> Result<()> {
     let Extra { error, work, .. } = &mut *cx.extra.borrow_mut();
-    let error = error.as_deref_mut();
+    let mut error = error.as_mut().map(BufferMut::reborrow);
     let mut fresh = Workspace::default();
     let work = work.as_deref_mut().unwrap_or(&mut fresh);
     let place = data.device();
+    if !data.is_empty()
+        && collective.size() > 1
+        && let Some(error) = &error
+        && error.len() != how.elements * ERROR
+    {
+        return Err(Error::InvalidArgument(format!(
+            "error memory of {} elements for {}",
+            error.len() / ERROR,
+            how.elements
+        )));
+    }
     if place.is_none() {
+        let error = error.map(BufferMut::into_host).transpose()?;
         return on_host(collective, cx, data.into_host()?, how, error, work);
     }
     if data.is_empty() {
@@ -57,15 +69,24 @@ pub(super) fn all_reduce(
         let zeros = vec![0; padding.len()];
         return if zeros.is_empty() { Ok(()) } else { padding.copy_from(&zeros) };
     }
-    if error.is_none()
+    let members = collective.size();
+    if error.as_ref().is_none_or(|error| same_place(error.device(), place))
         && how.codec.exchange() == Exchange::TwoShot
         && let Some(mut codec) = collective.codec_on(place, how.codec, cx.dtype())?
+        && (error.is_none() || codec.feeds_back(members))
     {
-        return two_shot_on(&mut *codec, collective, cx, data, how, work);
+        return two_shot_on(&mut *codec, collective, cx, data, how, error, work);
     }
-    let mut host = vec![0; data.len()];
-    data.as_buffer().copy_to(&mut host)?;
-    on_host(collective, cx, &mut host, how, error, work)?;
+    let on_host_copy = |from: Buffer<'_>| {
+        let mut host = vec![0; from.len()];
+        from.copy_to(&mut host).map(|()| host)
+    };
+    let mut host = on_host_copy(data.as_buffer())?;
+    let mut kept = error.as_ref().map(|error| on_host_copy(error.as_buffer())).transpose()?;
+    on_host(collective, cx, &mut host, how, kept.as_deref_mut(), work)?;
+    if let (Some(error), Some(kept)) = (&mut error, &kept) {
+        error.copy_from(kept)?;
+    }
     data.copy_from(&host)
 }
 
@@ -84,15 +105,6 @@ fn on_host(
     data[carried..].fill(0);
     if members == 1 || data.is_empty() {
         return Ok(());
-    }
-    if let Some(error) = error.as_deref()
-        && error.len() != how.elements * ERROR
-    {
-        return Err(Error::InvalidArgument(format!(
-            "error memory of {} elements for {}",
-            error.len() / ERROR,
-            how.elements
-        )));
     }
     if let Some(error) = error.as_deref() {
         work.error.resize(error.len(), 0);
@@ -182,8 +194,9 @@ fn two_shot_on(
     codec: &mut dyn DeviceCodec,
     collective: &mut dyn Collective,
     cx: &OpContext<'_>,
-    data: BufferMut<'_>,
+    mut data: BufferMut<'_>,
     how: &Compression<'_>,
+    error: Option<BufferMut<'_>>,
     work: &mut Workspace,
 ) -> Result<()> {
     let (dtype, members, me) = (cx.dtype(), collective.size(), collective.rank());
@@ -192,23 +205,39 @@ fn two_shot_on(
     how.codec.check_count(count)?;
     let record = how.codec.record_len(count, dtype);
     let chunks = Chunks { dtype, chunks: members, count, elements: how.elements.min(total), record };
-    let room = BufferMut::room(data.device(), &mut work.received, 2 * members * record)?;
-    let (mut sent, mut received) = room.split_at(members * record);
+    let feedback = error.as_ref().map_or(0, BufferMut::len);
+    let room = BufferMut::room(data.device(), &mut work.received, 2 * members * record + feedback)?;
+    let (mut sent, room) = room.split_at(members * record);
+    let (mut received, mut after) = room.split_at(members * record);
     let own = me * record..(me + 1) * record;
 
     let start = Instant::now();
+    if let Some(error) = &error {
+        codec.compensate(cx, &chunks, data.reborrow(), error.as_buffer(), after.reborrow())?;
+    }
     codec.encode(cx, &chunks, data.as_buffer(), sent.reborrow())?;
+    if error.is_some() {
+        codec.lose(cx, &chunks, sent.as_buffer(), after.reborrow())?;
+    }
     received.part(own.clone()).copy_in_place(sent.as_buffer().slice(own.clone()))?;
     cx.stats.add_encode(start.elapsed());
     all_to_all(collective, cx, sent.as_buffer(), received.reborrow(), record)?;
 
     let start = Instant::now();
-    codec.combine(cx, &chunks, received.as_buffer(), how.divisor, sent.part(own))?;
+    codec.combine(cx, &chunks, received.as_buffer(), how.divisor, sent.part(own.clone()))?;
+    if error.is_some() {
+        let mine = (me * count * ERROR).min(feedback)..((me + 1) * count * ERROR).min(feedback);
+        let record = sent.as_buffer().slice(own);
+        codec.lose_mean(cx, &chunks, received.as_buffer(), how.divisor, record, after.part(mine))?;
+    }
     cx.stats.add_encode(start.elapsed());
     all_gather(collective, cx, sent.reborrow(), record)?;
 
     let start = Instant::now();
-    codec.decode(cx, &chunks, sent.as_buffer(), data)?;
+    codec.decode(cx, &chunks, sent.as_buffer(), data.reborrow())?;
+    if let Some(error) = error {
+        codec.keep(cx, &chunks, data.as_buffer(), after.as_buffer(), error)?;
+    }
     cx.stats.add_encode(start.elapsed());
     Ok(())
 }

@@ -81,6 +81,56 @@ pub trait DeviceCodec {
     /// As [`DeviceCodec::encode`].
     fn decode(&mut self, cx: &OpContext<'_>, chunks: &Chunks, records: Buffer<'_>, data: BufferMut<'_>) -> Result<()>;
 
+    /// Whether it has error feedback among so many members: the four methods that follow.
+    fn feeds_back(&self, members: usize) -> bool;
+
+    /// `after` = data + error, a float32 for each element that carries a value; data = that, rounded.
+    ///
+    /// # Errors
+    /// As [`DeviceCodec::encode`].
+    fn compensate(
+        &mut self,
+        cx: &OpContext<'_>,
+        chunks: &Chunks,
+        data: BufferMut<'_>,
+        error: Buffer<'_>,
+        after: BufferMut<'_>,
+    ) -> Result<()>;
+
+    /// `after` -= what the records of all chunks decode to.
+    ///
+    /// # Errors
+    /// As [`DeviceCodec::encode`].
+    fn lose(&mut self, cx: &OpContext<'_>, chunks: &Chunks, records: Buffer<'_>, after: BufferMut<'_>) -> Result<()>;
+
+    /// `after`, of the elements of one chunk that carry values, += divisor * (the mean of the records of all members - what `record`, which
+    /// [`DeviceCodec::combine`] has made of them, decodes to).
+    ///
+    /// # Errors
+    /// As [`DeviceCodec::encode`].
+    fn lose_mean(
+        &mut self,
+        cx: &OpContext<'_>,
+        chunks: &Chunks,
+        records: Buffer<'_>,
+        divisor: usize,
+        record: Buffer<'_>,
+        after: BufferMut<'_>,
+    ) -> Result<()>;
+
+    /// `error` = `after`, where all elements of the data that carry values are finite.
+    ///
+    /// # Errors
+    /// As [`DeviceCodec::encode`].
+    fn keep(
+        &mut self,
+        cx: &OpContext<'_>,
+        chunks: &Chunks,
+        data: Buffer<'_>,
+        after: Buffer<'_>,
+        error: BufferMut<'_>,
+    ) -> Result<()>;
+
     /// Encodes what the compressed ring sends, see [`Verb::CompressedRing`], as the only chunk: of the weights, and of the replicas of the left
     /// neighbour, of the right one, and of this member.
     ///

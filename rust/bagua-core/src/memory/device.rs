@@ -81,6 +81,15 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
         Ok(true)
     }
 
+    /// A mark behind the device's work on the bucket so far, and what the next operation comes after: to time operations by. On the
+    /// communication thread. `None` where the work is done when the calls return.
+    ///
+    /// # Errors
+    /// Whatever the device reports.
+    fn stamp(&self) -> Result<Option<Box<dyn Stamp>>> {
+        Ok(None)
+    }
+
     /// The operations of one communication of the bucket are over, as far as the communication thread, which calls this, is concerned.
     ///
     /// # Errors
@@ -159,6 +168,15 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
             self.copy_from_host(&host, to)
         }
     }
+}
+
+/// A mark in a device's work, see [`Device::stamp`].
+pub trait Stamp: Any + Send {
+    /// Seconds from this mark to a later one of the same device. Waits until the device has come to that.
+    ///
+    /// # Errors
+    /// Whatever the device reports; the first cause of the group's failure.
+    fn seconds_to(&self, later: &dyn Stamp) -> Result<f64>;
 }
 
 /// A device, or `None` for the host.

@@ -15,7 +15,7 @@ mod weight_lock;
 mod weights;
 
 pub use arena::Arena;
-pub use device::{Buffer, BufferMut, Device, DeviceRef, kind_of, name_of, same_place};
+pub use device::{Buffer, BufferMut, Device, DeviceRef, Stamp, kind_of, name_of, same_place};
 pub use host::HostMemory;
 pub use mapping::Mapping;
 pub use region::Region;

@@ -2,15 +2,16 @@
 //!
 //! In the first [`TRIALS`] communications of every [`PERIOD`] a bucket goes with and without the codec in turns. The ranks then
 //! compare: the time of a communication is that of its slowest rank, the faster one by the median is kept, and the plain one
-//! where it is within 5 %. All ranks decide alike, because they compare the same numbers.
+//! where it is within 5 %. All ranks decide alike, because they compare the same numbers. On a device its work is timed, by marks in it;
+//! the communication thread waits for it once in a period, before the ranks compare.
 
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::{BucketCx, CentralizedOp, CompressedOp, Op};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::group::Options;
-use crate::memory::DeviceRef;
+use crate::memory::{Region, Stamp};
 use crate::request::{Io, Verb};
 use crate::types::{DType, ReduceOp};
 use crate::wait::lock;
@@ -33,8 +34,8 @@ pub struct AutoOp {
 struct State {
     /// Communications so far. Not the bucket's step: a training that is resumed times both anew.
     count: u64,
-    /// Seconds of the trials of this period.
-    trials: Vec<f64>,
+    /// The trials of this period.
+    trials: Vec<Trial>,
     /// Whether the codec makes it faster.
     compress: bool,
 }
@@ -49,14 +50,34 @@ impl AutoOp {
         lock(&self.state)
     }
 
-    fn go(&self, compress: bool, cx: &mut BucketCx<'_>) -> Result<Duration> {
-        let start = Instant::now();
-        if compress {
-            self.compressed.run(cx)?
-        } else {
-            self.plain.run(cx)?
+    fn go(&self, compress: bool, cx: &mut BucketCx<'_>) -> Result<()> {
+        if compress { self.compressed.run(cx) } else { self.plain.run(cx) }
+    }
+
+    fn timed(&self, compress: bool, cx: &mut BucketCx<'_>) -> Result<Trial> {
+        let device = cx.tensors.first().and_then(Region::device).cloned();
+        let stamp = || device.as_ref().map_or(Ok(None), |device| device.stamp());
+        let (before, start) = (stamp()?, Instant::now());
+        self.go(compress, cx)?;
+        Ok(match (before, stamp()?) {
+            (Some(before), Some(after)) => Trial::Device(before, after),
+            _ => Trial::Host(start.elapsed()),
+        })
+    }
+}
+
+/// What a communication took: the host's call, or the device's work.
+enum Trial {
+    Host(Duration),
+    Device(Box<dyn Stamp>, Box<dyn Stamp>),
+}
+
+impl Trial {
+    fn seconds(&self) -> Result<f64> {
+        match self {
+            Trial::Host(took) => Ok(took.as_secs_f64()),
+            Trial::Device(before, after) => before.seconds_to(&**after),
         }
-        Ok(start.elapsed())
     }
 }
 
@@ -70,16 +91,6 @@ impl Op for AutoOp {
         self.compressed.check(dtype, elements)
     }
 
-    fn check_place(&self, place: DeviceRef<'_>) -> Result<()> {
-        match place {
-            None => Ok(()),
-            Some(device) => Err(Error::NotImplemented(format!(
-                "the choice of a compression by time, for tensors on {}: this thread does not wait for a device, so it cannot time one",
-                device.name()
-            ))),
-        }
-    }
-
     fn run(&self, cx: &mut BucketCx<'_>) -> Result<()> {
         let (phase, compress) = {
             let mut state = self.state();
@@ -87,17 +98,18 @@ impl Op for AutoOp {
             ((state.count - 1) % PERIOD, state.compress)
         };
         if phase >= TRIALS as u64 {
-            return self.go(compress, cx).map(drop);
+            return self.go(compress, cx);
         }
-        let took = self.go(phase % 2 == 1, cx)?;
-        let mut trials = {
+        let trial = self.timed(phase % 2 == 1, cx)?;
+        let trials = {
             let mut state = self.state();
-            state.trials.push(took.as_secs_f64());
+            state.trials.push(trial);
             if state.trials.len() < TRIALS {
                 return Ok(());
             }
             std::mem::take(&mut state.trials)
         };
+        let mut trials = trials.iter().map(Trial::seconds).collect::<Result<Vec<f64>>>()?;
         let mut bytes: Vec<u8> = trials.iter().flat_map(|seconds| seconds.to_ne_bytes()).collect();
         let options = Options { label: cx.bucket, ..Options::DEFAULT };
         let slowest = Verb::AllReduce(ReduceOp::Max);

@@ -8,7 +8,7 @@ use crate::codec::chunks::draw;
 use crate::codec::{self, Codec, Exchange};
 use crate::error::Result;
 use crate::group::Options;
-use crate::memory::{BufferMut, Region};
+use crate::memory::{BufferMut, Region, same_place};
 use crate::request::{Compression, Extra, Io, Operands, Verb, Workspace};
 use crate::types::DType;
 use crate::wait::lock;
@@ -19,8 +19,8 @@ pub const ERROR: &str = "error";
 /// Compressed all-reduce of a bucket, see [`Verb::CompressedAllReduce`]. `hierarchical` adds inside hosts in full precision, and
 /// compresses between the hosts' first ranks.
 ///
-/// On a device that has the codec the tensors stay there, back to back or gathered; with error feedback, and without the codec, copies on
-/// the host are combined.
+/// On a device that has the codec the tensors stay there, back to back or gathered; without the codec, copies on the host are
+/// combined.
 pub struct CompressedOp {
     codec: Arc<dyn Codec>,
     average: bool,
@@ -72,26 +72,29 @@ impl Op for CompressedOp {
         let Some(dtype) = cx.tensors.first().map(Region::dtype) else { return Ok(()) };
         let options = Options::of_bucket(cx.bucket, self.hierarchical);
         let BucketCx { bucket, step, tensors, extra, lanes, padding } = cx;
-        let Memory { tensors: scratch, error, work } = &mut *lock(&self.memory);
+        let Memory { tensors: scratch, error: copy, work } = &mut *lock(&self.memory);
         let mut error = match self.error_feedback {
-            true => Some(OnHost::read(extra_of(extra, bucket, ERROR)?, error)?),
+            true => Some(extra_of(extra, bucket, ERROR)?),
             false => None,
         };
         let elements = tensors.iter().map(Region::count).sum::<usize>() - *padding;
-        let bytes = error.as_mut().map(OnHost::bytes).transpose()?;
         let codec = &*self.codec;
         let divisor = if self.average { lanes.global.size() } else { 1 };
         let verb = Verb::CompressedAllReduce(Compression { codec, divisor, draw: draw(*step, 0), elements });
         let place = tensors.first().and_then(Region::device);
-        if bytes.is_none() && lanes.encodes_on(place, codec, dtype, self.hierarchical)? {
+        let together = error.as_ref().is_none_or(|error| same_place(error.device(), place));
+        if together && lanes.encodes_on(place, codec, dtype, self.hierarchical)? {
+            let error = error.as_mut().map(|error| error.buffer_mut());
             let run = |data: BufferMut<'_>| {
-                let extra = Extra { work: Some(work), ..Extra::default() };
+                let extra = Extra { error, work: Some(work), ..Extra::default() };
                 lanes.run(&options, dtype, verb, Operands { io: Io::InPlace(data), extra })
             };
             if Region::whole_on_device(tensors, run)?.is_some() {
                 return Ok(());
             }
         }
+        let mut error = error.map(|error| OnHost::read(error, copy)).transpose()?;
+        let bytes = error.as_mut().map(OnHost::bytes).transpose()?.map(BufferMut::from);
         with_whole(tensors, scratch, |data| {
             let extra = Extra { error: bytes, work: Some(work), ..Extra::default() };
             lanes.run(&options, dtype, verb, Operands { io: Io::in_place(data), extra })

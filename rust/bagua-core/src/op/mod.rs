@@ -110,15 +110,6 @@ pub trait Op: Send + Sync {
         Ok(())
     }
 
-    /// Whether it can work on a bucket in this place; asked with `check`.
-    ///
-    /// # Errors
-    /// `NotImplemented`, naming the device.
-    fn check_place(&self, place: DeviceRef<'_>) -> Result<()> {
-        let _ = place;
-        Ok(())
-    }
-
     /// Whether an extra tensor of this name serves it, on a bucket of `elements` of `dtype`, of which the last `padding` are padding;
     /// asked when the tensor is attached and when the operation is added. Tensors of names that it does not know are none of its
     /// business.

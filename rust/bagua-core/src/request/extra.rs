@@ -58,7 +58,7 @@ pub struct Workspace {
 pub struct Extra<'a> {
     /// Error feedback of a compressed all_reduce: one float32 in memory for each element that carries a value. By host only a host's first
     /// rank uses it.
-    pub error: Option<&'a mut [u8]>,
+    pub error: Option<BufferMut<'a>>,
     /// Of the compressed ring. By host only a host's first rank knows its neighbours; the others get `own`.
     pub replicas: Option<Replicas<'a>>,
     /// Without it memory is allocated for the one call.

@@ -13,7 +13,7 @@ use bagua_core::group::Lane;
 use bagua_core::health::GroupHealth;
 use bagua_core::memory::{Device, Region, WeightLock};
 use bagua_core::op::{
-    AsyncModelAverageOp, AutoOp, CallbackOp, CentralizedOp, CompressedOp, DecentralizedOp, ExtraTensor,
+    AsyncModelAverageOp, CallbackOp, CentralizedOp, CompressedOp, DecentralizedOp, ExtraTensor,
     LowPrecisionDecentralizedOp, Op,
 };
 use bagua_core::request::PeerSelection;
@@ -324,16 +324,6 @@ fn equal_addresses_are_one_memory_on_one_device_only() {
         SharedBucket::new(Bucket::new(name, vec![tensor]).unwrap())
     });
     engine.register(buckets.into()).unwrap();
-}
-
-#[test]
-fn the_choice_of_a_compression_by_time_is_refused_on_a_device() {
-    let (bucket, _memory) = bucket_on(&Toy::device(0));
-    let compressed = CompressedOp::new(minmax(), true, false, false);
-    let refused = bucket.append(Arc::new(AutoOp::new(CentralizedOp::new(true, false, false), compressed)));
-    let Err(Error::NotImplemented(text)) = refused else { panic!("{refused:?}") };
-    assert!(text.starts_with("bucket 'bucket': ") && text.contains("tensors on toy:0"), "{text}");
-    assert!(bucket.ops().is_empty());
 }
 
 #[test]

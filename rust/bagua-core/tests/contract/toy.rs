@@ -5,6 +5,7 @@
 //! real device does.
 
 use std::any::Any;
+use std::iter::zip;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
@@ -302,13 +303,8 @@ impl DeviceCodec for ToyCodec {
         record: BufferMut<'_>,
     ) -> Result<()> {
         self.hear("combine");
-        let mut sum = vec![0f32; chunks.count];
-        for (number, record) in records.chunks(chunks.record).enumerate() {
-            for (sum, value) in sum.iter_mut().zip(decoded(cx, record, chunks)?) {
-                *sum = if number == 0 { value } else { *sum + value };
-            }
-        }
-        let mean: Vec<u8> = sum.iter().flat_map(|sum| (sum / divisor as f32).to_ne_bytes()).collect();
+        let mean: Vec<u8> =
+            sums(cx, records, chunks)?.iter().flat_map(|sum| (sum / divisor as f32).to_ne_bytes()).collect();
         encode_all(cx, &mean, chunks, record)
     }
 
@@ -326,6 +322,60 @@ impl DeviceCodec for ToyCodec {
         }
         host[chunks.elements * 4..].fill(0);
         data.copy_from(&host[..data.len()])
+    }
+
+    fn feeds_back(&self, _members: usize) -> bool {
+        true
+    }
+
+    fn compensate(
+        &mut self,
+        _cx: &OpContext<'_>,
+        chunks: &Chunks,
+        data: BufferMut<'_>,
+        error: Buffer<'_>,
+        after: BufferMut<'_>,
+    ) -> Result<()> {
+        let (mut data, _) = data.split_at(chunks.elements * 4);
+        let sums: Vec<f32> = zip(floats(data.as_buffer())?, floats(error)?).map(|(value, lost)| value + lost).collect();
+        fill(data.reborrow(), sums.clone())?;
+        fill(after, sums)
+    }
+
+    fn lose(&mut self, cx: &OpContext<'_>, chunks: &Chunks, records: Buffer<'_>, after: BufferMut<'_>) -> Result<()> {
+        let mut all = Vec::new();
+        for record in records.chunks(chunks.record) {
+            all.extend(decoded(cx, record, chunks)?);
+        }
+        let left = zip(floats(after.as_buffer())?, all).map(|(sum, decoded)| sum - decoded).collect();
+        fill(after, left)
+    }
+
+    fn lose_mean(
+        &mut self,
+        cx: &OpContext<'_>,
+        chunks: &Chunks,
+        records: Buffer<'_>,
+        divisor: usize,
+        record: Buffer<'_>,
+        after: BufferMut<'_>,
+    ) -> Result<()> {
+        let (means, divisor) = (sums(cx, records, chunks)?, divisor as f32);
+        let lost = zip(means, decoded(cx, record, chunks)?).map(|(sum, decoded)| divisor * (sum / divisor - decoded));
+        let more = zip(floats(after.as_buffer())?, lost).map(|(before, lost)| before + lost).collect();
+        fill(after, more)
+    }
+
+    fn keep(
+        &mut self,
+        _cx: &OpContext<'_>,
+        chunks: &Chunks,
+        data: Buffer<'_>,
+        after: Buffer<'_>,
+        error: BufferMut<'_>,
+    ) -> Result<()> {
+        let finite = floats(data.slice(0..chunks.elements * 4))?.into_iter().all(f32::is_finite);
+        if finite { fill(error, floats(after)?) } else { Ok(()) }
     }
 
     fn encode_difference(
@@ -365,6 +415,18 @@ fn encode_all(cx: &OpContext<'_>, host: &[u8], chunks: &Chunks, mut records: Buf
         cx.stats.nonfinite_records.fetch_add(u64::from(outcome == Encoded::NonFinite), Relaxed);
     }
     records.copy_from(&encoded)
+}
+
+/// The sums of what the records of toy memory decode to, in their order.
+fn sums(cx: &OpContext<'_>, records: Buffer<'_>, chunks: &Chunks) -> Result<Vec<f32>> {
+    let mut all = records.chunks(chunks.record).map(|record| decoded(cx, record, chunks));
+    let first = all.next().unwrap()?;
+    all.try_fold(first, |sums, more| Ok(zip(sums, more?).map(|(sum, value)| sum + value).collect()))
+}
+
+/// Toy memory gets these float32.
+fn fill(mut memory: BufferMut<'_>, values: Vec<f32>) -> Result<()> {
+    memory.copy_from(&values.into_iter().flat_map(f32::to_ne_bytes).collect::<Vec<u8>>())
 }
 
 /// What a record of toy memory decodes to.

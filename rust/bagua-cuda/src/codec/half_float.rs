@@ -110,8 +110,7 @@ impl Kernels for HalfKernels {
         from: usize,
         chunks: &Chunks,
         divisor: usize,
-        to: usize,
-        _nonfinite: usize,
+        (to, _): (usize, usize),
     ) -> Result<u64> {
         let kernel = context.kernel(&self.names(Part::Combine, chunks.dtype)[0])?;
         let ranks = u32::try_from(chunks.chunks).map_err(|_| Error::other("more members than a kernel counts"))?;

@@ -79,15 +79,15 @@ pub(crate) trait Kernels: Send + Sync {
         chunks: usize,
     ) -> Result<u64>;
 
-    /// The records of all members become one, as [`bagua_core::collective::DeviceCodec::combine`] says.
+    /// The records of all members become one, as [`bagua_core::collective::DeviceCodec::combine`] says: at the first of the two addresses that
+    /// come last. The second one is that of the number, as in [`Kernels::encode`].
     ///
     /// # Safety
-    /// There are a record of each member from `from` on, and room for one at `to`, in memory of the context's device, which lives and is used
-    /// by nobody else until the stream has come so far. Both are aligned to 16 bytes.
+    /// There are a record of each member from `from` on, and room for one at the first of the other addresses, in memory of the context's device,
+    /// which lives and is used by nobody else until the stream has come so far. Both are aligned to 16 bytes.
     ///
     /// # Errors
     /// As [`Kernels::encode`].
-    #[expect(clippy::too_many_arguments, reason = "the addresses and numbers of one launch")]
     unsafe fn combine(
         &self,
         context: &Context,
@@ -95,7 +95,6 @@ pub(crate) trait Kernels: Send + Sync {
         from: usize,
         chunks: &Chunks,
         divisor: usize,
-        to: usize,
-        nonfinite: usize,
+        to_and_nonfinite: (usize, usize),
     ) -> Result<u64>;
 }

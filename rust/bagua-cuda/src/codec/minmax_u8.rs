@@ -83,8 +83,7 @@ impl Kernels for MinMaxU8Kernels {
         from: usize,
         chunks: &Chunks,
         divisor: usize,
-        to: usize,
-        nonfinite: usize,
+        (to, nonfinite): (usize, usize),
     ) -> Result<u64> {
         let name = short_name(chunks.dtype);
         let make_tables = context.kernel(&format!("minmax_u8_tables_{name}"))?;

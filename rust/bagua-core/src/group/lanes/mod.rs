@@ -99,7 +99,7 @@ impl Lanes {
         self.group.as_ref().map_or(1, |group| group.machines().len())
     }
 
-    /// Whether a compressed all_reduce without error feedback, and the compressed ring, leave the tensor on this device, and encode it there.
+    /// Whether a compressed all_reduce, and the compressed ring, leave the tensor on this device, and encode it there.
     ///
     /// # Errors
     /// As [`Collective::codec_on`].
