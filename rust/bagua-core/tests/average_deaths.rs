@@ -271,7 +271,7 @@ impl Rank {
             config.transport = TransportChoice::Tcp;
         }
         let server = Arc::new(JoinServer::open(config.clone(), b"token").unwrap());
-        println!("\nDOOR {}", server.address());
+        println!("\nSERVER {}", server.address());
         let bootstrap = (!part.joins).then(|| Bootstrap::bind(config).unwrap());
         println!("\nADDRESS {}", hex(bootstrap.as_ref().map_or(b"", |bootstrap| bootstrap.address())));
         let servers: Vec<SocketAddr> = numbers(&lines.next().unwrap());
