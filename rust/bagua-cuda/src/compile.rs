@@ -113,7 +113,7 @@ mod tests {
         let error = program("onebit").unwrap_err().to_string();
         assert_eq!(
             error,
-            "there is no program of kernels named 'onebit'; known: minmax_u8, minmax_u8_reduce, convert, convert_reduce, update, reduce_half, reduce_float, reduce_integer"
+            "there is no program of kernels named 'onebit'; known: minmax_u8, minmax_u8_reduce, convert, convert_reduce, update, feedback, reduce_half, reduce_float, reduce_integer"
         );
         assert_eq!(program("update").unwrap().name, "update");
     }
