@@ -58,13 +58,11 @@ __all__ = [
     "CUDA_ARCHITECTURES",
     "CUDA_KERNELS",
     "DTYPES",
-    "GATHER",
     "MAX_STREAMS",
     "OPS",
     "PEER_SELECTION_MODES",
     "REDUCE",
     "REDUCE_SCATTER",
-    "SCATTER",
     "VERBS",
     "Arena",
     "AsyncModelAverage",
@@ -99,7 +97,6 @@ __all__ = [
     "wait_for_callbacks",
 ]
 
-# Codes of the verbs. Every name is one of the extension's table.
-ALL_REDUCE, REDUCE, BROADCAST = VERBS["all_reduce"], VERBS["reduce"], VERBS["broadcast"]
-ALL_GATHER, GATHER, SCATTER = VERBS["all_gather"], VERBS["gather"], VERBS["scatter"]
-REDUCE_SCATTER, ALL_TO_ALL, BARRIER = VERBS["reduce_scatter"], VERBS["all_to_all"], VERBS["barrier"]
+# Codes of the verbs that have a path of their own for small calls. The others are in `bagua.verbs`.
+ALL_REDUCE, REDUCE, BROADCAST, BARRIER = (VERBS[name] for name in ("all_reduce", "reduce", "broadcast", "barrier"))
+ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = (VERBS[name] for name in ("all_gather", "reduce_scatter", "all_to_all"))

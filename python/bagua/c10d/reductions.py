@@ -24,8 +24,9 @@ class Reduction(NamedTuple):
 
 #: torch's reduction -> code of the core.
 CODES = {
-    getattr(c10d.ReduceOp.RedOpType, name.upper()): engine.OPS[name]
-    for name in ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+    kind: code
+    for name, code in engine.OPS.items()
+    if (kind := getattr(c10d.ReduceOp.RedOpType, name.upper(), None)) is not None
 }
 _NAMES = {code: name for name, code in engine.OPS.items()}
 

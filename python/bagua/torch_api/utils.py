@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import _utils
 
+from bagua import engine
+
 __all__ = [
     "StatisticalAverage",
     "apply_flattened_call",
@@ -27,15 +29,9 @@ flatten: Callable[[Sequence[torch.Tensor]], torch.Tensor] = _utils._flatten_dens
 unflatten: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]] = _utils._unflatten_dense_tensors
 
 _NAMES = {
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.uint8: "u8",
-    torch.int8: "i8",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bool: "bool",
+    getattr(torch, name): name.replace("bfloat", "bf").replace("float", "f").replace("uint", "u").replace("int", "i")
+    for name in engine.DTYPES
+    if not name.startswith("complex")
 }
 
 
