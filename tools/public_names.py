@@ -72,7 +72,6 @@ INTERNAL = (
     "bagua.codecs",
     "bagua.collectives",
     "bagua.commands.*",
-    "bagua.config",
     "bagua.cuda.arrays",
     "bagua.cuda.kernels",
     "bagua.cuda.tensors",
@@ -89,6 +88,7 @@ INTERNAL = (
     "bagua.launcher",
     "bagua.lifecycle",
     "bagua.lightning.*",
+    "bagua.linalg",
     "bagua.messages",
     "bagua.operand",
     "bagua.records",
@@ -120,17 +120,30 @@ def public_modules() -> dict[str, list[str]]:
 
 
 def exported(module: str) -> list[str] | None:
-    """The public names of the module's `__all__`; None where it has none that is a literal."""
+    """The public names of the module's `__all__`, those of another module that it adds included; None without one."""
+    found, modules = None, {}
     for node in _tree(module).body:
-        if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == "__all__" for to in node.targets):
-            return [name for name in ast.literal_eval(node.value) if not name.startswith("_")]
-    return None
+        match node:
+            case ast.ImportFrom(module=package, names=names, level=0):
+                modules |= {alias.asname or alias.name: f"{package}.{alias.name}" for alias in names}
+            case ast.Assign(targets=[ast.Name("__all__")], value=ast.List() as listed):
+                found = [name for name in ast.literal_eval(listed) if not name.startswith("_")]
+            case ast.AugAssign(target=ast.Name("__all__"), value=ast.Attribute(ast.Name(name), "__all__")):
+                found = sorted([*(found or []), *(exported(modules[name]) or [])])
+    return found
 
 
 def defined(module: str) -> list[str]:
-    """The functions and classes of a module without `__all__`, unless they begin with an underscore."""
-    made = (ast.FunctionDef, ast.ClassDef)
-    return [node.name for node in _tree(module).body if isinstance(node, made) and not node.name.startswith("_")]
+    """The functions and classes of a module without `__all__`, and what it imports `as` its own name, unless they begin
+    with an underscore.
+    """
+    found = []
+    for node in _tree(module).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.append(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            found += [alias.name for alias in node.names if alias.asname == alias.name]
+    return [name for name in found if not name.startswith("_")]
 
 
 def is_module(dotted: str) -> bool:
