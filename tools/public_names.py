@@ -97,6 +97,7 @@ INTERNAL = (
     "bagua.torch_api.contrib.utils.counters",
     "bagua.torch_api.contrib.utils.redis_*",
     "bagua.torch_api.data_parallel.*",
+    "bagua.torch_api.default_collectives",
     "bagua.torch_api.devices",
     "bagua.torch_api.membership*",
     "bagua.torch_api.model_engine*",
@@ -121,11 +122,15 @@ def public_modules() -> dict[str, list[str]]:
 
 def exported(module: str) -> list[str] | None:
     """The public names of the module's `__all__`, those of another module that it adds included; None without one."""
-    found, modules = None, {}
+    found = None
+    here = module.split(".")
+    modules: dict[str, str] = {}
     for node in _tree(module).body:
         match node:
-            case ast.ImportFrom(module=package, names=names, level=0):
-                modules |= {alias.asname or alias.name: f"{package}.{alias.name}" for alias in names}
+            case ast.ImportFrom(module=package, names=names, level=level):
+                around = (here if _folder(module).is_dir() else here[:-1]) if level else []
+                within = [*around, *([package] if package else [])]
+                modules |= {alias.asname or alias.name: ".".join([*within, alias.name]) for alias in names}
             case ast.Assign(targets=[ast.Name("__all__")], value=ast.List() as listed):
                 found = [name for name in ast.literal_eval(listed) if not name.startswith("_")]
             case ast.AugAssign(target=ast.Name("__all__"), value=ast.Attribute(ast.Name(name), "__all__")):
@@ -148,8 +153,12 @@ def defined(module: str) -> list[str]:
 
 def is_module(dotted: str) -> bool:
     """Whether a dotted name is a module of the package."""
-    path = PACKAGE.joinpath(*dotted.split("."))
+    path = _folder(dotted)
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def _folder(module: str) -> Path:
+    return PACKAGE.joinpath(*module.split("."))
 
 
 def _modules() -> list[str]:
@@ -158,6 +167,6 @@ def _modules() -> list[str]:
 
 
 def _tree(module: str) -> ast.Module:
-    path = PACKAGE.joinpath(*module.split("."))
+    path = _folder(module)
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return ast.parse(file.read_text(encoding="utf-8"))
