@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from bagua.engine import ALGORITHMS, MAX_STREAMS, Tls
+from bagua.engine import ALGORITHMS, MAX_STREAMS, TRANSPORTS, Tls
 
 
 def text(name: str) -> str | None:
@@ -153,9 +153,6 @@ def _flag(name: str) -> Callable[[], bool]:
 SECRET = "BAGUA_JOB_SECRET"
 _secret = _text(SECRET, "")
 _timeout = _seconds("BAGUA_TIMEOUT", 300.0)
-
-#: Values of BAGUA_TRANSPORT.
-TRANSPORTS = ("auto", "tcp")
 
 
 @dataclass(frozen=True)

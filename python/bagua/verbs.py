@@ -78,22 +78,7 @@ REDUCE_SCATTER = _verb("reduce_scatter", sends_all=True)
 ALL_TO_ALL = _verb("all_to_all", sends_all=True, receives_all=True)
 BARRIER = _verb("barrier")
 
-
-def _undefined(op: str, dtype: str) -> bool:
-    floating, is_complex = "float" in dtype, "complex" in dtype
-    if op in ("band", "bor", "bxor"):
-        return floating or is_complex
-    if op in ("min", "max"):
-        return is_complex
-    return (op == "avg" and not (floating or is_complex)) or (op == "sum" and dtype == "bool")
-
-
-_DEFINED = frozenset(
-    (op, dtype)
-    for name, op in engine.OPS.items()
-    for kind, dtype in engine.DTYPES.items()
-    if not _undefined(name, kind)
-)
+_DEFINED = engine.DEFINED
 
 
 def is_defined(op: int, dtype: int) -> bool:
