@@ -213,11 +213,11 @@ class Adapter:
             return self._operand(memory, code)
 
         def finish() -> None:
-            # torch 2.5 gives those without elements another shape.
-            pieces = [piece for piece in _unflatten(memory, tensors) if piece.numel() > 0]
-            if pieces:
-                with torch.no_grad():
-                    torch._foreach_copy_([tensor.detach() for tensor in tensors if tensor.numel() > 0], pieces)
+            with torch.no_grad():
+                for tensor, piece in zip(tensors, _unflatten(memory, tensors), strict=True):
+                    # torch 2.5 gives those without elements another shape.
+                    if piece.numel() > 0:
+                        tensor.detach().copy_(piece)
 
         return self._operand(memory, code, results=tensors, finish=finish)
 
