@@ -9,7 +9,7 @@ then.
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from os import PathLike
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from bagua.config import CudaPlaces, Settings
 
@@ -251,9 +251,10 @@ class Communicator:
     @property
     def transports(self) -> list[str]: ...
     # Any: checked there, and False when it is not what it should be.
-    def try_run(
-        self, verb: int, reader: TensorReader, src: object | None, dst: object, op: Any, root: Any, async_op: bool
-    ) -> Handle | Literal[False] | None: ...
+    def try_run(self, verb: int, reader: TensorReader, src: object | None, dst: object, op: Any, root: Any) -> bool: ...
+    def try_begin(
+        self, verb: int, reader: TensorReader, src: object | None, dst: object, op: Any, root: Any
+    ) -> Handle | None: ...
     def run(
         self,
         verb: int,

@@ -34,6 +34,10 @@ DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in e
 
 _BYTES = engine.DTYPES["uint8"]
 
+_flatten: Callable[[Sequence[torch.Tensor]], torch.Tensor] = torch._utils._flatten_dense_tensors
+_unflatten: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+_unflatten = torch._utils._unflatten_dense_tensors
+
 
 def _changed(tensor: tuple[torch.Tensor]) -> None:
     torch.autograd.graph.increment_version(tensor[0])
@@ -189,27 +193,33 @@ class Adapter:
 
     def joined(self, tensors: Sequence[Any], what: str, *, reads: bool = True, writes: bool = True) -> Operand:
         """Several tensors, one after the other in one memory. TypeError for different dtypes and devices."""
-        codes = [self.check(tensor, f"{what}[{i}]") for i, tensor in enumerate(tensors)]
+        for i, tensor in enumerate(tensors):
+            if reader.at(tensor) is None:
+                self.check(tensor, f"{what}[{i}]")
         first = tensors[0]
+        code = self.check(first, what)
         if len(kinds := {tensor.dtype for tensor in tensors}) > 1:
             raise TypeError(f"{what} of different dtypes cannot be coalesced: {sorted(map(str, kinds))}")
         if len(places := {tensor.device for tensor in tensors}) > 1:
             raise TypeError(f"{what} in different places cannot be coalesced: {sorted(map(str, places))}")
         if reads:
             refuse_capture(first)
-            memory = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+            with torch.no_grad():
+                # Of one tensor torch's own flattening may be the same memory.
+                memory = _flatten(tensors) if len(tensors) > 1 else torch.cat([first.reshape(-1)])
         else:
             memory = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=first.dtype, device=first.device)
         if not writes:
-            return self._operand(memory, codes[0])
+            return self._operand(memory, code)
 
         def finish() -> None:
-            pieces = memory.split_with_sizes([tensor.numel() for tensor in tensors])
             with torch.no_grad():
-                for piece, tensor in zip(pieces, tensors, strict=True):
-                    tensor.detach().copy_(piece.view(tensor.shape))
+                for tensor, piece in zip(tensors, _unflatten(memory, tensors), strict=True):
+                    # torch 2.5 gives those without elements another shape.
+                    if piece.numel() > 0:
+                        tensor.detach().copy_(piece)
 
-        return self._operand(memory, codes[0], results=tensors, finish=finish)
+        return self._operand(memory, code, results=tensors, finish=finish)
 
     def _operand(
         self,

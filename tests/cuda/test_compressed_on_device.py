@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +256,7 @@ def beside_nccl(rank: int) -> None:
 
 
 def automatic(rank: int) -> tuple[str | None, bytes]:
-    """Which way an automatic operation keeps, and the values that it left last."""
+    """Whether an automatic operation keeps the codec, and the values that it left last."""
     cuda, _ = Cuda(), bagua.init()
     stream = cuda.stream()
     tensors = Tensors(cuda, "auto", sizes=(1001,), stream=stream)
@@ -379,19 +380,38 @@ def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(
 
 def any_call_fails(rank: int, communicate: bool) -> str:
     """How the rank ended two communications of tensors that lie apart: compressed, a ring, a mean of peers."""
+
+    def buckets(cuda: Cuda) -> Iterator[Tensors]:
+        yield bucket(cuda, (1000, 2), padding=3, flat=False)
+        for operation in (ring, peers):
+            tensors = Tensors(cuda, operation.__name__, sizes=(100, 7), flat=False)
+            operation(tensors)
+            yield tensors
+
+    return ends(buckets, 2, communicate)
+
+
+def a_timing_fails(rank: int, communicate: bool) -> str:
+    """How the rank ended the communications in which an automatic operation is timed."""
+
+    def buckets(cuda: Cuda) -> Iterator[Tensors]:
+        tensors = Tensors(cuda, "auto", sizes=(1000, 1), flat=False)
+        tensors.raw.append_automatic(engine.Codec("minmax_u8", {}), True, False)
+        yield tensors
+
+    return ends(buckets, 11, communicate)
+
+
+def ends(buckets: Callable[[Cuda], Iterable[Tensors]], steps: int, communicate: bool) -> str:
+    """How a rank ended so many steps of buckets."""
     cuda = Cuda()
     if not communicate:
         return ""
     bagua.init()
     found, queue = "done", None
     try:
-        tensors = bucket(cuda, (1000, 2), padding=3, flat=False)
-        others = []
-        for operation in (ring, peers):
-            others.append(Tensors(cuda, operation.__name__, sizes=(100, 7), flat=False))
-            operation(others[-1])
-        queue = Queue("engine", tensors, *others)
-        for _ in range(2):
+        queue = Queue("engine", *buckets(cuda))
+        for _ in range(steps):
             queue.step()
     except bagua.BaguaError as error:
         found = type(error).__name__
@@ -447,3 +467,10 @@ def test_a_call_that_fails_at_any_place_ends_in_an_error_and_never_in_a_hang_or_
     variables = {"BAGUA_CUDA_COLLECTIVE": collective}
     code = INTERNAL if function in MESSAGES else UNKNOWN
     check_each(ranks, any_call_fails, calls[collective], function, raised_for=RAISED, code=code, **variables)
+
+
+def test_a_timing_of_the_device_that_fails_is_an_error(ranks: Ranks) -> None:
+    variables = {"BAGUA_CUDA_COLLECTIVE": "staged"}
+    function = "cuEventElapsedTime"
+    calls = count_calls(ranks, a_timing_fails, **variables)
+    check_each(ranks, a_timing_fails, calls, function, raised_for=(function,), code=UNKNOWN, **variables)

@@ -430,7 +430,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
                 return None
             dst = dst.detach().view(-1)
         self._sequence += 1
-        if self._raw.try_run(verb.code, reader, src, dst, op, root, False) is None:
+        if self._raw.try_run(verb.code, reader, src, dst, op, root):
             return DoneWork(tensor)
         self._sequence -= 1
         return None

@@ -18,7 +18,7 @@ pub(crate) type CUstream = usize;
 
 pub(crate) const OUT_OF_MEMORY: Code = CUresult::CUDA_ERROR_OUT_OF_MEMORY as Code;
 
-/// What is asked for is still pending.
+/// The request is still pending.
 pub(crate) const NOT_READY: Code = CUresult::CUDA_ERROR_NOT_READY as Code;
 
 /// The legacy stream was asked while a stream that is ordered with it is captured.

@@ -157,7 +157,7 @@ impl Context {
     /// Sets bytes of the device to 0, on a stream.
     ///
     /// # Safety
-    /// They are `bytes` of this device's memory, which live and are used by nobody else until the stream has come so far.
+    /// They are `bytes` of this device's memory, which live and have no other use until the stream has come so far.
     pub(crate) unsafe fn clear(&self, at: usize, bytes: usize, stream: CUstream) -> Result<()> {
         if bytes == 0 {
             return Ok(());
@@ -170,7 +170,7 @@ impl Context {
     /// Copies within the device, on a stream.
     ///
     /// # Safety
-    /// Both are `bytes` of this device's memory, which live and are used by nobody else until the stream has come so far.
+    /// Both are `bytes` of this device's memory, which live and have no other use until the stream has come so far.
     pub unsafe fn copy(&self, to: usize, from: usize, bytes: usize, stream: usize) -> Result<()> {
         if bytes == 0 {
             return Ok(());

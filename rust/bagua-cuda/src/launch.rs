@@ -81,7 +81,7 @@ impl Context {
     ///
     /// # Safety
     /// The arguments are the kernel's parameters, as `kernels.rs` lists them: what they point to is memory of this device that is large
-    /// enough, and that lives and is used by nobody else until the stream has come so far.
+    /// enough, and that lives and has no other use until the stream has come so far.
     pub(crate) unsafe fn launch(
         &self,
         kernel: Kernel,

@@ -248,7 +248,7 @@ impl Copier {
     /// Copies bytes of the host to the device on the stream `up`, by way of pinned memory. The host's bytes are free when it returns.
     ///
     /// # Safety
-    /// As many bytes at `to` are memory of the device, which live and are used by nobody else until the stream has come so far.
+    /// As many bytes at `to` are memory of the device, which live and have no other use until the stream has come so far.
     pub(crate) unsafe fn deliver(
         &mut self,
         stage: &Stage,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use bagua_core::error::{Error, Progress};
+use bagua_core::error::{Error, Progress, Result};
 use bagua_core::group::Group;
 use bagua_core::health::GroupHealth;
 use pyo3::exceptions::{PyException, PyNotImplementedError, PyOSError, PyTypeError, PyValueError};
@@ -167,4 +167,9 @@ pub fn seconds(name: &str, value: f64) -> PyResult<Duration> {
         return Err(PyValueError::new_err(format!("{name} is {value} s; it must be 0 or more")));
     }
     Ok(Duration::try_from_secs_f64(value).unwrap_or(LONGEST).min(LONGEST))
+}
+
+/// Checks of arguments: core errors become Python's.
+pub fn with<T>(py: Python<'_>, check: impl FnOnce() -> Result<T>) -> PyResult<T> {
+    check().map_err(|e| raise(py, e))
 }

@@ -6,23 +6,31 @@
 
 #![allow(unsafe_code)]
 
+use bagua_core::group::Options;
 use bagua_core::request::Verb;
-use bagua_core::types::{Kind, ReduceOp};
+use bagua_core::types::{DType, Kind, ReduceOp, Shape};
 use pyo3::prelude::*;
 use pyo3::types::PyInt;
 
 use crate::group::Communicator;
-use crate::handle::Outcome;
+use crate::handle::Handle;
 use crate::interrupt;
 use crate::request::{Call, Request};
 use crate::tensor::{self, Operands};
 use crate::tensor_reader::{self, TensorReader};
 
-const REFUSED: Outcome = Outcome::Refused(false);
+/// A verb on plain tensors.
+struct Plain {
+    verb: Verb<'static>,
+    dtype: DType,
+    shape: Shape,
+    operands: Operands,
+    /// This rank's tensor does not change.
+    reads_only: bool,
+}
 
 impl Communicator {
     /// See `try_run` there.
-    #[expect(clippy::too_many_arguments, reason = "the signature is Python's")]
     pub fn run_on_plain_tensors(
         &self,
         kind: u8,
@@ -31,54 +39,81 @@ impl Communicator {
         dst: &Bound<'_, PyAny>,
         op: &Bound<'_, PyAny>,
         root: &Bound<'_, PyAny>,
-        async_op: bool,
-    ) -> PyResult<Outcome> {
-        // Not what merely has an index: torch.distributed's ReduceOp does, and means something else by its numbers.
-        if !op.is_instance_of::<PyInt>() {
-            return Ok(REFUSED);
-        }
-        let (Ok(op), Ok(root)) = (op.extract::<u8>(), root.extract::<usize>()) else { return Ok(REFUSED) };
-        let (Some(kind), Some(op)) = (Kind::from_code(kind), ReduceOp::from_code(op)) else { return Ok(REFUSED) };
-        let Ok(verb) = Verb::of(kind, op, root) else { return Ok(REFUSED) };
-        let Some(to) = reader.read(dst, tensor_reader::shape) else { return Ok(REFUSED) };
-        let from = match src.map(|src| reader.read(src, tensor_reader::shape)) {
-            Some(None) => return Ok(REFUSED),
-            Some(Some(from)) if from.dtype != to.dtype => return Ok(REFUSED),
-            from => from.flatten(),
-        };
-        let dtype = to.dtype;
-        let shape = Some(from.as_ref().map_or(to.shape, |from| from.shape));
-        let operands = || {
-            // SAFETY: just read from tensors that the caller holds, and which hold their memory, until this call returns; an asynchronous
-            // verb keeps them until it is done.
-            let region =
-                |plain: &tensor_reader::Plain<_>| unsafe { tensor::region_at(plain.address, plain.count, dtype) };
-            Operands::new(from.as_ref().map(region).transpose()?, region(&to)?)
-        };
-        let Ok(operands) = operands() else { return Ok(REFUSED) };
-        let (py, reads_only) = (dst.py(), kind == Kind::Broadcast && self.group().rank() == root);
-        let mut call = Call { shape, timeout: None, async_op, keep: None };
-        if async_op {
-            let Ok(mut request) = Request::of(self.group(), verb, dtype, operands) else { return Ok(REFUSED) };
-            if !reads_only {
-                reader.changed(dst)?;
-            }
-            call.keep = Some((src, dst).into_pyobject(py)?.into_any().unbind());
-            let (bytes, op) = (request.bytes(), request.announced());
-            return self.go(py, call, bytes, &op, move |lane, options| request.run(lane, options)).map(Outcome::Begun);
-        }
-        let (options, mut operands) = (call.options(), operands);
+    ) -> PyResult<bool> {
+        let Some(plain) = self.plain(kind, reader, src, dst, op, root) else { return Ok(false) };
+        let Plain { verb, dtype, shape, mut operands, reads_only } = plain;
+        let options = Options { shape: Some(shape), ..Options::DEFAULT };
         let bytes = operands.bytes();
-        let outcome = self.here(py, bytes, |lane| lane.run(&options, dtype, verb, operands.io()));
+        let outcome = self.here(dst.py(), bytes, |lane| lane.run(&options, dtype, verb, operands.io()));
         match outcome {
-            Err(error) if error.is_argument() => return Ok(REFUSED),
+            Err(error) if error.is_argument() => return Ok(false),
             // Also after a failure, which may have come when half of it was written.
             outcome if !reads_only => {
                 reader.changed(dst)?;
-                interrupt::py_result(py, self.origin(), outcome)?;
+                interrupt::py_result(dst.py(), self.origin(), outcome)?;
             }
-            outcome => interrupt::py_result(py, self.origin(), outcome)?,
+            outcome => interrupt::py_result(dst.py(), self.origin(), outcome)?,
         }
-        Ok(Outcome::Begun(None))
+        Ok(true)
+    }
+
+    /// See `try_begin` there.
+    pub fn begin_on_plain_tensors(
+        &self,
+        kind: u8,
+        reader: &TensorReader,
+        src: Option<&Bound<'_, PyAny>>,
+        dst: &Bound<'_, PyAny>,
+        op: &Bound<'_, PyAny>,
+        root: &Bound<'_, PyAny>,
+    ) -> PyResult<Option<Handle>> {
+        let Some(plain) = self.plain(kind, reader, src, dst, op, root) else { return Ok(None) };
+        let Plain { verb, dtype, shape, operands, reads_only } = plain;
+        let Ok(mut request) = Request::of(self.group(), verb, dtype, operands) else { return Ok(None) };
+        if !reads_only {
+            reader.changed(dst)?;
+        }
+        let py = dst.py();
+        let keep = Some((src, dst).into_pyobject(py)?.into_any().unbind());
+        let call = Call { shape: Some(shape), timeout: None, async_op: true, keep };
+        let (bytes, op) = (request.bytes(), request.announced());
+        self.go(py, call, bytes, &op, move |lane, options| request.run(lane, options))
+    }
+
+    /// The verb, if it is one that has an operation and a root as given, on plain tensors of one type that do not overlap.
+    #[inline]
+    fn plain(
+        &self,
+        kind: u8,
+        reader: &TensorReader,
+        src: Option<&Bound<'_, PyAny>>,
+        dst: &Bound<'_, PyAny>,
+        op: &Bound<'_, PyAny>,
+        root: &Bound<'_, PyAny>,
+    ) -> Option<Plain> {
+        // Not what merely has an index: torch.distributed's ReduceOp does, and means something else by its numbers.
+        if !op.is_instance_of::<PyInt>() {
+            return None;
+        }
+        let (op, root) = (ReduceOp::from_code(op.extract().ok()?)?, root.extract::<usize>().ok()?);
+        let kind = Kind::from_code(kind)?;
+        let verb = Verb::of(kind, op, root).ok()?;
+        let to = reader.read(dst, tensor_reader::shape)?;
+        let from = match src {
+            None => None,
+            Some(src) => Some(reader.read(src, tensor_reader::shape)?),
+        };
+        let dtype = to.dtype;
+        if from.as_ref().is_some_and(|from| from.dtype != dtype) {
+            return None;
+        }
+        let shape = from.as_ref().map_or(to.shape, |from| from.shape);
+        // SAFETY: just read from tensors that the caller holds until a blocking verb has returned, and an asynchronous one until it is done;
+        // they hold their memory.
+        let region = |plain: &tensor_reader::Plain<_>| unsafe { tensor::region_at(plain.address, plain.count, dtype) };
+        let source = from.as_ref().map(region).transpose().ok()?;
+        let operands = Operands::new(source, region(&to).ok()?).ok()?;
+        let reads_only = kind == Kind::Broadcast && self.group().rank() == root;
+        Some(Plain { verb, dtype, shape, operands, reads_only })
     }
 }

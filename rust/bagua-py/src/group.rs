@@ -26,9 +26,9 @@ use crate::average::{self, Averager, WeightLock};
 use crate::codec::Codec;
 use crate::cuda_call::{self, CudaCall, CudaDevice, LaneJob, Stages};
 use crate::engine::Engine;
-use crate::errors::{self, Origin, seconds};
+use crate::errors::{Origin, seconds, with};
 use crate::gil::{self, DropWithoutGil};
-use crate::handle::{Handle, Outcome};
+use crate::handle::Handle;
 use crate::interrupt;
 use crate::joining::JoinServer;
 use crate::request::{self, Call, Request};
@@ -245,9 +245,9 @@ impl Communicator {
         self.core.transports().1
     }
 
-    /// A verb (by its code in `VERBS`) on plain tensors: from `src`, which may be None, to `dst`, which then has changed. `root` is the
-    /// root of the verbs that have one. Returns None, or the handle of an asynchronous verb, which holds the tensors; False, and does
-    /// nothing, where the tensors are not plain or do not fit the verb: `run` then says what is wrong.
+    /// A blocking verb (by its code in `VERBS`) on plain tensors: from `src`, which may be None, to `dst`, which then has changed.
+    /// `root` is the root of the verbs that have one. Returns False, and does nothing, where the tensors are not plain or do not fit
+    /// the verb; `run` then says what is wrong.
     fn try_run(
         &self,
         verb: u8,
@@ -256,9 +256,21 @@ impl Communicator {
         dst: &Bound<'_, PyAny>,
         op: &Bound<'_, PyAny>,
         root: &Bound<'_, PyAny>,
-        async_op: bool,
-    ) -> PyResult<Outcome> {
-        self.run_on_plain_tensors(verb, reader, src, dst, op, root, async_op)
+    ) -> PyResult<bool> {
+        self.run_on_plain_tensors(verb, reader, src, dst, op, root)
+    }
+
+    /// As `try_run`, but asynchronous: returns a handle, which holds the tensors, or None where nothing is done.
+    fn try_begin(
+        &self,
+        verb: u8,
+        reader: &TensorReader,
+        src: Option<&Bound<'_, PyAny>>,
+        dst: &Bound<'_, PyAny>,
+        op: &Bound<'_, PyAny>,
+        root: &Bound<'_, PyAny>,
+    ) -> PyResult<Option<Handle>> {
+        self.begin_on_plain_tensors(verb, reader, src, dst, op, root)
     }
 
     /// A verb, by its code in `VERBS`, on host memory. n is the number of ranks, r a rank.
@@ -438,10 +450,8 @@ impl Communicator {
     /// The group of some members, given as ranks of this group: its rank r is `ranks[r]`. None when this rank is not among them. The
     /// members call it in the same order, with the same ranks and name.
     fn subgroup(&self, py: Python<'_>, ranks: Vec<usize>, name: &str) -> PyResult<Option<Communicator>> {
-        let opened = gil::run_released(py, self.group(), &self.origin, || {
-            self.group().subgroup(&ranks, name)?.map(core::Communicator::new).transpose()
-        })?;
-        Ok(opened.map(Communicator::of))
+        let open = || self.group().subgroup(&ranks, name)?.map(core::Communicator::new).transpose();
+        Ok(gil::run_released(py, self.group(), &self.origin, open)?.map(Communicator::of))
     }
 
     /// The group of the ranks that are left, with the rank here of each of its ranks; this group is left. Every such rank calls it, with
@@ -466,8 +476,7 @@ impl Communicator {
     /// work on the peers' memory directly: the ranks map each other's in the first of them. Local.
     #[pyo3(signature = (nbytes, *, label="bagua-arena"))]
     fn arena(&self, py: Python<'_>, nbytes: usize, label: &str) -> PyResult<Arena> {
-        let made = py.detach(|| self.group().arena(nbytes, label));
-        made.map(Arena::of).map_err(|e| self.origin.raise(py, e))
+        py.detach(|| self.group().arena(nbytes, label)).map(Arena::of).map_err(|e| self.origin.raise(py, e))
     }
 
     /// An engine with a lane and a thread of its own. Every rank of the group calls it, in the same order.
@@ -514,8 +523,8 @@ impl Communicator {
             stage
         };
         // SAFETY: the caller's promise in the docstring of this method.
-        let model = unsafe { average::model(py, (weights, buffers), lock, device, on_device) };
-        let model = model.map_err(|e| self.origin.fail(py, e))?;
+        let model = unsafe { average::model(py, (weights, buffers), lock, device, on_device) }
+            .map_err(|e| self.origin.fail(py, e))?;
         let start = || self.core.run(|lane| core_average::Averager::start(group, lane, model, settings));
         let core = gil::run_released(py, group, &self.origin, start)?;
         Ok(Averager::of(core, group.ranks()[group.rank()]))
@@ -588,9 +597,4 @@ impl Communicator {
         let group = self.group();
         format!("<Communicator '{}' rank {} of {}>", group.name(), group.rank(), group.size())
     }
-}
-
-/// Checks of arguments: core errors become Python's.
-fn with<T>(py: Python<'_>, check: impl FnOnce() -> Result<T>) -> PyResult<T> {
-    check().map_err(|e| errors::raise(py, e))
 }

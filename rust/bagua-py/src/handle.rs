@@ -16,17 +16,6 @@ use crate::call_user::call_user;
 use crate::errors::{self, Origin, seconds};
 use crate::interrupt;
 
-/// What a verb on plain tensors came to.
-#[derive(IntoPyObject)]
-pub enum Outcome {
-    /// `False`: nothing was done, because the tensors are not plain or do not fit the verb.
-    #[pyo3(transparent)]
-    Refused(bool),
-    /// The handle of an asynchronous verb, or `None`: it has returned.
-    #[pyo3(transparent)]
-    Begun(Option<Handle>),
-}
-
 /// The outcome of an asynchronous operation, now or later.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Handle {

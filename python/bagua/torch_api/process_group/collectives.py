@@ -75,6 +75,8 @@ class Collectives:
         root: int = 0,
     ) -> Handle | None:
         """A verb on two tensors, or in place, that every rank writes to."""
+        if async_op and (begun := self.raw.try_begin(verb.code, reader, send, recv, op or 0, root)) is not None:
+            return begun
         if send is None:
             mine = _TENSORS.write(recv, "tensor")
             src, dst = None, mine
@@ -110,8 +112,8 @@ class Collectives:
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, *, async_op: bool = False) -> Handle | None:
         """Every rank gets rank ``src``'s values, in place."""
-        if (begun := self.raw.try_run(engine.BROADCAST, reader, None, tensor, 0, src, async_op)) is not False:
-            return begun
+        if not async_op and self.raw.try_run(engine.BROADCAST, reader, None, tensor, 0, src):
+            return None
         src = self._peer(src, "src")
         mine = (_TENSORS.read if self.rank() == src else _TENSORS.write)(tensor, "tensor")
         return self._begin(verbs.BROADCAST, None, mine, async_op, root=src)
@@ -156,16 +158,16 @@ class Collectives:
         async_op: bool = False,
     ) -> Handle | None:
         """Rank ``dst`` gets the reduction of all ranks' tensors in ``recv_tensor``; the others' is not written."""
-        if (begun := self.raw.try_run(engine.REDUCE, reader, send_tensor, recv_tensor, op, dst, async_op)) is not False:
-            return begun
+        if not async_op and self.raw.try_run(engine.REDUCE, reader, send_tensor, recv_tensor, op, dst):
+            return None
         return self._run(verbs.REDUCE, send_tensor, recv_tensor, async_op, op, self._peer(dst, "dst"))
 
     def reduce_inplace(
         self, tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
     ) -> Handle | None:
         """:func:`reduce` in place; the tensors of the other ranks do not change."""
-        if (begun := self.raw.try_run(engine.REDUCE, reader, None, tensor, op, dst, async_op)) is not False:
-            return begun
+        if not async_op and self.raw.try_run(engine.REDUCE, reader, None, tensor, op, dst):
+            return None
         return self._run(verbs.REDUCE, None, tensor, async_op, op, self._peer(dst, "dst"))
 
     def allreduce(
@@ -177,18 +179,16 @@ class Collectives:
         async_op: bool = False,
     ) -> Handle | None:
         """Every rank gets the reduction of all ranks' tensors in ``recv_tensor``."""
-        if (
-            begun := self.raw.try_run(engine.ALL_REDUCE, reader, send_tensor, recv_tensor, op, 0, async_op)
-        ) is not False:
-            return begun
+        if not async_op and self.raw.try_run(engine.ALL_REDUCE, reader, send_tensor, recv_tensor, op, 0):
+            return None
         return self._run(verbs.ALL_REDUCE, send_tensor, recv_tensor, async_op, op)
 
     def allreduce_inplace(
         self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
     ) -> Handle | None:
         """:func:`allreduce` in place."""
-        if (begun := self.raw.try_run(engine.ALL_REDUCE, reader, None, tensor, op, 0, async_op)) is not False:
-            return begun
+        if not async_op and self.raw.try_run(engine.ALL_REDUCE, reader, None, tensor, op, 0):
+            return None
         return self._run(verbs.ALL_REDUCE, None, tensor, async_op, op)
 
     def allreduce_coalesced_inplace(
@@ -209,18 +209,16 @@ class Collectives:
         async_op: bool = False,
     ) -> Handle | None:
         """Rank r gets the reduction of every rank's r-th shard."""
-        if (
-            begun := self.raw.try_run(engine.REDUCE_SCATTER, reader, send_tensor, recv_tensor, op, 0, async_op)
-        ) is not False:
-            return begun
+        if not async_op and self.raw.try_run(engine.REDUCE_SCATTER, reader, send_tensor, recv_tensor, op, 0):
+            return None
         return self._run(verbs.REDUCE_SCATTER, send_tensor, recv_tensor, async_op, op)
 
     def reduce_scatter_inplace(
         self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
     ) -> Handle | None:
         """:func:`reduce_scatter` in place: rank r's result lies at r * (numel / nranks)."""
-        if (begun := self.raw.try_run(engine.REDUCE_SCATTER, reader, None, tensor, op, 0, async_op)) is not False:
-            return begun
+        if not async_op and self.raw.try_run(engine.REDUCE_SCATTER, reader, None, tensor, op, 0):
+            return None
         return self._run(verbs.REDUCE_SCATTER, None, tensor, async_op, op)
 
     # --- gather and scatter -------------------------------------------------------------------------------------------
@@ -229,16 +227,14 @@ class Collectives:
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, *, async_op: bool = False
     ) -> Handle | None:
         """Every rank gets every rank's tensor, concatenated in ``recv_tensor``."""
-        if (
-            begun := self.raw.try_run(engine.ALL_GATHER, reader, send_tensor, recv_tensor, 0, 0, async_op)
-        ) is not False:
-            return begun
+        if not async_op and self.raw.try_run(engine.ALL_GATHER, reader, send_tensor, recv_tensor, 0, 0):
+            return None
         return self._run(verbs.ALL_GATHER, send_tensor, recv_tensor, async_op)
 
     def allgather_inplace(self, tensor: torch.Tensor, *, async_op: bool = False) -> Handle | None:
         """:func:`allgather` in place: rank r's shard lies at r * (numel / nranks)."""
-        if (begun := self.raw.try_run(engine.ALL_GATHER, reader, None, tensor, 0, 0, async_op)) is not False:
-            return begun
+        if not async_op and self.raw.try_run(engine.ALL_GATHER, reader, None, tensor, 0, 0):
+            return None
         return self._run(verbs.ALL_GATHER, None, tensor, async_op)
 
     def gather(
@@ -289,16 +285,14 @@ class Collectives:
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, *, async_op: bool = False
     ) -> Handle | None:
         """Rank r gets the r-th shard of every rank's tensor, concatenated in rank order."""
-        if (
-            begun := self.raw.try_run(engine.ALL_TO_ALL, reader, send_tensor, recv_tensor, 0, 0, async_op)
-        ) is not False:
-            return begun
+        if not async_op and self.raw.try_run(engine.ALL_TO_ALL, reader, send_tensor, recv_tensor, 0, 0):
+            return None
         return self._run(verbs.ALL_TO_ALL, send_tensor, recv_tensor, async_op)
 
     def alltoall_inplace(self, tensor: torch.Tensor, *, async_op: bool = False) -> Handle | None:
         """:func:`alltoall` in place."""
-        if (begun := self.raw.try_run(engine.ALL_TO_ALL, reader, None, tensor, 0, 0, async_op)) is not False:
-            return begun
+        if not async_op and self.raw.try_run(engine.ALL_TO_ALL, reader, None, tensor, 0, 0):
+            return None
         return self._run(verbs.ALL_TO_ALL, None, tensor, async_op)
 
     def alltoall_v(

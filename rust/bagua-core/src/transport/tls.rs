@@ -512,7 +512,7 @@ fn take<Data>(
     (discard, next)
 }
 
-/// Does what a ready connection was asked for.
+/// Runs the request of a ready connection.
 fn grant<Data>(mut traffic: WriteTraffic<'_, Data>, outgoing: &mut Buffer, wish: Wish<'_>) -> Result<(), Fault> {
     loop {
         let room = outgoing.end;

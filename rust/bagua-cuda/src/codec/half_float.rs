@@ -42,7 +42,7 @@ impl HalfKernels {
 /// Converts chunks of `count` elements into chunks of another type, with zeros behind the elements of each.
 ///
 /// # Safety
-/// Both are memory of the context's device, which lives and is used by nobody else until the stream has come so far.
+/// Both are memory of the context's device, which lives and has no other use until the stream has come so far.
 unsafe fn convert(
     context: &Context,
     stream: CUstream,

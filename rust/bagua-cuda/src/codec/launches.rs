@@ -48,7 +48,7 @@ pub(crate) trait Kernels: Send + Sync {
     /// records that are of NaN, as the codec counts them.
     ///
     /// # Safety
-    /// The elements, the records' bytes from `to` on, and the number, are memory of the context's device, which lives and is used by nobody else until the
+    /// The elements, the records' bytes from `to` on, and the number, are memory of the context's device, which lives and has no other use until the
     /// stream has come so far; the elements are aligned to their type.
     ///
     /// # Errors
@@ -84,7 +84,7 @@ pub(crate) trait Kernels: Send + Sync {
     ///
     /// # Safety
     /// There are a record of each member from `from` on, and room for one at the first of the other addresses, in memory of the context's device,
-    /// which lives and is used by nobody else until the stream has come so far. Both are aligned to 16 bytes.
+    /// which lives and has no other use until the stream has come so far. Both are aligned to 16 bytes.
     ///
     /// # Errors
     /// As [`Kernels::encode`].

@@ -55,7 +55,7 @@ fn found(codec: &dyn Codec) -> Result<Box<dyn Kernels>> {
 /// Encodes elements in `chunks` equal parts with a record each. Never waits for the device.
 ///
 /// # Safety
-/// Both are memory of the call's device, which lives and is used by nobody else until [`Place::keep`] lets go of what is kept then.
+/// Both are memory of the call's device, which lives and has no other use until [`Place::keep`] lets go of what is kept then.
 ///
 /// # Errors
 /// As [`check`]; `InvalidArgument` unless `chunks` divides the elements, for records of another length, for memory that overlaps or elements
