@@ -97,7 +97,7 @@ NEXTEST := cargo nextest --version >/dev/null 2>&1
 
 # --cfg model replaces the atomics of the lock-free parts by those of the model checker, hence the separate target directory. The profile
 # is in Cargo.toml.
-MODEL := RUSTFLAGS="--cfg model -D warnings" cargo test --profile model --target-dir target/model -p bagua-core --lib
+MODEL := RUSTFLAGS="--cfg model -D warnings" cargo test --profile model --target-dir target/model -p bagua-net -p bagua-collectives -p bagua-core --lib
 
 # Each of these is idle on all processors but one for a part of its time: cargo while it reads the largest crate, g++ always. Each cargo
 # has jobs of its own, since `make --dry-run` would run a recipe that shares those of make.
@@ -123,7 +123,7 @@ loom: model ## The same as make model
 .PHONY: fuzz
 fuzz: ## Feeds the parsers of everything that other processes send with 10 million mutated messages
 	FUZZ_INPUTS=$${FUZZ_INPUTS:-10000000} FUZZ_SEED=$${FUZZ_SEED:-$$(date +%s)} \
-		cargo test --profile fuzz -p bagua-core --lib -- --nocapture group::tests::
+		cargo test --profile fuzz -p bagua-group --lib -- --nocapture tests::allocations tests::examples tests::fuzz
 
 # Some of its cells are in make test-all. Network faults need root: sudo make chaos, or they are left out.
 .PHONY: chaos
@@ -166,7 +166,7 @@ test-arm: ## Runs the core's tests for 64-bit ARM in an emulator (not part of ma
 		{ echo "This Rust toolchain cannot build for $(ARM): rustup target add $(ARM)" >&2; exit 1; }
 	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
 	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64-static -L /usr/aarch64-linux-gnu" \
-		cargo test -p bagua-core --lib --tests --target $(ARM) -- $(NOT_EMULATED)
+		cargo test -p bagua-types -p bagua-kernels -p bagua-net -p bagua-collectives -p bagua-group -p bagua-core --lib --tests --target $(ARM) -- $(NOT_EMULATED)
 
 CUDA_SIM := $(patsubst tests/cuda/sim/%.cpp,target/cuda-sim/objects/%.o,$(wildcard tests/cuda/sim/*.cpp))
 CUDA_NCCL := $(patsubst tests/cuda/nccl/%.cpp,target/cuda-sim/objects/nccl/%.o,$(wildcard tests/cuda/nccl/*.cpp))

@@ -1,6 +1,6 @@
 """Joins through a store, of torch.distributed or our own, which has rank 0's address and nothing else.
 
-All ranks get the addresses from rank 0, down a tree (rust/bagua-core/src/group/rendezvous/tree.rs). If the addresses
+All ranks get the addresses from rank 0, down a tree (rust/bagua-group/src/rendezvous/tree.rs). If the addresses
 were in the store, its server, which may be a rank, would send n lists of n addresses. Nothing is lost: every rank has
 to reach rank 0 for the group anyway.
 

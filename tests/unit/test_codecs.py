@@ -14,7 +14,7 @@ import bagua
 from bagua import engine
 from tests.unit.codec_oracle import ORACLES, bits_of, to_bits, to_values
 
-GOLDEN = Path(__file__).resolve().parents[2] / "rust/bagua-core/src/codec/golden.txt"
+GOLDEN = Path(__file__).resolve().parents[2] / "rust/bagua-kernels/src/codec/golden.txt"
 NAMES = tuple(engine.CODECS)
 DTYPES = ("float32", "float16", "bfloat16")
 OPTIONS: list[tuple[str, dict[str, float]]] = [

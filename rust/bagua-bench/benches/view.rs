@@ -8,7 +8,7 @@
 //!
 //! `cargo bench --bench view -- [--ranks N ...] [--runs N] [--json]`
 
-#[path = "../../bagua-core/tests/group_world/mod.rs"]
+#[path = "../../bagua-group/tests/group_world/mod.rs"]
 mod group_world;
 
 use std::time::{Duration, Instant};

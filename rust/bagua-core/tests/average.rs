@@ -1,5 +1,6 @@
 //! Asynchronous averaging of weights that threads change meanwhile: what is kept, who takes part, and how it ends.
 
+#[path = "../../bagua-group/tests/group_world/mod.rs"]
 mod group_world;
 
 use std::panic::catch_unwind;

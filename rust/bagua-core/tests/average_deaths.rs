@@ -5,6 +5,7 @@
 //! counts a step before and after each; or it runs the verbs of shared memory or TCP, with a step before and after each. At the step of
 //! the script the process kills itself, or reports that the line to a peer broke.
 
+#[path = "../../bagua-group/tests/group_world/mod.rs"]
 mod group_world;
 
 use std::collections::BTreeSet;

@@ -1,6 +1,7 @@
 //! Openings of connections that were recorded on the line and are played back to the join server of a running elastic job: none joins, all are
 //! counted, and rounds go on.
 
+#[path = "../../bagua-group/tests/group_world/mod.rs"]
 mod group_world;
 
 use std::io::{Read, Write};

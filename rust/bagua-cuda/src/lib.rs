@@ -32,6 +32,8 @@
 //!
 //! What is absent is an error value, never a panic: a library, a function, a device.
 
+#![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
+
 pub mod api;
 pub mod cache;
 mod calls;

@@ -2,30 +2,30 @@
 //!
 //! | file | what it binds or does |
 //! |---|---|
-//! | [`bootstrap`] | `Bootstrap`: a rank that is joining a group |
-//! | [`group`] | `Communicator`: a group's verbs by address |
-//! | [`fast_path`] | its blocking verbs on plain tensors in one call |
-//! | [`arena`] | `Arena`: memory that the ranks of a host share |
-//! | [`engine`] | `Engine`: a queue of buckets with a communication thread |
-//! | [`bucket`] | `Bucket`: tensors that are communicated together, and their operations |
-//! | [`handle`] | `Handle`: an operation that may still be running |
-//! | [`average`] | `Averager`, `WeightLock`: asynchronous averaging of a model's weights |
-//! | [`config`] | `GroupConfig`: the parameters of a group |
-//! | [`codec`] | `Codec`: compression |
-//! | [`cuda`] | `CudaLibraries`: the libraries and devices of CUDA, and the compiler of kernels |
-//! | [`cuda_call`] | `CudaDevice`, `CudaCall`: a device, and the device's side of one operation |
-//! | [`joining`] | `JoinServer`: the server by which processes join a running elastic job |
-//! | [`request`] | a verb's codes and addresses become one request |
-//! | [`recorder`] | the flight recorder |
-//! | [`rendezvous`] | exchanging addresses; the version of this build |
-//! | [`store`] | `StoreServer`, `Store`: a key-value store for the processes of a job |
-//! | [`tls`] | `Tls`: encrypted connections |
-//! | [`gil`] | releasing the GIL around blocking operations and drops |
-//! | [`interrupt`] | Ctrl-C during waits |
-//! | [`call_user`] | calling a user's function on a thread that Python did not start |
-//! | [`tensor`] | addresses become regions of memory, by unsafe functions: their callers are the methods that take addresses |
-//! | [`tensor_reader`] | address, size and type of a tensor or an array |
-//! | [`errors`] | core errors become Python exceptions |
+//! | `bootstrap` | `Bootstrap`: a rank that is joining a group |
+//! | `group` | `Communicator`: a group's verbs by address |
+//! | `fast_path` | its blocking verbs on plain tensors in one call |
+//! | `arena` | `Arena`: memory that the ranks of a host share |
+//! | `engine` | `Engine`: a queue of buckets with a communication thread |
+//! | `bucket` | `Bucket`: tensors that are communicated together, and their operations |
+//! | `handle` | `Handle`: an operation that may still be running |
+//! | `average` | `Averager`, `WeightLock`: asynchronous averaging of a model's weights |
+//! | `config` | `GroupConfig`: the parameters of a group |
+//! | `codec` | `Codec`: compression |
+//! | `cuda` | `CudaLibraries`: the libraries and devices of CUDA, and the compiler of kernels |
+//! | `cuda_call` | `CudaDevice`, `CudaCall`: a device, and the device's side of one operation |
+//! | `joining` | `JoinServer`: the server by which processes join a running elastic job |
+//! | `request` | a verb's codes and addresses become one request |
+//! | `recorder` | the flight recorder |
+//! | `rendezvous` | exchanging addresses; the version of this build |
+//! | `store` | `StoreServer`, `Store`: a key-value store for the processes of a job |
+//! | `tls` | `Tls`: encrypted connections |
+//! | `gil` | releasing the GIL around blocking operations and drops |
+//! | `interrupt` | Ctrl-C during waits |
+//! | `call_user` | calling a user's function on a thread that Python did not start |
+//! | `tensor` | addresses become regions of memory, by unsafe functions: their callers are the methods that take addresses |
+//! | `tensor_reader` | address, size and type of a tensor or an array |
+//! | `errors` | core errors become Python exceptions |
 
 #![deny(unsafe_code)]
 

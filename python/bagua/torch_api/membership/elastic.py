@@ -1,6 +1,6 @@
 """Elastic jobs: the first start of all processes, and the return of one into a running job.
 
-Each rank has a join server (``rust/bagua-core/src/group/joining``) and puts its address into an address book. The book
+Each rank has a join server (``rust/bagua-group/src/joining``) and puts its address into an address book. The book
 only distributes addresses: the process that answers at one proves by a handshake that it belongs to the job. When the
 servers of all ranks answer and none is in a job, rank 0 writes the address of the rendezvous of the first group; a
 process that reaches a rank in a job joins the averaging of its models instead
@@ -32,7 +32,7 @@ _ANSWER, _PAUSE = 2.0, 0.1
 
 class _AddressBook:
     """The address book: JSON objects in a store, which are files or what ``python -m bagua.distributed.store`` or a
-    runner serves (``rust/bagua-core/src/group/store``)."""
+    runner serves (``rust/bagua-group/src/store``)."""
 
     def __init__(self, url: str) -> None:
         """ValueError for what is no URL of a book, BaguaTimeoutError when no server answers there."""

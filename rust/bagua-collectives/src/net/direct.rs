@@ -1,0 +1,265 @@
+//! Direct reductions: each rank combines its shard of the elements (or everything) piece by piece, while further pieces travel both
+//! ways.
+//!
+//! A message to a peer is a piece of what the peer combines, or of what this rank has combined. Results go first, while they are
+//! in the cache; inputs fill the line otherwise. A piece is combined as soon as it is there from all ranks, and while that
+//! happens the kernel receives the next ones, so that the line is idle only for the latency of the last piece.
+
+use std::ops::Range;
+use std::time::Instant;
+
+use crate::OpContext;
+use crate::reduce::combine;
+use crate::transport::Plan;
+use crate::types::{Fingerprint, ReduceOp};
+
+/// Combines the values of every rank in rank order; `None` stands for the values in `out`.
+pub(super) fn fold(cx: &OpContext<'_>, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8]) {
+    let start = Instant::now();
+    combine(cx.dtype(), op, inputs, out);
+    cx.stats.add_reduce(start.elapsed());
+}
+
+/// The ranks that get a combined piece.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Results {
+    /// Every rank.
+    All,
+    /// This rank.
+    Root(usize),
+    /// The rank itself only.
+    Kept,
+}
+
+/// The buffers of a rank's tensor.
+pub(super) enum Buffers<'a> {
+    /// One buffer for inputs and results.
+    Whole(&'a mut [u8]),
+    /// Inputs and results, both of the whole tensor.
+    Two(&'a [u8], &'a mut [u8]),
+    /// Inputs of the whole tensor, results of this rank's shard only.
+    Share(&'a [u8], &'a mut [u8]),
+}
+
+impl Buffers<'_> {
+    /// Bytes of the tensor.
+    pub fn len(&self) -> usize {
+        match self {
+            Buffers::Whole(data) => data.len(),
+            Buffers::Two(src, _) | Buffers::Share(src, _) => src.len(),
+        }
+    }
+}
+
+/// How a tensor is partition: into the ranks' shards, and a shard into pieces.
+pub(super) struct Partition {
+    /// By rank: the bytes that it combines. Shards may overlap where no other rank gets the results.
+    pub shards: Vec<Range<usize>>,
+    /// Bytes of a piece, the last one of a shard excepted: whole elements.
+    pub piece: usize,
+}
+
+impl Partition {
+    /// How many pieces a rank combines; at least one, so that headers are compared although the shard is empty.
+    pub fn pieces(&self, owner: usize) -> usize {
+        self.shards[owner].len().div_ceil(self.piece).max(1)
+    }
+
+    /// Bytes of piece `number` of a rank's shard, from the beginning of the tensor.
+    fn range(&self, owner: usize, number: usize) -> Range<usize> {
+        let Range { start, end } = self.shards[owner];
+        let at = (start + number * self.piece).min(end);
+        at..(at + self.piece).min(end)
+    }
+}
+
+/// See the module.
+pub(super) struct DirectReduce<'a, 'c> {
+    /// What the operation says of itself.
+    pub cx: &'a OpContext<'c>,
+    /// How elements are combined.
+    pub op: ReduceOp,
+    /// This rank.
+    pub rank: usize,
+    /// The ranks that get the results, besides the rank itself.
+    pub results: Results,
+    /// The shard of each rank.
+    pub partition: Partition,
+    /// Where this rank's tensor lies.
+    pub buffers: Buffers<'a>,
+    /// Groups of slots: a slot of a piece for every rank.
+    pub staging: &'a mut [u8],
+    /// By place in the window of pieces that may be under way at once: the piece's group, if something of it has arrived, and
+    /// from how many peers it is complete.
+    pub window: Vec<(Option<usize>, usize)>,
+    /// Free groups. The group freed last is used first: little memory is used, and it is in the cache.
+    pub free: Vec<usize>,
+    /// By piece: peers that must be sent this rank's values before the sum can take their buffers. Empty where shards do not overlap.
+    pub unsent: Vec<usize>,
+    /// Pieces of the own shard that are combined: all before this one.
+    pub folded: usize,
+    /// By peer: inputs that came from it.
+    pub came: Vec<usize>,
+    /// By peer: inputs and results that were begun.
+    pub begun: Vec<(usize, usize)>,
+    /// Bytes that arrive.
+    pub total: u64,
+}
+
+impl DirectReduce<'_, '_> {
+    /// How many ranks there are.
+    fn ranks(&self) -> usize {
+        self.partition.shards.len()
+    }
+
+    /// How many pieces a rank combines.
+    pub fn pieces(&self, owner: usize) -> usize {
+        self.partition.pieces(owner)
+    }
+
+    pub fn gets(&self, rank: usize) -> bool {
+        match self.results {
+            Results::All => true,
+            Results::Root(root) => root == rank,
+            Results::Kept => false,
+        }
+    }
+
+    /// Combines, in order, every piece that has arrived from all ranks.
+    pub fn fold(&mut self) {
+        let (rank, n, piece) = (self.rank, self.ranks(), self.partition.piece);
+        let pieces = self.partition.pieces(rank);
+        while self.folded < pieces {
+            let range = self.partition.range(rank, self.folded);
+            let places = self.window.len();
+            let (group, present) = &mut self.window[self.folded % places];
+            if *present < n - 1 || self.unsent.get(self.folded).is_some_and(|peers| *peers > 0) {
+                return;
+            }
+            *present = 0;
+            // Empty pieces, and those of a rank that is alone, have none.
+            let group = group.take().unwrap_or_else(|| self.free.pop().expect("a group for every place"));
+            self.free.push(group);
+            let slots = &self.staging[group * n * piece..(group + 1) * n * piece];
+            let start = self.partition.shards[rank].start;
+            let (own, out) = match &mut self.buffers {
+                Buffers::Whole(data) => (None, &mut data[range]),
+                Buffers::Two(src, dst) => (Some(&src[range.clone()]), &mut dst[range]),
+                Buffers::Share(src, dst) => {
+                    (Some(&src[range.clone()]), &mut dst[range.start - start..range.end - start])
+                }
+            };
+            let slots = slots.chunks_exact(piece).enumerate();
+            let inputs: Vec<_> =
+                slots.map(|(peer, slot)| if peer == rank { own } else { Some(&slot[..out.len()]) }).collect();
+            fold(self.cx, self.op, &inputs, out);
+            self.folded += 1;
+        }
+    }
+}
+
+impl Plan for DirectReduce<'_, '_> {
+    fn counts(&self, peer: usize) -> (usize, usize) {
+        let (mine, theirs) = (self.pieces(self.rank), self.pieces(peer));
+        let to = theirs + if self.gets(peer) { mine } else { 0 };
+        (to, mine + if self.gets(self.rank) { theirs } else { 0 })
+    }
+
+    fn next(&mut self, peer: usize) -> Option<usize> {
+        let inputs = self.pieces(peer);
+        let gets = self.gets(peer);
+        let (input, result) = &mut self.begun[peer];
+        if gets && *result < self.folded {
+            *result += 1;
+            Some(inputs + *result - 1)
+        } else if *input < inputs {
+            *input += 1;
+            Some(*input - 1)
+        } else {
+            None
+        }
+    }
+
+    fn outgoing(&self, peer: usize, number: usize) -> (Fingerprint, &[u8]) {
+        let inputs = self.pieces(peer);
+        let is_input = number < inputs;
+        let range = if is_input {
+            self.partition.range(peer, number)
+        } else {
+            self.partition.range(self.rank, number - inputs)
+        };
+        let bytes = match &self.buffers {
+            Buffers::Whole(data) => &data[range],
+            Buffers::Two(src, _) if is_input => &src[range],
+            Buffers::Two(_, dst) => &dst[range],
+            Buffers::Share(src, _) if is_input => &src[range],
+            Buffers::Share(_, dst) => {
+                let start = self.partition.shards[self.rank].start;
+                &dst[range.start - start..range.end - start]
+            }
+        };
+        (self.cx.fingerprint, bytes)
+    }
+
+    fn sent(&mut self, _peer: usize, number: usize) {
+        if let Some(peers) = self.unsent.get_mut(number) {
+            *peers -= 1;
+            self.fold();
+        }
+    }
+
+    fn expected(&self, peer: usize, number: usize) -> (Fingerprint, usize) {
+        let inputs = self.pieces(self.rank);
+        let range = if number < inputs {
+            self.partition.range(self.rank, number)
+        } else {
+            self.partition.range(peer, number - inputs)
+        };
+        (self.cx.fingerprint, range.len())
+    }
+
+    fn admits(&self, _peer: usize, number: usize) -> bool {
+        number >= self.pieces(self.rank) || number < self.folded + self.window.len()
+    }
+
+    fn incoming(&mut self, peer: usize, number: usize) -> &mut [u8] {
+        let inputs = self.pieces(self.rank);
+        if number < inputs {
+            let len = self.partition.range(self.rank, number).len();
+            let places = self.window.len();
+            let group = &mut self.window[number % places].0;
+            // There are as many groups as places.
+            let group = *group.get_or_insert_with(|| self.free.pop().expect("a group for every place"));
+            let start = (group * self.ranks() + peer) * self.partition.piece;
+            return &mut self.staging[start..start + len];
+        }
+        let range = self.partition.range(peer, number - inputs);
+        match &mut self.buffers {
+            Buffers::Whole(data) => &mut data[range],
+            Buffers::Two(_, dst) => &mut dst[range],
+            // Results come only to ranks that have a place for them.
+            Buffers::Share(..) => &mut [],
+        }
+    }
+
+    fn arrived(&mut self, peer: usize, number: usize) {
+        if number < self.pieces(self.rank) {
+            self.came[peer] += 1;
+            let places = self.window.len();
+            self.window[number % places].1 += 1;
+            self.fold();
+        }
+    }
+
+    fn owes(&self, peer: usize) -> bool {
+        self.folded < self.pieces(self.rank) && self.came[peer] <= self.folded
+    }
+
+    fn part(&self, number: usize) -> u32 {
+        number as u32
+    }
+
+    fn progress(&self) -> (u64, u64) {
+        (0, self.total)
+    }
+}

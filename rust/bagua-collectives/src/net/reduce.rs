@@ -1,0 +1,222 @@
+//! The reducing verbs of [`Net`]: the shard of each rank, and the buffers.
+
+use std::ops::Range;
+
+use super::direct::{Buffers, DirectReduce, Partition, Results, fold};
+use super::partition::shard;
+use super::ring::Ring;
+use super::{Net, slots};
+use crate::error::Result;
+use crate::transport::Mesh;
+use crate::types::ReduceOp;
+use crate::{Collective, HostIo, Incoming, OpContext, Outgoing};
+
+/// Bytes of all pieces that may be under way at once.
+const STAGING: usize = 16 << 20;
+
+/// The shortest and the longest piece. A piece is combined while it is in the second-level cache, and a shard has several, so
+/// that the first result is on its way while inputs still arrive.
+const PIECE: (usize, usize) = (64 << 10, 256 << 10);
+
+/// Pieces that a shard is cut into where that makes them neither too short nor too long.
+const CUTS: usize = 4;
+
+/// The fewest and the most pieces that may be under way at once.
+const WINDOW: (usize, usize) = (2, 16);
+
+/// Bytes of a piece of shards of which the longest has `longest` bytes; a multiple of every element's size.
+fn piece(longest: usize) -> usize {
+    longest.div_ceil(CUTS).clamp(PIECE.0, PIECE.1).min(longest.max(1)).next_multiple_of(64)
+}
+
+/// Bytes of the longest shard.
+fn longest(shards: &[Range<usize>]) -> usize {
+    shards.iter().map(Range::len).max().unwrap_or(0)
+}
+
+/// At least so many bytes.
+fn grown(staging: &mut Vec<u8>, len: usize) -> &mut [u8] {
+    if staging.len() < len {
+        staging.resize(len, 0);
+    }
+    &mut staging[..len]
+}
+
+impl Net {
+    /// One-shot: root, or every rank where there is none, gets all tensors and combines them.
+    pub(super) fn reduce_one_shot(
+        &mut self,
+        cx: &OpContext<'_>,
+        io: HostIo<'_>,
+        op: ReduceOp,
+        root: Option<usize>,
+    ) -> Result<()> {
+        let (rank, n) = (self.rank(), self.size());
+        let fingerprint = cx.fingerprint;
+        let combines = root.is_none_or(|root| root == rank);
+        let (src, dst) = match io {
+            HostIo::InPlace(data) if combines => (None, data),
+            HostIo::InPlace(data) => (Some(&*data), &mut [][..]),
+            HostIo::Split { src, dst } => (Some(src), dst),
+        };
+        let own = src.unwrap_or(&*dst);
+        let targets = self.peers().filter(|peer| root.is_none_or(|root| root == *peer));
+        let sends: Vec<_> = targets.map(|peer| Outgoing::new(peer, fingerprint, own)).collect();
+        let mut landing = slots(&mut self.staging, n, if combines { own.len() } else { 0 });
+        let mut recvs: Vec<_> = Vec::new();
+        if combines {
+            let others = landing.iter_mut().enumerate().filter(|(peer, _)| *peer != rank);
+            recvs.extend(others.map(|(peer, data)| Incoming::new(peer, fingerprint, data)));
+        }
+        self.mesh.exchange(cx, &sends, &mut recvs)?;
+        drop(recvs);
+        if combines {
+            let inputs: Vec<_> =
+                landing.iter().enumerate().map(|(peer, slot)| if peer == rank { src } else { Some(&**slot) }).collect();
+            fold(cx, op, &inputs, dst);
+        }
+        Ok(())
+    }
+
+    /// The shard of each rank, in bytes.
+    fn shards(&self, len: usize, size: usize) -> Vec<Range<usize>> {
+        let n = self.size();
+        let shard = |rank| shard(len / size, n, rank);
+        (0..n).map(shard).map(|shard| shard.start * size..shard.end * size).collect()
+    }
+
+    /// Every rank combines everything.
+    pub(super) fn reduce_everywhere(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp) -> Result<()> {
+        let buffers = match io {
+            HostIo::InPlace(data) => Buffers::Whole(data),
+            HostIo::Split { src, dst } => Buffers::Two(src, dst),
+        };
+        let shards = vec![0..buffers.len(); self.size()];
+        self.run_direct(cx, op, buffers, shards, Results::Kept)
+    }
+
+    /// Two-shot: each rank combines its shard of the elements and sends the result to all.
+    pub(super) fn reduce_two_shot(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp) -> Result<()> {
+        let buffers = match io {
+            HostIo::InPlace(data) => Buffers::Whole(data),
+            HostIo::Split { src, dst } => Buffers::Two(src, dst),
+        };
+        let shards = self.shards(buffers.len(), cx.dtype().size());
+        self.run_direct(cx, op, buffers, shards, Results::All)
+    }
+
+    /// Each rank combines its shard of the elements and sends the result to root; of two ranks root combines everything.
+    pub(super) fn reduce_to(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp, root: usize) -> Result<()> {
+        let (rank, n) = (self.rank(), self.size());
+        let len = io.input().len();
+        let shards = if n == 2 {
+            (0..n).map(|owner| 0..if owner == root { len } else { 0 }).collect()
+        } else {
+            self.shards(len, cx.dtype().size())
+        };
+        // A rank that gets nothing has no other place for what it combines.
+        let mut kept = vec![0; if rank == root { 0 } else { shards[rank].len() }];
+        let buffers = match io {
+            HostIo::InPlace(data) if rank == root => Buffers::Whole(data),
+            HostIo::Split { src, dst } if rank == root => Buffers::Two(src, dst),
+            HostIo::InPlace(data) => Buffers::Share(data, &mut kept),
+            HostIo::Split { src, .. } => Buffers::Share(src, &mut kept),
+        };
+        self.run_direct(cx, op, buffers, shards, Results::Root(root))
+    }
+
+    /// Each rank combines its own shard of all tensors.
+    pub(super) fn reduce_chunks(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp) -> Result<()> {
+        let buffers = match io {
+            HostIo::InPlace(data) => Buffers::Whole(data),
+            HostIo::Split { src, dst } => Buffers::Share(src, dst),
+        };
+        let shards = self.shards(buffers.len(), cx.dtype().size());
+        self.run_direct(cx, op, buffers, shards, Results::Kept)
+    }
+
+    fn run_direct(
+        &mut self,
+        cx: &OpContext<'_>,
+        op: ReduceOp,
+        buffers: Buffers<'_>,
+        shards: Vec<Range<usize>>,
+        results: Results,
+    ) -> Result<()> {
+        let piece = piece(longest(&shards));
+        let partition = Partition { shards, piece };
+        let (mesh, mut plan) = self.prepare(cx, op, buffers, partition, results);
+        // For a rank that is alone.
+        plan.fold();
+        mesh.run(cx, &mut plan)
+    }
+
+    /// The transfers of a reduction, and the mesh that carries them.
+    fn prepare<'a, 'c>(
+        &'a mut self,
+        cx: &'a OpContext<'c>,
+        op: ReduceOp,
+        buffers: Buffers<'a>,
+        partition: Partition,
+        results: Results,
+    ) -> (&'a mut Mesh, DirectReduce<'a, 'c>) {
+        let (rank, n) = (self.rank(), self.size());
+        let most = (0..n).map(|owner| partition.pieces(owner)).max().unwrap_or(1);
+        let window = window(n * partition.piece, most);
+        let own = partition.shards[rank].len();
+        let gets = results == Results::All || results == Results::Root(rank);
+        let total = (own * (n - 1) + if gets { buffers.len() - own } else { 0 }) as u64;
+        let overlap = n > 1 && own > 0 && partition.shards.iter().all(|shard| *shard == partition.shards[rank]);
+        let waits_for_sending = overlap && matches!(buffers, Buffers::Whole(_));
+        let pieces = partition.pieces(rank);
+        let shards = DirectReduce {
+            cx,
+            op,
+            rank,
+            results,
+            buffers,
+            staging: grown(&mut self.staging, window * n * partition.piece),
+            partition,
+            window: vec![(None, 0); window],
+            free: (0..window).rev().collect(),
+            unsent: if waits_for_sending { vec![n - 1; pieces] } else { Vec::new() },
+            folded: 0,
+            came: vec![0; n],
+            begun: vec![(0, 0); n],
+            total,
+        };
+        (&mut self.mesh, shards)
+    }
+
+    /// Sums go round a ring. `data` are this rank's values.
+    pub(super) fn reduce_ring(&mut self, cx: &OpContext<'_>, data: &mut [u8], op: ReduceOp) -> Result<()> {
+        let n = self.size();
+        let shards = self.shards(data.len(), cx.dtype().size());
+        let longest = longest(&shards);
+        let piece = piece(longest);
+        let pieces = longest.div_ceil(piece).max(1);
+        let window = window(piece, (n - 1) * pieces);
+        let mut plan = Ring {
+            cx,
+            op,
+            rank: self.mesh.rank(),
+            shards,
+            piece,
+            pieces,
+            data,
+            staging: grown(&mut self.staging, window * piece),
+            window: vec![None; window],
+            free: (0..window).rev().collect(),
+            arrived: Vec::new(),
+            first: 0,
+            begun: 0,
+        };
+        plan.arrived = vec![false; plan.messages()];
+        self.mesh.run(cx, &mut plan)
+    }
+}
+
+/// Pieces in flight at once, of `each` bytes of staging and `pieces` in all.
+fn window(each: usize, pieces: usize) -> usize {
+    (STAGING / each).clamp(WINDOW.0, WINDOW.1).min(pieces.max(1))
+}

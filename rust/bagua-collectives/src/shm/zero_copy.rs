@@ -1,0 +1,165 @@
+//! Zero-copy operations: the tensors of all ranks lie in arenas that all have mapped.
+//!
+//! Every rank reads its peers' tensors, and in a reduction writes to them; the `unsafe` blocks quote the numbered rules of
+//! [`super::protocol`]. A rank accesses its own tensor through the caller's slice and the peers' through the mappings.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::chunks::Timer;
+use super::protocol::{BufferOffer, Location};
+use super::ranges::others;
+use super::segment::ALIGN;
+use crate::OpContext;
+use crate::error::{Error, Result};
+use crate::memory::{KnownArena, Mapped, MappedArenas, Mapping};
+use crate::reduce::{combine, combine_everywhere};
+use crate::types::ReduceOp;
+
+/// A rank's tensor in an arena.
+pub(super) struct ArenaTensor {
+    pub(super) arena: KnownArena,
+    /// In the arena.
+    pub(super) offset: usize,
+    /// Bytes of the tensor; equal on all ranks, or their fingerprints would differ.
+    pub(super) len: usize,
+    /// Whether the ranks of the lane have mapped the arena.
+    pub(super) mapped: Mapped,
+}
+
+impl ArenaTensor {
+    /// What this rank publishes of it.
+    pub(super) fn offer(&self) -> BufferOffer {
+        match &self.mapped {
+            Mapped::No => BufferOffer::Unmapped,
+            Mapped::Refused => BufferOffer::Nowhere,
+            Mapped::In(all, begin) => {
+                BufferOffer::At(Location { arenas: all.id(), offset: (begin + self.offset) as u64 })
+            }
+        }
+    }
+
+    /// The tensors of all ranks, each at an offset of its rank's part; rank `me` is this one. Every rank offered a tensor in the same
+    /// mapped arenas, so all get the same result or the same error.
+    pub(super) fn tensors(&self, cx: &OpContext<'_>, me: usize, offsets: &[u64]) -> Result<PeerBuffers> {
+        let outside = |rank: usize| {
+            Error::Mismatch(format!(
+                "{}: rank {rank} on this host published an offset outside of its arenas",
+                cx.fingerprint
+            ))
+        };
+        let Mapped::In(arenas, _) = &self.mapped else { return Err(outside(me)) };
+        for (rank, offset) in offsets.iter().enumerate().filter(|(rank, _)| *rank != me) {
+            let found = usize::try_from(*offset).ok().and_then(|offset| arenas.find(rank, offset, self.len));
+            found.ok_or_else(|| outside(rank))?;
+        }
+        let offsets = offsets.iter().map(|offset| *offset as usize).collect();
+        Ok(PeerBuffers { arenas: Arc::clone(arenas), offsets, len: self.len })
+    }
+}
+
+/// The tensors of all ranks, during one operation.
+pub(super) struct PeerBuffers {
+    /// Keeps the peers' arenas mapped.
+    arenas: Arc<MappedArenas>,
+    /// Where each rank's tensor begins in its part, by rank on this host; in bounds for all but this one, whose tensor the caller has.
+    offsets: Vec<usize>,
+    /// Bytes of each tensor.
+    len: usize,
+}
+
+impl PeerBuffers {
+    /// The memory of a peer's tensor, and the range in it.
+    fn range(&self, rank: usize, range: Range<usize>) -> (&Mapping, Range<usize>) {
+        assert!(range.start <= range.end && range.end <= self.len);
+        let (mapping, begin) =
+            self.arenas.find(rank, self.offsets[rank], self.len).expect("a peer's tensor, found before");
+        (mapping, begin + range.start..begin + range.end)
+    }
+
+    /// Bytes of a peer's tensor.
+    ///
+    /// # Safety
+    /// No rank writes to the range before this rank's second arrival, and the slice does not outlive that moment.
+    pub(super) unsafe fn read(&self, rank: usize, range: Range<usize>) -> &[u8] {
+        let (mapping, range) = self.range(rank, range);
+        // SAFETY: by this function's promise; D3 says that the owner has not returned from the operation before.
+        unsafe { mapping.slice(range) }
+    }
+
+    /// Bytes of a peer's tensor, to write.
+    ///
+    /// # Safety
+    /// No other rank reads or writes the range before this rank's second arrival, the slice does not outlive that moment, and
+    /// this rank holds no other slice of the range.
+    #[expect(clippy::mut_from_ref, reason = "exclusion is across processes, which only the protocol can promise")]
+    unsafe fn write(&self, rank: usize, range: Range<usize>) -> &mut [u8] {
+        let (mapping, range) = self.range(rank, range);
+        // SAFETY: by this function's promise; D3 says that the owner has not returned from the operation before.
+        unsafe { mapping.slice_mut(range) }
+    }
+
+    /// Rank `me` combines its share of all tensors and writes the result to all of them, or to the root's. `own` is its tensor.
+    pub(super) fn reduce(&self, cx: &OpContext<'_>, op: ReduceOp, me: usize, root: Option<usize>, own: &mut [u8]) {
+        let ranks = self.offsets.len();
+        let each = own.len().div_ceil(ranks).next_multiple_of(ALIGN);
+        let mine = (each * me).min(own.len())..(each * (me + 1)).min(own.len());
+        let timer = Timer::start(cx, mine.len());
+        let own = &mut own[mine.clone()];
+        match root {
+            None => {
+                let mut own = Some(own);
+                let part = |rank| match own.take_if(|_| rank == me) {
+                    Some(own) => own,
+                    // SAFETY: D2; this share of every tensor is read and written by this rank only.
+                    None => unsafe { self.write(rank, mine.clone()) },
+                };
+                let mut parts: Vec<&mut [u8]> = (0..ranks).map(part).collect();
+                combine_everywhere(cx.dtype(), op, &mut parts);
+            }
+            Some(root) => {
+                // SAFETY: D2; this share of every tensor is read and written by this rank only.
+                let theirs = |rank| unsafe { self.read(rank, mine.clone()) };
+                if root == me {
+                    let inputs: Vec<_> = (0..ranks).map(|rank| (rank != me).then(|| theirs(rank))).collect();
+                    combine(cx.dtype(), op, &inputs, own);
+                } else {
+                    let input = |rank| match rank {
+                        _ if rank == root => None,
+                        _ if rank == me => Some(&*own),
+                        _ => Some(theirs(rank)),
+                    };
+                    let inputs: Vec<_> = (0..ranks).map(input).collect();
+                    // SAFETY: as above; the root's tensor is not among the inputs.
+                    combine(cx.dtype(), op, &inputs, unsafe { self.write(root, mine.clone()) });
+                }
+            }
+        }
+        timer.stop();
+    }
+
+    /// Rank `me`'s part of a broadcast of `data`, its own tensor. The root does as much as each of the others: it writes the last n-th
+    /// of every tensor of n, and the others take the rest. With two ranks that takes half as long as one reading it all.
+    pub(super) fn broadcast(&self, me: usize, root: usize, data: &mut [u8]) {
+        let ranks = self.offsets.len();
+        let cut = (data.len() - data.len() / ranks) / ALIGN * ALIGN;
+        let pushed = cut..data.len();
+        if me == root {
+            for rank in others(me, ranks) {
+                // SAFETY: D2; only the root accesses this range of another rank's tensor.
+                unsafe { self.write(rank, pushed.clone()) }.copy_from_slice(&data[pushed.clone()]);
+            }
+        } else {
+            // SAFETY: D2; no rank writes to the root's tensor.
+            data[..cut].copy_from_slice(unsafe { self.read(root, 0..cut) });
+        }
+    }
+
+    /// Copies a range of every peer's tensor to the range `to(peer)` of `out`, in verbs that do not write to the ranges they read.
+    pub(super) fn pull(&self, me: usize, range: Range<usize>, to: impl Fn(usize) -> Range<usize>, out: &mut [u8]) {
+        for rank in others(me, self.offsets.len()) {
+            // SAFETY: D2; the verbs that come here write only to what no other rank reads.
+            out[to(rank)].copy_from_slice(unsafe { self.read(rank, range.clone()) });
+        }
+    }
+}

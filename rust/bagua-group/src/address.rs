@@ -1,0 +1,271 @@
+//! The address blob of a rank, which the caller exchanges between the ranks.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+
+use serde::{Deserialize, Serialize};
+
+use super::config::Config;
+use super::tls::Tls;
+use super::wire::{Encoding, Malformed, Reader, VERSION, rank, socket, text};
+use crate::collective::Algorithm;
+use crate::error::{self, Error};
+
+/// First bytes of an address blob.
+const MAGIC: [u8; 4] = *b"BGad";
+
+/// Longer blobs are refused before they are parsed.
+pub(super) const LIMIT: usize = 4096;
+
+/// Bytes of a blob's length before it, where blobs lie beside each other.
+const LENGTH: usize = 4;
+
+/// Bytes of the room for one blob in an exchange whose parts are of one size.
+pub const SLOT: usize = LENGTH + LIMIT;
+
+/// Puts a blob into a room of [`SLOT`] zeros.
+///
+/// # Panics
+/// When it does not fit.
+pub fn put(slot: &mut [u8], blob: &[u8]) {
+    let (length, room) = slot.split_at_mut(LENGTH);
+    length.copy_from_slice(&(blob.len() as u32).to_le_bytes());
+    room[..blob.len()].copy_from_slice(blob);
+}
+
+/// The blob in a room; `None` where there is none.
+pub fn take(slot: &[u8]) -> Option<Vec<u8>> {
+    let (length, room) = slot.split_first_chunk::<LENGTH>()?;
+    let blob = room.get(..u32::from_le_bytes(*length) as usize)?;
+    (!blob.is_empty()).then(|| blob.to_vec())
+}
+
+/// The listening sockets and the identity of a rank.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Address {
+    /// Rank in the world.
+    #[serde(with = "rank")]
+    pub(super) rank: usize,
+    /// Number of ranks in its configuration.
+    #[serde(with = "rank")]
+    pub(super) world_size: usize,
+    /// Process id in the process's own namespace.
+    pub(super) pid: u32,
+    /// Number of the namespace of `pid` on its host; 0 where `/proc` does not show it.
+    pub(super) pid_namespace: u64,
+    /// TCP listener. `None` in a world of one.
+    #[serde(with = "socket")]
+    pub(super) tcp: Option<SocketAddr>,
+    /// Abstract name of the Unix listener; empty without one.
+    pub(super) unix: Vec<u8>,
+    /// Identity of the host: equal on ranks that may share memory.
+    #[serde(with = "text")]
+    pub(super) host_id: String,
+    /// Name of the host, for error texts.
+    #[serde(with = "text")]
+    pub(super) host_name: String,
+    /// TCP streams to each peer of a lane, from its configuration.
+    pub(super) streams: u8,
+    /// Code of the all_reduce algorithm between hosts, from its configuration.
+    pub(super) algorithm: u8,
+    /// Code of the kind of TLS, from its configuration.
+    pub(super) tls: u8,
+    /// Random; tells two groups of the same ranks apart, and stale blobs from current ones.
+    pub(super) nonce: [u8; 16],
+}
+
+impl Encoding for Address {}
+
+impl Address {
+    /// The address as a blob: magic bytes and version, which every version of the protocol has, and the encoded fields.
+    pub(super) fn encode(&self) -> Vec<u8> {
+        [&MAGIC[..], &VERSION.to_le_bytes(), &Encoding::encode(self)].concat()
+    }
+
+    /// The version of the protocol that a blob is for; None if it is no address.
+    fn version(blob: &[u8]) -> Option<u16> {
+        let mut from = Reader(blob);
+        if from.array() != Ok(MAGIC) {
+            return None;
+        }
+        from.u16().ok()
+    }
+
+    /// The address that a blob encodes.
+    pub(super) fn parse(blob: &[u8]) -> Result<Address, Malformed> {
+        if blob.len() > LIMIT {
+            return Err(Malformed("it is too long"));
+        }
+        let mut from = Reader(blob);
+        if from.array()? != MAGIC {
+            return Err(Malformed("it does not start with the magic bytes of an address"));
+        }
+        if from.u16()? != VERSION {
+            return Err(Malformed("it has another protocol version"));
+        }
+        Encoding::parse(from.0)
+    }
+
+    /// Parses the blobs of all ranks, in rank order, and checks them against each other and against this rank's own blob.
+    pub(super) fn parse_all(blobs: &[Vec<u8>], config: &Config, own: &[u8]) -> error::Result<Vec<Address>> {
+        let size = config.world_size;
+        if blobs.len() != size {
+            return Err(Error::InvalidArgument(format!("{} addresses for a world of {size} ranks", blobs.len())));
+        }
+        let mut all: Vec<Address> = Vec::with_capacity(size);
+        let mut nonces: HashMap<[u8; 16], usize> = HashMap::with_capacity(size);
+        for (rank, blob) in blobs.iter().enumerate() {
+            if let Some(theirs) = Address::version(blob).filter(|&theirs| theirs != VERSION) {
+                return Err(Error::Mismatch(format!(
+                    "rank {rank} runs version {theirs} of the protocol, rank {} version {VERSION}",
+                    config.rank
+                )));
+            }
+            let address = Address::parse(blob)
+                .map_err(|why| Error::InvalidArgument(format!("the address of rank {rank} is malformed: {why}")))?;
+            if address.rank != rank {
+                let text = format!("address {rank} of the list is the address of rank {}", address.rank);
+                return Err(Error::InvalidArgument(text));
+            }
+            if address.world_size != size {
+                let theirs = address.world_size;
+                return Err(Error::Mismatch(format!(
+                    "rank {rank} has world size {theirs}, rank {} has {size}",
+                    config.rank
+                )));
+            }
+            let algorithm = config.algorithm as u8;
+            if address.algorithm != algorithm {
+                let name = |code: u8| Algorithm::ALL.get(usize::from(code)).map_or("unknown", |known| known.name());
+                return Err(Error::Mismatch(format!(
+                    "rank {rank} uses algorithm '{}' between hosts, rank {} uses '{}'",
+                    name(address.algorithm),
+                    config.rank,
+                    name(algorithm),
+                )));
+            }
+            let tls = Tls::code(config.tls.as_ref());
+            if address.tls != tls {
+                return Err(Error::Mismatch(format!(
+                    "rank {rank} uses {}, rank {} uses {} (BAGUA_TLS)",
+                    Tls::describe(address.tls),
+                    config.rank,
+                    Tls::describe(tls),
+                )));
+            }
+            if let Some(twin) = nonces.insert(address.nonce, rank) {
+                let text = format!("ranks {twin} and {rank} have the same address");
+                return Err(Error::InvalidArgument(text));
+            }
+            if address.tcp.is_none() && size > 1 {
+                return Err(Error::InvalidArgument(format!("the address of rank {rank} has no TCP listener")));
+            }
+            all.push(address);
+        }
+        if blobs[config.rank] != own {
+            let text =
+                format!("the list has another address for rank {} than the one that this rank published", config.rank);
+            return Err(Error::InvalidArgument(text));
+        }
+        Ok(all)
+    }
+
+    /// Rank, address, host and process, for error texts.
+    pub(super) fn describe(&self) -> String {
+        let tcp = self.tcp.map_or_else(|| "no address".to_owned(), |tcp| tcp.to_string());
+        format!("rank {} at {tcp} ({}, process {})", self.rank, self.host_name, self.pid)
+    }
+}
+
+/// The boot id and the network namespace: equal for processes that can connect to each other's abstract Unix sockets.
+pub(super) fn host_id() -> error::Result<String> {
+    use std::os::unix::fs::MetadataExt;
+    let path = "/proc/sys/kernel/random/boot_id";
+    let boot = std::fs::read_to_string(path).map_err(|e| Error::system(path, e))?;
+    let path = "/proc/self/ns/net";
+    let namespace = std::fs::metadata(path).map_err(|e| Error::system(path, e))?;
+    Ok(format!("{}:{}:{}", boot.trim(), namespace.dev(), namespace.ino()))
+}
+
+/// Number of this process's namespace of process ids; 0 where `/proc` does not show it.
+pub(super) fn pid_namespace() -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    std::fs::metadata("/proc/self/ns/pid").map_or(0, |namespace| namespace.ino())
+}
+
+/// The host name of the system.
+pub(super) fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    if name.trim().is_empty() { "localhost".to_owned() } else { name.trim().to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn address(rank: usize, world_size: usize) -> Address {
+        Address {
+            rank,
+            world_size,
+            pid: 7,
+            pid_namespace: 8,
+            tcp: Some(SocketAddr::from(([127, 0, 0, 1], 4000))),
+            unix: b"bagua-1".to_vec(),
+            host_id: "a".to_owned(),
+            host_name: "b".to_owned(),
+            streams: 2,
+            algorithm: 0,
+            tls: 0,
+            nonce: [u8::try_from(rank).unwrap(); 16],
+        }
+    }
+
+    fn refusal(blobs: &[Vec<u8>], own: usize) -> Error {
+        let config = Config::new(own, blobs.len());
+        Address::parse_all(blobs, &config, &address(own, blobs.len()).encode()).unwrap_err()
+    }
+
+    #[test]
+    fn addresses_of_a_world_are_parsed_in_rank_order() {
+        let blobs: Vec<_> = (0..3).map(|rank| address(rank, 3).encode()).collect();
+        let all = Address::parse_all(&blobs, &Config::new(1, 3), &blobs[1]).unwrap();
+        assert_eq!(all[2], address(2, 3));
+    }
+
+    #[test]
+    fn bad_addresses_are_refused_with_their_rank() {
+        let good = |rank| address(rank, 2).encode();
+        assert!(
+            matches!(refusal(&[good(0), b"hello".to_vec()], 0), Error::InvalidArgument(text) if text.contains("rank 1"))
+        );
+        assert!(matches!(refusal(&[good(1), good(0)], 0), Error::InvalidArgument(text) if text.contains("address 0")));
+        let other = address(1, 5).encode();
+        assert!(
+            matches!(refusal(&[good(0), other], 0), Error::Mismatch(text) if text.contains("rank 1 has world size 5"))
+        );
+        let ring = Address { algorithm: Algorithm::Ring as u8, ..address(1, 2) }.encode();
+        assert!(
+            matches!(refusal(&[good(0), ring], 0), Error::Mismatch(text) if text.contains("rank 1") && text.contains("ring"))
+        );
+        let encrypted = Address { tls: Tls::code(Some(&Tls::Secret)), ..address(1, 2) }.encode();
+        assert!(
+            matches!(refusal(&[good(0), encrypted], 0), Error::Mismatch(text) if text.contains("rank 1 uses TLS by the secret") && text.contains("rank 0 uses no TLS"))
+        );
+        let twin = Address { nonce: [0; 16], ..address(1, 2) }.encode();
+        assert!(matches!(refusal(&[good(0), twin], 0), Error::InvalidArgument(text) if text.contains("same address")));
+        let mut version = good(1);
+        version[4] ^= 0x40;
+        let theirs = format!("rank 1 runs version {} of the protocol", VERSION ^ 0x40);
+        let ours = format!("rank 0 version {VERSION}");
+        assert!(
+            matches!(refusal(&[good(0), version], 0), Error::Mismatch(text) if text.contains(&theirs) && text.contains(&ours))
+        );
+        let mut longer = good(1);
+        longer.push(0);
+        assert!(matches!(refusal(&[good(0), longer], 0), Error::InvalidArgument(text) if text.contains("trailing")));
+        let own = Address { pid: 8, ..address(0, 2) }.encode();
+        assert!(
+            matches!(refusal(&[own, good(1)], 0), Error::InvalidArgument(text) if text.contains("another address for rank 0"))
+        );
+    }
+}

@@ -1,0 +1,111 @@
+//! The messages between a joining rank and the server of a rank of the job, in frames.
+
+use std::net::SocketAddr;
+
+use serde::{Deserialize, Serialize};
+
+use super::super::address::LIMIT;
+use super::super::wire::{AtMost, Encoding, Malformed, Ranks, Texts, check_view, rank, socket, text};
+
+/// The most models that an answer names, and the most ranks of a membership.
+pub(in super::super) const COUNT_LIMIT: usize = 4096;
+
+/// The state of a rank of the job.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobStatus {
+    /// Its rank.
+    #[serde(with = "rank")]
+    pub rank: usize,
+    /// Distinguishes its process from others of the same rank.
+    pub incarnation: u64,
+    /// The job is formed, and this rank in it.
+    pub in_job: bool,
+    /// Names of the models whose averaging a rank can join.
+    #[serde(with = "Texts::<COUNT_LIMIT>")]
+    pub models: Vec<String>,
+}
+
+/// The request to join a model's averaging.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JoinRequest {
+    /// Name of the model.
+    #[serde(with = "text")]
+    pub model: String,
+    /// Digest of what must be equal on all ranks.
+    pub digest: [u8; 32],
+    /// Where the joining rank's own server listens.
+    #[serde(with = "socket")]
+    pub server: SocketAddr,
+    /// It was in the averaging before, and its weights count as they are.
+    pub returns: bool,
+}
+
+/// A message of either side.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum JoinMessage {
+    /// To the server: requests [`JoinMessage::Status`].
+    GetStatus,
+    /// From the server.
+    Status(JobStatus),
+    /// To the server.
+    Join(JoinRequest),
+    /// From the server.
+    Refused {
+        /// Every other server refuses as well, and later.
+        for_ever: bool,
+        /// The reason.
+        #[serde(with = "text")]
+        text: String,
+    },
+    /// From the server: bind for a group of these ranks, as this one of them.
+    Bind {
+        /// Number of the membership.
+        view: u64,
+        /// Rank of the receiver in the group.
+        #[serde(with = "rank")]
+        place: usize,
+        /// Ranks in the job of the group's ranks.
+        #[serde(with = "Ranks::<COUNT_LIMIT>")]
+        ranks: Vec<usize>,
+    },
+    /// To the server: the address in that group; empty where binding failed.
+    Address(Vec<u8>),
+    /// From the server: the addresses of all its ranks.
+    Addresses(#[serde(with = "AtMost::<COUNT_LIMIT>")] Vec<Vec<u8>>),
+    /// From the server: every rank has opened the group.
+    Joined,
+}
+
+impl Encoding for JoinMessage {
+    fn check(&self) -> Result<(), Malformed> {
+        let is_long = |address: &Vec<u8>| address.len() > LIMIT;
+        match self {
+            JoinMessage::Bind { view, place, ranks } => {
+                check_view(*view)?;
+                let is_one = *place < ranks.len() && ranks.is_sorted_by(|a, b| a < b);
+                if is_one { Ok(()) } else { Err(Malformed("a membership that is none")) }
+            }
+            JoinMessage::Address(address) if is_long(address) => Err(Malformed("an address beyond its limit")),
+            JoinMessage::Addresses(all) if all.iter().any(is_long) => Err(Malformed("an address beyond its limit")),
+            JoinMessage::Address(_)
+            | JoinMessage::Addresses(_)
+            | JoinMessage::GetStatus
+            | JoinMessage::Status(_)
+            | JoinMessage::Join(_)
+            | JoinMessage::Refused { .. }
+            | JoinMessage::Joined => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_membership_without_the_joining_rank_or_out_of_order_is_refused() {
+        for (place, ranks) in [(2, vec![0, 1]), (0, vec![1, 0]), (0, vec![0, 0]), (0, vec![])] {
+            assert!(JoinMessage::parse(&JoinMessage::Bind { view: 1, place, ranks }.encode()).is_err());
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! Groups of ranks: bootstrap, control plane, lanes, sub-groups, rendezvous.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `config` | the parameters of a group on one rank |
+//! | `address` | a rank's address blob, which the caller exchanges between the ranks |
+//! | `bootstrap` | bind, then connect: from the addresses of all ranks to a group |
+//! | `membership` | the group: lanes, arenas, sub-groups, failing and leaving |
+//! | `joining` | joining a running elastic job |
+//! | `frames` | frames over one connection, for threads that wait: joining, stores |
+//! | `duplicate` | a group of the same ranks with connections of its own |
+//! | `control` | the control plane: the thread that holds control connections, sends heartbeats and broadcasts failures |
+//! | `handshake`, `wire` | authentication of a connection; encoding of control messages |
+//! | `serve` | servers: accepting connections, their authentication, the thread |
+//! | `admission` | which connections a listener keeps before they have proved that they belong to the job |
+//! | `tls` | TLS on every TCP connection: keys, and the handshake that precedes that of `handshake` |
+//! | `connection`, `listen` | authenticated connections, and those that wait for their lane; listening sockets |
+//! | `builder`, `lane`, `lanes` | connecting a lane: streams, shared memory, collective; the operations of a lane; the lanes of an engine |
+//! | `segment` | memory that the ranks of a host share, and passing descriptors of it |
+//! | `messages` | the streams of a group's messages |
+//! | `descriptors` | how many file descriptors a rank needs, and raising the limit of its process |
+//! | `fork` | closing the descriptors of a group in forked children |
+//! | `views` | agreement of a failed group's ranks on a smaller group |
+//! | `store` | the key-value store through which processes find each other: by a server, or in files |
+//! | `rendezvous` | exchange of addresses through TCP or files, for callers without a store |
+
+#![deny(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
+
+pub mod address;
+mod admission;
+mod bootstrap;
+mod builder;
+mod config;
+mod connection;
+mod control;
+mod descriptors;
+mod duplicate;
+mod fork;
+mod frames;
+mod handshake;
+mod joining;
+mod lane;
+mod lanes;
+mod listen;
+mod membership;
+mod messages;
+mod rendezvous;
+mod segment;
+mod serve;
+mod store;
+#[cfg(all(test, not(model)))]
+mod tests;
+mod tls;
+mod views;
+mod wire;
+
+use bagua_collectives::{self as collective, same_ranks_as};
+use bagua_kernels::codec;
+use bagua_net::{health, memory, recorder, request, stats, transport, wait};
+use bagua_types::{error, types};
+
+pub use bootstrap::Bootstrap;
+pub use config::{Config, MAX_STREAMS, TransportChoice};
+pub use fork::{OwnerProcess, PerProcess};
+pub use joining::{JobStatus, JoinConnection, JoinMessage, JoinRequest, JoinServer};
+pub use lane::{Lane, Options};
+pub use lanes::Lanes;
+pub use membership::{Group, flight_recorder};
+pub use messages::MessageStreams;
+pub use rendezvous::{Limits, RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
+pub use store::{FileStore, Store, StoreServer, TcpStore};
+pub use tls::{Access, Tls, tls_pair};
+pub use views::{Quorum, View, carry_data};

@@ -1,0 +1,343 @@
+//! A connected group: its lanes, arenas and sub-groups, failing it and leaving it.
+
+use std::collections::{HashMap, HashSet};
+use std::net::IpAddr;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::builder::LaneBuilder;
+use super::config::Config;
+use super::control::{Control, Plane};
+use super::fork::PerProcess;
+use super::handshake::digest;
+use super::lane::Lane;
+use super::messages::MessageStreams;
+use crate::collective::Hier;
+use crate::error::{Error, Result};
+use crate::health::{GroupHealth, LEAVING};
+use crate::memory::{Registry, SharedArena};
+use crate::recorder::FlightRecorder;
+use crate::stats::Stats;
+use crate::wait::{Deadline, lock};
+
+static RECORDER: PerProcess<FlightRecorder> = PerProcess::new();
+
+/// The flight recorder of this process; that of a forked child starts empty.
+pub fn flight_recorder() -> &'static FlightRecorder {
+    RECORDER.get()
+}
+
+/// A group of ranks, cheap to clone. Dropping the last clone leaves the group.
+#[derive(Clone)]
+pub struct Group {
+    membership: Arc<Membership>,
+}
+
+/// The state that the clones of a group share.
+struct Membership {
+    health: Arc<GroupHealth>,
+    stats: Arc<Stats>,
+    name: String,
+    /// Equal on all members, and different for every group.
+    id: u64,
+    /// Distinguishes this incarnation of the world group from others in message headers.
+    epoch: u32,
+    /// Group ranks on each host, ascending; hosts by their first rank.
+    hosts: Vec<Vec<usize>>,
+    /// Number of lanes opened.
+    channels: AtomicU32,
+    /// This rank's arenas, of the world group and all its sub-groups.
+    registry: Arc<Registry>,
+    /// By world ranks in the order of the sub-group: how many such sub-groups were built.
+    subgroups: Mutex<HashMap<Vec<usize>, u64>>,
+    /// Set by the first call of `leave`.
+    left: AtomicBool,
+    /// The parent group, which must not leave before this one. `None` for the world group.
+    parent: Option<Arc<Membership>>,
+    /// Shared by the world group and all its sub-groups.
+    control: Arc<Control>,
+}
+
+impl Group {
+    /// The group of all ranks. `hosts` are the world ranks on each host.
+    pub(super) fn world(control: Control, health: Arc<GroupHealth>, hosts: Vec<Vec<usize>>) -> Result<Group> {
+        let plane = &control.plane;
+        let world = plane.world()?;
+        let membership = Membership {
+            health,
+            stats: Arc::clone(&plane.stats),
+            name: plane.config.name.clone(),
+            id: world.id,
+            epoch: world.epoch(),
+            hosts,
+            channels: AtomicU32::new(0),
+            registry: Arc::default(),
+            subgroups: Mutex::default(),
+            left: AtomicBool::new(false),
+            parent: None,
+            control: Arc::new(control),
+        };
+        Ok(Group { membership: Arc::new(membership) })
+    }
+
+    /// This process's rank in the group.
+    pub fn rank(&self) -> usize {
+        self.membership.health.rank()
+    }
+
+    /// Number of ranks in the group.
+    pub fn size(&self) -> usize {
+        self.membership.health.size()
+    }
+
+    /// Equal on all members, and different for every group.
+    pub fn id(&self) -> u64 {
+        self.membership.id
+    }
+
+    /// Name of the group.
+    pub fn name(&self) -> &str {
+        &self.membership.name
+    }
+
+    /// World ranks of the members, by group rank.
+    pub fn ranks(&self) -> &[usize] {
+        self.membership.health.world_ranks()
+    }
+
+    /// Group ranks on each host, in the order of the hosts' first ranks.
+    pub fn hosts(&self) -> Vec<Vec<usize>> {
+        self.membership.hosts.clone()
+    }
+
+    /// Group ranks on each machine, in the order of the machines' first ranks. As [`Group::hosts`], except that ranks of one machine that
+    /// may not share memory are one machine.
+    pub fn machines(&self) -> Vec<Vec<usize>> {
+        let Ok(world) = self.membership.control.plane.world() else { return self.hosts() };
+        let mut machines: Vec<(&str, Vec<usize>)> = Vec::new();
+        for (rank, world_rank) in self.ranks().iter().enumerate() {
+            let host = world.addresses[*world_rank].host_id.as_str();
+            match machines.iter_mut().find(|(known, _)| *known == host) {
+                Some((_, ranks)) => ranks.push(rank),
+                None => machines.push((host, vec![rank])),
+            }
+        }
+        machines.into_iter().map(|(_, ranks)| ranks).collect()
+    }
+
+    /// Default deadline of an operation.
+    pub fn timeout(&self) -> Duration {
+        self.membership.control.plane.config.timeout
+    }
+
+    /// The parameters with which the world group was built; rank and size in it are those of the world.
+    pub(super) fn config(&self) -> &Config {
+        &self.membership.control.plane.config
+    }
+
+    /// The failure state of the group.
+    pub fn health(&self) -> &Arc<GroupHealth> {
+        &self.membership.health
+    }
+
+    /// The counters of the group.
+    pub fn stats(&self) -> &Arc<Stats> {
+        &self.membership.stats
+    }
+
+    /// The address on which this rank listens for the others.
+    pub fn listen_host(&self) -> IpAddr {
+        self.membership.control.plane.config.listen.ip()
+    }
+
+    /// Number of the membership of the world group, which grows with each [`Group::shrink`].
+    pub fn view(&self) -> u64 {
+        self.membership.control.plane.config.view
+    }
+
+    /// The control plane of a world group; `None` for a sub-group.
+    pub(super) fn plane(&self) -> Option<&Arc<Plane>> {
+        self.membership.parent.is_none().then_some(&self.membership.control.plane)
+    }
+
+    /// Number of connected world ranks, this one included.
+    pub fn peers_seen(&self) -> usize {
+        self.membership.control.plane.peers_seen()
+    }
+
+    /// Opens a lane, which has streams and shared memory of its own, so that its operations run concurrently with those of other lanes.
+    /// Collective: all members open lanes in the same order.
+    ///
+    /// # Errors
+    /// The group's first cause; an error of this call becomes the first cause.
+    pub fn lane(&self) -> Result<Lane> {
+        let Membership { health, stats, epoch, .. } = &*self.membership;
+        let builder = self.builder()?;
+        let channel = builder.channel;
+        let collective = builder.build().map_err(|error| health.fail(error))?;
+        let lane = Lane::new(collective, Arc::clone(health), Arc::clone(stats), *epoch, channel, self.timeout());
+        Ok(lane.recorded_by(flight_recorder().lane(self.name(), channel)))
+    }
+
+    /// The streams of the group's messages.
+    pub fn message_streams(&self) -> MessageStreams {
+        let Membership { health, id, control, .. } = &*self.membership;
+        MessageStreams::new(control, health, *id, control.plane.config.connect_timeout)
+    }
+
+    /// Connects the ranks by machine, without a collective of all. Collective, as [`Group::lane`].
+    ///
+    /// # Errors
+    /// As [`Group::lane`].
+    pub(super) fn by_machine(&self) -> Result<Hier> {
+        let connected = self.builder()?.build_by_machine(&self.machines());
+        connected.map_err(|error| self.health().fail(error))
+    }
+
+    /// Allocates an arena: `bytes` of memory for tensors, populated and zeroed. `label` appears in `/proc/<pid>/maps`. Operations of this
+    /// group and its sub-groups access the peers' tensors directly where those of all ranks of a host lie in arenas. Local: the peers map
+    /// it in the first operation on a tensor in it. It may outlive the group. Private memory where no other rank of this group is on this
+    /// host.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a size beyond the address space, `System` when memory or descriptors are short, or in a forked child; the
+    /// group's first cause.
+    pub fn arena(&self, bytes: usize, label: &str) -> Result<SharedArena> {
+        let Membership { health, hosts, control, registry, .. } = &*self.membership;
+        control.plane.owner.check()?;
+        health.check()?;
+        if hosts.iter().any(|host| host.len() == 1 && host.contains(&self.rank())) {
+            return SharedArena::private(bytes, registry);
+        }
+        // The kernel accepts 249 bytes without NUL.
+        let label: String = label.chars().filter(|c| *c != '\0').take(50).collect();
+        SharedArena::new(&label, bytes, registry)
+    }
+
+    /// The builder of the next lane.
+    fn builder(&self) -> Result<LaneBuilder<'_>> {
+        let Membership { health, id, hosts, control, registry, channels, .. } = &*self.membership;
+        control.plane.owner.check()?;
+        health.check()?;
+        let channel = channels.fetch_add(1, Ordering::Relaxed);
+        let deadline = Deadline::after(control.plane.config.connect_timeout);
+        Ok(LaneBuilder { control, health, group: *id, what: "lane", channel, hosts, deadline, registry })
+    }
+
+    /// Builds the sub-group of some members, given as ranks of this group: its rank r is `ranks[r]`. `None` when this rank is not among
+    /// them. Only the members need to call it, in the same order for the same ranks.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an empty list, a duplicate rank or a rank outside this group, otherwise the first cause of this group.
+    pub fn subgroup(&self, ranks: &[usize], name: &str) -> Result<Option<Group>> {
+        let parent = &self.membership;
+        parent.control.plane.owner.check()?;
+        if ranks.is_empty() {
+            return Err(Error::InvalidArgument(format!("the group {name:?} would have no ranks")));
+        }
+        let mut seen = HashSet::new();
+        if let Some(twice) = ranks.iter().find(|rank| !seen.insert(**rank)) {
+            return Err(Error::InvalidArgument(format!("rank {twice} appears twice in the group {name:?}")));
+        }
+        if let Some(outside) = ranks.iter().find(|rank| **rank >= self.size()) {
+            let size = self.size();
+            return Err(Error::InvalidArgument(format!(
+                "rank {outside} of the group {name:?} is not among the {size} of {:?}",
+                self.name()
+            )));
+        }
+        parent.health.check()?;
+        let Some(rank) = ranks.iter().position(|member| *member == self.rank()) else { return Ok(None) };
+        let world_ranks: Vec<usize> = ranks.iter().map(|member| parent.health.world_rank(*member)).collect();
+        let names = ranks.iter().map(|member| parent.health.host(*member).to_owned()).collect();
+        let nth = {
+            let mut subgroups = lock(&parent.subgroups);
+            let count = subgroups.entry(world_ranks.clone()).or_insert(0);
+            *count += 1;
+            *count
+        };
+        let places: HashMap<usize, usize> = ranks.iter().enumerate().map(|(place, member)| (*member, place)).collect();
+        let local = |host: &Vec<usize>| -> Vec<usize> {
+            let mut here: Vec<usize> = host.iter().filter_map(|old| places.get(old).copied()).collect();
+            here.sort_unstable();
+            here
+        };
+        let mut hosts: Vec<Vec<usize>> = parent.hosts.iter().map(local).filter(|host| !host.is_empty()).collect();
+        hosts.sort_unstable();
+        let health = GroupHealth::new(rank, world_ranks.clone(), names);
+        let id = subgroup_id(parent.id, &world_ranks, nth);
+        parent.control.plane.register(id, &health);
+        // The parent may have failed between the first check and the registration.
+        parent.health.check()?;
+        let membership = Membership {
+            health,
+            stats: Arc::default(),
+            name: name.to_owned(),
+            id,
+            epoch: parent.epoch,
+            hosts,
+            channels: AtomicU32::new(0),
+            registry: Arc::clone(&parent.registry),
+            subgroups: Mutex::default(),
+            left: AtomicBool::new(false),
+            parent: Some(Arc::clone(parent)),
+            control: Arc::clone(&parent.control),
+        };
+        Ok(Some(Group { membership: Arc::new(membership) }))
+    }
+
+    /// Poisons the group on every rank: the others get `PeerRaised` with this class name and text.
+    pub fn raise(&self, kind: &str, message: &str) {
+        let health = &self.membership.health;
+        if self.membership.control.plane.owner.is_current() {
+            let own = health.rank();
+            let (rank, host) = (health.world_rank(own), health.host(own).to_owned());
+            // The first cause remains the cause.
+            let _ = health.fail(Error::PeerRaised { rank, host, kind: kind.to_owned(), message: message.to_owned() });
+        }
+    }
+
+    /// Poisons the group on every rank with `Aborted`.
+    pub fn abort(&self, reason: &str) {
+        if self.membership.control.plane.owner.is_current() {
+            // As in `raise`.
+            let _ = self.membership.health.fail(Error::Aborted(reason.to_owned()));
+        }
+    }
+
+    /// Leaves the group and closes every connection of this rank. Waits of this rank end with `Aborted`. Idempotent; leaving the world
+    /// group leaves its sub-groups.
+    pub fn leave(&self) {
+        self.membership.leave();
+    }
+}
+
+impl Membership {
+    fn leave(&self) {
+        if !self.control.plane.owner.is_current() || self.left.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        if self.parent.is_none() {
+            self.control.plane.flush(|| self.health.check().is_ok());
+            self.control.leave(LEAVING);
+            return;
+        }
+        // Not reported to the members: leaving is not a failure.
+        self.health.fail_from_peer(Error::Aborted(LEAVING.to_owned()));
+        self.control.plane.leave_subgroup(self.id);
+    }
+}
+
+impl Drop for Membership {
+    fn drop(&mut self) {
+        self.leave();
+    }
+}
+
+/// Id of a sub-group, which all members compute without communication.
+fn subgroup_id(parent: u64, world_ranks: &[usize], nth: u64) -> u64 {
+    let ranks: Vec<u8> = world_ranks.iter().flat_map(|rank| (*rank as u64).to_le_bytes()).collect();
+    let hash = digest(&[b"bagua sub-group", &parent.to_le_bytes(), &nth.to_le_bytes(), &ranks]);
+    u64::from_le_bytes(*hash.first_chunk().expect("32 bytes have a first 8"))
+}

@@ -1,0 +1,33 @@
+//! Data between every two members of a new view, before it is used.
+//!
+//! Connecting, and a barrier, exchange packets of less than 200 bytes, and a barrier by hosts not even between every two members. A line
+//! that loses full packets lets them pass, and the first verb of the new view would fail.
+
+use super::super::lane::{Lane, Options};
+use crate::error::{Error, Result};
+use crate::request::{Io, Verb};
+use crate::types::DType;
+
+/// The most bytes from one member to another: dozens of full packets.
+const EACH: usize = 64 << 10;
+
+/// The most bytes from one member to all others.
+const ALL: usize = 4 << 20;
+
+/// Sends data from every member to every other and checks it. Collective.
+///
+/// # Errors
+/// Those of the group; `System` when other bytes have come.
+pub fn carry_data(lane: &mut Lane) -> Result<()> {
+    let (own, size) = (lane.rank(), lane.size());
+    let each = EACH.min(ALL / size).max(1);
+    let byte = |from: usize, to: usize| (from * 31 + to * 7 + 1) as u8;
+    let mut data: Vec<u8> = (0..size).flat_map(|to| std::iter::repeat_n(byte(own, to), each)).collect();
+    let options = Options { label: "data between the members of a view", ..Options::DEFAULT };
+    lane.run(&options, DType::U8, Verb::AllToAll, Io::in_place(&mut data))?;
+    let wrong = data.chunks(each).enumerate().find(|(from, part)| part.iter().any(|got| *got != byte(*from, own)));
+    match wrong {
+        None => Ok(()),
+        Some((from, _)) => Err(Error::other(format!("the data of rank {from} of the new view has changed on its way"))),
+    }
+}

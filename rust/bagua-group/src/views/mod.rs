@@ -1,0 +1,47 @@
+//! Views: how the members of a group agree on a smaller group without those that are gone.
+//!
+//! A membership is a numbered view, and each view is a group of its own, built by `bind` and `connect`. Nothing of a failed group is
+//! repaired: its members only use its control connections, which outlive the failure, to agree on the next view.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `message` | the messages, and their encoding |
+//! | `agreement` | the state machine: events in, actions out; no I/O, clock or socket |
+//! | `inbox` | messages that arrived, also before this rank takes part |
+//! | `driver` | [`Group::shrink`](super::Group::shrink): runs the state machine on a control plane |
+//!
+//! The protocol, for view v of the ranks 0 to n - 1 of the group:
+//!
+//! 1. Each rank that takes part sends `Ready` with v and the ranks that it knows to be gone, to all.
+//! 2. When all ranks that are not gone are ready for v and agree on who is gone, the lowest of them checks the quorum and sends `Propose`.
+//! 3. The members bind and send their `Address` to each other, connect, open their lanes, and make a barrier in the new group.
+//! 4. A rank that has passed the barrier sends `Opened`, also to those that are gone.
+//!
+//! Whenever a rank learns that another is gone, it gives v up and is ready for a later view. Invariants, quoted by the tests:
+//!
+//! 1. **One proposal for a view.** While a rank is at view v, its set of gone ranks does not change, and only the lowest of the others may
+//!    propose.
+//! 2. **A view is used only when all its members have opened it**, because only then the barrier can be passed.
+//! 3. **A rank that is ready for a later view has not used an earlier one.** A rank whose barrier failed keeps its end of that view until
+//!    it accepts a later proposal: by then every rank that is not gone has said that it did not pass. If one passed, its `Opened` has come
+//!    instead, and this rank uses that view too, although it has lost a member already.
+//! 4. **Who is left behind hears of it**, by being named as gone or by an `Opened` without it, before the others' connections end: ends of
+//!    connections after that are no sign that processes ended.
+
+mod agreement;
+mod carry;
+mod driver;
+mod inbox;
+mod message;
+#[cfg(test)]
+mod tests;
+
+pub use agreement::Quorum;
+pub use carry::carry_data;
+pub use driver::View;
+pub(super) use inbox::Inbox;
+pub(super) use message::ViewMessage;
+#[cfg(all(test, not(model)))]
+pub(super) use message::{GoneRank, RANKS_LIMIT};
+#[cfg(all(test, not(model)))]
+pub(super) use tests::replay::replay;

@@ -1,0 +1,35 @@
+//! Groups close all descriptors and end all threads. Alone in its file, because it counts those of the whole process.
+
+mod group_world;
+
+use bagua_group::TransportChoice;
+use group_world::{until, world_with};
+
+fn count(path: &str) -> usize {
+    std::fs::read_dir(path).unwrap().count()
+}
+
+#[test]
+fn dropping_groups_with_lanes_closes_all_descriptors_and_ends_all_threads() {
+    let round = || {
+        for transport in [TransportChoice::Auto, TransportChoice::Tcp] {
+            let groups = world_with(3, |config| {
+                config.transport = transport;
+                config.host_id = ["a", "a", "b"][config.rank].to_owned();
+            });
+            let lanes: Vec<_> = std::thread::scope(|scope| {
+                let threads: Vec<_> = groups.iter().map(|group| scope.spawn(|| group.lane().unwrap())).collect();
+                threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+            });
+            groups[0].raise("ValueError", "bad number");
+            drop((groups, lanes));
+        }
+    };
+    round();
+    let (descriptors, threads) = (count("/proc/self/fd"), count("/proc/self/task"));
+    for _ in 0..3 {
+        round();
+    }
+    until("the threads have ended", || count("/proc/self/task") <= threads);
+    assert_eq!(count("/proc/self/fd"), descriptors);
+}

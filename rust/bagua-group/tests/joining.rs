@@ -1,0 +1,89 @@
+//! A rank that ends or freezes while a group is being joined is named by the others, long before their deadline.
+
+mod group_world;
+
+use std::time::Duration;
+
+use bagua_group::{Bootstrap, Config, Group};
+use bagua_types::error::Error;
+use group_world::{Process, cause, config, connect_all, run_commands, until};
+use rustix::process::Signal;
+
+const ENTRY: &str = "entry_of_processes";
+
+/// How long a rank may be silent. The deadline is 20 s.
+const HEARTBEAT: Duration = Duration::from_secs(2);
+
+/// The rank that ends or freezes.
+const VICTIM: usize = 2;
+
+const SIZE: usize = 4;
+
+#[test]
+#[ignore = "the other tests start processes that run this"]
+fn entry_of_processes() {
+    run_commands();
+}
+
+/// When it happens.
+#[derive(Clone, Copy, Debug)]
+enum Moment {
+    /// All ranks have its address, and it has connected to none of them.
+    BeforeConnecting,
+    /// It waits for the last rank, which has not begun to connect.
+    PartlyConnected,
+    /// It is connected to all, and the others open a lane, which needs it.
+    OpeningLanes,
+}
+
+/// Starts the victim and joins a group with it; the outcomes of the ranks that the moment concerns.
+fn join(signal: Signal, moment: Moment) -> Vec<Result<(), Error>> {
+    let mut victim = Process::start(ENTRY, VICTIM, SIZE, HEARTBEAT);
+    let bind = |rank| Bootstrap::bind(Config { heartbeat_timeout: HEARTBEAT, ..config(rank, SIZE) }).unwrap();
+    let mut others: Vec<Bootstrap> = [0, 1, 3].map(bind).into();
+    let mut addresses: Vec<Vec<u8>> = others.iter().map(|bootstrap| bootstrap.address().to_vec()).collect();
+    addresses.insert(VICTIM, victim.address());
+    // A lane of one host needs the rank that makes its memory only.
+    let lane = |group: Group| group.lane().map(drop).and_then(|()| Err(cause(&group)));
+    match moment {
+        Moment::BeforeConnecting => {
+            victim.signal(signal);
+            connect_all(others, &addresses).into_iter().map(|group| group.map(drop)).collect()
+        }
+        Moment::PartlyConnected => {
+            // It listens, and is late.
+            let _last = others.pop();
+            let before = victim.sockets();
+            victim.connect(&addresses);
+            std::thread::scope(|scope| {
+                let joining = scope.spawn(|| connect_all(others, &addresses));
+                until("it is connected to the lower ranks", || victim.sockets() >= before + 2);
+                victim.signal(signal);
+                joining.join().unwrap().into_iter().map(|group| group.map(drop)).collect()
+            })
+        }
+        Moment::OpeningLanes => {
+            victim.connect(&addresses);
+            let groups = connect_all(others, &addresses);
+            victim.read_after("CONNECTED");
+            std::thread::scope(|scope| {
+                let opening: Vec<_> =
+                    groups.into_iter().map(|group| scope.spawn(move || lane(group.unwrap()))).collect();
+                victim.signal(signal);
+                opening.into_iter().map(|rank| rank.join().unwrap()).collect()
+            })
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_ends_or_freezes_at_any_moment_of_joining_is_named_by_all_others() {
+    for moment in [Moment::BeforeConnecting, Moment::PartlyConnected, Moment::OpeningLanes] {
+        for signal in [Signal::KILL, Signal::STOP] {
+            for outcome in join(signal, moment) {
+                let named = matches!(&outcome, Err(Error::PeerLost { rank: VICTIM, .. }));
+                assert!(named, "{signal:?}, {moment:?}: {outcome:?}");
+            }
+        }
+    }
+}

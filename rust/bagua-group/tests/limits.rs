@@ -1,0 +1,107 @@
+//! The limit of file descriptors. Alone in its file, because the limit is that of the whole process.
+
+mod group_world;
+
+use std::time::Instant;
+
+use bagua_group::{Bootstrap, Group, Lane, Options, TransportChoice};
+use bagua_types::error::Error;
+use group_world::{config, try_world, world_with};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+fn limit(current: u64, maximum: Option<u64>) {
+    setrlimit(Resource::Nofile, Rlimit { current: Some(current), maximum }).unwrap();
+}
+
+fn soft() -> u64 {
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
+}
+
+fn open() -> u64 {
+    std::fs::read_dir("/proc/self/fd").unwrap().count() as u64 - 1
+}
+
+fn lanes(groups: &[Group]) -> Vec<Lane> {
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = groups.iter().map(|group| scope.spawn(|| group.lane().unwrap())).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+fn meet(lanes: &mut [Lane]) {
+    std::thread::scope(|scope| {
+        for lane in lanes {
+            scope.spawn(|| lane.barrier(&Options::default()).unwrap());
+        }
+    });
+}
+
+/// The text of the error of a rank that may not open as many descriptors as it needs.
+fn refusal(error: Error, allowed: u64) -> String {
+    assert!(matches!(error, Error::System { .. }), "{error:?}");
+    let text = error.to_string();
+    for word in ["file descriptors", "ulimit", &allowed.to_string()] {
+        assert!(text.contains(word), "{word:?} is not in {text:?}");
+    }
+    text
+}
+
+#[test]
+fn a_rank_raises_the_soft_limit_as_far_as_its_world_needs_and_fails_at_the_hard_limit() {
+    let tcp = |world_size: usize| {
+        let mut config = config(0, world_size);
+        config.transport = TransportChoice::Tcp;
+        config
+    };
+    let hard = getrlimit(Resource::Nofile).maximum;
+
+    // A limit that suffices stays as it is.
+    limit(512, hard);
+    drop(Bootstrap::bind(tcp(8)).unwrap());
+    assert_eq!(soft(), 512);
+    // A world of one needs no connections.
+    limit(16, hard);
+    drop(Bootstrap::bind(tcp(1)).unwrap());
+    assert_eq!(soft(), 16);
+
+    // Ranks of one process raise it one after the other, and each lane raises it for its own streams.
+    limit(64, hard);
+    let groups = world_with(6, |config| config.transport = TransportChoice::Tcp);
+    let mut all: Vec<Vec<Lane>> = (0..6).map(|_| lanes(&groups)).collect();
+    all.iter_mut().for_each(|lanes| meet(lanes));
+    assert!(open() > 6 * 5 * (1 + 6 * 2));
+    assert!((open()..open() + 1000).contains(&soft()), "{} of {}", open(), soft());
+    drop((all, groups));
+
+    // A new lane that the hard limit forbids fails the group on every rank, with the reason.
+    let groups = world_with(2, |config| {
+        config.transport = TransportChoice::Tcp;
+        config.streams_per_peer = 64;
+    });
+    let allowed = open() + 60;
+    limit(allowed, Some(allowed));
+    let start = Instant::now();
+    let errors: Vec<Error> = std::thread::scope(|scope| {
+        let threads: Vec<_> =
+            groups.iter().map(|group| scope.spawn(|| group.lane().map(|_| ()).unwrap_err())).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert!(start.elapsed().as_secs() < 6, "{:?}", start.elapsed());
+    for error in errors {
+        assert!(refusal(error, allowed).contains("64 streams"));
+    }
+    drop(groups);
+
+    // A world that needs more than the hard limit fails before anything is sent.
+    let Err(error) = Bootstrap::bind(tcp(100)) else { panic!("{} descriptors were enough", soft()) };
+    let text = refusal(error, allowed);
+    assert!(text.contains(&format!("{}", 99 * 3 + 10 + open())), "{text}");
+    // Ranks of several hosts notice it when they know the addresses.
+    let errors = try_world(8, |config| {
+        config.host_id = config.rank.to_string();
+        config.streams_per_peer = 20;
+    });
+    for error in errors {
+        refusal(error.map(|_| ()).unwrap_err(), allowed);
+    }
+}

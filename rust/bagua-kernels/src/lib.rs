@@ -1,0 +1,11 @@
+//! Arithmetic on tensors in memory: element-wise reductions and codecs, with the instructions of the processor at hand. No I/O, no threads,
+//! no clock.
+
+#![deny(unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
+
+pub mod codec;
+pub mod prefetch;
+pub mod reduce;
+
+use bagua_types::{error, types};

@@ -1,0 +1,23 @@
+//! Memory: borrowed tensors on the host or a device, and memory that peers on this host map.
+//!
+//! One of the few rooms where `unsafe` is allowed: everything above works on slices and buffers of this module.
+
+#![allow(unsafe_code)]
+
+mod arena;
+mod device;
+mod host;
+mod mapping;
+mod region;
+mod shared;
+mod weight_lock;
+mod weights;
+
+pub use arena::Arena;
+pub use device::{Buffer, BufferMut, Device, DeviceRef, Stamp, kind_of, name_of, same_place};
+pub use host::HostMemory;
+pub use mapping::Mapping;
+pub use region::Region;
+pub use shared::{Finder, KnownArena, LaneId, Mapped, MappedArenas, Registry, SharedArena};
+pub use weight_lock::{Owner, Request, WeightGuard, WeightLock};
+pub use weights::{ArenaBuffer, DeviceWeights, Locked, WeightStep, Weights};

@@ -1,0 +1,468 @@
+//! The flight recorder: the last [`CAPACITY`] operations of a process, to find out afterwards which rank did not come to which operation.
+//!
+//! Recording is always on. A blocking operation costs one atomic addition, a cache line, and two readings of the processor's
+//! counter: some 20 ns. With one ring behind one lock and the kernel's clock it cost 50 ns, 75 beside another rank: 23 for the two locks,
+//! 24 for the clock. So each lane has a ring of its own, which only the thread writes that has the lane; their operations are put in order when they are read.
+//! What is queued costs a thread change anyway, and is kept behind a lock until it begins.
+
+mod operation;
+mod ring;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, Mutex};
+
+pub use self::operation::{Announced, CAPACITY, Operation, State, What};
+use self::ring::{Begun, Ring};
+
+use crate::error::Error;
+use crate::sync::{Scale, TickClock};
+use crate::types::{Fingerprint, Kind};
+use crate::wait::lock;
+
+/// The most bytes of a label that are kept.
+const LABEL_LEN: usize = 64;
+
+/// An operation that is or was queued, for its next change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "an operation that is never ended is shown as hanging"]
+pub struct Ticket(u64);
+
+/// An operation that has begun, for its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "an operation that is never ended is shown as hanging"]
+pub struct Running {
+    /// Its number.
+    n: u64,
+    /// Its place in the ring of its lane.
+    place: u64,
+}
+
+/// The last operations of a process.
+pub struct FlightRecorder {
+    /// What operations are timed with.
+    clock: TickClock,
+    /// False: operations that begin now are not recorded. For benchmarks.
+    on: AtomicBool,
+    /// Number of the next operation.
+    next: AtomicU64,
+    /// What is not in a ring. No code that can panic or wait runs under this lock.
+    queues: Mutex<Queues>,
+    /// The lanes that have operations among the last, the closed ones too.
+    lanes: Mutex<Vec<Arc<RecordedLane>>>,
+}
+
+/// Operations that no lane has begun.
+#[derive(Default)]
+struct Queues {
+    /// Those that wait, and jobs that run and have begun no operation yet.
+    waiting: BTreeMap<u64, Job>,
+    /// Those that ended so, the last of them.
+    ended: VecDeque<Job>,
+}
+
+/// The operations of a lane.
+struct RecordedLane {
+    /// Name of the group.
+    group: Arc<str>,
+    /// Number of the lane in the group.
+    channel: u32,
+    /// Its operations.
+    ring: Ring,
+}
+
+impl Default for FlightRecorder {
+    fn default() -> FlightRecorder {
+        FlightRecorder {
+            clock: TickClock::start(),
+            on: AtomicBool::new(true),
+            next: AtomicU64::new(0),
+            queues: Mutex::default(),
+            lanes: Mutex::default(),
+        }
+    }
+}
+
+impl FlightRecorder {
+    /// What a lane of this group records with.
+    pub fn lane(&'static self, group: &str, channel: u32) -> LaneRecorder {
+        let lane = Arc::new(RecordedLane { group: group.into(), channel, ring: Ring::new() });
+        let mut lanes = lock(&self.lanes);
+        // Closed lanes stay as long as they have operations to show.
+        let oldest = self.oldest();
+        lanes.retain(|lane| Arc::strong_count(lane) > 1 || lane.ring.reaches(oldest));
+        lanes.push(Arc::clone(&lane));
+        LaneRecorder { recorder: self, lane }
+    }
+
+    /// Whether operations that begin from now on are recorded.
+    pub fn set_recording(&self, on: bool) {
+        self.on.store(on, Relaxed);
+    }
+
+    /// The last operations, oldest first, and before them those that run and are older.
+    pub fn operations(&self) -> Vec<Operation> {
+        // An operation that begins now may have its number and not its place yet.
+        for _ in 0..100 {
+            let found = self.read();
+            let last: Vec<u64> = found.iter().rev().map(|op| op.n).take(CAPACITY).collect();
+            if last.windows(2).all(|pair| pair[0] == pair[1] + 1) {
+                return found;
+            }
+            std::thread::yield_now();
+        }
+        self.read()
+    }
+
+    fn read(&self) -> Vec<Operation> {
+        let oldest = self.oldest();
+        let (mut found, scale) = (BTreeMap::new(), self.clock.scale());
+        let queues = lock(&self.queues);
+        let ended = queues.ended.iter().filter(|job| job.op.n >= oldest);
+        let waiting = queues.waiting.values().filter(|job| job.op.n >= oldest || job.op.state == State::Started);
+        found.extend(ended.chain(waiting).map(|job| (job.op.n, job.shown(&scale))));
+        drop(queues);
+        for lane in &*lock(&self.lanes) {
+            let mut begun = Vec::new();
+            lane.ring.read(oldest, &mut begun);
+            // After the queues, because what leaves a queue is in a ring before.
+            found.extend(begun.into_iter().map(|op| (op.n, shown(lane, op, &scale))));
+        }
+        found.into_values().collect()
+    }
+
+    /// Number of the oldest of the last operations.
+    fn oldest(&self) -> u64 {
+        self.next.load(Relaxed).saturating_sub(CAPACITY as u64)
+    }
+}
+
+/// An operation of a ring, as it is read out.
+fn shown(lane: &RecordedLane, op: Begun, scale: &Scale) -> Operation {
+    let Begun { n, seq, count, bytes, begin, end, kind, op, dtype, root, state, label, missing } = op;
+    Operation {
+        n,
+        group: Arc::clone(&lane.group),
+        channel: lane.channel,
+        seq: Some(seq),
+        what: What::Kind(kind, op),
+        label,
+        dtype: (kind != Kind::Barrier).then_some(dtype),
+        count,
+        bytes,
+        root,
+        state,
+        begin: Some(scale.since_epoch(begin)),
+        end: end.map(|end| scale.since_epoch(end)),
+        missing,
+    }
+}
+
+/// A queued job.
+struct Job {
+    /// The operation without its times.
+    op: Operation,
+    /// When it was begun, in ticks.
+    begin: Option<u64>,
+    /// When it ended, in ticks.
+    end: Option<u64>,
+}
+
+impl Job {
+    fn shown(&self, scale: &Scale) -> Operation {
+        let time = |ticks: Option<u64>| ticks.map(|ticks| scale.since_epoch(ticks));
+        Operation { begin: time(self.begin), end: time(self.end), ..self.op.clone() }
+    }
+}
+
+/// What one lane records with. A lane does one operation at a time.
+#[derive(Clone)]
+pub struct LaneRecorder {
+    /// The process's.
+    recorder: &'static FlightRecorder,
+    /// Where its operations are.
+    lane: Arc<RecordedLane>,
+}
+
+impl LaneRecorder {
+    /// An operation waits in a queue from now on. `None` while nothing is recorded.
+    pub fn queue(&self, op: &Announced<'_>) -> Option<Ticket> {
+        let LaneRecorder { recorder, lane } = self;
+        if !recorder.on.load(Relaxed) {
+            return None;
+        }
+        let mut queues = lock(&recorder.queues);
+        let n = recorder.next.fetch_add(1, Relaxed);
+        let op = Operation {
+            n,
+            group: Arc::clone(&lane.group),
+            channel: lane.channel,
+            seq: None,
+            what: op.what,
+            label: cut(op.label).to_owned(),
+            dtype: op.dtype,
+            count: op.count as u64,
+            bytes: op.bytes as u64,
+            root: op.root.and_then(|root| u32::try_from(root).ok()),
+            state: State::Queued,
+            begin: None,
+            end: None,
+            missing: Vec::new(),
+        };
+        queues.waiting.insert(n, Job { op, begin: None, end: None });
+        Some(Ticket(n))
+    }
+
+    /// The communication thread takes a queued job; the first operation of the job has the same ticket.
+    pub fn start(&self, ticket: Ticket) {
+        let now = self.recorder.clock.now();
+        if let Some(job) = lock(&self.recorder.queues).waiting.get_mut(&ticket.0) {
+            job.begin = Some(now);
+            job.op.state = State::Started;
+        }
+    }
+
+    /// A job that had no operation of its own ended, or was dropped before it began.
+    pub fn finish(&self, ticket: Ticket, failure: Option<(&Error, usize)>) {
+        let now = self.recorder.clock.now();
+        let mut queues = lock(&self.recorder.queues);
+        let Some(mut job) = queues.waiting.remove(&ticket.0) else { return };
+        job.end = Some(now);
+        job.op.state = if failure.is_none() { State::Done } else { State::Failed };
+        if let Some((error, own)) = failure
+            && job.begin.is_some()
+        {
+            job.op.missing = missing(error, own);
+        }
+        if queues.ended.len() == CAPACITY {
+            queues.ended.pop_front();
+        }
+        queues.ended.push_back(job);
+    }
+
+    /// An operation begins: the one that was queued, or a new one. `None` while nothing is recorded.
+    #[inline]
+    pub fn begin(&self, queued: Option<Ticket>, says: &Fingerprint, payload: usize, label: &str) -> Option<Running> {
+        let LaneRecorder { recorder, lane } = self;
+        let n = match queued {
+            Some(ticket) => ticket.0,
+            None if recorder.on.load(Relaxed) => recorder.next.fetch_add(1, Relaxed),
+            None => return None,
+        };
+        // Of an all_to_all_v a fingerprint has no count, because ranks may differ.
+        let count = if says.kind == Kind::AllToAllV { (payload / says.dtype.size()) as u64 } else { says.count };
+        let place = lane.ring.begin(n, says, count, payload as u64, recorder.clock.now());
+        if !label.is_empty() {
+            lane.ring.label(n, cut(label));
+        }
+        if queued.is_some() {
+            lock(&recorder.queues).waiting.remove(&n);
+        }
+        Some(Running { n, place })
+    }
+
+    /// An operation ended, with an error or well. The number beside the error is this process's rank in the world, which is never missing to itself.
+    #[inline]
+    pub fn end(&self, Running { n, place }: Running, failure: Option<(&Error, usize)>) {
+        let LaneRecorder { recorder, lane } = self;
+        if let Some((error, own)) = failure {
+            let missing = missing(error, own);
+            if !missing.is_empty() {
+                lane.ring.missing(n, missing);
+            }
+        }
+        lane.ring.end(n, place, recorder.clock.now(), failure.is_some());
+    }
+}
+
+/// The part of a label that is kept.
+fn cut(label: &str) -> &str {
+    let end = (0..=LABEL_LEN.min(label.len())).rev().find(|at| label.is_char_boundary(*at));
+    &label[..end.unwrap_or(0)]
+}
+
+/// The world ranks but `own` that had not come, as far as the error says.
+fn missing(error: &Error, own: usize) -> Vec<usize> {
+    let mut ranks = match error {
+        Error::Timeout { missing, .. } => missing.clone(),
+        Error::PeerLost { rank, .. } | Error::PeerRaised { rank, .. } => vec![*rank],
+        Error::Mismatch(_)
+        | Error::Aborted(_)
+        | Error::InvalidArgument(_)
+        | Error::UnsupportedType(_)
+        | Error::NotImplemented(_)
+        | Error::Unavailable(_)
+        | Error::Device(_)
+        | Error::System { .. } => Vec::new(),
+    };
+    ranks.retain(|rank| *rank != own);
+    ranks
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::types::{DType, ReduceOp};
+
+    fn recorder() -> &'static FlightRecorder {
+        Box::leak(Box::default())
+    }
+
+    fn says(seq: u64) -> Fingerprint {
+        Fingerprint { seq, op: Some(ReduceOp::Sum), ..Fingerprint::new(Kind::AllReduce, DType::F32, 4) }
+    }
+
+    fn begin(lane: &LaneRecorder, seq: u64) -> Running {
+        lane.begin(None, &says(seq), 16, "").unwrap()
+    }
+
+    #[test]
+    fn the_last_thousand_operations_are_kept_with_numbers_that_count_by_one() {
+        let recorder = recorder();
+        let lanes = [recorder.lane("world", 0), recorder.lane("world", 1), recorder.lane("world/0,1", 0)];
+        for n in 0..1200 {
+            let lane = &lanes[n as usize % 3];
+            lane.end(begin(lane, n / 3), None);
+        }
+        let shown = recorder.operations();
+        assert_eq!(shown.iter().map(|op| op.n).collect::<Vec<_>>(), (200..1200).collect::<Vec<_>>());
+        for op in shown {
+            let place = [("world", 0), ("world", 1), ("world/0,1", 0)][op.n as usize % 3];
+            assert_eq!(((&*op.group, op.channel), op.seq), (place, Some(op.n / 3)));
+            assert_eq!((op.what.text().as_str(), op.count, op.bytes), ("all_reduce(sum)", 4, 16));
+            assert!(op.state == State::Done && op.begin.unwrap() <= op.end.unwrap());
+        }
+    }
+
+    #[test]
+    fn a_queued_operation_keeps_its_number_when_it_begins_on_another_lane() {
+        let recorder = recorder();
+        let lane = recorder.lane("world", 0);
+        let op = Announced { label: "b0", dtype: Some(DType::F32), ..Announced::job("centralized") };
+        let queued = lane.queue(&op).unwrap();
+        lane.end(begin(&lane, 0), None);
+        let shown = &recorder.operations()[0];
+        assert_eq!((shown.n, shown.what.text().as_str(), shown.state), (0, "centralized", State::Queued));
+        assert_eq!((shown.seq, shown.begin, shown.label.as_str()), (None, None, "b0"));
+        lane.start(queued);
+        let other = recorder.lane("world, host 0", 1);
+        let ticket = other.begin(Some(queued), &says(7), 16, "b0").unwrap();
+        other.end(ticket, None);
+        let shown = &recorder.operations()[0];
+        assert_eq!((shown.n, shown.seq, shown.channel, shown.state), (0, Some(7), 1, State::Done));
+        assert_eq!((&*shown.group, recorder.operations().len()), ("world, host 0", 2));
+    }
+
+    #[test]
+    fn an_operation_that_runs_is_shown_however_many_others_follow_and_only_while_it_runs() {
+        let recorder = recorder();
+        let (lane, other) = (recorder.lane("world", 0), recorder.lane("world", 1));
+        let op = Announced::job("callback");
+        let (long, job) = (begin(&lane, 0), other.queue(&op).unwrap());
+        other.start(job);
+        for seq in 0..3 * CAPACITY as u64 {
+            other.end(begin(&other, seq), None);
+        }
+        let shown = recorder.operations();
+        assert_eq!((shown.len(), shown[0].n, shown[1].n), (CAPACITY + 2, 0, 1));
+        assert!(shown[..2].iter().all(|op| op.state == State::Started && op.end.is_none()));
+        lane.end(long, Some((&Error::Mismatch(String::new()), 0)));
+        other.finish(job, None);
+        let numbers: Vec<_> = recorder.operations().iter().map(|op| op.n).collect();
+        assert_eq!(numbers, shown[2..].iter().map(|op| op.n).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_job_that_is_dropped_failed_without_having_begun() {
+        let recorder = recorder();
+        let lane = recorder.lane("world", 0);
+        let job = lane.queue(&Announced::job("centralized")).unwrap();
+        let lost = Error::PeerRaised { rank: 2, host: String::new(), kind: String::new(), message: String::new() };
+        lane.finish(job, Some((&lost, 0)));
+        let shown = &recorder.operations()[0];
+        assert_eq!((shown.state, shown.begin, shown.missing.len()), (State::Failed, None, 0));
+    }
+
+    #[test]
+    fn operations_of_a_closed_lane_stay_until_others_have_taken_their_place() {
+        let recorder = recorder();
+        for channel in 0..2000 {
+            let lane = recorder.lane("world", channel);
+            lane.end(begin(&lane, 0), None);
+        }
+        assert_eq!(recorder.operations().len(), CAPACITY);
+        assert!(lock(&recorder.lanes).len() <= CAPACITY + 1);
+    }
+
+    #[test]
+    fn a_reader_never_sees_half_an_operation_while_other_threads_write() {
+        let recorder = recorder();
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..2)
+                .map(|channel| {
+                    scope.spawn(move || {
+                        let lane = recorder.lane("world", channel);
+                        for seq in 0..50_000u64 {
+                            let says = Fingerprint { count: seq, ..says(seq) };
+                            let running = lane.begin(None, &says, seq as usize, "").unwrap();
+                            lane.end(running, None);
+                        }
+                    })
+                })
+                .collect();
+            while threads.iter().any(|thread| !thread.is_finished()) {
+                for op in recorder.operations() {
+                    assert_eq!((Some(op.count), Some(op.bytes)), (op.seq, op.seq));
+                    assert_eq!(op.state == State::Done, op.end.is_some());
+                }
+            }
+        });
+        let shown = recorder.operations();
+        assert_eq!(shown.iter().map(|op| op.n).collect::<Vec<_>>(), (99_000..100_000).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_failed_operation_names_the_other_ranks_that_had_not_come() {
+        let recorder = recorder();
+        let lane = recorder.lane("world", 0);
+        let timeout = |missing| Error::Timeout { after: Duration::ZERO, missing, noticed_by: 0, progress: None };
+        let raised =
+            |rank| Error::PeerRaised { rank, host: String::new(), kind: String::new(), message: String::new() };
+        let errors = [timeout(vec![1, 2]), timeout(vec![1]), raised(3), raised(1), Error::Mismatch(String::new())];
+        for (seq, error) in (0..).zip(&errors) {
+            lane.end(begin(&lane, seq), Some((error, 1)));
+        }
+        let shown: Vec<_> = recorder.operations().into_iter().map(|op| op.missing).collect();
+        assert_eq!(shown, [vec![2], vec![], vec![3], vec![], vec![]]);
+        (0..CAPACITY as u64).for_each(|seq| lane.end(begin(&lane, seq), None));
+        assert!(recorder.operations().iter().all(|op| op.missing.is_empty()));
+    }
+
+    #[test]
+    fn a_long_label_is_cut_between_two_characters_and_leaves_with_its_operation() {
+        let recorder = recorder();
+        let lane = recorder.lane("world", 0);
+        let label = "é".repeat(40) + "x";
+        let ticket = lane.begin(None, &says(0), 16, &label).unwrap();
+        lane.end(ticket, None);
+        assert_eq!(recorder.operations()[0].label, "é".repeat(32));
+        (0..CAPACITY as u64).for_each(|seq| lane.end(begin(&lane, seq), None));
+        assert!(recorder.operations().iter().all(|op| op.label.is_empty()));
+    }
+
+    #[test]
+    fn nothing_is_recorded_while_recording_is_off() {
+        let recorder = recorder();
+        let lane = recorder.lane("world", 0);
+        recorder.set_recording(false);
+        assert_eq!(lane.queue(&Announced::job("callback")), None);
+        assert_eq!(lane.begin(None, &says(0), 16, ""), None);
+        assert_eq!(recorder.operations(), []);
+        recorder.set_recording(true);
+        lane.end(begin(&lane, 1), None);
+        assert_eq!(recorder.operations().len(), 1);
+    }
+}

@@ -1,0 +1,358 @@
+//! The streams of one rank to the other ranks of a group: many messages at the same time, in both directions, without copies.
+//!
+//! Bodies are sent from and received into the caller's memory. There is no thread: [`Mesh::exchange`] drives all transfers on the calling
+//! thread, and sleeps when none can make progress.
+
+mod chunk;
+mod endpoint;
+mod plan;
+
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::{Broken, Incoming, OpContext, Outgoing, Readiness, Transport};
+use crate::error::{Error, Result};
+use crate::wait::{Doorbell, SLICE};
+pub use chunk::{Chunk, LEN as CHUNK_LEN};
+use endpoint::{ByteCounts, Endpoint, PeerFault};
+pub use plan::Plan;
+pub use plan::Step;
+use plan::{Listed, Lists};
+use std::sync::atomic::Ordering::Relaxed;
+
+/// How long an idle rank polls its streams before it sleeps: longer than a round trip on one host, too short to slow down a computing
+/// thread on the same core.
+const SPIN: Duration = Duration::from_micros(30);
+
+/// Shortest and longest sleep when no single wait covers all streams: some notify by descriptor and others by doorbell, or one has no
+/// notification.
+const POLL_PAUSES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
+
+/// Rounds of progress over all peers after which the health and the deadline are checked, also while every round moves bytes.
+const BUSY_ROUNDS: u32 = 64;
+
+/// The streams of one rank to the other members of a group; see the module.
+pub struct Mesh {
+    /// This rank's index.
+    rank: usize,
+    /// Group ranks by index.
+    members: Vec<usize>,
+    /// The streams to each member and their transfers, by index.
+    endpoints: Vec<Endpoint>,
+    /// Rung by the peers whose streams wait by [`Readiness::Doorbell`].
+    bell: Option<Doorbell>,
+    /// Indices of peers with unfinished transfers, starting after this rank's index so that ranks do not all start with rank 0.
+    active: Vec<usize>,
+    /// Group ranks that the exchange waits for. Kept between calls to reuse its memory.
+    missing: Vec<usize>,
+    /// The lists of [`Listed`]. Kept between calls to reuse their memory.
+    lists: (Lists, Vec<usize>),
+}
+
+impl Mesh {
+    /// A mesh in which this process has index `rank`. `members[i]` is the group rank of index i, `links[i]` the stream to it (`None` for
+    /// this rank's index), `bell` the doorbell for streams that wait by [`Readiness::Doorbell`].
+    ///
+    /// # Panics
+    /// When the arguments are inconsistent.
+    pub fn new(
+        rank: usize,
+        members: Vec<usize>,
+        links: Vec<Option<Box<dyn Transport>>>,
+        bell: Option<Doorbell>,
+    ) -> Mesh {
+        Mesh::bundled(rank, members, links.into_iter().map(|link| link.into_iter().collect()).collect(), bell)
+    }
+
+    /// As [`Mesh::new`], with any number of streams to each index (none to this rank's): a message is divided into chunks, and the next
+    /// chunk goes to the first stream with room. Both ends must have the same number of streams, in the same order.
+    ///
+    /// # Panics
+    /// When the arguments are inconsistent.
+    pub fn bundled(
+        rank: usize,
+        members: Vec<usize>,
+        bundles: Vec<Vec<Box<dyn Transport>>>,
+        bell: Option<Doorbell>,
+    ) -> Mesh {
+        assert!(rank < members.len() && members.len() == bundles.len(), "one bundle per member");
+        for (index, bundle) in bundles.iter().enumerate() {
+            assert_eq!(bundle.is_empty(), index == rank, "a stream to every member except this rank");
+            let rings = bundle.iter().any(|link| matches!(link.readiness(), Readiness::Doorbell));
+            assert!(bell.is_some() || !rings, "a stream with a doorbell needs the mesh's doorbell");
+        }
+        let lists = (members.iter().map(|_| (Vec::new(), Vec::new())).collect(), vec![0; members.len()]);
+        let endpoints = bundles.into_iter().enumerate().map(|(peer, bundle)| Endpoint::new(peer, bundle)).collect();
+        Mesh { rank, members, endpoints, bell, active: Vec::new(), missing: Vec::new(), lists }
+    }
+
+    /// This rank's index.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Number of members, this rank included.
+    pub fn size(&self) -> usize {
+        self.members.len()
+    }
+
+    /// Name of the transport to each index; "self" for this rank's.
+    pub fn names(&self) -> Vec<&'static str> {
+        self.endpoints.iter().map(|endpoint| endpoint.name().unwrap_or("self")).collect()
+    }
+
+    /// Sends and receives all messages; peers are indices of the mesh. Messages between two ranks are matched in the order given. The
+    /// header of a message is compared with the expected one before any byte of its body is used.
+    ///
+    /// # Errors
+    /// The first cause of the group; `Timeout`; `PeerLost`; `Mismatch`. The streams are unusable afterwards. With the streams
+    /// unchanged: `InvalidArgument` for a message to or from this rank itself, `UnsupportedType` for one in device memory.
+    pub fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
+        self.exchange_step(cx, Step::default(), sends, recvs)
+    }
+
+    /// [`Mesh::exchange`], where the operation of a peer may be visible elsewhere: while no bytes move, `elsewhere` returns the text of a
+    /// peer's operation that differs from this one.
+    ///
+    /// # Errors
+    /// As [`Mesh::exchange`].
+    pub fn exchange_unless(
+        &mut self,
+        cx: &OpContext<'_>,
+        sends: &[Outgoing<'_>],
+        recvs: &mut [Incoming<'_>],
+        elsewhere: &dyn Fn(usize) -> Option<String>,
+    ) -> Result<()> {
+        self.run_listed(cx, Step::default(), sends, recvs, elsewhere)
+    }
+
+    /// [`Mesh::exchange`] as one step of an operation with several.
+    ///
+    /// # Errors
+    /// As [`Mesh::exchange`].
+    pub fn exchange_step(
+        &mut self,
+        cx: &OpContext<'_>,
+        step: Step,
+        sends: &[Outgoing<'_>],
+        recvs: &mut [Incoming<'_>],
+    ) -> Result<()> {
+        self.run_listed(cx, step, sends, recvs, &|_| None)
+    }
+
+    fn run_listed(
+        &mut self,
+        cx: &OpContext<'_>,
+        step: Step,
+        sends: &[Outgoing<'_>],
+        recvs: &mut [Incoming<'_>],
+        elsewhere: &dyn Fn(usize) -> Option<String>,
+    ) -> Result<()> {
+        let peers = sends.iter().map(|m| m.peer).chain(recvs.iter().map(|m| m.peer));
+        if let Some(bad) = peers.into_iter().find(|peer| *peer == self.rank || *peer >= self.size()) {
+            return Err(Error::InvalidArgument(format!(
+                "rank {} of {} cannot exchange with {bad}",
+                self.rank,
+                self.size()
+            )));
+        }
+        sends.iter().try_for_each(|message| message.data.as_host().map(drop))?;
+        recvs.iter().try_for_each(|message| message.data.as_buffer().as_host().map(drop))?;
+        let (mut lists, mut begun) = std::mem::take(&mut self.lists);
+        for (to, from) in &mut lists {
+            to.clear();
+            from.clear();
+        }
+        begun.fill(0);
+        sends.iter().enumerate().for_each(|(index, message)| lists[message.peer].0.push(index));
+        recvs.iter().enumerate().for_each(|(index, message)| lists[message.peer].1.push(index));
+        let here: u64 = if recvs.is_empty() {
+            sends.iter().map(|m| m.data.len() as u64).sum()
+        } else {
+            recvs.iter().map(|m| m.data.len() as u64).sum()
+        };
+        let step = Step { total: step.total.max(step.before + here), ..step };
+        let mut plan = Listed { sends, recvs, lists, begun, step, elsewhere };
+        let outcome = self.run(cx, &mut plan);
+        self.lists = (plan.lists, plan.begun);
+        outcome
+    }
+
+    /// Sends and receives all messages of a plan.
+    ///
+    /// # Errors
+    /// As [`Mesh::exchange`].
+    pub fn run(&mut self, cx: &OpContext<'_>, plan: &mut dyn Plan) -> Result<()> {
+        self.active.clear();
+        let n = self.size();
+        for peer in (1..n).map(|distance| (self.rank + distance) % n) {
+            self.endpoints[peer].begin(plan);
+            if !self.endpoints[peer].is_done() {
+                self.active.push(peer);
+            }
+        }
+        let counts_sends = self.active.iter().all(|peer| plan.counts(*peer).1 == 0);
+        let (before, total) = plan.progress();
+        let mut transfer =
+            Transfer { cx, before, total, counts: ByteCounts::default(), counts_sends, idle: None, pauses: 0 };
+        let outcome = self.transfer(&mut transfer, plan);
+        for peer in (0..n).filter(|peer| *peer != self.rank) {
+            self.endpoints[peer].end(plan);
+        }
+        transfer.end_wait();
+        cx.stats.wire_bytes_sent.fetch_add(transfer.counts.wire_sent, Relaxed);
+        cx.stats.wire_bytes_received.fetch_add(transfer.counts.wire_received, Relaxed);
+        outcome
+    }
+
+    fn transfer(&mut self, transfer: &mut Transfer<'_, '_>, plan: &mut dyn Plan) -> Result<()> {
+        let cx = transfer.cx;
+        let mut busy = 0u32;
+        loop {
+            // Read before the streams are polled, so that a ring in between is not missed.
+            let rings = self.bell.as_ref().map_or(0, Doorbell::rings);
+            let moved = self.progress(transfer, plan)?;
+            if self.active.is_empty() {
+                return Ok(());
+            }
+            if moved {
+                transfer.end_wait();
+                busy = busy.wrapping_add(1);
+                if busy.is_multiple_of(BUSY_ROUNDS) && (cx.health.check().is_err() || cx.deadline.passed()) {
+                    self.check(transfer, plan)?;
+                }
+            } else if transfer.idle_for() < SPIN {
+                std::hint::spin_loop();
+            } else if let Err(error) = self.check(transfer, plan) {
+                // A peer may have sent its messages and left, or started its next operation, after the streams were polled: poll once
+                // more before reporting it.
+                let ended = cx.health.check().is_err() || cx.deadline.passed();
+                if ended || !self.progress(transfer, plan)? {
+                    return Err(error);
+                }
+                transfer.end_wait();
+            } else {
+                self.sleep(transfer, rings);
+            }
+        }
+    }
+
+    /// Makes progress with every peer; true when bytes moved. Visits all peers before it returns an error for one, so that each peer gets
+    /// this rank's header before this rank fails.
+    fn progress(&mut self, transfer: &mut Transfer<'_, '_>, plan: &mut dyn Plan) -> Result<bool> {
+        let mut any = false;
+        let mut lost: Option<(usize, Broken)> = None;
+        let mut mismatch: Option<(usize, String)> = None;
+        for &peer in &self.active {
+            match self.endpoints[peer].step(plan, &mut transfer.counts) {
+                Ok(moved) => any |= moved,
+                Err(PeerFault::Lost(broken)) => drop(lost.get_or_insert((peer, broken))),
+                Err(PeerFault::Mismatch(theirs)) => drop(mismatch.get_or_insert((peer, theirs))),
+            }
+        }
+        if let Some((peer, theirs)) = mismatch {
+            return Err(transfer.cx.mismatch(self.members[peer], &theirs));
+        }
+        if let Some((peer, Broken { how, source })) = lost {
+            let error = transfer.cx.health.attribute_broken_stream(self.members[peer], &how, &source);
+            return Err(error.during(transfer.cx.progress(transfer.done(), transfer.total)));
+        }
+        if any {
+            self.active.retain(|peer| !self.endpoints[*peer].is_done());
+        }
+        Ok(any)
+    }
+
+    /// Checks the health, the deadline, and the operations of peers. The missing ranks are those that owe a message; if there are none,
+    /// those with messages to send, otherwise those with messages to receive.
+    fn check(&mut self, transfer: &Transfer<'_, '_>, plan: &dyn Plan) -> Result<()> {
+        let senders = || self.active.iter().filter(|peer| self.endpoints[**peer].wants_to_recv());
+        self.missing.clear();
+        self.missing.extend(senders().filter(|peer| plan.owes(**peer)).map(|peer| self.members[*peer]));
+        if self.missing.is_empty() {
+            self.missing.extend(senders().map(|peer| self.members[*peer]));
+        }
+        if self.missing.is_empty() {
+            self.missing.extend(self.active.iter().map(|peer| self.members[*peer]));
+        }
+        self.missing.sort_unstable();
+        transfer.cx.check(&self.missing, transfer.done(), transfer.total)?;
+        match self.active.iter().find_map(|peer| Some((*peer, plan.elsewhere(*peer)?))) {
+            Some((peer, theirs)) => Err(transfer.cx.mismatch(self.members[peer], &theirs)),
+            None => Ok(()),
+        }
+    }
+
+    /// Sleeps until a stream may move bytes again, for at most [`SLICE`]. `rings` was read before the streams were last polled.
+    fn sleep(&self, transfer: &mut Transfer<'_, '_>, rings: u32) {
+        let mut descriptors = Vec::with_capacity(self.active.len());
+        let (mut by_bell, mut by_polling) = (false, false);
+        for &peer in &self.active {
+            for (readiness, recv, send) in self.endpoints[peer].waits() {
+                match readiness {
+                    Readiness::Doorbell => by_bell = true,
+                    Readiness::Poll => by_polling = true,
+                    Readiness::Descriptor(fd) => {
+                        let mut wanted = PollFlags::empty();
+                        wanted.set(PollFlags::IN, recv);
+                        wanted.set(PollFlags::OUT, send);
+                        descriptors.push(PollFd::from_borrowed_fd(fd, wanted));
+                    }
+                }
+            }
+        }
+        let mixed = by_bell && (by_polling || !descriptors.is_empty());
+        let longest = if mixed || by_polling { transfer.next_pause() } else { SLICE };
+        let timeout = longest.min(transfer.cx.deadline.left());
+        match &self.bell {
+            // In a mixed mesh every second pause waits for the doorbell.
+            Some(bell) if by_bell && (!mixed || transfer.pauses.is_multiple_of(2)) => bell.wait(rings, timeout),
+            _ => {
+                let timeout = Timespec { tv_sec: 0, tv_nsec: timeout.subsec_nanos().into() };
+                // Ready, timed out or interrupted: the caller polls the streams again in any case.
+                let _ = poll(&mut descriptors, Some(&timeout));
+            }
+        }
+    }
+}
+
+/// The progress of one exchange.
+struct Transfer<'a, 'c> {
+    cx: &'a OpContext<'c>,
+    /// Bytes of the operation that arrived in earlier exchanges.
+    before: u64,
+    /// Bytes of the whole operation.
+    total: u64,
+    counts: ByteCounts,
+    /// The exchange receives nothing, so that sent bytes measure its progress.
+    counts_sends: bool,
+    /// Since when no bytes have moved.
+    idle: Option<Instant>,
+    /// Pauses since then.
+    pauses: u32,
+}
+
+impl Transfer<'_, '_> {
+    fn done(&self) -> u64 {
+        self.before + if self.counts_sends { self.counts.sent } else { self.counts.received }
+    }
+
+    fn idle_for(&mut self) -> Duration {
+        self.idle.get_or_insert_with(Instant::now).elapsed()
+    }
+
+    /// Ends a wait and adds it to the statistics.
+    fn end_wait(&mut self) {
+        self.pauses = 0;
+        if let Some(since) = self.idle.take() {
+            self.cx.stats.add_wait(since.elapsed());
+        }
+    }
+
+    /// Length of the next pause, doubling from the shortest to the longest.
+    fn next_pause(&mut self) -> Duration {
+        self.pauses += 1;
+        POLL_PAUSES.1.min(POLL_PAUSES.0 * (1 << self.pauses.min(8)))
+    }
+}

@@ -1,0 +1,137 @@
+//! The messages of one run of the mesh, by peer and number; their memory is borrowed only while a call moves bytes.
+//!
+//! Because no buffer is borrowed for longer than one call, an operation may send from and receive into the same buffer, reduce messages
+//! while others arrive, and forward reduced data, all in one run.
+
+use crate::transport::{Incoming, Outgoing};
+use crate::types::Fingerprint;
+
+/// The position of an exchange in an operation with several.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Step {
+    /// Number of the exchange; equal on both sides.
+    pub part: u32,
+    /// Bytes of the operation that arrived in earlier exchanges.
+    pub before: u64,
+    /// Bytes that arrive in the whole operation; at least those of this exchange.
+    pub total: u64,
+}
+
+/// The messages of one run. Messages to a peer are numbered from 0, and so are messages from it; both sides must have the same number
+/// of them. A message that its receiver does not admit yet blocks the messages that its sender sends after it, so both sides must use
+/// compatible orders.
+pub trait Plan {
+    /// The number of messages to a peer, and from it.
+    fn counts(&self, peer: usize) -> (usize, usize);
+
+    /// The next message to the peer, each once; `None` while none is ready.
+    fn next(&mut self, peer: usize) -> Option<usize>;
+
+    /// Fingerprint and body of a message to the peer that `next` has returned.
+    fn outgoing(&self, peer: usize, number: usize) -> (Fingerprint, &[u8]);
+
+    /// Called when a message to the peer is sent: its body is no longer needed.
+    fn sent(&mut self, _peer: usize, _number: usize) {}
+
+    /// Expected fingerprint and length of a message from the peer.
+    fn expected(&self, peer: usize, number: usize) -> (Fingerprint, usize);
+
+    /// False while there is no room for a message from the peer. Once true, it stays true.
+    fn admits(&self, _peer: usize, _number: usize) -> bool {
+        true
+    }
+
+    /// The buffer of an admitted message from the peer.
+    fn incoming(&mut self, peer: usize, number: usize) -> &mut [u8];
+
+    /// Called when a message from the peer has arrived completely.
+    fn arrived(&mut self, _peer: usize, _number: usize) {}
+
+    /// False for a peer that cannot send its remaining messages before other ranks have sent theirs: a timeout names those other ranks.
+    fn owes(&self, _peer: usize) -> bool {
+        true
+    }
+
+    /// The `part` in the header of a message. When it is equal for all messages, a single stream carries them in order.
+    fn part(&self, number: usize) -> u32;
+
+    /// The message that a header with this `part` belongs to, on a single stream; `next` is the first message that has not arrived.
+    fn number(&self, part: u32, _next: usize) -> usize {
+        part as usize
+    }
+
+    /// Bytes of the operation that arrived in earlier runs, and bytes of the whole operation.
+    fn progress(&self) -> (u64, u64);
+
+    /// The text of a peer's operation that differs from this one, if that is visible elsewhere.
+    fn elsewhere(&self, _peer: usize) -> Option<String> {
+        None
+    }
+}
+
+/// [`super::Mesh::exchange`] refuses messages in device memory before it makes a plan.
+const ON_HOST: &str = "messages in host memory";
+
+/// By peer: indices of the messages to it and from it in the caller's lists.
+pub(super) type Lists = Vec<(Vec<usize>, Vec<usize>)>;
+
+/// Messages that are all ready from the start.
+pub(super) struct Listed<'r, 's, 'd> {
+    /// All messages to send.
+    pub sends: &'r [Outgoing<'s>],
+    /// All messages to receive.
+    pub recvs: &'r mut [Incoming<'d>],
+    /// The messages of each peer, in order.
+    pub lists: Lists,
+    /// By peer: number of messages to it that have been started.
+    pub begun: Vec<usize>,
+    /// The position of the run in its operation. All messages have the same `part`, so that messages sent one by one can be received as a
+    /// group.
+    pub step: Step,
+    /// See [`Plan::elsewhere`].
+    pub elsewhere: &'r dyn Fn(usize) -> Option<String>,
+}
+
+impl Plan for Listed<'_, '_, '_> {
+    fn elsewhere(&self, peer: usize) -> Option<String> {
+        (self.elsewhere)(peer)
+    }
+
+    fn counts(&self, peer: usize) -> (usize, usize) {
+        (self.lists[peer].0.len(), self.lists[peer].1.len())
+    }
+
+    fn next(&mut self, peer: usize) -> Option<usize> {
+        let begun = &mut self.begun[peer];
+        let more = *begun < self.lists[peer].0.len();
+        *begun += usize::from(more);
+        more.then(|| *begun - 1)
+    }
+
+    fn outgoing(&self, peer: usize, number: usize) -> (Fingerprint, &[u8]) {
+        let message = &self.sends[self.lists[peer].0[number]];
+        (message.fingerprint, message.data.as_host().expect(ON_HOST))
+    }
+
+    fn expected(&self, peer: usize, number: usize) -> (Fingerprint, usize) {
+        let message = &self.recvs[self.lists[peer].1[number]];
+        (message.fingerprint, message.data.len())
+    }
+
+    fn incoming(&mut self, peer: usize, number: usize) -> &mut [u8] {
+        let message = &mut self.recvs[self.lists[peer].1[number]];
+        message.data.reborrow().into_host().expect(ON_HOST)
+    }
+
+    fn part(&self, _number: usize) -> u32 {
+        self.step.part
+    }
+
+    fn number(&self, part: u32, next: usize) -> usize {
+        if part == self.step.part { next } else { usize::MAX }
+    }
+
+    fn progress(&self) -> (u64, u64) {
+        (self.step.before, self.step.total)
+    }
+}
