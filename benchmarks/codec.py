@@ -21,8 +21,9 @@ import torch
 from common import add_output_options, parse_size, save_if_asked
 
 import bagua
+from bagua import engine
 
-CODECS = ("minmax_u8", "f16", "bf16", "block_i8", "top_k", "random_k", "onebit")
+CODECS = tuple(engine.CODECS)
 
 
 class Eager:

@@ -72,7 +72,6 @@ INTERNAL = (
     "bagua.codecs",
     "bagua.collectives",
     "bagua.commands.*",
-    "bagua.config",
     "bagua.cuda.arrays",
     "bagua.cuda.kernels",
     "bagua.cuda.tensors",
@@ -98,6 +97,7 @@ INTERNAL = (
     "bagua.torch_api.contrib.utils.counters",
     "bagua.torch_api.contrib.utils.redis_*",
     "bagua.torch_api.data_parallel.*",
+    "bagua.torch_api.default_collectives",
     "bagua.torch_api.devices",
     "bagua.torch_api.membership*",
     "bagua.torch_api.model_engine*",
@@ -121,23 +121,46 @@ def public_modules() -> dict[str, list[str]]:
 
 
 def exported(module: str) -> list[str] | None:
-    """The public names of the module's `__all__`; None where it has none that is a literal."""
+    """The public names of the module's `__all__`, those of another module that it adds included; None without one."""
+    found = None
+    here = module.split(".")
+    modules: dict[str, str] = {}
     for node in _tree(module).body:
-        if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == "__all__" for to in node.targets):
-            return [name for name in ast.literal_eval(node.value) if not name.startswith("_")]
-    return None
+        match node:
+            case ast.ImportFrom(module=package, names=names, level=level):
+                around = (here if _folder(module).is_dir() else here[:-1]) if level else []
+                within = [*around, *([package] if package else [])]
+                modules |= {alias.asname or alias.name: ".".join([*within, alias.name]) for alias in names}
+            case ast.Assign(targets=[ast.Name("__all__")], value=listed):
+                found = [name for name in ast.literal_eval(listed) if not name.startswith("_")]
+            case ast.AugAssign(target=ast.Name("__all__"), value=ast.Attribute(ast.Name(name), "__all__")):
+                found = sorted([*(found or []), *(exported(modules[name]) or [])])
+            case ast.AugAssign(target=ast.Name("__all__"), value=listed):
+                raise ValueError(f"{module}: __all__ += {ast.unparse(listed)}, which is not the __all__ of a module")
+    return found
 
 
 def defined(module: str) -> list[str]:
-    """The functions and classes of a module without `__all__`, unless they begin with an underscore."""
-    made = (ast.FunctionDef, ast.ClassDef)
-    return [node.name for node in _tree(module).body if isinstance(node, made) and not node.name.startswith("_")]
+    """The functions and classes of a module without `__all__`, and what it imports `as` its own name, unless they begin
+    with an underscore.
+    """
+    found = []
+    for node in _tree(module).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.append(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            found += [alias.name for alias in node.names if alias.asname == alias.name]
+    return [name for name in found if not name.startswith("_")]
 
 
 def is_module(dotted: str) -> bool:
     """Whether a dotted name is a module of the package."""
-    path = PACKAGE.joinpath(*dotted.split("."))
+    path = _folder(dotted)
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def _folder(module: str) -> Path:
+    return PACKAGE.joinpath(*module.split("."))
 
 
 def _modules() -> list[str]:
@@ -146,6 +169,6 @@ def _modules() -> list[str]:
 
 
 def _tree(module: str) -> ast.Module:
-    path = PACKAGE.joinpath(*module.split("."))
+    path = _folder(module)
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return ast.parse(file.read_text(encoding="utf-8"))

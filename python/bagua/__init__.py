@@ -14,25 +14,12 @@ protocol:
 Nothing here imports torch; `bagua.torch_api` does.
 """
 
+from bagua import default_group as _default_group
 from bagua import engine as _engine
 from bagua import group
 from bagua.buckets import Bucket, Engine
 from bagua.codecs import Codec
-from bagua.default_group import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    all_to_all_v,
-    barrier,
-    broadcast,
-    exchange,
-    gather,
-    recv,
-    reduce,
-    reduce_scatter,
-    scatter,
-    send,
-)
+from bagua.default_group import *  # noqa: F403 - the verbs, which are listed there
 from bagua.errors import (
     AbortedError,
     BaguaError,
@@ -63,22 +50,10 @@ __all__ = [
     "PeerLostError",
     "PeerRaisedError",
     "__version__",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_v",
-    "barrier",
-    "broadcast",
-    "exchange",
     "flight_recorder",
-    "gather",
     "group",
     "init",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "send",
     "shutdown",
     "stats",
 ]
+__all__ += _default_group.__all__

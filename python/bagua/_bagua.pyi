@@ -11,16 +11,19 @@ from datetime import timedelta
 from os import PathLike
 from typing import Any, TypeAlias, final
 
-from bagua.config import CudaPlaces
+from bagua.config import CudaPlaces, Settings
 
 __all__ = [
     "ALGORITHMS",
+    "CODECS",
     "CUDA_ARCHITECTURES",
     "CUDA_KERNELS",
+    "DEFINED",
     "DTYPES",
     "MAX_STREAMS",
     "OPS",
     "PEER_SELECTION_MODES",
+    "TRANSPORTS",
     "VERBS",
     "Arena",
     "AsyncModelAverage",
@@ -59,6 +62,10 @@ __all__ = [
 DTYPES: dict[str, int]
 OPS: dict[str, int]
 VERBS: dict[str, int]
+# (op, dtype) of every reduction that is defined, by their codes.
+DEFINED: frozenset[tuple[int, int]]
+CODECS: list[str]
+TRANSPORTS: list[str]
 # How all_reduce goes between hosts.
 ALGORITHMS: list[str]
 # How a member chooses its peers.
@@ -94,20 +101,11 @@ class GroupConfig:
         cls,
         rank: int,
         world_size: int,
+        settings: Settings,
         *,
         name: str,
-        host_id: str,
-        host_name: str,
         secret: bytes,
         listen_host: str,
-        listen_port: int,
-        timeout: float,
-        connect_timeout: float,
-        heartbeat_timeout: float,
-        transport: str,
-        streams_per_peer: int,
-        algorithm: str,
-        tls: Tls | None = None,
     ) -> GroupConfig: ...
 
 @final

@@ -7,42 +7,14 @@ import os
 import site
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from bagua.engine import ALGORITHMS, MAX_STREAMS, Tls
-
-__all__ = [
-    "CUDA_COLLECTIVES",
-    "TRANSPORTS",
-    "CudaPlaces",
-    "Settings",
-    "address_book",
-    "agent_serves_store",
-    "announce",
-    "attempt",
-    "book_place",
-    "choice",
-    "cuda_cache",
-    "cuda_check",
-    "cuda_collective",
-    "cuda_places",
-    "default_bucket_size",
-    "default_trace_dir",
-    "environment",
-    "flag",
-    "integer",
-    "keeping",
-    "metrics_address",
-    "number",
-    "seconds",
-    "settings",
-    "ssh_port",
-    "text",
-    "trace_dir",
-]
+from bagua.engine import ALGORITHMS, MAX_STREAMS, TRANSPORTS, Tls
 
 
 def text(name: str) -> str | None:
@@ -129,30 +101,81 @@ def environment(changes: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
+class Variable(NamedTuple):
+    """A variable whose name begins with BAGUA_."""
+
+    #: What holds where it is not set; None: nothing.
+    default: str | None
+    #: What it holds. ValueError names the variable where that cannot be used.
+    read: Callable[[], object]
+
+
+#: Every such variable by its name: docs/configuration.md as a table.
+VARIABLES: dict[str, Variable] = {}
+
+T = TypeVar("T")
+
+
+def _declared(name: str, default: str | None, read: Callable[[], T]) -> Callable[[], T]:
+    VARIABLES[name] = Variable(default, read)
+    return read
+
+
+def _optional(name: str) -> Callable[[], str | None]:
+    return _declared(name, None, partial(text, name))
+
+
+def _text(name: str, default: str) -> Callable[[], str]:
+    return _declared(name, default or None, lambda: text(name) or default)
+
+
+def _integer(name: str, default: int, least: int | None = None, most: int | None = None) -> Callable[[], int]:
+    return _declared(name, str(default), partial(integer, name, default, least, most))
+
+
+def _number(name: str, default: float) -> Callable[[], float]:
+    return _declared(name, str(default), partial(number, name, default))
+
+
+def _seconds(name: str, default: float) -> Callable[[], float]:
+    return _declared(name, f"{default:g}", partial(seconds, name, default))
+
+
+def _choice(name: str, choices: Sequence[str], default: str) -> Callable[[], str]:
+    return _declared(name, default, partial(choice, name, choices, default))
+
+
+def _flag(name: str) -> Callable[[], bool]:
+    return _declared(name, "0", partial(flag, name))
+
+
+#: The name of the variable whose value is not shown.
+SECRET = "BAGUA_JOB_SECRET"
+_secret = _text(SECRET, "")
+_timeout = _seconds("BAGUA_TIMEOUT", 300.0)
+
+
 @dataclass(frozen=True)
 class Settings:
-    """How a group is built, besides ranks and addresses."""
+    """How a group is built, besides ranks and addresses; the extension reads them by their names."""
 
     #: Seconds until an operation gives up.
     timeout: float
-    #: Seconds of silence after which a peer is lost.
-    heartbeat_timeout: float
-    #: "auto" or "tcp".
-    transport: str
-    #: TCP streams to a peer on another host.
-    streams_per_peer: int
-    #: How all_reduce goes between hosts: one of ALGORITHMS.
-    algorithm: str
     #: Proves that a connection belongs to this job.
     secret: bytes
-    #: Ranks share memory only if this is equal; "" asks the system.
-    host_id: str
     #: How TCP connections are encrypted; None: not at all.
     tls: Tls | None
+    #: Seconds of silence after which a peer is lost.
+    heartbeat_timeout: float = field(default_factory=_seconds("BAGUA_HEARTBEAT_TIMEOUT", 5.0))
+    #: One of TRANSPORTS.
+    transport: str = field(default_factory=_choice("BAGUA_TRANSPORT", TRANSPORTS, "auto"))
+    #: TCP streams to a peer on another host.
+    streams_per_peer: int = field(default_factory=_integer("BAGUA_STREAMS_PER_PEER", 2, 1, MAX_STREAMS))
+    #: How all_reduce goes between hosts: one of ALGORITHMS.
+    algorithm: str = field(default_factory=_choice("BAGUA_ALGORITHM", ALGORITHMS, "auto"))
+    #: Ranks share memory only if this is equal; "" asks the system.
+    host_id: str = field(default_factory=_text("BAGUA_HOST_ID", ""))
 
-
-#: Values of BAGUA_TRANSPORT.
-TRANSPORTS = ("auto", "tcp")
 
 _TLS_FILES = ("BAGUA_TLS_CERT", "BAGUA_TLS_KEY", "BAGUA_TLS_CA")
 
@@ -186,18 +209,18 @@ def _tls(has_secret: bool) -> Tls | None:
 def settings(*, timeout: float | None = None, secret: str | bytes | None = None) -> Settings:
     """Arguments where they are given, then the environment, then the defaults."""
     if secret is None:
-        secret = text("BAGUA_JOB_SECRET") or ""
-    timeout = seconds("BAGUA_TIMEOUT", 300.0) if timeout is None else _positive("timeout", float(timeout))
+        secret = _secret()
     return Settings(
-        timeout=timeout,
-        heartbeat_timeout=seconds("BAGUA_HEARTBEAT_TIMEOUT", 5.0),
-        transport=choice("BAGUA_TRANSPORT", TRANSPORTS, "auto"),
-        streams_per_peer=integer("BAGUA_STREAMS_PER_PEER", 2, 1, MAX_STREAMS),
-        algorithm=choice("BAGUA_ALGORITHM", ALGORITHMS, "auto"),
+        timeout=_timeout() if timeout is None else _positive("timeout", float(timeout)),
         secret=secret.encode() if isinstance(secret, str) else bytes(secret),
-        host_id=text("BAGUA_HOST_ID") or "",
         tls=_tls(bool(secret)),
     )
+
+
+# These make sense together only.
+_declared("BAGUA_TLS", "0", settings)
+for _file in _TLS_FILES:
+    _declared(_file, None, settings)
 
 
 def address_book() -> str | None:
@@ -222,14 +245,28 @@ def book_place(url: str) -> Path | tuple[str, int]:
     raise ValueError(f"an address book is file:///directory or tcp://host:port, not {url!r}")
 
 
-def default_bucket_size() -> int:
-    """Bytes of a gradient bucket, BAGUA_DEFAULT_BUCKET_SIZE."""
-    return integer("BAGUA_DEFAULT_BUCKET_SIZE", 10 * 1024 * 1024, 1)
+_declared("BAGUA_ELASTIC", None, address_book)
+# The runner sets it for scripts.
+_declared("BAGUA_RESTART_COUNT", None, partial(integer, "BAGUA_RESTART_COUNT", 0))
+# The launchers set it for scripts.
+_optional("BAGUA_NET_IMPLEMENT")
 
+#: Bytes of a gradient bucket.
+default_bucket_size = _integer("BAGUA_DEFAULT_BUCKET_SIZE", 10 * 1024 * 1024, 1)
+#: The hosts of `baguarun` where its options name none.
+host_list = _optional("BAGUA_NODE_DOMAIN_NAMES")
+#: The port of ssh on hosts that name none.
+ssh_port = _integer("BAGUA_SSH_PORT", 22, 1, 65535)
 
-def ssh_port() -> int:
-    """The port of ssh on hosts that name none, BAGUA_SSH_PORT."""
-    return integer("BAGUA_SSH_PORT", 22, 1, 65535)
+# Those of the original's tuning service, which does not exist here: for scripts that ask for them.
+service_port = _integer("BAGUA_SERVICE_PORT", -1)
+report_metrics = _flag("BAGUA_REPORT_METRICS")
+autotune_level = _integer("BAGUA_AUTOTUNE", 0)
+autotune_max_samples = _integer("BAGUA_AUTOTUNE_MAX_SAMPLES", 60)
+autotune_sampling_confidence_time = _number("BAGUA_AUTOTUNE_SAMPLING_CONFIDENCE_TIME_S", 5.0)
+autotune_warmup_time = _number("BAGUA_AUTOTUNE_WARMUP_TIME_S", 30.0)
+autotune_server_wait_time = _integer("BAGUA_AUTOTUNE_SERVER_WAIT_TIME", 300)
+autotune_log = _flag("BAGUA_IS_OUTPUT_AUTOTUNE_LOG")
 
 
 def agent_serves_store() -> bool:
@@ -242,17 +279,23 @@ def attempt() -> str:
     return f"{text('TORCHELASTIC_RUN_ID') or ''}/{text('TORCHELASTIC_RESTART_COUNT') or '0'}"
 
 
+_metrics_port = _declared("BAGUA_METRICS_PORT", None, partial(integer, "BAGUA_METRICS_PORT", 0, 1, 65535))
+_metrics_host = _text("BAGUA_METRICS_ADDR", "127.0.0.1")
+
+
 def metrics_address() -> tuple[str, int] | None:
     """Where local rank 0 serves its metrics, each further rank of a host one port higher; None: nowhere."""
-    if text("BAGUA_METRICS_PORT") is None:
-        return None
-    return text("BAGUA_METRICS_ADDR") or "127.0.0.1", integer("BAGUA_METRICS_PORT", 0, 1, 65535)
+    port = _metrics_port()
+    return (_metrics_host(), port) if port else None
 
 
 def trace_dir() -> str | None:
     """The directory of flight records; None when BAGUA_TRACE_DIR is set and empty: there are to be none."""
     found = os.environ.get("BAGUA_TRACE_DIR")
     return default_trace_dir() if found is None else found or None
+
+
+_declared("BAGUA_TRACE_DIR", None, trace_dir)
 
 
 def default_trace_dir() -> str:
@@ -274,15 +317,19 @@ class CudaPlaces:
     nccl_multi_rank_gpu: bool = False
 
 
+_libcuda, _libnvrtc = _optional("BAGUA_LIBCUDA"), _optional("BAGUA_LIBNVRTC")
+_libnccl = _optional("BAGUA_LIBNCCL")
+
+
 def cuda_places() -> CudaPlaces:
     """What the BAGUA_LIB variables name, and this Python's folders."""
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
     if site.ENABLE_USER_SITE:
         folders.append(site.getusersitepackages())
     return CudaPlaces(
-        libcuda=text("BAGUA_LIBCUDA"),
-        libnvrtc=text("BAGUA_LIBNVRTC"),
-        libnccl=text("BAGUA_LIBNCCL"),
+        libcuda=_libcuda(),
+        libnvrtc=_libnvrtc(),
+        libnccl=_libnccl(),
         site_packages=list(dict.fromkeys(folders)),
         nccl_multi_rank_gpu=text("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
     )
@@ -297,15 +344,10 @@ def cuda_cache() -> str | None:
     return os.path.join(caches, "bagua", "cuda") if os.path.isabs(caches) else None
 
 
-def cuda_check() -> bool:
-    """Whether ranks compare each call on CUDA arrays before it is put on a device: BAGUA_CUDA_CHECK."""
-    return flag("BAGUA_CUDA_CHECK")
-
+#: Whether ranks compare each call on CUDA arrays before it is put on a device.
+cuda_check = _flag("BAGUA_CUDA_CHECK")
 
 #: Values of BAGUA_CUDA_COLLECTIVE.
 CUDA_COLLECTIVES = ("auto", "nccl", "staged")
-
-
-def cuda_collective() -> str:
-    """How arrays on CUDA devices are combined: BAGUA_CUDA_COLLECTIVE. ValueError names what there is."""
-    return choice("BAGUA_CUDA_COLLECTIVE", CUDA_COLLECTIVES, "auto")
+#: How arrays on CUDA devices are combined.
+cuda_collective = _choice("BAGUA_CUDA_COLLECTIVE", CUDA_COLLECTIVES, "auto")

@@ -9,6 +9,8 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from bagua.engine import DTYPES
 
 __all__ = ["CUDA", "DEVICES", "ON_HOST", "CapsuleMemory", "capsule_of", "contiguous", "memory_of"]
@@ -48,20 +50,22 @@ class _Versioned(ctypes.Structure):
 
 
 _READ_ONLY = 1
+# DLPack's codes of the kinds of elements.
+_KINDS = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "complex": 5, "bool": 6}
+
+
+def _by_code() -> dict[tuple[int, int], tuple[str, str]]:
+    found = {}
+    for name in DTYPES:
+        kind = name.rstrip("0123456789")
+        # NumPy has no bfloat16.
+        memory = np.dtype("uint16" if name == "bfloat16" else name)
+        found[_KINDS[kind], 8 * memory.itemsize] = (memory.str[1:], name)
+    return found
+
+
 # (code, bits) -> (NumPy type of the memory, name)
-_DLPACK = {
-    (0, 8): ("i1", "int8"),
-    (0, 32): ("i4", "int32"),
-    (0, 64): ("i8", "int64"),
-    (1, 8): ("u1", "uint8"),
-    (2, 16): ("f2", "float16"),
-    (2, 32): ("f4", "float32"),
-    (2, 64): ("f8", "float64"),
-    (4, 16): ("u2", "bfloat16"),
-    (5, 64): ("c8", "complex64"),
-    (5, 128): ("c16", "complex128"),
-    (6, 8): ("?", "bool"),
-}
+_DLPACK = _by_code()
 
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype = ctypes.c_void_p

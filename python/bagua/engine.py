@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from bagua._bagua import (
     ALGORITHMS,
+    CODECS,
     CUDA_ARCHITECTURES,
     CUDA_KERNELS,
+    DEFINED,
     DTYPES,
     MAX_STREAMS,
     OPS,
     PEER_SELECTION_MODES,
+    TRANSPORTS,
     VERBS,
     Arena,
     AsyncModelAverage,
@@ -55,16 +58,17 @@ __all__ = [
     "ALL_TO_ALL",
     "BARRIER",
     "BROADCAST",
+    "CODECS",
     "CUDA_ARCHITECTURES",
     "CUDA_KERNELS",
+    "DEFINED",
     "DTYPES",
-    "GATHER",
     "MAX_STREAMS",
     "OPS",
     "PEER_SELECTION_MODES",
     "REDUCE",
     "REDUCE_SCATTER",
-    "SCATTER",
+    "TRANSPORTS",
     "VERBS",
     "Arena",
     "AsyncModelAverage",
@@ -99,7 +103,6 @@ __all__ = [
     "wait_for_callbacks",
 ]
 
-# Codes of the verbs. Every name is one of the extension's table.
-ALL_REDUCE, REDUCE, BROADCAST = VERBS["all_reduce"], VERBS["reduce"], VERBS["broadcast"]
-ALL_GATHER, GATHER, SCATTER = VERBS["all_gather"], VERBS["gather"], VERBS["scatter"]
-REDUCE_SCATTER, ALL_TO_ALL, BARRIER = VERBS["reduce_scatter"], VERBS["all_to_all"], VERBS["barrier"]
+# Codes of the verbs that have a path of their own for small calls. The others are in `bagua.verbs`.
+ALL_REDUCE, REDUCE, BROADCAST, BARRIER = VERBS["all_reduce"], VERBS["reduce"], VERBS["broadcast"], VERBS["barrier"]
+ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = VERBS["all_gather"], VERBS["reduce_scatter"], VERBS["all_to_all"]

@@ -244,19 +244,10 @@ def parameters(
     return engine.GroupConfig(
         rank,
         world_size,
+        chosen,
         name=name,
-        host_id=chosen.host_id,
-        host_name="",
         secret=chosen.secret if secret is None else secret,
         listen_host=listen_host,
-        listen_port=0,
-        timeout=chosen.timeout,
-        connect_timeout=chosen.timeout,
-        heartbeat_timeout=chosen.heartbeat_timeout,
-        transport=chosen.transport,
-        streams_per_peer=chosen.streams_per_peer,
-        algorithm=chosen.algorithm,
-        tls=chosen.tls,
     )
 
 

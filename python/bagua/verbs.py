@@ -16,7 +16,7 @@ from bagua import engine
 from bagua.handle import AnyHandle, Handle
 from bagua.operand import Operand
 
-__all__ = ["VERBS", "Operation", "Verb", "all_to_all_v", "is_defined", "operation", "recv", "send"]
+__all__ = ["Operation", "Verb", "all_to_all_v", "is_defined", "operation", "recv", "send"]
 
 
 class Verb(NamedTuple):
@@ -64,41 +64,21 @@ def _is_part(part: Operand, whole: Operand, rank: int) -> bool:
     return part.count > 0 and part.address == whole.address + rank * part.nbytes
 
 
-#: Every row by its name: whether it sends all, whether it receives all, whether shapes are compared.
-VERBS = {
-    name: Verb(name, engine.VERBS[name], *what)
-    for name, what in {
-        "all_reduce": (False, False, True),
-        "reduce": (False, False, True),
-        "broadcast": (False, False, True),
-        "all_gather": (False, True, False),
-        "gather": (False, True, False),
-        "scatter": (True, False, False),
-        "reduce_scatter": (True, False, False),
-        "all_to_all": (True, True, False),
-        "barrier": (False, False, False),
-    }.items()
-}
-ALL_REDUCE, REDUCE, BROADCAST = VERBS["all_reduce"], VERBS["reduce"], VERBS["broadcast"]
-ALL_GATHER, GATHER, SCATTER = VERBS["all_gather"], VERBS["gather"], VERBS["scatter"]
-REDUCE_SCATTER, ALL_TO_ALL, BARRIER = VERBS["reduce_scatter"], VERBS["all_to_all"], VERBS["barrier"]
+def _verb(name: str, *, sends_all: bool = False, receives_all: bool = False, compares_shapes: bool = False) -> Verb:
+    return Verb(name, engine.VERBS[name], sends_all, receives_all, compares_shapes)
 
 
-def _undefined(op: str, dtype: str) -> bool:
-    floating, is_complex = "float" in dtype, "complex" in dtype
-    if op in ("band", "bor", "bxor"):
-        return floating or is_complex
-    if op in ("min", "max"):
-        return is_complex
-    return (op == "avg" and not (floating or is_complex)) or (op == "sum" and dtype == "bool")
+ALL_REDUCE = _verb("all_reduce", compares_shapes=True)
+REDUCE = _verb("reduce", compares_shapes=True)
+BROADCAST = _verb("broadcast", compares_shapes=True)
+ALL_GATHER = _verb("all_gather", receives_all=True)
+GATHER = _verb("gather", receives_all=True)
+SCATTER = _verb("scatter", sends_all=True)
+REDUCE_SCATTER = _verb("reduce_scatter", sends_all=True)
+ALL_TO_ALL = _verb("all_to_all", sends_all=True, receives_all=True)
+BARRIER = _verb("barrier")
 
-
-_DEFINED = frozenset(
-    (op, dtype)
-    for name, op in engine.OPS.items()
-    for kind, dtype in engine.DTYPES.items()
-    if not _undefined(name, kind)
-)
+_DEFINED = engine.DEFINED
 
 
 def is_defined(op: int, dtype: int) -> bool:

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import bagua
+from bagua import engine
 from tests.unit.codec_oracle import ORACLES, bits_of, to_bits, to_values
 
 GOLDEN = Path(__file__).resolve().parents[2] / "rust/bagua-core/src/codec/golden.txt"
-NAMES = ("minmax_u8", "f16", "bf16", "block_i8", "top_k", "random_k", "onebit")
+NAMES = tuple(engine.CODECS)
 DTYPES = ("float32", "float16", "bfloat16")
 OPTIONS: list[tuple[str, dict[str, float]]] = [
     *((name, {}) for name in NAMES),

@@ -20,7 +20,7 @@ import pytest
 import bagua
 from bagua.cli import main
 from bagua.commands import bench, machine, top
-from bagua.commands.variables import VARIABLES
+from bagua.config import VARIABLES
 from tests.world import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

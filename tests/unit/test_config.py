@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from bagua import config, engine
-from bagua.commands.variables import VARIABLES
+from bagua.config import VARIABLES
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_anything_the_defaults_hold() -> None:
-    assert config.settings() == config.Settings(300.0, 5.0, "auto", 2, "auto", b"", "", None)
+    assert config.settings() == config.Settings(300.0, b"", None, 5.0, "auto", 2, "auto", "")
 
 
 def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_a_value_that_cannot_be_used_is_refused_by_the_name_of_its_variable(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, read: Callable[[], object]
 ) -> None:
     monkeypatch.setenv(name, value)
-    for check in (read, lambda: VARIABLES[name].check(name)):
+    for check in (read, VARIABLES[name].read):
         with pytest.raises(ValueError, match=name):
             check()
 
@@ -77,11 +77,11 @@ def test_a_value_that_cannot_be_used_is_refused_by_the_name_of_its_variable(
 def test_every_setting_takes_any_text_or_has_values_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in set(VARIABLES) - set(REFUSED) - UNUSED:
         monkeypatch.setenv(name, "any text, -1")
-        VARIABLES[name].check(name)
+        VARIABLES[name].read()
     for name in UNUSED:
         monkeypatch.setenv(name, "no number")
         with pytest.raises(ValueError, match=f"{name}='no number'"):
-            VARIABLES[name].check(name)
+            VARIABLES[name].read()
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])

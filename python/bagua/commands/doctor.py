@@ -11,7 +11,6 @@ from typing import Any
 
 from bagua import config, cuda, engine, group, launcher, torch_needed
 from bagua.commands import all_reduce_check, machine, tables
-from bagua.commands.variables import SECRET, VARIABLES
 from bagua.errors import BaguaError
 
 __all__ = ["add", "examine"]
@@ -115,16 +114,18 @@ def _transports(problems: _Problems) -> dict[str, Any]:
 def _settings(problems: _Problems) -> dict[str, Any]:
     environment = config.environment({})
     found = {}
-    for name, variable in VARIABLES.items():
+    for name, variable in sorted(config.VARIABLES.items()):
         value, source = variable.default, "default"
+        if name == "BAGUA_TRACE_DIR":
+            value = config.default_trace_dir()
         # An empty variable is an unset one, but for the directory of flight records, where it means none.
         if environment.get(name) or (name in environment and name == "BAGUA_TRACE_DIR"):
             value, source = environment[name], "environment"
             try:
-                variable.check(name)
+                variable.read()
             except ValueError as error:
                 problems.add(name, error, f"unset {name} or give it a value that docs/configuration.md allows")
-        if name == SECRET and value is not None:
+        if name == config.SECRET and value is not None:
             value = "(not shown)"
         found[name] = {"value": value, "source": source}
     return found

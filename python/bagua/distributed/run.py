@@ -153,9 +153,9 @@ class _Runner:
         self._ranks = [_Rank(first + local, local) for local in range(options.nproc_per_node)]
         self._book: _Process | None = None
         # On one node every process of the job is a child of this one. On several the runners have to be given a secret.
-        drawn = options.nnodes == 1 and config.text("BAGUA_JOB_SECRET") is None
+        drawn = options.nnodes == 1 and config.text(config.SECRET) is None
         #: What the environment of every child has besides the runner's own.
-        self._shared = {"BAGUA_JOB_SECRET": secrets.token_hex(32)} if drawn else {}
+        self._shared = {config.SECRET: secrets.token_hex(32)} if drawn else {}
         #: Memory with the entries of the book, so that they are there when its process is started again.
         self._entries = os.memfd_create("bagua-book")
         #: When the book is to start again, by time.monotonic; None while it runs, and on other nodes.

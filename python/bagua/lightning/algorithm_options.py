@@ -13,9 +13,6 @@ __all__ = ["QADAM", "Refused", "check", "check_device", "make", "needs_optimizer
 #: What qadam says of other optimizers, word for word as Lightning 1.9 did.
 QADAM = "Bagua QAdam can only accept one QAdamOptimizer and one LR Scheduler."
 
-# Algorithms that act on each step of the optimizers, so that these have to be given with the model.
-_WITH_OPTIMIZERS = frozenset({"qadam", "low_precision_decentralized", "local_sgd", "diloco"})
-
 
 class Refused(ValueError):
     """These arguments cannot be used; the text says what to change."""
@@ -67,10 +64,12 @@ def make(algorithm: Any, options: Mapping[str, Any], optimizers: Sequence[optim.
 
 
 def needs_optimizers(algorithm: Any, options: Mapping[str, Any]) -> bool:
-    """Whether it acts on the steps of the optimizers."""
-    name = algorithm if isinstance(algorithm, str) else algorithm.registered_name
-    warms_up = name == "async" and bool(options.get("warmup_steps", getattr(algorithm, "warmup_steps", 0)))
-    return warms_up or name in _WITH_OPTIMIZERS
+    """Whether it acts on the steps of the optimizers, so that these have to be given with the model."""
+    from bagua.torch_api.algorithms import Algorithm
+
+    if isinstance(algorithm, str):
+        algorithm = Algorithm.init(algorithm, **_first(algorithm, _placeholder_optimizer), **options)
+    return bool(algorithm.needs_optimizers)
 
 
 def _first(algorithm: str, optimizer: Any) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class EnvironmentMethods(_Base):  # type: ignore[misc]
     @property
     def service_port(self) -> int:
         """``BAGUA_SERVICE_PORT``, else -1; nothing listens there."""
-        return config.integer("BAGUA_SERVICE_PORT", -1)
+        return config.service_port()
 
     def world_size(self) -> int:
         """Ranks of the job."""

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         hosts = hosts_of(
-            options.host_list or config.text("BAGUA_NODE_DOMAIN_NAMES") or "",
+            options.host_list or config.host_list() or "",
             config.ssh_port() if options.ssh_port is None else options.ssh_port,
         )
         carried = _carried(options.x)

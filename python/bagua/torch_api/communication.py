@@ -7,8 +7,8 @@ outside the group every collective returns without effect.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,11 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from bagua import config, launcher, metrics, torch_store
 from bagua import group as neutral
-from bagua.errors import BaguaError
 from bagua.lifecycle import forget_groups, process
 
-from . import env
+from . import default_collectives, env
+from .default_collectives import *  # noqa: F403 - the collectives, which are listed there
+from .default_collectives import default_communicator, default_group
 from .membership import elastic as elastic_job
 from .membership import torch_destroy, torch_init
 from .membership.environment_store import environment_store
@@ -31,7 +32,6 @@ from .process_group import (
     AnyCommunicator,
     Communicator,
     Handle,
-    NonMember,
     ProcessGroup,
     ReduceOp,
 )
@@ -46,43 +46,17 @@ __all__ = [
     "_get_default_group",
     "_pg_group_ranks",
     "_rank_not_in_group",
-    "allgather",
-    "allgather_inplace",
-    "allreduce",
-    "allreduce_coalesced_inplace",
-    "allreduce_inplace",
-    "alltoall",
-    "alltoall_inplace",
-    "alltoall_v",
-    "alltoall_v_inplace",
-    "barrier",
-    "broadcast",
-    "broadcast_coalesced",
-    "broadcast_object",
     "destroy_process_group",
     "empty",
     "from_torch_group",
-    "gather",
-    "gather_inplace",
     "get_backend",
     "get_communicator",
     "init_process_group",
     "is_initialized",
     "new_group",
-    "recv",
-    "reduce",
-    "reduce_inplace",
-    "reduce_scatter",
-    "reduce_scatter_inplace",
-    "scatter",
-    "scatter_inplace",
-    "send",
     "to_bagua_process_group",
 ]
-
-Comm = AnyCommunicator | ProcessGroup | None
-F = TypeVar("F", bound=Callable[..., Any])
-
+__all__ += default_collectives.__all__
 
 # The original's name for it.
 _pg_group_ranks = _state.group_ranks
@@ -95,7 +69,7 @@ class BaguaProcessGroup(ProcessGroup):
     """A set of ranks of the world. ``stream`` exists for the original's signature."""
 
     def __init__(self, ranks: Sequence[int], stream: Any = None, group_name: str = "") -> None:
-        super().__init__(ranks, _world, stream=stream, group_name=group_name)
+        super().__init__(ranks, default_communicator, stream=stream, group_name=group_name)
 
 
 def is_initialized() -> bool:
@@ -104,16 +78,7 @@ def is_initialized() -> bool:
 
 
 def _get_default_group() -> BaguaProcessGroup:
-    found = cast("BaguaProcessGroup | None", _state.default_group)
-    if found is None:
-        raise BaguaError("there is no process group yet: call bagua.torch_api.init_process_group() first")
-    return found
-
-
-def _world() -> Communicator:
-    world = _get_default_group().get_global_communicator()
-    assert isinstance(world, Communicator)
-    return world
+    return cast("BaguaProcessGroup", default_group())
 
 
 def _remember(group: BaguaProcessGroup) -> None:
@@ -122,7 +87,7 @@ def _remember(group: BaguaProcessGroup) -> None:
 
 def _rank_not_in_group(group: ProcessGroup | None = None) -> bool:
     """True when this process is not a member of ``group`` (``None``: the default group, which has every rank)."""
-    return group is not None and _world().rank() not in group.ranks
+    return group is not None and default_communicator().rank() not in group.ranks
 
 
 def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaProcessGroup:
@@ -130,7 +95,7 @@ def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaPr
 
     Collective among the members, who call it in the same order for the same ranks; local on other ranks.
     """
-    size = _world().nranks()
+    size = default_communicator().nranks()
     chosen = list(range(size)) if ranks is None else sorted(map(operator.index, ranks))
     if not chosen:
         raise ValueError("new_group: ranks is empty")
@@ -199,7 +164,7 @@ def empty(
     whichever group. ``dtype`` ``None`` is torch's default dtype. The memory is released with the last tensor that uses
     it, and may outlive the group. ValueError on a rank outside ``group`` (``None``: the default group).
     """
-    world = _world()
+    world = default_communicator()
     # Not the group's communicator, which may not be open yet.
     if isinstance(group, dist.ProcessGroup):
         ranks = dist.get_process_group_ranks(group)
@@ -223,226 +188,6 @@ def get_backend(model_name: str, group: ProcessGroup | None = None) -> BucketEng
         found = BucketEngine(model_name, group or _get_default_group())
         bucket_engine.adopt(found)
     return found
-
-
-# --- collectives ------------------------------------------------------------------------------------------------------
-
-
-# Each function names the default communicator itself: a call of a function for it costs 4 % of a small collective.
-
-
-def _of(comm: AnyCommunicator | ProcessGroup) -> AnyCommunicator:
-    """The communicator of a process group."""
-    if isinstance(comm, ProcessGroup):
-        return comm.get_global_communicator()
-    if not isinstance(comm, (Communicator, NonMember)):
-        raise TypeError(f"comm must be a communicator or a process group, not {type(comm).__name__}")
-    return comm
-
-
-def _documented(function: F) -> F:
-    """Takes the text of the method of :class:`Communicator` that the function calls."""
-    function.__doc__ = getattr(Communicator, function.__name__).__doc__
-    return function
-
-
-@_documented
-def send(tensor: torch.Tensor, dst: int, comm: Comm = None, *, async_op: bool = False) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).send(tensor, dst, async_op=async_op)
-
-
-@_documented
-def recv(tensor: torch.Tensor, src: int, comm: Comm = None, *, async_op: bool = False) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).recv(tensor, src, async_op=async_op)
-
-
-@_documented
-def broadcast(tensor: torch.Tensor, src: int = 0, comm: Comm = None, *, async_op: bool = False) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).broadcast(tensor, src, async_op=async_op)
-
-
-@_documented
-def broadcast_coalesced(
-    tensors: Sequence[torch.Tensor], src: int = 0, comm: Comm = None, *, async_op: bool = False
-) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).broadcast_coalesced(
-        tensors, src, async_op=async_op
-    )
-
-
-@_documented
-def broadcast_object(obj: Any, src: int = 0, comm: Comm = None) -> Any:
-    return (_state.world or _world() if comm is None else _of(comm)).broadcast_object(obj, src)
-
-
-@_documented
-def reduce(
-    send_tensor: torch.Tensor,
-    recv_tensor: torch.Tensor,
-    dst: int,
-    op: ReduceOp = ReduceOp.SUM,
-    comm: Comm = None,
-    *,
-    async_op: bool = False,
-) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).reduce(
-        send_tensor, recv_tensor, dst, op, async_op=async_op
-    )
-
-
-@_documented
-def reduce_inplace(
-    tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, comm: Comm = None, *, async_op: bool = False
-) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).reduce_inplace(tensor, dst, op, async_op=async_op)
-
-
-@_documented
-def allreduce(
-    send_tensor: torch.Tensor,
-    recv_tensor: torch.Tensor,
-    op: ReduceOp = ReduceOp.SUM,
-    comm: Comm = None,
-    *,
-    async_op: bool = False,
-) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).allreduce(
-        send_tensor, recv_tensor, op, async_op=async_op
-    )
-
-
-@_documented
-def allreduce_inplace(
-    tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: Comm = None, *, async_op: bool = False
-) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).allreduce_inplace(tensor, op, async_op=async_op)
-
-
-@_documented
-def allreduce_coalesced_inplace(
-    tensors: Sequence[torch.Tensor], op: ReduceOp = ReduceOp.SUM, comm: Comm = None, *, async_op: bool = False
-) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).allreduce_coalesced_inplace(
-        tensors, op, async_op=async_op
-    )
-
-
-@_documented
-def allgather(
-    send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: Comm = None, *, async_op: bool = False
-) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).allgather(
-        send_tensor, recv_tensor, async_op=async_op
-    )
-
-
-@_documented
-def allgather_inplace(tensor: torch.Tensor, comm: Comm = None, *, async_op: bool = False) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).allgather_inplace(tensor, async_op=async_op)
-
-
-@_documented
-def gather(
-    send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, comm: Comm = None, *, async_op: bool = False
-) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).gather(
-        send_tensor, recv_tensor, dst, async_op=async_op
-    )
-
-
-@_documented
-def gather_inplace(
-    tensor: torch.Tensor, count: int, dst: int, comm: Comm = None, *, async_op: bool = False
-) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).gather_inplace(
-        tensor, count, dst, async_op=async_op
-    )
-
-
-@_documented
-def scatter(
-    send_tensor: torch.Tensor, recv_tensor: torch.Tensor, src: int, comm: Comm = None, *, async_op: bool = False
-) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).scatter(
-        send_tensor, recv_tensor, src, async_op=async_op
-    )
-
-
-@_documented
-def scatter_inplace(
-    tensor: torch.Tensor, count: int, src: int, comm: Comm = None, *, async_op: bool = False
-) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).scatter_inplace(
-        tensor, count, src, async_op=async_op
-    )
-
-
-@_documented
-def reduce_scatter(
-    send_tensor: torch.Tensor,
-    recv_tensor: torch.Tensor,
-    op: ReduceOp = ReduceOp.SUM,
-    comm: Comm = None,
-    *,
-    async_op: bool = False,
-) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).reduce_scatter(
-        send_tensor, recv_tensor, op, async_op=async_op
-    )
-
-
-@_documented
-def reduce_scatter_inplace(
-    tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: Comm = None, *, async_op: bool = False
-) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).reduce_scatter_inplace(
-        tensor, op, async_op=async_op
-    )
-
-
-@_documented
-def alltoall(
-    send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: Comm = None, *, async_op: bool = False
-) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).alltoall(
-        send_tensor, recv_tensor, async_op=async_op
-    )
-
-
-@_documented
-def alltoall_inplace(tensor: torch.Tensor, comm: Comm = None, *, async_op: bool = False) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).alltoall_inplace(tensor, async_op=async_op)
-
-
-@_documented
-def alltoall_v(
-    send_tensor: torch.Tensor,
-    send_counts: Sequence[int],
-    send_displs: Sequence[int],
-    recv_tensor: torch.Tensor,
-    recv_counts: Sequence[int],
-    recv_displs: Sequence[int],
-    comm: Comm = None,
-    *,
-    async_op: bool = False,
-) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).alltoall_v(
-        send_tensor, send_counts, send_displs, recv_tensor, recv_counts, recv_displs, async_op=async_op
-    )
-
-
-@_documented
-def alltoall_v_inplace(
-    tensor: torch.Tensor, counts: Sequence[int], displs: Sequence[int], comm: Comm = None, *, async_op: bool = False
-) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).alltoall_v_inplace(
-        tensor, counts, displs, async_op=async_op
-    )
-
-
-@_documented
-def barrier(comm: Comm = None, *, async_op: bool = False) -> Handle | None:
-    return (_state.world or _world() if comm is None else _of(comm)).barrier(async_op=async_op)
 
 
 # --- joining and leaving ----------------------------------------------------------------------------------------------
@@ -516,9 +261,11 @@ def init_process_group(
         try:
             # A prefix of its own for each group: torch uses the same keys for every group.
             prefixed = PrefixStore(f"bagua/{config.attempt()}/torch{number}", client.store)
-            torch_init.begin(StoreClient(prefixed, client.connection), _world().group)
+            torch_init.begin(StoreClient(prefixed, client.connection), default_communicator().group)
         except BaseException as failure:
-            cause = torch_init.cause_of_failure(_world().group) if isinstance(failure, Exception) else None
+            cause = (
+                torch_init.cause_of_failure(default_communicator().group) if isinstance(failure, Exception) else None
+            )
             neutral.shutdown()
             if cause is not None:
                 raise cause from failure

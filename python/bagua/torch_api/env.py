@@ -46,42 +46,42 @@ def get_master_addr() -> str:
 
 def get_bagua_service_port() -> int:
     """Port of the tuning service (``BAGUA_SERVICE_PORT``); 0 or less: any."""
-    return config.integer("BAGUA_SERVICE_PORT", -1)
+    return config.service_port()
 
 
 def is_report_metrics_switch_on() -> bool:
     """``BAGUA_REPORT_METRICS``."""
-    return config.flag("BAGUA_REPORT_METRICS")
+    return config.report_metrics()
 
 
 def get_autotune_level() -> int:
     """0: no tuning (``BAGUA_AUTOTUNE``)."""
-    return config.integer("BAGUA_AUTOTUNE", 0)
+    return config.autotune_level()
 
 
 def get_autotune_max_samples() -> int:
     """``BAGUA_AUTOTUNE_MAX_SAMPLES``."""
-    return config.integer("BAGUA_AUTOTUNE_MAX_SAMPLES", 60)
+    return config.autotune_max_samples()
 
 
 def get_autotune_sampling_confidence_time_s() -> float:
     """``BAGUA_AUTOTUNE_SAMPLING_CONFIDENCE_TIME_S``."""
-    return config.number("BAGUA_AUTOTUNE_SAMPLING_CONFIDENCE_TIME_S", 5.0)
+    return config.autotune_sampling_confidence_time()
 
 
 def get_autotune_warmup_time_s() -> float:
     """``BAGUA_AUTOTUNE_WARMUP_TIME_S``."""
-    return config.number("BAGUA_AUTOTUNE_WARMUP_TIME_S", 30.0)
+    return config.autotune_warmup_time()
 
 
 def get_is_output_autotune_log() -> bool:
     """``BAGUA_IS_OUTPUT_AUTOTUNE_LOG``; "0" means no."""
-    return config.flag("BAGUA_IS_OUTPUT_AUTOTUNE_LOG")
+    return config.autotune_log()
 
 
 def get_autotune_server_wait_time() -> int:
     """Seconds, at least 30 (``BAGUA_AUTOTUNE_SERVER_WAIT_TIME``)."""
-    return max(30, config.integer("BAGUA_AUTOTUNE_SERVER_WAIT_TIME", 300))
+    return max(30, config.autotune_server_wait_time())
 
 
 def find_free_network_port() -> int:

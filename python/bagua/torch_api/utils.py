@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import _utils
+
+from bagua import engine
 
 __all__ = [
     "StatisticalAverage",
@@ -26,16 +29,11 @@ __all__ = [
 flatten: Callable[[Sequence[torch.Tensor]], torch.Tensor] = _utils._flatten_dense_tensors
 unflatten: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]] = _utils._unflatten_dense_tensors
 
+# The original's names, such as bf16, f32, u8 and bool. It has no complex types.
 _NAMES = {
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.uint8: "u8",
-    torch.int8: "i8",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bool: "bool",
+    getattr(torch, name): re.sub(r"^(bf|f|u|i)[a-z]+", r"\1", name)
+    for name in engine.DTYPES
+    if not name.startswith("complex")
 }
 
 

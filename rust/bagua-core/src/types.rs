@@ -2,50 +2,68 @@
 
 use crate::error::{Error, Result};
 
-/// Element type of a tensor. The code is what travels in message headers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub enum DType {
-    /// IEEE 754 binary16.
-    F16 = 0,
-    /// bfloat16: the upper half of a binary32.
-    BF16 = 1,
-    /// IEEE 754 binary32.
-    F32 = 2,
-    /// IEEE 754 binary64.
-    F64 = 3,
-    /// Unsigned byte.
-    U8 = 4,
-    /// Signed byte.
-    I8 = 5,
-    /// Signed 32-bit integer.
-    I32 = 6,
-    /// Signed 64-bit integer.
-    I64 = 7,
-    /// One byte, 0 or 1.
-    Bool = 8,
-    /// Two IEEE 754 binary32: real and imaginary part.
-    C64 = 9,
-    /// Two IEEE 754 binary64: real and imaginary part.
-    C128 = 10,
+/// An enumeration whose variants have a code and a name, each written once: the type, all of its values in the order of the codes, and the
+/// conversions come from the one list.
+macro_rules! coded {
+    ($(#[$about:meta])* $Type:ident { $($(#[$doc:meta])* $Variant:ident = $code:literal, $name:literal;)* }) => {
+        $(#[$about])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[repr(u8)]
+        pub enum $Type {
+            $($(#[$doc])* $Variant = $code,)*
+        }
+
+        impl $Type {
+            /// Every value, in the order of the codes.
+            pub const ALL: [$Type; [$($code),*].len()] = [$($Type::$Variant),*];
+
+            /// The field's lower-case name for it, as the Python API spells it.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $($Type::$Variant => $name,)*
+                }
+            }
+
+            /// The value with this code.
+            pub const fn from_code(code: u8) -> Option<$Type> {
+                match code {
+                    $($code => Some($Type::$Variant),)*
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+coded! {
+    /// Element type of a tensor. The code is what travels in message headers.
+    DType {
+        /// IEEE 754 binary16.
+        F16 = 0, "float16";
+        /// bfloat16: the upper half of a binary32.
+        BF16 = 1, "bfloat16";
+        /// IEEE 754 binary32.
+        F32 = 2, "float32";
+        /// IEEE 754 binary64.
+        F64 = 3, "float64";
+        /// Unsigned byte.
+        U8 = 4, "uint8";
+        /// Signed byte.
+        I8 = 5, "int8";
+        /// Signed 32-bit integer.
+        I32 = 6, "int32";
+        /// Signed 64-bit integer.
+        I64 = 7, "int64";
+        /// One byte, 0 or 1.
+        Bool = 8, "bool";
+        /// Two IEEE 754 binary32: real and imaginary part.
+        C64 = 9, "complex64";
+        /// Two IEEE 754 binary64: real and imaginary part.
+        C128 = 10, "complex128";
+    }
 }
 
 impl DType {
-    /// Every element type, in the order of the codes.
-    pub const ALL: [DType; 11] = [
-        DType::F16,
-        DType::BF16,
-        DType::F32,
-        DType::F64,
-        DType::U8,
-        DType::I8,
-        DType::I32,
-        DType::I64,
-        DType::Bool,
-        DType::C64,
-        DType::C128,
-    ];
-
     /// Bytes per element.
     pub const fn size(self) -> usize {
         match self {
@@ -54,23 +72,6 @@ impl DType {
             DType::F32 | DType::I32 => 4,
             DType::F64 | DType::I64 | DType::C64 => 8,
             DType::C128 => 16,
-        }
-    }
-
-    /// The name that torch and NumPy use.
-    pub const fn name(self) -> &'static str {
-        match self {
-            DType::F16 => "float16",
-            DType::BF16 => "bfloat16",
-            DType::F32 => "float32",
-            DType::F64 => "float64",
-            DType::U8 => "uint8",
-            DType::I8 => "int8",
-            DType::I32 => "int32",
-            DType::I64 => "int64",
-            DType::Bool => "bool",
-            DType::C64 => "complex64",
-            DType::C128 => "complex128",
         }
     }
 
@@ -83,67 +84,31 @@ impl DType {
     pub const fn is_float(self) -> bool {
         matches!(self, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
     }
-
-    /// The type with this code.
-    pub fn from_code(code: u8) -> Option<DType> {
-        DType::ALL.get(usize::from(code)).copied()
-    }
 }
 
-/// How elements of several ranks become one. The numbers are those of the original's `ReduceOp`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub enum ReduceOp {
-    /// x0 + x1 + …, in rank order.
-    Sum = 0,
-    /// x0 * x1 * …, in rank order; complex: (a + bi)(c + di) = (ac - bd) + (ad + bc)i, each product and sum rounded.
-    Product = 1,
-    /// The smallest. A NaN in any rank's element gives NaN.
-    Min = 2,
-    /// The largest. A NaN in any rank's element gives NaN.
-    Max = 3,
-    /// Bitwise or; for bool, any.
-    Bor = 7,
-    /// Bitwise and; for bool, all.
-    Band = 8,
-    /// Bitwise exclusive or; for bool, parity.
-    Bxor = 9,
-    /// The sum divided by the number of ranks, once, after the sum.
-    Avg = 10,
+coded! {
+    /// How elements of several ranks become one. The numbers are those of the original's `ReduceOp`.
+    ReduceOp {
+        /// x0 + x1 + …, in rank order.
+        Sum = 0, "sum";
+        /// x0 * x1 * …, in rank order; complex: (a + bi)(c + di) = (ac - bd) + (ad + bc)i, each product and sum rounded.
+        Product = 1, "product";
+        /// The smallest. A NaN in any rank's element gives NaN.
+        Min = 2, "min";
+        /// The largest. A NaN in any rank's element gives NaN.
+        Max = 3, "max";
+        /// Bitwise or; for bool, any.
+        Bor = 7, "bor";
+        /// Bitwise and; for bool, all.
+        Band = 8, "band";
+        /// Bitwise exclusive or; for bool, parity.
+        Bxor = 9, "bxor";
+        /// The sum divided by the number of ranks, once, after the sum.
+        Avg = 10, "avg";
+    }
 }
 
 impl ReduceOp {
-    /// Every operation.
-    pub const ALL: [ReduceOp; 8] = [
-        ReduceOp::Sum,
-        ReduceOp::Product,
-        ReduceOp::Min,
-        ReduceOp::Max,
-        ReduceOp::Bor,
-        ReduceOp::Band,
-        ReduceOp::Bxor,
-        ReduceOp::Avg,
-    ];
-
-    /// The operation with this number.
-    pub fn from_code(code: u8) -> Option<ReduceOp> {
-        ReduceOp::ALL.into_iter().find(|op| *op as u8 == code)
-    }
-
-    /// Lower-case name, as the Python API spells it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            ReduceOp::Sum => "sum",
-            ReduceOp::Product => "product",
-            ReduceOp::Min => "min",
-            ReduceOp::Max => "max",
-            ReduceOp::Bor => "bor",
-            ReduceOp::Band => "band",
-            ReduceOp::Bxor => "bxor",
-            ReduceOp::Avg => "avg",
-        }
-    }
-
     /// The operation of a partial result: an average is a sum that is divided once, at the end.
     #[must_use]
     pub const fn undivided(self) -> ReduceOp {
@@ -174,69 +139,25 @@ impl ReduceOp {
     }
 }
 
-/// What an operation is. The code is what travels in message headers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u8)]
-#[allow(missing_docs)]
-pub enum Kind {
-    AllReduce = 1,
-    Reduce = 2,
-    Broadcast = 3,
-    AllGather = 4,
-    Gather = 5,
-    Scatter = 6,
-    ReduceScatter = 7,
-    AllToAll = 8,
-    AllToAllV = 9,
-    Send = 10,
-    Exchange = 11,
-    Barrier = 12,
-    CompressedAllReduce = 13,
-    Gossip = 14,
-}
-
-impl Kind {
-    /// Every kind, in the order of the codes.
-    pub const ALL: [Kind; 14] = [
-        Kind::AllReduce,
-        Kind::Reduce,
-        Kind::Broadcast,
-        Kind::AllGather,
-        Kind::Gather,
-        Kind::Scatter,
-        Kind::ReduceScatter,
-        Kind::AllToAll,
-        Kind::AllToAllV,
-        Kind::Send,
-        Kind::Exchange,
-        Kind::Barrier,
-        Kind::CompressedAllReduce,
-        Kind::Gossip,
-    ];
-
-    /// The kind with this code.
-    pub fn from_code(code: u8) -> Option<Kind> {
-        Kind::ALL.into_iter().find(|kind| *kind as u8 == code)
-    }
-
-    /// The field's name for it. `Send` covers both ends of a point-to-point message.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Kind::AllReduce => "all_reduce",
-            Kind::Reduce => "reduce",
-            Kind::Broadcast => "broadcast",
-            Kind::AllGather => "all_gather",
-            Kind::Gather => "gather",
-            Kind::Scatter => "scatter",
-            Kind::ReduceScatter => "reduce_scatter",
-            Kind::AllToAll => "all_to_all",
-            Kind::AllToAllV => "all_to_all_v",
-            Kind::Send => "send/recv",
-            Kind::Exchange => "exchange",
-            Kind::Barrier => "barrier",
-            Kind::CompressedAllReduce => "compressed_all_reduce",
-            Kind::Gossip => "gossip",
-        }
+coded! {
+    /// What an operation is. The code is what travels in message headers.
+    #[allow(missing_docs)]
+    Kind {
+        AllReduce = 1, "all_reduce";
+        Reduce = 2, "reduce";
+        Broadcast = 3, "broadcast";
+        AllGather = 4, "all_gather";
+        Gather = 5, "gather";
+        Scatter = 6, "scatter";
+        ReduceScatter = 7, "reduce_scatter";
+        AllToAll = 8, "all_to_all";
+        AllToAllV = 9, "all_to_all_v";
+        /// Both ends of a point-to-point message.
+        Send = 10, "send/recv";
+        Exchange = 11, "exchange";
+        Barrier = 12, "barrier";
+        CompressedAllReduce = 13, "compressed_all_reduce";
+        Gossip = 14, "gossip";
     }
 }
 

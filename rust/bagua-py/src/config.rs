@@ -11,13 +11,15 @@ use pyo3::prelude::*;
 use crate::errors::{self, seconds};
 use crate::tls::{Tls, tls_of};
 
-/// The parameters with which a rank joins a group.
+/// The transports, by the names that a setting may have.
+pub const TRANSPORTS: [(&str, TransportChoice); 2] = [("auto", TransportChoice::Auto), ("tcp", TransportChoice::Tcp)];
+
+/// The parameters with which a rank joins a group, which is called `name` and listens on any free port of `listen_host`.
 ///
-/// Ranks with equal `host_id` share memory ("": boot id and network namespace), `host_name` appears in error texts ("": the system's),
-/// `transport` is "auto" or "tcp", `streams_per_peer` (1 to 64) is the number of TCP streams to a rank on another host, `algorithm`
-/// ("auto", "direct", "ring" or "doubling") is the algorithm of all_reduce between hosts; `listen_port` 0 takes any free port; `timeout`
-/// (of an operation), `connect_timeout` and `heartbeat_timeout` are in seconds; with `tls` every TCP connection is encrypted.
-/// Raises ValueError for invalid arguments.
+/// `settings` has the attributes of `bagua.config.Settings`: ranks with equal `host_id` share memory ("": boot id and network namespace),
+/// `transport` is one of `TRANSPORTS`, `streams_per_peer` (1 to 64) is the number of TCP streams to a rank on another host, `algorithm` (one
+/// of `ALGORITHMS`) is the algorithm of all_reduce between hosts; `timeout` (of an operation, and of connecting) and `heartbeat_timeout` are
+/// in seconds; with `tls` every TCP connection is encrypted. Raises ValueError for invalid arguments.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct GroupConfig {
     core: Config,
@@ -32,57 +34,48 @@ impl GroupConfig {
 #[pymethods]
 impl GroupConfig {
     #[new]
-    #[pyo3(signature = (rank, world_size, *, name, host_id, host_name, secret, listen_host, listen_port, timeout,
-        connect_timeout, heartbeat_timeout, transport, streams_per_peer, algorithm, tls=None))]
-    #[expect(clippy::too_many_arguments, reason = "the signature is Python's, and they are keywords there")]
+    #[pyo3(signature = (rank, world_size, settings, *, name, secret, listen_host))]
     fn new(
         py: Python<'_>,
         rank: usize,
         world_size: usize,
+        settings: &Bound<'_, PyAny>,
         name: String,
-        host_id: String,
-        host_name: String,
         secret: Vec<u8>,
         listen_host: &str,
-        listen_port: u16,
-        timeout: f64,
-        connect_timeout: f64,
-        heartbeat_timeout: f64,
-        transport: &str,
-        streams_per_peer: usize,
-        algorithm: &str,
-        tls: Option<Bound<'_, Tls>>,
     ) -> PyResult<GroupConfig> {
         let refuse = |text| Err(errors::raise(py, Error::InvalidArgument(text)));
         if rank >= world_size {
             return refuse(format!("rank {rank} is not in a world of {world_size} ranks"));
         }
-        let transport = match transport {
-            "auto" => TransportChoice::Auto,
-            "tcp" => TransportChoice::Tcp,
-            other => return refuse(format!("transport '{other}' is neither 'auto' nor 'tcp'")),
+        let text = |name: &str| settings.getattr(name)?.extract::<String>();
+        let transport = text("transport")?;
+        let Some((_, transport)) = TRANSPORTS.into_iter().find(|(name, _)| *name == transport) else {
+            return refuse(format!("there is no transport '{transport}'"));
         };
-        let Some(algorithm) = Algorithm::named(algorithm) else {
+        let algorithm = text("algorithm")?;
+        let Some(algorithm) = Algorithm::named(&algorithm) else {
             return refuse(format!("there is no algorithm '{algorithm}' for an all_reduce"));
         };
         let listen_host: IpAddr = match listen_host.parse() {
             Ok(address) => address,
             Err(error) => return refuse(format!("listen_host '{listen_host}' is not an IP address: {error}")),
         };
+        let timeout = seconds("timeout", settings.getattr("timeout")?.extract()?)?;
         let core = Config {
             rank,
             world_size,
             name,
-            host_id,
-            host_name,
+            host_id: text("host_id")?,
+            host_name: String::new(),
             secret,
-            tls: tls_of(tls.as_ref()),
-            listen: SocketAddr::new(listen_host, listen_port),
-            timeout: seconds("timeout", timeout)?,
-            connect_timeout: seconds("connect_timeout", connect_timeout)?,
-            heartbeat_timeout: seconds("heartbeat_timeout", heartbeat_timeout)?,
+            tls: tls_of(settings.getattr("tls")?.extract::<Option<Bound<'_, Tls>>>()?.as_ref()),
+            listen: SocketAddr::new(listen_host, 0),
+            timeout,
+            connect_timeout: timeout,
+            heartbeat_timeout: seconds("heartbeat_timeout", settings.getattr("heartbeat_timeout")?.extract()?)?,
             transport,
-            streams_per_peer,
+            streams_per_peer: settings.getattr("streams_per_peer")?.extract()?,
             algorithm,
             view: 1,
             factories: vec![Arc::new(bagua_cuda::Factory)],

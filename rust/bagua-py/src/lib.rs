@@ -96,6 +96,7 @@ mod _bagua {
     #[pymodule_export]
     use crate::tls::Tls;
 
+    use bagua_core::codec::NAMES;
     use bagua_core::collective::Algorithm;
     use bagua_core::group::MAX_STREAMS;
     use bagua_core::request::PeerSelection;
@@ -103,10 +104,13 @@ mod _bagua {
     use bagua_cuda::compile::ARCHITECTURES;
     use bagua_cuda::kernels::PROGRAMS;
     use pyo3::prelude::*;
-    use pyo3::types::PyDict;
+    use pyo3::types::{PyDict, PyFrozenSet};
+
+    use crate::config::TRANSPORTS;
 
     /// The tables of the core, so that no number is written twice: code of each element type (`DTYPES`), reduce operation (`OPS`) and
-    /// operation (`VERBS`) by name, names of the algorithms of all_reduce between hosts (`ALGORITHMS`) and of
+    /// operation (`VERBS`) by name, the pairs of codes for which a reduction is defined (`DEFINED`), names of the codecs (`CODECS`), of the
+    /// transports (`TRANSPORTS`), of the algorithms of all_reduce between hosts (`ALGORITHMS`) and of
     /// the ways to choose peers (`PEER_SELECTION_MODES`), and the most streams per peer. Of `bagua-cuda`: the names of the kernels by
     /// program (`CUDA_KERNELS`), and the architectures that they are compiled for in advance (`CUDA_ARCHITECTURES`).
     #[pymodule_init]
@@ -119,6 +123,11 @@ mod _bagua {
         module.add("DTYPES", dict(&DType::ALL.map(|dtype| (dtype.name(), dtype as u8)))?)?;
         module.add("OPS", dict(&ReduceOp::ALL.map(|op| (op.name(), op as u8)))?)?;
         module.add("VERBS", dict(&Kind::ALL.map(|kind| (kind.name(), kind as u8)))?)?;
+        let pairs = ReduceOp::ALL.iter().flat_map(|op| DType::ALL.map(|dtype| (*op, dtype)));
+        let defined = pairs.filter(|(op, dtype)| op.check(*dtype).is_ok()).map(|(op, dtype)| (op as u8, dtype as u8));
+        module.add("DEFINED", PyFrozenSet::new(module.py(), defined)?)?;
+        module.add("CODECS", NAMES)?;
+        module.add("TRANSPORTS", TRANSPORTS.map(|(name, _)| name))?;
         module.add("ALGORITHMS", Algorithm::ALL.map(Algorithm::name))?;
         module.add("PEER_SELECTION_MODES", PeerSelection::ALL.map(PeerSelection::name))?;
         module.add("MAX_STREAMS", MAX_STREAMS)?;

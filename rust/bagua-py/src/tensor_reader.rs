@@ -58,6 +58,40 @@ const MAJOR: u32 = 1;
 /// `DLDeviceType` of host memory.
 const HOST_DEVICE: c_int = 1;
 
+/// The element type of DLPack's code and bits, and that of NumPy's kind and bytes, from one list.
+macro_rules! element_types {
+    ($($DType:ident: $dlpack:literal, $bits:literal, $numpy:literal;)*) => {
+        fn of_dlpack(code: u8, bits: u8) -> Option<DType> {
+            match (code, bits) {
+                $(($dlpack, $bits) => Some(DType::$DType),)*
+                _ => None,
+            }
+        }
+
+        fn of_numpy(kind: u8, bytes: c_int) -> Option<DType> {
+            match (kind, bytes.checked_mul(8)?) {
+                $(($numpy, $bits) => Some(DType::$DType),)*
+                _ => None,
+            }
+        }
+    };
+}
+
+element_types! {
+    F16: 2, 16, b'f';
+    // NumPy has none, and none of its kinds is 0.
+    BF16: 4, 16, 0;
+    F32: 2, 32, b'f';
+    F64: 2, 64, b'f';
+    U8: 1, 8, b'u';
+    I8: 0, 8, b'i';
+    I32: 0, 32, b'i';
+    I64: 0, 64, b'i';
+    Bool: 6, 8, b'b';
+    C64: 5, 64, b'c';
+    C128: 5, 128, b'c';
+}
+
 /// Address, number of elements, code of the type, dimensions (None for one dimension), and the tensor itself.
 type Found<'py> = (usize, usize, u8, Option<Bound<'py, PyTuple>>, Bound<'py, PyAny>);
 
@@ -110,20 +144,7 @@ impl TensorReader {
             drop(PyErr::take(py));
             return None;
         }
-        let dtype = match (tensor.code, tensor.bits, tensor.lanes) {
-            (2, 16, 1) => DType::F16,
-            (4, 16, 1) => DType::BF16,
-            (2, 32, 1) => DType::F32,
-            (2, 64, 1) => DType::F64,
-            (1, 8, 1) => DType::U8,
-            (0, 8, 1) => DType::I8,
-            (0, 32, 1) => DType::I32,
-            (0, 64, 1) => DType::I64,
-            (6, 8, 1) => DType::Bool,
-            (5, 64, 1) => DType::C64,
-            (5, 128, 1) => DType::C128,
-            _ => return None,
-        };
+        let dtype = of_dlpack(tensor.code, tensor.bits).filter(|_| tensor.lanes == 1)?;
         if tensor.device_type != HOST_DEVICE {
             return None;
         }
@@ -223,19 +244,7 @@ pub fn read_array<'py>(x: &Bound<'py, PyAny>) -> Option<FoundArray<'py>> {
     if array.two != 2 || array.flags & PLAIN != PLAIN {
         return None;
     }
-    let dtype = match (array.kind, array.itemsize) {
-        (b'f', 2) => DType::F16,
-        (b'f', 4) => DType::F32,
-        (b'f', 8) => DType::F64,
-        (b'u', 1) => DType::U8,
-        (b'i', 1) => DType::I8,
-        (b'i', 4) => DType::I32,
-        (b'i', 8) => DType::I64,
-        (b'b', 1) => DType::Bool,
-        (b'c', 8) => DType::C64,
-        (b'c', 16) => DType::C128,
-        _ => return None,
-    };
+    let dtype = of_numpy(array.kind, array.itemsize)?;
     // SAFETY: the shape of the struct has `nd` elements.
     let shape = unsafe { dims(array.shape, array.nd) }?;
     let count = shape.iter().map(|dim| usize::try_from(*dim).unwrap_or(0)).product();

@@ -1,35 +1,15 @@
 """How a model's ranks stay in step: one file per algorithm, each registered under its name."""
 
-from . import async_model_average, base, bytegrad, decentralized, gradient_allreduce, local_sgd, powersgd, q_adam
-from .async_model_average import AsyncModelAverageAlgorithm
-from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
-from .bytegrad import ByteGradAlgorithm
-from .decentralized import DecentralizedAlgorithm, LowPrecisionDecentralizedAlgorithm
-from .gradient_allreduce import GradientAllReduceAlgorithm
-from .local_sgd import DiLoCoAlgorithm, LocalSGDAlgorithm
-from .powersgd import PowerSGDAlgorithm
-from .q_adam import QAdamAlgorithm, QAdamOptimizer
-
-__all__ = [
-    "Algorithm",
-    "AlgorithmImpl",
-    "AsyncModelAverageAlgorithm",
-    "ByteGradAlgorithm",
-    "DecentralizedAlgorithm",
-    "DiLoCoAlgorithm",
-    "GlobalAlgorithmRegistry",
-    "GradientAllReduceAlgorithm",
-    "LocalSGDAlgorithm",
-    "LowPrecisionDecentralizedAlgorithm",
-    "PowerSGDAlgorithm",
-    "QAdamAlgorithm",
-    "QAdamOptimizer",
-    "async_model_average",
-    "base",
-    "bytegrad",
-    "decentralized",
-    "gradient_allreduce",
-    "local_sgd",
-    "powersgd",
-    "q_adam",
-]
+from .async_model_average import AsyncModelAverageAlgorithm as AsyncModelAverageAlgorithm
+from .base import Algorithm as Algorithm
+from .base import AlgorithmImpl as AlgorithmImpl
+from .base import GlobalAlgorithmRegistry as GlobalAlgorithmRegistry
+from .bytegrad import ByteGradAlgorithm as ByteGradAlgorithm
+from .decentralized import DecentralizedAlgorithm as DecentralizedAlgorithm
+from .decentralized import LowPrecisionDecentralizedAlgorithm as LowPrecisionDecentralizedAlgorithm
+from .gradient_allreduce import GradientAllReduceAlgorithm as GradientAllReduceAlgorithm
+from .local_sgd import DiLoCoAlgorithm as DiLoCoAlgorithm
+from .local_sgd import LocalSGDAlgorithm as LocalSGDAlgorithm
+from .powersgd import PowerSGDAlgorithm as PowerSGDAlgorithm
+from .q_adam import QAdamAlgorithm as QAdamAlgorithm
+from .q_adam import QAdamOptimizer as QAdamOptimizer

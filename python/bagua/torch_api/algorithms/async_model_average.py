@@ -480,6 +480,11 @@ class AsyncModelAverageAlgorithm(Algorithm):
         self.warmup_steps = warmup_steps
         self.compression = compression
 
+    @property
+    def needs_optimizers(self) -> bool:
+        """In the warm-up, whose steps it counts."""
+        return self.warmup_steps > 0
+
     def reify(self, process_group: ProcessGroup) -> AsyncModelAverageAlgorithmImpl:
         """A fresh implementation."""
         return AsyncModelAverageAlgorithmImpl(

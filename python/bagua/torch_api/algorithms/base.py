@@ -285,6 +285,11 @@ def tensors_of_buckets(
 class Algorithm:
     """What a user chooses; :meth:`reify` puts it to work on a process group. One object may serve several models."""
 
+    @property
+    def needs_optimizers(self) -> bool:
+        """Whether it acts on the steps of the model's optimizers, so that ``with_bagua`` must be given them."""
+        return False
+
     def reify(self, process_group: ProcessGroup) -> AlgorithmImpl:
         """A fresh implementation."""
         raise NotImplementedError(f"{type(self).__name__}.reify")

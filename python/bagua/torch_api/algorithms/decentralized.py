@@ -214,6 +214,8 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
     t % interval == 0 communicate. ValueError for an unknown codec, for none, and for an interval below 1.
     """
 
+    needs_optimizers = True
+
     def __init__(
         self,
         hierarchical: bool = True,

@@ -281,6 +281,8 @@ class LocalSGDAlgorithm(Algorithm):
     be communicated: the others wait for it in their ``optimizer.step()``.
     """
 
+    needs_optimizers = True
+
     def __init__(
         self,
         communication_interval: int = 8,
@@ -314,6 +316,8 @@ class DiLoCoAlgorithm(Algorithm):
     :class:`LocalSGDAlgorithm`; also ValueError for an ``outer_lr`` that is not above 0 and finite, and an
     ``outer_momentum`` outside of [0, 1).
     """
+
+    needs_optimizers = True
 
     def __init__(
         self,

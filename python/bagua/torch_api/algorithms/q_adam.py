@@ -452,6 +452,8 @@ class QAdamAlgorithm(Algorithm):
     ValueError of ``with_bagua`` for another one. TypeError for another optimizer, ValueError for an unknown codec.
     """
 
+    needs_optimizers = True
+
     def __init__(
         self,
         q_adam_optimizer: QAdamOptimizer,

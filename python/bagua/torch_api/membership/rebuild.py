@@ -16,7 +16,7 @@ from bagua import group as neutral
 from bagua.errors import MismatchError
 from bagua.lifecycle import forget_groups
 
-from .. import communication
+from .. import communication, default_collectives
 from ..algorithms.base import Algorithm
 from ..model_engine import bucket_engine
 from ..model_engine.bagua_ddp import end_with_group
@@ -69,7 +69,7 @@ def rebuild(timeout: float | None = None, *, quorum: Literal["majority", "any"] 
     raised on all of them; its model is unwrapped then, and the group works.
     """
     default = communication._get_default_group()
-    world: neutral.Group = communication._world().group
+    world: neutral.Group = default_collectives.default_communicator().group
     until = time.monotonic() + (world.timeout if timeout is None else timeout)
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout is {timeout} s; it must be positive")

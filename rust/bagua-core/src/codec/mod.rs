@@ -144,8 +144,30 @@ pub trait Codec: Send + Sync + Debug {
 /// Elements that [`Codec::decode_part`] counts in.
 pub const PART: usize = 4096;
 
+/// Makes a codec of its options.
+type Make = fn(&mut Options<'_>) -> Result<Arc<dyn Codec>>;
+
+/// Every codec, by its name.
+const CODECS: &[(&str, Make)] = &[
+    ("minmax_u8", |_| Ok(Arc::new(MinMaxU8))),
+    ("f16", |_| Ok(Arc::new(F16))),
+    ("bf16", |_| Ok(Arc::new(Bf16))),
+    ("block_i8", |options| Ok(Arc::new(BlockI8::new(options)?))),
+    ("top_k", |options| Ok(Arc::new(TopK::new(options)?))),
+    ("random_k", |options| Ok(Arc::new(RandomK::new(options)?))),
+    ("onebit", |_| Ok(Arc::new(OneBit))),
+];
+
 /// The names of all codecs.
-pub const NAMES: [&str; 7] = ["minmax_u8", "f16", "bf16", "block_i8", "top_k", "random_k", "onebit"];
+pub const NAMES: [&str; CODECS.len()] = {
+    let mut names = [""; CODECS.len()];
+    let mut at = 0;
+    while at < names.len() {
+        names[at] = CODECS[at].0;
+        at += 1;
+    }
+    names
+};
 
 /// The codec of this name ("MinMaxUInt8" is the original's for minmax_u8).
 ///
@@ -153,19 +175,12 @@ pub const NAMES: [&str; 7] = ["minmax_u8", "f16", "bf16", "block_i8", "top_k", "
 /// `InvalidArgument` for an unknown name (it lists the known ones) or an option out of its range, `UnsupportedType` for an option
 /// that the codec does not have.
 pub fn by_name(name: &str, given: &[(String, CodecOption)]) -> Result<Arc<dyn Codec>> {
-    let mut options = Options::new(name, given);
-    let codec: Arc<dyn Codec> = match name {
-        "minmax_u8" | "MinMaxUInt8" => Arc::new(MinMaxU8),
-        "f16" => Arc::new(F16),
-        "bf16" => Arc::new(Bf16),
-        "block_i8" => Arc::new(BlockI8::new(&mut options)?),
-        "top_k" => Arc::new(TopK::new(&mut options)?),
-        "random_k" => Arc::new(RandomK::new(&mut options)?),
-        "onebit" => Arc::new(OneBit),
-        _ => {
-            return Err(Error::InvalidArgument(format!("no codec {name:?}; known: {}", NAMES.join(", "))));
-        }
+    let wanted = if name == "MinMaxUInt8" { "minmax_u8" } else { name };
+    let Some((_, make)) = CODECS.iter().find(|(known, _)| *known == wanted) else {
+        return Err(Error::InvalidArgument(format!("no codec {name:?}; known: {}", NAMES.join(", "))));
     };
+    let mut options = Options::new(name, given);
+    let codec = make(&mut options)?;
     options.finish()?;
     Ok(codec)
 }
