@@ -131,10 +131,12 @@ def exported(module: str) -> list[str] | None:
                 around = (here if _folder(module).is_dir() else here[:-1]) if level else []
                 within = [*around, *([package] if package else [])]
                 modules |= {alias.asname or alias.name: ".".join([*within, alias.name]) for alias in names}
-            case ast.Assign(targets=[ast.Name("__all__")], value=ast.List() as listed):
+            case ast.Assign(targets=[ast.Name("__all__")], value=listed):
                 found = [name for name in ast.literal_eval(listed) if not name.startswith("_")]
             case ast.AugAssign(target=ast.Name("__all__"), value=ast.Attribute(ast.Name(name), "__all__")):
                 found = sorted([*(found or []), *(exported(modules[name]) or [])])
+            case ast.AugAssign(target=ast.Name("__all__"), value=listed):
+                raise ValueError(f"{module}: __all__ += {ast.unparse(listed)}, which is not the __all__ of a module")
     return found
 
 

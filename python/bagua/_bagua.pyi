@@ -15,12 +15,15 @@ from bagua.config import CudaPlaces, Settings
 
 __all__ = [
     "ALGORITHMS",
+    "CODECS",
     "CUDA_ARCHITECTURES",
     "CUDA_KERNELS",
+    "DEFINED",
     "DTYPES",
     "MAX_STREAMS",
     "OPS",
     "PEER_SELECTION_MODES",
+    "TRANSPORTS",
     "VERBS",
     "Arena",
     "AsyncModelAverage",

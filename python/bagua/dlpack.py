@@ -50,19 +50,22 @@ class _Versioned(ctypes.Structure):
 
 
 _READ_ONLY = 1
-# DLPack's codes of kinds of elements.
+# DLPack's codes of the kinds of elements.
 _KINDS = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "complex": 5, "bool": 6}
 
 
-def _form(name: str) -> tuple[tuple[int, int], tuple[str, str]]:
-    kind = name.rstrip("0123456789")
-    bits = int(name.removeprefix(kind) or 8)
-    # NumPy has no bfloat16.
-    return (_KINDS[kind], bits), (f"u{bits // 8}" if kind == "bfloat" else np.dtype(name).str[1:], name)
+def _by_code() -> dict[tuple[int, int], tuple[str, str]]:
+    found = {}
+    for name in DTYPES:
+        kind = name.rstrip("0123456789")
+        # NumPy has no bfloat16.
+        memory = np.dtype("uint16" if name == "bfloat16" else name)
+        found[_KINDS[kind], 8 * memory.itemsize] = (memory.str[1:], name)
+    return found
 
 
 # (code, bits) -> (NumPy type of the memory, name)
-_DLPACK = dict(map(_form, DTYPES))
+_DLPACK = _by_code()
 
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype = ctypes.c_void_p

@@ -104,5 +104,5 @@ __all__ = [
 ]
 
 # Codes of the verbs that have a path of their own for small calls. The others are in `bagua.verbs`.
-ALL_REDUCE, REDUCE, BROADCAST, BARRIER = (VERBS[name] for name in ("all_reduce", "reduce", "broadcast", "barrier"))
-ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = (VERBS[name] for name in ("all_gather", "reduce_scatter", "all_to_all"))
+ALL_REDUCE, REDUCE, BROADCAST, BARRIER = VERBS["all_reduce"], VERBS["reduce"], VERBS["broadcast"], VERBS["barrier"]
+ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = VERBS["all_gather"], VERBS["reduce_scatter"], VERBS["all_to_all"]

@@ -22,11 +22,11 @@ class Reduction(NamedTuple):
     divides: bool = False
 
 
-#: torch's reduction -> code of the core.
+#: torch's reduction -> code of the core, of those that both have.
 CODES = {
-    kind: code
-    for name, code in engine.OPS.items()
-    if (kind := getattr(c10d.ReduceOp.RedOpType, name.upper(), None)) is not None
+    kind: engine.OPS[name.lower()]
+    for name, kind in c10d.ReduceOp.RedOpType.__members__.items()
+    if name.lower() in engine.OPS
 }
 _NAMES = {code: name for name, code in engine.OPS.items()}
 

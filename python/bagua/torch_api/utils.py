@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -28,8 +29,9 @@ __all__ = [
 flatten: Callable[[Sequence[torch.Tensor]], torch.Tensor] = _utils._flatten_dense_tensors
 unflatten: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]] = _utils._unflatten_dense_tensors
 
+# The original's names, such as bf16, f32, u8 and bool. It has no complex types.
 _NAMES = {
-    getattr(torch, name): name.replace("bfloat", "bf").replace("float", "f").replace("uint", "u").replace("int", "i")
+    getattr(torch, name): re.sub(r"^(bf|f|u|i)[a-z]+", r"\1", name)
     for name in engine.DTYPES
     if not name.startswith("complex")
 }

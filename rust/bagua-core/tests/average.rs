@@ -290,6 +290,24 @@ fn each_call_of_synchronize_is_one_round() {
     });
 }
 
+/// The first rank is in an exchange of statuses, for which it has said that it takes no part, when it resumes.
+#[test]
+fn a_rank_that_resumed_before_another_synchronizes_is_synchronized_with() {
+    let settings = |rank| Settings { interval: if rank == 0 { INTERVAL } else { LONG }, ..plain() };
+    on_settings(world(2), settings, |rank, barrier| {
+        if rank.rank == 0 {
+            rank.abort();
+            std::thread::sleep(20 * INTERVAL);
+            rank.averager.resume().unwrap();
+        }
+        barrier.wait();
+        let call = rank.averager.synchronize().unwrap();
+        assert_eq!(call.wait(LONG / 6), Waited::Done(Ok(())));
+        assert_eq!(rank.values(), averaged(2, rank.count));
+        barrier.wait();
+    });
+}
+
 #[test]
 fn ranks_that_do_not_synchronize_are_named_long_before_the_next_round() {
     on_all(2, Duration::from_secs(3600), None, |rank, barrier| {

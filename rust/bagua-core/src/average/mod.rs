@@ -2,7 +2,7 @@
 //!
 //! A round, made by all ranks that take part:
 //!
-//! 1. **Status.** All ranks of the group exchange who takes part and whose interval has passed (a 64-byte all_gather, at least every
+//! 1. **Status.** All ranks of the group exchange who takes part and whose interval has passed (a 72-byte all_gather, at least every
 //!    half second). The round goes on where it has passed for all that take part.
 //! 2. **Snapshot.** Each copies its weights, under its weight lock.
 //! 3. **Average.** All_reduce of the snapshots, without a lock: training goes on.

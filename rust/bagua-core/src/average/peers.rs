@@ -12,7 +12,7 @@ use crate::types::DType;
 const SETS: usize = 4;
 
 /// Numbers in a [`Status`] on the wire.
-const FIELDS: usize = 8;
+const FIELDS: usize = 9;
 
 /// What a rank tells all others at the beginning of a round.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -21,6 +21,8 @@ pub(super) struct Status {
     pub(super) takes_part: bool,
     /// It waits in `synchronize`.
     pub(super) synchronizes: bool,
+    /// Its exchange before this one said so too: every status in this one is newer than its call.
+    pub(super) announced: bool,
     /// Its interval has passed.
     pub(super) is_due: bool,
     /// It has no weights of the job yet.
@@ -37,10 +39,11 @@ pub(super) struct Status {
 
 impl Status {
     fn encode(self) -> [u8; FIELDS * 8] {
-        let Status { takes_part, synchronizes, is_due, is_new, joiner, view, exchanges, agreed } = self;
-        let flags = [takes_part, synchronizes, is_new].map(u64::from);
+        let Status { takes_part, synchronizes, announced, is_due, is_new, joiner, view, exchanges, agreed } = self;
+        let [takes_part, synchronizes, announced, is_due, is_new] =
+            [takes_part, synchronizes, announced, is_due, is_new].map(u64::from);
         let joiner = joiner.map_or(0, |rank| rank as u64 + 1);
-        let fields = [flags[0], flags[1], flags[2], joiner, view, exchanges, agreed, u64::from(is_due)];
+        let fields = [takes_part, synchronizes, is_new, joiner, view, exchanges, agreed, is_due, announced];
         let mut bytes = [0; FIELDS * 8];
         for (slot, field) in bytes.chunks_exact_mut(8).zip(fields) {
             slot.copy_from_slice(&field.to_le_bytes());
@@ -59,6 +62,7 @@ impl Status {
             exchanges: field(5),
             agreed: field(6),
             is_due: field(7) == 1,
+            announced: field(8) == 1,
         }
     }
 }
@@ -226,6 +230,7 @@ mod tests {
         let other = Status {
             takes_part: true,
             synchronizes: false,
+            announced: true,
             is_due: true,
             is_new: true,
             joiner: Some(0),

@@ -63,6 +63,8 @@ pub(super) struct Rounds {
     open: Option<Open>,
     /// See [`Status::agreed`].
     agreed: u64,
+    /// Calls of `synchronize` that the other ranks know of.
+    announced: u64,
 }
 
 /// When the next round begins.
@@ -101,8 +103,23 @@ impl Rounds {
         }
         let (looked, due) = (Instant::now(), Instant::now() + settings.interval);
         let (peers, view, exchanges) = (Some(peers), 1, 0);
-        let (open, looks, agreed) = (None, 0, 0);
-        Rounds { shared, peers, parts, buffers, settings, due, looked, looks, set, view, exchanges, open, agreed }
+        let (open, looks, agreed, announced) = (None, 0, 0, 0);
+        Rounds {
+            shared,
+            peers,
+            parts,
+            buffers,
+            settings,
+            due,
+            looked,
+            looks,
+            set,
+            view,
+            exchanges,
+            open,
+            agreed,
+            announced,
+        }
     }
 
     /// Runs rounds until it has to end or something fails.
@@ -384,6 +401,8 @@ impl Rounds {
             let own = Status {
                 takes_part: control.takes_part && !control.is_new,
                 synchronizes: control.takes_part && !control.synchronizing.is_empty(),
+                announced: control.takes_part
+                    && control.synchronizing.first().is_some_and(|call| *call <= self.announced),
                 is_due: Instant::now() >= self.due,
                 is_new: control.is_new,
                 joiner,
@@ -394,6 +413,7 @@ impl Rounds {
             (own, control.synchronize_calls)
         };
         let all = self.peers()?.exchange(own)?;
+        let announced = std::mem::replace(&mut self.announced, calls);
         let latest = |number: fn(&Status) -> u64| all.iter().map(number).max().unwrap_or_default();
         // Invariant 2: of a round that was cut off, a rank wrote the update only if all have the average.
         if let Some(Open { round, steps }) = self.open.take()
@@ -410,7 +430,8 @@ impl Rounds {
         let ranks: Vec<usize> = (0..all.len()).filter(|rank| all[*rank].takes_part).collect();
         let late: Vec<usize> = ranks.iter().copied().filter(|rank| !all[*rank].synchronizes).collect();
         let (set, late) = (self.peers()?.in_job(&ranks), self.peers()?.in_job(&late));
-        let synchronizes = late.is_empty();
+        // A rank that resumed before another one called may have made its status earlier than that.
+        let synchronizes = ranks.iter().all(|rank| all[*rank].announced);
         if set != self.set {
             self.view += 1;
             self.set.clone_from(&set);
@@ -447,8 +468,8 @@ impl Rounds {
         control.in_round = false;
         if own.takes_part {
             if synchronizes {
-                control.synchronized = calls;
-                control.synchronizing.retain(|call| *call > calls);
+                control.synchronized = announced;
+                control.synchronizing.retain(|call| *call > announced);
             }
             let stats = &mut control.stats;
             stats.rounds += 1;

@@ -44,7 +44,8 @@ pub(super) struct Control {
     pub(super) in_round: bool,
     /// Calls of `synchronize` so far; the last one has this number.
     pub(super) synchronize_calls: u64,
-    /// Those that no round has served and that wait still. A round serves those that came before it began.
+    /// Those that no round has served and that wait still. A round serves those that all ranks
+    /// knew of before it began.
     pub(super) synchronizing: BTreeSet<u64>,
     /// A round has served all calls up to this number.
     pub(super) synchronized: u64,
