@@ -79,6 +79,7 @@ fn median(figures: &[Figures], pick: fn(&Figures) -> f64) -> f64 {
     values[values.len() / 2]
 }
 
+#[expect(clippy::disallowed_methods, reason = "the benchmark that started this process says so that it is a rank")]
 fn main() {
     if std::env::var_os("GROUP_TEST_RANK").is_some() {
         return run_commands();

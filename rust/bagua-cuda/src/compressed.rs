@@ -13,10 +13,10 @@ use bagua_core::error::{Error, Result};
 use bagua_core::memory::{Buffer, BufferMut, Device};
 use bagua_core::types::{DType, ReduceOp};
 
-use crate::api::CUstream;
 use crate::codec::{Elements, Kernels, Part, kernels_of, load};
 use crate::context::Context;
 use crate::device::Place;
+use crate::driver_functions::CUstream;
 use crate::kernels::{Grid, MAX_SOURCES, short_name};
 use crate::memory::Scratch;
 use crate::reduction::Reduction;

@@ -8,10 +8,10 @@ use std::sync::{Arc, OnceLock};
 use bagua_core::error::{Error, Result};
 use cudarc::driver::sys::{CUcontext, CUdeviceptr, CUmemorytype, CUpointer_attribute, CUstreamCaptureMode};
 
-use crate::api::{Api, CAPTURE_IMPLICIT, CUstream, call, checked};
 use crate::calls::symbol;
+use crate::driver_functions::{Api, CAPTURE_IMPLICIT, CUstream, call, checked};
+use crate::loaded_kernels::Kernels;
 use crate::nccl::Source;
-use crate::programs::Kernels;
 
 /// What an address is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -11,9 +11,9 @@ use bagua_core::error::{Error, Result};
 use bagua_core::memory::{Device, DeviceRef, Stamp};
 use bagua_core::wait::{Waited, lock};
 
-use crate::api::before_anything_began;
+use crate::driver_functions::before_anything_began;
 use crate::event::Event;
-use crate::stage::{Copier, Stage, Use, wait_until_reached};
+use crate::lane_state::{Copier, Stage, Use, wait_until_reached};
 
 /// Kind of a CUDA device in fingerprints: DLPack's number.
 pub const KIND: u8 = 2;

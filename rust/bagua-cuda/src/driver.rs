@@ -11,12 +11,12 @@ use bagua_core as core;
 use bagua_core::wait::lock;
 use cudarc::driver::sys::{CUdevice, CUdevice_attribute};
 
-use crate::api::Api;
 use crate::calls::{Code, call_at, call_in};
-use crate::codes::error_name;
 use crate::context::{self, Context, Memory};
+use crate::driver_functions::Api;
 use crate::error::{Error, Result};
-use crate::library::Library;
+use crate::error_names::error_name;
+use crate::shared_library::Library;
 
 /// Bytes for the name of a device; a longer one is cut off.
 const NAME_BYTES: usize = 256;

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use bagua_core::error::Result;
 use cudarc::driver::sys::{CUevent, CUevent_flags};
 
-use crate::api::{CUstream, NOT_READY, call, checked};
 use crate::context::Context;
+use crate::driver_functions::{CUstream, NOT_READY, call, checked};
 
 /// An event.
 pub struct Event {

@@ -15,14 +15,14 @@ use bagua_core::same_ranks_as;
 use bagua_core::types::{DType, Fingerprint, ReduceOp};
 use nccl_sys::UNIQUE_ID_BYTES;
 
-use crate::choice::{self, Candidate, Hosts, NCCL, RECORD};
+use crate::collective_choice::{self, Candidate, Hosts, NCCL, RECORD};
 use crate::compressed::CodecOnDevice;
 use crate::device::{KIND, Place, Wish, place_of};
 use crate::kernels::MAX_SOURCES;
+use crate::lane_state::{Choice, HIER, STAGED, Stage};
 use crate::nccl::{Communicator, Nccl, serves, unique_id};
-use crate::parts::Parts;
 use crate::reduction::Reduction;
-use crate::stage::{Choice, HIER, STAGED, Stage};
+use crate::shards::Parts;
 use crate::staged;
 
 /// Bytes by which ranks compare their calls: a whole number of elements of any type.
@@ -180,7 +180,7 @@ impl OnDevices {
                 self.inner.run(cx, Verb::AllGather, Io::split(&candidate.to_record(), &mut all))?;
                 let candidates: Vec<_> = all.chunks(RECORD).map(Candidate::from_record).collect();
                 let hosts = Hosts { ranks: &self.hosts, hierarchical: self.inner.split().is_some() };
-                let choice = choice::choose(&candidates, &hosts)?;
+                let choice = collective_choice::choose(&candidates, &hosts)?;
                 let together: Option<&mut dyn Collective> = match choice.collective {
                     NCCL => Some(self.inner.as_mut()),
                     HIER => self.inner.split().map(|ByHost { intra, .. }| intra).filter(|intra| intra.size() > 1),

@@ -11,10 +11,10 @@ use bagua_core::error::{Error, Result};
 use bagua_core::wait::lock;
 use cudarc::driver::sys::{CUdevice_attribute, CUfunction, CUmodule};
 
-use crate::api::{CUstream, checked};
 use crate::context::Context;
+use crate::driver_functions::{CUstream, checked};
 use crate::kernels::{Grid, Program, THREADS, program_of};
-use crate::programs::{Compiler, Kernel};
+use crate::loaded_kernels::{Compiler, Kernel};
 
 impl Context {
     /// Says where the machine code of this device comes from. The first that is said holds.

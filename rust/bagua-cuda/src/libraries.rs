@@ -7,10 +7,10 @@ use crate::cache::Cache;
 use crate::compile;
 use crate::driver::Driver;
 use crate::error::{Error, Result};
-use crate::library::Search;
+use crate::loaded_kernels::Compiler;
 use crate::nccl::{self, Nccl};
 use crate::nvrtc::Nvrtc;
-use crate::programs::Compiler;
+use crate::shared_library::Search;
 
 /// Where libraries may be, as the environment and Python say.
 #[derive(Clone, Debug, Default)]

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use bagua_core::error::Result;
 use cudarc::driver::sys::CUdeviceptr;
 
-use crate::api::{CUstream, call, checked};
 use crate::context::Context;
+use crate::driver_functions::{CUstream, call, checked};
 
 /// Memory of the host that a device copies from and to while the host does other things.
 ///
@@ -33,7 +33,11 @@ impl Pinned {
         // SAFETY: it writes one address; there are no flags.
         unsafe { checked!(context, cuMemHostAlloc(&raw mut at, len, 0)) }?;
         let Some(at) = NonNull::new(at.cast::<u8>()) else {
-            return Err(context.api().failure(context.device(), c"cuMemHostAlloc", crate::api::OUT_OF_MEMORY));
+            return Err(context.api().failure(
+                context.device(),
+                c"cuMemHostAlloc",
+                crate::driver_functions::OUT_OF_MEMORY,
+            ));
         };
         // SAFETY: `len` bytes, which nobody else knows.
         unsafe { at.write_bytes(0, len) };

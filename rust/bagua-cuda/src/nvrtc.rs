@@ -8,7 +8,7 @@ use cudarc::nvrtc::sys::{nvrtcProgram, nvrtcResult};
 
 use crate::calls::{Code, call_at, call_in};
 use crate::error::{Error, Result};
-use crate::library::{Library, line};
+use crate::shared_library::{Library, line};
 
 /// A program in CUDA C.
 #[derive(Clone, Copy, Debug)]

@@ -5,11 +5,11 @@ use std::sync::atomic::Ordering;
 use bagua_core::error::Result;
 use bagua_core::types::{DType, ReduceOp};
 
-use crate::api::CUstream;
 use crate::context::Context;
+use crate::driver_functions::CUstream;
 use crate::kernels::{Grid, MAX_SOURCES, Reduce};
-use crate::programs::Kernel;
-use crate::stage::Stage;
+use crate::lane_state::Stage;
+use crate::loaded_kernels::Kernel;
 
 /// How elements of one type are reduced by one operation on one device.
 pub(crate) struct Reduction {

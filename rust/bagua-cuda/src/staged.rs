@@ -12,8 +12,8 @@ use bagua_core::error::Result;
 use bagua_core::memory::Buffer;
 
 use crate::device::Place;
-use crate::parts::Parts;
-use crate::stage::{Copier, PIECE, wait_until_reached};
+use crate::lane_state::{Copier, PIECE, wait_until_reached};
+use crate::shards::Parts;
 
 /// The longest range is a multiple of so many bytes, so that no element is cut.
 const ALIGNMENT: usize = 64;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use bagua_core::error::Result;
 use cudarc::driver::sys::CUstream_flags;
 
-use crate::api::{CUstream, call, checked};
 use crate::context::Context;
+use crate::driver_functions::{CUstream, call, checked};
 
 /// A stream that waits for no other unless it is told to, of the greatest priority: what it copies is waited for by all ranks.
 pub(crate) struct Stream {

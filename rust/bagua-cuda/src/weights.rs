@@ -15,12 +15,12 @@ use bagua_core::types::DType;
 use bagua_core::wait::lock;
 use cudarc::driver::sys::CUdeviceptr;
 
-use crate::api::{CUstream, checked};
 use crate::context::Context;
+use crate::driver_functions::{CUstream, checked};
 use crate::event::Event;
 use crate::kernels::{Grid, short_name};
-use crate::programs::Kernel;
-use crate::stage::{PIECE, Stage, wait_until_reached};
+use crate::lane_state::{PIECE, Stage, wait_until_reached};
+use crate::loaded_kernels::Kernel;
 
 /// See the module.
 pub struct WeightOrder {

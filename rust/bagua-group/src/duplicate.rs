@@ -3,8 +3,8 @@
 use super::address::{SLOT, put, take};
 use super::bootstrap::Bootstrap;
 use super::config::Config;
+use super::group::Group;
 use super::lane::{Lane, Options};
-use super::membership::Group;
 use crate::error::{Error, Result};
 use crate::request::{Io, Verb};
 use crate::types::DType;

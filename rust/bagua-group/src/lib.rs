@@ -5,9 +5,9 @@
 //! | `config` | the parameters of a group on one rank |
 //! | `address` | a rank's address blob, which the caller exchanges between the ranks |
 //! | `bootstrap` | bind, then connect: from the addresses of all ranks to a group |
-//! | `membership` | the group: lanes, arenas, sub-groups, failing and leaving |
+//! | `group` | the group: lanes, arenas, sub-groups, failing and leaving |
 //! | `joining` | joining a running elastic job |
-//! | `frames` | frames over one connection, for threads that wait: joining, stores |
+//! | `blocking_frames` | frames over one connection, for threads that wait: joining, stores |
 //! | `duplicate` | a group of the same ranks with connections of its own |
 //! | `control` | the control plane: the thread that holds control connections, sends heartbeats and broadcasts failures |
 //! | `handshake`, `wire` | authentication of a connection; encoding of control messages |
@@ -17,7 +17,7 @@
 //! | `connection`, `listen` | authenticated connections, and those that wait for their lane; listening sockets |
 //! | `builder`, `lane`, `lanes` | connecting a lane: streams, shared memory, collective; the operations of a lane; the lanes of an engine |
 //! | `segment` | memory that the ranks of a host share, and passing descriptors of it |
-//! | `messages` | the streams of a group's messages |
+//! | `message_streams` | the streams of a group's messages |
 //! | `descriptors` | how many file descriptors a rank needs, and raising the limit of its process |
 //! | `fork` | closing the descriptors of a group in forked children |
 //! | `views` | agreement of a failed group's ranks on a smaller group |
@@ -29,6 +29,7 @@
 
 pub mod address;
 mod admission;
+mod blocking_frames;
 mod bootstrap;
 mod builder;
 mod config;
@@ -37,14 +38,13 @@ mod control;
 mod descriptors;
 mod duplicate;
 mod fork;
-mod frames;
+mod group;
 mod handshake;
 mod joining;
 mod lane;
 mod lanes;
 mod listen;
-mod membership;
-mod messages;
+mod message_streams;
 mod rendezvous;
 mod segment;
 mod serve;
@@ -63,11 +63,11 @@ use bagua_types::{error, types};
 pub use bootstrap::Bootstrap;
 pub use config::{Config, MAX_STREAMS, TransportChoice};
 pub use fork::{OwnerProcess, PerProcess};
+pub use group::{Group, flight_recorder};
 pub use joining::{JobStatus, JoinConnection, JoinMessage, JoinRequest, JoinServer};
 pub use lane::{Lane, Options};
 pub use lanes::Lanes;
-pub use membership::{Group, flight_recorder};
-pub use messages::MessageStreams;
+pub use message_streams::MessageStreams;
 pub use rendezvous::{Limits, RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
 pub use store::{FileStore, Store, StoreServer, TcpStore};
 pub use tls::{Access, Tls, tls_pair};

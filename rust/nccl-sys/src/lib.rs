@@ -2,8 +2,8 @@
 //!
 //! | file | what it has |
 //! |---|---|
-//! | [`types`] | handles, numbers and structures, as NVIDIA documents them |
-//! | [`table`] | [`Functions`]: the functions of one loaded library |
+//! | `types` | handles, numbers and structures, as NVIDIA documents them |
+//! | `table` | [`Functions`]: the functions of one loaded library |
 //!
 //! Names, numbers and layouts are those of NCCL's user guide,
 //! <https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html>. How the library is found is the caller's matter.

@@ -20,19 +20,19 @@
 //! device's work, and nobody who holds it waits for the device ([`crate::memory::DeviceWeights`]).
 //!
 //! In an elastic job ranks may be lost at any moment, and the others go on ([`Settings::elastic`]): the group of the averaging is replaced
-//! by a smaller one (`Group::shrink`), or by one with a joining rank (`admit`), which gets the average of a round in which its own
+//! by a smaller one (`Group::shrink`), or by one with a joining rank (`admission`), which gets the average of a round in which its own
 //! weights did not count.
 //!
 //! After Gan et al., VLDB 2021 (arXiv:2107.01499), section 3.3; there ranks hold the lock while they communicate.
 
-mod admit;
-mod control;
-mod part;
+mod admission;
+mod averager;
 mod peers;
 mod round;
-mod shared;
+mod thread_state;
+mod weight_buffers;
 
-pub use control::{Averager, Synchronization};
+pub use averager::{Averager, Synchronization};
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

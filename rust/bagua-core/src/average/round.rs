@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-use super::admit::{Joiner, Refused};
-use super::part::{self, Part};
+use super::admission::{Joiner, Refused};
 use super::peers::{Peers, Status};
-use super::shared::{Control, Shared};
+use super::thread_state::{Control, Shared};
+use super::weight_buffers::{self, Part};
 use super::{Elastic, Model, Settings, State};
 use crate::error::{Error, Result, Source};
 use crate::group::{Group, JoinRequest, JoinServer, Options};
@@ -349,7 +349,7 @@ impl Rounds {
                 part.take_snapshot(&guard)?;
             }
             for (copy, buffer) in copies.iter_mut().zip(buffers.iter_mut()) {
-                part::take_snapshot(buffer, &guard, copy)?;
+                weight_buffers::take_snapshot(buffer, &guard, copy)?;
             }
             drop(guard);
             for part in parts.iter_mut().filter(|_| !averaged) {
@@ -358,7 +358,7 @@ impl Rounds {
                 part.average.bytes()[..bytes].copy_from_slice(&part.snapshot);
             }
             for (copy, buffer) in copies.iter_mut().zip(buffers.iter_mut()) {
-                part::read_snapshot(buffer, &go_on, copy)?;
+                weight_buffers::read_snapshot(buffer, &go_on, copy)?;
             }
         }
         let options = Options { label: &settings.name, ..Options::DEFAULT };
@@ -371,7 +371,7 @@ impl Rounds {
                 part.hand_in_average(&go_on)?;
             }
             for (copy, buffer) in copies.iter().zip(buffers.iter_mut()) {
-                part::hand_in(buffer, &go_on, copy)?;
+                weight_buffers::hand_in(buffer, &go_on, copy)?;
             }
         }
         if takes && let Some(guard) = hold(shared, parts)? {
@@ -379,7 +379,7 @@ impl Rounds {
                 part.replace(&guard)?;
             }
             for (copy, buffer) in copies.iter().zip(buffers.iter_mut()) {
-                part::replace(buffer, &guard, copy)?;
+                weight_buffers::replace(buffer, &guard, copy)?;
             }
             shared.forwards.store(u64::from_le_bytes(forwards), Relaxed);
             let mut control = shared.lock();

@@ -15,22 +15,22 @@
 //!    moments only.
 //! 5. **A forked child owns nothing here.** Its calls are errors, and its drops neither join nor close anything.
 
+mod bucket_queue;
 mod completion;
 mod device_messages;
 mod handle;
-mod jobs;
+mod job_queue;
 mod messages;
-mod queue;
-mod shared;
+mod shared_bucket;
 mod worker;
 
 use device_messages::DeviceMessages;
 
+pub use bucket_queue::Engine;
 pub use completion::wait_for_callbacks;
 pub use handle::Handle;
 pub use messages::{Message, Messenger, NOBODY, Posted, Senders};
-pub use queue::Engine;
-pub use shared::SharedBucket;
+pub use shared_bucket::SharedBucket;
 pub use worker::{Job, LaneWorker};
 
 use std::any::Any;

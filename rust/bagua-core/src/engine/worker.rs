@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::completion::{CompletionThread, WorkerRegistration};
 use super::handle::{Handle, forked};
-use super::jobs::Jobs;
+use super::job_queue::Jobs;
 use crate::error::{Error, Result};
 use crate::group::{Lanes, OwnerProcess};
 use crate::health::GroupHealth;

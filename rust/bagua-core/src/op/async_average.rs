@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use super::whole::{read_whole, with_whole};
+use super::host_pieces::{read_whole, with_whole};
 use super::{BucketCx, Op};
 use crate::error::{Error, Result};
 use crate::group::Options;

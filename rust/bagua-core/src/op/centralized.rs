@@ -2,7 +2,7 @@
 
 use std::sync::Mutex;
 
-use super::whole::with_whole;
+use super::host_pieces::with_whole;
 use super::{BucketCx, Op};
 use crate::error::Result;
 use crate::group::Options;

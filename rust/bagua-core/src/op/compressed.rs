@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use super::whole::{OnHost, with_whole};
+use super::host_pieces::{OnHost, with_whole};
 use super::{BucketCx, ExtraTensor, Op, extra_of, require};
 use crate::codec::chunks::draw;
 use crate::codec::{self, Codec, Exchange};

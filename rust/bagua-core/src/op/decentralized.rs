@@ -2,7 +2,7 @@
 
 use std::sync::Mutex;
 
-use super::whole::{OnHost, read_whole};
+use super::host_pieces::{OnHost, read_whole};
 use super::{BucketCx, ExtraTensor, Op, extra_of, require};
 use crate::error::Result;
 use crate::group::Options;

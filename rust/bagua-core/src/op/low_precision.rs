@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use super::whole::{OnHost, with_whole};
+use super::host_pieces::{OnHost, with_whole};
 use super::{BucketCx, ExtraTensor, Op, require};
 use crate::codec::Codec;
 use crate::codec::chunks::draw;

@@ -1,17 +1,17 @@
 //! The operations on a bucket: one trait, one file per operation. `noop` is the one to read first.
 
 mod async_average;
-mod auto;
+mod auto_compression;
 mod callback;
 mod centralized;
 mod compressed;
 mod decentralized;
+mod host_pieces;
 mod low_precision;
 mod noop;
-mod whole;
 
 pub use async_average::AsyncModelAverageOp;
-pub use auto::AutoOp;
+pub use auto_compression::AutoOp;
 pub use callback::CallbackOp;
 pub use centralized::CentralizedOp;
 pub use compressed::{CompressedOp, ERROR};

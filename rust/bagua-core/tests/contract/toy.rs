@@ -536,6 +536,7 @@ fn toy_memory_comes_back_through_its_copy_functions_only() {
 const READS: &str = "BAGUA_TEST_READS_TOY_MEMORY";
 
 #[test]
+#[expect(clippy::disallowed_methods, reason = "the child that reads is this test again")]
 fn reading_toy_memory_outside_the_copy_functions_ends_the_process() {
     if std::env::var_os(READS).is_some() {
         let memory = ToyMemory::of(&Toy::device(0), &[7; 100]);

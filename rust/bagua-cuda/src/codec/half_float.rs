@@ -9,8 +9,8 @@ use bagua_core::error::{Error, Result};
 use bagua_core::types::DType;
 
 use super::launches::{Elements, Kernels, Part};
-use crate::api::CUstream;
 use crate::context::Context;
+use crate::driver_functions::CUstream;
 use crate::kernels::{Grid, short_name};
 
 /// See the module. With the type of the records' elements, float16 or bfloat16.

@@ -4,8 +4,8 @@ use bagua_core::collective::Chunks;
 use bagua_core::error::Result;
 use bagua_core::types::DType;
 
-use crate::api::CUstream;
 use crate::context::Context;
+use crate::driver_functions::CUstream;
 
 /// Elements on a device.
 #[derive(Clone, Copy, Debug)]

@@ -6,8 +6,8 @@ use bagua_core::error::{Error, Result};
 use bagua_core::types::DType;
 
 use super::launches::{Elements, Kernels, Part};
-use crate::api::CUstream;
 use crate::context::Context;
+use crate::driver_functions::CUstream;
 use crate::kernels::{self, Grid, Mean, short_name};
 use crate::memory::Scratch;
 

@@ -19,11 +19,11 @@ use nccl_sys::{
 
 use super::Nccl;
 use super::watch::{Handle, Watched};
-use crate::api::CUstream;
 use crate::context::Context;
 use crate::device::Place;
+use crate::driver_functions::CUstream;
 use crate::event::Event;
-use crate::stage::{PATIENCE, Pauses, wait_until_reached};
+use crate::lane_state::{PATIENCE, Pauses, wait_until_reached};
 use crate::stream::Stream;
 
 /// A communicator that will not die within this time is left behind.

@@ -6,13 +6,13 @@ use bagua_core::request::{OpContext, Verb};
 use bagua_core::types::ReduceOp;
 
 use super::communicator::Communicator;
-use crate::api::CUstream;
 use crate::device::Place;
+use crate::driver_functions::CUstream;
 use crate::kernels::MAX_SOURCES;
+use crate::lane_state::Stage;
 use crate::memory::Scratch;
-use crate::parts::Parts;
 use crate::reduction::Reduction;
-use crate::stage::Stage;
+use crate::shards::Parts;
 
 /// Bytes of all ranks that are reduced together.
 const TOGETHER: usize = 32 << 20;

@@ -25,7 +25,7 @@ pub(crate) use self::communicator::{Communicator, unique_id};
 pub(crate) use self::verbs::serves;
 
 use crate::error::{Error, Result};
-use crate::library::Library;
+use crate::shared_library::Library;
 
 /// Where collectives get NCCL from.
 pub struct Source {
@@ -89,7 +89,7 @@ impl Nccl {
             let said = unsafe { (functions.get_last_error)(ptr::null_mut()) };
             if !said.is_null() {
                 // SAFETY: as above.
-                let said = crate::library::line(unsafe { CStr::from_ptr(said) }.to_bytes());
+                let said = crate::shared_library::line(unsafe { CStr::from_ptr(said) }.to_bytes());
                 if !said.trim().is_empty() {
                     message = format!("{message}: {}", said.trim());
                 }

@@ -9,7 +9,7 @@ use nccl_sys::ncclRedOp_t;
 use super::communicator::{Communicator, Message, Reduction, elements};
 use crate::device::Place;
 use crate::memory::Scratch;
-use crate::parts::Parts;
+use crate::shards::Parts;
 
 /// How NCCL reduces; `None` for what it cannot: bits, truth values, products of complex numbers.
 fn operation(op: ReduceOp, dtype: DType) -> Option<ncclRedOp_t> {

@@ -3,8 +3,8 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use super::super::blocking_frames::Frames;
 use super::super::connection::DataConn;
-use super::super::frames::Frames;
 use super::super::handshake::{Failed, Hello, Key};
 use super::super::tls::Ends;
 use super::super::wire::Encoding;

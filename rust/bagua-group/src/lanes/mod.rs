@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use super::group::Group;
 use super::lane::{Lane, Options};
-use super::membership::Group;
 use crate::codec::{Codec, Exchange};
 use crate::collective::{Collective, Hier};
 use crate::error::{Error, Result};

@@ -14,7 +14,7 @@ use super::super::handshake::{Failed, Hello, Purpose, Refusal};
 use super::super::listen::listen;
 use super::super::tls::Access;
 use super::super::wire::Encoding;
-use super::exchange::{Limits, RETRY_PAUSE, check_arguments, finish_sending, runtime, timed_out};
+use super::common::{Limits, RETRY_PAUSE, check_arguments, finish_sending, runtime, timed_out};
 use super::server::{Registration, RendezvousServer};
 use super::tree::{self, Answer, Proofs, Relay};
 use crate::error::{Error, Result};

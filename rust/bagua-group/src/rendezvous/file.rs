@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::super::handshake::random;
 use super::super::store::{FileStore, Store};
 use super::super::wire::{AtMost, Encoding, Malformed, VERSION, WORLD_LIMIT, rank};
-use super::exchange::{check_arguments, timed_out};
+use super::common::{check_arguments, timed_out};
 use crate::error::{Error, Result};
 use crate::wait::Deadline;
 

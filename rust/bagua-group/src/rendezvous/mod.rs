@@ -5,11 +5,11 @@
 //! | `client`, `server` | through a TCP server on rank 0 |
 //! | `tree` | distribution of the list of addresses from rank to rank |
 //! | `file` | through files on a shared file system |
-//! | `exchange` | common parts |
+//! | `common` | common parts |
 //! | `route` | the local address that peers can connect to |
 
 mod client;
-mod exchange;
+mod common;
 mod file;
 mod route;
 mod server;
@@ -18,8 +18,8 @@ mod tests;
 mod tree;
 
 pub use client::{rendezvous_at, rendezvous_tcp};
-pub use exchange::Limits;
-pub(super) use exchange::runtime;
+pub use common::Limits;
+pub(super) use common::runtime;
 #[cfg(all(test, not(model)))]
 pub(super) use file::Content;
 pub use file::rendezvous_file;

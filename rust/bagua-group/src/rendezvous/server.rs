@@ -19,7 +19,7 @@ use super::super::listen::{Listener, listen};
 use super::super::serve::{Accepted, Service, serve as serve_until};
 use super::super::tls::{Access, Ends, Refused};
 use super::super::wire::{Encoding, FRAME_LIMIT, read_frame, socket};
-use super::exchange::{Limits, check_arguments, finish_sending, runtime};
+use super::common::{Limits, check_arguments, finish_sending, runtime};
 use super::tree::{self, Answer, EXTRA_CONNECTIONS, Event, LINGER, MissingRanks, Proofs};
 use crate::error::{Error, Result, Source};
 use crate::wait::lock;

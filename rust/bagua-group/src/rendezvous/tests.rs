@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use super::super::handshake::{self, Failed, Hello, Purpose, Refusal};
 use super::super::wire::{Encoding, RANKS_LIMIT};
 use super::client::{register, rendezvous_tcp};
-use super::exchange::Limits;
+use super::common::Limits;
 use super::server::Registration;
 use super::tree::{Answer, FANOUT, MissingRanks, Proofs, children, fetch, parent};
 use crate::error::{Error, Result};

@@ -23,7 +23,7 @@ use super::super::listen::{Listener, listen};
 use super::super::serve::{Accepted, Service, serve};
 use super::super::tls::{Access, Ends};
 use super::super::wire::{AtMost, Encoding, RANKS_LIMIT, Ranks, WORLD_LIMIT, cause, rank, read_frame, socket};
-use super::exchange::timed_out;
+use super::common::timed_out;
 use crate::error::Error;
 
 /// The most children of a rank.

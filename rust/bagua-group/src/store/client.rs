@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::time::Duration;
 
-use super::super::frames::Frames;
+use super::super::blocking_frames::Frames;
 use super::super::handshake::{Failed, Key};
 use super::super::tls::{Access, Ends};
 use super::super::wire::{Encoding, TEXT_LIMIT};

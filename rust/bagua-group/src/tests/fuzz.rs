@@ -33,6 +33,7 @@ impl Drop for Current<'_> {
 }
 
 /// A number from the environment.
+#[expect(clippy::disallowed_methods, reason = "`make fuzz` gives seed and number of inputs so")]
 fn setting(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
     Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))

@@ -8,7 +8,7 @@
 //! | `message` | the messages, and their encoding |
 //! | `agreement` | the state machine: events in, actions out; no I/O, clock or socket |
 //! | `inbox` | messages that arrived, also before this rank takes part |
-//! | `driver` | [`Group::shrink`](super::Group::shrink): runs the state machine on a control plane |
+//! | `shrink` | [`Group::shrink`](super::Group::shrink): runs the state machine on a control plane |
 //!
 //! The protocol, for view v of the ranks 0 to n - 1 of the group:
 //!
@@ -30,18 +30,18 @@
 
 mod agreement;
 mod carry;
-mod driver;
 mod inbox;
 mod message;
+mod shrink;
 #[cfg(test)]
 mod tests;
 
 pub use agreement::Quorum;
 pub use carry::carry_data;
-pub use driver::View;
 pub(super) use inbox::Inbox;
 pub(super) use message::ViewMessage;
 #[cfg(all(test, not(model)))]
 pub(super) use message::{GoneRank, RANKS_LIMIT};
+pub use shrink::View;
 #[cfg(all(test, not(model)))]
 pub(super) use tests::replay::replay;

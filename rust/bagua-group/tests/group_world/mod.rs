@@ -83,6 +83,7 @@ pub fn unhex(text: &str) -> Vec<u8> {
 }
 
 /// The command that starts this test binary, in the emulator if cargo runs it in one.
+#[expect(clippy::disallowed_methods, reason = "tests for another architecture run in an emulator")]
 fn this_program() -> Command {
     let program = std::env::current_exe().unwrap();
     match std::env::var("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER") {
@@ -197,6 +198,7 @@ pub fn run_commands() {
 }
 
 /// Joins the group of a [`Process`]: binds, prints its address, reads all addresses, and connects.
+#[expect(clippy::disallowed_methods, reason = "the test that started this process says its rank so")]
 pub fn join() -> Group {
     let number = |name: &str| std::env::var(name).unwrap().parse::<usize>().unwrap();
     let mut config = config(number("GROUP_TEST_RANK"), number("GROUP_TEST_SIZE"));

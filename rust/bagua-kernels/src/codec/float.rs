@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::lanes::Lanes;
+use super::simd::Lanes;
 use crate::types::DType;
 
 /// An element type in memory.

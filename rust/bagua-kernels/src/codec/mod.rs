@@ -14,10 +14,10 @@ mod block_i8;
 pub mod chunks;
 pub mod float;
 mod half_float;
-mod lanes;
 mod minmax_u8;
 mod onebit;
 mod options;
+mod simd;
 mod sparse;
 #[cfg(test)]
 mod tests;
@@ -193,7 +193,7 @@ pub fn describe(codec: &dyn Codec) -> String {
 
 /// The name of the level of instructions in use, for benchmarks.
 pub fn level() -> &'static str {
-    lanes::Level::best().name()
+    simd::Level::best().name()
 }
 
 /// `len` rounded up to a multiple of [`ALIGN`].

@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 use proptest::prelude::*;
 
-use super::lanes::Level;
+use super::simd::Level;
 use super::*;
 
 /// Every codec, with options that differ in effect.

@@ -1,8 +1,8 @@
 //! From a dtype and an operation, known at run time, to the loop compiled for them.
 
 use super::element::{Bf16, Bool, C64, C128, Element, F16, F32, F64, I8, I32, I64, U8};
+use super::instruction_set::{Level, Widen, run};
 use super::kernel::{Before, Work};
-use super::level::{Level, Widen, run};
 use super::op::{And, Fraction, Max, Min, Number, Or, Ordered, Product, Sum, SumOver, SumOverPower, Xor};
 use crate::types::{DType, ReduceOp};
 

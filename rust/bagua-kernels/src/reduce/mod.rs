@@ -3,7 +3,7 @@
 //! Read `kernel` first: the loop, written once over an `element` type (its layout in memory, its accumulator) and an `op`. `dispatch`
 //! selects the loop of a dtype and an operation. `avx2`, `avx512` and `zen4` compile the same loop for wider registers and add the
 //! conversions that compilers cannot vectorise; `neon` adds those of 64-bit ARM processors, whose registers all loops use anyway.
-//! `level` selects one of them per call, by the processor's features and vendor.
+//! `instruction_set` selects one of them per call, by the processor's features and vendor.
 //!
 //! Results do not depend on that choice: nothing is reassociated, and no multiplication is fused with an addition in a way that
 //! rounds differently. Only the bit pattern of a NaN that arithmetic made from two NaNs may differ.
@@ -14,20 +14,20 @@ mod avx2;
 mod avx512;
 mod dispatch;
 mod element;
+mod instruction_set;
 mod kernel;
-mod level;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod op;
 #[cfg(test)]
 mod tests;
-mod update;
+mod weight_update;
 #[cfg(target_arch = "x86_64")]
 mod zen4;
 
+use instruction_set::Level;
 pub use kernel::Before;
-use level::Level;
-pub use update::{correct, subtract};
+pub use weight_update::{correct, subtract};
 
 use crate::types::{DType, ReduceOp};
 

@@ -4,7 +4,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::device::{Buffer, BufferMut, Device, DeviceRef, same_place};
-use super::host::HostMemory;
+use super::host_memory::HostMemory;
 use crate::error::{Error, Result};
 use crate::types::DType;
 

@@ -3,7 +3,7 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::shared::SharedArena;
+use super::shared_arena::SharedArena;
 use super::weight_lock::{WeightGuard, WeightLock};
 use crate::error::{Error, Result};
 use crate::types::DType;

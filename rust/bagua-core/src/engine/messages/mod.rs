@@ -16,16 +16,16 @@
 //! |---|---|
 //! | `frame` | the headers |
 //! | `matching` | which receive gets which message |
-//! | `book` | the messages that are not done |
-//! | `link` | one stream |
+//! | `posted` | the messages that are not done |
+//! | `stream` | one stream |
 //! | `streams` | where streams come from |
 //! | `progress` | all streams: what the thread does |
 
-mod book;
 mod frame;
-mod link;
 mod matching;
+mod posted;
 mod progress;
+mod stream;
 mod streams;
 #[cfg(all(test, not(model)))]
 mod tests;
@@ -36,8 +36,8 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use self::book::Call;
-pub use self::book::{NOBODY, Senders};
+use self::posted::Call;
+pub use self::posted::{NOBODY, Senders};
 use self::progress::{Event, Shared};
 pub use self::streams::Message;
 use self::streams::Streams;

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-use super::book::{Book, Call};
 use super::frame::Frame;
-use super::link::Link;
+use super::posted::{Call, PostedMessages};
+use super::stream::Link;
 use super::streams::{Message, Opened, Streams};
 use crate::error::{Error, Result, Source};
 use crate::health::{GroupHealth, LEFT};
@@ -49,7 +49,7 @@ struct Peer {
 
 /// What the lock protects.
 struct State {
-    book: Book,
+    posted: PostedMessages,
     peers: Vec<Peer>,
     /// Nothing more is accepted.
     closed: bool,
@@ -95,11 +95,11 @@ impl State {
 
     /// Sends on all streams what there is room for; true when bytes moved.
     fn send(&mut self, counters: &OpStats) -> bool {
-        let State { book, peers, .. } = self;
+        let State { posted, peers, .. } = self;
         let links = peers.iter_mut().flat_map(|peer| [&mut peer.outbound, &mut peer.inbound]).flatten();
         let mut moved = false;
         for link in links {
-            moved |= link.send(book, counters);
+            moved |= link.send(posted, counters);
         }
         moved
     }
@@ -116,15 +116,15 @@ impl State {
             let outbound = peer.outbound.as_ref().and_then(|link| link.broken.clone());
             let inbound = peer.inbound.as_ref().filter(|link| !link.ended).and_then(|link| link.broken.clone());
             let broken = outbound
-                .filter(|_| self.book.sends_to(rank))
-                .or_else(|| inbound.filter(|_| self.book.receives_from(rank, |other| gone[other])));
+                .filter(|_| self.posted.sends_to(rank))
+                .or_else(|| inbound.filter(|_| self.posted.receives_from(rank, |other| gone[other])));
             if let Some(Broken { how, source }) = broken {
                 return Some((rank, how, source));
             }
             if !health.has_departed(rank) || peer.left.get_or_insert_with(Instant::now).elapsed() < FAREWELL {
                 continue;
             }
-            if self.book.sends_to(rank) || over(peer) && self.book.receives_from(rank, |other| gone[other]) {
+            if self.posted.sends_to(rank) || over(peer) && self.posted.receives_from(rank, |other| gone[other]) {
                 return Some((rank, LEFT.to_owned(), Source::default()));
             }
         }
@@ -141,7 +141,7 @@ impl Shared {
     ) -> Result<Shared> {
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let bell = bell.map_err(|e| Error::system("a descriptor for the thread of messages", e))?;
-        let book = Book::new(health.rank(), health.world_ranks().to_vec());
+        let posted = PostedMessages::new(health.rank(), health.world_ranks().to_vec());
         let peers = (0..health.size()).map(|_| Peer::default()).collect();
         Ok(Shared {
             streams,
@@ -150,14 +150,14 @@ impl Shared {
             recorder,
             events: Mutex::default(),
             bell,
-            state: Mutex::new(State { book, peers, closed: false, idle: false }),
+            state: Mutex::new(State { posted, peers, closed: false, idle: false }),
         })
     }
 
     /// True when a message has come that no receive has taken.
     #[cfg(all(test, not(model)))]
     pub(super) fn keeps_messages(&self) -> bool {
-        lock(&self.state).book.keeps_messages()
+        lock(&self.state).posted.keeps_messages()
     }
 
     fn counters(&self) -> &OpStats {
@@ -187,9 +187,9 @@ impl Shared {
             return Err(Error::Aborted("the group's messages were shut down".to_owned()));
         }
         let (mut dial, mut wrong) = (Vec::new(), None);
-        let number = state.book.begin_call(call);
+        let number = state.posted.begin_call(call);
         for (nth, Message { peer, tag, data }) in receives.into_iter().enumerate() {
-            match state.book.receive(number, nth, peer, tag, data) {
+            match state.posted.receive(number, nth, peer, tag, data) {
                 Ok(None) => {}
                 Ok(Some((from, ready))) => {
                     if let Some(link) = &mut state.peers[from].inbound {
@@ -201,7 +201,7 @@ impl Shared {
         }
         for Message { peer, tag, data } in sends {
             let Some(to) = peer else { continue };
-            let frame = state.book.send(number, to, tag, data);
+            let frame = state.posted.send(number, to, tag, data);
             let peer = &mut state.peers[to];
             match &mut peer.outbound {
                 Some(link) => link.push(frame),
@@ -214,7 +214,7 @@ impl Shared {
             }
         }
         state.send(self.counters());
-        let ended = state.book.take_ended();
+        let ended = state.posted.take_ended();
         let wake = state.idle || state.links().any(|(_, link)| link.wants_to_send());
         drop(guard);
         self.end(ended);
@@ -321,10 +321,10 @@ impl Shared {
         let mut guard = lock(&self.state);
         let mut moved = guard.send(self.counters());
         let mut wrong = None;
-        let State { book, peers, .. } = &mut *guard;
+        let State { posted, peers, .. } = &mut *guard;
         for Place { peer, inbound } in ready {
             let Some(link) = peers[*peer].link(*inbound) else { continue };
-            match link.recv(*peer, book, self.counters()) {
+            match link.recv(*peer, posted, self.counters()) {
                 Ok(any) => moved |= any,
                 Err(error) => drop(wrong.get_or_insert(error)),
             }
@@ -333,7 +333,7 @@ impl Shared {
                 link.close();
             }
         }
-        let ended = guard.book.take_ended();
+        let ended = guard.posted.take_ended();
         drop(guard);
         self.end(ended);
         wrong.map_or(Ok(moved), Err)
@@ -342,12 +342,12 @@ impl Shared {
     /// Looks at peers that are lost, and at deadlines.
     fn check(&self) {
         let mut state = lock(&self.state);
-        if !state.book.is_busy() {
+        if !state.posted.is_busy() {
             return;
         }
         let lost = state.lost(&self.health);
-        let progress = lost.as_ref().and_then(|(rank, ..)| state.book.progress_with(*rank));
-        let overdue = state.book.overdue();
+        let progress = lost.as_ref().and_then(|(rank, ..)| state.posted.progress_with(*rank));
+        let overdue = state.posted.overdue();
         drop(state);
         let error = if let Some((rank, how, source)) = lost {
             let error = self.health.attribute_broken_stream(rank, &how, &source);
@@ -368,7 +368,7 @@ impl Shared {
         for (place, link) in state.links().filter(|(_, link)| link.broken.is_none()) {
             links.push((place, Arc::clone(&link.descriptor), link.wants_to_send()));
         }
-        state.idle = !state.book.is_busy();
+        state.idle = !state.posted.is_busy();
         let limit = (!state.idle).then_some(SLICE);
         drop(state);
         let mut wanted = vec![PollFd::from_borrowed_fd(self.bell.as_fd(), PollFlags::IN)];
@@ -391,8 +391,8 @@ impl Shared {
         let mut state = lock(&self.state);
         state.closed = true;
         let cause = self.health.cause();
-        state.book.fail(&cause.unwrap_or_else(|| Error::Aborted("the group's messages were shut down".to_owned())));
-        let ended = state.book.take_ended();
+        state.posted.fail(&cause.unwrap_or_else(|| Error::Aborted("the group's messages were shut down".to_owned())));
+        let ended = state.posted.take_ended();
         let mut links: Vec<Link> = state.peers.iter_mut().filter_map(|peer| peer.outbound.take()).collect();
         state.peers.iter_mut().for_each(|peer| *peer = Peer::default());
         drop(state);

@@ -134,7 +134,7 @@ impl Rank {
 #[test]
 fn crossing_messages_of_any_length_arrive() {
     let ranks = world(3);
-    for len in [0, 1, book::EAGER, book::EAGER + 1, 3 << 20] {
+    for len in [0, 1, posted::EAGER, posted::EAGER + 1, 3 << 20] {
         let mut receives = Vec::new();
         let mut sends = Vec::new();
         for (me, rank) in ranks.iter().enumerate() {
@@ -211,10 +211,10 @@ fn a_long_message_is_not_done_before_its_receive_is_posted_and_a_short_one_does_
 #[test]
 fn short_messages_that_nobody_receives_are_kept_up_to_a_limit_and_lose_nothing() {
     let ranks = world(2);
-    let count = 3 * (1 << 20) / book::EAGER;
+    let count = 3 * (1 << 20) / posted::EAGER;
     // The thread of rank 1 runs from its first call on.
     let _other = ranks[1].recv(Some(0), 77, 1);
-    let sends: Vec<_> = (0..count).map(|seed| ranks[0].send(1, 0, pattern(book::EAGER, seed))).collect();
+    let sends: Vec<_> = (0..count).map(|seed| ranks[0].send(1, 0, pattern(posted::EAGER, seed))).collect();
     let done = |sends: &[Handle]| sends.iter().filter(|send| send.is_completed()).count();
     let until = Instant::now() + LONG;
     while done(&sends) < count / 3 && Instant::now() < until {
@@ -222,9 +222,9 @@ fn short_messages_that_nobody_receives_are_kept_up_to_a_limit_and_lose_nothing()
     }
     assert_eq!(done(&sends), count / 3, "1 MiB of 3");
     for seed in 0..count {
-        let (posted, memory) = ranks[1].recv(Some(0), 0, book::EAGER);
+        let (posted, memory) = ranks[1].recv(Some(0), 0, posted::EAGER);
         posted.handle.wait(Some(LONG)).unwrap();
-        assert_eq!(memory.bytes(), pattern(book::EAGER, seed));
+        assert_eq!(memory.bytes(), pattern(posted::EAGER, seed));
     }
     sends.iter().for_each(|send| send.wait(Some(LONG)).unwrap());
 }

@@ -14,8 +14,8 @@ mod reference;
 mod tests;
 
 use self::kernel::SCALE;
-use super::lanes::Level;
 use super::options::{CodecOption, Options};
+use super::simd::Level;
 use super::{Codec, Encoded, Scratch, aligned, check_len};
 use crate::error::Result;
 use crate::types::DType;

@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 
 use super::super::float::{Float, ForFloat, for_dtype};
-use super::super::lanes::{Kernel, LANES, Lanes, Level, filled};
+use super::super::simd::{Kernel, LANES, Lanes, Level, filled};
 use crate::types::DType;
 
 /// From elements of type `From` to as many of type `To`.

@@ -9,7 +9,7 @@ mod reference;
 #[cfg(test)]
 mod tests;
 
-use super::lanes::Level;
+use super::simd::Level;
 use super::{Codec, Encoded, Scratch, aligned, check_len};
 use crate::error::Result;
 use crate::types::DType;

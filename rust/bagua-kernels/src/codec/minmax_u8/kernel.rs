@@ -7,7 +7,7 @@ use std::marker::PhantomData;
 
 use super::super::Encoded;
 use super::super::float::{Float, ForFloat, for_dtype};
-use super::super::lanes::{Kernel, LANES, Lanes, Level, filled, is_zero};
+use super::super::simd::{Kernel, LANES, Lanes, Level, filled, is_zero};
 use super::record::{HEADER, levels};
 use crate::types::DType;
 

@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use super::super::Encoded;
 use super::super::float::{Float, ForFloat, for_dtype};
-use super::super::lanes::{Kernel, LANES, Lanes, Level, filled};
+use super::super::simd::{Kernel, LANES, Lanes, Level, filled};
 use crate::types::DType;
 
 /// Bytes of the scale.

@@ -17,7 +17,7 @@ mod reference;
 mod tests;
 
 use self::kernel::SCALE;
-use super::lanes::Level;
+use super::simd::Level;
 use super::{Codec, Encoded, Scratch, aligned, check_len};
 use crate::error::Result;
 use crate::types::DType;

@@ -1,6 +1,6 @@
 //! The fast loops against the reference.
 
-use super::super::lanes::Level;
+use super::super::simd::Level;
 use super::super::tests::{AtLevel, compare};
 use super::{Encoded, OneBit, kernel, reference};
 use crate::types::DType;

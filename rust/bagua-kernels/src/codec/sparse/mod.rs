@@ -3,9 +3,9 @@
 //! A record is k places as ascending u32, k values in the element type, zeros up to a multiple of 32. Both codecs differ only in how an
 //! encoder chooses the places. A decoder refuses places that do not ascend or that no element has.
 
-mod kept;
 mod random;
 mod random_k;
+mod record;
 mod top_k;
 
 pub use random_k::RandomK;

@@ -12,8 +12,8 @@
 use super::super::float::{Float, ForFloat, for_dtype};
 use super::super::options::{CodecOption, Options};
 use super::super::{Codec, Encoded, Exchange, Scratch};
-use super::kept::Kept;
 use super::random::SplitMix64;
+use super::record::Kept;
 use crate::error::Result;
 use crate::types::DType;
 

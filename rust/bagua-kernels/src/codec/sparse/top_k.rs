@@ -6,7 +6,7 @@
 use super::super::float::{Float, ForFloat, for_dtype};
 use super::super::options::{CodecOption, Options};
 use super::super::{Codec, Encoded, Exchange, Scratch};
-use super::kept::Kept;
+use super::record::Kept;
 use crate::error::Result;
 use crate::types::DType;
 

@@ -3,8 +3,8 @@
 use bagua_core::error::{Error, Result};
 
 use crate::device::Wish;
+use crate::lane_state::{Choice, HIER, STAGED};
 use crate::nccl::version_text;
-use crate::stage::{Choice, HIER, STAGED};
 
 /// Name of the collective by NCCL.
 pub(crate) const NCCL: &str = "nccl";

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::super::bootstrap::Bootstrap;
 use super::super::config::Config;
 use super::super::control::{Loss, Message, Plane};
-use super::super::membership::Group;
+use super::super::group::Group;
 use super::super::wire::Encoding;
 use super::agreement::{Action, Agreement, Gone, Outcome, Quorum};
 use super::message::{RANKS_LIMIT, ViewMessage};

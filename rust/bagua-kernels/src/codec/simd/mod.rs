@@ -4,12 +4,12 @@
 //! selects one by the processor's features. Every level makes the same bits: nothing is fused or reassociated, and what an
 //! instruction does with NaN or beyond a range is either written at the function or excluded by its callers.
 
-mod array;
-#[cfg(target_arch = "x86_64")]
-mod simd_x86;
+mod portable;
 mod vector;
+#[cfg(target_arch = "x86_64")]
+mod x86;
 
-use array::Array;
+use portable::Array;
 pub(super) use vector::{Kernel, LANES, Lanes};
 
 /// Which compilation of a kernel runs.
@@ -19,10 +19,10 @@ pub(super) enum Level {
     Portable,
     /// 256-bit registers.
     #[cfg(target_arch = "x86_64")]
-    Avx2(simd_x86::Avx2),
+    Avx2(x86::Avx2),
     /// 512-bit registers.
     #[cfg(target_arch = "x86_64")]
-    Avx512(simd_x86::Avx512),
+    Avx512(x86::Avx512),
 }
 
 impl Level {
@@ -35,8 +35,8 @@ impl Level {
     pub(super) fn available() -> impl Iterator<Item = Level> {
         #[cfg(target_arch = "x86_64")]
         let wide = {
-            let avx512 = simd_x86::Avx512::new().map(Level::Avx512);
-            avx512.into_iter().chain(simd_x86::Avx2::new().map(Level::Avx2))
+            let avx512 = x86::Avx512::new().map(Level::Avx512);
+            avx512.into_iter().chain(x86::Avx2::new().map(Level::Avx2))
         };
         #[cfg(not(target_arch = "x86_64"))]
         let wide = std::iter::empty();

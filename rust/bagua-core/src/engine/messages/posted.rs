@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use super::super::handle::Handle;
 use super::frame::{Frame, FrameKind};
-use super::link::{Book as Sink, Replies, Target};
 use super::matching::{Arrived, Matching, Posted};
+use super::stream::{PostedMessages as Sink, Replies, Target};
 use crate::error::{Error, Progress, Result};
 use crate::memory::Region;
 use crate::recorder::Running;
@@ -98,7 +98,7 @@ struct Kept {
 }
 
 /// See the module.
-pub(super) struct Book {
+pub(super) struct PostedMessages {
     /// World rank of each group rank, for error texts.
     world_ranks: Vec<usize>,
     /// This rank in the group.
@@ -117,10 +117,10 @@ pub(super) struct Book {
     ended: Vec<(Call, Result<()>)>,
 }
 
-impl Book {
-    pub(super) fn new(rank: usize, world_ranks: Vec<usize>) -> Book {
+impl PostedMessages {
+    pub(super) fn new(rank: usize, world_ranks: Vec<usize>) -> PostedMessages {
         let size = world_ranks.len();
-        Book {
+        PostedMessages {
             world_ranks,
             rank,
             next: 0,
@@ -340,7 +340,7 @@ impl Book {
     }
 }
 
-impl Sink for Book {
+impl Sink for PostedMessages {
     fn outgoing(&self, id: u64) -> &[u8] {
         // Checked to be host memory when it was posted.
         self.sends.get(&id).and_then(|message| message.region.as_host().ok()).unwrap_or_default()

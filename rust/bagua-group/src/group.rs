@@ -12,7 +12,7 @@ use super::control::{Control, Plane};
 use super::fork::PerProcess;
 use super::handshake::digest;
 use super::lane::Lane;
-use super::messages::MessageStreams;
+use super::message_streams::MessageStreams;
 use crate::collective::Hier;
 use crate::error::{Error, Result};
 use crate::health::{GroupHealth, LEAVING};

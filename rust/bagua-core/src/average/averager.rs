@@ -5,10 +5,10 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::admit::Refused;
+use super::admission::Refused;
 use super::peers::Peers;
 use super::round::{Rounds, rooms};
-use super::shared::{Control, Shared};
+use super::thread_state::{Control, Shared};
 use super::{AveragerStats, Elastic, Model, Settings, State};
 use crate::error::{Error, Progress, Result};
 use crate::group::{Group, JoinRequest, Lane, Options};

@@ -6,7 +6,7 @@ use std::ptr;
 use cudarc::driver::sys::CUresult;
 
 use crate::calls::Code;
-use crate::library::line;
+use crate::shared_library::line;
 
 /// `cuGetErrorName`.
 pub(crate) type GetErrorName = unsafe extern "C" fn(Code, *mut *const c_char) -> Code;

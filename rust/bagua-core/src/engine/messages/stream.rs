@@ -38,7 +38,7 @@ pub(super) enum Target {
 }
 
 /// What the frames of a stream are about.
-pub(super) trait Book {
+pub(super) trait PostedMessages {
     /// The bytes of a message of this rank.
     fn outgoing(&self, id: u64) -> &[u8];
 
@@ -61,7 +61,7 @@ pub(super) trait Book {
 /// Of frames without bodies.
 struct NoBook;
 
-impl Book for NoBook {
+impl PostedMessages for NoBook {
     fn outgoing(&self, _: u64) -> &[u8] {
         &[]
     }
@@ -174,7 +174,7 @@ impl Link {
     }
 
     /// Sends what there is room for; true when bytes moved.
-    pub(super) fn send(&mut self, book: &mut dyn Book, stats: &OpStats) -> bool {
+    pub(super) fn send(&mut self, posted: &mut dyn PostedMessages, stats: &OpStats) -> bool {
         let mut any = false;
         while self.broken.is_none() {
             let Some(out) = self.out.front_mut() else { break };
@@ -182,7 +182,7 @@ impl Link {
             let head_left = &head[out.moved.min(LEN)..];
             let sent_of_body = out.moved.saturating_sub(LEN);
             let body_left =
-                if body == 0 { &[][..] } else { &book.outgoing(out.frame.id)[out.at + sent_of_body..out.at + body] };
+                if body == 0 { &[][..] } else { &posted.outgoing(out.frame.id)[out.at + sent_of_body..out.at + body] };
             let wanted = head_left.len() + body_left.len();
             match self.stream.send(head_left, body_left) {
                 Ok(0) => break,
@@ -203,8 +203,8 @@ impl Link {
             self.out.pop_front();
             let end = at as u64 + frame.body;
             match frame.kind {
-                FrameKind::Eager => book.sent(frame.id),
-                FrameKind::Data if end == frame.total => book.sent(frame.id),
+                FrameKind::Eager => posted.sent(frame.id),
+                FrameKind::Data if end == frame.total => posted.sent(frame.id),
                 // Behind the other messages.
                 FrameKind::Data => self.out.push_back(chunk(frame, end as usize)),
                 FrameKind::Offer | FrameKind::Ready | FrameKind::End => {}
@@ -217,11 +217,11 @@ impl Link {
     ///
     /// # Errors
     /// What is wrong with a frame of the peer.
-    pub(super) fn recv(&mut self, peer: usize, book: &mut dyn Book, stats: &OpStats) -> Result<bool> {
+    pub(super) fn recv(&mut self, peer: usize, posted: &mut dyn PostedMessages, stats: &OpStats) -> Result<bool> {
         let mut moved = 0;
         while moved < QUANTUM && self.broken.is_none() {
             let into = match self.into {
-                Some((target, left)) => book.place(target, left),
+                Some((target, left)) => posted.place(target, left),
                 None => &mut self.head[self.head_len..],
             };
             let count = match self.stream.recv(into) {
@@ -240,7 +240,7 @@ impl Link {
                 if *left == 0 {
                     self.into = None;
                 }
-                book.came(target, count);
+                posted.came(target, count);
                 continue;
             }
             self.head_len += count;
@@ -249,7 +249,7 @@ impl Link {
                 let frame = Frame::decode(&self.head)
                     .ok_or_else(|| Error::Mismatch("bytes that are no message of this protocol".to_owned()))?;
                 self.ended |= frame.kind == FrameKind::End;
-                let target = book.begin(peer, frame, &mut Replies(&mut self.out))?;
+                let target = posted.begin(peer, frame, &mut Replies(&mut self.out))?;
                 self.into = target.map(|target| (target, frame.body as usize)).filter(|(_, left)| *left > 0);
             }
         }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::handle::{Handle, timed_out};
-use super::shared::{InFlight, SharedBucket};
+use super::shared_bucket::{InFlight, SharedBucket};
 use super::worker::{Job, LaneWorker};
 use crate::error::{Error, Result};
 use crate::group::{Group, Lane, Lanes};

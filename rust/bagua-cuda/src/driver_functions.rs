@@ -10,8 +10,8 @@ use bagua_core::error::{DeviceFailure, Error, Result};
 use cudarc::driver::sys::CUresult;
 
 use crate::calls::{Code, symbol};
-use crate::codes::{GetErrorName, error_name};
-use crate::library::Library;
+use crate::error_names::{GetErrorName, error_name};
+use crate::shared_library::Library;
 
 /// A stream, also one of the numbers that are no pointers: 1 is the legacy stream, 2 that of the calling thread.
 pub(crate) type CUstream = usize;
@@ -68,7 +68,7 @@ macro_rules! call {
 /// Calls a function in a context; an error for any code but 0.
 macro_rules! checked {
     ($context:expr, $name:ident($($argument:expr),* $(,)?)) => {{
-        let code = $crate::api::call!($context.api(), $name($($argument),*));
+        let code = $crate::driver_functions::call!($context.api(), $name($($argument),*));
         $context.check($crate::calls::symbol!($name), code)
     }};
 }

@@ -13,8 +13,8 @@ use bagua_core::types::Kind;
 use bagua_core::wait::lock;
 use cudarc::driver::sys::CUdeviceptr;
 
-use crate::api::{CUstream, before_anything_began, checked};
 use crate::context::Context;
+use crate::driver_functions::{CUstream, before_anything_began, checked};
 use crate::event::Event;
 use crate::memory::Pinned;
 use crate::stream::Stream;
