@@ -223,12 +223,13 @@ $(DOCS)/.packages: $(VENV)/.made requirements/docs.in requirements/constraints.t
 PROSE := python docs examples tests tools README.md CONTRIBUTING.md CHANGELOG.md
 
 .PHONY: lint
-lint: setup ## Layers, words, formatting, clippy, ruff, mypy, and the extension's stub against the extension
+lint: setup ## Layers, words, formatting, clippy, rustdoc, ruff, mypy, and the extension's stub against the extension
 	$(BIN)/python tools/check_layers.py
 	$(BIN)/python tools/check_lengths.py
 	$(BIN)/python tools/check_words.py $(PROSE)
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
