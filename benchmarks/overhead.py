@@ -61,6 +61,7 @@ def overhead(batches: int) -> list[dict[str, Any]]:
         api.init_process_group(FileStore(f"{folder}/ours", 1), 0, 1, 1)
         world = group.default(required=True)
         x = torch.ones(256)
+        parts = list(torch.ones(256).split(64))
         backend: Any = dist.new_group([0], backend="bagua")
         array, address, raw, total = x.numpy(), x.data_ptr(), world.communicator, api.ReduceOp.SUM
         layers: dict[str, Callable[[], Any]] = {
@@ -69,8 +70,12 @@ def overhead(batches: int) -> list[dict[str, Any]]:
             "extension, by address": lambda: raw.run(engine.ALL_REDUCE, None, address, 256, float32, engine.OPS["sum"]),
             "bagua, NumPy array": lambda: world.all_reduce(array),
             "torch_api, tensor": lambda: api.allreduce_inplace(x, total),
+            "torch_api, async_op and wait": lambda: api.allreduce_inplace(x, total, async_op=True).wait(),
+            "torch_api, four tensors coalesced": lambda: api.allreduce_coalesced_inplace(parts, total),
             "torch.distributed, backend bagua": lambda: dist.all_reduce(x, group=backend),
+            "the same, async_op and wait": lambda: dist.all_reduce(x, group=backend, async_op=True).wait(),
             "torch.distributed, backend gloo": lambda: dist.all_reduce(x),
+            "the same on gloo, async_op and wait": lambda: dist.all_reduce(x, async_op=True).wait(),
         }
         rows = []
         for name, call in layers.items():

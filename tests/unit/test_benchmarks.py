@@ -92,7 +92,7 @@ def test_codecs_are_compared_with_a_copy_and_with_torch(tmp_path: Path) -> None:
 def test_the_overhead_of_a_verb_is_measured_at_every_layer(tmp_path: Path) -> None:
     _, rows = quick("overhead.py", tmp_path)
     layers = [row["call"] for row in rows if not row["ns_mean"]]
-    assert len(layers) == 7
+    assert len(layers) == 11
     # All but the empty one, also beside a busy thread.
     assert [row["call"] for row in rows if row["ns_mean"]] == [f"{name}, busy thread" for name in layers[1:]]
     assert all(float(row["ns_min"]) > 0 for row in rows)
