@@ -19,7 +19,7 @@ fn operation(op: ReduceOp, dtype: DType) -> Option<ncclRedOp_t> {
         ReduceOp::Min => Some(ncclRedOp_t::MIN),
         ReduceOp::Max => Some(ncclRedOp_t::MAX),
         ReduceOp::Avg => Some(ncclRedOp_t::AVERAGE),
-        ReduceOp::Bor | ReduceOp::Band | ReduceOp::Bxor => None,
+        _ => None,
     }
 }
 
