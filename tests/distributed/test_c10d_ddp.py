@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.c10d_ranks import Case, Pair, check, run_cases
+from tests.distributed.c10d_ranks import Case, Pair, cases_in, check, run_cases
 from tests.distributed.left_out import needs_backend_class
 
 try:
@@ -231,24 +231,7 @@ def compiled(pair: Pair) -> None:
     assert torch.equal(weight.grad, torch.full((4, 4), 3.0))
 
 
-CASES: list[Case] = [
-    adam_with_small_buckets,
-    bucket_views,
-    static_graph,
-    unused_parameters,
-    no_buffers,
-    float64,
-    no_sync_with_clipping,
-    join_with_uneven_inputs,
-    fp16_hook,
-    bf16_hook,
-    power_sgd_hook,
-    a_hook_with_then,
-    zero_redundancy_optimizer,
-    fully_sharded,
-    sharded_checkpoint,
-    compiled,
-]
+CASES = cases_in(globals())
 
 
 def on_two_ranks(rank: int) -> dict[str, str]:

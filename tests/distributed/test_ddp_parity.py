@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from tests.distributed.left_out import needs_torch
 from tests.distributed.parity_ranks import Found, Net, agree, as_torch, trained
-from tests.distributed.torch_ranks import Case, check, run_cases
+from tests.distributed.torch_ranks import Case, cases_in, check
 
 pytestmark = pytest.mark.slow
 
@@ -480,49 +480,7 @@ def two_models_in_turn(rank: int) -> None:
     agree(both(DistributedDataParallel), both(Torchs))
 
 
-CASES: list[Case] = [
-    all_ranks_begin_as_rank_0,
-    init_sync_false_keeps_what_each_rank_has,
-    no_broadcast_of_buffers,
-    the_mean_of_the_means_of_uneven_batches,
-    two_forwards_before_one_backward,
-    evaluation_between_steps,
-    training_in_evaluation_mode,
-    no_sync_with_clipping,
-    what_was_used_under_no_sync_counts,
-    no_sync_around_the_forward_decides,
-    unused_parameters,
-    outputs_of_which_the_loss_takes_some,
-    static_graphs,
-    sgd_and_adam_with_any_buckets,
-    mixed_dtypes_and_sizes,
-    complex_weights,
-    channels_last,
-    sparse_gradients,
-    zero_grad_keeps_the_gradients,
-    a_gradient_that_the_user_sets_counts,
-    ignored_and_frozen_parameters,
-    tied_weights,
-    join_with_uneven_inputs,
-    join_with_unused_parameters_and_no_sync,
-    join_without_broadcast_of_buffers,
-    join_ends_early,
-    join_with_a_zero_redundancy_optimizer,
-    hooks_of_torch,
-    bf16_hook,
-    power_sgd_hook,
-    a_hook_with_then,
-    hooks_with_everything_else,
-    mixed_precision_with_an_overflow_on_one_rank,
-    nan_stays_nan,
-    a_gradient_penalty,
-    workers_of_a_data_loader,
-    two_models_in_turn,
-]
-
-
-def on_two_ranks(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 def test_every_test_in_the_table_of_the_documents_exists() -> None:
@@ -540,4 +498,4 @@ def test_every_test_in_the_table_of_the_documents_exists() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_the_wrapper_is_bitwise_torchs_on_gloo(case: Case) -> None:
-    check(on_two_ranks, 2, case)
+    check(case, 2)

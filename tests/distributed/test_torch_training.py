@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError, MismatchError
-from tests.distributed.torch_ranks import Case, check, run_cases, same_everywhere
+from tests.distributed.torch_ranks import Case, cases_in, check, same_everywhere
 
 
 def allreduce() -> bagua.algorithms.GradientAllReduceAlgorithm:
@@ -540,49 +540,10 @@ def the_original_names_are_there(rank: int) -> None:
     assert bagua.communication.get_backend("net_0") is model.bagua_ddp.backend
 
 
-CASES: list[Case] = [
-    parameters_at_the_root_are_synchronised,
-    gradients_are_the_average_of_the_ranks,
-    a_sum_is_not_divided,
-    buffers_and_frozen_parameters_start_equal,
-    buffers_are_those_of_rank_0_before_each_training_forward,
-    a_forward_may_come_twice_before_a_backward,
-    ignored_parameters_and_buffers_stay_apart,
-    an_unused_parameter_is_tolerated_where_that_was_asked_for,
-    an_old_gradient_of_an_unused_parameter_does_not_change,
-    a_second_backward_without_a_forward_is_communicated_too,
-    gradients_accumulate_under_no_sync,
-    a_parameter_used_only_under_no_sync_is_sent_by_the_next_backward,
-    tied_weights_are_sent_once,
-    element_types_do_not_share_a_bucket,
-    empty_and_scalar_parameters_are_parameters,
-    gradients_keep_the_layout_of_their_parameters,
-    a_gradient_with_gaps_is_averaged_too,
-    a_graph_of_the_gradient_survives,
-    checkpoints_are_waited_for_whole,
-    two_models_are_trained_in_turn,
-    a_model_can_be_wrapped_again,
-    a_model_that_is_gone_leaves_no_thread,
-    unwrapping_ends_the_communication,
-    copies_of_a_model_are_plain_and_train_alone,
-    optimizer_state_becomes_that_of_rank_0,
-    models_that_differ_are_named_on_every_rank,
-    complex_gradients_are_averaged,
-    models_that_cannot_be_wrapped_are_refused,
-    parameters_that_come_or_change_later_are_named,
-    a_backward_that_broke_off_is_forgotten,
-    evaluation_and_recomputation_do_not_communicate,
-    an_error_of_the_communication_thread_surfaces_in_backward,
-    a_model_trains_on_a_sub_group,
-    the_original_names_are_there,
-]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, size: int) -> None:
-    check(run, size, case)
+    check(case, size)
