@@ -23,8 +23,8 @@ from bagua.errors import BaguaError, MismatchError
 from bagua.torch_api.algorithms import Algorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from bagua.torch_api.data_parallel.functional import all_reduce
-from tests.distributed.parity_ranks import Net
 from tests.distributed.torch_ranks import Case, cases_in, check, same_everywhere
+from tests.distributed.training_models import Net
 
 
 def calls() -> int:

@@ -89,11 +89,6 @@ def close(found: list[torch.Tensor], expected: list[torch.Tensor], **tolerance: 
         torch.testing.assert_close(mine, theirs, **tolerance)
 
 
-def weights_are_those_of_plain_torch_on_the_mean_loss(rank: int) -> None:
-    for kind in OPTIMIZERS:
-        close(by_ranks(rank, kind), by_torch(kind))
-
-
 def a_layer_that_one_rank_leaves_out_counts_as_zeros_there(rank: int) -> None:
     for choose in (lambda r: r != 1, lambda r: r == 2):
         for kind in OPTIMIZERS:
