@@ -274,7 +274,7 @@ def _result(path: Path) -> Any:
     return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
-def _load(path: str, name: str) -> ModuleType:
+def load(path: str, name: str) -> ModuleType:
     """The module of the function, under its own name, so that what it defines can be pickled."""
     try:
         return importlib.import_module(name)
@@ -300,7 +300,7 @@ def _end_torch_without_deadlock() -> None:
 def rank_main(call: str, rank: int) -> None:
     """One rank: the main function of its process."""
     path, module, qualname, args = pickle.loads(Path(call).read_bytes())
-    function: Any = _load(path, module)
+    function: Any = load(path, module)
     for part in qualname.split("."):
         function = getattr(function, part)
     _end_torch_without_deadlock()

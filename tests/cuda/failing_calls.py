@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+import bagua
 from tests.cuda.ranks import Ranks
 from tests.cuda.simulated import NEVER
 from tests.world import World
@@ -16,6 +20,7 @@ __all__ = [
     "Calls",
     "check_each",
     "count_calls",
+    "die_in_the_middle",
     "fields_of",
     "is_lost_within_a_second",
     "only",
@@ -98,10 +103,28 @@ def check_each(
         assert all(each in OUTCOMES or each.startswith("test: ") for each in found), (fail, found)
 
 
-def is_lost_within_a_second(ranks: Ranks, scenario: Callable[..., Any], folder: object, **variables: object) -> None:
-    """In `scenario(rank, folder)` rank 1 of two kills itself; rank 0 returns whom it lost, after how many seconds."""
+def die_in_the_middle(
+    rank: int, folder: str, begin: Callable[[], object], step: Callable[[], object]
+) -> tuple[int | None, float]:
+    """Rank 1 begins and kills itself; the other one steps until it loses it: which, and after how many seconds."""
+    if rank == 1:
+        begin()
+        Path(folder, "dying").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        try:
+            # The first of these meets the one that rank 1 has begun.
+            step()
+        except bagua.PeerLostError as error:
+            return error.rank, time.time() - Path(folder, "dying").stat().st_mtime
+
+
+def is_lost_within_a_second(
+    ranks: Ranks, scenario: Callable[..., Any], folder: object, *arguments: object, **variables: object
+) -> None:
+    """In `scenario(rank, folder, …)` rank 1 of two kills itself; rank 0 returns what `die_in_the_middle` did."""
     with ranks.world(2, **variables) as world:
         world._expect_exit = {1: -signal.SIGKILL}
-        (lost, after), _ = world.run(scenario, str(folder))
+        (lost, after), _ = world.run(scenario, str(folder), *arguments)
     assert (lost, after < 1.0) == (1, True), after
     ranks.check()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -26,7 +24,7 @@ from bagua.torch_api.communication import get_backend
 from tests.cuda.buckets import Memory, Queue, Tensors
 from tests.cuda.device_arrays import LEGACY, Cuda
 from tests.cuda.driver import HOST_FUNCTION
-from tests.cuda.failing_calls import is_lost_within_a_second
+from tests.cuda.failing_calls import die_in_the_middle, is_lost_within_a_second
 from tests.cuda.kernel_cases import narrowed, widened
 from tests.cuda.ranks import Ranks
 from tests.cuda.test_cuda_training import Net, adamw, batch, same_bits, tensors_in
@@ -445,19 +443,12 @@ def dies(rank: int, folder: str) -> tuple[int | None, float]:
     bagua.init()
     averaged = Averaged(cuda, "dying", np.full(COUNT, float(rank), np.float32), OFTEN)
     averaged.wait_until("rounds", lambda: averaged.raw.stats()["rounds"] > 2)
-    dying = Path(folder, "dying")
-    if rank == 1:
-        dying.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    lost = None
-    try:
-        averaged.wait_until("a loss", lambda: False)
-    except bagua.PeerLostError as error:
-        lost = error.rank
-    after = time.time() - dying.stat().st_mtime
+    found = die_in_the_middle(
+        rank, folder, begin=lambda: None, step=lambda: averaged.wait_until("a loss", lambda: False)
+    )
     bagua.shutdown()
     cuda.close()
-    return lost, after
+    return found
 
 
 def test_a_rank_that_is_killed_is_lost_within_a_second(ranks: Ranks, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,18 @@ from bagua import engine
 from tests.cuda.buckets import Queue, Tensors
 from tests.cuda.device_arrays import Cuda
 from tests.cuda.driver import HOST_FUNCTION
-from tests.cuda.failing_calls import SHORT, UNKNOWN, Calls, check_each, count_calls, fields_of, only, run
+from tests.cuda.failing_calls import (
+    SHORT,
+    UNKNOWN,
+    Calls,
+    check_each,
+    count_calls,
+    die_in_the_middle,
+    fields_of,
+    is_lost_within_a_second,
+    only,
+    run,
+)
 from tests.cuda.ranks import Ranks
 from tests.cuda.test_staged_failures import CALLED, NOT_RAISED
 
@@ -91,33 +100,18 @@ def one_dies(rank: int, folder: str, compressed: bool) -> Any:
         bucket.raw.append_centralized(True, False, True)
     queue = Queue("engine", bucket)
     queue.step()
-    if rank == 1:
-        queue.mark(bucket)
-        Path(folder, "dying").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    # The first of these meets the one that rank 1 has begun.
-    lost = None
-    while lost is None:
-        try:
-            queue.step()
-        except bagua.PeerLostError as error:
-            lost = error
-    after = time.time() - Path(folder, "dying").stat().st_mtime
+    found = die_in_the_middle(rank, folder, begin=lambda: queue.mark(bucket), step=queue.step)
     queue.raw.shutdown()
     bagua.shutdown()
     cuda.close()
-    return lost.rank, after
+    return found
 
 
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(
     ranks: Ranks, tmp_path: Path, compressed: bool
 ) -> None:
-    with ranks.world(2) as world:
-        world._expect_exit = {1: -signal.SIGKILL}
-        (lost, after), _ = world.run(one_dies, str(tmp_path), compressed)
-    assert (lost, after < 1.0) == (1, True), after
-    ranks.check()
+    is_lost_within_a_second(ranks, one_dies, tmp_path, compressed)
 
 
 def waits_for_a_producer(rank: int, folder: str) -> str:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from bagua import group as groups
 from tests.cuda import kernel_cases as cases
 from tests.cuda.buckets import Queue, Tensors
 from tests.cuda.device_arrays import LEGACY, Cuda
-from tests.cuda.failing_calls import UNKNOWN, Calls, check_each, count_calls, is_lost_within_a_second
+from tests.cuda.failing_calls import UNKNOWN, Calls, check_each, count_calls, die_in_the_middle, is_lost_within_a_second
 from tests.cuda.nccl_calls import INTERNAL
 from tests.cuda.ranks import Ranks
 
@@ -353,22 +350,11 @@ def one_dies(rank: int, folder: str) -> Any:
     tensors = bucket(cuda, (8 << 20, 101), flat=rank == 0)
     queue = Queue("engine", tensors)
     queue.step()
-    if rank == 1:
-        queue.mark(tensors)
-        Path(folder, "dying").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    # The first of these meets the one that rank 1 has begun.
-    lost = None
-    while lost is None:
-        try:
-            queue.step()
-        except bagua.PeerLostError as error:
-            lost = error
-    after = time.time() - Path(folder, "dying").stat().st_mtime
+    found = die_in_the_middle(rank, folder, begin=lambda: queue.mark(tensors), step=queue.step)
     queue.raw.shutdown()
     bagua.shutdown()
     cuda.close()
-    return lost.rank, after
+    return found
 
 
 @pytest.mark.parametrize("collective", ["staged", "nccl"])

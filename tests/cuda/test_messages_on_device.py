@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,7 @@ import pytest
 
 import bagua
 from tests.cuda.device_arrays import Cuda
-from tests.cuda.failing_calls import UNKNOWN, fields_of, is_lost_within_a_second, only, run
+from tests.cuda.failing_calls import UNKNOWN, die_in_the_middle, fields_of, is_lost_within_a_second, only, run
 from tests.cuda.ranks import Ranks
 
 #: Elements: none, one that is sent at once, more than is, and more than one piece of pinned memory.
@@ -184,20 +181,12 @@ def test_a_deadline_names_the_rank_that_has_sent_nothing(ranks: Ranks) -> None:
 def one_dies(rank: int, folder: str) -> Any:
     cuda, group = Cuda(), bagua.init()
     x = cuda.array(np.ones(1 << 20, np.float32))
-    if rank == 1:
-        group.recv(x, 0)
-        Path(folder, "dying").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    group.send(x, 1)
-    lost = None
-    try:
-        group.recv(x, 1)
-    except bagua.PeerLostError as error:
-        lost = error.rank
-    after = time.time() - Path(folder, "dying").stat().st_mtime
+    if rank == 0:
+        group.send(x, 1)
+    found = die_in_the_middle(rank, folder, begin=lambda: group.recv(x, 0), step=lambda: group.recv(x, 1))
     bagua.shutdown()
     cuda.close()
-    return lost, after
+    return found
 
 
 def test_a_rank_that_is_killed_is_lost_within_a_second(ranks: Ranks, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import bagua
 from tests.cuda import failing_calls
 from tests.cuda.device_arrays import Cuda
-from tests.cuda.failing_calls import UNKNOWN, Calls, check_each, count_calls, fields_of, only
+from tests.cuda.failing_calls import UNKNOWN, Calls, check_each, count_calls, fields_of, is_lost_within_a_second, only
 from tests.cuda.ranks import Ranks
 from tests.cuda.test_nccl_values import run
 from tests.cuda.test_staged_failures import ONES
@@ -141,11 +141,7 @@ def one_dies(rank: int, folder: str, fault: str) -> Any:
 
 @pytest.mark.parametrize("fault", ["all_reduce", "messages"])
 def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(ranks: Ranks, tmp_path: Path, fault: str) -> None:
-    with ranks.world(2, BAGUA_CUDA_COLLECTIVE="nccl") as world:
-        world._expect_exit = {1: -signal.SIGKILL}
-        (lost, after), _ = world.run(one_dies, str(tmp_path), fault)
-    assert (lost, after < 1.0) == (1, True), after
-    ranks.check()
+    is_lost_within_a_second(ranks, one_dies, tmp_path, fault, BAGUA_CUDA_COLLECTIVE="nccl")
 
 
 def waits_for_the_other(rank: int) -> Any:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from tests.cuda.failing_calls import (
     Calls,
     check_each,
     count_calls,
+    die_in_the_middle,
     fields_of,
     is_lost_within_a_second,
     only,
@@ -86,21 +84,15 @@ def one_dies(rank: int, folder: str) -> Any:
     cuda, group = Cuda(), bagua.init()
     x = cuda.array(np.ones(8 << 20, np.float32))
     group.all_reduce(x)
-    if rank == 1:
-        group.all_reduce(x, async_op=True)
-        Path(folder, "dying").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    # The first of these meets the one that rank 1 has begun.
-    lost = None
-    while lost is None:
-        try:
-            group.all_reduce(x, async_op=True).wait(30.0)
-        except bagua.PeerLostError as error:
-            lost = error
-    after = time.time() - Path(folder, "dying").stat().st_mtime
+    found = die_in_the_middle(
+        rank,
+        folder,
+        begin=lambda: group.all_reduce(x, async_op=True),
+        step=lambda: group.all_reduce(x, async_op=True).wait(30.0),
+    )
     bagua.shutdown()
     cuda.close()
-    return lost.rank, after
+    return found
 
 
 def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(ranks: Ranks, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def everything(rank: int) -> dict[str, str]:
 
 def check(size: int, case: Case) -> None:
     """Fails with every rank's traceback when a case failed in a world of this size."""
-    torch_ranks.check(everything, size, case)
+    torch_ranks.check(case, size, run=everything)
 
 
 def groups() -> list[Group]:

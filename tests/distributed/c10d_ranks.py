@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tests.distributed.left_out import is_left_out, skip_if_left_out
+from tests.distributed.left_out import cases_in, is_left_out, skip_if_left_out
 from tests.world import make_world
+
+__all__ = ["LIMIT", "Case", "Pair", "cases_in", "check", "outcomes", "run_cases", "same"]
 
 #: A case that hangs must not cost the whole deadline of the run.
 LIMIT = timedelta(seconds=30)

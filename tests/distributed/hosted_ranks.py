@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from tests.distributed import torch_ranks
 from tests.distributed.torch_ranks import Case
@@ -22,9 +21,9 @@ def name_of(layout: Layout) -> str:
     return str(layout) if isinstance(layout, int) else "+".join(str(len(host)) for host in layout)
 
 
-def check(function: Callable[..., Any], layout: Layout, case: Case) -> None:
+def check(case: Case, layout: Layout, *, run: Callable[[int], dict[str, str]] | None = None) -> None:
     """Fails with every rank's traceback when a case failed."""
     if isinstance(layout, int):
-        torch_ranks.check(function, layout, case, timeout=TIMEOUT)
+        torch_ranks.check(case, layout, run=run, timeout=TIMEOUT)
     else:
-        torch_ranks.check(function, sum(map(len, layout)), case, layout, timeout=TIMEOUT)
+        torch_ranks.check(case, sum(map(len, layout)), layout, run=run, timeout=TIMEOUT)

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from bagua.lightning.process_group import fail, leave
+from tests.distributed.front_ends import REFERENCE, Fabric
 from tests.distributed.lightning_kit import SAMPLES, Kit, loader, weights
+from tests.distributed.training_rows import ROWS, train_rows
 
 #: Trained by strategy="ddp" on gloo and by ours: options of the model, and of the Trainer.
 PARITY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -41,8 +43,8 @@ PARITY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
-#: The same with Fabric: batches that accumulate, and after how many of them each rank evaluates.
-FABRIC = {"fabric": (1, 99), "fabric, evaluated": (1, 7), "fabric, evaluated and trained": (2, 2)}
+#: Rows of the table that Fabric trains.
+FABRIC = [name for name, row in ROWS.items() if 2 in row.sizes and row.of(Fabric()) and not (row.slow or row.left_out)]
 
 Case = Callable[[int, Kit, Path], Any]
 
@@ -56,13 +58,11 @@ def run(rank: int, namespace: str, cases: list[str]) -> dict[str, Any]:
         folder = Path(text)
         for name in PARITY:
             found[f"ddp: {name}"] = parity(kit, folder, name, "ddp_find_unused_parameters_true")
-        for name in FABRIC:
-            found[f"ddp: {name}"] = fabric_parity(kit, name, "ddp")
+        found[REFERENCE.name] = train_rows(REFERENCE, rank, FABRIC)
         dist.destroy_process_group()
         for name in PARITY:
             found[name] = parity(kit, folder, name, kit.strategy(find_unused_parameters=name == "unused"))
-        for name in FABRIC:
-            found[name] = fabric_parity(kit, name, kit.fabric_strategy())
+        found[Fabric.name] = train_rows(Fabric(kit), rank, FABRIC)
         for name in cases:
             torch.manual_seed(rank)
             try:
@@ -86,29 +86,6 @@ def parity(kit: Kit, folder: Path, name: str, strategy: Any) -> tuple[bytes, boo
     # With manual optimization Lightning's DDP does not broadcast buffers.
     found = weights(trained) if trained.automatic_optimization else parameters(trained)
     return found.numpy().tobytes(), bool(logged.get("gmin", 0) == logged.get("gmax", 0))
-
-
-def fabric_parity(kit: Kit, name: str, strategy: Any) -> tuple[bytes, bool]:
-    """As :func:`parity`."""
-    accumulated, evaluated = FABRIC[name]
-    fabric = kit.fabric.Fabric(accelerator="cpu", devices=2, strategy=strategy)
-    fabric.launch()
-    torch.manual_seed(4)
-    module = torch.nn.Sequential(torch.nn.Linear(12, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
-    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    for index, (x, y) in enumerate(fabric.setup_dataloaders(loader()), 1):
-        with fabric.no_backward_sync(model, enabled=index % accumulated != 0):
-            fabric.backward(torch.nn.functional.cross_entropy(model(x), y))
-        if index % accumulated == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-        if index % evaluated == 0:
-            model.eval()
-            with torch.no_grad():
-                model(x)
-                model(x)
-            model.train()
-    return weights(module).numpy().tobytes(), True
 
 
 def calls() -> int:

@@ -28,7 +28,7 @@ from tests.distributed.aggregation_ranks import (
     inputs,
     numbers,
 )
-from tests.distributed.torch_ranks import same_everywhere
+from tests.distributed.torch_ranks import cases_in, same_everywhere
 from tests.world import make_world
 
 
@@ -351,28 +351,7 @@ def sums_minima_and_maxima_are_those_of_all_ranks(rank: int) -> None:
                         assert torch.equal(result.double(), expected)
 
 
-CASES: list[Case] = [
-    a1_averages_are_exact_within_rounding_and_equal_on_all_ranks,
-    a1_integers_are_averaged_exactly_by_powers_of_two,
-    a2_mixed_dtypes_keep_dtype_shape_identity_and_storage,
-    a2_channels_last_gradients_keep_their_strides,
-    a3_a_custom_denominator_divides_the_sum,
-    a3_a_denominator_of_the_world_size_is_the_average,
-    a3_different_denominators_divide_before_the_sum_or_each_rank_its_own,
-    a3_a_large_denominator_does_not_lose_who_has_a_gradient,
-    a4_dividing_before_equals_dividing_after,
-    a4_half_precision_averages_do_not_overflow_in_between,
-    a5_bad_denominators_and_operations_are_refused_before_communication,
-    a6_one_rank_communicates_nothing,
-    a7_closures_return_nothing_and_touch_only_what_they_are_for,
-    a7_buffers_stay_this_ranks_own,
-    a8_a_missing_gradient_is_zero_where_others_have_one_and_none_where_no_rank_has,
-    a8_tied_parameters_are_reduced_once,
-    a9_one_collective_per_dtype_or_one_per_parameter,
-    a9_without_horovod_the_horovod_class_works_over_the_engine,
-    a10_with_horovod_the_operation_is_sum_again_and_again,
-    sums_minima_and_maxima_are_those_of_all_ranks,
-]
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

@@ -22,7 +22,7 @@ from tests.distributed.aggregation_ranks import (
     groups,
     inputs,
 )
-from tests.distributed.torch_ranks import same_everywhere
+from tests.distributed.torch_ranks import cases_in, same_everywhere
 
 
 def complete(rank: int, size: int) -> list[int]:
@@ -156,17 +156,7 @@ def a_complete_graph_is_the_mean(rank: int) -> None:
         assert_is_mean(result, everybody)
 
 
-CASES: list[Case] = [
-    a23_the_result_is_the_mean_of_the_neighbourhood,
-    a23_a_ring_contracts_by_its_second_eigenvalue_and_keeps_the_mean,
-    a23_no_neighbours_change_nothing,
-    a23_an_absent_gradient_is_zero_in_its_neighbourhood,
-    a24_neighbours_that_are_not_mutual_are_found_at_the_first_call_on_every_rank,
-    a24_no_rank_is_its_own_neighbour,
-    unknown_operations_are_refused_before_the_exchange,
-    after_the_first_call_only_neighbours_talk,
-    a_complete_graph_is_the_mean,
-]
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

@@ -22,7 +22,7 @@ from bagua.aggregation.optim import (
     SparsifiedSGD,
 )
 from tests.distributed.aggregation_ranks import SIZES, Case, assert_close, check, collectives, everybodys, numbers
-from tests.distributed.torch_ranks import same_everywhere
+from tests.distributed.torch_ranks import cases_in, same_everywhere
 
 BATCH = 3
 
@@ -353,26 +353,7 @@ def optimizers_communicate_once_per_step(rank: int) -> None:
             assert collectives(optimizer.step) == {kind: 1}
 
 
-CASES: list[Case] = [
-    a25_aggregated_gradients_train_as_on_the_whole_batch,
-    a25_aggregated_weights_make_replicas_equal_from_the_start,
-    a25_without_momentum_both_orders_coincide,
-    a25_what_is_clipped_is_the_aggregated_gradient,
-    a25_the_custom_optimizer_divides_by_the_callers_denominator,
-    a25_a_closure_is_evaluated_before_its_gradients_travel,
-    power_sgd_at_full_rank_trains_as_on_the_whole_batch,
-    optimizers_resume_from_their_state,
-    decentralized_sgd_steps_alone_and_averages_with_neighbours,
-    sparsified_sgd_keeps_replicas_equal_and_loses_nothing,
-    sparsified_sgd_that_sends_everything_is_sgd,
-    estimated_weights_are_the_mean_with_quadratic_weights,
-    sign_sgd_moves_by_the_majoritys_sign,
-    a26_the_global_average_is_weighted_by_counts,
-    a27_an_overflow_on_one_rank_makes_all_skip,
-    a27_half_precision_training_follows_single_precision,
-    a27_the_scale_grows_again_and_ends_at_its_minimum,
-    optimizers_communicate_once_per_step,
-]
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

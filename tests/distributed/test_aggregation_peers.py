@@ -12,7 +12,7 @@ from bagua.aggregation import AllReduceAggregation
 from bagua.aggregation.peers import Alone, BaguaPeers, Peers, TorchPeers, find
 from bagua.errors import BaguaError
 from tests.distributed.aggregation_ranks import SIZES, Case, Several, check, gradients, numbers
-from tests.distributed.torch_ranks import same_everywhere
+from tests.distributed.torch_ranks import cases_in, same_everywhere
 from tests.world import make_world
 
 
@@ -106,14 +106,7 @@ def what_is_chosen_is_what_was_asked_for(rank: int) -> None:
         Alone().exchange(torch.ones(1), [1])
 
 
-CASES: list[Case] = [
-    rank_and_size_are_those_of_the_world,
-    all_reduce_combines_every_dtype_in_place,
-    all_gather_has_a_row_for_each_rank,
-    exchange_swaps_with_any_set_of_peers,
-    a_group_of_some_ranks_is_numbered_anew,
-    what_is_chosen_is_what_was_asked_for,
-]
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

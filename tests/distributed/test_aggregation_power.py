@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ from tests.distributed.aggregation_ranks import (
     numbers,
     payload,
 )
-from tests.distributed.torch_ranks import same_everywhere
+from tests.distributed.torch_ranks import cases_in, same_everywhere
 
 MATRICES = [index for index, shape in enumerate(SHAPES) if len(shape) > 1]
 EPS = 2.0**-23
@@ -355,23 +354,7 @@ def an_overflow_reaches_all_ranks_and_leaves_the_memory_alone(rank: int) -> None
     assert bool(gradients(model)[0].isfinite().all())
 
 
-CASES: list[Callable[[int], Any]] = [
-    a11_full_rank_is_the_mean,
-    a12_a13_nothing_is_lost_in_a_step_or_in_twenty,
-    a14_rank_is_bounded_and_a_mean_of_that_rank_is_recovered_in_one_step,
-    a15_vectors_are_averaged_exactly_and_remember_nothing,
-    a16_results_are_equal_on_all_ranks_and_touch_no_other_random_numbers,
-    a17_bases_are_orthonormal_and_poor_gradients_stay_finite,
-    a18_a_warm_start_converges_in_the_time_average,
-    a18_without_error_feedback_it_finds_the_best_approximation,
-    a19_both_names_of_the_average_are_known_and_weights_are_refused,
-    a20_every_float_type_and_memory_format_works,
-    a20_half_precision_loses_nothing_to_rounding,
-    a20_what_travels_is_small_and_counted,
-    a21_a_resumed_run_equals_one_that_was_not_interrupted,
-    absent_gradients_are_zero_or_stay_absent,
-    an_overflow_reaches_all_ranks_and_leaves_the_memory_alone,
-]
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

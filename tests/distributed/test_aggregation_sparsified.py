@@ -26,7 +26,7 @@ from tests.distributed.aggregation_ranks import (
     inputs,
     payload,
 )
-from tests.distributed.torch_ranks import same_everywhere
+from tests.distributed.torch_ranks import cases_in, same_everywhere
 
 METHODS: list[Any] = ["top_k", "random_k", "block"]
 
@@ -223,21 +223,7 @@ def a21_a_resumed_sparsified_run_equals_one_that_was_not_interrupted(rank: int) 
                 assert all(torch.equal(one, other) for one, other in zip(gradients(model), expected, strict=True))
 
 
-CASES: list[Case] = [
-    a22_nothing_is_lost_and_little_is_sent,
-    a22_sending_everything_is_the_mean_and_leaves_no_memory,
-    a22_the_largest_are_sent_first,
-    a22_every_element_has_its_turn,
-    a22_positions_travel_as_int64,
-    a22_positions_beyond_what_float32_can_count_are_exact,
-    by_layer_gives_the_same_numbers,
-    half_precision_keeps_what_it_rounds_away,
-    without_error_feedback_the_rest_is_forgotten,
-    absent_gradients_are_zero_or_stay_absent_when_sparsified,
-    an_overflow_is_everybodys_and_spares_the_memory,
-    bad_arguments_are_refused_before_communication,
-    a21_a_resumed_sparsified_run_equals_one_that_was_not_interrupted,
-]
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

@@ -27,7 +27,7 @@ from bagua.torch_api.algorithms import (
     QAdamAlgorithm,
     QAdamOptimizer,
 )
-from tests.distributed.torch_ranks import Case, Hosts, check, run_cases, same_everywhere
+from tests.distributed.torch_ranks import Case, Hosts, cases_in, check, same_everywhere
 
 pytestmark = pytest.mark.slow
 
@@ -388,26 +388,12 @@ def one_overflow_ends_with_weights_that_are_equal_and_finite_where_weights_trave
             assert same_everywhere(*model.parameters()), entry.name
 
 
-CASES: list[Case] = [
-    one_model_is_trained_with_each_in_turn,
-    a_resumed_run_goes_on_to_the_bit,
-    a_state_of_another_bucket_size_is_taken_over_by_name,
-    a_state_of_another_algorithm_is_refused,
-    one_object_serves_two_models,
-    do_flatten_changes_no_value,
-    options_that_differ_are_said_on_every_rank,
-    one_overflow_makes_every_rank_skip_where_gradients_travel,
-    one_overflow_ends_with_weights_that_are_equal_and_finite_where_weights_travel,
-]
+CASES = cases_in(globals())
 
 WORLDS: list[tuple[int, Hosts]] = [(2, None), (3, None), (4, ((0, 1), (2, 3))), (3, ((0, 1), (2,)))]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
 
 
 @pytest.mark.parametrize(("size", "hosts"), WORLDS, ids=["2", "3", "2+2", "2+1"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, size: int, hosts: Hosts) -> None:
-    check(run, size, case, hosts)
+    check(case, size, hosts)

@@ -37,7 +37,7 @@ from tests.distributed.async_ranks import (
     values,
     wrapped,
 )
-from tests.distributed.torch_ranks import Case, Hosts, check, run_cases
+from tests.distributed.torch_ranks import Case, Hosts, cases_in, check
 from tests.world import make_world
 
 
@@ -308,27 +308,13 @@ def the_originals_aborts_and_resumes_end(rank: int) -> None:
     assert same_bits(*rest(model))
 
 
-CASES: list[Case] = [
-    aborts_and_resumes_in_unrelated_orders_lose_nothing,
-    a_model_that_is_gone_leaves_nothing,
-    a_state_contains_whether_the_warm_up_is_over,
-    copies_of_the_model_are_plain_and_train_alone,
-    evaluation_between_training_does_no_harm,
-    an_overflow_on_one_rank_skips_its_step_alone,
-    an_execution_of_the_operation_alone_is_one_round,
-    the_originals_training_ends_with_equal_weights_that_learned,
-    the_originals_aborts_and_resumes_end,
-]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize(("size", "hosts"), WORLDS, ids=NAMES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, size: int, hosts: Hosts) -> None:
-    check(run, size, case, hosts)
+    check(case, size, hosts)
 
 
 def ends_while_it_is_averaged(rank: int, destroys: bool) -> int:

@@ -33,7 +33,7 @@ from tests.distributed.async_ranks import (
     values,
     wrapped,
 )
-from tests.distributed.torch_ranks import Case, Hosts, check, run_cases
+from tests.distributed.torch_ranks import Case, Hosts, cases_in, check
 
 STATS = {
     "state": str,
@@ -461,33 +461,13 @@ def one_model_goes_from_algorithm_to_algorithm(rank: int) -> None:
     assert len(set(threads)) == 1
 
 
-CASES: list[Case] = [
-    models_and_options_that_do_not_fit_are_refused_before_any_communication,
-    ranks_at_different_speeds_keep_the_sum_and_all_progress,
-    ranks_at_rest_become_the_average_in_rank_order_to_the_bit,
-    the_warm_up_is_gradient_allreduce_to_the_bit,
-    an_abort_in_the_warm_up_counts_when_it_is_over,
-    an_aborted_rank_is_left_alone_and_not_counted,
-    alone_rounds_count_and_change_nothing,
-    synchronize_makes_ranks_equal_at_once_or_names_who_never_called,
-    the_model_its_ddp_and_wrappers_are_known_and_others_refused,
-    stats_have_their_keys_and_types,
-    staleness_counts_the_steps_that_a_round_took,
-    a_codec_takes_ranks_to_equal_weights_near_the_average,
-    a_model_without_weights_to_average_trains_on,
-    two_models_are_averaged_beside_each_other,
-    one_model_goes_from_algorithm_to_algorithm,
-]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize(("size", "hosts"), WORLDS, ids=NAMES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, size: int, hosts: Hosts) -> None:
-    check(run, size, case, hosts)
+    check(case, size, hosts)
 
 
 def test_options_out_of_range_are_refused() -> None:

@@ -27,7 +27,7 @@ from tests.distributed.async_ranks import (
     until,
     wrapped,
 )
-from tests.distributed.torch_ranks import Case, Hosts, check, run_cases
+from tests.distributed.torch_ranks import Case, Hosts, cases_in, check
 
 #: Seconds: many intervals.
 WHILE = 0.03
@@ -362,26 +362,10 @@ def a_parameter_with_new_memory_is_averaged_from_the_next_forward_on(rank: int) 
     assert torch.allclose(found[0], torch.full((4, 3), sum(range(size)) / size))
 
 
-CASES: list[Case] = [
-    no_round_changes_weights_inside_the_users_lock,
-    a_thread_that_does_not_hold_the_lock_cannot_unlock_it,
-    training_holds_the_lock_in_forward_backward_and_step,
-    two_forwards_before_their_backwards_keep_the_lock,
-    a_closure_keeps_the_lock_in_the_whole_step,
-    rounds_go_on_while_a_rank_holds_the_gil,
-    rounds_go_on_after_a_backward_that_never_comes,
-    rounds_go_on_beside_forwards_without_a_backward,
-    exceptions_anywhere_in_a_step_stop_no_rounds,
-    rounds_go_on_under_no_sync,
-    a_parameter_with_new_memory_is_averaged_from_the_next_forward_on,
-]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize(("size", "hosts"), WORLDS[:2], ids=NAMES[:2])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, size: int, hosts: Hosts) -> None:
-    check(run, size, case, hosts)
+    check(case, size, hosts)

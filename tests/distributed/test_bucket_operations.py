@@ -9,7 +9,7 @@ import torch
 import bagua.torch_api as bagua
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import get_backend
-from tests.distributed.torch_ranks import Case, check, run_cases
+from tests.distributed.torch_ranks import Case, cases_in, check
 
 COUNT = 50_000
 ROUNDS = 5
@@ -90,19 +90,11 @@ def a_backend_belongs_to_one_group(rank: int) -> None:
             get_backend("alone", bagua.communication._get_default_group())
 
 
-CASES: list[Case] = [
-    every_mode_gives_the_mean_of_the_peers,
-    a_peer_weight_of_another_size_is_refused,
-    a_backend_belongs_to_one_group,
-]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("hosts", [None, "each its own"], ids=["one host", "hosts"])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, size: int, hosts: str | None) -> None:
-    check(run, size, case, tuple((rank,) for rank in range(size)) if hosts else None)
+    check(case, size, tuple((rank,) for rank in range(size)) if hosts else None)

@@ -20,7 +20,7 @@ from bagua.torch_api.algorithms import Algorithm, ByteGradAlgorithm, GradientAll
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.process_group.state import group_state
 from tests.distributed.compressed_oracle import CompressedAllReduce, Values
-from tests.distributed.torch_ranks import Case, Hosts, check, run_cases, same_everywhere
+from tests.distributed.torch_ranks import Case, Hosts, cases_in, check, same_everywhere
 from tests.world import DEADLINE, make_world
 
 CODECS: list[tuple[str, dict[str, Any]]] = [
@@ -141,24 +141,15 @@ def without_a_codec_it_is_gradient_allreduce(rank: int) -> None:
         assert torch.equal(mine, theirs)
 
 
-CASES: list[Case] = [
-    gradients_equal_the_oracle,
-    auto_ends_with_the_same_choices_on_all_ranks,
-    choices_are_the_codec_where_there_is_no_choice,
-    without_a_codec_it_is_gradient_allreduce,
-]
+CASES = cases_in(globals())
 
 WORLDS: list[tuple[int, Hosts]] = [(2, None), (3, None), (4, None), (4, ((0, 1), (2, 3))), (3, ((0, 1), (2,)))]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
 
 
 @pytest.mark.parametrize(("size", "hosts"), WORLDS, ids=["2", "3", "4", "2+2", "2+1"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, size: int, hosts: Hosts) -> None:
-    check(run, size, case, hosts)
+    check(case, size, hosts)
 
 
 # --- bytes between two hosts ------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from bagua.errors import BaguaTimeoutError
-from tests.distributed.c10d_ranks import Case, Pair, check, run_cases, same
+from tests.distributed.c10d_ranks import Case, Pair, cases_in, check, run_cases, same
 from tests.distributed.left_out import needs_backend_class
 
 # Those that gloo adds up too.
@@ -455,32 +455,7 @@ def no_event_is_open_when_its_profile_ends(pair: Pair) -> None:
         dist.barrier(pair.ours)
 
 
-CASES: list[Case] = [
-    all_reduce_equals_gloo_for_every_type_and_operation,
-    all_reduce_takes_tensors_that_are_not_contiguous,
-    avg_divides_once_and_cuts_integers_towards_zero,
-    complex_tensors_are_summed,
-    sparse_tensors_are_summed_as_gloo_does,
-    what_cannot_be_added_is_refused_and_the_group_stays_usable,
-    what_only_moves_takes_every_type,
-    reduce_and_broadcast_equal_gloo,
-    gathering_equals_gloo,
-    all_gather_takes_tensors_of_different_sizes,
-    scattering_equals_gloo,
-    all_to_all_equals_gloo,
-    coalesced_forms_equal_their_single_ones,
-    objects_reach_every_rank,
-    large_messages_that_cross_arrive,
-    messages_are_matched_by_tag_and_not_by_order,
-    a_receive_from_any_source_names_its_sender,
-    a_message_may_be_open_during_a_collective,
-    futures_complete_without_being_waited_for,
-    a_continuation_may_wait_for_another_future,
-    a_wait_whose_time_passes_leaves_the_operation_running,
-    functional_collectives_work,
-    operations_are_events_of_the_profiler,
-    no_event_is_open_when_its_profile_ends,
-]
+CASES = cases_in(globals())
 
 
 def in_the_world(rank: int) -> dict[str, str]:

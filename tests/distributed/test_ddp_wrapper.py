@@ -23,8 +23,8 @@ from bagua.errors import BaguaError, MismatchError
 from bagua.torch_api.algorithms import Algorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from bagua.torch_api.data_parallel.functional import all_reduce
-from tests.distributed.parity_ranks import Net
-from tests.distributed.torch_ranks import Case, check, run_cases, same_everywhere
+from tests.distributed.torch_ranks import Case, cases_in, check, same_everywhere
+from tests.distributed.training_models import Net
 
 
 def calls() -> int:
@@ -443,39 +443,9 @@ def what_an_all_reduce_has_no_gradient_for_is_refused(rank: int) -> None:
     assert all_reduce(torch.tensor(float("nan"), requires_grad=True), bagua.ReduceOp.MAX).isnan()
 
 
-CASES: list[Case] = [
-    gradients_pass_through_an_all_reduce,
-    second_derivatives_pass_through_an_all_reduce,
-    what_an_all_reduce_has_no_gradient_for_is_refused,
-    arguments_that_are_not_supported_are_refused,
-    models_that_differ_are_named_and_the_group_stays_usable,
-    a_parameter_has_one_wrapper,
-    attributes_of_the_wrapper_and_of_the_model,
-    states_have_the_prefix_and_both_kinds_are_taken,
-    evaluation_communicates_nothing,
-    accumulation_communicates_nothing_but_buffers,
-    a_parameter_that_no_rank_used_has_no_gradient,
-    a_gradient_that_one_rank_puts_there_counts_on_all,
-    parameters_that_change_are_an_error_of_the_next_forward,
-    a_second_backward_of_one_forward_is_communicated,
-    gradients_of_a_part_that_is_called_alone_are_communicated,
-    copies_train_together_or_not_at_all,
-    groups_of_ours_and_of_torch,
-    other_algorithms_train_and_refuse_join_and_hooks,
-    asynchronous_averaging_is_controlled_through_the_wrapper,
-    what_is_no_hook_is_refused,
-    a_hook_that_raises_ends_the_backward,
-    a_compiled_wrapper_and_a_wrapper_of_a_compiled_model_train,
-    an_export_holds_the_model_alone,
-    what_it_cannot_hold_is_refused,
-    unwrap_lets_the_model_train_alone,
-]
-
-
-def on_three_ranks(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_the_wrapper(case: Case) -> None:
-    check(on_three_ranks, 3, case)
+    check(case, 3)

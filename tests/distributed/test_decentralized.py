@@ -16,7 +16,7 @@ import bagua.torch_api as bagua
 from bagua.errors import BaguaError, MismatchError
 from bagua.torch_api.algorithms.decentralized import PEER_SELECTION_MODES
 from tests.distributed.hosted_ranks import LAYOUTS, Layout, check, name_of
-from tests.distributed.torch_ranks import Case, run_cases, same_everywhere
+from tests.distributed.torch_ranks import Case, cases_in, same_everywhere
 from tests.distributed.weights_oracle import (
     Decentralized,
     Net,
@@ -438,38 +438,13 @@ def models_and_options_that_cannot_be_are_refused(rank: int) -> None:
     assert isinstance(bagua.algorithms.Algorithm.init("decentralized"), DecentralizedAlgorithm)
 
 
-CASES: list[Case] = [
-    every_mode_equals_the_simulation,
-    shift_one_among_an_odd_number_is_refused_with_the_number,
-    the_exchange_begins_in_the_first_forward_and_once_per_step,
-    a_second_backward_of_a_step_communicates_nothing,
-    weights_that_change_meanwhile_keep_the_change,
-    a_graph_from_before_the_exchange_is_refused_afterwards,
-    outputs_of_any_structure_are_guarded,
-    a_run_resumes_to_the_bit,
-    options_that_differ_are_a_mismatch_and_the_group_stays_usable,
-    gradients_accumulate_under_no_sync,
-    unused_parameters_travel_and_frozen_ones_do_not,
-    a_loss_without_parameters_on_one_rank_ends_the_step_with_the_optimizer,
-    two_models_with_one_algorithm_object_train_in_turn,
-    a_step_whose_backward_broke_off_goes_on_with_the_next_forward,
-    a_model_can_be_wrapped_again_copied_and_deleted_at_any_moment,
-    memory_with_gaps_and_memory_that_moved_is_averaged,
-    an_overflow_makes_one_rank_skip_alone,
-    sparse_gradients_are_no_obstacle,
-    a_model_trains_on_a_sub_group,
-    models_and_options_that_cannot_be_are_refused,
-]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, layout: Layout) -> None:
-    check(run, layout, case)
+    check(case, layout)
 
 
 def end_with_a_forward(rank: int) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import bagua.horovod.torch as hvd
 from bagua.errors import BaguaError, MismatchError
-from tests.distributed.torch_ranks import Case, check, run_cases, same_everywhere
+from tests.distributed.torch_ranks import Case, cases_in, check, run_cases, same_everywhere
 from tests.world import make_world
 
 RANKS = 3
@@ -487,35 +487,7 @@ def rows_that_differ_are_an_error_on_every_rank_and_the_job_goes_on(rank: int) -
     assert same_everywhere(hvd.allgather(data(rank, 2)))
 
 
-CASES: list[Case] = [
-    allreduce_equals_the_oracle_for_every_dtype_and_operation,
-    the_default_is_the_average_and_average_false_the_sum,
-    averages_of_negative_whole_numbers_are_cut_towards_zero,
-    factors_multiply_before_and_after,
-    fp16_compression_sends_float16_and_returns_the_dtype,
-    grouped_allreduce_has_the_results_of_single_ones,
-    tensors_with_gaps_and_leaves_are_reduced_in_place,
-    reducescatter_gives_the_first_ranks_a_row_more,
-    allgather_joins_tensors_of_different_lengths,
-    broadcast_has_the_values_of_its_root,
-    alltoall_sends_the_splits_and_says_what_came,
-    alltoall_without_splits_divides_evenly,
-    handles_may_be_synchronized_in_another_order,
-    the_gradients_of_reductions_are_those_of_plain_torch,
-    the_gradient_of_reducescatter_is_that_of_the_average_or_of_all_ranks,
-    the_gradients_of_allgather_and_broadcast_are_the_mean_of_plain_torchs,
-    the_gradient_of_alltoall_is_that_of_plain_torch,
-    min_max_and_product_have_no_gradient,
-    a_process_set_communicates_among_its_ranks,
-    ranks_that_make_no_process_set_are_refused,
-    objects_travel_from_one_or_all,
-    parameters_get_the_values_of_the_root,
-    optimizers_get_the_state_of_the_root,
-    sync_batch_norm_is_batch_norm_on_all_samples,
-    wrong_arguments_are_refused_before_anything_is_sent,
-    what_is_not_there_says_what_to_use_instead,
-    rows_that_differ_are_an_error_on_every_rank_and_the_job_goes_on,
-]
+CASES = cases_in(globals())
 
 
 def begin(rank: int) -> None:
@@ -528,7 +500,7 @@ def run(rank: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_on_three_ranks(case: Case) -> None:
-    check(run, RANKS, case)
+    check(case, RANKS, run=run)
 
 
 # --- joining and leaving ----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import bagua.horovod.torch as hvd
-from tests.distributed.torch_ranks import Case, check, run_cases, same_everywhere
+from tests.distributed.torch_ranks import Case, cases_in, check, run_cases, same_everywhere
 
 RANKS = 3
 STEPS = 4
@@ -87,11 +87,6 @@ def close(found: list[torch.Tensor], expected: list[torch.Tensor], **tolerance: 
     assert same_everywhere(*found)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, **tolerance)
-
-
-def weights_are_those_of_plain_torch_on_the_mean_loss(rank: int) -> None:
-    for kind in OPTIMIZERS:
-        close(by_ranks(rank, kind), by_torch(kind))
 
 
 def a_layer_that_one_rank_leaves_out_counts_as_zeros_there(rank: int) -> None:
@@ -315,22 +310,7 @@ def wrong_arguments_are_refused_before_anything_is_sent(rank: int) -> None:
         assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
 
 
-CASES: list[Case] = [
-    weights_are_those_of_plain_torch_on_the_mean_loss,
-    a_layer_that_one_rank_leaves_out_counts_as_zeros_there,
-    gradients_of_several_backward_passes_add_up,
-    groups_compression_operations_and_factors,
-    gradients_can_be_clipped_between_synchronize_and_step,
-    a_step_after_synchronize_warns,
-    the_optimizer_stays_one_of_its_class,
-    a_closure_sees_its_gradients_reduced,
-    sparse_gradients_are_made_dense_or_refused,
-    ranks_outside_the_process_set_train_alone,
-    parameters_that_are_added_later_are_reduced_too,
-    an_optimizer_that_is_gone_reduces_nothing,
-    one_backward_too_many_and_zero_grad_too_early_are_errors,
-    wrong_arguments_are_refused_before_anything_is_sent,
-]
+CASES = cases_in(globals())
 
 
 def begin(rank: int) -> None:
@@ -343,4 +323,4 @@ def run(rank: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_on_three_ranks(case: Case) -> None:
-    check(run, RANKS, case)
+    check(case, RANKS, run=run)

@@ -14,7 +14,9 @@ import pytest
 pytest.importorskip("lightning", reason="lightning is not installed: make setup")
 pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed: make setup")
 
+from tests.distributed.front_ends import REFERENCE, Fabric
 from tests.distributed.lightning_ranks import CASES, FABRIC, PARITY, run
+from tests.distributed.training_rows import compare
 from tests.world import ROOT, World
 
 #: The second name has the same code: a part of the cases shows that it runs there.
@@ -29,12 +31,19 @@ def outcomes(namespace: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", [*PARITY, *FABRIC])
+@pytest.mark.parametrize("name", PARITY)
 @pytest.mark.parametrize("namespace", ["lightning", pytest.param("pytorch_lightning", marks=pytest.mark.slow)])
 def test_a_training_is_bitwise_that_of_ddp(namespace: str, name: str) -> None:
     for found in outcomes(namespace):
         assert found[name] == found[f"ddp: {name}"]
         assert found[name][1], "the gradients of the ranks differ"
+
+
+@pytest.mark.parametrize("name", FABRIC)
+@pytest.mark.parametrize("namespace", ["lightning", pytest.param("pytorch_lightning", marks=pytest.mark.slow)])
+def test_fabric_trains_as_ddp_on_gloo_does(namespace: str, name: str) -> None:
+    for found in outcomes(namespace):
+        compare(Fabric(), name, found[Fabric.name][name], found[REFERENCE.name][name], exact=True)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from bagua.torch_api.communication import from_torch_group, get_backend
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from bagua.torch_api.distributed import with_bagua
 from bagua.torch_api.process_group import Communicator, ProcessGroup
-from tests.distributed.torch_ranks import Case, check, run_cases
+from tests.distributed.torch_ranks import Case, cases_in, check
 
 #: Two ranks on the first host, one and one on the others.
 HOSTS = ((0, 1), (2,), (3,))
@@ -154,20 +154,12 @@ def a_rank_whose_bucket_lies_elsewhere_makes_the_others_copy(rank: int) -> None:
     assert zero_copies(pair.group_name) == 0
 
 
-CASES: list[Case] = [
-    every_local_call_returns_on_one_rank_alone,
-    a_bucket_of_a_sub_group_is_built_on_its_ranks_only,
-    a_rank_whose_bucket_lies_elsewhere_makes_the_others_copy,
-]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case) -> None:
-    check(run, 4, case, HOSTS)
+    check(case, 4, HOSTS)
 
 
 @pytest.mark.parametrize("what", [bagua.empty, Communicator.empty, neutral.Group.empty, BaguaBucket, neutral.Bucket])

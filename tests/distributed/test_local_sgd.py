@@ -25,7 +25,7 @@ from tests.distributed.local_sgd_simulation import (
     rounds,
     sgd,
 )
-from tests.distributed.torch_ranks import Case, Hosts, check, run_cases, same_everywhere
+from tests.distributed.torch_ranks import Case, Hosts, cases_in, check, same_everywhere
 from tests.world import make_world
 
 Outer = tuple[float, float, bool]
@@ -279,28 +279,13 @@ def frozen_and_ignored_parameters_stay(rank: int) -> None:
     assert set(model.bagua_algorithm.state_dict()["anchor"]) == {"0.weight", "2.weight"}
 
 
-CASES: list[Case] = [
-    weights_equal_the_simulation_after_every_step,
-    half_types_are_rounded_as_the_file_says,
-    codecs_and_error_feedback_equal_the_oracle,
-    an_interval_of_1_averages_weights,
-    buffers_become_those_of_rank_0_after_a_round_only,
-    unused_and_sparse_parameters_travel,
-    with_bagua_inside_a_round_begins_with_the_weights_of_rank_0,
-    a_resumed_run_goes_on_to_the_bit,
-    a_model_can_go_back_to_an_earlier_state,
-    frozen_and_ignored_parameters_stay,
-]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize(("size", "hosts"), WORLDS, ids=["2", "3", "4", "2+2", "2+1"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, size: int, hosts: Hosts) -> None:
-    check(run, size, case, hosts)
+    check(case, size, hosts)
 
 
 def sent_in_each_step(rank: int) -> list[int]:

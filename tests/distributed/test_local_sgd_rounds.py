@@ -11,7 +11,7 @@ import torch
 import bagua.torch_api as bagua
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, LocalSGDAlgorithm
 from tests.distributed.local_sgd_simulation import WORLDS, Simulation, data, equal, local_step, net, rounds, sgd
-from tests.distributed.torch_ranks import Case, Hosts, check, run_cases, same_everywhere
+from tests.distributed.torch_ranks import Case, Hosts, cases_in, check, same_everywhere
 from tests.world import make_world
 
 
@@ -192,25 +192,13 @@ def models_that_overflow_together_or_alone_delay_no_rank(rank: int) -> None:
             assert same_everywhere(*model.parameters())
 
 
-CASES: list[Case] = [
-    an_overflow_on_one_rank_delays_no_other,
-    an_overflow_in_the_last_step_does_not_hang,
-    an_optimizer_that_is_not_called_delays_the_round_to_the_next_forward,
-    every_optimizer_of_the_model_steps_before_a_round,
-    a_second_backward_of_a_step_brings_no_second_round,
-    no_sync_makes_one_step_of_several_backwards,
-    models_that_overflow_together_or_alone_delay_no_rank,
-]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize(("size", "hosts"), WORLDS, ids=["2", "3", "4", "2+2", "2+1"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, size: int, hosts: Hosts) -> None:
-    check(run, size, case, hosts)
+    check(case, size, hosts)
 
 
 def group_ends_before_a_round(rank: int) -> int:

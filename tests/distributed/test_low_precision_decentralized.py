@@ -18,7 +18,7 @@ import bagua as neutral
 import bagua.torch_api as bagua
 from bagua.errors import MismatchError
 from tests.distributed.hosted_ranks import LAYOUTS, Layout, check, name_of
-from tests.distributed.torch_ranks import Case, run_cases, same_everywhere
+from tests.distributed.torch_ranks import Case, cases_in, same_everywhere
 from tests.distributed.weights_oracle import LowPrecision, Net, assert_equals, batch, loss, made_on_rank_0, sgd
 from tests.world import make_world
 
@@ -372,34 +372,13 @@ def models_and_options_that_cannot_be_are_refused(rank: int) -> None:
     assert isinstance(made, LowPrecisionAlgorithm)
 
 
-CASES: list[Case] = [
-    every_codec_equals_the_simulation,
-    both_flatten_settings_equal_the_simulation,
-    neighbours_hold_what_this_rank_knows_of_itself,
-    all_ranks_of_a_host_get_its_weights,
-    the_last_of_several_optimizers_communicates,
-    a_run_resumes_to_the_bit,
-    options_that_differ_are_a_mismatch_and_the_group_stays_usable,
-    gradients_accumulate_under_no_sync,
-    an_optimizer_that_steps_under_no_sync_communicates_nothing,
-    frozen_parameters_do_not_travel,
-    two_models_with_one_algorithm_object_train_in_turn,
-    an_overflow_makes_one_rank_skip_alone,
-    a_loss_without_parameters_on_one_rank_ends_the_step_with_the_optimizer,
-    algorithms_can_be_switched,
-    memory_with_gaps_and_memory_that_moved_is_communicated,
-    models_and_options_that_cannot_be_are_refused,
-]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, layout: Layout) -> None:
-    check(run, layout, case)
+    check(case, layout)
 
 
 def end_with_a_skipped_step(rank: int, skipping: int) -> tuple[float, int]:

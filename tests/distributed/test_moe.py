@@ -17,7 +17,7 @@ import bagua.torch_api as bagua
 from bagua.errors import BaguaError
 from bagua.torch_api.checkpoint import load_checkpoint, save_checkpoint
 from bagua.torch_api.moe import MoE, is_moe_param
-from tests.distributed.torch_ranks import Case, check, run_cases, same_everywhere
+from tests.distributed.torch_ranks import Case, cases_in, check, same_everywhere
 
 HIDDEN = 6
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
@@ -379,33 +379,10 @@ def a_plain_model_is_saved_by_rank_0_alone(rank: int) -> None:
     assert same_everywhere(*model.parameters())
 
 
-CASES: list[Case] = [
-    a_top_1_layer_equals_the_dense_one,
-    a_top_1_layer_drops_the_tokens_that_the_dense_one_drops,
-    a_top_2_layer_equals_the_dense_one,
-    a_top_2_layer_drops_the_tokens_that_the_dense_one_drops,
-    one_expert_on_each_rank_is_enough,
-    ranks_may_have_different_numbers_of_tokens,
-    noise_is_that_of_the_policy,
-    unused_tokens_are_seen_by_no_expert,
-    evaluation_draws_nothing,
-    the_shape_of_the_input_is_that_of_the_output,
-    training_equals_that_of_the_dense_model,
-    a_sum_of_gradients_leaves_experts_their_sum,
-    experts_are_neither_broadcast_nor_averaged,
-    wrong_arguments_are_named,
-    experts_are_saved_and_loaded,
-    layers_may_have_different_numbers_of_experts,
-    an_error_of_one_rank_is_an_error_on_all,
-    a_plain_model_is_saved_by_rank_0_alone,
-]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, size: int) -> None:
-    check(run, size, case)
+    check(case, size)

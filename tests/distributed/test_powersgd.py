@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,8 @@ import bagua
 import bagua.torch_api as bagua_torch
 from bagua.errors import MismatchError
 from bagua.torch_api.algorithms.powersgd import PowerSGDAlgorithm
-from tests.distributed.torch_ranks import ENVIRONMENT, Case, run_cases, same_everywhere
+from tests.distributed.hosted_ranks import LAYOUTS, Layout, check, name_of
+from tests.distributed.torch_ranks import ENVIRONMENT, Case, cases_in, same_everywhere
 from tests.world import make_world
 
 Values = npt.NDArray[Any]
@@ -462,61 +462,13 @@ def only_what_becomes_smaller_is_approximated(rank: int) -> None:
                 close(found[name], sum(gradients(other, 0)[name] for other in range(size())) / size())
 
 
-CASES: list[Case] = [
-    rounds_equal_the_simulation,
-    gradients_of_one_column_space_are_averaged_exactly,
-    a_round_projects_the_mean_on_a_space_of_few_columns,
-    a_warm_start_finds_the_best_approximation,
-    averages_over_time_converge_with_error_feedback,
-    gradients_of_zero_stay_zero_and_do_no_harm,
-    gradients_of_a_lower_rank_than_the_last_ones_give_no_nan,
-    gradients_of_any_scale_are_approximated,
-    an_overflow_on_one_rank_is_everybodys_and_leaves_the_state,
-    grad_scaler_skips_on_all_ranks,
-    half_precision_gradients_are_computed_in_float32,
-    unused_parameters_stay_and_take_part_where_another_rank_uses_them,
-    gradients_accumulate_under_no_sync,
-    create_graph_gradients_are_averaged_without_their_graph,
-    a_resumed_run_goes_on_bit_for_bit,
-    a_model_of_matrices_only_has_no_buckets,
-    one_algorithm_object_serves_two_models,
-    options_that_differ_are_a_mismatch_and_the_group_goes_on,
-    sparse_gradients_are_refused,
-    one_rank_trains_with_its_own_gradients,
-    only_what_becomes_smaller_is_approximated,
-]
-
-WORLDS: dict[str, list[list[int]]] = {
-    "one_rank": [[0]],
-    "two_ranks": [[0, 1]],
-    "three_ranks": [[0, 1, 2]],
-    "four_ranks": [[0, 1, 2, 3]],
-    "hosts_of_2_and_2": [[0, 1], [2, 3]],
-    "hosts_of_2_and_1": [[0, 1], [2]],
-}
-QUICK = ("one_rank", "two_ranks", "three_ranks")
+CASES = cases_in(globals())
 
 
-def ranks(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
-
-
-@functools.cache
-def outcomes(world: str) -> list[dict[str, str]]:
-    hosts = WORLDS[world]
-    pretended = hosts if len(hosts) > 1 else None
-    size = sum(map(len, hosts))
-    found: list[dict[str, str]] = make_world(size, hosts=pretended, env=ENVIRONMENT, timeout=240.0).run(ranks)
-    return found
-
-
-@pytest.mark.parametrize(
-    "world", [pytest.param(name, marks=pytest.mark.slow if name not in QUICK else ()) for name in WORLDS]
-)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_powersgd(case: Case, world: str) -> None:
-    failed = [f"--- rank {rank} ---\n{texts[case.__name__]}" for rank, texts in enumerate(outcomes(world))]
-    assert not any(texts[case.__name__] for texts in outcomes(world)), "\n".join(failed)
+def test_powersgd(case: Case, layout: Layout) -> None:
+    check(case, layout)
 
 
 @pytest.mark.parametrize(

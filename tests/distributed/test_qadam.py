@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import io
+import os
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import bagua
 import bagua.torch_api as bagua_torch
 from bagua.errors import BaguaError, MismatchError
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
+from tests.distributed.hosted_ranks import LAYOUTS, Layout, check, name_of
 from tests.distributed.qadam_oracle import (
     BETAS,
     DECAY,
@@ -28,7 +31,7 @@ from tests.distributed.qadam_oracle import (
     train,
     wrapped,
 )
-from tests.distributed.torch_ranks import ENVIRONMENT, Case, run_cases, same_everywhere
+from tests.distributed.torch_ranks import ENVIRONMENT, Case, cases_in, run_cases, same_everywhere
 from tests.world import make_world
 
 
@@ -455,64 +458,23 @@ def create_graph_gradients_are_exchanged_without_their_graph(rank: int) -> None:
     assert_equal_models(model, expected, "create_graph")
 
 
-CASES: list[Case] = [
-    the_training_of_all_ranks_equals_the_simulation,
-    a_smaller_bucket_gives_the_same_without_a_codec,
-    the_buckets_change_once_and_nothing_is_broadcast_then,
-    gradients_stay_those_of_this_rank_after_the_warm_up,
-    gradients_accumulate_with_and_without_no_sync,
-    zero_grad_between_backward_and_step_leaves_everything,
-    a_batch_that_is_dropped_changes_nothing,
-    clipping_acts_in_the_warm_up_and_not_after_it,
-    unused_parameters_stay_where_no_rank_uses_them,
-    a_layer_that_only_other_ranks_used_is_stepped_here_too,
-    a_resumed_run_goes_on_bit_for_bit,
-    an_earlier_state_brings_the_exchange_of_gradients_back,
-    another_algorithms_state_is_refused,
-    options_that_differ_are_a_mismatch_and_the_group_goes_on,
-    what_it_cannot_train_is_refused_with_names,
-    an_algorithm_object_serves_one_model,
-    two_models_train_beside_each_other,
-    grad_scaler_is_refused_after_the_warm_up_only,
-    a_step_without_an_exchange_is_an_error,
-    another_algorithm_takes_over_after_the_warm_up,
-    legacy_trains_in_step,
-    half_precision_models_train_in_step,
-    create_graph_gradients_are_exchanged_without_their_graph,
-]
-
-WORLDS: dict[str, list[list[int]]] = {
-    "one_rank": [[0]],
-    "two_ranks": [[0, 1]],
-    "three_ranks": [[0, 1, 2]],
-    "four_ranks": [[0, 1, 2, 3]],
-    "hosts_of_2_and_2": [[0, 1], [2, 3]],
-    "hosts_of_2_and_1": [[0, 1], [2]],
-}
-QUICK = ("one_rank", "two_ranks", "three_ranks")
+CASES = cases_in(globals())
 
 
-def ranks(rank: int, hosts: list[list[int]]) -> dict[str, str]:
-    HOSTS[0] = hosts
-    return run_cases(rank, CASES)
+def begin(rank: int) -> None:
+    of_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_rank, os.environ["GROUP_RANK"])
+    HOSTS[0] = [[each for each, host in enumerate(of_rank) if host == one] for one in sorted(set(of_rank))]
 
 
-@functools.cache
-def outcomes(world: str) -> list[dict[str, str]]:
-    hosts = WORLDS[world]
-    pretended = hosts if len(hosts) > 1 else None
-    size = sum(map(len, hosts))
-    found: list[dict[str, str]] = make_world(size, hosts=pretended, env=ENVIRONMENT, timeout=240.0).run(ranks, hosts)
-    return found
+def run(rank: int) -> dict[str, str]:
+    return run_cases(rank, [begin, *CASES])
 
 
-@pytest.mark.parametrize(
-    "world", [pytest.param(name, marks=pytest.mark.slow if name not in QUICK else ()) for name in WORLDS]
-)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_qadam(case: Case, world: str) -> None:
-    failed = [f"--- rank {rank} ---\n{texts[case.__name__]}" for rank, texts in enumerate(outcomes(world))]
-    assert not any(texts[case.__name__] for texts in outcomes(world)), "\n".join(failed)
+def test_qadam(case: Case, layout: Layout) -> None:
+    check(case, layout, run=run)
 
 
 def sent_bytes() -> int:

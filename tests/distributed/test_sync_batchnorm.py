@@ -11,7 +11,7 @@ from torch import nn
 
 import bagua.torch_api as bagua
 from bagua.torch_api.contrib.sync_batchnorm import SyncBatchNorm
-from tests.distributed.torch_ranks import Case, check, run_cases, same_everywhere
+from tests.distributed.torch_ranks import Case, cases_in, check, same_everywhere
 
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
 CHANNELS = 5
@@ -198,31 +198,10 @@ def a_converted_model_trains_like_one_on_the_whole_batch(rank: int) -> None:
     assert same_everywhere(*model.parameters())
 
 
-CASES: list[Case] = [
-    equal_batches_of_every_shape,
-    unequal_batches_are_weighted,
-    a_rank_may_have_no_sample_at_all,
-    one_sample_on_each_rank_is_enough,
-    options_mean_what_they_mean_in_torch,
-    double_precision_is_kept,
-    half_precision_input_gets_half_precision_output,
-    a_large_mean_does_not_cancel,
-    channels_last_stays_channels_last,
-    evaluation_does_not_communicate,
-    a_process_group_synchronises_its_members_only,
-    too_few_values_are_an_error_on_every_rank,
-    wrong_input_is_refused_before_anything_is_sent,
-    converting_keeps_parameters_and_buffers,
-    copies_share_the_group_and_pickles_leave_it,
-    a_converted_model_trains_like_one_on_the_whole_batch,
-]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, size: int) -> None:
-    check(run, size, case)
+    check(case, size)

@@ -17,7 +17,7 @@ import torch
 import bagua.torch_api as bagua
 from bagua import torch_operand
 from bagua.torch_api import ReduceOp
-from tests.distributed.torch_ranks import Case, check, run_cases
+from tests.distributed.torch_ranks import Case, cases_in, check
 
 Make = Callable[[int], torch.Tensor]
 
@@ -151,22 +151,13 @@ def other_threads_run_while_a_small_verb_waits_for_a_late_peer(rank: int) -> Non
     os.unlink(path)
 
 
-CASES: list[Case] = [
-    autograd_sees_what_is_written_and_only_that,
-    plain_tensors_and_others_get_the_same,
-    a_refused_call_changes_nothing,
-    other_threads_run_while_a_small_verb_waits_for_a_late_peer,
-]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, size: int) -> None:
-    check(run, size, case)
+    check(case, size)
 
 
 def test_read_tensor_recognises_plain_tensors_and_returns_their_memory() -> None:

@@ -10,7 +10,7 @@ import torch
 import bagua.torch_api as bagua
 from bagua.errors import AbortedError
 from bagua.torch_api.communication import Handle
-from tests.distributed.torch_ranks import Case, check, run_cases
+from tests.distributed.torch_ranks import Case, cases_in, check
 
 
 def future_of(handle: Handle | None, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -81,19 +81,9 @@ def a_rank_outside_the_group_is_called_at_once(rank: int) -> None:
     assert future.wait().tolist() == [1.0, 1.0]
 
 
-CASES: list[Case] = [
-    a_future_gets_the_result,
-    a_future_gets_the_error,
-    tensors_that_travel_together_are_in_place_before_the_call,
-    a_wait_and_a_callback_on_two_threads_copy_once,
-    a_rank_outside_the_group_is_called_at_once,
-]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_callbacks(case: Case) -> None:
-    check(run, 2, case)
+    check(case, 2)

@@ -13,7 +13,7 @@ import torch
 import bagua.torch_api as bagua
 from bagua.torch_api import ReduceOp
 from bagua.torch_api.process_group import DTYPES
-from tests.distributed.torch_ranks import Case, check, run_cases
+from tests.distributed.torch_ranks import Case, cases_in, check
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
@@ -405,35 +405,10 @@ def groups_of_torch_have_a_counterpart(rank: int) -> None:
         assert tensor.item() == sum(ranks)
 
 
-CASES: list[Case] = [
-    all_reduce_equals_numpy_for_every_type_and_operation,
-    reduce_reaches_only_its_destination,
-    broadcast_gives_everybody_the_values_of_its_source,
-    all_gather_puts_chunks_in_rank_order,
-    gather_and_scatter_move_chunks_to_and_from_one_rank,
-    only_the_root_needs_room_for_everybody,
-    reduce_scatter_leaves_each_rank_its_chunk,
-    all_to_all_transposes_chunks,
-    all_to_all_v_takes_counts_and_places,
-    send_and_recv_pair_up,
-    tensors_of_any_shape_are_accepted,
-    conjugates_are_read_by_value_and_refused_as_results,
-    several_tensors_go_in_one_message,
-    objects_travel_from_any_rank,
-    autograd_notices_a_change,
-    bad_arguments_are_refused_before_anything_is_sent,
-    sub_groups_count_their_own_ranks,
-    a_rank_outside_a_group_is_left_alone,
-    parts_of_a_group_follow_its_hosts,
-    groups_of_torch_have_a_counterpart,
-]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, size: int) -> None:
-    check(run, size, case)
+    check(case, size)

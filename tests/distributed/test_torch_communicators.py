@@ -15,7 +15,7 @@ from bagua.errors import AbortedError, BaguaError
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.process_group import Communicator, Handle
 from bagua.verbs import Operation
-from tests.distributed.torch_ranks import Case, check, run_cases
+from tests.distributed.torch_ranks import Case, cases_in, check
 
 
 def zero_copies() -> int:
@@ -204,22 +204,10 @@ def an_aborted_sub_group_says_so(rank: int) -> None:
     assert comm.check_abort()
 
 
-CASES: list[Case] = [
-    tensors_in_an_arena_are_reduced_without_a_copy,
-    a_bucket_that_a_user_flattens_lies_in_an_arena,
-    an_arena_is_refused_before_any_communication,
-    the_methods_of_a_communicator_equal_the_functions,
-    methods_outside_the_group_have_no_effect,
-    abort_from_another_thread_ends_a_blocked_call,
-    an_aborted_sub_group_says_so,
-]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, size: int) -> None:
-    check(run, size, case)
+    check(case, size)

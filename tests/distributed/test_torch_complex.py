@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bagua.torch_api as bagua
 from bagua.torch_api import ReduceOp
 from tests.distributed.left_out import needs_torch
-from tests.distributed.torch_ranks import Case, check, run_cases, same_everywhere
+from tests.distributed.torch_ranks import Case, cases_in, check, same_everywhere
 
 STEPS = 5
 COMPLEX = (torch.complex64, torch.complex128)
@@ -273,25 +273,10 @@ def lazy_values_cannot_be_marked_ready(rank: int) -> None:
         assert now[0].tolist() == [value * bagua.get_world_size()] * 3
 
 
-CASES: list[Case] = [
-    complex_parameters_train_as_under_torch,
-    a_gradient_that_is_lazy_on_one_rank_is_averaged_by_value,
-    a_hook_may_leave_the_gradient_lazy_in_its_own_memory,
-    lazy_gradients_accumulate_under_no_sync,
-    a_gradient_from_before_with_bagua_may_be_lazy,
-    parameters_that_are_lazy_start_equal,
-    an_undefined_reduction_on_one_rank_disturbs_no_other,
-    reductions_of_complex_shards_equal_numpy,
-    lazy_values_of_buckets_are_resolved_or_refused,
-    lazy_values_cannot_be_marked_ready,
-]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, size: int) -> None:
-    check(run, size, case)
+    check(case, size)

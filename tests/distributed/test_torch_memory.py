@@ -460,4 +460,4 @@ def run(rank: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("case", CELLS, ids=lambda case: case.__name__)
 def test(case: Case) -> None:
-    check(run, RANKS, case)
+    check(case, RANKS, run=run)

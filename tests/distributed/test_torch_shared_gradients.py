@@ -10,7 +10,7 @@ import torch
 
 import bagua.torch_api as bagua
 from tests.distributed.left_out import needs_torch
-from tests.distributed.torch_ranks import Case, check, run_cases
+from tests.distributed.torch_ranks import Case, cases_in, check
 
 
 def gradients_that_share_their_memory_are_communicated_once_each(rank: int) -> None:
@@ -71,18 +71,10 @@ def a_gradient_of_its_own_is_communicated_where_it_is(rank: int) -> None:
             assert set_to_none or step == 0 or model.weight.grad is before
 
 
-CASES: list[Case] = [
-    gradients_that_share_their_memory_are_communicated_once_each,
-    a_gradient_does_not_change_while_autograd_still_reads_it,
-    a_gradient_of_its_own_is_communicated_where_it_is,
-]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, size: int) -> None:
-    check(run, size, case)
+    check(case, size)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError, MismatchError, PeerRaisedError
-from tests.distributed.torch_ranks import ENVIRONMENT, Case, check, run_cases, same_everywhere
+from tests.distributed.torch_ranks import ENVIRONMENT, Case, cases_in, check, run_cases, same_everywhere
 from tests.world import World
 
 STEPS = 6
@@ -402,33 +402,13 @@ def gradients_sparse_in_all_dimensions_change_their_own_parameter(rank: int) -> 
                 )
 
 
-CASES: list[Case] = [
-    sparse_and_dense_parameters_train_as_under_torch,
-    gradients_accumulate_as_under_torch,
-    a_model_may_be_an_embedding_alone,
-    no_rows_on_any_rank_give_an_empty_gradient,
-    a_table_that_some_ranks_do_not_use_is_tolerated_where_that_was_asked_for,
-    an_old_gradient_of_an_unused_table_does_not_change,
-    a_table_used_only_under_no_sync_is_sent_by_the_next_backward,
-    half_precision_rows_are_added_in_float32_and_rounded_once,
-    a_graph_of_the_sparse_gradient_survives,
-    frozen_and_ignored_tables_are_not_communicated,
-    a_table_that_is_used_twice_is_sent_once,
-    a_model_with_tables_trains_on_a_sub_group,
-    ranks_that_disagree_about_sparse_parameters_are_named,
-    an_algorithm_that_does_not_communicate_them_is_refused,
-    gradients_sparse_in_all_dimensions_change_their_own_parameter,
-]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, size: int) -> None:
-    check(run, size, case)
+    check(case, size)
 
 
 def run_on_hosts(rank: int) -> dict[str, str]:

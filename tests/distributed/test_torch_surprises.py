@@ -19,7 +19,7 @@ from bagua.errors import BaguaError
 from bagua.torch_api.algorithms import Algorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from tests.distributed.left_out import needs_torch, skip_if_left_out
-from tests.distributed.torch_ranks import ENVIRONMENT, Case, check, run_cases, same_everywhere
+from tests.distributed.torch_ranks import ENVIRONMENT, Case, cases_in, check, same_everywhere
 from tests.world import make_world
 
 RANKS = 2
@@ -298,27 +298,12 @@ def a_model_whose_group_has_ended_is_not_trained(rank: int) -> None:
         assert same_everywhere(*gradients(model))
 
 
-CASES: list[Case] = [
-    hooks_on_parameters_act_before_the_communication,
-    a_hook_that_was_registered_in_a_forward_acts_before_the_communication,
-    a_hook_that_removes_a_gradient_is_an_error,
-    a_gradient_that_changes_while_it_is_communicated_is_an_error,
-    a_gradient_whose_memory_moves_while_it_is_communicated_gets_the_result,
-    zeroed_gradients_between_micro_batches_are_as_with_torch,
-    a_parameter_that_needs_a_gradient_later_is_named,
-    gradients_that_one_rank_changes_after_backward_are_its_own,
-    a_queue_of_weights_does_not_disturb_averaging,
-    a_model_whose_group_has_ended_is_not_trained,
-]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case) -> None:
-    check(run, RANKS, case)
+    check(case, RANKS)
 
 
 def two_threads(rank: int) -> str:

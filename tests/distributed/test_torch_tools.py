@@ -14,7 +14,7 @@ import torch
 
 import bagua.torch_api as bagua
 from tests.distributed.left_out import needs_torch
-from tests.distributed.torch_ranks import Case, check, run_cases, same_everywhere
+from tests.distributed.torch_ranks import Case, cases_in, check, run_cases, same_everywhere
 
 pytestmark = pytest.mark.slow
 
@@ -124,12 +124,7 @@ def members_of_a_module_are_listed_only_where_they_have_a_value(rank: int) -> No
     ]
 
 
-CASES: list[Case] = [
-    every_tool_works_on_a_plain_model,
-    every_tool_works_on_a_wrapped_model_which_trains_on,
-    users_hooks_keep_their_order_and_handles_around_a_script,
-    members_of_a_module_are_listed_only_where_they_have_a_value,
-]
+CASES = cases_in(globals())
 
 
 def all_cases(rank: int) -> dict[str, str]:
@@ -140,4 +135,4 @@ def all_cases(rank: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_torchs_tools_after_the_import_of_bagua(case: Case) -> None:
-    check(all_cases, 2, case)
+    check(case, 2, run=all_cases)

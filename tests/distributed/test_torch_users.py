@@ -12,7 +12,7 @@ import torch
 import bagua as neutral
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError, BaguaTimeoutError, PeerRaisedError
-from tests.distributed.torch_ranks import ENVIRONMENT, Case, check, run_cases, same_everywhere
+from tests.distributed.torch_ranks import ENVIRONMENT, Case, cases_in, check, same_everywhere
 from tests.world import make_world
 
 
@@ -121,25 +121,13 @@ def a_second_start_is_refused_whoever_made_the_first(rank: int) -> None:
         neutral.init()
 
 
-CASES: list[Case] = [
-    a_compiled_model_trains,
-    reductions_of_another_library_are_refused,
-    what_is_no_tensor_is_named,
-    a_negation_that_is_put_off_travels,
-    a_part_of_the_result_may_be_given_as_such,
-    a_sub_group_that_is_forgotten_is_left,
-    a_second_start_is_refused_whoever_made_the_first,
-]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
+CASES = cases_in(globals())
 
 
 @pytest.mark.parametrize("size", [2])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, size: int) -> None:
-    check(run, size, case)
+    check(case, size)
 
 
 def test_every_name_that_a_plain_module_or_tensor_lists_can_be_read() -> None:

@@ -22,7 +22,7 @@ from bagua.torch_api.algorithms import (
     LowPrecisionDecentralizedAlgorithm,
 )
 from tests.distributed.local_sgd_simulation import data, equal, net, rounds
-from tests.distributed.torch_ranks import Case, Hosts, check, run_cases, same_everywhere
+from tests.distributed.torch_ranks import Case, Hosts, cases_in, check, same_everywhere
 
 Optimizers = Callable[[Any], list[torch.optim.Optimizer]]
 
@@ -308,26 +308,12 @@ def copies_of_weights_stay_until_they_are_communicated(rank: int) -> None:
     assert all(copy() is None for copy in copies)
 
 
-CASES: list[Case] = [
-    copies_of_weights_stay_until_they_are_communicated,
-    buckets_of_weights_begin_with_the_last_parameter,
-    an_optimizer_that_was_not_given_is_followed,
-    an_optimizer_of_another_model_is_not_awaited,
-    an_optimizer_that_first_steps_after_the_exchange_is_refused,
-    an_overflow_of_an_optimizer_that_was_not_given_delays_no_rank,
-    weights_that_no_optimizer_changes_are_communicated_at_the_next_forward_and_by_state_dict,
-    a_batch_is_tried_again_where_its_backward_raised_in_between,
-    a_model_that_is_collected_with_a_due_exchange_begins_none_and_says_so,
-]
+CASES = cases_in(globals())
 
 WORLDS: list[tuple[int, Hosts]] = [(2, None), (3, None), (3, ((0, 1), (2,)))]
-
-
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CASES)
 
 
 @pytest.mark.parametrize(("size", "hosts"), WORLDS, ids=["2", "3", "2+1"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test(case: Case, size: int, hosts: Hosts) -> None:
-    check(run, size, case, hosts)
+    check(case, size, hosts)

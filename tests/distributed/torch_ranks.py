@@ -6,6 +6,7 @@ A case is a function of the rank. All ranks run all cases in order; a test for e
 from __future__ import annotations
 
 import functools
+import inspect
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +14,19 @@ from typing import Any
 import torch
 
 import bagua.torch_api as bagua
-from tests.distributed.left_out import is_left_out, skip_if_left_out
-from tests.world import make_world
+from tests.distributed.left_out import cases_in, is_left_out, skip_if_left_out
+from tests.world import load, make_world
+
+__all__ = [
+    "ENVIRONMENT",
+    "Case",
+    "Hosts",
+    "cases_in",
+    "check",
+    "outcomes",
+    "run_cases",
+    "same_everywhere",
+]
 
 Case = Callable[[int], None]
 
@@ -41,26 +53,39 @@ def run_cases(rank: int, cases: Sequence[Case]) -> dict[str, str]:
     return outcome
 
 
+def run_module(rank: int, path: str, module: str) -> dict[str, str]:
+    """As :func:`run_cases`, with the cases of a module."""
+    return run_cases(rank, load(path, module).CASES)
+
+
 #: The ranks of each pretended host; None for one host.
 Hosts = tuple[tuple[int, ...], ...] | None
 
 
 @functools.cache
 def outcomes(
-    function: Callable[..., Any], size: int, hosts: Hosts = None, timeout: int | None = None
+    run: Callable[..., Any], size: int, hosts: Hosts, timeout: int | None, *arguments: str
 ) -> list[dict[str, str]]:
-    """Every rank's outcomes of ``function``, which calls :func:`run_cases`. Runs once for all tests of a module."""
+    """Every rank's outcomes of ``run``, which calls :func:`run_cases`. Runs once for all tests of a module."""
     env = ENVIRONMENT if timeout is None else {**ENVIRONMENT, "BAGUA_TIMEOUT": str(timeout)}
-    found: list[dict[str, str]] = make_world(size, hosts=hosts, env=env, timeout=240.0).run(function)
+    found: list[dict[str, str]] = make_world(size, hosts=hosts, env=env, timeout=240.0).run(run, *arguments)
     return found
 
 
 def check(
-    function: Callable[..., Any], size: int, case: Case, hosts: Hosts = None, *, timeout: int | None = None
+    case: Case,
+    size: int,
+    hosts: Hosts = None,
+    *,
+    run: Callable[[int], dict[str, str]] | None = None,
+    timeout: int | None = None,
 ) -> None:
-    """Fails with every rank's traceback when a case failed."""
+    """Fails with every rank's traceback when a case failed. ``run`` if the ranks do more than the module's CASES."""
     skip_if_left_out(case)
-    found = outcomes(function, size, hosts, timeout)
+    if run is None:
+        found = outcomes(run_module, size, hosts, timeout, inspect.getfile(case), case.__module__)
+    else:
+        found = outcomes(run, size, hosts, timeout)
     failed = [f"--- rank {rank} ---\n{texts[case.__name__]}" for rank, texts in enumerate(found)]
     assert not any(texts[case.__name__] for texts in found), "\n".join(failed)
 

@@ -28,7 +28,9 @@ FRONT_ENDS = {
     "DistributedDataParallel": "distributed/test_ddp_wrapper.py",
     "the backend of torch.distributed": "distributed/test_c10d.py",
     "bagua.horovod": "distributed/test_horovod.py",
+    "hvd.DistributedOptimizer": "distributed/test_horovod_optimizer.py",
     "Lightning": "distributed/test_lightning.py",
+    "the table of trainings": "distributed/test_front_ends.py",
     "bagua.aggregation": "distributed/test_aggregation_all_reduce.py",
 }
 

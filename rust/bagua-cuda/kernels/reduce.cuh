@@ -44,16 +44,6 @@ struct C128 : Element<Pair64, Complex<double>> {
     DEVICE Complex<double> load(const Pair64 &raw) { return {F64::load(raw.first), F64::load(raw.second)}; }
     DEVICE Pair64 store(const Complex<double> &value) { return {bits_of(value.re), bits_of(value.im)}; }
 };
-template <class RawType, class ValueType> struct Integer : Element<RawType, ValueType> {
-    DEVICE ValueType load(RawType raw) { return static_cast<ValueType>(raw); }
-    DEVICE RawType store(ValueType value) { return static_cast<RawType>(value); }
-};
-typedef Integer<u8, u8> U8;
-typedef Integer<u8, i8> I8;
-typedef Integer<u32, u32> U32;
-typedef Integer<u32, i32> I32;
-typedef Integer<u64, u64> U64;
-typedef Integer<u64, i64> I64;
 
 struct Sum {
     template <bool CAREFUL, class V> DEVICE V apply(V before, V next) { return add<CAREFUL>(before, next); }

@@ -3,6 +3,17 @@
 // Sums, products and bits do not depend on the sign, and bits not on the size: those of i8, i32 and i64 are computed by the kernels of u8.
 #include "reduce.cuh"
 
+template <class RawType, class ValueType> struct Integer : Element<RawType, ValueType> {
+    DEVICE ValueType load(RawType raw) { return static_cast<ValueType>(raw); }
+    DEVICE RawType store(ValueType value) { return static_cast<RawType>(value); }
+};
+typedef Integer<u8, u8> U8;
+typedef Integer<u8, i8> I8;
+typedef Integer<u32, u32> U32;
+typedef Integer<u32, i32> I32;
+typedef Integer<u64, u64> U64;
+typedef Integer<u64, i64> I64;
+
 #define ORDER(name, E)                                                                                                       \
     REDUCE(name##_min, E::Raw, Plain<E COMMA Min>())                                                                         \
     REDUCE(name##_max, E::Raw, Plain<E COMMA Max>())

@@ -244,7 +244,7 @@ impl Reduce {
             DType::Bool if op == ReduceOp::Max => (DType::Bool, 1, ReduceOp::Bor),
             // Of 0 and 1, the product and the smaller one are the conjunction.
             DType::Bool if !bits => (DType::Bool, 1, ReduceOp::Band),
-            DType::I32 | DType::I64 if bits => (DType::U8, dtype.size(), op),
+            integer if bits && integer != DType::Bool => (DType::U8, integer.size(), op),
             // Wrapping sums and products have the same bits with and without a sign.
             DType::I8 if !ordered => (DType::U8, 1, op),
             DType::C64 if op != ReduceOp::Product => (DType::F32, 2, op),

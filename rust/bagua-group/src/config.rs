@@ -23,6 +23,29 @@ pub enum TransportChoice {
     Tcp,
 }
 
+impl TransportChoice {
+    /// Every choice.
+    pub const ALL: [TransportChoice; 2] = [TransportChoice::Auto, TransportChoice::Tcp];
+
+    /// Its name in a configuration.
+    pub const fn name(self) -> &'static str {
+        match self {
+            TransportChoice::Auto => "auto",
+            TransportChoice::Tcp => "tcp",
+        }
+    }
+
+    /// The choice of this name.
+    pub fn named(name: &str) -> Option<TransportChoice> {
+        TransportChoice::ALL.into_iter().find(|choice| choice.name() == name)
+    }
+
+    /// Whether ranks of one host share memory.
+    pub(super) const fn shares_memory(self) -> bool {
+        matches!(self, TransportChoice::Auto)
+    }
+}
+
 /// The parameters with which a rank joins a group.
 #[derive(Clone, Debug)]
 pub struct Config {

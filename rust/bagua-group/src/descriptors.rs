@@ -10,7 +10,7 @@ use std::sync::Mutex;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::address::Address;
-use super::config::{Config, TransportChoice};
+use super::config::Config;
 use super::fork::PerProcess;
 use crate::error::{Error, Result};
 use crate::wait::lock;
@@ -43,10 +43,7 @@ impl Need {
     pub(super) fn of_world(config: &Config) -> Need {
         let peers = config.world_size - 1;
         let streams = peers.saturating_mul(config.streams_per_peer);
-        let least = match config.transport {
-            TransportChoice::Auto => 0,
-            TransportChoice::Tcp => streams,
-        };
+        let least = if config.transport.shares_memory() { 0 } else { streams };
         let lanes = streams.saturating_mul(EXPECTED_LANES);
         Need { least: OWN + peers + least, wanted: OWN + peers.saturating_add(lanes) + SPARE }
     }
@@ -55,26 +52,22 @@ impl Need {
     /// streams between the hosts' first ranks, so that ranks with equal limits fail together.
     pub(super) fn of_addresses(config: &Config, addresses: &[Address]) -> Need {
         let own = &addresses[config.rank];
-        let is_remote = |other: &&Address| match config.transport {
-            TransportChoice::Auto => other.host_id != own.host_id || other.unix.is_empty() || own.unix.is_empty(),
-            TransportChoice::Tcp => other.rank != own.rank,
+        let shares_memory = config.transport.shares_memory();
+        let is_remote = |other: &&Address| {
+            let apart = other.host_id != own.host_id || other.unix.is_empty() || own.unix.is_empty();
+            if shares_memory { apart } else { other.rank != own.rank }
         };
         let agreed = |other: &Address| usize::from(own.streams.min(other.streams).max(1));
         let flat: usize = addresses.iter().filter(is_remote).map(agreed).sum();
-        let leaders: usize = match config.transport {
-            TransportChoice::Auto => {
-                let mut firsts: Vec<&Address> = addresses.iter().filter(is_remote).collect();
-                let ranks = firsts.len();
-                firsts.sort_by_key(|address| &address.host_id);
-                firsts.dedup_by_key(|address| &address.host_id);
-                // Without shared memory anywhere, the first ranks of hosts have no streams of their own.
-                if ranks + 1 == addresses.len() && firsts.len() == ranks {
-                    0
-                } else {
-                    firsts.into_iter().map(agreed).sum()
-                }
-            }
-            TransportChoice::Tcp => 0,
+        let leaders: usize = if shares_memory {
+            let mut firsts: Vec<&Address> = addresses.iter().filter(is_remote).collect();
+            let ranks = firsts.len();
+            firsts.sort_by_key(|address| &address.host_id);
+            firsts.dedup_by_key(|address| &address.host_id);
+            // Without shared memory anywhere, the first ranks of hosts have no streams of their own.
+            if ranks + 1 == addresses.len() && firsts.len() == ranks { 0 } else { firsts.into_iter().map(agreed).sum() }
+        } else {
+            0
         };
         let (peers, lane) = (addresses.len() - 1, flat + leaders);
         Need { least: peers + lane, wanted: peers + lane.saturating_mul(EXPECTED_LANES) + SPARE }
@@ -131,6 +124,7 @@ pub(super) fn open() -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::config::TransportChoice;
     use super::*;
 
     fn config(world_size: usize, transport: TransportChoice) -> Config {

@@ -146,24 +146,59 @@ pub enum Uses {
     DestinationOnly,
 }
 
+/// What the methods of [`Verb`] of the same names return.
+#[derive(Clone, Copy)]
+struct Row {
+    kind: Kind,
+    op: Option<ReduceOp>,
+    root: Option<usize>,
+    layout: Layout,
+    compares_shapes: bool,
+    is_over_exchange: bool,
+}
+
+impl Row {
+    const fn new(kind: Kind, layout: Layout) -> Row {
+        Row { kind, op: None, root: None, layout, compares_shapes: false, is_over_exchange: false }
+    }
+
+    const fn over_exchange(kind: Kind, layout: Layout) -> Row {
+        Row { is_over_exchange: true, ..Row::new(kind, layout) }
+    }
+}
+
 impl<'a> Verb<'a> {
+    /// What depends neither on this rank nor on the number of ranks.
+    #[inline]
+    const fn row(self) -> Row {
+        match self {
+            Verb::AllReduce(op) => {
+                Row { op: Some(op), compares_shapes: true, ..Row::new(Kind::AllReduce, Layout::Equal) }
+            }
+            Verb::Reduce { op, root } => {
+                Row { op: Some(op), root: Some(root), compares_shapes: true, ..Row::new(Kind::Reduce, Layout::Equal) }
+            }
+            Verb::Broadcast { root } => {
+                Row { root: Some(root), compares_shapes: true, ..Row::new(Kind::Broadcast, Layout::Equal) }
+            }
+            Verb::AllGather => Row::new(Kind::AllGather, Layout::Grows),
+            Verb::Gather { root } => Row { root: Some(root), ..Row::new(Kind::Gather, Layout::Grows) },
+            Verb::Scatter { root } => Row { root: Some(root), ..Row::new(Kind::Scatter, Layout::Shrinks) },
+            Verb::ReduceScatter(op) => Row { op: Some(op), ..Row::new(Kind::ReduceScatter, Layout::Shrinks) },
+            Verb::AllToAll => Row::new(Kind::AllToAll, Layout::EqualShards),
+            Verb::AllToAllV { .. } => Row::over_exchange(Kind::AllToAllV, Layout::Parts),
+            Verb::CompressedAllReduce(_) => Row::over_exchange(Kind::CompressedAllReduce, Layout::Equal),
+            Verb::NeighborAverage { .. } | Verb::CompressedRing { .. } => {
+                Row::over_exchange(Kind::Gossip, Layout::Equal)
+            }
+            Verb::Barrier => Row::new(Kind::Barrier, Layout::Equal),
+        }
+    }
+
     /// Its kind, for headers and counters.
     #[inline]
     pub const fn kind(self) -> Kind {
-        match self {
-            Verb::AllReduce(_) => Kind::AllReduce,
-            Verb::Reduce { .. } => Kind::Reduce,
-            Verb::Broadcast { .. } => Kind::Broadcast,
-            Verb::AllGather => Kind::AllGather,
-            Verb::Gather { .. } => Kind::Gather,
-            Verb::Scatter { .. } => Kind::Scatter,
-            Verb::ReduceScatter(_) => Kind::ReduceScatter,
-            Verb::AllToAll => Kind::AllToAll,
-            Verb::AllToAllV { .. } => Kind::AllToAllV,
-            Verb::CompressedAllReduce(_) => Kind::CompressedAllReduce,
-            Verb::NeighborAverage { .. } | Verb::CompressedRing { .. } => Kind::Gossip,
-            Verb::Barrier => Kind::Barrier,
-        }
+        self.row().kind
     }
 
     /// The verb of a kind; a kind that has no reduce operation or no root ignores it.
@@ -194,57 +229,31 @@ impl<'a> Verb<'a> {
     /// Its reduce operation, if it has one.
     #[inline]
     pub const fn op(self) -> Option<ReduceOp> {
-        match self {
-            Verb::AllReduce(op) | Verb::Reduce { op, .. } | Verb::ReduceScatter(op) => Some(op),
-            _ => None,
-        }
+        self.row().op
     }
 
     /// Its root, if it has one.
     #[inline]
     pub const fn root(self) -> Option<usize> {
-        match self {
-            Verb::Reduce { root, .. } | Verb::Broadcast { root } | Verb::Gather { root } | Verb::Scatter { root } => {
-                Some(root)
-            }
-            _ => None,
-        }
+        self.row().root
     }
 
     /// True for the verbs that every collective can run by its messages, see `bagua_collectives::over_exchange`.
     #[inline]
     pub const fn is_over_exchange(self) -> bool {
-        matches!(
-            self,
-            Verb::AllToAllV { .. }
-                | Verb::CompressedAllReduce(_)
-                | Verb::NeighborAverage { .. }
-                | Verb::CompressedRing { .. }
-        )
+        self.row().is_over_exchange
     }
 
     /// True when all ranks' tensors must have one shape.
     #[inline]
     pub const fn compares_shapes(self) -> bool {
-        matches!(self, Verb::AllReduce(_) | Verb::Reduce { .. } | Verb::Broadcast { .. })
+        self.row().compares_shapes
     }
 
     /// How its buffers relate.
     #[inline]
     pub const fn layout(self) -> Layout {
-        match self {
-            Verb::AllReduce(_)
-            | Verb::Reduce { .. }
-            | Verb::Broadcast { .. }
-            | Verb::CompressedAllReduce(_)
-            | Verb::NeighborAverage { .. }
-            | Verb::CompressedRing { .. }
-            | Verb::Barrier => Layout::Equal,
-            Verb::AllGather | Verb::Gather { .. } => Layout::Grows,
-            Verb::Scatter { .. } | Verb::ReduceScatter(_) => Layout::Shrinks,
-            Verb::AllToAll => Layout::EqualShards,
-            Verb::AllToAllV { .. } => Layout::Parts,
-        }
+        self.row().layout
     }
 
     /// Which of two separate buffers this rank uses.

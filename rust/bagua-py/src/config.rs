@@ -11,9 +11,6 @@ use pyo3::prelude::*;
 use crate::errors::{self, seconds};
 use crate::tls::{Tls, tls_of};
 
-/// The transports, by the names that a setting may have.
-pub const TRANSPORTS: [(&str, TransportChoice); 2] = [("auto", TransportChoice::Auto), ("tcp", TransportChoice::Tcp)];
-
 /// The parameters with which a rank joins a group, which is called `name` and listens on any free port of `listen_host`.
 ///
 /// `settings` has the attributes of `bagua.config.Settings`: ranks with equal `host_id` share memory ("": boot id and network namespace),
@@ -50,7 +47,7 @@ impl GroupConfig {
         }
         let text = |name: &str| settings.getattr(name)?.extract::<String>();
         let transport = text("transport")?;
-        let Some((_, transport)) = TRANSPORTS.into_iter().find(|(name, _)| *name == transport) else {
+        let Some(transport) = TransportChoice::named(&transport) else {
             return refuse(format!("there is no transport '{transport}'"));
         };
         let algorithm = text("algorithm")?;

@@ -98,15 +98,13 @@ mod _bagua {
 
     use bagua_core::codec::NAMES;
     use bagua_core::collective::Algorithm;
-    use bagua_core::group::MAX_STREAMS;
+    use bagua_core::group::{MAX_STREAMS, TransportChoice};
     use bagua_core::request::PeerSelection;
     use bagua_core::types::{DType, Kind, ReduceOp};
     use bagua_cuda::compile::ARCHITECTURES;
     use bagua_cuda::kernels::PROGRAMS;
     use pyo3::prelude::*;
     use pyo3::types::{PyDict, PyFrozenSet};
-
-    use crate::config::TRANSPORTS;
 
     /// The tables of the core, so that no number is written twice: code of each element type (`DTYPES`), reduce operation (`OPS`) and
     /// operation (`VERBS`) by name, the pairs of codes for which a reduction is defined (`DEFINED`), names of the codecs (`CODECS`), of the
@@ -127,7 +125,7 @@ mod _bagua {
         let defined = pairs.filter(|(op, dtype)| op.check(*dtype).is_ok()).map(|(op, dtype)| (op as u8, dtype as u8));
         module.add("DEFINED", PyFrozenSet::new(module.py(), defined)?)?;
         module.add("CODECS", NAMES)?;
-        module.add("TRANSPORTS", TRANSPORTS.map(|(name, _)| name))?;
+        module.add("TRANSPORTS", TransportChoice::ALL.map(TransportChoice::name))?;
         module.add("ALGORITHMS", Algorithm::ALL.map(Algorithm::name))?;
         module.add("PEER_SELECTION_MODES", PeerSelection::ALL.map(PeerSelection::name))?;
         module.add("MAX_STREAMS", MAX_STREAMS)?;

@@ -306,11 +306,8 @@ impl Collective for Net {
             Verb::Scatter { root } => self.scatter(cx, io, root),
             Verb::ReduceScatter(op) => self.reduce_chunks(cx, io, op),
             Verb::AllToAll => self.all_to_all(cx, io),
-            Verb::AllToAllV { .. }
-            | Verb::CompressedAllReduce(_)
-            | Verb::NeighborAverage { .. }
-            | Verb::CompressedRing { .. } => over_exchange(self, cx, verb, io.into()),
             Verb::Barrier => self.barrier(cx),
+            other => over_exchange(self, cx, other, io.into()),
         }
     }
 

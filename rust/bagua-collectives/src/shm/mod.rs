@@ -447,11 +447,8 @@ impl Collective for Shm {
             Verb::Scatter { root } => self.scatter(cx, io, root),
             Verb::ReduceScatter(op) => self.reduce_scatter(cx, io, op),
             Verb::AllToAll => self.all_to_all(cx, io),
-            Verb::AllToAllV { .. }
-            | Verb::CompressedAllReduce(_)
-            | Verb::NeighborAverage { .. }
-            | Verb::CompressedRing { .. } => over_exchange(self, cx, verb, io.into()),
             Verb::Barrier => self.execute(cx, (Kind::Barrier, 0), Route::Nothing, |_, _, _| {}),
+            other => over_exchange(self, cx, other, io.into()),
         }
     }
 

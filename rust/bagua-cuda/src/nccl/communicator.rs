@@ -292,7 +292,7 @@ pub(crate) struct Calls<'a> {
     communicator: ncclComm_t,
 }
 
-/// What elements are to NCCL, and how many of them one of ours is.
+/// What elements are to NCCL, and how many of them one of ours is; `None` for a type that it lacks.
 pub(crate) fn elements(dtype: DType) -> Option<(ncclDataType_t, usize)> {
     Some(match dtype {
         DType::F16 => (ncclDataType_t::FLOAT16, 1),
@@ -305,7 +305,7 @@ pub(crate) fn elements(dtype: DType) -> Option<(ncclDataType_t, usize)> {
         DType::I64 => (ncclDataType_t::INT64, 1),
         DType::C64 => (ncclDataType_t::FLOAT32, 2),
         DType::C128 => (ncclDataType_t::FLOAT64, 2),
-        DType::Bool => return None,
+        _ => return None,
     })
 }
 

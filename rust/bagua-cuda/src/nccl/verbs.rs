@@ -1,6 +1,6 @@
 //! The verbs as calls of NCCL: five of its collectives; gather, scatter and all_to_all as messages that go together.
 
-use bagua_core::error::Result;
+use bagua_core::error::{Error, Result};
 use bagua_core::memory::Buffer;
 use bagua_core::request::{Incoming, OpContext, Outgoing, Verb};
 use bagua_core::types::{DType, ReduceOp};
@@ -19,7 +19,7 @@ fn operation(op: ReduceOp, dtype: DType) -> Option<ncclRedOp_t> {
         ReduceOp::Min => Some(ncclRedOp_t::MIN),
         ReduceOp::Max => Some(ncclRedOp_t::MAX),
         ReduceOp::Avg => Some(ncclRedOp_t::AVERAGE),
-        ReduceOp::Bor | ReduceOp::Band | ReduceOp::Bxor => None,
+        _ => None,
     }
 }
 
@@ -79,12 +79,9 @@ impl Communicator {
                 scratch.free()
             }
             Verb::AllToAll => self.exchange(cx, &parts.from, &parts.to, bytes, 0),
+            Verb::Barrier => Ok(()),
             // `OnDevices` runs the others over its exchange.
-            Verb::AllToAllV { .. }
-            | Verb::CompressedAllReduce(_)
-            | Verb::NeighborAverage { .. }
-            | Verb::CompressedRing { .. }
-            | Verb::Barrier => Ok(()),
+            other => Err(Error::NotImplemented(format!("{} by one call of NCCL", other.kind().name()))),
         }
     }
 

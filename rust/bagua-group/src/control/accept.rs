@@ -5,7 +5,7 @@ use std::os::unix::net::SocketAddr as UnixAddress;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::super::config::{Config, TransportChoice};
+use super::super::config::Config;
 use super::super::connection::{AsyncSocket, ConnKey, ControlConn};
 use super::super::handshake::{self, Hello, Purpose, ReceivedHello, Refusal};
 use super::super::listen::{Listener, listen};
@@ -29,12 +29,13 @@ impl Listeners {
         let at = config.listen;
         let tcp = listen(at).map_err(|e| Error::system(&format!("listening on {at}"), e))?;
         let name = format!("bagua-{:032x}", u128::from_le_bytes(handshake::random()?)).into_bytes();
-        let unix = match config.transport {
-            TransportChoice::Auto => UnixAddress::from_abstract_name(&name)
+        let unix = if config.transport.shares_memory() {
+            UnixAddress::from_abstract_name(&name)
                 .and_then(|address| std::os::unix::net::UnixListener::bind_addr(&address))
                 .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
-                .ok(),
-            TransportChoice::Tcp => None,
+                .ok()
+        } else {
+            None
         };
         let name = if unix.is_some() { name } else { Vec::new() };
         Ok(Listeners { sockets: Listener::new(tcp, unix), name })

@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 use tokio::net::{TcpStream, UnixStream};
 
 use super::super::address::Address;
-use super::super::config::TransportChoice;
 use super::super::connection::{ControlConn, DataConn};
 use super::super::handshake::{self, Failed, Hello, Purpose, Refusal, STEP_TIMEOUT};
 use super::plane::Plane;
@@ -46,8 +45,8 @@ impl Plane {
     /// True when the peer may be reachable by a Unix socket.
     fn may_share_host(&self, address: &Address) -> Result<bool> {
         let own = &self.world()?.addresses[self.config.rank];
-        let auto = self.config.transport == TransportChoice::Auto;
-        Ok(auto && !address.unix.is_empty() && !own.unix.is_empty() && address.host_id == own.host_id)
+        let shares = self.config.transport.shares_memory();
+        Ok(shares && !address.unix.is_empty() && !own.unix.is_empty() && address.host_id == own.host_id)
     }
 
     async fn attempt(

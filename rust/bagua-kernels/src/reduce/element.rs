@@ -31,6 +31,17 @@ pub(super) trait Element {
     const PREFETCH: usize;
 }
 
+/// An element type's counterparts for wider registers, which do the same for many elements at once; the type itself where compilers
+/// vectorise loops over it.
+pub(super) trait Widen: Element {
+    /// On the levels `Avx2` and `Neon`.
+    type Wide: Element;
+    /// On the level `Avx512`; itself, where 512 bits gain nothing.
+    type Widest: Element;
+    /// On the level `Zen4`; itself, where the element of `Avx2` is as fast.
+    type Zen: Element;
+}
+
 /// An element type whose tag is `$tag`, of `$size` bytes, that accumulates in `$acc`.
 macro_rules! element {
     ($(#[$about:meta])* $tag:ident, $size:literal, $acc:ty, $zero:expr, $load:expr, $store:expr $(, $prefetch:expr)?) => {
@@ -74,15 +85,28 @@ macro_rules! element {
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(super) use element;
 
+/// An [`element!`] that is the same on every level of instructions.
+macro_rules! same_on_every_level {
+    ($tag:ident, $($rest:tt)*) => {
+        element!($tag, $($rest)*);
+
+        impl Widen for $tag {
+            type Wide = Self;
+            type Widest = Self;
+            type Zen = Self;
+        }
+    };
+}
+
 element!(F32, 4, f32, 0.0, f32::from_ne_bytes, f32::to_ne_bytes);
-element!(F64, 8, f64, 0.0, f64::from_ne_bytes, f64::to_ne_bytes);
-element!(U8, 1, u8, 0, u8::from_ne_bytes, u8::to_ne_bytes);
-element!(I8, 1, i8, 0, i8::from_ne_bytes, i8::to_ne_bytes);
-element!(I32, 4, i32, 0, i32::from_ne_bytes, i32::to_ne_bytes);
-element!(I64, 8, i64, 0, i64::from_ne_bytes, i64::to_ne_bytes);
+same_on_every_level!(F64, 8, f64, 0.0, f64::from_ne_bytes, f64::to_ne_bytes);
+same_on_every_level!(U8, 1, u8, 0, u8::from_ne_bytes, u8::to_ne_bytes);
+same_on_every_level!(I8, 1, i8, 0, i8::from_ne_bytes, i8::to_ne_bytes);
+same_on_every_level!(I32, 4, i32, 0, i32::from_ne_bytes, i32::to_ne_bytes);
+same_on_every_level!(I64, 8, i64, 0, i64::from_ne_bytes, i64::to_ne_bytes);
 // torch writes 0 and 1 only, but any byte may arrive from a buffer: what is not 0 is true.
-element!(Bool, 1, u8, 0, |[byte]: [u8; 1]| u8::from(byte != 0), u8::to_ne_bytes);
-element!(
+same_on_every_level!(Bool, 1, u8, 0, |[byte]: [u8; 1]| u8::from(byte != 0), u8::to_ne_bytes);
+same_on_every_level!(
     C64,
     8,
     Complex<f32>,
@@ -93,7 +117,7 @@ element!(
     },
     |Complex(re, im): Complex<f32>| whole(re.to_ne_bytes(), im.to_ne_bytes())
 );
-element!(
+same_on_every_level!(
     C128,
     16,
     Complex<f64>,

@@ -10,7 +10,7 @@ use super::element::F16 as F16x8;
 use super::element::{
     Bf16 as Bf16x16, Bf16 as Bf16x32, Bf16 as ZenBf16, F16 as F16x32, F16 as ZenF16, F32 as F32x16, F32 as ZenF32,
 };
-use super::element::{Bf16, Bool, C64, C128, Element, F16, F32, F64, I8, I32, I64, U8};
+use super::element::{Bf16, Element, F16, F32, Widen};
 use super::kernel::Work;
 #[cfg(target_arch = "aarch64")]
 use super::neon::F16x8;
@@ -97,17 +97,6 @@ impl Level {
     }
 }
 
-/// An element type's counterparts for wider registers, which do the same for many elements at once; the type itself where compilers
-/// vectorise loops over it.
-pub(super) trait Widen: Element {
-    /// On the levels `Avx2` and `Neon`.
-    type Wide: Element;
-    /// On the level `Avx512`; itself, where 512 bits gain nothing.
-    type Widest: Element;
-    /// On the level `Zen4`; itself, where the element of `Avx2` is as fast.
-    type Zen: Element;
-}
-
 impl Widen for F16 {
     type Wide = F16x8;
     type Widest = F16x32;
@@ -125,18 +114,6 @@ impl Widen for F32 {
     type Widest = Self;
     type Zen = ZenF32;
 }
-
-macro_rules! itself {
-    ($($element:ident),*) => {$(
-        impl Widen for $element {
-            type Wide = Self;
-            type Widest = Self;
-            type Zen = Self;
-        }
-    )*};
-}
-
-itself!(F64, U8, I8, I32, I64, Bool, C64, C128);
 
 /// Runs the loop at the given level: the widest element as far as it goes, narrower ones for the rest.
 pub(super) fn run<E, O>(level: Level, op: O, mut work: Work<'_, '_>)

@@ -30,14 +30,6 @@ pub(super) enum Work<'w, 'a> {
 }
 
 impl Work<'_, '_> {
-    /// How many inputs there are.
-    pub(super) fn ranks(&self) -> usize {
-        match self {
-            Work::Into { inputs, .. } => inputs.len(),
-            Work::Everywhere { parts, .. } => parts.len(),
-        }
-    }
-
     /// Bytes of each input.
     pub(super) fn len(&self) -> usize {
         match self {
