@@ -1,8 +1,8 @@
 """Checks the rules of the house by reading the sources: who imports whom, and where a few words may appear.
 
 Prints ``file:line: rule`` for each violation and exits with 1 when there is one. In Rust the compiler checks which
-crate uses which, and clippy that no crate of the engine prints or reads the environment; a few rules are left to this. The
-modules of the Python package do not import each other in a circle.
+crate uses which, and clippy that none prints or reads the environment; a few rules are left to this. The modules of the
+Python package do not import each other in a circle.
 """
 
 from __future__ import annotations

@@ -1,0 +1,182 @@
+//! What the averaging thread does when its group fails: it goes on in a smaller one, comes back into the job that went on without it, or
+//! joins the part of the job that it was cut off from.
+
+use std::time::{Duration, Instant};
+
+use super::super::admission::Refused;
+use super::super::peers::Peers;
+use super::{Elastic, Rounds, rooms};
+use crate::error::{Error, Result, Source};
+use crate::group::{JoinRequest, JoinServer};
+use crate::health::LEFT;
+
+/// How long a rank that was left behind looks for the others before it goes on alone.
+const ALONE: Duration = Duration::from_secs(10);
+
+/// Pause between two looks for the others of a part of the job that was cut off.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// How long it waits for the answer of a join server, which takes three round trips; and how long every fourth time, for slow lines. No round
+/// begins meanwhile.
+const GLANCE: Duration = Duration::from_millis(500);
+const LONG_GLANCE: Duration = Duration::from_secs(2);
+
+/// Pause between two attempts to join.
+const PAUSE: Duration = Duration::from_millis(100);
+
+impl Rounds {
+    /// Goes on in a smaller group after a rank has left, in an elastic job also after it was lost; any other failure ends the averaging.
+    pub(super) fn recover(&mut self, error: Error) -> Result<()> {
+        let mut error = error;
+        loop {
+            let goes_on = match &error {
+                Error::PeerLost { reason, .. } => reason == LEFT || self.settings.elastic.is_some(),
+                _ => false,
+            };
+            if !goes_on || self.shared.lock().stopping {
+                return Err(error);
+            }
+            let Some(peers) = self.peers.take() else { return Err(error) };
+            let own = peers.world_ranks[peers.group.rank()];
+            let named = peers.named(error);
+            let peers = match peers.shrink() {
+                Ok((peers, lost)) => {
+                    self.note_lost(&lost, &named);
+                    peers
+                }
+                Err(Error::Aborted(_)) => return Err(named),
+                // The others went on without this rank.
+                Err(Error::PeerLost { .. }) if self.settings.elastic.is_some() => self.rejoin(own, &named)?,
+                Err(error) => return Err(error),
+            };
+            match self.enter(peers) {
+                Ok(()) => return Ok(()),
+                Err(next) => error = next,
+            }
+        }
+    }
+
+    fn note_lost(&self, lost: &[usize], cause: &Error) {
+        let mut control = self.shared.lock();
+        for rank in lost {
+            let reason = match cause {
+                Error::PeerLost { rank: first, reason, .. } if first == rank => reason.clone(),
+                _ => "it was lost together with another rank".to_owned(),
+            };
+            control.stats.lost.insert(*rank, reason);
+        }
+    }
+
+    /// Goes on in another group.
+    pub(super) fn enter(&mut self, peers: Peers) -> Result<()> {
+        let going = self.shared.replace_group(peers.group.clone());
+        let rooms = rooms(&peers, self.parts.iter().map(|part| &part.weights), &self.settings);
+        {
+            let mut control = self.shared.lock();
+            control.stats.lost.retain(|rank, _| !peers.world_ranks.contains(rank));
+        }
+        // The former group is left here.
+        self.peers = Some(peers);
+        self.looks = 0;
+        if !going {
+            return Err(Error::Aborted("the averaging of this model has ended".to_owned()));
+        }
+        for (part, room) in self.parts.iter_mut().zip(rooms?) {
+            let bytes = part.snapshot.len();
+            let mut former = std::mem::replace(&mut part.average, room);
+            // An open round may still be written.
+            part.average.bytes()[..bytes].copy_from_slice(&former.bytes()[..bytes]);
+        }
+        Ok(())
+    }
+
+    /// Comes back into the job that goes on without this rank. Alone where nobody is there any more.
+    fn rejoin(&self, own: usize, cause: &Error) -> Result<Peers> {
+        let Some(Elastic { server, digest }) = &self.settings.elastic else { return Err(cause.clone()) };
+        // A rank that looks for the job itself admits no rank.
+        server.refuse_joins(&self.settings.name);
+        let found = self.find_job(server, *digest, own, cause)?;
+        server.accept_joins(&self.settings.name, *digest);
+        Ok(found)
+    }
+
+    /// Joins the job through the server of any other rank. Where others only look for it too, the lowest of them begins it anew: a rank
+    /// that thaws looks for the others while they leave their part because the server of a lower rank answers again.
+    fn find_job(&self, server: &JoinServer, digest: [u8; 32], own: usize, cause: &Error) -> Result<Peers> {
+        let start = Instant::now();
+        let mut attempt = 0;
+        loop {
+            let mut looking = Vec::new();
+            let mut found = false;
+            for (host, at) in server.servers().into_iter().filter(|(rank, _)| *rank != own) {
+                if self.shared.lock().stopping {
+                    return Err(cause.clone());
+                }
+                match server.status(host, at, patience(attempt)) {
+                    Ok(status) if status.in_job && !status.models.contains(&self.settings.name) => {
+                        looking.push(host);
+                        continue;
+                    }
+                    Ok(_) => found = true,
+                    Err(_) => continue,
+                }
+                let request =
+                    JoinRequest { model: self.settings.name.clone(), digest, server: server.address(), returns: true };
+                match Peers::join(server, host, request) {
+                    Ok(peers) => {
+                        self.shared.lock().stats.joined += 1;
+                        return Ok(peers);
+                    }
+                    Err(Refused::Now(_)) => {}
+                    Err(Refused::ForEver(reason)) => return Err(lost(own, reason)),
+                }
+            }
+            let begins = !found && looking.first().is_some_and(|lowest| own < *lowest);
+            if begins || start.elapsed() > ALONE {
+                let group = server.bind(self.view + 1, 0, 1, &self.settings.name)?;
+                let address = group.address().to_vec();
+                return Peers::new(group.connect(&[address])?, vec![own]);
+            }
+            attempt += 1;
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// Looks now and then for the part of the job with the lowest rank, where this part was cut off from it; then this rank leaves its
+    /// part and joins that one.
+    pub(super) fn meet(&mut self) -> Result<()> {
+        let Some(Elastic { server, .. }) = &self.settings.elastic else { return Ok(()) };
+        let patience = patience(self.looks);
+        if self.looked.elapsed() < LOOK.max(2 * patience) {
+            return Ok(());
+        }
+        let Some(peers) = &self.peers else { return Ok(()) };
+        let (lowest, own) = (peers.world_ranks[0], peers.world_ranks[peers.group.rank()]);
+        let away: Vec<usize> = self.shared.lock().stats.lost.keys().copied().filter(|rank| *rank < lowest).collect();
+        // One after the other: those that are dead answer nothing.
+        let Some(sought) = away.get(self.looks as usize % away.len().max(1)) else { return Ok(()) };
+        let at = server.servers().into_iter().find(|(known, _)| known == sought);
+        let found = at.and_then(|(rank, at)| server.status(rank, at, patience).ok());
+        self.looked = Instant::now();
+        if !found.is_some_and(|status| status.models.contains(&self.settings.name)) {
+            self.looks = self.looks.saturating_add(1);
+            return Ok(());
+        }
+        if let Some(peers) = self.peers.take() {
+            peers.group.leave();
+        }
+        let peers = self.rejoin(own, &lost(own, "its part of the job was cut off".to_owned()))?;
+        self.enter(peers)
+    }
+}
+
+/// How long to wait for the answer of a join server after so many attempts.
+fn patience(attempt: u32) -> Duration {
+    if attempt % 4 == 3 { LONG_GLANCE } else { GLANCE }
+}
+
+/// This rank is lost to the job.
+fn lost(own: usize, reason: String) -> Error {
+    let (host, progress, source) = (String::new(), None, Source::default());
+    Error::PeerLost { rank: own, host, reason, noticed_by: own, progress, source }
+}
