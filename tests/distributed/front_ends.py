@@ -58,8 +58,8 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 class Wrapper(FrontEnd):
     """A class with the interface of torch's DistributedDataParallel, on the default group."""
 
-    def __init__(self, name: str, made: Callable[..., Any], backend: str = "gloo", **lacks: str) -> None:
-        self.name, self._made, self.backend, self.lacks = name, made, backend, lacks
+    def __init__(self, name: str, made: Callable[..., Any], backend: str = "gloo") -> None:
+        self.name, self._made, self.backend = name, made, backend
         self._defaults = {"gradient_as_bucket_view": True} if made is TorchDDP else {}
 
     def begin(self, module: nn.Module, optimizers: Optimizers, options: Options) -> Training:
@@ -175,7 +175,7 @@ FRONT_ENDS: dict[str, FrontEnd] = {
     for front_end in (
         WithBagua(),
         Wrapper("the wrapper", DistributedDataParallel),
-        Wrapper("DDP on bagua", TorchDDP, "bagua", changing_divisor="the first backward does not return"),
+        Wrapper("DDP on bagua", TorchDDP, "bagua"),
         Horovod(),
     )
 }

@@ -101,9 +101,9 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         self._coalescing: list[Work] | None = None
         # The Python half of the Backend, which torch's C++ code may not keep.
         self._backend = _register(self)
-        # Where torch has no such Backend, it keeps only the C++ half of a Work, which waits for ever without the other
-        # half: the Works that no thread has waited for, oldest first; and those of them that one has waited for since
-        # the last operation.
+        # Where torch has no such Backend, and where torch's code hands a Work to C++ code, that keeps only the C++ half,
+        # which waits for ever without the other half: such Works that no thread has waited for, oldest first; and those
+        # of them that one has waited for since the last operation.
         self._kept: OrderedDict[Work, None] = OrderedDict()
         self._asked: list[Work] = []
         if self._backend is None:
@@ -124,7 +124,11 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         if isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo:
             with event("sparse_all_reduce"):
                 return self._remember(sparse.all_reduce(self._raw, tensor, call.op, call.timeout))
-        return self._start(call, operations.all_reduce(self._raw, tensor, call.op))
+        work = self._start(call, operations.all_reduce(self._raw, tensor, call.op))
+        if call.async_op and isinstance(tensor, torch.Tensor) and tensor.numel() == 1:
+            # DDP's reducer gets the count of ranks that are not out of inputs so, and is the only one to keep it.
+            self._keep(work)
+        return work
 
     def allreduce_sparse(self, tensors: Any, opts: Any = None) -> Work:
         """As :meth:`allreduce`."""
@@ -452,13 +456,17 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         if self._coalescing is not None:
             self._coalescing.append(work)
         if self._backend is None:
-            while self._asked:
-                self._kept.pop(self._asked.pop(), None)
-            if len(self._kept) > _MOST_KEPT:
-                self._kept.popitem(last=False)
-            self._kept[work] = None
-            work.on_asked = self._asked.append
+            self._keep(work)
         return work
+
+    def _keep(self, work: Work) -> None:
+        """Keeps it until a thread has waited for it."""
+        while self._asked:
+            self._kept.pop(self._asked.pop(), None)
+        if len(self._kept) > _MOST_KEPT:
+            self._kept.popitem(last=False)
+        self._kept[work] = None
+        work.on_asked = self._asked.append
 
     # torch's names before 2.12, which its C++ code calls too.
     _allgather_base = all_gather_single

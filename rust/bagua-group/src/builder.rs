@@ -251,9 +251,8 @@ impl LaneBuilder<'_> {
         let connected = self.connect(wanted, fork_fds)?;
         let mut streams = Streams::new();
         for (peer, socket) in connected {
-            let stream = socket
-                .into_transport(|stream| self.control.plane.flushes(stream))
-                .map_err(|e| Error::system("preparing a data stream", e))?;
+            let stream =
+                self.control.plane.transport(socket).map_err(|e| Error::system("preparing a data stream", e))?;
             streams.entry(peer).or_default().push(stream);
         }
         Ok(streams)

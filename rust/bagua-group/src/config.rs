@@ -1,11 +1,13 @@
 //! The parameters of a group on one rank.
 
-use std::net::SocketAddr;
+use std::io;
+use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::tls::{Access, Tls};
 use crate::collective::{Algorithm, CollectiveFactory};
+use crate::transport::{Tcp, Transport};
 
 /// Default number of streams to a peer.
 const DEFAULT_STREAMS: usize = 2;
@@ -38,6 +40,13 @@ impl TransportChoice {
     /// The choice of this name.
     pub fn named(name: &str) -> Option<TransportChoice> {
         TransportChoice::ALL.into_iter().find(|choice| choice.name() == name)
+    }
+
+    /// The transport over a TCP connection that is not encrypted.
+    pub(super) fn over_tcp(self, stream: Arc<TcpStream>) -> io::Result<Box<dyn Transport>> {
+        Ok(match self {
+            TransportChoice::Auto | TransportChoice::Tcp => Box::new(Tcp::new(stream)?),
+        })
     }
 
     /// Whether ranks of one host share memory.

@@ -8,13 +8,13 @@ use std::task::{Context, Poll};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::config::MAX_STREAMS;
+use super::config::{MAX_STREAMS, TransportChoice};
 use super::fork::ForkFd;
 use super::handshake::{Failed, Hello, Purpose, Refusal};
 use super::tls::{Ends, Refused, TlsSocket};
 use crate::health::GroupHealth;
 use crate::transport::tls::Session;
-use crate::transport::{Tcp, Tls, Transport};
+use crate::transport::{Tls, Transport};
 use crate::wait::{Deadline, SLICE, lock, wait_on_for};
 
 /// The most pending connections in small worlds.
@@ -187,6 +187,7 @@ impl Socket {
     /// The stream of a lane, or of messages. `opened` gets the connection, which lives as long as the stream does.
     pub(super) fn into_transport(
         self,
+        choice: TransportChoice,
         opened: impl FnOnce(&Arc<std::net::TcpStream>),
     ) -> io::Result<Box<dyn Transport>> {
         let shared = |stream| {
@@ -195,7 +196,7 @@ impl Socket {
             stream
         };
         Ok(match self {
-            Socket::Tcp(stream) => Box::new(Tcp::new(shared(stream))?),
+            Socket::Tcp(stream) => choice.over_tcp(shared(stream))?,
             Socket::Tls(stream, session) => Box::new(Tls::new(shared(stream), *session)?),
             Socket::Unix(_) => return Err(io::Error::other("it is not a TCP connection")),
         })

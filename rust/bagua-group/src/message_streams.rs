@@ -42,7 +42,7 @@ impl MessageStream {
         };
         let second = stream.as_fd().try_clone_to_owned().map_err(failed)?;
         let fork_fds = [fork_fd, ForkFd::new(&second)];
-        let stream = socket.into_transport(|stream| plane.flushes(stream)).map_err(failed)?;
+        let stream = plane.transport(socket).map_err(failed)?;
         Ok((MessageStream { _fork_fds: fork_fds, stream }, second))
     }
 }

@@ -1,6 +1,7 @@
 //! The state that the control thread shares with the other threads of a rank: peers, groups, and the handling of failures.
 
 use std::collections::{HashMap, HashSet};
+use std::io;
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
@@ -11,7 +12,7 @@ use tokio::sync::{Notify, mpsc};
 use super::super::address::Address;
 use super::super::admission::Admission;
 use super::super::config::Config;
-use super::super::connection::PendingConns;
+use super::super::connection::{PendingConns, Socket};
 use super::super::fork::OwnerProcess;
 use super::super::handshake::{Key, digest};
 use super::super::tls::Ends;
@@ -22,7 +23,7 @@ use super::silence::{Silence, is_stopped};
 use crate::error::{Error, Result, Source};
 use crate::health::{GroupHealth, Subscription};
 use crate::stats::Stats;
-use crate::transport::unsent;
+use crate::transport::{Transport, unsent};
 use crate::wait::lock;
 
 /// How long a leaving rank waits for acknowledgements.
@@ -382,11 +383,13 @@ impl Plane {
         }
     }
 
-    /// From now on [`Plane::flush`] waits for the bytes of this connection, while it is open.
-    pub(in super::super) fn flushes(&self, stream: &Arc<TcpStream>) {
-        let mut streams = lock(&self.streams);
-        streams.retain(|stream| stream.strong_count() > 0);
-        streams.push(Arc::downgrade(stream));
+    /// The transport over a connection to a rank. While it is open, [`Plane::flush`] waits for its bytes.
+    pub(in super::super) fn transport(&self, socket: Socket) -> io::Result<Box<dyn Transport>> {
+        socket.into_transport(self.config.transport, |stream| {
+            let mut streams = lock(&self.streams);
+            streams.retain(|stream| stream.strong_count() > 0);
+            streams.push(Arc::downgrade(stream));
+        })
     }
 
     /// Waits until the peers' kernels have acknowledged what was sent to them, as long as bytes arrive and `goes_on`. Otherwise the message that this
