@@ -61,16 +61,22 @@ def overhead(batches: int) -> list[dict[str, Any]]:
         api.init_process_group(FileStore(f"{folder}/ours", 1), 0, 1, 1)
         world = group.default(required=True)
         x = torch.ones(256)
-        parts = list(torch.ones(256).split(64))
+        parts = [torch.ones(64) for _ in range(4)]
         backend: Any = dist.new_group([0], backend="bagua")
         array, address, raw, total = x.numpy(), x.data_ptr(), world.communicator, api.ReduceOp.SUM
+
+        def begun_and_done() -> None:
+            handle = api.allreduce_inplace(x, total, async_op=True)
+            assert handle is not None
+            handle.wait()
+
         layers: dict[str, Callable[[], Any]] = {
             "nothing (the loop of this measurement)": lambda: None,
             "extension, barrier (a no-op collective)": lambda: raw.run(engine.BARRIER, None, None, 0, uint8),
             "extension, by address": lambda: raw.run(engine.ALL_REDUCE, None, address, 256, float32, engine.OPS["sum"]),
             "bagua, NumPy array": lambda: world.all_reduce(array),
             "torch_api, tensor": lambda: api.allreduce_inplace(x, total),
-            "torch_api, async_op and wait": lambda: api.allreduce_inplace(x, total, async_op=True).wait(),
+            "torch_api, async_op and wait": begun_and_done,
             "torch_api, four tensors coalesced": lambda: api.allreduce_coalesced_inplace(parts, total),
             "torch.distributed, backend bagua": lambda: dist.all_reduce(x, group=backend),
             "the same, async_op and wait": lambda: dist.all_reduce(x, group=backend, async_op=True).wait(),
