@@ -119,7 +119,7 @@ fn on_settings<T: Send>(
                 let averager = started.unwrap();
                 let rank = Rank { rank, averager, lock, memory, count: COUNT, _lane: lane, _group: group };
                 let outcome = act(&rank, barrier);
-                // Nobody leaves while others still look at their rounds.
+                // No rank leaves while others still look at their rounds.
                 barrier.wait();
                 rank.averager.stop(LONG);
                 outcome

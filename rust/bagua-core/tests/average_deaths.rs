@@ -451,7 +451,7 @@ fn average_of(ranks: impl IntoIterator<Item = usize>) -> f64 {
 /// Steps of a rank from the beginning of the first round to that of the second.
 fn steps_of_a_round(how: How, size: usize) -> usize {
     let mut job = Job::start(how, size, &[]);
-    assert!(is_near(job.settle("nobody dies"), average_of(0..size)));
+    assert!(is_near(job.settle("no rank dies"), average_of(0..size)));
     let steps = job.each(|_, process| {
         process.write("steps of the first round");
         process.read_after("STEPS ").parse::<usize>().unwrap()
@@ -535,7 +535,7 @@ fn a_line_that_breaks_at_any_step_of_a_round_costs_no_rank_for_long_and_tears_no
             let found = job.settle(&script);
             let all = average_of(0..size);
             // The round was written by all or none, by all but a rank that was called lost, or by that one only. Which of them the
-            // others call lost depends on who heard first that the line broke.
+            // others call lost depends on which rank detected the broken line first.
             let without = (0..size).map(|lost| all + (initial(lost) - all) / size as f64);
             let apart = without.flat_map(|without| [without, 2.0 * all - without]);
             let possible: Vec<f64> = if step < 2 * round / 3 { vec![all] } else { apart.chain([all]).collect() };

@@ -21,33 +21,33 @@ pub const KIND: u8 = 2;
 /// The legacy stream, by DLPack's number.
 const LEGACY: usize = 1;
 
-/// What the caller wants of the choice of a collective: `BAGUA_CUDA_COLLECTIVE`.
+/// The collective that the caller requests: the value of `BAGUA_CUDA_COLLECTIVE`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
 #[allow(missing_docs)]
-pub enum Wish {
+pub enum Requested {
     #[default]
     Auto,
     Nccl,
     Staged,
 }
 
-impl Wish {
+impl Requested {
     /// All of them, by number.
-    pub const ALL: [Wish; 3] = [Wish::Auto, Wish::Nccl, Wish::Staged];
+    pub const ALL: [Requested; 3] = [Requested::Auto, Requested::Nccl, Requested::Staged];
 
     /// As the variable names it.
     pub fn name(self) -> &'static str {
         match self {
-            Wish::Auto => "auto",
-            Wish::Nccl => "nccl",
-            Wish::Staged => "staged",
+            Requested::Auto => "auto",
+            Requested::Nccl => "nccl",
+            Requested::Staged => "staged",
         }
     }
 
-    /// The wish of that name.
-    pub fn named(name: &str) -> Option<Wish> {
-        Wish::ALL.into_iter().find(|wish| wish.name() == name)
+    /// The value of that name.
+    pub fn named(name: &str) -> Option<Requested> {
+        Requested::ALL.into_iter().find(|requested| requested.name() == name)
     }
 }
 
@@ -55,7 +55,7 @@ impl Wish {
 const NOTHING_BEGAN: u8 = 0;
 /// [`Place::done`] was recorded behind all copies.
 const RECORDED: u8 = 1;
-/// It could not be: nobody knows when the device is done.
+/// It could not be: when the device is done is unknown.
 const LOST: u8 = 2;
 
 /// What comes before the next operation.
@@ -76,8 +76,8 @@ pub struct Place {
     stage: Mutex<Arc<Stage>>,
     /// Of a bucket: what the engine has that it is being registered with.
     next_stage: Mutex<Option<Arc<Stage>>>,
-    /// What the caller wants of the choice.
-    pub(crate) wish: Wish,
+    /// The collective that the caller requests.
+    pub(crate) requested: Requested,
     /// The caller's stream.
     stream: usize,
     /// Other streams that have work on the arrays.
@@ -104,13 +104,13 @@ impl Place {
     ///
     /// # Errors
     /// `NotImplemented` for a stream that is being captured; `Device`.
-    pub fn new(stage: &Arc<Stage>, wish: Wish, stream: usize, producers: Vec<usize>) -> Result<Place> {
+    pub fn new(stage: &Arc<Stage>, requested: Requested, stream: usize, producers: Vec<usize>) -> Result<Place> {
         stage.release();
         stage.context().refuse_capture(&[stream])?;
         stage.context().refuse_capture(&producers)?;
         Ok(Place {
             name: format!("cuda:{}", stage.context().device()),
-            wish,
+            requested,
             stream,
             producers,
             marks: Mutex::default(),
@@ -126,10 +126,10 @@ impl Place {
     }
 
     /// The device of a bucket's tensors, which `owner` has: it is dropped when the device is done with them. Touches nothing of the device.
-    pub fn of_bucket(stage: &Arc<Stage>, wish: Wish, owner: Box<dyn Any + Send>) -> Place {
+    pub fn of_bucket(stage: &Arc<Stage>, requested: Requested, owner: Box<dyn Any + Send>) -> Place {
         Place {
             name: format!("cuda:{}", stage.context().device()),
-            wish,
+            requested,
             stream: LEGACY,
             producers: Vec::new(),
             marks: Mutex::default(),
@@ -251,13 +251,13 @@ impl Place {
         }
     }
 
-    /// Marks the operation's end on the device: behind the copies to the device, and behind those from it where one may be `under_way`.
+    /// Marks the operation's end on the device: behind the copies to the device, and behind those from it where one may be `running`.
     ///
     /// # Errors
     /// `Device`.
-    pub(crate) fn mark_end(&self, copier: &mut Copier, under_way: bool) -> Result<()> {
+    pub(crate) fn mark_end(&self, copier: &mut Copier, running: bool) -> Result<()> {
         let mark = || {
-            if under_way {
+            if running {
                 copier.arrived[0].record(copier.down.handle())?;
                 copier.arrived[0].order(copier.up.handle())?;
             }
@@ -420,7 +420,7 @@ impl Device for Place {
     fn prepare(&self) -> Result<()> {
         if let Some(next) = lock(&self.next_stage).take() {
             let done = lock(&self.done).take();
-            // The lane before may still have copies under way.
+            // Copies of the lane before may still run.
             lock(&self.marks).start.extend(done.map(|done| (None, done)));
             *lock(&self.stage) = next;
         }

@@ -17,7 +17,7 @@ use nccl_sys::UNIQUE_ID_BYTES;
 
 use crate::collective_choice::{self, Candidate, Hosts, NCCL, RECORD};
 use crate::compressed::CodecOnDevice;
-use crate::device::{KIND, Place, Wish, place_of};
+use crate::device::{KIND, Place, Requested, place_of};
 use crate::kernels::MAX_SOURCES;
 use crate::lane_state::{Choice, HIER, STAGED, Stage};
 use crate::nccl::{Communicator, Nccl, serves, unique_id};
@@ -166,7 +166,7 @@ impl OnDevices {
     /// All ranks choose the collective, once, over the host's. Its name.
     ///
     /// # Errors
-    /// `Unavailable` on all ranks for wishes that differ or cannot be served; what prevents a communicator.
+    /// `Unavailable` on all ranks where they request different collectives, or one that they cannot use; what prevents a communicator.
     fn agree(&mut self, cx: &OpContext<'_>, place: &Place) -> Result<&'static str> {
         let stage = place.stage();
         if !self.stages.iter().any(|known| Arc::ptr_eq(known, &stage)) {
@@ -206,7 +206,7 @@ impl OnDevices {
     /// Before a verb that is made of messages: all ranks choose, and by NCCL compare their calls. Where `staged` was asked for there is nothing
     /// to choose, and the tensor may be on the host of some ranks.
     fn agree_on_messages(&mut self, cx: &OpContext<'_>, place: &Place) -> Result<()> {
-        if place.wish == Wish::Staged && self.chosen.is_none() {
+        if place.requested == Requested::Staged && self.chosen.is_none() {
             return Ok(());
         }
         // A rank that has the tensor on the host is found out.
@@ -296,17 +296,17 @@ fn compare(inner: &mut dyn Collective, compared: &mut HashSet<u64>, cx: &OpConte
     inner.run(cx, Verb::AllGather, Io::split(&[0; CHECK], &mut all))
 }
 
-/// What this rank tells of itself, and its NCCL where it has one that can be used. That is looked for only where it is wanted.
+/// The record of this rank, and its NCCL where it has one that can be used. NCCL is looked for only where the caller requests it.
 fn candidate(place: &Place) -> (Candidate, Option<Arc<Nccl>>) {
     let stage = place.stage();
     let context = stage.context();
-    let plain = Candidate { wish: place.wish, uuid: context.uuid(), ..Candidate::default() };
-    let source = match (place.wish, context.nccl()) {
-        (Wish::Staged, _) => return (plain, None),
-        (Wish::Auto | Wish::Nccl, None) => {
-            return (Candidate { reason: "nobody said where libnccl may be".to_owned(), ..plain }, None);
+    let plain = Candidate { requested: place.requested, uuid: context.uuid(), ..Candidate::default() };
+    let source = match (place.requested, context.nccl()) {
+        (Requested::Staged, _) => return (plain, None),
+        (Requested::Auto | Requested::Nccl, None) => {
+            return (Candidate { reason: "no path of libnccl was given".to_owned(), ..plain }, None);
         }
-        (Wish::Auto | Wish::Nccl, Some(source)) => source,
+        (Requested::Auto | Requested::Nccl, Some(source)) => source,
     };
     let found = (source.load)().map_err(|error| error.to_string());
     match found.and_then(|nccl| nccl.served().map(|version| (nccl, version))) {

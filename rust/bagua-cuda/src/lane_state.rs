@@ -193,7 +193,7 @@ impl Copier {
     fn free_room(&mut self, of: Use) -> Result<()> {
         let Some((address, _)) = self.rooms[of as usize].take() else { return Ok(()) };
         let _entered = self.context.enter()?;
-        // SAFETY: ours, from `room`; nobody uses it after the stream has come so far.
+        // SAFETY: ours, from `room`; no work uses it after the stream has come so far.
         unsafe { checked!(self.context, cuMemFreeAsync(address, self.up.handle() as _)) }
     }
 
@@ -213,7 +213,7 @@ impl Copier {
         Ok(address)
     }
 
-    /// Copies bytes of the device to the host, behind the work of `down`, by way of pinned memory; waits for them as long as `go_on` says so.
+    /// Copies bytes of the device to the host, behind the work of `down`, through pinned memory; waits for them as long as `go_on` says so.
     ///
     /// # Safety
     /// As many bytes at `from` are memory of the device, which live until the stream has come so far.
@@ -245,7 +245,7 @@ impl Copier {
         Ok(())
     }
 
-    /// Copies bytes of the host to the device on the stream `up`, by way of pinned memory. The host's bytes are free when it returns.
+    /// Copies bytes of the host to the device on the stream `up`, through pinned memory. The host's bytes are free when it returns.
     ///
     /// # Safety
     /// As many bytes at `to` are memory of the device, which live and have no other use until the stream has come so far.
@@ -400,7 +400,7 @@ impl Stage {
         *lock(&self.last) = Some(Arc::clone(end));
     }
 
-    /// Keeps what operations hold for ever: nobody knows when the device is done with it.
+    /// Keeps what operations hold for ever: when the device is done with it is unknown.
     pub(crate) fn forget(&self) {
         std::mem::forget(std::mem::take(&mut *lock(&self.held)));
     }

@@ -65,7 +65,7 @@ pub mod weights;
 
 pub use cache::Cache;
 pub use context::{Context, Memory};
-pub use device::{Place, Wish};
+pub use device::{Place, Requested};
 pub use error::{Error, Result};
 pub use factory::Factory;
 pub use lane_state::{Choice, Counts, Stage};

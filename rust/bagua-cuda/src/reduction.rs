@@ -41,8 +41,8 @@ impl Reduction {
     /// For more than [`MAX_SOURCES`] sources, and for none.
     ///
     /// # Safety
-    /// All are memory that the device can reach, of `bytes`, which lives until the stream has come so far. Nobody else uses the target until
-    /// then, and nobody writes to a source. The target may be one of the sources.
+    /// All are memory that the device can reach, of `bytes`, which lives until the stream has come so far. No other work uses the target
+    /// until then, and none writes to a source. The target may be one of the sources.
     pub(crate) unsafe fn launch(
         &self,
         stage: &Stage,

@@ -31,13 +31,13 @@ pub(crate) fn run(
 ) -> Result<()> {
     place.stage().copier(|copier| {
         let outcome = pieces(inner, cx, verb, parts, place, copier);
-        // Also after an error: copies may be under way.
+        // Also after an error: copies may still run.
         let ended = place.mark_end(copier, outcome.is_err());
         outcome.and(ended)
     })
 }
 
-/// Messages by way of the host: `memory`, which is kept between calls. What goes to several ranks is copied from the device once.
+/// Messages through the host: `memory`, which is kept between calls. What goes to several ranks is copied from the device once.
 ///
 /// # Errors
 /// As [`Collective::exchange`].

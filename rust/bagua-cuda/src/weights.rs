@@ -2,8 +2,8 @@
 //! [`Averaged`] is what the averaging thread does with them.
 //!
 //! Who gives the lock back has an event recorded on the stream that it used; who takes it has its stream wait for the events of those
-//! before. Nobody waits for the device under the lock. The averaging thread has one stream: it copies the weights to a snapshot on the device
-//! and corrects them under the lock, and copies between device and host without it.
+//! before. No thread waits for the device under the lock. The averaging thread has one stream: it copies the weights to a snapshot on the
+//! device and corrects them under the lock, and copies between device and host without it.
 
 use std::any::Any;
 use std::sync::atomic::Ordering;
@@ -26,7 +26,7 @@ use crate::loaded_kernels::Kernel;
 pub struct WeightOrder {
     context: Arc<Context>,
     events: Mutex<Events>,
-    /// What could not be recorded: nobody knows when the weights are free, and the averaging ends.
+    /// What could not be recorded: when the weights are free is unknown, and the averaging ends.
     failure: OnceLock<Error>,
 }
 
@@ -192,8 +192,8 @@ impl Averaged {
     /// end the group, because the call is collective.
     ///
     /// # Safety
-    /// They are memory of the averaging's device that stays valid until the owner is dropped; while the weights' lock is held, nobody else uses
-    /// them but behind and before what [`WeightOrder`] orders, and nobody writes them without the lock.
+    /// They are memory of the averaging's device that stays valid until the owner is dropped; while the weights' lock is held, all other
+    /// work on them comes before or after it as [`WeightOrder`] orders, and none writes them without the lock.
     pub unsafe fn new(of: &Arc<Averaging>, address: usize, count: usize, dtype: DType) -> Result<Averaged> {
         if !address.is_multiple_of(dtype.size()) {
             let text = format!("weights of {} at address {address:#x}, which is not aligned to them", dtype.name());

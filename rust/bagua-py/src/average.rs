@@ -40,7 +40,7 @@ const LEGACY: usize = 1;
 /// The lock of one model's weights, between its training, its averaging and its user: first come, first served.
 ///
 /// Of weights on a CUDA device who takes it has work that its `stream` gets from then on come behind that of the holders before; who gives
-/// it back says where its own work is. None is the legacy stream. Nobody waits for the device. A stream that is being captured is a
+/// it back says where its own work is. None is the legacy stream. No thread waits for the device. A stream that is being captured is a
 /// NotImplementedError, and the lock is not taken; it is given back whatever is raised.
 ///
 /// Without effect in a forked child, where nothing averages.
@@ -133,7 +133,7 @@ impl WeightLock {
         }
     }
 
-    /// Takes it for this thread, which may have it already. Waits without the GIL, and hears Ctrl-C.
+    /// Takes it for this thread, which may have it already. Waits without the GIL; Ctrl-C ends the wait.
     #[pyo3(signature = (*, stream=None))]
     fn lock(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
         self.take(py, false, stream)
@@ -188,8 +188,8 @@ impl WeightLock {
         self.on_device(py, |order| order.enter(stream.unwrap_or(LEGACY)), |place| place.order(stream))
     }
 
-    /// Who takes the lock next comes behind the work that `stream` has now, without giving it back: after a time in which nobody else used the
-    /// weights, so that no lock was needed.
+    /// Who takes the lock next comes behind the work that `stream` has now, without giving it back: after a time in which no other thread
+    /// used the weights, so that no lock was needed.
     #[pyo3(signature = (*, stream=None))]
     fn mark(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
         if self.is_foreign() {

@@ -52,7 +52,7 @@ impl CudaLibraries {
 
     /// What there is: `driver`, `nvrtc` and `nccl` as dicts with `path`, `version` and `error`, None where that does not apply; nvrtc's
     /// `architectures`; and `devices` as dicts with `name`, `capability` (major, minor), `memory` (bytes) and `uuid` (16 bytes), None where
-    /// the driver does not tell. Initialises the driver.
+    /// the driver does not report it. Initialises the driver.
     fn report<'py>(&self, py: Python<'py>, places: PlacesArgument) -> PyResult<Bound<'py, PyDict>> {
         let places = places.into();
         let (driver, nvrtc, nccl) =

@@ -10,7 +10,7 @@ use bagua_core::group::{Group, Lane, Options};
 use bagua_core::health::GroupHealth;
 use bagua_core::memory::Device;
 use bagua_core::wait::lock;
-use bagua_cuda::{Context, Counts, Place, Stage, Wish};
+use bagua_cuda::{Context, Counts, Place, Requested, Stage};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -36,8 +36,8 @@ impl CudaDevice {
     }
 
     /// The device of a bucket's tensors, which `owner` has, until an engine registers the bucket.
-    pub fn of_bucket(&self, wish: Wish, check: bool, owner: Option<Py<PyAny>>) -> Arc<Place> {
-        Arc::new(Place::of_bucket(&self.stage, wish, Box::new(owner)).checked(check))
+    pub fn of_bucket(&self, requested: Requested, check: bool, owner: Option<Py<PyAny>>) -> Arc<Place> {
+        Arc::new(Place::of_bucket(&self.stage, requested, Box::new(owner)).checked(check))
     }
 }
 
@@ -58,7 +58,7 @@ impl CudaDevice {
     ///
     /// Raises NotImplementedError for a stream that is being captured, DeviceError.
     fn call(&self, py: Python<'_>, stream: usize, producers: Vec<usize>) -> PyResult<CudaCall> {
-        let place = py.detach(|| Place::new(&self.stage, Wish::default(), stream, producers));
+        let place = py.detach(|| Place::new(&self.stage, Requested::default(), stream, producers));
         Ok(CudaCall::of(Arc::new(place.map_err(|e| errors::raise(py, e))?)))
     }
 
@@ -113,12 +113,12 @@ impl Stages {
         device: &CudaDevice,
         stream: usize,
         producers: Vec<usize>,
-        wish: &str,
+        collective: &str,
         check: bool,
     ) -> PyResult<CudaCall> {
-        let wish = wish_named(wish).map_err(|e| errors::raise(py, e))?;
+        let requested = requested(collective).map_err(|e| errors::raise(py, e))?;
         let stage = self.on(device.context());
-        let place = py.detach(|| Place::new(&stage, wish, stream, producers)).map_err(|e| origin.fail(py, e))?;
+        let place = py.detach(|| Place::new(&stage, requested, stream, producers)).map_err(|e| origin.fail(py, e))?;
         Ok(CudaCall::of(Arc::new(place.checked(check))))
     }
 }
@@ -158,9 +158,9 @@ pub fn finished(py: Python<'_>, handle: Handle, async_op: bool) -> PyResult<Opti
 }
 
 /// The value of BAGUA_CUDA_COLLECTIVE with this name.
-pub fn wish_named(name: &str) -> Result<Wish> {
+pub fn requested(name: &str) -> Result<Requested> {
     let text = || format!("BAGUA_CUDA_COLLECTIVE='{name}': expected auto, nccl or staged");
-    Wish::named(name).ok_or_else(|| Error::InvalidArgument(text()))
+    Requested::named(name).ok_or_else(|| Error::InvalidArgument(text()))
 }
 
 /// Of several lanes of a group; None before one of them has used a device. Without a collective where the ranks have chosen none so far, and

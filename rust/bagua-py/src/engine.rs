@@ -154,17 +154,17 @@ impl Engine {
     }
 
     /// The device's side of one operation: see the communicator's.
-    #[pyo3(signature = (device, stream, producers, wish, check=false))]
+    #[pyo3(signature = (device, stream, producers, collective, check=false))]
     fn cuda_call(
         &self,
         py: Python<'_>,
         device: &CudaDevice,
         stream: usize,
         producers: Vec<usize>,
-        wish: &str,
+        collective: &str,
         check: bool,
     ) -> PyResult<CudaCall> {
-        self.stages.call(py, &self.origin, device, stream, producers, wish, check)
+        self.stages.call(py, &self.origin, device, stream, producers, collective, check)
     }
 
     /// Names of the tensors that are not ready, of buckets that were not communicated since the last `wait`.

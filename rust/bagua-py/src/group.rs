@@ -17,7 +17,7 @@ use bagua_core::recorder::Announced;
 use bagua_core::request::{PartLayout, Verb};
 use bagua_core::types::Kind;
 use bagua_core::wait as sync;
-use bagua_cuda::{Place, Stage, Wish};
+use bagua_cuda::{Place, Requested, Stage};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -355,20 +355,21 @@ impl Communicator {
     }
 
     /// The device's side of one operation, to be passed as `place`: it begins after what `stream` and the streams of `producers` have at the
-    /// call of the verb. `wish` is a value of BAGUA_CUDA_COLLECTIVE; with `check` the ranks compare their calls first, as BAGUA_CUDA_CHECK says.
+    /// call of the verb. `collective` is a value of BAGUA_CUDA_COLLECTIVE; with `check` the ranks compare their calls first, as
+    /// BAGUA_CUDA_CHECK says.
     ///
-    /// Raises NotImplementedError for a stream that is being captured, ValueError for an unknown wish, DeviceError.
-    #[pyo3(signature = (device, stream, producers, wish, check=false))]
+    /// Raises NotImplementedError for a stream that is being captured, ValueError for an unknown collective, DeviceError.
+    #[pyo3(signature = (device, stream, producers, collective, check=false))]
     fn cuda_call(
         &self,
         py: Python<'_>,
         device: &CudaDevice,
         stream: usize,
         producers: Vec<usize>,
-        wish: &str,
+        collective: &str,
         check: bool,
     ) -> PyResult<CudaCall> {
-        self.stages()[MAIN].call(py, &self.origin, device, stream, producers, wish, check)
+        self.stages()[MAIN].call(py, &self.origin, device, stream, producers, collective, check)
     }
 
     /// As `cuda_call`, for messages.
@@ -379,7 +380,7 @@ impl Communicator {
         stream: usize,
         producers: Vec<usize>,
     ) -> PyResult<CudaCall> {
-        self.stages()[MESSAGES].call(py, &self.origin, device, stream, producers, Wish::default().name(), false)
+        self.stages()[MESSAGES].call(py, &self.origin, device, stream, producers, Requested::default().name(), false)
     }
 
     /// One message to rank `to`, which must receive as many elements of the same type with the same tag. Messages run beside the verbs.
@@ -404,8 +405,8 @@ impl Communicator {
         self.post(py, call, sends, Vec::new(), place)
     }
 
-    /// One message from rank `from_`, or from anybody when that is None: `Handle.senders` says who it was. `keep` is held until the message
-    /// has come, also by a blocking call, which Ctrl-C may end before.
+    /// One message from rank `from_`, or from any rank when that is None: `Handle.senders` says who it was. `keep` is held until the
+    /// message has come, also by a blocking call, which Ctrl-C may end before.
     #[pyo3(signature = (address, count, dtype, from_, *, tag=0, timeout=None, async_op=false, keep=None, place=None))]
     fn recv(
         &self,

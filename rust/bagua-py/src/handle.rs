@@ -101,7 +101,7 @@ impl Handle {
     /// Ranks of the group that sent the messages that were received, in the order of the receives; None for a message that has not come.
     fn senders(&self) -> Vec<Option<usize>> {
         let senders = self.senders.iter().flat_map(|senders| senders.iter());
-        senders.map(|rank| Some(rank.load(Ordering::Acquire)).filter(|rank| *rank != core::NOBODY)).collect()
+        senders.map(|rank| Some(rank.load(Ordering::Acquire)).filter(|rank| *rank != core::NO_RANK)).collect()
     }
 
     /// Calls `callback(error)` when the operation is done, exactly once: `error` is None, or the exception that `wait` raises.

@@ -1,4 +1,4 @@
-//! What the other threads of a rank ask of its averaging thread: abort, resume, synchronize, stop; and what they are told.
+//! What the other threads of a rank ask of its averaging thread: abort, resume, synchronize, stop; and what it returns to them.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};

@@ -123,7 +123,7 @@ impl Rounds {
                 Ok(Next::Later) => Instant::now() + self.settings.interval,
                 Ok(Next::AtOnce) => Instant::now(),
                 Ok(Next::NotYet) => self.due,
-                // The next round begins at once: it tells what became of the last one.
+                // The next round begins at once: its statuses say what became of the last one.
                 Err(error) => match self.recover(error) {
                     Ok(()) => Instant::now(),
                     Err(error) => break error,
@@ -135,7 +135,7 @@ impl Rounds {
         }
         let Rounds { shared, peers, parts, buffers, .. } = self;
         let failure = peers.as_ref().map_or(failure.clone(), |peers| peers.named(failure));
-        // Without lanes, arenas and weights before anybody is told that the thread has ended.
+        // Lanes, arenas and weights are dropped before any other thread can read that this one has ended.
         drop((peers, parts, buffers));
         let mut control = shared.lock();
         control.in_round = false;
@@ -415,8 +415,8 @@ pub(super) fn rooms<'a>(
 /// Takes the weight lock, which all parts share.
 ///
 /// # Errors
-/// `Aborted` when the thread has to end: whoever ended it may not have waited for a lock that somebody else held, and the weights may
-/// be gone.
+/// `Aborted` when the thread has to end: the thread that ended it may not have waited for a lock that another one held, and the weights
+/// may be gone.
 fn hold(shared: &Shared, parts: &[Part]) -> Result<Option<WeightGuard>> {
     let guard = parts.first().map(|part| WeightLock::lock(part.weights.lock(), AVERAGING));
     check_stopping(shared)?;

@@ -27,7 +27,7 @@ pub(super) struct Shared<G = Group> {
     state: Mutex<Control>,
     /// Notified when `state` changes.
     changed: Condvar,
-    /// Steps of the optimizer, as far as [`Averager::count_step`] was told.
+    /// Steps of the optimizer that [`Averager::count_step`] has counted.
     pub(super) steps: AtomicU64,
     /// The caller's count of forwards, which a joining rank takes over.
     pub(super) forwards: AtomicU64,
@@ -131,7 +131,7 @@ impl<G: Leave> Shared<G> {
         self.changed.notify_all();
     }
 
-    /// Sleeps until `due`, until somebody synchronizes, or until the thread has to end: then false.
+    /// Sleeps until `due`, until a thread calls `synchronize`, or until the thread has to end: then false.
     pub(super) fn sleep(&self, due: Instant) -> bool {
         let mut control = self.lock();
         loop {

@@ -71,7 +71,7 @@ impl Engine {
     /// appears twice, naming both places; then everything stays as it was.
     pub fn register(&self, buckets: Vec<SharedBucket>) -> Result<()> {
         self.worker.check()?;
-        wait_once(None, |limit| self.settle(limit, Follow::Nobody), |after| self.timed_out(after))?;
+        wait_once(None, |limit| self.settle(limit, Follow::NoStream), |after| self.timed_out(after))?;
         let schedule = schedule_of(&buckets)?;
         check_memory(&buckets)?;
         let devices: Vec<_> = buckets.iter().filter_map(|bucket| bucket.lock().device().cloned()).collect();
@@ -242,7 +242,7 @@ impl Engine {
         let mut state = self.state();
         let followed = match follow {
             Follow::Stream(_) => pending.last().map_or(0, |last| last.number),
-            Follow::Nobody => 0,
+            Follow::NoStream => 0,
         };
         if followed > 0 || matches!(follow, Follow::Stream(_)) {
             state.written.retain(|device| !written.iter().any(|other| Arc::ptr_eq(device, other)));
@@ -305,8 +305,8 @@ impl Engine {
 /// Who comes after the results of a wait.
 #[derive(Clone, Copy)]
 enum Follow {
-    /// A later wait says.
-    Nobody,
+    /// A later wait says which stream follows.
+    NoStream,
     /// Work that this stream of the buckets' devices gets from then on.
     Stream(Option<usize>),
 }

@@ -1,7 +1,7 @@
-//! A rank's communicator of NCCL, on one device and of one lane: its life, and calls that are polled to their end.
+//! A rank's communicator of NCCL, on one device and of one lane: from its creation to its end, and calls that are polled to their end.
 //!
 //! Communicators are non-blocking. After every call `ncclCommGetAsyncError` is asked until it no longer says `ncclInProgress`: the work is
-//! not on the stream before, so that an event that is recorded earlier would not stand behind it.
+//! not on the stream before, so that an event that is recorded earlier would not come after it.
 
 use std::ptr;
 use std::sync::Arc;
@@ -258,7 +258,7 @@ impl Communicator {
         self.settle("ncclCommFinalize", communicator, patience())?;
         *handle = None;
         self.watched.raw.store(ptr::null_mut(), Ordering::Release);
-        // SAFETY: it was finalized, and nobody can get it any more.
+        // SAFETY: it was finalized, and no thread can get it any more.
         let result = unsafe { (self.watched.functions().comm_destroy)(communicator) };
         self.began("ncclCommDestroy", result)
     }
@@ -328,7 +328,7 @@ pub(crate) struct Message {
 }
 
 /// Addresses are those of the communicator's device. The callers of this module, which got them with an operation, promise that the memory
-/// has the sizes that the calls mean, and that nobody else uses it until the operation's end on the device.
+/// has the sizes that the calls mean, and that no other work or thread uses it until the operation's end on the device.
 impl Calls<'_> {
     fn check(&self, api: &str, result: ncclResult_t) -> Result<()> {
         self.owner.began(api, result)

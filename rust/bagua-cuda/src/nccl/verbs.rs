@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_nccl_cannot_reduce_is_told() {
+    fn serves_is_false_for_what_nccl_cannot_reduce() {
         for dtype in DType::ALL {
             for op in ReduceOp::ALL {
                 let bits = matches!(op, ReduceOp::Bor | ReduceOp::Band | ReduceOp::Bxor);

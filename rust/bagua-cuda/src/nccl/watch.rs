@@ -1,6 +1,6 @@
 //! The thread that looks after operations of a communicator that run on the device, and ends it when something fails.
 //!
-//! Calls of NCCL return before their work is done, and nobody may ever ask for the result. So while work is under way a thread looks, every
+//! Calls of NCCL return before their work is done, and the caller may never ask for the result. So while work runs a thread looks, every
 //! 10 ms, at the group's health, the communicator's error and the deadlines. What it finds first poisons the group, and the communicator
 //! is aborted on that thread: the call may block, and it ends the work of this rank whatever the others do.
 
@@ -241,7 +241,7 @@ impl Watched {
         let Some(Handle(communicator)) = *handle else { return Ok(()) };
         let api = "ncclCommGetAsyncError";
         let mut found = ncclResult_t::SUCCESS;
-        // SAFETY: the communicator lives, and nobody else uses it meanwhile: the lock.
+        // SAFETY: the communicator lives, and no other thread uses it meanwhile: the lock.
         let result = unsafe { (self.functions().comm_get_async_error)(communicator, &raw mut found) };
         for each in [result, found] {
             if each != ncclResult_t::SUCCESS && each != ncclResult_t::IN_PROGRESS {
@@ -304,7 +304,7 @@ impl Watched {
         if !communicator.is_null()
             && let Ok(_entered) = self.context.enter()
         {
-            // SAFETY: it lives, and nobody can get it any more.
+            // SAFETY: it lives, and no other thread can get it any more.
             unsafe { (self.functions().comm_abort)(communicator) };
         }
         let mut state = lock(&self.state);

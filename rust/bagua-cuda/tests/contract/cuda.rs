@@ -13,7 +13,7 @@ use bagua_core::memory::{Device, DeviceRef, Region};
 use bagua_core::same_ranks_as;
 use bagua_core::types::DType;
 use bagua_core::wait::Waited;
-use bagua_cuda::{Context, Factory, Libraries, Place, Places, Stage, Wish};
+use bagua_cuda::{Context, Factory, Libraries, Place, Places, Requested, Stage};
 
 use crate::world::{Ranks, hier, local, shm};
 
@@ -112,7 +112,7 @@ impl CudaMemory {
 
 impl Drop for CudaMemory {
     fn drop(&mut self) {
-        // SAFETY: the memory of `of`, which nobody uses any more.
+        // SAFETY: the memory of `of`, which no thread uses any more.
         assert_eq!(unsafe { (self.driver.free)(self.region.address() as u64) }, 0);
     }
 }
@@ -126,7 +126,7 @@ struct OnCuda {
 
 impl OnCuda {
     fn place(&self) -> Result<Arc<Place>> {
-        let place = Place::new(&self.stage, Wish::Auto, 1, Vec::new())?;
+        let place = Place::new(&self.stage, Requested::Auto, 1, Vec::new())?;
         self.stage.prepare()?;
         Ok(Arc::new(place))
     }

@@ -36,7 +36,7 @@ impl Leave for Waits {
 
 /// Deadlocks when the thread goes on in a new group that `stop` does not leave.
 #[test]
-fn a_shutdown_while_a_view_opens_ends_the_waits_in_it_or_the_thread_hears_of_it_before() {
+fn a_shutdown_while_a_view_opens_ends_the_waits_in_it_or_the_thread_ends_before() {
     explore(|| {
         let (first, second) = (Waits::new(), Waits::new());
         let shared = Arc::new(Shared::new(vec![0, 1], first.clone(), false, true));

@@ -170,7 +170,7 @@ impl Shared {
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
 
-    pub(super) fn tell(&self, event: Event) {
+    pub(super) fn send(&self, event: Event) {
         lock(&self.events).push(event);
         self.wake();
     }
@@ -223,7 +223,7 @@ impl Shared {
         }
         for to in dial {
             let shared = Arc::downgrade(self);
-            let done = move |opened| _ = shared.upgrade().inspect(|shared| shared.tell(Event::Dialled(to, opened)));
+            let done = move |opened| _ = shared.upgrade().inspect(|shared| shared.send(Event::Dialled(to, opened)));
             self.streams.dial(to, Box::new(done)).map_err(|error| self.health.fail(error))?;
         }
         if wake {
