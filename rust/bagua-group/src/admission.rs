@@ -1,6 +1,6 @@
 //! Admission: which accepted connections a listener keeps before they have proved that they belong to the job.
 //!
-//! Anybody who reaches a port can open connections there and send nothing. A listener that refused new connections while its table is
+//! Any process that reaches a port can open connections there and send nothing. A listener that refused new connections while its table is
 //! full would refuse those of its members. So a new connection takes the place of the oldest one, of the source address that has the
 //! most: a member proves itself within a few round trips, and one that lost its place connects again.
 //!

@@ -76,8 +76,8 @@ struct Model {
 }
 
 impl JoinServer {
-    /// Listens at the configuration's address. `token`: a random number of the job, which stands in for a
-    /// secret where there is none.
+    /// Listens at the configuration's address. `token`: a random number of the job, used as the secret
+    /// where there is none.
     ///
     /// # Errors
     /// `System` when the socket or the thread cannot be made.

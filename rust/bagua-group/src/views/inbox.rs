@@ -45,7 +45,7 @@ impl Inbox {
         self.notify();
     }
 
-    /// Tells the agreement that a peer's state or anything else has changed.
+    /// Notifies the agreement that a peer's state or anything else has changed.
     pub(in super::super) fn notify(&self) {
         self.lock().changes += 1;
         self.changed.notify_all();
