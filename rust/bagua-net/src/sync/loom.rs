@@ -9,7 +9,7 @@
 //! - **Time.** Every time that was measured is [`ELAPSED`]: each spin is in vain, no deadline passes. No futex and no condition
 //!   variable times out: what only a timeout would wake is a deadlock, which loom reports.
 //! - **Arc.** Counts as the standard library's does, with `Relaxed` and `Release`; loom's own orders more.
-//! - **Shared memory.** The bytes are real. Its atomic words live in loom instead: a pool of zeros, given to
+//! - **Shared memory.** The bytes are real. Its atomic words are in loom instead: a pool of zeros, given to
 //!   addresses in the order in which they are first asked for. Each slice counts as an access to the [`BLOCK`]s that it overlaps at
 //!   the moment in which it is made, and loom reports two accesses that nothing orders.
 
