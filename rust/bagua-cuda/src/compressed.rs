@@ -41,8 +41,8 @@ impl CodecOnDevice {
     ) -> Result<Option<Box<dyn DeviceCodec>>> {
         let Some(kernels) = kernels_of(codec).filter(|_| codec.check(dtype).is_ok()) else { return Ok(None) };
         let opened = CodecOnDevice { device: Arc::clone(device), kernels };
-        let stage = opened.place()?.stage();
-        load(&*opened.kernels, stage.context(), dtype, &[Part::Encode, Part::Combine, Part::Decode])?;
+        let lane_device = opened.place()?.lane_device();
+        load(&*opened.kernels, lane_device.context(), dtype, &[Part::Encode, Part::Combine, Part::Decode])?;
         Ok(Some(Box::new(opened)))
     }
 
@@ -55,10 +55,10 @@ impl CodecOnDevice {
     /// and returns how many.
     fn step(&self, cx: &OpContext<'_>, work: impl FnOnce(&Context, CUstream, usize) -> Result<u64>) -> Result<()> {
         let place = self.place()?;
-        place.on_lane(|stage, copier| {
+        place.on_lane(|lane_device, copier| {
             let (up, counter) = (copier.up.handle(), copier.nonfinite(cx)?);
-            stage.order_after_last(up)?;
-            stage.launches.fetch_add(work(stage.context(), up, counter)?, Relaxed);
+            lane_device.order_after_last(up)?;
+            lane_device.launches.fetch_add(work(lane_device.context(), up, counter)?, Relaxed);
             place.mark_end(copier, false)
         })
     }
@@ -179,13 +179,13 @@ impl DeviceCodec for CodecOnDevice {
         record: Buffer<'_>,
         after: BufferMut<'_>,
     ) -> Result<()> {
-        let stage = self.place()?.stage();
+        let lane_device = self.place()?.lane_device();
         let (from, record, count) = (records.address(), record.address(), after.len() / DType::F32.size());
         if count == 0 {
             return Ok(());
         }
         let op = if divisor == 1 { ReduceOp::Sum } else { ReduceOp::Avg };
-        let reduction = Reduction::new(stage.context(), chunks.dtype, op, divisor)?;
+        let reduction = Reduction::new(lane_device.context(), chunks.dtype, op, divisor)?;
         self.step(cx, |context, stream, _| {
             let (members, bytes) = (chunks.chunks, chunks.count * chunks.dtype.size());
             let decoded = Scratch::new(context, members * bytes, stream)?;
@@ -199,7 +199,7 @@ impl DeviceCodec for CodecOnDevice {
             // where the second one's were.
             let launches = unsafe {
                 let launches = self.kernels.decode(context, stream, from, all, members)?;
-                reduction.launch(&stage, stream, &at, at[0], bytes)?;
+                reduction.launch(&lane_device, stream, &at, at[0], bytes)?;
                 let launches = launches + self.kernels.decode(context, stream, record, one, 1)?;
                 launches + feed_back(context, stream, "lose_mean", chunks.dtype, &mut arguments, count)?
             };

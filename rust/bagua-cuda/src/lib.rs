@@ -68,6 +68,6 @@ pub use context::{Context, Memory};
 pub use device::{Place, Requested};
 pub use error::{Error, Result};
 pub use factory::Factory;
-pub use lane_state::{Choice, Counts, Stage};
+pub use lane_state::{Choice, Counts, LaneDevice};
 pub use libraries::{Libraries, Places};
 pub use weights::{Averaged, Averaging, WeightOrder};

@@ -13,7 +13,7 @@ use bagua_core::error::{Error, Progress, Result};
 use bagua_core::group::JoinServer;
 use bagua_core::memory::{self, Device, Owner};
 use bagua_core::wait::{Waited, lock, wait_in_slices};
-use bagua_cuda::{Averaging, Place, Stage, WeightOrder};
+use bagua_cuda::{Averaging, LaneDevice, Place, WeightOrder};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -338,7 +338,7 @@ pub type Described = (usize, usize, u8, bool);
 /// The device of an averaging, for Python's arguments: the device, the stream that has the last work on the weights, and who has them.
 pub type OnDevice<'py> = (PyRef<'py, CudaDevice>, usize, Py<PyAny>);
 
-/// The memory of a model. `stage`, where it is on a device: what the averaging has there.
+/// The memory of a model. `lane_device`, where it is on a device: what the averaging has there.
 ///
 /// # Errors
 /// As [`tensor::weights_in`], and `NotImplemented` for a stream that is being captured.
@@ -350,14 +350,14 @@ pub unsafe fn model(
     (weights, buffers): (Vec<Described>, Vec<Described>),
     lock: &WeightLock,
     device: Option<OnDevice<'_>>,
-    stage: impl FnOnce(&CudaDevice) -> Arc<Stage>,
+    lane_device: impl FnOnce(&CudaDevice) -> Arc<LaneDevice>,
 ) -> Result<core::Model> {
     let averaging = device.map(|(device, stream, keep)| -> Result<Arc<Averaging>> {
         let order = lock.order.get_or_init(|| Arc::new(WeightOrder::new(device.context())));
         order.begin(device.context())?;
         // The training has used the weights without the lock so far.
         order.leave(stream)?;
-        Ok(Averaging::new(stage(&device), Arc::clone(order), Box::new(keep)))
+        Ok(Averaging::new(lane_device(&device), Arc::clone(order), Box::new(keep)))
     });
     let (averaging, core) = (averaging.transpose()?, lock.core());
     let one = |(address, count, dtype, on_device)| {

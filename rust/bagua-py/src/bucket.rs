@@ -44,7 +44,7 @@ impl Bucket {
     /// A device as the bucket knows it: the value of its own tensors where it is theirs.
     fn place_on(&self, device: &CudaDevice, keep: Option<Py<PyAny>>) -> Arc<dyn Device> {
         match &self.place {
-            Some(place) if Arc::ptr_eq(place.stage().context(), device.context()) => {
+            Some(place) if Arc::ptr_eq(place.lane_device().context(), device.context()) => {
                 place.keep_always(Box::new(keep));
                 Arc::clone(place) as Arc<dyn Device>
             }

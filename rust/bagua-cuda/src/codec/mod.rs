@@ -66,8 +66,8 @@ pub unsafe fn encode(place: &Place, codec: &dyn Codec, from: Elements, chunks: u
     if from.count == 0 {
         return Ok(());
     }
-    let stage = place.stage();
-    let context = stage.context();
+    let lane_device = place.lane_device();
+    let context = lane_device.context();
     load(&*kernels, context, from.dtype, &[Part::Encode])?;
     // SAFETY: the caller's promise for both arrays, whose sizes were checked.
     place.on_stream(|stream| unsafe { kernels.encode(context, stream, from, chunks, to.address, 0) }.map(drop))
@@ -86,8 +86,8 @@ pub unsafe fn decode(place: &Place, codec: &dyn Codec, from: Records, to: Elemen
     if to.count == 0 {
         return Ok(());
     }
-    let stage = place.stage();
-    let context = stage.context();
+    let lane_device = place.lane_device();
+    let context = lane_device.context();
     load(&*kernels, context, to.dtype, &[Part::Decode])?;
     // SAFETY: the caller's promise for both arrays, whose sizes were checked.
     place.on_stream(|stream| unsafe { kernels.decode(context, stream, from.address, to, chunks) }.map(drop))

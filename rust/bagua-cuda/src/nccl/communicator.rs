@@ -127,7 +127,7 @@ impl Communicator {
     /// # Errors
     /// `UnsupportedType`, before anything is put on a device.
     pub(crate) fn check_device(&self, place: &Place) -> Result<()> {
-        let (own, other) = (self.context().device(), place.stage().context().device());
+        let (own, other) = (self.context().device(), place.lane_device().context().device());
         if own == other {
             return Ok(());
         }
@@ -145,10 +145,10 @@ impl Communicator {
             return Err(cause);
         }
         let stream = self.stream();
-        let (done, stage) = (place.done()?, place.stage());
+        let (done, lane_device) = (place.done()?, place.lane_device());
         let number = self.watched.begin(cx, &done, place.failure());
         // The last operation may have been copies on another stream, of a bucket that was gathered.
-        let begun = place.order_after_start(&[stream]).and_then(|()| stage.order_after_last(stream));
+        let begun = place.order_after_start(&[stream]).and_then(|()| lane_device.order_after_last(stream));
         let outcome = begun.and_then(|()| work()).map_err(|error| self.watched.doom(error));
         if outcome.is_err() && !self.watched.wait_until_ended(SOON) {
             place.ended(false);
@@ -157,7 +157,7 @@ impl Communicator {
         let recorded = done.record(stream);
         place.ended(recorded.is_ok());
         if recorded.is_ok() {
-            stage.set_last(&done);
+            lane_device.set_last(&done);
             self.watched.on_stream(number);
         }
         outcome.and(recorded).map_err(|error| self.watched.doom(error))

@@ -13,7 +13,7 @@ use bagua_core::memory::{Device, DeviceRef, Region};
 use bagua_core::same_ranks_as;
 use bagua_core::types::DType;
 use bagua_core::wait::Waited;
-use bagua_cuda::{Context, Factory, Libraries, Place, Places, Requested, Stage};
+use bagua_cuda::{Context, Factory, LaneDevice, Libraries, Place, Places, Requested};
 
 use crate::world::{Ranks, hier, local, shm};
 
@@ -121,13 +121,13 @@ impl Drop for CudaMemory {
 struct OnCuda {
     staged: Box<dyn Collective>,
     driver: &'static Driver,
-    stage: Arc<Stage>,
+    lane_device: Arc<LaneDevice>,
 }
 
 impl OnCuda {
     fn place(&self) -> Result<Arc<Place>> {
-        let place = Place::new(&self.stage, Requested::Auto, 1, Vec::new())?;
-        self.stage.prepare()?;
+        let place = Place::new(&self.lane_device, Requested::Auto, 1, Vec::new())?;
+        self.lane_device.prepare()?;
         Ok(Arc::new(place))
     }
 
@@ -194,7 +194,8 @@ fn on_cuda(ranks: Ranks, size: usize) -> Vec<Box<dyn Collective>> {
     let Some(driver) = driver() else { return inner };
     let wrap = |inner: Box<dyn Collective>| {
         let staged = Factory.wrap(inner, &[(0..size).collect()]);
-        Box::new(OnCuda { staged, driver, stage: Arc::new(Stage::new(&driver.context)) }) as Box<dyn Collective>
+        Box::new(OnCuda { staged, driver, lane_device: Arc::new(LaneDevice::new(&driver.context)) })
+            as Box<dyn Collective>
     };
     inner.into_iter().map(wrap).collect()
 }
