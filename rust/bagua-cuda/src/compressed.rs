@@ -15,7 +15,7 @@ use bagua_core::types::{DType, ReduceOp};
 
 use crate::codec::{Elements, Kernels, Part, kernels_of, load};
 use crate::context::Context;
-use crate::device::Place;
+use crate::device::OperationDevice;
 use crate::driver_functions::CUstream;
 use crate::kernels::{Grid, MAX_SOURCES, short_name};
 use crate::memory::Scratch;
@@ -23,13 +23,13 @@ use crate::reduction::Reduction;
 
 /// See the module.
 pub(crate) struct CodecOnDevice {
-    /// A [`Place`].
+    /// A [`OperationDevice`].
     device: Arc<dyn Device>,
     kernels: Box<dyn Kernels>,
 }
 
 impl CodecOnDevice {
-    /// On a device whose value is a [`Place`]; `None` for codecs without kernels, and for element types that they do not encode. The kernels
+    /// On a device whose value is a [`OperationDevice`]; `None` for codecs without kernels, and for element types that they do not encode. The kernels
     /// are loaded then.
     ///
     /// # Errors
@@ -46,7 +46,7 @@ impl CodecOnDevice {
         Ok(Some(Box::new(opened)))
     }
 
-    fn place(&self) -> Result<&Place> {
+    fn place(&self) -> Result<&OperationDevice> {
         let device: &dyn Any = &*self.device;
         device.downcast_ref().ok_or_else(|| Error::other("the device is none of CUDA"))
     }

@@ -53,7 +53,7 @@ impl Requested {
 
 /// How far the device's part of an operation has come, as the communication thread knows it.
 const NOTHING_BEGAN: u8 = 0;
-/// [`Place::done`] was recorded behind all copies.
+/// [`OperationDevice::done`] was recorded behind all copies.
 const RECORDED: u8 = 1;
 /// It could not be: when the device is done is unknown.
 const LOST: u8 = 2;
@@ -70,7 +70,7 @@ struct Marks {
 }
 
 /// The device of one operation, or of the tensors of a bucket.
-pub struct Place {
+pub struct OperationDevice {
     name: String,
     /// What the lane has that runs the operations. A bucket's changes with its engine.
     lane_device: Mutex<Arc<LaneDevice>>,
@@ -99,7 +99,7 @@ pub struct Place {
 /// Registrations of buckets in this process.
 static REGISTRATIONS: AtomicU64 = AtomicU64::new(0);
 
-impl Place {
+impl OperationDevice {
     /// The device of an operation that begins after the work of `stream` and of `producers`, and that `stream` is ordered after by default.
     ///
     /// # Errors
@@ -109,11 +109,11 @@ impl Place {
         requested: Requested,
         stream: usize,
         producers: Vec<usize>,
-    ) -> Result<Place> {
+    ) -> Result<OperationDevice> {
         lane_device.release();
         lane_device.context().refuse_capture(&[stream])?;
         lane_device.context().refuse_capture(&producers)?;
-        Ok(Place {
+        Ok(OperationDevice {
             name: format!("cuda:{}", lane_device.context().device()),
             requested,
             stream,
@@ -131,8 +131,12 @@ impl Place {
     }
 
     /// The device of a bucket's tensors, which `owner` has: it is dropped when the device is done with them. Touches nothing of the device.
-    pub fn of_bucket(lane_device: &Arc<LaneDevice>, requested: Requested, owner: Box<dyn Any + Send>) -> Place {
-        Place {
+    pub fn of_bucket(
+        lane_device: &Arc<LaneDevice>,
+        requested: Requested,
+        owner: Box<dyn Any + Send>,
+    ) -> OperationDevice {
+        OperationDevice {
             name: format!("cuda:{}", lane_device.context().device()),
             requested,
             stream: LEGACY,
@@ -151,7 +155,7 @@ impl Place {
 
     /// The same; with `check`, all ranks compare their calls over the host first.
     #[must_use]
-    pub fn checked(mut self, check: bool) -> Place {
+    pub fn checked(mut self, check: bool) -> OperationDevice {
         self.check = check;
         self
     }
@@ -317,7 +321,7 @@ impl Place {
     }
 
     /// Holds `what` until the value that this returns is dropped, and then until the device is done with the operation.
-    pub fn keeper(self: &Arc<Place>, what: Box<dyn Any + Send>) -> Keeper {
+    pub fn keeper(self: &Arc<OperationDevice>, what: Box<dyn Any + Send>) -> Keeper {
         Keeper { place: Arc::clone(self), kept: Some(what) }
     }
 
@@ -370,9 +374,9 @@ impl Stamp for TimedMark {
     }
 }
 
-/// See [`Place::keeper`].
+/// See [`OperationDevice::keeper`].
 pub struct Keeper {
-    place: Arc<Place>,
+    place: Arc<OperationDevice>,
     kept: Option<Box<dyn Any + Send>>,
 }
 
@@ -385,18 +389,18 @@ impl Drop for Keeper {
 }
 
 /// The CUDA device behind a core's reference; `None` for the host and for other devices.
-pub(crate) fn place_of(device: DeviceRef<'_>) -> Option<&Place> {
+pub(crate) fn place_of(device: DeviceRef<'_>) -> Option<&OperationDevice> {
     let device: &dyn Any = &**device?;
     device.downcast_ref()
 }
 
-impl std::fmt::Debug for Place {
+impl std::fmt::Debug for OperationDevice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.name)
     }
 }
 
-impl Device for Place {
+impl Device for OperationDevice {
     fn name(&self) -> &str {
         &self.name
     }
@@ -452,7 +456,7 @@ impl Device for Place {
     }
 
     fn order(&self, stream: Option<usize>) -> Result<()> {
-        Place::order(self, stream)
+        OperationDevice::order(self, stream)
     }
 
     fn is_ready(&self) -> Result<bool> {
@@ -573,14 +577,14 @@ impl Device for Place {
     }
 
     unsafe fn copy_within(&self, from: NonNull<u8>, to: NonNull<u8>, len: usize, stream: Option<usize>) -> Result<()> {
-        Place::order(self, stream)?;
+        OperationDevice::order(self, stream)?;
         let (from, to) = (from.as_ptr() as usize, to.as_ptr() as usize);
         // SAFETY: the caller's promise.
         unsafe { self.lane_device().context().copy(to, from, len, stream.unwrap_or(self.stream)) }
     }
 }
 
-impl Drop for Place {
+impl Drop for OperationDevice {
     fn drop(&mut self) {
         let kept = std::mem::take(&mut lock(&self.marks).kept);
         let owner = std::mem::take(&mut *lock(&self.owner));

@@ -17,7 +17,7 @@ use nccl_sys::UNIQUE_ID_BYTES;
 
 use crate::collective_choice::{self, Candidate, Hosts, NCCL, RECORD};
 use crate::compressed::CodecOnDevice;
-use crate::device::{KIND, Place, Requested, place_of};
+use crate::device::{KIND, OperationDevice, Requested, place_of};
 use crate::kernels::MAX_SOURCES;
 use crate::lane_state::{Choice, HIER, LaneDevice, STAGED};
 use crate::nccl::{Communicator, Nccl, serves, unique_id};
@@ -167,7 +167,7 @@ impl OnDevices {
     ///
     /// # Errors
     /// `Unavailable` on all ranks where they request different collectives, or one that they cannot use; what prevents a communicator.
-    fn agree(&mut self, cx: &OpContext<'_>, place: &Place) -> Result<&'static str> {
+    fn agree(&mut self, cx: &OpContext<'_>, place: &OperationDevice) -> Result<&'static str> {
         let lane_device = place.lane_device();
         if !self.lane_devices.iter().any(|known| Arc::ptr_eq(known, &lane_device)) {
             self.lane_devices.push(Arc::clone(&lane_device));
@@ -205,7 +205,7 @@ impl OnDevices {
 
     /// Before a verb that is made of messages: all ranks choose, and by NCCL compare their calls. Where `staged` was asked for there is nothing
     /// to choose, and the tensor may be on the host of some ranks.
-    fn agree_on_messages(&mut self, cx: &OpContext<'_>, place: &Place) -> Result<()> {
+    fn agree_on_messages(&mut self, cx: &OpContext<'_>, place: &OperationDevice) -> Result<()> {
         if place.requested == Requested::Staged && self.chosen.is_none() {
             return Ok(());
         }
@@ -276,7 +276,7 @@ fn connect(
     host: &mut dyn Collective,
     cx: &OpContext<'_>,
     nccl: Option<&Arc<Nccl>>,
-    place: &Place,
+    place: &OperationDevice,
 ) -> Result<Communicator> {
     let nccl = nccl.ok_or_else(|| Error::other("NCCL was chosen, and this rank has none"))?;
     let lane_device = place.lane_device();
@@ -288,7 +288,12 @@ fn connect(
 
 /// All ranks compare their calls, over the host's collective: the first operation of a bucket after each of its registrations, and each one
 /// where the caller wants that. NCCL does not notice calls that differ.
-fn compare(inner: &mut dyn Collective, compared: &mut HashSet<u64>, cx: &OpContext<'_>, place: &Place) -> Result<()> {
+fn compare(
+    inner: &mut dyn Collective,
+    compared: &mut HashSet<u64>,
+    cx: &OpContext<'_>,
+    place: &OperationDevice,
+) -> Result<()> {
     let first = place.registration().is_some_and(|number| compared.insert(number));
     if !place.check && !first {
         return Ok(());
@@ -298,7 +303,7 @@ fn compare(inner: &mut dyn Collective, compared: &mut HashSet<u64>, cx: &OpConte
 }
 
 /// The record of this rank, and its NCCL where it has one that can be used. NCCL is looked for only where the caller requests it.
-fn candidate(place: &Place) -> (Candidate, Option<Arc<Nccl>>) {
+fn candidate(place: &OperationDevice) -> (Candidate, Option<Arc<Nccl>>) {
     let lane_device = place.lane_device();
     let context = lane_device.context();
     let plain = Candidate { requested: place.requested, uuid: context.uuid(), ..Candidate::default() };

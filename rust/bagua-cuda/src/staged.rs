@@ -11,7 +11,7 @@ use bagua_core::collective::{Collective, Incoming, Io, OpContext, Outgoing, Verb
 use bagua_core::error::Result;
 use bagua_core::memory::Buffer;
 
-use crate::device::Place;
+use crate::device::OperationDevice;
 use crate::lane_state::{Copier, PIECE, wait_until_reached};
 use crate::shards::Parts;
 
@@ -27,7 +27,7 @@ pub(crate) fn run(
     cx: &OpContext<'_>,
     verb: Verb<'_>,
     parts: &Parts,
-    place: &Place,
+    place: &OperationDevice,
 ) -> Result<()> {
     place.lane_device().copier(|copier| {
         let outcome = pieces(inner, cx, verb, parts, place, copier);
@@ -46,7 +46,7 @@ pub(crate) fn exchange(
     cx: &OpContext<'_>,
     sends: &[Outgoing<'_>],
     recvs: &mut [Incoming<'_>],
-    place: &Place,
+    place: &OperationDevice,
     memory: &mut [Vec<u8>; 2],
 ) -> Result<()> {
     let mut given: Vec<Buffer<'_>> = Vec::new();
@@ -105,7 +105,7 @@ fn pieces(
     cx: &OpContext<'_>,
     verb: Verb<'_>,
     parts: &Parts,
-    place: &Place,
+    place: &OperationDevice,
     copier: &mut Copier,
 ) -> Result<()> {
     let (down, up) = (copier.down.handle(), copier.up.handle());

@@ -13,7 +13,7 @@ use bagua_core::error::{Error, Progress, Result};
 use bagua_core::group::JoinServer;
 use bagua_core::memory::{self, Device, Owner};
 use bagua_core::wait::{Waited, lock, wait_in_slices};
-use bagua_cuda::{Averaging, LaneDevice, Place, WeightOrder};
+use bagua_cuda::{Averaging, LaneDevice, OperationDevice, WeightOrder};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -50,7 +50,7 @@ pub struct WeightLock {
     /// Of weights that are averaged on a device.
     order: OnceLock<Arc<WeightOrder>>,
     /// Of buckets on devices whose operations take the lock.
-    places: Mutex<Vec<Arc<Place>>>,
+    places: Mutex<Vec<Arc<OperationDevice>>>,
     /// The process that made it.
     owner: u32,
     /// Nanoseconds that threads of Python have waited for it.
@@ -63,7 +63,7 @@ impl WeightLock {
     }
 
     /// From now on it orders streams with what operations do with a bucket's tensors.
-    pub fn follow(&self, place: &Arc<Place>) {
+    pub fn follow(&self, place: &Arc<OperationDevice>) {
         lock(&self.places).push(Arc::clone(place));
     }
 
@@ -92,7 +92,7 @@ impl WeightLock {
         &self,
         py: Python<'_>,
         of_weights: impl FnOnce(&WeightOrder) -> Result<()> + Send,
-        of_bucket: impl Fn(&Arc<Place>) -> Result<()> + Send,
+        of_bucket: impl Fn(&Arc<OperationDevice>) -> Result<()> + Send,
     ) -> PyResult<()> {
         let (order, places) = (self.order.get(), lock(&self.places).clone());
         if order.is_none() && places.is_empty() {

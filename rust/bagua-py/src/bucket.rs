@@ -13,7 +13,7 @@ use bagua_core::op::{
     LowPrecisionDecentralizedOp, Op,
 };
 use bagua_core::request::PeerSelection;
-use bagua_cuda::{Place, Requested};
+use bagua_cuda::{OperationDevice, Requested};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -37,7 +37,7 @@ pub struct Bucket {
     /// How many of its tensors can be marked ready: all but padding.
     pub markable: usize,
     /// Its tensors' device; `None` for the host.
-    pub place: Option<Arc<Place>>,
+    pub place: Option<Arc<OperationDevice>>,
 }
 
 impl Bucket {

@@ -10,7 +10,7 @@ use bagua_core::group::{Group, Lane, Options};
 use bagua_core::health::GroupHealth;
 use bagua_core::memory::Device;
 use bagua_core::wait::lock;
-use bagua_cuda::{Context, Counts, LaneDevice, Place, Requested};
+use bagua_cuda::{Context, Counts, LaneDevice, OperationDevice, Requested};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -36,8 +36,8 @@ impl CudaDevice {
     }
 
     /// The device of a bucket's tensors, which `owner` has, until an engine registers the bucket.
-    pub fn of_bucket(&self, requested: Requested, check: bool, owner: Option<Py<PyAny>>) -> Arc<Place> {
-        Arc::new(Place::of_bucket(&self.lane_device, requested, Box::new(owner)).checked(check))
+    pub fn of_bucket(&self, requested: Requested, check: bool, owner: Option<Py<PyAny>>) -> Arc<OperationDevice> {
+        Arc::new(OperationDevice::of_bucket(&self.lane_device, requested, Box::new(owner)).checked(check))
     }
 }
 
@@ -58,7 +58,7 @@ impl CudaDevice {
     ///
     /// Raises NotImplementedError for a stream that is being captured, DeviceError.
     fn call(&self, py: Python<'_>, stream: usize, producers: Vec<usize>) -> PyResult<CudaCall> {
-        let place = py.detach(|| Place::new(&self.lane_device, Requested::default(), stream, producers));
+        let place = py.detach(|| OperationDevice::new(&self.lane_device, Requested::default(), stream, producers));
         Ok(CudaCall::of(Arc::new(place.map_err(|e| errors::raise(py, e))?)))
     }
 
@@ -118,8 +118,9 @@ impl LaneDevices {
     ) -> PyResult<CudaCall> {
         let requested = requested(collective).map_err(|e| errors::raise(py, e))?;
         let lane_device = self.on(device.context());
-        let place =
-            py.detach(|| Place::new(&lane_device, requested, stream, producers)).map_err(|e| origin.fail(py, e))?;
+        let place = py
+            .detach(|| OperationDevice::new(&lane_device, requested, stream, producers))
+            .map_err(|e| origin.fail(py, e))?;
         Ok(CudaCall::of(Arc::new(place.checked(check))))
     }
 }
@@ -132,7 +133,7 @@ pub fn submit(
     py: Python<'_>,
     origin: &Origin,
     call: Call,
-    place: &Arc<Place>,
+    place: &Arc<OperationDevice>,
     verb: impl FnOnce(&mut Lane, &Options<'_>) -> Result<()> + Send + 'static,
     submit: impl FnOnce(LaneJob) -> Result<core::Handle> + Send,
 ) -> PyResult<Handle> {
@@ -191,15 +192,15 @@ pub fn stats<'py>(py: Python<'py>, lanes: &[Arc<LaneDevices>]) -> PyResult<Optio
 /// The device's side of one operation: see `Communicator.cuda_call`.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct CudaCall {
-    core: Arc<Place>,
+    core: Arc<OperationDevice>,
 }
 
 impl CudaCall {
-    pub fn of(core: Arc<Place>) -> CudaCall {
+    pub fn of(core: Arc<OperationDevice>) -> CudaCall {
         CudaCall { core }
     }
 
-    pub fn core(&self) -> &Arc<Place> {
+    pub fn core(&self) -> &Arc<OperationDevice> {
         &self.core
     }
 

@@ -11,7 +11,7 @@ use bagua_core::memory::Device;
 use bagua_core::recorder::Announced;
 use bagua_core::types::DType;
 use bagua_core::wait::lock;
-use bagua_cuda::Place;
+use bagua_cuda::OperationDevice;
 use pyo3::prelude::*;
 
 use crate::bucket::Bucket;
@@ -31,7 +31,7 @@ pub struct Engine {
     /// The group, for its errors.
     origin: Origin,
     /// Element type and place of each registered tensor by number, for `mark_ready` with an address. Never locked while waiting.
-    tensors: Mutex<Vec<(DType, Option<Arc<Place>>)>>,
+    tensors: Mutex<Vec<(DType, Option<Arc<OperationDevice>>)>>,
     /// What its lane has on devices.
     lane_devices: Arc<LaneDevices>,
 }
@@ -42,7 +42,7 @@ impl Engine {
     }
 
     /// Element type and place of a registered tensor.
-    fn tensor(&self, number: usize) -> Option<(DType, Option<Arc<Place>>)> {
+    fn tensor(&self, number: usize) -> Option<(DType, Option<Arc<OperationDevice>>)> {
         lock(&self.tensors).get(number).cloned()
     }
 

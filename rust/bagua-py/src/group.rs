@@ -17,7 +17,7 @@ use bagua_core::recorder::Announced;
 use bagua_core::request::{PartLayout, Verb};
 use bagua_core::types::Kind;
 use bagua_core::wait as sync;
-use bagua_cuda::{LaneDevice, Place, Requested};
+use bagua_cuda::{LaneDevice, OperationDevice, Requested};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -117,7 +117,7 @@ impl Communicator {
         &self,
         py: Python<'_>,
         call: Call,
-        place: &Arc<Place>,
+        place: &Arc<OperationDevice>,
         op: &Announced<'_>,
         verb: impl FnOnce(&mut Lane, &Options<'_>) -> Result<()> + Send + 'static,
     ) -> PyResult<Option<Handle>> {

@@ -14,7 +14,7 @@ use bagua_core::error::{Error, Result};
 use bagua_core::types::DType;
 
 use crate::context::Context;
-use crate::device::Place;
+use crate::device::OperationDevice;
 
 /// The kernels of a codec; `None` where it has none.
 pub(crate) fn kernels_of(codec: &dyn Codec) -> Option<Box<dyn Kernels>> {
@@ -55,12 +55,18 @@ fn found(codec: &dyn Codec) -> Result<Box<dyn Kernels>> {
 /// Encodes elements in `chunks` equal parts with a record each. Never waits for the device.
 ///
 /// # Safety
-/// Both are memory of the call's device, which lives and has no other use until [`Place::keep`] lets go of what is kept then.
+/// Both are memory of the call's device, which lives and has no other use until [`OperationDevice::keep`] lets go of what is kept then.
 ///
 /// # Errors
 /// As [`check`]; `InvalidArgument` unless `chunks` divides the elements, for records of another length, for memory that overlaps or elements
 /// that are not aligned; `Unavailable` without NVRTC; `Device`.
-pub unsafe fn encode(place: &Place, codec: &dyn Codec, from: Elements, chunks: usize, to: Records) -> Result<()> {
+pub unsafe fn encode(
+    place: &OperationDevice,
+    codec: &dyn Codec,
+    from: Elements,
+    chunks: usize,
+    to: Records,
+) -> Result<()> {
     let kernels = found(codec)?;
     check_memory(codec, from, chunks, to)?;
     if from.count == 0 {
@@ -80,7 +86,13 @@ pub unsafe fn encode(place: &Place, codec: &dyn Codec, from: Elements, chunks: u
 ///
 /// # Errors
 /// As [`encode`].
-pub unsafe fn decode(place: &Place, codec: &dyn Codec, from: Records, to: Elements, chunks: usize) -> Result<()> {
+pub unsafe fn decode(
+    place: &OperationDevice,
+    codec: &dyn Codec,
+    from: Records,
+    to: Elements,
+    chunks: usize,
+) -> Result<()> {
     let kernels = found(codec)?;
     check_memory(codec, to, chunks, from)?;
     if to.count == 0 {

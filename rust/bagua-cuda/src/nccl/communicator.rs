@@ -20,7 +20,7 @@ use nccl_sys::{
 use super::Nccl;
 use super::watch::{Handle, Watched};
 use crate::context::Context;
-use crate::device::Place;
+use crate::device::OperationDevice;
 use crate::driver_functions::CUstream;
 use crate::event::Event;
 use crate::lane_state::{PATIENCE, Pauses, wait_until_reached};
@@ -126,7 +126,7 @@ impl Communicator {
     ///
     /// # Errors
     /// `UnsupportedType`, before anything is put on a device.
-    pub(crate) fn check_device(&self, place: &Place) -> Result<()> {
+    pub(crate) fn check_device(&self, place: &OperationDevice) -> Result<()> {
         let (own, other) = (self.context().device(), place.lane_device().context().device());
         if own == other {
             return Ok(());
@@ -140,7 +140,12 @@ impl Communicator {
     ///
     /// # Errors
     /// Those of `work`, which end the communicator; the group's first cause.
-    pub(crate) fn operate(&self, cx: &OpContext<'_>, place: &Place, work: impl FnOnce() -> Result<()>) -> Result<()> {
+    pub(crate) fn operate(
+        &self,
+        cx: &OpContext<'_>,
+        place: &OperationDevice,
+        work: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         if let Some(cause) = self.watched.cause() {
             return Err(cause);
         }

@@ -6,7 +6,7 @@ use bagua_core::request::{OpContext, Verb};
 use bagua_core::types::ReduceOp;
 
 use super::communicator::Communicator;
-use crate::device::Place;
+use crate::device::OperationDevice;
 use crate::driver_functions::CUstream;
 use crate::kernels::MAX_SOURCES;
 use crate::lane_state::LaneDevice;
@@ -31,7 +31,7 @@ impl Communicator {
         verb: Verb<'_>,
         op: ReduceOp,
         parts: &Parts,
-        place: &Place,
+        place: &OperationDevice,
     ) -> Result<()> {
         let kernel = Reduction::new(self.context(), cx.dtype(), op, 1)?;
         let lane_device = place.lane_device();

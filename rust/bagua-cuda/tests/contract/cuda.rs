@@ -13,7 +13,7 @@ use bagua_core::memory::{Device, DeviceRef, Region};
 use bagua_core::same_ranks_as;
 use bagua_core::types::DType;
 use bagua_core::wait::Waited;
-use bagua_cuda::{Context, Factory, LaneDevice, Libraries, Place, Places, Requested};
+use bagua_cuda::{Context, Factory, LaneDevice, Libraries, OperationDevice, Places, Requested};
 
 use crate::world::{Ranks, hier, local, shm};
 
@@ -86,7 +86,7 @@ struct CudaMemory {
 
 impl CudaMemory {
     /// A copy of these bytes.
-    fn of(driver: &'static Driver, place: &Arc<Place>, bytes: &[u8]) -> CudaMemory {
+    fn of(driver: &'static Driver, place: &Arc<OperationDevice>, bytes: &[u8]) -> CudaMemory {
         let mut address = 0;
         // SAFETY: the context lives for ever; the calls write one address and read these bytes.
         unsafe {
@@ -125,13 +125,13 @@ struct OnCuda {
 }
 
 impl OnCuda {
-    fn place(&self) -> Result<Arc<Place>> {
-        let place = Place::new(&self.lane_device, Requested::Auto, 1, Vec::new())?;
+    fn place(&self) -> Result<Arc<OperationDevice>> {
+        let place = OperationDevice::new(&self.lane_device, Requested::Auto, 1, Vec::new())?;
         self.lane_device.prepare()?;
         Ok(Arc::new(place))
     }
 
-    fn done(place: &Place) -> Result<()> {
+    fn done(place: &OperationDevice) -> Result<()> {
         match place.wait_for(Duration::from_secs(60)) {
             Waited::Done(result) => result,
             Waited::Pending => panic!("the device is not done"),
