@@ -69,5 +69,5 @@ pub use device::{OperationDevice, Requested};
 pub use error::{Error, Result};
 pub use factory::Factory;
 pub use lane_state::{Choice, Counts, LaneDevice};
-pub use libraries::{Libraries, Places};
+pub use libraries::{Libraries, LibraryPaths};
 pub use weights::{Averaged, Averaging, WeightOrder};

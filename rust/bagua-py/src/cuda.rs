@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bagua_core::error::Error;
-use bagua_cuda::{Cache, Libraries, Memory, Places, compile};
+use bagua_cuda::{Cache, Libraries, LibraryPaths, Memory, compile};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -21,10 +21,10 @@ pub struct PlacesArgument {
     nccl_multi_rank_gpu: bool,
 }
 
-impl From<PlacesArgument> for Places {
-    fn from(from: PlacesArgument) -> Places {
+impl From<PlacesArgument> for LibraryPaths {
+    fn from(from: PlacesArgument) -> LibraryPaths {
         let PlacesArgument { libcuda, libnvrtc, libnccl, site_packages, nccl_multi_rank_gpu } = from;
-        Places { libcuda, libnvrtc, libnccl, site_packages, nccl_multi_rank_gpu }
+        LibraryPaths { libcuda, libnvrtc, libnccl, site_packages, nccl_multi_rank_gpu }
     }
 }
 
@@ -130,7 +130,7 @@ impl CudaLibraries {
         cache: Option<PathBuf>,
         number: i32,
     ) -> PyResult<CudaDevice> {
-        let places: Places = places.into();
+        let places: LibraryPaths = places.into();
         let context = py.detach(|| {
             let context = self.core.driver(&places).map_err(Error::from)?.context(number)?;
             context.compile_with(self.core.compiler(places.clone(), Cache::new(cache)));

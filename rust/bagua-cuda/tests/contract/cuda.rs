@@ -13,7 +13,7 @@ use bagua_core::memory::{Device, DeviceRef, Region};
 use bagua_core::same_ranks_as;
 use bagua_core::types::DType;
 use bagua_core::wait::Waited;
-use bagua_cuda::{Context, Factory, LaneDevice, Libraries, OperationDevice, Places, Requested};
+use bagua_cuda::{Context, Factory, LaneDevice, Libraries, LibraryPaths, OperationDevice, Requested};
 
 use crate::world::{Ranks, hier, local, shm};
 
@@ -50,7 +50,7 @@ fn load() -> Option<Driver> {
         return None;
     }
     let libraries = Box::leak(Box::new(Libraries::new()));
-    let places = Places { libcuda: Some(path.clone()), ..Places::default() };
+    let places = LibraryPaths { libcuda: Some(path.clone()), ..LibraryPaths::default() };
     let context = libraries.driver(&places).unwrap().context(0).unwrap();
     let name = CString::new(path.as_os_str().as_bytes()).unwrap();
     // SAFETY: the library is loaded already, and its functions have the driver's signatures.
