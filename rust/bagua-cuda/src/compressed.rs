@@ -13,7 +13,7 @@ use bagua_core::error::{Error, Result};
 use bagua_core::memory::{Buffer, BufferMut, Device};
 use bagua_core::types::{DType, ReduceOp};
 
-use crate::codec::{Elements, Kernels, Part, kernels_of, load};
+use crate::codec::{CodecStep, Elements, Kernels, kernels_of, load};
 use crate::context::Context;
 use crate::device::OperationDevice;
 use crate::driver_functions::CUstream;
@@ -42,7 +42,12 @@ impl CodecOnDevice {
         let Some(kernels) = kernels_of(codec).filter(|_| codec.check(dtype).is_ok()) else { return Ok(None) };
         let opened = CodecOnDevice { device: Arc::clone(device), kernels };
         let lane_device = opened.place()?.lane_device();
-        load(&*opened.kernels, lane_device.context(), dtype, &[Part::Encode, Part::Combine, Part::Decode])?;
+        load(
+            &*opened.kernels,
+            lane_device.context(),
+            dtype,
+            &[CodecStep::Encode, CodecStep::Combine, CodecStep::Decode],
+        )?;
         Ok(Some(Box::new(opened)))
     }
 

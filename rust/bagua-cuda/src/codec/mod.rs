@@ -6,8 +6,8 @@ mod half_float;
 mod launches;
 mod minmax_u8;
 
+pub(crate) use launches::{CodecStep, Kernels};
 pub use launches::{Elements, Records};
-pub(crate) use launches::{Kernels, Part};
 
 use bagua_core::codec::{Codec, chunks};
 use bagua_core::error::{Error, Result};
@@ -30,7 +30,7 @@ pub(crate) fn kernels_of(codec: &dyn Codec) -> Option<Box<dyn Kernels>> {
 ///
 /// # Errors
 /// `Unavailable` that names NVRTC where that is absent or fails; `Device`.
-pub(crate) fn load(kernels: &dyn Kernels, context: &Context, dtype: DType, parts: &[Part]) -> Result<()> {
+pub(crate) fn load(kernels: &dyn Kernels, context: &Context, dtype: DType, parts: &[CodecStep]) -> Result<()> {
     let mut names = parts.iter().flat_map(|part| kernels.names(*part, dtype));
     names.try_for_each(|name| context.kernel(&name).map(drop))
 }
@@ -74,7 +74,7 @@ pub unsafe fn encode(
     }
     let lane_device = place.lane_device();
     let context = lane_device.context();
-    load(&*kernels, context, from.dtype, &[Part::Encode])?;
+    load(&*kernels, context, from.dtype, &[CodecStep::Encode])?;
     // SAFETY: the caller's promise for both arrays, whose sizes were checked.
     place.on_stream(|stream| unsafe { kernels.encode(context, stream, from, chunks, to.address, 0) }.map(drop))
 }
@@ -100,7 +100,7 @@ pub unsafe fn decode(
     }
     let lane_device = place.lane_device();
     let context = lane_device.context();
-    load(&*kernels, context, to.dtype, &[Part::Decode])?;
+    load(&*kernels, context, to.dtype, &[CodecStep::Decode])?;
     // SAFETY: the caller's promise for both arrays, whose sizes were checked.
     place.on_stream(|stream| unsafe { kernels.decode(context, stream, from.address, to, chunks) }.map(drop))
 }
@@ -167,7 +167,7 @@ mod tests {
     fn every_kernel_of_a_codec_exists() {
         for name in codec::NAMES {
             let Some(kernels) = kernels_of(&*codec::by_name(name, &[]).unwrap()) else { continue };
-            for part in [Part::Encode, Part::Combine, Part::Decode] {
+            for part in [CodecStep::Encode, CodecStep::Combine, CodecStep::Decode] {
                 for dtype in [DType::F32, DType::F16, DType::BF16] {
                     for name in kernels.names(part, dtype) {
                         assert!(program_of(&name).is_some(), "{name}");
