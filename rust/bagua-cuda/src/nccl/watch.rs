@@ -71,7 +71,7 @@ impl Running {
 
 /// What changes.
 #[derive(Default)]
-struct State {
+struct WatchedOperations {
     /// In the order of their calls, which is that of the stream.
     running: Vec<Running>,
     /// Number of the next operation.
@@ -93,7 +93,7 @@ pub(super) struct Watched {
     pub(super) handle: Mutex<Option<Handle>>,
     /// The same, for an abort while a call does not return.
     pub(super) raw: AtomicPtr<ncclComm>,
-    state: Mutex<State>,
+    state: Mutex<WatchedOperations>,
     changed: Condvar,
 }
 
@@ -252,7 +252,7 @@ impl Watched {
     }
 
     /// Deadlines, and ranks that have left.
-    fn look_at_operations(&self, state: &mut MutexGuard<'_, State>) -> Result<()> {
+    fn look_at_operations(&self, state: &mut MutexGuard<'_, WatchedOperations>) -> Result<()> {
         let now = Instant::now();
         let departed = (0..self.health.size()).find(|rank| self.health.has_departed(*rank));
         let mut error = None;
