@@ -56,11 +56,11 @@ struct JoinService {
     incarnation: u64,
     /// Connections that were not authenticated, or whose first message was none.
     refused: AtomicU64,
-    state: Mutex<State>,
+    state: Mutex<KnownJob>,
 }
 
 #[derive(Default)]
-struct State {
+struct KnownJob {
     in_job: bool,
     /// By name.
     models: HashMap<String, Model>,
