@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::admission::Refused;
 use super::peers::Peers;
 use super::round::{Rounds, rooms};
-use super::thread_state::{Control, Shared};
+use super::thread_state::{Control, SharedControl};
 use super::{AveragerStats, Elastic, Model, Settings, State};
 use crate::error::{Error, Progress, Result};
 use crate::group::{Group, JoinRequest, Lane, Options};
@@ -24,7 +24,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The averaging of one model on one rank. Dropping it stops it.
 pub struct Averager {
-    shared: Arc<Shared>,
+    shared: Arc<SharedControl>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -91,7 +91,7 @@ impl Averager {
 
     fn over(peers: Peers, rooms: Vec<ArenaBuffer>, model: Model, settings: Settings, is_new: bool) -> Result<Averager> {
         let takes_part = is_new || settings.takes_part;
-        let shared = Arc::new(Shared::new(peers.world_ranks.clone(), peers.group.clone(), is_new, takes_part));
+        let shared = Arc::new(SharedControl::new(peers.world_ranks.clone(), peers.group.clone(), is_new, takes_part));
         let name = format!("bagua-average-{}", settings.name.replace('\0', ""));
         let rounds = Rounds::new(Arc::clone(&shared), peers, rooms, model, settings);
         let thread = std::thread::Builder::new()
@@ -235,7 +235,7 @@ impl Drop for Averager {
 
 /// A call of `synchronize` that waits.
 pub struct Synchronization {
-    shared: Arc<Shared>,
+    shared: Arc<SharedControl>,
     /// Its number among the calls of this rank.
     call: u64,
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::admission::Joiner;
 use super::peers::{Peers, Status};
-use super::thread_state::{Control, Shared};
+use super::thread_state::{Control, SharedControl};
 use super::weight_buffers::{self, Part};
 use super::{Elastic, Model, Settings, State};
 use crate::error::{Error, Result};
@@ -27,7 +27,7 @@ pub const AVERAGING: Owner = Owner::MAX;
 
 /// The thread.
 pub(super) struct Rounds {
-    shared: Arc<Shared>,
+    shared: Arc<SharedControl>,
     /// `None` only while it is replaced.
     peers: Option<Peers>,
     parts: Vec<Part>,
@@ -76,7 +76,7 @@ struct Open {
 impl Rounds {
     /// `rooms` are those of [`rooms`].
     pub(super) fn new(
-        shared: Arc<Shared>,
+        shared: Arc<SharedControl>,
         peers: Peers,
         rooms: Vec<ArenaBuffer>,
         model: Model,
@@ -417,13 +417,13 @@ pub(super) fn rooms<'a>(
 /// # Errors
 /// `Aborted` when the thread has to end: the thread that ended it may not have waited for a lock that another one held, and the weights
 /// may be gone.
-fn hold(shared: &Shared, parts: &[Part]) -> Result<Option<WeightGuard>> {
+fn hold(shared: &SharedControl, parts: &[Part]) -> Result<Option<WeightGuard>> {
     let guard = parts.first().map(|part| WeightLock::lock(part.weights.lock(), AVERAGING));
     check_stopping(shared)?;
     Ok(guard)
 }
 
-fn check_stopping(shared: &Shared) -> Result<()> {
+fn check_stopping(shared: &SharedControl) -> Result<()> {
     if shared.lock().stopping {
         return Err(Error::Aborted("the averaging of this model has ended".to_owned()));
     }
@@ -434,7 +434,7 @@ fn check_stopping(shared: &Shared) -> Result<()> {
 ///
 /// # Errors
 /// `Aborted`, or the group's first failure.
-fn goes_on(shared: &Shared, group: &Group) -> Result<()> {
+fn goes_on(shared: &SharedControl, group: &Group) -> Result<()> {
     check_stopping(shared)?;
     group.health().check()
 }

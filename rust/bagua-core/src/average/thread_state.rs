@@ -23,7 +23,7 @@ impl Leave for Group {
 }
 
 /// What the thread shares with the others.
-pub(super) struct Shared<G = Group> {
+pub(super) struct SharedControl<G = Group> {
     state: Mutex<Control>,
     /// Notified when `state` changes.
     changed: Condvar,
@@ -62,9 +62,9 @@ pub(super) struct Control {
     pub(super) stats: AveragerStats,
 }
 
-impl<G: Leave> Shared<G> {
+impl<G: Leave> SharedControl<G> {
     /// For a rank that is in the averaging with these ranks of the job.
-    pub(super) fn new(ranks: Vec<usize>, group: G, is_new: bool, takes_part: bool) -> Shared<G> {
+    pub(super) fn new(ranks: Vec<usize>, group: G, is_new: bool, takes_part: bool) -> SharedControl<G> {
         let stats = AveragerStats {
             state: if takes_part { State::Running } else { State::Stopped },
             view: 1,
@@ -78,7 +78,7 @@ impl<G: Leave> Shared<G> {
             lost: BTreeMap::new(),
             joined: 0,
         };
-        Shared {
+        SharedControl {
             state: Mutex::new(Control {
                 takes_part,
                 in_round: false,
