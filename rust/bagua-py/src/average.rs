@@ -295,8 +295,8 @@ impl Averager {
         let stats = py.detach(|| self.core.stats());
         let dict = PyDict::new(py);
         let state = match stats.state {
-            core::State::Running => "running",
-            core::State::Stopped => "stopped",
+            core::AveragerState::Running => "running",
+            core::AveragerState::Stopped => "stopped",
         };
         dict.set_item("state", state)?;
         dict.set_item("view", stats.view)?;

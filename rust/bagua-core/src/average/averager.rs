@@ -9,7 +9,7 @@ use super::admission::Refused;
 use super::peers::Peers;
 use super::round::{Rounds, rooms};
 use super::thread_state::{Control, SharedControl};
-use super::{AveragerStats, Elastic, Model, Settings, State};
+use super::{AveragerState, AveragerStats, Elastic, Model, Settings};
 use crate::error::{Error, Progress, Result};
 use crate::group::{Group, JoinRequest, Lane, Options};
 use crate::memory::ArenaBuffer;
@@ -128,7 +128,7 @@ impl Averager {
     pub fn abort(&self) {
         let mut control = self.shared.lock();
         control.takes_part = false;
-        control.stats.state = State::Stopped;
+        control.stats.state = AveragerState::Stopped;
         self.shared.notify();
     }
 
@@ -151,7 +151,7 @@ impl Averager {
             return Err(Error::Aborted("the averaging of this model has ended".to_owned()));
         }
         control.takes_part = true;
-        control.stats.state = State::Running;
+        control.stats.state = AveragerState::Running;
         Ok(())
     }
 

@@ -74,7 +74,7 @@ pub struct Model {
 
 /// Whether a rank takes part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum AveragerState {
     /// In rounds.
     Running,
     /// Aborted, stopped or failed.
@@ -85,7 +85,7 @@ pub enum State {
 #[derive(Clone, Debug)]
 pub struct AveragerStats {
     /// Whether this rank takes part.
-    pub state: State,
+    pub state: AveragerState,
     /// Number of the membership: grows with each change of it.
     pub view: u64,
     /// Ranks in the job that took part in the last round, ascending.

@@ -10,7 +10,7 @@ use super::admission::Joiner;
 use super::peers::{Peers, Status};
 use super::thread_state::{Control, SharedControl};
 use super::weight_buffers::{self, Part};
-use super::{Elastic, Model, Settings, State};
+use super::{AveragerState, Elastic, Model, Settings};
 use crate::error::{Error, Result};
 use crate::group::{Group, Options};
 use crate::memory::{ArenaBuffer, Owner, WeightGuard, WeightLock, Weights};
@@ -140,7 +140,7 @@ impl Rounds {
         let mut control = shared.lock();
         control.in_round = false;
         control.failure = Some(failure);
-        control.stats.state = State::Stopped;
+        control.stats.state = AveragerState::Stopped;
         drop(control);
         shared.notify();
     }

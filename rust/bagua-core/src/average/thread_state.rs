@@ -5,7 +5,7 @@ use std::sync::PoisonError;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
-use super::{AveragerStats, State};
+use super::{AveragerState, AveragerStats};
 use crate::error::Error;
 use crate::group::{Group, OwnerProcess};
 use crate::sync::{Condvar, Mutex, MutexGuard};
@@ -66,7 +66,7 @@ impl<G: Leave> SharedControl<G> {
     /// For a rank that is in the averaging with these ranks of the job.
     pub(super) fn new(ranks: Vec<usize>, group: G, is_new: bool, takes_part: bool) -> SharedControl<G> {
         let stats = AveragerStats {
-            state: if takes_part { State::Running } else { State::Stopped },
+            state: if takes_part { AveragerState::Running } else { AveragerState::Stopped },
             view: 1,
             ranks,
             rounds: 0,
