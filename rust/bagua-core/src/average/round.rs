@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::admission::Joiner;
 use super::peers::{Peers, Status};
 use super::thread_state::{Control, SharedControl};
-use super::weight_buffers::{self, Part};
+use super::weight_buffers::{self, WeightBuffers};
 use super::{AveragerState, Elastic, Model, Settings};
 use crate::error::{Error, Result};
 use crate::group::{Group, Options};
@@ -30,7 +30,7 @@ pub(super) struct Rounds {
     shared: Arc<SharedControl>,
     /// `None` only while it is replaced.
     peers: Option<Peers>,
-    parts: Vec<Part>,
+    parts: Vec<WeightBuffers>,
     /// What a joining rank gets beside the average.
     buffers: Vec<Weights>,
     settings: Settings,
@@ -83,7 +83,7 @@ impl Rounds {
         settings: Settings,
     ) -> Rounds {
         let Model { weights, buffers } = model;
-        let parts = weights.into_iter().zip(rooms).map(|(weights, average)| Part::new(weights, average));
+        let parts = weights.into_iter().zip(rooms).map(|(weights, average)| WeightBuffers::new(weights, average));
         let (parts, set) = (parts.collect(), peers.world_ranks.clone());
         if let Some(Elastic { server, digest }) = &settings.elastic {
             server.accept_joins(&settings.name, *digest);
@@ -205,7 +205,7 @@ impl Rounds {
             }
         }
         let options = Options { label: &settings.name, ..Options::DEFAULT };
-        let averages = parts.iter_mut().map(Part::average);
+        let averages = parts.iter_mut().map(WeightBuffers::average);
         for bytes in averages.chain(copies.iter_mut().map(Vec::as_mut_slice)).chain([forwards.as_mut_slice()]) {
             peers.lane().run(&options, DType::U8, Verb::Broadcast { root }, Io::in_place(bytes))?;
         }
@@ -417,7 +417,7 @@ pub(super) fn rooms<'a>(
 /// # Errors
 /// `Aborted` when the thread has to end: the thread that ended it may not have waited for a lock that another one held, and the weights
 /// may be gone.
-fn hold(shared: &SharedControl, parts: &[Part]) -> Result<Option<WeightGuard>> {
+fn hold(shared: &SharedControl, parts: &[WeightBuffers]) -> Result<Option<WeightGuard>> {
     let guard = parts.first().map(|part| WeightLock::lock(part.weights.lock(), AVERAGING));
     check_stopping(shared)?;
     Ok(guard)
