@@ -72,7 +72,7 @@ pub(super) struct Shared {
 
 /// One of the two streams of a peer.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Place {
+struct PeerStream {
     peer: usize,
     inbound: bool,
 }
@@ -85,11 +85,11 @@ impl Peer {
 
 impl State {
     /// All streams.
-    fn links(&mut self) -> impl Iterator<Item = (Place, &mut Link)> {
+    fn links(&mut self) -> impl Iterator<Item = (PeerStream, &mut Link)> {
         self.peers.iter_mut().enumerate().flat_map(|(peer, streams)| {
             let Peer { outbound, inbound, .. } = streams;
-            let outbound = outbound.as_mut().map(|link| (Place { peer, inbound: false }, link));
-            outbound.into_iter().chain(inbound.as_mut().map(|link| (Place { peer, inbound: true }, link)))
+            let outbound = outbound.as_mut().map(|link| (PeerStream { peer, inbound: false }, link));
+            outbound.into_iter().chain(inbound.as_mut().map(|link| (PeerStream { peer, inbound: true }, link)))
         })
     }
 
@@ -277,7 +277,7 @@ impl Shared {
     }
 
     /// Takes the streams that were opened here; true when the messenger ends.
-    fn heed_events(&self, ready: &mut Vec<Place>) -> bool {
+    fn heed_events(&self, ready: &mut Vec<PeerStream>) -> bool {
         let events = std::mem::take(&mut *lock(&self.events));
         let mut stops = false;
         for event in events {
@@ -288,7 +288,7 @@ impl Shared {
                     let mut link = Link::new(stream, descriptor);
                     state.peers[peer].waiting.drain(..).for_each(|frame| link.push(frame));
                     state.peers[peer].outbound = Some(link);
-                    ready.push(Place { peer, inbound: false });
+                    ready.push(PeerStream { peer, inbound: false });
                 }
                 Event::Dialled(peer, Err(error)) => {
                     let left = self.health.has_departed(peer);
@@ -301,12 +301,12 @@ impl Shared {
     }
 
     /// Takes the streams that peers have opened.
-    fn take_arrived(&self, ready: &mut Vec<Place>) {
+    fn take_arrived(&self, ready: &mut Vec<PeerStream>) {
         for (peer, opened) in self.streams.arrived() {
             match opened {
                 Ok((stream, descriptor)) => {
                     lock(&self.state).peers[peer].inbound = Some(Link::new(stream, descriptor));
-                    ready.push(Place { peer, inbound: true });
+                    ready.push(PeerStream { peer, inbound: true });
                 }
                 Err(error) => _ = self.health.fail(error),
             }
@@ -317,12 +317,12 @@ impl Shared {
     ///
     /// # Errors
     /// What is wrong with a frame of a peer.
-    fn step(&self, ready: &[Place]) -> Result<bool> {
+    fn step(&self, ready: &[PeerStream]) -> Result<bool> {
         let mut guard = lock(&self.state);
         let mut moved = guard.send(self.counters());
         let mut wrong = None;
         let State { posted, peers, .. } = &mut *guard;
-        for Place { peer, inbound } in ready {
+        for PeerStream { peer, inbound } in ready {
             let Some(link) = peers[*peer].link(*inbound) else { continue };
             match link.recv(*peer, posted, self.counters()) {
                 Ok(any) => moved |= any,
@@ -362,7 +362,7 @@ impl Shared {
     }
 
     /// Sleeps until a stream may move bytes or the bell rings; the streams that may have bytes to receive.
-    fn sleep(&self) -> Vec<Place> {
+    fn sleep(&self) -> Vec<PeerStream> {
         let mut links = Vec::new();
         let mut state = lock(&self.state);
         for (place, link) in state.links().filter(|(_, link)| link.broken.is_none()) {
