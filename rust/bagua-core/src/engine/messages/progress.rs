@@ -48,7 +48,7 @@ struct Peer {
 }
 
 /// What the lock protects.
-struct State {
+struct MessageProgress {
     posted: PostedMessages,
     peers: Vec<Peer>,
     /// Nothing more is accepted.
@@ -67,7 +67,7 @@ pub(super) struct Shared {
     /// Readable when there is something for the thread to do.
     bell: OwnedFd,
     /// Held while bytes are handed to streams and taken from them, never across a wait.
-    state: Mutex<State>,
+    state: Mutex<MessageProgress>,
 }
 
 /// One of the two streams of a peer.
@@ -83,7 +83,7 @@ impl Peer {
     }
 }
 
-impl State {
+impl MessageProgress {
     /// All streams.
     fn links(&mut self) -> impl Iterator<Item = (PeerStream, &mut Link)> {
         self.peers.iter_mut().enumerate().flat_map(|(peer, streams)| {
@@ -95,7 +95,7 @@ impl State {
 
     /// Sends on all streams what there is room for; true when bytes moved.
     fn send(&mut self, counters: &OpStats) -> bool {
-        let State { posted, peers, .. } = self;
+        let MessageProgress { posted, peers, .. } = self;
         let links = peers.iter_mut().flat_map(|peer| [&mut peer.outbound, &mut peer.inbound]).flatten();
         let mut moved = false;
         for link in links {
@@ -150,7 +150,7 @@ impl Shared {
             recorder,
             events: Mutex::default(),
             bell,
-            state: Mutex::new(State { posted, peers, closed: false, idle: false }),
+            state: Mutex::new(MessageProgress { posted, peers, closed: false, idle: false }),
         })
     }
 
@@ -321,7 +321,7 @@ impl Shared {
         let mut guard = lock(&self.state);
         let mut moved = guard.send(self.counters());
         let mut wrong = None;
-        let State { posted, peers, .. } = &mut *guard;
+        let MessageProgress { posted, peers, .. } = &mut *guard;
         for PeerStream { peer, inbound } in ready {
             let Some(link) = peers[*peer].link(*inbound) else { continue };
             match link.recv(*peer, posted, self.counters()) {
