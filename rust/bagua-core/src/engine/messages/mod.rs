@@ -38,7 +38,7 @@ use std::time::Duration;
 
 use self::posted::Call;
 pub use self::posted::{NO_RANK, Senders};
-use self::progress::{Event, Shared};
+use self::progress::{Event, MessengerShared};
 pub use self::streams::Message;
 use self::streams::Streams;
 use super::completion::{CompletionThread, WorkerRegistration};
@@ -62,7 +62,7 @@ pub struct Posted {
 
 /// See the module.
 pub struct Messenger {
-    shared: Arc<Shared>,
+    shared: Arc<MessengerShared>,
     /// The process that may use this.
     owner: OwnerProcess,
     /// Deadline of messages that bring none.
@@ -97,7 +97,7 @@ impl Messenger {
         timeout: Duration,
         recorder: Option<LaneRecorder>,
     ) -> Result<Messenger> {
-        let shared = Arc::new(Shared::new(streams, health, stats, recorder.clone())?);
+        let shared = Arc::new(MessengerShared::new(streams, health, stats, recorder.clone())?);
         let woken = Arc::downgrade(&shared);
         let wake = move || _ = woken.upgrade().inspect(|shared| shared.wake());
         let failure = health.subscribe({

@@ -58,7 +58,7 @@ struct MessageProgress {
 }
 
 /// What the messenger and its thread share.
-pub(super) struct Shared {
+pub(super) struct MessengerShared {
     pub(super) streams: Box<dyn Streams>,
     pub(super) health: Arc<GroupHealth>,
     pub(super) stats: Arc<Stats>,
@@ -132,18 +132,18 @@ impl MessageProgress {
     }
 }
 
-impl Shared {
+impl MessengerShared {
     pub(super) fn new(
         streams: Box<dyn Streams>,
         health: &Arc<GroupHealth>,
         stats: &Arc<Stats>,
         recorder: Option<LaneRecorder>,
-    ) -> Result<Shared> {
+    ) -> Result<MessengerShared> {
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let bell = bell.map_err(|e| Error::system("a descriptor for the thread of messages", e))?;
         let posted = PostedMessages::new(health.rank(), health.world_ranks().to_vec());
         let peers = (0..health.size()).map(|_| Peer::default()).collect();
-        Ok(Shared {
+        Ok(MessengerShared {
             streams,
             health: Arc::clone(health),
             stats: Arc::clone(stats),
@@ -179,7 +179,12 @@ impl Shared {
     ///
     /// # Errors
     /// `Aborted` after the end; otherwise the group's first cause.
-    pub(super) fn add(self: &Arc<Shared>, call: Call, sends: Vec<Message>, receives: Vec<Message>) -> Result<()> {
+    pub(super) fn add(
+        self: &Arc<MessengerShared>,
+        call: Call,
+        sends: Vec<Message>,
+        receives: Vec<Message>,
+    ) -> Result<()> {
         let mut guard = lock(&self.state);
         let state = &mut *guard;
         if state.closed {
