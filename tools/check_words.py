@@ -60,7 +60,10 @@ WORDS = (
         r"""\b(?:no|one|two|three|four|only|other|many|several|a) ways? (?:to|of)\b""",
     ),
     # As the name of a type.
-    Word("(?<=class ) ?(?:Book|Place|Part|Stage|Shared|State)(?=[(:])", "say what it holds"),
+    Word(
+        "(?:(?<=class )|(?<=enum )|(?<=struct )|(?<=trait )) ?(?:Book|Place|Part|Stage|Shared|State)(?=[(:;<]| \\{)",
+        "say what it holds",
+    ),
 )
 
 

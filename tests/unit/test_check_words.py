@@ -23,6 +23,8 @@ from tools.check_words import Use, files, main, uses
         ("fn both_ranks_hear_that_only_one_uses_tls() {", "hear"),
         ("class Place:", "Place"),
         ("class _Shared(Protocol):", "_Shared"),
+        ("pub(super) struct Shared<G = Group> {", "Shared"),
+        ("pub enum State {", "State"),
     ],
 )
 def test_a_figure_of_speech_is_found(line: str, word: str) -> None:
@@ -42,6 +44,8 @@ def test_a_figure_of_speech_is_found(line: str, word: str) -> None:
         "one-way loss",
         "understand, always, password, lifetime, indoor",
         "class ModelState(Record):",
+        "the struct State of the C library, enum Place",
+        "struct SharedArena(Mapping);",
     ],
 )
 def test_a_literal_use_is_none(line: str) -> None:

@@ -23,14 +23,14 @@ use crate::reduction::Reduction;
 
 /// See the module.
 pub(crate) struct CodecOnDevice {
-    /// A [`OperationDevice`].
+    /// An [`OperationDevice`].
     device: Arc<dyn Device>,
     kernels: Box<dyn Kernels>,
 }
 
 impl CodecOnDevice {
-    /// On a device whose value is a [`OperationDevice`]; `None` for codecs without kernels, and for element types that they do not encode. The kernels
-    /// are loaded then.
+    /// On a device whose value is an [`OperationDevice`]; `None` for codecs without kernels, and for element types that they do not encode.
+    /// The kernels are loaded then.
     ///
     /// # Errors
     /// `Unavailable` that names NVRTC where that is absent or fails; `Device`.
