@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 #: Files that are read in folders.
-SUFFIXES = {".cu", ".md", ".py", ".pyi", ".rs"}
+SUFFIXES = {".cu", ".cuh", ".md", ".py", ".pyi", ".rs"}
 
 #: This file and its test, which name the words.
 OWN = ("tools/check_words.py", "tests/unit/test_check_words.py")
