@@ -27,6 +27,7 @@ pub struct Engine {
     state: Mutex<BucketProgress>,
 }
 
+/// The registered buckets, and how far each is.
 #[derive(Default)]
 struct BucketProgress {
     schedule: Schedule,

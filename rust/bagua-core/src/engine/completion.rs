@@ -33,6 +33,7 @@ pub(super) struct CompletionThread {
     changed: Condvar,
 }
 
+/// Callbacks, and the workers whose jobs may add more.
 #[derive(Default)]
 struct CallbackQueue {
     /// Callbacks whose jobs are done, in order.

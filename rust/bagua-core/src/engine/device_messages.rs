@@ -46,6 +46,7 @@ struct Queue {
     stopping: bool,
 }
 
+/// Messages whose device the thread waits for.
 struct DeviceMessageQueue {
     messenger: Arc<Messenger>,
     queue: Mutex<Queue>,

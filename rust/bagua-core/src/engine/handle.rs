@@ -34,6 +34,7 @@ struct Outcome {
     owner: OwnerProcess,
 }
 
+/// The result of a job, and what is called with it.
 struct JobOutcome {
     /// Set once, by the thread that ran or dropped the job.
     result: Option<Result<()>>,

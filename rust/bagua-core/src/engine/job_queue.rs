@@ -29,6 +29,7 @@ pub(super) struct Jobs<J, T> {
     thread: Mutex<Option<T>>,
 }
 
+/// Jobs that wait, and how many came and went.
 struct QueuedJobs<J> {
     jobs: VecDeque<J>,
     /// Jobs submitted so far.

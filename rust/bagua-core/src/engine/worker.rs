@@ -34,6 +34,7 @@ pub struct LaneWorker {
     registration: Mutex<Option<WorkerRegistration>>,
 }
 
+/// What the callers and the communication thread share.
 struct WorkerShared {
     /// For error texts and the thread's name.
     name: String,

@@ -30,6 +30,7 @@ pub struct AutoOp {
     state: Mutex<Trials>,
 }
 
+/// The trials of a period, and what they decided.
 #[derive(Default)]
 struct Trials {
     /// Communications so far. Not the bucket's step: a training that is resumed times both anew.

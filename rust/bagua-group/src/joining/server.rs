@@ -44,6 +44,7 @@ pub struct JoinServer {
     address: SocketAddr,
 }
 
+/// What the connections of the server share.
 struct JoinService {
     /// Of groups that this process joins later; rank and size are those of the job.
     config: Config,
@@ -59,6 +60,7 @@ struct JoinService {
     state: Mutex<KnownJob>,
 }
 
+/// What this rank knows of the job.
 #[derive(Default)]
 struct KnownJob {
     in_job: bool,

@@ -171,7 +171,7 @@ impl Outcome {
     }
 }
 
-/// The state of the server, shared by its connections.
+/// The ranks that have registered or were refused, shared by the connections of the server.
 struct RegisteredRanks {
     world_size: usize,
     proofs: Proofs,

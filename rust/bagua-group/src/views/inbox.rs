@@ -18,7 +18,7 @@ pub(in super::super) struct Inbox {
     changed: Condvar,
 }
 
-/// See [`Inbox`].
+/// The messages and the agreement of an [`Inbox`].
 #[derive(Default)]
 pub(super) struct InboxState {
     /// Messages and their senders, in the order of arrival.

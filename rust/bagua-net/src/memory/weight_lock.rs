@@ -27,6 +27,7 @@ pub struct WeightLock {
     changed: Condvar,
 }
 
+/// The holder of the lock, and the threads that wait for it.
 #[derive(Default)]
 struct LockQueue {
     holder: Option<Holder>,
