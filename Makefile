@@ -220,7 +220,7 @@ $(DOCS)/.packages: $(VENV)/.made requirements/docs.in requirements/constraints.t
 
 # --- work -----------------------------------------------------------------------------------------------------------
 
-PROSE := python docs examples tests tools README.md CONTRIBUTING.md CHANGELOG.md
+PROSE := python docs examples rust tests tools README.md CONTRIBUTING.md CHANGELOG.md
 
 .PHONY: lint
 lint: setup ## Layers, words, formatting, clippy, rustdoc, ruff, mypy, and the extension's stub against the extension

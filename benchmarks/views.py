@@ -3,7 +3,7 @@
     python benchmarks/views.py --csv out
 
 Runs `cargo bench --bench view`, which says what is measured, and keeps its figures: medians over `--runs`
-deaths. `heard` is when the last of the others noticed the death, `first` and `last` when they had a lane of the new
+deaths. `detected` is when the last of the others noticed the death, `first` and `last` when they had a lane of the new
 group; messages and bytes are those about the agreement, of all ranks; CPU is the processor time of all ranks.
 """
 
@@ -34,9 +34,9 @@ def main() -> None:
     done = subprocess.run([*command, *options], cwd=HERE.parent, stdout=subprocess.PIPE, text=True, check=True)
     rows: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     print(machine())
-    print(f"{'ranks':>6}{'heard ms':>10}{'first ms':>10}{'last ms':>10}{'messages':>10}{'bytes':>10}{'CPU ms':>10}")
+    print(f"{'ranks':>6}{'detect ms':>10}{'first ms':>10}{'last ms':>10}{'messages':>10}{'bytes':>10}{'CPU ms':>10}")
     for row in rows:
-        times = "".join(f"{row[key] * 1e3:>10.1f}" for key in ("heard_s", "first_s", "last_s"))
+        times = "".join(f"{row[key] * 1e3:>10.1f}" for key in ("detected_s", "first_s", "last_s"))
         print(f"{row['ranks']:>6}{times}{row['messages']:>10}{row['bytes']:>10}{row['cpu_s'] * 1e3:>10.1f}")
     save_if_asked(args, "views", rows)
 

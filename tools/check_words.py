@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 #: Files that are read in folders.
-SUFFIXES = {".md", ".py", ".pyi"}
+SUFFIXES = {".cu", ".cuh", ".md", ".py", ".pyi", ".rs"}
 
 #: This file and its test, which name the words.
 OWN = ("tools/check_words.py", "tests/unit/test_check_words.py")
@@ -36,11 +36,15 @@ class Word(NamedTuple):
 WORDS = (
     Word("(?:no|some|any)body(?:'s)?", "say which rank, thread or process"),
     Word("newcomers?", "a joining rank"),
-    Word("wish(?:es|ed)?", "the value, option or argument", r"""["']wish["']|\bwish(?:: str|=)"""),
+    Word("wish(?:es|ed)?", "the value, option or argument"),
     Word("tells?|told|telling", "report, send, name, distinguish", r"\.tell\("),
     Word("hears?|heard|hearing", "get, raise, be reported to, detect", "hears_forward_and_backward"),
     Word("doors?", "join server; front end", r"""["'`]door\b"""),
-    Word("guests?|visit(?:s|ed|ors?)?|welcomed?", "joining rank, connection, reply", r"\bvisit_[A-Z]\w+|NodeVisitor"),
+    Word(
+        "guests?|visit(?:s|ed|ors?)?|welcomed?",
+        "joining rank, connection, reply",
+        r"\bvisit_(?:[A-Z]\w+|seq)|NodeVisitor|\bde::Visitor\b",
+    ),
     Word("lends?|lent|lending", "export memory, register a buffer"),
     Word("stands?|stood|standing", "is, exists, is open, means", r"\bstand-ins?\b"),
     Word("speaks?|spoken?|speaking", "support, describe, send"),
@@ -56,7 +60,10 @@ WORDS = (
         r"""\b(?:no|one|two|three|four|only|other|many|several|a) ways? (?:to|of)\b""",
     ),
     # As the name of a type.
-    Word("(?<=class ) ?(?:Book|Place|Part|Stage|Shared|State)(?=[(:])", "say what it holds"),
+    Word(
+        "(?:(?<=class )|(?<=enum )|(?<=struct )|(?<=trait )) ?(?:Book|Place|Part|Stage|Shared|State)(?=[(:;<]| \\{)",
+        "say what it holds",
+    ),
 )
 
 

@@ -57,7 +57,7 @@ class Bucket:
         if self._device is not None:
             options = {
                 "device": self._device,
-                "wish": config.cuda_collective(),
+                "collective": config.cuda_collective(),
                 "check": config.cuda_check(),
                 "keep": list(self._memory.values()),
             }

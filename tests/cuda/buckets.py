@@ -71,7 +71,7 @@ class Tensors:
             at += size
         options: dict[str, Any] = {}
         if cuda is not None:
-            options = {"device": device_of(cuda.device), "wish": config.cuda_collective(), "keep": self.memory}
+            options = {"device": device_of(cuda.device), "collective": config.cuda_collective(), "keep": self.memory}
         self.raw = engine.Bucket(name, described, **options)
         self.marks = len(sizes)
 

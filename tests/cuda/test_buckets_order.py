@@ -293,7 +293,7 @@ def refusals(rank: int) -> list[str]:
         on_host.raw.attach("error", extra.address, extra.count, extra.code, device=device_of(0))
     found.append(str(raised.value))
     with pytest.raises(ValueError, match="BAGUA_CUDA_COLLECTIVE"):
-        engine.Bucket("x", [], device=device_of(0), wish="magic")
+        engine.Bucket("x", [], device=device_of(0), collective="magic")
     bagua.shutdown()
     cuda.close()
     return found

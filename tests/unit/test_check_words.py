@@ -19,8 +19,12 @@ from tools.check_words import Use, files, main, uses
         ("`unsafe` lives in `memory/`", "lives"),
         ("no word from rank 0", "no word"),
         ("by another way than NCCL", "way"),
+        ("// SAFETY: nobody else uses it.", "nobody"),
+        ("fn both_ranks_hear_that_only_one_uses_tls() {", "hear"),
         ("class Place:", "Place"),
         ("class _Shared(Protocol):", "_Shared"),
+        ("pub(super) struct Shared<G = Group> {", "Shared"),
+        ("pub enum State {", "State"),
     ],
 )
 def test_a_figure_of_speech_is_found(line: str, word: str) -> None:
@@ -40,6 +44,8 @@ def test_a_figure_of_speech_is_found(line: str, word: str) -> None:
         "one-way loss",
         "understand, always, password, lifetime, indoor",
         "class ModelState(Record):",
+        "the struct State of the C library, enum Place",
+        "struct SharedArena(Mapping);",
     ],
 )
 def test_a_literal_use_is_none(line: str) -> None:
@@ -62,6 +68,6 @@ def test_the_command_names_file_line_and_word(capsys: pytest.CaptureFixture[str]
 
 def test_folders_are_read_without_the_lists_of_words() -> None:
     root = Path(__file__).parents[2]
-    found = {file.relative_to(root).as_posix() for file in files(root, ["tools", "README.md"])}
-    assert {"README.md", "tools/wheel.py"} <= found
+    found = {file.relative_to(root).as_posix() for file in files(root, ["tools", "README.md", "rust/bagua-cuda"])}
+    assert {"README.md", "tools/wheel.py", "rust/bagua-cuda/src/lib.rs", "rust/bagua-cuda/kernels/update.cu"} <= found
     assert "tools/check_words.py" not in found

@@ -44,4 +44,4 @@ def bucket_options(device: torch.device | None, keep: object) -> dict[str, Any]:
     """What a bucket takes with the addresses of its tensors; nothing for the host."""
     if device is None:
         return {}
-    return memory_options(device, keep) | {"wish": config.cuda_collective(), "check": config.cuda_check()}
+    return memory_options(device, keep) | {"collective": config.cuda_collective(), "check": config.cuda_check()}

@@ -1,5 +1,5 @@
 //! What the engine adds to the collectives: deciding which bucket goes (`schedule`), and handing buckets to the communication
-//! thread and hearing that they are done (`engine`), with an operation that does nothing in a world of one.
+//! thread until they are reported done (`engine`), with an operation that does nothing in a world of one.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -48,7 +48,7 @@ fn schedule(criterion: &mut Criterion) {
 /// Memory that outlives the engine.
 fn region() -> Region {
     let leaked: &'static mut [f32] = vec![0.0; 16].leak();
-    // SAFETY: leaked, so valid for ever, and nobody else looks at it.
+    // SAFETY: leaked, so valid for ever, and no other code reads it.
     unsafe { Region::new(leaked.as_mut_ptr().cast(), leaked.len(), DType::F32) }.expect("small")
 }
 

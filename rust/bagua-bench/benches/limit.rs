@@ -26,20 +26,20 @@ const MOST: usize = SIZES[SIZES.len() - 1];
 /// The most calls of one kind at one size.
 const CALLS: usize = 2000;
 const LINE: usize = 128;
-/// What each rank has in front of the buffers: its barrier counter, its address, and nanoseconds of [`Way::ALL`] per call.
+/// What each rank has in front of the buffers: its barrier counter, its address, and nanoseconds of [`Variant::ALL`] per call.
 const ADDRESS: usize = LINE;
 const TIMES: usize = 4096;
-const CONTROL: usize = TIMES + Way::ALL.len() * CALLS * 8;
+const CONTROL: usize = TIMES + Variant::ALL.len() * CALLS * 8;
 
 #[derive(Clone, Copy)]
-enum Way {
+enum Variant {
     Limit,
     InPlace,
     Ordinary,
 }
 
-impl Way {
-    const ALL: [Way; 3] = [Way::Limit, Way::InPlace, Way::Ordinary];
+impl Variant {
+    const ALL: [Variant; 3] = [Variant::Limit, Variant::InPlace, Variant::Ordinary];
 }
 
 /// What the processes share.
@@ -83,9 +83,9 @@ impl Board {
         unsafe { self.arena.slice_mut(begin + range.start..begin + range.end) }
     }
 
-    /// How long a call by a way took a rank.
-    fn time_of(&self, rank: usize, way: usize, call: usize) -> &std::sync::atomic::AtomicU64 {
-        self.arena.long(rank * CONTROL + TIMES + (way * CALLS + call) * 8)
+    /// How long a call of a variant took a rank.
+    fn time_of(&self, rank: usize, variant: usize, call: usize) -> &std::sync::atomic::AtomicU64 {
+        self.arena.long(rank * CONTROL + TIMES + (variant * CALLS + call) * 8)
     }
 
     /// Every rank's address, by rank.
@@ -97,7 +97,7 @@ impl Board {
         self.barrier();
         let read = |rank: usize| {
             let len = self.arena.long(place(rank)).load(Relaxed) as usize;
-            // SAFETY: nobody writes there after the barrier.
+            // SAFETY: no rank writes there after the barrier.
             unsafe { self.arena.slice(place(rank) + 8..place(rank) + 8 + len) }.to_vec()
         };
         (0..self.ranks).map(read).collect()
@@ -175,20 +175,20 @@ fn calls(bytes: usize, short: bool) -> usize {
     (budget / bytes).clamp(7, if short { CALLS / 4 } else { CALLS })
 }
 
-/// This rank's tensors, one per way.
+/// This rank's tensors, one per variant.
 struct Tensors {
     arena: SharedArena,
     ordinary: Vec<u8>,
 }
 
 impl Tensors {
-    fn of<'a>(&'a mut self, board: &'a Board, way: Way, bytes: usize) -> &'a mut [u8] {
-        match way {
+    fn of<'a>(&'a mut self, board: &'a Board, variant: Variant, bytes: usize) -> &'a mut [u8] {
+        match variant {
             // SAFETY: this process uses one slice at a time, and the others use this rank's only inside the calls.
-            Way::Limit => unsafe { board.bytes(board.rank, 0..bytes) },
+            Variant::Limit => unsafe { board.bytes(board.rank, 0..bytes) },
             // SAFETY: as above.
-            Way::InPlace => unsafe { &mut self.arena.bytes_mut()[..bytes] },
-            Way::Ordinary => {
+            Variant::InPlace => unsafe { &mut self.arena.bytes_mut()[..bytes] },
+            Variant::Ordinary => {
                 // On a cache line, as torch's tensors are.
                 let begin = self.ordinary.as_ptr().align_offset(64);
                 &mut self.ordinary[begin..begin + bytes]
@@ -200,25 +200,28 @@ impl Tensors {
 fn measure(board: &mut Board, lane: &mut Lane, tensors: &mut Tensors, bytes: usize, calls: usize) {
     let (me, ranks) = (board.rank, board.ranks);
     for call in 0..calls {
-        for way in Way::ALL {
-            rewrite(floats(tensors.of(board, way, bytes)), me, call);
+        for variant in Variant::ALL {
+            rewrite(floats(tensors.of(board, variant, bytes)), me, call);
             board.barrier();
             let begun = Instant::now();
-            match way {
-                Way::Limit => plain(board, bytes),
-                Way::InPlace | Way::Ordinary => ours(lane, tensors.of(board, way, bytes)),
+            match variant {
+                Variant::Limit => plain(board, bytes),
+                Variant::InPlace | Variant::Ordinary => ours(lane, tensors.of(board, variant, bytes)),
             }
             let time = begun.elapsed();
-            board.time_of(me, way as usize, call).store(u64::try_from(time.as_nanos()).expect("a short time"), Relaxed);
-            check(floats(tensors.of(board, way, bytes)), ranks, call);
+            board
+                .time_of(me, variant as usize, call)
+                .store(u64::try_from(time.as_nanos()).expect("a short time"), Relaxed);
+            check(floats(tensors.of(board, variant, bytes)), ranks, call);
             board.barrier();
         }
     }
 }
 
 /// Median over calls of the slowest rank, in seconds.
-fn median_of(board: &Board, way: usize, calls: usize) -> f64 {
-    let slowest = |call| (0..board.ranks).map(|rank| board.time_of(rank, way, call).load(Relaxed)).max().unwrap_or(0);
+fn median_of(board: &Board, variant: usize, calls: usize) -> f64 {
+    let slowest =
+        |call| (0..board.ranks).map(|rank| board.time_of(rank, variant, call).load(Relaxed)).max().unwrap_or(0);
     // The first call finds nothing in its caches and its branches untrained.
     let mut times: Vec<u64> = (1..calls).map(slowest).collect();
     times.sort_unstable();
@@ -246,7 +249,7 @@ fn rank(mut board: Board, short: bool, copies: bool) {
         let calls = calls(bytes, short);
         measure(&mut board, &mut lane, &mut tensors, bytes, calls);
         if board.rank == 0 {
-            let [limit, in_place, ordinary] = Way::ALL.map(|way| median_of(&board, way as usize, calls));
+            let [limit, in_place, ordinary] = Variant::ALL.map(|variant| median_of(&board, variant as usize, calls));
             let column = |time: f64| format!("{:6.2} GB/s {:7.1} us", bytes as f64 / time * 1e-9, time * 1e6);
             let ratio = |time: f64| format!("{} {:5.2}", column(time), limit / time);
             println!("{:>5} KiB  {}  {}  {}", bytes / KIB, column(limit), ratio(in_place), ratio(ordinary));

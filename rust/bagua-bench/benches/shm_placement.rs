@@ -4,7 +4,7 @@
 //! Ranks are threads, each with a mapping of its own, as processes have. In each round every rank makes one untimed batch of calls, is
 //! moved to the first allowed processor without being bound there, and makes the timed batches. Between two batches the ranks sleep
 //! at a barrier, so that the kernel chooses their processors when it wakes them. A batch takes as long as its slowest rank. Rounds of
-//! the two ways alternate.
+//! the two placements alternate.
 //!
 //! `cargo bench --bench shm_placement -- [--short]`
 
@@ -24,7 +24,7 @@ const CALLS: u32 = 200;
 const BATCHES: usize = 48;
 const ROUNDS: usize = 20;
 /// Whether the ranks move apart.
-const WAYS: [(&str, bool); 2] = [("ranks move apart", true), ("left to the kernel", false)];
+const PLACEMENTS: [(&str, bool); 2] = [("ranks move apart", true), ("left to the kernel", false)];
 
 /// Where the ranks are when the timed batches begin.
 #[derive(Clone, Copy, PartialEq)]
@@ -86,7 +86,7 @@ fn batches(lane: &mut Lane, barrier: &Barrier, begin: Begin, count: usize) -> Ve
     (0..count).map(|_| batch()).collect()
 }
 
-/// A round of a way: microseconds per call of the slowest rank, by batch.
+/// A round of a placement: microseconds per call of the slowest rank, by batch.
 fn round(ranks: usize, begin: Begin, moves: bool, count: usize) -> Vec<f64> {
     let first = Arena::create("bagua-bench", shm::segment_len(ranks)).expect("shared memory");
     let slowest = Mutex::new(vec![Duration::ZERO; count]);
@@ -119,7 +119,7 @@ fn main() {
     for (ranks, begin) in [(2, Begin::Together), (4, Begin::Together), (2, Begin::Bound)] {
         let mut times: [Vec<f64>; 2] = Default::default();
         for _ in 0..rounds {
-            for (times, (_, moves)) in times.iter_mut().zip(WAYS) {
+            for (times, (_, moves)) in times.iter_mut().zip(PLACEMENTS) {
                 times.extend(round(ranks, begin, moves, count));
             }
         }
@@ -128,7 +128,7 @@ fn main() {
         }
         let best = times[0][0].min(times[1][0]);
         println!("{ranks} ranks, {}: best batch {best:.2} us per call", begin.text());
-        for (times, (name, _)) in times.iter().zip(WAYS) {
+        for (times, (name, _)) in times.iter().zip(PLACEMENTS) {
             let at = |share: f64| times[((times.len() - 1) as f64 * share) as usize];
             let slow = times.iter().filter(|time| **time > 3.0 * best).count() as f64 / times.len() as f64 * 100.0;
             println!(

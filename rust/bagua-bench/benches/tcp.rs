@@ -48,7 +48,7 @@ impl Rank {
         Rank { rank, lane, bare, talk }
     }
 
-    /// Tells the other rank a number and hears its.
+    /// Exchanges a number with the other rank.
     fn swap(&mut self, mine: u64) -> u64 {
         self.talk.write_all(&mine.to_le_bytes()).expect("the other rank lives");
         let mut theirs = [0; 8];

@@ -1,7 +1,7 @@
 //! Time from the death of a rank to the next view on all others, and what the agreement costs, by number of ranks.
 //!
 //! The ranks are threads of this process, with a control thread each as processes have; the one that dies is a process, which is killed
-//! by SIGKILL. The others wait until they hear of it, and call `Group::shrink`, which opens a lane of the new group. All are on one host:
+//! by SIGKILL. The others wait until they detect it, and call `Group::shrink`, which opens a lane of the new group. All are on one host:
 //! control connections over loopback, lanes in shared memory. Messages and bytes are those about the agreement on the old group's
 //! control connections; processor time is that of the whole process from the kill to the last rank's return, and so also has the
 //! connections of the new group, one for each pair, and their handshakes.
@@ -22,8 +22,8 @@ const HEARTBEAT: Duration = Duration::from_secs(10);
 
 /// What one death cost.
 struct Figures {
-    /// Seconds until the last rank heard of it.
-    heard: f64,
+    /// Seconds until the last rank detected it.
+    detected: f64,
     /// Seconds until the first and the last rank had the new view.
     first: f64,
     last: f64,
@@ -42,10 +42,10 @@ fn cpu() -> f64 {
 /// Waits until a rank is lost, and goes on without it.
 fn survive(group: &Group, since: Instant) -> (f64, f64, View<bagua_core::group::Lane>) {
     let lost = cause(group);
-    let heard = since.elapsed().as_secs_f64();
+    let detected = since.elapsed().as_secs_f64();
     let view = group.shrink(None, Quorum::Any, Group::lane, |lane| lane.barrier(&Options::DEFAULT));
     let view = view.unwrap_or_else(|error| panic!("{error}, after {lost}"));
-    (heard, since.elapsed().as_secs_f64(), view)
+    (detected, since.elapsed().as_secs_f64(), view)
 }
 
 /// Kills the last of so many ranks.
@@ -64,7 +64,7 @@ fn measure(ranks: usize) -> Figures {
     let of = |pick: fn(&(f64, f64, View<_>)) -> f64| survivors.iter().map(pick).collect::<Vec<f64>>();
     let most = |values: Vec<f64>| values.into_iter().fold(0.0, f64::max);
     Figures {
-        heard: most(of(|one| one.0)),
+        detected: most(of(|one| one.0)),
         first: of(|one| one.1).into_iter().fold(f64::MAX, f64::min),
         last: most(of(|one| one.1)),
         messages: survivors.iter().map(|one| one.2.messages).sum(),
@@ -106,13 +106,13 @@ fn main() {
     if !json {
         println!(
             "{:>6} {:>10} {:>14} {:>13} {:>9} {:>9} {:>9}",
-            "ranks", "heard ms", "first view ms", "last view ms", "messages", "bytes", "CPU ms"
+            "ranks", "detect ms", "first view ms", "last view ms", "messages", "bytes", "CPU ms"
         );
     }
     for size in sizes {
         let all: Vec<Figures> = (0..runs).map(|_| measure(size)).collect();
-        let [heard, first, last, cpu] = [
-            median(&all, |one| one.heard),
+        let [detected, first, last, cpu] = [
+            median(&all, |one| one.detected),
             median(&all, |one| one.first),
             median(&all, |one| one.last),
             median(&all, |one| one.cpu),
@@ -120,12 +120,12 @@ fn main() {
         let (messages, bytes) = (median(&all, |one| one.messages as f64), median(&all, |one| one.bytes as f64));
         if json {
             println!(
-                "{{\"ranks\": {size}, \"runs\": {runs}, \"heard_s\": {heard}, \"first_s\": {first}, \"last_s\": {last}, \
+                "{{\"ranks\": {size}, \"runs\": {runs}, \"detected_s\": {detected}, \"first_s\": {first}, \"last_s\": {last}, \
                  \"messages\": {messages}, \"bytes\": {bytes}, \"cpu_s\": {cpu}}}"
             );
         } else {
-            let [heard, first, last, cpu] = [heard, first, last, cpu].map(|seconds| seconds * 1e3);
-            println!("{size:>6} {heard:>10.1} {first:>14.1} {last:>13.1} {messages:>9} {bytes:>9} {cpu:>9.1}");
+            let [detected, first, last, cpu] = [detected, first, last, cpu].map(|seconds| seconds * 1e3);
+            println!("{size:>6} {detected:>10.1} {first:>14.1} {last:>13.1} {messages:>9} {bytes:>9} {cpu:>9.1}");
         }
     }
 }

@@ -3,7 +3,7 @@
 //! **Two-shot** codecs: the tensor is cut into as many equal chunks as there are members, zeros behind its end. Each member encodes its
 //! chunks and sends record j to member j, which decodes all records of chunk j, adds them in member order, divides, rounds to the
 //! element type, and encodes the result; all members get and decode all results, the owner its own too. **One-shot** codecs (of the
-//! largest elements, say): each member sends one record of the whole tensor to all others. Either way every member decodes the
+//! largest elements, say): each member sends one record of the whole tensor to all others. With both, every member decodes the
 //! same bytes, so results are equal to the bit. Source: Bagua (Gan et al., VLDB 2021, arXiv:2107.01499), centralized low precision.
 //!
 //! **Error feedback** (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, arXiv:1901.09847): what encoding lost is added to

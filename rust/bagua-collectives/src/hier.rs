@@ -2,8 +2,8 @@
 //!
 //! The leader of a host is its first rank. [`ByHost`] makes a hierarchy of two borrowed collectives, [`Hier`] owns its two: `shm` and `net` in
 //! a group of several hosts, or those that [`crate::group::Lanes`] connects for `hierarchical`, in any group.
-//! all_reduce, reduce, broadcast and barrier are hierarchical; the other verbs would move the same bytes more often that way, so they go over
-//! one flat mesh with the best link per pair.
+//! all_reduce, reduce, broadcast and barrier are hierarchical; the other verbs would move the same bytes more often in a hierarchy, so
+//! they go over one flat mesh with the best link per pair.
 //!
 //! Sums are made inside hosts first, so results equal those of the flat collectives within rounding, and themselves bit for bit.
 //! Every phase runs under the fingerprint of the whole operation. The leaders see a difference between hosts; the other ranks get
@@ -81,7 +81,7 @@ impl ByHost<'_> {
     }
 }
 
-/// The collective of leaders that each stand for all ranks of their host: an average is over these.
+/// The collective of leaders, each with the result of all ranks of its host: an average is over these ranks.
 struct Leaders {
     inner: Box<dyn Collective>,
     /// The ranks of all hosts.

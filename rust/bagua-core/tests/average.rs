@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use bagua_core::average::{Averager, Model, Settings, State};
+use bagua_core::average::{Averager, AveragerState, Model, Settings};
 use bagua_core::codec::{self, Codec};
 use bagua_core::error::Error;
 use bagua_core::group::{Group, Lane};
@@ -119,7 +119,7 @@ fn on_settings<T: Send>(
                 let averager = started.unwrap();
                 let rank = Rank { rank, averager, lock, memory, count: COUNT, _lane: lane, _group: group };
                 let outcome = act(&rank, barrier);
-                // Nobody leaves while others still look at their rounds.
+                // No rank leaves while others still look at their rounds.
                 barrier.wait();
                 rank.averager.stop(LONG);
                 outcome
@@ -162,7 +162,7 @@ fn a_rank_that_starts_without_taking_part_is_in_no_round_before_it_resumes() {
     let settings = |rank| Settings { interval: Duration::ZERO, takes_part: rank != 0, ..plain() };
     on_settings(world(3), settings, |rank, barrier| {
         if rank.rank == 0 {
-            assert_eq!(rank.averager.stats().state, State::Stopped);
+            assert_eq!(rank.averager.stats().state, AveragerState::Stopped);
             barrier.wait();
             assert_eq!(rank.averager.stats().rounds, 0);
             assert_eq!(rank.values(), initial(0, rank.count));
@@ -224,7 +224,7 @@ fn an_aborted_rank_is_neither_changed_nor_counted_until_it_resumes() {
     on_all(size, INTERVAL, None, |rank, barrier| {
         if rank.rank == 1 {
             rank.abort();
-            assert_eq!(rank.averager.stats().state, State::Stopped);
+            assert_eq!(rank.averager.stats().state, AveragerState::Stopped);
         }
         barrier.wait();
         let before = rank.values();

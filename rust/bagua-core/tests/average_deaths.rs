@@ -63,7 +63,7 @@ enum Fate {
 
 /// One process's part of a script, a line of its input.
 #[derive(Clone, Copy, Debug)]
-struct Part {
+struct ScriptLine {
     how: How,
     /// The step, counted from the beginning of the first round, and what happens at it.
     fate: Option<(usize, Fate)>,
@@ -71,24 +71,24 @@ struct Part {
     joins: bool,
 }
 
-impl Part {
+impl ScriptLine {
     fn line(self) -> String {
         let (step, fate) = self.fate.unwrap_or((usize::MAX, Fate::Dies));
         format!("{} {step} {} {}", self.how as u8, u8::from(fate == Fate::Breaks), u8::from(self.joins))
     }
 
-    fn parse(line: &str) -> Part {
+    fn parse(line: &str) -> ScriptLine {
         let numbers: Vec<usize> = line.split(' ').map(|word| word.parse().unwrap()).collect();
         let how = [How::Messages, How::Tcp, How::Shm][numbers[0]];
         let fate = if numbers[2] == 1 { Fate::Breaks } else { Fate::Dies };
-        Part { how, fate: (numbers[1] < usize::MAX).then_some((numbers[1], fate)), joins: numbers[3] == 1 }
+        ScriptLine { how, fate: (numbers[1] < usize::MAX).then_some((numbers[1], fate)), joins: numbers[3] == 1 }
     }
 }
 
 /// The part of a process, and how far it is. Shared by the collectives of all its lanes.
 #[derive(Debug)]
 struct Script {
-    part: Part,
+    part: ScriptLine,
     /// All ranks have started: what the script does is no failure of the start.
     goes: AtomicBool,
     /// Exchanges of statuses that have begun.
@@ -264,7 +264,7 @@ impl Rank {
     /// Joins or begins the job, as the first lines of the input say.
     fn start(lines: &mut impl Iterator<Item = String>) -> Rank {
         let (rank, size) = (number("GROUP_TEST_RANK"), number("GROUP_TEST_SIZE"));
-        let part = Part::parse(&lines.next().unwrap());
+        let part = ScriptLine::parse(&lines.next().unwrap());
         let (rounds, steps, first_round) = Default::default();
         let script = Arc::new(Script { part, goes: AtomicBool::new(part.joins), rounds, steps, first_round });
         let mut config: Config = config(rank, size);
@@ -371,7 +371,7 @@ impl Job {
         let mut ranks: Vec<Process> = (0..size).map(|rank| Process::start(ENTRY, rank, size, HEARTBEAT)).collect();
         for (rank, process) in ranks.iter_mut().enumerate() {
             let fate = fates.iter().find(|(who, ..)| *who == rank).map(|(_, step, fate)| (*step, *fate));
-            process.write(&Part { how, fate, joins: false }.line());
+            process.write(&ScriptLine { how, fate, joins: false }.line());
         }
         let servers: Vec<String> = ranks.iter_mut().map(|process| process.read_after("SERVER ")).collect();
         let addresses: Vec<Vec<u8>> = ranks.iter_mut().map(Process::address).collect();
@@ -430,7 +430,7 @@ impl Job {
     /// A new process of a dead rank comes in.
     fn comes_back(&mut self, rank: usize) {
         let mut process = Process::start(ENTRY, rank, self.ranks.len(), HEARTBEAT);
-        process.write(&Part { how: self.how, fate: None, joins: true }.line());
+        process.write(&ScriptLine { how: self.how, fate: None, joins: true }.line());
         self.servers[rank] = process.read_after("SERVER ");
         process.write(&self.servers.join(" "));
         process.connect(&[]);
@@ -451,7 +451,7 @@ fn average_of(ranks: impl IntoIterator<Item = usize>) -> f64 {
 /// Steps of a rank from the beginning of the first round to that of the second.
 fn steps_of_a_round(how: How, size: usize) -> usize {
     let mut job = Job::start(how, size, &[]);
-    assert!(is_near(job.settle("nobody dies"), average_of(0..size)));
+    assert!(is_near(job.settle("no rank dies"), average_of(0..size)));
     let steps = job.each(|_, process| {
         process.write("steps of the first round");
         process.read_after("STEPS ").parse::<usize>().unwrap()
@@ -535,7 +535,7 @@ fn a_line_that_breaks_at_any_step_of_a_round_costs_no_rank_for_long_and_tears_no
             let found = job.settle(&script);
             let all = average_of(0..size);
             // The round was written by all or none, by all but a rank that was called lost, or by that one only. Which of them the
-            // others call lost depends on who heard first that the line broke.
+            // others call lost depends on which rank detected the broken line first.
             let without = (0..size).map(|lost| all + (initial(lost) - all) / size as f64);
             let apart = without.flat_map(|without| [without, 2.0 * all - without]);
             let possible: Vec<f64> = if step < 2 * round / 3 { vec![all] } else { apart.chain([all]).collect() };

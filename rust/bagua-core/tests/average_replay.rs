@@ -79,7 +79,7 @@ struct Rank {
 
 fn model() -> Model {
     let memory = vec![1.0f32; 100].leak().as_mut_ptr();
-    // SAFETY: leaked, and nobody else uses it.
+    // SAFETY: leaked, and only this model uses it.
     let weights = unsafe { Weights::new(memory.cast(), 100, DType::F32, WeightLock::new()) }.unwrap();
     Model { weights: vec![weights], buffers: vec![] }
 }
@@ -137,7 +137,7 @@ fn rounds_go_on(ranks: &[&Rank], numbers: &[usize], refused: u64) {
         let rounds = rank.averager.stats().rounds;
         until("two rounds", || rank.averager.stats().rounds >= rounds + 2);
         let stats = rank.averager.stats();
-        assert_eq!((stats.ranks.as_slice(), stats.view), (numbers, view), "nobody came or went");
+        assert_eq!((stats.ranks.as_slice(), stats.view), (numbers, view), "no rank came or went");
     }
     until("all are counted", || ranks[0].server.refused() >= refused);
     assert_eq!(ranks[0].server.refused(), refused);
@@ -178,7 +178,7 @@ fn openings_that_are_played_back_to_a_join_server_are_refused_and_counted_and_ro
     rounds_go_on(&[&ranks[0], &ranks[1], &joiner], &[0, 1, 2], 0);
     let openings: Vec<Vec<u8>> = tap.recorded().into_iter().filter(|bytes| !bytes.is_empty()).collect();
     let opening = openings.last().unwrap();
-    // Hello, proof, and its wish to join.
+    // Hello, proof, and its request to join.
     assert!(opening.starts_with(b"BGhello\n") && opening.len() > HELLO + PROOF + 32, "{}", opening.len());
 
     // While it is a member, and after it has left: its opening must not let it join again.

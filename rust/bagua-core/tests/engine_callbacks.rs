@@ -25,12 +25,12 @@ fn held(worker: &LaneWorker, result: Result<()>) -> (Handle, mpsc::Sender<()>) {
     (handle, open)
 }
 
-/// As [`held`]; the receiver hears that the job runs.
+/// As [`held`]; the first receiver gets a message when the job runs.
 fn begun(worker: &LaneWorker, result: Result<()>) -> (Handle, mpsc::Sender<()>, mpsc::Receiver<()>) {
     let (open, opened) = mpsc::channel::<()>();
     let (began, begins) = mpsc::channel();
     let job = move |_: &mut Lanes| {
-        // Nobody may be interested.
+        // The receiver may have been dropped.
         let _ = began.send(());
         let _ = opened.recv();
         result

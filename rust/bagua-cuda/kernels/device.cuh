@@ -21,7 +21,7 @@
 #define THREADS 256
 // A kernel that the driver finds by its name.
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
-// One of which that many blocks run on a multiprocessor at a time. Told 4, ptxas spills no register around divisions.
+// One of which that many blocks run on a multiprocessor at a time. With 4, ptxas spills no register around divisions.
 #define KERNEL_OF(blocks) extern "C" __global__ void __launch_bounds__(THREADS, blocks)
 #define DEVICE static __device__ __forceinline__
 

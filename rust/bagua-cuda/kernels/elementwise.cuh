@@ -24,7 +24,7 @@ DEVICE void elementwise(const Sources &sources, u32 number, u8 *out, u64 count, 
     for (u64 item = first_item(); item < split.items; item += item_step()) {
         const u64 at = split.element(item) * sizeof(Raw);
         const bool whole = split.is_vector(item);
-        // All of them before the first is used, so that they are under way together.
+        // All of them before the first is used, so that they are in flight together.
         Vec in[MOST];
 #pragma unroll
         for (u32 k = 0; k < MOST; k++) {

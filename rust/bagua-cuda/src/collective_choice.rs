@@ -1,8 +1,8 @@
-//! Which collective the ranks of a lane choose for arrays on devices, by what each tells of itself: the same on all of them.
+//! Which collective the ranks of a lane choose for arrays on devices, from one record per rank: the same on all of them.
 
 use bagua_core::error::{Error, Result};
 
-use crate::device::Wish;
+use crate::device::Requested;
 use crate::lane_state::{Choice, HIER, STAGED};
 use crate::nccl::version_text;
 
@@ -12,17 +12,17 @@ pub(crate) const NCCL: &str = "nccl";
 /// The oldest NCCL that lets several ranks use one device, where NCCL_MULTI_RANK_GPU_ENABLE=1 is set.
 const SEVERAL: i32 = 23000;
 
-/// Bytes that each rank tells of itself: a whole number of elements of any type.
+/// Bytes of the record that each rank sends: a whole number of elements of any type.
 pub(crate) const RECORD: usize = 512;
 
 /// Where the reason begins in a record.
 const REASON: usize = 32;
 
-/// What a rank tells of itself.
+/// What the record of a rank says.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Candidate {
-    /// What its caller wants.
-    pub(crate) wish: Wish,
+    /// The collective that its caller requests.
+    pub(crate) requested: Requested,
     /// The version of its NCCL, as that counts; 0 where it cannot be used.
     pub(crate) nccl: i32,
     /// `NCCL_MULTI_RANK_GPU_ENABLE=1`.
@@ -37,7 +37,7 @@ impl Candidate {
     /// For the other ranks. A reason that is too long is cut off.
     pub(crate) fn to_record(&self) -> [u8; RECORD] {
         let mut record = [0; RECORD];
-        record[0] = self.wish as u8;
+        record[0] = self.requested as u8;
         record[1] = self.several.into();
         record[2] = self.uuid.is_some().into();
         record[4..8].copy_from_slice(&self.nccl.to_le_bytes());
@@ -56,7 +56,7 @@ impl Candidate {
         let version = <[u8; 4]>::try_from(&record[4..8]).expect("four");
         let reason = record[REASON..].split(|byte| *byte == 0).next().unwrap_or_default();
         Candidate {
-            wish: Wish::ALL.get(usize::from(record[0])).copied().unwrap_or_default(),
+            requested: Requested::ALL.get(usize::from(record[0])).copied().unwrap_or_default(),
             several: record[1] != 0,
             uuid: (record[2] != 0).then(|| bytes(8)),
             nccl: i32::from_le_bytes(version),
@@ -76,29 +76,29 @@ pub(crate) struct Hosts<'a> {
 /// What all ranks choose.
 ///
 /// # Errors
-/// `Unavailable` for wishes that differ or cannot be served.
+/// `Unavailable` where the ranks request different collectives, or one that they cannot use.
 pub(crate) fn choose(candidates: &[Candidate], hosts: &Hosts<'_>) -> Result<Choice> {
-    let wish = candidates[0].wish;
-    if let Some(rank) = candidates.iter().position(|candidate| candidate.wish != wish) {
+    let requested = candidates[0].requested;
+    if let Some(rank) = candidates.iter().position(|candidate| candidate.requested != requested) {
         return Err(Error::Unavailable(format!(
             "BAGUA_CUDA_COLLECTIVE is {} on rank 0 of the group and {} on rank {rank}",
-            wish.name(),
-            candidates[rank].wish.name()
+            requested.name(),
+            candidates[rank].requested.name()
         )));
     }
     let all: Vec<usize> = (0..candidates.len()).collect();
-    let prevents = match wish {
-        Wish::Staged => return Ok(Choice { collective: STAGED, why: wanted(wish) }),
-        Wish::Nccl | Wish::Auto => why_not_nccl(candidates, &all, hosts.ranks),
+    let prevents = match requested {
+        Requested::Staged => return Ok(Choice { collective: STAGED, why: wanted(requested) }),
+        Requested::Nccl | Requested::Auto => why_not_nccl(candidates, &all, hosts.ranks),
     };
-    match (prevents, wish) {
-        (Some(reason), Wish::Auto) => Ok(without_one_communicator(candidates, hosts, &reason)),
-        (Some(reason), _) => Err(Error::Unavailable(format!("{}: {reason}", wanted(wish)))),
-        (None, Wish::Auto) => {
+    match (prevents, requested) {
+        (Some(reason), Requested::Auto) => Ok(without_one_communicator(candidates, hosts, &reason)),
+        (Some(reason), _) => Err(Error::Unavailable(format!("{}: {reason}", wanted(requested)))),
+        (None, Requested::Auto) => {
             let why = format!("auto: NCCL {} on all ranks", version_text(candidates[0].nccl));
             Ok(Choice { collective: NCCL, why })
         }
-        (None, _) => Ok(Choice { collective: NCCL, why: wanted(wish) }),
+        (None, _) => Ok(Choice { collective: NCCL, why: wanted(requested) }),
     }
 }
 
@@ -125,8 +125,8 @@ fn without_one_communicator(candidates: &[Candidate], hosts: &Hosts<'_>, reason:
     }
 }
 
-fn wanted(wish: Wish) -> String {
-    format!("BAGUA_CUDA_COLLECTIVE={}", wish.name())
+fn wanted(requested: Requested) -> String {
+    format!("BAGUA_CUDA_COLLECTIVE={}", requested.name())
 }
 
 /// Why NCCL cannot serve these ranks, which are those of `hosts`; `None` where it can.
@@ -180,9 +180,9 @@ mod tests {
     }
 
     #[test]
-    fn a_record_tells_what_a_rank_is() {
+    fn a_record_says_what_a_rank_has() {
         let long = "ä".repeat(RECORD);
-        let candidate = Candidate { wish: Wish::Staged, several: true, reason: long, ..able(7) };
+        let candidate = Candidate { requested: Requested::Staged, several: true, reason: long, ..able(7) };
         let read = Candidate::from_record(&candidate.to_record());
         assert!(candidate.reason.starts_with(&read.reason) && read.reason.len() == RECORD - REASON);
         assert_eq!(read, Candidate { reason: read.reason.clone(), ..candidate });
@@ -212,16 +212,18 @@ mod tests {
     }
 
     #[test]
-    fn a_wish_that_cannot_be_served_says_why() {
-        let wish = |wish, candidate| Candidate { wish, ..candidate };
+    fn a_requested_collective_that_cannot_be_used_is_an_error_with_its_reason() {
+        let requesting = |requested, candidate| Candidate { requested, ..candidate };
         let none = Candidate { reason: "NCCL 2.18.3 is too old".to_owned(), ..Candidate::default() };
-        let error = on_one_host(&[wish(Wish::Nccl, able(0)), wish(Wish::Nccl, none.clone())]).unwrap_err();
+        let error = on_one_host(&[requesting(Requested::Nccl, able(0)), requesting(Requested::Nccl, none.clone())])
+            .unwrap_err();
         assert_eq!(error, "BAGUA_CUDA_COLLECTIVE=nccl: NCCL 2.18.3 is too old (rank 1 of the group)");
         assert_eq!(on_one_host(std::slice::from_ref(&none)).unwrap().1, "auto: NCCL 2.18.3 is too old");
         let newer = Candidate { nccl: 23000, ..able(1) };
-        let error = on_one_host(&[wish(Wish::Nccl, able(0)), wish(Wish::Nccl, newer)]).unwrap_err();
+        let error =
+            on_one_host(&[requesting(Requested::Nccl, able(0)), requesting(Requested::Nccl, newer)]).unwrap_err();
         assert!(error.ends_with("NCCL is 2.27.3 on rank 0 of the group and 2.30.0 on rank 1"), "{error}");
-        let error = on_one_host(&[able(0), able(1), wish(Wish::Staged, able(2))]).unwrap_err();
+        let error = on_one_host(&[able(0), able(1), requesting(Requested::Staged, able(2))]).unwrap_err();
         assert_eq!(error, "BAGUA_CUDA_COLLECTIVE is auto on rank 0 of the group and staged on rank 2");
     }
 
@@ -287,9 +289,9 @@ mod tests {
     }
 
     #[test]
-    fn a_wish_for_nccl_is_not_served_by_nccl_inside_hosts_only() {
+    fn requesting_nccl_is_an_error_where_nccl_works_inside_hosts_only() {
         let mut mixed = versions([22703, 22703, 23000, 23000]);
-        mixed.iter_mut().for_each(|candidate| candidate.wish = Wish::Nccl);
+        mixed.iter_mut().for_each(|candidate| candidate.requested = Requested::Nccl);
         let error = over(&mixed, &TWO_AND_TWO.map(Vec::from)).unwrap_err();
         assert_eq!(error, "BAGUA_CUDA_COLLECTIVE=nccl: NCCL is 2.27.3 on rank 0 of the group and 2.30.0 on rank 2");
     }

@@ -13,9 +13,9 @@ use bagua_core::error::{Error, Result};
 use bagua_core::memory::{Buffer, BufferMut, Device};
 use bagua_core::types::{DType, ReduceOp};
 
-use crate::codec::{Elements, Kernels, Part, kernels_of, load};
+use crate::codec::{CodecStep, Elements, Kernels, kernels_of, load};
 use crate::context::Context;
-use crate::device::Place;
+use crate::device::OperationDevice;
 use crate::driver_functions::CUstream;
 use crate::kernels::{Grid, MAX_SOURCES, short_name};
 use crate::memory::Scratch;
@@ -23,14 +23,14 @@ use crate::reduction::Reduction;
 
 /// See the module.
 pub(crate) struct CodecOnDevice {
-    /// A [`Place`].
+    /// An [`OperationDevice`].
     device: Arc<dyn Device>,
     kernels: Box<dyn Kernels>,
 }
 
 impl CodecOnDevice {
-    /// On a device whose value is a [`Place`]; `None` for codecs without kernels, and for element types that they do not encode. The kernels
-    /// are loaded then.
+    /// On a device whose value is an [`OperationDevice`]; `None` for codecs without kernels, and for element types that they do not encode.
+    /// The kernels are loaded then.
     ///
     /// # Errors
     /// `Unavailable` that names NVRTC where that is absent or fails; `Device`.
@@ -41,12 +41,17 @@ impl CodecOnDevice {
     ) -> Result<Option<Box<dyn DeviceCodec>>> {
         let Some(kernels) = kernels_of(codec).filter(|_| codec.check(dtype).is_ok()) else { return Ok(None) };
         let opened = CodecOnDevice { device: Arc::clone(device), kernels };
-        let stage = opened.place()?.stage();
-        load(&*opened.kernels, stage.context(), dtype, &[Part::Encode, Part::Combine, Part::Decode])?;
+        let lane_device = opened.place()?.lane_device();
+        load(
+            &*opened.kernels,
+            lane_device.context(),
+            dtype,
+            &[CodecStep::Encode, CodecStep::Combine, CodecStep::Decode],
+        )?;
         Ok(Some(Box::new(opened)))
     }
 
-    fn place(&self) -> Result<&Place> {
+    fn place(&self) -> Result<&OperationDevice> {
         let device: &dyn Any = &*self.device;
         device.downcast_ref().ok_or_else(|| Error::other("the device is none of CUDA"))
     }
@@ -55,10 +60,10 @@ impl CodecOnDevice {
     /// and returns how many.
     fn step(&self, cx: &OpContext<'_>, work: impl FnOnce(&Context, CUstream, usize) -> Result<u64>) -> Result<()> {
         let place = self.place()?;
-        place.on_lane(|stage, copier| {
+        place.on_lane(|lane_device, copier| {
             let (up, counter) = (copier.up.handle(), copier.nonfinite(cx)?);
-            stage.order_after_last(up)?;
-            stage.launches.fetch_add(work(stage.context(), up, counter)?, Relaxed);
+            lane_device.order_after_last(up)?;
+            lane_device.launches.fetch_add(work(lane_device.context(), up, counter)?, Relaxed);
             place.mark_end(copier, false)
         })
     }
@@ -179,13 +184,13 @@ impl DeviceCodec for CodecOnDevice {
         record: Buffer<'_>,
         after: BufferMut<'_>,
     ) -> Result<()> {
-        let stage = self.place()?.stage();
+        let lane_device = self.place()?.lane_device();
         let (from, record, count) = (records.address(), record.address(), after.len() / DType::F32.size());
         if count == 0 {
             return Ok(());
         }
         let op = if divisor == 1 { ReduceOp::Sum } else { ReduceOp::Avg };
-        let reduction = Reduction::new(stage.context(), chunks.dtype, op, divisor)?;
+        let reduction = Reduction::new(lane_device.context(), chunks.dtype, op, divisor)?;
         self.step(cx, |context, stream, _| {
             let (members, bytes) = (chunks.chunks, chunks.count * chunks.dtype.size());
             let decoded = Scratch::new(context, members * bytes, stream)?;
@@ -199,7 +204,7 @@ impl DeviceCodec for CodecOnDevice {
             // where the second one's were.
             let launches = unsafe {
                 let launches = self.kernels.decode(context, stream, from, all, members)?;
-                reduction.launch(&stage, stream, &at, at[0], bytes)?;
+                reduction.launch(&lane_device, stream, &at, at[0], bytes)?;
                 let launches = launches + self.kernels.decode(context, stream, record, one, 1)?;
                 launches + feed_back(context, stream, "lose_mean", chunks.dtype, &mut arguments, count)?
             };

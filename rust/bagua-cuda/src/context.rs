@@ -33,7 +33,7 @@ pub struct Context {
     /// The greatest priority of its streams.
     priority: c_int,
     kernels: Kernels,
-    /// Identifiers of all devices of this process, by number, where the driver tells them.
+    /// Identifiers of all devices of this process, by number, where the driver reports them.
     uuids: Vec<Option<[u8; 16]>>,
     /// Set with the first use of the device.
     nccl: OnceLock<Source>,
@@ -55,7 +55,7 @@ pub(crate) struct Entered<'a> {
 }
 
 impl Context {
-    /// The primary context of a device, created by this call if nobody uses the device yet.
+    /// The primary context of a device, created by this call if no other library has done so.
     pub(crate) fn retain(api: &Arc<Api>, device: i32, uuids: Vec<Option<[u8; 16]>>) -> Result<Arc<Context>> {
         let mut handle: CUcontext = ptr::null_mut();
         // SAFETY: it writes one handle; device numbers are checked by the driver.
@@ -86,7 +86,7 @@ impl Context {
         self.device
     }
 
-    /// Its identifier, equal in all processes; `None` where the driver does not tell it.
+    /// Its identifier, equal in all processes; `None` where the driver does not report it.
     pub(crate) fn uuid(&self) -> Option<[u8; 16]> {
         usize::try_from(self.device).ok().and_then(|number| *self.uuids.get(number)?)
     }
@@ -96,7 +96,7 @@ impl Context {
         let _ = self.nccl.set(source);
     }
 
-    /// Where NCCL is; `None` where nobody said so.
+    /// Where NCCL is; `None` before [`Context::find_nccl_with`].
     pub(crate) fn nccl(&self) -> Option<&Source> {
         self.nccl.get()
     }

@@ -13,7 +13,7 @@ use bagua_core::wait::{Waited, lock};
 
 use crate::driver_functions::before_anything_began;
 use crate::event::Event;
-use crate::lane_state::{Copier, Stage, Use, wait_until_reached};
+use crate::lane_state::{Copier, LaneDevice, Use, wait_until_reached};
 
 /// Kind of a CUDA device in fingerprints: DLPack's number.
 pub const KIND: u8 = 2;
@@ -21,41 +21,41 @@ pub const KIND: u8 = 2;
 /// The legacy stream, by DLPack's number.
 const LEGACY: usize = 1;
 
-/// What the caller wants of the choice of a collective: `BAGUA_CUDA_COLLECTIVE`.
+/// The collective that the caller requests: the value of `BAGUA_CUDA_COLLECTIVE`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
 #[allow(missing_docs)]
-pub enum Wish {
+pub enum Requested {
     #[default]
     Auto,
     Nccl,
     Staged,
 }
 
-impl Wish {
+impl Requested {
     /// All of them, by number.
-    pub const ALL: [Wish; 3] = [Wish::Auto, Wish::Nccl, Wish::Staged];
+    pub const ALL: [Requested; 3] = [Requested::Auto, Requested::Nccl, Requested::Staged];
 
     /// As the variable names it.
     pub fn name(self) -> &'static str {
         match self {
-            Wish::Auto => "auto",
-            Wish::Nccl => "nccl",
-            Wish::Staged => "staged",
+            Requested::Auto => "auto",
+            Requested::Nccl => "nccl",
+            Requested::Staged => "staged",
         }
     }
 
-    /// The wish of that name.
-    pub fn named(name: &str) -> Option<Wish> {
-        Wish::ALL.into_iter().find(|wish| wish.name() == name)
+    /// The value of that name.
+    pub fn named(name: &str) -> Option<Requested> {
+        Requested::ALL.into_iter().find(|requested| requested.name() == name)
     }
 }
 
 /// How far the device's part of an operation has come, as the communication thread knows it.
 const NOTHING_BEGAN: u8 = 0;
-/// [`Place::done`] was recorded behind all copies.
+/// [`OperationDevice::done`] was recorded behind all copies.
 const RECORDED: u8 = 1;
-/// It could not be: nobody knows when the device is done.
+/// It could not be: when the device is done is unknown.
 const LOST: u8 = 2;
 
 /// What comes before the next operation.
@@ -70,14 +70,14 @@ struct Marks {
 }
 
 /// The device of one operation, or of the tensors of a bucket.
-pub struct Place {
+pub struct OperationDevice {
     name: String,
     /// What the lane has that runs the operations. A bucket's changes with its engine.
-    stage: Mutex<Arc<Stage>>,
+    lane_device: Mutex<Arc<LaneDevice>>,
     /// Of a bucket: what the engine has that it is being registered with.
-    next_stage: Mutex<Option<Arc<Stage>>>,
-    /// What the caller wants of the choice.
-    pub(crate) wish: Wish,
+    next_lane_device: Mutex<Option<Arc<LaneDevice>>>,
+    /// The collective that the caller requests.
+    pub(crate) requested: Requested,
     /// The caller's stream.
     stream: usize,
     /// Other streams that have work on the arrays.
@@ -99,24 +99,29 @@ pub struct Place {
 /// Registrations of buckets in this process.
 static REGISTRATIONS: AtomicU64 = AtomicU64::new(0);
 
-impl Place {
+impl OperationDevice {
     /// The device of an operation that begins after the work of `stream` and of `producers`, and that `stream` is ordered after by default.
     ///
     /// # Errors
     /// `NotImplemented` for a stream that is being captured; `Device`.
-    pub fn new(stage: &Arc<Stage>, wish: Wish, stream: usize, producers: Vec<usize>) -> Result<Place> {
-        stage.release();
-        stage.context().refuse_capture(&[stream])?;
-        stage.context().refuse_capture(&producers)?;
-        Ok(Place {
-            name: format!("cuda:{}", stage.context().device()),
-            wish,
+    pub fn new(
+        lane_device: &Arc<LaneDevice>,
+        requested: Requested,
+        stream: usize,
+        producers: Vec<usize>,
+    ) -> Result<OperationDevice> {
+        lane_device.release();
+        lane_device.context().refuse_capture(&[stream])?;
+        lane_device.context().refuse_capture(&producers)?;
+        Ok(OperationDevice {
+            name: format!("cuda:{}", lane_device.context().device()),
+            requested,
             stream,
             producers,
             marks: Mutex::default(),
-            done: Mutex::new(Some(Arc::new(Event::new(stage.context())?))),
-            stage: Mutex::new(Arc::clone(stage)),
-            next_stage: Mutex::default(),
+            done: Mutex::new(Some(Arc::new(Event::new(lane_device.context())?))),
+            lane_device: Mutex::new(Arc::clone(lane_device)),
+            next_lane_device: Mutex::default(),
             state: AtomicU8::new(NOTHING_BEGAN),
             owner: Mutex::default(),
             failure: Arc::default(),
@@ -126,16 +131,20 @@ impl Place {
     }
 
     /// The device of a bucket's tensors, which `owner` has: it is dropped when the device is done with them. Touches nothing of the device.
-    pub fn of_bucket(stage: &Arc<Stage>, wish: Wish, owner: Box<dyn Any + Send>) -> Place {
-        Place {
-            name: format!("cuda:{}", stage.context().device()),
-            wish,
+    pub fn of_bucket(
+        lane_device: &Arc<LaneDevice>,
+        requested: Requested,
+        owner: Box<dyn Any + Send>,
+    ) -> OperationDevice {
+        OperationDevice {
+            name: format!("cuda:{}", lane_device.context().device()),
+            requested,
             stream: LEGACY,
             producers: Vec::new(),
             marks: Mutex::default(),
             done: Mutex::default(),
-            stage: Mutex::new(Arc::clone(stage)),
-            next_stage: Mutex::default(),
+            lane_device: Mutex::new(Arc::clone(lane_device)),
+            next_lane_device: Mutex::default(),
             state: AtomicU8::new(NOTHING_BEGAN),
             owner: Mutex::new(vec![owner]),
             failure: Arc::default(),
@@ -146,7 +155,7 @@ impl Place {
 
     /// The same; with `check`, all ranks compare their calls over the host first.
     #[must_use]
-    pub fn checked(mut self, check: bool) -> Place {
+    pub fn checked(mut self, check: bool) -> OperationDevice {
         self.check = check;
         self
     }
@@ -157,13 +166,13 @@ impl Place {
     }
 
     /// What its lane has on the device.
-    pub fn stage(&self) -> Arc<Stage> {
-        Arc::clone(&lock(&self.stage))
+    pub fn lane_device(&self) -> Arc<LaneDevice> {
+        Arc::clone(&lock(&self.lane_device))
     }
 
     /// Of a bucket: the lane of the next registration has this on the device.
-    pub fn move_to(&self, stage: Arc<Stage>) {
-        *lock(&self.next_stage) = Some(stage);
+    pub fn move_to(&self, lane_device: Arc<LaneDevice>) {
+        *lock(&self.next_lane_device) = Some(lane_device);
     }
 
     /// Of a bucket: `what` lives as long as the owner of its tensors.
@@ -181,10 +190,10 @@ impl Place {
     /// # Errors
     /// `Device`.
     pub fn start(&self) -> Result<()> {
-        let stage = self.stage();
+        let lane_device = self.lane_device();
         let mut start = Vec::with_capacity(1 + self.producers.len());
         for stream in self.producers.iter().chain([&self.stream]) {
-            let event = Event::new(stage.context())?;
+            let event = Event::new(lane_device.context())?;
             event.record(*stream)?;
             start.push((None, Arc::new(event)));
         }
@@ -198,7 +207,7 @@ impl Place {
     /// `Device`.
     pub fn follow_producers(&self) -> Result<()> {
         for stream in &self.producers {
-            let event = Event::new(self.stage().context())?;
+            let event = Event::new(self.lane_device().context())?;
             event.record(*stream)?;
             event.order(self.stream)?;
         }
@@ -211,7 +220,7 @@ impl Place {
     /// As [`crate::context::Context::copy`].
     pub unsafe fn copy(&self, to: usize, from: usize, bytes: usize) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.stage().context().copy(to, from, bytes, self.stream) }
+        unsafe { self.lane_device().context().copy(to, from, bytes, self.stream) }
     }
 
     /// Puts work on the caller's stream, behind that of its producers, and marks its end on the device.
@@ -247,23 +256,23 @@ impl Place {
         let mut done = lock(&self.done);
         match &*done {
             Some(done) => Ok(Arc::clone(done)),
-            None => Ok(Arc::clone(done.insert(Arc::new(Event::new(self.stage().context())?)))),
+            None => Ok(Arc::clone(done.insert(Arc::new(Event::new(self.lane_device().context())?)))),
         }
     }
 
-    /// Marks the operation's end on the device: behind the copies to the device, and behind those from it where one may be `under_way`.
+    /// Marks the operation's end on the device: behind the copies to the device, and behind those from it where one may be `running`.
     ///
     /// # Errors
     /// `Device`.
-    pub(crate) fn mark_end(&self, copier: &mut Copier, under_way: bool) -> Result<()> {
+    pub(crate) fn mark_end(&self, copier: &mut Copier, running: bool) -> Result<()> {
         let mark = || {
-            if under_way {
+            if running {
                 copier.arrived[0].record(copier.down.handle())?;
                 copier.arrived[0].order(copier.up.handle())?;
             }
             let done = self.done()?;
             done.record(copier.up.handle())?;
-            self.stage().set_last(&done);
+            self.lane_device().set_last(&done);
             Ok(())
         };
         let marked = mark();
@@ -272,11 +281,11 @@ impl Place {
     }
 
     /// Runs what puts work on the lane's streams; also after an error its end on the device is known.
-    pub(crate) fn on_lane<T>(&self, work: impl FnOnce(&Stage, &mut Copier) -> Result<T>) -> Result<T> {
-        let stage = self.stage();
-        stage.copier(|copier| {
+    pub(crate) fn on_lane<T>(&self, work: impl FnOnce(&LaneDevice, &mut Copier) -> Result<T>) -> Result<T> {
+        let lane_device = self.lane_device();
+        lane_device.copier(|copier| {
             let begun = self.order_after_start(&[copier.down.handle(), copier.up.handle()]);
-            let outcome = begun.and_then(|()| work(&stage, copier));
+            let outcome = begun.and_then(|()| work(&lane_device, copier));
             if outcome.is_err() {
                 // The first error says more; that of this call is in the state.
                 let _ = self.mark_end(copier, true);
@@ -304,7 +313,7 @@ impl Place {
         match self.state.load(Ordering::Acquire) {
             NOTHING_BEGAN => drop(what),
             RECORDED => match &*lock(&self.done) {
-                Some(done) => self.stage().hold(done, what),
+                Some(done) => self.lane_device().hold(done, what),
                 None => drop(what),
             },
             _ => std::mem::forget(what),
@@ -312,7 +321,7 @@ impl Place {
     }
 
     /// Holds `what` until the value that this returns is dropped, and then until the device is done with the operation.
-    pub fn keeper(self: &Arc<Place>, what: Box<dyn Any + Send>) -> Keeper {
+    pub fn keeper(self: &Arc<OperationDevice>, what: Box<dyn Any + Send>) -> Keeper {
         Keeper { place: Arc::clone(self), kept: Some(what) }
     }
 
@@ -322,7 +331,7 @@ impl Place {
     /// `NotImplemented` for a stream that is being captured; `Device`; what the device's part failed of.
     pub fn order(&self, stream: Option<usize>) -> Result<()> {
         let stream = stream.unwrap_or(self.stream);
-        self.stage().context().refuse_capture(&[stream])?;
+        self.lane_device().context().refuse_capture(&[stream])?;
         self.failed()?;
         // What was marked and no operation has waited for.
         lock(&self.marks).start.iter().try_for_each(|(_, event)| event.order(stream))?;
@@ -353,21 +362,21 @@ impl Place {
 /// A mark on a lane's streams.
 struct TimedMark {
     event: Event,
-    stage: Arc<Stage>,
+    lane_device: Arc<LaneDevice>,
 }
 
 impl Stamp for TimedMark {
     fn seconds_to(&self, later: &dyn Stamp) -> Result<f64> {
         let later: &dyn Any = later;
         let later: &TimedMark = later.downcast_ref().ok_or_else(|| Error::other("a mark of another device"))?;
-        wait_until_reached(&later.event, || self.stage.check())?;
+        wait_until_reached(&later.event, || self.lane_device.check())?;
         self.event.seconds_to(&later.event)
     }
 }
 
-/// See [`Place::keeper`].
+/// See [`OperationDevice::keeper`].
 pub struct Keeper {
-    place: Arc<Place>,
+    place: Arc<OperationDevice>,
     kept: Option<Box<dyn Any + Send>>,
 }
 
@@ -380,18 +389,18 @@ impl Drop for Keeper {
 }
 
 /// The CUDA device behind a core's reference; `None` for the host and for other devices.
-pub(crate) fn place_of(device: DeviceRef<'_>) -> Option<&Place> {
+pub(crate) fn place_of(device: DeviceRef<'_>) -> Option<&OperationDevice> {
     let device: &dyn Any = &**device?;
     device.downcast_ref()
 }
 
-impl std::fmt::Debug for Place {
+impl std::fmt::Debug for OperationDevice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.name)
     }
 }
 
-impl Device for Place {
+impl Device for OperationDevice {
     fn name(&self) -> &str {
         &self.name
     }
@@ -401,36 +410,36 @@ impl Device for Place {
     }
 
     unsafe fn copy_to_host(&self, from: NonNull<u8>, into: &mut [u8]) -> Result<()> {
-        self.on_lane(|stage, copier| {
-            stage.order_after_last(copier.down.handle())?;
+        self.on_lane(|lane_device, copier| {
+            lane_device.order_after_last(copier.down.handle())?;
             // SAFETY: the caller's promise, and the copies are waited for, or their end is marked.
-            unsafe { copier.fetch(stage, from.as_ptr() as usize, into, |_| stage.check()) }
+            unsafe { copier.fetch(lane_device, from.as_ptr() as usize, into, |_| lane_device.check()) }
         })
     }
 
     unsafe fn copy_from_host(&self, from: &[u8], to: NonNull<u8>) -> Result<()> {
-        self.on_lane(|stage, copier| {
-            stage.order_after_last(copier.up.handle())?;
+        self.on_lane(|lane_device, copier| {
+            lane_device.order_after_last(copier.up.handle())?;
             // SAFETY: as above.
-            unsafe { copier.deliver(stage, from, to.as_ptr() as usize, |_| stage.check()) }?;
-            copier.left.iter().try_for_each(|left| wait_until_reached(left, || stage.check()))
+            unsafe { copier.deliver(lane_device, from, to.as_ptr() as usize, |_| lane_device.check()) }?;
+            copier.left.iter().try_for_each(|left| wait_until_reached(left, || lane_device.check()))
         })
     }
 
     fn prepare(&self) -> Result<()> {
-        if let Some(next) = lock(&self.next_stage).take() {
+        if let Some(next) = lock(&self.next_lane_device).take() {
             let done = lock(&self.done).take();
-            // The lane before may still have copies under way.
+            // Copies of the lane before may still run.
             lock(&self.marks).start.extend(done.map(|done| (None, done)));
-            *lock(&self.stage) = next;
+            *lock(&self.lane_device) = next;
         }
         self.registration.store(REGISTRATIONS.fetch_add(1, Ordering::Relaxed) + 1, Ordering::Relaxed);
-        self.stage().prepare()
+        self.lane_device().prepare()
     }
 
     fn mark(&self, stream: Option<usize>) -> Result<()> {
-        let (stage, stream) = (self.stage(), stream.unwrap_or(self.stream));
-        stage.context().refuse_capture(&[stream])?;
+        let (lane_device, stream) = (self.lane_device(), stream.unwrap_or(self.stream));
+        lane_device.context().refuse_capture(&[stream])?;
         let mut marks = lock(&self.marks);
         if let Some((_, event)) = marks.start.iter().find(|(of, _)| *of == Some(stream)) {
             // The handle may be that of another stream than then.
@@ -439,7 +448,7 @@ impl Device for Place {
         }
         let event = match marks.spare.pop() {
             Some(event) => event,
-            None => Arc::new(Event::new(stage.context()).map_err(before_anything_began)?),
+            None => Arc::new(Event::new(lane_device.context()).map_err(before_anything_began)?),
         };
         event.record(stream)?;
         marks.start.push((Some(stream), event));
@@ -447,7 +456,7 @@ impl Device for Place {
     }
 
     fn order(&self, stream: Option<usize>) -> Result<()> {
-        Place::order(self, stream)
+        OperationDevice::order(self, stream)
     }
 
     fn is_ready(&self) -> Result<bool> {
@@ -460,19 +469,19 @@ impl Device for Place {
     }
 
     fn stamp(&self) -> Result<Option<Box<dyn Stamp>>> {
-        let event = self.on_lane(|stage, copier| {
-            let event = Event::timed(stage.context())?;
-            stage.order_after_last(copier.up.handle())?;
+        let event = self.on_lane(|lane_device, copier| {
+            let event = Event::timed(lane_device.context())?;
+            lane_device.order_after_last(copier.up.handle())?;
             event.record(copier.up.handle())?;
             self.mark_end(copier, false)?;
             Ok(event)
         })?;
-        Ok(Some(Box::new(TimedMark { event, stage: self.stage() })))
+        Ok(Some(Box::new(TimedMark { event, lane_device: self.lane_device() })))
     }
 
     fn finish(&self) -> Result<()> {
-        let stage = self.stage();
-        stage.release();
+        let lane_device = self.lane_device();
+        lane_device.release();
         let (marked, kept) = {
             let mut marks = lock(&self.marks);
             (!marks.start.is_empty(), std::mem::take(&mut marks.kept))
@@ -482,12 +491,12 @@ impl Device for Place {
             self.on_lane(|_, copier| self.mark_end(copier, false))?;
         }
         if !kept.is_empty() {
-            let end = stage.copier(|copier| {
-                let end = Event::new(stage.context())?;
+            let end = lane_device.copier(|copier| {
+                let end = Event::new(lane_device.context())?;
                 end.record(copier.up.handle()).map(|()| end)
             });
             match end {
-                Ok(end) => stage.hold(&Arc::new(end), Box::new(kept)),
+                Ok(end) => lane_device.hold(&Arc::new(end), Box::new(kept)),
                 Err(error) => {
                     std::mem::forget(kept);
                     return Err(error);
@@ -498,7 +507,7 @@ impl Device for Place {
     }
 
     fn end(&self) {
-        let drained = self.stage().end();
+        let drained = self.lane_device().end();
         if !drained {
             self.ended(false);
         }
@@ -511,14 +520,14 @@ impl Device for Place {
     }
 
     unsafe fn gather(&self, from: &[(NonNull<u8>, usize)]) -> Result<Option<NonNull<u8>>> {
-        self.on_lane(|stage, copier| {
+        self.on_lane(|lane_device, copier| {
             let down = copier.down.handle();
-            stage.order_after_last(down)?;
-            let first = copier.room(stage, Use::Gathered, from.iter().map(|(_, len)| len).sum())?;
+            lane_device.order_after_last(down)?;
+            let first = copier.room(lane_device, Use::Gathered, from.iter().map(|(_, len)| len).sum())?;
             let mut at = first;
             for (piece, len) in from {
                 // SAFETY: the caller's promise; the room is large enough, and ours.
-                unsafe { stage.context().copy(at, piece.as_ptr() as usize, *len, down) }?;
+                unsafe { lane_device.context().copy(at, piece.as_ptr() as usize, *len, down) }?;
                 at += len;
             }
             // What comes next may fail before it puts anything on the device.
@@ -528,14 +537,14 @@ impl Device for Place {
     }
 
     unsafe fn scatter(&self, to: &[(NonNull<u8>, usize)]) -> Result<()> {
-        self.on_lane(|stage, copier| {
+        self.on_lane(|lane_device, copier| {
             let up = copier.up.handle();
             // The operation between may have been on a stream of another library.
-            stage.order_after_last(up)?;
-            let mut at = copier.room(stage, Use::Gathered, to.iter().map(|(_, len)| len).sum())?;
+            lane_device.order_after_last(up)?;
+            let mut at = copier.room(lane_device, Use::Gathered, to.iter().map(|(_, len)| len).sum())?;
             for (piece, len) in to {
                 // SAFETY: as in `gather`.
-                unsafe { stage.context().copy(piece.as_ptr() as usize, at, *len, up) }?;
+                unsafe { lane_device.context().copy(piece.as_ptr() as usize, at, *len, up) }?;
                 at += len;
             }
             self.mark_end(copier, false)
@@ -544,12 +553,12 @@ impl Device for Place {
 
     fn room(&self, len: usize) -> Result<NonNull<u8>> {
         // No step of its own where it is there: what the operation begins after must be left to its first step.
-        let address = match self.stage().copier(|copier| Ok(copier.has_room(Use::Steps, len)))? {
+        let address = match self.lane_device().copier(|copier| Ok(copier.has_room(Use::Steps, len)))? {
             Some(address) => address,
-            None => self.on_lane(|stage, copier| {
+            None => self.on_lane(|lane_device, copier| {
                 // The steps of the last operation may have been on a stream of another library.
-                stage.order_after_last(copier.up.handle())?;
-                let address = copier.room(stage, Use::Steps, len)?;
+                lane_device.order_after_last(copier.up.handle())?;
+                let address = copier.room(lane_device, Use::Steps, len)?;
                 self.mark_end(copier, true)?;
                 Ok(address)
             })?,
@@ -558,31 +567,31 @@ impl Device for Place {
     }
 
     unsafe fn copy_in_operation(&self, from: NonNull<u8>, to: NonNull<u8>, len: usize) -> Result<()> {
-        self.on_lane(|stage, copier| {
+        self.on_lane(|lane_device, copier| {
             let up = copier.up.handle();
-            stage.order_after_last(up)?;
+            lane_device.order_after_last(up)?;
             // SAFETY: the caller's promise.
-            unsafe { stage.context().copy(to.as_ptr() as usize, from.as_ptr() as usize, len, up) }?;
+            unsafe { lane_device.context().copy(to.as_ptr() as usize, from.as_ptr() as usize, len, up) }?;
             self.mark_end(copier, false)
         })
     }
 
     unsafe fn copy_within(&self, from: NonNull<u8>, to: NonNull<u8>, len: usize, stream: Option<usize>) -> Result<()> {
-        Place::order(self, stream)?;
+        OperationDevice::order(self, stream)?;
         let (from, to) = (from.as_ptr() as usize, to.as_ptr() as usize);
         // SAFETY: the caller's promise.
-        unsafe { self.stage().context().copy(to, from, len, stream.unwrap_or(self.stream)) }
+        unsafe { self.lane_device().context().copy(to, from, len, stream.unwrap_or(self.stream)) }
     }
 }
 
-impl Drop for Place {
+impl Drop for OperationDevice {
     fn drop(&mut self) {
         let kept = std::mem::take(&mut lock(&self.marks).kept);
         let owner = std::mem::take(&mut *lock(&self.owner));
         if !owner.is_empty() {
             self.keep(Box::new((owner, kept)));
             // The lane may have ended, and no later call lets go.
-            self.stage().release();
+            self.lane_device().release();
         }
     }
 }

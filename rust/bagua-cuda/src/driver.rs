@@ -34,7 +34,7 @@ pub struct Driver {
     contexts: Mutex<BTreeMap<i32, Arc<Context>>>,
 }
 
-/// A device, as the driver describes it. What the driver did not tell is `None`.
+/// A device, as the driver describes it. What the driver did not report is `None`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
     /// Such as "NVIDIA H200".
@@ -130,12 +130,12 @@ fn devices(library: &Library) -> Result<Vec<Device>> {
         .collect()
 }
 
-/// What the driver tells of one device. An error only where a function is absent.
+/// What the driver reports of one device. An error only where a function is absent.
 fn describe(library: &Library, device: CUdevice) -> Result<Device> {
     let mut bytes = [0u8; NAME_BYTES];
     // The last byte is kept, so that the name ends whatever is written.
     let room = NAME_BYTES as c_int - 1;
-    // SAFETY: it writes at most as many bytes as it is told.
+    // SAFETY: it writes at most `room` bytes.
     let code = unsafe { call_in!(library, driver::cuDeviceGetName(bytes.as_mut_ptr().cast(), room, device)) }?;
     let name = CStr::from_bytes_until_nul(&bytes).ok().filter(|_| code == 0);
     let name = name.map(|name| name.to_string_lossy().into_owned());

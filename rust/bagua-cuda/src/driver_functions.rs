@@ -115,7 +115,7 @@ impl Api {
     }
 }
 
-/// The same error; one of memory that is not there harms nobody, as nothing of the operation has begun.
+/// The same error; one of missing memory is harmless, as nothing of the operation has begun.
 pub(crate) fn before_anything_began(error: Error) -> Error {
     match error {
         Error::Device(mut failure) => {

@@ -76,9 +76,9 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // An error has nobody to hear it, and the driver may have gone before, when the process ends.
+        // `drop` cannot return an error, and when the process ends the driver may be gone already.
         if let Ok(_entered) = self.context.enter() {
-            // SAFETY: nobody uses the event any more; work that waits for it keeps what it needs.
+            // SAFETY: no thread uses the event any more; work that waits for it keeps what it needs.
             unsafe { call!(self.context.api(), cuEventDestroy_v2(self.handle)) };
         }
     }

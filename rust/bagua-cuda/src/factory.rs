@@ -17,9 +17,9 @@ use nccl_sys::UNIQUE_ID_BYTES;
 
 use crate::collective_choice::{self, Candidate, Hosts, NCCL, RECORD};
 use crate::compressed::CodecOnDevice;
-use crate::device::{KIND, Place, Wish, place_of};
+use crate::device::{KIND, OperationDevice, Requested, place_of};
 use crate::kernels::MAX_SOURCES;
-use crate::lane_state::{Choice, HIER, STAGED, Stage};
+use crate::lane_state::{Choice, HIER, LaneDevice, STAGED};
 use crate::nccl::{Communicator, Nccl, serves, unique_id};
 use crate::reduction::Reduction;
 use crate::shards::Parts;
@@ -43,9 +43,9 @@ impl CollectiveFactory for Factory {
 
     fn wrap(&self, inner: Box<dyn Collective>, hosts: &[Vec<usize>]) -> Box<dyn Collective> {
         let hosts = hosts.to_vec();
-        let (stages, compared) = (Vec::new(), HashSet::new());
+        let (lane_devices, compared) = (Vec::new(), HashSet::new());
         let memory = [Vec::new(), Vec::new()];
-        Box::new(OnDevices { inner, hosts, chosen: None, nccl: None, stages, compared, memory })
+        Box::new(OnDevices { inner, hosts, chosen: None, nccl: None, lane_devices, compared, memory })
     }
 }
 
@@ -60,7 +60,7 @@ struct OnDevices {
     /// With the choice `nccl` of all ranks, with `hier` of this host's, if it has several.
     nccl: Option<Communicator>,
     /// What the lane has on devices that it has used.
-    stages: Vec<Arc<Stage>>,
+    lane_devices: Vec<Arc<LaneDevice>>,
     /// Registrations of buckets whose first operation the ranks have compared.
     compared: HashSet<u64>,
     /// Where messages of devices pass through the host, out and in.
@@ -95,17 +95,17 @@ impl Collective for OnDevices {
     ) -> Result<()> {
         let Some(place) = place_of(into.device()) else { return self.inner.combine(cx, op, inputs, into) };
         let kernel = match inputs.len() {
-            ..=MAX_SOURCES => Reduction::new(place.stage().context(), cx.dtype(), op, inputs.len()),
+            ..=MAX_SOURCES => Reduction::new(place.lane_device().context(), cx.dtype(), op, inputs.len()),
             more => Err(Error::Unavailable(format!("{more} inputs are more than a kernel has"))),
         };
         // The bits are the same, so that ranks may differ in it.
         let Some(kernel) = unless_unavailable(kernel)? else { return combine_on_host(cx, op, inputs, into) };
         let to = into.as_buffer();
         let sources: Vec<usize> = inputs.iter().map(|input| input.unwrap_or(to).address()).collect();
-        place.on_lane(|stage, copier| {
-            stage.order_after_last(copier.up.handle())?;
+        place.on_lane(|lane_device, copier| {
+            lane_device.order_after_last(copier.up.handle())?;
             // SAFETY: memory of the operation, which alone writes to the target; its end on the device is marked below.
-            unsafe { kernel.launch(stage, copier.up.handle(), &sources, to.address(), to.len()) }?;
+            unsafe { kernel.launch(lane_device, copier.up.handle(), &sources, to.address(), to.len()) }?;
             place.mark_end(copier, false)
         })
     }
@@ -156,8 +156,8 @@ impl Collective for OnDevices {
     fn end(&mut self) {
         self.inner.end();
         self.end_nccl();
-        for stage in self.stages.drain(..) {
-            stage.end();
+        for lane_device in self.lane_devices.drain(..) {
+            lane_device.end();
         }
     }
 }
@@ -166,11 +166,11 @@ impl OnDevices {
     /// All ranks choose the collective, once, over the host's. Its name.
     ///
     /// # Errors
-    /// `Unavailable` on all ranks for wishes that differ or cannot be served; what prevents a communicator.
-    fn agree(&mut self, cx: &OpContext<'_>, place: &Place) -> Result<&'static str> {
-        let stage = place.stage();
-        if !self.stages.iter().any(|known| Arc::ptr_eq(known, &stage)) {
-            self.stages.push(Arc::clone(&stage));
+    /// `Unavailable` on all ranks where they request different collectives, or one that they cannot use; what prevents a communicator.
+    fn agree(&mut self, cx: &OpContext<'_>, place: &OperationDevice) -> Result<&'static str> {
+        let lane_device = place.lane_device();
+        if !self.lane_devices.iter().any(|known| Arc::ptr_eq(known, &lane_device)) {
+            self.lane_devices.push(Arc::clone(&lane_device));
         }
         let choice = match &self.chosen {
             Some(choice) => choice,
@@ -188,13 +188,13 @@ impl OnDevices {
                 };
                 self.nccl = together.map(|host| connect(host, cx, nccl.as_ref(), place)).transpose()?;
                 if choice.collective == NCCL {
-                    stage.unprepare();
+                    lane_device.unprepare();
                 }
                 &*self.chosen.insert(choice)
             }
         };
         // Another device of the same lane.
-        stage.choice.get_or_init(|| choice.clone());
+        lane_device.choice.get_or_init(|| choice.clone());
         Ok(choice.collective)
     }
 
@@ -205,8 +205,8 @@ impl OnDevices {
 
     /// Before a verb that is made of messages: all ranks choose, and by NCCL compare their calls. Where `staged` was asked for there is nothing
     /// to choose, and the tensor may be on the host of some ranks.
-    fn agree_on_messages(&mut self, cx: &OpContext<'_>, place: &Place) -> Result<()> {
-        if place.wish == Wish::Staged && self.chosen.is_none() {
+    fn agree_on_messages(&mut self, cx: &OpContext<'_>, place: &OperationDevice) -> Result<()> {
+        if place.requested == Requested::Staged && self.chosen.is_none() {
             return Ok(());
         }
         // A rank that has the tensor on the host is found out.
@@ -220,10 +220,11 @@ impl OnDevices {
     fn end_nccl(&mut self) {
         let Some(nccl) = self.nccl.take() else { return };
         let context = Arc::clone(nccl.context());
-        let stages = || self.stages.iter().filter(|stage| Arc::ptr_eq(stage.context(), &context));
-        let last = stages().find_map(|stage| stage.last());
+        let lane_devices =
+            || self.lane_devices.iter().filter(|lane_device| Arc::ptr_eq(lane_device.context(), &context));
+        let last = lane_devices().find_map(|lane_device| lane_device.last());
         if !nccl.end(last.as_deref()) {
-            stages().for_each(|stage| stage.forget());
+            lane_devices().for_each(|lane_device| lane_device.forget());
         }
     }
 }
@@ -275,11 +276,11 @@ fn connect(
     host: &mut dyn Collective,
     cx: &OpContext<'_>,
     nccl: Option<&Arc<Nccl>>,
-    place: &Place,
+    place: &OperationDevice,
 ) -> Result<Communicator> {
     let nccl = nccl.ok_or_else(|| Error::other("NCCL was chosen, and this rank has none"))?;
-    let stage = place.stage();
-    let context = stage.context();
+    let lane_device = place.lane_device();
+    let context = lane_device.context();
     let mut id = if host.rank() == 0 { unique_id(nccl, context)? } else { [0; UNIQUE_ID_BYTES] };
     host.run(cx, Verb::Broadcast { root: 0 }, Io::in_place(&mut id))?;
     Communicator::new(nccl, context, cx, (host.rank(), host.size()), id)
@@ -287,7 +288,12 @@ fn connect(
 
 /// All ranks compare their calls, over the host's collective: the first operation of a bucket after each of its registrations, and each one
 /// where the caller wants that. NCCL does not notice calls that differ.
-fn compare(inner: &mut dyn Collective, compared: &mut HashSet<u64>, cx: &OpContext<'_>, place: &Place) -> Result<()> {
+fn compare(
+    inner: &mut dyn Collective,
+    compared: &mut HashSet<u64>,
+    cx: &OpContext<'_>,
+    place: &OperationDevice,
+) -> Result<()> {
     let first = place.registration().is_some_and(|number| compared.insert(number));
     if !place.check && !first {
         return Ok(());
@@ -296,17 +302,17 @@ fn compare(inner: &mut dyn Collective, compared: &mut HashSet<u64>, cx: &OpConte
     inner.run(cx, Verb::AllGather, Io::split(&[0; CHECK], &mut all))
 }
 
-/// What this rank tells of itself, and its NCCL where it has one that can be used. That is looked for only where it is wanted.
-fn candidate(place: &Place) -> (Candidate, Option<Arc<Nccl>>) {
-    let stage = place.stage();
-    let context = stage.context();
-    let plain = Candidate { wish: place.wish, uuid: context.uuid(), ..Candidate::default() };
-    let source = match (place.wish, context.nccl()) {
-        (Wish::Staged, _) => return (plain, None),
-        (Wish::Auto | Wish::Nccl, None) => {
-            return (Candidate { reason: "nobody said where libnccl may be".to_owned(), ..plain }, None);
+/// The record of this rank, and its NCCL where it has one that can be used. NCCL is looked for only where the caller requests it.
+fn candidate(place: &OperationDevice) -> (Candidate, Option<Arc<Nccl>>) {
+    let lane_device = place.lane_device();
+    let context = lane_device.context();
+    let plain = Candidate { requested: place.requested, uuid: context.uuid(), ..Candidate::default() };
+    let source = match (place.requested, context.nccl()) {
+        (Requested::Staged, _) => return (plain, None),
+        (Requested::Auto | Requested::Nccl, None) => {
+            return (Candidate { reason: "no path of libnccl was given".to_owned(), ..plain }, None);
         }
-        (Wish::Auto | Wish::Nccl, Some(source)) => source,
+        (Requested::Auto | Requested::Nccl, Some(source)) => source,
     };
     let found = (source.load)().map_err(|error| error.to_string());
     match found.and_then(|nccl| nccl.served().map(|version| (nccl, version))) {

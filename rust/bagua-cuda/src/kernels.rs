@@ -264,7 +264,7 @@ pub struct Grid {
     pub shared: u32,
 }
 
-/// Blocks of a multiprocessor that are enough to keep its memory accesses under way: 8 of 256 threads are all that it holds.
+/// Blocks of a multiprocessor that are enough to keep its memory accesses in flight: 8 of 256 threads are all that it holds.
 const PER_PROCESSOR: u64 = 8;
 
 /// Blocks for as many independent pieces of 16 bytes, on a device with so many multiprocessors; a thread has at least `each` of them.

@@ -65,7 +65,7 @@ pub struct Counts {
 type Held = (Arc<Event>, Box<dyn Any + Send>);
 
 /// See the module.
-pub struct Stage {
+pub struct LaneDevice {
     context: Arc<Context>,
     /// Set by the lane's first operation on a device.
     pub(crate) choice: OnceLock<Choice>,
@@ -93,7 +93,7 @@ enum Buffers {
     Gone,
 }
 
-/// See [`Stage`].
+/// See [`LaneDevice`].
 pub(crate) struct Copier {
     context: Arc<Context>,
     /// Copies from the device.
@@ -174,7 +174,7 @@ impl Copier {
 
     /// So many bytes of the device for one use, the same at each call unless it needs more: their address. Work of `down`, and what comes
     /// after it, finds them; `up` comes after all that used them before.
-    pub(crate) fn room(&mut self, stage: &Stage, of: Use, bytes: usize) -> Result<usize> {
+    pub(crate) fn room(&mut self, lane_device: &LaneDevice, of: Use, bytes: usize) -> Result<usize> {
         if let Some(address) = self.has_room(of, bytes) {
             return Ok(address);
         }
@@ -185,7 +185,7 @@ impl Copier {
         // SAFETY: it writes one address; the stream is ours.
         unsafe { checked!(self.context, cuMemAllocAsync(&raw mut address, bytes.max(1), self.down.handle() as _)) }?;
         self.rooms[of as usize] = Some((address, bytes));
-        stage.room.fetch_add(bytes.wrapping_sub(before) as u64, Ordering::Relaxed);
+        lane_device.room.fetch_add(bytes.wrapping_sub(before) as u64, Ordering::Relaxed);
         Ok(address as usize)
     }
 
@@ -193,7 +193,7 @@ impl Copier {
     fn free_room(&mut self, of: Use) -> Result<()> {
         let Some((address, _)) = self.rooms[of as usize].take() else { return Ok(()) };
         let _entered = self.context.enter()?;
-        // SAFETY: ours, from `room`; nobody uses it after the stream has come so far.
+        // SAFETY: ours, from `room`; no work uses it after the stream has come so far.
         unsafe { checked!(self.context, cuMemFreeAsync(address, self.up.handle() as _)) }
     }
 
@@ -213,13 +213,13 @@ impl Copier {
         Ok(address)
     }
 
-    /// Copies bytes of the device to the host, behind the work of `down`, by way of pinned memory; waits for them as long as `go_on` says so.
+    /// Copies bytes of the device to the host, behind the work of `down`, through pinned memory; waits for them as long as `go_on` says so.
     ///
     /// # Safety
     /// As many bytes at `from` are memory of the device, which live until the stream has come so far.
     pub(crate) unsafe fn fetch(
         &mut self,
-        stage: &Stage,
+        lane_device: &LaneDevice,
         from: usize,
         into: &mut [u8],
         mut go_on: impl FnMut(u64) -> Result<()>,
@@ -241,17 +241,17 @@ impl Copier {
             wait_until_reached(&self.arrived[number % 2], || go_on((number * PIECE) as u64))?;
             piece.copy_from_slice(self.input[number % 2].bytes(piece.len()));
         }
-        stage.to_host.fetch_add(total as u64, Ordering::Relaxed);
+        lane_device.to_host.fetch_add(total as u64, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Copies bytes of the host to the device on the stream `up`, by way of pinned memory. The host's bytes are free when it returns.
+    /// Copies bytes of the host to the device on the stream `up`, through pinned memory. The host's bytes are free when it returns.
     ///
     /// # Safety
     /// As many bytes at `to` are memory of the device, which live and have no other use until the stream has come so far.
     pub(crate) unsafe fn deliver(
         &mut self,
-        stage: &Stage,
+        lane_device: &LaneDevice,
         from: &[u8],
         to: usize,
         mut go_on: impl FnMut(u64) -> Result<()>,
@@ -265,7 +265,7 @@ impl Copier {
             unsafe { self.output[turn].spill(0..piece.len(), to + done, up) }?;
             self.left[turn].record(up)?;
         }
-        stage.to_device.fetch_add(from.len() as u64, Ordering::Relaxed);
+        lane_device.to_device.fetch_add(from.len() as u64, Ordering::Relaxed);
         Ok(())
     }
 
@@ -294,10 +294,10 @@ impl Drop for Copier {
     }
 }
 
-impl Stage {
+impl LaneDevice {
     /// For a lane that uses this device. Makes nothing on it yet.
-    pub fn new(context: &Arc<Context>) -> Stage {
-        Stage {
+    pub fn new(context: &Arc<Context>) -> LaneDevice {
+        LaneDevice {
             context: Arc::clone(context),
             choice: OnceLock::new(),
             to_host: AtomicU64::new(0),
@@ -313,10 +313,10 @@ impl Stage {
     }
 
     /// As `new`, for a lane of a group with this state of failure.
-    pub fn of_group(context: &Arc<Context>, health: Arc<GroupHealth>) -> Stage {
-        let mut stage = Stage::new(context);
-        stage.health = Some(health);
-        stage
+    pub fn of_group(context: &Arc<Context>, health: Arc<GroupHealth>) -> LaneDevice {
+        let mut lane_device = LaneDevice::new(context);
+        lane_device.health = Some(health);
+        lane_device
     }
 
     /// The group's first cause of failure, if there is one.
@@ -400,7 +400,7 @@ impl Stage {
         *lock(&self.last) = Some(Arc::clone(end));
     }
 
-    /// Keeps what operations hold for ever: nobody knows when the device is done with it.
+    /// Keeps what operations hold for ever: when the device is done with it is unknown.
     pub(crate) fn forget(&self) {
         std::mem::forget(std::mem::take(&mut *lock(&self.held)));
     }
@@ -462,7 +462,7 @@ impl Stage {
     }
 }
 
-impl Drop for Stage {
+impl Drop for LaneDevice {
     fn drop(&mut self) {
         if self.context.api().is_of_this_process() {
             self.end();
@@ -472,9 +472,9 @@ impl Drop for Stage {
     }
 }
 
-impl std::fmt::Debug for Stage {
+impl std::fmt::Debug for LaneDevice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Stage({:?})", self.context)
+        write!(f, "LaneDevice({:?})", self.context)
     }
 }
 

@@ -54,7 +54,7 @@ impl Context {
             Error::Unavailable(text)
         };
         let compiler =
-            self.kernels().compiler.get().ok_or_else(|| refused("nobody said where it may be".to_owned()))?;
+            self.kernels().compiler.get().ok_or_else(|| refused("no path of libnvrtc was given".to_owned()))?;
         let code = compiler(program, architecture).map_err(|error| refused(error.to_string()))?;
         let _entered = self.enter()?;
         let mut module: CUmodule = ptr::null_mut();

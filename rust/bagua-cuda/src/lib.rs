@@ -12,7 +12,7 @@
 //! | [`context`] | the primary context of a device, current around calls only |
 //! | [`stream`], [`event`], [`memory`] | streams, events, pinned memory |
 //! | [`lane_state`] | what a lane has on a device: streams, pinned memory, the arrays that are still used |
-//! | [`device`] | [`Place`]: the core's device, one per operation |
+//! | [`device`] | [`OperationDevice`]: the core's device, one per operation |
 //! | [`factory`] | [`Factory`]: a lane's collective, which hands arrays on devices to the one that was chosen |
 //! | [`collective_choice`] | which one the ranks choose, and why |
 //! | `shards` | where the shards of an operation are |
@@ -65,9 +65,9 @@ pub mod weights;
 
 pub use cache::Cache;
 pub use context::{Context, Memory};
-pub use device::{Place, Wish};
+pub use device::{OperationDevice, Requested};
 pub use error::{Error, Result};
 pub use factory::Factory;
-pub use lane_state::{Choice, Counts, Stage};
-pub use libraries::{Libraries, Places};
+pub use lane_state::{Choice, Counts, LaneDevice};
+pub use libraries::{Libraries, LibraryPaths};
 pub use weights::{Averaged, Averaging, WeightOrder};

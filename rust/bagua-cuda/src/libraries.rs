@@ -14,7 +14,7 @@ use crate::shared_library::Search;
 
 /// Where libraries may be, as the environment and Python say.
 #[derive(Clone, Debug, Default)]
-pub struct Places {
+pub struct LibraryPaths {
     /// `BAGUA_LIBCUDA`.
     pub libcuda: Option<PathBuf>,
     /// `BAGUA_LIBNVRTC`.
@@ -27,7 +27,7 @@ pub struct Places {
     pub nccl_multi_rank_gpu: bool,
 }
 
-impl Places {
+impl LibraryPaths {
     fn libcuda(&self) -> Search<'_> {
         self.search("libcuda", "BAGUA_LIBCUDA", self.libcuda.as_deref(), &[c"libcuda.so.1"])
     }
@@ -70,19 +70,19 @@ impl Libraries {
     }
 
     /// The driver, whether it works or not. The places count at the first call.
-    pub fn driver(&self, places: &Places) -> Result<&Driver> {
+    pub fn driver(&self, places: &LibraryPaths) -> Result<&Driver> {
         self.check_owner()?;
         self.driver.get_or_init(|| places.libcuda().load().map(Driver::new)).as_ref().map_err(Error::clone)
     }
 
     /// NVRTC. The places count at the first call.
-    pub fn nvrtc(&self, places: &Places) -> Result<&Nvrtc> {
+    pub fn nvrtc(&self, places: &LibraryPaths) -> Result<&Nvrtc> {
         self.check_owner()?;
         self.nvrtc.get_or_init(|| places.libnvrtc().load().and_then(Nvrtc::new)).as_ref().map_err(Error::clone)
     }
 
     /// What makes the machine code of kernels, with NVRTC of these places, and keeps it.
-    pub fn compiler(self: &Arc<Libraries>, places: Places, cache: Cache) -> Compiler {
+    pub fn compiler(self: &Arc<Libraries>, places: LibraryPaths, cache: Cache) -> Compiler {
         // The libraries have the contexts that have this.
         let libraries = Arc::downgrade(self);
         Box::new(move |program, architecture| {
@@ -92,14 +92,14 @@ impl Libraries {
     }
 
     /// NCCL. The places count at the first call.
-    pub fn nccl(&self, places: &Places) -> Result<&Arc<Nccl>> {
+    pub fn nccl(&self, places: &LibraryPaths) -> Result<&Arc<Nccl>> {
         self.check_owner()?;
         let load = || places.libnccl().load().and_then(Nccl::new).map(Arc::new);
         self.nccl.get_or_init(load).as_ref().map_err(Error::clone)
     }
 
     /// NCCL of these places for collectives, looked for when they need it.
-    pub fn nccl_source(self: &Arc<Libraries>, places: Places) -> nccl::Source {
+    pub fn nccl_source(self: &Arc<Libraries>, places: LibraryPaths) -> nccl::Source {
         // As in `compiler`.
         let libraries = Arc::downgrade(self);
         let several = places.nccl_multi_rank_gpu;
@@ -111,7 +111,7 @@ impl Libraries {
     }
 
     /// Why there is no CUDA device that can be used; `None` when there is one. The same at each call.
-    pub fn why_not(&self, places: &Places) -> Option<Error> {
+    pub fn why_not(&self, places: &LibraryPaths) -> Option<Error> {
         self.driver(places).and_then(Driver::devices).err()
     }
 
@@ -127,8 +127,8 @@ mod tests {
 
     #[test]
     fn what_was_found_first_holds() {
-        let nowhere = Places { libcuda: Some("/nowhere/libcuda.so.1".into()), ..Places::default() };
-        let elsewhere = Places { libcuda: Some("/elsewhere/libcuda.so.1".into()), ..Places::default() };
+        let nowhere = LibraryPaths { libcuda: Some("/nowhere/libcuda.so.1".into()), ..LibraryPaths::default() };
+        let elsewhere = LibraryPaths { libcuda: Some("/elsewhere/libcuda.so.1".into()), ..LibraryPaths::default() };
         let libraries = Libraries::new();
         let why = libraries.why_not(&nowhere).unwrap();
         let text = why.to_string();
@@ -139,8 +139,8 @@ mod tests {
     #[test]
     fn libraries_of_another_process_are_not_touched() {
         let libraries = Libraries { owner: 0, ..Libraries::new() };
-        assert_eq!(libraries.why_not(&Places::default()), Some(Error::Forked { owner: 0 }));
-        assert_eq!(libraries.nvrtc(&Places::default()).err(), Some(Error::Forked { owner: 0 }));
-        assert_eq!(libraries.nccl(&Places::default()).err(), Some(Error::Forked { owner: 0 }));
+        assert_eq!(libraries.why_not(&LibraryPaths::default()), Some(Error::Forked { owner: 0 }));
+        assert_eq!(libraries.nvrtc(&LibraryPaths::default()).err(), Some(Error::Forked { owner: 0 }));
+        assert_eq!(libraries.nccl(&LibraryPaths::default()).err(), Some(Error::Forked { owner: 0 }));
     }
 }

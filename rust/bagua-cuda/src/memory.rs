@@ -13,7 +13,7 @@ use crate::driver_functions::{CUstream, call, checked};
 
 /// Memory of the host that a device copies from and to while the host does other things.
 ///
-/// Who holds it makes sure that no copy is under way on the bytes that it borrows, and that none is when it is dropped.
+/// Who holds it makes sure that no copy uses the bytes that it borrows, and that none is when it is dropped.
 pub(crate) struct Pinned {
     context: Arc<Context>,
     at: NonNull<u8>,
@@ -39,7 +39,7 @@ impl Pinned {
                 crate::driver_functions::OUT_OF_MEMORY,
             ));
         };
-        // SAFETY: `len` bytes, which nobody else knows.
+        // SAFETY: `len` bytes, which only this function has the address of.
         unsafe { at.write_bytes(0, len) };
         Ok(Pinned { context: Arc::clone(context), at, len })
     }
@@ -93,7 +93,7 @@ impl Pinned {
     /// Begins to copy some of the bytes to the device.
     ///
     /// # Safety
-    /// As many bytes at `to` are memory of the context's device, live until the copy is done, and are used by nobody else.
+    /// As many bytes at `to` are memory of the context's device, live until the copy is done, and are used by no other work or thread.
     pub(crate) unsafe fn spill(&self, range: Range<usize>, to: usize, stream: CUstream) -> Result<()> {
         if range.is_empty() {
             return Ok(());

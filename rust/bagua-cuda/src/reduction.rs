@@ -8,7 +8,7 @@ use bagua_core::types::{DType, ReduceOp};
 use crate::context::Context;
 use crate::driver_functions::CUstream;
 use crate::kernels::{Grid, MAX_SOURCES, Reduce};
-use crate::lane_state::Stage;
+use crate::lane_state::LaneDevice;
 use crate::loaded_kernels::Kernel;
 
 /// How elements of one type are reduced by one operation on one device.
@@ -41,11 +41,11 @@ impl Reduction {
     /// For more than [`MAX_SOURCES`] sources, and for none.
     ///
     /// # Safety
-    /// All are memory that the device can reach, of `bytes`, which lives until the stream has come so far. Nobody else uses the target until
-    /// then, and nobody writes to a source. The target may be one of the sources.
+    /// All are memory that the device can reach, of `bytes`, which lives until the stream has come so far. No other work uses the target
+    /// until then, and none writes to a source. The target may be one of the sources.
     pub(crate) unsafe fn launch(
         &self,
-        stage: &Stage,
+        lane_device: &LaneDevice,
         stream: CUstream,
         sources: &[usize],
         to: usize,
@@ -66,8 +66,8 @@ impl Reduction {
         ];
         let grid = Grid::of_bytes(bytes as u64, self.processors);
         // SAFETY: the parameters of `reduce_T_OP`, and the caller's promise.
-        unsafe { stage.context().launch_with(self.kernel, grid, stream, &mut arguments) }?;
-        stage.launches.fetch_add(1, Ordering::Relaxed);
+        unsafe { lane_device.context().launch_with(self.kernel, grid, stream, &mut arguments) }?;
+        lane_device.launches.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 }

@@ -11,7 +11,7 @@ use bagua_core::collective::{Collective, Incoming, Io, OpContext, Outgoing, Verb
 use bagua_core::error::Result;
 use bagua_core::memory::Buffer;
 
-use crate::device::Place;
+use crate::device::OperationDevice;
 use crate::lane_state::{Copier, PIECE, wait_until_reached};
 use crate::shards::Parts;
 
@@ -27,17 +27,17 @@ pub(crate) fn run(
     cx: &OpContext<'_>,
     verb: Verb<'_>,
     parts: &Parts,
-    place: &Place,
+    place: &OperationDevice,
 ) -> Result<()> {
-    place.stage().copier(|copier| {
+    place.lane_device().copier(|copier| {
         let outcome = pieces(inner, cx, verb, parts, place, copier);
-        // Also after an error: copies may be under way.
+        // Also after an error: copies may still run.
         let ended = place.mark_end(copier, outcome.is_err());
         outcome.and(ended)
     })
 }
 
-/// Messages by way of the host: `memory`, which is kept between calls. What goes to several ranks is copied from the device once.
+/// Messages through the host: `memory`, which is kept between calls. What goes to several ranks is copied from the device once.
 ///
 /// # Errors
 /// As [`Collective::exchange`].
@@ -46,7 +46,7 @@ pub(crate) fn exchange(
     cx: &OpContext<'_>,
     sends: &[Outgoing<'_>],
     recvs: &mut [Incoming<'_>],
-    place: &Place,
+    place: &OperationDevice,
     memory: &mut [Vec<u8>; 2],
 ) -> Result<()> {
     let mut given: Vec<Buffer<'_>> = Vec::new();
@@ -58,16 +58,16 @@ pub(crate) fn exchange(
     let [sent, received] = memory;
     sent.resize(given.iter().map(Buffer::len).sum(), 0);
     received.resize(recvs.iter().map(|message| message.data.len()).sum(), 0);
-    place.on_lane(|stage, copier| {
-        stage.order_after_last(copier.down.handle())?;
-        stage.order_after_last(copier.up.handle())?;
+    place.on_lane(|lane_device, copier| {
+        lane_device.order_after_last(copier.down.handle())?;
+        lane_device.order_after_last(copier.up.handle())?;
         let total = (sent.len() + received.len()) as u64;
         let mut rest = sent.as_mut_slice();
         let mut copies = Vec::with_capacity(given.len());
         for data in &given {
             let (copy, behind) = rest.split_at_mut(data.len());
             // SAFETY: memory of the operation, which holds it until its end on the device.
-            unsafe { copier.fetch(stage, data.address(), copy, |done| cx.check(&[], done, total)) }?;
+            unsafe { copier.fetch(lane_device, data.address(), copy, |done| cx.check(&[], done, total)) }?;
             copies.push(&*copy);
             rest = behind;
         }
@@ -87,7 +87,9 @@ pub(crate) fn exchange(
             let data = &received[at..at + it.data.len()];
             at += data.len();
             // SAFETY: as above; the operation alone uses them until its end on the device.
-            unsafe { copier.deliver(stage, data, it.data.as_buffer().address(), |done| cx.check(&[], done, total)) }?;
+            unsafe {
+                copier.deliver(lane_device, data, it.data.as_buffer().address(), |done| cx.check(&[], done, total))
+            }?;
         }
         place.mark_end(copier, false)
     })
@@ -103,14 +105,14 @@ fn pieces(
     cx: &OpContext<'_>,
     verb: Verb<'_>,
     parts: &Parts,
-    place: &Place,
+    place: &OperationDevice,
     copier: &mut Copier,
 ) -> Result<()> {
     let (down, up) = (copier.down.handle(), copier.up.handle());
     place.order_after_start(&[down, up])?;
-    let stage = place.stage();
-    stage.order_after_last(down)?;
-    stage.order_after_last(up)?;
+    let lane_device = place.lane_device();
+    lane_device.order_after_last(down)?;
+    lane_device.order_after_last(up)?;
     let ranges = ranges_of(parts);
     let fetch = |copier: &mut Copier, at: usize| -> Result<()> {
         let width = ranges[at].len();
@@ -119,7 +121,7 @@ fn pieces(
             // SAFETY: the range is within the shard, whose memory the operation holds until its end on the device.
             unsafe { copier.input[at % 2].fill(to, from + ranges[at].start, down) }?;
         }
-        stage.to_host.fetch_add((parts.from.len() * width) as u64, Relaxed);
+        lane_device.to_host.fetch_add((parts.from.len() * width) as u64, Relaxed);
         copier.arrived[at % 2].record(down)
     };
     let total = (ranges.last().map_or(0, |last| last.end) * parts.from.len().max(parts.to.len())) as u64;
@@ -154,7 +156,7 @@ fn pieces(
             unsafe { output.spill(from, to + range.start, up) }?;
         }
         if !parts.to.is_empty() {
-            stage.to_device.fetch_add(taken as u64, Relaxed);
+            lane_device.to_device.fetch_add(taken as u64, Relaxed);
             copier.left[turn].record(up)?;
         }
     }

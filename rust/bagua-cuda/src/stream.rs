@@ -8,7 +8,7 @@ use cudarc::driver::sys::CUstream_flags;
 use crate::context::Context;
 use crate::driver_functions::{CUstream, call, checked};
 
-/// A stream that waits for no other unless it is told to, of the greatest priority: what it copies is waited for by all ranks.
+/// A stream that waits for no other unless an event orders it, of the greatest priority: what it copies is waited for by all ranks.
 pub(crate) struct Stream {
     context: Arc<Context>,
     handle: CUstream,
@@ -36,7 +36,7 @@ impl Drop for Stream {
     fn drop(&mut self) {
         // As in `Event::drop`.
         if let Ok(_entered) = self.context.enter() {
-            // SAFETY: nobody enqueues on it any more; what is enqueued still runs.
+            // SAFETY: no thread enqueues on it any more; what is enqueued still runs.
             unsafe { call!(self.context.api(), cuStreamDestroy_v2(self.handle as _)) };
         }
     }

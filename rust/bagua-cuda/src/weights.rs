@@ -2,8 +2,8 @@
 //! [`Averaged`] is what the averaging thread does with them.
 //!
 //! Who gives the lock back has an event recorded on the stream that it used; who takes it has its stream wait for the events of those
-//! before. Nobody waits for the device under the lock. The averaging thread has one stream: it copies the weights to a snapshot on the device
-//! and corrects them under the lock, and copies between device and host without it.
+//! before. No thread waits for the device under the lock. The averaging thread has one stream: it copies the weights to a snapshot on the
+//! device and corrects them under the lock, and copies between device and host without it.
 
 use std::any::Any;
 use std::sync::atomic::Ordering;
@@ -19,14 +19,14 @@ use crate::context::Context;
 use crate::driver_functions::{CUstream, checked};
 use crate::event::Event;
 use crate::kernels::{Grid, short_name};
-use crate::lane_state::{PIECE, Stage, wait_until_reached};
+use crate::lane_state::{LaneDevice, PIECE, wait_until_reached};
 use crate::loaded_kernels::Kernel;
 
 /// See the module.
 pub struct WeightOrder {
     context: Arc<Context>,
     events: Mutex<Events>,
-    /// What could not be recorded: nobody knows when the weights are free, and the averaging ends.
+    /// What could not be recorded: when the weights are free is unknown, and the averaging ends.
     failure: OnceLock<Error>,
 }
 
@@ -140,16 +140,16 @@ impl WeightOrder {
 
 /// What the averaging of one model has on its device, until the last of its weights are dropped.
 pub struct Averaging {
-    stage: Arc<Stage>,
+    lane_device: Arc<LaneDevice>,
     order: Arc<WeightOrder>,
     /// Who has the weights: dropped when the device is done with them.
     owner: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
 impl Averaging {
-    /// `stage` belongs to this averaging alone; `owner` has the memory of the weights.
-    pub fn new(stage: Arc<Stage>, order: Arc<WeightOrder>, owner: Box<dyn Any + Send>) -> Arc<Averaging> {
-        Arc::new(Averaging { stage, order, owner: Mutex::new(Some(owner)) })
+    /// `lane_device` belongs to this averaging alone; `owner` has the memory of the weights.
+    pub fn new(lane_device: Arc<LaneDevice>, order: Arc<WeightOrder>, owner: Box<dyn Any + Send>) -> Arc<Averaging> {
+        Arc::new(Averaging { lane_device, order, owner: Mutex::new(Some(owner)) })
     }
 }
 
@@ -160,7 +160,7 @@ impl Drop for Averaging {
             std::mem::forget(owner);
             return;
         }
-        if self.stage.end() {
+        if self.lane_device.end() {
             self.order.close();
         } else {
             std::mem::forget(owner);
@@ -192,14 +192,14 @@ impl Averaged {
     /// end the group, because the call is collective.
     ///
     /// # Safety
-    /// They are memory of the averaging's device that stays valid until the owner is dropped; while the weights' lock is held, nobody else uses
-    /// them but behind and before what [`WeightOrder`] orders, and nobody writes them without the lock.
+    /// They are memory of the averaging's device that stays valid until the owner is dropped; while the weights' lock is held, all other
+    /// work on them comes before or after it as [`WeightOrder`] orders, and none writes them without the lock.
     pub unsafe fn new(of: &Arc<Averaging>, address: usize, count: usize, dtype: DType) -> Result<Averaged> {
         if !address.is_multiple_of(dtype.size()) {
             let text = format!("weights of {} at address {address:#x}, which is not aligned to them", dtype.name());
             return Err(Error::InvalidArgument(text));
         }
-        let context = of.stage.context();
+        let context = of.lane_device.context();
         let correct = match dtype {
             DType::F16 | DType::BF16 | DType::F32 | DType::F64 => {
                 let grid = Grid::of_bytes((count * dtype.size()) as u64, context.processors()?);
@@ -209,14 +209,14 @@ impl Averaged {
         };
         let mut made = Averaged { address, count, dtype, correct, room: 0, of: Arc::clone(of) };
         let bytes = made.average_offset() + made.len();
-        made.room = of.stage.copier(|copier| {
+        made.room = of.lane_device.copier(|copier| {
             let _entered = context.enter()?;
             let mut room: CUdeviceptr = 0;
             // SAFETY: it writes one address; the stream is ours.
             unsafe { checked!(context, cuMemAllocAsync(&raw mut room, bytes.max(1), copier.down.handle() as _)) }?;
             Ok(room)
         })?;
-        of.stage.count_memory(bytes);
+        of.lane_device.count_memory(bytes);
         Ok(made)
     }
 
@@ -239,8 +239,8 @@ impl Averaged {
 
 impl DeviceWeights for Averaged {
     fn under_lock(&mut self, step: WeightStep) -> Result<()> {
-        let Averaging { stage, order, .. } = &*self.of;
-        let context = stage.context();
+        let Averaging { lane_device, order, .. } = &*self.of;
+        let context = lane_device.context();
         let work = |stream: CUstream| match (step, self.correct) {
             // SAFETY: the promise of `new`, and memory of our own of the same size; the stream is behind all who had the lock.
             (WeightStep::Snapshot, _) => unsafe { context.copy(self.snapshot(), self.address, self.len(), stream) },
@@ -251,21 +251,21 @@ impl DeviceWeights for Averaged {
             (WeightStep::Correct, Some((kernel, grid))) => {
                 let [weights, average, snapshot] = [self.address, self.average(), self.snapshot()].map(|at| at as u64);
                 let mut arguments = [weights, average, snapshot, self.count as u64];
-                stage.launches.fetch_add(1, Ordering::Relaxed);
+                lane_device.launches.fetch_add(1, Ordering::Relaxed);
                 // SAFETY: as above; the kernel is that of the element type, to which all are aligned.
                 unsafe { context.launch(kernel, grid, stream, &mut arguments) }
             }
         };
-        stage.copier(|copier| order.average_on(copier.down.handle(), || work(copier.down.handle())))
+        lane_device.copier(|copier| order.average_on(copier.down.handle(), || work(copier.down.handle())))
     }
 
     fn read_snapshot(&mut self, into: &mut [u8], go_on: &dyn Fn() -> Result<()>) -> Result<()> {
         assert_eq!(into.len(), self.len());
-        let (stage, from) = (&self.of.stage, self.snapshot());
-        stage.copier(|copier| {
+        let (lane_device, from) = (&self.of.lane_device, self.snapshot());
+        lane_device.copier(|copier| {
             let stream = copier.down.handle();
             for (number, piece) in into.chunks_mut(PIECE).enumerate() {
-                // SAFETY: memory of our own, which is freed on this stream; the copy is waited for, or `Stage::end` does so.
+                // SAFETY: memory of our own, which is freed on this stream; the copy is waited for, or `LaneDevice::end` does so.
                 unsafe { copier.input[0].fill(0..piece.len(), from + number * PIECE, stream) }?;
                 copier.arrived[0].record(stream)?;
                 wait_until_reached(&copier.arrived[0], go_on)?;
@@ -273,14 +273,14 @@ impl DeviceWeights for Averaged {
             }
             Ok(())
         })?;
-        stage.to_host.fetch_add(into.len() as u64, Ordering::Relaxed);
+        lane_device.to_host.fetch_add(into.len() as u64, Ordering::Relaxed);
         Ok(())
     }
 
     fn write_average(&mut self, from: &[u8], go_on: &dyn Fn() -> Result<()>) -> Result<()> {
         assert_eq!(from.len(), self.len());
-        let (stage, to) = (&self.of.stage, self.average());
-        stage.copier(|copier| {
+        let (lane_device, to) = (&self.of.lane_device, self.average());
+        lane_device.copier(|copier| {
             let stream = copier.down.handle();
             for (number, piece) in from.chunks(PIECE).enumerate() {
                 let turn = number % 2;
@@ -292,22 +292,22 @@ impl DeviceWeights for Averaged {
             }
             Ok(())
         })?;
-        stage.to_device.fetch_add(from.len() as u64, Ordering::Relaxed);
+        lane_device.to_device.fetch_add(from.len() as u64, Ordering::Relaxed);
         Ok(())
     }
 }
 
 impl Drop for Averaged {
     fn drop(&mut self) {
-        let (stage, room) = (&self.of.stage, std::mem::take(&mut self.room));
-        if room == 0 || !stage.context().api().is_of_this_process() {
+        let (lane_device, room) = (&self.of.lane_device, std::mem::take(&mut self.room));
+        if room == 0 || !lane_device.context().api().is_of_this_process() {
             return;
         }
         // As in `Event::drop`.
-        let _ = stage.copier(|copier| {
-            let _entered = stage.context().enter()?;
+        let _ = lane_device.copier(|copier| {
+            let _entered = lane_device.context().enter()?;
             // SAFETY: ours, from `new`; nothing that this stream gets later uses it, and no other stream does.
-            unsafe { checked!(stage.context(), cuMemFreeAsync(room, copier.down.handle() as _)) }
+            unsafe { checked!(lane_device.context(), cuMemFreeAsync(room, copier.down.handle() as _)) }
         });
     }
 }

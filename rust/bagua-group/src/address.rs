@@ -70,7 +70,7 @@ pub(super) struct Address {
     pub(super) algorithm: u8,
     /// Code of the kind of TLS, from its configuration.
     pub(super) tls: u8,
-    /// Random; tells two groups of the same ranks apart, and stale blobs from current ones.
+    /// Random; distinguishes two groups of the same ranks, and stale blobs from current ones.
     pub(super) nonce: [u8; 16],
 }
 

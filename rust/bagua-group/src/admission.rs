@@ -1,6 +1,6 @@
 //! Admission: which accepted connections a listener keeps before they have proved that they belong to the job.
 //!
-//! Anybody who reaches a port can open connections there and send nothing. A listener that refused new connections while its table is
+//! Any process that reaches a port can open connections there and send nothing. A listener that refused new connections while its table is
 //! full would refuse those of its members. So a new connection takes the place of the oldest one, of the source address that has the
 //! most: a member proves itself within a few round trips, and one that lost its place connects again.
 //!
@@ -54,8 +54,8 @@ impl Admission {
         loop {
             let freed = self.freed.notified();
             let until = match lock(&self.table).place(Instant::now()) {
-                Place::Free => return,
-                Place::FreeAt(until) => until,
+                Vacancy::Free => return,
+                Vacancy::FreeAt(until) => until,
             };
             let _ = tokio::time::timeout_at(until, freed).await;
         }
@@ -109,7 +109,7 @@ impl Drop for Candidate {
 
 /// Whether one more connection may be accepted.
 #[derive(Debug, PartialEq, Eq)]
-enum Place {
+enum Vacancy {
     Free,
     /// Then at the latest.
     FreeAt(Instant),
@@ -154,14 +154,14 @@ impl Table {
     }
 
     /// Makes room for one more connection, if the oldest one has had its time.
-    fn place(&mut self, now: Instant) -> Place {
-        let Some(oldest) = self.oldest(false) else { return Place::Free };
+    fn place(&mut self, now: Instant) -> Vacancy {
+        let Some(oldest) = self.oldest(false) else { return Vacancy::Free };
         let until = self.entries[&oldest].since + FIRST_BYTES;
         if until > now {
-            return Place::FreeAt(until);
+            return Vacancy::FreeAt(until);
         }
         self.end(oldest);
-        Place::Free
+        Vacancy::Free
     }
 
     /// Of a half that is full, the oldest entry of the source that has the most there.
@@ -212,7 +212,7 @@ mod tests {
             (&[1, 2, 2, 1, 2], vec![0, 2, 3, 4]),
         ] {
             let mut table = table(sources, start);
-            assert_eq!(table.place(later), Place::Free);
+            assert_eq!(table.place(later), Vacancy::Free);
             assert_eq!(kept(&table), expected, "{sources:?}");
         }
     }
@@ -222,9 +222,9 @@ mod tests {
         let start = Instant::now();
         let mut table = table(&[1, 2, 2], start);
         let until = start + Duration::from_millis(1) + FIRST_BYTES;
-        assert_eq!(table.place(start + FIRST_BYTES), Place::FreeAt(until));
+        assert_eq!(table.place(start + FIRST_BYTES), Vacancy::FreeAt(until));
         assert_eq!(kept(&table), [0, 1, 2]);
-        assert_eq!(table.place(until), Place::Free);
+        assert_eq!(table.place(until), Vacancy::Free);
         assert_eq!(kept(&table), [0, 2]);
     }
 
@@ -236,7 +236,7 @@ mod tests {
             table.has_sent_hello(id);
         }
         assert_eq!(kept(&table), [1, 2, 3, 4], "the oldest that has sent its hello makes room for another one");
-        assert_eq!(table.place(start), Place::Free, "one connection whose hello is awaited");
+        assert_eq!(table.place(start), Vacancy::Free, "one connection whose hello is awaited");
         assert_eq!(kept(&table), [1, 2, 3, 4]);
     }
 }

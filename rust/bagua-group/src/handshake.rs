@@ -9,7 +9,7 @@
 //!
 //! The server's version follows the code that refuses a version, so that the client's error names both.
 //!
-//! Both proofs cover the hello, so that its fields cannot be changed on the way. The two labels prevent the replay of an answer as a
+//! Both proofs cover the hello, so that its fields cannot be changed in transit. The two labels prevent the replay of an answer as a
 //! proof. All messages have fixed lengths. Every step has a time limit.
 
 use std::time::Duration;
@@ -139,7 +139,7 @@ pub(super) struct Hello {
     pub(super) group: u64,
     /// Number of the lane or of the arena in the group.
     pub(super) channel: u32,
-    /// Tells the connections of one purpose and channel apart.
+    /// Distinguishes the connections of one purpose and channel.
     pub(super) index: u32,
     /// Incarnation of the job: the first bytes of the digest of all addresses.
     pub(super) job: [u8; 8],
@@ -220,7 +220,7 @@ impl Refusal {
         Refusal::NoTls,
     ];
 
-    /// The number that tells a refusal to the client.
+    /// The number of a refusal in the answer to the client.
     fn code(self) -> u8 {
         match self {
             Refusal::Protocol => 0,
@@ -506,7 +506,7 @@ mod tests {
             refuse(&mut server, Refusal::Version(VERSION + 1)).await;
             read_answer(&mut client).await
         });
-        assert_eq!(refused, Err(Failed::Refused(Refusal::Version(VERSION))), "the client hears the server's version");
+        assert_eq!(refused, Err(Failed::Refused(Refusal::Version(VERSION))), "the client gets the server's version");
         let text = Refusal::Version(VERSION + 1).to_string();
         assert!(text.contains(&format!("version {}", VERSION + 1)), "{text}");
         assert!(text.contains(&format!("version {VERSION} here")), "{text}");

@@ -9,7 +9,7 @@ use std::marker::PhantomData;
 use std::net::{IpAddr, SocketAddr, SocketAddrV6};
 use std::time::Duration;
 
-use serde::de::{DeserializeOwned, Error as _, SeqAccess, Visitor};
+use serde::de::{self, DeserializeOwned, Error as _, SeqAccess};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use tokio::io::{AsyncRead, AsyncReadExt};
 
@@ -208,7 +208,7 @@ impl<const N: usize> AtMost<N> {
     pub(super) fn deserialize<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<Vec<T>, D::Error> {
         struct Elements<T, const N: usize>(PhantomData<T>);
 
-        impl<'de, T: Deserialize<'de>, const N: usize> Visitor<'de> for Elements<T, N> {
+        impl<'de, T: Deserialize<'de>, const N: usize> de::Visitor<'de> for Elements<T, N> {
             type Value = Vec<T>;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -326,7 +326,7 @@ fn without_shared_memory_an_arena_is_private_and_all_reduce_works() {
 fn one_rank_makes_and_frees_arenas_while_the_others_do_something_else() {
     on_all(3, |me, mut rank| {
         if me == 1 {
-            // Nobody else makes one: a collective would end the group after its time to connect.
+            // No other rank makes one: a collective would end the group after its time to connect.
             let arenas: Vec<_> = (1..4).map(|pages| rank.group.arena(pages * 4096, "alone").unwrap()).collect();
             assert!(arenas.iter().all(|arena| arena.is_shared()));
             drop(arenas);

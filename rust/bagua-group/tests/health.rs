@@ -67,8 +67,8 @@ fn a_frozen_rank_is_lost_within_the_heartbeat_timeout_and_gets_the_cause_when_it
     }
     processes[0].signal(Signal::CONT);
     processes[0].write("cause");
-    let heard = processes[0].read_after("CAUSE ");
-    assert!(heard.contains("lost rank 1"), "{heard}");
+    let cause = processes[0].read_after("CAUSE ");
+    assert!(cause.contains("lost rank 1"), "{cause}");
 }
 
 #[test]

@@ -108,7 +108,7 @@ fn the_survivors_of_killed_ranks_go_on_until_one_is_alone() {
 }
 
 #[test]
-fn a_frozen_rank_is_left_behind_and_hears_so_when_it_continues() {
+fn a_frozen_rank_is_left_behind_and_excluded_when_it_continues() {
     let (groups, mut processes) = mixed(ENTRY, 3, &[1], Duration::from_secs(1));
     processes[0].signal(Signal::STOP);
     groups.iter().for_each(|group| assert!(matches!(cause(group), Error::PeerLost { rank: 1, .. })));
@@ -122,7 +122,7 @@ fn a_frozen_rank_is_left_behind_and_hears_so_when_it_continues() {
 }
 
 #[test]
-fn the_smaller_half_is_refused_with_the_ranks_that_may_live_on_and_goes_on_with_any_quorum() {
+fn the_smaller_half_is_refused_with_the_ranks_that_may_be_alive_and_goes_on_with_any_quorum() {
     let (groups, processes) = mixed(ENTRY, 4, &[0, 3], Duration::from_secs(1));
     processes.iter().for_each(|process| process.signal(Signal::STOP));
     until("both are lost", || groups.iter().all(|group| group.peers_seen() == 2));

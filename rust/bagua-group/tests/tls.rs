@@ -1,4 +1,4 @@
-//! TLS between ranks: who is let in, and what ranks that disagree are told.
+//! TLS between ranks: which connections are accepted, and the errors of ranks that disagree.
 
 mod group_world;
 
@@ -59,18 +59,18 @@ fn ranks_with_one_secret_meet_over_tls() {
 }
 
 #[test]
-fn both_ends_of_a_rendezvous_hear_of_another_secret() {
+fn another_secret_is_an_error_at_both_ends_of_a_rendezvous() {
     both_say("secret", meet((b"s", TLS), (b"S", TLS)));
 }
 
 #[test]
-fn both_ends_of_a_rendezvous_hear_that_only_one_uses_tls() {
+fn tls_on_one_rank_only_is_an_error_at_both_ends_of_a_rendezvous() {
     both_say("TLS", meet((b"s", TLS), (b"s", None)));
     both_say("TLS", meet((b"s", None), (b"s", TLS)));
 }
 
 #[test]
-fn both_ranks_of_a_group_hear_that_only_one_uses_tls() {
+fn tls_on_one_rank_only_is_an_error_on_both_ranks_of_a_group() {
     let limited = |config: &mut Config| {
         config.connect_timeout = LIMIT;
         config.tls = (config.rank == 1).then_some(Tls::Secret);
@@ -79,7 +79,7 @@ fn both_ranks_of_a_group_hear_that_only_one_uses_tls() {
 }
 
 #[test]
-fn both_ranks_of_a_group_hear_of_another_secret() {
+fn another_secret_is_an_error_on_both_ranks_of_a_group() {
     let limited = |config: &mut Config| {
         encrypted(config);
         config.connect_timeout = LIMIT;

@@ -114,8 +114,8 @@ thread_local! {
     static BLOCKING_HOOK: Cell<Option<BlockingHook>> = const { Cell::new(None) };
 }
 
-/// Runs `work`; every blocking wait of this thread in it runs inside `hook`. A caller that holds an interpreter's lock keeps it through a
-/// short operation this way, and its hook releases the lock only around a wait.
+/// Runs `work`; every blocking wait of this thread in it runs inside `hook`. So a caller that holds an interpreter's lock keeps it through
+/// a short operation, and its hook releases the lock only around a wait.
 pub fn with_blocking_hook<T>(hook: BlockingHook, work: impl FnOnce() -> T) -> T {
     struct Restore(Option<BlockingHook>);
     impl Drop for Restore {

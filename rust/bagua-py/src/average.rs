@@ -13,7 +13,7 @@ use bagua_core::error::{Error, Progress, Result};
 use bagua_core::group::JoinServer;
 use bagua_core::memory::{self, Device, Owner};
 use bagua_core::wait::{Waited, lock, wait_in_slices};
-use bagua_cuda::{Averaging, Place, Stage, WeightOrder};
+use bagua_cuda::{Averaging, LaneDevice, OperationDevice, WeightOrder};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -40,7 +40,7 @@ const LEGACY: usize = 1;
 /// The lock of one model's weights, between its training, its averaging and its user: first come, first served.
 ///
 /// Of weights on a CUDA device who takes it has work that its `stream` gets from then on come behind that of the holders before; who gives
-/// it back says where its own work is. None is the legacy stream. Nobody waits for the device. A stream that is being captured is a
+/// it back says where its own work is. None is the legacy stream. No thread waits for the device. A stream that is being captured is a
 /// NotImplementedError, and the lock is not taken; it is given back whatever is raised.
 ///
 /// Without effect in a forked child, where nothing averages.
@@ -50,7 +50,7 @@ pub struct WeightLock {
     /// Of weights that are averaged on a device.
     order: OnceLock<Arc<WeightOrder>>,
     /// Of buckets on devices whose operations take the lock.
-    places: Mutex<Vec<Arc<Place>>>,
+    places: Mutex<Vec<Arc<OperationDevice>>>,
     /// The process that made it.
     owner: u32,
     /// Nanoseconds that threads of Python have waited for it.
@@ -63,7 +63,7 @@ impl WeightLock {
     }
 
     /// From now on it orders streams with what operations do with a bucket's tensors.
-    pub fn follow(&self, place: &Arc<Place>) {
+    pub fn follow(&self, place: &Arc<OperationDevice>) {
         lock(&self.places).push(Arc::clone(place));
     }
 
@@ -92,7 +92,7 @@ impl WeightLock {
         &self,
         py: Python<'_>,
         of_weights: impl FnOnce(&WeightOrder) -> Result<()> + Send,
-        of_bucket: impl Fn(&Arc<Place>) -> Result<()> + Send,
+        of_bucket: impl Fn(&Arc<OperationDevice>) -> Result<()> + Send,
     ) -> PyResult<()> {
         let (order, places) = (self.order.get(), lock(&self.places).clone());
         if order.is_none() && places.is_empty() {
@@ -133,7 +133,7 @@ impl WeightLock {
         }
     }
 
-    /// Takes it for this thread, which may have it already. Waits without the GIL, and hears Ctrl-C.
+    /// Takes it for this thread, which may have it already. Waits without the GIL; Ctrl-C ends the wait.
     #[pyo3(signature = (*, stream=None))]
     fn lock(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
         self.take(py, false, stream)
@@ -188,8 +188,8 @@ impl WeightLock {
         self.on_device(py, |order| order.enter(stream.unwrap_or(LEGACY)), |place| place.order(stream))
     }
 
-    /// Who takes the lock next comes behind the work that `stream` has now, without giving it back: after a time in which nobody else used the
-    /// weights, so that no lock was needed.
+    /// Who takes the lock next comes behind the work that `stream` has now, without giving it back: after a time in which no other thread
+    /// used the weights, so that no lock was needed.
     #[pyo3(signature = (*, stream=None))]
     fn mark(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
         if self.is_foreign() {
@@ -295,8 +295,8 @@ impl Averager {
         let stats = py.detach(|| self.core.stats());
         let dict = PyDict::new(py);
         let state = match stats.state {
-            core::State::Running => "running",
-            core::State::Stopped => "stopped",
+            core::AveragerState::Running => "running",
+            core::AveragerState::Stopped => "stopped",
         };
         dict.set_item("state", state)?;
         dict.set_item("view", stats.view)?;
@@ -338,7 +338,7 @@ pub type Described = (usize, usize, u8, bool);
 /// The device of an averaging, for Python's arguments: the device, the stream that has the last work on the weights, and who has them.
 pub type OnDevice<'py> = (PyRef<'py, CudaDevice>, usize, Py<PyAny>);
 
-/// The memory of a model. `stage`, where it is on a device: what the averaging has there.
+/// The memory of a model. `lane_device`, where it is on a device: what the averaging has there.
 ///
 /// # Errors
 /// As [`tensor::weights_in`], and `NotImplemented` for a stream that is being captured.
@@ -350,14 +350,14 @@ pub unsafe fn model(
     (weights, buffers): (Vec<Described>, Vec<Described>),
     lock: &WeightLock,
     device: Option<OnDevice<'_>>,
-    stage: impl FnOnce(&CudaDevice) -> Arc<Stage>,
+    lane_device: impl FnOnce(&CudaDevice) -> Arc<LaneDevice>,
 ) -> Result<core::Model> {
     let averaging = device.map(|(device, stream, keep)| -> Result<Arc<Averaging>> {
         let order = lock.order.get_or_init(|| Arc::new(WeightOrder::new(device.context())));
         order.begin(device.context())?;
         // The training has used the weights without the lock so far.
         order.leave(stream)?;
-        Ok(Averaging::new(stage(&device), Arc::clone(order), Box::new(keep)))
+        Ok(Averaging::new(lane_device(&device), Arc::clone(order), Box::new(keep)))
     });
     let (averaging, core) = (averaging.transpose()?, lock.core());
     let one = |(address, count, dtype, on_device)| {

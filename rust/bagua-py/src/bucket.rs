@@ -13,7 +13,7 @@ use bagua_core::op::{
     LowPrecisionDecentralizedOp, Op,
 };
 use bagua_core::request::PeerSelection;
-use bagua_cuda::{Place, Wish};
+use bagua_cuda::{OperationDevice, Requested};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -28,7 +28,7 @@ use crate::tensor;
 /// Named tensors of one element type that travel together: a list of (name, address, count, dtype, padding).
 ///
 /// The caller promises that the addresses stay valid as long as the bucket is registered with an engine. With `device` they are addresses of
-/// that CUDA device, and `keep` is held until it is done with them; `wish` is a value of BAGUA_CUDA_COLLECTIVE, and `check`
+/// that CUDA device, and `keep` is held until it is done with them; `collective` is a value of BAGUA_CUDA_COLLECTIVE, and `check`
 /// of BAGUA_CUDA_CHECK.
 /// Raises ValueError for an empty list or a repeated name, TypeError for mixed element types.
 #[pyclass(frozen, module = "bagua._bagua")]
@@ -37,18 +37,18 @@ pub struct Bucket {
     /// How many of its tensors can be marked ready: all but padding.
     pub markable: usize,
     /// Its tensors' device; `None` for the host.
-    pub place: Option<Arc<Place>>,
+    pub place: Option<Arc<OperationDevice>>,
 }
 
 impl Bucket {
     /// A device as the bucket knows it: the value of its own tensors where it is theirs.
     fn place_on(&self, device: &CudaDevice, keep: Option<Py<PyAny>>) -> Arc<dyn Device> {
         match &self.place {
-            Some(place) if Arc::ptr_eq(place.stage().context(), device.context()) => {
+            Some(place) if Arc::ptr_eq(place.lane_device().context(), device.context()) => {
                 place.keep_always(Box::new(keep));
                 Arc::clone(place) as Arc<dyn Device>
             }
-            _ => device.of_bucket(Wish::default(), false, None),
+            _ => device.of_bucket(Requested::default(), false, None),
         }
     }
 
@@ -61,19 +61,19 @@ impl Bucket {
 #[expect(clippy::too_many_arguments, reason = "the signatures are Python's, and most arguments are keywords there")]
 impl Bucket {
     #[new]
-    #[pyo3(signature = (name, tensors, *, device=None, wish="auto", check=false, keep=None))]
+    #[pyo3(signature = (name, tensors, *, device=None, collective="auto", check=false, keep=None))]
     fn new(
         py: Python<'_>,
         name: &str,
         tensors: Vec<(String, usize, usize, u8, bool)>,
         device: Option<&CudaDevice>,
-        wish: &str,
+        collective: &str,
         check: bool,
         keep: Option<Py<PyAny>>,
     ) -> PyResult<Bucket> {
         let markable = tensors.iter().filter(|(.., padding)| !padding).count();
-        let wish = cuda_call::wish_named(wish).map_err(|e| errors::raise(py, e))?;
-        let place = device.map(|device| device.of_bucket(wish, check, keep));
+        let requested = cuda_call::requested(collective).map_err(|e| errors::raise(py, e))?;
+        let place = device.map(|device| device.of_bucket(requested, check, keep));
         let on = place.as_ref().map(|place| Arc::clone(place) as Arc<dyn Device>);
         let build = || -> Result<bucket::Bucket> {
             let tensors = tensors.into_iter().map(|(name, address, count, dtype, padding)| {

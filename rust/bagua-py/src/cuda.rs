@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bagua_core::error::Error;
-use bagua_cuda::{Cache, Libraries, Memory, Places, compile};
+use bagua_cuda::{Cache, Libraries, LibraryPaths, Memory, compile};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -13,7 +13,7 @@ use crate::errors;
 
 /// The attributes of `bagua.config.CudaPlaces`.
 #[derive(FromPyObject)]
-pub struct PlacesArgument {
+pub struct LibraryPathsArgument {
     libcuda: Option<PathBuf>,
     libnvrtc: Option<PathBuf>,
     libnccl: Option<PathBuf>,
@@ -21,10 +21,10 @@ pub struct PlacesArgument {
     nccl_multi_rank_gpu: bool,
 }
 
-impl From<PlacesArgument> for Places {
-    fn from(from: PlacesArgument) -> Places {
-        let PlacesArgument { libcuda, libnvrtc, libnccl, site_packages, nccl_multi_rank_gpu } = from;
-        Places { libcuda, libnvrtc, libnccl, site_packages, nccl_multi_rank_gpu }
+impl From<LibraryPathsArgument> for LibraryPaths {
+    fn from(from: LibraryPathsArgument) -> LibraryPaths {
+        let LibraryPathsArgument { libcuda, libnvrtc, libnccl, site_packages, nccl_multi_rank_gpu } = from;
+        LibraryPaths { libcuda, libnvrtc, libnccl, site_packages, nccl_multi_rank_gpu }
     }
 }
 
@@ -45,15 +45,15 @@ impl CudaLibraries {
     }
 
     /// Why no device can be used, in one line, the same at each call; None when one can. Initialises the driver.
-    fn why_not(&self, py: Python<'_>, places: PlacesArgument) -> Option<String> {
+    fn why_not(&self, py: Python<'_>, places: LibraryPathsArgument) -> Option<String> {
         let places = places.into();
         py.detach(|| self.core.why_not(&places)).map(|error| error.to_string())
     }
 
     /// What there is: `driver`, `nvrtc` and `nccl` as dicts with `path`, `version` and `error`, None where that does not apply; nvrtc's
     /// `architectures`; and `devices` as dicts with `name`, `capability` (major, minor), `memory` (bytes) and `uuid` (16 bytes), None where
-    /// the driver does not tell. Initialises the driver.
-    fn report<'py>(&self, py: Python<'py>, places: PlacesArgument) -> PyResult<Bound<'py, PyDict>> {
+    /// the driver does not report it. Initialises the driver.
+    fn report<'py>(&self, py: Python<'py>, places: LibraryPathsArgument) -> PyResult<Bound<'py, PyDict>> {
         let places = places.into();
         let (driver, nvrtc, nccl) =
             py.detach(|| (self.core.driver(&places), self.core.nvrtc(&places), self.core.nccl(&places)));
@@ -89,7 +89,7 @@ impl CudaLibraries {
     fn compile<'py>(
         &self,
         py: Python<'py>,
-        places: PlacesArgument,
+        places: LibraryPathsArgument,
         program: &str,
         architecture: i32,
     ) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyBytes>, String)> {
@@ -106,7 +106,7 @@ impl CudaLibraries {
     fn cubin<'py>(
         &self,
         py: Python<'py>,
-        places: PlacesArgument,
+        places: LibraryPathsArgument,
         cache: Option<PathBuf>,
         program: &str,
         architecture: i32,
@@ -126,11 +126,11 @@ impl CudaLibraries {
     fn device(
         &self,
         py: Python<'_>,
-        places: PlacesArgument,
+        places: LibraryPathsArgument,
         cache: Option<PathBuf>,
         number: i32,
     ) -> PyResult<CudaDevice> {
-        let places: Places = places.into();
+        let places: LibraryPaths = places.into();
         let context = py.detach(|| {
             let context = self.core.driver(&places).map_err(Error::from)?.context(number)?;
             context.compile_with(self.core.compiler(places.clone(), Cache::new(cache)));
@@ -141,7 +141,7 @@ impl CudaLibraries {
     }
 
     /// Number of the device whose memory an address is; None for memory of the host, -1 for managed memory. Raises as `device`.
-    fn device_of(&self, py: Python<'_>, places: PlacesArgument, address: usize) -> PyResult<Option<i32>> {
+    fn device_of(&self, py: Python<'_>, places: LibraryPathsArgument, address: usize) -> PyResult<Option<i32>> {
         let places = places.into();
         let memory = py.detach(|| self.core.driver(&places).map_err(Error::from)?.memory_at(address));
         Ok(match memory.map_err(|e| errors::raise(py, e))? {

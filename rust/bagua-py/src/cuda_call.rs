@@ -10,7 +10,7 @@ use bagua_core::group::{Group, Lane, Options};
 use bagua_core::health::GroupHealth;
 use bagua_core::memory::Device;
 use bagua_core::wait::lock;
-use bagua_cuda::{Context, Counts, Place, Stage, Wish};
+use bagua_cuda::{Context, Counts, LaneDevice, OperationDevice, Requested};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -23,12 +23,12 @@ use crate::request::Call;
 pub struct CudaDevice {
     context: Arc<Context>,
     /// Of calls without a group: what they hold.
-    stage: Arc<Stage>,
+    lane_device: Arc<LaneDevice>,
 }
 
 impl CudaDevice {
     pub fn of(context: Arc<Context>) -> CudaDevice {
-        CudaDevice { stage: Arc::new(Stage::new(&context)), context }
+        CudaDevice { lane_device: Arc::new(LaneDevice::new(&context)), context }
     }
 
     pub fn context(&self) -> &Arc<Context> {
@@ -36,8 +36,8 @@ impl CudaDevice {
     }
 
     /// The device of a bucket's tensors, which `owner` has, until an engine registers the bucket.
-    pub fn of_bucket(&self, wish: Wish, check: bool, owner: Option<Py<PyAny>>) -> Arc<Place> {
-        Arc::new(Place::of_bucket(&self.stage, wish, Box::new(owner)).checked(check))
+    pub fn of_bucket(&self, requested: Requested, check: bool, owner: Option<Py<PyAny>>) -> Arc<OperationDevice> {
+        Arc::new(OperationDevice::of_bucket(&self.lane_device, requested, Box::new(owner)).checked(check))
     }
 }
 
@@ -58,48 +58,48 @@ impl CudaDevice {
     ///
     /// Raises NotImplementedError for a stream that is being captured, DeviceError.
     fn call(&self, py: Python<'_>, stream: usize, producers: Vec<usize>) -> PyResult<CudaCall> {
-        let place = py.detach(|| Place::new(&self.stage, Wish::default(), stream, producers));
+        let place = py.detach(|| OperationDevice::new(&self.lane_device, Requested::default(), stream, producers));
         Ok(CudaCall::of(Arc::new(place.map_err(|e| errors::raise(py, e))?)))
     }
 
     /// Lets go of the arrays of calls without a group that the device is done with. Does not wait.
     fn release(&self) {
-        self.stage.release();
+        self.lane_device.release();
     }
 }
 
 /// What a lane has on each device that it has used.
-pub struct Stages {
+pub struct LaneDevices {
     /// The group's, which ends waits for a device.
     health: Arc<GroupHealth>,
-    list: Mutex<Vec<Arc<Stage>>>,
+    list: Mutex<Vec<Arc<LaneDevice>>>,
 }
 
-impl Stages {
-    pub fn new(group: &Group) -> Stages {
-        Stages { health: Arc::clone(group.health()), list: Mutex::default() }
+impl LaneDevices {
+    pub fn new(group: &Group) -> LaneDevices {
+        LaneDevices { health: Arc::clone(group.health()), list: Mutex::default() }
     }
 
     /// Of a thread with a lane of its own.
-    pub fn of(group: &Group, stage: Arc<Stage>) -> Stages {
-        Stages { health: Arc::clone(group.health()), list: Mutex::new(vec![stage]) }
+    pub fn of(group: &Group, lane_device: Arc<LaneDevice>) -> LaneDevices {
+        LaneDevices { health: Arc::clone(group.health()), list: Mutex::new(vec![lane_device]) }
     }
 
     /// All of them.
-    pub fn all(&self) -> Vec<Arc<Stage>> {
+    pub fn all(&self) -> Vec<Arc<LaneDevice>> {
         lock(&self.list).clone()
     }
 
     /// What it has on a device.
-    pub fn on(&self, context: &Arc<Context>) -> Arc<Stage> {
+    pub fn on(&self, context: &Arc<Context>) -> Arc<LaneDevice> {
         let mut list = lock(&self.list);
-        let known = list.iter().find(|stage| Arc::ptr_eq(stage.context(), context));
+        let known = list.iter().find(|lane_device| Arc::ptr_eq(lane_device.context(), context));
         match known {
-            Some(stage) => Arc::clone(stage),
+            Some(lane_device) => Arc::clone(lane_device),
             None => {
-                let stage = Arc::new(Stage::of_group(context, Arc::clone(&self.health)));
-                list.push(Arc::clone(&stage));
-                stage
+                let lane_device = Arc::new(LaneDevice::of_group(context, Arc::clone(&self.health)));
+                list.push(Arc::clone(&lane_device));
+                lane_device
             }
         }
     }
@@ -113,12 +113,14 @@ impl Stages {
         device: &CudaDevice,
         stream: usize,
         producers: Vec<usize>,
-        wish: &str,
+        collective: &str,
         check: bool,
     ) -> PyResult<CudaCall> {
-        let wish = wish_named(wish).map_err(|e| errors::raise(py, e))?;
-        let stage = self.on(device.context());
-        let place = py.detach(|| Place::new(&stage, wish, stream, producers)).map_err(|e| origin.fail(py, e))?;
+        let requested = requested(collective).map_err(|e| errors::raise(py, e))?;
+        let lane_device = self.on(device.context());
+        let place = py
+            .detach(|| OperationDevice::new(&lane_device, requested, stream, producers))
+            .map_err(|e| origin.fail(py, e))?;
         Ok(CudaCall::of(Arc::new(place.checked(check))))
     }
 }
@@ -131,7 +133,7 @@ pub fn submit(
     py: Python<'_>,
     origin: &Origin,
     call: Call,
-    place: &Arc<Place>,
+    place: &Arc<OperationDevice>,
     verb: impl FnOnce(&mut Lane, &Options<'_>) -> Result<()> + Send + 'static,
     submit: impl FnOnce(LaneJob) -> Result<core::Handle> + Send,
 ) -> PyResult<Handle> {
@@ -139,7 +141,7 @@ pub fn submit(
     let keep = call.keep;
     let on_device = Arc::clone(place);
     let job = move |lane: &mut Lane| {
-        let outcome = on_device.stage().prepare().and_then(|()| verb(lane, &options));
+        let outcome = on_device.lane_device().prepare().and_then(|()| verb(lane, &options));
         on_device.keep(Box::new(keep));
         outcome
     };
@@ -158,22 +160,22 @@ pub fn finished(py: Python<'_>, handle: Handle, async_op: bool) -> PyResult<Opti
 }
 
 /// The value of BAGUA_CUDA_COLLECTIVE with this name.
-pub fn wish_named(name: &str) -> Result<Wish> {
+pub fn requested(name: &str) -> Result<Requested> {
     let text = || format!("BAGUA_CUDA_COLLECTIVE='{name}': expected auto, nccl or staged");
-    Wish::named(name).ok_or_else(|| Error::InvalidArgument(text()))
+    Requested::named(name).ok_or_else(|| Error::InvalidArgument(text()))
 }
 
 /// Of several lanes of a group; None before one of them has used a device. Without a collective where the ranks have chosen none so far, and
 /// codecs or copies are all that there was.
-pub fn stats<'py>(py: Python<'py>, lanes: &[Arc<Stages>]) -> PyResult<Option<Bound<'py, PyDict>>> {
-    let stages: Vec<_> = lanes.iter().flat_map(|lane| lane.all()).collect();
+pub fn stats<'py>(py: Python<'py>, lanes: &[Arc<LaneDevices>]) -> PyResult<Option<Bound<'py, PyDict>>> {
+    let lane_devices: Vec<_> = lanes.iter().flat_map(|lane| lane.all()).collect();
     let used = |counts: Counts| counts.launches + counts.to_host_bytes + counts.to_device_bytes > 0;
-    let chosen = stages.iter().find(|stage| stage.choice().is_some());
-    let Some(first) = chosen.or_else(|| stages.iter().find(|stage| used(stage.counts()))) else {
+    let chosen = lane_devices.iter().find(|lane_device| lane_device.choice().is_some());
+    let Some(first) = chosen.or_else(|| lane_devices.iter().find(|lane_device| used(lane_device.counts()))) else {
         return Ok(None);
     };
     let choice = first.choice();
-    let counts: Vec<_> = stages.iter().map(|stage| stage.counts()).collect();
+    let counts: Vec<_> = lane_devices.iter().map(|lane_device| lane_device.counts()).collect();
     let sum = |each: fn(&Counts) -> u64| counts.iter().map(each).sum::<u64>();
     let stats = PyDict::new(py);
     stats.set_item("collective", choice.map(|choice| choice.collective))?;
@@ -190,15 +192,15 @@ pub fn stats<'py>(py: Python<'py>, lanes: &[Arc<Stages>]) -> PyResult<Option<Bou
 /// The device's side of one operation: see `Communicator.cuda_call`.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct CudaCall {
-    core: Arc<Place>,
+    core: Arc<OperationDevice>,
 }
 
 impl CudaCall {
-    pub fn of(core: Arc<Place>) -> CudaCall {
+    pub fn of(core: Arc<OperationDevice>) -> CudaCall {
         CudaCall { core }
     }
 
-    pub fn core(&self) -> &Arc<Place> {
+    pub fn core(&self) -> &Arc<OperationDevice> {
         &self.core
     }
 

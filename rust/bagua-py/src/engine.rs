@@ -11,11 +11,11 @@ use bagua_core::memory::Device;
 use bagua_core::recorder::Announced;
 use bagua_core::types::DType;
 use bagua_core::wait::lock;
-use bagua_cuda::Place;
+use bagua_cuda::OperationDevice;
 use pyo3::prelude::*;
 
 use crate::bucket::Bucket;
-use crate::cuda_call::{self, CudaCall, CudaDevice, LaneJob, Stages};
+use crate::cuda_call::{self, CudaCall, CudaDevice, LaneDevices, LaneJob};
 use crate::errors::{Origin, seconds};
 use crate::gil::{self, DropWithoutGil};
 use crate::handle::Handle;
@@ -31,18 +31,18 @@ pub struct Engine {
     /// The group, for its errors.
     origin: Origin,
     /// Element type and place of each registered tensor by number, for `mark_ready` with an address. Never locked while waiting.
-    tensors: Mutex<Vec<(DType, Option<Arc<Place>>)>>,
+    tensors: Mutex<Vec<(DType, Option<Arc<OperationDevice>>)>>,
     /// What its lane has on devices.
-    stages: Arc<Stages>,
+    lane_devices: Arc<LaneDevices>,
 }
 
 impl Engine {
-    pub fn of(core: core::Engine, group: Group, origin: Origin, stages: Arc<Stages>) -> Engine {
-        Engine { core: DropWithoutGil::new(Arc::new(core)), group, origin, tensors: Mutex::default(), stages }
+    pub fn of(core: core::Engine, group: Group, origin: Origin, lane_devices: Arc<LaneDevices>) -> Engine {
+        Engine { core: DropWithoutGil::new(Arc::new(core)), group, origin, tensors: Mutex::default(), lane_devices }
     }
 
     /// Element type and place of a registered tensor.
-    fn tensor(&self, number: usize) -> Option<(DType, Option<Arc<Place>>)> {
+    fn tensor(&self, number: usize) -> Option<(DType, Option<Arc<OperationDevice>>)> {
         lock(&self.tensors).get(number).cloned()
     }
 
@@ -80,7 +80,7 @@ impl Engine {
         let buckets: Vec<&Bucket> = buckets.iter().map(Py::get).collect();
         let cores: Vec<_> = buckets.iter().map(|bucket| bucket.core.clone()).collect();
         for place in buckets.iter().filter_map(|bucket| bucket.place.as_ref()) {
-            place.move_to(self.stages.on(place.stage().context()));
+            place.move_to(self.lane_devices.on(place.lane_device().context()));
         }
         gil::run_released(py, &self.group, &self.origin, || self.core.register(cores))?;
         let described = buckets
@@ -154,17 +154,17 @@ impl Engine {
     }
 
     /// The device's side of one operation: see the communicator's.
-    #[pyo3(signature = (device, stream, producers, wish, check=false))]
+    #[pyo3(signature = (device, stream, producers, collective, check=false))]
     fn cuda_call(
         &self,
         py: Python<'_>,
         device: &CudaDevice,
         stream: usize,
         producers: Vec<usize>,
-        wish: &str,
+        collective: &str,
         check: bool,
     ) -> PyResult<CudaCall> {
-        self.stages.call(py, &self.origin, device, stream, producers, wish, check)
+        self.lane_devices.call(py, &self.origin, device, stream, producers, collective, check)
     }
 
     /// Names of the tensors that are not ready, of buckets that were not communicated since the last `wait`.

@@ -1,8 +1,8 @@
 //! A verb on torch's tensors in one call from Python, where there is nothing to explain.
 //!
-//! Not plain, of two types, of sizes that do not fit: the answer is only that nothing was done. Python then goes the long way, by
-//! address, whose checks say what is wrong, or make the copy that is needed. So every check has one home, and the core's own are
-//! enough here. A small blocking all_reduce costs 0.8 us from Python this way, and 1.3 us by address.
+//! Tensors that are not plain, of two types, or of sizes that do not fit: the call returns that nothing was done. Python then calls the
+//! verb by address, where the arguments' checks raise, or make the copy that is needed. So every check exists once, and the core's own
+//! are enough here. A small blocking all_reduce costs 0.8 us from Python through this call, and 1.3 us by address.
 
 #![allow(unsafe_code)]
 

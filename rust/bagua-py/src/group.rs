@@ -17,14 +17,14 @@ use bagua_core::recorder::Announced;
 use bagua_core::request::{PartLayout, Verb};
 use bagua_core::types::Kind;
 use bagua_core::wait as sync;
-use bagua_cuda::{Place, Stage, Wish};
+use bagua_cuda::{LaneDevice, OperationDevice, Requested};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::arena::Arena;
 use crate::average::{self, Averager, WeightLock};
 use crate::codec::Codec;
-use crate::cuda_call::{self, CudaCall, CudaDevice, LaneJob, Stages};
+use crate::cuda_call::{self, CudaCall, CudaDevice, LaneDevices, LaneJob};
 use crate::engine::Engine;
 use crate::errors::{Origin, seconds, with};
 use crate::gil::{self, DropWithoutGil};
@@ -45,7 +45,7 @@ pub struct Communicator {
     /// The group, for its errors.
     origin: Origin,
     /// What its main lane has on devices, its messages, and then its engines.
-    stages: Mutex<Vec<Arc<Stages>>>,
+    lane_devices: Mutex<Vec<Arc<LaneDevices>>>,
     /// Its verbs wait by spinning first, so that those on little memory need not release the GIL.
     spins: bool,
 }
@@ -53,7 +53,7 @@ pub struct Communicator {
 /// A verb on more bytes than this may take longer than the GIL should be held.
 const BRIEF: usize = 64 << 10;
 
-/// Where its main lane and its messages are in `Communicator::stages`.
+/// Where its main lane and its messages are in `Communicator::lane_devices`.
 const MAIN: usize = 0;
 const MESSAGES: usize = 1;
 
@@ -64,8 +64,8 @@ impl Communicator {
     pub fn of(core: core::Communicator) -> Communicator {
         let spins = matches!(core.transports().0, "solo" | "shm");
         let origin = Origin::new(core.group());
-        let stages = Mutex::new((0..2).map(|_| Arc::new(Stages::new(core.group()))).collect());
-        Communicator { core: DropWithoutGil::new(Arc::new(core)), origin, stages, spins }
+        let lane_devices = Mutex::new((0..2).map(|_| Arc::new(LaneDevices::new(core.group()))).collect());
+        Communicator { core: DropWithoutGil::new(Arc::new(core)), origin, lane_devices, spins }
     }
 
     pub fn group(&self) -> &Group {
@@ -117,7 +117,7 @@ impl Communicator {
         &self,
         py: Python<'_>,
         call: Call,
-        place: &Arc<Place>,
+        place: &Arc<OperationDevice>,
         op: &Announced<'_>,
         verb: impl FnOnce(&mut Lane, &Options<'_>) -> Result<()> + Send + 'static,
     ) -> PyResult<Option<Handle>> {
@@ -127,8 +127,8 @@ impl Communicator {
         cuda_call::finished(py, handle, async_op)
     }
 
-    fn stages(&self) -> Vec<Arc<Stages>> {
-        sync::lock(&self.stages).clone()
+    fn lane_devices(&self) -> Vec<Arc<LaneDevices>> {
+        sync::lock(&self.lane_devices).clone()
     }
 
     /// Starts messages, and waits for them unless they are asynchronous.
@@ -355,20 +355,20 @@ impl Communicator {
     }
 
     /// The device's side of one operation, to be passed as `place`: it begins after what `stream` and the streams of `producers` have at the
-    /// call of the verb. `wish` is a value of BAGUA_CUDA_COLLECTIVE; with `check` the ranks compare their calls first, as BAGUA_CUDA_CHECK says.
+    /// call of the verb. `collective` is a value of BAGUA_CUDA_COLLECTIVE; with `check` (BAGUA_CUDA_CHECK) the ranks compare calls first.
     ///
-    /// Raises NotImplementedError for a stream that is being captured, ValueError for an unknown wish, DeviceError.
-    #[pyo3(signature = (device, stream, producers, wish, check=false))]
+    /// Raises NotImplementedError for a stream that is being captured, ValueError for an unknown collective, DeviceError.
+    #[pyo3(signature = (device, stream, producers, collective, check=false))]
     fn cuda_call(
         &self,
         py: Python<'_>,
         device: &CudaDevice,
         stream: usize,
         producers: Vec<usize>,
-        wish: &str,
+        collective: &str,
         check: bool,
     ) -> PyResult<CudaCall> {
-        self.stages()[MAIN].call(py, &self.origin, device, stream, producers, wish, check)
+        self.lane_devices()[MAIN].call(py, &self.origin, device, stream, producers, collective, check)
     }
 
     /// As `cuda_call`, for messages.
@@ -379,7 +379,7 @@ impl Communicator {
         stream: usize,
         producers: Vec<usize>,
     ) -> PyResult<CudaCall> {
-        self.stages()[MESSAGES].call(py, &self.origin, device, stream, producers, Wish::default().name(), false)
+        self.lane_devices()[MESSAGES].call(py, &self.origin, device, stream, producers, Requested::Auto.name(), false)
     }
 
     /// One message to rank `to`, which must receive as many elements of the same type with the same tag. Messages run beside the verbs.
@@ -404,8 +404,8 @@ impl Communicator {
         self.post(py, call, sends, Vec::new(), place)
     }
 
-    /// One message from rank `from_`, or from anybody when that is None: `Handle.senders` says who it was. `keep` is held until the message
-    /// has come, also by a blocking call, which Ctrl-C may end before.
+    /// One message from rank `from_`, or from any rank when that is None: `Handle.senders` says who it was. `keep` is held until the
+    /// message has come, also by a blocking call, which Ctrl-C may end before.
     #[pyo3(signature = (address, count, dtype, from_, *, tag=0, timeout=None, async_op=false, keep=None, place=None))]
     fn recv(
         &self,
@@ -483,9 +483,9 @@ impl Communicator {
     fn engine(&self, py: Python<'_>, name: &str) -> PyResult<Engine> {
         let group = self.group().clone();
         let engine = gil::run_released(py, self.group(), &self.origin, || core::Engine::new(&group, name))?;
-        let stages = Arc::new(Stages::new(&group));
-        sync::lock(&self.stages).push(Arc::clone(&stages));
-        Ok(Engine::of(engine, group, self.origin.clone(), stages))
+        let lane_devices = Arc::new(LaneDevices::new(&group));
+        sync::lock(&self.lane_devices).push(Arc::clone(&lane_devices));
+        Ok(Engine::of(engine, group, self.origin.clone(), lane_devices))
     }
 
     /// Averages weights, a list of (address, count, dtype) equal in count and dtype on all ranks, every `interval` seconds with the other
@@ -518,9 +518,9 @@ impl Communicator {
         let group = self.group();
         let on_device = |device: &CudaDevice| {
             // Its thread looks at failures of its own group.
-            let stage = Arc::new(Stage::new(device.context()));
-            sync::lock(&self.stages).push(Arc::new(Stages::of(group, Arc::clone(&stage))));
-            stage
+            let lane_device = Arc::new(LaneDevice::new(device.context()));
+            sync::lock(&self.lane_devices).push(Arc::new(LaneDevices::of(group, Arc::clone(&lane_device))));
+            lane_device
         };
         // SAFETY: the caller's promise in the docstring of this method.
         let model = unsafe { average::model(py, (weights, buffers), lock, device, on_device) }
@@ -544,11 +544,11 @@ impl Communicator {
     fn leave(&self, py: Python<'_>) {
         py.detach(|| {
             self.group().leave();
-            let stages = self.stages();
-            if !stages[MAIN].all().is_empty() || !stages[MESSAGES].all().is_empty() {
+            let lane_devices = self.lane_devices();
+            if !lane_devices[MAIN].all().is_empty() || !lane_devices[MESSAGES].all().is_empty() {
                 // Its thread lets go of the device's memory, which may outlive the interpreter otherwise.
                 self.core.shutdown();
-                stages[MESSAGES].all().iter().for_each(|stage| _ = stage.end());
+                lane_devices[MESSAGES].all().iter().for_each(|lane_device| _ = lane_device.end());
             }
         });
     }
@@ -589,7 +589,7 @@ impl Communicator {
         stats.set_item("connections_refused", group.stats().connections_refused.load(Relaxed))?;
         stats.set_item("peers_seen", group.peers_seen())?;
         stats.set_item("ops", ops)?;
-        stats.set_item("cuda", cuda_call::stats(py, &self.stages())?)?;
+        stats.set_item("cuda", cuda_call::stats(py, &self.lane_devices())?)?;
         Ok(stats)
     }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use bagua_core::engine as core;
 use bagua_core::error::{Error, Result};
 use bagua_core::wait::wait_in_slices;
-use bagua_cuda::Place;
+use bagua_cuda::OperationDevice;
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -25,7 +25,7 @@ pub struct Handle {
     /// Of received messages: who sent them.
     senders: Option<core::Senders>,
     /// Of an operation on a device: when the device is done.
-    device: Option<Arc<Place>>,
+    device: Option<Arc<OperationDevice>>,
 }
 
 impl Handle {
@@ -39,7 +39,7 @@ impl Handle {
     }
 
     /// The handle of an operation on a device.
-    pub fn on_device(self, place: Arc<Place>) -> Handle {
+    pub fn on_device(self, place: Arc<OperationDevice>) -> Handle {
         Handle { device: Some(place), ..self }
     }
 
@@ -101,7 +101,7 @@ impl Handle {
     /// Ranks of the group that sent the messages that were received, in the order of the receives; None for a message that has not come.
     fn senders(&self) -> Vec<Option<usize>> {
         let senders = self.senders.iter().flat_map(|senders| senders.iter());
-        senders.map(|rank| Some(rank.load(Ordering::Acquire)).filter(|rank| *rank != core::NOBODY)).collect()
+        senders.map(|rank| Some(rank.load(Ordering::Acquire)).filter(|rank| *rank != core::NO_RANK)).collect()
     }
 
     /// Calls `callback(error)` when the operation is done, exactly once: `error` is None, or the exception that `wait` raises.

@@ -37,7 +37,7 @@ pub type Between<'a> = &'a mut (dyn FnMut() -> PyResult<()> + Send);
 
 /// What the thread that reads the wakeup descriptor has to know.
 #[derive(Default)]
-struct State {
+struct InterruptState {
     /// The thread on which Python runs signal handlers; `None` before [`listen_for_interrupts`].
     main_thread: Option<ThreadId>,
     /// The end of the socket pair that Python writes signal numbers to. Never closed, because Python keeps its number.
@@ -49,9 +49,9 @@ struct State {
 }
 
 /// A fork may come while the thread that reads has the lock, and there is no such thread in the child.
-static STATE: PerProcess<Mutex<State>> = PerProcess::new();
+static STATE: PerProcess<Mutex<InterruptState>> = PerProcess::new();
 
-fn state() -> MutexGuard<'static, State> {
+fn state() -> MutexGuard<'static, InterruptState> {
     lock(STATE.get())
 }
 

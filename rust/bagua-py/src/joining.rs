@@ -9,7 +9,7 @@ use bagua_core::average as core;
 use bagua_core::error::Error;
 use bagua_core::group;
 use bagua_core::wait::Deadline;
-use bagua_cuda::Stage;
+use bagua_cuda::LaneDevice;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -112,9 +112,9 @@ impl JoinServer {
         device: Option<average::OnDevice<'_>>,
     ) -> PyResult<Averager> {
         let settings = settings(name, interval, codec.map(Codec::core), Some((self.core(), digest)), true)?;
-        let stage = |device: &CudaDevice| Arc::new(Stage::new(device.context()));
+        let lane_device = |device: &CudaDevice| Arc::new(LaneDevice::new(device.context()));
         // SAFETY: the caller's promise in the docstring of this method.
-        let model = unsafe { average::model(py, (weights, buffers), lock, device, stage) };
+        let model = unsafe { average::model(py, (weights, buffers), lock, device, lane_device) };
         let model = model.map_err(|e| errors::raise(py, e))?;
         let deadline = Deadline::after(seconds("timeout", timeout)?);
         let core = interrupt::run_on_thread(py, move || core::Averager::join(model, settings, &deadline))?;

@@ -54,7 +54,7 @@ mod tensor;
 mod tensor_reader;
 mod tls;
 
-/// The Rust core of Bagua. Import `bagua` instead: this module speaks in addresses and codes.
+/// The Rust core of Bagua. Import `bagua` instead: this module takes addresses and codes.
 #[pyo3::pymodule]
 mod _bagua {
     #[pymodule_export]
@@ -109,7 +109,7 @@ mod _bagua {
     /// The tables of the core, so that no number is written twice: code of each element type (`DTYPES`), reduce operation (`OPS`) and
     /// operation (`VERBS`) by name, the pairs of codes for which a reduction is defined (`DEFINED`), names of the codecs (`CODECS`), of the
     /// transports (`TRANSPORTS`), of the algorithms of all_reduce between hosts (`ALGORITHMS`) and of
-    /// the ways to choose peers (`PEER_SELECTION_MODES`), and the most streams per peer. Of `bagua-cuda`: the names of the kernels by
+    /// the modes of choosing peers (`PEER_SELECTION_MODES`), and the most streams per peer. Of `bagua-cuda`: the names of the kernels by
     /// program (`CUDA_KERNELS`), and the architectures that they are compiled for in advance (`CUDA_ARCHITECTURES`).
     #[pymodule_init]
     fn tables(module: &Bound<'_, PyModule>) -> PyResult<()> {

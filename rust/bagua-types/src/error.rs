@@ -52,7 +52,7 @@ impl Eq for Source {}
 pub struct DeviceFailure {
     /// What failed, and why.
     pub message: String,
-    /// The function, "cuMemAlloc" for instance; empty for a wish that no function refused.
+    /// The function, "cuMemAlloc" for instance; empty where no function of the library failed.
     pub api: String,
     /// What it returned.
     pub code: i32,

@@ -125,8 +125,8 @@ impl ncclRedOp_t {
     pub const AVERAGE: Self = Self(4);
 }
 
-/// How a communicator is made: the fields of NCCL 2.19, with which every later version begins. `size` and `version` tell a later
-/// library that the others are not there.
+/// How a communicator is made: the fields of NCCL 2.19, with which every later version begins. From `size` and `version` a later
+/// library knows that the others are not there.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct ncclConfig_t {
@@ -136,7 +136,7 @@ pub struct ncclConfig_t {
     pub magic: c_uint,
     /// The version whose fields these are, as `ncclGetVersion` counts.
     pub version: c_uint,
-    /// 0: calls return before their work is done or enqueued, and `ncclCommGetAsyncError` tells when it is. 1: they wait.
+    /// 0: calls return before their work is done or enqueued, and `ncclCommGetAsyncError` returns when it is. 1: they wait.
     pub blocking: c_int,
     /// Thread blocks per cluster, 0 to 8.
     pub cga_cluster_size: c_int,

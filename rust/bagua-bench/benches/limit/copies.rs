@@ -1,4 +1,4 @@
-//! `--copies`: ordinary tensors, which every way has to copy.
+//! `--copies`: ordinary tensors, which every variant has to copy.
 //!
 //! Two ranks. *windows*: `memcpy` through shared memory in pieces that fit the cache, with bare flags. *kernel*: `process_vm_readv` and
 //! `process_vm_writev`, each side half of the work. *ours*: the same verb. Sizes are of what broadcast and all_reduce work on, and of
@@ -20,7 +20,7 @@ const WINDOW: usize = 256 * KIB;
 const FLAGS: usize = 2048;
 /// Bytes that the kernel moves at once.
 const TRANSFER: usize = 1024 * KIB;
-const WAYS: [&str; 3] = ["windows", "kernel", "ours"];
+const VARIANTS: [&str; 3] = ["windows", "kernel", "ours"];
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Verb {
@@ -36,7 +36,7 @@ struct Peer {
     target: usize,
 }
 
-/// This rank's tensors, and the bare ways.
+/// This rank's tensors, and the bare variants.
 struct Bare<'a> {
     board: &'a Board,
     peer: Peer,
@@ -250,7 +250,7 @@ pub fn rank(mut board: Board, lane: &mut Lane, short: bool) {
         for bytes in SIZES {
             let calls = calls(bytes, short);
             for call in 0..calls {
-                for (way, name) in WAYS.into_iter().enumerate() {
+                for (variant, name) in VARIANTS.into_iter().enumerate() {
                     floats(&mut source[..bytes]).fill(std::hint::black_box((me + 1 + call) as f32));
                     let old = if verb == Verb::AllGather { -7.0 } else { (me + 1 + call) as f32 };
                     floats(&mut target[..bytes]).fill(std::hint::black_box(old));
@@ -272,13 +272,13 @@ pub fn rank(mut board: Board, lane: &mut Lane, short: bool) {
                         board.barrier();
                     }
                     let time = u64::try_from(begun.elapsed().as_nanos()).expect("a short time");
-                    board.time_of(me, way, call).store(time, Relaxed);
+                    board.time_of(me, variant, call).store(time, Relaxed);
                     check(verb, &mut target[..bytes], call);
                     board.barrier();
                 }
             }
             if me == 0 {
-                let [windows, kernel, ours] = [0, 1, 2].map(|way| median_of(&board, way, calls));
+                let [windows, kernel, ours] = [0, 1, 2].map(|variant| median_of(&board, variant, calls));
                 let us = |time: f64| format!("{:>7.1} us", time * 1e6);
                 println!(
                     "{:<10} {:>5} KiB  {}  {} {:>5.2}  {} {:>7.2} {:>7.2}",

@@ -31,7 +31,7 @@ const MEETINGS: (u32, u32) = (20, 10);
 const LOOKS: u32 = 1 << 20;
 
 /// Memory of both threads.
-struct Shared {
+struct SharedTensors {
     passed: [Counter; 2],
     tensors: [UnsafeCell<Vec<u8>>; 2],
 }
@@ -40,11 +40,11 @@ struct Shared {
 struct Counter(AtomicU32);
 
 // SAFETY: of each tensor, both threads touch what `Thread::rewrite` and `Thread::combine` say, with a meeting between the two.
-unsafe impl Sync for Shared {}
+unsafe impl Sync for SharedTensors {}
 
 /// One of the two threads.
 struct Thread<'a> {
-    shared: &'a Shared,
+    shared: &'a SharedTensors,
     index: usize,
     /// Meetings so far.
     passed: u32,
@@ -155,7 +155,7 @@ pub fn run() {
     let cases: Vec<Case> = measured().flat_map(|level| DTYPES.map(|dtype| (level, dtype))).collect();
     println!("level in use: {}", level());
     for bytes in SIZES {
-        let shared = Shared {
+        let shared = SharedTensors {
             passed: [0, 0].map(|passed| Counter(AtomicU32::new(passed))),
             tensors: FILLING.map(|byte| UnsafeCell::new(vec![byte; bytes])),
         };

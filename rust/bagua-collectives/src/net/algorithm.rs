@@ -1,7 +1,7 @@
 //! Which algorithm an all_reduce uses: the cost model, and the table that follows from it.
 //!
 //! The model is Hockney's, with an overhead per message as in LogP: a message of b bytes costs its sender and its receiver o each, is
-//! on its way for a, and its bytes leave and enter a rank at one byte per t. N bytes, n ranks:
+//! in transit for a, and its bytes leave and enter a rank at one byte per t. N bytes, n ranks:
 //!
 //! | algorithm | time | buys |
 //! |---|---|---|
@@ -103,26 +103,29 @@ mod tests {
     fn worlds_of_up_to_sixteen_ranks_combine_in_rank_order() {
         for ranks in 1..=16 {
             for bytes in [0, 1, SMALL, SMALL + 1, 1 << 30] {
-                let way = choose(Algorithm::Auto, DType::F32, bytes, ranks);
-                assert!(matches!(way, Chosen::OneShot | Chosen::Direct), "{way:?} for {bytes} bytes of {ranks} ranks");
-                assert!(ranks > 2 || way == Chosen::OneShot);
+                let chosen = choose(Algorithm::Auto, DType::F32, bytes, ranks);
+                assert!(
+                    matches!(chosen, Chosen::OneShot | Chosen::Direct),
+                    "{chosen:?} for {bytes} bytes of {ranks} ranks"
+                );
+                assert!(ranks > 2 || chosen == Chosen::OneShot);
             }
         }
     }
 
     #[test]
     fn large_worlds_double_small_tensors_and_send_large_ones_round_unless_each_hop_would_round() {
-        let way = |dtype, bytes| choose(Algorithm::Auto, dtype, bytes, 64);
-        assert_eq!(way(DType::F32, 1000), Chosen::Doubling);
-        assert_eq!(way(DType::F32, 1 << 20), Chosen::Direct);
-        assert_eq!(way(DType::F32, 64 << 20), Chosen::Ring);
-        assert_eq!((way(DType::F16, 1000), way(DType::BF16, 64 << 20)), (Chosen::Direct, Chosen::Direct));
+        let chosen = |dtype, bytes| choose(Algorithm::Auto, dtype, bytes, 64);
+        assert_eq!(chosen(DType::F32, 1000), Chosen::Doubling);
+        assert_eq!(chosen(DType::F32, 1 << 20), Chosen::Direct);
+        assert_eq!(chosen(DType::F32, 64 << 20), Chosen::Ring);
+        assert_eq!((chosen(DType::F16, 1000), chosen(DType::BF16, 64 << 20)), (Chosen::Direct, Chosen::Direct));
     }
 
     #[test]
     fn a_forced_algorithm_is_used() {
-        for (forced, way) in [(Algorithm::Ring, Chosen::Ring), (Algorithm::Doubling, Chosen::Doubling)] {
-            assert_eq!(choose(forced, DType::F16, 8, 2), way);
+        for (forced, chosen) in [(Algorithm::Ring, Chosen::Ring), (Algorithm::Doubling, Chosen::Doubling)] {
+            assert_eq!(choose(forced, DType::F16, 8, 2), chosen);
         }
         assert_eq!(choose(Algorithm::Direct, DType::F32, 64 << 20, 64), Chosen::Direct);
     }

@@ -1,5 +1,5 @@
-//! Direct reductions: each rank combines its shard of the elements (or everything) piece by piece, while further pieces travel both
-//! ways.
+//! Direct reductions: each rank combines its shard of the elements (or everything) piece by piece, while further pieces travel in
+//! both directions.
 //!
 //! A message to a peer is a piece of what the peer combines, or of what this rank has combined. Results go first, while they are
 //! in the cache; inputs fill the line otherwise. A piece is combined as soon as it is there from all ranks, and while that
@@ -13,7 +13,7 @@ use crate::reduce::combine;
 use crate::transport::Plan;
 use crate::types::{Fingerprint, ReduceOp};
 
-/// Combines the values of every rank in rank order; `None` stands for the values in `out`.
+/// Combines the values of every rank in rank order; `None` means the values in `out`.
 pub(super) fn fold(cx: &OpContext<'_>, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8]) {
     let start = Instant::now();
     combine(cx.dtype(), op, inputs, out);
@@ -89,7 +89,7 @@ pub(super) struct DirectReduce<'a, 'c> {
     pub buffers: Buffers<'a>,
     /// Groups of slots: a slot of a piece for every rank.
     pub staging: &'a mut [u8],
-    /// By place in the window of pieces that may be under way at once: the piece's group, if something of it has arrived, and
+    /// By place in the window of pieces that may be in flight at once: the piece's group, if something of it has arrived, and
     /// from how many peers it is complete.
     pub window: Vec<(Option<usize>, usize)>,
     /// Free groups. The group freed last is used first: little memory is used, and it is in the cache.

@@ -101,8 +101,8 @@ impl Net {
     fn all_reduce(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp) -> Result<()> {
         let bytes = io.input().len();
         let n = self.size();
-        let way = if n == 1 { Chosen::OneShot } else { choose(self.algorithm, cx.dtype(), bytes, n) };
-        match way {
+        let chosen = if n == 1 { Chosen::OneShot } else { choose(self.algorithm, cx.dtype(), bytes, n) };
+        match chosen {
             Chosen::OneShot if bytes <= SMALL || n == 1 => return self.reduce_one_shot(cx, io, op, None),
             Chosen::OneShot => return self.reduce_everywhere(cx, io, op),
             Chosen::Direct => return self.reduce_two_shot(cx, io, op),
@@ -115,7 +115,7 @@ impl Net {
                 dst
             }
         };
-        if way == Chosen::Ring { self.reduce_ring(cx, data, op) } else { self.reduce_doubling(cx, data, op) }
+        if chosen == Chosen::Ring { self.reduce_ring(cx, data, op) } else { self.reduce_doubling(cx, data, op) }
     }
 
     fn reduce(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp, root: usize) -> Result<()> {

@@ -11,17 +11,17 @@ use crate::transport::Mesh;
 use crate::types::ReduceOp;
 use crate::{Collective, HostIo, Incoming, OpContext, Outgoing};
 
-/// Bytes of all pieces that may be under way at once.
+/// Bytes of all pieces that may be in flight at once.
 const STAGING: usize = 16 << 20;
 
 /// The shortest and the longest piece. A piece is combined while it is in the second-level cache, and a shard has several, so
-/// that the first result is on its way while inputs still arrive.
+/// that the first result is sent while inputs still arrive.
 const PIECE: (usize, usize) = (64 << 10, 256 << 10);
 
 /// Pieces that a shard is cut into where that makes them neither too short nor too long.
 const CUTS: usize = 4;
 
-/// The fewest and the most pieces that may be under way at once.
+/// The fewest and the most pieces that may be in flight at once.
 const WINDOW: (usize, usize) = (2, 16);
 
 /// Bytes of a piece of shards of which the longest has `longest` bytes; a multiple of every element's size.

@@ -30,7 +30,7 @@ pub(super) struct Ring<'a, 'c> {
     pub data: &'a mut [u8],
     /// Slots of a piece.
     pub staging: &'a mut [u8],
-    /// By place in the window of messages that may be under way at once: the slot, if something has arrived.
+    /// By place in the window of messages that may be in flight at once: the slot, if something has arrived.
     pub window: Vec<Option<usize>>,
     /// Slots that are free.
     pub free: Vec<usize>,

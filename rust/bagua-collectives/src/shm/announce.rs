@@ -18,7 +18,7 @@ pub(super) struct Announcement {
 /// For errors: a published operation that no rank of this version can have written.
 pub(super) const NONSENSE: &str = "something that makes no sense";
 
-/// Stands for "none" where a code is expected.
+/// Means "none" where a code is expected.
 const NONE: u64 = 0xff;
 
 impl Announcement {
@@ -124,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_field_survives_the_way_through_shared_memory() {
+    fn every_field_survives_shared_memory() {
         let plain = Announcement {
             fingerprint: Fingerprint {
                 epoch: 0xfeed_beef,

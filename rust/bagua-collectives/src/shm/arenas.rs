@@ -18,7 +18,7 @@ use crate::memory::{Finder, LaneId, MappedArenas, Registry};
 
 /// Passes file descriptors between the ranks of a host: implemented where their connections are.
 pub trait PassDescriptors: Send {
-    /// Gives every rank what the others give, by rank on this host; the entry of this rank stays empty. `None` stands for a descriptor
+    /// Gives every rank what the others give, by rank on this host; the entry of this rank stays empty. `None` means a descriptor
     /// that this process had no room for. Collective: returns on no rank before all ranks have called it.
     ///
     /// # Errors

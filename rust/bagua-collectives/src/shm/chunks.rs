@@ -47,7 +47,7 @@ impl Cut {
 const LINE: usize = 64;
 
 /// Bytes of one `memcpy` between cores. Longer ones run as `rep movsb` on some processors, which is several times slower where the
-/// destination's cache lines are in another core's cache: broadcast of 1 MiB between two ranks took 1.5 times as long that way on an
+/// destination's cache lines are in another core's cache: broadcast of 1 MiB between two ranks took 1.5 times as long with them on an
 /// EPYC (Zen 4).
 const BLOCK: usize = 4 << 10;
 

@@ -389,7 +389,7 @@ impl Protocol {
                 // The peer may have arrived, and closed, during the check.
                 return if self.has_arrived(peer, target) { Ok(()) } else { Err(error) };
             }
-            // From here on an arrival or a close changes the word from `seen` and wakes this rank.
+            // From here on an arrival or a close changes the word, which is `seen`, and wakes this rank.
             let seen = word.fetch_or(SLEEPERS, Ordering::AcqRel) | SLEEPERS;
             if !reached(seen, target) && seen & CLOSED == 0 {
                 let limit = SLICE.min(cx.deadline.left().max(Duration::from_micros(100)));

@@ -1,4 +1,4 @@
-//! Ranges of bytes, and the order in which a rank visits its peers.
+//! Ranges of bytes, and the order in which a rank reads from its peers.
 
 use std::ops::Range;
 

@@ -302,7 +302,7 @@ fn rank_that_did_its_part_and_left_is_not_blamed() {
 }
 
 #[test]
-fn ranks_that_disagree_all_hear_what_each_was_doing() {
+fn ranks_that_disagree_all_get_an_error_that_says_what_each_was_doing() {
     for difference in 0..4 {
         let outcomes = on_all(3, |index, mut rank| {
             one(&mut rank, Kind::AllReduce, DType::F32, ReduceOp::Sum, 1 << 20, 0, false);
@@ -333,7 +333,7 @@ fn a_message_that_cannot_come_because_its_peer_is_in_a_collective_is_a_disagreem
     for receives in [true, false] {
         let outcomes = on_all(2, |index, mut rank| {
             one(&mut rank, Kind::AllReduce, DType::F32, ReduceOp::Sum, 1000, 0, false);
-            // A group's control plane would tell the one in the collective, which here runs into a short deadline.
+            // A group's control plane would notify the one in the collective, which here runs into a short deadline.
             rank.limit = Duration::from_millis(500);
             let mut data = vec![0; 4 << 20];
             if index == 0 {
@@ -363,7 +363,7 @@ fn abort_ends_a_wait_with_its_cause() {
 }
 
 #[test]
-fn messages_between_two_ranks_go_both_ways_at_once() {
+fn messages_between_two_ranks_go_in_both_directions_at_once() {
     on_all(3, |index, mut rank| {
         let (next, before) = ((index + 1) % 3, (index + 2) % 3);
         for bytes in [0, 5, 1_000_003] {

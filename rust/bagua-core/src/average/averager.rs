@@ -1,4 +1,4 @@
-//! What the other threads of a rank ask of its averaging thread: abort, resume, synchronize, stop; and what they are told.
+//! What the other threads of a rank ask of its averaging thread: abort, resume, synchronize, stop; and what it returns to them.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use super::admission::Refused;
 use super::peers::Peers;
 use super::round::{Rounds, rooms};
-use super::thread_state::{Control, Shared};
-use super::{AveragerStats, Elastic, Model, Settings, State};
+use super::thread_state::{Control, SharedControl};
+use super::{AveragerState, AveragerStats, Elastic, Model, Settings};
 use crate::error::{Error, Progress, Result};
 use crate::group::{Group, JoinRequest, Lane, Options};
 use crate::memory::ArenaBuffer;
@@ -24,7 +24,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The averaging of one model on one rank. Dropping it stops it.
 pub struct Averager {
-    shared: Arc<Shared>,
+    shared: Arc<SharedControl>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -91,7 +91,7 @@ impl Averager {
 
     fn over(peers: Peers, rooms: Vec<ArenaBuffer>, model: Model, settings: Settings, is_new: bool) -> Result<Averager> {
         let takes_part = is_new || settings.takes_part;
-        let shared = Arc::new(Shared::new(peers.world_ranks.clone(), peers.group.clone(), is_new, takes_part));
+        let shared = Arc::new(SharedControl::new(peers.world_ranks.clone(), peers.group.clone(), is_new, takes_part));
         let name = format!("bagua-average-{}", settings.name.replace('\0', ""));
         let rounds = Rounds::new(Arc::clone(&shared), peers, rooms, model, settings);
         let thread = std::thread::Builder::new()
@@ -128,7 +128,7 @@ impl Averager {
     pub fn abort(&self) {
         let mut control = self.shared.lock();
         control.takes_part = false;
-        control.stats.state = State::Stopped;
+        control.stats.state = AveragerState::Stopped;
         self.shared.notify();
     }
 
@@ -151,7 +151,7 @@ impl Averager {
             return Err(Error::Aborted("the averaging of this model has ended".to_owned()));
         }
         control.takes_part = true;
-        control.stats.state = State::Running;
+        control.stats.state = AveragerState::Running;
         Ok(())
     }
 
@@ -235,7 +235,7 @@ impl Drop for Averager {
 
 /// A call of `synchronize` that waits.
 pub struct Synchronization {
-    shared: Arc<Shared>,
+    shared: Arc<SharedControl>,
     /// Its number among the calls of this rank.
     call: u64,
 }

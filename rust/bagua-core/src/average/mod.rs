@@ -6,7 +6,7 @@
 //!    half second). The round goes on where it has passed for all that take part.
 //! 2. **Snapshot.** Each copies its weights, under its weight lock.
 //! 3. **Average.** All_reduce of the snapshots, without a lock: training goes on.
-//! 4. **Agreement.** A barrier: every rank has the whole average. A failure before its end is a round that nobody writes.
+//! 4. **Agreement.** A barrier: every rank has the whole average. A failure before its end is a round that no rank writes.
 //! 5. **Update.** Under the lock, `average - snapshot` is added to the weights, see [`crate::reduce::correct`].
 //!
 //! Invariants, quoted by the tests:
@@ -17,7 +17,7 @@
 //! 3. After `abort` has returned nothing writes to the weights.
 //!
 //! Weights on a device are copied there under the lock, and updated there; the copy is averaged on the host. The lock is then an order of the
-//! device's work, and nobody who holds it waits for the device ([`crate::memory::DeviceWeights`]).
+//! device's work, and no thread that holds it waits for the device ([`crate::memory::DeviceWeights`]).
 //!
 //! In an elastic job ranks may be lost at any moment, and the others go on ([`Settings::elastic`]): the group of the averaging is replaced
 //! by a smaller one (`Group::shrink`), or by one with a joining rank (`admission`), which gets the average of a round in which its own
@@ -74,7 +74,7 @@ pub struct Model {
 
 /// Whether a rank takes part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum AveragerState {
     /// In rounds.
     Running,
     /// Aborted, stopped or failed.
@@ -85,7 +85,7 @@ pub enum State {
 #[derive(Clone, Debug)]
 pub struct AveragerStats {
     /// Whether this rank takes part.
-    pub state: State,
+    pub state: AveragerState,
     /// Number of the membership: grows with each change of it.
     pub view: u64,
     /// Ranks in the job that took part in the last round, ascending.

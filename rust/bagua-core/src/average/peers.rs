@@ -14,7 +14,7 @@ const SETS: usize = 4;
 /// Numbers in a [`Status`] on the wire.
 const FIELDS: usize = 9;
 
-/// What a rank tells all others at the beginning of a round.
+/// What a rank sends to all others at the beginning of a round.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Status {
     /// It takes part in this round.

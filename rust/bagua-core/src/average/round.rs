@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use super::admission::Joiner;
 use super::peers::{Peers, Status};
-use super::thread_state::{Control, Shared};
-use super::weight_buffers::{self, Part};
-use super::{Elastic, Model, Settings, State};
+use super::thread_state::{Control, SharedControl};
+use super::weight_buffers::{self, WeightBuffers};
+use super::{AveragerState, Elastic, Model, Settings};
 use crate::error::{Error, Result};
 use crate::group::{Group, Options};
 use crate::memory::{ArenaBuffer, Owner, WeightGuard, WeightLock, Weights};
@@ -27,10 +27,10 @@ pub const AVERAGING: Owner = Owner::MAX;
 
 /// The thread.
 pub(super) struct Rounds {
-    shared: Arc<Shared>,
+    shared: Arc<SharedControl>,
     /// `None` only while it is replaced.
     peers: Option<Peers>,
-    parts: Vec<Part>,
+    parts: Vec<WeightBuffers>,
     /// What a joining rank gets beside the average.
     buffers: Vec<Weights>,
     settings: Settings,
@@ -76,14 +76,14 @@ struct Open {
 impl Rounds {
     /// `rooms` are those of [`rooms`].
     pub(super) fn new(
-        shared: Arc<Shared>,
+        shared: Arc<SharedControl>,
         peers: Peers,
         rooms: Vec<ArenaBuffer>,
         model: Model,
         settings: Settings,
     ) -> Rounds {
         let Model { weights, buffers } = model;
-        let parts = weights.into_iter().zip(rooms).map(|(weights, average)| Part::new(weights, average));
+        let parts = weights.into_iter().zip(rooms).map(|(weights, average)| WeightBuffers::new(weights, average));
         let (parts, set) = (parts.collect(), peers.world_ranks.clone());
         if let Some(Elastic { server, digest }) = &settings.elastic {
             server.accept_joins(&settings.name, *digest);
@@ -123,7 +123,7 @@ impl Rounds {
                 Ok(Next::Later) => Instant::now() + self.settings.interval,
                 Ok(Next::AtOnce) => Instant::now(),
                 Ok(Next::NotYet) => self.due,
-                // The next round begins at once: it tells what became of the last one.
+                // The next round begins at once: its statuses say what became of the last one.
                 Err(error) => match self.recover(error) {
                     Ok(()) => Instant::now(),
                     Err(error) => break error,
@@ -135,12 +135,12 @@ impl Rounds {
         }
         let Rounds { shared, peers, parts, buffers, .. } = self;
         let failure = peers.as_ref().map_or(failure.clone(), |peers| peers.named(failure));
-        // Without lanes, arenas and weights before anybody is told that the thread has ended.
+        // Lanes, arenas and weights are dropped before any other thread can read that this one has ended.
         drop((peers, parts, buffers));
         let mut control = shared.lock();
         control.in_round = false;
         control.failure = Some(failure);
-        control.stats.state = State::Stopped;
+        control.stats.state = AveragerState::Stopped;
         drop(control);
         shared.notify();
     }
@@ -205,7 +205,7 @@ impl Rounds {
             }
         }
         let options = Options { label: &settings.name, ..Options::DEFAULT };
-        let averages = parts.iter_mut().map(Part::average);
+        let averages = parts.iter_mut().map(WeightBuffers::average);
         for bytes in averages.chain(copies.iter_mut().map(Vec::as_mut_slice)).chain([forwards.as_mut_slice()]) {
             peers.lane().run(&options, DType::U8, Verb::Broadcast { root }, Io::in_place(bytes))?;
         }
@@ -415,15 +415,15 @@ pub(super) fn rooms<'a>(
 /// Takes the weight lock, which all parts share.
 ///
 /// # Errors
-/// `Aborted` when the thread has to end: whoever ended it may not have waited for a lock that somebody else held, and the weights may
-/// be gone.
-fn hold(shared: &Shared, parts: &[Part]) -> Result<Option<WeightGuard>> {
+/// `Aborted` when the thread has to end: the thread that ended it may not have waited for a lock that another one held, and the weights
+/// may be gone.
+fn hold(shared: &SharedControl, parts: &[WeightBuffers]) -> Result<Option<WeightGuard>> {
     let guard = parts.first().map(|part| WeightLock::lock(part.weights.lock(), AVERAGING));
     check_stopping(shared)?;
     Ok(guard)
 }
 
-fn check_stopping(shared: &Shared) -> Result<()> {
+fn check_stopping(shared: &SharedControl) -> Result<()> {
     if shared.lock().stopping {
         return Err(Error::Aborted("the averaging of this model has ended".to_owned()));
     }
@@ -434,7 +434,7 @@ fn check_stopping(shared: &Shared) -> Result<()> {
 ///
 /// # Errors
 /// `Aborted`, or the group's first failure.
-fn goes_on(shared: &Shared, group: &Group) -> Result<()> {
+fn goes_on(shared: &SharedControl, group: &Group) -> Result<()> {
     check_stopping(shared)?;
     group.health().check()
 }

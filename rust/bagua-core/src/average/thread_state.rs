@@ -5,7 +5,7 @@ use std::sync::PoisonError;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
-use super::{AveragerStats, State};
+use super::{AveragerState, AveragerStats};
 use crate::error::Error;
 use crate::group::{Group, OwnerProcess};
 use crate::sync::{Condvar, Mutex, MutexGuard};
@@ -23,11 +23,11 @@ impl Leave for Group {
 }
 
 /// What the thread shares with the others.
-pub(super) struct Shared<G = Group> {
+pub(super) struct SharedControl<G = Group> {
     state: Mutex<Control>,
     /// Notified when `state` changes.
     changed: Condvar,
-    /// Steps of the optimizer, as far as [`Averager::count_step`] was told.
+    /// Steps of the optimizer that [`Averager::count_step`] has counted.
     pub(super) steps: AtomicU64,
     /// The caller's count of forwards, which a joining rank takes over.
     pub(super) forwards: AtomicU64,
@@ -62,11 +62,11 @@ pub(super) struct Control {
     pub(super) stats: AveragerStats,
 }
 
-impl<G: Leave> Shared<G> {
+impl<G: Leave> SharedControl<G> {
     /// For a rank that is in the averaging with these ranks of the job.
-    pub(super) fn new(ranks: Vec<usize>, group: G, is_new: bool, takes_part: bool) -> Shared<G> {
+    pub(super) fn new(ranks: Vec<usize>, group: G, is_new: bool, takes_part: bool) -> SharedControl<G> {
         let stats = AveragerStats {
-            state: if takes_part { State::Running } else { State::Stopped },
+            state: if takes_part { AveragerState::Running } else { AveragerState::Stopped },
             view: 1,
             ranks,
             rounds: 0,
@@ -78,7 +78,7 @@ impl<G: Leave> Shared<G> {
             lost: BTreeMap::new(),
             joined: 0,
         };
-        Shared {
+        SharedControl {
             state: Mutex::new(Control {
                 takes_part,
                 in_round: false,
@@ -131,7 +131,7 @@ impl<G: Leave> Shared<G> {
         self.changed.notify_all();
     }
 
-    /// Sleeps until `due`, until somebody synchronizes, or until the thread has to end: then false.
+    /// Sleeps until `due`, until a thread calls `synchronize`, or until the thread has to end: then false.
     pub(super) fn sleep(&self, due: Instant) -> bool {
         let mut control = self.lock();
         loop {

@@ -10,7 +10,7 @@ use crate::request::Workspace;
 pub(super) type GoOn<'a> = &'a dyn Fn() -> Result<()>;
 
 /// See the module.
-pub(super) struct Part {
+pub(super) struct WeightBuffers {
     pub(super) weights: Weights,
     /// What the weights were when the round began.
     pub(super) snapshot: Vec<u8>,
@@ -21,10 +21,10 @@ pub(super) struct Part {
     pub(super) work: Workspace,
 }
 
-impl Part {
-    pub(super) fn new(weights: Weights, average: ArenaBuffer) -> Part {
+impl WeightBuffers {
+    pub(super) fn new(weights: Weights, average: ArenaBuffer) -> WeightBuffers {
         let (last, work) = (Vec::new(), Workspace::default());
-        Part { snapshot: vec![0; weights.len()], weights, average, last, work }
+        WeightBuffers { snapshot: vec![0; weights.len()], weights, average, last, work }
     }
 
     /// The average's bytes.

@@ -24,11 +24,12 @@ pub struct Engine {
     worker: LaneWorker,
     /// Keeps the group as long as the engine. `None` over a bare lane.
     _group: Option<Group>,
-    state: Mutex<State>,
+    state: Mutex<BucketProgress>,
 }
 
+/// The registered buckets, and how far each is.
 #[derive(Default)]
-struct State {
+struct BucketProgress {
     schedule: Schedule,
     buckets: Vec<SharedBucket>,
     /// Which buckets went since the last `wait`.
@@ -63,7 +64,7 @@ impl Engine {
     pub fn over(lanes: impl Into<Lanes>, health: Arc<GroupHealth>, name: &str) -> Result<Engine> {
         let worker = LaneWorker::over(lanes, health, &format!("engine '{name}'"));
         worker.start()?;
-        Ok(Engine { worker, _group: None, state: Mutex::new(State::default()) })
+        Ok(Engine { worker, _group: None, state: Mutex::new(BucketProgress::default()) })
     }
 
     /// Waits for what is pending, then replaces the buckets. The order is the order of communication and must be equal on all
@@ -71,7 +72,7 @@ impl Engine {
     /// appears twice, naming both places; then everything stays as it was.
     pub fn register(&self, buckets: Vec<SharedBucket>) -> Result<()> {
         self.worker.check()?;
-        wait_once(None, |limit| self.settle(limit, Follow::Nobody), |after| self.timed_out(after))?;
+        wait_once(None, |limit| self.settle(limit, Follow::NoStream), |after| self.timed_out(after))?;
         let schedule = schedule_of(&buckets)?;
         check_memory(&buckets)?;
         let devices: Vec<_> = buckets.iter().filter_map(|bucket| bucket.lock().device().cloned()).collect();
@@ -81,8 +82,8 @@ impl Engine {
         }
         buckets.iter().try_for_each(|bucket| bucket.set_step(0))?;
         let mut state = self.state();
-        let State { pending, written, sent, .. } = std::mem::take(&mut *state);
-        *state = State { schedule, went: vec![false; buckets.len()], buckets, pending, written, sent };
+        let BucketProgress { pending, written, sent, .. } = std::mem::take(&mut *state);
+        *state = BucketProgress { schedule, went: vec![false; buckets.len()], buckets, pending, written, sent };
         Ok(())
     }
 
@@ -129,7 +130,7 @@ impl Engine {
         if error.is_argument() { error } else { self.worker.health().fail(error) }
     }
 
-    fn dispatch(&self, state: &mut State, bucket: usize) -> Result<()> {
+    fn dispatch(&self, state: &mut BucketProgress, bucket: usize) -> Result<()> {
         let (in_flight, ops) = state.buckets[bucket].check_out()?;
         let device = in_flight.device().cloned();
         let what = format!("bucket '{}'", in_flight.name());
@@ -242,12 +243,12 @@ impl Engine {
         let mut state = self.state();
         let followed = match follow {
             Follow::Stream(_) => pending.last().map_or(0, |last| last.number),
-            Follow::Nobody => 0,
+            Follow::NoStream => 0,
         };
         if followed > 0 || matches!(follow, Follow::Stream(_)) {
             state.written.retain(|device| !written.iter().any(|other| Arc::ptr_eq(device, other)));
         }
-        let State { pending, written, .. } = &mut *state;
+        let BucketProgress { pending, written, .. } = &mut *state;
         // What is reported here without being followed is left to a later wait.
         let unfollowed = pending.iter().filter(|done| done.number > followed && done.handle.is_completed());
         written.extend(unfollowed.filter_map(|done| done.device.clone()));
@@ -297,7 +298,7 @@ impl Engine {
         self.worker.shutdown();
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, BucketProgress> {
         lock(&self.state)
     }
 }
@@ -305,8 +306,8 @@ impl Engine {
 /// Who comes after the results of a wait.
 #[derive(Clone, Copy)]
 enum Follow {
-    /// A later wait says.
-    Nobody,
+    /// A later wait says which stream follows.
+    NoStream,
     /// Work that this stream of the buckets' devices gets from then on.
     Stream(Option<usize>),
 }

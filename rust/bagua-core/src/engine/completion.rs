@@ -26,15 +26,16 @@ static COMPLETION: PerProcess<CompletionThread> = PerProcess::new();
 /// The queue of the completion thread.
 #[derive(Default)]
 pub(super) struct CompletionThread {
-    state: Mutex<State>,
+    state: Mutex<CallbackQueue>,
     /// Wakes the thread.
     work: Condvar,
     /// Wakes those who wait for callbacks or for the thread to end.
     changed: Condvar,
 }
 
+/// Callbacks, and the workers whose jobs may add more.
 #[derive(Default)]
-struct State {
+struct CallbackQueue {
     /// Callbacks whose jobs are done, in order.
     ready: VecDeque<(PendingCallback, Result<()>)>,
     /// Callbacks that were added and have not returned: waiting for their jobs, ready, or running.
@@ -122,7 +123,7 @@ impl CompletionThread {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, CallbackQueue> {
         lock(&self.state)
     }
 }

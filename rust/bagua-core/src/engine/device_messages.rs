@@ -46,7 +46,8 @@ struct Queue {
     stopping: bool,
 }
 
-struct Shared {
+/// Messages whose device the thread waits for.
+struct DeviceMessageQueue {
     messenger: Arc<Messenger>,
     queue: Mutex<Queue>,
     /// Wakes the thread when it has nothing to do.
@@ -55,14 +56,14 @@ struct Shared {
 
 /// See the module.
 pub(super) struct DeviceMessages {
-    shared: Arc<Shared>,
+    shared: Arc<DeviceMessageQueue>,
     owner: OwnerProcess,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl DeviceMessages {
     pub(super) fn over(messenger: Arc<Messenger>) -> DeviceMessages {
-        let shared = Arc::new(Shared { messenger, queue: Mutex::default(), bell: Condvar::new() });
+        let shared = Arc::new(DeviceMessageQueue { messenger, queue: Mutex::default(), bell: Condvar::new() });
         DeviceMessages { shared, owner: OwnerProcess::current(), thread: Mutex::default() }
     }
 
@@ -164,7 +165,7 @@ fn aborted() -> Error {
     Error::Aborted("the group's messages were shut down".to_owned())
 }
 
-impl Shared {
+impl DeviceMessageQueue {
     /// The thread.
     fn work(&self) {
         let mut transfers: Vec<Transfer> = Vec::new();

@@ -21,7 +21,7 @@ pub struct Handle {
 }
 
 struct Outcome {
-    state: Mutex<State>,
+    state: Mutex<JobOutcome>,
     /// Mirror of `state.result.is_some()` for the spin.
     done: AtomicBool,
     /// The result was returned by a wait or is given to a callback, so an error in it need not reach the next call.
@@ -34,7 +34,8 @@ struct Outcome {
     owner: OwnerProcess,
 }
 
-struct State {
+/// The result of a job, and what is called with it.
+struct JobOutcome {
     /// Set once, by the thread that ran or dropped the job.
     result: Option<Result<()>>,
     /// Empty once there is a result.
@@ -57,7 +58,7 @@ impl Handle {
         Handle {
             outcome: Arc::new(Outcome {
                 done: AtomicBool::new(result.is_some()),
-                state: Mutex::new(State { result, callbacks: Vec::new() }),
+                state: Mutex::new(JobOutcome { result, callbacks: Vec::new() }),
                 seen: AtomicBool::new(false),
                 ready: Condvar::new(),
                 rank,
@@ -175,7 +176,7 @@ impl Handle {
 }
 
 impl Outcome {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, JobOutcome> {
         // No code that can panic runs under this lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -16,7 +16,7 @@ use crate::sync::{Arc, AtomicBool, AtomicU64, Condvar, Instant, Mutex, MutexGuar
 
 /// Jobs of type `J` for a thread whose handle is a `T`.
 pub(super) struct Jobs<J, T> {
-    state: Mutex<State<J>>,
+    state: Mutex<QueuedJobs<J>>,
     /// Jobs submitted and not settled; changed under `state`, read without it on fast paths.
     pending: AtomicU64,
     /// Set once, under `state`; a job that consists of several operations looks at it between them.
@@ -29,7 +29,8 @@ pub(super) struct Jobs<J, T> {
     thread: Mutex<Option<T>>,
 }
 
-struct State<J> {
+/// Jobs that wait, and how many came and went.
+struct QueuedJobs<J> {
     jobs: VecDeque<J>,
     /// Jobs submitted so far.
     submitted: u64,
@@ -42,7 +43,7 @@ struct State<J> {
 impl<J, T> Jobs<J, T> {
     pub(super) fn new() -> Jobs<J, T> {
         Jobs {
-            state: Mutex::new(State { jobs: VecDeque::new(), submitted: 0, settled: 0, running: None }),
+            state: Mutex::new(QueuedJobs { jobs: VecDeque::new(), submitted: 0, settled: 0, running: None }),
             pending: AtomicU64::new(0),
             stopping: Arc::new(AtomicBool::new(false)),
             work: Condvar::new(),
@@ -51,7 +52,7 @@ impl<J, T> Jobs<J, T> {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State<J>> {
+    fn state(&self) -> MutexGuard<'_, QueuedJobs<J>> {
         // No code that can panic runs under this lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -135,7 +136,7 @@ impl<J, T> Jobs<J, T> {
         self.count_settled(self.state());
     }
 
-    fn count_settled(&self, mut state: MutexGuard<'_, State<J>>) {
+    fn count_settled(&self, mut state: MutexGuard<'_, QueuedJobs<J>>) {
         state.settled += 1;
         self.pending.fetch_sub(1, Ordering::Release);
         drop(state);

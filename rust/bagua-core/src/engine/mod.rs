@@ -29,7 +29,7 @@ use device_messages::DeviceMessages;
 pub use bucket_queue::Engine;
 pub use completion::wait_for_callbacks;
 pub use handle::Handle;
-pub use messages::{Message, Messenger, NOBODY, Posted, Senders};
+pub use messages::{Message, Messenger, NO_RANK, Posted, Senders};
 pub use shared_bucket::SharedBucket;
 pub use worker::{Job, LaneWorker};
 

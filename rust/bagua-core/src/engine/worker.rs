@@ -29,12 +29,13 @@ pub type Job = Box<dyn FnOnce(&mut Lanes) -> Result<()> + Send + 'static>;
 
 /// See the module.
 pub struct LaneWorker {
-    shared: Arc<Shared>,
+    shared: Arc<WorkerShared>,
     /// Keeps the completion thread until `shutdown`.
     registration: Mutex<Option<WorkerRegistration>>,
 }
 
-struct Shared {
+/// What the callers and the communication thread share.
+struct WorkerShared {
     /// For error texts and the thread's name.
     name: String,
     /// The process that may use this: threads do not survive a fork.
@@ -67,7 +68,7 @@ impl LaneWorker {
     pub fn over(lanes: impl Into<Lanes>, health: Arc<GroupHealth>, name: &str) -> LaneWorker {
         let lanes = lanes.into();
         LaneWorker {
-            shared: Arc::new(Shared {
+            shared: Arc::new(WorkerShared {
                 name: name.to_owned(),
                 owner: OwnerProcess::current(),
                 health,
@@ -219,7 +220,7 @@ impl Drop for LaneWorker {
     }
 }
 
-impl Shared {
+impl WorkerShared {
     fn lanes(&self) -> MutexGuard<'_, Lanes> {
         // A job's panic poisons the group, which says more than a poisoned lock.
         lock(&self.lanes)

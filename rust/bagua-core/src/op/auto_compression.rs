@@ -27,11 +27,12 @@ const PREFER_PLAIN: f64 = 1.05;
 pub struct AutoOp {
     plain: CentralizedOp,
     compressed: CompressedOp,
-    state: Mutex<State>,
+    state: Mutex<Trials>,
 }
 
+/// The trials of a period, and what they decided.
 #[derive(Default)]
-struct State {
+struct Trials {
     /// Communications so far. Not the bucket's step: a training that is resumed times both anew.
     count: u64,
     /// The trials of this period.
@@ -46,7 +47,7 @@ impl AutoOp {
         AutoOp { plain, compressed, state: Mutex::default() }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, Trials> {
         lock(&self.state)
     }
 

@@ -15,7 +15,7 @@ use crate::wait::lock;
 pub const PEER_WEIGHT: &str = "peer_weight";
 
 /// See the module and [`Verb::NeighborAverage`]. The round is the bucket's step. `hierarchical`: members are the hosts, with the
-/// means of their ranks, by way of the host. Otherwise what is on a device stays there.
+/// means of their ranks, through the host. Otherwise what is on a device stays there.
 pub struct DecentralizedOp {
     selection: PeerSelection,
     hierarchical: bool,

@@ -154,7 +154,7 @@ fn every_operation_writes_to_a_device_what_it_writes_to_the_host() {
                         scope.spawn(move || {
                             let device = toy.then(|| Toy::device(rank));
                             let memory = after_two_steps(rank, collective, make, flat, device.as_ref());
-                            (memory, device.as_ref().map(Toy::heard).unwrap_or_default())
+                            (memory, device.as_ref().map(Toy::calls).unwrap_or_default())
                         })
                     };
                     let ranks: Vec<_> = local(2).into_iter().enumerate().map(run).collect();
@@ -172,8 +172,8 @@ fn every_operation_writes_to_a_device_what_it_writes_to_the_host() {
     }
 }
 
-/// What a compressed all_reduce without error feedback leaves in these values, the last of which are padding, what the device heard of
-/// it, and the records that were not finite.
+/// What a compressed all_reduce without error feedback leaves in these values, the last of which are padding, what the device was called
+/// for, and the records that were not finite.
 fn compressed(
     rank: usize,
     collective: Box<dyn bagua_core::collective::Collective>,
@@ -200,7 +200,7 @@ fn compressed(
     engine.mark_ready(0, None, None).unwrap();
     assert_eq!(engine.wait(LONG).unwrap(), 1);
     engine.shutdown();
-    let said = device.map(Toy::heard).unwrap_or_default();
+    let said = device.map(Toy::calls).unwrap_or_default();
     let lost = stats.of(Kind::CompressedAllReduce).nonfinite_records.load(Relaxed);
     (memory.bytes(), said.into_iter().filter(|said| said.ends_with("code") || said == "combine").collect(), lost)
 }
@@ -217,7 +217,7 @@ fn a_device_with_the_codec_combines_to_the_bytes_of_the_host_also_with_ranks_tha
                 values[0] = if infinite && rank == 0 { f32::INFINITY } else { values[0] };
                 values
             };
-            // Nobody, everybody, and every other rank has a device.
+            // No rank, all ranks, and every other rank have a device.
             let [on_host, on_toy, mixed] =
                 [|_| false, |_| true, |rank: usize| rank.is_multiple_of(2)].map(|toy: fn(usize) -> bool| {
                     std::thread::scope(|scope| {
@@ -278,7 +278,7 @@ fn a_device_gets_marks_before_the_operations_and_the_streams_of_waits() {
     assert_eq!(done, Ok(Ok(1)), "the wait that was refused has reported nothing");
     engine.shutdown();
     let said = ["prepare", "mark 5", "mark own", "order own", "mark own", "finish", "order 6", "end"];
-    assert_eq!(Toy::heard(&device), said);
+    assert_eq!(Toy::calls(&device), said);
 }
 
 #[test]

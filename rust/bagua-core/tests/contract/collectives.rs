@@ -168,7 +168,7 @@ pub fn large_reductions_equal_the_oracle(ranks: Ranks, size: usize) {
     check_reductions(&mut ranks, DType::U8, ReduceOp::Bxor, (3 << 20) + 1, in_order);
 }
 
-/// Bytes that tell of their rank and place.
+/// Bytes that differ by rank and place.
 fn mark(rank: usize, len: usize) -> Vec<u8> {
     (0..len).map(|i| noise(rank, i) as u8).collect()
 }

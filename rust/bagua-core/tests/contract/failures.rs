@@ -45,7 +45,7 @@ fn a_rank_that_leaves_is_lost_to_the_others_within_a_second() {
                 assert_eq!(*first, Ok(()), "rank {r}");
                 assert_eq!(second.is_ok(), r == 2, "rank {r}");
             }
-            // Whoever noticed second may blame the one who noticed first: a health of the whole group would tell it better.
+            // The second rank to notice may blame the first one: only a health of the whole group would name the rank that left.
             let blamed: Vec<_> = outcomes.iter().filter_map(|(_, second, _)| second.clone().err()).collect();
             assert!(blamed.iter().any(|e| matches!(e, Error::PeerLost { rank: 2, .. })), "{blamed:?}");
             assert!(blamed.iter().all(|e| matches!(e, Error::PeerLost { .. })), "{blamed:?}");
@@ -111,7 +111,7 @@ fn a_peer_that_sent_its_part_and_left_is_not_blamed() {
 }
 
 #[test]
-fn a_wait_for_a_rank_that_says_goodbye_ends_although_its_stream_stands() {
+fn a_wait_for_a_rank_that_says_goodbye_ends_although_its_stream_is_open() {
     for ends in [local_ends, tcp_ends, tls_ends] as [Ends; 3] {
         let (mut rank, _peer) = rank_and_raw_peer(ends);
         let health = rank.health.clone();
@@ -235,7 +235,7 @@ fn a_deadline_ends_two_ranks_that_both_receive() {
 }
 
 #[test]
-fn a_deadline_ends_a_send_that_nobody_receives() {
+fn a_deadline_ends_a_send_that_the_peer_does_not_receive() {
     for ranks in EVERY {
         let mut world = world(ranks, 2);
         let data = vec![0; 64 << 20];

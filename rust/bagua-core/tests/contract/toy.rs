@@ -32,8 +32,8 @@ pub struct Toy {
     name: String,
     /// One copy at a time: two copies on one page would close it under each other.
     copying: Mutex<()>,
-    /// What it was told of buckets.
-    heard: Mutex<Vec<String>>,
+    /// The calls of its methods for buckets.
+    calls: Mutex<Vec<String>>,
     /// Memory for steps of operations.
     room: Mutex<Option<Mapping>>,
 }
@@ -46,23 +46,23 @@ impl Toy {
         Arc::new(Toy {
             name: format!("toy:{index}"),
             copying: Mutex::default(),
-            heard: Mutex::default(),
+            calls: Mutex::default(),
             room: Mutex::default(),
         })
     }
 
-    /// What a toy device was told of buckets.
-    pub fn heard(device: &Arc<dyn Device>) -> Vec<String> {
+    /// The calls that a toy device has got for buckets.
+    pub fn calls(device: &Arc<dyn Device>) -> Vec<String> {
         let device: &dyn Any = &**device;
-        device.downcast_ref::<Toy>().unwrap().heard.lock().unwrap().clone()
+        device.downcast_ref::<Toy>().unwrap().calls.lock().unwrap().clone()
     }
 
-    fn hear(&self, what: &str, stream: Option<usize>) -> Result<()> {
+    fn log(&self, what: &str, stream: Option<usize>) -> Result<()> {
         if stream == Some(Toy::REFUSED) {
             return Err(Error::NotImplemented("that stream cannot be followed".to_owned()));
         }
         let stream = stream.map_or_else(|| "own".to_owned(), |stream| stream.to_string());
-        self.heard.lock().unwrap().push(format!("{what} {stream}"));
+        self.calls.lock().unwrap().push(format!("{what} {stream}"));
         Ok(())
     }
 
@@ -112,25 +112,25 @@ impl Device for Toy {
     }
 
     fn prepare(&self) -> Result<()> {
-        self.heard.lock().unwrap().push("prepare".to_owned());
+        self.calls.lock().unwrap().push("prepare".to_owned());
         Ok(())
     }
 
     fn mark(&self, stream: Option<usize>) -> Result<()> {
-        self.hear("mark", stream)
+        self.log("mark", stream)
     }
 
     fn order(&self, stream: Option<usize>) -> Result<()> {
-        self.hear("order", stream)
+        self.log("order", stream)
     }
 
     fn finish(&self) -> Result<()> {
-        self.heard.lock().unwrap().push("finish".to_owned());
+        self.calls.lock().unwrap().push("finish".to_owned());
         Ok(())
     }
 
     fn end(&self) {
-        self.heard.lock().unwrap().push("end".to_owned());
+        self.calls.lock().unwrap().push("end".to_owned());
     }
 }
 
@@ -275,19 +275,19 @@ fn floats(buffer: Buffer<'_>) -> Result<Vec<f32>> {
     Ok(on_host(buffer)?.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)).collect())
 }
 
-/// minmax_u8 of float32 on toy memory, by way of copies. The device lists its calls.
+/// minmax_u8 of float32 on toy memory, through copies. The device lists its calls.
 struct ToyCodec(Arc<dyn Device>);
 
 impl ToyCodec {
-    fn hear(&self, what: &str) {
+    fn log(&self, what: &str) {
         let device: &dyn Any = &*self.0;
-        device.downcast_ref::<Toy>().unwrap().heard.lock().unwrap().push(what.to_owned());
+        device.downcast_ref::<Toy>().unwrap().calls.lock().unwrap().push(what.to_owned());
     }
 }
 
 impl DeviceCodec for ToyCodec {
     fn encode(&mut self, cx: &OpContext<'_>, chunks: &Chunks, data: Buffer<'_>, records: BufferMut<'_>) -> Result<()> {
-        self.hear("encode");
+        self.log("encode");
         let mut host = on_host(data)?;
         host.truncate(chunks.elements * 4);
         host.resize(chunks.chunks * chunks.count * 4, 0);
@@ -302,7 +302,7 @@ impl DeviceCodec for ToyCodec {
         divisor: usize,
         record: BufferMut<'_>,
     ) -> Result<()> {
-        self.hear("combine");
+        self.log("combine");
         let mean: Vec<u8> =
             sums(cx, records, chunks)?.iter().flat_map(|sum| (sum / divisor as f32).to_ne_bytes()).collect();
         encode_all(cx, &mean, chunks, record)
@@ -315,7 +315,7 @@ impl DeviceCodec for ToyCodec {
         records: Buffer<'_>,
         mut data: BufferMut<'_>,
     ) -> Result<()> {
-        self.hear("decode");
+        self.log("decode");
         let mut host = Vec::new();
         for record in records.chunks(chunks.record) {
             host.extend(decoded(cx, record, chunks)?.into_iter().flat_map(f32::to_ne_bytes));
@@ -386,7 +386,7 @@ impl DeviceCodec for ToyCodec {
         [left, right, own]: [Buffer<'_>; 3],
         record: BufferMut<'_>,
     ) -> Result<()> {
-        self.hear("difference");
+        self.log("difference");
         let (x, l, r, w) = (floats(weights)?, floats(left)?, floats(right)?, floats(own)?);
         let one = |i: usize| x[i] + l[i] * (1.0 / 3.0) + r[i] * (1.0 / 3.0) - w[i] * (5.0 / 3.0);
         let difference: Vec<u8> = (0..chunks.count).flat_map(|i| one(i).to_ne_bytes()).collect();
@@ -400,7 +400,7 @@ impl DeviceCodec for ToyCodec {
         record: Buffer<'_>,
         mut replica: BufferMut<'_>,
     ) -> Result<()> {
-        self.hear("add");
+        self.log("add");
         let difference = decoded(cx, record, chunks)?;
         let sums = floats(replica.as_buffer())?.into_iter().zip(difference).map(|(value, more)| value + more);
         replica.copy_from(&sums.flat_map(f32::to_ne_bytes).collect::<Vec<u8>>())

@@ -15,8 +15,8 @@ macro_rules! contract {
             use super::*;
 
             #[test]
-            fn bytes_arrive_in_order_both_ways_at_once() {
-                super::bytes_arrive_in_order_both_ways_at_once($ends);
+            fn bytes_arrive_in_order_in_both_directions_at_once() {
+                super::bytes_arrive_in_order_in_both_directions_at_once($ends);
             }
 
             #[test]
@@ -55,7 +55,7 @@ fn sleep(end: &dyn Transport, bell: &Doorbell, rings: u32, wanted: PollFlags) {
     }
 }
 
-fn bytes_arrive_in_order_both_ways_at_once(ends: Ends) {
+fn bytes_arrive_in_order_in_both_directions_at_once(ends: Ends) {
     const TOTAL: usize = 300_000;
     let stream = |end: usize| (0..TOTAL).map(move |i| noise(end, i) as u8).collect::<Vec<u8>>();
     let run = |me: usize, mut end: Box<dyn Transport>, bell: Doorbell| {
@@ -79,7 +79,7 @@ fn bytes_arrive_in_order_both_ways_at_once(ends: Ends) {
                 sleep(end.as_ref(), &bell, rings, wanted);
             }
         }
-        assert!(got == expected, "the stream changed on its way");
+        assert!(got == expected, "the stream changed in transit");
         // Dropped only after the other end has everything too: the sockets' own buffers see to that.
         end
     };
@@ -102,7 +102,7 @@ fn neither_call_blocks(ends: Ends) {
         sent += count as u64;
         count == 0
     });
-    assert!(full, "{sent} bytes were taken that nobody received");
+    assert!(full, "{sent} bytes were taken that the peer did not receive");
     assert_eq!(right.send(&[1], &[]), Ok(1), "the other direction is full too");
 }
 

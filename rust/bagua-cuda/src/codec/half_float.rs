@@ -8,7 +8,7 @@ use bagua_core::collective::Chunks;
 use bagua_core::error::{Error, Result};
 use bagua_core::types::DType;
 
-use super::launches::{Elements, Kernels, Part};
+use super::launches::{CodecStep, Elements, Kernels};
 use crate::context::Context;
 use crate::driver_functions::CUstream;
 use crate::kernels::{Grid, short_name};
@@ -65,12 +65,12 @@ unsafe fn convert(
 }
 
 impl Kernels for HalfKernels {
-    fn names(&self, part: Part, dtype: DType) -> Vec<String> {
+    fn names(&self, part: CodecStep, dtype: DType) -> Vec<String> {
         let (elements, halves) = (short_name(dtype), short_name(self.0));
         vec![match part {
-            Part::Encode => format!("convert_{elements}_{halves}"),
-            Part::Combine => format!("convert_reduce_{elements}_{halves}"),
-            Part::Decode => format!("convert_{halves}_{elements}"),
+            CodecStep::Encode => format!("convert_{elements}_{halves}"),
+            CodecStep::Combine => format!("convert_reduce_{elements}_{halves}"),
+            CodecStep::Decode => format!("convert_{halves}_{elements}"),
         }]
     }
 
@@ -112,7 +112,7 @@ impl Kernels for HalfKernels {
         divisor: usize,
         (to, _): (usize, usize),
     ) -> Result<u64> {
-        let kernel = context.kernel(&self.names(Part::Combine, chunks.dtype)[0])?;
+        let kernel = context.kernel(&self.names(CodecStep::Combine, chunks.dtype)[0])?;
         let ranks = u32::try_from(chunks.chunks).map_err(|_| Error::other("more members than a kernel counts"))?;
         let record = self.record_len(chunks.count) as u64;
         let divisor = u64::from((divisor as f32).to_bits());

@@ -29,7 +29,7 @@ pub struct Records {
 
 /// One launch or several of a codec's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Part {
+pub(crate) enum CodecStep {
     /// Elements become records.
     Encode,
     /// The records of all members for one chunk become one.
@@ -42,7 +42,7 @@ pub(crate) enum Part {
 /// returned.
 pub(crate) trait Kernels: Send + Sync {
     /// The names of those that a part of the work needs.
-    fn names(&self, part: Part, dtype: DType) -> Vec<String>;
+    fn names(&self, part: CodecStep, dtype: DType) -> Vec<String>;
 
     /// Encodes elements, at least one, in equal chunks. The number (u32) at the address `nonfinite`, if that is not 0, becomes larger by the
     /// records that are of NaN, as the codec counts them.

@@ -5,7 +5,7 @@ use bagua_core::collective::Chunks;
 use bagua_core::error::{Error, Result};
 use bagua_core::types::DType;
 
-use super::launches::{Elements, Kernels, Part};
+use super::launches::{CodecStep, Elements, Kernels};
 use crate::context::Context;
 use crate::driver_functions::CUstream;
 use crate::kernels::{self, Grid, Mean, short_name};
@@ -15,11 +15,11 @@ use crate::memory::Scratch;
 pub(super) struct MinMaxU8Kernels;
 
 impl Kernels for MinMaxU8Kernels {
-    fn names(&self, part: Part, dtype: DType) -> Vec<String> {
+    fn names(&self, part: CodecStep, dtype: DType) -> Vec<String> {
         let names: &[&str] = match part {
-            Part::Encode => &["range", "encode"],
-            Part::Combine => &["tables", "reduce_range", "reduce"],
-            Part::Decode => &["decode"],
+            CodecStep::Encode => &["range", "encode"],
+            CodecStep::Combine => &["tables", "reduce_range", "reduce"],
+            CodecStep::Decode => &["decode"],
         };
         names.iter().map(|name| format!("minmax_u8_{name}_{}", short_name(dtype))).collect()
     }

@@ -6,15 +6,15 @@ mod half_float;
 mod launches;
 mod minmax_u8;
 
+pub(crate) use launches::{CodecStep, Kernels};
 pub use launches::{Elements, Records};
-pub(crate) use launches::{Kernels, Part};
 
 use bagua_core::codec::{Codec, chunks};
 use bagua_core::error::{Error, Result};
 use bagua_core::types::DType;
 
 use crate::context::Context;
-use crate::device::Place;
+use crate::device::OperationDevice;
 
 /// The kernels of a codec; `None` where it has none.
 pub(crate) fn kernels_of(codec: &dyn Codec) -> Option<Box<dyn Kernels>> {
@@ -30,7 +30,7 @@ pub(crate) fn kernels_of(codec: &dyn Codec) -> Option<Box<dyn Kernels>> {
 ///
 /// # Errors
 /// `Unavailable` that names NVRTC where that is absent or fails; `Device`.
-pub(crate) fn load(kernels: &dyn Kernels, context: &Context, dtype: DType, parts: &[Part]) -> Result<()> {
+pub(crate) fn load(kernels: &dyn Kernels, context: &Context, dtype: DType, parts: &[CodecStep]) -> Result<()> {
     let mut names = parts.iter().flat_map(|part| kernels.names(*part, dtype));
     names.try_for_each(|name| context.kernel(&name).map(drop))
 }
@@ -55,20 +55,26 @@ fn found(codec: &dyn Codec) -> Result<Box<dyn Kernels>> {
 /// Encodes elements in `chunks` equal parts with a record each. Never waits for the device.
 ///
 /// # Safety
-/// Both are memory of the call's device, which lives and has no other use until [`Place::keep`] lets go of what is kept then.
+/// Both are memory of the call's device, which lives and has no other use until [`OperationDevice::keep`] lets go of what is kept then.
 ///
 /// # Errors
 /// As [`check`]; `InvalidArgument` unless `chunks` divides the elements, for records of another length, for memory that overlaps or elements
 /// that are not aligned; `Unavailable` without NVRTC; `Device`.
-pub unsafe fn encode(place: &Place, codec: &dyn Codec, from: Elements, chunks: usize, to: Records) -> Result<()> {
+pub unsafe fn encode(
+    place: &OperationDevice,
+    codec: &dyn Codec,
+    from: Elements,
+    chunks: usize,
+    to: Records,
+) -> Result<()> {
     let kernels = found(codec)?;
     check_memory(codec, from, chunks, to)?;
     if from.count == 0 {
         return Ok(());
     }
-    let stage = place.stage();
-    let context = stage.context();
-    load(&*kernels, context, from.dtype, &[Part::Encode])?;
+    let lane_device = place.lane_device();
+    let context = lane_device.context();
+    load(&*kernels, context, from.dtype, &[CodecStep::Encode])?;
     // SAFETY: the caller's promise for both arrays, whose sizes were checked.
     place.on_stream(|stream| unsafe { kernels.encode(context, stream, from, chunks, to.address, 0) }.map(drop))
 }
@@ -80,15 +86,21 @@ pub unsafe fn encode(place: &Place, codec: &dyn Codec, from: Elements, chunks: u
 ///
 /// # Errors
 /// As [`encode`].
-pub unsafe fn decode(place: &Place, codec: &dyn Codec, from: Records, to: Elements, chunks: usize) -> Result<()> {
+pub unsafe fn decode(
+    place: &OperationDevice,
+    codec: &dyn Codec,
+    from: Records,
+    to: Elements,
+    chunks: usize,
+) -> Result<()> {
     let kernels = found(codec)?;
     check_memory(codec, to, chunks, from)?;
     if to.count == 0 {
         return Ok(());
     }
-    let stage = place.stage();
-    let context = stage.context();
-    load(&*kernels, context, to.dtype, &[Part::Decode])?;
+    let lane_device = place.lane_device();
+    let context = lane_device.context();
+    load(&*kernels, context, to.dtype, &[CodecStep::Decode])?;
     // SAFETY: the caller's promise for both arrays, whose sizes were checked.
     place.on_stream(|stream| unsafe { kernels.decode(context, stream, from.address, to, chunks) }.map(drop))
 }
@@ -155,7 +167,7 @@ mod tests {
     fn every_kernel_of_a_codec_exists() {
         for name in codec::NAMES {
             let Some(kernels) = kernels_of(&*codec::by_name(name, &[]).unwrap()) else { continue };
-            for part in [Part::Encode, Part::Combine, Part::Decode] {
+            for part in [CodecStep::Encode, CodecStep::Combine, CodecStep::Decode] {
                 for dtype in [DType::F32, DType::F16, DType::BF16] {
                     for name in kernels.names(part, dtype) {
                         assert!(program_of(&name).is_some(), "{name}");

@@ -1,7 +1,7 @@
-//! A rank's communicator of NCCL, on one device and of one lane: its life, and calls that are polled to their end.
+//! A rank's communicator of NCCL, on one device and of one lane: from its creation to its end, and calls that are polled to their end.
 //!
 //! Communicators are non-blocking. After every call `ncclCommGetAsyncError` is asked until it no longer says `ncclInProgress`: the work is
-//! not on the stream before, so that an event that is recorded earlier would not stand behind it.
+//! not on the stream before, so that an event that is recorded earlier would not come after it.
 
 use std::ptr;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use nccl_sys::{
 use super::Nccl;
 use super::watch::{Handle, Watched};
 use crate::context::Context;
-use crate::device::Place;
+use crate::device::OperationDevice;
 use crate::driver_functions::CUstream;
 use crate::event::Event;
 use crate::lane_state::{PATIENCE, Pauses, wait_until_reached};
@@ -126,8 +126,8 @@ impl Communicator {
     ///
     /// # Errors
     /// `UnsupportedType`, before anything is put on a device.
-    pub(crate) fn check_device(&self, place: &Place) -> Result<()> {
-        let (own, other) = (self.context().device(), place.stage().context().device());
+    pub(crate) fn check_device(&self, place: &OperationDevice) -> Result<()> {
+        let (own, other) = (self.context().device(), place.lane_device().context().device());
         if own == other {
             return Ok(());
         }
@@ -140,15 +140,20 @@ impl Communicator {
     ///
     /// # Errors
     /// Those of `work`, which end the communicator; the group's first cause.
-    pub(crate) fn operate(&self, cx: &OpContext<'_>, place: &Place, work: impl FnOnce() -> Result<()>) -> Result<()> {
+    pub(crate) fn operate(
+        &self,
+        cx: &OpContext<'_>,
+        place: &OperationDevice,
+        work: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         if let Some(cause) = self.watched.cause() {
             return Err(cause);
         }
         let stream = self.stream();
-        let (done, stage) = (place.done()?, place.stage());
+        let (done, lane_device) = (place.done()?, place.lane_device());
         let number = self.watched.begin(cx, &done, place.failure());
         // The last operation may have been copies on another stream, of a bucket that was gathered.
-        let begun = place.order_after_start(&[stream]).and_then(|()| stage.order_after_last(stream));
+        let begun = place.order_after_start(&[stream]).and_then(|()| lane_device.order_after_last(stream));
         let outcome = begun.and_then(|()| work()).map_err(|error| self.watched.doom(error));
         if outcome.is_err() && !self.watched.wait_until_ended(SOON) {
             place.ended(false);
@@ -157,7 +162,7 @@ impl Communicator {
         let recorded = done.record(stream);
         place.ended(recorded.is_ok());
         if recorded.is_ok() {
-            stage.set_last(&done);
+            lane_device.set_last(&done);
             self.watched.on_stream(number);
         }
         outcome.and(recorded).map_err(|error| self.watched.doom(error))
@@ -258,7 +263,7 @@ impl Communicator {
         self.settle("ncclCommFinalize", communicator, patience())?;
         *handle = None;
         self.watched.raw.store(ptr::null_mut(), Ordering::Release);
-        // SAFETY: it was finalized, and nobody can get it any more.
+        // SAFETY: it was finalized, and no thread can get it any more.
         let result = unsafe { (self.watched.functions().comm_destroy)(communicator) };
         self.began("ncclCommDestroy", result)
     }
@@ -328,7 +333,7 @@ pub(crate) struct Message {
 }
 
 /// Addresses are those of the communicator's device. The callers of this module, which got them with an operation, promise that the memory
-/// has the sizes that the calls mean, and that nobody else uses it until the operation's end on the device.
+/// has the sizes that the calls mean, and that no other work or thread uses it until the operation's end on the device.
 impl Calls<'_> {
     fn check(&self, api: &str, result: ncclResult_t) -> Result<()> {
         self.owner.began(api, result)

@@ -6,10 +6,10 @@ use bagua_core::request::{OpContext, Verb};
 use bagua_core::types::ReduceOp;
 
 use super::communicator::Communicator;
-use crate::device::Place;
+use crate::device::OperationDevice;
 use crate::driver_functions::CUstream;
 use crate::kernels::MAX_SOURCES;
-use crate::lane_state::Stage;
+use crate::lane_state::LaneDevice;
 use crate::memory::Scratch;
 use crate::reduction::Reduction;
 use crate::shards::Parts;
@@ -31,13 +31,13 @@ impl Communicator {
         verb: Verb<'_>,
         op: ReduceOp,
         parts: &Parts,
-        place: &Place,
+        place: &OperationDevice,
     ) -> Result<()> {
         let kernel = Reduction::new(self.context(), cx.dtype(), op, 1)?;
-        let stage = place.stage();
+        let lane_device = place.lane_device();
         self.operate(cx, place, || match parts.shard {
             0 => Ok(()),
-            _ => self.put_gathered(cx, verb, parts, &stage, &kernel),
+            _ => self.put_gathered(cx, verb, parts, &lane_device, &kernel),
         })
     }
 
@@ -46,7 +46,7 @@ impl Communicator {
         cx: &OpContext<'_>,
         verb: Verb<'_>,
         parts: &Parts,
-        stage: &Stage,
+        lane_device: &LaneDevice,
         kernel: &Reduction,
     ) -> Result<()> {
         let ranks = self.ranks();
@@ -64,7 +64,7 @@ impl Communicator {
                 self.call(cx, "ncclAllGather", |nccl| nccl.all_gather(from, first, bytes))?;
             }
             if let Some(to) = parts.to.first() {
-                reduce(kernel, stage, self.stream(), &places, to + at, bytes)?;
+                reduce(kernel, lane_device, self.stream(), &places, to + at, bytes)?;
             }
         }
         scratch.free()
@@ -74,7 +74,7 @@ impl Communicator {
 /// As many bytes at each source, of any number of them, become as many at `to`.
 fn reduce(
     kernel: &Reduction,
-    stage: &Stage,
+    lane_device: &LaneDevice,
     stream: CUstream,
     sources: &[usize],
     to: usize,
@@ -84,7 +84,7 @@ fn reduce(
     let mut given = from.to_vec();
     loop {
         // SAFETY: sources are memory of the operation, which is there on this stream, and the target is the operation's own.
-        unsafe { kernel.launch(stage, stream, &given, to, bytes) }?;
+        unsafe { kernel.launch(lane_device, stream, &given, to, bytes) }?;
         if rest.is_empty() {
             return Ok(());
         }

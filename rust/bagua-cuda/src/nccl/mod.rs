@@ -3,7 +3,7 @@
 //! | file | what it has |
 //! |---|---|
 //! | this one | [`Nccl`]: the library |
-//! | `communicator` | a rank's communicator: its life, calls that are polled to their end |
+//! | `communicator` | a rank's communicator from its creation to its end, calls that are polled to their end |
 //! | `watch` | the thread that looks after operations that run, and aborts |
 //! | `verbs` | the verbs as calls of NCCL |
 //! | `gathered` | reductions that NCCL lacks, by our kernels |

@@ -7,7 +7,7 @@ use bagua_core::types::{DType, ReduceOp};
 use nccl_sys::ncclRedOp_t;
 
 use super::communicator::{Communicator, Message, Reduction, elements};
-use crate::device::Place;
+use crate::device::OperationDevice;
 use crate::memory::Scratch;
 use crate::shards::Parts;
 
@@ -39,7 +39,7 @@ impl Communicator {
     ///
     /// # Errors
     /// `Unavailable` that names NVRTC where a kernel is needed and cannot be compiled; as [`Communicator::operate`].
-    pub(crate) fn run(&self, cx: &OpContext<'_>, verb: Verb<'_>, parts: &Parts, place: &Place) -> Result<()> {
+    pub(crate) fn run(&self, cx: &OpContext<'_>, verb: Verb<'_>, parts: &Parts, place: &OperationDevice) -> Result<()> {
         if let Some(op) = verb.op().filter(|_| !serves(verb, cx.dtype())) {
             return self.run_gathered(cx, verb, op, parts, place);
         }
@@ -135,7 +135,7 @@ impl Communicator {
         cx: &OpContext<'_>,
         sends: &[Outgoing<'_>],
         recvs: &[Incoming<'_>],
-        place: &Place,
+        place: &OperationDevice,
     ) -> Result<()> {
         let message = |data: Buffer<'_>, peer| Message { address: data.address(), bytes: data.len(), peer };
         let some = |message: &Message| message.bytes > 0;
@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_nccl_cannot_reduce_is_told() {
+    fn serves_is_false_for_what_nccl_cannot_reduce() {
         for dtype in DType::ALL {
             for op in ReduceOp::ALL {
                 let bits = matches!(op, ReduceOp::Bor | ReduceOp::Band | ReduceOp::Bxor);

@@ -1,6 +1,6 @@
 //! The thread that looks after operations of a communicator that run on the device, and ends it when something fails.
 //!
-//! Calls of NCCL return before their work is done, and nobody may ever ask for the result. So while work is under way a thread looks, every
+//! Calls of NCCL return before their work is done, and the caller may never ask for the result. So while work runs a thread looks, every
 //! 10 ms, at the group's health, the communicator's error and the deadlines. What it finds first poisons the group, and the communicator
 //! is aborted on that thread: the call may block, and it ends the work of this rank whatever the others do.
 
@@ -71,7 +71,7 @@ impl Running {
 
 /// What changes.
 #[derive(Default)]
-struct State {
+struct WatchedOperations {
     /// In the order of their calls, which is that of the stream.
     running: Vec<Running>,
     /// Number of the next operation.
@@ -93,7 +93,7 @@ pub(super) struct Watched {
     pub(super) handle: Mutex<Option<Handle>>,
     /// The same, for an abort while a call does not return.
     pub(super) raw: AtomicPtr<ncclComm>,
-    state: Mutex<State>,
+    state: Mutex<WatchedOperations>,
     changed: Condvar,
 }
 
@@ -241,7 +241,7 @@ impl Watched {
         let Some(Handle(communicator)) = *handle else { return Ok(()) };
         let api = "ncclCommGetAsyncError";
         let mut found = ncclResult_t::SUCCESS;
-        // SAFETY: the communicator lives, and nobody else uses it meanwhile: the lock.
+        // SAFETY: the communicator lives, and no other thread uses it meanwhile: the lock.
         let result = unsafe { (self.functions().comm_get_async_error)(communicator, &raw mut found) };
         for each in [result, found] {
             if each != ncclResult_t::SUCCESS && each != ncclResult_t::IN_PROGRESS {
@@ -252,7 +252,7 @@ impl Watched {
     }
 
     /// Deadlines, and ranks that have left.
-    fn look_at_operations(&self, state: &mut MutexGuard<'_, State>) -> Result<()> {
+    fn look_at_operations(&self, state: &mut MutexGuard<'_, WatchedOperations>) -> Result<()> {
         let now = Instant::now();
         let departed = (0..self.health.size()).find(|rank| self.health.has_departed(*rank));
         let mut error = None;
@@ -304,7 +304,7 @@ impl Watched {
         if !communicator.is_null()
             && let Ok(_entered) = self.context.enter()
         {
-            // SAFETY: it lives, and nobody can get it any more.
+            // SAFETY: it lives, and no other thread can get it any more.
             unsafe { (self.functions().comm_abort)(communicator) };
         }
         let mut state = lock(&self.state);

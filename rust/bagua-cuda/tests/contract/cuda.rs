@@ -13,7 +13,7 @@ use bagua_core::memory::{Device, DeviceRef, Region};
 use bagua_core::same_ranks_as;
 use bagua_core::types::DType;
 use bagua_core::wait::Waited;
-use bagua_cuda::{Context, Factory, Libraries, Place, Places, Stage, Wish};
+use bagua_cuda::{Context, Factory, LaneDevice, Libraries, LibraryPaths, OperationDevice, Requested};
 
 use crate::world::{Ranks, hier, local, shm};
 
@@ -50,7 +50,7 @@ fn load() -> Option<Driver> {
         return None;
     }
     let libraries = Box::leak(Box::new(Libraries::new()));
-    let places = Places { libcuda: Some(path.clone()), ..Places::default() };
+    let places = LibraryPaths { libcuda: Some(path.clone()), ..LibraryPaths::default() };
     let context = libraries.driver(&places).unwrap().context(0).unwrap();
     let name = CString::new(path.as_os_str().as_bytes()).unwrap();
     // SAFETY: the library is loaded already, and its functions have the driver's signatures.
@@ -86,7 +86,7 @@ struct CudaMemory {
 
 impl CudaMemory {
     /// A copy of these bytes.
-    fn of(driver: &'static Driver, place: &Arc<Place>, bytes: &[u8]) -> CudaMemory {
+    fn of(driver: &'static Driver, place: &Arc<OperationDevice>, bytes: &[u8]) -> CudaMemory {
         let mut address = 0;
         // SAFETY: the context lives for ever; the calls write one address and read these bytes.
         unsafe {
@@ -112,7 +112,7 @@ impl CudaMemory {
 
 impl Drop for CudaMemory {
     fn drop(&mut self) {
-        // SAFETY: the memory of `of`, which nobody uses any more.
+        // SAFETY: the memory of `of`, which no thread uses any more.
         assert_eq!(unsafe { (self.driver.free)(self.region.address() as u64) }, 0);
     }
 }
@@ -121,17 +121,17 @@ impl Drop for CudaMemory {
 struct OnCuda {
     staged: Box<dyn Collective>,
     driver: &'static Driver,
-    stage: Arc<Stage>,
+    lane_device: Arc<LaneDevice>,
 }
 
 impl OnCuda {
-    fn place(&self) -> Result<Arc<Place>> {
-        let place = Place::new(&self.stage, Wish::Auto, 1, Vec::new())?;
-        self.stage.prepare()?;
+    fn place(&self) -> Result<Arc<OperationDevice>> {
+        let place = OperationDevice::new(&self.lane_device, Requested::Auto, 1, Vec::new())?;
+        self.lane_device.prepare()?;
         Ok(Arc::new(place))
     }
 
-    fn done(place: &Place) -> Result<()> {
+    fn done(place: &OperationDevice) -> Result<()> {
         match place.wait_for(Duration::from_secs(60)) {
             Waited::Done(result) => result,
             Waited::Pending => panic!("the device is not done"),
@@ -194,7 +194,8 @@ fn on_cuda(ranks: Ranks, size: usize) -> Vec<Box<dyn Collective>> {
     let Some(driver) = driver() else { return inner };
     let wrap = |inner: Box<dyn Collective>| {
         let staged = Factory.wrap(inner, &[(0..size).collect()]);
-        Box::new(OnCuda { staged, driver, stage: Arc::new(Stage::new(&driver.context)) }) as Box<dyn Collective>
+        Box::new(OnCuda { staged, driver, lane_device: Arc::new(LaneDevice::new(&driver.context)) })
+            as Box<dyn Collective>
     };
     inner.into_iter().map(wrap).collect()
 }

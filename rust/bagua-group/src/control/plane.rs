@@ -30,7 +30,7 @@ use crate::wait::lock;
 pub(super) const LINGER: Duration = Duration::from_millis(200);
 
 /// How long a leaving rank waits for its last bytes to be acknowledged while none is.
-const STANDS: Duration = Duration::from_secs(1);
+const STALLED: Duration = Duration::from_secs(1);
 
 /// The most messages that are kept for groups that this rank has not built yet.
 const MAX_EARLY: usize = 4096;
@@ -120,7 +120,7 @@ impl Peer {
     }
 
     /// Notes that a message has arrived from it.
-    pub(super) fn heard(&self, now: Instant) {
+    pub(super) fn note_arrival(&self, now: Instant) {
         *lock(&self.silence) = Some(Silence::from(now));
     }
 
@@ -266,7 +266,7 @@ impl Plane {
         let frames = lock(&peer.frames).take()?;
         // Both ends agree on it: they have the same addresses and the same connection.
         let _ = peer.process.set(self.process(rank).filter(|_| by_unix));
-        peer.heard(Instant::now());
+        peer.note_arrival(Instant::now());
         lock(&self.connecting).by_unix.insert(rank, by_unix);
         self.connect_changed.notify_all();
         Some(frames)
@@ -284,7 +284,7 @@ impl Plane {
     }
 
     /// Sends heartbeats to the peers on other hosts, and detects the peers that are silent. `late`: for how long this thread should have run
-    /// before and did not; nobody was silent then.
+    /// before and did not; no peer was silent then.
     pub(super) fn beat(&self, now: Instant, late: Duration, heartbeat: &[u8]) {
         let timeout = self.config.heartbeat_timeout;
         let has_failed = self.world.get().is_some_and(|world| self.has_failed(world.id));
@@ -300,7 +300,7 @@ impl Plane {
                     on_host += 1;
                     let is_watched = has_failed || on_host <= WATCHED;
                     if !is_watched || !is_stopped(process) {
-                        peer.heard(now);
+                        peer.note_arrival(now);
                     }
                 }
             }
@@ -397,7 +397,7 @@ impl Plane {
     pub(in super::super) fn flush(&self, goes_on: impl Fn() -> bool) {
         let streams = std::mem::take(&mut *lock(&self.streams));
         let (mut least, mut moved) = (usize::MAX, Instant::now());
-        while goes_on() && moved.elapsed() < STANDS {
+        while goes_on() && moved.elapsed() < STALLED {
             let left = streams.iter().filter_map(Weak::upgrade).map(|stream| unsent(&stream)).sum();
             if left == 0 {
                 return;

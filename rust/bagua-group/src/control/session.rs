@@ -77,7 +77,7 @@ fn settle(plane: &Plane, rank: usize) {
 /// Handles a message from a peer.
 fn handle(plane: &Plane, rank: usize, message: Message) {
     let Some(peer) = plane.peer(rank) else { return };
-    peer.heard(Instant::now());
+    peer.note_arrival(Instant::now());
     match message {
         Message::Heartbeat => {}
         Message::HostConnected(all) => {

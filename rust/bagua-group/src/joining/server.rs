@@ -40,11 +40,12 @@ const FIRST_LIMIT: usize = 64 * 1024;
 pub struct JoinServer {
     // Dropped first: it serves what is shared.
     _server: Server,
-    shared: Arc<Shared>,
+    shared: Arc<JoinService>,
     address: SocketAddr,
 }
 
-struct Shared {
+/// What the connections of the server share.
+struct JoinService {
     /// Of groups that this process joins later; rank and size are those of the job.
     config: Config,
     owner: OwnerProcess,
@@ -56,11 +57,12 @@ struct Shared {
     incarnation: u64,
     /// Connections that were not authenticated, or whose first message was none.
     refused: AtomicU64,
-    state: Mutex<State>,
+    state: Mutex<KnownJob>,
 }
 
+/// What this rank knows of the job.
 #[derive(Default)]
-struct State {
+struct KnownJob {
     in_job: bool,
     /// By name.
     models: HashMap<String, Model>,
@@ -76,8 +78,8 @@ struct Model {
 }
 
 impl JoinServer {
-    /// Listens at the configuration's address. `token`: a random number of the job, which stands in for a
-    /// secret where there is none.
+    /// Listens at the configuration's address. `token`: a random number of the job, used as the secret
+    /// where there is none.
     ///
     /// # Errors
     /// `System` when the socket or the thread cannot be made.
@@ -98,7 +100,7 @@ impl JoinServer {
         let key = Key::new(&config.secret, &handshake::digest(&[b"bagua joining", token]));
         let job = key.number(b"job").to_le_bytes();
         let incarnation = u64::from_le_bytes(handshake::random()?);
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(JoinService {
             config,
             owner,
             key,
@@ -166,7 +168,7 @@ impl JoinServer {
     /// Connects to the server of another rank.
     pub fn connect(&self, rank: usize, at: SocketAddr, limit: Duration) -> Result<JoinConnection> {
         self.shared.owner.check()?;
-        let Shared { config, job, key, tls, .. } = &*self.shared;
+        let JoinService { config, job, key, tls, .. } = &*self.shared;
         let hello = Hello {
             world_size: config.world_size,
             from: config.rank,
@@ -208,7 +210,7 @@ impl JoinServer {
     }
 }
 
-impl Service for Shared {
+impl Service for JoinService {
     /// The rank of a process of the job.
     type Client = usize;
 
@@ -246,7 +248,7 @@ impl Service for Shared {
 }
 
 /// Handles the request of a process of the job.
-async fn receive(shared: &Shared, from: usize, mut conn: ControlConn) -> std::result::Result<(), Refusal> {
+async fn receive(shared: &JoinService, from: usize, mut conn: ControlConn) -> std::result::Result<(), Refusal> {
     handshake::accept(&mut conn.socket).await.map_err(|_| Refusal::Protocol)?;
     let frame = tokio::time::timeout(STEP_TIMEOUT, read_frame(&mut conn.socket, FIRST_LIMIT)).await;
     let frame = frame.map_err(|_| Refusal::Protocol)?.map_err(|_| Refusal::Protocol)?;
@@ -272,7 +274,12 @@ async fn receive(shared: &Shared, from: usize, mut conn: ControlConn) -> std::re
 }
 
 /// Keeps a rank that asks to join, or returns why not.
-fn keep(shared: &Shared, from: usize, request: JoinRequest, conn: ControlConn) -> Option<(JoinMessage, ControlConn)> {
+fn keep(
+    shared: &JoinService,
+    from: usize,
+    request: JoinRequest,
+    conn: ControlConn,
+) -> Option<(JoinMessage, ControlConn)> {
     let no = |for_ever, text: &str| Some(JoinMessage::Refused { for_ever, text: text.to_owned() });
     let mut state = lock(&shared.state);
     let (in_job, rank) = (state.in_job, shared.config.rank);

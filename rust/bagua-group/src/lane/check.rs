@@ -116,7 +116,7 @@ pub(super) fn agreed(verb: Verb<'_>, extra: &Extra<'_>) -> Option<(u8, u32)> {
     }
 }
 
-/// FNV-1a, folded to 16 bits: tells options apart, and protects against nothing.
+/// FNV-1a, folded to 16 bits: distinguishes options, and protects against nothing.
 fn digest(text: &str) -> u32 {
     let hash = text.bytes().fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
     (hash >> 16) ^ (hash & 0xffff)

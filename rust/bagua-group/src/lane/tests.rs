@@ -255,8 +255,8 @@ fn the_first_cause_wins_over_the_failure_that_it_led_to() {
     let first = Error::Aborted("the user gave up".into());
     let Fixture { mut lane, health, .. } = recorder(Some(Error::other("stream closed")));
     let listened = Arc::new(Mutex::new(Vec::new()));
-    let heard = listened.clone();
-    let _reports = health.subscribe_local(move |error| heard.lock().unwrap().push(error.clone()));
+    let reported = listened.clone();
+    let _reports = health.subscribe_local(move |error| reported.lock().unwrap().push(error.clone()));
     // The cause arrives while the operation runs, after the lane's own look at the health: hence `perform`, not `barrier`.
     health.fail_from_peer(first.clone());
     let print = Fingerprint::new(Kind::Barrier, DType::U8, 0);

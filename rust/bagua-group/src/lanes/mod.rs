@@ -19,7 +19,7 @@ pub struct Lanes {
     /// Connects the collectives by host; `None` for a lane that belongs to no [`Group`].
     group: Option<Group>,
     hosts: Option<Hier>,
-    /// Those of the buckets that are communicated on the lanes, which hear of the end.
+    /// Those of the buckets that are communicated on the lanes, which are notified of the end.
     devices: Vec<Arc<dyn Device>>,
 }
 

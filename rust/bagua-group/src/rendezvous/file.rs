@@ -194,7 +194,7 @@ impl FileExchange<'_> {
         }
     }
 
-    /// The ranks that have not come to the exchange of this number: rank 0 when nobody else is missing, or without a number.
+    /// The ranks that have not come to the exchange of this number: rank 0 when no other is missing, or without a number.
     fn missing(&self, number: Option<[u8; 16]>) -> Result<Vec<usize>> {
         let mut missing = Vec::new();
         for rank in (1..self.world_size).filter(|rank| *rank != self.rank && number.is_some()) {

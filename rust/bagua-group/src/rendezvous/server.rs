@@ -171,8 +171,8 @@ impl Outcome {
     }
 }
 
-/// The state of the server, shared by its connections.
-struct State {
+/// The ranks that have registered or were refused, shared by the connections of the server.
+struct RegisteredRanks {
     world_size: usize,
     proofs: Proofs,
     ranks: Mutex<Ranks>,
@@ -188,7 +188,7 @@ struct State {
     outcome: watch::Sender<Option<Arc<Outcome>>>,
 }
 
-impl State {
+impl RegisteredRanks {
     fn is_complete(&self) -> bool {
         lock(&self.ranks).registered == self.world_size
     }
@@ -264,7 +264,7 @@ async fn serve(
     let RendezvousServer { listener, name } = server;
     let mut ranks = Ranks::default();
     ranks.register(0, Registration { address: address.to_vec(), relay: None });
-    let state = Arc::new(State {
+    let state = Arc::new(RegisteredRanks {
         world_size,
         proofs,
         ranks: Mutex::new(ranks),
@@ -322,7 +322,7 @@ fn lost(rank: usize, host: String, name: &str, limits: &Limits) -> Error {
     Error::PeerLost { rank, host, reason, noticed_by: 0, progress: None, source: Source::default() }
 }
 
-impl Service for State {
+impl Service for RegisteredRanks {
     /// The rank of a process of the job.
     type Client = usize;
 
@@ -396,7 +396,7 @@ impl Service for State {
 }
 
 /// Registers the rank of a client.
-async fn register(state: &State, from: usize, stream: &mut AsyncSocket) -> std::result::Result<(), Refusal> {
+async fn register(state: &RegisteredRanks, from: usize, stream: &mut AsyncSocket) -> std::result::Result<(), Refusal> {
     if !lock(&state.ranks).claim(from) {
         return Err(Refusal::Duplicate);
     }

@@ -41,7 +41,7 @@ pub struct StoreServer {
 }
 
 /// What the connections share.
-struct Shared {
+struct StoreService {
     key: Key,
     /// The ends of its TLS connections; `None` without TLS.
     tls: Option<Ends>,
@@ -143,7 +143,7 @@ impl StoreServer {
         let address = listener.local_addr().map_err(failed)?;
         let unreadable = |path: &Path, e| Error::system(&format!("keeping the store in {}", path.display()), e);
         let values = kept_in.map(|path| Values::kept_in(path).map_err(|e| unreadable(path, e))).transpose()?;
-        let shared = Shared { key: key(access.secret), tls, values: Mutex::new(values.unwrap_or_default()) };
+        let shared = StoreService { key: key(access.secret), tls, values: Mutex::new(values.unwrap_or_default()) };
         let server = Server::start("bagua-store", Arc::new(shared), Listener::new(listener, None), PLACES)?;
         Ok(StoreServer { address, _server: server })
     }
@@ -181,7 +181,7 @@ fn listen(host: &str, port: u16) -> std::io::Result<TcpListener> {
     }
 }
 
-impl Service for Shared {
+impl Service for StoreService {
     type Client = ();
 
     fn tls(&self) -> Option<&Ends> {

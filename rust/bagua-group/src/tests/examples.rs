@@ -299,7 +299,7 @@ fn the_corpus_has_a_message_of_every_kind_of_every_type() {
             corpus().into_iter().filter(|(at, bytes)| TARGETS[*at].name == "message" && bytes.starts_with(head));
         messages.filter_map(|(_, bytes)| bytes.get(head.len()).copied()).collect::<std::collections::BTreeSet<u8>>()
     };
-    // The types of `Any`; the kinds of each type that is an enum; what a group is told about a failure or a view.
+    // The types of `Any`; the kinds of each type that is an enum; the messages of a group about a failure or a view.
     assert_eq!(kinds(&[]), (0..=7).collect());
     for (of, most) in [(0, 5), (1, 7), (3, 3), (4, 3), (5, 3)] {
         assert_eq!(kinds(&[of]), (0..=most).collect(), "of type {of}");

@@ -120,7 +120,7 @@ impl Tls {
             Tls::Secret if secret.is_empty() => {
                 Err(Error::InvalidArgument("TLS without certificates needs a secret".to_owned()))
             }
-            Tls::Secret => Shared::new(secret).map(|shared| Credentials::Secret(Arc::new(shared))),
+            Tls::Secret => SharedKeyPair::new(secret).map(|shared| Credentials::Secret(Arc::new(shared))),
             Tls::Certificates(certificates) => Ok(Credentials::Certificates(Arc::clone(certificates))),
         }
     }
@@ -128,7 +128,7 @@ impl Tls {
 
 /// [`Tls`] with the secret.
 pub(super) enum Credentials {
-    Secret(Arc<Shared>),
+    Secret(Arc<SharedKeyPair>),
     Certificates(Arc<Certificates>),
 }
 
@@ -142,14 +142,14 @@ impl Credentials {
 
     pub(super) fn server_verifier(&self) -> Arc<dyn ServerCertVerifier> {
         match self {
-            Credentials::Secret(shared) => Arc::<Shared>::clone(shared),
+            Credentials::Secret(shared) => Arc::<SharedKeyPair>::clone(shared),
             Credentials::Certificates(certificates) => Arc::<SignedBy>::clone(&certificates.servers),
         }
     }
 
     pub(super) fn client_verifier(&self) -> Arc<dyn ClientCertVerifier> {
         match self {
-            Credentials::Secret(shared) => Arc::<Shared>::clone(shared),
+            Credentials::Secret(shared) => Arc::<SharedKeyPair>::clone(shared),
             Credentials::Certificates(certificates) => Arc::clone(&certificates.clients),
         }
     }
@@ -171,20 +171,20 @@ impl Credentials {
 
 /// The key pair that all holders of a secret have; as a check, it accepts this public key and no other.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct SharedKeyPair {
     provider: Arc<CryptoProvider>,
     /// The raw public key, in the place of a certificate, and the private key.
     key: Arc<CertifiedKey>,
 }
 
-impl Shared {
-    fn new(secret: &[u8]) -> Result<Shared> {
+impl SharedKeyPair {
+    fn new(secret: &[u8]) -> Result<SharedKeyPair> {
         let failed = |why: String| Error::other(format!("TLS: the key of the secret: {why}"));
         let der = [&ED25519_PREFIX[..], &Key::of_tls(secret).into_seed()].concat();
         let private = ring::sign::any_eddsa_type(&PrivatePkcs8KeyDer::from(der)).map_err(|e| failed(e.to_string()))?;
         let public = private.public_key().ok_or_else(|| failed("it has no public key".to_owned()))?;
         let public = CertificateDer::from(public.as_ref().to_vec());
-        Ok(Shared { provider: provider(), key: Arc::new(CertifiedKey::new(vec![public], private)) })
+        Ok(SharedKeyPair { provider: provider(), key: Arc::new(CertifiedKey::new(vec![public], private)) })
     }
 
     fn check(&self, theirs: &CertificateDer<'_>) -> std::result::Result<(), Fault> {
@@ -211,7 +211,7 @@ fn no_tls12() -> std::result::Result<HandshakeSignatureValid, Fault> {
     Err(Fault::PeerIncompatible(PeerIncompatible::Tls12NotOffered))
 }
 
-impl ServerCertVerifier for Shared {
+impl ServerCertVerifier for SharedKeyPair {
     fn verify_server_cert(
         &self,
         end_entity: &CertificateDer<'_>,
@@ -250,7 +250,7 @@ impl ServerCertVerifier for Shared {
     }
 }
 
-impl ClientCertVerifier for Shared {
+impl ClientCertVerifier for SharedKeyPair {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         &[]
     }

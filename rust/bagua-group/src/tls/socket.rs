@@ -24,7 +24,7 @@ impl TlsSocket {
         TlsSocket { stream, session: Box::new(session), ended: false }
     }
 
-    /// Runs the handshake. When it fails, the other end has been told why, as far as TLS can tell it.
+    /// Runs the handshake. When it fails, the other end was sent the reason, as far as TLS has an alert for it.
     pub(super) async fn handshake(&mut self) -> io::Result<()> {
         loop {
             let TlsSocket { stream, session, .. } = self;

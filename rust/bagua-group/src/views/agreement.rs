@@ -48,7 +48,7 @@ pub(super) enum Action {
     },
     /// End the build soon: because of this rank, or because the deadline has passed.
     Cancel(Option<usize>),
-    /// Tell the members of the built group that this rank does not use it, and drop it.
+    /// Notify the members of the built group that this rank does not use it, and drop it.
     Abandon,
     /// The agreement has ended.
     Finish(Outcome),
@@ -87,7 +87,7 @@ enum Phase {
 struct Build {
     view: u64,
     members: Vec<usize>,
-    /// The driver was told to end it.
+    /// The driver was asked to end it.
     cancelled: bool,
     /// A member has passed the barrier.
     known_open: bool,
@@ -180,7 +180,7 @@ impl Agreement {
             return;
         }
         match message {
-            ViewMessage::Ready { view, any, gone } => self.heard_ready(from, Ready { view, any, gone }, out),
+            ViewMessage::Ready { view, any, gone } => self.received_ready(from, Ready { view, any, gone }, out),
             ViewMessage::Withdrawn => {
                 self.ready.remove(&from);
                 let waits_for_it = match &self.phase {
@@ -207,7 +207,7 @@ impl Agreement {
                     self.refused = Some(text);
                 }
             }
-            ViewMessage::Opened { view, members } => self.heard_opened(from, view, &members, out),
+            ViewMessage::Opened { view, members } => self.received_opened(from, view, &members, out),
             ViewMessage::Abandoned => self.learn(from, Gone::Moved, 0, out),
         }
         self.advance(out);
@@ -311,7 +311,7 @@ impl Agreement {
         }
     }
 
-    fn heard_ready(&mut self, from: usize, ready: Ready, out: &mut Vec<Action>) {
+    fn received_ready(&mut self, from: usize, ready: Ready, out: &mut Vec<Action>) {
         for GoneRank { rank, ended } in ready.gone.iter().copied() {
             if rank == self.me {
                 // Of two ranks that cannot reach each other the higher one goes.
@@ -331,7 +331,7 @@ impl Agreement {
         }
     }
 
-    fn heard_opened(&mut self, from: usize, view: u64, members: &[usize], out: &mut Vec<Action>) {
+    fn received_opened(&mut self, from: usize, view: u64, members: &[usize], out: &mut Vec<Action>) {
         if !members.contains(&self.me) {
             self.excluded_by = Some(from);
             return;

@@ -28,6 +28,6 @@ pub fn carry_data(lane: &mut Lane) -> Result<()> {
     let wrong = data.chunks(each).enumerate().find(|(from, part)| part.iter().any(|got| *got != byte(*from, own)));
     match wrong {
         None => Ok(()),
-        Some((from, _)) => Err(Error::other(format!("the data of rank {from} of the new view has changed on its way"))),
+        Some((from, _)) => Err(Error::other(format!("the data of rank {from} of the new view has changed in transit"))),
     }
 }

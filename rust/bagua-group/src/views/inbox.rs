@@ -13,14 +13,14 @@ const KEPT: usize = 64;
 /// What waits for an agreement on a control plane.
 #[derive(Default)]
 pub(in super::super) struct Inbox {
-    state: Mutex<State>,
+    state: Mutex<InboxState>,
     /// Notified when a message arrives or a peer's state changes.
     changed: Condvar,
 }
 
-/// See [`Inbox`].
+/// The messages and the agreement of an [`Inbox`].
 #[derive(Default)]
-pub(super) struct State {
+pub(super) struct InboxState {
     /// Messages and their senders, in the order of arrival.
     messages: VecDeque<(usize, ViewMessage)>,
     /// What earlier calls of this rank know. `None` before the first and during a call.
@@ -45,7 +45,7 @@ impl Inbox {
         self.notify();
     }
 
-    /// Tells the agreement that a peer's state or anything else has changed.
+    /// Notifies the agreement that a peer's state or anything else has changed.
     pub(in super::super) fn notify(&self) {
         self.lock().changes += 1;
         self.changed.notify_all();
@@ -57,7 +57,7 @@ impl Inbox {
     }
 
     /// The state.
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, InboxState> {
         lock(&self.state)
     }
 

@@ -25,8 +25,8 @@
 //! 3. **A rank that is ready for a later view has not used an earlier one.** A rank whose barrier failed keeps its end of that view until
 //!    it accepts a later proposal: by then every rank that is not gone has said that it did not pass. If one passed, its `Opened` has come
 //!    instead, and this rank uses that view too, although it has lost a member already.
-//! 4. **Who is left behind hears of it**, by being named as gone or by an `Opened` without it, before the others' connections end: ends of
-//!    connections after that are no sign that processes ended.
+//! 4. **A rank that is left behind is notified**, by being named as gone or by an `Opened` without it, before the others' connections end:
+//!    ends of connections after that are no sign that processes ended.
 
 mod agreement;
 mod carry;

@@ -264,8 +264,8 @@ where
         }
     }
 
-    /// Tells the agreement what the control plane knows. Losses are read before the messages, so that a message that arrived before a
-    /// connection ended comes before its end (invariant 4).
+    /// Passes on to the agreement what the control plane knows. Losses are read before the messages, so that a message that arrived before
+    /// a connection ended comes before its end (invariant 4).
     fn learn(&mut self, out: &mut Vec<Action>) {
         let losses = self.plane.losses();
         for (from, message) in self.plane.views.take() {

@@ -6,7 +6,7 @@ use super::super::wire::Encoding;
 use super::agreement::{Action, Agreement, Gone, Outcome, Quorum};
 use super::message::ViewMessage;
 
-/// An agreement that hears what no correct rank says.
+/// An agreement that gets messages that no correct rank sends.
 #[cfg(not(model))]
 pub(super) mod replay;
 
@@ -34,7 +34,7 @@ enum Item {
     End,
 }
 
-/// The addresses of a view, by which two views of equal numbers are told apart.
+/// The addresses of a view, by which two views of equal numbers are distinguished.
 type Key = Vec<Vec<u8>>;
 
 /// One rank.
@@ -116,7 +116,7 @@ impl Script {
                 continue;
             }
             let from = self.lines.iter().filter(|((_, to), line)| *to == rank && !line.is_empty());
-            // A rank that has not called keeps what arrives, which is as if it were on its way.
+            // A rank that has not called keeps what arrives, as if it were still in flight.
             steps.extend(from.filter(|_| node.called).map(|((from, _), _)| Step::Deliver(*from, rank)));
             if node.agreement.is_open() {
                 steps.push(Step::EndLinger(rank));
@@ -337,7 +337,7 @@ fn death(at: usize, who: usize) -> Event {
 fn length(size: usize, seed: u64) -> usize {
     let mut script = Script::new(size, seed, Quorum::Majority);
     script.run(Vec::new());
-    script.check_together("nobody dies");
+    script.check_together("no rank dies");
     script.steps
 }
 
@@ -455,7 +455,7 @@ fn a_broken_line_between_two_ranks_at_any_step_leaves_at_most_one_part_and_no_ra
 }
 
 #[test]
-fn a_line_that_was_broken_before_leaves_the_lower_rank_with_the_others_and_tells_the_higher_one() {
+fn a_line_that_was_broken_before_leaves_the_lower_rank_with_the_others_and_ends_the_higher_one() {
     for seed in 0..50 {
         let mut script = Script::new(3, seed, Quorum::Majority);
         script.run(vec![(0, Box::new(|script| script.cut_off(0, 1)))]);
@@ -464,7 +464,7 @@ fn a_line_that_was_broken_before_leaves_the_lower_rank_with_the_others_and_tells
             let Some(Outcome::Opened(_, members)) = &script.nodes[rank].outcome else { panic!("seed {seed}") };
             assert_eq!(members, &[0, 2]);
         }
-        // Rank 2 prefers rank 0: rank 1 is alone, or hears that the others went on.
+        // Rank 2 prefers rank 0: rank 1 is alone, or is notified that the others went on.
         let ended = script.nodes[1].outcome.as_ref().unwrap();
         assert!(
             matches!(ended, Outcome::Refused(text) if text.contains("quorum")) || matches!(ended, Outcome::Excluded(2)),
@@ -487,7 +487,7 @@ fn outcomes_without(size: usize, gone: &[usize], how: Gone, quorum: Quorum) -> V
 }
 
 #[test]
-fn the_smaller_part_is_refused_by_all_its_ranks_and_hears_who_may_live_on() {
+fn the_smaller_part_is_refused_by_all_its_ranks_and_the_error_names_the_ranks_that_may_be_alive() {
     let goes_on = |size, gone: &[usize], how, quorum| {
         let outcomes = outcomes_without(size, gone, how, quorum);
         outcomes.iter().all(|outcome| matches!(outcome, Some(Outcome::Opened(..))))
@@ -533,7 +533,7 @@ fn who_has_not_called_is_named_and_a_second_call_goes_on_when_it_has() {
 }
 
 #[test]
-fn a_rank_that_the_others_left_behind_hears_so_when_it_continues() {
+fn a_rank_that_the_others_left_behind_is_excluded_when_it_continues() {
     for seed in 0..50 {
         let mut script = Script::new(3, seed, Quorum::Majority);
         // Rank 1 is frozen: it does not call yet, and nothing that it gets has an effect.

@@ -319,7 +319,7 @@ fn floats_of_any_length_from_any_address_give_the_same_bits_on_every_level_and_n
 }
 
 #[test]
-fn every_half_survives_the_way_through_the_accumulator() {
+fn every_half_survives_the_conversion_to_the_accumulator_and_back() {
     for dtype in [DType::F16, DType::BF16] {
         let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_ne_bytes).collect();
         let mut out = vec![0; all.len()];
@@ -376,7 +376,7 @@ fn half_types_round_once_at_the_end() {
     assert_eq!(sum, f16::from_f32(2050.0).to_ne_bytes().repeat(19));
     let sum = over(DType::BF16, ReduceOp::Sum, &[256.0, 1.0, 1.0].map(|x| bf16::from_f32(x).to_ne_bytes().repeat(19)));
     assert_eq!(sum, bf16::from_f32(258.0).to_ne_bytes().repeat(19));
-    // Beyond float16's range on the way, within it at the end.
+    // The sum is beyond float16's range, the mean within it.
     let mean = over(DType::F16, ReduceOp::Avg, &[60000.0, 60000.0].map(|x| f16::from_f32(x).to_ne_bytes().repeat(19)));
     assert_eq!(mean, f16::from_f32(60000.0).to_ne_bytes().repeat(19));
 }

@@ -33,7 +33,7 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
     /// Whatever the device reports.
     ///
     /// # Safety
-    /// The bytes at `from` are memory of this device, valid for reading, and nobody writes them during the copy.
+    /// The bytes at `from` are memory of this device, valid for reading, and not written during the copy.
     unsafe fn copy_to_host(&self, from: NonNull<u8>, into: &mut [u8]) -> Result<()>;
 
     /// Copies `from` to device memory.
@@ -42,7 +42,7 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
     /// Whatever the device reports.
     ///
     /// # Safety
-    /// The `from.len()` bytes at `to` are memory of this device, valid for writing, and nobody else uses them during the copy.
+    /// The `from.len()` bytes at `to` are memory of this device, valid for writing, and nothing else uses them during the copy.
     unsafe fn copy_from_host(&self, from: &[u8], to: NonNull<u8>) -> Result<()>;
 
     /// Makes what operations on a bucket need on the device. On the communication thread, when the bucket is registered.
@@ -108,7 +108,7 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
     /// Whatever the device reports.
     ///
     /// # Safety
-    /// Each is as many bytes of memory of this device, valid for reading, and nobody writes them until what operations did next is done.
+    /// Each is as many bytes of memory of this device, valid for reading, and not written until what operations did next is done.
     unsafe fn gather(&self, from: &[(NonNull<u8>, usize)]) -> Result<Option<NonNull<u8>>> {
         let _ = from;
         Ok(None)
@@ -120,8 +120,8 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
     /// Whatever the device reports.
     ///
     /// # Safety
-    /// Each is as many bytes of memory of this device, together as many as were gathered, valid for writing, and nobody else uses them until
-    /// the copies are done.
+    /// Each is as many bytes of memory of this device, together as many as were gathered, valid for writing, and nothing else uses them
+    /// until the copies are done.
     unsafe fn scatter(&self, to: &[(NonNull<u8>, usize)]) -> Result<()> {
         let _ = to;
         Ok(())
@@ -142,7 +142,7 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
     /// Whatever the device reports.
     ///
     /// # Safety
-    /// Both are memory of this device, apart from each other, valid, and nobody else uses them until what operations did next is done.
+    /// Both are memory of this device, apart from each other, valid, and nothing else uses them until what operations did next is done.
     unsafe fn copy_in_operation(&self, from: NonNull<u8>, to: NonNull<u8>, len: usize) -> Result<()> {
         let mut host = vec![0; len];
         // SAFETY: the caller's promise.
@@ -158,7 +158,7 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
     /// As [`Device::mark`].
     ///
     /// # Safety
-    /// Both are memory of this device, apart from each other, valid, and nobody else uses them until the stream has come so far.
+    /// Both are memory of this device, apart from each other, valid, and nothing else uses them until the stream has come so far.
     unsafe fn copy_within(&self, from: NonNull<u8>, to: NonNull<u8>, len: usize, stream: Option<usize>) -> Result<()> {
         let _ = stream;
         let mut host = vec![0; len];
@@ -352,7 +352,7 @@ impl<'a> BufferMut<'a> {
     /// Bytes of a region, to write.
     ///
     /// # Safety
-    /// `len` bytes at `ptr` are memory of `device`, valid for writing, and reached in no other way for `'a`.
+    /// `len` bytes at `ptr` are memory of `device`, valid for writing, and reached through nothing else for `'a`.
     #[inline]
     pub(super) unsafe fn new(ptr: NonNull<u8>, len: usize, device: DeviceRef<'a>) -> BufferMut<'a> {
         // SAFETY: the caller promises more than a shared borrow needs.
@@ -476,7 +476,7 @@ impl<'a> BufferMut<'a> {
     #[inline]
     pub fn into_host(self) -> Result<&'a mut [u8]> {
         match self.bytes.device {
-            // SAFETY: host memory, valid and reached in no other way for 'a by the promise of `new`.
+            // SAFETY: host memory, valid and reached through nothing else for 'a by the promise of `new`.
             None => Ok(unsafe { std::slice::from_raw_parts_mut(self.bytes.ptr.as_ptr(), self.bytes.len) }),
             Some(device) => Err(not_on_host(&**device)),
         }

@@ -22,13 +22,14 @@ pub type Owner = u64;
 /// See the module.
 #[derive(Default)]
 pub struct WeightLock {
-    state: Mutex<State>,
+    state: Mutex<LockQueue>,
     /// Notified when the lock may be free for another owner.
     changed: Condvar,
 }
 
+/// The holder of the lock, and the threads that wait for it.
 #[derive(Default)]
-struct State {
+struct LockQueue {
     holder: Option<Holder>,
     /// Tickets of those who wait, in the order in which they asked.
     queue: VecDeque<u64>,
@@ -54,7 +55,7 @@ impl Holder {
     }
 }
 
-impl State {
+impl LockQueue {
     /// True when another owner may take the lock now. A hold that has lapsed ends here.
     fn is_free(&mut self) -> bool {
         if self.holder.as_ref().is_some_and(|holder| holder.lapses_in() == Some(Duration::ZERO)) {
@@ -70,7 +71,7 @@ impl WeightLock {
         Arc::new(WeightLock::default())
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, LockQueue> {
         // Nothing under this lock panics in the middle of a change.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -153,7 +154,7 @@ impl WeightLock {
         state.holder.as_ref().is_some_and(|holder| holder.owner == owner && holder.lapses_in().is_none())
     }
 
-    fn release_if_unused(&self, mut state: MutexGuard<'_, State>) {
+    fn release_if_unused(&self, mut state: MutexGuard<'_, LockQueue>) {
         if state.holder.as_ref().is_some_and(|holder| holder.nested == 0 && !holder.training) {
             state.holder = None;
             drop(state);

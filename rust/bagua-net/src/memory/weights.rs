@@ -13,14 +13,14 @@ use crate::types::DType;
 /// A [`super::Region`] belongs to a call until it is done. These weights do not: their owner reads and writes them all the time, and the
 /// core does so while it holds the lock.
 pub struct Weights {
-    place: Place,
+    place: WeightMemory,
     count: usize,
     dtype: DType,
     lock: Arc<WeightLock>,
 }
 
 /// Where weights are.
-enum Place {
+enum WeightMemory {
     /// First byte; dangling but aligned when there are no elements.
     Host(NonNull<u8>),
     Device(Box<dyn DeviceWeights>),
@@ -86,12 +86,12 @@ impl Weights {
                 )));
             }
         };
-        Ok(Weights { place: Place::Host(ptr), count, dtype, lock })
+        Ok(Weights { place: WeightMemory::Host(ptr), count, dtype, lock })
     }
 
     /// `count` elements in the memory of a device.
     pub fn on_device(device: Box<dyn DeviceWeights>, count: usize, dtype: DType, lock: Arc<WeightLock>) -> Weights {
-        Weights { place: Place::Device(device), count, dtype, lock }
+        Weights { place: WeightMemory::Device(device), count, dtype, lock }
     }
 
     /// Element type.
@@ -122,8 +122,8 @@ impl Weights {
     /// The device's side; `None` on the host.
     pub fn device(&mut self) -> Option<&mut dyn DeviceWeights> {
         match &mut self.place {
-            Place::Host(_) => None,
-            Place::Device(device) => Some(&mut **device),
+            WeightMemory::Host(_) => None,
+            WeightMemory::Device(device) => Some(&mut **device),
         }
     }
 
@@ -137,8 +137,8 @@ impl Weights {
         match &mut self.place {
             // SAFETY: valid for len() bytes, and used by this thread alone while the lock is held, by the promise of `new`; `&mut
             // self` keeps the core to one access.
-            Place::Host(ptr) => Locked::Host(unsafe { std::slice::from_raw_parts_mut(ptr.as_ptr(), len) }),
-            Place::Device(device) => Locked::Device(&mut **device),
+            WeightMemory::Host(ptr) => Locked::Host(unsafe { std::slice::from_raw_parts_mut(ptr.as_ptr(), len) }),
+            WeightMemory::Device(device) => Locked::Device(&mut **device),
         }
     }
 }

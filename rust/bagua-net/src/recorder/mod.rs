@@ -13,7 +13,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex};
 
-pub use self::operation::{Announced, CAPACITY, Operation, State, What};
+pub use self::operation::{Announced, CAPACITY, Operation, OperationState, What};
 use self::ring::{Begun, Ring};
 
 use crate::error::Error;
@@ -120,7 +120,8 @@ impl FlightRecorder {
         let (mut found, scale) = (BTreeMap::new(), self.clock.scale());
         let queues = lock(&self.queues);
         let ended = queues.ended.iter().filter(|job| job.op.n >= oldest);
-        let waiting = queues.waiting.values().filter(|job| job.op.n >= oldest || job.op.state == State::Started);
+        let waiting =
+            queues.waiting.values().filter(|job| job.op.n >= oldest || job.op.state == OperationState::Started);
         found.extend(ended.chain(waiting).map(|job| (job.op.n, job.shown(&scale))));
         drop(queues);
         for lane in &*lock(&self.lanes) {
@@ -205,7 +206,7 @@ impl LaneRecorder {
             count: op.count as u64,
             bytes: op.bytes as u64,
             root: op.root.and_then(|root| u32::try_from(root).ok()),
-            state: State::Queued,
+            state: OperationState::Queued,
             begin: None,
             end: None,
             missing: Vec::new(),
@@ -219,7 +220,7 @@ impl LaneRecorder {
         let now = self.recorder.clock.now();
         if let Some(job) = lock(&self.recorder.queues).waiting.get_mut(&ticket.0) {
             job.begin = Some(now);
-            job.op.state = State::Started;
+            job.op.state = OperationState::Started;
         }
     }
 
@@ -229,7 +230,7 @@ impl LaneRecorder {
         let mut queues = lock(&self.recorder.queues);
         let Some(mut job) = queues.waiting.remove(&ticket.0) else { return };
         job.end = Some(now);
-        job.op.state = if failure.is_none() { State::Done } else { State::Failed };
+        job.op.state = if failure.is_none() { OperationState::Done } else { OperationState::Failed };
         if let Some((error, own)) = failure
             && job.begin.is_some()
         {
@@ -333,7 +334,7 @@ mod tests {
             let place = [("world", 0), ("world", 1), ("world/0,1", 0)][op.n as usize % 3];
             assert_eq!(((&*op.group, op.channel), op.seq), (place, Some(op.n / 3)));
             assert_eq!((op.what.text().as_str(), op.count, op.bytes), ("all_reduce(sum)", 4, 16));
-            assert!(op.state == State::Done && op.begin.unwrap() <= op.end.unwrap());
+            assert!(op.state == OperationState::Done && op.begin.unwrap() <= op.end.unwrap());
         }
     }
 
@@ -345,14 +346,14 @@ mod tests {
         let queued = lane.queue(&op).unwrap();
         lane.end(begin(&lane, 0), None);
         let shown = &recorder.operations()[0];
-        assert_eq!((shown.n, shown.what.text().as_str(), shown.state), (0, "centralized", State::Queued));
+        assert_eq!((shown.n, shown.what.text().as_str(), shown.state), (0, "centralized", OperationState::Queued));
         assert_eq!((shown.seq, shown.begin, shown.label.as_str()), (None, None, "b0"));
         lane.start(queued);
         let other = recorder.lane("world, host 0", 1);
         let ticket = other.begin(Some(queued), &says(7), 16, "b0").unwrap();
         other.end(ticket, None);
         let shown = &recorder.operations()[0];
-        assert_eq!((shown.n, shown.seq, shown.channel, shown.state), (0, Some(7), 1, State::Done));
+        assert_eq!((shown.n, shown.seq, shown.channel, shown.state), (0, Some(7), 1, OperationState::Done));
         assert_eq!((&*shown.group, recorder.operations().len()), ("world, host 0", 2));
     }
 
@@ -368,7 +369,7 @@ mod tests {
         }
         let shown = recorder.operations();
         assert_eq!((shown.len(), shown[0].n, shown[1].n), (CAPACITY + 2, 0, 1));
-        assert!(shown[..2].iter().all(|op| op.state == State::Started && op.end.is_none()));
+        assert!(shown[..2].iter().all(|op| op.state == OperationState::Started && op.end.is_none()));
         lane.end(long, Some((&Error::Mismatch(String::new()), 0)));
         other.finish(job, None);
         let numbers: Vec<_> = recorder.operations().iter().map(|op| op.n).collect();
@@ -383,7 +384,7 @@ mod tests {
         let lost = Error::PeerRaised { rank: 2, host: String::new(), kind: String::new(), message: String::new() };
         lane.finish(job, Some((&lost, 0)));
         let shown = &recorder.operations()[0];
-        assert_eq!((shown.state, shown.begin, shown.missing.len()), (State::Failed, None, 0));
+        assert_eq!((shown.state, shown.begin, shown.missing.len()), (OperationState::Failed, None, 0));
     }
 
     #[test]
@@ -416,7 +417,7 @@ mod tests {
             while threads.iter().any(|thread| !thread.is_finished()) {
                 for op in recorder.operations() {
                     assert_eq!((Some(op.count), Some(op.bytes)), (op.seq, op.seq));
-                    assert_eq!(op.state == State::Done, op.end.is_some());
+                    assert_eq!(op.state == OperationState::Done, op.end.is_some());
                 }
             }
         });

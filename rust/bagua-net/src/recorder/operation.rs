@@ -10,7 +10,7 @@ pub const CAPACITY: usize = 1000;
 
 /// How far an operation has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum OperationState {
     /// It waits for the communication thread.
     Queued,
     /// It was begun.
@@ -21,14 +21,14 @@ pub enum State {
     Failed,
 }
 
-impl State {
+impl OperationState {
     /// Lower-case name, as the Python API spells it.
     pub const fn name(self) -> &'static str {
         match self {
-            State::Queued => "queued",
-            State::Started => "started",
-            State::Done => "done",
-            State::Failed => "failed",
+            OperationState::Queued => "queued",
+            OperationState::Started => "started",
+            OperationState::Done => "done",
+            OperationState::Failed => "failed",
         }
     }
 }
@@ -101,7 +101,7 @@ pub struct Operation {
     /// Rank of the group that sends or receives everything.
     pub root: Option<u32>,
     /// How far it has come.
-    pub state: State,
+    pub state: OperationState,
     /// When it began, since the epoch.
     pub begin: Option<Duration>,
     /// When it ended, since the epoch.

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicU64, fence};
 use std::sync::{Mutex, OnceLock};
 
-use super::operation::{CAPACITY, State};
+use super::operation::{CAPACITY, OperationState};
 use crate::types::{DType, Fingerprint, Kind, ReduceOp};
 use crate::wait::lock;
 
@@ -105,7 +105,7 @@ pub(super) struct Begun {
     /// Its root.
     pub root: Option<u32>,
     /// How far it has come.
-    pub state: State,
+    pub state: OperationState,
     /// Its label.
     pub label: String,
     /// The ranks that had not come.
@@ -175,7 +175,7 @@ impl Ring {
         let start = found.len();
         for chunk in self.chunks.iter().filter_map(OnceLock::get) {
             for slot in &**chunk {
-                found.extend(slot.read().filter(|op| op.n >= oldest || op.state == State::Started));
+                found.extend(slot.read().filter(|op| op.n >= oldest || op.state == OperationState::Started));
             }
         }
         for note in lock(&self.notes).iter() {
@@ -217,9 +217,9 @@ impl Slot {
             }
             let byte = |at: u32| (codes >> (8 * at)) as u8;
             let state = match (version & 1, byte(3)) {
-                (0, _) => State::Started,
-                (_, 0) => State::Done,
-                _ => State::Failed,
+                (0, _) => OperationState::Started,
+                (_, 0) => OperationState::Done,
+                _ => OperationState::Failed,
             };
             Some(Begun {
                 n: version / 2 - 1,

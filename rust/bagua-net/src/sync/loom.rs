@@ -9,7 +9,7 @@
 //! - **Time.** Every time that was measured is [`ELAPSED`]: each spin is in vain, no deadline passes. No futex and no condition
 //!   variable times out: what only a timeout would wake is a deadlock, which loom reports.
 //! - **Arc.** Counts as the standard library's does, with `Relaxed` and `Release`; loom's own orders more.
-//! - **Shared memory.** The bytes are real. Its atomic words live in loom instead: a pool of zeros, given to
+//! - **Shared memory.** The bytes are real. Its atomic words are in loom instead: a pool of zeros, given to
 //!   addresses in the order in which they are first asked for. Each slice counts as an access to the [`BLOCK`]s that it overlaps at
 //!   the moment in which it is made, and loom reports two accesses that nothing orders.
 
@@ -64,7 +64,7 @@ loom::lazy_static! {
     static ref ORDER: inner::AtomicU64 = inner::AtomicU64::new(0);
     /// Who sleeps on a futex.
     static ref SLEEPERS: Pool<Mutex<Vec<Thread>>> = Pool::new(FUTEXES, Mutex::default);
-    static ref SHARED: Shared = Shared::new();
+    static ref SHARED: LoomMemory = LoomMemory::new();
 }
 
 /// Makes the model's own state. Comes first: what a later thread makes is ordered after that thread's past only.
@@ -217,7 +217,7 @@ impl<T> std::ops::Deref for Arc<T> {
 }
 
 /// Shared memory as loom sees it.
-struct Shared {
+struct LoomMemory {
     words: Pool<AtomicU32>,
     longs: Pool<AtomicU64>,
     blocks: Pool<UnsafeCell<()>>,
@@ -227,9 +227,9 @@ struct Shared {
     files: std::sync::Mutex<HashMap<u64, usize>>,
 }
 
-impl Shared {
-    fn new() -> Shared {
-        Shared {
+impl LoomMemory {
+    fn new() -> LoomMemory {
+        LoomMemory {
             words: Pool::new(WORDS, AtomicU32::default),
             longs: Pool::new(LONGS, AtomicU64::default),
             blocks: Pool::new(BLOCKS, || UnsafeCell::new(())),

@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_kinds_of_ticks_tell_the_time_of_the_kernels_clocks() {
+    fn both_kinds_of_ticks_agree_with_the_kernels_clocks() {
         for counter in [has_counter(), false] {
             let mut clock = TickClock { base: (Instant::now(), 0), counter };
             clock.base.1 = clock.now();

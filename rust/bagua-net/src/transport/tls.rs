@@ -162,7 +162,7 @@ enum End {
 }
 
 /// What to do when the session is ready.
-enum Wish<'a> {
+enum Request<'a> {
     Nothing,
     Encrypt(&'a [u8]),
     Close,
@@ -184,7 +184,7 @@ pub struct Session {
     /// The peer will send nothing more.
     closed: bool,
     /// A first record from the peer has been seen.
-    speaks_tls: bool,
+    is_tls: bool,
     /// What went wrong: rustls is not called any more, because it would process the same bytes again.
     failed: Option<Fault>,
 }
@@ -229,7 +229,7 @@ impl Session {
             joined: Vec::new(),
             held: false,
             closed: false,
-            speaks_tls: false,
+            is_tls: false,
             failed: None,
         }
     }
@@ -246,7 +246,7 @@ impl Session {
         mut send: impl FnMut(&[u8]) -> io::Result<usize>,
     ) -> io::Result<Option<Blocked>> {
         loop {
-            let advanced = self.advance(&mut [], Wish::Nothing);
+            let advanced = self.advance(&mut [], Request::Nothing);
             if let Err(error) = advanced {
                 // The alert for the other end; best effort.
                 let _ = self.flush(&mut send);
@@ -271,7 +271,7 @@ impl Session {
 
     /// The first bytes that came, when they are no record of TLS.
     pub fn received_in_clear(&mut self) -> Option<&[u8]> {
-        if self.speaks_tls || self.incoming.is_empty() {
+        if self.is_tls || self.incoming.is_empty() {
             return None;
         }
         Some(self.incoming.filled())
@@ -295,7 +295,7 @@ impl Session {
             if self.closed {
                 return Ok(0);
             }
-            let (next, count) = match self.advance(&mut into[filled..], Wish::Nothing) {
+            let (next, count) = match self.advance(&mut into[filled..], Request::Nothing) {
                 // What came before is delivered first; the next call fails again.
                 Err(_) if filled > 0 => return Ok(filled),
                 other => other?,
@@ -378,12 +378,12 @@ impl Session {
     /// Announces to the peer that nothing more will be sent, with the next [`Session::flush`].
     pub fn close(&mut self) {
         // A connection that failed has no end to announce.
-        while matches!(self.advance(&mut [], Wish::Close), Ok((Next::Again, _))) {}
+        while matches!(self.advance(&mut [], Request::Close), Ok((Next::Again, _))) {}
     }
 
     fn encrypt(&mut self, bytes: &[u8]) -> io::Result<()> {
         loop {
-            match self.advance(&mut [], Wish::Encrypt(bytes))?.0 {
+            match self.advance(&mut [], Request::Encrypt(bytes))?.0 {
                 Next::Ready => return Ok(()),
                 Next::Again => {}
                 Next::Closed | Next::Blocked => return Err(io::ErrorKind::BrokenPipe.into()),
@@ -411,15 +411,15 @@ impl Session {
     }
 
     /// Processes received records until something comes of it; what to do next, and the bytes that were decrypted into `into`.
-    fn advance(&mut self, into: &mut [u8], wish: Wish<'_>) -> io::Result<(Next, usize)> {
+    fn advance(&mut self, into: &mut [u8], request: Request<'_>) -> io::Result<(Next, usize)> {
         if let Some(failed) = &self.failed {
             return Err(fault(failed.clone()));
         }
-        let advanced = self.process(into, wish);
+        let advanced = self.process(into, request);
         if let Err(failed) = &advanced {
             self.failed = Some(failed.clone());
             // Messages that wait to be encoded, of which the last is the alert, come before any processing.
-            while self.wants_write() && self.process(&mut [], Wish::Nothing).is_ok() {}
+            while self.wants_write() && self.process(&mut [], Request::Nothing).is_ok() {}
         }
         advanced.map_err(fault)
     }
@@ -432,21 +432,21 @@ impl Session {
         }
     }
 
-    fn process(&mut self, into: &mut [u8], wish: Wish<'_>) -> Result<(Next, usize), Fault> {
-        if !self.speaks_tls {
+    fn process(&mut self, into: &mut [u8], request: Request<'_>) -> Result<(Next, usize), Fault> {
+        if !self.is_tls {
             match self.incoming.filled().first() {
                 Some(first) if !CONTENT_TYPES.contains(first) => {
                     return Err(InvalidMessage::InvalidContentType.into());
                 }
-                Some(_) => self.speaks_tls = true,
+                Some(_) => self.is_tls = true,
                 None => {}
             }
         }
         let mut sink = Sink { into, filled: 0, spill: &mut self.plain };
         let incoming = &mut self.incoming.bytes[self.incoming.start..self.incoming.end];
         let (discard, next) = match &mut self.end {
-            End::Client(end) => take(end.process_tls_records(incoming), &mut sink, &mut self.outgoing, wish),
-            End::Server(end) => take(end.process_tls_records(incoming), &mut sink, &mut self.outgoing, wish),
+            End::Client(end) => take(end.process_tls_records(incoming), &mut sink, &mut self.outgoing, request),
+            End::Server(end) => take(end.process_tls_records(incoming), &mut sink, &mut self.outgoing, request),
         };
         let filled = sink.filled;
         self.incoming.consume(discard);
@@ -470,7 +470,7 @@ fn take<Data>(
     status: UnbufferedStatus<'_, '_, Data>,
     sink: &mut Sink<'_>,
     outgoing: &mut Buffer,
-    wish: Wish<'_>,
+    request: Request<'_>,
 ) -> (usize, Result<Next, Fault>) {
     let UnbufferedStatus { mut discard, state } = status;
     let next = match state {
@@ -504,7 +504,7 @@ fn take<Data>(
             Ok(Next::Again)
         }
         Ok(ConnectionState::BlockedHandshake) => Ok(Next::Blocked),
-        Ok(ConnectionState::WriteTraffic(traffic)) => grant(traffic, outgoing, wish).map(|()| Next::Ready),
+        Ok(ConnectionState::WriteTraffic(traffic)) => grant(traffic, outgoing, request).map(|()| Next::Ready),
         Ok(ConnectionState::PeerClosed | ConnectionState::Closed) => Ok(Next::Closed),
         // Early data is off; and there may be further states in later versions of rustls.
         Ok(_) => Err(Fault::General("a state of the connection that is not expected".to_owned())),
@@ -513,13 +513,13 @@ fn take<Data>(
 }
 
 /// Runs the request of a ready connection.
-fn grant<Data>(mut traffic: WriteTraffic<'_, Data>, outgoing: &mut Buffer, wish: Wish<'_>) -> Result<(), Fault> {
+fn grant<Data>(mut traffic: WriteTraffic<'_, Data>, outgoing: &mut Buffer, request: Request<'_>) -> Result<(), Fault> {
     loop {
         let room = outgoing.end;
-        let written = match &wish {
-            Wish::Nothing => return Ok(()),
-            Wish::Encrypt(bytes) => traffic.encrypt(bytes, &mut outgoing.bytes[room..]),
-            Wish::Close => traffic.queue_close_notify(&mut outgoing.bytes[room..]),
+        let written = match &request {
+            Request::Nothing => return Ok(()),
+            Request::Encrypt(bytes) => traffic.encrypt(bytes, &mut outgoing.bytes[room..]),
+            Request::Close => traffic.queue_close_notify(&mut outgoing.bytes[room..]),
         };
         match written {
             Ok(count) => {

@@ -196,7 +196,7 @@ fn a_rank_that_did_its_part_and_closed_is_not_blamed() {
     });
 }
 
-/// Deadlocks when closing wakes nobody, and when a waiter that is about to sleep misses it: because the arrival word does not change, or
+/// Deadlocks when closing wakes no rank, and when a waiter that is about to sleep misses it: because the arrival word does not change, or
 /// because the waiter does not look once more after it has marked the word.
 #[test]
 fn a_rank_that_closes_ends_the_wait_of_its_peer() {

@@ -90,7 +90,7 @@ impl Rounds {
         Ok(())
     }
 
-    /// Comes back into the job that goes on without this rank. Alone where nobody is there any more.
+    /// Joins the job again, which goes on without this rank. Alone where no other rank is left.
     fn rejoin(&self, own: usize, cause: &Error) -> Result<Peers> {
         let Some(Elastic { server, digest }) = &self.settings.elastic else { return Err(cause.clone()) };
         // A rank that looks for the job itself admits no rank.

@@ -1,4 +1,4 @@
-//! Models of [`Shared`]: shutdown against the averaging thread, which sleeps or goes on in a view that has opened.
+//! Models of [`SharedControl`]: shutdown against the averaging thread, which sleeps or goes on in a view that has opened.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use loom::sync::{Condvar, Mutex};
 use loom::thread;
 
-use super::{Leave, Shared};
+use super::{Leave, SharedControl};
 use crate::sync::model::explore;
 
 /// A group whose waits end when it is left, and not before.
@@ -36,10 +36,10 @@ impl Leave for Waits {
 
 /// Deadlocks when the thread goes on in a new group that `stop` does not leave.
 #[test]
-fn a_shutdown_while_a_view_opens_ends_the_waits_in_it_or_the_thread_hears_of_it_before() {
+fn a_shutdown_while_a_view_opens_ends_the_waits_in_it_or_the_thread_ends_before() {
     explore(|| {
         let (first, second) = (Waits::new(), Waits::new());
-        let shared = Arc::new(Shared::new(vec![0, 1], first.clone(), false, true));
+        let shared = Arc::new(SharedControl::new(vec![0, 1], first.clone(), false, true));
         let averaging = {
             let shared = Arc::clone(&shared);
             thread::spawn(move || {
@@ -60,7 +60,7 @@ fn a_shutdown_while_a_view_opens_ends_the_waits_in_it_or_the_thread_hears_of_it_
 fn a_shutdown_while_one_view_after_the_other_opens_ends_the_waits_in_the_last() {
     explore(|| {
         let (first, second) = (Waits::new(), Waits::new());
-        let shared = Arc::new(Shared::new(vec![0, 1], Waits::new(), false, true));
+        let shared = Arc::new(SharedControl::new(vec![0, 1], Waits::new(), false, true));
         let averaging = {
             let shared = Arc::clone(&shared);
             thread::spawn(move || {
@@ -78,7 +78,7 @@ fn a_shutdown_while_one_view_after_the_other_opens_ends_the_waits_in_the_last() 
 #[test]
 fn a_shutdown_wakes_a_thread_that_sleeps_until_its_next_round() {
     explore(|| {
-        let shared = Arc::new(Shared::new(vec![0], Waits::new(), false, true));
+        let shared = Arc::new(SharedControl::new(vec![0], Waits::new(), false, true));
         let averaging = {
             let shared = Arc::clone(&shared);
             thread::spawn(move || assert!(!shared.sleep(Instant::now() + Duration::from_secs(3600))))

@@ -27,7 +27,7 @@ impl Worker {
         self.0.push(|| job)
     }
 
-    /// As `Shared::work`.
+    /// As `WorkerShared::work`.
     fn work(&self) {
         while let Some(job) = self.0.next(|_| String::new()) {
             self.hand_out(job);

@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn a_receive_from_anybody_takes_the_message_that_arrived_first() {
+    fn a_receive_from_any_rank_takes_the_message_that_arrived_first() {
         let mut matching = Matching::default();
         matching.keep(Arrived { from: 3, tag: 0, message: () });
         matching.keep(Arrived { from: 1, tag: 0, message: () });

@@ -37,8 +37,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use self::posted::Call;
-pub use self::posted::{NOBODY, Senders};
-use self::progress::{Event, Shared};
+pub use self::posted::{NO_RANK, Senders};
+use self::progress::{Event, MessengerShared};
 pub use self::streams::Message;
 use self::streams::Streams;
 use super::completion::{CompletionThread, WorkerRegistration};
@@ -62,7 +62,7 @@ pub struct Posted {
 
 /// See the module.
 pub struct Messenger {
-    shared: Arc<Shared>,
+    shared: Arc<MessengerShared>,
     /// The process that may use this.
     owner: OwnerProcess,
     /// Deadline of messages that bring none.
@@ -97,7 +97,7 @@ impl Messenger {
         timeout: Duration,
         recorder: Option<LaneRecorder>,
     ) -> Result<Messenger> {
-        let shared = Arc::new(Shared::new(streams, health, stats, recorder.clone())?);
+        let shared = Arc::new(MessengerShared::new(streams, health, stats, recorder.clone())?);
         let woken = Arc::downgrade(&shared);
         let wake = move || _ = woken.upgrade().inspect(|shared| shared.wake());
         let failure = health.subscribe({
@@ -143,7 +143,7 @@ impl Messenger {
         counters.payload_bytes.fetch_add(total as u64, Ordering::Relaxed);
         let running = self.recorder.as_ref().and_then(|recorder| recorder.begin(None, &says, total, ""));
         let handle = self.pending();
-        let senders: Senders = receives.iter().map(|_| AtomicUsize::new(NOBODY)).collect();
+        let senders: Senders = receives.iter().map(|_| AtomicUsize::new(NO_RANK)).collect();
         let call = Call {
             handle: handle.clone(),
             says,
@@ -173,7 +173,7 @@ impl Messenger {
             check_peer(peer, health.rank(), health.size())?;
         }
         if sends.iter().any(|message| message.peer.is_none()) {
-            return Err(Error::InvalidArgument("a message to nobody".to_owned()));
+            return Err(Error::InvalidArgument("a send without a destination rank".to_owned()));
         }
         Ok(())
     }
@@ -231,7 +231,7 @@ impl Messenger {
             return;
         }
         self.shared.streams.unwatch();
-        self.shared.tell(Event::Stop);
+        self.shared.send(Event::Stop);
         if let Some(thread) = lock(&self.thread).take() {
             // It has no panic of its own.
             let _ = thread.join();

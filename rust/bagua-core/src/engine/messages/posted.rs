@@ -26,11 +26,11 @@ const CREDIT: usize = 1 << 20;
 /// What an eager message counts at least, so that empty ones are limited too.
 const LEAST: usize = 64;
 
-/// Group rank of the sender of each message that a call receives, in the order of its receives; [`NOBODY`] while it has not come.
+/// Group rank of the sender of each message that a call receives, in the order of its receives; [`NO_RANK`] while it has not come.
 pub type Senders = Arc<[AtomicUsize]>;
 
 /// No rank.
-pub const NOBODY: usize = usize::MAX;
+pub const NO_RANK: usize = usize::MAX;
 
 /// One call: some messages that end together.
 pub(super) struct Call {

@@ -48,7 +48,7 @@ struct Peer {
 }
 
 /// What the lock protects.
-struct State {
+struct MessageProgress {
     posted: PostedMessages,
     peers: Vec<Peer>,
     /// Nothing more is accepted.
@@ -58,7 +58,7 @@ struct State {
 }
 
 /// What the messenger and its thread share.
-pub(super) struct Shared {
+pub(super) struct MessengerShared {
     pub(super) streams: Box<dyn Streams>,
     pub(super) health: Arc<GroupHealth>,
     pub(super) stats: Arc<Stats>,
@@ -67,12 +67,12 @@ pub(super) struct Shared {
     /// Readable when there is something for the thread to do.
     bell: OwnedFd,
     /// Held while bytes are handed to streams and taken from them, never across a wait.
-    state: Mutex<State>,
+    state: Mutex<MessageProgress>,
 }
 
 /// One of the two streams of a peer.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Place {
+struct PeerStream {
     peer: usize,
     inbound: bool,
 }
@@ -83,19 +83,19 @@ impl Peer {
     }
 }
 
-impl State {
+impl MessageProgress {
     /// All streams.
-    fn links(&mut self) -> impl Iterator<Item = (Place, &mut Link)> {
+    fn links(&mut self) -> impl Iterator<Item = (PeerStream, &mut Link)> {
         self.peers.iter_mut().enumerate().flat_map(|(peer, streams)| {
             let Peer { outbound, inbound, .. } = streams;
-            let outbound = outbound.as_mut().map(|link| (Place { peer, inbound: false }, link));
-            outbound.into_iter().chain(inbound.as_mut().map(|link| (Place { peer, inbound: true }, link)))
+            let outbound = outbound.as_mut().map(|link| (PeerStream { peer, inbound: false }, link));
+            outbound.into_iter().chain(inbound.as_mut().map(|link| (PeerStream { peer, inbound: true }, link)))
         })
     }
 
     /// Sends on all streams what there is room for; true when bytes moved.
     fn send(&mut self, counters: &OpStats) -> bool {
-        let State { posted, peers, .. } = self;
+        let MessageProgress { posted, peers, .. } = self;
         let links = peers.iter_mut().flat_map(|peer| [&mut peer.outbound, &mut peer.inbound]).flatten();
         let mut moved = false;
         for link in links {
@@ -132,25 +132,25 @@ impl State {
     }
 }
 
-impl Shared {
+impl MessengerShared {
     pub(super) fn new(
         streams: Box<dyn Streams>,
         health: &Arc<GroupHealth>,
         stats: &Arc<Stats>,
         recorder: Option<LaneRecorder>,
-    ) -> Result<Shared> {
+    ) -> Result<MessengerShared> {
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let bell = bell.map_err(|e| Error::system("a descriptor for the thread of messages", e))?;
         let posted = PostedMessages::new(health.rank(), health.world_ranks().to_vec());
         let peers = (0..health.size()).map(|_| Peer::default()).collect();
-        Ok(Shared {
+        Ok(MessengerShared {
             streams,
             health: Arc::clone(health),
             stats: Arc::clone(stats),
             recorder,
             events: Mutex::default(),
             bell,
-            state: Mutex::new(State { posted, peers, closed: false, idle: false }),
+            state: Mutex::new(MessageProgress { posted, peers, closed: false, idle: false }),
         })
     }
 
@@ -170,7 +170,7 @@ impl Shared {
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
 
-    pub(super) fn tell(&self, event: Event) {
+    pub(super) fn send(&self, event: Event) {
         lock(&self.events).push(event);
         self.wake();
     }
@@ -179,7 +179,12 @@ impl Shared {
     ///
     /// # Errors
     /// `Aborted` after the end; otherwise the group's first cause.
-    pub(super) fn add(self: &Arc<Shared>, call: Call, sends: Vec<Message>, receives: Vec<Message>) -> Result<()> {
+    pub(super) fn add(
+        self: &Arc<MessengerShared>,
+        call: Call,
+        sends: Vec<Message>,
+        receives: Vec<Message>,
+    ) -> Result<()> {
         let mut guard = lock(&self.state);
         let state = &mut *guard;
         if state.closed {
@@ -223,7 +228,7 @@ impl Shared {
         }
         for to in dial {
             let shared = Arc::downgrade(self);
-            let done = move |opened| _ = shared.upgrade().inspect(|shared| shared.tell(Event::Dialled(to, opened)));
+            let done = move |opened| _ = shared.upgrade().inspect(|shared| shared.send(Event::Dialled(to, opened)));
             self.streams.dial(to, Box::new(done)).map_err(|error| self.health.fail(error))?;
         }
         if wake {
@@ -277,7 +282,7 @@ impl Shared {
     }
 
     /// Takes the streams that were opened here; true when the messenger ends.
-    fn heed_events(&self, ready: &mut Vec<Place>) -> bool {
+    fn heed_events(&self, ready: &mut Vec<PeerStream>) -> bool {
         let events = std::mem::take(&mut *lock(&self.events));
         let mut stops = false;
         for event in events {
@@ -288,7 +293,7 @@ impl Shared {
                     let mut link = Link::new(stream, descriptor);
                     state.peers[peer].waiting.drain(..).for_each(|frame| link.push(frame));
                     state.peers[peer].outbound = Some(link);
-                    ready.push(Place { peer, inbound: false });
+                    ready.push(PeerStream { peer, inbound: false });
                 }
                 Event::Dialled(peer, Err(error)) => {
                     let left = self.health.has_departed(peer);
@@ -301,12 +306,12 @@ impl Shared {
     }
 
     /// Takes the streams that peers have opened.
-    fn take_arrived(&self, ready: &mut Vec<Place>) {
+    fn take_arrived(&self, ready: &mut Vec<PeerStream>) {
         for (peer, opened) in self.streams.arrived() {
             match opened {
                 Ok((stream, descriptor)) => {
                     lock(&self.state).peers[peer].inbound = Some(Link::new(stream, descriptor));
-                    ready.push(Place { peer, inbound: true });
+                    ready.push(PeerStream { peer, inbound: true });
                 }
                 Err(error) => _ = self.health.fail(error),
             }
@@ -317,12 +322,12 @@ impl Shared {
     ///
     /// # Errors
     /// What is wrong with a frame of a peer.
-    fn step(&self, ready: &[Place]) -> Result<bool> {
+    fn step(&self, ready: &[PeerStream]) -> Result<bool> {
         let mut guard = lock(&self.state);
         let mut moved = guard.send(self.counters());
         let mut wrong = None;
-        let State { posted, peers, .. } = &mut *guard;
-        for Place { peer, inbound } in ready {
+        let MessageProgress { posted, peers, .. } = &mut *guard;
+        for PeerStream { peer, inbound } in ready {
             let Some(link) = peers[*peer].link(*inbound) else { continue };
             match link.recv(*peer, posted, self.counters()) {
                 Ok(any) => moved |= any,
@@ -362,7 +367,7 @@ impl Shared {
     }
 
     /// Sleeps until a stream may move bytes or the bell rings; the streams that may have bytes to receive.
-    fn sleep(&self) -> Vec<Place> {
+    fn sleep(&self) -> Vec<PeerStream> {
         let mut links = Vec::new();
         let mut state = lock(&self.state);
         for (place, link) in state.links().filter(|(_, link)| link.broken.is_none()) {

@@ -175,7 +175,7 @@ fn tags_may_be_received_out_of_order_and_one_tag_arrives_in_order() {
 }
 
 #[test]
-fn a_receive_from_anybody_names_its_sender() {
+fn a_receive_from_any_rank_names_its_sender() {
     let ranks = world(4);
     let receives: Vec<_> = (0..3).map(|_| ranks[0].recv(None, 1, 50_000)).collect();
     for from in [3, 1, 2] {
@@ -209,7 +209,7 @@ fn a_long_message_is_not_done_before_its_receive_is_posted_and_a_short_one_does_
 }
 
 #[test]
-fn short_messages_that_nobody_receives_are_kept_up_to_a_limit_and_lose_nothing() {
+fn short_messages_that_the_peer_does_not_receive_are_kept_up_to_a_limit_and_lose_nothing() {
     let ranks = world(2);
     let count = 3 * (1 << 20) / posted::EAGER;
     // The thread of rank 1 runs from its first call on.
@@ -252,7 +252,7 @@ fn messages_of_one_call_end_together_and_an_empty_call_at_once() {
 #[test]
 fn peers_that_are_none_are_refused_and_the_group_stays_usable() {
     let ranks = world(2);
-    for (peer, text) in [(Some(0), "itself"), (Some(2), "rank 2 is not among the 2"), (None, "to nobody")] {
+    for (peer, text) in [(Some(0), "itself"), (Some(2), "rank 2 is not among the 2"), (None, "without a destination")] {
         let memory = Memory::of(vec![1; 4]);
         let sends = vec![Message { peer, tag: 0, data: memory.region(DType::U8) }];
         let error = ranks[0].messenger.post(sends, Vec::new(), None, Box::new(memory)).err().unwrap();

@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_header_stands_for_the_whole_message() {
+    fn a_short_header_describes_the_whole_message() {
         let bytes = example().encode();
         let whole = Chunk { message: u64::MAX, offset: 0, length: 100, ..example() };
         assert_eq!(Chunk::decode(&bytes[..head_len(1)]), Ok(whole));

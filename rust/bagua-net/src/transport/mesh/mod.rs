@@ -238,7 +238,7 @@ impl Mesh {
         }
     }
 
-    /// Makes progress with every peer; true when bytes moved. Visits all peers before it returns an error for one, so that each peer gets
+    /// Makes progress with every peer; true when bytes moved. Calls on all peers before it returns an error for one, so that each peer gets
     /// this rank's header before this rank fails.
     fn progress(&mut self, transfer: &mut Transfer<'_, '_>, plan: &mut dyn Plan) -> Result<bool> {
         let mut any = false;
