@@ -101,7 +101,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         self._coalescing: list[Work] | None = None
         # The Python half of the Backend, which torch's C++ code may not keep.
         self._backend = _register(self)
-        # Where torch has no such Backend, and where torch's code hands a Work to C++ code, that keeps only the C++ half,
+        # Where torch has no such Backend, and where torch's code hands a Work to C++ code, only its C++ half is kept,
         # which waits for ever without the other half: such Works that no thread has waited for, oldest first; and those
         # of them that one has waited for since the last operation.
         self._kept: OrderedDict[Work, None] = OrderedDict()
