@@ -167,13 +167,13 @@ def each_view(**options: Any) -> tuple[Variant, ...]:
 
 
 BUFFERS = frozenset({"buffers"})
-_FORWARD_SYNC = "forward_sync_buffers" in inspect.signature(TorchDDP.__init__).parameters
+_HAS_FORWARD_SYNC = "forward_sync_buffers" in inspect.signature(TorchDDP.__init__).parameters
 
+row("all_ranks_begin_as_rank_0", Variant(), Variant(make=Buffered, needs=BUFFERS))
 row(
-    "all_ranks_begin_as_rank_0",
-    Variant(),
-    Variant(make=Buffered, needs=BUFFERS),
-    *([Variant({"forward_sync_buffers": False}, make=Buffered, needs=BUFFERS)] if _FORWARD_SYNC else []),
+    "no_broadcast_of_buffers_before_a_forward",
+    Variant({"forward_sync_buffers": False}, make=Buffered, needs=BUFFERS),
+    left_out="" if _HAS_FORWARD_SYNC else f"torch {torch.__version__}: its wrapper has no forward_sync_buffers",
 )
 row(
     "init_sync_false_keeps_what_each_rank_has",

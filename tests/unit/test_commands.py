@@ -226,7 +226,7 @@ def test_the_tables_say_what_the_object_says() -> None:
 )
 def test_without_rich_a_command_says_what_to_install(arguments: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "rich.py").write_text("raise ImportError('no rich here')")
-    path = os.pathsep.join([str(tmp_path), str(ROOT / "python")])
+    path = os.pathsep.join([str(tmp_path), str(Path(bagua.__file__).parents[1])])
     ended = command(*arguments, PYTHONPATH=path)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert 'needs rich: pip install "bagua[metrics]" (no rich here)' in ended.stderr
