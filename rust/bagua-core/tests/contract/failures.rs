@@ -69,7 +69,7 @@ fn send_all(peer: &mut dyn Transport, bytes: &[u8]) {
 fn header(kind: Kind, count: usize, body: usize) -> Header {
     let (dtype, shape) = (DType::U8, Shape::flat(count));
     let fingerprint = Fingerprint { epoch: 1, shape, ..Fingerprint::new(kind, dtype, count) };
-    Header { fingerprint, part: 0, body: body as u64 }
+    Header::whole(fingerprint, 0, body, 0)
 }
 
 fn receive(rank: &mut Rank, into: &mut [u8]) -> Result<()> {
