@@ -460,9 +460,11 @@ impl Frames for PostedMessages {
             FrameKind::Ready => {
                 if let Some(counts) = self.unmatched.1.remove(&key) {
                     self.unmatched.0[peer] -= counts;
-                } else if self.sends.get(&message).is_none_or(|sending| {
-                    sending.to != peer || sending.region.len() as u64 != body
-                }) {
+                } else if self
+                    .sends
+                    .get(&message)
+                    .is_none_or(|sending| sending.to != peer || sending.region.len() as u64 != body)
+                {
                     return unexpected("an answer to a message that it was not sent");
                 } else if body == 0 {
                     self.all_sent(message);

@@ -445,8 +445,10 @@ impl MessengerShared {
             }
             drop(state);
             let events = |sends: bool| if sends { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
-            let mut wanted: Vec<_> =
-                open.iter().map(|(descriptor, sends)| PollFd::from_borrowed_fd(descriptor.as_fd(), events(*sends))).collect();
+            let mut wanted: Vec<_> = open
+                .iter()
+                .map(|(descriptor, sends)| PollFd::from_borrowed_fd(descriptor.as_fd(), events(*sends)))
+                .collect();
             let limit = Timespec { tv_sec: 0, tv_nsec: left.subsec_nanos().into() };
             let _ = poll(&mut wanted, Some(&limit));
         }

@@ -240,10 +240,7 @@ impl Endpoint {
         let mut any = false;
         let limit = counts.received + RECV_QUANTUM;
         for at in 0..self.streams.len() {
-            while counts.received < limit
-                && frames.expects(self.peer)
-                && self.recv_by(at, frames, counts, &mut any)?
-            {}
+            while counts.received < limit && frames.expects(self.peer) && self.recv_by(at, frames, counts, &mut any)? {}
         }
         if any || !frames.expects(self.peer) {
             return Ok(any);
