@@ -304,6 +304,13 @@ fn a_message_of_another_length_or_type_is_a_mismatch_with_both_in_it() {
 
 #[test]
 fn a_frame_that_a_peer_cannot_have_sent_is_an_error_that_names_it() {
+    let receive = |rank: &Rank| {
+        let memory = Memory::of(vec![0; 8]);
+        let receives = vec![Message { peer: Some(1), tag: 3, data: memory.region(DType::U8) }];
+        // The thread, which runs from here on, may see the frame before the receive is posted.
+        let posted = rank.messenger.post(Vec::new(), receives, None, Box::new(memory));
+        posted.and_then(|posted| posted.handle.wait(Some(LONG))).unwrap_err()
+    };
     let said = Fingerprint { tag: 3, ..Fingerprint::new(Kind::Send, DType::U8, 8) };
     let whole = Header::whole(said, 0, 8, 1);
     let eager = Header { frame: FrameKind::Eager, ..whole };
@@ -318,7 +325,7 @@ fn a_frame_that_a_peer_cannot_have_sent_is_an_error_that_names_it() {
         let ranks = world(2);
         let mut stream = TcpStream::connect(ranks[0].address).unwrap();
         std::io::Write::write_all(&mut stream, &[&[1][..], &frame.encode(), &[0; 8]].concat()).unwrap();
-        let error = ranks[0].recv(Some(1), 3, 8).0.handle.wait(Some(LONG)).unwrap_err();
+        let error = receive(&ranks[0]);
         let text = error.to_string();
         assert!(matches!(error, Error::Mismatch(_)) && text.contains("rank 1 sent") && text.contains(says), "{text}");
     }
@@ -328,7 +335,7 @@ fn a_frame_that_a_peer_cannot_have_sent_is_an_error_that_names_it() {
         let mut stream = TcpStream::connect(ranks[0].address).unwrap();
         let frames = [&[1][..], &offer.encode(), &bytes.encode(), &[0; 8]].concat();
         std::io::Write::write_all(&mut stream, &frames).unwrap();
-        let error = ranks[0].recv(Some(1), 3, 8).0.handle.wait(Some(LONG)).unwrap_err();
+        let error = receive(&ranks[0]);
         assert!(error.to_string().contains("more bytes than its message has"), "{error}");
     }
 }
