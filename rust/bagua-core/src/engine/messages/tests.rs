@@ -304,12 +304,14 @@ fn a_message_of_another_length_or_type_is_a_mismatch_with_both_in_it() {
 
 #[test]
 fn a_frame_that_a_peer_cannot_have_sent_is_an_error_that_names_it() {
-    let receive = |rank: &Rank| {
-        let memory = Memory::of(vec![0; 8]);
-        let receives = vec![Message { peer: Some(1), tag: 3, data: memory.region(DType::U8) }];
-        // The thread, which runs from here on, may see the frame before the receive is posted.
-        let posted = rank.messenger.post(Vec::new(), receives, None, Box::new(memory));
-        posted.and_then(|posted| posted.handle.wait(Some(LONG))).unwrap_err()
+    let outcome = |frames: &[Header]| {
+        let ranks = world(2);
+        // Before the frames, which the thread could otherwise see first.
+        let posted = ranks[0].recv(Some(1), 3, 8).0;
+        let mut stream = TcpStream::connect(ranks[0].address).unwrap();
+        let headers: Vec<u8> = frames.iter().flat_map(Header::encode).collect();
+        std::io::Write::write_all(&mut stream, &[&[1][..], &headers, &[0; 8]].concat()).unwrap();
+        posted.handle.wait(Some(LONG)).unwrap_err()
     };
     let said = Fingerprint { tag: 3, ..Fingerprint::new(Kind::Send, DType::U8, 8) };
     let whole = Header::whole(said, 0, 8, 1);
@@ -322,20 +324,13 @@ fn a_frame_that_a_peer_cannot_have_sent_is_an_error_that_names_it() {
         (Header { frame: FrameKind::Ready, length: 0, ..whole }, "an answer to a message that it was not sent"),
         (collective, "a frame of a collective operation"),
     ] {
-        let ranks = world(2);
-        let mut stream = TcpStream::connect(ranks[0].address).unwrap();
-        std::io::Write::write_all(&mut stream, &[&[1][..], &frame.encode(), &[0; 8]].concat()).unwrap();
-        let error = receive(&ranks[0]);
+        let error = outcome(&[frame]);
         let text = error.to_string();
         assert!(matches!(error, Error::Mismatch(_)) && text.contains("rank 1 sent") && text.contains(says), "{text}");
     }
     let offer = Header { frame: FrameKind::Offer, length: 0, ..whole };
     for bytes in [Header { offset: 4, ..whole }, Header { offset: 4, length: 4, ..whole }] {
-        let ranks = world(2);
-        let mut stream = TcpStream::connect(ranks[0].address).unwrap();
-        let frames = [&[1][..], &offer.encode(), &bytes.encode(), &[0; 8]].concat();
-        std::io::Write::write_all(&mut stream, &frames).unwrap();
-        let error = receive(&ranks[0]);
+        let error = outcome(&[offer, bytes]);
         assert!(error.to_string().contains("more bytes than its message has"), "{error}");
     }
 }
