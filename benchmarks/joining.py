@@ -1,11 +1,12 @@
-"""Ranks that join, idle and reduce, far more than there are cores: seconds to join, connections, memory, and deaths seen.
+"""Many more ranks than cores, on one machine: seconds to join, descriptors, threads, memory, and whether all stay.
 
     python benchmarks/joining.py
     python benchmarks/joining.py --ranks 256 1024 --hosts 8 --idle 60
 
-Each rank is a fork of this process, which has imported NumPy and bagua only. It joins, does nothing for `--idle` seconds
-(for heartbeats), and sums with the others. A healthy rank that another one lost is an error here. `joined` is the time
-from the first fork to the last rank that has joined, `descriptors` and `PSS MiB` are those of the rank that has most.
+Each rank is a fork of this process, which has imported NumPy and bagua only. It joins, does nothing for `--idle`
+seconds but exchange heartbeats, and sums with the others. A healthy rank that another one lost is an error. `joined_s`
+is the time from the first fork to the last rank that has joined, `cpu_s` the processor time of all ranks until then;
+the rest are those of the rank that has most.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def measure(ranks: int, hosts: int, idle: float) -> dict[str, Any]:
     """Forks the ranks and waits for them; RuntimeError when one of them failed."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    begun, pipes, ids = time.monotonic(), [], []
+    begun, pipes, ids = time.monotonic(), list[int](), list[int]()
     for rank in range(ranks):
         reads, writes = os.pipe()
         child = os.fork()

@@ -87,7 +87,7 @@ class StoreRequests:
         self._cause = None
 
     def abandon(self) -> None:
-        """The last call: a request that is still open ends with its connection, also with one that it opens afterwards."""
+        """The last call: a request that is still open ends with its connection, even one that it opens later."""
         if self._open is None or self._connection is None or self._thread is None:
             return
         self._connection.shut()
