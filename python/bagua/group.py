@@ -225,9 +225,14 @@ def join(
     """
     chosen = config.settings(timeout=timeout, secret=secret)
     lifecycle.install(_leave_all)
+    if not process.settings_checked and not local_rank:
+        # One rank of a host says it for all.
+        process.settings_checked = True
+        config.warn_of_misspelt()
     host = listen_host(towards, world_size, local_world_size)
     bootstrap = engine.Bootstrap(parameters(chosen, rank, world_size, name=name, listen_host=host))
     addresses = [bytes(address) for address in spread(bootstrap.address())]
+    lifecycle.note_job(b"".join(addresses))
     return Group(bootstrap.connect(addresses), local_rank=local_rank, local_world_size=local_world_size)
 
 

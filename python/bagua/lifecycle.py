@@ -8,6 +8,7 @@ forgets them and sends nothing to their ranks.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ __all__ = [
     "cuda_libraries",
     "forget_groups",
     "install",
+    "note_job",
     "process",
     "record",
     "report",
@@ -72,6 +74,8 @@ class _Process:
         self.shutdown_hooks: list[Callable[[], None]] = []
         # Id of a failed group -> path of its flight record, and what its errors say of it.
         self.records: dict[int, tuple[str | None, str]] = {}
+        # What only the processes of one job have in common, for their flight records: see `note_job`.
+        self.jobs: list[str] = []
         # Held while a record is written. Re-entrant: a signal handler may use a failed group meanwhile.
         self.records_lock = threading.RLock()
         # Rank -> token of the rendezvous place by which this process joined last; no rank serves it again.
@@ -86,6 +90,8 @@ class _Process:
         self.cuda_devices: dict[int, engine.CudaDevice] = {}
         # The bagua.Group of torch.distributed's world where its backend is "bagua".
         self.torchs_world: Any = None
+        # Whether misspelt names of settings were looked for.
+        self.settings_checked = False
         # The state of each package that was imported, by its class.
         self.packages: dict[type[Record], Any] = {}
 
@@ -115,6 +121,11 @@ def forget_groups() -> None:
     """After the world's end: no state of any package belongs to a group any more."""
     for package in process.packages.values():
         package.forget_groups()
+
+
+def note_job(shared: bytes) -> None:
+    """Notes bytes that all ranks of the job have and no other job has. Two records with one of them are of one job."""
+    process.jobs.append(hashlib.sha256(shared).hexdigest()[:16])
 
 
 def cuda_libraries() -> engine.CudaLibraries:
@@ -197,6 +208,7 @@ def _after_fork_in_child() -> None:
     process.metrics_servers = []
     # A thread that does not exist in the child may have held the lock.
     process.records, process.records_lock = {}, threading.RLock()
+    process.jobs = []
     process.torchs_world = None
     for package in process.packages.values():
         package.after_fork_in_child()
