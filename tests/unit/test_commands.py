@@ -238,7 +238,9 @@ def test_misspelt_settings_are_problems_that_name_the_nearest_setting() -> None:
 
 @pytest.mark.parametrize(("rank", "warnings"), [("0", 1), ("1", 0)])
 def test_init_warns_once_of_a_misspelt_setting_on_one_rank_of_a_host(rank: str, warnings: int) -> None:
-    code = "import bagua; [(bagua.init(0, 1, local_rank=%s), bagua.shutdown()) for _ in range(2)]" % rank
+    code = "import bagua; [(bagua.init(0, 1, RANK), bagua.shutdown()) for _ in range(2)]".replace(
+        "RANK", f"local_rank={rank}"
+    )
     names = environment(BAGUA_HEARTBEAT_TIMOUT="3", BAGUA_SIM_X="1")
     ended = subprocess.run(
         [sys.executable, "-W", "always", "-c", code], env=names, capture_output=True, text=True, timeout=60, check=True
@@ -277,7 +279,7 @@ def test_heads_are_bold_on_a_terminal_only(variables: dict[str, str]) -> None:
         check=True,
     )
     assert ("\x1b[1mversions\x1b[0m" in on_terminal.stdout) == (variables == {"TERM": "xterm"})
-    assert "\x1b" not in command("doctor", "--no-trial", **variables).stdout
+    assert "\x1b" not in command("doctor", "--no-trial", limit=None, **variables).stdout
 
 
 @pytest.mark.parametrize("arguments", [(), ("trace",), ("doctor", "--jsn"), ("bench", "--ranks", "two")], ids=str)
