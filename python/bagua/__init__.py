@@ -31,7 +31,7 @@ from bagua.errors import (
 )
 from bagua.group import Group, shutdown, stats
 from bagua.handle import Handle
-from bagua.init import init
+from bagua.joining import init
 from bagua.records import flight_recorder
 
 __version__ = _engine.version()

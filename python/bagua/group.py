@@ -109,6 +109,7 @@ class Group(Collectives):
         return None if communicator is None else Group(communicator)
 
     subgroup = new_group
+    """The same as `new_group`."""
 
     def shrink(self, timeout: float | None = None, quorum: Literal["majority", "any"] = "majority") -> Group:
         """The group of the ranks that are left, in the order of their ranks here. This one and its sub-groups are left.

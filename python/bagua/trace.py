@@ -32,14 +32,17 @@ class Record:
     """What is known of one rank."""
 
     rank: int
+    """Its rank in the world."""
     host: str
+    """Name of its host."""
     pid: int
-    #: Common to the records of one job alone; empty in a record of an older version.
+    """Id of its process."""
     jobs: set[str]
-    #: The error of each file.
+    """Common to the records of one job alone; empty in a record of an older version."""
     errors: list[str]
-    #: By their numbers in the process, in ascending order.
+    """The error of each file."""
     ops: dict[int, Operation]
+    """By their numbers in the process, in ascending order."""
 
 
 @dataclass(frozen=True, order=True)

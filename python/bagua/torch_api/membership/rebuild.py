@@ -40,16 +40,16 @@ _wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped
 class Rebuilt:
     """What :func:`rebuild` returns."""
 
-    #: This process's rank now.
     rank: int
-    #: Ranks now.
+    """This process's rank now."""
     world_size: int
-    #: Former rank of each rank.
+    """Ranks now."""
     ranks: tuple[int, ...]
-    #: Former ranks that are gone.
+    """Former rank of each rank."""
     lost: tuple[int, ...]
-    #: Completed steps of each model's first optimizer, by module name.
+    """Former ranks that are gone."""
     steps: dict[str, int]
+    """Completed steps of each model's first optimizer, by module name."""
 
 
 def rebuild(timeout: float | None = None, *, quorum: Literal["majority", "any"] = "majority") -> Rebuilt:
@@ -91,17 +91,17 @@ class _Model:
     """A model that is wrapped again."""
 
     name: str
-    #: What ``_wrapped`` has it under: the model, or a wrapper around it.
     holder: torch.nn.Module
+    """What ``_wrapped`` has it under: the model, or a wrapper around it."""
     kind: type[ModelEngine]
     module: torch.nn.Module
     optimizers: list[torch.optim.Optimizer]
     algorithm: Algorithm
-    #: The keyword arguments of its engine.
     options: dict[str, Any]
+    """The keyword arguments of its engine."""
     do_flatten: bool
-    #: Names of parameters and buffers that each rank has for itself.
     ignored: frozenset[str]
+    """Names of parameters and buffers that each rank has for itself."""
     progress: Progress
 
     @staticmethod
