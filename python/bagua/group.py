@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import DTypeLike
 
-__all__ = ["Group", "Handle", "default", "join", "set_default", "shutdown", "stats"]
+__all__ = ["Group", "Handle", "default", "join", "rank", "set_default", "shutdown", "stats", "world_size"]
 
 
 class Group(Collectives):
@@ -197,6 +197,16 @@ def default(*, required: bool = False) -> Group | None:
     if found is None and required:
         raise BaguaError("there is no default group: call bagua.init() first")
     return found
+
+
+def rank() -> int:
+    """This process's rank in the default group. BaguaError before `init()`."""
+    return default(required=True).rank
+
+
+def world_size() -> int:
+    """Number of ranks of the default group. BaguaError before `init()`."""
+    return default(required=True).size
 
 
 def set_default(group: Group | None) -> None:

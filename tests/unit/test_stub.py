@@ -83,6 +83,15 @@ def test_a_verb_before_init_says_what_to_call(verb: str) -> None:
         function(*[bytearray(1) for _ in required])
 
 
+def test_rank_and_world_size_are_those_of_the_default_group() -> None:
+    for function in (bagua.rank, bagua.world_size):
+        with pytest.raises(bagua.BaguaError, match=r"bagua.init\(\)"):
+            function()
+    group = bagua.init(0, 1)
+    assert (bagua.rank(), bagua.world_size()) == (group.rank, group.size) == (0, 1)
+    bagua.shutdown()
+
+
 def test_what_is_exported_exists() -> None:
     for name in bagua.__all__:
         assert getattr(bagua, name) is not None
