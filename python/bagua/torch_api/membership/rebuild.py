@@ -20,7 +20,7 @@ from .. import communication, default_collectives
 from ..algorithms.base import Algorithm
 from ..model_engine import bucket_engine
 from ..model_engine.bagua_ddp import end_with_group
-from ..model_engine.consistency import broadcast_optimizer, broadcast_tensors, gather_any
+from ..model_engine.consistency import broadcast_optimizer, broadcast_tensors, gather_any, is_sharded
 from ..model_engine.engine import ModelEngine, Progress
 from ..model_engine.state import model_state
 from ..process_group import Communicator, ProcessGroup
@@ -66,13 +66,20 @@ def rebuild(timeout: float | None = None, *, quorum: Literal["majority", "any"] 
     ``quorum`` is as in :meth:`bagua.Group.shrink`. BaguaTimeoutError names the ranks that run and have not called,
     BaguaError says "quorum" and which ranks may still run: after both, the call can be repeated. PeerLostError names
     this rank when the others went on without it. An error of an algorithm that cannot work with so many ranks is
-    raised on all of them; its model is unwrapped then, and the group works.
+    raised on all of them; its model is unwrapped then, and the group works. NotImplementedError where an optimizer is
+    torch's ZeroRedundancyOptimizer.
     """
     default = communication._get_default_group()
     world: neutral.Group = default_collectives.default_communicator().group
     until = time.monotonic() + (world.timeout if timeout is None else timeout)
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout is {timeout} s; it must be positive")
+    for ddp in _wrapped.values():
+        if any(map(is_sharded, ddp.bagua_optimizers)):
+            raise NotImplementedError(
+                f"rebuild: an optimizer of model {ddp.bagua_module_name!r} has a part of its state on each rank, and "
+                "that of the lost rank is gone: start the job again from its last checkpoint"
+            )
     while True:
         world = world._shrink(max(until - time.monotonic(), 0.001), quorum)
         if membership_state.rebuilding is None:
