@@ -30,10 +30,10 @@ class Group(Collectives):
         self._local_rank = local_rank
         self._local_world_size = local_world_size
         self._former_ranks: list[int] | None = None
-        #: A process group of torch.distributed uses this group: destroying that one leaves it, `shutdown()` does not.
         self.used_by_torch = False
-        #: It is that of `bagua.torch_api`, which replaces it by `rebuild()`.
+        """Whether a process group of torch.distributed uses it: destroying that leaves it, `shutdown()` does not."""
         self.is_world_of_torch_api = False
+        """Whether it is that of `bagua.torch_api`, which replaces it by `rebuild()`."""
         # How often ranks in an order became a sub-group, so that the members name theirs alike.
         self._subgroups: dict[tuple[int, ...], int] = {}
         # The second group of one name (two worlds in one process) gets a number in `stats()`.
