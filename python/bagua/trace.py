@@ -38,7 +38,7 @@ class Record:
     pid: int
     """Id of its process."""
     jobs: set[str]
-    """Common to the records of one job alone; empty in a record of an older version."""
+    """Two records are of one job where they have one of these in common; empty in a record of an older version."""
     errors: list[str]
     """The error of each file."""
     ops: dict[int, Operation]

@@ -216,6 +216,8 @@ def test_the_text_has_the_problems_first_and_only_the_settings_that_are_set() ->
         "  BAGUA_TIMEOUT='soon' is not a number",
         "    correct it, or unset it; its default is 300",
     ]
+    named = command("doctor", "--no-trial", MASTER_ADDR="no-such-host.invalid").stdout.splitlines()
+    assert "  MASTER_ADDR: the host name 'no-such-host.invalid' leads nowhere" in named
     assert re.search(r"BAGUA_TIMEOUT +soon +environment", ended.stdout)
     assert "BAGUA_HEARTBEAT_TIMEOUT" not in ended.stdout
     assert re.search(r"memory +[0-9.]+ [GT]B", ended.stdout)

@@ -65,7 +65,7 @@ def examine(*, with_trial: bool = True) -> dict[str, Any]:
     if with_trial:
         found["trial"], why = all_reduce_check.run()
         if why:
-            problems.add("trial of two processes", why, "mend the problems above, or run it by hand: bagua bench")
+            problems.add("trial of two processes", why, "mend the other problems first, or run it by hand: bagua bench")
     found["problems"] = problems.found
     return found
 
@@ -215,8 +215,11 @@ def _text(found: dict[str, Any], with_defaults: bool) -> str:
     """What is shown without `--json`: the problems first."""
     parts = ["no problems"]
     if found["problems"]:
-        lines = [f"  {tables.red(each['why'])}\n    {each['fix']}" for each in found["problems"]]
-        parts = ["\n".join([tables.bold(f"problems: {len(lines)}"), *lines])]
+        lines = [tables.bold(f"problems: {len(found['problems'])}")]
+        for each in found["problems"]:
+            what = "" if each["why"].startswith(each["what"]) else f"{each['what']}: "
+            lines += [f"  {tables.red(what + each['why'])}", f"    {each['fix']}"]
+        parts = ["\n".join(lines)]
     parts += [
         tables.pairs(name, [_shown(key, value) for key, value in found[name].items()])
         for name in ("versions", "machine", "limits", "network", "launcher")
