@@ -162,7 +162,8 @@ def main() -> int:
         print(f"throughput       {seen / seconds:.0f} images/s over {ranks} rank(s)")
         print(f"transport        {stats['collective']} ({', '.join(transports)})")
         print(f"payload          {mebibytes(payload)} on rank 0")
-        print(f"on the wire      {mebibytes(wire)} on rank 0")
+        shared = "shared memory: nothing crosses a socket"
+        print(f"on the wire      {f'{mebibytes(wire)} on rank 0' if wire else shared}")
         differ = "differ between ranks, as this algorithm's may" if apart else "DIFFER BETWEEN RANKS"
         print(f"weights          {'bitwise equal on all ranks' if equal else differ}")
     bt.destroy_process_group()

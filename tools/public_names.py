@@ -84,7 +84,7 @@ INTERNAL = (
     "bagua.dlpack",
     "bagua.engine",
     "bagua.handle",
-    "bagua.init",
+    "bagua.joining",
     "bagua.launcher",
     "bagua.lifecycle",
     "bagua.lightning.*",

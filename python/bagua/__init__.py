@@ -9,6 +9,8 @@ protocol:
     bagua.init()
     x = np.ones(4, dtype=np.float32)
     bagua.all_reduce(x)
+    if bagua.rank() == 0:
+        print(x, bagua.world_size())
     bagua.shutdown()
 
 Nothing here imports torch; `bagua.torch_api` does.
@@ -29,9 +31,9 @@ from bagua.errors import (
     PeerLostError,
     PeerRaisedError,
 )
-from bagua.group import Group, shutdown, stats
+from bagua.group import Group, rank, shutdown, stats, world_size
 from bagua.handle import Handle
-from bagua.init import init
+from bagua.joining import init
 from bagua.records import flight_recorder
 
 __version__ = _engine.version()
@@ -53,7 +55,9 @@ __all__ = [
     "flight_recorder",
     "group",
     "init",
+    "rank",
     "shutdown",
     "stats",
+    "world_size",
 ]
 __all__ += _default_group.__all__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -11,9 +12,9 @@ from bagua.engine import DTYPES, read_array
 from bagua.operand import Operand, numpy_code
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from typing_extensions import Buffer, TypeVar
 
-__all__ = ["Array", "on_host", "operand"]
+__all__ = ["Array", "ArrayT", "ResultT", "on_host", "operand"]
 
 
 class SupportsDLPack(Protocol):
@@ -34,8 +35,13 @@ class SupportsCudaArray(Protocol):
 if TYPE_CHECKING:
     #: What the verbs take.
     Array: TypeAlias = np.ndarray[Any, Any] | SupportsDLPack | SupportsCudaArray | Buffer
+    #: Of a verb that returns what it was given.
+    ArrayT = TypeVar("ArrayT", bound=Array)
+    #: Of a verb that returns its `out`, or a new array.
+    ResultT = TypeVar("ResultT", bound=Array, default=np.ndarray[Any, Any])
 else:
     Array = Any
+    ArrayT, ResultT = typing.TypeVar("ArrayT"), typing.TypeVar("ResultT")
 
 
 def operand(x: Any, what: str = "the array", stream: int | None = None) -> Operand:

@@ -8,9 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bagua import engine, trace
-from bagua.commands import bench, doctor, top
+from bagua import records, trace
+from bagua.commands import bench, doctor, tables, top
+from bagua.commands.parser import SHELLS, Parser, completion
 from bagua.errors import BaguaError
+from bagua.script import baguarun
 
 __all__ = ["main"]
 
@@ -18,7 +20,7 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the exit code: 0, 1 for problems and failed ranks, 2 for what cannot be used or is missing."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options = parser.parse(sys.argv[1:] if arguments is None else arguments)
     try:
         code: int = options.run(options)
     except (ImportError, OSError, ValueError) as error:
@@ -30,31 +32,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bagua", description="Tools for jobs that communicate with Bagua.")
-    parser.add_argument("-V", "--version", action="version", version=f"bagua {engine.version()}")
+def _parser() -> Parser:
+    parser = Parser(
+        prog="bagua",
+        description="Tools for jobs that communicate with Bagua.",
+        epilog="example: bagua doctor. Each command has a --help of its own.",
+    )
+    parser.add_version()
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    traces = commands.add_parser("trace", help="flight records of failed ranks")
+    traces = commands.add_parser("trace", help="flight records of failed ranks", epilog="example: bagua trace merge")
     actions = traces.add_subparsers(required=True, metavar="ACTION")
     merge = actions.add_parser(
         "merge",
         help="which rank did not come to which operation",
         description="Compares the flight records of one failed job and prints each operation that hung or differed.",
+        epilog="example: bagua trace merge /shared/records/*.json --out trace.json",
     )
-    merge.add_argument("files", nargs="+", metavar="FILE", type=Path, help="flight records, one or more of each rank")
+    merge.add_argument(
+        "files", nargs="*", metavar="FILE", type=Path, help="records, one or more of each rank (the newest job's here)"
+    )
     merge.add_argument(
         "--out", type=Path, metavar="FILE", help="write all operations as a trace for Perfetto or Chrome"
     )
     merge.set_defaults(run=_merge)
     for command in (doctor, bench, top):
         command.add(commands)
+    completing = commands.add_parser(
+        "completion",
+        help="completion of commands and options in a shell",
+        description="Prints the script by which a shell completes the commands and options of bagua and baguarun.",
+        epilog="example: bagua completion bash > ~/.local/share/bash-completion/completions/bagua",
+    )
+    completing.add_argument("shell", choices=SHELLS)
+    completing.set_defaults(run=_complete)
     return parser
 
 
 def _merge(options: argparse.Namespace) -> int:
-    records = trace.read(options.files)
-    for line in trace.findings(records) or ["no operation hung in these records"]:
-        print(line)
+    files = options.files or trace.newest_job(records.folders())
+    read = trace.read(files)
+    lines = [] if options.files else [f"{len(files)} records of the newest job: {files[0].parent}"]
+    tables.show("\n".join([*lines, *(trace.findings(read) or ["no operation hung in these records"])]))
     if options.out is not None:
-        options.out.write_text(json.dumps(trace.chrome_trace(records), allow_nan=False), encoding="utf-8")
+        options.out.write_text(json.dumps(trace.chrome_trace(read), allow_nan=False), encoding="utf-8")
+    return 0
+
+
+def _complete(options: argparse.Namespace) -> int:
+    tables.show(completion(options.shell, [_parser(), baguarun.parser()]))
     return 0

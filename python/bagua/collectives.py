@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from bagua import engine, verbs
-from bagua.arrays import Array
+from bagua.arrays import Array, ArrayT, ResultT
 from bagua.handle import Handle
-from bagua.messages import Messages, ResultOptions, outcome
+from bagua.messages import Messages, Options, outcome
 from bagua.operand import Operand, empty_like, same_kind
 
 if TYPE_CHECKING:
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Collectives"]
 
-Op = str | int
+#: A reduction, by its name or number.
+Op = Literal["sum", "avg", "min", "max", "product", "band", "bor", "bxor"] | int
 
 
-def op_code(op: Op) -> int:
+def op_code(op: str | int) -> int:
     """The number of a reduce operation, by name or number. ValueError names the ones that exist."""
     if type(op) is str and (known := engine.OPS.get(op)) is not None:
         return known
@@ -45,25 +46,60 @@ class Collectives(Messages):
 
     @overload
     def all_reduce(
-        self, x: Array, op: Op = "sum", *, async_op: Literal[False] = False, **options: Unpack[ResultOptions]
-    ) -> Any: ...
-    @overload
-    def all_reduce(
-        self, x: Array, op: Op = "sum", *, async_op: Literal[True], **options: Unpack[ResultOptions]
-    ) -> Handle[Any]: ...
-    def all_reduce(
         self,
-        x: Array,
+        x: ArrayT,
         op: Op = "sum",
         *,
-        out: Array | None = None,
+        out: ArrayT | None = None,
+        async_op: Literal[False] = False,
+        **options: Unpack[Options],
+    ) -> ArrayT: ...
+    @overload
+    def all_reduce(
+        self,
+        x: ArrayT,
+        op: Op = "sum",
+        *,
+        out: ArrayT | None = None,
+        async_op: Literal[True],
+        **options: Unpack[Options],
+    ) -> Handle[ArrayT]: ...
+    def all_reduce(
+        self,
+        x: ArrayT,
+        op: Op = "sum",
+        *,
+        out: ArrayT | None = None,
         async_op: bool = False,
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Any:
         """Combines all ranks' arrays, element by element in rank order; every rank gets the result.
 
-        `op` is sum, avg, min, max, product, band, bor, bxor or its number. `timeout` is in seconds.
+        `x`: a NumPy array, or anything with DLPack or the buffer protocol, of any shape, which is equal on all ranks.
+        Its elements are float16, bfloat16, float32, float64, int8, uint8, int32, int64, bool, complex64 or complex128.
+        They are overwritten by the result unless `out` is given.
+
+        `op`: "sum" (no bool), "avg" (float and complex), "min", "max" (no complex), "product", "band", "bor" or "bxor"
+        (integers and bool). Half-precision sums are accumulated in float32.
+
+        `out`: a writable array of the same shape, type and device for the result; `x` then keeps its elements, and may
+        be read-only or strided.
+
+        `async_op`: return a `Handle` at once. Its `wait()` returns the result; until then the arrays must not be
+        read or written.
+
+        `timeout`: seconds, else BaguaTimeoutError; None: the group's.
+
+        `stream`: of arrays on a CUDA device, a CUstream as an integer by DLPack's numbers; None is the legacy stream.
+        The verb begins after the work that the stream has, and work that it gets afterwards sees the result. Without
+        effect on the host.
+
+        Returns `out`, or `x` without it. Every rank of the group calls it, in the same order as its other verbs.
+
+        Raises TypeError or ValueError for arguments that cannot be used, before anything is sent. Then MismatchError
+        where ranks disagree, BaguaTimeoutError, PeerLostError, PeerRaisedError or AbortedError; the group can only be
+        left afterwards.
         """
         code = op_code(op)
         if out is None and (found := engine.read_array(x)) is not None and found[4]:
@@ -93,30 +129,39 @@ class Collectives(Messages):
     @overload
     def reduce(
         self,
-        x: Array,
+        x: ArrayT,
         dst: int = 0,
         op: Op = "sum",
         *,
+        out: ArrayT | None = None,
         async_op: Literal[False] = False,
-        **options: Unpack[ResultOptions],
-    ) -> Any: ...
+        **options: Unpack[Options],
+    ) -> ArrayT | None: ...
     @overload
     def reduce(
-        self, x: Array, dst: int = 0, op: Op = "sum", *, async_op: Literal[True], **options: Unpack[ResultOptions]
-    ) -> Handle[Any]: ...
-    def reduce(
         self,
-        x: Array,
+        x: ArrayT,
         dst: int = 0,
         op: Op = "sum",
         *,
-        out: Array | None = None,
+        out: ArrayT | None = None,
+        async_op: Literal[True],
+        **options: Unpack[Options],
+    ) -> Handle[ArrayT | None]: ...
+    def reduce(
+        self,
+        x: ArrayT,
+        dst: int = 0,
+        op: Op = "sum",
+        *,
+        out: ArrayT | None = None,
         async_op: bool = False,
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Any:
-        """As `all_reduce`, but only rank `dst` gets the result; the other ranks' arrays stay as they are, and
-        they get None.
+        """As `all_reduce`, but only rank `dst` gets the result: in `out`, or in `x` without it.
+
+        On the other ranks `x` keeps its elements, `out` is not used, and the result is None.
         """
         code, root = op_code(op), self._rank(dst, "dst")
         target: Operand | None = None
@@ -129,25 +174,39 @@ class Collectives(Messages):
 
     @overload
     def reduce_scatter(
-        self, x: Array, op: Op = "sum", *, async_op: Literal[False] = False, **options: Unpack[ResultOptions]
-    ) -> Any: ...
+        self,
+        x: Array,
+        op: Op = "sum",
+        *,
+        out: ResultT | None = None,
+        async_op: Literal[False] = False,
+        **options: Unpack[Options],
+    ) -> ResultT: ...
     @overload
-    def reduce_scatter(
-        self, x: Array, op: Op = "sum", *, async_op: Literal[True], **options: Unpack[ResultOptions]
-    ) -> Handle[Any]: ...
     def reduce_scatter(
         self,
         x: Array,
         op: Op = "sum",
         *,
-        out: Array | None = None,
+        out: ResultT | None = None,
+        async_op: Literal[True],
+        **options: Unpack[Options],
+    ) -> Handle[ResultT]: ...
+    def reduce_scatter(
+        self,
+        x: Array,
+        op: Op = "sum",
+        *,
+        out: ResultT | None = None,
         async_op: bool = False,
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Any:
         """Rank r gets the combination of all ranks' r-th part of `x`, whose first dimension is divided among the ranks.
 
-        The result is a new array or `out`. `out` may be this rank's part of `x` itself.
+        `x` of shape (n, ...) is equal in shape on all ranks, and n a multiple of their number (else ValueError). It
+        keeps its elements. Returns `out` of shape (n / size, ...), or a new NumPy array without it; `out` may be this
+        rank's part of `x` itself. Types, `op`, `async_op`, `timeout`, `stream` and errors are as in `all_reduce`.
         """
         code = op_code(op)
         src = self._operand(x, "the array", stream).to_read()
@@ -160,23 +219,33 @@ class Collectives(Messages):
 
     @overload
     def broadcast(
-        self, x: Array, src: int = 0, *, async_op: Literal[False] = False, **options: Unpack[ResultOptions]
-    ) -> Any: ...
-    @overload
-    def broadcast(
-        self, x: Array, src: int = 0, *, async_op: Literal[True], **options: Unpack[ResultOptions]
-    ) -> Handle[Any]: ...
-    def broadcast(
         self,
-        x: Array,
+        x: ArrayT,
         src: int = 0,
         *,
-        out: Array | None = None,
+        out: ArrayT | None = None,
+        async_op: Literal[False] = False,
+        **options: Unpack[Options],
+    ) -> ArrayT: ...
+    @overload
+    def broadcast(
+        self, x: ArrayT, src: int = 0, *, out: ArrayT | None = None, async_op: Literal[True], **options: Unpack[Options]
+    ) -> Handle[ArrayT]: ...
+    def broadcast(
+        self,
+        x: ArrayT,
+        src: int = 0,
+        *,
+        out: ArrayT | None = None,
         async_op: bool = False,
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Any:
-        """Every rank gets rank `src`'s array."""
+        """Every rank gets rank `src`'s array: in `out`, or in `x` without it, and returns that.
+
+        `x` has one shape and type on all ranks; its elements are overwritten on every rank but `src` unless `out` is
+        given. Types, `out`, `async_op`, `timeout`, `stream` and errors are as in `all_reduce`.
+        """
         root = self._rank(src, "src")
         source, target, result = self._pair(x, out, stream)
         fill = source if self.rank == root else None
@@ -184,24 +253,33 @@ class Collectives(Messages):
 
     @overload
     def gather(
-        self, x: Array, dst: int = 0, *, async_op: Literal[False] = False, **options: Unpack[ResultOptions]
-    ) -> Any: ...
+        self,
+        x: Array,
+        dst: int = 0,
+        *,
+        out: ResultT | None = None,
+        async_op: Literal[False] = False,
+        **options: Unpack[Options],
+    ) -> ResultT | None: ...
     @overload
     def gather(
-        self, x: Array, dst: int = 0, *, async_op: Literal[True], **options: Unpack[ResultOptions]
-    ) -> Handle[Any]: ...
+        self, x: Array, dst: int = 0, *, out: ResultT | None = None, async_op: Literal[True], **options: Unpack[Options]
+    ) -> Handle[ResultT | None]: ...
     def gather(
         self,
         x: Array,
         dst: int = 0,
         *,
-        out: Array | None = None,
+        out: ResultT | None = None,
         async_op: bool = False,
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Any:
-        """Rank `dst` gets all ranks' arrays, stacked along a new first dimension; the others get None, and
-        their `out` is not used.
+        """Rank `dst` gets all ranks' arrays, stacked along a new first dimension; the others get None.
+
+        `x` has one size and type on all ranks, and keeps its elements. Returns, on `dst`, `out` of shape
+        (size, *x.shape), or a new NumPy array without it; the others' `out` is not used. Types, `async_op`, `timeout`,
+        `stream` and errors are as in `all_reduce`.
         """
         root = self._rank(dst, "dst")
         given: Operand | None
@@ -219,26 +297,35 @@ class Collectives(Messages):
         x: Array | None = None,
         src: int = 0,
         *,
+        out: ResultT | None = None,
         async_op: Literal[False] = False,
-        **options: Unpack[ResultOptions],
-    ) -> Any: ...
+        **options: Unpack[Options],
+    ) -> ResultT: ...
     @overload
-    def scatter(
-        self, x: Array | None = None, src: int = 0, *, async_op: Literal[True], **options: Unpack[ResultOptions]
-    ) -> Handle[Any]: ...
     def scatter(
         self,
         x: Array | None = None,
         src: int = 0,
         *,
-        out: Array | None = None,
+        out: ResultT | None = None,
+        async_op: Literal[True],
+        **options: Unpack[Options],
+    ) -> Handle[ResultT]: ...
+    def scatter(
+        self,
+        x: Array | None = None,
+        src: int = 0,
+        *,
+        out: ResultT | None = None,
         async_op: bool = False,
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Any:
         """Rank r gets the r-th row of rank `src`'s `x`, whose first dimension is the number of ranks.
 
-        The other ranks give no `x`, and an `out` of the shape of a row; on `src` the result is a new array without it.
+        The other ranks give no `x`, and an `out` of the shape and type of a row, whose elements are overwritten
+        (ValueError without it); on `src` the result is a new NumPy array without `out`. `x` keeps its elements. Returns
+        the row. Types, `async_op`, `timeout`, `stream` and errors are as in `all_reduce`.
         """
         root = self._rank(src, "src")
         source: Operand | None = None
@@ -270,21 +357,27 @@ class Collectives(Messages):
     # --- every rank to every rank -------------------------------------------------------------------------------------
 
     @overload
-    def all_gather(self, x: Array, *, async_op: Literal[False] = False, **options: Unpack[ResultOptions]) -> Any: ...
+    def all_gather(
+        self, x: Array, *, out: ResultT | None = None, async_op: Literal[False] = False, **options: Unpack[Options]
+    ) -> ResultT: ...
     @overload
-    def all_gather(self, x: Array, *, async_op: Literal[True], **options: Unpack[ResultOptions]) -> Handle[Any]: ...
+    def all_gather(
+        self, x: Array, *, out: ResultT | None = None, async_op: Literal[True], **options: Unpack[Options]
+    ) -> Handle[ResultT]: ...
     def all_gather(
         self,
         x: Array,
         *,
-        out: Array | None = None,
+        out: ResultT | None = None,
         async_op: bool = False,
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Any:
-        """Every rank gets all ranks' arrays, stacked along a new first dimension, in a new array or in `out`.
+        """Every rank gets all ranks' arrays, stacked along a new first dimension.
 
-        `x` may be this rank's part of `out` itself.
+        `x` has one size and type on all ranks, and keeps its elements. Returns `out` of shape (size, *x.shape), or a
+        new NumPy array without it; `x` may be this rank's part of `out` itself. Types, `async_op`, `timeout`, `stream`
+        and errors are as in `all_reduce`.
         """
         src = self._operand(x, "the array", stream).to_read()
         dst, result = self._target(src, out, (self.size, *src.shape), stream)
@@ -292,20 +385,27 @@ class Collectives(Messages):
         return self._begin(verbs.ALL_GATHER, given, target, result, async_op, timeout)
 
     @overload
-    def all_to_all(self, x: Array, *, async_op: Literal[False] = False, **options: Unpack[ResultOptions]) -> Any: ...
+    def all_to_all(
+        self, x: ArrayT, *, out: ArrayT | None = None, async_op: Literal[False] = False, **options: Unpack[Options]
+    ) -> ArrayT: ...
     @overload
-    def all_to_all(self, x: Array, *, async_op: Literal[True], **options: Unpack[ResultOptions]) -> Handle[Any]: ...
+    def all_to_all(
+        self, x: ArrayT, *, out: ArrayT | None = None, async_op: Literal[True], **options: Unpack[Options]
+    ) -> Handle[ArrayT]: ...
     def all_to_all(
         self,
-        x: Array,
+        x: ArrayT,
         *,
-        out: Array | None = None,
+        out: ArrayT | None = None,
         async_op: bool = False,
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Any:
-        """Rank r gets the r-th part of every rank's array, in rank order; the first dimension is divided among
-        the ranks.
+        """Rank r gets the r-th part of every rank's array, in rank order.
+
+        The first dimension of `x` is a multiple of the number of ranks (else ValueError) and is divided among them.
+        Returns `out`, of the shape of `x`; without it `x`, whose elements are overwritten. Types, `out`, `async_op`,
+        `timeout`, `stream` and errors are as in `all_reduce`.
         """
         src, dst, result = self._pair(x, out, stream)
         self._part(dst, "all_to_all")
@@ -316,7 +416,10 @@ class Collectives(Messages):
     @overload
     def barrier(self, *, async_op: Literal[True], timeout: float | None = None) -> Handle[None]: ...
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Any:
-        """Returns when every rank has called it."""
+        """Returns when every rank has called it; with `async_op` a `Handle`, whose `wait()` does.
+
+        `timeout` and errors are as in `all_reduce`.
+        """
         done = self._communicator.run(
             engine.BARRIER, None, None, 0, engine.DTYPES["uint8"], timeout=timeout, async_op=async_op
         )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import site
 import sysconfig
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -112,6 +114,27 @@ class Variable(NamedTuple):
 
 #: Every such variable by its name: docs/configuration.md as a table.
 VARIABLES: dict[str, Variable] = {}
+
+#: The beginning of their names.
+_PREFIX = "BAGUA_"
+
+
+def unknown() -> list[tuple[str, str | None]]:
+    """The variables that begin like ours and are none, each with the setting whose name is nearest, if one is near."""
+    names = {name.removeprefix(_PREFIX): name for name in VARIABLES}
+    found = []
+    for name in sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in VARIABLES):
+        near = difflib.get_close_matches(name.removeprefix(_PREFIX), names, n=1, cutoff=0.75)
+        found.append((name, names[near[0]] if near else None))
+    return found
+
+
+def warn_of_misspelt() -> None:
+    """Warns of each variable whose name is nearly that of a setting."""
+    for name, nearest in unknown():
+        if nearest is not None:
+            warnings.warn(f"{name} is no setting of Bagua, and has no effect; {nearest} is one", stacklevel=3)
+
 
 T = TypeVar("T")
 

@@ -27,8 +27,8 @@ def _again(cls: type[BaguaError], text: str, fields: dict[str, Any]) -> BaguaErr
 class BaguaError(RuntimeError):
     """Base of all errors of communication, and the error of a group that cannot be built or used."""
 
-    #: Path of the file with this rank's last operations, when its group failed and the file could be written.
     record: str | None
+    """Path of the file with this rank's last operations, when its group failed and the file could be written."""
 
     def __init__(self, text: str = "", *, record: str | None = None) -> None:
         super().__init__(text)
@@ -42,14 +42,14 @@ class BaguaError(RuntimeError):
 class _During:
     """What an error may know of the operation that it ended."""
 
-    #: What this rank was doing, "" when it was doing nothing.
     during: str
-    #: Bucket or other label of that operation, "" when it has none.
+    """What this rank was doing, "" when it was doing nothing."""
     bucket: str
-    #: Bytes that were received and used.
+    """Bucket or other label of that operation, "" when it has none."""
     done_bytes: int
-    #: Bytes that the operation needs in all.
+    """Bytes that were received and used."""
     total_bytes: int
+    """Bytes that the operation needs in all."""
 
     def _note(self, during: str = "", bucket: str = "", done_bytes: int = 0, total_bytes: int = 0) -> None:
         self.during = during
@@ -61,14 +61,14 @@ class _During:
 class PeerLostError(BaguaError, _During):
     """A peer died, froze, left while it was needed, or was cut off."""
 
-    #: The rank that is gone.
     rank: int
-    #: Name of its host.
+    """The rank that is gone."""
     host: str
-    #: How that was noticed.
+    """Name of its host."""
     reason: str
-    #: The rank that noticed first.
+    """How that was noticed."""
     noticed_by: int
+    """The rank that noticed first."""
 
     def __init__(
         self,
@@ -92,12 +92,12 @@ class PeerLostError(BaguaError, _During):
 class BaguaTimeoutError(BaguaError, TimeoutError, _During):
     """A deadline passed although the peers are alive."""
 
-    #: The ranks that had not done their part; empty when only this process's communication thread was waited for.
     missing: tuple[int, ...]
-    #: The deadline that was set, in seconds.
+    """The ranks that had not done their part; empty when only this process's communication thread was waited for."""
     after: float
-    #: The rank whose deadline passed.
+    """The deadline that was set, in seconds."""
     noticed_by: int
+    """The rank whose deadline passed."""
 
     def __init__(
         self,
@@ -119,14 +119,14 @@ class BaguaTimeoutError(BaguaError, TimeoutError, _During):
 class PeerRaisedError(BaguaError):
     """Another rank reported an exception."""
 
-    #: The rank that raised.
     rank: int
-    #: Name of its host.
+    """The rank that raised."""
     host: str
-    #: Class of its exception, e.g. "ValueError".
+    """Name of its host."""
     kind: str
-    #: Text of its exception.
+    """Class of its exception, e.g. "ValueError"."""
     message: str
+    """Text of its exception."""
 
     def __init__(
         self,
@@ -156,14 +156,14 @@ class AbortedError(BaguaError):
 class DeviceError(BaguaError):
     """A call of a device's driver, or of a library over it, failed on this rank."""
 
-    #: The function, e.g. "cuMemcpyDtoHAsync" or "ncclAllReduce".
     api: str
-    #: What it returned.
+    """The function, e.g. "cuMemcpyDtoHAsync" or "ncclAllReduce"."""
     code: int
-    #: The name of that code, e.g. "CUDA_ERROR_ILLEGAL_ADDRESS".
+    """What it returned."""
     name: str
-    #: Number of the device in this process.
+    """The name of that code, e.g. "CUDA_ERROR_ILLEGAL_ADDRESS"."""
     device: int
+    """Number of the device in this process."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import DTypeLike
 
-__all__ = ["Group", "Handle", "default", "join", "set_default", "shutdown", "stats"]
+__all__ = ["Group", "Handle", "default", "join", "rank", "set_default", "shutdown", "stats", "world_size"]
 
 
 class Group(Collectives):
@@ -30,10 +30,10 @@ class Group(Collectives):
         self._local_rank = local_rank
         self._local_world_size = local_world_size
         self._former_ranks: list[int] | None = None
-        #: A process group of torch.distributed uses this group: destroying that one leaves it, `shutdown()` does not.
         self.used_by_torch = False
-        #: It is that of `bagua.torch_api`, which replaces it by `rebuild()`.
+        """Whether a process group of torch.distributed uses it: destroying that leaves it, `shutdown()` does not."""
         self.is_world_of_torch_api = False
+        """Whether it is that of `bagua.torch_api`, which replaces it by `rebuild()`."""
         # How often ranks in an order became a sub-group, so that the members name theirs alike.
         self._subgroups: dict[tuple[int, ...], int] = {}
         # The second group of one name (two worlds in one process) gets a number in `stats()`.
@@ -109,6 +109,7 @@ class Group(Collectives):
         return None if communicator is None else Group(communicator)
 
     subgroup = new_group
+    """The same as `new_group`."""
 
     def shrink(self, timeout: float | None = None, quorum: Literal["majority", "any"] = "majority") -> Group:
         """The group of the ranks that are left, in the order of their ranks here. This one and its sub-groups are left.
@@ -198,6 +199,16 @@ def default(*, required: bool = False) -> Group | None:
     return found
 
 
+def rank() -> int:
+    """This process's rank in the default group. BaguaError before `init()`."""
+    return default(required=True).rank
+
+
+def world_size() -> int:
+    """Number of ranks of the default group. BaguaError before `init()`."""
+    return default(required=True).size
+
+
 def set_default(group: Group | None) -> None:
     """Makes a group the one that the functions of `bagua` use."""
     process.default_group = group
@@ -225,9 +236,14 @@ def join(
     """
     chosen = config.settings(timeout=timeout, secret=secret)
     lifecycle.install(_leave_all)
+    if not process.settings_checked and not local_rank:
+        # One rank of a host says it for all.
+        process.settings_checked = True
+        config.warn_of_misspelt()
     host = listen_host(towards, world_size, local_world_size)
     bootstrap = engine.Bootstrap(parameters(chosen, rank, world_size, name=name, listen_host=host))
     addresses = [bytes(address) for address in spread(bootstrap.address())]
+    lifecycle.note_job(b"".join(addresses))
     return Group(bootstrap.connect(addresses), local_rank=local_rank, local_world_size=local_world_size)
 
 

@@ -5,13 +5,14 @@ RANK and WORLD_SIZE, then a step of Slurm, then OpenMPI, then MPICH and Intel MP
 counts. MASTER_ADDR and MASTER_PORT win over what is derived.
 
 Sources: the output environment variables of srun(1), the OMPI_* variables of OpenMPI's mpirun(1), the PMI_* variables
-of Hydra. The port of a Slurm job is Lightning's, so that both agree.
+of Hydra. The port of a Slurm job is Lightning's, so that both agree; that of an OpenMPI job is from the same range.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -132,7 +133,7 @@ def place(
 
 
 def known_master() -> tuple[str | None, int | None]:
-    """Where rank 0 can be reached as far as the environment says, or a Slurm step lets derive it."""
+    """Where rank 0 can be reached as far as the environment says, or a job of Slurm or OpenMPI lets derive it."""
     host = config.text("MASTER_ADDR")
     port = None if config.text("MASTER_PORT") is None else config.integer("MASTER_PORT", 0)
     # Also where RANK is set: init_process_group sets it, and may be called again.
@@ -147,6 +148,10 @@ def known_master() -> tuple[str | None, int | None]:
             if not (job.isascii() and job.isdigit()):
                 raise ValueError(f"SLURM_JOB_ID={job!r} is not an integer")
             port = 15000 + int(job[-4:])
+    # Equal on all ranks of one mpirun.
+    mpi_job = config.text("PMIX_NAMESPACE") or config.text("OMPI_MCA_ess_base_jobid")
+    if port is None and mpi_job is not None and config.text("OMPI_COMM_WORLD_RANK") is not None:
+        port = 15000 + zlib.crc32(mpi_job.encode()) % 10000
     return host, port
 
 

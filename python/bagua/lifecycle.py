@@ -8,22 +8,29 @@ forgets them and sends nothing to their ranks.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import hashlib
+import json
 import os
 import signal
 import sys
 import threading
+import time
+import traceback
 import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
-from bagua import engine
+from bagua import config, engine
+from bagua.errors import PeerLostError, PeerRaisedError
 
 __all__ = [
     "Record",
     "cuda_libraries",
     "forget_groups",
     "install",
+    "note_job",
     "process",
     "record",
     "report",
@@ -31,6 +38,10 @@ __all__ = [
 
 #: How long the interpreter's exit waits for callbacks of handles, in seconds: one that blocks must not hang it.
 _CALLBACKS_TIMEOUT = 5.0
+
+#: Seconds added to the time of an error that another rank has caused. torchrun dates a rank that was killed when it
+#: looks next, which may be a few seconds later.
+_AFTER_ITS_CAUSE = 5
 
 
 class Record:
@@ -72,6 +83,8 @@ class _Process:
         self.shutdown_hooks: list[Callable[[], None]] = []
         # Id of a failed group -> path of its flight record, and what its errors say of it.
         self.records: dict[int, tuple[str | None, str]] = {}
+        # What only the processes of one job have in common, for their flight records: see `note_job`.
+        self.jobs: list[str] = []
         # Held while a record is written. Re-entrant: a signal handler may use a failed group meanwhile.
         self.records_lock = threading.RLock()
         # Rank -> token of the rendezvous place by which this process joined last; no rank serves it again.
@@ -86,6 +99,8 @@ class _Process:
         self.cuda_devices: dict[int, engine.CudaDevice] = {}
         # The bagua.Group of torch.distributed's world where its backend is "bagua".
         self.torchs_world: Any = None
+        # Whether misspelt names of settings were looked for.
+        self.settings_checked = False
         # The state of each package that was imported, by its class.
         self.packages: dict[type[Record], Any] = {}
 
@@ -115,6 +130,11 @@ def forget_groups() -> None:
     """After the world's end: no state of any package belongs to a group any more."""
     for package in process.packages.values():
         package.forget_groups()
+
+
+def note_job(shared: bytes) -> None:
+    """Notes bytes that all ranks of the job have and no other job has. Two records with one of them are of one job."""
+    process.jobs.append(hashlib.sha256(shared).hexdigest()[:16])
 
 
 def cuda_libraries() -> engine.CudaLibraries:
@@ -148,11 +168,12 @@ def install(shutdown: Callable[[], None]) -> None:
     atexit.register(leave)
     previous = sys.excepthook
 
-    def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
             report(kind, error)
+            _write_error_file(error)
         finally:
-            previous(kind, error, traceback)
+            previous(kind, error, trace)
 
     sys.excepthook = excepthook
 
@@ -169,6 +190,27 @@ def report(kind: type[BaseException], error: BaseException) -> None:
     # The world first: it has all ranks.
     for group in sorted(process.live_groups(), key=lambda group: -group.size):
         group.communicator.raise_(kind.__name__, str(error))
+
+
+def _write_error_file(error: BaseException) -> None:
+    """Writes an uncaught exception to the file from which torchrun makes its summary of a failed job.
+
+    The summary's root cause is the failure with the earliest second, and of several the lowest rank's. So an error
+    that follows from another rank's failure is dated later. Source of the format: ErrorHandler.record_exception of
+    torch.distributed.elastic.multiprocessing.errors.
+    """
+    path = config.text("TORCHELASTIC_ERROR_FILE")
+    if path is None or process.owner_pid != os.getpid() or not isinstance(error, Exception):
+        return
+    follows = isinstance(error, (PeerLostError, PeerRaisedError))
+    if os.path.exists(path) and not follows:
+        # The script has torch's `record` decorator.
+        return
+    text = "".join(traceback.format_exception(error))
+    when = int(time.time()) + (_AFTER_ITS_CAUSE if follows else 0)
+    extra = {"py_callstack": text, "timestamp": str(when)}
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
 
 
 def _watch_for_interrupts() -> None:
@@ -197,6 +239,7 @@ def _after_fork_in_child() -> None:
     process.metrics_servers = []
     # A thread that does not exist in the child may have held the lock.
     process.records, process.records_lock = {}, threading.RLock()
+    process.jobs = []
     process.torchs_world = None
     for package in process.packages.values():
         package.after_fork_in_child()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from bagua import engine, verbs
-from bagua.arrays import Array, operand
+from bagua.arrays import Array, ArrayT, ResultT, operand
 from bagua.errors import DeviceError
 from bagua.handle import AnyHandle, Handle
 from bagua.operand import Operand, empty_like, same_kind
@@ -18,7 +18,7 @@ from bagua.operand import Operand, empty_like, same_kind
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Messages", "Options", "ResultOptions", "outcome"]
+__all__ = ["Messages", "Options", "outcome"]
 
 
 class Options(TypedDict, total=False):
@@ -26,12 +26,6 @@ class Options(TypedDict, total=False):
 
     timeout: float | None
     stream: int | None
-
-
-class ResultOptions(Options, total=False):
-    """What each verb with a result takes."""
-
-    out: Array | None
 
 
 #: CUDA_ERROR_OUT_OF_MEMORY.
@@ -73,9 +67,10 @@ class Messages:
         *,
         send_displs: Sequence[int] | None = None,
         recv_displs: Sequence[int] | None = None,
+        out: ResultT | None = None,
         async_op: Literal[False] = False,
-        **options: Unpack[ResultOptions],
-    ) -> Any: ...
+        **options: Unpack[Options],
+    ) -> ResultT: ...
     @overload
     def all_to_all_v(
         self,
@@ -85,9 +80,10 @@ class Messages:
         *,
         send_displs: Sequence[int] | None = None,
         recv_displs: Sequence[int] | None = None,
+        out: ResultT | None = None,
         async_op: Literal[True],
-        **options: Unpack[ResultOptions],
-    ) -> Handle[Any]: ...
+        **options: Unpack[Options],
+    ) -> Handle[ResultT]: ...
     def all_to_all_v(
         self,
         x: Array,
@@ -96,7 +92,7 @@ class Messages:
         *,
         send_displs: Sequence[int] | None = None,
         recv_displs: Sequence[int] | None = None,
-        out: Array | None = None,
+        out: ResultT | None = None,
         async_op: bool = False,
         timeout: float | None = None,
         stream: int | None = None,
@@ -104,8 +100,11 @@ class Messages:
         """Rank r gets `send_counts[r]` elements of every rank's `x`, as MPI_Alltoallv.
 
         Counts and displacements are in elements of the flattened arrays, one per rank; without displacements the parts
-        follow each other. `recv_counts[r]` must be what rank r sends to this rank. The result is `out`, or a new array
-        of one dimension. Raises ValueError when a part is not within its array or two parts of the result overlap.
+        follow each other. `recv_counts[r]` must be what rank r sends to this rank. `x` keeps its elements.
+
+        Returns `out`, of any shape and the type of `x`, with the parts at `recv_displs`; without it a new NumPy array
+        of one dimension. Types, `async_op`, `timeout`, `stream` and errors are as in `all_reduce`; ValueError also when
+        a part is not within its array or two parts of the result overlap.
         """
         src = self._operand(x, "the array", stream).to_read()
         sends, recvs = [
@@ -116,12 +115,13 @@ class Messages:
             verbs.starts(counts) if given is None else verbs.check_counts(given, name, self.size)
             for name, given, counts in (("send_displs", send_displs, sends), ("recv_displs", recv_displs, recvs))
         ]
-        if out is None:
-            out = empty_like(src, (max((at + n for at, n in zip(recv_at, recvs, strict=True)), default=0),))
-        dst = self._operand(out, "out", stream)
+        room: Any = out
+        if room is None:
+            room = empty_like(src, (max((at + n for at, n in zip(recv_at, recvs, strict=True)), default=0),))
+        dst = self._operand(room, "out", stream)
         dst = same_kind(src, dst, dst.shape)
         call = verbs.all_to_all_v(self._communicator, src, (sends, send_at), dst, (recvs, recv_at))
-        return outcome(call.begin(async_op, timeout), out)
+        return outcome(call.begin(async_op, timeout), room)
 
     @overload
     def exchange(
@@ -155,10 +155,11 @@ class Messages:
     ) -> Any:
         """Many messages at once, as a group of ncclSend and ncclRecv: `(peer, array)` for each.
 
-        All arrays have one element type. Messages to one peer arrive in the order given; the peer may take one with
-        `recv`, too. Returns the arrays of `recvs`, which are filled in place. Only the ranks named take part.
+        All arrays have one element type, and are all on the host or all on one CUDA device; else TypeError. Messages to
+        one peer arrive in the order given; the peer may take one with `recv`, too. Only the ranks named take part.
 
-        The arrays are all on the host, or all on one CUDA device (TypeError), where `stream` is as in `all_reduce`.
+        Returns the arrays of `recvs`, whose elements are overwritten. `async_op`, `timeout`, `stream` and errors are as
+        in `all_reduce`, `tag` is as in `send`.
         """
         given = [(self._peer(peer, "peer"), self._operand(x, "the array", stream).to_read()) for peer, x in sends]
         wanted = [(self._peer(peer, "peer"), self._written(x, stream)) for peer, x in recvs]
@@ -192,7 +193,10 @@ class Messages:
 
         Messages do not wait for collectives of the group, nor collectives for messages. One of up to 16 KiB is done
         when it is sent, a longer one when the receiver has it. An array on a CUDA device is copied through host
-        memory, and may be received on the host; `stream` is as in `all_reduce`.
+        memory, and may be received on the host.
+
+        Returns None. `x` may be any array that `all_reduce` takes, also a read-only one; `async_op`, `timeout`,
+        `stream` and errors are as there. ValueError for this rank itself and for a rank outside the group.
         """
         to = self._peer(dst, "dst")
         src = self._operand(x, "the array", stream).to_read()
@@ -200,15 +204,15 @@ class Messages:
 
     @overload
     def recv(
-        self, x: Array, src: int, *, tag: int = 0, async_op: Literal[False] = False, **options: Unpack[Options]
-    ) -> Any: ...
+        self, x: ArrayT, src: int, *, tag: int = 0, async_op: Literal[False] = False, **options: Unpack[Options]
+    ) -> ArrayT: ...
     @overload
     def recv(
-        self, x: Array, src: int, *, tag: int = 0, async_op: Literal[True], **options: Unpack[Options]
-    ) -> Handle[Any]: ...
+        self, x: ArrayT, src: int, *, tag: int = 0, async_op: Literal[True], **options: Unpack[Options]
+    ) -> Handle[ArrayT]: ...
     def recv(
         self,
-        x: Array,
+        x: ArrayT,
         src: int,
         *,
         tag: int = 0,
@@ -216,15 +220,17 @@ class Messages:
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Any:
-        """Receives the next message of rank `src` with this `tag` into `x`, which has its size and type.
+        """Receives the next message of rank `src` with this `tag` into `x`, and returns `x`.
 
-        `x` may be on a CUDA device; `stream` is as in `all_reduce`.
+        `x` is a writable array in C order with as many elements, and of the type, as the sender's; its elements are
+        overwritten. MismatchError where it has not. `async_op`, `timeout`, `stream` and the other errors are as in
+        `all_reduce`; `x` may be on a CUDA device.
         """
         return outcome(self._receive(x, self._peer(src, "src"), tag, async_op, timeout, stream), x)
 
     def recv_any(
-        self, x: Array, *, tag: int = 0, timeout: float | None = None, stream: int | None = None
-    ) -> tuple[Any, int]:
+        self, x: ArrayT, *, tag: int = 0, timeout: float | None = None, stream: int | None = None
+    ) -> tuple[ArrayT, int]:
         """As :meth:`recv`, from whichever rank's message comes first: `(x, its rank)`."""
         handle = outcome(self._receive(x, None, tag, True, timeout, stream), x)
         handle.wait()

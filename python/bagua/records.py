@@ -16,7 +16,7 @@ from typing import Any
 from bagua import config, engine
 from bagua.lifecycle import process
 
-__all__ = ["VERSION", "flight_recorder", "of_failure"]
+__all__ = ["VERSION", "flight_recorder", "folders", "of_failure"]
 
 #: Format of the files.
 VERSION = 1
@@ -70,6 +70,7 @@ def _write(directory: str, group: str, rank: int, host: str, error: str) -> str:
         "rank": rank,
         "host": host,
         "pid": os.getpid(),
+        "jobs": process.jobs,
         "error": error,
         "ops": engine.flight_recorder(),
     }
@@ -85,13 +86,25 @@ def _write(directory: str, group: str, rank: int, host: str, error: str) -> str:
         os.close(place)
 
 
+def folders() -> list[str]:
+    """Where the records of this user's jobs are on this host. ValueError where BAGUA_TRACE_DIR forbids them."""
+    directory = config.trace_dir()
+    if directory is None:
+        raise ValueError("BAGUA_TRACE_DIR is empty, so there are no flight records: pass the files")
+    return list(_candidates(directory)) if directory == config.default_trace_dir() else [directory]
+
+
+def _candidates(directory: str) -> tuple[str, str]:
+    return directory, f"{directory}-{os.geteuid()}"
+
+
 def _own_folder(directory: str) -> tuple[str, int]:
     """A folder that no other user but root can change, and its descriptor: this one, or else that of this user.
 
     In a temporary directory any user may make a folder or a link of this name before.
     """
     problems = []
-    for candidate in (directory, f"{directory}-{os.geteuid()}"):
+    for candidate in _candidates(directory):
         with contextlib.suppress(FileExistsError):
             os.mkdir(candidate, 0o700)
         try:

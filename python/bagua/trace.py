@@ -6,6 +6,7 @@ exchange) are numbered by each rank for itself, so of them only the rank's own r
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 from bagua.records import VERSION
 
-__all__ = ["Record", "chrome_trace", "findings", "read"]
+__all__ = ["Record", "chrome_trace", "findings", "newest_job", "read"]
 
 Operation = dict[str, Any]
 
@@ -31,12 +32,17 @@ class Record:
     """What is known of one rank."""
 
     rank: int
+    """Its rank in the world."""
     host: str
+    """Name of its host."""
     pid: int
-    #: The error of each file.
+    """Id of its process."""
+    jobs: set[str]
+    """Two records are of one job where they have one of these in common; empty in a record of an older version."""
     errors: list[str]
-    #: By their numbers in the process, in ascending order.
+    """The error of each file."""
     ops: dict[int, Operation]
+    """By their numbers in the process, in ascending order."""
 
 
 @dataclass(frozen=True, order=True)
@@ -54,12 +60,16 @@ class _OperationKey:
 def read(paths: Iterable[Path]) -> list[Record]:
     """The records in these files, by rank; several files of one process become one record.
 
-    ValueError names a file that is no record, or two files of one rank that are of different processes; OSError names
-    one that cannot be read.
+    ValueError names a file that is no record, files of several jobs, or two files of one rank that are of different
+    processes; OSError names one that cannot be read.
     """
+    files = [(path, _read_one(path)) for path in paths]
+    known_jobs = _jobs([(path, record) for path, record in files if record.jobs])
+    if len(known_jobs) > 1:
+        jobs = "; ".join(", ".join(str(path) for path, _ in job) for job in known_jobs)
+        raise ValueError(f"these are records of {len(known_jobs)} jobs, pass those of one: {jobs}")
     found: dict[int, tuple[Path, Record]] = {}
-    for path in paths:
-        record = _read_one(path)
+    for path, record in files:
         first, known = found.setdefault(record.rank, (path, record))
         if (known.host, known.pid) != (record.host, record.pid):
             raise ValueError(
@@ -76,6 +86,32 @@ def read(paths: Iterable[Path]) -> list[Record]:
     return [record for _, (_, record) in sorted(found.items())]
 
 
+def newest_job(folders: Iterable[str]) -> list[Path]:
+    """The records of the job that wrote last, of those in these folders. ValueError where there are none."""
+    folders = list(folders)
+    files = []
+    for path in (path for folder in folders for path in Path(folder).glob("*.json")):
+        # What is no record, or is being written.
+        with contextlib.suppress(ValueError, OSError):
+            files.append((path, _read_one(path)))
+    if not files:
+        raise ValueError(f"there are no flight records in {' or '.join(folders)}: pass the files")
+    newest = max(_jobs(files), key=lambda job: max(path.stat().st_mtime for path, _ in job))
+    return sorted(path for path, _ in newest)
+
+
+def _jobs(files: Iterable[tuple[Path, Record]]) -> list[list[tuple[Path, Record]]]:
+    """The files of each job: those with an identity in common, also by way of other files."""
+    jobs: list[tuple[set[str], list[tuple[Path, Record]]]] = []
+    for path, record in files:
+        names, members = set(record.jobs), [(path, record)]
+        for job in [job for job in jobs if job[0] & names]:
+            jobs.remove(job)
+            names, members = names | job[0], job[1] + members
+        jobs.append((names, members))
+    return [members for _, members in jobs]
+
+
 def _read_one(path: Path) -> Record:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -88,7 +124,8 @@ def _read_one(path: Path) -> Record:
             ]
             if absent:
                 raise ValueError(f"operation {op['n']} has no {absent[0]!r}")
-        return Record(int(data["rank"]), str(data["host"]), int(data["pid"]), [str(data["error"])], ops)
+        jobs = set(map(str, data.get("jobs", ())))
+        return Record(int(data["rank"]), str(data["host"]), int(data["pid"]), jobs, [str(data["error"])], ops)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no flight record: {error}") from error
 

@@ -16,6 +16,7 @@ import torch
 
 import bagua as neutral
 import bagua.torch_api as bagua
+from bagua import lifecycle
 from bagua.torch_api.algorithms import Algorithm, AsyncModelAverageAlgorithm
 
 DEVICE = os.environ.get("ELASTIC_DEVICE", "cpu")
@@ -96,7 +97,8 @@ def main() -> None:
             stats = model.bagua_algorithm.stats()
             counter = model.bagua_ddp.bagua_train_step_counter
             elastic = neutral.stats()["elastic"]
-            answer({**stats, "weights": weights, "seen": seen, "counter": counter, "elastic": elastic})
+            jobs = lifecycle.process.jobs
+            answer({**stats, "weights": weights, "seen": seen, "counter": counter, "elastic": elastic, "jobs": jobs})
         elif command == "verb":
             answer(attempt(lambda: bagua.barrier()))
         elif command == "other":

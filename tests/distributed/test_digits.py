@@ -39,6 +39,7 @@ def found() -> dict[tuple[str, str | None], float]:
     """Accuracy of each run."""
     world = World(4, timeout=480.0)
     world.run(train_all)
+    assert "on the wire      shared memory: nothing crosses a socket" in world.output[0]
     shown = [float(value) for value in re.findall(r"test accuracy +([\d.]+)", world.output[0])]
     return dict(zip([("gradient_allreduce", None), *RUNS], shown, strict=True))
 

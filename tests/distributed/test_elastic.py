@@ -188,6 +188,8 @@ def test_a_killed_rank_is_left_behind_and_its_restart_gets_the_average(job: Any,
     state = back.ask("state")
     assert state["weights"] == held
     assert (state["seen"], state["counter"], state["joined"]) == ([0.0] * 3, 2, 1)
+    # A flight record of the new process is one of this job.
+    assert set(state["jobs"]) & set(before["jobs"])
     everybody = [back if rank.rank == victim else rank for rank in ranks]
     for rank in everybody:
         assert rank.is_in([0, 1, 2, 3])["lost"] == {}

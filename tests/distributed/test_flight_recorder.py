@@ -168,7 +168,7 @@ def test_a_rank_that_never_calls_is_named_with_the_operation_that_the_others_wai
     for rank, path in enumerate(files):
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
         record = json.loads(Path(path).read_text())
-        assert record.keys() == {"version", "rank", "host", "pid", "error", "ops"}
+        assert record.keys() == {"version", "rank", "host", "pid", "jobs", "error", "ops"}
         assert (record["version"], record["rank"], record["pid"]) == (1, rank, results[rank][1])
         assert record["error"].startswith("timed out after 1.0 s waiting for rank 2")
         assert "flight record" not in record["error"]

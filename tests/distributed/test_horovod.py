@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -467,6 +468,8 @@ def what_is_not_there_says_what_to_use_instead(rank: int) -> None:
     raises(NotImplementedError, "use op=hvd.Average", hvd.allreduce, torch.ones(1), op=hvd.Adasum)
     raises(NotImplementedError, "rebuild", lambda: hvd.elastic.run)
     raises(NotImplementedError, "DistributedSampler", hvd.join)
+    raises(NotImplementedError, "torchrun", hvd.run, print, np=2)
+    raises(ImportError, "import bagua.horovod.torch as hvd", importlib.import_module, "bagua.horovod.tensorflow")
     raises(NotImplementedError, "sparse_as_dense", hvd.sparse_allreduce_async, torch.ones(1))
     raises(NotImplementedError, "bagua trace", hvd.start_timeline, "file")
     raises(NotImplementedError, "bagua trace", hvd.stop_timeline)

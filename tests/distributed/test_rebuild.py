@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import bagua as base
 import bagua.torch_api as bagua
@@ -381,6 +382,11 @@ def refused_arguments(rank: int) -> None:
         bagua.rebuild(quorum="most")  # type: ignore[arg-type]
     with pytest.raises(BaguaError, match="rebuild"):
         neutral.default(required=True).shrink()
+    sharded: Any = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
+    bagua.with_bagua(model, [sharded], GradientAllReduceAlgorithm())
+    with pytest.raises(NotImplementedError, match="last checkpoint"):
+        bagua.rebuild()
+    bagua.with_bagua(model, [steps], GradientAllReduceAlgorithm())
     make_step(model, steps, 0)
     bagua.destroy_process_group()
 

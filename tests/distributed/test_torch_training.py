@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.checkpoint import checkpoint
 
 import bagua.torch_api as bagua
@@ -382,6 +383,26 @@ def a_model_trains_on_a_sub_group(rank: int) -> None:
     else:
         with pytest.raises(ValueError, match="this rank is not in"):
             model.with_bagua([sgd(model)], allreduce(), process_group=group)
+
+
+def an_optimizer_with_its_state_in_parts_trains_as_a_whole_one(rank: int) -> None:
+    torch.manual_seed(3)
+    models = [torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [
+        torch.optim.Adam(models[0].parameters(), lr=0.1),
+        ZeroRedundancyOptimizer(models[1].parameters(), optimizer_class=torch.optim.Adam, lr=0.1),
+    ]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        # Again with a state, as after a change of the model.
+        for _ in range(2):
+            model.with_bagua([optimizer], allreduce())
+            optimizer.zero_grad()
+            model(torch.full((1, 3), float(rank + 1))).square().sum().backward()
+            optimizer.step()
+    for whole, parts in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(whole, parts)
+    assert same_everywhere(*models[1].parameters())
 
 
 def the_original_names_are_there(rank: int) -> None:

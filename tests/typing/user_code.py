@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from typing_extensions import assert_type
@@ -11,6 +13,9 @@ import bagua.torch_api
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel, functional
 
+Floats = np.ndarray[tuple[int], np.dtype[np.float32]]
+Matrix = np.ndarray[tuple[int, int], np.dtype[np.float32]]
+
 
 def neutral() -> None:
     group = bagua.init(rank=0, world_size=1, init_method="tcp://127.0.0.1:29500", timeout=30.0)
@@ -18,15 +23,21 @@ def neutral() -> None:
     assert_type(group.rank, int)
     assert_type(group.size, int)
     x = np.zeros(4, dtype=np.float32)
-    bagua.all_reduce(x, op="max")
+    assert_type(bagua.all_reduce(x, op="max"), Floats)
     handle = group.all_reduce(x, async_op=True)
-    handle.wait(timeout=1.0)
+    assert_type(handle.wait(timeout=1.0), Floats)
+    assert_type(bagua.all_gather(x), np.ndarray[Any, Any])
+    assert_type(bagua.all_gather(x, out=np.zeros((1, 4), np.float32), async_op=True), bagua.Handle[Matrix])
+    assert_type(bagua.gather(x), np.ndarray[Any, Any] | None)
+    assert_type(bagua.reduce(torch.zeros(3)), torch.Tensor | None)
+    assert_type(bagua.recv(bytearray(4), 0), bytearray)
     assert_type(handle.is_completed(), bool)
     try:
         bagua.barrier()
     except bagua.PeerLostError as error:
         assert_type(error.rank, int)
         assert_type(error.host, str)
+        assert_type(error.record, str | None)
     except bagua.BaguaTimeoutError as error:
         assert_type(error.missing, tuple[int, ...])
     bagua.shutdown()
@@ -37,6 +48,9 @@ def torch_layer() -> None:
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped = bagua.torch_api.with_bagua(model, [optimizer], GradientAllReduceAlgorithm(average=True))
+    assert_type(wrapped, torch.nn.Linear)
+    assert_type(wrapped(torch.zeros(1, 4)), Any)
+    assert_type(bagua.torch_api.unwrap(wrapped), torch.nn.Linear)
     with bagua.torch_api.no_sync(wrapped):
         wrapped(torch.zeros(1, 4)).sum().backward()
     bagua.torch_api.allreduce_inplace(torch.zeros(3), op=bagua.torch_api.ReduceOp.SUM)

@@ -7,4 +7,5 @@ import bagua
 bagua.init(rank="0")  # expect: arg-type
 bagua.init(nprocs=2)  # expect: call-arg
 bagua.all_reduce("text", op="sum", out=1, async_op="yes")  # expect: call-overload
+bagua.all_reduce(bytearray(4), op="sun")  # expect: call-overload
 bagua.no_such_name()  # expect: attr-defined

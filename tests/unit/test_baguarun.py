@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import bagua
 from bagua.script import baguarun
 from bagua.script.baguarun import Host, hosts_of
 from tests.unit.test_launch import PROMISE_S, STAYS
@@ -56,7 +57,7 @@ def arguments(port: str, *more: str) -> list[str]:
 def test_ssh_runs_once_per_host_with_the_place_in_the_list(tmp_path: Path, ssh: dict[str, str], port: str) -> None:
     # Without a job: the shell gets "exec true" as its launcher.
     commands = {}
-    options = baguarun._parser().parse_args(arguments(port, "-x", "A=1", "train.py", "--lr", "a b"))
+    options = baguarun.parser().parse_args(arguments(port, "-x", "A=1", "train.py", "--lr", "a b"))
     hosts = hosts_of(options.host_list, options.ssh_port)
     for node_rank in range(2):
         commands[node_rank] = baguarun._command(options, hosts, node_rank, {"A": "1"})
@@ -188,3 +189,14 @@ def test_hosts_and_port_come_from_the_originals_variables(
         assert finish(process)[0] != 0
     assert json.loads((tmp_path / "ssh-7003").read_text())[2] == "one"
     assert json.loads((tmp_path / "ssh-7004").read_text())[2] == "two"
+
+
+def test_without_arguments_there_is_help_and_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        baguarun.main([])
+    assert ended.value.code == 2
+    assert "example: baguarun --host_list" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        baguarun.main(["-V"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"baguarun {bagua.__version__}\n"

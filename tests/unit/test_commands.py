@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -27,13 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
 
 
-def has(*modules: str) -> bool:
-    code = "; ".join(f"import {module}" for module in modules)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
-
-
-needs_tables = pytest.mark.skipif(
-    not has("rich", "prometheus_client"), reason="rich or prometheus_client is not installed: make setup"
+needs_client = pytest.mark.skipif(
+    importlib.util.find_spec("prometheus_client") is None, reason="prometheus_client is not installed: make setup"
 )
 
 
@@ -212,24 +208,137 @@ def test_the_quota_is_the_least_of_a_control_group_and_its_parents(tmp_path: Pat
     assert machine.cpu_quota(tmp_path, own) == 0.5
 
 
-@needs_tables
-def test_the_tables_say_what_the_object_says() -> None:
+def test_the_text_has_the_problems_first_and_only_the_settings_that_are_set() -> None:
     ended = command("doctor", "--no-trial", BAGUA_TIMEOUT="soon")
     assert ended.returncode == 1
+    assert ended.stdout.splitlines()[:3] == [
+        "problems: 1",
+        "  BAGUA_TIMEOUT='soon' is not a number",
+        "    correct it, or unset it; its default is 300",
+    ]
+    named = command("doctor", "--no-trial", MASTER_ADDR="no-such-host.invalid").stdout.splitlines()
+    assert "  MASTER_ADDR: the host name 'no-such-host.invalid' leads nowhere" in named
     assert re.search(r"BAGUA_TIMEOUT +soon +environment", ended.stdout)
-    assert "BAGUA_TIMEOUT='soon' is not a number" in ended.stdout
-    assert command("doctor", "--no-trial").stdout.endswith("no problems\n")
+    assert "BAGUA_HEARTBEAT_TIMEOUT" not in ended.stdout
+    assert re.search(r"memory +[0-9.]+ [GT]B", ended.stdout)
+    assert "docs/" not in ended.stdout
+    every = command("doctor", "--no-trial", "--all")
+    assert every.stdout.startswith("no problems\n")
+    assert re.search(r"BAGUA_HEARTBEAT_TIMEOUT +5 +default", every.stdout)
 
 
-@pytest.mark.parametrize(
-    "arguments", [("doctor",), ("bench",), ("top", "127.0.0.1:1")], ids=lambda arguments: arguments[0]
-)
-def test_without_rich_a_command_says_what_to_install(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    (tmp_path / "rich.py").write_text("raise ImportError('no rich here')")
-    path = os.pathsep.join([str(tmp_path), str(Path(bagua.__file__).parents[1])])
-    ended = command(*arguments, PYTHONPATH=path)
+def test_misspelt_settings_are_problems_that_name_the_nearest_setting() -> None:
+    code, found = examined("--no-trial", BAGUA_ALGORITM="ring", BAGUA_HEARTBEAT_TIMOUT="3", BAGUA_X="1")
+    assert code == 1
+    fixes = {problem["why"]: problem["fix"] for problem in found["problems"]}
+    assert fixes == {
+        "BAGUA_ALGORITM is no setting of Bagua": "rename it to BAGUA_ALGORITHM",
+        "BAGUA_HEARTBEAT_TIMOUT is no setting of Bagua": "rename it to BAGUA_HEARTBEAT_TIMEOUT",
+        "BAGUA_X is no setting of Bagua": "unset it: bagua doctor --all lists all settings",
+    }
+
+
+@pytest.mark.parametrize(("rank", "warnings"), [("0", 1), ("1", 0)])
+def test_init_warns_once_of_a_misspelt_setting_on_one_rank_of_a_host(rank: str, warnings: int) -> None:
+    code = "import bagua; [(bagua.init(0, 1, RANK), bagua.shutdown()) for _ in range(2)]".replace(
+        "RANK", f"local_rank={rank}"
+    )
+    names = environment(BAGUA_HEARTBEAT_TIMOUT="3", BAGUA_SIM_X="1")
+    ended = subprocess.run(
+        [sys.executable, "-W", "always", "-c", code], env=names, capture_output=True, text=True, timeout=60, check=True
+    )
+    said = (
+        "UserWarning: BAGUA_HEARTBEAT_TIMOUT is no setting of Bagua, and has no effect; BAGUA_HEARTBEAT_TIMEOUT is one"
+    )
+    assert ended.stderr.count(said) == ended.stderr.count("Warning") == warnings
+
+
+def test_output_that_is_not_read_to_its_end_changes_no_exit_code() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as nowhere:
+        ended = subprocess.run(
+            [sys.executable, "-m", "bagua", "doctor", "--no-trial"],
+            env=environment(),
+            stdout=nowhere,
+            stderr=subprocess.PIPE,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}, {"TERM": "xterm"}], ids=str)
+def test_heads_are_bold_on_a_terminal_only(variables: dict[str, str]) -> None:
+    code = "import os, pty, sys; sys.exit(pty.spawn([sys.executable, '-m', 'bagua', 'doctor', '--no-trial']))"
+    on_terminal = subprocess.run(
+        [sys.executable, "-c", code],
+        env={key: value for key, value in environment().items() if key != "NO_COLOR"} | variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=True,
+    )
+    assert ("\x1b[1mversions\x1b[0m" in on_terminal.stdout) == (variables == {"TERM": "xterm"})
+    assert "\x1b" not in command("doctor", "--no-trial", limit=None, **variables).stdout
+
+
+@pytest.mark.parametrize("arguments", [(), ("trace",), ("doctor", "--jsn"), ("bench", "--ranks", "two")], ids=str)
+def test_a_command_line_that_cannot_be_used_is_answered_by_help_or_by_one_line(arguments: tuple[str, ...]) -> None:
+    ended = command(*arguments)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert 'needs rich: pip install "bagua[metrics]" (no rich here)' in ended.stderr
+    if arguments:
+        assert re.fullmatch(r"bagua[a-z ]*: .*; see bagua[a-z ]* --help\n", ended.stderr)
+    else:
+        assert "doctor" in ended.stderr
+        assert "example: bagua doctor" in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["doctor", "bench", "top", "trace", "trace merge", "completion"])
+def test_the_help_of_each_command_has_an_example(name: str) -> None:
+    ended = command(*name.split(), "--help")
+    assert ended.returncode == 0
+    assert f"example: bagua {name}" in " ".join(ended.stdout.split()).replace("srun --ntasks 2 ", "")
+
+
+def completed(line: str) -> list[str]:
+    """What bash completes the last word of a line to."""
+    script = f"{command('completion', 'bash').stdout}\nCOMP_WORDS=({line} '') COMP_CWORD={len(line.split())}\n"
+    return subprocess.run(
+        ["bash", "-c", f'{script}_{line.split()[0]}; printf "%s\\n" "${{COMPREPLY[@]}}"'],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout.split()
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    assert {"doctor", "bench", "top", "trace", "completion", "--version"} <= set(completed("bagua"))
+    assert completed("bagua trace") == ["-h", "--help", "merge"]
+    assert "--out" in completed("bagua trace merge")
+    assert "--rendezvous" not in completed("bagua bench")
+    assert {"bash", "zsh", "fish"} <= set(completed("bagua completion"))
+    assert "--host-list" in completed("baguarun")
+    assert "bashcompinit" in command("completion", "zsh").stdout
+    fish = command("completion", "fish").stdout
+    assert "complete -c bagua -n __fish_use_subcommand -f -a doctor -d" in fish
+    assert (
+        "complete -c bagua -n '__fish_seen_subcommand_from trace; and __fish_seen_subcommand_from merge' -l out" in fish
+    )
+
+
+@pytest.mark.parametrize("modules", [("rich", "prometheus_client", "torch")], ids=str)
+def test_commands_need_no_optional_package(modules: tuple[str, ...], tmp_path: Path) -> None:
+    for module in modules:
+        (tmp_path / f"{module}.py").write_text(f"raise ImportError('no {module} here')")
+    path = os.pathsep.join([str(tmp_path), str(Path(bagua.__file__).parents[1])])
+    ended = command("doctor", "--no-trial", PYTHONPATH=path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    ended = command("top", "--once", "127.0.0.1:1", PYTHONPATH=path)
+    assert (ended.returncode, ended.stderr) == (1, "")
+    assert re.search(r"127.0.0.1:1 +does not answer: ", ended.stdout)
 
 
 # --- bench ------------------------------------------------------------------------------------------------------------
@@ -250,7 +359,6 @@ def test_bench_writes_checked_figures_of_ranks_that_it_starts(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@needs_tables
 def test_bench_measures_the_job_that_it_is_a_rank_of() -> None:
     pytest.importorskip("torch", reason="torch is not installed: make setup")
     with free_port() as port:
@@ -333,7 +441,7 @@ def served() -> Iterator[int]:
             rank.kill()
 
 
-@needs_tables
+@needs_client
 def test_top_has_a_row_per_rank_and_op_and_one_for_a_rank_that_does_not_answer() -> None:
     with served() as port, free_port() as unused:
         ended = command("top", "--once", f"127.0.0.1:{port}", f"127.0.0.1:{unused}")
@@ -347,7 +455,7 @@ def test_top_has_a_row_per_rank_and_op_and_one_for_a_rank_that_does_not_answer()
     assert "does not answer: " in silent
 
 
-@needs_tables
+@needs_client
 def test_top_runs_until_ctrl_c() -> None:
     with served() as port:
         process = subprocess.Popen(
@@ -384,7 +492,6 @@ def test_rates_are_differences_over_time() -> None:
     assert top.rows("h:1", now, silent)[0][:4] == ("h:1", "", "", "does not answer: timed out")
 
 
-@needs_tables
 def test_an_endpoint_that_is_something_else_says_so() -> None:
     code = "import http.server; s = http.server.HTTPServer(('127.0.0.1', 0), http.server.SimpleHTTPRequestHandler); "
     code += "print(s.server_port, flush=True); s.serve_forever()"
@@ -398,7 +505,6 @@ def test_an_endpoint_that_is_something_else_says_so() -> None:
             other.kill()
 
 
-@needs_tables
 @pytest.mark.parametrize("endpoint", ["host", ":9400", "host:", "host:http", "host:0", "host:65536"])
 def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
     assert main(["top", endpoint]) == 2

@@ -230,3 +230,46 @@ print(sorted({text.replace("_", "-") for text in alone} - flags._ALONE))
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout == "[]\n"
+
+
+FAILS = """
+import os, signal, sys
+import bagua
+bagua.init()
+bagua.barrier()
+if os.environ["RANK"] == "1":
+    FAILURE
+bagua.barrier()
+"""
+RAISES = FAILS.replace("FAILURE", 'raise ValueError("bad data in my loader")')
+DECORATED = "".join(
+    [
+        "from torch.distributed.elastic.multiprocessing.errors import record\n@record\ndef main():\n",
+        *(f"    {line}\n" for line in RAISES.splitlines()),
+        "main()\n",
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "cause", "follows"),
+    [
+        (RAISES, "ValueError: bad data in my loader", "PeerRaisedError"),
+        (DECORATED, "ValueError: bad data in my loader", "PeerRaisedError"),
+        (FAILS.replace("FAILURE", "os.kill(os.getpid(), signal.SIGKILL)"), "Signal 9 (SIGKILL)", "PeerLostError"),
+    ],
+    ids=["raises", "raises under torch's record", "killed"],
+)
+def test_the_summary_of_a_failed_job_names_the_rank_that_failed_first(
+    tmp_path: Path, port: str, script: str, cause: str, follows: str
+) -> None:
+    # All ranks have failed when the launcher looks.
+    arguments = ["--nproc_per_node", "3", "--master_port", port, "--monitor-interval", "2", write(tmp_path, script)]
+    with program("bagua.distributed.launch", *arguments) as process:
+        ended, _, errors = finish(process)
+    assert ended == 1
+    others, root = errors.split("Root Cause (first observed failure):")
+    assert "rank      : 1 " in root
+    assert cause in root
+    assert "rank      : 0 " in others
+    assert follows in others

@@ -33,7 +33,7 @@ MASTER = {"MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "29500"}
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = ("GROUP_RANK", "NODE_RANK", "TORCHELASTIC_RUN_ID")
+    others = ("GROUP_RANK", "NODE_RANK", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
     for name in (*TORCHRUN, *PYTORCHJOB, *SLURM, *OPENMPI, *MPICH, *others):
         monkeypatch.delenv(name, raising=False)
 
@@ -154,6 +154,28 @@ def test_a_missing_address_of_rank_0_says_how_to_pass_it(
 
 def test_one_hosts_ranks_need_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, OPENMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "7", "MASTER_PORT": "29500"})
+    assert launcher.master() == ("127.0.0.1", 29500)
+
+
+@pytest.mark.parametrize("name", ["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"])
+def test_one_hosts_ranks_of_openmpi_need_no_port_and_two_jobs_have_two(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ports = set()
+    for job in ("prterun-vm-17@1", "2037645313"):
+        put(monkeypatch, OPENMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "7", name: job})
+        host, port = launcher.master()
+        assert host == "127.0.0.1"
+        assert 15000 <= port < 25000
+        # init_process_group sets RANK, and may be called again.
+        monkeypatch.setenv("RANK", "4")
+        monkeypatch.setenv("WORLD_SIZE", "7")
+        assert launcher.master() == (host, port)
+        monkeypatch.delenv("RANK")
+        monkeypatch.delenv("WORLD_SIZE")
+        ports.add(port)
+    assert len(ports) == 2
+    monkeypatch.setenv("MASTER_PORT", "29500")
     assert launcher.master() == ("127.0.0.1", 29500)
 
 

@@ -67,7 +67,8 @@ def test_everything_of_the_extension_is_documented() -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_verbs_are_functions_and_methods_with_one_signature(verb: str) -> None:
     function, method = getattr(bagua, verb), getattr(bagua.Group, verb)
-    assert function.__doc__ == method.__doc__
+    assert inspect.isfunction(function)
+    assert inspect.getdoc(function) == inspect.getdoc(method)
     assert function.__doc__
     of_method = list(inspect.signature(method).parameters.values())[1:]
     assert list(inspect.signature(function).parameters.values()) == of_method
@@ -76,9 +77,19 @@ def test_verbs_are_functions_and_methods_with_one_signature(verb: str) -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_before_init_says_what_to_call(verb: str) -> None:
-    arguments = {"send": (bytearray(1), 0), "recv": (bytearray(1), 0), "barrier": ()}.get(verb, (bytearray(1),))
+    function = getattr(bagua, verb)
+    required = [each for each in inspect.signature(function).parameters.values() if each.default is each.empty]
     with pytest.raises(bagua.BaguaError, match=r"bagua.init\(\)"):
-        getattr(bagua, verb)(*arguments)
+        function(*[bytearray(1) for _ in required])
+
+
+def test_rank_and_world_size_are_those_of_the_default_group() -> None:
+    for function in (bagua.rank, bagua.world_size):
+        with pytest.raises(bagua.BaguaError, match=r"bagua.init\(\)"):
+            function()
+    group = bagua.init(0, 1)
+    assert (bagua.rank(), bagua.world_size()) == (group.rank, group.size) == (0, 1)
+    bagua.shutdown()
 
 
 def test_what_is_exported_exists() -> None:

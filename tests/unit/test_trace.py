@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,43 @@ def test_an_operation_without_end_lasts_until_the_end_of_the_trace(tmp_path: Pat
     assert (first["ph"], first["pid"], first["tid"], first["ts"], first["dur"]) == ("X", 4, 0, 1.8e15, 9.5e6)
     assert (last["name"], last["cat"], last["tid"], last["dur"]) == ("broadcast(root 1)", "world/0,1", 3, 0.5e6)
     assert first["args"]["state"] == "started"
+
+
+def of_job(folder: Path, rank: int, jobs: list[str], ops: list[dict[str, Any]], name: str) -> Path:
+    path = write(folder, rank, ops, name)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"jobs": jobs}))
+    return path
+
+
+def test_records_of_two_jobs_are_refused_and_each_job_is_named(tmp_path: Path) -> None:
+    one = of_job(tmp_path, 0, ["a"], [op(0, 3466, "failed", missing=[1])], "first")
+    other = of_job(tmp_path, 1, ["b"], [op(0, 1, "failed", missing=[0])], "second")
+    with pytest.raises(ValueError, match=f"records of 2 jobs, pass those of one: {one}; {other}"):
+        trace.read([one, other])
+    assert cli.main(["trace", "merge", str(one), str(other)]) == 2
+    # Rank 2 rejoined the job of rank 0, and rank 1 was in both of its groups.
+    middle = of_job(tmp_path, 1, ["a", "c"], [op(0, 0)], "middle")
+    joined = of_job(tmp_path, 2, ["c"], [op(0, 0)], "joined")
+    assert [record.rank for record in trace.read([one, joined, middle])] == [0, 1, 2]
+    # An older version wrote no job.
+    assert len(trace.read([one, write(tmp_path, 1, [op(0, 0)])])) == 2
+
+
+def test_without_files_the_newest_job_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BAGUA_TRACE_DIR", str(tmp_path))
+    assert cli.main(["trace", "merge"]) == 2
+    assert f"there are no flight records in {tmp_path}" in capsys.readouterr().err
+    for age, (name, rank, jobs) in enumerate([("r1", 1, ["b"]), ("old", 0, ["a"]), ("r0", 0, ["b"])]):
+        path = of_job(tmp_path, rank, jobs, [op(0, 7, "failed", missing=[2])], name)
+        os.utime(path, (1e9 + age, 1e9 + age))
+    (tmp_path / "other.json").write_text("{}")
+    assert cli.main(["trace", "merge"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"2 records of the newest job: {tmp_path}",
+        "ranks 0, 1 waited for rank 2: all_reduce(sum) number 7 of group world, channel 0",
+    ]
+    monkeypatch.setenv("BAGUA_TRACE_DIR", "")
+    assert cli.main(["trace", "merge"]) == 2
+    assert "BAGUA_TRACE_DIR is empty" in capsys.readouterr().err

@@ -29,20 +29,17 @@ def add(commands: Any) -> None:
         "doctor",
         help="what this machine and environment mean for a job",
         description="Examines this machine and this environment. The exit code is 1 when a problem is found.",
+        epilog="example: srun --ntasks 2 bagua doctor --no-trial",
     )
+    parser.add_argument("--all", action="store_true", help="show the settings that are not set, too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--no-trial", action="store_true", help="do not start two processes that all_reduce")
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    if not options.json:
-        tables.need_rich("bagua doctor without --json")
     found = examine(with_trial=not options.no_trial)
-    if options.json:
-        print(json.dumps(found, indent=2, allow_nan=False))
-    else:
-        _show(found)
+    tables.show(json.dumps(found, indent=2, allow_nan=False) if options.json else _text(found, options.all))
     return 1 if found["problems"] else 0
 
 
@@ -68,7 +65,7 @@ def examine(*, with_trial: bool = True) -> dict[str, Any]:
     if with_trial:
         found["trial"], why = all_reduce_check.run()
         if why:
-            problems.add("trial of two processes", why, "mend the problems above, or run it by hand: bagua bench")
+            problems.add("trial of two processes", why, "mend the other problems first, or run it by hand: bagua bench")
     found["problems"] = problems.found
     return found
 
@@ -124,10 +121,13 @@ def _settings(problems: _Problems) -> dict[str, Any]:
             try:
                 variable.read()
             except ValueError as error:
-                problems.add(name, error, f"unset {name} or give it a value that docs/configuration.md allows")
+                problems.add(name, error, f"correct it, or unset it; its default is {variable.default or 'none'}")
         if name == config.SECRET and value is not None:
             value = "(not shown)"
         found[name] = {"value": value, "source": source}
+    for name, nearest in config.unknown():
+        advice = "unset it: bagua doctor --all lists all settings" if nearest is None else f"rename it to {nearest}"
+        problems.add(name, f"{name} is no setting of Bagua", advice)
     return found
 
 
@@ -138,7 +138,7 @@ def _place(problems: _Problems) -> launcher.RankInfo | None:
         if place.world_size > 1:
             launcher.master()
     except (ValueError, BaguaError) as error:
-        problems.add("launcher", error, "start the ranks with one launcher, or set what is missing: docs/launchers.md")
+        problems.add("launcher", error, "start the ranks with torchrun, srun or mpirun, or set what is missing")
         return None
     return place
 
@@ -211,23 +211,41 @@ def _cuda() -> dict[str, Any]:
     return {"available": why_not is None, "why": why_not or works}
 
 
-def _show(found: dict[str, Any]) -> None:
-    console = tables.console()
-
-    def text(value: object) -> str:
-        return "-" if value is None else "yes" if value is True else "no" if value is False else str(value)
-
-    for name in ("versions", "machine", "limits", "network", "launcher"):
-        console.print(tables.table((name, ""), [(key, text(value)) for key, value in found[name].items()], left=2))
-    rows = [(name, text(entry["available"]), entry["why"]) for name, entry in found["transports"].items()]
-    rows.append(("cuda", text(found["cuda"]["available"]), found["cuda"]["why"]))
-    console.print(tables.table(("transports", "", ""), rows, left=3))
-    chosen = [(name, text(entry["value"]), entry["source"]) for name, entry in found["settings"].items()]
-    console.print(tables.table(("settings", "value", "source"), chosen, left=3))
+def _text(found: dict[str, Any], with_defaults: bool) -> str:
+    """What is shown without `--json`: the problems first."""
+    parts = ["no problems"]
+    if found["problems"]:
+        lines = [tables.bold(f"problems: {len(found['problems'])}")]
+        for each in found["problems"]:
+            what = "" if each["why"].startswith(each["what"]) else f"{each['what']}: "
+            lines += [f"  {tables.red(what + each['why'])}", f"    {each['fix']}"]
+        parts = ["\n".join(lines)]
+    parts += [
+        tables.pairs(name, [_shown(key, value) for key, value in found[name].items()])
+        for name in ("versions", "machine", "limits", "network", "launcher")
+    ]
+    channels = found["transports"] | {"cuda": found["cuda"]}
+    parts.append(
+        tables.pairs("transports", [(*_shown(name, each["available"]), each["why"]) for name, each in channels.items()])
+    )
+    chosen: list[tuple[str, ...]] = [
+        (*_shown(name, each["value"]), each["source"])
+        for name, each in found["settings"].items()
+        if with_defaults or each["source"] != "default"
+    ]
+    parts.append(tables.pairs("settings", chosen or [("all have their defaults, which --all shows",)]))
     if found["trial"] is not None:
         outcome = "works" if found["trial"]["ok"] else "failed"
-        console.print(
-            f"trial: all_reduce of {found['trial']['ranks']} processes {outcome}, {found['trial']['seconds']} s"
-        )
-    problems = [(entry["what"], entry["why"], entry["fix"]) for entry in found["problems"]]
-    console.print(tables.table(("problem", "why", "what to do"), problems, left=3) if problems else "no problems")
+        parts.append(f"trial: all_reduce of {found['trial']['ranks']} ranks {outcome}, {found['trial']['seconds']} s")
+    return "\n\n".join(parts)
+
+
+def _shown(name: str, value: object) -> tuple[str, str]:
+    """The name and value of one finding; bytes with a unit."""
+    if value is None:
+        return name, "-"
+    if isinstance(value, bool):
+        return name, "yes" if value else "no"
+    if isinstance(value, int) and name.endswith("_bytes"):
+        return name.removesuffix("_bytes"), tables.amount(value)
+    return name, str(value)

@@ -1,41 +1,67 @@
-"""Tables on the terminal, by rich."""
+"""Tables as plain text; on a terminal their heads are bold."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-__all__ = ["console", "need_rich", "table"]
+from bagua import config
+
+__all__ = ["amount", "bold", "pairs", "red", "show", "table"]
 
 
-def need_rich(what: str) -> None:
-    """ImportError that says what to install where rich is missing."""
+def show(text: str) -> bool:
+    """Writes to standard output; False once its reader has ended, as `head` does. Later writes then go nowhere."""
     try:
-        import rich  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f'{what} needs rich: pip install "bagua[metrics]" ({error})') from None
+        print(text, flush=True)
+    except BrokenPipeError:
+        # The interpreter writes what is left in the buffer at its end, and must not fail there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
-def console(*, stderr: bool = False) -> Any:
-    """Where tables are printed. Output that is no terminal is not cut at 80 columns."""
-    from rich.console import Console
-
-    found = Console(stderr=stderr, highlight=False)
-    if not found.is_terminal:
-        found = Console(stderr=stderr, highlight=False, width=200)
-    return found
+def bold(text: str) -> str:
+    """The text, bold on a terminal."""
+    return _styled(text, 1)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", left: int = 1) -> Any:
+def red(text: str) -> str:
+    """The text, red on a terminal."""
+    return _styled(text, 31)
+
+
+def _styled(text: str, style: int) -> str:
+    # Source: https://no-color.org
+    plain = not sys.stdout.isatty() or config.text("NO_COLOR") is not None or config.text("TERM") == "dumb"
+    return text if plain else f"\x1b[{style}m{text}\x1b[0m"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", left: int = 1) -> str:
     """A table whose first `left` columns are aligned to the left and whose others to the right."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
+    cells = [list(columns), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    head, *lines = (_line(row, widths, left) for row in cells)
+    return "\n".join([*([bold(title), ""] if title else []), bold(head), *lines])
 
-    made = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for number, column in enumerate(columns):
-        made.add_column(column, justify="left" if number < left else "right", overflow="fold")
-    for row in rows:
-        # Text, so that brackets in it are not read as markup.
-        made.add_row(*(Text(cell) for cell in row))
-    return made
+
+def pairs(name: str, rows: Iterable[Sequence[str]]) -> str:
+    """A name, and below it rows of cells that are aligned to the left."""
+    cells = list(map(list, rows))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join([bold(name), *(f"  {_line(row, widths, len(row))}" for row in cells)])
+
+
+def _line(row: Sequence[str], widths: Sequence[int], left: int) -> str:
+    cells = enumerate(zip(row, widths, strict=True))
+    return "  ".join(f"{cell:{'<' if i < left else '>'}{width}}" for i, (cell, width) in cells).rstrip()
+
+
+def amount(value: float) -> str:
+    """A number of bytes with a decimal unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:,.1f} TB"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import http.client
+import re
+import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bagua.commands import tables
@@ -31,6 +33,10 @@ _SAMPLES = (
     "bagua_op_reduce_seconds_total",
 )
 
+_SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+-?[0-9]+)?\s*")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
+
 
 class Reading(NamedTuple):
     """What one endpoint said."""
@@ -49,7 +55,9 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "top",
         help="what running ranks are doing",
-        description="Shows the counters and rates of ranks that serve metrics (BAGUA_METRICS_PORT).",
+        description="Shows the counters and rates of ranks that serve metrics (BAGUA_METRICS_PORT). With --once the "
+        "exit code is 1 when none answers.",
+        epilog="example: bagua top host0:9400 host0:9401 host1:9400",
     )
     parser.add_argument("--once", action="store_true", help="print one table, of two readings a second apart, and end")
     parser.add_argument("endpoints", nargs="+", metavar="HOST:PORT", help="where a rank serves its metrics")
@@ -57,11 +65,6 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    tables.need_rich("bagua top")
-    try:
-        import prometheus_client.parser  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f'bagua top needs prometheus_client: pip install "bagua[metrics]" ({error})') from None
     endpoints = options.endpoints
     for endpoint in endpoints:
         host, _, port = endpoint.rpartition(":")
@@ -69,26 +72,16 @@ def _run(options: argparse.Namespace) -> int:
             raise ValueError(f"{endpoint!r} is not HOST:PORT")
     before = _read_all(endpoints)
     try:
-        if options.once:
-            time.sleep(_INTERVAL)
-            tables.console().print(_table(endpoints, before, _read_all(endpoints)))
-            return 0
-        _watch(endpoints, before)
-    except KeyboardInterrupt:
-        pass
-    return 0
-
-
-def _watch(endpoints: Sequence[str], before: Sequence[Reading]) -> None:
-    """Shows a new table every second until Ctrl-C."""
-    from rich.live import Live
-
-    with Live(_table(endpoints, before, before), console=tables.console(), auto_refresh=False) as live:
         while True:
             time.sleep(_INTERVAL)
             now = _read_all(endpoints)
-            live.update(_table(endpoints, before, now), refresh=True)
+            # On a terminal each table replaces the one before.
+            clear = "" if options.once or not sys.stdout.isatty() else "\x1b[H\x1b[J"
+            if not tables.show(clear + _table(endpoints, before, now)) or options.once:
+                return 1 if all(reading.trouble for reading in now) else 0
             before = now
+    except KeyboardInterrupt:
+        return 0
 
 
 def _read_all(endpoints: Sequence[str]) -> list[Reading]:
@@ -99,28 +92,44 @@ def _read_all(endpoints: Sequence[str]) -> list[Reading]:
 
 def read(endpoint: str) -> Reading:
     """What one endpoint says; why it says nothing, if it does not."""
-    from prometheus_client.parser import text_string_to_metric_families
-
     try:
         # No proxy: the ranks are in this network.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(f"http://{endpoint}/metrics", timeout=_PATIENCE) as answer:
-            families = list(text_string_to_metric_families(answer.read().decode()))
+            samples = list(_samples(answer.read().decode()))
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         return Reading(time.monotonic(), "", {}, f"does not answer: {reason}")
     rank: str | None = None
     ops: dict[tuple[str, str], list[float]] = {}
-    for family in families:
-        for sample in family.samples:
-            if sample.name == "bagua_info":
-                rank = sample.labels.get("rank", "")
-            elif sample.name in _SAMPLES:
-                key = sample.labels["group"], sample.labels["op"]
-                ops.setdefault(key, [0.0] * len(_SAMPLES))[_SAMPLES.index(sample.name)] = sample.value
+    for name, labels, value in samples:
+        if name == "bagua_info":
+            rank = labels.get("rank", "")
+        elif name in _SAMPLES:
+            key = labels["group"], labels["op"]
+            ops.setdefault(key, [0.0] * len(_SAMPLES))[_SAMPLES.index(name)] = value
     if rank is None:
         return Reading(time.monotonic(), "", {}, "does not serve Bagua's metrics")
     return Reading(time.monotonic(), rank, ops, "")
+
+
+def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Name, labels and value of each sample in Prometheus's text format. ValueError for text that has another one.
+
+    Source: https://prometheus.io/docs/instrumenting/exposition_formats/
+    """
+    for line in text.splitlines():
+        if not line.strip() or line.startswith("#"):
+            continue
+        sample = _SAMPLE.fullmatch(line)
+        if sample is None:
+            raise ValueError(f"{line[:40]!r} is no sample of Prometheus")
+        labels = {name: _ESCAPED.sub(_unescaped, value) for name, value in _LABEL.findall(sample["labels"] or "")}
+        yield sample["name"], labels, float(sample["value"])
+
+
+def _unescaped(escaped: re.Match[str]) -> str:
+    return "\n" if escaped[1] == "n" else escaped[1]
 
 
 def rows(endpoint: str, before: Reading, now: Reading) -> list[tuple[str, ...]]:
@@ -141,27 +150,18 @@ def rows(endpoint: str, before: Reading, now: Reading) -> list[tuple[str, ...]]:
                 group,
                 op,
                 f"{values[0]:,.0f}",
-                *(_bytes(value) for value in values[1:4]),
+                *(tables.amount(value) for value in values[1:4]),
                 *(f"{value:,.3f}" for value in values[4:]),
                 *(
                     ("", "", "", "")
                     if rates is None
-                    else (f"{rates[0]:,.1f}", _bytes(rates[1]), _bytes(rates[2]), f"{100 * rates[4]:.1f}")
+                    else (f"{rates[0]:,.1f}", tables.amount(rates[1]), tables.amount(rates[2]), f"{100 * rates[4]:.1f}")
                 ),
             )
         )
     return found
 
 
-def _bytes(value: float) -> str:
-    """A number of bytes with a decimal unit."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:,.1f} TB"
-
-
-def _table(endpoints: Sequence[str], before: Sequence[Reading], now: Sequence[Reading]) -> Any:
+def _table(endpoints: Sequence[str], before: Sequence[Reading], now: Sequence[Reading]) -> str:
     found = [row for each in zip(endpoints, before, now, strict=True) for row in rows(*each)]
     return tables.table((*_COLUMNS, *_RATES), found, left=4)

@@ -1,10 +1,10 @@
 """`python -m bagua.cuda`: what there is of CUDA, as one JSON object. `compile` writes the kernels to a folder."""
 
-import argparse
 import json
 import sys
 
 from bagua import cuda
+from bagua.commands.parser import Parser
 from bagua.cuda import kernels
 from bagua.errors import BaguaError
 
@@ -15,8 +15,10 @@ def _architectures(text: str) -> list[int]:
 
 def main() -> int:
     """Prints `bagua.cuda.info()`, or the names of the files that were written."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bagua.cuda", description="Reports the libraries and devices of CUDA, as JSON."
+    parser = Parser(
+        prog="python -m bagua.cuda",
+        description="Reports the libraries and devices of CUDA, as JSON.",
+        epilog="example: python -m bagua.cuda compile --out kernels --arch 80,90",
     )
     actions = parser.add_subparsers(dest="action", metavar="info|compile")
     actions.add_parser("info", help="libraries and devices of CUDA, which is the default")

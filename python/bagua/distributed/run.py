@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import IO
 
 from bagua import config
+from bagua.commands.parser import Parser
 from bagua.distributed import end_with_parent, flags, store
 from bagua.distributed.signals import Signals
 from bagua.distributed.supervise import supervise
@@ -316,12 +317,13 @@ def _is_numeric(host: str) -> bool:
 
 def _parse(arguments: Sequence[str] | None) -> _Options:
     """The options; SystemExit with code 2 and a message for those that cannot be used."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bagua.distributed.run",
+    parser = Parser(
+        prog="python -m bagua.distributed.run --keep-going",
         description="Starts the ranks of an elastic job on this node, and starts a rank that fails again, alone.",
+        epilog="example: python -m bagua.distributed.run --keep-going --nproc-per-node 4 train.py",
         allow_abbrev=False,
     )
-    parser.add_argument("--keep-going", action="store_true", help="restart a rank that fails; the others run on")
+    parser.add_argument("--keep-going", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--nproc-per-node", type=int, required=True, metavar="N", help="ranks on each node")
     parser.add_argument("--nnodes", type=int, default=1, metavar="M", help="number of nodes")
     parser.add_argument("--node-rank", type=int, metavar="K", help="number of this node, from 0")

@@ -7,13 +7,13 @@ connect. With BAGUA_TLS=1 its connections are encrypted.
 
 from __future__ import annotations
 
-import argparse
 import signal
 import socket
 import sys
 from collections.abc import Sequence
 
 from bagua import config, engine
+from bagua.commands.parser import Parser
 from bagua.distributed.signals import Signals
 from bagua.errors import BaguaError
 
@@ -22,9 +22,10 @@ __all__ = ["main", "parse", "url"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until SIGTERM (0) or Ctrl-C (130); 1 when it cannot listen, 2 for arguments that cannot be used."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m bagua.distributed.store",
         description="Serves the address book of elastic jobs.",
+        epilog="example: python -m bagua.distributed.store --listen 10.0.0.1:29400",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -96,6 +96,7 @@ from .sync_batch_norm import (
 from .unsupported import (
     elastic,
     join,
+    run,
     sparse_allreduce_async,
     start_timeline,
     stop_timeline,
@@ -167,6 +168,7 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "run",
     "shutdown",
     "size",
     "sparse_allreduce_async",

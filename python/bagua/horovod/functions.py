@@ -136,12 +136,18 @@ def broadcast_optimizer_state(
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The object of ``root_rank``, a rank of the job, by pickle; the other ranks' is ignored."""
+    """The object of ``root_rank``, a rank of the job, by pickle; the other ranks' is ignored.
+
+    Unpickling runs what that rank has put in its object.
+    """
     return process_set.communicator().broadcast_object(obj, process_set.root(root_rank))
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Every rank's object in the order of the ranks, by pickle."""
+    """Every rank's object in the order of the ranks, by pickle.
+
+    Unpickling runs what the members have put in their objects, so use it only among ranks that trust each other.
+    """
     data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
     lengths = [row[0] for row in everybody(process_set.communicator(), data.numel())]
     whole: torch.Tensor = allgather_async(data, process_set=process_set).wait()

@@ -13,11 +13,19 @@ class _Elastic:
             raise AttributeError(name)
         raise NotImplementedError(
             f"hvd.elastic.{name} does not exist here: use bagua.torch_api.rebuild() after a rank is lost, or the "
-            "elastic jobs of python -m bagua.distributed.run --keep-going (docs/elastic.md)"
+            "elastic jobs of python -m bagua.distributed.run --keep-going"
         )
 
 
 elastic = _Elastic()
+
+
+def run(*args: Any, **kwargs: Any) -> NoReturn:
+    """NotImplementedError."""
+    raise NotImplementedError(
+        "hvd.run does not exist here: start the ranks of a script by torchrun --nproc-per-node N script.py, by mpirun "
+        "or by srun; on several hosts also by baguarun"
+    )
 
 
 def join(device: int = -1) -> NoReturn:
@@ -41,7 +49,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:
     """NotImplementedError."""
     raise NotImplementedError(
         "the timeline does not exist here: use `bagua top` and bagua.stats() for times, and the flight recorder of "
-        "`bagua trace` for the order of operations (docs/commands.md, docs/flight_recorder.md)"
+        "`bagua trace` for the order of operations"
     )
 
 

@@ -21,12 +21,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bagua import config
+from bagua.commands.parser import Parser
 from bagua.distributed import flags
 from bagua.distributed.launch import END_WITH_STDIN
 from bagua.distributed.processes import kill_tree
 from bagua.distributed.signals import Signals
 
-__all__ = ["hosts_of", "main"]
+__all__ = ["hosts_of", "main", "parser"]
 
 # Seconds in which the launchers end by themselves: longer than one takes for its ranks.
 _GRACE = 3.0
@@ -55,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The exit code: 0 when every host's launcher has ended with 0, else that of the first that has not; 2 for arguments
     that cannot be used; 130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP.
     """
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    known = parser()
+    options = known.parse(sys.argv[1:] if arguments is None else arguments)
     try:
         hosts = hosts_of(
             options.host_list or config.host_list() or "",
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         carried = _carried(options.x)
     except ValueError as error:
-        parser.error(str(error))
+        known.error(str(error))
     if said := flags.warning(options):
         print(f"baguarun: {said}", file=sys.stderr)
     commands = [_command(options, hosts, node_rank, carried) for node_rank in range(len(hosts))]
@@ -162,10 +163,15 @@ def _carried(given: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="baguarun", description="Starts the ranks of a job on several hosts, by ssh.", allow_abbrev=False
+def parser() -> Parser:
+    """That of the command line."""
+    parser = Parser(
+        prog="baguarun",
+        description="Starts the ranks of a job on several hosts, by ssh.",
+        epilog="example: baguarun --host_list host0,host1 --nproc_per_node 8 train.py",
+        allow_abbrev=False,
     )
+    parser.add_version()
     both = flags.both
     parser.add_argument(*both("host_list"), metavar="HOST[:PORT],...", help="or the variable BAGUA_NODE_DOMAIN_NAMES")
     parser.add_argument(*both("ssh_port"), type=int, metavar="PORT", help="or the variable BAGUA_SSH_PORT (22)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,11 @@ _wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped
 _names = model_state.module_names
 
 
+ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
+
+
 def with_bagua(
-    module: torch.nn.Module,
+    module: ModuleT,
     optimizers: Sequence[torch.optim.Optimizer],
     algorithm: Algorithm,
     process_group: ProcessGroup | dist.ProcessGroup | None = None,
@@ -37,11 +40,17 @@ def with_bagua(
     find_unused_parameters: bool = False,
     broadcast_buffers: bool = True,
     bucket_size: int | None = None,
-) -> torch.nn.Module:
+) -> ModuleT:
     """Makes ``module`` train in step with the other ranks, and returns it. Collective among the ranks of the group.
 
-    Parameters, buffers and the optimizers' state become rank 0's. From then on ``loss.backward()`` returns with
-    gradients that are communicated as ``algorithm`` says. Called again, it replaces what was there before.
+    Call it after ``init_process_group()`` and after the model and its optimizers are built; ``model.with_bagua(...)``
+    is the same as a method. Parameters, buffers and the optimizers' state become rank 0's. From then on
+    ``loss.backward()`` returns with gradients that are communicated as ``algorithm`` says. Called again, it replaces
+    what was there before; :func:`unwrap` ends it.
+
+    ``module``: on the CPU or on one CUDA device; it is changed itself. ``optimizers``: all that change its parameters,
+    in a list. ``algorithm``: one of ``bagua.torch_api.algorithms``, such as ``GradientAllReduceAlgorithm()``.
+    ``process_group``: the ranks that train together, of Bagua or torch.distributed; ``None`` is all ranks.
 
     With ``do_flatten`` a gradient is a view of its bucket's memory, which every backward overwrites: clone what must
     outlive ``zero_grad()``.
@@ -50,8 +59,11 @@ def with_bagua(
     nothing else.
 
     ``find_unused_parameters``: parameters that do not take part in a step are not an error. ``broadcast_buffers``: rank
-    0's buffers before each training forward. ``bucket_size``: bytes that are communicated at once (default: the
-    environment's).
+    0's buffers before each training forward. ``bucket_size``: bytes that are communicated at once (default: those of
+    ``BAGUA_DEFAULT_BUCKET_SIZE``, 10 MiB).
+
+    Raises BaguaError before ``init_process_group()``, ValueError and TypeError for arguments that cannot be used,
+    MismatchError where ranks have different models, optimizers or algorithms.
     """
     group = to_bagua_process_group(process_group)
     if (before := _wrapped.get(module)) is not None:
@@ -73,7 +85,7 @@ def with_bagua(
     return module
 
 
-def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+def unwrap(module: ModuleT) -> ModuleT:
     """Makes a model train alone again. Nothing happens to one that does already."""
     bagua_ddp.unwrap(module)
     return module
@@ -91,12 +103,15 @@ def _ddp_of(module: Any) -> ModelEngine:
     return ddp
 
 
+# Inside the class its own member has the name.
+_with_bagua = with_bagua
+
+
 class BaguaModule:
     """The members added to :class:`torch.nn.Module`."""
 
-    def with_bagua(self: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """See :func:`with_bagua`."""
-        return with_bagua(self, *args, **kwargs)
+    with_bagua = _with_bagua
+    """The function :func:`with_bagua` as a method of the model."""
 
     @property
     def bagua_ddp(self: Any) -> ModelEngine:

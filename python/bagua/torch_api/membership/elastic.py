@@ -19,7 +19,7 @@ from typing import Any
 from bagua import config, engine
 from bagua import group as neutral
 from bagua.errors import BaguaError, BaguaTimeoutError
-from bagua.lifecycle import process
+from bagua.lifecycle import note_job, process
 
 from ..model_engine.state import model_state
 from ..process_group import Communicator
@@ -108,6 +108,8 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
     book = _AddressBook(url)
     until = time.monotonic() + chosen.timeout
     token = str(book.write_new("token", {"token": secrets.token_hex(16)}).get("token", "")).encode()
+    # A rank that is started again has no addresses in common with the others.
+    note_job(token)
     # The token excludes other processes where the user has no secret.
     secret = chosen.secret + token
     towards = book.towards if local_world_size < world_size else None

@@ -20,7 +20,7 @@ from .. import communication, default_collectives
 from ..algorithms.base import Algorithm
 from ..model_engine import bucket_engine
 from ..model_engine.bagua_ddp import end_with_group
-from ..model_engine.consistency import broadcast_optimizer, broadcast_tensors, gather_any
+from ..model_engine.consistency import broadcast_optimizer, broadcast_tensors, gather_any, is_sharded
 from ..model_engine.engine import ModelEngine, Progress
 from ..model_engine.state import model_state
 from ..process_group import Communicator, ProcessGroup
@@ -40,16 +40,16 @@ _wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped
 class Rebuilt:
     """What :func:`rebuild` returns."""
 
-    #: This process's rank now.
     rank: int
-    #: Ranks now.
+    """This process's rank now."""
     world_size: int
-    #: Former rank of each rank.
+    """Ranks now."""
     ranks: tuple[int, ...]
-    #: Former ranks that are gone.
+    """Former rank of each rank."""
     lost: tuple[int, ...]
-    #: Completed steps of each model's first optimizer, by module name.
+    """Former ranks that are gone."""
     steps: dict[str, int]
+    """Completed steps of each model's first optimizer, by module name."""
 
 
 def rebuild(timeout: float | None = None, *, quorum: Literal["majority", "any"] = "majority") -> Rebuilt:
@@ -66,13 +66,20 @@ def rebuild(timeout: float | None = None, *, quorum: Literal["majority", "any"] 
     ``quorum`` is as in :meth:`bagua.Group.shrink`. BaguaTimeoutError names the ranks that run and have not called,
     BaguaError says "quorum" and which ranks may still run: after both, the call can be repeated. PeerLostError names
     this rank when the others went on without it. An error of an algorithm that cannot work with so many ranks is
-    raised on all of them; its model is unwrapped then, and the group works.
+    raised on all of them; its model is unwrapped then, and the group works. NotImplementedError where an optimizer is
+    torch's ZeroRedundancyOptimizer.
     """
     default = communication._get_default_group()
     world: neutral.Group = default_collectives.default_communicator().group
     until = time.monotonic() + (world.timeout if timeout is None else timeout)
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout is {timeout} s; it must be positive")
+    for ddp in _wrapped.values():
+        if any(map(is_sharded, ddp.bagua_optimizers)):
+            raise NotImplementedError(
+                f"rebuild: an optimizer of model {ddp.bagua_module_name!r} has a part of its state on each rank, and "
+                "that of the lost rank is gone: start the job again from its last checkpoint"
+            )
     while True:
         world = world._shrink(max(until - time.monotonic(), 0.001), quorum)
         if membership_state.rebuilding is None:
@@ -91,17 +98,17 @@ class _Model:
     """A model that is wrapped again."""
 
     name: str
-    #: What ``_wrapped`` has it under: the model, or a wrapper around it.
     holder: torch.nn.Module
+    """What ``_wrapped`` has it under: the model, or a wrapper around it."""
     kind: type[ModelEngine]
     module: torch.nn.Module
     optimizers: list[torch.optim.Optimizer]
     algorithm: Algorithm
-    #: The keyword arguments of its engine.
     options: dict[str, Any]
+    """The keyword arguments of its engine."""
     do_flatten: bool
-    #: Names of parameters and buffers that each rank has for itself.
     ignored: frozenset[str]
+    """Names of parameters and buffers that each rank has for itself."""
     progress: Progress
 
     @staticmethod

@@ -171,6 +171,11 @@ class _Slot:
         return torch.empty(self.shape, dtype=self.dtype, device=device if self.on_device else None)
 
 
+def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each rank has a part of its state, as with torch's ZeroRedundancyOptimizer."""
+    return hasattr(optimizer, "consolidate_state_dict")
+
+
 def broadcast_optimizer(
     communicator: Communicator,
     broadcast: Any,
@@ -181,8 +186,11 @@ def broadcast_optimizer(
     """Every rank's optimizer ends with the root's state and hyperparameters, whatever its own were.
 
     The root says what there is, so ranks whose state is empty or longer cannot wait for messages that never come.
-    ``own`` are parameters that are not communicated, whose state each rank keeps.
+    ``own`` are parameters that are not communicated, whose state each rank keeps. So it does where the optimizer is
+    torch's ZeroRedundancyOptimizer, whose ranks have the states of different parameters.
     """
+    if is_sharded(optimizer):
+        return
     apart = {id(param) for param in own}
     params = (param for group in optimizer.param_groups for param in group["params"])
     place = next((param.device for param in params if param.is_cuda), torch.device("cuda"))

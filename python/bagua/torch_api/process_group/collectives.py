@@ -111,7 +111,10 @@ class Collectives:
     # --- broadcast ----------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, *, async_op: bool = False) -> Handle | None:
-        """Every rank gets rank ``src``'s values, in place."""
+        """Every rank gets rank ``src``'s values, in place: ``tensor`` has one size and dtype on all ranks.
+
+        Dtypes, ``async_op`` and errors are as in :func:`allreduce`.
+        """
         if not async_op and self.raw.try_run(engine.BROADCAST, reader, None, tensor, 0, src):
             return None
         src = self._peer(src, "src")
@@ -128,7 +131,7 @@ class Collectives:
         return self._begin(verbs.BROADCAST, None, _TENSORS.joined(tensors, "tensors"), async_op, root=src)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Every rank gets rank ``src``'s object, by pickle.
+        """Every rank gets rank ``src``'s object, by pickle. Unpickling runs what that rank has put in it.
 
         The other ranks' ``obj`` is ignored; on a rank outside the group it is returned.
         """
@@ -157,7 +160,10 @@ class Collectives:
         *,
         async_op: bool = False,
     ) -> Handle | None:
-        """Rank ``dst`` gets the reduction of all ranks' tensors in ``recv_tensor``; the others' is not written."""
+        """Rank ``dst`` gets the reduction of all ranks' tensors in ``recv_tensor``; the others' is not written.
+
+        Sizes, dtypes, ``op``, ``async_op`` and errors are as in :func:`allreduce`.
+        """
         if not async_op and self.raw.try_run(engine.REDUCE, reader, send_tensor, recv_tensor, op, dst):
             return None
         return self._run(verbs.REDUCE, send_tensor, recv_tensor, async_op, op, self._peer(dst, "dst"))
@@ -178,7 +184,18 @@ class Collectives:
         *,
         async_op: bool = False,
     ) -> Handle | None:
-        """Every rank gets the reduction of all ranks' tensors in ``recv_tensor``."""
+        """Every rank gets the reduction of all ranks' tensors in ``recv_tensor``, whose elements are overwritten.
+
+        Both tensors have one number of elements and one dtype on all ranks (float16, bfloat16, float32, float64, uint8,
+        int8, int32, int64, bool, complex64 or complex128), on the host or on one CUDA device; ``send_tensor`` keeps its
+        elements. ``op``: sum by default; TypeError where it is not defined for the dtype.
+
+        Returns ``None`` when it is done. With ``async_op`` a handle at once, with ``wait(timeout=None)``,
+        ``then(callback)`` and ``is_completed()``; the tensors must not be read or written until it is done.
+
+        ValueError and TypeError for arguments that cannot be used, before anything is sent. Then MismatchError where
+        ranks disagree, BaguaTimeoutError, PeerLostError, PeerRaisedError or AbortedError, which end the group.
+        """
         if not async_op and self.raw.try_run(engine.ALL_REDUCE, reader, send_tensor, recv_tensor, op, 0):
             return None
         return self._run(verbs.ALL_REDUCE, send_tensor, recv_tensor, async_op, op)
@@ -208,7 +225,11 @@ class Collectives:
         *,
         async_op: bool = False,
     ) -> Handle | None:
-        """Rank r gets the reduction of every rank's r-th shard."""
+        """Rank r gets the reduction of every rank's r-th shard in ``recv_tensor``, whose elements are overwritten.
+
+        ``send_tensor`` has as many times its elements as there are ranks. Dtypes, ``op``, ``async_op`` and errors are
+        as in :func:`allreduce`.
+        """
         if not async_op and self.raw.try_run(engine.REDUCE_SCATTER, reader, send_tensor, recv_tensor, op, 0):
             return None
         return self._run(verbs.REDUCE_SCATTER, send_tensor, recv_tensor, async_op, op)
@@ -226,7 +247,11 @@ class Collectives:
     def allgather(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, *, async_op: bool = False
     ) -> Handle | None:
-        """Every rank gets every rank's tensor, concatenated in ``recv_tensor``."""
+        """Every rank gets every rank's tensor, concatenated in rank order in ``recv_tensor``, which is overwritten.
+
+        ``recv_tensor`` has as many times the elements of ``send_tensor`` as there are ranks.
+        Dtypes, ``async_op`` and errors are as in :func:`allreduce`.
+        """
         if not async_op and self.raw.try_run(engine.ALL_GATHER, reader, send_tensor, recv_tensor, 0, 0):
             return None
         return self._run(verbs.ALL_GATHER, send_tensor, recv_tensor, async_op)
@@ -240,7 +265,11 @@ class Collectives:
     def gather(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, *, async_op: bool = False
     ) -> Handle | None:
-        """Rank ``dst`` gets every rank's tensor, concatenated in ``recv_tensor``; the others' is not written."""
+        """Rank ``dst`` gets every rank's tensor, concatenated in ``recv_tensor``; the others' is not written.
+
+        There it has as many times the elements of ``send_tensor`` as there are ranks.
+        Dtypes, ``async_op`` and errors are as in :func:`allreduce`.
+        """
         src: Operand | None
         src, root = _TENSORS.read(send_tensor, _NAMES[0]), self._peer(dst, "dst")
         room = None
@@ -265,7 +294,11 @@ class Collectives:
     def scatter(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, src: int, *, async_op: bool = False
     ) -> Handle | None:
-        """Rank r gets the r-th shard of rank ``src``'s ``send_tensor``; the others' is ignored."""
+        """Rank r gets the r-th shard of rank ``src``'s ``send_tensor``; the others' is ignored.
+
+        There it has as many times the elements of ``recv_tensor``, which is overwritten, as there are ranks.
+        Dtypes, ``async_op`` and errors are as in :func:`allreduce`.
+        """
         room, root = _TENSORS.write(recv_tensor, _NAMES[1]), self._peer(src, "src")
         held = room.nothing()
         if self.rank() == root:
@@ -284,7 +317,11 @@ class Collectives:
     def alltoall(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, *, async_op: bool = False
     ) -> Handle | None:
-        """Rank r gets the r-th shard of every rank's tensor, concatenated in rank order."""
+        """Rank r gets the r-th shard of every rank's tensor, concatenated in rank order in ``recv_tensor``.
+
+        Both tensors have one size on all ranks, a multiple of their number; ``recv_tensor`` is overwritten.
+        Dtypes, ``async_op`` and errors are as in :func:`allreduce`.
+        """
         if not async_op and self.raw.try_run(engine.ALL_TO_ALL, reader, send_tensor, recv_tensor, 0, 0):
             return None
         return self._run(verbs.ALL_TO_ALL, send_tensor, recv_tensor, async_op)

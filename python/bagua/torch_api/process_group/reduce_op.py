@@ -11,13 +11,21 @@ class ReduceOp(IntEnum):
     """The reduction of the elements of several ranks. The numbers are those of the original."""
 
     SUM = engine.OPS["sum"]
+    """The sum; not of bool."""
     PRODUCT = engine.OPS["product"]
+    """The product."""
     MIN = engine.OPS["min"]
+    """The least; not of complex numbers."""
     MAX = engine.OPS["max"]
+    """The greatest; not of complex numbers."""
     BOR = engine.OPS["bor"]
+    """Bitwise or; of integers and bool."""
     BAND = engine.OPS["band"]
+    """Bitwise and; of integers and bool."""
     BXOR = engine.OPS["bxor"]
+    """Bitwise exclusive or; of integers and bool."""
     AVG = engine.OPS["avg"]
+    """The mean; of floating-point and complex numbers."""
 
 
 _NAMES = {code: name for name, code in engine.DTYPES.items()}

@@ -1,0 +1,106 @@
+"""The parser of a command line: one line for what it refuses, and completion for shells."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from bagua import engine
+
+__all__ = ["SHELLS", "Parser", "completion"]
+
+#: Shells that `completion` knows.
+SHELLS = ("bash", "zsh", "fish")
+
+
+class Parser(argparse.ArgumentParser):
+    """As argparse's; `-V` shows the version, and an error is one line that names the help."""
+
+    def add_version(self) -> None:
+        """Adds `-V` and `--version`."""
+        self.add_argument("-V", "--version", action="version", version=f"{self.prog} {engine.version()}")
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """The options. SystemExit with code 2 for errors, and, with the help on stderr, without any argument."""
+        if not arguments:
+            self.exit(2, self.format_help())
+        return self.parse_args(arguments)
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with code 2."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def completion(shell: str, parsers: Sequence[argparse.ArgumentParser]) -> str:
+    """The script by which a shell of `SHELLS` completes the commands and options of these programs."""
+    if shell == "fish":
+        return "\n".join(line for parser in parsers for line in _fish(parser))
+    start = ["autoload -U +X bashcompinit && bashcompinit"] if shell == "zsh" else []
+    return "\n".join([*start, *(_bash(parser) for parser in parsers)])
+
+
+# Words before the one that is completed -> what may follow, for one program.
+_BASH = """_{prog}() {{
+    local words
+    case "${{COMP_WORDS[*]:1:COMP_CWORD-1}}" in
+{cases}
+    esac
+    COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _{prog} {prog}"""
+
+
+def _bash(parser: argparse.ArgumentParser) -> str:
+    cases = []
+    for path, each in _levels(parser):
+        words = [word for action in _actions(each) for word in (*_options(action), *_choices(action))]
+        cases.append(f'        "{" ".join(path)}"*) words="{" ".join(words)}" ;;')
+    # The longest first: the first one that fits counts.
+    return _BASH.format(prog=parser.prog, cases="\n".join(reversed(cases)))
+
+
+def _fish(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for path, each in _levels(parser):
+        below = [word for action in _actions(each) for word in _choices(action)]
+        seen = [f"__fish_seen_subcommand_from {word}" for word in path]
+        if path and below:
+            seen.append(f"not __fish_seen_subcommand_from {' '.join(below)}")
+        condition = "; and ".join(seen) or "__fish_use_subcommand"
+        start = f"complete -c {parser.prog} -n {shlex.quote(condition)}"
+        for action in _actions(each):
+            words = [f"-{'s' if len(word) == 2 else 'l'} {word.lstrip('-')}" for word in _options(action)]
+            if words:
+                yield f"{start} {' '.join(words)} -d {shlex.quote(action.help or '')}"
+            for word, help_ in _choices(action).items():
+                yield f"{start} -f -a {word} -d {shlex.quote(help_)}"
+
+
+def _levels(
+    parser: argparse.ArgumentParser, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
+    """A parser and those of its commands, with the words that lead to each."""
+    yield path, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, below in action.choices.items():
+                yield from _levels(below, (*path, word))
+
+
+def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [action for action in parser._actions if action.help != argparse.SUPPRESS]
+
+
+def _options(action: argparse.Action) -> list[str]:
+    """The flags of an argument; of those that `flags.both` makes the one with dashes."""
+    flags = action.option_strings
+    return [flag for flag in flags if "_" not in flag or flag.replace("_", "-") not in flags]
+
+
+def _choices(action: argparse.Action) -> dict[str, str]:
+    """The words that an argument without a flag may be, with their help."""
+    if isinstance(action, argparse._SubParsersAction):
+        helps: Any = {each.dest: each.help for each in action._choices_actions}
+        return {word: helps.get(word) or "" for word in action.choices}
+    return {} if action.option_strings else {str(word): "" for word in action.choices or ()}
