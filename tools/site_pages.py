@@ -34,18 +34,18 @@ def slug(heading: str, separator: str) -> str:
 
 
 def on_config(config: Any) -> Any:
-    """Adds the reference to the navigation, and GitHub's anchors."""
+    """Adds the modules to the navigation's reference, and GitHub's anchors."""
     config.mdx_configs.setdefault("toc", {})["slugify"] = slug
-    config.nav.append({"Reference": [{head: [_page(m) for m in modules]} for head, modules in PUBLIC.items()]})
+    pages = next(part["Reference"] for part in config.nav if "Reference" in part)
+    pages += [{f"API: {head}": [{m: _page(m)} for m in modules]} for head, modules in PUBLIC.items()]
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the front page, the reference, and every file of the repository that a page links to."""
+    """Adds the pages of the modules, and every file of the repository that a page links to."""
     for module, names in public_modules().items():
         files.append(File.generated(config, _page(module), content=reference(module, names)))
-    files.append(File.generated(config, "index.md", content=(ROOT / "README.md").read_text(encoding="utf-8")))
-    waiting = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    waiting = [*(ROOT / "docs").rglob("*.md")]
     done = set(waiting)
     while waiting:
         document = waiting.pop()
@@ -98,21 +98,17 @@ def reference(module: str, names: list[str]) -> str:
 
 
 def _page(module: str) -> str:
-    return f"reference/{module}.md"
+    return f"api/{module}.md"
 
 
 def _in_site(path: Path) -> str:
     """Where a file of the repository is in the site."""
     inside = path.relative_to(ROOT).as_posix()
-    if inside == "README.md":
-        return "index.md"
     return inside.removeprefix("docs/") if inside.startswith("docs/") else f"{_ELSEWHERE}/{inside}"
 
 
 def _in_repository(uri: str) -> Path | None:
-    """The file of the repository that a page is made of; None for the reference."""
-    if uri.startswith("reference/"):
+    """The file of the repository that a page is made of; None for the page of a module."""
+    if uri.startswith("api/"):
         return None
-    if uri == "index.md":
-        return ROOT / "README.md"
     return ROOT / (uri.removeprefix(f"{_ELSEWHERE}/") if uri.startswith(_ELSEWHERE) else f"docs/{uri}")

@@ -17,7 +17,14 @@ from tests import forks
 from tools.blocks import python_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+DOCUMENTS = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"),
+        *(ROOT / "tests" / "distributed").glob("*.md"),
+    ]
+)
 BLOCKS = [(document, *block) for document in DOCUMENTS for block in python_blocks(document)]
 DEADLINE_S = 150
 
@@ -106,18 +113,18 @@ def test_every_link_leads_to_a_file_and_a_heading(document: Path) -> None:
 def test_every_environment_variable_that_is_read_is_documented() -> None:
     sources = [path.read_text() for path in (ROOT / "python" / "bagua").rglob("*.py")]
     read = {name for source in sources for name in re.findall(r"[\"'](BAGUA_[A-Z_]+)[\"']", source)}
-    documented = set(re.findall(r"`(BAGUA_[A-Z_]+)`", (ROOT / "docs" / "configuration.md").read_text()))
+    documented = set(re.findall(r"`(BAGUA_[A-Z_]+)`", (ROOT / "docs" / "reference" / "configuration.md").read_text()))
     assert read == documented
 
 
 def test_every_error_class_is_documented() -> None:
     classes = {name for name in bagua.errors.__all__ if issubclass(getattr(bagua.errors, name), bagua.BaguaError)}
-    documented = set(re.findall(r"`(?:bagua\.)?(\w+Error)`", (ROOT / "docs" / "errors.md").read_text()))
+    documented = set(re.findall(r"`(?:bagua\.)?(\w+Error)`", (ROOT / "docs" / "reference" / "errors.md").read_text()))
     assert classes - documented == set()
 
 
 def test_every_file_that_the_architecture_names_exists() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (ROOT / "docs" / "explain" / "architecture.md").read_text()
     named = set(
         re.findall(r"\b((?:rust|python|tests|tools|examples|benchmarks|docs)/[\w/.-]+\.(?:rs|py|pyi|md))\b", text)
     )

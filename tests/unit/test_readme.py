@@ -45,7 +45,7 @@ def test_make_help_explains_every_target() -> None:
 
 def test_every_make_target_that_a_document_names_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]:
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]:
         named = {
             word
             for words in re.findall(r"`(?:\w+=\S+ )*make ([a-z -]+)`", document.read_text())
