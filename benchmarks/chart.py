@@ -1,4 +1,4 @@
-"""Draws the chart of the README from a record of bandwidth.py: milliseconds of a step by algorithm and rate, beside DDP.
+"""Draws the chart of the README from a record of bandwidth.py: milliseconds of a step by algorithm and rate.
 
 .venv/bin/python benchmarks/chart.py [RECORD.csv]
 """

@@ -1,6 +1,6 @@
 """Each training of the table by each front end leaves the weights, buffers and gradients of torch's on gloo.
 
-Bit for bit with two ranks. The points are those of tests/distributed/ddp_parity.md; Lightning's column is in test_lightning.py.
+Bit for bit with two ranks. The points are those of ddp_parity.md; Lightning's column is in test_lightning.py.
 """
 
 from __future__ import annotations

@@ -130,3 +130,20 @@ def test_every_file_that_the_architecture_names_exists() -> None:
     )
     assert named, "the map names no files"
     assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
+def test_the_script_of_the_guide_from_bagua_is_the_example() -> None:
+    ((_, marks, code),) = python_blocks(ROOT / "docs" / "how-to" / "from_bagua_0_9.md")
+    assert {"runnable", "ranks=2"} <= marks
+    assert (ROOT / "examples" / "bagua_0_9.py").read_text().endswith('"""\n\n' + code)
+
+
+PAGES = sorted(page for page in (ROOT / "docs").glob("*/*.md") if page.parent.name != "assets")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_page_opens_with_who_needs_it(page: Path) -> None:
+    title, blank, first, *_ = page.read_text().splitlines()
+    assert title.startswith("# ")
+    assert blank == ""
+    assert first.startswith(("Read this if ", "For ")), first
