@@ -85,6 +85,7 @@ INTERNAL = (
     "bagua.engine",
     "bagua.handle",
     "bagua.init",
+    "bagua.joining",
     "bagua.launcher",
     "bagua.lifecycle",
     "bagua.lightning.*",

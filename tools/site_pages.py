@@ -89,7 +89,8 @@ def linked_files(document: Path) -> Iterable[Path]:
 def reference(module: str, names: list[str]) -> str:
     """The page of a module: what it says of itself, and an entry for each public name."""
     lines = [f"::: {module}", "    options:", "      members: false", "      heading_level: 1", ""]
-    for name in names:
+    # Functions, then classes, then errors: not the order of their first letters' codes.
+    for name in sorted(names, key=lambda name: (name.endswith("Error"), name[:1].isupper(), name)):
         dotted = f"{module}.{name}"
         # Modules have pages of their own: here only their first words.
         extra = ["    options:", "      members: false"] if is_module(dotted) else []
