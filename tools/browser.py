@@ -102,9 +102,8 @@ class Browser:
 
     def show(self, width: int, height: int, scheme: str) -> None:
         """The size of the window in pixels, and what the reader prefers: "light" or "dark"."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
-        )
+        # Not as a telephone, which would zoom out where a page is too wide.
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def open(self, address: str) -> None:

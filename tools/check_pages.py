@@ -45,8 +45,8 @@ _BRIGHTNESS = """(() => {
 _RESULTS = "document.querySelectorAll('[data-md-component=search-result] .md-search-result__item').length"
 
 
-def problems(site: Path, browser: Browser) -> Iterator[str]:
-    """What a reader would see that is wrong."""
+def looks(site: Path, browser: Browser) -> Iterator[str]:
+    """The pages that are too wide, or not as bright as the reader prefers."""
     pages = [path for path in sorted(site.rglob("*.html")) if path.name != "404.html"]
     for path in pages:
         name = path.relative_to(site)
@@ -59,6 +59,10 @@ def problems(site: Path, browser: Browser) -> Iterator[str]:
                 browser.show(width, height, scheme)
                 if (over := browser.evaluate(_OVERFLOW)) is not None:
                     yield f"{name}: at {width} pixels, {scheme}: wider than the window by {over}"
+
+
+def search(site: Path, browser: Browser) -> Iterator[str]:
+    """The words that the search does not find."""
     for width, height in WIDTHS.items():
         for words in SEARCHED:
             browser.show(width, height, "light")
@@ -109,7 +113,8 @@ def main() -> int:
         if arguments.pictures:
             pictures(arguments.site.resolve(), arguments.pictures, browser)
             return 0
-        wrong = list(problems(arguments.site.resolve(), browser))
+        site = arguments.site.resolve()
+        wrong = [*looks(site, browser), *search(site, browser)]
     print("\n".join(wrong) or "pages: ok")
     return 1 if wrong else 0
 

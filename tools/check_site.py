@@ -59,7 +59,7 @@ class Page(HTMLParser):
         self.links: list[str] = []
         #: The names that it documents.
         self.entries: list[Entry] = []
-        # The open `div`s: what each begins ("object", "signature", "contents", "children" or ""), and the entry that it is in.
+        # The open `div`s: what each begins ("signature", "contents", "children" or ""), and the entry that it is in.
         self._open: list[tuple[str, Entry | None]] = []
         self.feed(text)
 
@@ -120,7 +120,7 @@ def is_foreign(address: str) -> bool:
 
 
 def problems(site: Path, modules: dict[str, list[str]], members: Iterable[str] = ()) -> Iterator[str]:
-    """What is wrong with the site, which has an entry for each module, each of its names, and each member of a class."""
+    """What is wrong with the site: it has an entry for each module, each of its names, and each of the members."""
     pages = {path: Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
     for path, page in pages.items():
         yield from (f"{path.relative_to(site)}: fetches {it}" for it in page.fetched if is_foreign(it))

@@ -1,7 +1,7 @@
 """An extension of griffe, which reads the package's sources for the site: adds what only the imported package knows.
 
-A function that another one makes at import has neither signature nor docstring in a source; a submodule hides a function
-of its name; and words in comments (`#: ...`) belong to the attribute below. The imported package is asked by
+A function that another one makes at import has neither signature nor docstring in a source; a submodule hides a
+function of its name; and words in comments (`#: ...`) belong to the attribute below. The imported package is asked by
 tools/runtime_api.py, in an environment with torch: the Python in the variable SITE_PYTHON, by default .venv's.
 """
 
@@ -37,7 +37,7 @@ def runtime() -> dict[str, dict[str, Any]]:
     return found
 
 
-class Runtime(griffe.Extension):
+class Runtime(griffe.Extension):  # type: ignore[misc]  # griffe is in the site's environment alone
     """Completes the package `bagua` once griffe has read it."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
@@ -87,9 +87,7 @@ def function(name: str, parent: Any, known: dict[str, Any], **where: Any) -> gri
     """A function that no source has under its name."""
     parameters = griffe.Parameters(
         *(
-            griffe.Parameter(
-                each["name"], annotation=each["type"], kind=KINDS[each["kind"]], default=defaulted(each)
-            )
+            griffe.Parameter(each["name"], annotation=each["type"], kind=KINDS[each["kind"]], default=defaulted(each))
             for each in known["parameters"] or ()
         )
     )

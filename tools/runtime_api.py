@@ -2,9 +2,9 @@
 
     python -m tools.runtime_api
 
-The documentation site is made from the sources. What a source does not say, because a function is made by another one at
-import, is taken from here: tools/griffe_runtime.py asks for it. A module that cannot be imported, as one whose package
-is not installed, is left out, and its reason is printed to stderr.
+The documentation site is made from the sources. What a source does not say, because a function is made by another one
+at import, is taken from here: tools/griffe_runtime.py asks for it. A module that cannot be imported, as one whose
+package is not installed, is left out, and its reason is printed to stderr.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def methods(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def described(value: Any) -> dict[str, Any]:
-    """The kind of the value, its parameters and its docstring; of a method without its own, that of the method it overrides."""
+    """The kind of the value, its parameters, and its docstring, which may be that of the method that it overrides."""
     words = inspect.getdoc(value)
     if isinstance(value, property):
         return {"kind": "property", "words": words}

@@ -22,7 +22,7 @@ from tools.public_names import PUBLIC, is_module, public_modules  # noqa: E402
 
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
 _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(<code>)")
-_FENCE = re.compile(r"^(```\w+) .*$", re.MULTILINE)
+_FENCE = re.compile(r"^(?P<fence>```\w+) (?:not run: (?P<reason>.*)|.*)$", re.MULTILINE)
 
 #: Where files of the repository outside docs/ are in the site.
 _ELSEWHERE = "repository"
@@ -70,7 +70,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         target = _in_site((source.parent / found["target"]).resolve())
         return posixpath.relpath(target, here or ".") + (found["anchor"] or "")
 
-    return _FENCE.sub(r"\1", _LINK.sub(lead, markdown))
+    return _FENCE.sub(_fence, _LINK.sub(lead, markdown))
+
+
+def _fence(found: re.Match[str]) -> str:
+    """The beginning of a block without the tests' marks, with a title where they do not run it."""
+    title = f' title="Not run by the tests: {found["reason"]}"' if found["reason"] else ""
+    return found["fence"] + title
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:

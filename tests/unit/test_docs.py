@@ -14,7 +14,7 @@ import pytest
 
 import bagua
 from tests import forks
-from tools.blocks import python_blocks
+from tools.blocks import python_blocks, reason
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
@@ -95,6 +95,14 @@ def test_every_python_block_is_python(code: str) -> None:
     compile(code, "block", "exec")
 
 
+@pytest.mark.parametrize(
+    ("path", "line", "marks"),
+    [pytest.param(path, line, marks, id=f"{path.relative_to(ROOT)}:{line}") for path, line, marks, _ in BLOCKS],
+)
+def test_every_python_block_runs_or_says_why_not(path: Path, line: int, marks: frozenset[str]) -> None:
+    assert reason(marks, path, line) != ""
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_link_leads_to_a_file_and_a_heading(document: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
@@ -147,3 +155,8 @@ def test_a_page_opens_with_who_needs_it(page: Path) -> None:
     assert title.startswith("# ")
     assert blank == ""
     assert first.startswith(("Read this if ", "For ")), first
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "how-to").glob("*.md")), ids=lambda path: path.name)
+def test_a_how_to_begins_with_the_doctor(page: Path) -> None:
+    assert "`bagua doctor`" in page.read_text() or "bagua doctor`" in page.read_text().partition("\n## ")[0]
