@@ -64,6 +64,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     source = _in_repository(page.file.src_uri)
     if source is None:
         return markdown
+    # The search lists the pages of docs/ above those of modules, and those above the history.
+    page.meta.setdefault("search", {"boost": 0.3 if page.file.src_uri.startswith(_ELSEWHERE) else 3})
     here = posixpath.dirname(page.file.src_uri)
 
     def lead(found: re.Match[str]) -> str:
