@@ -62,10 +62,11 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Makes links lead to where the files are in the site, and takes the tests' marks off the fences."""
     source = _in_repository(page.file.src_uri)
+    # The search lists the pages of docs/ above the others.
+    elsewhere = source is None or page.file.src_uri.startswith(_ELSEWHERE)
+    page.meta.setdefault("search", {"boost": 0.2 if elsewhere else 3})
     if source is None:
         return markdown
-    # The search lists the pages of docs/ above those of modules, and those above the history.
-    page.meta.setdefault("search", {"boost": 0.3 if page.file.src_uri.startswith(_ELSEWHERE) else 3})
     here = posixpath.dirname(page.file.src_uri)
 
     def lead(found: re.Match[str]) -> str:
