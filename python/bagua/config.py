@@ -110,7 +110,7 @@ class Variable(NamedTuple):
     read: Callable[[], object]
 
 
-#: Every such variable by its name: docs/reference/configuration.md as a table.
+#: Every such variable by its name: the page "Settings" as a table.
 VARIABLES: dict[str, Variable] = {}
 
 T = TypeVar("T")

@@ -124,7 +124,7 @@ def _settings(problems: _Problems) -> dict[str, Any]:
             try:
                 variable.read()
             except ValueError as error:
-                problems.add(name, error, f"unset {name} or give it a value that docs/reference/configuration.md allows")
+                problems.add(name, error, f"unset {name} or give it a value that docs/configuration.md allows")
         if name == config.SECRET and value is not None:
             value = "(not shown)"
         found[name] = {"value": value, "source": source}
@@ -138,7 +138,7 @@ def _place(problems: _Problems) -> launcher.RankInfo | None:
         if place.world_size > 1:
             launcher.master()
     except (ValueError, BaguaError) as error:
-        problems.add("launcher", error, "start the ranks with one launcher, or set what is missing: docs/reference/launchers.md")
+        problems.add("launcher", error, "start the ranks with one launcher, or set what is missing: docs/launchers.md")
         return None
     return place
 

@@ -65,7 +65,7 @@ def _parse(parser: argparse.ArgumentParser, which: str, given: Sequence[str]) ->
         # As in the original, also on one node.
         parser.set_defaults(master_port=29500)
     else:
-        parser.epilog = "--keep-going starts another runner, of elastic jobs: docs/how-to/elastic_jobs.md"
+        parser.epilog = "--keep-going starts another runner, of elastic jobs: docs/elastic.md"
         parser.add_argument(
             *flags.both("use_env"), action="store_true", default=True, help="the default: LOCAL_RANK is a variable"
         )

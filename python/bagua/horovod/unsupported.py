@@ -13,7 +13,7 @@ class _Elastic:
             raise AttributeError(name)
         raise NotImplementedError(
             f"hvd.elastic.{name} does not exist here: use bagua.torch_api.rebuild() after a rank is lost, or the "
-            "elastic jobs of python -m bagua.distributed.run --keep-going (docs/how-to/elastic_jobs.md)"
+            "elastic jobs of python -m bagua.distributed.run --keep-going"
         )
 
 
@@ -42,7 +42,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:
     """NotImplementedError."""
     raise NotImplementedError(
         "the timeline does not exist here: use `bagua top` and bagua.stats() for times, and the flight recorder of "
-        "`bagua trace` for the order of operations (docs/reference/commands.md, docs/reference/flight_recorder.md)"
+        "`bagua trace` for the order of operations"
     )
 
 
