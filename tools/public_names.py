@@ -85,7 +85,6 @@ INTERNAL = (
     "bagua.engine",
     "bagua.handle",
     "bagua.init",
-    "bagua.joining",
     "bagua.launcher",
     "bagua.lifecycle",
     "bagua.lightning.*",
