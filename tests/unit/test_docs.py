@@ -146,6 +146,23 @@ def test_the_script_of_the_guide_from_bagua_is_the_example() -> None:
     assert (ROOT / "examples" / "bagua_0_9.py").read_text().endswith('"""\n\n' + code)
 
 
+@pytest.mark.slow
+def test_diloco_by_hand_and_as_an_algorithm_end_with_the_same_weights(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed: make setup")
+    page = ROOT / "docs" / "how-to" / "from_hivemind.md"
+    codes = [code for _, marks, code in python_blocks(page) if "runnable" in marks]
+    ends = []
+    for number, code in enumerate(codes):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        shown = "".join(run_ranks(code, 2, folder))
+        first, second = [float(value) for value in re.findall(r"weights (-?[\d.]+)", shown)]
+        assert first == second
+        ends.append(first)
+    by_hand, algorithm = ends
+    assert by_hand == pytest.approx(algorithm, rel=1e-5)
+
+
 PAGES = sorted(page for page in (ROOT / "docs").glob("*/*.md") if page.parent.name != "assets")
 
 
