@@ -119,7 +119,7 @@ def median(values: list[float | None]) -> float:
 
 
 def levels(torch: Any, low: Any, high: Any) -> tuple[Any, Any, Any]:
-    """Scale, upper and lower level of chunks (docs/codecs.md)."""
+    """Scale, upper and lower level of chunks (docs/reference/codecs.md)."""
     low, high = low.float(), high.float()
     scale = 255.0 / (high - low + 1e-7)
     upper = torch.round(high * scale)

@@ -22,7 +22,7 @@ from tools.public_names import PUBLIC, is_module, public_modules  # noqa: E402
 
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
 _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(<code>)")
-_FENCE = re.compile(r"^(```\w+) .*$", re.MULTILINE)
+_FENCE = re.compile(r"^(?P<fence>```\w+) (?:not run: (?P<reason>.*)|.*)$", re.MULTILINE)
 
 #: Where files of the repository outside docs/ are in the site.
 _ELSEWHERE = "repository"
@@ -34,18 +34,18 @@ def slug(heading: str, separator: str) -> str:
 
 
 def on_config(config: Any) -> Any:
-    """Adds the reference to the navigation, and GitHub's anchors."""
+    """Adds the modules to the navigation's reference, and GitHub's anchors."""
     config.mdx_configs.setdefault("toc", {})["slugify"] = slug
-    config.nav.append({"Reference": [{head: [_page(m) for m in modules]} for head, modules in PUBLIC.items()]})
+    pages = next(part["Reference"] for part in config.nav if "Reference" in part)
+    pages += [{f"API: {head}": [{m: _page(m)} for m in modules]} for head, modules in PUBLIC.items()]
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the front page, the reference, and every file of the repository that a page links to."""
+    """Adds the pages of the modules, and every file of the repository that a page links to."""
     for module, names in public_modules().items():
         files.append(File.generated(config, _page(module), content=reference(module, names)))
-    files.append(File.generated(config, "index.md", content=(ROOT / "README.md").read_text(encoding="utf-8")))
-    waiting = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    waiting = [*(ROOT / "docs").rglob("*.md")]
     done = set(waiting)
     while waiting:
         document = waiting.pop()
@@ -62,6 +62,9 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Makes links lead to where the files are in the site, and takes the tests' marks off the fences."""
     source = _in_repository(page.file.src_uri)
+    # The search lists the pages of docs/ above the others.
+    elsewhere = source is None or page.file.src_uri.startswith(_ELSEWHERE)
+    page.meta.setdefault("search", {"boost": 0.2 if elsewhere else 3})
     if source is None:
         return markdown
     here = posixpath.dirname(page.file.src_uri)
@@ -70,7 +73,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         target = _in_site((source.parent / found["target"]).resolve())
         return posixpath.relpath(target, here or ".") + (found["anchor"] or "")
 
-    return _FENCE.sub(r"\1", _LINK.sub(lead, markdown))
+    return _FENCE.sub(_fence, _LINK.sub(lead, markdown))
+
+
+def _fence(found: re.Match[str]) -> str:
+    """The beginning of a block without the tests' marks, with a title where they do not run it."""
+    title = f' title="Not run by the tests: {found["reason"]}"' if found["reason"] else ""
+    return found["fence"] + title
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
@@ -89,7 +98,8 @@ def linked_files(document: Path) -> Iterable[Path]:
 def reference(module: str, names: list[str]) -> str:
     """The page of a module: what it says of itself, and an entry for each public name."""
     lines = [f"::: {module}", "    options:", "      members: false", "      heading_level: 1", ""]
-    for name in names:
+    # Functions, then classes, then errors: not the order of their first letters' codes.
+    for name in sorted(names, key=lambda name: (name.endswith("Error"), name[:1].isupper(), name)):
         dotted = f"{module}.{name}"
         # Modules have pages of their own: here only their first words.
         extra = ["    options:", "      members: false"] if is_module(dotted) else []
@@ -98,21 +108,17 @@ def reference(module: str, names: list[str]) -> str:
 
 
 def _page(module: str) -> str:
-    return f"reference/{module}.md"
+    return f"api/{module}.md"
 
 
 def _in_site(path: Path) -> str:
     """Where a file of the repository is in the site."""
     inside = path.relative_to(ROOT).as_posix()
-    if inside == "README.md":
-        return "index.md"
     return inside.removeprefix("docs/") if inside.startswith("docs/") else f"{_ELSEWHERE}/{inside}"
 
 
 def _in_repository(uri: str) -> Path | None:
-    """The file of the repository that a page is made of; None for the reference."""
-    if uri.startswith("reference/"):
+    """The file of the repository that a page is made of; None for the page of a module."""
+    if uri.startswith("api/"):
         return None
-    if uri == "index.md":
-        return ROOT / "README.md"
     return ROOT / (uri.removeprefix(f"{_ELSEWHERE}/") if uri.startswith(_ELSEWHERE) else f"docs/{uri}")

@@ -4,7 +4,7 @@
     data = codec.encode(x)
     codec.decode(data, y)
 
-The formats and the errors of all codecs are in docs/codecs.md.
+The formats and the errors of all codecs are in the page "Codecs".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Every verb checks its arguments before anything is sent, works in place where th
 writable and contiguous, writes to `out=` otherwise, and returns the array that holds the result. With `async_op=True`
 it returns a `Handle` instead; until that is done, the arrays must not be touched.
 
-Arrays may be on a CUDA device (docs/cuda.md). `stream` is a CUstream as an integer, by DLPack's numbers; None is the
+Arrays may be on a CUDA device (the page "CUDA"). `stream` is a CUstream as an integer, by DLPack's numbers; None is the
 legacy stream. The verb begins after the work that the stream has, and work that it gets afterwards sees the result.
 """
 

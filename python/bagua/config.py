@@ -112,7 +112,7 @@ class Variable(NamedTuple):
     read: Callable[[], object]
 
 
-#: Every such variable by its name: docs/configuration.md as a table.
+#: Every such variable by its name: the page "Settings" as a table.
 VARIABLES: dict[str, Variable] = {}
 
 #: The beginning of their names.

@@ -27,7 +27,7 @@ def init(
 ) -> group.Group:
     """Joins this process to the others and makes the group the default one.
 
-    `rank` and `world_size` default to what the launcher says (docs/launchers.md): RANK and WORLD_SIZE, or the variables
+    `rank` and `world_size` default to what the launcher says (page "Launchers"): RANK and WORLD_SIZE, or the variables
     of Slurm, OpenMPI, MPICH and Intel MPI; to a world of one without them. `init_method` says how the ranks find each
     other: "env://" by MASTER_ADDR and MASTER_PORT, which a Slurm step need not set, "tcp://host:port" by a small server
     that rank 0 runs there, "file://path" by files on a file system that all of them see (a new path for each group).

@@ -6,7 +6,7 @@ import re
 
 __all__ = ["OLDEST", "require", "too_old"]
 
-#: The oldest release of torch that is supported: docs/configuration.md says why.
+#: The oldest release of torch that is supported: the page "Settings" says why.
 OLDEST = (2, 5)
 
 

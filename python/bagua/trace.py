@@ -101,7 +101,7 @@ def newest_job(folders: Iterable[str]) -> list[Path]:
 
 
 def _jobs(files: Iterable[tuple[Path, Record]]) -> list[list[tuple[Path, Record]]]:
-    """The files of each job: those with an identity in common, also by way of other files."""
+    """The files of each job: those with an identity in common, also through other files."""
     jobs: list[tuple[set[str], list[tuple[Path, Record]]]] = []
     for path, record in files:
         names, members = set(record.jobs), [(path, record)]

@@ -31,7 +31,7 @@ IFF_TUN_NO_PI = 0x1001
 MTU = 9000
 #: Seconds of packets that wait before a line of limited rate; what comes then is dropped, as by any router.
 QUEUE_S = 0.1
-#: Begin of the header of a message between ranks (docs/architecture.md).
+#: Begin of the header of a message between ranks (docs/reference/wire.md).
 MAGIC = b"BGW2"
 #: Longer than any single write to a TUN device can wait for.
 _FOREVER = 3600.0

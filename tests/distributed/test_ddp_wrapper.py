@@ -1,4 +1,4 @@
-"""The wrapper's own promises beside those of docs/ddp_parity.md, and an all_reduce with gradients, on three ranks."""
+"""The wrapper's own promises beside those of ddp_parity.md, and an all_reduce with gradients, on three ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric with Bagua's strategies: the checks of docs/lightning.md, on two ranks."""
+"""Lightning's Trainer and Fabric with Bagua's strategies: the checks of lightning_checks.md, on two ranks."""
 
 from __future__ import annotations
 

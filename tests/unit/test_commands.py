@@ -186,7 +186,7 @@ def test_the_secret_is_not_shown() -> None:
 
 
 def test_every_documented_variable_is_examined_with_its_documented_default() -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text()
+    text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     assert set(VARIABLES) == set(re.findall(r"`(BAGUA_[A-Z_]+)`", text))
     for name, default in re.findall(r"^\| `(BAGUA_[A-Z_]+)` \| ([^|]*) \|", text, re.MULTILINE):
         if name != "BAGUA_TRACE_DIR":

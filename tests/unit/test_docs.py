@@ -14,10 +14,17 @@ import pytest
 
 import bagua
 from tests import forks
-from tools.blocks import python_blocks
+from tools.blocks import python_blocks, reason
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+DOCUMENTS = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"),
+        *(ROOT / "tests" / "distributed").glob("*.md"),
+    ]
+)
 BLOCKS = [(document, *block) for document in DOCUMENTS for block in python_blocks(document)]
 DEADLINE_S = 150
 
@@ -88,6 +95,14 @@ def test_every_python_block_is_python(code: str) -> None:
     compile(code, "block", "exec")
 
 
+@pytest.mark.parametrize(
+    ("path", "line", "marks"),
+    [pytest.param(path, line, marks, id=f"{path.relative_to(ROOT)}:{line}") for path, line, marks, _ in BLOCKS],
+)
+def test_every_python_block_runs_or_says_why_not(path: Path, line: int, marks: frozenset[str]) -> None:
+    assert reason(marks, path, line) != ""
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_link_leads_to_a_file_and_a_heading(document: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
@@ -106,20 +121,59 @@ def test_every_link_leads_to_a_file_and_a_heading(document: Path) -> None:
 def test_every_environment_variable_that_is_read_is_documented() -> None:
     sources = [path.read_text() for path in (ROOT / "python" / "bagua").rglob("*.py")]
     read = {name for source in sources for name in re.findall(r"[\"'](BAGUA_[A-Z_]+)[\"']", source)}
-    documented = set(re.findall(r"`(BAGUA_[A-Z_]+)`", (ROOT / "docs" / "configuration.md").read_text()))
+    documented = set(re.findall(r"`(BAGUA_[A-Z_]+)`", (ROOT / "docs" / "reference" / "configuration.md").read_text()))
     assert read == documented
 
 
 def test_every_error_class_is_documented() -> None:
     classes = {name for name in bagua.errors.__all__ if issubclass(getattr(bagua.errors, name), bagua.BaguaError)}
-    documented = set(re.findall(r"`(?:bagua\.)?(\w+Error)`", (ROOT / "docs" / "errors.md").read_text()))
+    documented = set(re.findall(r"`(?:bagua\.)?(\w+Error)`", (ROOT / "docs" / "reference" / "errors.md").read_text()))
     assert classes - documented == set()
 
 
 def test_every_file_that_the_architecture_names_exists() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (ROOT / "docs" / "explain" / "architecture.md").read_text()
     named = set(
         re.findall(r"\b((?:rust|python|tests|tools|examples|benchmarks|docs)/[\w/.-]+\.(?:rs|py|pyi|md))\b", text)
     )
     assert named, "the map names no files"
     assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
+def test_the_script_of_the_guide_from_bagua_is_the_example() -> None:
+    ((_, marks, code),) = python_blocks(ROOT / "docs" / "how-to" / "from_bagua_0_9.md")
+    assert {"runnable", "ranks=2"} <= marks
+    assert (ROOT / "examples" / "bagua_0_9.py").read_text().endswith('"""\n\n' + code)
+
+
+@pytest.mark.slow
+def test_diloco_by_hand_and_as_an_algorithm_end_with_the_same_weights(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed: make setup")
+    page = ROOT / "docs" / "how-to" / "from_hivemind.md"
+    codes = [code for _, marks, code in python_blocks(page) if "runnable" in marks]
+    ends = []
+    for number, code in enumerate(codes):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        shown = "".join(run_ranks(code, 2, folder))
+        first, second = [float(value) for value in re.findall(r"weights (-?[\d.]+)", shown)]
+        assert first == second
+        ends.append(first)
+    by_hand, algorithm = ends
+    assert by_hand == pytest.approx(algorithm, rel=1e-5)
+
+
+PAGES = sorted(page for page in (ROOT / "docs").glob("*/*.md") if page.parent.name != "assets")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_page_opens_with_who_needs_it(page: Path) -> None:
+    title, blank, first, *_ = page.read_text().splitlines()
+    assert title.startswith("# ")
+    assert blank == ""
+    assert first.startswith(("Read this if ", "For ")), first
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "how-to").glob("*.md")), ids=lambda path: path.name)
+def test_a_how_to_begins_with_the_doctor(page: Path) -> None:
+    assert "`bagua doctor`" in page.read_text() or "bagua doctor`" in page.read_text().partition("\n## ")[0]

@@ -23,8 +23,11 @@ __all__ = [
     "SparsifiedAggregation",
 ]
 
+#: The operation that divides the sum by the number of ranks.
 AVG_WORLD = "avg_world"
+#: The operation that divides the sum by `denom`, which the caller passes.
 AVG_CUSTOM = "avg_custom"
+#: The operations by which mlbench-core averages.
 ALLREDUCE_AGGREGATION_OPS = [AVG_WORLD, AVG_CUSTOM]
 
 _Kind = Literal["avg_world", "avg_custom", "sum", "min", "max"]

@@ -4,7 +4,8 @@
 
     torch.distributed.init_process_group("bagua")
 
-Rank, world size and store come from torch alone. docs/torch_distributed.md has what works, and what differs from gloo.
+Rank, world size and store come from torch alone. The page "torch.distributed" has what works, and what
+differs from gloo.
 """
 
 from bagua.torch_needed import require

@@ -17,6 +17,7 @@ class _Elastic:
         )
 
 
+#: `horovod.torch.elastic` does not exist here: each of its names raises NotImplementedError.
 elastic = _Elastic()
 
 

@@ -8,7 +8,7 @@
 Lightning has two names with classes of their own: `lightning`, and `pytorch_lightning` with `lightning_fabric`.
 Importing this registers the strategies "bagua", "bagua_spawn", "bagua_fork" and "bagua_notebook" in those that are
 installed. The classes here are those of `lightning` if it is installed, else those of `pytorch_lightning`;
-`strategies()` returns those of either. docs/lightning.md has more.
+`strategies()` returns those of either. The page "Train with Lightning or Fabric" has more.
 """
 
 from __future__ import annotations

@@ -20,14 +20,14 @@ class BaguaEnvironment(EnvironmentMethods, ClusterEnvironment):  # type: ignore[
 
 
 class BaguaStrategy(StrategyMethods, DDPStrategy):  # type: ignore[misc]
-    """One of Bagua's algorithms for the Trainer; docs/lightning.md has the arguments."""
+    """One of Bagua's algorithms for the Trainer; the page "Train with Lightning or Fabric" has the arguments."""
 
     _misconfigured = MisconfigurationException
     _environment = BaguaEnvironment
 
 
 class FabricBaguaStrategy(FabricStrategyMethods, FabricDDPStrategy):  # type: ignore[misc]
-    """One of Bagua's algorithms for Fabric; docs/lightning.md has the arguments."""
+    """One of Bagua's algorithms for Fabric; the page "Train with Lightning or Fabric" has the arguments."""
 
     _misconfigured = MisconfigurationException
     _environment = BaguaEnvironment

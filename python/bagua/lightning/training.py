@@ -17,7 +17,7 @@ __all__ = ["StrategyMethods"]
 class StrategyMethods(CommonMethods):
     """Trains a LightningModule on several ranks with one of Bagua's algorithms, on the CPU.
 
-    ``algorithm``: its name (docs/algorithms.md), with its options as further keyword arguments, or an ``Algorithm``.
+    ``algorithm``: its name (the page "Algorithms"), with its options as further keyword arguments, or an ``Algorithm``.
     ``flatten``: gradients are views of their buckets' memory. ``find_unused_parameters``: parameters that take no part
     in a step are not an error. ``broadcast_buffers``: rank 0's buffers before each training forward. ``bucket_size``:
     bytes that are communicated at once (default: the environment's). The other arguments are those of ``DDPStrategy``;

@@ -203,14 +203,14 @@ def init_process_group(
 ) -> None:
     """Joins the job as one of its ranks.
 
-    Rank and world size come from the launcher (docs/launchers.md); arguments win, and RANK, WORLD_SIZE, LOCAL_RANK and
+    Rank and world size come from the launcher (page "Launchers"); arguments win, and RANK, WORLD_SIZE, LOCAL_RANK and
     LOCAL_WORLD_SIZE are written back to the environment.
     With a ``store``, ``rank``, ``world_size`` and ``local_world_size`` are required. Initialises torch.distributed with
     gloo unless it is initialised already; where its backend is "bagua", takes its group.
 
     ``elastic``, else ``BAGUA_ELASTIC``, makes the job an elastic one: the address book ``file:///directory`` that all
     ranks see, or ``tcp://host:port``, by which the ranks find each other. With ``store`` it is a ValueError.
-    torch.distributed is neither initialised nor used then. See ``docs/elastic.md``.
+    torch.distributed is neither initialised nor used then. The page "Elastic jobs" has more.
 
     RuntimeError when there is a group already; BaguaTimeoutError, which names the missing ranks, after
     ``BAGUA_TIMEOUT`` seconds.

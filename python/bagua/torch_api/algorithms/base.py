@@ -348,4 +348,5 @@ class _Registry(dict[str, dict[str, Any]]):
         return f"Registered Algorithms: {', '.join(self)}"
 
 
+#: The algorithms by their names: `register` adds one, `Algorithm.init` makes one.
 GlobalAlgorithmRegistry = _Registry()

@@ -1,6 +1,6 @@
 """ByteGrad: gradients are averaged through a codec, eight bits per element by default.
 
-Source: the original Bagua's ByteGrad (Gan et al., VLDB 2021, arXiv:2107.01499). ``docs/algorithms.md`` has the formula.
+Source: the original Bagua's ByteGrad (Gan et al., VLDB 2021, arXiv:2107.01499). The page "Algorithms" has the formula.
 """
 
 from __future__ import annotations

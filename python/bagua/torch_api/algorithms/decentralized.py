@@ -3,7 +3,7 @@
 Sources: Lian et al., NeurIPS 2017 (arXiv:1705.09056) for decentralized SGD, whose average runs beside forward and
 backward; the exponential graphs are those of Assran et al., ICML 2019 (arXiv:1811.10792) and Ying et al., NeurIPS 2021
 (arXiv:2110.13363). The compressed ring is DCD-PSGD of Tang et al., NeurIPS 2018 (arXiv:1803.06443), as in the original
-Bagua (Gan et al., VLDB 2021, arXiv:2107.01499). ``docs/algorithms.md`` has the formulas.
+Bagua (Gan et al., VLDB 2021, arXiv:2107.01499). The page "Algorithms" has the formulas.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .base import (
     tensors_of_buckets,
 )
 
-#: Whose weights a member averages with its own; ``docs/algorithms.md`` has the sets.
+#: Whose weights a member averages with its own; the page "Algorithms" has the sets.
 PEER_SELECTION_MODES = tuple(engine.PEER_SELECTION_MODES)
 
 

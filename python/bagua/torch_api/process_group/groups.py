@@ -115,8 +115,10 @@ class NonMember:
         return obj
 
 
+#: The communicator of a rank that is not in the group.
 NON_COMM_MEMBER = NonMember()
 
+#: What a group has for its ranks and for others.
 AnyCommunicator = Communicator | NonMember
 
 

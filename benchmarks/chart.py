@@ -1,0 +1,113 @@
+"""Draws the chart of the README from a record of bandwidth.py: milliseconds of a step by algorithm and rate.
+
+.venv/bin/python benchmarks/chart.py [RECORD.csv]
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "benchmarks" / "record" / "bandwidth-2026-11-22-a9c43cb.csv"
+CHART = ROOT / "docs" / "images" / "bandwidth.svg"
+
+#: What is shown, top to bottom: the contender of the record, and its label. The first three are torch's.
+SHOWN = (
+    ("ddp", "DDP, gloo"),
+    ("ddp-bf16", "DDP, bf16 hook"),
+    ("ddp-powersgd", "DDP, PowerSGD hook"),
+    ("gradient_allreduce", "gradient_allreduce"),
+    ("bytegrad", "bytegrad"),
+    ("bytegrad-onebit", "bytegrad, onebit"),
+    ("powersgd", "powersgd"),
+    ("local_sgd", "local_sgd, 8 steps"),
+    ("diloco", "diloco, 20 steps"),
+)
+TORCHS = 3
+RATES = {"1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
+
+#: Colours by their use: in a light page, in a dark page.
+COLOURS = {
+    "page": ("#ffffff", "#161b22"),
+    "ink": ("#1f2328", "#e6edf3"),
+    "rule": ("#d0d7de", "#30363d"),
+    "theirs": ("#8c959f", "#7d8590"),
+    "ours": ("#2563eb", "#60a5fa"),
+}
+
+
+def milliseconds(record: Path) -> dict[tuple[str, str], int]:
+    """(rate, contender) -> milliseconds of a step, rounded."""
+    with record.open(encoding="utf-8", newline="") as file:
+        return {(row["rate"], row["contender"]): int(float(row["step_s"]) * 1000 + 0.5) for row in csv.DictReader(file)}
+
+
+def draw(record: Path) -> str:
+    """The chart as SVG, whose colours follow the reader's choice of light or dark pages."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "bagua",
+            "font.family": "sans-serif",
+            "font.size": 11,
+            **dict.fromkeys(("text.color", "xtick.color", "ytick.color", "axes.titlecolor"), COLOURS["ink"][0]),
+        }
+    )
+    steps = milliseconds(record)
+    figure, panels = pyplot.subplots(1, len(RATES), figsize=(9.2, 3.9), facecolor=COLOURS["page"][0], sharey=True)
+    labels = [label for _, label in SHOWN]
+    for panel, (rate, title) in zip(panels, RATES.items(), strict=True):
+        values = [steps[rate, contender] for contender, _ in SHOWN]
+        colours = [COLOURS["theirs" if place < TORCHS else "ours"][0] for place in range(len(SHOWN))]
+        bars = panel.barh(labels, values, color=colours, height=0.7)
+        panel.bar_label(bars, labels=[f"{value} ms" for value in values], padding=4, color=COLOURS["ink"][0])
+        panel.set_title(title, loc="left", fontweight="bold", fontsize=12)
+        panel.set_xlim(0, max(values) * 1.22)
+        panel.set_facecolor(COLOURS["page"][0])
+        panel.tick_params(length=0)
+        panel.set_xticks([])
+        panel.spines[:].set_visible(False)
+        panel.axvline(0, color=COLOURS["rule"][0], linewidth=1)
+    panels[0].invert_yaxis()
+    figure.suptitle(
+        "A training step, 25 million parameters, two hosts (grey: torch, blue: Bagua); shorter is better",
+        x=0.012,
+        ha="left",
+        fontsize=12,
+    )
+    figure.tight_layout(rect=(0, 0, 1, 0.98))
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    pyplot.close(figure)
+    return themed(text.getvalue())
+
+
+def themed(svg: str) -> str:
+    """The same with variables in the place of colours, which a dark page gives other values."""
+    for name, (light, _) in COLOURS.items():
+        svg = svg.replace(light, f"var(--{name})")
+    light, dark = ("".join(f"--{name}: {pair[which]};" for name, pair in COLOURS.items()) for which in (0, 1))
+    style = f"<style>svg {{{light}}} @media (prefers-color-scheme: dark) {{svg {{{dark}}}}}</style>"
+    svg = re.sub(r"<\?xml.*?(?=<svg)", "", svg, flags=re.DOTALL)
+    return re.sub(r"(<svg[^>]*>)", rf"\1{style}", svg, count=1)
+
+
+def main() -> None:
+    """Writes the chart."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", nargs="?", type=Path, default=RECORD, help="a record of bandwidth.py")
+    arguments = parser.parse_args()
+    CHART.write_text(draw(arguments.record), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
