@@ -49,8 +49,9 @@ def with_bagua(
     what was there before; :func:`unwrap` ends it.
 
     ``module``: on the CPU or on one CUDA device; it is changed itself. ``optimizers``: all that change its parameters,
-    in a list; each rank keeps its own state of a ``ZeroRedundancyOptimizer``. ``algorithm``: one of ``bagua.torch_api.algorithms``, such as ``GradientAllReduceAlgorithm()``.
-    ``process_group``: the ranks that train together, of Bagua or torch.distributed; ``None`` is all ranks.
+    in a list; of a ``ZeroRedundancyOptimizer`` each rank keeps its own state. ``algorithm``: one of
+    ``bagua.torch_api.algorithms``, such as ``GradientAllReduceAlgorithm()``. ``process_group``: the ranks that train
+    together, of Bagua or torch.distributed; ``None`` is all ranks.
 
     With ``do_flatten`` a gradient is a view of its bucket's memory, which every backward overwrites: clone what must
     outlive ``zero_grad()``.
