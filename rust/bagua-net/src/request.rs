@@ -489,10 +489,11 @@ impl OpContext<'_> {
     /// The error for a peer (a group rank) that does something else.
     pub fn mismatch(&self, peer: usize, theirs: &dyn std::fmt::Display) -> Error {
         let label = if self.label.is_empty() { String::new() } else { format!(" in {}", self.label) };
+        let (ours, theirs) = (self.fingerprint.to_string(), theirs.to_string());
+        let apart = if ours == theirs { " in another group" } else { "" };
         Error::Mismatch(format!(
-            "rank {} does {}{label}, rank {} does {theirs}",
+            "rank {} does {ours}{label}, rank {} does {theirs}{apart}",
             self.health.world_rank(self.health.rank()),
-            self.fingerprint,
             self.health.world_rank(peer),
         ))
     }

@@ -265,6 +265,8 @@ impl std::fmt::Display for Fingerprint {
             write!(f, ", {name} {value}")?;
         }
         let hierarchical = if self.flags & flags::HIERARCHICAL == 0 { "" } else { ", hierarchical" };
-        write!(f, "{hierarchical} (lane {}, epoch {})", self.lane, self.epoch)
+        write!(f, "{hierarchical}")?;
+        // The first lane is the group's own. The epoch is no number that anybody knows.
+        if self.lane > 0 { write!(f, " (lane {})", self.lane) } else { Ok(()) }
     }
 }
