@@ -114,13 +114,16 @@ NEXTEST := cargo nextest --version >/dev/null 2>&1
 # is in Cargo.toml.
 MODEL := RUSTFLAGS="--cfg model -D warnings" cargo test --profile model --target-dir target/model -p bagua-net -p bagua-collectives -p bagua-core --lib
 
-PROSE := python docs examples rust tests tools README.md CONTRIBUTING.md CHANGELOG.md
+PROSE := python docs examples rust tests tools .github $(wildcard *.md)
 
 .PHONY: lint
-lint: setup ## Layers, words, formatting, clippy, rustdoc, ruff, mypy, and the extension's stub against the extension
+lint: setup ## Layers, words, licences, workflows, formatting, clippy, rustdoc, ruff, mypy, and the extension's stub against the extension
 	$(BIN)/python tools/check_layers.py
 	$(BIN)/python tools/check_lengths.py
 	$(BIN)/python tools/check_words.py $(PROSE)
+	$(BIN)/python tools/release.py versions licences
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet

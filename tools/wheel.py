@@ -110,7 +110,16 @@ def build(target: Target) -> Path:
         # Zig would link an unwinder of its own, and glibc ends threads by that of libgcc_s, which cannot read its
         # frames. The library of this machine asks for a newer glibc than the wheel does; the loader finds the user's.
         environment["RUSTFLAGS"] = f"-Clink-arg={unwinder(target)} -Clink-arg=-Wl,--allow-shlib-undefined"
-    command = [folder / "maturin", "build", "--profile", "wheel", "--zig", "--strip", "--target", target.triple]
+    command: list[str | Path] = [
+        folder / "maturin",
+        "build",
+        "--profile",
+        "wheel",
+        "--zig",
+        "--strip",
+        "--target",
+        target.triple,
+    ]
     command += ["--compatibility", target.platform, "--compression-level", "9", "--out", DIST]
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
     (wheel,) = DIST.glob(f"bagua-*{target.platform}_{target.machine}*.whl")
@@ -189,7 +198,7 @@ def components(bom: dict[str, object]) -> list[dict[str, str]]:
     """The components of a CycloneDX document, the one that it describes included."""
     about: dict[str, object] = bom.get("metadata", {})  # type: ignore[assignment]
     own = about.get("component")
-    return [*bom.get("components", []), *([own] if own else [])]  # type: ignore[list-item, misc, has-type]
+    return [*bom.get("components", []), *([own] if own else [])]  # type: ignore[list-item, misc]
 
 
 def links(extension: str, target: Target) -> list[str]:
