@@ -53,7 +53,7 @@ def deprecated(*, since: str, instead: str = "") -> Callable[[_Marked], _Marked]
         found = Deprecation(f"{marked.__module__}.{marked.__qualname__}", since, removal, instead)
         _MARKED.append(found)
         # A class stays a class: its constructor warns, and so do those of its subclasses.
-        function = marked.__init__ if isinstance(marked, type) else marked
+        function = marked.__init__ if isinstance(marked, type) else marked  # type: ignore[misc]
 
         @functools.wraps(function)
         def warning(*args: Any, **kwargs: Any) -> Any:
