@@ -39,8 +39,7 @@ help: ## Explains every target
 	@echo "  RANKS=4 make train              trains with four ranks"
 	@echo "  make train ALGORITHM=bytegrad   trains with another algorithm (docs/algorithms.md)"
 	@echo "  PYTEST_PROCESSES=1 make test    runs one Python test after the other"
-	@echo "  make wheel TARGET=TRIPLE        builds the wheel of another target"
-	@echo "  make release STEPS='licences sdist'   runs some of the steps of a release (tools/release.py lists them)"
+	@echo "  STEPS=sdist make release        runs some of the steps of a release (tools/release.py lists them)"
 
 ##@ Set-up and use
 
@@ -182,7 +181,7 @@ $(VENV)/.ray: $(VENV)/.packages requirements/ray.in requirements/constraints.txt
 .PHONY: test-oldest
 test-oldest: wheel $(OLDEST)/.packages ## Installs the wheel beside the oldest torch that is supported, and runs the Python tests there
 	tools/system_packages test
-	$(UV) pip install --python $(OLDEST)/bin/python --reinstall-package bagua --constraint requirements/oldest.txt dist/*.whl
+	$(UV) pip install --python $(OLDEST)/bin/python --reinstall-package bagua --constraint requirements/oldest.txt dist/*manylinux_2_17_$(shell uname -m)*.whl
 	$(OLDEST)/bin/python $(PYTEST) --ignore tests/typing --ignore tests/unit/test_layers.py
 
 $(OLDEST)/.packages: $(VENV)/.made requirements/oldest.txt
@@ -249,13 +248,14 @@ gpu-bench: setup ## Measures on this machine's GPU, and prints a table with the 
 
 ##@ Release
 
-# The wheel of this machine, or of TARGET. CARGO_ZIGBUILD and rustup need nothing else for another one: `rustup target add TARGET`.
+# Of this machine, or of TARGET, whose standard library the toolchain must have: `rustup target add TARGET`.
 TARGET ?=
 
 .PHONY: wheel
-wheel: $(VENV)/.wheel$(TARGET:%=-%) ## Builds the wheel that a user installs into dist/, audits it, and runs two ranks from it
+wheel: $(VENV)/.wheel$(TARGET:%=-%) ## Builds the wheel that a user installs into dist/, audits it, and runs two ranks from it; TARGET=… for another machine
 
-$(VENV)/.wheel$(TARGET:%=-%): $(VENV)/.packages tools/wheel.py tools/elf.py tools/crates.py README.md LICENSE $(PYTHON_SOURCES) $(RUST_SOURCES)
+$(VENV)/.wheel$(TARGET:%=-%): $(VENV)/.packages tools/wheel.py tools/elf.py tools/crates.py tools/smoke.py README.md LICENSE \
+		LICENSE-THIRD-PARTY.txt $(PYTHON_SOURCES) $(RUST_SOURCES)
 	$(BIN)/python tools/wheel.py all $(TARGET)
 	touch $@
 
