@@ -190,3 +190,17 @@ def test_the_page_about_versions_names_the_wire_version_and_the_oldest_python_an
     assert 'requires-python = ">=3.10"' in (ROOT / "pyproject.toml").read_text()
     for python in release.PYTHONS:
         assert python in page, python
+
+
+def test_pre_commit_runs_the_checks_of_make_lint_that_compile_nothing() -> None:
+    recipe = re.search(r"^lint: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe is not None
+    # The files and the options that say how to run are each program's own.
+    options = r" (?:\$\(PROSE\)|\.|--force-exclude|--builtin-schema.*|versions licences|licences --check)(?= |$)"
+    linted = {re.sub(options, "", line.strip().replace("$(BIN)", ".venv/bin")) for line in recipe[1].splitlines()}
+    hooks = set(re.findall(r"^ +entry: (.*)$", (ROOT / ".pre-commit-config.yaml").read_text(), re.MULTILINE))
+    committed = {re.sub(options, "", entry) for entry in hooks}
+    slow = ("cargo clippy", "RUSTDOCFLAGS", ".venv/bin/python -m mypy.stubtest")
+    # `make lint` compares versions too, which a commit need not.
+    replaced = {".venv/bin/python tools/release.py": ".venv/bin/python tools/crates.py"}
+    assert {replaced.get(line, line) for line in linted if not line.startswith(slow)} == committed
