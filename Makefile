@@ -73,7 +73,7 @@ $(VENV)/.packages: $(VENV)/.made requirements/develop.in requirements/constraint
 
 $(VENV)/.extension: $(VENV)/.packages pyproject.toml $(RUST_SOURCES)
 	MAKEFLAGS= VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH" \
-		tools/step "Compiling the Rust core, optimized: about 3 minutes with two idle processors, the last crate alone for a good part of it" \
+		tools/step "Compiling the Rust core, optimized: 2 to 3 minutes with two idle processors, the last crate alone for a minute of it" \
 		$(BIN)/maturin develop --release --uv
 	touch $@
 

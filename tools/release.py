@@ -168,7 +168,9 @@ def step_wheels(release: Release) -> None:
             )
         release.problems += problems
         tag = f"cp310-abi3-{target.platform}_{target.machine}"
-        release.rows.append(Row(target.triple, tag, megabytes(path), verdict(problems), smoked, seconds))
+        release.rows.append(
+            Row(target.triple, tag, wheel.mebibytes(path.stat().st_size), verdict(problems), smoked, seconds)
+        )
 
 
 def step_sdist(release: Release) -> None:
@@ -185,7 +187,9 @@ def step_sdist(release: Release) -> None:
     del os.environ["CARGO_TARGET_DIR"]
     release.problems += [*problems, *(f"sdist: {text}" for text in failed)]
     seconds = time.monotonic() - begin
-    release.rows.append(Row("sdist", path.name, megabytes(path), verdict(problems), verdict(failed), seconds))
+    release.rows.append(
+        Row("sdist", path.name, wheel.mebibytes(path.stat().st_size), verdict(problems), verdict(failed), seconds)
+    )
 
 
 def contents(sdist: Path) -> list[str]:
@@ -222,7 +226,7 @@ def step_crates(release: Release) -> None:
         problems += [f"{name} has no {what}" for what in ("description", "license", "readme") if not about[what]]
     # cargo keeps the packages of one workspace in a registry of its own, until they are published.
     packed = [next((ROOT / "target" / "package").rglob(f"{name}-{version()}.crate"), None) for name in names]
-    size = f"{sum(path.stat().st_size for path in packed if path) / 1e6:.2f} MB"
+    size = wheel.mebibytes(sum(path.stat().st_size for path in packed if path))
     release.problems += problems
     print(f"in this order: {', '.join(names)}")
     release.rows.append(Row("crates", f"{len(names)} crates", size, verdict(problems), "", time.monotonic() - begin))
@@ -239,7 +243,9 @@ def step_docs(release: Release) -> None:
     path = DIST / f"bagua-{version()}-docs.tar.gz"
     with tarfile.open(path, "w:gz") as archive:
         archive.add(ROOT / "site", arcname=f"bagua-{version()}-docs")
-    release.rows.append(Row("docs", path.name, megabytes(path), "ok", "", time.monotonic() - begin))
+    release.rows.append(
+        Row("docs", path.name, wheel.mebibytes(path.stat().st_size), "ok", "", time.monotonic() - begin)
+    )
 
 
 def step_checksums(release: Release) -> None:
@@ -278,11 +284,6 @@ def sbom(path: Path) -> None:
         for name in archive.namelist():
             if re.search(r"\.dist-info/sboms/.*\.json$", name):
                 (DIST / f"{path.stem}.cyclonedx.json").write_bytes(archive.read(name))
-
-
-def megabytes(path: Path) -> str:
-    """The size of a file, as the table has it."""
-    return f"{path.stat().st_size / 1e6:.2f} MB"
 
 
 def verdict(problems: list[str]) -> str:

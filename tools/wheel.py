@@ -29,7 +29,7 @@ DIST = ROOT / "dist"
 
 #: In bytes, of the wheel and of the extension in it. It holds no CUDA kernels and no libraries of others; a larger one
 #: has taken something along by mistake.
-LIMIT = 6_000_000
+LIMIT = 6 << 20
 
 #: In its entry_points.txt.
 BACKEND = "bagua=bagua.c10d:register"
@@ -147,11 +147,11 @@ def audit(wheel: Path, linked: Iterable[crates.Crate] | None = None) -> list[str
         return [*problems, f"{wheel.name}: not for every Linux: its tag is none of {known}"]
     size = wheel.stat().st_size
     if size > LIMIT:
-        problems.append(f"{wheel.name}: {size / 1e6:.1f} MB, more than {LIMIT / 1e6:.1f}")
+        problems.append(f"{wheel.name}: {mebibytes(size)}, more than {mebibytes(LIMIT)}")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         problems += [
-            f"{wheel.name}: {one.filename} has {one.file_size / 1e6:.1f} MB, more than {LIMIT / 1e6:.1f}"
+            f"{wheel.name}: {one.filename} has {mebibytes(one.file_size)}, more than {mebibytes(LIMIT)}"
             for one in archive.infolist()
             if one.file_size > LIMIT
         ]
@@ -171,8 +171,13 @@ def audit(wheel: Path, linked: Iterable[crates.Crate] | None = None) -> list[str
         with tempfile.TemporaryDirectory() as folder:
             for name in extensions:
                 problems += [f"{name} {problem}" for problem in links(archive.extract(name, folder), target)]
-    print(f"{wheel.name}: {size / 1e6:.2f} MB, {', '.join(problems) or 'nothing wrong'}")
+    print(f"{wheel.name}: {mebibytes(size)}, {', '.join(problems) or 'nothing wrong'}")
     return problems
+
+
+def mebibytes(size: int) -> str:
+    """A number of bytes, as people read it."""
+    return f"{size / 2**20:.2f} MiB"
 
 
 def papers(archive: zipfile.ZipFile, linked: Iterable[crates.Crate]) -> list[str]:

@@ -89,13 +89,13 @@ def test_what_an_sdist_lacks_or_has_too_much_is_named(tmp_path: Path) -> None:
 
 def test_the_table_has_columns_and_a_reason_does_not_widen_them() -> None:
     rows = [
-        release.Row("gnu", "manylinux", "3.10 MB", "ok", "3.10, 3.11", 61.4),
+        release.Row("gnu", "manylinux", "3.10 MiB", "ok", "3.10, 3.11", 61.4),
         release.Row("musl", audit="not built: rustup target add x86_64-unknown-linux-musl"),
     ]
     assert release.table(rows).splitlines() == [
-        "what  tag or name  size     audit  smoke       time",
-        "gnu   manylinux    3.10 MB  ok     3.10, 3.11  61 s",
-        "musl                        not built: rustup target add x86_64-unknown-linux-musl",
+        "what  tag or name  size      audit  smoke       time",
+        "gnu   manylinux    3.10 MiB  ok     3.10, 3.11  61 s",
+        "musl                         not built: rustup target add x86_64-unknown-linux-musl",
     ]
 
 
