@@ -45,7 +45,7 @@ help: ## Explains every target
 
 .PHONY: train
 train: setup ## Sets everything up, then trains a small CNN on handwritten digits with two ranks
-	OMP_NUM_THREADS=1 tools/step "Training on $(RANKS) ranks with $(ALGORITHM): less than a minute, the first seconds of which import torch" \
+	@OMP_NUM_THREADS=1 tools/step "Training on $(RANKS) ranks with $(ALGORITHM): less than a minute, the first seconds of which import torch" \
 		$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_digits.py --algorithm $(ALGORITHM)
 
 .PHONY: setup
@@ -56,26 +56,25 @@ clean: ## Removes what was built, and the virtual environments
 	rm -rf target dist site $(VENV) $(OLDEST) $(DOCS) $(MPIS:%=.venv-mpi-%) python/bagua/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-
 # Each step leaves a stamp, so that nothing is done twice.
 $(VENV)/.made: requirements/constraints.txt | check-python
-	tools/system_packages build
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Bagua needs Python 3.10 or newer, not " + sys.version)'
-	test -x $(BIN)/python || PYTHON=$(PYTHON) tools/system_packages venv
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	tools/environment uv $(BIN)/python
-	touch $@
+	@tools/system_packages build
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Bagua needs Python 3.10 or newer, not " + sys.version)'
+	@test -x $(BIN)/python || PYTHON=$(PYTHON) tools/system_packages venv
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@tools/environment uv $(BIN)/python
+	@touch $@
 
 $(VENV)/.packages: $(VENV)/.made requirements/develop.in requirements/constraints.txt
-	tools/step "Python packages into $(VENV), torch among them: a minute or more, depending on the network (TORCH_BACKEND=cpu downloads less)" \
+	@tools/step "Python packages into $(VENV), torch among them: a minute or more, depending on the network (TORCH_BACKEND=cpu downloads less)" \
 		$(UV) pip install --python $(BIN)/python $(BACKEND) --constraint requirements/constraints.txt --requirement requirements/develop.in
-	touch $@
+	@touch $@
 
 $(VENV)/.extension: $(VENV)/.packages pyproject.toml $(RUST_SOURCES)
-	MAKEFLAGS= VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH" \
+	@MAKEFLAGS= VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH" \
 		tools/step "Compiling the Rust core, optimized: 2 to 3 minutes with two idle processors, the last crate alone for a minute of it" \
 		$(BIN)/maturin develop --release --uv
-	touch $@
+	@touch $@
 
 ##@ Checks: what every change needs
 

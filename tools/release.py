@@ -337,6 +337,9 @@ def main(arguments: list[str]) -> int:
     release = Release()
     if not arguments and DIST.exists():
         shutil.rmtree(DIST)
+        # Those of `make wheel`, which would otherwise find its wheel built.
+        for stamp in (ROOT / ".venv").glob(".wheel*"):
+            stamp.unlink()
     for name, step in STEPS.items():
         if name in arguments or not arguments:
             print(f"== release: {name}", flush=True)
