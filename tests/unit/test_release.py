@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bagua.torch_needed import OLDEST
-from tools import crates, release
+from tools import crates, release, wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -204,3 +204,20 @@ def test_pre_commit_runs_the_checks_of_make_lint_that_compile_nothing() -> None:
     # `make lint` compares versions too, which a commit need not.
     replaced = {".venv/bin/python tools/release.py": ".venv/bin/python tools/crates.py"}
     assert {replaced.get(line, line) for line in linted if not line.startswith(slow)} == committed
+
+
+def test_workflows_call_targets_and_steps_that_exist_and_say_that_they_have_never_run() -> None:
+    targets = set(re.findall(r"^\.PHONY: (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    workflows = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    assert [path.stem for path in workflows] == ["docs", "release", "test"]
+    for path in workflows:
+        text = path.read_text()
+        assert "has never run" in text, path
+        commands = "\n".join(line for line in text.splitlines() if "run:" in line)
+        called = set(re.findall(r"\bmake ([a-z-]+)", commands))
+        assert called, path
+        assert called <= targets, path
+        for steps in re.findall(r'STEPS="([a-z ]+)"', text):
+            assert set(steps.split()) <= set(release.STEPS), path
+    built = set(re.findall(r"target: (\S+)", (ROOT / ".github" / "workflows" / "release.yml").read_text()))
+    assert built - {"${{"} == {target.triple for target in wheel.TARGETS}
