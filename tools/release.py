@@ -216,8 +216,8 @@ def step_crates(release: Release) -> None:
     """Every library crate, packaged and compiled from its package, in the order in which they are published."""
     begin = time.monotonic()
     names = libraries(metadata())
-    command = ["cargo", "publish", "--dry-run", "--locked", "--allow-dirty"]
-    command += [word for name in names for word in ("--package", name)]
+    # Those of the workspace that are not `publish = false`, each after those that it uses.
+    command = ["cargo", "publish", "--workspace", "--dry-run", "--locked", "--allow-dirty"]
     problems = []
     if status := subprocess.run(command, cwd=ROOT, check=False).returncode:
         problems.append(f"cargo publish --dry-run exited with {status}")
@@ -318,9 +318,8 @@ def publish(release: Release) -> list[str]:
         return [f"not published: {reason}" for reason in reasons]
     uv = Path(sys.executable).parent / "uv"
     files = [*DIST.glob("bagua-*.whl"), DIST / f"bagua-{version()}.tar.gz"]
-    packages = [word for name in libraries(metadata()) for word in ("--package", name)]
     problems = []
-    commands: list[list[str]] = [[str(uv), "publish", *map(str, files)], ["cargo", "publish", "--locked", *packages]]
+    commands = [[str(uv), "publish", *map(str, files)], ["cargo", "publish", "--workspace", "--locked"]]
     for command in commands:
         if status := subprocess.run(command, cwd=ROOT, check=False).returncode:
             problems.append(f"{command[0]} exited with {status}")
