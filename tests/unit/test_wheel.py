@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from tools import check_lengths, crates, elf, wheel
+import bagua
+from tools import check_lengths, crates, elf, smoke, wheel
 
 HERE = f"manylinux_2_17_{platform.machine()}"
 GOOD = f"bagua-0.1.0-cp310-abi3-{HERE}.manylinux2014_{platform.machine()}.whl"
@@ -163,6 +166,42 @@ def test_what_a_target_needs_before_it_can_be_built_is_named(tmp_path: Path, mon
     monkeypatch.setenv("RUSTC", str(rustc))
     for target in wheel.TARGETS:
         assert wheel.missing(target) == f"rustup target add {target.triple}"
+
+
+@pytest.mark.slow
+def test_the_smoke_test_passes_with_the_package_of_this_environment() -> None:
+    importable = subprocess.run(
+        [sys.executable, "-c", "import bagua"], env={"PATH": os.environ["PATH"]}, timeout=60, check=False, cwd="/"
+    )
+    if importable.returncode != 0:
+        pytest.skip("bagua is not installed in this environment, only on the path of the tests: make setup")
+    assert smoke.run(Path(sys.executable)) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "statuses", "problems"),
+    [
+        ("sys.exit(0)", (0, 0), []),
+        ("sys.exit(3 * rank)", (0, 3), []),
+        ("sys.exit(3 * rank)", (0, 0), ["rank 1 exited with 3: "]),
+        (
+            "sys.exit('no such rank')",
+            (0, 0),
+            ["rank 0 exited with 1: no such rank\n", "rank 1 exited with 1: no such rank\n"],
+        ),
+    ],
+)
+def test_a_smoke_program_whose_rank_ends_otherwise_than_expected_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, code: str, statuses: tuple[int, int], problems: list[str]
+) -> None:
+    # Without the imports, which need an installed package.
+    monkeypatch.setattr(smoke, "_BEGINNING", "import os, sys\nrank = int(os.environ['RANK'])\n")
+    assert smoke.two_ranks(Path(sys.executable), smoke.Program("a program", code, statuses=statuses)) == problems
+
+
+def test_the_smoke_test_raises_every_error_of_communication() -> None:
+    without_a_device = set(bagua.errors.__all__) - {"BaguaError", "DeviceError"}
+    assert without_a_device <= {program.name for program in smoke.PROGRAMS}
 
 
 def test_a_file_that_is_too_long_is_named_with_its_length(tmp_path: Path) -> None:
