@@ -178,7 +178,7 @@ def step_sdist(release: Release) -> None:
     DIST.mkdir(exist_ok=True)
     begin = time.monotonic()
     maturin = Path(sys.executable).parent / "maturin"
-    subprocess.run([maturin, "sdist", "--quiet", "--out", DIST], cwd=ROOT, check=True)
+    subprocess.run([maturin, "sdist", "--out", DIST], cwd=ROOT, check=True)
     path = DIST / f"bagua-{version()}.tar.gz"
     problems = contents(path)
     # The crates of others need not be compiled anew where `make setup` has compiled them.
@@ -342,7 +342,12 @@ def main(arguments: list[str]) -> int:
     for name, step in STEPS.items():
         if name in arguments or not arguments:
             print(f"== release: {name}", flush=True)
-            step(release)
+            try:
+                step(release)
+            except (OSError, subprocess.CalledProcessError) as error:
+                # The other steps may find more.
+                release.problems.append(f"{name}: {error}")
+                release.rows.append(Row(name, audit="failed"))
     print(f"\n{table(release.rows)}\n")
     for text in [*release.not_built, *release.not_tried]:
         print(f"left out: {text}")

@@ -221,3 +221,21 @@ def test_workflows_call_targets_and_steps_that_exist_and_say_that_they_have_neve
             assert set(steps.split()) <= set(release.STEPS), path
     built = set(re.findall(r"target: (\S+)", (ROOT / ".github" / "workflows" / "release.yml").read_text()))
     assert built - {"${{"} == {target.triple for target in wheel.TARGETS}
+
+
+def test_a_step_that_fails_is_a_row_and_does_not_end_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(found: release.Release) -> None:
+        raise subprocess.CalledProcessError(9, ["maturin", "sdist"])
+
+    def passes(found: release.Release) -> None:
+        found.rows.append(release.Row("crates", audit="ok"))
+
+    monkeypatch.setattr(release, "STEPS", {"sdist": fails, "crates": passes})
+    monkeypatch.delenv("RELEASE", raising=False)
+    assert release.main(["sdist", "crates"]) == 1
+    shown = capsys.readouterr()
+    assert re.search(r"^sdist +failed$", shown.out, re.MULTILINE)
+    assert re.search(r"^crates +ok$", shown.out, re.MULTILINE)
+    assert "wrong: sdist: Command '['maturin', 'sdist']' returned non-zero exit status 9." in shown.err
