@@ -37,7 +37,7 @@ help: ## Explains every target
 	@echo "  TORCH_BACKEND=cpu make train    takes torch's CPU build instead of the 5 GB CUDA build (any backend that uv knows)"
 	@echo "  PYTHON=python3.12 make setup    makes .venv with that interpreter (3.10 or newer)"
 	@echo "  RANKS=4 make train              trains with four ranks"
-	@echo "  make train ALGORITHM=bytegrad   trains with another algorithm (docs/algorithms.md)"
+	@echo "  make train ALGORITHM=bytegrad   trains with another algorithm"
 	@echo "  PYTEST_PROCESSES=1 make test    runs one Python test after the other"
 	@echo "  STEPS=sdist make release        runs some of the steps of a release (tools/release.py lists them)"
 
