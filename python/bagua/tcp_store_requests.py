@@ -80,15 +80,20 @@ class StoreRequests:
         self._connection = connection
         # The answer that is still to come to a request that was given up.
         self._open: _Answers | None = None
+        self._thread: threading.Thread | None = None
 
     def let_go(self) -> None:
         """From now on only time ends a wait."""
         self._cause = None
 
     def abandon(self) -> None:
-        """The last call: a request that is still open ends with its connection."""
-        if self._open is not None and self._connection is not None:
-            self._connection.shut()
+        """The last call: a request that is still open ends with its connection, even one that it opens later."""
+        if self._open is None or self._connection is None or self._thread is None:
+            return
+        self._connection.shut()
+        # A daemon, as what it waits for: the exit of the process does the same.
+        ending = partial(_end, self._thread, self._connection)
+        threading.Thread(target=ending, name="bagua-store-end", daemon=True).start()
 
     def ask(self, request: Callable[[], _T], limit: float) -> _T:
         """What `request` returns or raises; TimeoutError when it did neither for `limit` seconds."""
@@ -98,6 +103,7 @@ class StoreRequests:
         self._open = queue.SimpleQueue()
         # A daemon: the process may end although the server never answers.
         thread = threading.Thread(target=_make, args=(request, self._open), name="bagua-store", daemon=True)
+        self._thread = thread
         thread.start()
         try:
             value, failure = self._await(self._open, until, limit)

@@ -149,6 +149,13 @@ def test_growth_counts_threads_and_time(tmp_path: Path) -> None:
     assert all(int(row["threads"]) >= 0 for row in rows)
 
 
+def test_many_light_ranks_join_and_stay(tmp_path: Path) -> None:
+    _, rows = quick("joining.py", tmp_path)
+    assert [row["ranks"] for row in rows] == ["4"]
+    assert float(rows[0]["joined_s"]) > 0
+    assert int(rows[0]["descriptors"]) > 4
+
+
 def test_the_network_is_measured_or_the_reason_is_printed(tmp_path: Path) -> None:
     shown, rows = quick("network.py", tmp_path, "--if-possible")
     if not rows:

@@ -72,6 +72,23 @@ def test_a_store_that_never_answers_is_given_up_and_nothing_is_left() -> None:
         await_that(lambda: connections(port) == 0, "a connection is left")
 
 
+def test_a_connection_that_a_given_up_request_opens_later_is_ended_too() -> None:
+    given_up = threading.Event()
+
+    def late() -> bytes:
+        given_up.wait()
+        with socket.create_connection((HOST, port)) as stream:
+            return stream.recv(1)
+
+    with silent() as port:
+        requests = StoreRequests(connection=Connection(port))
+        with pytest.raises(TimeoutError):
+            requests.ask(late, 0.05)
+        requests.abandon()
+        given_up.set()
+        await_that(lambda: not threads(), "the request goes on")
+
+
 def test_a_port_without_a_listener_is_a_plain_error() -> None:
     with pytest.raises((OSError, DistError)):
         connect(HOST, free_port(), 2, 0.3)

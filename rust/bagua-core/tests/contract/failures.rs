@@ -69,7 +69,7 @@ fn send_all(peer: &mut dyn Transport, bytes: &[u8]) {
 fn header(kind: Kind, count: usize, body: usize) -> Header {
     let (dtype, shape) = (DType::U8, Shape::flat(count));
     let fingerprint = Fingerprint { epoch: 1, shape, ..Fingerprint::new(kind, dtype, count) };
-    Header { fingerprint, part: 0, body: body as u64 }
+    Header::whole(fingerprint, 0, body, 0)
 }
 
 fn receive(rank: &mut Rank, into: &mut [u8]) -> Result<()> {
@@ -130,7 +130,7 @@ fn garbage_on_a_stream_is_an_error_that_names_the_peer() {
         let (mut rank, mut peer) = rank_and_raw_peer(ends);
         send_all(
             peer.as_mut(),
-            b"GET / HTTP/1.1\r\nHost: example.org\r\nUser-Agent: a browser that is longer than a header\r\n\r\n",
+            b"GET / HTTP/1.1\r\nHost: example.org\r\nUser-Agent: a browser whose name is longer than a header of this protocol\r\n\r\n",
         );
         let mut into = [0; 100];
         let error = receive(&mut rank, &mut into).unwrap_err();
@@ -285,7 +285,7 @@ fn bytes_on_a_wire_are_counted_and_bytes_in_memory_are_not() {
         for rank in &world {
             let stats = rank.stats.of(Kind::AllReduce);
             let moved = (stats.wire_bytes_sent.load(Relaxed), stats.wire_bytes_received.load(Relaxed));
-            assert_eq!(moved, (is_wire * 4080, is_wire * 4080));
+            assert_eq!(moved, (is_wire * 4104, is_wire * 4104));
             assert!(stats.snapshot().reduce_s > 0.0);
         }
     }

@@ -9,7 +9,7 @@ use bagua_core::collective::{Incoming, Io, Net, Outgoing, Verb};
 use bagua_core::error::{Error, Result};
 use bagua_core::health::GroupHealth;
 use bagua_core::stats::Stats;
-use bagua_core::transport::frame::Header;
+use bagua_core::transport::frame::{self, Header};
 use bagua_core::transport::{Clock, Fault, Faults, Local, Mesh, Transport};
 use bagua_core::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 use bagua_core::wait::Doorbell;
@@ -35,10 +35,9 @@ fn rank_and_raw_peer() -> (Rank, [Local; 2]) {
 /// Chunk `offset..offset + length` of a message of `body` bytes.
 fn chunk(message: u64, body: usize, offset: u64, length: u64) -> Vec<u8> {
     let (dtype, shape, kind) = (DType::U8, Shape::flat(body), Kind::Exchange);
-    let count = body as u64;
     let fingerprint = Fingerprint { epoch: 1, shape, ..Fingerprint::new(kind, dtype, body) };
-    let mut bytes = Header { fingerprint, part: 0, body: count }.encode().to_vec();
-    [message, offset, length].iter().for_each(|field| bytes.extend(field.to_le_bytes()));
+    let header = Header { offset, length, ..Header::whole(fingerprint, 0, body, message) };
+    let mut bytes = header.encode().to_vec();
     bytes.extend((offset..offset.saturating_add(length).min(offset.saturating_add(1000))).map(|at| at as u8));
     bytes
 }
@@ -79,9 +78,9 @@ fn a_chunk_of_a_later_operation_waits_for_it() {
     let (mut rank, mut peer) = rank_and_raw_peer();
     let later = chunk(1, 100, 0, 100);
     // As the message says in its own operation: message 1 of the pair, of operation 1.
-    let mut later_header = later[..88].to_vec();
+    let mut later_header = later[..frame::LEN].to_vec();
     later_header[24] = 1;
-    assert_eq!(peer[0].send(&later_header, &later[88..]), Ok(later.len()));
+    assert_eq!(peer[0].send(&later_header, &later[frame::LEN..]), Ok(later.len()));
     let first = chunk(0, 100, 0, 100);
     assert_eq!(peer[1].send(&first, &[]), Ok(first.len()));
     for _ in 0..2 {

@@ -14,7 +14,6 @@ use super::super::wire::{Encoding, RANKS_LIMIT, WORLD_LIMIT, framed};
 use super::allocations::peak;
 use super::targets::{AT_LEAST, Any, TARGETS, Target};
 use crate::error::{Error, Progress, Source};
-use crate::transport::Chunk;
 use crate::transport::frame::Header;
 use crate::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 
@@ -196,8 +195,8 @@ fn headers() -> Vec<Vec<u8>> {
         ..plain
     };
     let chunk = |fingerprint, body, offset, length| {
-        let header = Header { fingerprint, part: 5, body };
-        Chunk { header, message: 8, offset, length }.encode().to_vec()
+        let whole = Header::whole(fingerprint, 5, 0, 8);
+        Header { body, offset, length, ..whole }.encode().to_vec()
     };
     vec![chunk(plain, 100, 60, 40), chunk(reduce, 0, 0, 0), chunk(reduce, 1 << 40, 1 << 39, 256 << 10)]
 }

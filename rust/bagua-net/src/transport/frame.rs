@@ -1,8 +1,8 @@
-//! The header of every message: 80 bytes, little-endian.
+//! The header of every frame on a stream, of collectives and of tagged messages: 104 bytes, little-endian.
 //!
 //! | bytes | field | |
 //! |---|---|---|
-//! | 0..4 | magic | `BGW2` |
+//! | 0..4 | magic | `BGW3` |
 //! | 4 | kind | code of [`Kind`] |
 //! | 5 | dtype | code of [`DType`] |
 //! | 6 | op | code of [`ReduceOp`], 255 for none |
@@ -13,24 +13,50 @@
 //! | 20..24 | part | number of the message within the operation |
 //! | 24..32 | seq | |
 //! | 32..40 | count | |
-//! | 40..48 | body | bytes that follow |
+//! | 40..48 | body | bytes of the whole message |
 //! | 48..64 | dims | four times u32 |
 //! | 64..68 | tag | 0 for collectives |
 //! | 68 | codec | id of the codec, 0 for none |
 //! | 69 | device | kind of the device, 0 for the host |
 //! | 70..72 | flags | see [`crate::types::flags`] |
-//! | 72..80 | reserved | 0 |
+//! | 72 | frame | code of [`FrameKind`] |
+//! | 73..80 | reserved | 0 |
+//! | 80..88 | message | number of the message among all of its sender to this peer |
+//! | 88..96 | offset | of the bytes that follow, in the message |
+//! | 96..104 | length | bytes that follow |
 
 use crate::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 
 /// Bytes of a header.
-pub const LEN: usize = 80;
+pub const LEN: usize = 104;
 
 /// The first four bytes of every header; the digit is the version of the wire format.
-pub const MAGIC: u32 = u32::from_le_bytes(*b"BGW2");
+pub const MAGIC: u32 = u32::from_le_bytes(*b"BGW3");
 
 const NO_OP: u8 = 255;
 const NO_ROOT: u32 = u32::MAX;
+
+/// What a frame is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum FrameKind {
+    /// Bytes of a message that the receiver expects.
+    Data = 0,
+    /// The sender has a message; its bytes come after [`FrameKind::Ready`].
+    Offer = 1,
+    /// The sender has a message, and all its bytes follow.
+    Eager = 2,
+    /// The receiver has memory for an offered message, or has taken an eager one.
+    Ready = 3,
+    /// The sender sends no more messages.
+    End = 4,
+}
+
+impl FrameKind {
+    /// Every kind, in the order of their codes.
+    pub const ALL: [FrameKind; 5] =
+        [FrameKind::Data, FrameKind::Offer, FrameKind::Eager, FrameKind::Ready, FrameKind::End];
+}
 
 /// What a header says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,11 +65,19 @@ pub struct Header {
     pub fingerprint: Fingerprint,
     /// Which step of the operation.
     pub part: u32,
-    /// Bytes that follow the header.
+    /// Bytes of the whole message.
     pub body: u64,
+    /// What the frame is for.
+    pub frame: FrameKind,
+    /// Number of the message.
+    pub message: u64,
+    /// Offset in the message of the bytes that follow.
+    pub offset: u64,
+    /// Bytes that follow.
+    pub length: u64,
 }
 
-/// Why 80 bytes are not a header.
+/// Why 104 bytes are not a header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadFrame {
     /// Not this protocol, or another version of it, or a stream that lost its place.
@@ -58,12 +92,27 @@ pub enum BadFrame {
     /// A code that no reduce operation has.
     #[error("an unknown reduce operation (code {0})")]
     Op(u8),
+    /// A code that no kind of frame has.
+    #[error("an unknown kind of frame (code {0})")]
+    Frame(u8),
     /// Reserved bytes that are not 0.
     #[error("reserved bytes of the header are not 0")]
     Reserved,
 }
 
 impl Header {
+    /// The header of a whole message in one frame.
+    pub fn whole(fingerprint: Fingerprint, part: u32, body: usize, message: u64) -> Header {
+        let body = body as u64;
+        Header { fingerprint, part, body, frame: FrameKind::Data, message, offset: 0, length: body }
+    }
+
+    /// True when the bytes that follow lie within their message, and are not empty unless the message is.
+    pub fn fits(&self) -> bool {
+        let end = self.offset.checked_add(self.length);
+        end.is_some_and(|end| end <= self.body) && (self.length > 0 || self.body == 0)
+    }
+
     /// The bytes that travel.
     pub fn encode(&self) -> [u8; LEN] {
         let f = &self.fingerprint;
@@ -87,6 +136,10 @@ impl Header {
         out[68] = f.codec;
         out[69] = f.device;
         out[70..72].copy_from_slice(&f.flags.to_le_bytes());
+        out[72] = self.frame as u8;
+        for (slot, value) in out[80..].chunks_exact_mut(8).zip([self.message, self.offset, self.length]) {
+            slot.copy_from_slice(&value.to_le_bytes());
+        }
         out
     }
 
@@ -119,10 +172,12 @@ impl Header {
             device: bytes[69],
             flags: u16::from_le_bytes([bytes[70], bytes[71]]),
         };
-        if u64_at(bytes, 72) != 0 {
+        let frame = *FrameKind::ALL.get(usize::from(bytes[72])).ok_or(BadFrame::Frame(bytes[72]))?;
+        if bytes[73..80] != [0; 7] {
             return Err(BadFrame::Reserved);
         }
-        Ok(Header { fingerprint, part: u32_at(bytes, 20), body: u64_at(bytes, 40) })
+        let [message, offset, length] = [80, 88, 96].map(|at| u64_at(bytes, at));
+        Ok(Header { fingerprint, part: u32_at(bytes, 20), body: u64_at(bytes, 40), frame, message, offset, length })
     }
 }
 
@@ -159,17 +214,22 @@ mod tests {
             },
             part: 10,
             body: 0x3132_3334_3536_3738,
+            frame: FrameKind::Eager,
+            message: 0x0102_0304_0506_0708,
+            offset: 60,
+            length: 40,
         }
     }
 
     #[test]
     fn the_golden_bytes_of_a_header_never_change() {
         let golden: [u8; LEN] = [
-            b'B', b'G', b'W', b'2', 2, 1, 10, 3, 4, 3, 2, 1, 5, 0, 0, 0, //
+            b'B', b'G', b'W', b'3', 2, 1, 10, 3, 4, 3, 2, 1, 5, 0, 0, 0, //
             6, 0, 0, 0, 10, 0, 0, 0, 0x18, 0x17, 0x16, 0x15, 0x14, 0x13, 0x12, 0x11, //
             0x28, 0x27, 0x26, 0x25, 0x24, 0x23, 0x22, 0x21, 0x38, 0x37, 0x36, 0x35, 0x34, 0x33, 0x32, 0x31, //
             7, 0, 0, 0, 8, 0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0, //
-            0x44, 0x43, 0x42, 0x41, 11, 12, 0x52, 0x51, 0, 0, 0, 0, 0, 0, 0, 0,
+            0x44, 0x43, 0x42, 0x41, 11, 12, 0x52, 0x51, 2, 0, 0, 0, 0, 0, 0, 0, //
+            8, 7, 6, 5, 4, 3, 2, 1, 60, 0, 0, 0, 0, 0, 0, 0, 40, 0, 0, 0, 0, 0, 0, 0,
         ];
         assert_eq!(example().encode(), golden);
         assert_eq!(Header::decode(&golden), Ok(example()));
@@ -182,12 +242,22 @@ mod tests {
             bytes[at] = value;
             Header::decode(&bytes)
         };
-        assert_eq!(spoiled(3, b'1'), Err(BadFrame::Magic(u32::from_le_bytes(*b"BGW1"))));
+        assert_eq!(spoiled(3, b'2'), Err(BadFrame::Magic(u32::from_le_bytes(*b"BGW2"))));
         assert_eq!(spoiled(4, 0), Err(BadFrame::Kind(0)));
         assert_eq!(spoiled(4, 15), Err(BadFrame::Kind(15)));
         assert_eq!(spoiled(5, 99), Err(BadFrame::DType(99)));
         assert_eq!(spoiled(6, 4), Err(BadFrame::Op(4)));
+        assert_eq!(spoiled(72, 5), Err(BadFrame::Frame(5)));
         assert_eq!(spoiled(79, 1), Err(BadFrame::Reserved));
+    }
+
+    #[test]
+    fn a_frame_beyond_its_message_or_without_bytes_does_not_fit() {
+        let example = Header { body: 100, ..example() };
+        assert!(example.fits());
+        for (offset, length) in [(61, 40), (u64::MAX, 2), (100, 0), (0, 0), (0, 101)] {
+            assert!(!Header { offset, length, ..example }.fits(), "{offset} and {length}");
+        }
     }
 
     proptest! {
@@ -195,7 +265,8 @@ mod tests {
         fn every_header_survives_the_wire(
             codes in (0usize..Kind::ALL.len(), 0usize..DType::ALL.len(), 0usize..=ReduceOp::ALL.len()),
             words in any::<[u32; 3]>(),
-            longs in any::<[u64; 3]>(),
+            longs in any::<[u64; 6]>(),
+            frame in 0usize..FrameKind::ALL.len(),
             root in proptest::option::of(0..u32::MAX),
             shape in any::<(u8, [u32; 4])>(),
             added in any::<(u32, u8, u8, u16)>(),
@@ -215,7 +286,9 @@ mod tests {
                 device: added.2,
                 flags: added.3,
             };
-            let header = Header { fingerprint, part: words[2], body: longs[2] };
+            let [.., body, message, offset, length] = longs;
+            let header =
+                Header { fingerprint, part: words[2], body, frame: FrameKind::ALL[frame], message, offset, length };
             prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
         }
 
@@ -227,7 +300,8 @@ mod tests {
         ) {
             let mut bytes: [u8; LEN] = bytes.try_into().expect("as many as a header has");
             if !with_reserved {
-                bytes[72..].fill(0);
+                bytes[72] %= 8;
+                bytes[73..80].fill(0);
             }
             if with_magic {
                 bytes[..4].copy_from_slice(&MAGIC.to_le_bytes());

@@ -14,18 +14,14 @@
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `frame` | the headers |
 //! | `matching` | which receive gets which message |
-//! | `posted` | the messages that are not done |
-//! | `stream` | one stream |
+//! | `posted` | the messages that are not done, and their frames |
 //! | `streams` | where streams come from |
-//! | `progress` | all streams: what the thread does |
+//! | `progress` | what the thread does; [`Endpoint`](crate::transport::Endpoint) moves the bytes, as for collectives |
 
-mod frame;
 mod matching;
 mod posted;
 mod progress;
-mod stream;
 mod streams;
 #[cfg(all(test, not(model)))]
 mod tests;

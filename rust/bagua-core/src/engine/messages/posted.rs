@@ -1,24 +1,27 @@
-//! Posted sends and receives of a messenger and their progress, and the queue of unexpected messages.
+//! Posted sends and receives of a messenger and their progress, the queue of unexpected messages, and the frames of all of them.
 
 use std::any::Any;
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use super::super::handle::Handle;
-use super::frame::{Frame, FrameKind};
 use super::matching::{Arrived, Matching, Posted};
-use super::stream::{PostedMessages as Sink, Replies, Target};
 use crate::error::{Error, Progress, Result};
 use crate::memory::Region;
 use crate::recorder::Running;
-use crate::types::Fingerprint;
+use crate::transport::Frames;
+use crate::transport::frame::{FrameKind, Header};
+use crate::types::{DType, Fingerprint, Kind};
 use crate::wait::Deadline;
 
 /// The longest message that is sent before the receiver has asked for it. Above, the copy that the receiver may have to keep costs more
 /// than waiting for its answer.
 pub(super) const EAGER: usize = 16 << 10;
+
+/// The most bytes of a longer message in one frame: so long may a stream keep another message waiting.
+const CHUNK: u64 = 1 << 20;
 
 /// The most bytes of such messages that a receiver has to keep for one sender.
 const CREDIT: usize = 1 << 20;
@@ -58,6 +61,25 @@ impl Call {
     }
 }
 
+/// One of the two streams of a peer: messages go from the rank that opened it to the other, answers back. Its index is that of its
+/// [`Endpoint`](crate::transport::Endpoint).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct PeerStream {
+    pub(super) peer: usize,
+    /// Opened by the peer.
+    pub(super) inbound: bool,
+}
+
+impl PeerStream {
+    pub(super) fn index(self) -> usize {
+        2 * self.peer + usize::from(self.inbound)
+    }
+
+    fn at(index: usize) -> PeerStream {
+        PeerStream { peer: index / 2, inbound: index % 2 == 1 }
+    }
+}
+
 /// A message to send.
 struct Sending {
     call: u64,
@@ -75,22 +97,10 @@ struct Receiving {
     filled: usize,
     /// The sender; `None` while any would do and none has been matched.
     from: Option<usize>,
-    /// The sender's number of its message, when the sender waits for an answer before it sends the bytes.
-    offered: Option<u64>,
 }
 
-/// A message without a receive.
-#[derive(Clone, Copy, Debug)]
-enum Waiting {
-    /// Its bytes are with the sender.
-    Offered(Frame),
-    /// Its bytes are here, or arriving.
-    Kept(u64),
-}
-
-/// The bytes of an eager message.
+/// The bytes of an eager message without a receive.
 struct Kept {
-    frame: Frame,
     bytes: Vec<u8>,
     filled: usize,
     /// The receive that took the message before all its bytes were here.
@@ -107,12 +117,18 @@ pub(super) struct PostedMessages {
     calls: HashMap<u64, Call>,
     sends: HashMap<u64, Sending>,
     receives: HashMap<u64, Receiving>,
-    matching: Matching<Waiting>,
-    kept: HashMap<u64, Kept>,
-    /// The receive of each message whose sender got the request for its bytes.
-    incoming: HashMap<(usize, u64), u64>,
+    /// The messages that arrived are known by the header that announced them.
+    matching: Matching<Header>,
+    /// By sender, and number of its message.
+    kept: HashMap<(usize, u64), Kept>,
+    /// The receive that a message's bytes go to, by sender and number of its message.
+    arriving: HashMap<(usize, u64), u64>,
     /// Bytes of eager messages that each rank has not matched yet, and those of each such message.
     unmatched: (Vec<usize>, HashMap<(usize, u64), usize>),
+    /// By stream: frames to send.
+    frames: Vec<VecDeque<Header>>,
+    /// By stream: whether the peer said that it sends no more messages.
+    has_ended: Vec<bool>,
     /// Calls that have ended and whose handles do not know it yet.
     ended: Vec<(Call, Result<()>)>,
 }
@@ -129,8 +145,10 @@ impl PostedMessages {
             receives: HashMap::new(),
             matching: Matching::default(),
             kept: HashMap::new(),
-            incoming: HashMap::new(),
+            arriving: HashMap::new(),
             unmatched: (vec![0; size], HashMap::new()),
+            frames: (0..2 * size).map(|_| VecDeque::new()).collect(),
+            has_ended: vec![false; 2 * size],
             ended: Vec::new(),
         }
     }
@@ -138,6 +156,10 @@ impl PostedMessages {
     fn number(&mut self) -> u64 {
         self.next += 1;
         self.next
+    }
+
+    fn push(&mut self, peer: usize, inbound: bool, frame: Header) {
+        self.frames[PeerStream { peer, inbound }.index()].push_back(frame);
     }
 
     /// A call begins. One without messages has ended at once.
@@ -151,24 +173,24 @@ impl PostedMessages {
         number
     }
 
-    /// Adds a message to send, and returns the frame that announces it.
-    pub(super) fn send(&mut self, call: u64, to: usize, tag: u32, region: Region) -> Frame {
+    /// Adds a message to send.
+    pub(super) fn send(&mut self, call: u64, to: usize, tag: u32, region: Region) {
         let id = self.number();
-        let (len, dtype) = (region.len(), region.dtype());
+        let len = region.len();
+        let fingerprint = Fingerprint { tag, ..Fingerprint::new(Kind::Send, region.dtype(), region.count()) };
         self.sends.insert(id, Sending { call, to, region });
         let counts = len.max(LEAST);
+        let announces = Header::whole(fingerprint, 0, len, id);
         let eager = len <= EAGER && self.unmatched.0[to] + counts <= CREDIT;
-        let (kind, body) = if eager {
+        if eager {
             self.unmatched.0[to] += counts;
             self.unmatched.1.insert((to, id), counts);
-            (FrameKind::Eager, len as u64)
-        } else {
-            (FrameKind::Offer, 0)
-        };
-        Frame { kind, dtype, tag, id, total: len as u64, body }
+        }
+        let (frame, length) = if eager { (FrameKind::Eager, len as u64) } else { (FrameKind::Offer, 0) };
+        self.push(to, false, Header { frame, length, ..announces });
     }
 
-    /// Adds a receive. When its message has been announced, that is the frame to answer its sender, with the sender's rank.
+    /// Adds a receive; when its message has been announced, answers its sender.
     ///
     /// # Errors
     /// What differs between the message and the receive.
@@ -179,68 +201,70 @@ impl PostedMessages {
         from: Option<usize>,
         tag: u32,
         region: Region,
-    ) -> Result<Option<(usize, Frame)>> {
+    ) -> std::result::Result<(), String> {
         let number = self.number();
-        self.receives.insert(number, Receiving { call, nth, region, filled: 0, from, offered: None });
+        self.receives.insert(number, Receiving { call, nth, region, filled: 0, from });
         let Some(Arrived { from, message, .. }) = self.matching.post(Posted { receive: number, from, tag }) else {
-            return Ok(None);
+            return Ok(());
         };
-        match message {
-            Waiting::Offered(frame) => self.matched(number, from, &frame).map(|ready| Some((from, ready))),
-            Waiting::Kept(key) => {
-                let Some(kept) = self.kept.get_mut(&key) else { return Ok(None) };
+        self.matched(number, from, &message)?;
+        let key = (from, message.message);
+        match self.kept.get_mut(&key) {
+            Some(kept) => {
                 kept.taken_by = Some(number);
-                let (frame, whole) = (kept.frame, kept.filled == kept.bytes.len());
-                let ready = self.matched(number, from, &frame)?;
-                if whole {
+                if kept.filled == kept.bytes.len() {
                     self.hand_over(key);
                 }
-                Ok(Some((from, ready)))
             }
+            None => self.awaits_bytes(key, number, &message),
         }
+        Ok(())
     }
 
-    /// A receive gets this message: the frame for its sender.
+    /// A receive gets this message, whose sender gets an answer.
     ///
     /// # Errors
     /// What differs between the two.
-    fn matched(&mut self, number: u64, from: usize, frame: &Frame) -> Result<Frame> {
+    fn matched(&mut self, number: u64, from: usize, frame: &Header) -> std::result::Result<(), String> {
         let Some(receiving) = self.receives.get_mut(&number) else {
-            return Err(Error::Mismatch("a receive twice".to_owned()));
+            return Err("a receive twice".to_owned());
         };
         let region = &receiving.region;
-        if frame.total != region.len() as u64 || frame.dtype != region.dtype() {
-            let elements = frame.total / frame.dtype.size() as u64;
-            return Err(Error::Mismatch(format!(
-                "rank {} receives {} elements of {} (tag {}) from rank {}, which sends {elements} elements of {}",
+        let Fingerprint { dtype, tag, .. } = frame.fingerprint;
+        if frame.body != region.len() as u64 || dtype != region.dtype() {
+            let elements = frame.body / dtype.size() as u64;
+            return Err(format!(
+                "rank {} receives {} elements of {} (tag {tag}) from rank {}, which sends {elements} elements of {}",
                 self.world_ranks[self.rank],
                 region.count(),
                 region.dtype().name(),
-                frame.tag,
                 self.world_ranks[from],
-                frame.dtype.name()
-            )));
+                dtype.name()
+            ));
         }
         receiving.from = Some(from);
         if let Some(call) = self.calls.get(&receiving.call) {
             call.senders[receiving.nth].store(from, Ordering::Release);
         }
-        if frame.kind == FrameKind::Offer {
-            receiving.offered = Some(frame.id);
-            self.incoming.insert((from, frame.id), number);
-        }
-        if frame.total == 0 {
+        if frame.body == 0 {
             self.received(number);
         }
-        Ok(Frame { kind: FrameKind::Ready, body: 0, ..*frame })
+        self.push(from, true, Header { frame: FrameKind::Ready, offset: 0, length: 0, ..*frame });
+        Ok(())
+    }
+
+    /// The bytes of a message go to this receive when they come.
+    fn awaits_bytes(&mut self, key: (usize, u64), number: u64, message: &Header) {
+        if message.body > 0 {
+            self.arriving.insert(key, number);
+        }
     }
 
     /// Copies a message that was kept into the memory of the receive that took it.
-    fn hand_over(&mut self, key: u64) {
+    fn hand_over(&mut self, key: (usize, u64)) {
         let Some(kept) = self.kept.remove(&key) else { return };
         let Some(number) = kept.taken_by else { return };
         if let Some(receiving) = self.receives.get_mut(&number) {
-            receiving.filled = kept.bytes.len();
             if let Ok(into) = receiving.region.as_host_mut() {
                 into.copy_from_slice(&kept.bytes);
             }
@@ -251,10 +275,19 @@ impl PostedMessages {
     /// A receive has all its bytes.
     fn received(&mut self, number: u64) {
         let Some(receiving) = self.receives.remove(&number) else { return };
-        if let (Some(from), Some(id)) = (receiving.from, receiving.offered) {
-            self.incoming.remove(&(from, id));
-        }
         self.part_done(receiving.call, receiving.region);
+    }
+
+    /// All bytes of a message were handed to the stream.
+    fn all_sent(&mut self, id: u64) {
+        if let Some(message) = self.sends.remove(&id) {
+            self.part_done(message.call, message.region);
+        }
+    }
+
+    /// The frame with the bytes of a message from `offset`.
+    fn data(message: &Header, offset: u64) -> Header {
+        Header { frame: FrameKind::Data, offset, length: CHUNK.min(message.body - offset), ..*message }
     }
 
     fn part_done(&mut self, call: u64, region: Region) {
@@ -285,13 +318,31 @@ impl PostedMessages {
         !self.calls.is_empty()
     }
 
+    /// Whether the peer of this stream said that it sends no more messages.
+    pub(super) fn has_ended(&self, stream: PeerStream) -> bool {
+        self.has_ended[stream.index()]
+    }
+
+    /// Frames that wait for this stream.
+    pub(super) fn has_frames(&self, stream: PeerStream) -> bool {
+        !self.frames[stream.index()].is_empty()
+    }
+
+    /// Says on this stream that this rank sends no more messages.
+    pub(super) fn say_end(&mut self, stream: PeerStream) {
+        let nothing = Header::whole(Fingerprint::new(Kind::Send, DType::U8, 0), 0, 0, 0);
+        self.push(stream.peer, stream.inbound, Header { frame: FrameKind::End, ..nothing });
+    }
+
     /// Ends every call with an error, and forgets every message.
     pub(super) fn fail(&mut self, error: &Error) {
         self.matching.clear();
         self.sends.clear();
         self.receives.clear();
         self.kept.clear();
-        self.incoming.clear();
+        self.arriving.clear();
+        // The memory of messages that are not sent is no longer there.
+        self.frames.iter_mut().for_each(|frames| frames.retain(|frame| frame.length == 0));
         for (_, call) in self.calls.drain() {
             let error = error.clone().during(call.progress());
             self.ended.push((call, Err(error)));
@@ -340,99 +391,116 @@ impl PostedMessages {
     }
 }
 
-impl Sink for PostedMessages {
-    fn outgoing(&self, id: u64) -> &[u8] {
-        // Checked to be host memory when it was posted.
-        self.sends.get(&id).and_then(|message| message.region.as_host().ok()).unwrap_or_default()
+impl Frames for PostedMessages {
+    fn next(&mut self, stream: usize) -> Option<Header> {
+        self.frames[stream].pop_front()
     }
 
-    fn sent(&mut self, id: u64) {
-        if let Some(message) = self.sends.remove(&id) {
-            self.part_done(message.call, message.region);
+    fn following(&self, stream: usize) -> usize {
+        self.frames[stream].len()
+    }
+
+    fn outgoing(&self, _stream: usize, message: u64) -> &[u8] {
+        // Checked to be host memory when it was posted.
+        self.sends.get(&message).and_then(|message| message.region.as_host().ok()).unwrap_or_default()
+    }
+
+    fn sent(&mut self, stream: usize, frame: &Header) {
+        let end = frame.offset + frame.length;
+        match frame.frame {
+            FrameKind::Eager | FrameKind::Data if end == frame.body => self.all_sent(frame.message),
+            // Behind the other messages.
+            FrameKind::Data => self.frames[stream].push_back(PostedMessages::data(frame, end)),
+            FrameKind::Eager | FrameKind::Offer | FrameKind::Ready | FrameKind::End => {}
         }
     }
 
-    fn begin(&mut self, peer: usize, frame: Frame, replies: &mut Replies<'_>) -> Result<Option<Target>> {
-        let Frame { kind, tag, id, total, body, .. } = frame;
+    fn expects(&self, _stream: usize) -> bool {
+        true
+    }
+
+    fn begin(&mut self, stream: usize, frame: &Header) -> std::result::Result<bool, String> {
+        let PeerStream { peer, .. } = PeerStream::at(stream);
+        let Header { fingerprint: Fingerprint { kind, tag, .. }, message, body, offset, length, .. } = *frame;
+        let key = (peer, message);
         let rank = self.world_ranks[peer];
-        let unexpected = |what: &str| Err(Error::Mismatch(format!("rank {rank} sent {what}")));
-        match kind {
+        let unexpected = |what: &str| Err(format!("rank {rank} sent {what}"));
+        if kind != Kind::Send {
+            return unexpected("a frame of a collective operation among its messages");
+        }
+        if length > 0 && !matches!(frame.frame, FrameKind::Eager | FrameKind::Data) {
+            return unexpected("bytes after a header that has none");
+        }
+        match frame.frame {
             FrameKind::Offer | FrameKind::Eager => {
-                let eager = kind == FrameKind::Eager;
-                if eager && (body != total || body > EAGER as u64) {
+                let eager = frame.frame == FrameKind::Eager;
+                if eager && (offset != 0 || length != body || body > EAGER as u64) {
                     return unexpected("an eager message of a wrong length");
                 }
                 if let Some(number) = self.matching.take(peer, tag) {
-                    let ready = self.matched(number, peer, &frame)?;
-                    replies.frame(ready);
-                    return Ok((eager && total > 0).then_some(Target::Receive(number)));
+                    self.matched(number, peer, frame)?;
+                    self.awaits_bytes(key, number, frame);
+                } else {
+                    if eager {
+                        self.kept.insert(key, Kept { bytes: vec![0; length as usize], filled: 0, taken_by: None });
+                    }
+                    self.matching.keep(Arrived { from: peer, tag, message: *frame });
                 }
-                if !eager {
-                    self.matching.keep(Arrived { from: peer, tag, message: Waiting::Offered(frame) });
-                    return Ok(None);
-                }
-                let key = self.number();
-                let kept = Kept { frame, bytes: vec![0; total as usize], filled: 0, taken_by: None };
-                self.kept.insert(key, kept);
-                self.matching.keep(Arrived { from: peer, tag, message: Waiting::Kept(key) });
-                Ok(Some(Target::Kept(key)))
             }
             FrameKind::Data => {
-                let Some(number) = self.incoming.get(&(peer, id)).copied() else {
+                let receiving = self.arriving.get(&key).and_then(|number| self.receives.get(number));
+                let Some(receiving) = receiving else {
                     return unexpected("bytes of a message that was not asked for");
                 };
-                let missing = self.receives.get(&number).map_or(0, |message| message.region.len() - message.filled);
-                if body == 0 || body > missing as u64 {
+                let (len, filled) = (receiving.region.len() as u64, receiving.filled as u64);
+                if body != len || offset != filled || !frame.fits() {
                     return unexpected("more bytes than its message has");
                 }
-                Ok(Some(Target::Receive(number)))
             }
             FrameKind::Ready => {
-                if let Some(counts) = self.unmatched.1.remove(&(peer, id)) {
+                if let Some(counts) = self.unmatched.1.remove(&key) {
                     self.unmatched.0[peer] -= counts;
-                } else if self.sends.get(&id).is_none_or(|message| message.to != peer) {
+                } else if self
+                    .sends
+                    .get(&message)
+                    .is_none_or(|sending| sending.to != peer || sending.region.len() as u64 != body)
+                {
                     return unexpected("an answer to a message that it was not sent");
-                } else if total == 0 {
-                    self.sent(id);
+                } else if body == 0 {
+                    self.all_sent(message);
                 } else {
-                    replies.data(frame);
+                    self.frames[stream].push_back(PostedMessages::data(frame, 0));
                 }
-                Ok(None)
             }
-            FrameKind::End => Ok(None),
+            FrameKind::End => self.has_ended[stream] = true,
+        }
+        Ok(true)
+    }
+
+    fn incoming(&mut self, stream: usize, message: u64) -> &mut [u8] {
+        let key = (PeerStream::at(stream).peer, message);
+        let receiving = self.arriving.get(&key).and_then(|number| self.receives.get_mut(number));
+        match receiving {
+            Some(receiving) => receiving.region.as_host_mut().unwrap_or_default(),
+            None => self.kept.get_mut(&key).map(|kept| kept.bytes.as_mut_slice()).unwrap_or_default(),
         }
     }
 
-    fn place(&mut self, target: Target, len: usize) -> &mut [u8] {
-        let (bytes, from) = match target {
-            Target::Receive(number) => {
-                let Some(message) = self.receives.get_mut(&number) else { return &mut [] };
-                let filled = message.filled;
-                (message.region.as_host_mut().unwrap_or_default(), filled)
+    fn came(&mut self, stream: usize, message: u64, count: usize) {
+        let key = (PeerStream::at(stream).peer, message);
+        if let Some(kept) = self.kept.get_mut(&key) {
+            kept.filled += count;
+            if kept.filled == kept.bytes.len() && kept.taken_by.is_some() {
+                self.hand_over(key);
             }
-            Target::Kept(key) => {
-                let Some(kept) = self.kept.get_mut(&key) else { return &mut [] };
-                (kept.bytes.as_mut_slice(), kept.filled)
-            }
-        };
-        bytes.get_mut(from..from + len).unwrap_or_default()
-    }
-
-    fn came(&mut self, target: Target, count: usize) {
-        match target {
-            Target::Receive(number) => {
-                let Some(message) = self.receives.get_mut(&number) else { return };
-                message.filled += count;
-                if message.filled == message.region.len() {
-                    self.received(number);
-                }
-            }
-            Target::Kept(key) => {
-                let Some(kept) = self.kept.get_mut(&key) else { return };
-                kept.filled += count;
-                if kept.filled == kept.bytes.len() && kept.taken_by.is_some() {
-                    self.hand_over(key);
-                }
+        } else if count > 0
+            && let Some(number) = self.arriving.get(&key).copied()
+            && let Some(receiving) = self.receives.get_mut(&number)
+        {
+            receiving.filled += count;
+            if receiving.filled == receiving.region.len() {
+                self.arriving.remove(&key);
+                self.received(number);
             }
         }
     }

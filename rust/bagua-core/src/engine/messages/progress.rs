@@ -1,20 +1,19 @@
 //! All streams of a messenger: opening them, moving bytes, and ending calls.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-use super::frame::Frame;
-use super::posted::{Call, PostedMessages};
-use super::stream::Link;
+use super::posted::{Call, PeerStream, PostedMessages};
 use super::streams::{Message, Opened, Streams};
 use crate::error::{Error, Result, Source};
 use crate::health::{GroupHealth, LEFT};
 use crate::recorder::LaneRecorder;
-use crate::stats::{OpStats, Stats};
-use crate::transport::Broken;
+use crate::stats::Stats;
+use crate::transport::{Broken, ByteCounts, Endpoint, PeerFault, Transport};
 use crate::types::Kind;
 use crate::wait::{SLICE, lock};
 
@@ -32,6 +31,30 @@ pub(super) enum Event {
     Stop,
 }
 
+/// One stream.
+struct Link {
+    endpoint: Endpoint,
+    /// To wait for the stream without a lock on it.
+    descriptor: Arc<OwnedFd>,
+}
+
+impl Link {
+    fn new(at: PeerStream, stream: Box<dyn Transport>, descriptor: OwnedFd) -> Link {
+        Link { endpoint: Endpoint::new(at.index(), vec![stream]), descriptor: Arc::new(descriptor) }
+    }
+
+    fn wants_to_send(&self, at: PeerStream, posted: &PostedMessages) -> bool {
+        self.endpoint.broken().is_none() && (self.endpoint.is_sending() || posted.has_frames(at))
+    }
+
+    /// No more bytes move, because the peer sends none.
+    fn close(&mut self) {
+        self.endpoint.close(LEFT);
+        // The descriptors are closed with the link; the peer must see the end now.
+        let _ = rustix::net::shutdown(&self.descriptor, rustix::net::Shutdown::Both);
+    }
+}
+
 /// The streams of one peer.
 #[derive(Default)]
 struct Peer {
@@ -39,8 +62,6 @@ struct Peer {
     outbound: Option<Link>,
     /// Being opened.
     dialling: bool,
-    /// Announced before the stream was open.
-    waiting: Vec<Frame>,
     /// Opened by the peer: its messages, and this rank's answers.
     inbound: Option<Link>,
     /// Since when the peer is known to have left.
@@ -70,51 +91,49 @@ pub(super) struct MessengerShared {
     state: Mutex<MessageProgress>,
 }
 
-/// One of the two streams of a peer.
-#[derive(Clone, Copy, PartialEq, Eq)]
-struct PeerStream {
-    peer: usize,
-    inbound: bool,
-}
-
 impl Peer {
     fn link(&mut self, inbound: bool) -> Option<&mut Link> {
         if inbound { self.inbound.as_mut() } else { self.outbound.as_mut() }
     }
 }
 
+/// All streams.
+fn links(peers: &mut [Peer]) -> impl Iterator<Item = (PeerStream, &mut Link)> {
+    peers.iter_mut().enumerate().flat_map(|(peer, streams)| {
+        let Peer { outbound, inbound, .. } = streams;
+        let outbound = outbound.as_mut().map(|link| (PeerStream { peer, inbound: false }, link));
+        outbound.into_iter().chain(inbound.as_mut().map(|link| (PeerStream { peer, inbound: true }, link)))
+    })
+}
+
 impl MessageProgress {
-    /// All streams.
-    fn links(&mut self) -> impl Iterator<Item = (PeerStream, &mut Link)> {
-        self.peers.iter_mut().enumerate().flat_map(|(peer, streams)| {
-            let Peer { outbound, inbound, .. } = streams;
-            let outbound = outbound.as_mut().map(|link| (PeerStream { peer, inbound: false }, link));
-            outbound.into_iter().chain(inbound.as_mut().map(|link| (PeerStream { peer, inbound: true }, link)))
-        })
+    /// Sends on all streams what there is room for; true when bytes moved.
+    fn send(&mut self, counts: &mut ByteCounts) -> bool {
+        let MessageProgress { posted, peers, .. } = self;
+        links(peers).fold(false, |moved, (_, link)| link.endpoint.send(posted, counts) | moved)
     }
 
-    /// Sends on all streams what there is room for; true when bytes moved.
-    fn send(&mut self, counters: &OpStats) -> bool {
+    /// The streams that have something to send.
+    fn wants_to_send(&mut self) -> bool {
         let MessageProgress { posted, peers, .. } = self;
-        let links = peers.iter_mut().flat_map(|peer| [&mut peer.outbound, &mut peer.inbound]).flatten();
-        let mut moved = false;
-        for link in links {
-            moved |= link.send(posted, counters);
-        }
-        moved
+        links(peers).any(|(at, link)| link.wants_to_send(at, posted))
     }
 
     /// Why a rank is lost, if a call needs one that is: the rank, what happened, and the operating system's error.
     fn lost(&mut self, health: &GroupHealth) -> Option<(usize, String, Source)> {
-        let over = |peer: &Peer| peer.inbound.as_ref().is_none_or(|link| link.ended || link.broken.is_some());
-        let gone: Vec<bool> =
-            self.peers.iter().enumerate().map(|(rank, peer)| health.has_departed(rank) && over(peer)).collect();
+        let ended = |peer: usize| self.posted.has_ended(PeerStream { peer, inbound: true });
+        let is_over = |rank: usize, peer: &Peer| {
+            peer.inbound.as_ref().is_none_or(|link| ended(rank) || link.endpoint.broken().is_some())
+        };
+        let over: Vec<bool> = self.peers.iter().enumerate().map(|(rank, peer)| is_over(rank, peer)).collect();
+        let gone: Vec<bool> = over.iter().enumerate().map(|(rank, over)| health.has_departed(rank) && *over).collect();
         for (rank, peer) in self.peers.iter_mut().enumerate() {
             if rank == health.rank() {
                 continue;
             }
-            let outbound = peer.outbound.as_ref().and_then(|link| link.broken.clone());
-            let inbound = peer.inbound.as_ref().filter(|link| !link.ended).and_then(|link| link.broken.clone());
+            let broken = |link: &Link| link.endpoint.broken().cloned();
+            let outbound = peer.outbound.as_ref().and_then(broken);
+            let inbound = peer.inbound.as_ref().filter(|_| !ended(rank)).and_then(broken);
             let broken = outbound
                 .filter(|_| self.posted.sends_to(rank))
                 .or_else(|| inbound.filter(|_| self.posted.receives_from(rank, |other| gone[other])));
@@ -124,7 +143,7 @@ impl MessageProgress {
             if !health.has_departed(rank) || peer.left.get_or_insert_with(Instant::now).elapsed() < FAREWELL {
                 continue;
             }
-            if self.posted.sends_to(rank) || over(peer) && self.posted.receives_from(rank, |other| gone[other]) {
+            if self.posted.sends_to(rank) || over[rank] && self.posted.receives_from(rank, |other| gone[other]) {
                 return Some((rank, LEFT.to_owned(), Source::default()));
             }
         }
@@ -160,8 +179,10 @@ impl MessengerShared {
         lock(&self.state).posted.keeps_messages()
     }
 
-    fn counters(&self) -> &OpStats {
-        self.stats.of(Kind::Send)
+    fn count(&self, counts: &ByteCounts) {
+        let stats = self.stats.of(Kind::Send);
+        stats.wire_bytes_sent.fetch_add(counts.wire_sent, Relaxed);
+        stats.wire_bytes_received.fetch_add(counts.wire_received, Relaxed);
     }
 
     /// Wakes the thread.
@@ -194,37 +215,27 @@ impl MessengerShared {
         let (mut dial, mut wrong) = (Vec::new(), None);
         let number = state.posted.begin_call(call);
         for (nth, Message { peer, tag, data }) in receives.into_iter().enumerate() {
-            match state.posted.receive(number, nth, peer, tag, data) {
-                Ok(None) => {}
-                Ok(Some((from, ready))) => {
-                    if let Some(link) = &mut state.peers[from].inbound {
-                        link.push(ready);
-                    }
-                }
-                Err(error) => drop(wrong.get_or_insert(error)),
+            if let Err(how) = state.posted.receive(number, nth, peer, tag, data) {
+                wrong.get_or_insert(how);
             }
         }
         for Message { peer, tag, data } in sends {
             let Some(to) = peer else { continue };
-            let frame = state.posted.send(number, to, tag, data);
+            state.posted.send(number, to, tag, data);
             let peer = &mut state.peers[to];
-            match &mut peer.outbound {
-                Some(link) => link.push(frame),
-                None => {
-                    peer.waiting.push(frame);
-                    if !std::mem::replace(&mut peer.dialling, true) {
-                        dial.push(to);
-                    }
-                }
+            if peer.outbound.is_none() && !std::mem::replace(&mut peer.dialling, true) {
+                dial.push(to);
             }
         }
-        state.send(self.counters());
+        let mut counts = ByteCounts::default();
+        state.send(&mut counts);
         let ended = state.posted.take_ended();
-        let wake = state.idle || state.links().any(|(_, link)| link.wants_to_send());
+        let wake = state.idle || state.wants_to_send();
         drop(guard);
+        self.count(&counts);
         self.end(ended);
-        if let Some(error) = wrong {
-            return Err(self.health.fail(error));
+        if let Some(how) = wrong {
+            return Err(self.health.fail(Error::Mismatch(how)));
         }
         for to in dial {
             let shared = Arc::downgrade(self);
@@ -289,11 +300,9 @@ impl MessengerShared {
             match event {
                 Event::Stop => stops = true,
                 Event::Dialled(peer, Ok((stream, descriptor))) => {
-                    let mut state = lock(&self.state);
-                    let mut link = Link::new(stream, descriptor);
-                    state.peers[peer].waiting.drain(..).for_each(|frame| link.push(frame));
-                    state.peers[peer].outbound = Some(link);
-                    ready.push(PeerStream { peer, inbound: false });
+                    let at = PeerStream { peer, inbound: false };
+                    lock(&self.state).peers[peer].outbound = Some(Link::new(at, stream, descriptor));
+                    ready.push(at);
                 }
                 Event::Dialled(peer, Err(error)) => {
                     let left = self.health.has_departed(peer);
@@ -310,8 +319,9 @@ impl MessengerShared {
         for (peer, opened) in self.streams.arrived() {
             match opened {
                 Ok((stream, descriptor)) => {
-                    lock(&self.state).peers[peer].inbound = Some(Link::new(stream, descriptor));
-                    ready.push(PeerStream { peer, inbound: true });
+                    let at = PeerStream { peer, inbound: true };
+                    lock(&self.state).peers[peer].inbound = Some(Link::new(at, stream, descriptor));
+                    ready.push(at);
                 }
                 Err(error) => _ = self.health.fail(error),
             }
@@ -324,22 +334,26 @@ impl MessengerShared {
     /// What is wrong with a frame of a peer.
     fn step(&self, ready: &[PeerStream]) -> Result<bool> {
         let mut guard = lock(&self.state);
-        let mut moved = guard.send(self.counters());
+        let mut counts = ByteCounts::default();
+        let mut moved = guard.send(&mut counts);
         let mut wrong = None;
         let MessageProgress { posted, peers, .. } = &mut *guard;
-        for PeerStream { peer, inbound } in ready {
-            let Some(link) = peers[*peer].link(*inbound) else { continue };
-            match link.recv(*peer, posted, self.counters()) {
+        for at in ready {
+            let Some(link) = peers[at.peer].link(at.inbound) else { continue };
+            match link.endpoint.recv(posted, &mut counts) {
                 Ok(any) => moved |= any,
-                Err(error) => drop(wrong.get_or_insert(error)),
+                Err(PeerFault::Mismatch(how)) => drop(wrong.get_or_insert(Error::Mismatch(how))),
+                // Whether a message needs the stream is looked at when no bytes move.
+                Err(PeerFault::Lost(_)) => {}
             }
             // The peer takes its end as the acknowledgement that everything has arrived.
-            if link.ended && !link.wants_to_send() && *inbound {
+            if at.inbound && posted.has_ended(*at) && !link.wants_to_send(*at, posted) {
                 link.close();
             }
         }
         let ended = guard.posted.take_ended();
         drop(guard);
+        self.count(&counts);
         self.end(ended);
         wrong.map_or(Ok(moved), Err)
     }
@@ -368,16 +382,17 @@ impl MessengerShared {
 
     /// Sleeps until a stream may move bytes or the bell rings; the streams that may have bytes to receive.
     fn sleep(&self) -> Vec<PeerStream> {
-        let mut links = Vec::new();
-        let mut state = lock(&self.state);
-        for (place, link) in state.links().filter(|(_, link)| link.broken.is_none()) {
-            links.push((place, Arc::clone(&link.descriptor), link.wants_to_send()));
+        let mut open = Vec::new();
+        let mut guard = lock(&self.state);
+        let state = &mut *guard;
+        for (at, link) in links(&mut state.peers).filter(|(_, link)| link.endpoint.broken().is_none()) {
+            open.push((at, Arc::clone(&link.descriptor), link.wants_to_send(at, &state.posted)));
         }
         state.idle = !state.posted.is_busy();
         let limit = (!state.idle).then_some(SLICE);
-        drop(state);
+        drop(guard);
         let mut wanted = vec![PollFd::from_borrowed_fd(self.bell.as_fd(), PollFlags::IN)];
-        wanted.extend(links.iter().map(|(_, descriptor, sends)| {
+        wanted.extend(open.iter().map(|(_, descriptor, sends)| {
             let events = if *sends { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
             PollFd::from_borrowed_fd(descriptor.as_fd(), events)
         }));
@@ -385,7 +400,7 @@ impl MessengerShared {
         // Ready, timed out or interrupted: the caller looks at the streams in any case.
         let _ = poll(&mut wanted, limit.as_ref());
         let has_news = |fd: &PollFd<'_>| !fd.revents().difference(PollFlags::OUT).is_empty();
-        let ready = links.iter().zip(&wanted[1..]).filter(|(_, fd)| has_news(fd)).map(|((place, ..), _)| *place);
+        let ready = open.iter().zip(&wanted[1..]).filter(|(_, fd)| has_news(fd)).map(|((at, ..), _)| *at);
         let ready = ready.collect();
         lock(&self.state).idle = false;
         ready
@@ -398,25 +413,42 @@ impl MessengerShared {
         let cause = self.health.cause();
         state.posted.fail(&cause.unwrap_or_else(|| Error::Aborted("the group's messages were shut down".to_owned())));
         let ended = state.posted.take_ended();
-        let mut links: Vec<Link> = state.peers.iter_mut().filter_map(|peer| peer.outbound.take()).collect();
-        state.peers.iter_mut().for_each(|peer| *peer = Peer::default());
+        let MessageProgress { posted, peers, .. } = &mut *state;
+        for (peer, streams) in peers.iter_mut().enumerate() {
+            let outbound = streams.outbound.take().map(|mut link| {
+                if link.endpoint.drop_unsent() {
+                    link.close();
+                }
+                posted.say_end(PeerStream { peer, inbound: false });
+                link
+            });
+            *streams = Peer { outbound, ..Peer::default() };
+        }
         drop(state);
         self.end(ended);
-        links.iter_mut().for_each(Link::finish);
         let until = Instant::now() + LINGER;
         loop {
-            for link in &mut links {
-                link.linger();
+            let mut state = lock(&self.state);
+            state.send(&mut ByteCounts::default());
+            let MessageProgress { posted, peers, .. } = &mut *state;
+            let mut open = Vec::new();
+            for (at, link) in links(peers) {
+                link.endpoint.discard();
+                if link.endpoint.broken().is_none() {
+                    open.push((Arc::clone(&link.descriptor), link.wants_to_send(at, posted)));
+                }
             }
-            links.retain(|link| link.broken.is_none());
             let left = until.saturating_duration_since(Instant::now());
-            if links.is_empty() || left.is_zero() {
+            if open.is_empty() || left.is_zero() {
+                state.peers.iter_mut().for_each(|peer| *peer = Peer::default());
                 return;
             }
-            let events =
-                |link: &Link| if link.wants_to_send() { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
-            let mut wanted: Vec<_> =
-                links.iter().map(|link| PollFd::from_borrowed_fd(link.descriptor.as_fd(), events(link))).collect();
+            drop(state);
+            let events = |sends: bool| if sends { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
+            let mut wanted: Vec<_> = open
+                .iter()
+                .map(|(descriptor, sends)| PollFd::from_borrowed_fd(descriptor.as_fd(), events(*sends)))
+                .collect();
             let limit = Timespec { tv_sec: 0, tv_nsec: left.subsec_nanos().into() };
             let _ = poll(&mut wanted, Some(&limit));
         }

@@ -12,6 +12,7 @@ use super::streams::{Dialled, Opened};
 use super::*;
 use crate::memory::Region;
 use crate::transport::Tcp;
+use crate::transport::frame::{FrameKind, Header};
 use crate::wait::Waited;
 
 const LONG: Duration = Duration::from_secs(30);
@@ -68,6 +69,7 @@ impl Streams for Own {
 struct Rank {
     messenger: Messenger,
     health: Arc<GroupHealth>,
+    address: SocketAddr,
 }
 
 fn world(size: usize) -> Vec<Rank> {
@@ -76,13 +78,13 @@ fn world(size: usize) -> Vec<Rank> {
     let shared = Arc::new(Mutex::new(Vec::new()));
     let build = |(rank, listener): (usize, TcpListener)| {
         listener.set_nonblocking(true).unwrap();
-        let world = Arc::clone(&shared);
+        let (world, address) = (Arc::clone(&shared), addresses[rank]);
         let streams = Loopback { rank, addresses: addresses.clone(), listener, wake: Mutex::default(), world };
         let streams = Arc::new(streams);
         shared.lock().unwrap().push(Arc::downgrade(&streams));
         let health = GroupHealth::local(rank, size);
         let messenger = Messenger::over(Box::new(Own(streams)), &health, &Arc::default(), LONG, None).unwrap();
-        Rank { messenger, health }
+        Rank { messenger, health, address }
     };
     listeners.into_iter().enumerate().map(build).collect()
 }
@@ -297,6 +299,39 @@ fn a_message_of_another_length_or_type_is_a_mismatch_with_both_in_it() {
         assert!(text.contains("rank 1 receives 12 elements of uint8 (tag 3)"), "{text}");
         assert!(text.contains("rank 0, which sends 2 elements of float32"), "{text}");
         assert_eq!(ranks[1].health.check(), Err(error));
+    }
+}
+
+#[test]
+fn a_frame_that_a_peer_cannot_have_sent_is_an_error_that_names_it() {
+    let outcome = |frames: &[Header]| {
+        let ranks = world(2);
+        // Before the frames, which the thread could otherwise see first.
+        let posted = ranks[0].recv(Some(1), 3, 8).0;
+        let mut stream = TcpStream::connect(ranks[0].address).unwrap();
+        let headers: Vec<u8> = frames.iter().flat_map(Header::encode).collect();
+        std::io::Write::write_all(&mut stream, &[&[1][..], &headers, &[0; 8]].concat()).unwrap();
+        posted.handle.wait(Some(LONG)).unwrap_err()
+    };
+    let said = Fingerprint { tag: 3, ..Fingerprint::new(Kind::Send, DType::U8, 8) };
+    let whole = Header::whole(said, 0, 8, 1);
+    let eager = Header { frame: FrameKind::Eager, ..whole };
+    let collective = Header { fingerprint: Fingerprint { kind: Kind::Barrier, ..said }, ..eager };
+    for (frame, says) in [
+        (whole, "bytes of a message that was not asked for"),
+        (Header { offset: 4, length: 4, ..eager }, "an eager message of a wrong length"),
+        (Header { frame: FrameKind::Offer, ..whole }, "bytes after a header that has none"),
+        (Header { frame: FrameKind::Ready, length: 0, ..whole }, "an answer to a message that it was not sent"),
+        (collective, "a frame of a collective operation"),
+    ] {
+        let error = outcome(&[frame]);
+        let text = error.to_string();
+        assert!(matches!(error, Error::Mismatch(_)) && text.contains("rank 1 sent") && text.contains(says), "{text}");
+    }
+    let offer = Header { frame: FrameKind::Offer, length: 0, ..whole };
+    for bytes in [Header { offset: 4, ..whole }, Header { offset: 4, length: 4, ..whole }] {
+        let error = outcome(&[offer, bytes]);
+        assert!(error.to_string().contains("more bytes than its message has"), "{error}");
     }
 }
 

@@ -1,66 +1,4 @@
-//! The division of messages into chunks: the header of a chunk, and its length.
-//!
-//! With one stream per peer a message is one chunk, whose header is the header of the message ([`frame`]). With several streams, every
-//! chunk carries the header of its message, so that it can be checked without waiting for another stream, and its position:
-//!
-//! | bytes | field | |
-//! |---|---|---|
-//! | 0..80 | header of the message | `body` is the length of the whole message |
-//! | 80..88 | message | number of the message among all messages of the sender to this peer |
-//! | 88..96 | offset | of the chunk in the message |
-//! | 96..104 | length | bytes that follow |
-
-use crate::transport::frame::{self, BadFrame, Header};
-
-/// Bytes of the longest header.
-pub const LEN: usize = frame::LEN + 24;
-
-/// Bytes of a header on this many streams to a peer.
-pub(super) const fn head_len(streams: usize) -> usize {
-    if streams > 1 { LEN } else { frame::LEN }
-}
-
-/// The header of a chunk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Chunk {
-    /// Header of the message.
-    pub header: Header,
-    /// Number of the message.
-    pub message: u64,
-    /// Offset of the chunk in the message.
-    pub offset: u64,
-    /// Bytes that follow.
-    pub length: u64,
-}
-
-impl Chunk {
-    /// The bytes of the header; only the first `head_len` of them are sent.
-    pub fn encode(&self) -> [u8; LEN] {
-        let mut out = [0; LEN];
-        out[..frame::LEN].copy_from_slice(&self.header.encode());
-        for (slot, value) in out[frame::LEN..].chunks_exact_mut(8).zip([self.message, self.offset, self.length]) {
-            slot.copy_from_slice(&value.to_le_bytes());
-        }
-        out
-    }
-
-    /// Parses a header. A header without position means a whole message of unknown number.
-    pub fn decode(bytes: &[u8]) -> Result<Chunk, BadFrame> {
-        let (head, position) = bytes.split_first_chunk().expect("a header has at least the length of a message's");
-        let header = Header::decode(head)?;
-        let word = |at: usize| position.get(8 * at..).and_then(<[u8]>::first_chunk).copied().map(u64::from_le_bytes);
-        Ok(match (word(0), word(1), word(2)) {
-            (Some(message), Some(offset), Some(length)) => Chunk { header, message, offset, length },
-            _ => Chunk { header, message: u64::MAX, offset: 0, length: header.body },
-        })
-    }
-
-    /// True when the chunk lies within its message, and is not empty unless the message is.
-    pub fn fits(&self) -> bool {
-        let Header { body, .. } = self.header;
-        self.offset.checked_add(self.length).is_some_and(|end| end <= body) && (self.length > 0 || body == 0)
-    }
-}
+//! How long the chunks are in which a message travels when there are several streams to a peer.
 
 /// The shortest chunk: below this length a header and a system call cost as much as the bytes.
 pub(super) const SHORTEST: usize = 32 << 10;
@@ -119,41 +57,8 @@ pub(super) fn next_len(left: usize, after: usize, streams: usize, pace: Pace) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::types::{DType, Fingerprint, Kind};
 
     const FIRST: Pace = Pace { own: 0, best: 0 };
-
-    fn example() -> Chunk {
-        let fingerprint = Fingerprint { epoch: 1, lane: 2, seq: 4, ..Fingerprint::new(Kind::Send, DType::U8, 100) };
-        let header = Header { fingerprint, part: 5, body: 100 };
-        Chunk { header, message: 0x0102_0304_0506_0708, offset: 60, length: 40 }
-    }
-
-    #[test]
-    fn a_header_is_parsed_unchanged_and_its_position_has_golden_bytes() {
-        let bytes = example().encode();
-        assert_eq!(Chunk::decode(&bytes), Ok(example()));
-        assert_eq!(
-            bytes[80..],
-            [8, 7, 6, 5, 4, 3, 2, 1, 60, 0, 0, 0, 0, 0, 0, 0, 40, 0, 0, 0, 0, 0, 0, 0],
-            "the wire format changed"
-        );
-    }
-
-    #[test]
-    fn a_short_header_describes_the_whole_message() {
-        let bytes = example().encode();
-        let whole = Chunk { message: u64::MAX, offset: 0, length: 100, ..example() };
-        assert_eq!(Chunk::decode(&bytes[..head_len(1)]), Ok(whole));
-    }
-
-    #[test]
-    fn a_chunk_beyond_its_message_or_without_bytes_does_not_fit() {
-        assert!(example().fits());
-        for (offset, length) in [(61, 40), (u64::MAX, 2), (100, 0), (0, 0), (0, 101)] {
-            assert!(!Chunk { offset, length, ..example() }.fits(), "{offset} and {length}");
-        }
-    }
 
     #[test]
     fn a_message_that_other_messages_follow_has_long_chunks_to_its_end() {

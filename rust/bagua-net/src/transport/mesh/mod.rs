@@ -2,10 +2,20 @@
 //!
 //! Bodies are sent from and received into the caller's memory. There is no thread: [`Mesh::exchange`] drives all transfers on the calling
 //! thread, and sleeps when none can make progress.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `endpoint` | the streams to one peer: moves the bytes of frames, also those of tagged messages |
+//! | `frames` | what it asks of whoever has the messages |
+//! | `chunk` | how long a frame is when there are several streams |
+//! | `plan` | the messages of one operation |
+//! | `run` | the frames of a plan |
 
 mod chunk;
 mod endpoint;
+mod frames;
 mod plan;
+mod run;
 
 use std::time::{Duration, Instant};
 
@@ -14,11 +24,12 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::{Broken, Incoming, OpContext, Outgoing, Readiness, Transport};
 use crate::error::{Error, Result};
 use crate::wait::{Doorbell, SLICE};
-pub use chunk::{Chunk, LEN as CHUNK_LEN};
-use endpoint::{ByteCounts, Endpoint, PeerFault};
+pub use endpoint::{ByteCounts, Endpoint, PeerFault};
+pub use frames::Frames;
 pub use plan::Plan;
 pub use plan::Step;
 use plan::{Listed, Lists};
+use run::{PeerMessages, Run};
 use std::sync::atomic::Ordering::Relaxed;
 
 /// How long an idle rank polls its streams before it sleeps: longer than a round trip on one host, too short to slow down a computing
@@ -40,6 +51,10 @@ pub struct Mesh {
     members: Vec<usize>,
     /// The streams to each member and their transfers, by index.
     endpoints: Vec<Endpoint>,
+    /// The messages to and from each, by index.
+    messages: Vec<PeerMessages>,
+    /// Whether there are several streams to a peer.
+    bundled: bool,
     /// Rung by the peers whose streams wait by [`Readiness::Doorbell`].
     bell: Option<Doorbell>,
     /// Indices of peers with unfinished transfers, starting after this rank's index so that ranks do not all start with rank 0.
@@ -82,9 +97,11 @@ impl Mesh {
             let rings = bundle.iter().any(|link| matches!(link.readiness(), Readiness::Doorbell));
             assert!(bell.is_some() || !rings, "a stream with a doorbell needs the mesh's doorbell");
         }
+        let bundled = bundles.iter().any(|bundle| bundle.len() > 1);
+        let messages = members.iter().map(|_| PeerMessages::default()).collect();
         let lists = (members.iter().map(|_| (Vec::new(), Vec::new())).collect(), vec![0; members.len()]);
         let endpoints = bundles.into_iter().enumerate().map(|(peer, bundle)| Endpoint::new(peer, bundle)).collect();
-        Mesh { rank, members, endpoints, bell, active: Vec::new(), missing: Vec::new(), lists }
+        Mesh { rank, members, endpoints, messages, bundled, bell, active: Vec::new(), missing: Vec::new(), lists }
     }
 
     /// This rank's index.
@@ -187,8 +204,9 @@ impl Mesh {
         self.active.clear();
         let n = self.size();
         for peer in (1..n).map(|distance| (self.rank + distance) % n) {
-            self.endpoints[peer].begin(plan);
-            if !self.endpoints[peer].is_done() {
+            self.endpoints[peer].begin();
+            self.messages[peer].begin(plan.counts(peer));
+            if !self.messages[peer].is_done() {
                 self.active.push(peer);
             }
         }
@@ -196,23 +214,24 @@ impl Mesh {
         let (before, total) = plan.progress();
         let mut transfer =
             Transfer { cx, before, total, counts: ByteCounts::default(), counts_sends, idle: None, pauses: 0 };
-        let outcome = self.transfer(&mut transfer, plan);
-        for peer in (0..n).filter(|peer| *peer != self.rank) {
-            self.endpoints[peer].end(plan);
-        }
+        let mut messages = std::mem::take(&mut self.messages);
+        let mut run = Run { plan, peers: &mut messages, overtaken: self.bundled };
+        let outcome = self.transfer(&mut transfer, &mut run);
+        messages.iter_mut().for_each(PeerMessages::end);
+        self.messages = messages;
         transfer.end_wait();
         cx.stats.wire_bytes_sent.fetch_add(transfer.counts.wire_sent, Relaxed);
         cx.stats.wire_bytes_received.fetch_add(transfer.counts.wire_received, Relaxed);
         outcome
     }
 
-    fn transfer(&mut self, transfer: &mut Transfer<'_, '_>, plan: &mut dyn Plan) -> Result<()> {
+    fn transfer(&mut self, transfer: &mut Transfer<'_, '_>, run: &mut Run<'_>) -> Result<()> {
         let cx = transfer.cx;
         let mut busy = 0u32;
         loop {
             // Read before the streams are polled, so that a ring in between is not missed.
             let rings = self.bell.as_ref().map_or(0, Doorbell::rings);
-            let moved = self.progress(transfer, plan)?;
+            let moved = self.progress(transfer, run)?;
             if self.active.is_empty() {
                 return Ok(());
             }
@@ -220,32 +239,32 @@ impl Mesh {
                 transfer.end_wait();
                 busy = busy.wrapping_add(1);
                 if busy.is_multiple_of(BUSY_ROUNDS) && (cx.health.check().is_err() || cx.deadline.passed()) {
-                    self.check(transfer, plan)?;
+                    self.check(transfer, run)?;
                 }
             } else if transfer.idle_for() < SPIN {
                 std::hint::spin_loop();
-            } else if let Err(error) = self.check(transfer, plan) {
+            } else if let Err(error) = self.check(transfer, run) {
                 // A peer may have sent its messages and left, or started its next operation, after the streams were polled: poll once
                 // more before reporting it.
                 let ended = cx.health.check().is_err() || cx.deadline.passed();
-                if ended || !self.progress(transfer, plan)? {
+                if ended || !self.progress(transfer, run)? {
                     return Err(error);
                 }
                 transfer.end_wait();
             } else {
-                self.sleep(transfer, rings);
+                self.sleep(transfer, run, rings);
             }
         }
     }
 
     /// Makes progress with every peer; true when bytes moved. Calls on all peers before it returns an error for one, so that each peer gets
     /// this rank's header before this rank fails.
-    fn progress(&mut self, transfer: &mut Transfer<'_, '_>, plan: &mut dyn Plan) -> Result<bool> {
+    fn progress(&mut self, transfer: &mut Transfer<'_, '_>, run: &mut Run<'_>) -> Result<bool> {
         let mut any = false;
         let mut lost: Option<(usize, Broken)> = None;
         let mut mismatch: Option<(usize, String)> = None;
         for &peer in &self.active {
-            match self.endpoints[peer].step(plan, &mut transfer.counts) {
+            match self.endpoints[peer].step(run, &mut transfer.counts) {
                 Ok(moved) => any |= moved,
                 Err(PeerFault::Lost(broken)) => drop(lost.get_or_insert((peer, broken))),
                 Err(PeerFault::Mismatch(theirs)) => drop(mismatch.get_or_insert((peer, theirs))),
@@ -259,15 +278,16 @@ impl Mesh {
             return Err(error.during(transfer.cx.progress(transfer.done(), transfer.total)));
         }
         if any {
-            self.active.retain(|peer| !self.endpoints[*peer].is_done());
+            self.active.retain(|peer| !run.peers[*peer].is_done() || self.endpoints[*peer].is_sending());
         }
         Ok(any)
     }
 
     /// Checks the health, the deadline, and the operations of peers. The missing ranks are those that owe a message; if there are none,
     /// those with messages to send, otherwise those with messages to receive.
-    fn check(&mut self, transfer: &Transfer<'_, '_>, plan: &dyn Plan) -> Result<()> {
-        let senders = || self.active.iter().filter(|peer| self.endpoints[**peer].wants_to_recv());
+    fn check(&mut self, transfer: &Transfer<'_, '_>, run: &Run<'_>) -> Result<()> {
+        let plan = &*run.plan;
+        let senders = || self.active.iter().filter(|peer| run.expects(**peer));
         self.missing.clear();
         self.missing.extend(senders().filter(|peer| plan.owes(**peer)).map(|peer| self.members[*peer]));
         if self.missing.is_empty() {
@@ -285,11 +305,11 @@ impl Mesh {
     }
 
     /// Sleeps until a stream may move bytes again, for at most [`SLICE`]. `rings` was read before the streams were last polled.
-    fn sleep(&self, transfer: &mut Transfer<'_, '_>, rings: u32) {
+    fn sleep(&self, transfer: &mut Transfer<'_, '_>, run: &Run<'_>, rings: u32) {
         let mut descriptors = Vec::with_capacity(self.active.len());
         let (mut by_bell, mut by_polling) = (false, false);
         for &peer in &self.active {
-            for (readiness, recv, send) in self.endpoints[peer].waits() {
+            for (readiness, recv, send) in self.endpoints[peer].waits(run) {
                 match readiness {
                     Readiness::Doorbell => by_bell = true,
                     Readiness::Poll => by_polling = true,

@@ -52,13 +52,8 @@ pub trait Plan {
         true
     }
 
-    /// The `part` in the header of a message. When it is equal for all messages, a single stream carries them in order.
+    /// The `part` in the header of a message.
     fn part(&self, number: usize) -> u32;
-
-    /// The message that a header with this `part` belongs to, on a single stream; `next` is the first message that has not arrived.
-    fn number(&self, part: u32, _next: usize) -> usize {
-        part as usize
-    }
 
     /// Bytes of the operation that arrived in earlier runs, and bytes of the whole operation.
     fn progress(&self) -> (u64, u64);
@@ -125,10 +120,6 @@ impl Plan for Listed<'_, '_, '_> {
 
     fn part(&self, _number: usize) -> u32 {
         self.step.part
-    }
-
-    fn number(&self, part: u32, next: usize) -> usize {
-        if part == self.step.part { next } else { usize::MAX }
     }
 
     fn progress(&self) -> (u64, u64) {
