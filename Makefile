@@ -1,4 +1,4 @@
-# The one list of commands: people and .ci/run use the same. `make help` explains each target.
+# The one list of commands: people, .ci/run and .github/workflows use the same. `make help` explains each target; `##@` begins a group there.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -30,40 +30,53 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help
 help: ## Explains every target
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^##@ / {printf "\n%s\n", substr($$0, 5)} \
+		/^[a-z-]+:.*## / {printf "  make %-17s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo "  TORCH_BACKEND=cpu make train   takes torch's CPU build instead of the 5 GB CUDA build (any backend that uv knows)"
-	@echo "  PYTHON=python3.12 make setup   makes .venv with that interpreter (3.10 or newer)"
-	@echo "  RANKS=4 make train             trains with four ranks"
-	@echo "  make train ALGORITHM=bytegrad  trains with another algorithm (docs/explain/algorithms.md)"
-	@echo "  PYTEST_PROCESSES=1 make test   runs one Python test after the other"
+	@echo "Settings"
+	@echo "  TORCH_BACKEND=cpu make train    takes torch's CPU build instead of the 5 GB CUDA build (any backend that uv knows)"
+	@echo "  PYTHON=python3.12 make setup    makes .venv with that interpreter (3.10 or newer)"
+	@echo "  RANKS=4 make train              trains with four ranks"
+	@echo "  make train ALGORITHM=bytegrad   trains with another algorithm (docs/explain/algorithms.md)"
+	@echo "  PYTEST_PROCESSES=1 make test    runs one Python test after the other"
+	@echo "  STEPS=sdist make release        runs some of the steps of a release (tools/release.py lists them)"
 
-# --- set-up: each step leaves a stamp, so that nothing is done twice -------------------------------------------------
-
-.PHONY: setup
-setup: $(VENV)/.extension ## Makes .venv with everything pinned, and builds the extension in release mode
-
-$(VENV)/.made: requirements/constraints.txt
-	tools/system_packages build
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Bagua needs Python 3.10 or newer, not " + sys.version)'
-	test -x $(BIN)/python || PYTHON=$(PYTHON) tools/system_packages venv
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt uv
-	touch $@
-
-$(VENV)/.packages: $(VENV)/.made requirements/develop.in requirements/constraints.txt
-	$(UV) pip install --python $(BIN)/python $(BACKEND) --constraint requirements/constraints.txt --requirement requirements/develop.in
-	touch $@
-
-$(VENV)/.extension: $(VENV)/.packages pyproject.toml $(RUST_SOURCES)
-	MAKEFLAGS= VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin develop --release --uv
-	touch $@
-
-# --- the two commands to begin with ---------------------------------------------------------------------------------
+##@ Set-up and use
 
 .PHONY: train
-train: setup ## Trains a small CNN on handwritten digits with two ranks
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_digits.py --algorithm $(ALGORITHM)
+train: setup ## Sets everything up, then trains a small CNN on handwritten digits with two ranks
+	@OMP_NUM_THREADS=1 tools/step "Training on $(RANKS) ranks with $(ALGORITHM): less than a minute, the first seconds of which import torch" \
+		$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_digits.py --algorithm $(ALGORITHM)
+
+.PHONY: setup
+setup: check-python $(VENV)/.extension ## Makes .venv with everything pinned, and builds the extension in release mode
+
+.PHONY: clean
+clean: ## Removes what was built, and the virtual environments
+	rm -rf target dist site $(VENV) $(OLDEST) $(DOCS) $(MPIS:%=.venv-mpi-%) python/bagua/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Each step leaves a stamp, so that nothing is done twice.
+$(VENV)/.made: requirements/constraints.txt | check-python
+	@tools/system_packages build
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Bagua needs Python 3.10 or newer, not " + sys.version)'
+	@test -x $(BIN)/python || PYTHON=$(PYTHON) tools/system_packages venv
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@tools/environment uv $(BIN)/python
+	@touch $@
+
+$(VENV)/.packages: $(VENV)/.made requirements/develop.in requirements/constraints.txt
+	@tools/step "Python packages into $(VENV), torch among them: a minute or more, depending on the network (TORCH_BACKEND=cpu downloads less)" \
+		$(UV) pip install --python $(BIN)/python $(BACKEND) --constraint requirements/constraints.txt --requirement requirements/develop.in
+	@touch $@
+
+$(VENV)/.extension: $(VENV)/.packages pyproject.toml $(RUST_SOURCES)
+	@MAKEFLAGS= VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH" \
+		tools/step "Compiling the Rust core, optimized: 2 to 3 minutes with two idle processors, the last crate alone for a minute of it" \
+		$(BIN)/maturin develop --release --uv
+	@touch $@
+
+##@ Checks: what every change needs
 
 # The Python tests go file by file to two processes: a test starts ranks of its own, and waits for them for much of its time. In the order
 # of their names, so that the end has no file with a few long tests.
@@ -99,25 +112,47 @@ NEXTEST := cargo nextest --version >/dev/null 2>&1
 # is in Cargo.toml.
 MODEL := RUSTFLAGS="--cfg model -D warnings" cargo test --profile model --target-dir target/model -p bagua-net -p bagua-collectives -p bagua-core --lib
 
-# Each of these is idle on all processors but one for a part of its time: cargo while it reads the largest crate, g++ always. Each cargo
-# has jobs of its own, since `make --dry-run` would run a recipe that shares those of make.
-.PHONY: test-programs
-test-programs: rust-programs setup model-programs $(if $(shell command -v g++),cuda-sim cuda-kernels-host) ## Builds what the tests run, side by side
+PROSE := python docs examples rust tests tools .github $(wildcard *.md)
 
-.PHONY: rust-programs
-rust-programs: $(VENV)/.packages ## Builds the tests of Rust
-	if $(NEXTEST); then MAKEFLAGS= cargo nextest run --workspace --no-run; else MAKEFLAGS= cargo test --workspace --lib --tests --no-run; fi
+.PHONY: lint
+lint: setup ## Layers, words, licences, workflows, formatting, clippy, rustdoc, ruff, mypy, and the extension's stub against the extension
+	$(BIN)/python tools/check_layers.py
+	$(BIN)/python tools/check_lengths.py
+	$(BIN)/python tools/check_words.py $(PROSE)
+	$(BIN)/python tools/release.py versions licences
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest bagua._bagua
 
-.PHONY: model-programs
-model-programs: ## Builds the models of the lock-free parts
-	MAKEFLAGS= $(MODEL) --no-run
+.PHONY: format
+format: setup ## Formats Rust and Python, and applies the fixes of ruff that are safe
+	cargo fmt --all
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: docs
+docs: setup $(DOCS)/.packages ## Builds the documentation site into site/, without a network, and checks it
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	$(BIN)/python -m tools.check_site site
+	$(BIN)/python -m tools.check_pages site
+
+# mkdocs reads the sources, and asks the Python of .venv what functions are when they are imported: its own environment has no torch.
+$(DOCS)/.packages: $(VENV)/.made requirements/docs.in requirements/constraints.txt
+	$(UV) venv --quiet --allow-existing --python $(BIN)/python $(DOCS)
+	$(UV) pip install --python $(DOCS)/bin/python --constraint requirements/constraints.txt --requirement requirements/docs.in
+	touch $@
+
+##@ Checks: further ones, each for its purpose
 
 .PHONY: model
 model: ## Explores the models of the lock-free parts further than make test does: for minutes
 	LOOM_MAX_PREEMPTIONS=$${LOOM_MAX_PREEMPTIONS:-3} LOOM_MAX_DURATION=600 CARGO_PROFILE_MODEL_OPT_LEVEL=1 $(MODEL) -- model:: --nocapture
-
-.PHONY: loom
-loom: model ## The same as make model
 
 # One seed, one run: FUZZ_SEED=… repeats a run that failed.
 .PHONY: fuzz
@@ -135,25 +170,24 @@ chaos: setup ## Kills, freezes and cuts off ranks in the middle of everything th
 test-torch: setup ## Runs torch's own tests of torch.distributed on gloo and on the backend bagua (5 minutes; some are in make test-all)
 	$(BIN)/python -m tests.torch_suite
 
-# The kernels of CUDA as functions of the host, for the simulated driver and the tests, and again with AddressSanitizer and
-# UndefinedBehaviorSanitizer. SIM is the folder of the results.
-SIM ?= target/cuda-sim
-KERNELS := $(filter-out %.cuh,$(wildcard rust/bagua-cuda/kernels/*.cu))
-HOST := $(wildcard tests/cuda/host/*.cpp)
-CXX_KERNELS := $(CXX) -std=c++17 -shared -fPIC -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Werror -Wno-unknown-pragmas \
-	-DBAGUA_ON_HOST -DDEFAULT_NAN_SIGN=$(if $(filter x86_64,$(shell uname -m)),1,0)u -Irust/bagua-cuda/kernels -Itests/cuda/host
-KERNELS_HOST := $(SIM)/libkernels.so $(SIM)/libkernels.sanitized.so
+.PHONY: test-ray
+test-ray: setup $(VENV)/.ray ## Installs Ray, and trains with its TorchTrainer on two workers
+	$(BIN)/python -m pytest tests/ray_trainer.py
 
-.PHONY: cuda-kernels-host
-cuda-kernels-host: $(KERNELS_HOST) ## Compiles the kernels of CUDA for the host, also with sanitizers (g++ only)
+$(VENV)/.ray: $(VENV)/.packages requirements/ray.in requirements/constraints.txt
+	$(UV) pip install --python $(BIN)/python --constraint requirements/constraints.txt --requirement requirements/ray.in
+	touch $@
 
-$(SIM)/libkernels.so: FLAGS := -O2
-$(SIM)/libkernels.sanitized.so: FLAGS := -O1 -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -static-libubsan
+.PHONY: test-oldest
+test-oldest: wheel $(OLDEST)/.packages ## Installs the wheel beside the oldest torch that is supported, and runs the Python tests there
+	tools/system_packages test
+	$(UV) pip install --python $(OLDEST)/bin/python --reinstall-package bagua --constraint requirements/oldest.txt dist/*manylinux_2_17_$(shell uname -m)*.whl
+	$(OLDEST)/bin/python $(PYTEST) --ignore tests/typing --ignore tests/unit/test_layers.py
 
-# Written beside it and renamed, because several tests may make it at once.
-$(KERNELS_HOST): $(HOST) $(KERNELS) $(wildcard rust/bagua-cuda/kernels/*.cuh tests/cuda/host/*.h)
-	mkdir -p $(SIM)
-	$(CXX_KERNELS) $(FLAGS) -o $@.$$$$ $(HOST) -x c++ $(KERNELS) && mv $@.$$$$ $@
+$(OLDEST)/.packages: $(VENV)/.made requirements/oldest.txt
+	$(UV) venv --allow-existing --python '>=3.10,<3.13' $(OLDEST)
+	$(UV) pip install --python $(OLDEST)/bin/python $(BACKEND) --requirement requirements/oldest.txt
+	touch $@
 
 ARM := aarch64-unknown-linux-gnu
 # They ask the kernel which pages are there; the emulator drops the advice to get them, and shows smaps of its own.
@@ -168,78 +202,16 @@ test-arm: ## Runs the core's tests for 64-bit ARM in an emulator (not part of ma
 	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64-static -L /usr/aarch64-linux-gnu" \
 		cargo test -p bagua-types -p bagua-kernels -p bagua-net -p bagua-collectives -p bagua-group -p bagua-core --lib --tests --target $(ARM) -- $(NOT_EMULATED)
 
-CUDA_SIM := $(patsubst tests/cuda/sim/%.cpp,target/cuda-sim/objects/%.o,$(wildcard tests/cuda/sim/*.cpp))
-CUDA_NCCL := $(patsubst tests/cuda/nccl/%.cpp,target/cuda-sim/objects/nccl/%.o,$(wildcard tests/cuda/nccl/*.cpp))
-
-.PHONY: cuda-sim
-cuda-sim: target/cuda-sim/libcuda.so.1 target/cuda-sim/libnccl.so.2 ## Builds the simulated CUDA driver and a strict NCCL for tests without a GPU (needs g++ only)
-
-.PHONY: cuda-breaks
-cuda-breaks: setup cuda-sim ## For each fault that the simulated CUDA driver can have, prints a test that notices
-	$(BIN)/python -m tests.cuda.breaks
-
 # With another Python that has torch, numpy and pytest, and with the extension built: PYTHONPATH=python python3 -m tests.gpu
 .PHONY: gpu-test
 gpu-test: setup ## Runs the tests of tests/gpu on this machine's GPU, and prints a table; "skipped: …" without one
 	$(BIN)/python -m tests.gpu
 
-.PHONY: gpu-bench
-gpu-bench: setup ## Measures on this machine's GPU, and prints a table with the goals; "skipped: …" without one
-	$(BIN)/python benchmarks/gpu.py
+.PHONY: cuda-breaks
+cuda-breaks: setup cuda-sim ## For each fault that the simulated CUDA driver can have, prints a test that notices
+	$(BIN)/python -m tests.cuda.breaks
 
-target/cuda-sim/libcuda.so.1: $(CUDA_SIM)
-	g++ -shared -pthread -Wl,-soname,libcuda.so.1 -Wl,-z,nodelete -Wl,-z,defs -o $@.new $^ -ldl
-	mv $@.new $@
-
-target/cuda-sim/libnccl.so.2: $(CUDA_NCCL)
-	g++ -shared -pthread -Wl,-soname,libnccl.so.2 -Wl,-z,nodelete -Wl,-z,defs -o $@.new $^ -ldl
-	mv $@.new $@
-
-CXX_SIM = g++ -std=c++20 -O1 -g -MMD -MP -Wall -Wextra -Werror -fPIC -fvisibility=hidden -pthread -c -o $@ $<
-
-target/cuda-sim/objects/%.o: tests/cuda/sim/%.cpp
-	@mkdir -p $(@D)
-	$(CXX_SIM)
-
-target/cuda-sim/objects/nccl/%.o: tests/cuda/nccl/%.cpp
-	@mkdir -p $(@D)
-	$(CXX_SIM)
-
--include $(CUDA_SIM:.o=.d) $(CUDA_NCCL:.o=.d)
-
-.PHONY: docs
-docs: $(DOCS)/.packages ## Builds the documentation site into site/, without a network, and checks it
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
-	$(BIN)/python -m tools.check_site site
-
-# mkdocs reads the sources and imports nothing of them: its environment has no torch.
-$(DOCS)/.packages: $(VENV)/.made requirements/docs.in requirements/constraints.txt
-	$(UV) venv --quiet --allow-existing --python $(BIN)/python $(DOCS)
-	$(UV) pip install --python $(DOCS)/bin/python --constraint requirements/constraints.txt --requirement requirements/docs.in
-	touch $@
-
-# --- work -----------------------------------------------------------------------------------------------------------
-
-PROSE := python docs examples rust tests tools README.md CONTRIBUTING.md CHANGELOG.md
-
-.PHONY: lint
-lint: setup ## Layers, words, formatting, clippy, rustdoc, ruff, mypy, and the extension's stub against the extension
-	$(BIN)/python tools/check_layers.py
-	$(BIN)/python tools/check_lengths.py
-	$(BIN)/python tools/check_words.py $(PROSE)
-	cargo fmt --all --check
-	cargo clippy --workspace --all-targets -- -D warnings
-	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/python -m mypy.stubtest bagua._bagua
-
-.PHONY: format
-format: setup ## Formats Rust and Python, and applies the fixes of ruff that are safe
-	cargo fmt --all
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+##@ Benchmarks
 
 .PHONY: bench
 bench: setup $(VENV)/.bench ## A short version of all benchmarks, against gloo and the MPIs that can be installed
@@ -270,44 +242,100 @@ bench-mpi: $(MPIS:%=.venv-mpi-%/.packages) ## Installs Intel MPI, MPICH and Open
 	$(UV) pip install --python .venv-mpi-$*/bin/python --constraint requirements/constraints.txt numpy mpi4py $(patsubst impi,impi-rt,$*)
 	touch $@
 
-# Zig would link an unwinder of its own, and glibc ends threads by that of libgcc_s, which cannot read its frames. The library of this
-# machine asks for a newer glibc than the wheel does; the loader finds the user's.
-UNWINDER = -Clink-arg=$(shell cc -print-file-name=libgcc_s.so.1) -Clink-arg=-Wl,--allow-shlib-undefined
+.PHONY: gpu-bench
+gpu-bench: setup ## Measures on this machine's GPU, and prints a table with the goals; "skipped: …" without one
+	$(BIN)/python benchmarks/gpu.py
+
+##@ Release
+
+# Of this machine, or of TARGET, whose standard library the toolchain must have: `rustup target add TARGET`.
+TARGET ?=
 
 .PHONY: wheel
-wheel: $(VENV)/.wheel ## Builds the wheel that a user installs into dist/, audits it, and runs two ranks from it
+wheel: $(VENV)/.wheel$(TARGET:%=-%) ## Builds the wheel that a user installs into dist/, audits it, and runs two ranks from it; TARGET=… for another machine
 
-$(VENV)/.wheel: $(VENV)/.packages tools/wheel.py tools/elf.py README.md LICENSE $(PYTHON_SOURCES) $(RUST_SOURCES)
-	rm -rf dist
-	RUSTFLAGS="$(UNWINDER)" PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin build --release --zig --strip --compatibility manylinux_2_17 --out dist
-	$(BIN)/python tools/wheel.py audit dist/*.whl
-	$(BIN)/python tools/wheel.py smoke dist/*.whl
+$(VENV)/.wheel$(TARGET:%=-%): $(VENV)/.packages tools/wheel.py tools/elf.py tools/crates.py tools/smoke.py README.md LICENSE \
+		LICENSE-THIRD-PARTY.txt $(PYTHON_SOURCES) $(RUST_SOURCES)
+	$(BIN)/python tools/wheel.py all $(TARGET)
 	touch $@
 
-.PHONY: test-ray
-test-ray: setup $(VENV)/.ray ## Installs Ray, and trains with its TorchTrainer on two workers
-	$(BIN)/python -m pytest tests/ray_trainer.py
+# A dry run that publishes nothing; `make release RELEASE=yes` publishes.
+STEPS ?=
 
-$(VENV)/.ray: $(VENV)/.packages requirements/ray.in requirements/constraints.txt
-	$(UV) pip install --python $(BIN)/python --constraint requirements/constraints.txt --requirement requirements/ray.in
-	touch $@
+.PHONY: release
+release: $(VENV)/.packages ## Builds and checks everything that a release publishes into dist/, and prints a table; RELEASE=yes publishes it
+	RELEASE=$(RELEASE) $(BIN)/python tools/release.py $(STEPS)
 
-.PHONY: test-oldest
-test-oldest: wheel $(OLDEST)/.packages ## Installs the wheel beside the oldest torch that is supported, and runs the Python tests there
-	tools/system_packages test
-	$(UV) pip install --python $(OLDEST)/bin/python --reinstall-package bagua --constraint requirements/oldest.txt dist/*.whl
-	$(OLDEST)/bin/python $(PYTEST) --ignore tests/typing --ignore tests/unit/test_layers.py
-
-$(OLDEST)/.packages: $(VENV)/.made requirements/oldest.txt
-	$(UV) venv --allow-existing --python '>=3.10,<3.13' $(OLDEST)
-	$(UV) pip install --python $(OLDEST)/bin/python $(BACKEND) --requirement requirements/oldest.txt
-	touch $@
+.PHONY: licences
+licences: ## Writes the licence texts of every linked crate into LICENSE-THIRD-PARTY.txt
+	$(PYTHON) tools/crates.py licences
 
 .PHONY: constraints
 constraints: $(VENV)/.made ## Pins the newest versions of requirements/*.in for every supported Python
 	tools/pin $(UV)
 
-.PHONY: clean
-clean: ## Removes what was built, and the virtual environments
-	rm -rf target dist site $(VENV) $(OLDEST) $(DOCS) $(MPIS:%=.venv-mpi-%) python/bagua/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+##@ Parts of the targets above
+
+# PYTHON chooses the interpreter of a new .venv only.
+.PHONY: check-python
+check-python: ## Refuses a PYTHON of another version than .venv has
+	@$(if $(filter file,$(origin PYTHON)),true,PYTHON=$(PYTHON) tools/environment same-python $(BIN)/python)
+
+# Each of these is idle on all processors but one for a part of its time: cargo while it reads the largest crate, g++ always. Each cargo
+# has jobs of its own, since `make --dry-run` would run a recipe that shares those of make.
+.PHONY: test-programs
+test-programs: rust-programs setup model-programs $(if $(shell command -v g++),cuda-sim cuda-kernels-host) ## Builds what the tests run, side by side
+
+.PHONY: rust-programs
+rust-programs: $(VENV)/.packages ## Builds the tests of Rust
+	if $(NEXTEST); then MAKEFLAGS= cargo nextest run --workspace --no-run; else MAKEFLAGS= cargo test --workspace --lib --tests --no-run; fi
+
+.PHONY: model-programs
+model-programs: ## Builds the models of the lock-free parts
+	MAKEFLAGS= $(MODEL) --no-run
+
+# The kernels of CUDA as functions of the host, for the simulated driver and the tests, and again with AddressSanitizer and
+# UndefinedBehaviorSanitizer. SIM is the folder of the results.
+SIM ?= target/cuda-sim
+KERNELS := $(filter-out %.cuh,$(wildcard rust/bagua-cuda/kernels/*.cu))
+HOST := $(wildcard tests/cuda/host/*.cpp)
+CXX_KERNELS := $(CXX) -std=c++17 -shared -fPIC -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Werror -Wno-unknown-pragmas \
+	-DBAGUA_ON_HOST -DDEFAULT_NAN_SIGN=$(if $(filter x86_64,$(shell uname -m)),1,0)u -Irust/bagua-cuda/kernels -Itests/cuda/host
+KERNELS_HOST := $(SIM)/libkernels.so $(SIM)/libkernels.sanitized.so
+
+.PHONY: cuda-kernels-host
+cuda-kernels-host: $(KERNELS_HOST) ## Compiles the kernels of CUDA for the host, also with sanitizers (g++ only)
+
+$(SIM)/libkernels.so: FLAGS := -O2
+$(SIM)/libkernels.sanitized.so: FLAGS := -O1 -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -static-libubsan
+
+# Written beside it and renamed, because several tests may make it at once.
+$(KERNELS_HOST): $(HOST) $(KERNELS) $(wildcard rust/bagua-cuda/kernels/*.cuh tests/cuda/host/*.h)
+	mkdir -p $(SIM)
+	$(CXX_KERNELS) $(FLAGS) -o $@.$$$$ $(HOST) -x c++ $(KERNELS) && mv $@.$$$$ $@
+
+CUDA_SIM := $(patsubst tests/cuda/sim/%.cpp,target/cuda-sim/objects/%.o,$(wildcard tests/cuda/sim/*.cpp))
+CUDA_NCCL := $(patsubst tests/cuda/nccl/%.cpp,target/cuda-sim/objects/nccl/%.o,$(wildcard tests/cuda/nccl/*.cpp))
+
+.PHONY: cuda-sim
+cuda-sim: target/cuda-sim/libcuda.so.1 target/cuda-sim/libnccl.so.2 ## Builds the simulated CUDA driver and a strict NCCL for tests without a GPU (needs g++ only)
+
+target/cuda-sim/libcuda.so.1: $(CUDA_SIM)
+	g++ -shared -pthread -Wl,-soname,libcuda.so.1 -Wl,-z,nodelete -Wl,-z,defs -o $@.new $^ -ldl
+	mv $@.new $@
+
+target/cuda-sim/libnccl.so.2: $(CUDA_NCCL)
+	g++ -shared -pthread -Wl,-soname,libnccl.so.2 -Wl,-z,nodelete -Wl,-z,defs -o $@.new $^ -ldl
+	mv $@.new $@
+
+CXX_SIM = g++ -std=c++20 -O1 -g -MMD -MP -Wall -Wextra -Werror -fPIC -fvisibility=hidden -pthread -c -o $@ $<
+
+target/cuda-sim/objects/%.o: tests/cuda/sim/%.cpp
+	@mkdir -p $(@D)
+	$(CXX_SIM)
+
+target/cuda-sim/objects/nccl/%.o: tests/cuda/nccl/%.cpp
+	@mkdir -p $(@D)
+	$(CXX_SIM)
+
+-include $(CUDA_SIM:.o=.d) $(CUDA_NCCL:.o=.d)

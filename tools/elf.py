@@ -8,7 +8,10 @@ from pathlib import Path
 
 _PT_LOAD, _PT_DYNAMIC = 1, 2
 _DT_NULL, _DT_NEEDED, _DT_STRTAB = 0, 1, 5
-_SHT_DYNSYM = 11
+_SHT_DYNSYM, _SHT_VERNEED = 11, 0x6FFFFFFE
+
+#: e_machine of the ELF header, as wheels name it.
+_MACHINES = {62: "x86_64", 183: "aarch64"}
 
 
 def needed(path: str | Path) -> list[str]:
@@ -42,10 +45,7 @@ def needed(path: str | Path) -> list[str]:
 def undefined(path: str | Path) -> list[str]:
     """The dynamic symbols that a 64-bit little-endian ELF file expects others to define, without their versions."""
     data = _read(path)
-    (offset,) = struct.unpack_from("<Q", data, 0x28)
-    size, count = struct.unpack_from("<HH", data, 0x3A)
-    # Name, type, flags, address, offset in the file, bytes, number of the section with the names.
-    sections = [struct.unpack_from("<IIQQQQI", data, offset + index * size) for index in range(count)]
+    sections = _sections(data)
     found = []
     for _, kind, _, _, start, length, link in sections:
         if kind == _SHT_DYNSYM:
@@ -55,6 +55,41 @@ def undefined(path: str | Path) -> list[str]:
                 if name and section == 0:
                     found.append(_text(data, names + name))
     return found
+
+
+def versions(path: str | Path) -> list[str]:
+    """The versions of symbols that a 64-bit little-endian ELF file needs, such as GLIBC_2.17; sorted."""
+    data = _read(path)
+    sections = _sections(data)
+    found = set()
+    for _, kind, _, _, start, _, link in sections:
+        if kind != _SHT_VERNEED:
+            continue
+        names, at, more = sections[link][4], start, True
+        while more:
+            # Version of this record, number of its versions, library, offset of the first, offset of the next record.
+            _, count, _, first, following = struct.unpack_from("<HHIII", data, at)
+            entry = at + first
+            for _ in range(count):
+                # Hash, flags, number, name, offset of the next.
+                _, _, _, name, next_entry = struct.unpack_from("<IHHII", data, entry)
+                found.add(_text(data, names + name))
+                entry += next_entry
+            at, more = at + following, following != 0
+    return sorted(found)
+
+
+def machine(path: str | Path) -> str:
+    """The processor that an ELF file is for: x86_64, aarch64, or the number in its header."""
+    (number,) = struct.unpack_from("<H", _read(path), 0x12)
+    return _MACHINES.get(number, str(number))
+
+
+def _sections(data: bytes) -> list[tuple[int, ...]]:
+    """Of each section: name, type, flags, address, offset in the file, bytes, number of the section with its names."""
+    (offset,) = struct.unpack_from("<Q", data, 0x28)
+    size, count = struct.unpack_from("<HH", data, 0x3A)
+    return [struct.unpack_from("<IIQQQQI", data, offset + index * size) for index in range(count)]
 
 
 def _read(path: str | Path) -> bytes:
@@ -70,9 +105,11 @@ def _text(data: bytes, at: int) -> str:
     return data[at : data.index(b"\0", at)].decode()
 
 
-#: What every Linux with glibc has: its own libraries, the loader, and the compiler's run-time library.
+#: What every Linux with glibc has: its own libraries, the loader, and the compiler's run-time library. With musl there
+#: is one library for all of it, named libc.so or by its processor.
 SYSTEM_LIBRARIES = frozenset(
     {"libc", "libm", "libdl", "libpthread", "librt", "libutil", "libgcc_s", "ld-linux-x86-64", "ld-linux-aarch64"}
+    | {"libc.musl-x86_64", "libc.musl-aarch64"}
 )
 
 

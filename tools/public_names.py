@@ -81,6 +81,7 @@ INTERNAL = (
     "bagua.distributed.signals",
     "bagua.distributed.supervise",
     "bagua.default_group",
+    "bagua.deprecation",
     "bagua.dlpack",
     "bagua.engine",
     "bagua.handle",

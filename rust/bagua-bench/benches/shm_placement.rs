@@ -110,6 +110,9 @@ fn round(ranks: usize, begin: Begin, moves: bool, count: usize) -> Vec<f64> {
 }
 
 fn main() {
+    if bagua_bench::listed("shm_placement") {
+        return;
+    }
     let short = std::env::args().any(|argument| argument == "--short");
     let (rounds, count) = if short { (1, 4) } else { (ROUNDS, BATCHES) };
     let processors = thread::available_parallelism().map_or(1, usize::from);

@@ -170,6 +170,9 @@ fn second(port: u16, streams: usize) {
 }
 
 fn main() {
+    if bagua_bench::listed("tcp") {
+        return;
+    }
     let arguments: Vec<String> = std::env::args().collect();
     let value = |name: &str| {
         let at = arguments.iter().position(|argument| argument == name)?;
