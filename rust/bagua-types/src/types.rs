@@ -266,7 +266,7 @@ impl std::fmt::Display for Fingerprint {
         }
         let hierarchical = if self.flags & flags::HIERARCHICAL == 0 { "" } else { ", hierarchical" };
         write!(f, "{hierarchical}")?;
-        // The first lane is the group's own. The epoch is no number that anybody knows.
+        // The first lane is the group's own. No user knows the number of an epoch.
         if self.lane > 0 { write!(f, " (lane {})", self.lane) } else { Ok(()) }
     }
 }
