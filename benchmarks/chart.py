@@ -1,6 +1,7 @@
-"""Draws the chart of the README from a record of bandwidth.py: milliseconds of a step by algorithm and rate.
+"""Draws the charts of the documentation from records: milliseconds of a step by algorithm and rate (bandwidth.py), and
+accuracy over time by algorithm (accuracy.py).
 
-.venv/bin/python benchmarks/chart.py [RECORD.csv]
+.venv/bin/python benchmarks/chart.py
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import csv
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "benchmarks" / "record" / "bandwidth-2026-11-22-a9c43cb.csv"
@@ -37,6 +39,23 @@ COLOURS = {
     "rule": ("#d0d7de", "#30363d"),
     "theirs": ("#8c959f", "#7d8590"),
     "ours": ("#2563eb", "#60a5fa"),
+    "encoded": ("#15803d", "#4ade80"),
+    "seldom": ("#c2410c", "#fb923c"),
+    "alone": ("#7e22ce", "#c084fc"),
+}
+
+#: The colour of each line of accuracy.py: torch's, every gradient, encoded gradients, weights now and then, no waiting.
+LINES = {
+    "ddp": "theirs",
+    "ddp-bf16": "theirs",
+    "gradient_allreduce": "ours",
+    "bytegrad": "encoded",
+    "bytegrad-onebit": "encoded",
+    "powersgd": "encoded",
+    "local_sgd": "seldom",
+    "diloco": "seldom",
+    "decentralized": "ours",
+    "async": "alone",
 }
 
 
@@ -46,8 +65,8 @@ def milliseconds(record: Path) -> dict[tuple[str, str], int]:
         return {(row["rate"], row["contender"]): int(float(row["step_s"]) * 1000 + 0.5) for row in csv.DictReader(file)}
 
 
-def draw(record: Path) -> str:
-    """The chart as SVG, whose colours follow the reader's choice of light or dark pages."""
+def prepared() -> Any:
+    """matplotlib's pyplot, set up for text that a page can style."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -62,6 +81,12 @@ def draw(record: Path) -> str:
             **dict.fromkeys(("text.color", "xtick.color", "ytick.color", "axes.titlecolor"), COLOURS["ink"][0]),
         }
     )
+    return pyplot
+
+
+def draw(record: Path) -> str:
+    """The chart of bandwidth.py as SVG, whose colours follow the reader's choice of light or dark pages."""
+    pyplot = prepared()
     steps = milliseconds(record)
     figure, panels = pyplot.subplots(1, len(RATES), figsize=(9.2, 3.9), facecolor=COLOURS["page"][0], sharey=True)
     labels = [label for _, label in SHOWN]
@@ -85,6 +110,48 @@ def draw(record: Path) -> str:
         fontsize=12,
     )
     figure.tight_layout(rect=(0, 0, 1, 0.98))
+    return as_svg(pyplot, figure)
+
+
+def curves(record: Path) -> dict[str, list[tuple[float, float]]]:
+    """contender -> seconds of training and accuracy after each epoch."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    with record.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            found.setdefault(row["contender"], []).append((float(row["seconds"]), float(row["accuracy"])))
+    return found
+
+
+def draw_accuracy(record: Path) -> str:
+    """The chart of accuracy.py: each line ends where its contender has trained all epochs."""
+    pyplot = prepared()
+    figure, panel = pyplot.subplots(figsize=(9.2, 4.2), facecolor=COLOURS["page"][0])
+    for name, line in curves(record).items():
+        colour = COLOURS[LINES[name]][0]
+        seconds, accuracy = zip(*line, strict=True)
+        panel.plot(seconds, accuracy, "o-", color=colour, linewidth=1.8, markersize=3)
+        end, place = line[-1], {"xytext": (4, 4), "textcoords": "offset points", "rotation": 30}
+        panel.annotate(name, end, color=colour, fontsize=10, **place)
+    panel.set_ylim(0.85, 1.03)
+    panel.set_xlim(0, None)
+    panel.set_yticks([0.9, 0.95, 1.0], ["90 %", "95 %", "100 %"])
+    panel.set_facecolor(COLOURS["page"][0])
+    panel.grid(axis="y", color=COLOURS["rule"][0], linewidth=1)
+    panel.tick_params(length=0)
+    panel.spines[:].set_visible(False)
+    panel.set_xlabel("seconds of training", color=COLOURS["ink"][0])
+    figure.suptitle(
+        "Accuracy on the test images after each of 15 epochs, two hosts at 100 Mbit/s (grey: torch)",
+        x=0.012,
+        ha="left",
+        fontsize=12,
+    )
+    figure.tight_layout(rect=(0, 0, 1, 0.98))
+    return as_svg(pyplot, figure)
+
+
+def as_svg(pyplot: Any, figure: Any) -> str:
+    """The figure as text."""
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     pyplot.close(figure)
@@ -102,11 +169,10 @@ def themed(svg: str) -> str:
 
 
 def main() -> None:
-    """Writes the chart."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", nargs="?", type=Path, default=RECORD, help="a record of bandwidth.py")
-    arguments = parser.parse_args()
-    CHART.write_text(draw(arguments.record), encoding="utf-8")
+    """Writes the charts."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    CHART.write_text(draw(RECORD), encoding="utf-8")
+    ACCURACY_CHART.write_text(draw_accuracy(ACCURACY), encoding="utf-8")
 
 
 if __name__ == "__main__":
