@@ -1,7 +1,7 @@
 """Accuracy over time of the algorithms and torch's DDP between two hosts (network namespaces) at a limited rate.
 
     sudo python benchmarks/accuracy.py --record
-    python benchmarks/chart.py                      # draws the chart of docs/explain/algorithms.md from the record
+    python benchmarks/chart.py                      # draws docs/images/accuracy.svg from the record
 
 Needs root and the tools `ip` and `tc`; see network.py, whose namespaces it uses. One rank on each host trains the
 network of examples/train_digits.py on the digits, by each contender from the same weights. After each epoch both ranks

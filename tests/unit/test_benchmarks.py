@@ -165,6 +165,16 @@ def test_the_network_is_measured_or_the_reason_is_printed(tmp_path: Path) -> Non
     assert all(float(row[f"{name}_seconds"]) > 0 for row in rows for name in ("ours", "gloo", "bare"))
 
 
+def test_accuracy_is_measured_after_each_epoch_or_the_reason_is_printed(tmp_path: Path) -> None:
+    shown, rows = quick("accuracy.py", tmp_path, "--if-possible")
+    if not rows:
+        assert "nothing measured between network namespaces: " in shown
+        pytest.skip(shown.strip())
+    assert [(row["contender"], row["epoch"]) for row in rows] == [("ddp", "1"), ("bytegrad", "1")]
+    # One in ten would be right by chance.
+    assert all(float(row["accuracy"]) > 0.3 and float(row["seconds"]) > 0 for row in rows)
+
+
 def test_training_is_compared_with_ddp_and_the_losses_agree(tmp_path: Path) -> None:
     _, rows = quick("train.py", tmp_path, *RANKS, "--parts", "throughput", "handover", "backend")
     assert {"bagua", "ddp", "ddp-bf16"} <= {row.get("contender", "") for row in rows}

@@ -94,6 +94,21 @@ def test_the_chart_shows_the_figures_of_the_record() -> None:
     assert re.findall(r">(\d+ ms)</text>", chart) == expected
 
 
+def test_the_chart_of_accuracy_and_its_table_show_the_figures_of_the_record() -> None:
+    chart = (ROOT / "docs" / "images" / "accuracy.svg").read_text()
+    recorded = ROOT / "benchmarks" / "record" / "accuracy-2026-11-26-0fac69c.csv"
+    with recorded.open(newline="") as file:
+        last = {row["contender"]: row for row in csv.DictReader(file)}
+    shown = ("ddp", "ddp-bf16", "bytegrad", "bytegrad-onebit", "local_sgd", "async")
+    ends = [f"{name}: {float(last[name]['seconds']):.1f} s" for name in shown]
+    assert re.findall(r">([\w-]+: [\d.]+ s)</text>", chart) == ends
+    page = (ROOT / "docs" / "how-to" / "choose_an_algorithm.md").read_text()
+    table = page[page.index("**Accuracy over time.**") : page.index("One image is 0.3 %")]
+    for name, row in last.items():
+        assert f"{float(row['seconds']):.1f}" in table, name
+        assert f"{float(row['accuracy']) * 100:.1f} %" in table, name
+
+
 def test_make_help_explains_every_target() -> None:
     makefile = (ROOT / "Makefile").read_text()
     phony = set(re.findall(r"^\.PHONY: (\S+)$", makefile, re.MULTILINE))
