@@ -130,7 +130,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_the_server_gets_percentage_time_and_metrics_as_strings(server: TrainerServer) -> None:
-    metrics.progress(0, 200, loss=2.5, step=np.int64(3), phase="warm-up", good=True, lr=np.float32([0.5]).mean())
+    metrics.progress(0, 200, loss=2.5, step=np.int64(3), phase="warm-up", good=True, lr=np.array(0.5, dtype=np.float32))
     server.wait_for(1)
     metrics.progress(199, 200)
     first, second = server.wait_for(2)

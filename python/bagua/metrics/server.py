@@ -24,7 +24,8 @@ class Server(socketserver.ThreadingMixIn, WSGIServer):
     def server_bind(self) -> None:
         """As that of `WSGIServer`, without asking a name server for this host's name."""
         socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]
+        host, port, *_ = self.server_address
+        self.server_name, self.server_port = str(host), int(port)
         self.setup_environ()
 
 

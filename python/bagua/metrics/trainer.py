@@ -49,7 +49,7 @@ def progress(done: float, total: float, **metrics: Any) -> None:
 
     Where Trainer has set its variables, rank 0 posts `progressPercentage` (rounded down), `estimatedRemainingSeconds`
     (from the pace since the first call; not in the first post) and the metrics, as strings: numbers, strings, and
-    everything that `float()` takes, such as arrays of one element. All other ranks, and jobs elsewhere, do nothing. May
+    everything that `float()` takes, such as arrays of shape (). All other ranks, and jobs elsewhere, do nothing. May
     be called in every step: a thread posts the newest values, at most every 5 s, and the first with `done == total` at
     once.
 
