@@ -36,8 +36,11 @@ _FORMS = {
     **dict.fromkeys(("module", "no_python", "run_path", "standalone", "virtual_local_rank"), _SWITCH),
     "master_addr": (r".+", "is empty"),
     "monitor_interval": (r"[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?", "is not a number of seconds"),
-    "nnodes": (r"[0-9]+(:[0-9]+)?", "is neither a number of nodes nor MIN:MAX"),
-    "nproc_per_node": (r"[0-9]+|[a-z]+", "is neither a number of ranks nor a word such as auto, cpu or gpu"),
+    "nnodes": (r"[1-9][0-9]*(:[1-9][0-9]*)?", "is neither a number of nodes from 1 nor MIN:MAX"),
+    "nproc_per_node": (
+        r"[1-9][0-9]*|[a-z]+",
+        "is neither a number of ranks from 1 nor a word such as auto, cpu or gpu",
+    ),
 }
 
 
@@ -47,14 +50,17 @@ def name(option: str) -> str:
 
 
 def problem(arguments: Sequence[str], integers: Collection[str] = ()) -> str | None:
-    """What is wrong with the variables that are set, if anything is. Those of options that are given do not count.
+    """What is wrong with the variables that are set, if anything is.
 
-    The options `integers` take an integer only, whatever torchrun takes.
+    Those of options that are given do not count, unless they take no value: torchrun reads their variables all the
+    same. The options `integers` take an integer only, whatever torchrun takes.
     """
     environment = config.environment({})
     for option, (form, complaint) in _FORMS.items():
         value = environment.get(name(option))
-        if value is None or flags.value(arguments, option) is not None:
+        if value is None:
+            continue
+        if flags.value(arguments, option) is not None and (form, complaint) != _SWITCH:
             continue
         if option in integers and option != "master_addr":
             form, complaint = _INTEGER

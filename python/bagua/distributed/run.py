@@ -41,7 +41,6 @@ __all__ = ["main"]
 # Seconds between SIGTERM and SIGKILL, other than after SIGTERM to the runner.
 _GRACE = 5.0
 
-
 # Seconds between the end of the address book and its next start.
 _BOOK_DELAY = 1.0
 
