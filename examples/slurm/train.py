@@ -77,7 +77,7 @@ def main() -> int:
     if group.rank == 0:
         save(arguments.checkpoint, step, weights)
         print(f"saved after step {step}: error {np.abs(weights - plane).max():.4f}", flush=True)
-    # No rank ends before the checkpoint is complete: srun could end the others.
+    # No rank ends before the checkpoint is complete.
     bagua.barrier()
     bagua.shutdown()
     return 0 if step == arguments.steps else AGAIN

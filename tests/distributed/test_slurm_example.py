@@ -113,6 +113,8 @@ def test_slurm_signals_the_ranks_and_not_the_script() -> None:
     # "B:" would be the script alone.
     assert re.fullmatch(r"--signal=USR1@\d+", signals)
     assert "--requeue" in options
+    # A rank that ends with 75 is no reason to kill the others.
+    assert "srun --kill-on-bad-exit=0 python" in SCRIPT.read_text()
     # Slurm reads no option after the first command.
     text = SCRIPT.read_text()
     assert text.rindex("#SBATCH") < text.index("set -u")
