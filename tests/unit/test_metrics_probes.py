@@ -68,6 +68,26 @@ def test_a_world_of_one_has_no_control_thread_and_says_so() -> None:
     assert ready == "joined: rank 0 of 1\n"
 
 
+def joins_by_torch(rank: int) -> list[str]:
+    import torch.distributed as dist
+
+    port = metrics.serve()
+    dist.init_process_group("bagua")
+    found = [ask(port, "/readyz")[1], ask(port, "/healthz")[1]]
+    dist.barrier()
+    dist.destroy_process_group()
+    return [*found, ask(port, "/readyz")[1]]
+
+
+@pytest.mark.slow
+def test_the_world_of_torchs_backend_counts() -> None:
+    pytest.importorskip("torch", reason="torch is not installed: make setup")
+    for rank, (joined, health, left) in enumerate(World(2).run(joins_by_torch)):
+        assert joined == f"joined: rank {rank} of 2\n"
+        assert health.startswith("control thread runs: ")
+        assert left.startswith("not joined: ")
+
+
 def loses_its_peer(rank: int) -> tuple[tuple[int, str], tuple[int, str]] | None:
     bagua.init()
     x = np.ones(1, dtype=np.float32)
