@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bagua import config
-from bagua.distributed import end_with_parent, flags
+from bagua.distributed import end_with_parent, flags, pet
 
 __all__ = ["main"]
 
@@ -34,7 +34,19 @@ def main(arguments: Sequence[str]) -> int:
     except ImportError as error:
         print(f'python -m bagua.distributed.{which} needs torch: pip install "bagua[torch]" ({error})', file=sys.stderr)
         return 1
-    options = _parse(torchrun.get_args_parser(), which, given)
+    if problem := pet.problem(given):
+        print(f"python -m bagua.distributed.{which}: {problem}", file=sys.stderr)
+        return 2
+    parser = torchrun.get_args_parser()
+    options = _parse(parser, which, given)
+    for option, check in (
+        ("nnodes", torchrun.parse_min_max_nnodes),
+        ("nproc_per_node", torchrun.determine_local_world_size),
+    ):
+        try:
+            check(getattr(options, option))
+        except (ValueError, RuntimeError) as error:
+            parser.error(f"--{option} or {pet.name(option)}: {error}")
     if (said := flags.warning(options)) and options.node_rank == 0:
         print(f"python -m bagua.distributed.{which}: {said}", file=sys.stderr)
     config.announce(**flags.variables(options))
@@ -63,7 +75,8 @@ def _parse(parser: argparse.ArgumentParser, which: str, given: Sequence[str]) ->
         parser.add_argument(*flags.both("host_list"), help="of baguarun; has no effect here")
         parser.add_argument(*flags.both("ssh_port"), help="of baguarun; has no effect here")
         # As in the original, also on one node.
-        parser.set_defaults(master_port=29500)
+        if not pet.defaults(["master_port"]):
+            parser.set_defaults(master_port=29500)
     else:
         parser.epilog = "--keep-going starts another runner, of elastic jobs, with its own --keep-going --help"
         parser.add_argument(

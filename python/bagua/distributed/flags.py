@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["FLAGS", "add", "both", "given", "has_keep_going", "variables", "warning"]
+__all__ = ["FLAGS", "add", "both", "given", "has_keep_going", "value", "variables", "warning"]
 
 
 class Flag(NamedTuple):
@@ -105,14 +105,25 @@ def warning(options: argparse.Namespace) -> str:
 
 def has_keep_going(arguments: Sequence[str]) -> bool:
     """Whether --keep-going is among the launcher's own arguments, before the script."""
+    return any(option == "--keep-going" for option, _ in _own(arguments))
+
+
+def value(arguments: Sequence[str], name: str) -> str | None:
+    """The last value of an option among the launcher's own arguments; None where it has none."""
+    found = [value for option, value in _own(arguments) if option in both(name)]
+    return found[-1] if found else None
+
+
+def _own(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The launcher's own options, before the script, each with its value; "" for those without one."""
     rest = iter(arguments)
     for argument in rest:
         if not argument.startswith("-") or argument == "--":
-            return False
-        if argument == "--keep-going":
-            return True
+            return
+        option, has_value, text = argument.partition("=")
         # -r3 and --name=value bring their values along.
-        attached = "=" in argument or (not argument.startswith("--") and len(argument) > 2)
-        if argument.replace("_", "-") not in _ALONE and not attached:
-            next(rest, None)
-    return False
+        attached = bool(has_value) or (not argument.startswith("--") and len(argument) > 2)
+        if argument == "--keep-going" or argument.replace("_", "-") in _ALONE or attached:
+            yield option, text
+        else:
+            yield option, next(rest, "")

@@ -4,7 +4,7 @@
     python -m bagua.distributed.run --keep-going --nproc-per-node N [...] script [arguments]
 
 The first is torchrun with the original's flags (`supervise.py`). The second is the runner of elastic jobs, in this
-file: it starts a rank that fails again, alone.
+file: it starts a rank that fails again, alone. Both read torchrun's PET_ variables (`pet.py`); arguments win over them.
 
 Every rank runs under `end_with_parent.py` and in a session of its own, so that the runner can end what it has started
 and the kernel does when the runner is killed. The runner has one thread, and imports no torch. On one node it draws the
@@ -32,13 +32,13 @@ from typing import IO
 
 from bagua import config
 from bagua.commands.parser import Parser
-from bagua.distributed import end_with_parent, flags, store
+from bagua.distributed import end_with_parent, flags, pet, store
 from bagua.distributed.signals import Signals
 from bagua.distributed.supervise import supervise
 
 __all__ = ["main"]
 
-# Seconds between SIGTERM and SIGKILL.
+# Seconds between SIGTERM and SIGKILL, other than after SIGTERM to the runner.
 _GRACE = 5.0
 
 # Seconds between the end of the address book and its next start.
@@ -73,6 +73,8 @@ class _Options:
     max_restarts: int
     #: Seconds between the end of a rank and its next start.
     restart_delay: float
+    #: Seconds between SIGTERM to the runner and SIGKILL to what is left of its ranks.
+    shutdown_timeout: float
     #: What every rank runs.
     command: tuple[str, ...]
 
@@ -161,6 +163,8 @@ class _Runner:
         self._entries = os.memfd_create("bagua-book")
         #: When the book is to start again, by time.monotonic; None while it runs, and on other nodes.
         self._book_due: float | None = None
+        #: Seconds from SIGTERM to the ranks until SIGKILL.
+        self._grace = _GRACE
 
     def run(self) -> int:
         """The exit code. No child is left when it returns or raises."""
@@ -173,6 +177,8 @@ class _Runner:
                 port = served
             return self._watch(host, port)
         except _Interrupted as interrupted:
+            if interrupted.signal == signal.SIGTERM:
+                self._grace = self._options.shutdown_timeout
             return 128 + interrupted.signal
         except OSError as error:
             _say(f"cannot start a process: {error}")
@@ -270,7 +276,7 @@ class _Runner:
         running = [process for process in processes if process is not None and process.code() is None]
         for process in running:
             process.terminate()
-        deadline = time.monotonic() + _GRACE
+        deadline = time.monotonic() + self._grace
         while running := [process for process in running if process.code(sweep=True) is None]:
             if time.monotonic() >= deadline:
                 for process in running:
@@ -315,7 +321,7 @@ def _is_numeric(host: str) -> bool:
     return True
 
 
-def _parse(arguments: Sequence[str] | None) -> _Options:
+def _parse(arguments: Sequence[str]) -> _Options:
     """The options; SystemExit with code 2 and a message for those that cannot be used."""
     parser = Parser(
         prog="python -m bagua.distributed.run --keep-going",
@@ -323,17 +329,30 @@ def _parse(arguments: Sequence[str] | None) -> _Options:
         epilog="example: python -m bagua.distributed.run --keep-going --nproc-per-node 4 train.py",
         allow_abbrev=False,
     )
+    variables = pet.defaults(pet.KEEP_GOING)
+    if problem := pet.problem(arguments, integers=pet.KEEP_GOING):
+        parser.error(problem)
     parser.add_argument("--keep-going", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--nproc-per-node", type=int, required=True, metavar="N", help="ranks on each node")
+    needed = "nproc_per_node" not in variables
+    parser.add_argument("--nproc-per-node", type=int, required=needed, metavar="N", help="ranks on each node")
     parser.add_argument("--nnodes", type=int, default=1, metavar="M", help="number of nodes")
     parser.add_argument("--node-rank", type=int, metavar="K", help="number of this node, from 0")
     parser.add_argument("--master-addr", metavar="A", help="node 0, which serves the address book")
     parser.add_argument("--master-port", type=int, metavar="P", help="port of the address book")
     parser.add_argument("--max-restarts", type=int, default=3, metavar="R", help="restarts of each rank")
     parser.add_argument("--restart-delay", type=float, default=1.0, metavar="S", help="seconds before a restart")
+    parser.add_argument(
+        "--shutdown-timeout",
+        type=int,
+        default=pet.SHUTDOWN_TIMEOUT_S,
+        metavar="S",
+        help="seconds that ranks have after SIGTERM",
+    )
     parser.add_argument("-m", action="store_true", dest="is_module", help="the script is the name of a module")
     parser.add_argument("script", help="the Python program that every rank runs")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    # argparse converts the variables as it does arguments.
+    parser.set_defaults(**variables)
     given = parser.parse_args(arguments)
     if problem := _problem(given):
         parser.error(problem)
@@ -345,13 +364,14 @@ def _parse(arguments: Sequence[str] | None) -> _Options:
         master=(given.master_addr or "127.0.0.1", given.master_port or 0),
         max_restarts=given.max_restarts,
         restart_delay=given.restart_delay,
+        shutdown_timeout=given.shutdown_timeout,
         command=(*python, given.script, *given.args),
     )
 
 
 def _problem(given: argparse.Namespace) -> str | None:
     """What is wrong with the arguments, if anything is."""
-    for name, least in (("nproc_per_node", 1), ("nnodes", 1), ("max_restarts", 0)):
+    for name, least in (("nproc_per_node", 1), ("nnodes", 1), ("max_restarts", 0), ("shutdown_timeout", 0)):
         if (value := getattr(given, name)) < least:
             return f"--{name.replace('_', '-')} is {value}; it must be at least {least}"
     if not (math.isfinite(given.restart_delay) and given.restart_delay >= 0):

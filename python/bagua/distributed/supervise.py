@@ -1,7 +1,8 @@
 """Runs torchrun's agent as a child, so that every rank has ended a few seconds after Ctrl-C.
 
-The agent forwards a signal to its ranks and waits for half a minute. This process waits for `_GRACE` seconds, and then
-ends the agent with all that it has started. It has one thread and imports no torch.
+The agent forwards a signal to its ranks and waits for half a minute. This process waits for `_GRACE` seconds, after
+SIGTERM for as long as the agent does, and then ends the agent with all that it has started. It has one thread and
+imports no torch.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import sys
 import time
 from collections.abc import Sequence
 
+from bagua import config
+from bagua.distributed import flags, pet
 from bagua.distributed.processes import kill_tree
 from bagua.distributed.signals import Signals
 
 __all__ = ["supervise"]
 
-# Seconds between the signal that ends the job and SIGKILL.
+# Seconds between the signal that ends the job and SIGKILL. After SIGTERM it is added to the agent's own time.
 _GRACE = 2.0
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -44,7 +47,7 @@ def supervise(which: str, arguments: Sequence[str], *, end_with_stdin: bool = Fa
                 if ending is None and watched is not None and not arrived and not os.read(0, 65536):
                     ending = signal.SIGHUP
                 if ending is not None:
-                    _end(agent, ending, signals)
+                    _end(agent, ending, signals, _grace(ending, arguments))
                     return 128 + ending
             return code if code >= 0 else 128 - code
         finally:
@@ -53,10 +56,19 @@ def supervise(which: str, arguments: Sequence[str], *, end_with_stdin: bool = Fa
                 agent.wait()
 
 
-def _end(agent: subprocess.Popen[bytes], number: signal.Signals, signals: Signals) -> None:
+def _grace(number: signal.Signals, arguments: Sequence[str]) -> float:
+    """Seconds that the ranks have. SIGTERM comes from engines, which end a job themselves when their time is over."""
+    if number is not signal.SIGTERM:
+        return _GRACE
+    given = flags.value(arguments, "shutdown_timeout") or config.text(pet.name("shutdown_timeout")) or ""
+    # The agent refuses what is no number.
+    return _GRACE + (int(given) if given.isdecimal() else pet.SHUTDOWN_TIMEOUT_S)
+
+
+def _end(agent: subprocess.Popen[bytes], number: signal.Signals, signals: Signals, grace: float) -> None:
     """Forwards the signal; after the grace period, or at another signal, the caller ends what is left."""
     agent.send_signal(number)
-    deadline = time.monotonic() + _GRACE
+    deadline = time.monotonic() + grace
     while agent.poll() is None and time.monotonic() < deadline:
         if any(arrived in _ENDING for arrived in signals.wait(deadline - time.monotonic())):
             return

@@ -1,7 +1,8 @@
-"""The counters of `bagua.stats()` for Prometheus, and per training step.
+"""The counters of `bagua.stats()` for Prometheus and per training step, probes for a supervisor, and progress.
 
-`serve()`, or BAGUA_METRICS_PORT, answers Prometheus over HTTP; each answer is `bagua.stats()` at that moment, in the
-text format that `prometheus_client` writes (`pip install "bagua[metrics]"`). `StepMeter` does without it.
+`serve()`, or BAGUA_METRICS_PORT, answers Prometheus and the probes over HTTP; each answer is `bagua.stats()` at that
+moment, in the text format that `prometheus_client` writes (`pip install "bagua[metrics]"`). `StepMeter` and `progress`
+do without it.
 """
 
 from __future__ import annotations
@@ -15,26 +16,36 @@ from typing import Any
 
 from bagua import config, engine, group
 from bagua.lifecycle import process
+from bagua.metrics.server import start
+from bagua.metrics.trainer import progress
 
-__all__ = ["StepMeter", "begin", "check", "serve"]
+__all__ = ["StepMeter", "begin", "check", "progress", "serve"]
 
 _log = logging.getLogger(__name__)
 
 
 def serve(port: int = 0, addr: str = "127.0.0.1") -> int:
-    """Answers `GET /metrics` at `addr` until the process ends, on a thread; the port (0: any free one).
+    """Answers `GET /metrics`, `/healthz` and `/readyz` at `addr` until the process ends, on threads; the port (0: any
+    free one).
 
     By group and op every counter in `stats()["groups"][group]["ops"][op]`: `calls` as `bagua_op_calls_total`, `wait_s`
     as `bagua_op_wait_seconds_total`; by group: `bagua_connections_refused_total`, `bagua_group_size`; and `bagua_info`.
     A group that was left is no longer shown.
 
-    Every process that can connect can read the counters, and host, process and version in `bagua_info`. ImportError
+    `/healthz` has status 200 when each control thread of this process ran while it was asked, which takes up to a
+    second, and 503 when one did not for 3 s. Without a group of two ranks or more there is none: 200, and the text says
+    that none was looked at. That an answer comes at all shows that the interpreter runs threads. `/readyz` has 200
+    while the default group (or torch.distributed's world of the backend "bagua") has been joined and has not failed,
+    and 503 before and afterwards. Both answer with one line of text.
+
+    Every process that can connect can read the counters, host, process and version in `bagua_info`, and the error
+    of a failed group. ImportError
     without prometheus_client, OSError where the address cannot be used.
     """
     client = _client()
     registry = client.CollectorRegistry(auto_describe=False)
     registry.register(_Collector())
-    server, _ = client.start_http_server(port, addr, registry)
+    server = start(port, addr, client.make_wsgi_app(registry))
     process.metrics_servers.append(server)
     return int(server.server_port)
 

@@ -1,0 +1,66 @@
+"""The HTTP server of a rank: `/metrics`, `/healthz` and `/readyz`."""
+
+from __future__ import annotations
+
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from bagua.metrics import probes
+
+__all__ = ["Server", "start"]
+
+_PROBES: dict[str, Callable[[], probes.Answer]] = {"/healthz": probes.alive, "/readyz": probes.ready}
+
+
+class Server(socketserver.ThreadingMixIn, WSGIServer):
+    """A thread for each connection, so that a probe that waits holds up no other."""
+
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        """As that of `WSGIServer`, without asking a name server for this host's name."""
+        socketserver.TCPServer.server_bind(self)
+        host, port, *_ = self.server_address
+        self.server_name, self.server_port = str(host), int(port)
+        self.setup_environ()
+
+
+class _Silent(WSGIRequestHandler):
+    """Writes no line for a request."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+    def address_string(self) -> str:
+        """The address, without asking a name server."""
+        return str(self.client_address[0])
+
+
+def start(port: int, addr: str, metrics: Callable[..., Iterable[bytes]]) -> Server:
+    """Serves the probes, and `metrics` (a WSGI application) at every other path, on a thread of its own.
+
+    OSError where the address cannot be used, OverflowError for a port that is none.
+    """
+
+    def answer(environ: dict[str, Any], begin: Callable[..., Any]) -> Iterable[bytes]:
+        probe = _PROBES.get(environ["PATH_INFO"])
+        if probe is None:
+            return metrics(environ, begin)
+        found = probe()
+        begin(
+            "200 OK" if found.ok else "503 Service Unavailable",
+            [("Content-Type", "text/plain; charset=utf-8"), ("Cache-Control", "no-store")],
+        )
+        return [f"{found.text}\n".encode()]
+
+    class Family(Server):
+        address_family = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+
+    server = Family((addr, port), _Silent)
+    server.set_app(answer)
+    threading.Thread(target=server.serve_forever, name="bagua-metrics", daemon=True).start()
+    return server

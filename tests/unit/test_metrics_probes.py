@@ -1,0 +1,210 @@
+"""`/healthz` and `/readyz`, as a supervisor asks them over HTTP."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import bagua
+from bagua import metrics
+from bagua.lifecycle import process
+from bagua.metrics import probes
+from tests.unit.test_metrics import needs_client
+from tests.world import World
+
+pytestmark = needs_client
+
+
+def ask(port: int, path: str) -> tuple[int, str]:
+    """Status and text."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def is_asked_all_along(rank: int) -> list[tuple[int, str]]:
+    port = metrics.serve()
+    found = [ask(port, "/readyz"), ask(port, "/healthz")]
+    bagua.init()
+    found += [ask(port, "/readyz"), ask(port, "/healthz")]
+    assert b"bagua_group_size" in urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read()
+    # The control threads end with the group; no rank leaves before both have asked.
+    bagua.barrier()
+    bagua.shutdown()
+    return [*found, ask(port, "/readyz"), ask(port, "/healthz")]
+
+
+def test_a_rank_is_ready_while_it_is_in_a_group_and_its_control_thread_is_looked_at() -> None:
+    for rank, found in enumerate(World(2).run(is_asked_all_along)):
+        statuses = [status for status, _ in found]
+        assert statuses == [503, 200, 200, 200, 503, 200]
+        texts = [text for _, text in found]
+        assert texts[0] == texts[4] == "not joined: there is no default group, not yet or not any more\n"
+        assert texts[1] == texts[5]
+        assert "no control thread was looked at: no group has been joined" in texts[1]
+        assert texts[2] == f"joined: rank {rank} of 2\n"
+        assert texts[3].startswith("control thread runs: ")
+
+
+def is_alone(rank: int) -> list[str]:
+    port = metrics.serve()
+    bagua.init()
+    return [ask(port, path)[1] for path in ("/healthz", "/readyz")]
+
+
+def test_a_world_of_one_has_no_control_thread_and_says_so() -> None:
+    ((health, ready),) = World(1).run(is_alone)
+    assert "no control thread was looked at: a world of one rank has none" in health
+    assert ready == "joined: rank 0 of 1\n"
+
+
+def joins_by_torch(rank: int) -> list[str]:
+    import torch.distributed as dist
+
+    port = metrics.serve()
+    dist.init_process_group("bagua")
+    found = [ask(port, "/readyz")[1], ask(port, "/healthz")[1]]
+    dist.barrier()
+    dist.destroy_process_group()
+    return [*found, ask(port, "/readyz")[1]]
+
+
+@pytest.mark.slow
+def test_the_world_of_torchs_backend_counts() -> None:
+    pytest.importorskip("torch", reason="torch is not installed: make setup")
+    for rank, (joined, health, left) in enumerate(World(2).run(joins_by_torch)):
+        assert joined == f"joined: rank {rank} of 2\n"
+        assert health.startswith("control thread runs: ")
+        assert left.startswith("not joined: ")
+
+
+def loses_its_peer(rank: int) -> tuple[tuple[int, str], tuple[int, str]] | None:
+    bagua.init()
+    x = np.ones(1, dtype=np.float32)
+    bagua.all_reduce(x)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(bagua.PeerLostError):
+        bagua.all_reduce(x)
+    port = metrics.serve()
+    return ask(port, "/readyz"), ask(port, "/healthz")
+
+
+def test_a_rank_whose_group_has_failed_is_not_ready_and_says_why() -> None:
+    found, _ = World(2, expect_exit={1: -signal.SIGKILL}).run(loses_its_peer)
+    (ready, why), (health, what) = found
+    assert ready == 503
+    assert why.startswith("the group 'world' has failed: ")
+    assert "rank 1" in why
+    # The process itself works.
+    assert health == 200
+    assert what.startswith("control thread runs: ")
+
+
+class Folder:
+    """In place of /proc/self/task."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def write(self, thread: str, name: str, switches: int) -> None:
+        (self.root / thread).mkdir(exist_ok=True)
+        (self.root / thread / "comm").write_text(f"{name}\n")
+        text = f"Name:\t{name}\nvoluntary_ctxt_switches:\t{switches}\nnonvoluntary_ctxt_switches:\t0\n"
+        # Renamed, because a reader must not see an empty file.
+        (self.root / thread / "new").write_text(text)
+        (self.root / thread / "new").rename(self.root / thread / "status")
+
+
+class OfTwo:
+    size = 2
+    name = "world"
+    rank = 0
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    monkeypatch.setattr(probes, "_TASKS", tmp_path)
+    monkeypatch.setattr(process, "default_group", OfTwo())
+    return Folder(tmp_path)
+
+
+def test_a_control_thread_that_does_not_run_is_not_alive(tasks: Folder) -> None:
+    tasks.write("7", "bagua-control", 5)
+    tasks.write("8", "python", 5)
+    assert probes.alive(0.1) == (False, "control thread 7 did not run for 0.1 s")
+
+
+def test_every_control_thread_has_to_run(tasks: Folder) -> None:
+    tasks.write("7", "bagua-control", 5)
+    tasks.write("9", "bagua-control", 5)
+    ended = threading.Event()
+
+    def runs() -> None:
+        count = 6
+        while not ended.wait(0.01):
+            tasks.write("7", "bagua-control", count)
+            count += 1
+
+    thread = threading.Thread(target=runs)
+    thread.start()
+    try:
+        assert probes.alive(0.2) == (False, "control thread 9 did not run for 0.2 s")
+        (tasks.root / "9" / "comm").write_text("another\n")
+        assert probes.alive(30) == (True, "control thread runs: 7")
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_group_without_a_control_thread_is_not_alive(tasks: Folder) -> None:
+    assert probes.alive(0.1) == (False, "the default group has 2 ranks, but no control thread runs")
+
+
+def test_threads_that_cannot_be_looked_at_are_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "_TASKS", Path("/no/such/folder"))
+    ok, text = probes.alive(0.1)
+    assert not ok
+    assert text.startswith("cannot look at the control thread: ")
+
+
+def test_a_probe_that_waits_holds_up_no_other(tasks: Folder) -> None:
+    tasks.write("7", "bagua-control", 5)
+    port = metrics.serve()
+    try:
+        slow: list[tuple[int, str]] = []
+        thread = threading.Thread(target=lambda: slow.append(ask(port, "/healthz")))
+        thread.start()
+        process.default_group = None
+        assert ask(port, "/readyz")[0] == 503
+        assert slow == []
+        thread.join()
+        assert slow == [(503, "control thread 7 did not run for 3.0 s\n")]
+    finally:
+        server = process.metrics_servers.pop()
+        server.shutdown()
+        server.server_close()
+
+
+def test_an_address_of_ipv6_is_served() -> None:
+    try:
+        port = metrics.serve(addr="::1")
+    except OSError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+    try:
+        with urllib.request.urlopen(f"http://[::1]:{port}/healthz", timeout=30) as answer:
+            assert answer.status == 200
+    finally:
+        server = process.metrics_servers.pop()
+        server.shutdown()
+        server.server_close()
