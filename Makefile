@@ -112,7 +112,7 @@ NEXTEST := cargo nextest --version >/dev/null 2>&1
 # is in Cargo.toml.
 MODEL := RUSTFLAGS="--cfg model -D warnings" cargo test --profile model --target-dir target/model -p bagua-net -p bagua-collectives -p bagua-core --lib
 
-PROSE := python docs examples rust tests tools .github $(wildcard *.md)
+PROSE := python docs deploy examples rust tests tools .github $(wildcard *.md)
 
 .PHONY: lint
 lint: setup ## Layers, words, licences, workflows, formatting, clippy, rustdoc, ruff, mypy, and the extension's stub against the extension
