@@ -3,7 +3,6 @@
 use super::frames::Frames;
 use super::plan::Plan;
 use crate::transport::frame::{FrameKind, Header};
-use crate::types::Fingerprint;
 
 /// In [`PeerMessages::missing`]: a message of which nothing has arrived.
 const UNSEEN: usize = usize::MAX;
@@ -78,7 +77,7 @@ impl Run<'_> {
         let known = missing.get(number).copied();
         let waiting = || missing.iter().position(|missing| *missing != COMPLETE).unwrap_or(0);
         let nearest = if known.is_some() { number } else { waiting() };
-        let (expected, len): (Fingerprint, usize) = self.plan.expected(peer, nearest);
+        let (expected, len) = self.plan.expected(peer, nearest);
         if fingerprint != expected || frame != FrameKind::Data {
             return Err(fingerprint.to_string());
         }
