@@ -52,6 +52,7 @@ def overhead(batches: int) -> list[dict[str, Any]]:
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
+    import bagua.c10d  # noqa: F401 -- before 2.6, torch does not find the backend by itself
     import bagua.torch_api as api
     from bagua import engine, group
 

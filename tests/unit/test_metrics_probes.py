@@ -71,6 +71,8 @@ def test_a_world_of_one_has_no_control_thread_and_says_so() -> None:
 def joins_by_torch(rank: int) -> list[str]:
     import torch.distributed as dist
 
+    import bagua.c10d  # noqa: F401 -- before 2.6, torch does not find the backend by itself
+
     port = metrics.serve()
     dist.init_process_group("bagua")
     found = [ask(port, "/readyz")[1], ask(port, "/healthz")[1]]

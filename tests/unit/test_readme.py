@@ -44,7 +44,7 @@ def weights(script: str, folder: Path) -> list[list[float]]:
     assert shown.returncode == 0, shown.stdout + shown.stderr
     import torch
 
-    return [torch.load(folder / f"weights{rank}.pt").tolist() for rank in range(2)]
+    return [torch.load(folder / f"weights{rank}.pt", weights_only=True).tolist() for rank in range(2)]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,7 +82,11 @@ def ready() -> Answer:
 
 
 def _default() -> Any:
-    return process.torchs_world if process.default_group is None else process.default_group
+    if process.default_group is not None:
+        return process.default_group
+    # torch before 2.6 does not say that it destroys a group.
+    torchs = sys.modules.get("torch.distributed")
+    return process.torchs_world if torchs is not None and torchs.is_initialized() else None
 
 
 def _switches() -> dict[str, int]:
