@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bandwidth import PORT, ddp
-from common import HERE, Barrier, add_rank_options, machine, run_ranks, save_if_asked, this_rank, write_row
+from bandwidth import PORT, ddp, groups
+from common import HERE, Barrier, add_rank_options, machine, run_ranks, save_if_asked, write_row
 from network import ADDRESSES, Namespaces, missing
 
 sys.path.insert(0, str(HERE.parent / "examples"))
@@ -81,27 +81,17 @@ def train(name: str, epochs: int, barrier: Barrier) -> list[tuple[float, float]]
 
 def child(options: dict[str, Any]) -> None:
     """One rank; rank 0 writes a row per contender and epoch."""
-    import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore
 
-    import bagua.torch_api as bt
-
-    rank, ranks, folder = this_rank(), int(options["ranks"]), str(options["folder"])
-    torch.set_num_threads(1)
-    barrier = Barrier(folder, rank, ranks)
-    dist.init_process_group("gloo", store=FileStore(f"{folder}/gloo", ranks), rank=rank, world_size=ranks)
-    bt.init_process_group(FileStore(f"{folder}/bagua", ranks), rank, ranks, 1)
-    for name in options["contenders"]:
-        everyone: list[Any] = [None] * ranks
-        dist.all_gather_object(everyone, train(name, int(options["epochs"]), barrier))
-        if rank == 0:
-            for epoch, found in enumerate(zip(*everyone, strict=True), start=1):
-                seconds = max(seconds for seconds, _ in found)
-                write_row(options, {"contender": name, "epoch": epoch, "seconds": seconds, "accuracy": found[0][1]})
-            print(f"  {name}: {found[0][1]:.4f} after {seconds:.1f} s", file=sys.stderr, flush=True)
-    bt.destroy_process_group()
-    dist.destroy_process_group()
+    with groups(options) as (rank, ranks, barrier):
+        for name in options["contenders"]:
+            everyone: list[Any] = [None] * ranks
+            dist.all_gather_object(everyone, train(name, int(options["epochs"]), barrier))
+            if rank == 0:
+                for epoch, found in enumerate(zip(*everyone, strict=True), start=1):
+                    seconds = max(seconds for seconds, _ in found)
+                    write_row(options, {"contender": name, "epoch": epoch, "seconds": seconds, "accuracy": found[0][1]})
+                print(f"  {name}: {found[0][1]:.4f} after {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
 def main() -> None:

@@ -22,7 +22,8 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +152,9 @@ def measure(name: str, options: dict[str, Any], rank: int, barrier: Barrier) -> 
     return {"times": times, "steps": steps, "sent": moved / steps}
 
 
-def child(options: dict[str, Any]) -> None:
-    """One rank; rank 0 writes a row per contender."""
+@contextmanager
+def groups(options: dict[str, Any]) -> Iterator[tuple[int, int, Barrier]]:
+    """Joins torch's group on gloo and ours, and leaves them: this rank, the number of ranks, and their barrier."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
@@ -164,17 +166,25 @@ def child(options: dict[str, Any]) -> None:
     barrier = Barrier(folder, rank, ranks)
     dist.init_process_group("gloo", store=FileStore(f"{folder}/gloo", ranks), rank=rank, world_size=ranks)
     bt.init_process_group(FileStore(f"{folder}/bagua", ranks), rank, ranks, 1)
-    for name in options["contenders"]:
-        found = measure(name, options, rank, barrier)
-        everyone: list[Any] = [None] * ranks
-        dist.all_gather_object(everyone, found)
-        if rank == 0:
-            slowest = [max(each) for each in zip(*(theirs["times"] for theirs in everyone), strict=True)]
-            row = {"contender": name, "batch": BATCH["mlp"], "steps": found["steps"]}
-            write_row(options, row | {"step_s": statistics.median(slowest), "bytes_sent": found["sent"]})
-            print(f"  {name}: {statistics.median(slowest):.3f} s", file=sys.stderr, flush=True)
+    yield rank, ranks, barrier
     bt.destroy_process_group()
     dist.destroy_process_group()
+
+
+def child(options: dict[str, Any]) -> None:
+    """One rank; rank 0 writes a row per contender."""
+    import torch.distributed as dist
+
+    with groups(options) as (rank, ranks, barrier):
+        for name in options["contenders"]:
+            found = measure(name, options, rank, barrier)
+            everyone: list[Any] = [None] * ranks
+            dist.all_gather_object(everyone, found)
+            if rank == 0:
+                slowest = [max(each) for each in zip(*(theirs["times"] for theirs in everyone), strict=True)]
+                row = {"contender": name, "batch": BATCH["mlp"], "steps": found["steps"]}
+                write_row(options, row | {"step_s": statistics.median(slowest), "bytes_sent": found["sent"]})
+                print(f"  {name}: {statistics.median(slowest):.3f} s", file=sys.stderr, flush=True)
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:

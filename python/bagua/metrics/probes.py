@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from bagua.lifecycle import process
 
-__all__ = ["LIMIT_S", "Answer", "alive", "ready"]
+__all__ = ["LIMIT_S", "Answer", "alive", "joined", "ready"]
 
 #: Seconds in which every control thread has to run. It sends heartbeats every second or more often.
 LIMIT_S = 3.0
@@ -50,7 +50,7 @@ def alive(limit: float = LIMIT_S) -> Answer:
             now = _switches()
         except OSError as error:
             return Answer(False, f"cannot look at the control thread: {error}")
-        group = _default()
+        group = joined()
         if not now and (group is None or group.size == 1):
             what = "no group has been joined" if group is None else "a world of one rank has none"
             return Answer(True, f"this server answers; no control thread was looked at: {what}")
@@ -71,7 +71,7 @@ def ready() -> Answer:
 
     A failure that no call of this rank has raised yet gets its flight record here.
     """
-    group = _default()
+    group = joined()
     if group is None:
         return Answer(False, "not joined: there is no default group, not yet or not any more")
     try:
@@ -81,7 +81,8 @@ def ready() -> Answer:
     return Answer(True, f"joined: rank {group.rank} of {group.size}")
 
 
-def _default() -> Any:
+def joined() -> Any:
+    """The default group, or torch.distributed's world of the backend "bagua"; None where there is neither."""
     if process.default_group is not None:
         return process.default_group
     # torch before 2.6 does not say that it destroys a group.

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from bagua import config, launcher, lifecycle
-from bagua.lifecycle import Record, process
+from bagua.lifecycle import Record
+from bagua.metrics.probes import joined
 
 __all__ = ["progress"]
 
@@ -68,7 +69,7 @@ def progress(done: float, total: float, **metrics: Any) -> None:
 
 
 def _rank() -> int:
-    group = process.torchs_world if process.default_group is None else process.default_group
+    group = joined()
     return int(group.rank) if group is not None else launcher.found().rank or 0
 
 
