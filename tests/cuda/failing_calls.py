@@ -106,11 +106,18 @@ def check_each(
 def die_in_the_middle(
     rank: int, folder: str, begin: Callable[[], object], step: Callable[[], object]
 ) -> tuple[int | None, float]:
-    """Rank 1 begins and kills itself; the other one steps until it loses it: which, and after how many seconds."""
+    """Rank 1 begins and kills itself; the other one steps until it loses it: which, and after how many seconds.
+
+    Rank 1 waits for the other one before it dies: what it has completed itself may still be in progress there.
+    """
+    here = Path(folder, "here")
     if rank == 1:
         begin()
+        while not here.exists():
+            time.sleep(0.001)
         Path(folder, "dying").touch()
         os.kill(os.getpid(), signal.SIGKILL)
+    here.touch()
     while True:
         try:
             # The first of these meets the one that rank 1 has begun.
