@@ -1,13 +1,13 @@
 //! Bootstrap of a group: a rank listens, the caller exchanges the addresses, and the rank connects to all others.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::address::{self, Address};
 use super::config::{Config, MAX_STREAMS};
-use super::control::{ConnectState, Control, Listeners, Message, Plane, World};
+use super::control::{ConnectState, Control, Listeners, Notice, Plane, World};
 use super::descriptors::{self, Need};
 use super::fork::OwnerProcess;
 use super::group::Group;
@@ -16,6 +16,9 @@ use super::tls::{Ends, Tls};
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
 use crate::wait::{Deadline, SLICE, lock, wait_on_for};
+
+/// How long before the deadline of joining a rank reports to the others which ranks it could not connect to.
+const GRACE: Duration = Duration::from_millis(500);
 
 /// A rank that listens and has an address, but is not connected to any peer.
 pub struct Bootstrap {
@@ -89,8 +92,8 @@ impl Bootstrap {
         &self.address
     }
 
-    /// Second step: connects to all peers. `addresses[r]` is the address of rank r. Returns when every pair of ranks has a control
-    /// connection.
+    /// Second step: connects to the peers. `addresses[r]` is the address of rank r. Returns when every rank has its control connections: one to
+    /// each other rank in small worlds, some 2 log2 n above [`Config::full_mesh`].
     ///
     /// # Errors
     /// `InvalidArgument` or `Mismatch` when the addresses contradict each other, `Timeout` naming the ranks that cannot be reached,
@@ -119,19 +122,15 @@ impl Bootstrap {
         if config.world_size == 1 {
             return Group::world(control, health, vec![vec![0]]);
         }
-        for lower in 0..config.rank {
+        for lower in plane.not_connected().into_iter().take_while(|rank| *rank < config.rank) {
             control.dial_control(lower, until, &health)?;
         }
         control.watch(until);
         let connecting = Connecting { plane: &plane, health: &health, world, deadline, cancelled };
-        let by_unix = connecting.wait(|state| &mut state.by_unix)?;
+        let apart = connecting.wait()?;
         let ids: Vec<&str> = world.addresses.iter().map(|address| address.host_id.as_str()).collect();
-        let own = by_unix.iter().all(|(rank, by_unix)| *by_unix || ids[*rank] != ids[config.rank]);
-        plane.send_all(&Message::HostConnected(own));
-        let mut host_connected = connecting.wait(|state| &mut state.host_connected)?;
-        host_connected.insert(config.rank, own);
-        let hosts = partition(&ids, |rank| host_connected.get(&rank) == Some(&true));
-        Group::world(control, health, hosts)
+        let shares = |rank: usize| !world.addresses[rank].unix.is_empty() && !apart.contains(&rank);
+        Group::world(control, health, partition(&ids, shares))
     }
 }
 
@@ -143,7 +142,7 @@ fn describe(config: &Config) -> String {
 
 /// A rank that is connecting to its peers.
 struct Connecting<'a> {
-    plane: &'a Plane,
+    plane: &'a Arc<Plane>,
     health: &'a GroupHealth,
     world: &'a World,
     deadline: Deadline,
@@ -152,31 +151,38 @@ struct Connecting<'a> {
 }
 
 impl Connecting<'_> {
-    /// Waits until the map has an entry for every other rank, and takes the map.
-    fn wait<T>(&self, map: impl Fn(&mut ConnectState) -> &mut HashMap<usize, T>) -> Result<HashMap<usize, T>> {
-        let Config { rank: own, world_size, .. } = self.plane.config;
+    /// Waits until all ranks are connected; those that do not reach the other ranks of their host.
+    fn wait(&self) -> Result<Vec<usize>> {
         let mut state = lock(&self.plane.connecting);
-        let mut last_check: Option<Instant> = None;
+        let (mut last_check, mut reported): (Option<Instant>, bool) = (None, false);
+        let grace = GRACE.min(self.deadline.limit() / 4);
         loop {
-            let found = map(&mut state);
-            if found.len() == world_size - 1 {
-                return Ok(std::mem::take(found));
+            if let Some(apart) = self.plane.complete() {
+                return Ok(apart);
             }
             self.health.check()?;
             if self.cancelled.load(Ordering::Acquire) {
                 return Err(Error::Aborted("the view was given up".to_owned()));
             }
-            // Every new entry ends the wait below; collecting the missing ranks each time would be quadratic.
             let passed = self.deadline.passed();
             if passed || last_check.is_none_or(|last| last.elapsed() >= SLICE) {
                 last_check = Some(Instant::now());
-                let missing: Vec<usize> =
-                    (0..world_size).filter(|rank| *rank != own && !found.contains_key(rank)).collect();
-                if let Some(departed) = missing.iter().find(|rank| self.health.has_departed(**rank)) {
-                    return Err(self.health.peer_lost(*departed, "it left while the group was being built"));
+                if let Some(departed) = self.plane.departed() {
+                    // The deadline of that rank has passed, if there was one to be missed.
+                    let missed = !self.plane.unreached().is_empty();
+                    let left = || self.health.peer_lost(departed, "it left while the group was being built");
+                    return Err(if missed { self.timed_out(&state) } else { left() });
+                }
+                if self.deadline.left() < grace && !reported {
+                    // Those that miss no rank themselves get the names, too.
+                    reported = true;
+                    let ranks = self.plane.not_connected();
+                    if !ranks.is_empty() {
+                        self.plane.publish(Notice::Unreached { by: self.plane.config.rank, ranks });
+                    }
                 }
                 if passed {
-                    return Err(self.timed_out(&state, missing));
+                    return Err(self.timed_out(&state));
                 }
             }
             let slice: Duration = SLICE.min(self.deadline.left());
@@ -184,7 +190,15 @@ impl Connecting<'_> {
         }
     }
 
-    fn timed_out(&self, state: &ConnectState, missing: Vec<usize>) -> Error {
+    /// The error for the ranks that are not connected.
+    fn timed_out(&self, state: &ConnectState) -> Error {
+        let mut missing = self.plane.unreached();
+        missing.extend(self.plane.not_connected());
+        missing.remove(&self.plane.config.rank);
+        if missing.is_empty() {
+            missing.extend(self.plane.not_assembled());
+        }
+        let missing: Vec<usize> = missing.into_iter().collect();
         let each = missing.iter().map(|rank| {
             let failure = state.last_failures.get(rank).map(|how| format!(": {how}")).unwrap_or_default();
             format!("{}{failure}", self.world.addresses[*rank].describe())
@@ -197,9 +211,9 @@ impl Connecting<'_> {
     }
 }
 
-/// Partitions the ranks into hosts: ranks with equal host ids form a host if every pair of them is connected by a Unix socket; otherwise
-/// each of them forms a host of its own. `is_connected(r)`: rank r reports Unix connections to all ranks with its host id. Hosts are in
-/// the order of their first ranks.
+/// Partitions the ranks into hosts: ranks with equal host ids form a host if they reach each other by Unix sockets; otherwise each of them
+/// forms a host of its own. `is_connected(r)`: rank r has a Unix socket, and reaches that of another rank of its host. Hosts are in the
+/// order of their first ranks.
 fn partition(host_ids: &[&str], is_connected: impl Fn(usize) -> bool) -> Vec<Vec<usize>> {
     let mut classes: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (rank, id) in host_ids.iter().enumerate() {
@@ -222,10 +236,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_of_one_host_id_are_a_host_if_all_pairs_are_connected_by_unix_sockets() {
+    fn ranks_of_one_host_id_are_a_host_if_all_are_connected_by_unix_sockets() {
         let ids = ["a", "b", "a", "b"];
         assert_eq!(partition(&ids, |_| true), [[0, 2], [1, 3]]);
-        // Rank 3 reports that it is not connected to rank 1.
+        // Rank 3 does not reach rank 1.
         assert_eq!(partition(&ids, |rank| rank != 3), [vec![0, 2], vec![1], vec![3]]);
         assert_eq!(partition(&ids, |_| false), [[0], [1], [2], [3]]);
     }

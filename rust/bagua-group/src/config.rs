@@ -5,6 +5,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::control::FULL;
 use super::tls::{Access, Tls};
 use crate::collective::{Algorithm, CollectiveFactory};
 use crate::transport::{Tcp, Transport};
@@ -86,6 +87,8 @@ pub struct Config {
     pub streams_per_peer: usize,
     /// Algorithm of all_reduce between hosts; must be equal on all ranks.
     pub algorithm: Algorithm,
+    /// The largest world in which every two ranks have a control connection; above it each rank has some 2 log2 n. The same on all ranks.
+    pub full_mesh: usize,
     /// Number of the membership: 1 for a group that its caller built, more for one that ranks of an earlier group agreed on.
     pub view: u64,
     /// Collectives of other crates, see [`CollectiveFactory`]; the same on all ranks.
@@ -116,6 +119,7 @@ impl Config {
             transport: TransportChoice::Auto,
             streams_per_peer: DEFAULT_STREAMS,
             algorithm: Algorithm::Auto,
+            full_mesh: FULL,
             view: 1,
             factories: Vec::new(),
         }

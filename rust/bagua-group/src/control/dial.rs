@@ -11,6 +11,7 @@ use super::super::address::Address;
 use super::super::connection::{ControlConn, DataConn};
 use super::super::handshake::{self, Failed, Hello, Purpose, Refusal, STEP_TIMEOUT};
 use super::plane::Plane;
+use super::probe::{Verdict, probe};
 use super::session;
 use super::thread::Control;
 use crate::error::{Error, Result};
@@ -40,6 +41,40 @@ impl Plane {
         let Dial { to, purpose, group, channel, index } = *dial;
         let (world_size, from, job) = (self.config.world_size, self.config.rank, self.world()?.job);
         Ok(Hello { world_size, from, to, purpose, group, channel, index, job })
+    }
+
+    /// False when another rank of this host cannot be connected to by a Unix socket, although both have one. The rank before this one on the host
+    /// is asked: sockets of one network namespace reach each other.
+    pub(super) async fn reaches_its_host(&self) -> bool {
+        let Ok(world) = self.world() else { return false };
+        let own = &world.addresses[self.config.rank];
+        let before = world.addresses[..self.config.rank].iter().rev().find(|address| address.host_id == own.host_id);
+        match before {
+            Some(before) if self.may_share_host(before).unwrap_or(false) => match self.by_unix(before.rank) {
+                Some(by_unix) => by_unix,
+                None => self.unix_name_exists(before).await,
+            },
+            _ => true,
+        }
+    }
+
+    /// Opens a control connection to a rank that replaces another as a neighbour, if it runs.
+    pub(super) async fn connect_to_neighbour(self: &Arc<Plane>, to: usize) {
+        if let Verdict::Lost(reason, source, loss) = probe(Arc::clone(self), to).await {
+            return self.peer_lost(to, &reason, &source, loss);
+        }
+        let Ok(world) = self.world() else { return };
+        let dial = Dial { to, purpose: Purpose::Control, group: world.id, channel: 0, index: 0 };
+        let dialled = self.dial(&dial, self.kind_towards(&world.addresses[to]), |_| ());
+        // A rank that does not answer in time is silent: see `Plane::repair`.
+        if let Ok(Ok(conn)) = tokio::time::timeout(self.config.heartbeat_timeout, dialled).await {
+            session::start(self, to, conn);
+        }
+    }
+
+    /// The kind of the control connection to a rank.
+    fn kind_towards(&self, address: &Address) -> SocketKind {
+        if self.may_share_host(address).unwrap_or(false) { SocketKind::Unix } else { SocketKind::Tcp }
     }
 
     /// True when the peer may be reachable by a Unix socket.
@@ -127,7 +162,7 @@ impl Control {
     pub(in super::super) fn dial_control(&self, to: usize, deadline: Instant, health: &Arc<GroupHealth>) -> Result<()> {
         let world = self.plane.world()?;
         let dial = Dial { to, purpose: Purpose::Control, group: world.id, channel: 0, index: 0 };
-        let kind = if self.plane.may_share_host(&world.addresses[to])? { SocketKind::Unix } else { SocketKind::Tcp };
+        let kind = self.plane.kind_towards(&world.addresses[to]);
         let peer = world.addresses[to].describe();
         let (plane, health) = (Arc::clone(&self.plane), Arc::clone(health));
         self.spawn(async move {

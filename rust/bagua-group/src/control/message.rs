@@ -3,38 +3,123 @@
 use serde::{Deserialize, Serialize};
 
 use super::super::views::ViewMessage;
-use super::super::wire::{Encoding, Malformed, cause};
+use super::super::wire::{Encoding, Malformed, Ranks, cause, rank, text};
 use crate::error::Error;
+
+/// The most ranks in a list of a message.
+const RANKS: usize = super::super::views::RANKS_LIMIT;
 
 /// A message on a control connection.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(in super::super) enum Message {
     /// The sender is alive.
     Heartbeat,
-    /// Whether the sender is connected by Unix sockets to all ranks with its host id. The first message of a connection.
-    HostConnected(bool),
+    /// To the parent: the sender and all ranks below it are connected, see [`super::assembly`].
+    Connected {
+        /// Those of them that do not reach the other ranks of their host.
+        #[serde(with = "Ranks::<RANKS>")]
+        apart: Vec<usize>,
+    },
+    /// To a child: all ranks are connected.
+    Complete {
+        /// The ranks that do not reach the others of their host.
+        #[serde(with = "Ranks::<RANKS>")]
+        apart: Vec<usize>,
+    },
+    /// Something that concerns all ranks.
+    Notice(Notice),
+    /// Something for some ranks.
+    Routed(Routed),
+    /// The sender has received `Left` of the rank at the other end.
+    LeaveAck,
+}
+
+/// What all ranks get to know, see [`super::overlay`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(in super::super) enum Notice {
+    /// A rank is lost.
+    Lost {
+        /// The lost rank.
+        #[serde(with = "rank")]
+        rank: usize,
+        /// Who noticed it.
+        #[serde(with = "rank")]
+        by: usize,
+        /// Its process is known to have ended.
+        ended: bool,
+        /// How it was noticed.
+        #[serde(with = "text")]
+        reason: String,
+    },
+    /// A rank leaves the world group.
+    Left {
+        /// The rank.
+        #[serde(with = "rank")]
+        rank: usize,
+        /// It does not use the group, but may live on in another view.
+        moved: bool,
+    },
     /// A group failed.
-    Fail {
+    Failed {
         /// Id of the group.
         group: u64,
         /// The first cause.
         #[serde(with = "cause")]
         cause: Error,
     },
-    /// The sender leaves a group. After leaving the world group it sends nothing more.
-    Leave {
+    /// The deadline of joining is near, and a rank could not connect to others.
+    Unreached {
+        /// The rank.
+        #[serde(with = "rank")]
+        by: usize,
+        /// Those that it could not connect to.
+        #[serde(with = "Ranks::<RANKS>")]
+        ranks: Vec<usize>,
+    },
+    /// `Opened` or `Refused` of the agreement on the next view.
+    View {
+        /// Who sent it.
+        #[serde(with = "rank")]
+        from: usize,
+        /// The message.
+        message: ViewMessage,
+    },
+}
+
+/// A message for some ranks, which others may pass on.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(in super::super) struct Routed {
+    /// Who sent it.
+    #[serde(with = "rank")]
+    pub(in super::super) from: usize,
+    /// Who gets it.
+    #[serde(with = "Ranks::<RANKS>")]
+    pub(in super::super) to: Vec<usize>,
+    /// What it says.
+    pub(in super::super) body: Body,
+}
+
+/// What a [`Routed`] message says.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(in super::super) enum Body {
+    /// The sender leaves a sub-group.
+    LeftGroup {
         /// Id of the group.
         group: u64,
     },
-    /// The sender has received `Leave` of the world group.
-    LeaveAck,
+    /// The sender, which is lower, asks for a connection.
+    Connect,
     /// A message of the agreement on the next view.
     View(ViewMessage),
 }
 
 impl Encoding for Message {
     fn check(&self) -> Result<(), Malformed> {
-        if let Message::View(message) = self { message.check() } else { Ok(()) }
+        match self {
+            Message::Notice(Notice::View { message, .. })
+            | Message::Routed(Routed { body: Body::View(message), .. }) => message.check(),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -91,7 +176,7 @@ mod tests {
     proptest! {
         #[test]
         fn an_encoded_error_is_parsed_unchanged(cause in error(), group: u64) {
-            let message = Message::Fail { group, cause };
+            let message = Message::Notice(Notice::Failed { group, cause });
             let frame = message.frame();
             prop_assert!(frame.len() <= FRAME_LIMIT + 4);
             prop_assert_eq!(Message::parse(&frame[4..]), Ok(message));
@@ -104,13 +189,13 @@ mod tests {
         let progress = Some(Box::new(Progress { what: long.clone(), label: long.clone(), done: 1, total: 2 }));
         let source = Source::default();
         let cause = Error::PeerLost { rank: 1, host: long.clone(), reason: long, noticed_by: 2, progress, source };
-        let frame = Message::Fail { group: 1, cause }.frame();
+        let frame = Message::Notice(Notice::Failed { group: 1, cause }).frame();
         assert!(frame.len() <= FRAME_LIMIT + 4);
         assert!(Message::parse(&frame[4..]).is_ok());
         let missing = (0..100_000).collect();
         let progress = Some(Box::new(Progress { what: "é".repeat(FRAME_LIMIT), ..Progress::default() }));
         let cause = Error::Timeout { after: Duration::MAX, missing, noticed_by: 0, progress };
-        assert!(Message::Fail { group: 1, cause }.frame().len() <= FRAME_LIMIT + 4);
+        assert!(Message::Notice(Notice::Failed { group: 1, cause }).frame().len() <= FRAME_LIMIT + 4);
     }
 
     /// The body of a message that says so many elements or bytes follow, with these bytes behind it.
@@ -121,44 +206,44 @@ mod tests {
     #[test]
     fn an_error_beyond_its_limits_is_malformed() {
         // Of group 1: `Aborted` with a text, and `Timeout` after no time with these ranks, noticed by rank 0, during nothing.
-        let text = |len: usize| Message::parse(&claiming(&[2, 1, 4], len as u64, &vec![b'a'; len]));
-        let ranks = |count: usize| Message::parse(&claiming(&[2, 1, 1, 0, 0], count as u64, &vec![0; count + 2]));
+        let text = |len: usize| Message::parse(&claiming(&[3, 2, 1, 4], len as u64, &vec![b'a'; len]));
+        let ranks = |count: usize| Message::parse(&claiming(&[3, 2, 1, 1, 0, 0], count as u64, &vec![0; count + 2]));
         for parse in [&text as &dyn Fn(usize) -> _, &ranks] {
-            assert!(matches!(parse(RANKS_LIMIT), Ok(Message::Fail { group: 1, .. })));
+            assert!(matches!(parse(RANKS_LIMIT), Ok(Message::Notice(Notice::Failed { group: 1, .. }))));
         }
         assert!(text(TEXT_LIMIT).is_ok());
         let beyond = Err(Malformed("it has an unknown kind, or a value beyond its limit"));
         assert_eq!(text(TEXT_LIMIT + 1), beyond);
         assert_eq!(ranks(RANKS_LIMIT + 1), beyond);
         // A device's error is another kind where it arrives.
-        let device = Message::Fail { group: 1, cause: Error::Device(Box::default()) };
-        let Ok(Message::Fail { cause, .. }) = Message::parse(&device.encode()) else { panic!("it is encoded") };
+        let device = Message::Notice(Notice::Failed { group: 1, cause: Error::Device(Box::default()) });
+        let Ok(Message::Notice(Notice::Failed { cause, .. })) = Message::parse(&device.encode()) else { panic!("it is encoded") };
         assert!(matches!(cause, Error::System { .. }));
         for kind in [9, 10, 11] {
-            assert_eq!(Message::parse(&[2, 1, kind, 0, 0, 0, 0]), beyond, "no kind {kind} is ever written");
+            assert_eq!(Message::parse(&[3, 2, 1, kind, 0, 0, 0, 0]), beyond, "no kind {kind} is ever written");
         }
     }
 
     #[test]
     fn a_rank_beyond_32_bits_is_malformed_and_none_is_written() {
-        let lost = |rank: &[u8]| Message::parse(&[&[2, 1, 0][..], rank, &[0, 0, 0, 0]].concat());
+        let lost = |rank: &[u8]| Message::parse(&[&[3, 2, 1, 0][..], rank, &[0, 0, 0, 0]].concat());
         assert!(lost(&[0xff, 0xff, 0xff, 0xff, 0x0f]).is_ok());
         assert_eq!(lost(&[0xff, 0xff, 0xff, 0xff, 0x1f]), Err(Malformed("a number is out of range")));
         let message =
             Error::PeerRaised { rank: usize::MAX, host: String::new(), kind: String::new(), message: String::new() };
-        let parsed = Message::parse(&Message::Fail { group: 1, cause: message }.encode());
+        let parsed = Message::parse(&Message::Notice(Notice::Failed { group: 1, cause: message }).encode());
         assert!(
-            matches!(parsed, Ok(Message::Fail { cause: Error::PeerRaised { rank, .. }, .. }) if rank == u32::MAX as usize)
+            matches!(parsed, Ok(Message::Notice(Notice::Failed { cause: Error::PeerRaised { rank, .. }, .. })) if rank == u32::MAX as usize)
         );
     }
 
     #[test]
     fn a_number_of_more_bytes_than_it_needs_is_the_same_message() {
-        let leave = Message::Leave { group: 1 };
-        assert_eq!(leave.encode(), [3, 1]);
-        for longer in [&[3, 0x81, 0][..], &[3, 0x81, 0x80, 0], &[0x83, 0, 1]] {
-            assert_eq!(Message::parse(longer), Ok(leave.clone()));
+        let message = Message::Connected { apart: vec![1] };
+        assert_eq!(message.encode(), [1, 1, 1]);
+        for longer in [&[1, 1, 0x81, 0][..], &[1, 1, 0x81, 0x80, 0], &[0x81, 0, 1, 1]] {
+            assert_eq!(Message::parse(longer), Ok(message.clone()));
         }
-        assert_eq!(Message::parse(&[&[3][..], &[0x80; 10], &[1]].concat()), Err(Malformed("a number is out of range")));
+        assert_eq!(Message::parse(&[&[1, 1][..], &[0x80; 10], &[1]].concat()), Err(Malformed("a number is out of range")));
     }
 }

@@ -1,4 +1,13 @@
-//! The control plane of one rank: one thread that accepts connections, sends heartbeats, and broadcasts failures and departures.
+//! The control plane of one rank: one thread that accepts connections, sends heartbeats, and passes on failures and departures.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `overlay` | which ranks are connected, how messages reach the others, who is gone; a state machine |
+//! | `assembly` | how joining ranks learn that all are connected; a state machine |
+//! | `plane` | the state of the rank: runs the state machines, and notes in the groups what they find |
+//! | `message` | the messages, and their encoding |
+//! | `thread`, `accept`, `dial`, `session` | the thread; opening connections, reading and writing them, heartbeats |
+//! | `probe`, `silence` | whether a rank runs, while it is not connected, and while it is |
 //!
 //! It carries no tensor data, waits for no other thread, and runs no application code, so that neither a computation nor a lock of the
 //! application can delay its heartbeats. Other threads reach it through channels that never block.
@@ -11,8 +20,10 @@
 //! 3. **Unauthenticated connections are only counted**: none of them can end the group, occupy memory without bound, or stay open.
 
 mod accept;
+mod assembly;
 mod dial;
 mod message;
+mod overlay;
 mod plane;
 mod probe;
 mod session;
@@ -21,6 +32,11 @@ mod thread;
 
 pub(super) use accept::Listeners;
 pub(super) use dial::Dial;
-pub(super) use message::Message;
+pub(super) use message::{Body, Notice};
+#[cfg(test)]
+pub(super) use message::{Message, Routed};
+pub(super) use overlay::FULL;
+#[cfg(test)]
+pub(super) use overlay::{Action, Overlay, Presence};
 pub(super) use plane::{ConnectState, Loss, Plane, World};
 pub(super) use thread::Control;

@@ -1,9 +1,9 @@
 //! The state that the control thread shares with the other threads of a rank: peers, groups, and the handling of failures.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::io;
 use std::net::TcpStream;
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
@@ -16,9 +16,11 @@ use super::super::connection::{PendingConns, Socket};
 use super::super::fork::OwnerProcess;
 use super::super::handshake::{Key, digest};
 use super::super::tls::Ends;
-use super::super::views::{Inbox, ViewMessage};
+use super::super::views::Inbox;
 use super::super::wire::Encoding;
-use super::message::Message;
+use super::assembly::{Assembly, Step};
+use super::message::{Body, Message, Notice, Routed};
+use super::overlay::{Action, Overlay, Presence};
 use super::silence::{Silence, is_stopped};
 use crate::error::{Error, Result, Source};
 use crate::health::{GroupHealth, Subscription};
@@ -72,15 +74,6 @@ pub(super) fn no_heartbeat(timeout: Duration) -> String {
     format!("no heartbeat for {:.1} s", timeout.as_secs_f64())
 }
 
-/// The peer is connected, or will be.
-pub(super) const ALIVE: u8 = 0;
-/// The peer has left the world group.
-const DEPARTED: u8 = 1;
-/// The peer is lost, and its process is known to have ended.
-const ENDED: u8 = 2;
-/// The peer is lost, but its process may live on.
-const SILENT: u8 = 3;
-
 /// What the loss of a peer says about its process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in super::super) enum Loss {
@@ -88,49 +81,94 @@ pub(in super::super) enum Loss {
     Ended,
     /// It may live on: it is frozen, cut off, or sends what cannot be understood.
     Silent,
+    /// It is in another view.
+    Moved,
 }
 
-/// A peer.
+/// The frames that a peer's writer task takes.
+pub(super) type Frames = mpsc::UnboundedReceiver<Vec<u8>>;
+
+/// A peer with a control connection.
 pub(super) struct Peer {
-    /// Frames for its writer task.
-    pub(super) outbox: mpsc::UnboundedSender<Vec<u8>>,
-    /// The other end of `outbox`, until the peer is connected.
-    frames: Mutex<Option<mpsc::UnboundedReceiver<Vec<u8>>>>,
-    /// How long it has sent nothing. `None` before it is connected.
-    silence: Mutex<Option<Silence>>,
-    /// Its process, when it is on this host and visible here: that runs or not, instead of heartbeats. Set when it is connected.
-    process: OnceLock<Option<u32>>,
-    /// [`ALIVE`], [`DEPARTED`], [`ENDED`] or [`SILENT`].
-    pub(super) state: AtomicU8,
+    /// Frames for its writer task. Closed when the connection has ended.
+    outbox: mpsc::UnboundedSender<Vec<u8>>,
+    /// How many of them are not written.
+    unwritten: AtomicUsize,
+    /// How long it has sent nothing.
+    silence: Mutex<Silence>,
+    /// Its process, when it is on this host and visible here: that runs or not, instead of heartbeats.
+    process: Option<u32>,
+    by_unix: bool,
     /// It has acknowledged that this rank leaves, or its connection has ended.
-    pub(super) settled: AtomicBool,
+    settled: AtomicBool,
 }
 
 impl Peer {
-    fn new() -> Peer {
-        let (outbox, frames) = mpsc::unbounded_channel();
-        Peer {
-            outbox,
-            frames: Mutex::new(Some(frames)),
-            silence: Mutex::default(),
-            process: OnceLock::new(),
-            state: AtomicU8::new(ALIVE),
-            settled: AtomicBool::new(false),
-        }
-    }
-
     /// Notes that a message has arrived from it.
     pub(super) fn note_arrival(&self, now: Instant) {
-        *lock(&self.silence) = Some(Silence::from(now));
+        *lock(&self.silence) = Silence::from(now);
     }
 
-    fn is_connected(&self) -> bool {
-        lock(&self.silence).is_some()
+    /// Queues a message for it.
+    fn send(&self, message: &Message) {
+        self.queue(message.frame());
     }
 
-    /// True when the connection broke or its heartbeats stopped, without a goodbye.
-    fn is_lost(&self) -> bool {
-        matches!(self.state.load(Ordering::Acquire), ENDED | SILENT)
+    fn queue(&self, frame: Vec<u8>) {
+        self.unwritten.fetch_add(1, Ordering::Relaxed);
+        let _ = self.outbox.send(frame);
+    }
+
+    /// Notes that the writer has written a frame.
+    pub(super) fn note_written(&self) {
+        self.unwritten.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// The control connections of this rank, and what it knows of the others.
+struct Connections {
+    overlay: Overlay,
+    assembly: Assembly,
+    /// By rank.
+    peers: BTreeMap<usize, Arc<Peer>>,
+    /// The neighbours were connected once, so that those that become neighbours later replace others.
+    were_connected: bool,
+    /// Since when neighbours that replace others are not connected.
+    missing: BTreeMap<usize, Instant>,
+    /// The ranks to which a connection is being opened.
+    dialling: BTreeSet<usize>,
+}
+
+impl Connections {
+    /// Queues what is to be sent, while this is locked: so messages leave in the order in which they were decided on. The other actions.
+    fn send(&self, actions: Vec<Action>) -> Vec<Action> {
+        let mut others = Vec::new();
+        for action in actions {
+            match action {
+                Action::Send(to, message) => {
+                    let frame = message.frame();
+                    for peer in to.iter().filter_map(|rank| self.peers.get(rank)) {
+                        peer.queue(frame.clone());
+                    }
+                }
+                other => others.push(other),
+            }
+        }
+        others
+    }
+
+    /// Performs a step of the assembly.
+    fn step(&self, own: usize, step: Option<Step>) {
+        let (to, message) = match step {
+            None => return,
+            Some(Step::Report(parent, apart)) => (vec![parent], Message::Connected { apart }),
+            Some(Step::Complete(children, apart)) => (children, Message::Complete { apart }),
+        };
+        debug_assert!(!to.contains(&own));
+        let frame = message.frame();
+        for peer in to.iter().filter_map(|rank| self.peers.get(rank)) {
+            peer.queue(frame.clone());
+        }
     }
 }
 
@@ -159,10 +197,6 @@ struct Groups {
 /// The progress of [`super::super::Bootstrap::connect`].
 #[derive(Default)]
 pub(in super::super) struct ConnectState {
-    /// By world rank of each connected rank: whether by a Unix socket; taken when all are there.
-    pub(in super::super) by_unix: HashMap<usize, bool>,
-    /// By world rank: whether it is connected by Unix sockets to all ranks with its host id.
-    pub(in super::super) host_connected: HashMap<usize, bool>,
     /// By world rank: why the last attempt to connect to it failed.
     pub(in super::super) last_failures: HashMap<usize, String>,
     /// Why the last connection was refused, if that may explain why a rank is missing: another secret, or TLS.
@@ -184,8 +218,8 @@ pub(in super::super) struct Plane {
     world: OnceLock<World>,
     /// Turns true when `world` is set: handshakes wait for it.
     pub(super) world_known: tokio::sync::watch::Sender<bool>,
-    /// By world rank; `None` for this rank. Set with `world`.
-    pub(super) peers: OnceLock<Vec<Option<Peer>>>,
+    /// Set with `world`.
+    connections: OnceLock<Mutex<Connections>>,
     groups: Mutex<Groups>,
     /// The connections in the handshake.
     pub(super) admission: Arc<Admission>,
@@ -195,6 +229,8 @@ pub(in super::super) struct Plane {
     pub(in super::super) views: Inbox,
     /// This rank leaves: later events of peers are ignored.
     leaving: AtomicBool,
+    /// This rank does not use the group, and may live on in another view.
+    moved: AtomicBool,
     /// The connections of lanes and messages.
     streams: Mutex<Vec<Weak<TcpStream>>>,
 }
@@ -213,12 +249,13 @@ impl Plane {
             tls,
             world: OnceLock::new(),
             world_known: tokio::sync::watch::Sender::new(false),
-            peers: OnceLock::new(),
+            connections: OnceLock::new(),
             groups: Mutex::default(),
             admission,
             settled: Notify::new(),
             views: Inbox::default(),
             leaving: AtomicBool::new(false),
+            moved: AtomicBool::new(false),
             streams: Mutex::default(),
         }
     }
@@ -226,8 +263,13 @@ impl Plane {
     /// Sets the world; handshakes are answered from here on.
     pub(in super::super) fn set_world(&self, world: World) -> &World {
         let world = self.world.get_or_init(|| world);
-        let (own, size) = (self.config.rank, self.config.world_size);
-        self.peers.get_or_init(|| (0..size).map(|rank| (rank != own).then(Peer::new)).collect());
+        let Config { rank, world_size, full_mesh, .. } = self.config;
+        self.connections.get_or_init(|| {
+            let (overlay, assembly) = (Overlay::new(rank, world_size, full_mesh), Assembly::new(rank, world_size));
+            let (missing, dialling) = (BTreeMap::new(), BTreeSet::new());
+            let peers = BTreeMap::new();
+            Mutex::new(Connections { overlay, assembly, peers, were_connected: false, missing, dialling })
+        });
         self.world_known.send_replace(true);
         world
     }
@@ -237,19 +279,67 @@ impl Plane {
         self.world.get().ok_or_else(|| Error::other("the group is not built yet"))
     }
 
-    pub(super) fn peer(&self, rank: usize) -> Option<&Peer> {
-        self.peers.get()?.get(rank)?.as_ref()
+    /// Looks at the connections; the default before the world is known.
+    fn look<T: Default>(&self, what: impl FnOnce(&Connections) -> T) -> T {
+        self.connections.get().map(|connections| what(&lock(connections))).unwrap_or_default()
     }
 
-    pub(super) fn all_peers(&self) -> impl Iterator<Item = (usize, &Peer)> {
-        let peers = self.peers.get().into_iter().flatten().enumerate();
-        peers.filter_map(|(rank, peer)| peer.as_ref().map(|peer| (rank, peer)))
+    /// Changes the connections, and performs what follows.
+    fn change<T: Default>(
+        self: &Arc<Plane>,
+        source: &Source,
+        change: impl FnOnce(&mut Connections, &mut Vec<Action>) -> T,
+    ) -> T {
+        let Some(connections) = self.connections.get() else { return T::default() };
+        let mut actions = Vec::new();
+        let mut guard = lock(connections);
+        let result = change(&mut guard, &mut actions);
+        let actions = guard.send(actions);
+        drop(guard);
+        actions.into_iter().for_each(|action| self.perform(action, source));
+        result
     }
 
-    /// Number of connected ranks, this one included.
+    fn perform(self: &Arc<Plane>, action: Action, source: &Source) {
+        match action {
+            // Already done.
+            Action::Send(..) => {}
+            Action::Dial(rank) => self.dial_neighbour(rank),
+            Action::Notice(notice) => self.noticed(notice, source),
+            Action::Deliver(from, Body::LeftGroup { group }) => self.left_group(from, group),
+            Action::Deliver(from, Body::View(message)) => self.views.put(from, message),
+            Action::Deliver(_, Body::Connect) => {}
+        }
+    }
+
+    /// A connected peer.
+    pub(super) fn peer(&self, rank: usize) -> Option<Arc<Peer>> {
+        self.look(|connections| connections.peers.get(&rank).cloned())
+    }
+
+    fn all_peers(&self) -> Vec<(usize, Arc<Peer>)> {
+        self.look(|connections| connections.peers.iter().map(|(rank, peer)| (*rank, Arc::clone(peer))).collect())
+    }
+
+    /// Number of ranks that take part, this one included; before all are connected, of those that this rank is connected to.
     pub(in super::super) fn peers_seen(&self) -> usize {
-        let is_seen = |peer: &Peer| peer.state.load(Ordering::Relaxed) == ALIVE && peer.is_connected();
-        1 + self.all_peers().filter(|(_, peer)| is_seen(peer)).count()
+        let Some(connections) = self.connections.get() else { return 1 };
+        let Connections { overlay, assembly, .. } = &*lock(connections);
+        let present = |rank: &usize| overlay.presence(*rank) == Presence::Present;
+        match assembly.complete() {
+            Some(_) => (0..self.config.world_size).filter(present).count(),
+            None => 1 + overlay.links().iter().copied().filter(present).count(),
+        }
+    }
+
+    /// The ranks with a control connection, also those that are gone.
+    pub(in super::super) fn control_connections(&self) -> usize {
+        self.look(|connections| connections.peers.len())
+    }
+
+    fn presence(&self, rank: usize) -> Presence {
+        let connections = self.connections.get();
+        connections.map_or(Presence::Present, |connections| lock(connections).overlay.presence(rank))
     }
 
     /// The process of a rank, when it is on this host and its number means the same here.
@@ -260,22 +350,138 @@ impl Plane {
         (here && own.pid_namespace != 0).then_some(theirs.pid)
     }
 
-    /// Notes that a peer is connected; the frames for it, unless it was before.
-    pub(super) fn connected(&self, rank: usize, by_unix: bool) -> Option<mpsc::UnboundedReceiver<Vec<u8>>> {
-        let peer = self.peer(rank)?;
-        let frames = lock(&peer.frames).take()?;
+    /// Notes that a peer is connected; the frames for it. `None` if it was before, or is gone.
+    pub(super) fn connected(self: &Arc<Plane>, rank: usize, by_unix: bool) -> Option<(Arc<Peer>, Frames)> {
+        let (outbox, frames) = mpsc::unbounded_channel();
         // Both ends agree on it: they have the same addresses and the same connection.
-        let _ = peer.process.set(self.process(rank).filter(|_| by_unix));
-        peer.note_arrival(Instant::now());
-        lock(&self.connecting).by_unix.insert(rank, by_unix);
-        self.connect_changed.notify_all();
-        Some(frames)
+        let process = self.process(rank).filter(|_| by_unix);
+        let (silence, settled) = (Mutex::new(Silence::from(Instant::now())), AtomicBool::new(false));
+        let unwritten = AtomicUsize::new(0);
+        let peer = Arc::new(Peer { outbox, unwritten, silence, process, by_unix, settled });
+        let is_new = self.change(&Source::default(), |connections, out| {
+            let is_new = connections.overlay.link_up(rank, out);
+            if is_new {
+                connections.peers.insert(rank, Arc::clone(&peer));
+            }
+            is_new
+        });
+        is_new.then(|| {
+            self.check_neighbours();
+            (peer, frames)
+        })
     }
 
-    /// The ranks that are not connected, ascending.
-    pub(super) fn not_connected(&self) -> Vec<usize> {
-        let is_missing = |peer: &Peer| peer.state.load(Ordering::Acquire) == ALIVE && !peer.is_connected();
-        self.all_peers().filter(|(_, peer)| is_missing(peer)).map(|(rank, _)| rank).collect()
+    /// When the last neighbour is connected for the first time, continues the assembly.
+    fn check_neighbours(self: &Arc<Plane>) {
+        let are_connected = self.look(|connections| {
+            !connections.were_connected && connections.overlay.not_connected().is_empty()
+        });
+        self.connect_changed.notify_all();
+        if are_connected {
+            self.change(&Source::default(), |connections, _| connections.were_connected = true);
+            let plane = Arc::clone(self);
+            tokio::spawn(async move {
+                let apart = !plane.reaches_its_host().await;
+                plane.assemble(|assembly| assembly.connected(apart));
+            });
+        }
+    }
+
+    /// Continues the assembly.
+    pub(super) fn assemble(self: &Arc<Plane>, event: impl FnOnce(&mut Assembly) -> Option<Step>) {
+        let own = self.config.rank;
+        self.change(&Source::default(), |connections, _| {
+            let step = event(&mut connections.assembly);
+            connections.step(own, step);
+        });
+        self.connect_changed.notify_all();
+    }
+
+    /// The ranks that do not reach the others of their host, when all ranks are connected.
+    pub(in super::super) fn complete(&self) -> Option<Vec<usize>> {
+        self.look(|connections| connections.assembly.complete().map(<[usize]>::to_vec))
+    }
+
+    /// Whether the connection to a peer is a Unix socket; `None` without one.
+    pub(super) fn by_unix(&self, rank: usize) -> Option<bool> {
+        self.peer(rank).map(|peer| peer.by_unix)
+    }
+
+    /// The neighbours that are not connected, ascending.
+    pub(in super::super) fn not_connected(&self) -> Vec<usize> {
+        self.look(|connections| connections.overlay.not_connected().into_iter().collect())
+    }
+
+    /// A rank that was present and has left.
+    pub(in super::super) fn departed(&self) -> Option<usize> {
+        self.look(|connections| {
+            let mut gone = connections.overlay.gone();
+            gone.find(|(_, presence)| !presence.is_lost()).map(|(rank, _)| rank)
+        })
+    }
+
+    /// The ranks that some rank could not connect to.
+    pub(in super::super) fn unreached(&self) -> BTreeSet<usize> {
+        self.look(|connections| connections.overlay.unreached().clone())
+    }
+
+    /// Whom the assembly waits for at this rank.
+    pub(in super::super) fn not_assembled(&self) -> Vec<usize> {
+        self.look(|connections| connections.assembly.waits_for())
+    }
+
+    /// Publishes a notice of this rank.
+    pub(in super::super) fn publish(self: &Arc<Plane>, notice: Notice) {
+        self.change(&Source::default(), |connections, out| connections.overlay.publish(notice, out));
+    }
+
+    /// Queues a message for these world ranks.
+    pub(in super::super) fn send(self: &Arc<Plane>, ranks: &[usize], body: Body) {
+        self.change(&Source::default(), |connections, out| connections.overlay.send(ranks, body, out));
+    }
+
+    /// Handles a notice from a peer.
+    pub(super) fn received_notice(self: &Arc<Plane>, via: usize, notice: Notice) {
+        self.change(&Source::default(), |connections, out| connections.overlay.received_notice(via, notice, out));
+    }
+
+    /// Handles or passes on a message.
+    pub(super) fn received_routed(self: &Arc<Plane>, routed: Routed) {
+        self.change(&Source::default(), |connections, out| connections.overlay.received_routed(routed, out));
+    }
+
+    /// Replaces the connections to ranks that are gone, once this rank was connected.
+    pub(super) fn repair(self: &Arc<Plane>) {
+        if self.has_left() {
+            return;
+        }
+        let limit = self.config.heartbeat_timeout * 2;
+        self.change(&Source::default(), |connections, out| {
+            let Connections { overlay, were_connected, missing, .. } = connections;
+            if !*were_connected {
+                return;
+            }
+            let (now, wanted) = (Instant::now(), overlay.not_connected());
+            missing.retain(|rank, _| wanted.contains(rank));
+            for rank in wanted {
+                if now - *missing.entry(rank).or_insert(now) > limit {
+                    overlay.lost(rank, false, &format!("no connection to it for {:.1} s", limit.as_secs_f64()), out);
+                }
+            }
+            overlay.connect(out);
+        });
+    }
+
+    /// Opens a connection that replaces another, unless that is in progress.
+    fn dial_neighbour(self: &Arc<Plane>, rank: usize) {
+        if !self.change(&Source::default(), |connections, _| connections.dialling.insert(rank)) {
+            return;
+        }
+        let plane = Arc::clone(self);
+        tokio::spawn(async move {
+            plane.connect_to_neighbour(rank).await;
+            plane.change(&Source::default(), |connections, _| _ = connections.dialling.remove(&rank));
+        });
     }
 
     /// True when the process of a rank is known to run on this host.
@@ -285,17 +491,19 @@ impl Plane {
 
     /// Sends heartbeats to the peers on other hosts, and detects the peers that are silent. `late`: for how long this thread should have run
     /// before and did not; no peer was silent then.
-    pub(super) fn beat(&self, now: Instant, late: Duration, heartbeat: &[u8]) {
+    pub(super) fn beat(self: &Arc<Plane>, now: Instant, late: Duration, heartbeat: &[u8]) {
         let timeout = self.config.heartbeat_timeout;
         let has_failed = self.world.get().is_some_and(|world| self.has_failed(world.id));
-        let connected = |(_, peer): &(usize, &Peer)| peer.state.load(Ordering::Acquire) == ALIVE && peer.is_connected();
         let own = self.config.rank;
         // The next ranks first.
-        let (lower, higher): (Vec<_>, Vec<_>) = self.all_peers().filter(connected).partition(|(rank, _)| *rank < own);
+        let (lower, higher): (Vec<_>, Vec<_>) = self.all_peers().into_iter().partition(|(rank, _)| *rank < own);
         let mut on_host = 0;
         for (rank, peer) in higher.into_iter().chain(lower) {
-            match peer.process.get().copied().flatten() {
-                None => _ = peer.outbox.send(heartbeat.to_vec()),
+            if self.presence(rank) != Presence::Present {
+                continue;
+            }
+            match peer.process {
+                None => peer.queue(heartbeat.to_vec()),
                 Some(process) => {
                     on_host += 1;
                     let is_watched = has_failed || on_host <= WATCHED;
@@ -304,7 +512,7 @@ impl Plane {
                     }
                 }
             }
-            let silent = lock(&peer.silence).as_mut().is_some_and(|silence| silence.exceeds(timeout, now, late));
+            let silent = lock(&peer.silence).exceeds(timeout, now, late);
             if silent {
                 self.peer_lost(rank, &no_heartbeat(timeout), &Source::default(), Loss::Silent);
             }
@@ -340,7 +548,7 @@ impl Plane {
                     Error::Unavailable(text) => raised("BaguaError", text),
                     _ => cause.clone(),
                 };
-                plane.broadcast_failure(id, &for_peers);
+                plane.publish(Notice::Failed { group: id, cause: for_peers });
                 plane.fail_subgroups(id, cause);
             }
         });
@@ -349,7 +557,7 @@ impl Plane {
         let failure = groups.early_failures.remove(&id);
         let departures = groups.early_departures.remove(&id).unwrap_or_default();
         for (member, rank) in ranks.iter().enumerate() {
-            let departed = self.peer(*rank).is_some_and(|peer| peer.state.load(Ordering::Acquire) == DEPARTED);
+            let departed = matches!(self.presence(*rank), Presence::Left | Presence::Moved);
             if departed || departures.contains(rank) {
                 health.depart(member);
             }
@@ -360,27 +568,19 @@ impl Plane {
             health.fail_from_peer(cause);
         }
         for (member, rank) in health.world_ranks().iter().enumerate() {
-            if self.peer(*rank).is_some_and(Peer::is_lost) {
+            if self.presence(*rank).is_lost() {
                 let _ = health.fail(health.peer_lost(member, "it was lost before the group was built"));
             }
         }
     }
 
     /// Leaves a sub-group, and announces that to its members.
-    pub(in super::super) fn leave_subgroup(&self, id: u64) {
+    pub(in super::super) fn leave_subgroup(self: &Arc<Plane>, id: u64) {
         let entry = lock(&self.groups).known.remove(&id);
         let Some(Entry { ranks, .. }) = entry else { return };
-        self.send(&ranks, &Message::Leave { group: id });
+        let others: Vec<usize> = ranks.into_iter().filter(|rank| *rank != self.config.rank).collect();
+        self.send(&others, Body::LeftGroup { group: id });
         self.pending.clear(Some(id));
-    }
-
-    /// Queues a message for these world ranks, also for those that are lost: one may only be frozen.
-    pub(in super::super) fn send(&self, ranks: &[usize], message: &Message) {
-        let frame = message.frame();
-        for peer in ranks.iter().filter_map(|rank| self.peer(*rank)) {
-            // The channel is closed when the connection has ended.
-            let _ = peer.outbox.send(frame.clone());
-        }
     }
 
     /// The transport over a connection to a rank. While it is open, [`Plane::flush`] waits for its bytes.
@@ -407,18 +607,6 @@ impl Plane {
             }
             std::thread::sleep(Duration::from_millis(1));
         }
-    }
-
-    /// Queues a message for all peers.
-    pub(in super::super) fn send_all(&self, message: &Message) {
-        let ranks: Vec<usize> = (0..self.config.world_size).collect();
-        self.send(&ranks, message);
-    }
-
-    /// Sends a group's first cause to its members, also to a lost one: it may only be frozen.
-    fn broadcast_failure(&self, id: u64, cause: &Error) {
-        let ranks = lock(&self.groups).known.get(&id).map(|entry| entry.ranks.clone()).unwrap_or_default();
-        self.send(&ranks, &Message::Fail { group: id, cause: cause.clone() });
     }
 
     /// Fails the sub-groups that a failure of the world group concerns. Every rank does so for its own sub-groups.
@@ -462,41 +650,71 @@ impl Plane {
         }
     }
 
-    /// Handles the end of a peer that has not left.
-    pub(super) fn peer_lost(&self, rank: usize, reason: &str, source: &Source, loss: Loss) {
-        let Some(peer) = self.peer(rank) else { return };
-        let state = match loss {
-            Loss::Ended => ENDED,
-            Loss::Silent => SILENT,
-        };
-        let was = peer.state.compare_exchange(ALIVE, state, Ordering::AcqRel, Ordering::Relaxed);
-        if was == Err(SILENT) {
-            // What was frozen has ended now.
-            peer.state.store(state, Ordering::Release);
-        }
+    /// The connection to a peer has ended.
+    pub(super) fn disconnected(self: &Arc<Plane>, rank: usize, reason: &str, source: &Source, loss: Loss) {
+        self.change(source, |connections, out| {
+            connections.overlay.link_down(rank, loss == Loss::Ended, reason, out);
+            if let Some(peer) = connections.peers.remove(&rank) {
+                peer.settled.store(true, Ordering::Release);
+            }
+        });
+        self.settled.notify_one();
         self.views.notify();
-        if was.is_err() || self.leaving.load(Ordering::Acquire) {
+    }
+
+    /// This rank finds that a peer that has not left is lost.
+    pub(super) fn peer_lost(self: &Arc<Plane>, rank: usize, reason: &str, source: &Source, loss: Loss) {
+        self.change(source, |connections, out| connections.overlay.lost(rank, loss == Loss::Ended, reason, out));
+        self.views.notify();
+    }
+
+    /// Handles a notice that holds for this rank. `source`: of a loss that this rank found.
+    fn noticed(self: &Arc<Plane>, notice: Notice, source: &Source) {
+        match notice {
+            Notice::Lost { rank, by, reason, .. } => self.lost(rank, by, &reason, source),
+            Notice::Left { rank, .. } => self.left(rank),
+            Notice::Failed { group, cause } => self.failed(group, cause),
+            Notice::View { from, message } => self.views.put(from, message),
+            Notice::Unreached { .. } => self.connect_changed.notify_all(),
+        }
+    }
+
+    fn lost(&self, rank: usize, by: usize, reason: &str, source: &Source) {
+        self.views.notify();
+        if self.has_left() {
             return;
         }
-        // The world group first: its failure is broadcast to all ranks and fails the sub-groups.
+        // The world group first. Each rank does this for its own groups: the loss itself was passed on.
         let world = self.world.get().map(|world| world.id);
         let first = world.and_then(|id| lock(&self.groups).known.get(&id).and_then(|entry| entry.health.upgrade()));
         for health in first.into_iter().chain(self.healths_except(world)) {
             if let Some(member) = group_rank(health.world_ranks(), rank) {
-                let _ = health.fail(health.peer_lost(member, reason).caused_by(source));
+                let mut error = health.peer_lost(member, reason).caused_by(source);
+                if let Error::PeerLost { noticed_by, .. } = &mut error {
+                    *noticed_by = by;
+                }
+                health.fail_from_peer(error);
             }
         }
         self.connect_changed.notify_all();
     }
 
-    /// The peers that are lost or have left. A message about views that arrived before is in the inbox already.
+    /// What is known of the ranks that are lost or have left. A message about views that arrived before is in the inbox already.
     pub(in super::super) fn losses(&self) -> Vec<(usize, Loss)> {
-        let loss = |peer: &Peer| match peer.state.load(Ordering::Acquire) {
-            DEPARTED | ENDED => Some(Loss::Ended),
-            SILENT => Some(Loss::Silent),
-            _ => None,
+        let loss = |presence| match presence {
+            Presence::Present => None,
+            Presence::Left | Presence::Ended => Some(Loss::Ended),
+            Presence::Silent => Some(Loss::Silent),
+            Presence::Moved => Some(Loss::Moved),
         };
-        self.all_peers().filter_map(|(rank, peer)| Some((rank, loss(peer)?))).collect()
+        self.look(|connections| {
+            connections.overlay.gone().filter_map(|(rank, presence)| Some((rank, loss(presence)?))).collect()
+        })
+    }
+
+    /// A rank that goes on without this one.
+    pub(in super::super) fn excluded_by(&self) -> Option<usize> {
+        self.look(|connections| connections.overlay.excluded_by())
     }
 
     /// True when this rank leaves or has left the world group.
@@ -504,18 +722,18 @@ impl Plane {
         self.leaving.load(Ordering::Acquire)
     }
 
+    /// This rank does not use the group, and may live on in another view: it says so when it leaves.
+    pub(in super::super) fn abandon(&self) {
+        self.moved.store(true, Ordering::Release);
+    }
+
     /// True when a peer is lost because its heartbeats stopped.
     pub(super) fn is_silent(&self, rank: usize) -> bool {
-        self.peer(rank).is_some_and(|peer| peer.state.load(Ordering::Acquire) == SILENT)
+        self.presence(rank) == Presence::Silent
     }
 
-    /// Handles a peer's message about views.
-    pub(super) fn view_message(&self, from: usize, message: ViewMessage) {
-        self.views.put(from, message);
-    }
-
-    /// Handles a peer's report that a group failed.
-    pub(super) fn peer_reported(&self, from: usize, id: u64, cause: Error) {
+    /// Handles the report that a group failed.
+    fn failed(&self, id: u64, cause: Error) {
         let mut groups = lock(&self.groups);
         let Some(entry) = groups.known.get(&id) else {
             if groups.early_failures.len() < MAX_EARLY {
@@ -525,57 +743,73 @@ impl Plane {
         };
         let Some(health) = entry.health.upgrade() else { return };
         drop(groups);
-        // Every rank forwards to every rank: only the first report is forwarded.
-        if health.cause().is_none() {
-            let others: Vec<usize> = health.world_ranks().iter().copied().filter(|rank| *rank != from).collect();
-            // Invariant 1: before the waits of this rank end, after which the rank may leave.
-            self.send(&others, &Message::Fail { group: id, cause: cause.clone() });
-        }
+        // Invariant 1: it was passed on before the waits of this rank end, after which the rank may leave.
         health.fail_from_peer(cause.clone());
         self.fail_subgroups(id, &cause);
         self.connect_changed.notify_all();
     }
 
-    /// Handles a peer's message that it leaves a group.
-    pub(super) fn peer_left(&self, from: usize, id: u64) {
-        let is_world = self.world.get().is_some_and(|world| world.id == id);
-        if is_world && let Some(peer) = self.peer(from) {
-            let _ = peer.state.compare_exchange(ALIVE, DEPARTED, Ordering::AcqRel, Ordering::Relaxed);
-            let _ = peer.outbox.send(Message::LeaveAck.frame());
+    /// Handles the notice that a rank leaves the world group.
+    fn left(&self, rank: usize) {
+        if let Some(peer) = self.peer(rank) {
+            peer.send(&Message::LeaveAck);
         }
-        let mut groups = lock(&self.groups);
-        for (known, entry) in &groups.known {
-            if (is_world || *known == id)
-                && let Some(member) = group_rank(&entry.ranks, from)
-                && let Some(health) = entry.health.upgrade()
-            {
-                health.depart(member);
-            }
+        for (_, entry) in &lock(&self.groups).known {
+            depart(entry, rank);
         }
-        if !is_world && !groups.known.contains_key(&id) && groups.early_departures.len() < MAX_EARLY {
-            groups.early_departures.entry(id).or_default().insert(from);
-        }
-        drop(groups);
         self.connect_changed.notify_all();
         self.views.notify();
     }
 
-    /// Announces to all peers that this rank leaves, and waits up to [`LINGER`] for their acknowledgements.
-    pub(super) async fn announce_leave(&self) {
-        let Some(world) = self.world.get() else { return };
-        self.send_all(&Message::Leave { group: world.id });
+    /// Handles the message that a rank leaves a sub-group.
+    fn left_group(&self, from: usize, id: u64) {
+        let mut groups = lock(&self.groups);
+        if let Some(entry) = groups.known.get(&id) {
+            depart(entry, from);
+        } else if groups.early_departures.len() < MAX_EARLY {
+            groups.early_departures.entry(id).or_default().insert(from);
+        }
+        drop(groups);
+        self.connect_changed.notify_all();
+    }
+
+    /// A peer has received that this rank leaves.
+    pub(super) fn acknowledged(&self, rank: usize) {
+        if let Some(peer) = self.peer(rank) {
+            peer.settled.store(true, Ordering::Release);
+            self.settled.notify_one();
+        }
+    }
+
+    /// Announces that this rank leaves, and waits up to [`LINGER`] for the acknowledgements of its peers.
+    pub(super) async fn announce_leave(self: &Arc<Plane>) {
+        let moved = self.moved.load(Ordering::Acquire);
+        self.publish(Notice::Left { rank: self.config.rank, moved });
         let all_settled = async {
-            for (_, peer) in self.all_peers() {
+            for (rank, peer) in self.all_peers() {
                 loop {
                     let changed = self.settled.notified();
-                    if peer.settled.load(Ordering::Acquire) || peer.is_lost() {
+                    if peer.settled.load(Ordering::Acquire) || self.presence(rank).is_lost() {
                         break;
                     }
                     changed.await;
+                }
+                // What this rank has passed on for others must not end with it.
+                while peer.unwritten.load(Ordering::Relaxed) > 0 && !self.presence(rank).is_lost() {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
                 }
             }
         };
         // A peer that does not answer in time still has the message in its socket.
         let _ = tokio::time::timeout(LINGER, all_settled).await;
+    }
+}
+
+/// A world rank has left a group, if it was a member.
+fn depart(entry: &Entry, rank: usize) {
+    if let Some(member) = group_rank(&entry.ranks, rank)
+        && let Some(health) = entry.health.upgrade()
+    {
+        health.depart(member);
     }
 }

@@ -20,7 +20,7 @@ use crate::error::Source;
 const AT_A_TIME: usize = 8;
 
 /// What a probe shows.
-enum Verdict {
+pub(super) enum Verdict {
     /// It runs, or the next probe will show more.
     Runs,
     Lost(String, Source, Loss),
@@ -60,7 +60,7 @@ async fn run(plane: Arc<Plane>, deadline: Instant) {
 }
 
 /// Asks one rank.
-async fn probe(plane: Arc<Plane>, rank: usize) -> Verdict {
+pub(super) async fn probe(plane: Arc<Plane>, rank: usize) -> Verdict {
     let limit = plane.config.heartbeat_timeout;
     let Ok(answer) = tokio::time::timeout(limit, ask(&plane, rank)).await else {
         return if plane.runs_here(rank) {

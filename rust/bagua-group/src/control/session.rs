@@ -1,33 +1,30 @@
 //! The session with a connected peer: its reader and writer tasks, and the heartbeat that detects lost peers.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncWriteExt, WriteHalf};
-use tokio::sync::mpsc;
 
 use super::super::connection::{AsyncSocket, ControlConn};
 use super::super::wire::{Encoding, FRAME_LIMIT, read_frame};
 use super::message::Message;
-use super::plane::{Loss, Plane};
+use super::plane::{Frames, Loss, Peer, Plane};
 use super::silence::Lateness;
 use crate::error::Source;
-use crate::wait::lock;
 
 /// Starts reading from a peer and writing to it, on the control thread. False when the peer is connected already.
 pub(super) fn start(plane: &Arc<Plane>, rank: usize, conn: ControlConn) -> bool {
-    let Some(frames) = plane.connected(rank, conn.is_unix()) else { return false };
-    tokio::spawn(read_loop(Arc::clone(plane), rank, conn, frames));
+    let Some((peer, frames)) = plane.connected(rank, conn.is_unix()) else { return false };
+    tokio::spawn(read_loop(Arc::clone(plane), rank, conn, peer, frames));
     true
 }
 
 /// Reads from a peer until the connection ends; a second task writes to it.
-async fn read_loop(plane: Arc<Plane>, rank: usize, conn: ControlConn, frames: mpsc::UnboundedReceiver<Vec<u8>>) {
+async fn read_loop(plane: Arc<Plane>, rank: usize, conn: ControlConn, peer: Arc<Peer>, frames: Frames) {
     let same_host = conn.is_unix();
     let ControlConn { fork_fd: _fork_fd, socket } = conn;
     let (mut reader, writer) = tokio::io::split(socket);
-    tokio::spawn(write(writer, frames));
+    tokio::spawn(write(writer, Arc::clone(&peer), frames));
     let (how, source, loss) = loop {
         let body = match read_frame(&mut reader, FRAME_LIMIT).await {
             Ok(body) => body,
@@ -47,51 +44,41 @@ async fn read_loop(plane: Arc<Plane>, rank: usize, conn: ControlConn, frames: mp
             }
         };
         match Message::parse(&body) {
-            Ok(message) => handle(&plane, rank, message),
+            Ok(message) => {
+                peer.note_arrival(Instant::now());
+                handle(&plane, rank, message);
+            }
             Err(malformed) => {
                 break (format!("it sent a malformed message: {malformed}"), Source::default(), Loss::Silent);
             }
         }
     };
-    plane.peer_lost(rank, &how, &source, loss);
-    settle(&plane, rank);
+    plane.disconnected(rank, &how, &source, loss);
 }
 
-async fn write(mut writer: WriteHalf<AsyncSocket>, mut frames: mpsc::UnboundedReceiver<Vec<u8>>) {
+async fn write(mut writer: WriteHalf<AsyncSocket>, peer: Arc<Peer>, mut frames: Frames) {
     while let Some(frame) = frames.recv().await {
         // The reader reports a broken connection.
         if writer.write_all(&frame).await.is_err() {
             return;
         }
-    }
-}
-
-/// Ends the wait of a leaving rank for this peer.
-fn settle(plane: &Plane, rank: usize) {
-    if let Some(peer) = plane.peer(rank) {
-        peer.settled.store(true, Ordering::Release);
-        plane.settled.notify_one();
+        peer.note_written();
     }
 }
 
 /// Handles a message from a peer.
-fn handle(plane: &Plane, rank: usize, message: Message) {
-    let Some(peer) = plane.peer(rank) else { return };
-    peer.note_arrival(Instant::now());
+fn handle(plane: &Arc<Plane>, rank: usize, message: Message) {
     match message {
         Message::Heartbeat => {}
-        Message::HostConnected(all) => {
-            lock(&plane.connecting).host_connected.insert(rank, all);
-            plane.connect_changed.notify_all();
-        }
-        Message::Fail { group, cause } => plane.peer_reported(rank, group, cause),
-        Message::Leave { group } => plane.peer_left(rank, group),
-        Message::LeaveAck => settle(plane, rank),
-        Message::View(message) => plane.view_message(rank, message),
+        Message::Connected { apart } => plane.assemble(|assembly| assembly.reported(rank, apart)),
+        Message::Complete { apart } => plane.assemble(|assembly| assembly.completed(apart)),
+        Message::Notice(notice) => plane.received_notice(rank, notice),
+        Message::Routed(routed) => plane.received_routed(routed),
+        Message::LeaveAck => plane.acknowledged(rank),
     }
 }
 
-/// Sends heartbeats and detects silent peers, until the thread ends.
+/// Sends heartbeats, detects silent peers, and replaces connections to those that are gone, until the thread ends.
 pub(super) async fn heartbeat(plane: Arc<Plane>) {
     let period = period(&plane);
     let frame = Message::Heartbeat.frame();
@@ -99,6 +86,7 @@ pub(super) async fn heartbeat(plane: Arc<Plane>) {
     loop {
         let now = Instant::now();
         plane.beat(now, lateness.next(now), &frame);
+        plane.repair();
         tokio::time::sleep(period).await;
     }
 }

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use super::super::address::Address;
-use super::super::control::Message;
+use super::super::control::{Body, Message, Notice, Routed};
 use super::super::handshake::{Hello, Purpose};
 use super::super::joining::{COUNT_LIMIT, JobStatus, JoinMessage, JoinRequest};
 use super::super::rendezvous::{Answer, Content, MissingRanks, Registration};
@@ -100,10 +100,24 @@ fn control_messages() -> Vec<Message> {
         Error::NotImplemented(text.clone()),
         Error::other(text),
     ];
-    let fails = errors.into_iter().map(|cause| Message::Fail { group: 0x0102_0304_0506_0708, cause });
-    let plain = [Message::Heartbeat, Message::HostConnected(true), Message::Leave { group: 9 }, Message::LeaveAck];
-    let views = view_messages().into_iter().map(Message::View);
-    plain.into_iter().chain(fails).chain(views).collect()
+    let fails = errors.into_iter().map(|cause| Notice::Failed { group: 0x0102_0304_0506_0708, cause });
+    let reason = "no heartbeat for 5.0 s".to_owned();
+    let notices = [
+        Notice::Lost { rank: 3, by: 1, ended: false, reason },
+        Notice::Left { rank: 2, moved: true },
+        Notice::Unreached { by: 0, ranks: vec![2, 300] },
+        Notice::View { from: 1, message: ViewMessage::Refused { view: 3, text: "no quorum".to_owned() } },
+    ];
+    let plain = [
+        Message::Heartbeat,
+        Message::Connected { apart: vec![1, 200] },
+        Message::Complete { apart: Vec::new() },
+        Message::LeaveAck,
+    ];
+    let bodies = [Body::LeftGroup { group: 9 }, Body::Connect].into_iter();
+    let bodies = bodies.chain(view_messages().into_iter().map(Body::View));
+    let routed = bodies.map(|body| Message::Routed(Routed { from: 1, to: vec![0, 2, 300], body }));
+    plain.into_iter().chain(notices.into_iter().chain(fails).map(Message::Notice)).chain(routed).collect()
 }
 
 fn view_messages() -> Vec<ViewMessage> {
@@ -111,12 +125,12 @@ fn view_messages() -> Vec<ViewMessage> {
     vec![
         ViewMessage::Ready { view: 2, any: false, gone },
         ViewMessage::Ready { view: 2, any: true, gone: Vec::new() },
-        ViewMessage::Withdrawn,
+        ViewMessage::Withdrawn { missing: vec![1, 2] },
         ViewMessage::Propose { view: 2, members: vec![0, 1, 3] },
         ViewMessage::Address { view: 2, address: address(1).encode() },
         ViewMessage::Refused { view: 3, text: "no quorum".to_owned() },
         ViewMessage::Opened { view: 2, members: vec![0, 1, 3] },
-        ViewMessage::Abandoned,
+        ViewMessage::Addresses { view: 2, first: 1, addresses: vec![address(1).encode(), address(2).encode()] },
     ]
 }
 
@@ -129,6 +143,8 @@ fn agreements() -> Vec<Vec<u8>> {
         ViewMessage::Ready { view, any: false, gone }
     };
     let address = |view: u64| ViewMessage::Address { view, address: vec![1, 2, 3] };
+    let addresses =
+        |view: u64, count: usize| ViewMessage::Addresses { view, first: 0, addresses: vec![vec![1, 2, 3]; count] };
     let all = [0, 1, 2, 3];
     let opened = |view: u64, members: &[usize]| ViewMessage::Opened { view, members: members.to_vec() };
     let propose = |view: u64, members: &[usize]| ViewMessage::Propose { view, members: members.to_vec() };
@@ -137,9 +153,7 @@ fn agreements() -> Vec<Vec<u8>> {
         from(2, 0, ready(2, &[])),
         from(3, 0, ready(2, &[])),
         from(0, 0, propose(2, &all)),
-        from(0, 0, address(2)),
-        from(2, 0, address(2)),
-        from(3, 8, address(2)),
+        from(0, 8, addresses(2, 4)),
         from(0, 0, opened(2, &all)),
         vec![0x30],
     ];
@@ -150,14 +164,16 @@ fn agreements() -> Vec<Vec<u8>> {
         from(2, 0, address(3)),
         from(3, 0, address(3)),
         from(2, 0, ready(4, &[0])),
+        from(2, 0, address(4)),
+        from(3, 8, address(4)),
         vec![0x13],
         from(2, 0, opened(5, &[1, 2])),
         vec![0x20],
     ];
     let ends = [
-        from(2, 0, ViewMessage::Withdrawn),
+        from(2, 0, ViewMessage::Withdrawn { missing: vec![3] }),
         from(3, 0, ViewMessage::Refused { view: 2, text: "no".to_owned() }),
-        from(0, 0, ViewMessage::Abandoned),
+        from(0, 0, addresses(2, 3)),
         from(2, 0, opened(2, &[2, 3])),
     ];
     vec![whole.concat(), without_zero.concat(), ends.concat()]
@@ -298,21 +314,23 @@ fn the_corpus_has_a_message_of_every_kind_of_every_type() {
             corpus().into_iter().filter(|(at, bytes)| TARGETS[*at].name == "message" && bytes.starts_with(head));
         messages.filter_map(|(_, bytes)| bytes.get(head.len()).copied()).collect::<std::collections::BTreeSet<u8>>()
     };
-    // The types of `Any`; the kinds of each type that is an enum; the messages of a group about a failure or a view.
+    // The types of `Any`; the kinds of each type that is an enum; the notices, and the messages about a view.
     assert_eq!(kinds(&[]), (0..=7).collect());
     for (of, most) in [(0, 5), (1, 7), (3, 3), (4, 3), (5, 3)] {
         assert_eq!(kinds(&[of]), (0..=most).collect(), "of type {of}");
     }
-    assert_eq!(kinds(&[0, 5]), (0..=6).collect());
+    assert_eq!(kinds(&[0, 3]), (0..=4).collect());
+    assert_eq!(kinds(&[0, 4, 1, 3, 0, 2, 0xac, 2, 2]), (0..=6).collect());
 }
 
 #[test]
 fn a_list_that_is_longer_than_its_limit_takes_no_memory() {
     let count = |count: usize| postcard::to_allocvec(&count).expect("a number");
     let heads = [
-        ("the missing ranks of an error", &[0, 2, 1, 1, 0, 0][..], RANKS_LIMIT),
-        ("ranks that are gone", &[0, 5, 0, 2, 0], SHRINK_LIMIT),
-        ("members of a proposal", &[0, 5, 2, 2], SHRINK_LIMIT),
+        ("the missing ranks of an error", &[0, 3, 2, 1, 1, 0, 0][..], RANKS_LIMIT),
+        ("ranks that are gone", &[0, 4, 1, 0, 2, 0, 2, 0], SHRINK_LIMIT),
+        ("members of a proposal", &[0, 4, 1, 0, 2, 2, 2], SHRINK_LIMIT),
+        ("receivers of a message", &[0, 4, 1], SHRINK_LIMIT),
         ("models", &[1, 1, 0, 0, 1], COUNT_LIMIT),
         ("members of a membership", &[1, 4, 2, 0], COUNT_LIMIT),
         ("addresses of a membership", &[1, 6], COUNT_LIMIT),

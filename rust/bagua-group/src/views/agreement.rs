@@ -2,9 +2,9 @@
 //!
 //! Each method is an event and appends the actions that it causes. The driver performs them in order and reports what came of them.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
-use super::message::{GoneRank, ViewMessage};
+use super::message::{GoneRank, ViewMessage, batches};
 
 /// How many views may fail in a row without any rank being lost before the agreement ends with the error.
 const FAILURES_LIMIT: u32 = 4;
@@ -35,6 +35,8 @@ pub(super) enum Gone {
 pub(super) enum Action {
     /// Send a message to these ranks.
     Send(Vec<usize>, ViewMessage),
+    /// Send a message to all ranks, before the end of this rank's connections is noticed anywhere.
+    Publish(ViewMessage),
     /// Bind for a view of these members and report [`Agreement::bound`].
     Bind(Vec<usize>),
     /// Drop what was bound.
@@ -48,7 +50,7 @@ pub(super) enum Action {
     },
     /// End the build soon: because of this rank, or because the deadline has passed.
     Cancel(Option<usize>),
-    /// Notify the members of the built group that this rank does not use it, and drop it.
+    /// Leave the built group, which this rank does not use, without being taken for one that has ended.
     Abandon,
     /// The agreement has ended.
     Finish(Outcome),
@@ -78,8 +80,6 @@ enum Phase {
     Bound(Vec<usize>),
     /// It connects, opens lanes, or waits in the barrier.
     Building(Build),
-    /// It has passed the barrier of a view, or a member has.
-    Opened(u64, Vec<usize>),
 }
 
 /// A view that is being built.
@@ -87,9 +87,11 @@ enum Phase {
 struct Build {
     view: u64,
     members: Vec<usize>,
+    /// Of the members.
+    addresses: Vec<Vec<u8>>,
     /// The driver was asked to end it.
     cancelled: bool,
-    /// A member has passed the barrier.
+    /// A member has passed the barrier: this rank passes it, too, or fails there because of a loss, and uses the view all the same.
     known_open: bool,
 }
 
@@ -112,15 +114,15 @@ pub(super) struct Agreement {
     said: bool,
     quorum: Quorum,
     gone: BTreeMap<usize, Gone>,
-    /// By rank; not of those that are gone.
+    /// By rank; not of those that are gone. Only the leader gets those of all.
     ready: BTreeMap<usize, Ready>,
+    /// Whom the leader waited for when it gave up.
+    missed: Vec<usize>,
     /// Of the members of `view`.
     addresses: BTreeMap<usize, Vec<u8>>,
     phase: Phase,
     /// A view whose barrier this rank has entered but not passed, see invariant 3.
     candidate: Option<(u64, Vec<usize>)>,
-    /// Who has opened the view that is being built or is open.
-    opened_by: BTreeSet<usize>,
     /// A rank that goes on without this one.
     excluded_by: Option<usize>,
     /// Another rank's refusal.
@@ -142,10 +144,10 @@ impl Agreement {
             quorum: Quorum::default(),
             gone: BTreeMap::new(),
             ready: BTreeMap::new(),
+            missed: Vec::new(),
             addresses: BTreeMap::new(),
             phase: Phase::Idle,
             candidate: None,
-            opened_by: BTreeSet::new(),
             excluded_by: None,
             refused: None,
             expired: false,
@@ -157,6 +159,7 @@ impl Agreement {
     pub(super) fn call(&mut self, quorum: Quorum, out: &mut Vec<Action>) {
         self.quorum = quorum;
         (self.refused, self.expired, self.failures) = (None, false, 0);
+        self.missed.clear();
         if self.said {
             // The others must not take what an earlier call said for this one.
             self.set_view(self.view + 1);
@@ -174,19 +177,38 @@ impl Agreement {
         self.advance(out);
     }
 
-    /// A message has arrived. Those of ranks that are gone have no effect: their connections may have broken in one direction only.
+    /// Some time has passed: says again what may have been lost with a rank that should have passed it on.
+    pub(super) fn remind(&mut self, out: &mut Vec<Action>) {
+        match &self.phase {
+            Phase::Waiting if self.said => self.say_ready(out),
+            Phase::Bound(_) => self.say_address(out),
+            Phase::Idle | Phase::Waiting | Phase::Building(_) => {}
+        }
+    }
+
+    /// The others go on without this rank, as this one of them says.
+    pub(super) fn exclude(&mut self, by: usize, out: &mut Vec<Action>) {
+        self.excluded_by = Some(by);
+        self.advance(out);
+    }
+
+    /// A message has arrived. Those of ranks that are gone have no effect, but for `Opened`, which others pass on.
     pub(super) fn received(&mut self, from: usize, message: ViewMessage, out: &mut Vec<Action>) {
-        if from >= self.size || from == self.me || self.gone.contains_key(&from) {
+        let is_opened = matches!(message, ViewMessage::Opened { .. });
+        if from >= self.size || from == self.me || (self.gone.contains_key(&from) && !is_opened) {
             return;
         }
         match message {
             ViewMessage::Ready { view, any, gone } => self.received_ready(from, Ready { view, any, gone }, out),
-            ViewMessage::Withdrawn => {
+            ViewMessage::Withdrawn { missing } => {
                 self.ready.remove(&from);
+                if self.leader() == from {
+                    self.missed = missing;
+                }
                 let waits_for_it = match &self.phase {
                     Phase::Bound(members) => members.contains(&from),
                     Phase::Building(build) => build.members.contains(&from) && !build.cancelled,
-                    Phase::Idle | Phase::Waiting | Phase::Opened(..) => false,
+                    Phase::Idle | Phase::Waiting => false,
                 };
                 if waits_for_it {
                     self.raise(self.view + 1, Some(from), out);
@@ -199,8 +221,25 @@ impl Agreement {
                     self.accept(members, out);
                 }
             }
-            ViewMessage::Address { view, address } if view == self.view => _ = self.addresses.insert(from, address),
-            ViewMessage::Address { .. } => {}
+            ViewMessage::Address { view, address } if view == self.view && !matches!(self.phase, Phase::Building(_)) => {
+                self.addresses.insert(from, address);
+            }
+            ViewMessage::Addresses { view, first, addresses } if view == self.view => {
+                if let Phase::Bound(members) = &self.phase
+                    && self.leader() == from
+                {
+                    let those = members.iter().copied().skip(first);
+                    self.addresses.extend(those.zip(addresses));
+                }
+            }
+            // It has not got the addresses of all, and reminds the leader.
+            ViewMessage::Address { view, .. } if self.leader() == self.me => match &self.phase {
+                Phase::Building(build) if build.view == view => {
+                    Agreement::say_addresses(view, &[from], &build.addresses, out);
+                }
+                _ => {}
+            },
+            ViewMessage::Address { .. } | ViewMessage::Addresses { .. } => {}
             ViewMessage::Refused { view, text } => {
                 self.ready.remove(&from);
                 if !matches!(self.phase, Phase::Idle) && view >= self.view {
@@ -208,19 +247,19 @@ impl Agreement {
                 }
             }
             ViewMessage::Opened { view, members } => self.received_opened(from, view, &members, out),
-            ViewMessage::Abandoned => self.learn(from, Gone::Moved, 0, out),
         }
         self.advance(out);
     }
 
     /// What became of [`Action::Bind`]: this rank's address, or the text of the error.
     pub(super) fn bound(&mut self, outcome: Result<Vec<u8>, String>, out: &mut Vec<Action>) {
-        let Phase::Bound(members) = &self.phase else { return };
+        if !matches!(self.phase, Phase::Bound(_)) {
+            return;
+        }
         match outcome {
             Ok(address) => {
-                let others = members.iter().copied().filter(|rank| *rank != self.me).collect();
-                self.addresses.insert(self.me, address.clone());
-                out.push(Action::Send(others, ViewMessage::Address { view: self.view, address }));
+                self.addresses.insert(self.me, address);
+                self.say_address(out);
             }
             Err(text) => return self.refuse(text, out),
         }
@@ -257,22 +296,11 @@ impl Agreement {
         self.advance(out);
     }
 
-    /// The deadline has passed.
-    pub(super) fn expire(&mut self, out: &mut Vec<Action>) {
-        self.expired = true;
+    /// The deadline has passed. The leader knows who is missing: others wait for its word until it is `late`.
+    pub(super) fn expire(&mut self, late: bool, out: &mut Vec<Action>) {
+        let leader = self.leader();
+        self.expired |= late || leader == self.me || !self.ready.contains_key(&leader);
         self.advance(out);
-    }
-
-    /// True when a view is open here and only the others' [`ViewMessage::Opened`] is waited for.
-    pub(super) fn is_open(&self) -> bool {
-        matches!(self.phase, Phase::Opened(..))
-    }
-
-    /// This rank has waited long enough for the others' [`ViewMessage::Opened`].
-    pub(super) fn linger_ended(&mut self, out: &mut Vec<Action>) {
-        if let Phase::Opened(view, members) = self.phase.clone() {
-            self.finish(Outcome::Opened(view, members), out);
-        }
     }
 
     /// The view that this rank is ready for or has accepted.
@@ -284,8 +312,9 @@ impl Agreement {
         (0..self.size).filter(|rank| !self.gone.contains_key(rank)).collect()
     }
 
-    fn others(&self) -> Vec<usize> {
-        (0..self.size).filter(|rank| *rank != self.me).collect()
+    /// The lowest rank that is not gone: it collects what the others say, and proposes.
+    fn leader(&self) -> usize {
+        (0..self.size).find(|rank| !self.gone.contains_key(rank)).unwrap_or(self.me)
     }
 
     /// Records that a rank is gone, and gives up the current view for one of at least number `least`.
@@ -302,7 +331,6 @@ impl Agreement {
         self.ready.remove(&rank);
         self.failures = 0;
         match self.phase {
-            Phase::Opened(..) => {}
             // It has said nothing of the current view, or says so of a later one when it takes part.
             Phase::Idle => self.raise(least, Some(rank), out),
             Phase::Waiting | Phase::Bound(_) | Phase::Building(_) => {
@@ -313,21 +341,22 @@ impl Agreement {
 
     fn received_ready(&mut self, from: usize, ready: Ready, out: &mut Vec<Action>) {
         for GoneRank { rank, ended } in ready.gone.iter().copied() {
-            if rank == self.me {
-                // Of two ranks that cannot reach each other the higher one goes.
-                if from < self.me {
-                    self.excluded_by = Some(from);
-                } else {
-                    return self.learn(from, Gone::Silent, ready.view, out);
-                }
-            } else if from < rank && rank < self.size {
+            if from < rank && rank < self.size && rank != self.me {
                 self.learn(rank, if ended { Gone::Ended } else { Gone::Silent }, ready.view, out);
             }
         }
         let view = ready.view;
+        // Messages may overtake each other.
+        if self.ready.get(&from).is_some_and(|known| known.view > view) {
+            return;
+        }
         self.ready.insert(from, ready);
-        if !matches!(self.phase, Phase::Opened(..)) {
-            self.raise(view, Some(from), out);
+        match &self.phase {
+            // The proposal was lost on its way.
+            Phase::Bound(members) if view == self.view && members.first() == Some(&self.me) => {
+                out.push(Action::Send(vec![from], ViewMessage::Propose { view, members: members.clone() }));
+            }
+            _ => self.raise(view, Some(from), out),
         }
     }
 
@@ -340,14 +369,10 @@ impl Agreement {
             && build.view == view
         {
             build.known_open = true;
-            self.opened_by.insert(from);
-        } else if matches!(self.phase, Phase::Opened(open, _) if open == view) {
-            self.opened_by.insert(from);
         } else if let Some((_, members)) = self.candidate.take_if(|(candidate, _)| *candidate == view) {
             if matches!(self.phase, Phase::Bound(_)) {
                 out.push(Action::Discard);
             }
-            self.opened_by.insert(from);
             self.open(view, members, out);
         }
     }
@@ -365,7 +390,7 @@ impl Agreement {
         }
         self.set_view(view);
         match &mut self.phase {
-            Phase::Idle | Phase::Opened(..) => {}
+            Phase::Idle => {}
             Phase::Waiting => self.say_ready(out),
             Phase::Bound(_) => {
                 out.push(Action::Discard);
@@ -374,7 +399,7 @@ impl Agreement {
             }
             // Invariant 3: it may still pass the barrier, and is ready only when it has not.
             Phase::Building(build) => {
-                if !build.cancelled {
+                if !build.cancelled && !build.known_open {
                     build.cancelled = true;
                     out.push(Action::Cancel(because_of));
                 }
@@ -386,8 +411,34 @@ impl Agreement {
         self.said = true;
         let gone = self.gone.iter().map(|(rank, gone)| GoneRank { rank: *rank, ended: *gone == Gone::Ended }).collect();
         let any = self.quorum == Quorum::Any;
-        // Also to those that are gone: one that was frozen learns so that it is.
-        out.push(Action::Send(self.others(), ViewMessage::Ready { view: self.view, any, gone }));
+        let to = self.to_leader();
+        out.push(Action::Send(to, ViewMessage::Ready { view: self.view, any, gone }));
+    }
+
+    /// Sends this rank's address to the leader, if it is bound.
+    fn say_address(&self, out: &mut Vec<Action>) {
+        let (leader, view) = (self.leader(), self.view);
+        if let Some(address) = self.addresses.get(&self.me)
+            && leader != self.me
+        {
+            out.push(Action::Send(vec![leader], ViewMessage::Address { view, address: address.clone() }));
+        }
+    }
+
+    /// Sends these members all addresses.
+    fn say_addresses(view: u64, to: &[usize], addresses: &[Vec<u8>], out: &mut Vec<Action>) {
+        for (first, addresses) in batches(addresses) {
+            out.push(Action::Send(to.to_vec(), ViewMessage::Addresses { view, first, addresses }));
+        }
+    }
+
+    /// The leader; if that is this rank, all others that are not gone.
+    fn to_leader(&self) -> Vec<usize> {
+        match self.living().split_first() {
+            Some((leader, others)) if *leader == self.me => others.to_vec(),
+            Some((leader, _)) => vec![*leader],
+            None => Vec::new(),
+        }
     }
 
     /// What follows from what is known now.
@@ -399,23 +450,22 @@ impl Agreement {
             Phase::Waiting => self.propose(out),
             Phase::Bound(members) => {
                 if members.iter().all(|rank| self.addresses.contains_key(rank)) {
-                    let addresses = members.iter().filter_map(|rank| self.addresses.remove(rank)).collect();
+                    let addresses: Vec<Vec<u8>> =
+                        members.iter().filter_map(|rank| self.addresses.remove(rank)).collect();
+                    if self.leader() == self.me {
+                        let others: Vec<usize> = members.iter().copied().filter(|rank| *rank != self.me).collect();
+                        Agreement::say_addresses(self.view, &others, &addresses, out);
+                    }
                     let (view, cancelled, known_open) = (self.view, false, false);
-                    self.opened_by.clear();
-                    self.phase = Phase::Building(Build { view, members: members.clone(), cancelled, known_open });
+                    let build = Build { view, members: members.clone(), addresses: addresses.clone(), cancelled, known_open };
+                    self.phase = Phase::Building(build);
                     out.push(Action::Build { addresses, members });
                 }
             }
             Phase::Building(build) => {
-                if ends && !build.cancelled {
+                if ends && !build.cancelled && !build.known_open {
                     self.phase = Phase::Building(Build { cancelled: true, ..build });
                     out.push(Action::Cancel(self.excluded_by));
-                }
-            }
-            Phase::Opened(view, members) => {
-                let waits_for = |rank: &usize| !self.opened_by.contains(rank) && !self.gone.contains_key(rank);
-                if !members.iter().any(waits_for) {
-                    self.finish(Outcome::Opened(view, members), out);
                 }
             }
         }
@@ -430,13 +480,15 @@ impl Agreement {
         } else {
             Outcome::TimedOut(self.missing())
         };
-        out.push(Action::Send(self.others(), ViewMessage::Withdrawn));
+        let missing = if let Outcome::TimedOut(missing) = &outcome { missing.clone() } else { Vec::new() };
+        let to = self.to_leader();
+        out.push(Action::Send(to, ViewMessage::Withdrawn { missing }));
         self.finish(outcome, out);
     }
 
     /// Ends the agreement on all ranks without a view.
     fn refuse(&mut self, text: String, out: &mut Vec<Action>) {
-        out.push(Action::Send(self.others(), ViewMessage::Refused { view: self.view, text: text.clone() }));
+        out.push(Action::Publish(ViewMessage::Refused { view: self.view, text: text.clone() }));
         self.finish(Outcome::Refused(text), out);
     }
 
@@ -452,9 +504,8 @@ impl Agreement {
     }
 
     fn open(&mut self, view: u64, members: Vec<usize>, out: &mut Vec<Action>) {
-        self.opened_by.insert(self.me);
-        out.push(Action::Send(self.others(), ViewMessage::Opened { view, members: members.clone() }));
-        self.phase = Phase::Opened(view, members);
+        out.push(Action::Publish(ViewMessage::Opened { view, members: members.clone() }));
+        self.finish(Outcome::Opened(view, members), out);
     }
 
     /// Accepts a proposal of the current view.
@@ -517,6 +568,10 @@ impl Agreement {
     fn missing(&self) -> Vec<usize> {
         let others = self.living().into_iter().filter(|rank| *rank != self.me);
         match &self.phase {
+            Phase::Waiting | Phase::Bound(_) if !self.missed.is_empty() => {
+                self.missed.iter().copied().filter(|rank| *rank != self.me).collect()
+            }
+            Phase::Waiting | Phase::Bound(_) if self.leader() != self.me => vec![self.leader()],
             Phase::Bound(members) => {
                 members.iter().copied().filter(|rank| !self.addresses.contains_key(rank)).collect()
             }
@@ -527,7 +582,7 @@ impl Agreement {
                 let disagree: Vec<usize> = if absent.is_empty() { disagree.collect() } else { absent };
                 if disagree.is_empty() { others.into_iter().take(1).collect() } else { disagree }
             }
-            Phase::Idle | Phase::Building(_) | Phase::Opened(..) => others.collect(),
+            Phase::Idle | Phase::Building(_) => others.collect(),
         }
     }
 }

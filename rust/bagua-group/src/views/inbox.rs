@@ -7,8 +7,9 @@ use super::agreement::Agreement;
 use super::message::ViewMessage;
 use crate::wait::lock;
 
-/// The most messages that are kept of one rank. An agreement takes fewer than ten; older ones are dropped first.
-const KEPT: usize = 64;
+/// The most messages that are kept of one rank; older ones are dropped first. An agreement takes fewer than ten, and those with the addresses of
+/// the largest group: fewer than 200.
+const KEPT: usize = 512;
 
 /// What waits for an agreement on a control plane.
 #[derive(Default)]
@@ -74,12 +75,12 @@ mod tests {
     #[test]
     fn the_oldest_messages_of_a_rank_are_dropped_when_there_are_too_many_and_those_of_others_stay() {
         let inbox = Inbox::default();
-        inbox.put(1, ViewMessage::Withdrawn);
+        inbox.put(1, ViewMessage::Withdrawn { missing: vec![] });
         for view in 0..KEPT as u64 + 5 {
             inbox.put(2, ViewMessage::Propose { view, members: vec![] });
         }
         let kept = inbox.take();
-        assert_eq!((kept.len(), &kept[0]), (KEPT + 1, &(1, ViewMessage::Withdrawn)));
+        assert_eq!((kept.len(), &kept[0]), (KEPT + 1, &(1, ViewMessage::Withdrawn { missing: vec![] })));
         assert_eq!(kept[1], (2, ViewMessage::Propose { view: 5, members: vec![] }));
         assert!(inbox.take().is_empty());
     }

@@ -7,6 +7,9 @@ use super::super::wire::{AtMost, Encoding, Malformed, Ranks, check_view, rank, t
 /// The longest address in a message.
 const ADDRESS_LIMIT: usize = 16 * 1024;
 
+/// The bytes of addresses after which a list of them ends.
+const BATCH: usize = 16 * 1024;
+
 /// The most ranks in a message, and of a group that can be shrunk: the messages fit into a frame of the control plane.
 pub(in super::super) const RANKS_LIMIT: usize = 12 * 1024;
 
@@ -34,7 +37,11 @@ pub(in super::super) enum ViewMessage {
         gone: Vec<GoneRank>,
     },
     /// The sender takes part no longer: its call raised.
-    Withdrawn,
+    Withdrawn {
+        /// If its deadline has passed: whom it waited for.
+        #[serde(with = "Ranks::<RANKS_LIMIT>")]
+        missing: Vec<usize>,
+    },
     /// The sender, the lowest rank that is not gone, proposes a view of these ranks, ascending.
     Propose {
         /// Number of the view.
@@ -43,12 +50,23 @@ pub(in super::super) enum ViewMessage {
         #[serde(with = "Ranks::<RANKS_LIMIT>")]
         members: Vec<usize>,
     },
-    /// The address at which the sender listens for the members of a view.
+    /// To the leader: the address at which the sender listens for the members of a view.
     Address {
         /// Number of the view.
         view: u64,
         /// From [`Bootstrap::address`](super::super::Bootstrap::address).
         address: Vec<u8>,
+    },
+    /// Of the leader: addresses of members of a view, one after the other.
+    Addresses {
+        /// Number of the view.
+        view: u64,
+        /// Whose the first one is, by its rank in the view.
+        #[serde(with = "rank")]
+        first: usize,
+        /// The addresses.
+        #[serde(with = "AtMost::<RANKS_LIMIT>")]
+        addresses: Vec<Vec<u8>>,
     },
     /// The sender refuses a view, for all.
     Refused {
@@ -58,7 +76,7 @@ pub(in super::super) enum ViewMessage {
         #[serde(with = "text")]
         text: String,
     },
-    /// The sender has opened a view and uses it from now on; it leaves this group.
+    /// All members of a view have passed its barrier, and use it from now on.
     Opened {
         /// Number of the view.
         view: u64,
@@ -66,8 +84,6 @@ pub(in super::super) enum ViewMessage {
         #[serde(with = "Ranks::<RANKS_LIMIT>")]
         members: Vec<usize>,
     },
-    /// The sender does not use the group on whose control plane this travels, but may live on in another.
-    Abandoned,
 }
 
 impl Encoding for ViewMessage {
@@ -84,10 +100,30 @@ impl Encoding for ViewMessage {
             ViewMessage::Address { view: _, address } if address.len() > ADDRESS_LIMIT => {
                 Err(Malformed("an address is too long"))
             }
-            ViewMessage::Address { view, .. } | ViewMessage::Refused { view, .. } => check_view(*view),
-            ViewMessage::Withdrawn | ViewMessage::Abandoned => Ok(()),
+            ViewMessage::Addresses { view: _, first: _, addresses }
+                if addresses.iter().any(|address| address.len() > ADDRESS_LIMIT) =>
+            {
+                Err(Malformed("an address is too long"))
+            }
+            ViewMessage::Address { view, .. }
+            | ViewMessage::Addresses { view, .. }
+            | ViewMessage::Refused { view, .. } => check_view(*view),
+            ViewMessage::Withdrawn { .. } => Ok(()),
         }
     }
+}
+
+/// Divides the addresses of a view into lists that fit into a frame, with the number of the first of each.
+pub(super) fn batches(addresses: &[Vec<u8>]) -> impl Iterator<Item = (usize, Vec<Vec<u8>>)> {
+    let mut first = 0;
+    std::iter::from_fn(move || {
+        let (begin, mut bytes) = (first, 0);
+        while first < addresses.len() && bytes < BATCH {
+            bytes += addresses[first].len();
+            first += 1;
+        }
+        (begin < first).then(|| (begin, addresses[begin..first].to_vec()))
+    })
 }
 
 fn ascending(ranks: impl Iterator<Item = usize>) -> Result<(), Malformed> {

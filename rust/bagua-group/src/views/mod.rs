@@ -12,10 +12,16 @@
 //!
 //! The protocol, for view v of the ranks 0 to n - 1 of the group:
 //!
-//! 1. Each rank that takes part sends `Ready` with v and the ranks that it knows to be gone, to all.
-//! 2. When all ranks that are not gone are ready for v and agree on who is gone, the lowest of them checks the quorum and sends `Propose`.
-//! 3. The members bind and send their `Address` to each other, connect, open their lanes, and make a barrier in the new group.
-//! 4. A rank that has passed the barrier sends `Opened`, also to those that are gone.
+//! 1. Each rank that takes part sends `Ready` with v and the ranks that it knows to be gone, to the leader: the lowest rank that is not gone.
+//!    The leader sends its own to all.
+//! 2. When all ranks that are not gone are ready for v and agree on who is gone, the leader checks the quorum and sends `Propose`.
+//! 3. The members bind and send their `Address` to the leader, which sends them all, in `Addresses`. They connect, open their lanes, and make
+//!    a barrier in the new group.
+//! 4. A rank that has passed the barrier, or learns that another has, publishes `Opened` and leaves the old group.
+//!
+//! All but `Opened` and `Refused` are messages to one rank, or of the leader to all: some 4 n in all, which travel along a tree. `Opened`
+//! is a notice, which each rank passes on once (see the control plane): whoever learns of it has it before the end of any rank that
+//! has opened the view.
 //!
 //! Whenever a rank learns that another is gone, it gives v up and is ready for a later view. Invariants, quoted by the tests:
 //!
@@ -25,8 +31,8 @@
 //! 3. **A rank that is ready for a later view has not used an earlier one.** A rank whose barrier failed keeps its end of that view until
 //!    it accepts a later proposal: by then every rank that is not gone has said that it did not pass. If one passed, its `Opened` has come
 //!    instead, and this rank uses that view too, although it has lost a member already.
-//! 4. **A rank that is left behind is notified**, by being named as gone or by an `Opened` without it, before the others' connections end:
-//!    ends of connections after that are no sign that processes ended.
+//! 4. **A rank that is left behind is notified**, by the notice that it is lost or by an `Opened` without it, before the others' connections
+//!    end: ends of connections after that are no sign that processes ended.
 
 mod agreement;
 mod carry;
@@ -41,7 +47,8 @@ pub use carry::carry_data;
 pub(super) use inbox::Inbox;
 pub(super) use message::ViewMessage;
 #[cfg(all(test, not(model)))]
-pub(super) use message::{GoneRank, RANKS_LIMIT};
+pub(super) use message::GoneRank;
+pub(super) use message::RANKS_LIMIT;
 pub use shrink::View;
 #[cfg(all(test, not(model)))]
 pub(super) use tests::replay::replay;

@@ -8,17 +8,20 @@ use std::time::{Duration, Instant};
 
 use super::super::bootstrap::Bootstrap;
 use super::super::config::Config;
-use super::super::control::{Loss, Message, Plane};
+use super::super::control::{Body, Loss, Notice, Plane};
 use super::super::group::Group;
 use super::super::wire::Encoding;
 use super::agreement::{Action, Agreement, Gone, Outcome, Quorum};
-use super::message::{RANKS_LIMIT, ViewMessage};
+use super::message::RANKS_LIMIT;
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
 use crate::wait::{Deadline, SLICE, lock, wait_on_for};
 
-/// How long a rank that has opened a view waits for the others to say that they have too, before it leaves the old group.
-const LINGER: Duration = Duration::from_secs(1);
+/// The time after which a rank says again what may have been lost on its way.
+const REMINDER: Duration = Duration::from_secs(1);
+
+/// How long a rank whose deadline has passed waits for the leader to say which ranks are missing.
+const WORD: Duration = Duration::from_millis(500);
 
 /// A view that all its members have opened.
 pub struct View<T> {
@@ -63,10 +66,9 @@ impl Group {
         };
         plane.owner.check()?;
         check_size(plane.config.world_size)?;
-        let own = plane.config.rank;
         match self.health().cause() {
             Some(Error::Aborted(why)) if plane.has_left() => return Err(Error::Aborted(why)),
-            Some(cause @ Error::PeerLost { rank, .. }) if rank == own => return Err(cause),
+            Some(cause @ Error::PeerLost { .. }) if plane.excluded_by().is_some() => return Err(cause),
             _ => {}
         }
         let _call = Call::begin(plane)?;
@@ -231,7 +233,8 @@ where
         self.learn(&mut out);
         self.agreement.call(quorum, &mut out);
         let mut last_error = None;
-        let mut open_since: Option<Instant> = None;
+        let mut passed: Option<Instant> = None;
+        let mut reminded = Instant::now();
         loop {
             if self.plane.has_left() {
                 let left = Error::Aborted("this rank left the group".to_owned());
@@ -243,11 +246,13 @@ where
             let seen = self.plane.views.lock().changes;
             self.learn(&mut out);
             self.collect(&mut out, &mut last_error);
-            if self.deadline.passed() {
-                self.agreement.expire(&mut out);
+            if reminded.elapsed() > REMINDER {
+                reminded = Instant::now();
+                self.agreement.remind(&mut out);
             }
-            if self.agreement.is_open() && open_since.get_or_insert_with(Instant::now).elapsed() > LINGER {
-                self.agreement.linger_ended(&mut out);
+            if self.deadline.passed() {
+                let late = passed.get_or_insert_with(Instant::now).elapsed() > WORD;
+                self.agreement.expire(late, &mut out);
             }
             while !out.is_empty() {
                 for action in std::mem::take(&mut out) {
@@ -267,7 +272,7 @@ where
     /// Passes on to the agreement what the control plane knows. Losses are read before the messages, so that a message that arrived before
     /// a connection ended comes before its end (invariant 4).
     fn learn(&mut self, out: &mut Vec<Action>) {
-        let losses = self.plane.losses();
+        let (losses, excluded_by) = (self.plane.losses(), self.plane.excluded_by());
         for (from, message) in self.plane.views.take() {
             self.agreement.received(from, message, out);
         }
@@ -275,8 +280,12 @@ where
             let gone = match loss {
                 Loss::Ended => Gone::Ended,
                 Loss::Silent => Gone::Silent,
+                Loss::Moved => Gone::Moved,
             };
             self.agreement.lost(rank, gone, out);
+        }
+        if let Some(by) = excluded_by {
+            self.agreement.exclude(by, out);
         }
     }
 
@@ -306,11 +315,17 @@ where
     fn perform(&mut self, action: Action, out: &mut Vec<Action>) -> Option<Outcome> {
         match action {
             Action::Send(to, message) => {
-                let message = Message::View(message);
                 let (messages, bytes) = &mut self.sent;
                 *messages += to.len() as u64;
-                *bytes += (to.len() * message.frame().len()) as u64;
-                self.plane.send(&to, &message);
+                *bytes += (to.len() * message.encode().len()) as u64;
+                self.plane.send(&to, Body::View(message));
+            }
+            Action::Publish(message) => {
+                let (messages, bytes) = &mut self.sent;
+                let to = self.plane.control_connections();
+                *messages += to as u64;
+                *bytes += (to * message.encode().len()) as u64;
+                self.plane.publish(Notice::View { from: self.plane.config.rank, message });
             }
             Action::Bind(members) => {
                 let bound = self.bind(&members).map(|bootstrap| {
@@ -374,8 +389,7 @@ where
     fn abandon(&mut self) {
         let Some((group, opened)) = self.built.take() else { return };
         if let Some(plane) = group.plane() {
-            // Before this rank leaves it, which must not be taken for the end of its process.
-            plane.send_all(&Message::View(ViewMessage::Abandoned));
+            plane.abandon();
         }
         drop(opened);
         group.leave();
@@ -419,24 +433,29 @@ where
 #[cfg(test)]
 mod tests {
     use super::super::super::wire::FRAME_LIMIT;
-    use super::super::message::GoneRank;
+    use super::super::super::control::{Message, Routed};
+    use super::super::message::{GoneRank, ViewMessage};
     use super::*;
 
     #[test]
     fn every_message_of_the_largest_group_fits_into_a_frame_and_a_larger_group_is_refused() {
         assert_eq!(check_size(RANKS_LIMIT), Ok(()));
         assert!(matches!(check_size(RANKS_LIMIT + 1), Err(Error::InvalidArgument(_))));
-        let gone = (0..RANKS_LIMIT).map(|rank| GoneRank { rank, ended: true }).collect();
-        let members = || (0..RANKS_LIMIT).collect::<Vec<_>>();
-        let view = super::super::super::wire::VIEWS_LIMIT;
+        let all = || (0..RANKS_LIMIT).collect::<Vec<_>>();
+        let gone = all().into_iter().map(|rank| GoneRank { rank, ended: true }).collect();
+        let (view, longest) = (super::super::super::wire::VIEWS_LIMIT, super::super::super::address::LIMIT);
+        let routed = |body| Message::Routed(Routed { from: RANKS_LIMIT, to: all(), body: Body::View(body) });
+        let notice = |message| Message::Notice(Notice::View { from: RANKS_LIMIT, message });
+        let (first, addresses) = (RANKS_LIMIT, vec![vec![0xff; 16 * 1024 - 1], vec![0xff; longest]]);
         for message in [
-            ViewMessage::Ready { view, any: true, gone },
-            ViewMessage::Propose { view, members: members() },
-            ViewMessage::Opened { view, members: members() },
-            ViewMessage::Address { view, address: vec![0xff; super::super::super::address::LIMIT] },
-            ViewMessage::Refused { view, text: "é".repeat(FRAME_LIMIT) },
+            routed(ViewMessage::Ready { view, any: true, gone }),
+            routed(ViewMessage::Withdrawn { missing: all() }),
+            routed(ViewMessage::Propose { view, members: all() }),
+            routed(ViewMessage::Address { view, address: vec![0xff; longest] }),
+            routed(ViewMessage::Addresses { view, first, addresses }),
+            notice(ViewMessage::Opened { view, members: all() }),
+            notice(ViewMessage::Refused { view, text: "é".repeat(FRAME_LIMIT) }),
         ] {
-            let message = Message::View(message);
             let body = message.encode();
             assert!(body.len() <= FRAME_LIMIT, "{} bytes", body.len());
             assert!(Message::parse(&body).is_ok());

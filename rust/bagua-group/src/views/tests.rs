@@ -1,7 +1,8 @@
-//! The agreement on a scripted transport: deaths, cuts and freezes at every step, in many orders of delivery.
+//! The agreement over scripted connections: deaths, cuts and freezes at every step, in many orders of delivery.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
+use super::super::control::{Action as ControlAction, Body, FULL, Message, Notice, Overlay, Presence};
 use super::super::wire::Encoding;
 use super::agreement::{Action, Agreement, Gone, Outcome, Quorum};
 use super::message::ViewMessage;
@@ -11,7 +12,7 @@ use super::message::ViewMessage;
 pub(super) mod replay;
 
 /// A run that takes more steps than this hangs in a loop.
-const STEPS_LIMIT: usize = 20_000;
+const STEPS_LIMIT: usize = 100_000;
 
 /// A sequence of choices that a seed determines.
 struct Choices(u64);
@@ -26,12 +27,20 @@ impl Choices {
     }
 }
 
-/// What travels from one rank to another, in order.
+/// What travels on a connection, in order.
 #[derive(Clone, Debug)]
 enum Item {
-    Message(ViewMessage),
+    Message(Message),
     /// The connection has ended.
     End,
+}
+
+/// What the control plane of a rank has for its agreement.
+#[derive(Clone, Debug)]
+enum Known {
+    Message(usize, ViewMessage),
+    Gone(usize, Gone),
+    Excluded(usize),
 }
 
 /// The addresses of a view, by which two views of equal numbers are distinguished.
@@ -40,13 +49,21 @@ type Key = Vec<Vec<u8>>;
 /// One rank.
 struct Node {
     agreement: Agreement,
+    overlay: Overlay,
     alive: bool,
+    /// It does nothing, and what is sent to it waits.
+    frozen: bool,
     called: bool,
-    /// Actions that are not performed yet; a message to several ranks is one action for each.
+    /// What the agreement gets next.
+    inbox: VecDeque<Known>,
+    /// Actions that are not performed yet.
     todo: VecDeque<Action>,
     /// The build in progress, whether its barrier is entered, and whether it is cancelled.
     build: Option<(Key, bool, bool)>,
     outcome: Option<Outcome>,
+    /// It leaves the group, and has left it.
+    leaving: bool,
+    left: bool,
 }
 
 /// What may happen next.
@@ -54,11 +71,13 @@ struct Node {
 enum Step {
     Call(usize),
     Act(usize),
+    Take(usize),
     Deliver(usize, usize),
+    Repair(usize),
     Enter(usize),
     Pass(usize),
     Fail(usize),
-    EndLinger(usize),
+    Leave(usize),
 }
 
 /// What happens before the step of this number.
@@ -69,6 +88,7 @@ struct Script {
     nodes: Vec<Node>,
     quorum: Quorum,
     choices: Choices,
+    /// The connections, each direction for itself.
     lines: BTreeMap<(usize, usize), VecDeque<Item>>,
     /// Pairs of ranks between which nothing arrives.
     cut: BTreeSet<(usize, usize)>,
@@ -80,25 +100,49 @@ struct Script {
 
 impl Script {
     fn new(size: usize, seed: u64, quorum: Quorum) -> Script {
+        Script::connected(size, seed, quorum, FULL)
+    }
+
+    /// Ranks with connections between every two, or in a world larger than `full` a few for each.
+    fn connected(size: usize, seed: u64, quorum: Quorum, full: usize) -> Script {
         let nodes = (0..size).map(|rank| Node {
             agreement: Agreement::new(rank, size, 1),
+            overlay: Overlay::new(rank, size, full),
             alive: true,
+            frozen: false,
             called: false,
+            inbox: VecDeque::new(),
             todo: VecDeque::new(),
             build: None,
             outcome: None,
+            leaving: false,
+            left: false,
         });
-        let pairs = (0..size).flat_map(|from| (0..size).map(move |to| (from, to)));
-        let lines = pairs.filter(|(from, to)| from != to).map(|pair| (pair, VecDeque::new())).collect();
-        Script {
+        let mut script = Script {
             nodes: nodes.collect(),
             quorum,
             choices: Choices(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
-            lines,
+            lines: BTreeMap::new(),
             cut: BTreeSet::new(),
             builds: BTreeMap::new(),
             addresses: 0,
             steps: 0,
+        };
+        for rank in 0..size {
+            for other in script.nodes[rank].overlay.neighbours().into_iter().filter(|other| *other < rank) {
+                script.connect(rank, other);
+            }
+        }
+        script
+    }
+
+    /// Opens a connection between two ranks.
+    fn connect(&mut self, a: usize, b: usize) {
+        for (own, other) in [(a, b), (b, a)] {
+            self.lines.insert((own, other), VecDeque::new());
+            self.control(own, |overlay, out| {
+                overlay.link_up(other, out);
+            });
         }
     }
 
@@ -108,18 +152,36 @@ impl Script {
 
     fn enabled(&self) -> Vec<Step> {
         let mut steps = Vec::new();
-        for (rank, node) in self.nodes.iter().enumerate().filter(|(rank, _)| self.takes_part(*rank)) {
+        for (rank, node) in self.nodes.iter().enumerate().filter(|(_, node)| node.alive && !node.frozen && !node.left) {
+            let from = self.lines.iter().filter(|((_, to), line)| *to == rank && !line.is_empty());
+            steps.extend(from.map(|((from, _), _)| Step::Deliver(*from, rank)));
+            if node.leaving {
+                let knows = |other: &usize| {
+                    let other = &self.nodes[*other];
+                    !other.alive || other.left || other.overlay.presence(rank) != Presence::Present
+                };
+                let none_comes = self.lines.iter().all(|((_, to), line)| *to != rank || line.is_empty());
+                if none_comes && node.overlay.links().iter().all(knows) {
+                    steps.push(Step::Leave(rank));
+                }
+                continue;
+            }
+            if !node.overlay.not_connected().is_empty() {
+                steps.push(Step::Repair(rank));
+            }
+            if node.outcome.is_some() {
+                continue;
+            }
             if !node.called {
                 steps.push(Step::Call(rank));
-            } else if !node.todo.is_empty() {
+                continue;
+            }
+            if !node.todo.is_empty() {
                 steps.push(Step::Act(rank));
                 continue;
             }
-            let from = self.lines.iter().filter(|((_, to), line)| *to == rank && !line.is_empty());
-            // A rank that has not called keeps what arrives, as if it were still in flight.
-            steps.extend(from.filter(|_| node.called).map(|((from, _), _)| Step::Deliver(*from, rank)));
-            if node.agreement.is_open() {
-                steps.push(Step::EndLinger(rank));
+            if !node.inbox.is_empty() {
+                steps.push(Step::Take(rank));
             }
             let Some((key, entered, cancelled)) = &node.build else { continue };
             let [members, began, inside, gave_up] = &self.builds[key];
@@ -159,16 +221,26 @@ impl Script {
                 rank
             }
             Step::Deliver(from, to) => {
-                let agreement = &mut self.nodes[to].agreement;
-                match self.lines.get_mut(&(from, to)).unwrap().pop_front().unwrap() {
-                    Item::Message(message) => {
-                        // Every message survives its encoding.
-                        let message = ViewMessage::parse(&message.encode()).unwrap();
-                        agreement.received(from, message, &mut out);
-                    }
-                    Item::End => agreement.lost(from, Gone::Ended, &mut out),
+                self.deliver(from, to);
+                return true;
+            }
+            Step::Repair(rank) => {
+                self.repair(rank);
+                return true;
+            }
+            Step::Leave(rank) => {
+                self.nodes[rank].left = true;
+                self.end_lines(rank);
+                return true;
+            }
+            Step::Take(rank) => {
+                let Node { agreement, inbox, .. } = &mut self.nodes[rank];
+                match inbox.pop_front().unwrap() {
+                    Known::Message(from, message) => agreement.received(from, message, &mut out),
+                    Known::Gone(other, gone) => agreement.lost(other, gone, &mut out),
+                    Known::Excluded(by) => agreement.exclude(by, &mut out),
                 }
-                to
+                rank
             }
             Step::Enter(rank) => {
                 let (key, entered, _) = self.nodes[rank].build.as_mut().unwrap();
@@ -187,37 +259,90 @@ impl Script {
                 self.nodes[rank].agreement.failed(entered, "it failed", &mut out);
                 rank
             }
-            Step::EndLinger(rank) => {
-                self.nodes[rank].agreement.linger_ended(&mut out);
-                rank
-            }
         };
-        self.queue(rank, out);
+        self.nodes[rank].todo.extend(out);
         true
     }
 
-    fn queue(&mut self, rank: usize, actions: Vec<Action>) {
-        for action in actions {
+    /// An event of the control plane of a rank, and what follows from it.
+    fn control(&mut self, rank: usize, event: impl FnOnce(&mut Overlay, &mut Vec<ControlAction>)) {
+        let mut out = Vec::new();
+        event(&mut self.nodes[rank].overlay, &mut out);
+        for action in out {
             match action {
-                Action::Send(to, message) => {
-                    let each = to.into_iter().map(|to| Action::Send(vec![to], message.clone()));
-                    self.nodes[rank].todo.extend(each);
+                ControlAction::Send(to, message) => {
+                    for to in to {
+                        // Every message survives its encoding.
+                        self.put(rank, to, Item::Message(Message::parse(&message.encode()).unwrap()));
+                    }
                 }
-                action => self.nodes[rank].todo.push_back(action),
+                ControlAction::Notice(notice) => {
+                    let Node { overlay, inbox, .. } = &mut self.nodes[rank];
+                    inbox.extend(match notice {
+                        Notice::Lost { rank: lost, .. } if lost == rank => overlay.excluded_by().map(Known::Excluded),
+                        Notice::Lost { rank: other, .. } | Notice::Left { rank: other, .. } => {
+                            let gone = match overlay.presence(other) {
+                                Presence::Silent => Gone::Silent,
+                                Presence::Moved => Gone::Moved,
+                                _ => Gone::Ended,
+                            };
+                            Some(Known::Gone(other, gone))
+                        }
+                        Notice::View { from, message } => Some(Known::Message(from, message)),
+                        Notice::Failed { .. } | Notice::Unreached { .. } => None,
+                    });
+                }
+                ControlAction::Deliver(from, Body::View(message)) => {
+                    self.nodes[rank].inbox.push_back(Known::Message(from, message));
+                }
+                // See `repair`.
+                ControlAction::Dial(_) | ControlAction::Deliver(..) => {}
+            }
+        }
+    }
+
+    fn deliver(&mut self, from: usize, to: usize) {
+        let item = self.lines.get_mut(&(from, to)).unwrap().pop_front().unwrap();
+        self.control(to, |overlay, out| match item {
+            Item::Message(Message::Notice(notice)) => overlay.received_notice(from, notice, out),
+            Item::Message(Message::Routed(routed)) => overlay.received_routed(routed, out),
+            Item::Message(other) => panic!("{other:?}"),
+            Item::End => overlay.link_down(from, true, "end", out),
+        });
+        if !self.nodes[to].overlay.links().contains(&from) {
+            self.lines.remove(&(from, to));
+        }
+    }
+
+    /// Replaces connections of a rank to ranks that are gone.
+    fn repair(&mut self, rank: usize) {
+        for other in self.nodes[rank].overlay.not_connected() {
+            let theirs = &self.nodes[other];
+            let ended = !theirs.alive || theirs.left;
+            let is_cut = self.cut.contains(&(rank, other)) || theirs.overlay.presence(rank) != Presence::Present;
+            if ended || is_cut {
+                self.control(rank, |overlay, out| overlay.lost(other, ended, "no answer", out));
+            } else if !theirs.frozen && !theirs.leaving && !theirs.overlay.links().contains(&rank) {
+                self.connect(rank, other);
             }
         }
     }
 
     fn act(&mut self, rank: usize, action: Action) {
         match action {
-            Action::Send(to, message) => self.put(rank, to[0], Item::Message(message)),
+            Action::Send(to, message) => {
+                self.control(rank, |overlay, out| overlay.send(&to, Body::View(message), out));
+            }
+            Action::Publish(message) => {
+                self.control(rank, |overlay, out| overlay.publish(Notice::View { from: rank, message }, out));
+            }
             Action::Bind(_) => {
                 self.addresses += 1;
                 let mut out = Vec::new();
                 self.nodes[rank].agreement.bound(Ok(self.addresses.to_le_bytes().to_vec()), &mut out);
                 // The actions that follow from binding come before those that were queued: the driver reports it at once.
                 let later = std::mem::take(&mut self.nodes[rank].todo);
-                self.queue(rank, out);
+                self.nodes[rank].todo.extend(out);
                 self.nodes[rank].todo.extend(later);
             }
             Action::Discard | Action::Abandon => {}
@@ -237,7 +362,8 @@ impl Script {
             Action::Finish(outcome) => {
                 if matches!(outcome, Outcome::Opened(..)) {
                     // It leaves the old group in order.
-                    self.end_lines(rank);
+                    self.control(rank, |overlay, out| overlay.publish(Notice::Left { rank, moved: false }, out));
+                    self.nodes[rank].leaving = true;
                 }
                 self.nodes[rank].outcome = Some(outcome);
             }
@@ -245,14 +371,17 @@ impl Script {
     }
 
     fn put(&mut self, from: usize, to: usize, item: Item) {
-        if !self.cut.contains(&(from, to)) {
-            self.lines.get_mut(&(from, to)).unwrap().push_back(item);
+        if !self.cut.contains(&(from, to))
+            && let Some(line) = self.lines.get_mut(&(from, to))
+        {
+            line.push_back(item);
         }
     }
 
     fn end_lines(&mut self, rank: usize) {
         for to in (0..self.nodes.len()).filter(|to| *to != rank) {
             self.put(rank, to, Item::End);
+            self.lines.remove(&(to, rank));
         }
     }
 
@@ -263,7 +392,7 @@ impl Script {
         }
         self.nodes[rank].alive = false;
         for to in (0..self.nodes.len()).filter(|to| *to != rank) {
-            let line = self.lines.get_mut(&(rank, to)).unwrap();
+            let Some(line) = self.lines.get_mut(&(rank, to)) else { continue };
             let unsent = self.choices.below(line.len().min(3) + 1);
             line.truncate(line.len() - unsent);
         }
@@ -273,38 +402,51 @@ impl Script {
     /// Cuts two ranks off from each other, of which both learn by missing heartbeats.
     fn cut_off(&mut self, a: usize, b: usize) {
         for (from, to) in [(a, b), (b, a)] {
-            self.lines.get_mut(&(from, to)).unwrap().clear();
             self.cut.insert((from, to));
-            if self.takes_part(to) {
-                let mut out = Vec::new();
-                self.nodes[to].agreement.lost(from, Gone::Silent, &mut out);
-                self.queue(to, out);
+            if let Some(line) = self.lines.get_mut(&(from, to)) {
+                line.clear();
+            }
+            if self.nodes[to].alive && !self.nodes[to].left && self.nodes[to].overlay.links().contains(&from) {
+                self.control(to, |overlay, out| overlay.lost(from, false, "no heartbeat", out));
             }
         }
     }
 
-    /// Runs to the end, with these events before the steps of these numbers.
+    /// Runs to the end, with these events before the steps of these numbers. Ranks that wait repeat what they said, a few times.
     fn run(&mut self, mut events: Vec<Event>) {
+        let mut reminders = 0;
         loop {
             let (due, later): (Vec<_>, Vec<_>) = events.into_iter().partition(|(at, _)| *at <= self.steps);
             events = later;
             due.into_iter().for_each(|(_, event)| event(self));
-            if !self.step() {
+            if self.step() {
+                continue;
+            }
+            reminders += 1;
+            if reminders > 3 {
                 break;
+            }
+            let waits = |node: &&mut Node| node.alive && node.called && !node.frozen && node.outcome.is_none();
+            for Node { agreement, todo, .. } in self.nodes.iter_mut().filter(waits) {
+                let mut out = Vec::new();
+                agreement.remind(&mut out);
+                todo.extend(out);
             }
         }
     }
 
     /// The deadline passes on every rank that still takes part.
     fn expire(&mut self) {
-        for rank in 0..self.nodes.len() {
-            if self.takes_part(rank) {
-                let mut out = Vec::new();
-                self.nodes[rank].agreement.expire(&mut out);
-                self.queue(rank, out);
+        for late in [false, true] {
+            for rank in 0..self.nodes.len() {
+                if self.takes_part(rank) {
+                    let mut out = Vec::new();
+                    self.nodes[rank].agreement.expire(late, &mut out);
+                    self.nodes[rank].todo.extend(out);
+                }
             }
+            self.run(Vec::new());
         }
-        self.run(Vec::new());
     }
 
     fn survivors(&self) -> Vec<usize> {
@@ -467,7 +609,7 @@ fn a_line_that_was_broken_before_leaves_the_lower_rank_with_the_others_and_ends_
         // Rank 2 prefers rank 0: rank 1 is alone, or is notified that the others went on.
         let ended = script.nodes[1].outcome.as_ref().unwrap();
         assert!(
-            matches!(ended, Outcome::Refused(text) if text.contains("quorum")) || matches!(ended, Outcome::Excluded(2)),
+            matches!(ended, Outcome::Refused(text) if text.contains("quorum")) || matches!(ended, Outcome::Excluded(0 | 2)),
             "{ended:?}"
         );
     }
@@ -477,8 +619,11 @@ fn outcomes_without(size: usize, gone: &[usize], how: Gone, quorum: Quorum) -> V
     let mut script = Script::new(size, 7, quorum);
     for rank in gone {
         script.nodes[*rank].alive = false;
+        script.end_lines(*rank);
         for other in (0..size).filter(|other| !gone.contains(other)) {
-            script.nodes[other].agreement.lost(*rank, how, &mut Vec::new());
+            let ended = how == Gone::Ended;
+            script.lines.remove(&(*rank, other));
+            script.control(other, |overlay, out| overlay.lost(*rank, ended, "gone", out));
         }
     }
     script.run(Vec::new());
@@ -507,26 +652,17 @@ fn the_smaller_part_is_refused_by_all_its_ranks_and_the_error_names_the_ranks_th
 #[test]
 fn who_has_not_called_is_named_and_a_second_call_goes_on_when_it_has() {
     let mut script = Script::new(3, 3, Quorum::Majority);
-    script.nodes[1].called = true;
-    let mut out = Vec::new();
-    script.nodes[0].called = true;
-    script.nodes[0].agreement.call(Quorum::Majority, &mut out);
-    script.queue(0, out);
-    script.nodes[2].called = true;
-    let mut out = Vec::new();
-    script.nodes[2].agreement.call(Quorum::Majority, &mut out);
-    script.queue(2, out);
+    // Rank 1 runs, and does not call.
+    let absent = |script: &mut Script, absent: bool| script.nodes[1].called = absent;
+    absent(&mut script, true);
     script.run(Vec::new());
-    script.nodes[1].called = false;
+    script.nodes[1].outcome = Some(Outcome::Refused(String::new()));
+    script.expire();
     for rank in [0, 2] {
-        let mut out = Vec::new();
-        script.nodes[rank].agreement.expire(&mut out);
-        script.queue(rank, out);
-        while let Some(action) = script.nodes[rank].todo.pop_front() {
-            script.act(rank, action);
-        }
         assert_eq!(script.nodes[rank].outcome, Some(Outcome::TimedOut(vec![1])));
-        (script.nodes[rank].outcome, script.nodes[rank].called) = (None, false);
+    }
+    for node in &mut script.nodes {
+        (node.outcome, node.called) = (None, false);
     }
     script.run(Vec::new());
     script.check_together("the second call");
@@ -536,23 +672,31 @@ fn who_has_not_called_is_named_and_a_second_call_goes_on_when_it_has() {
 fn a_rank_that_the_others_left_behind_is_excluded_when_it_continues() {
     for seed in 0..50 {
         let mut script = Script::new(3, seed, Quorum::Majority);
-        // Rank 1 is frozen: it does not call yet, and nothing that it gets has an effect.
-        script.nodes[1].called = true;
+        script.nodes[1].frozen = true;
         for other in [0, 2] {
-            script.nodes[other].agreement.lost(1, Gone::Silent, &mut Vec::new());
+            script.control(other, |overlay, out| overlay.lost(1, false, "no heartbeat", out));
         }
-        let frozen = script.lines.keys().copied().filter(|(_, to)| *to == 1).collect::<Vec<_>>();
-        let mut kept = BTreeMap::new();
-        while script.step() {
-            for pair in &frozen {
-                let arrived = std::mem::take(script.lines.get_mut(pair).unwrap());
-                kept.entry(*pair).or_insert_with(VecDeque::new).extend(arrived);
-            }
-        }
+        script.run(Vec::new());
         assert!(matches!(script.nodes[0].outcome, Some(Outcome::Opened(_, _))));
-        script.lines.extend(kept);
-        script.nodes[1].called = false;
+        script.nodes[1].frozen = false;
         script.run(Vec::new());
         assert!(matches!(script.nodes[1].outcome, Some(Outcome::Excluded(0 | 2))), "{:?}", script.nodes[1].outcome);
+    }
+}
+
+#[test]
+fn a_death_at_many_steps_leaves_the_survivors_in_one_view_also_where_messages_pass_by_others() {
+    for (size, seed) in [(8, 1), (9, 2), (11, 3), (13, 4)] {
+        let sparse = |seed| Script::connected(size, seed, Quorum::Majority, 2);
+        let mut whole = sparse(seed);
+        whole.run(Vec::new());
+        whole.check_together("no rank dies");
+        for at in (0..whole.steps).step_by(37) {
+            for who in (0..size).step_by(2) {
+                let mut script = sparse(seed);
+                script.run(vec![death(at, who), death(at + at % 50, (who + 1 + at % 3) % size)]);
+                script.check_together(&format!("{size} ranks, seed {seed}, rank {who} dies at step {at}"));
+            }
+        }
     }
 }

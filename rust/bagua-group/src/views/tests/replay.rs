@@ -19,8 +19,8 @@ pub(in super::super::super) fn replay(mut bytes: &[u8]) -> usize {
         match what >> 4 {
             0 => agreement.lost(rank % SIZE, Gone::Ended, &mut out),
             1 => agreement.lost(rank % SIZE, Gone::Silent, &mut out),
-            2 => agreement.expire(&mut out),
-            3 => agreement.linger_ended(&mut out),
+            2 => agreement.expire(what & 1 == 1, &mut out),
+            3 => agreement.exclude(rank % SIZE, &mut out),
             _ => {
                 let Some((len, rest)) = bytes.split_first_chunk() else { break };
                 let Some((body, rest)) = rest.split_at_checked(u32::from_le_bytes(*len) as usize) else { break };
@@ -50,7 +50,12 @@ fn settle(agreement: &mut Agreement, out: &mut Vec<Action>, how: u8) {
                 Action::Build { .. } if how & 8 == 0 => agreement.failed(how & 1 == 1, "", out),
                 Action::Build { .. } => agreement.passed(out),
                 Action::Finish(_) if how & 4 == 0 => agreement.call(Quorum::Majority, out),
-                Action::Finish(_) | Action::Send(..) | Action::Discard | Action::Cancel(_) | Action::Abandon => {}
+                Action::Finish(_)
+                | Action::Send(..)
+                | Action::Publish(_)
+                | Action::Discard
+                | Action::Cancel(_)
+                | Action::Abandon => {}
             }
         }
         if out.is_empty() {
