@@ -154,7 +154,7 @@ impl Connecting<'_> {
     /// Waits until all ranks are connected; those that do not reach the other ranks of their host.
     fn wait(&self) -> Result<Vec<usize>> {
         let mut state = lock(&self.plane.connecting);
-        let (mut last_check, mut reported): (Option<Instant>, bool) = (None, false);
+        let (mut last_check, mut missed): (Option<Instant>, Option<Vec<usize>>) = (None, None);
         let grace = GRACE.min(self.deadline.limit() / 4);
         loop {
             if let Some(apart) = self.plane.complete() {
@@ -169,20 +169,23 @@ impl Connecting<'_> {
                 last_check = Some(Instant::now());
                 if let Some(departed) = self.plane.departed() {
                     // The deadline of that rank has passed, if there was one to be missed.
-                    let missed = !self.plane.unreached().is_empty();
                     let left = || self.health.peer_lost(departed, "it left while the group was being built");
-                    return Err(if missed { self.timed_out(&state) } else { left() });
+                    return Err(if self.plane.unreached().is_empty() {
+                        left()
+                    } else {
+                        self.timed_out(&state, missed)
+                    });
                 }
-                if self.deadline.left() < grace && !reported {
+                if self.deadline.left() < grace && missed.is_none() {
                     // Those that miss no rank themselves get the names, too.
-                    reported = true;
                     let ranks = self.plane.not_connected();
+                    missed = Some(ranks.clone());
                     if !ranks.is_empty() {
                         self.plane.publish(Notice::Unreached { by: self.plane.config.rank, ranks });
                     }
                 }
                 if passed {
-                    return Err(self.timed_out(&state));
+                    return Err(self.timed_out(&state, missed));
                 }
             }
             let slice: Duration = SLICE.min(self.deadline.left());
@@ -190,10 +193,10 @@ impl Connecting<'_> {
         }
     }
 
-    /// The error for the ranks that are not connected.
-    fn timed_out(&self, state: &ConnectState) -> Error {
+    /// The error for the ranks that are not connected; `missed`: to this rank, shortly before the deadline.
+    fn timed_out(&self, state: &ConnectState, missed: Option<Vec<usize>>) -> Error {
         let mut missing = self.plane.unreached();
-        missing.extend(self.plane.not_connected());
+        missing.extend(missed.unwrap_or_default());
         missing.remove(&self.plane.config.rank);
         if missing.is_empty() {
             missing.extend(self.plane.not_assembled());

@@ -1,6 +1,6 @@
 //! File descriptors: how many a rank needs, and the limit of its process on them (`RLIMIT_NOFILE`).
 //!
-//! A group needs descriptors in proportion to its ranks: one control connection to each peer, and in each lane the TCP streams to it. A
+//! A group needs descriptors for its control connections, and in each lane for the TCP streams to each peer. A
 //! process without a free descriptor can neither open nor accept a connection, and its peers cannot distinguish that from a slow network.
 //! A rank therefore raises the soft limit of its process before it connects, and fails where the hard limit forbids that. It never
 //! lowers the limit.
@@ -11,6 +11,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::address::Address;
 use super::config::Config;
+use super::control::Overlay;
 use super::fork::PerProcess;
 use crate::error::{Error, Result};
 use crate::wait::lock;
@@ -45,7 +46,8 @@ impl Need {
         let streams = peers.saturating_mul(config.streams_per_peer);
         let least = if config.transport.shares_memory() { 0 } else { streams };
         let lanes = streams.saturating_mul(EXPECTED_LANES);
-        Need { least: OWN + peers + least, wanted: OWN + peers.saturating_add(lanes) + SPARE }
+        let control = control_connections(config);
+        Need { least: OWN + control + least, wanted: OWN + control.saturating_add(lanes) + SPARE }
     }
 
     /// Of a rank that knows all addresses: as [`Need::of_world`], but with the streams that the ranks agree on. Every rank counts the
@@ -69,14 +71,19 @@ impl Need {
         } else {
             0
         };
-        let (peers, lane) = (addresses.len() - 1, flat + leaders);
-        Need { least: peers + lane, wanted: peers + lane.saturating_mul(EXPECTED_LANES) + SPARE }
+        let (control, lane) = (control_connections(config), flat + leaders);
+        Need { least: control + lane, wanted: control + lane.saturating_mul(EXPECTED_LANES) + SPARE }
     }
 
     /// Of a lane with this many streams. Up to `arrived` of them, counted after the open descriptors, may be open already.
     pub(super) fn of_streams(streams: usize, arrived: usize) -> Need {
         Need { least: streams.saturating_sub(arrived), wanted: streams + SPARE }
     }
+}
+
+/// The control connections of a rank.
+fn control_connections(config: &Config) -> usize {
+    Overlay::new(config.rank, config.world_size, config.full_mesh).neighbours().len()
 }
 
 /// Raises the soft limit of this process to the `open` descriptors and those that `need` adds, at most to the hard limit. `what` says who
@@ -128,7 +135,7 @@ mod tests {
     use super::*;
 
     fn config(world_size: usize, transport: TransportChoice) -> Config {
-        Config { transport, ..Config::new(0, world_size) }
+        Config { transport, full_mesh: 100, ..Config::new(0, world_size) }
     }
 
     fn addresses(hosts: &[&str], streams: u8) -> Vec<Address> {

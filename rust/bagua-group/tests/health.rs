@@ -80,6 +80,73 @@ fn a_frozen_rank_is_lost_on_every_other_of_a_host_with_more_ranks_than_each_watc
     }
 }
 
+/// Ranks each of which is connected to a few others.
+const SPARSE: usize = 24;
+
+#[test]
+fn a_rank_is_connected_to_few_others_and_a_killed_one_is_lost_on_all_in_under_a_second() {
+    let (groups, processes) = mixed(ENTRY, SPARSE, &[11, 17], Duration::from_secs(5));
+    assert!(groups.iter().all(|group| group.peers_seen() == SPARSE && group.hosts().len() == 1));
+    // A rank of 24 has 2 * 5 control connections, two listeners and the descriptors of its event loop.
+    assert!(processes[0].sockets() <= 10 + 4, "{}", processes[0].sockets());
+    processes.iter().for_each(|process| process.signal(Signal::KILL));
+    let took = until("all ranks have failed", || groups.iter().all(|group| group.health().cause().is_some()));
+    assert!(took < Duration::from_secs(1), "{took:?}");
+    for group in &groups {
+        let Error::PeerLost { rank, host, reason, .. } = cause(group) else { panic!("{:?}", cause(group)) };
+        assert!(rank == 11 || rank == 17, "{rank}");
+        assert_eq!(host.as_str(), group.health().host(rank));
+        assert!(reason.contains("process died on this host"), "{reason}");
+        until("both are gone", || group.peers_seen() == SPARSE - 2);
+    }
+}
+
+#[test]
+fn a_frozen_first_rank_is_lost_on_all_of_many_and_names_itself_when_it_continues() {
+    let (groups, mut processes) = mixed(ENTRY, SPARSE, &[0], Duration::from_secs(2));
+    processes[0].signal(Signal::STOP);
+    for group in &groups {
+        assert!(matches!(cause(group), Error::PeerLost { rank: 0, .. }), "{:?}", cause(group));
+        assert_eq!(group.peers_seen(), SPARSE - 1);
+    }
+    processes[0].signal(Signal::CONT);
+    processes[0].write("cause");
+    let cause = processes[0].read_after("CAUSE ");
+    assert!(cause.contains("lost rank 0"), "{cause}");
+}
+
+#[test]
+fn ranks_of_many_that_leave_one_after_the_other_stay_connected_and_failures_of_sub_groups_reach_their_members() {
+    let mut groups = world(SPARSE);
+    let ends: Vec<_> =
+        [3, 20].map(|rank| groups[rank].subgroup(&[3, 20], "ends").unwrap().unwrap()).into_iter().collect();
+    // All that connects the two leaves.
+    let kept: Vec<_> = [20, 3].map(|rank| groups.remove(rank)).into();
+    drop(groups);
+    for group in &kept {
+        until("the others have departed", || group.peers_seen() == 2);
+        group.health().check().unwrap();
+    }
+    ends[0].raise("ValueError", "its own");
+    assert!(matches!(cause(&ends[1]), Error::PeerRaised { rank: 3, .. }));
+    kept[0].raise("ValueError", "of all");
+    assert!(matches!(cause(&kept[1]), Error::PeerRaised { rank: 20, .. }));
+}
+
+#[test]
+fn all_ranks_that_are_missing_are_named_by_every_one_of_many() {
+    let short = |rank| Config { connect_timeout: Duration::from_millis(3000), ..config(rank, SPARSE) };
+    let mut bootstraps: Vec<Bootstrap> = (0..SPARSE).map(|rank| Bootstrap::bind(short(rank)).unwrap()).collect();
+    let addresses: Vec<Vec<u8>> = bootstraps.iter().map(|bootstrap| bootstrap.address().to_vec()).collect();
+    // They listen, and do not connect.
+    let _absent = [bootstraps.remove(19), bootstraps.remove(6)];
+    for result in connect_all(bootstraps, &addresses) {
+        let error = result.map(|_| ()).unwrap_err();
+        let Error::Timeout { missing, .. } = &error else { panic!("{error:?}") };
+        assert_eq!(missing, &[6, 19]);
+    }
+}
+
 #[test]
 fn a_rank_that_was_frozen_for_less_than_the_timeout_is_not_lost_and_loses_no_peer() {
     let (groups, processes) = mixed(ENTRY, 2, &[1], Duration::from_secs(3));

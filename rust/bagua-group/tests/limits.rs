@@ -95,7 +95,7 @@ fn a_rank_raises_the_soft_limit_as_far_as_its_world_needs_and_fails_at_the_hard_
     // A world that needs more than the hard limit fails before anything is sent.
     let Err(error) = Bootstrap::bind(tcp(100)) else { panic!("{} descriptors were enough", soft()) };
     let text = refusal(error, allowed);
-    assert!(text.contains(&format!("{}", 99 * 3 + 10 + open())), "{text}");
+    assert!(text.contains(&format!("{}", 14 + 99 * 2 + 10 + open())), "{text}");
     // Ranks of several hosts notice it when they know the addresses.
     let errors = try_world(8, |config| {
         config.host_id = config.rank.to_string();

@@ -108,6 +108,24 @@ fn the_survivors_of_killed_ranks_go_on_until_one_is_alone() {
 }
 
 #[test]
+fn the_survivors_of_many_ranks_go_on_although_each_is_connected_to_few() {
+    let (groups, mut processes) = mixed(ENTRY, 24, &[0, 1, 5, 16], HEARTBEAT);
+    [0, 2, 3].into_iter().for_each(|dies| processes[dies].signal(Signal::KILL));
+    groups.iter().for_each(|group| assert!(matches!(cause(group), Error::PeerLost { .. })));
+    processes[1].write("shrink majority");
+    let mut views: Vec<_> = shrink_all(&groups, Quorum::Majority).into_iter().map(Result::unwrap).collect();
+    let left: Vec<usize> = (1..24).filter(|rank| ![5, 16].contains(rank)).collect();
+    assert_eq!(processes[1].read_after("RANKS "), format!("{left:?}"));
+    assert!(views.iter().all(|view| view.ranks == left && view.lost == [0, 5, 16]));
+    processes[1].signal(Signal::KILL);
+    let groups: Vec<Group> = views.iter().map(|view| view.group.clone()).collect();
+    groups.iter().for_each(|group| assert!(matches!(cause(group), Error::PeerLost { rank: 0, .. })));
+    views.clear();
+    let mut views: Vec<_> = shrink_all(&groups, Quorum::Majority).into_iter().map(Result::unwrap).collect();
+    check_views(&mut views, &(1..21).collect::<Vec<_>>(), groups[0].view());
+}
+
+#[test]
 fn a_frozen_rank_is_left_behind_and_excluded_when_it_continues() {
     let (groups, mut processes) = mixed(ENTRY, 3, &[1], Duration::from_secs(1));
     processes[0].signal(Signal::STOP);

@@ -60,8 +60,6 @@ impl GroupConfig {
         };
         let timeout = seconds("timeout", settings.getattr("timeout")?.extract()?)?;
         let core = Config {
-            rank,
-            world_size,
             name,
             host_id: text("host_id")?,
             host_name: String::new(),
@@ -74,8 +72,8 @@ impl GroupConfig {
             transport,
             streams_per_peer: settings.getattr("streams_per_peer")?.extract()?,
             algorithm,
-            view: 1,
             factories: vec![Arc::new(bagua_cuda::Factory)],
+            ..Config::new(rank, world_size)
         };
         Ok(GroupConfig { core })
     }

@@ -217,7 +217,9 @@ mod tests {
         assert_eq!(ranks(RANKS_LIMIT + 1), beyond);
         // A device's error is another kind where it arrives.
         let device = Message::Notice(Notice::Failed { group: 1, cause: Error::Device(Box::default()) });
-        let Ok(Message::Notice(Notice::Failed { cause, .. })) = Message::parse(&device.encode()) else { panic!("it is encoded") };
+        let Ok(Message::Notice(Notice::Failed { cause, .. })) = Message::parse(&device.encode()) else {
+            panic!("it is encoded")
+        };
         assert!(matches!(cause, Error::System { .. }));
         for kind in [9, 10, 11] {
             assert_eq!(Message::parse(&[3, 2, 1, kind, 0, 0, 0, 0]), beyond, "no kind {kind} is ever written");
@@ -244,6 +246,9 @@ mod tests {
         for longer in [&[1, 1, 0x81, 0][..], &[1, 1, 0x81, 0x80, 0], &[0x81, 0, 1, 1]] {
             assert_eq!(Message::parse(longer), Ok(message.clone()));
         }
-        assert_eq!(Message::parse(&[&[1, 1][..], &[0x80; 10], &[1]].concat()), Err(Malformed("a number is out of range")));
+        assert_eq!(
+            Message::parse(&[&[1, 1][..], &[0x80; 10], &[1]].concat()),
+            Err(Malformed("a number is out of range"))
+        );
     }
 }

@@ -22,8 +22,10 @@
 mod accept;
 mod assembly;
 mod dial;
+mod groups;
 mod message;
 mod overlay;
+mod peers;
 mod plane;
 mod probe;
 mod session;
@@ -35,8 +37,8 @@ pub(super) use dial::Dial;
 pub(super) use message::{Body, Notice};
 #[cfg(test)]
 pub(super) use message::{Message, Routed};
-pub(super) use overlay::FULL;
 #[cfg(test)]
-pub(super) use overlay::{Action, Overlay, Presence};
+pub(super) use overlay::{Action, Presence};
+pub(super) use overlay::{FULL, Overlay};
 pub(super) use plane::{ConnectState, Loss, Plane, World};
 pub(super) use thread::Control;

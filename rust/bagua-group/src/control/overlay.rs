@@ -173,7 +173,8 @@ impl Overlay {
 
     /// Opens what is missing: the higher rank of a pair connects, and is asked to. Called from time to time.
     pub(in super::super) fn connect(&mut self, out: &mut Vec<Action>) {
-        let (lower, higher): (Vec<usize>, Vec<usize>) = self.not_connected().into_iter().partition(|rank| *rank < self.me);
+        let (lower, higher): (Vec<usize>, Vec<usize>) =
+            self.not_connected().into_iter().partition(|rank| *rank < self.me);
         out.extend(lower.into_iter().map(Action::Dial));
         if !higher.is_empty() && !self.links.is_empty() {
             self.pass_on(Routed { from: self.me, to: higher, body: Body::Connect }, out);
@@ -375,7 +376,8 @@ impl Overlay {
             let up = (rank + self.size - from) % self.size;
             up.min(self.size - up)
         };
-        let nearest = self.links.iter().copied().filter(|link| self.is_present(*link)).min_by_key(|link| distance(*link));
+        let nearest =
+            self.links.iter().copied().filter(|link| self.is_present(*link)).min_by_key(|link| distance(*link));
         nearest.filter(|link| distance(*link) < distance(self.me))
     }
 
@@ -386,3 +388,6 @@ impl Overlay {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,13 +1,13 @@
 //! The state that the control thread shares with the other threads of a rank: peers, groups, and the handling of failures.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
 use std::net::TcpStream;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use tokio::sync::{Notify, mpsc};
+use tokio::sync::Notify;
 
 use super::super::address::Address;
 use super::super::admission::Admission;
@@ -17,13 +17,13 @@ use super::super::fork::OwnerProcess;
 use super::super::handshake::{Key, digest};
 use super::super::tls::Ends;
 use super::super::views::Inbox;
-use super::super::wire::Encoding;
-use super::assembly::{Assembly, Step};
-use super::message::{Body, Message, Notice, Routed};
+use super::assembly::Assembly;
+use super::groups::Groups;
+use super::message::{Body, Notice, Routed};
 use super::overlay::{Action, Overlay, Presence};
-use super::silence::{Silence, is_stopped};
+use super::peers::{Connections, Peer};
+use super::silence::is_stopped;
 use crate::error::{Error, Result, Source};
-use crate::health::{GroupHealth, Subscription};
 use crate::stats::Stats;
 use crate::transport::{Transport, unsent};
 use crate::wait::lock;
@@ -33,9 +33,6 @@ pub(super) const LINGER: Duration = Duration::from_millis(200);
 
 /// How long a leaving rank waits for its last bytes to be acknowledged while none is.
 const STALLED: Duration = Duration::from_secs(1);
-
-/// The most messages that are kept for groups that this rank has not built yet.
-const MAX_EARLY: usize = 4096;
 
 /// The addresses of all ranks, and the key and the ids derived from them.
 pub(in super::super) struct World {
@@ -65,10 +62,6 @@ impl World {
     }
 }
 
-/// The most processes on this host that a rank watches, the next ones by rank: the end of one closes its connections, which every rank
-/// notices, but whether one is stopped each rank would have to look up for each other.
-const WATCHED: usize = 8;
-
 /// The reason of `PeerLost` for a peer that is silent.
 pub(super) fn no_heartbeat(timeout: Duration) -> String {
     format!("no heartbeat for {:.1} s", timeout.as_secs_f64())
@@ -83,115 +76,6 @@ pub(in super::super) enum Loss {
     Silent,
     /// It is in another view.
     Moved,
-}
-
-/// The frames that a peer's writer task takes.
-pub(super) type Frames = mpsc::UnboundedReceiver<Vec<u8>>;
-
-/// A peer with a control connection.
-pub(super) struct Peer {
-    /// Frames for its writer task. Closed when the connection has ended.
-    outbox: mpsc::UnboundedSender<Vec<u8>>,
-    /// How many of them are not written.
-    unwritten: AtomicUsize,
-    /// How long it has sent nothing.
-    silence: Mutex<Silence>,
-    /// Its process, when it is on this host and visible here: that runs or not, instead of heartbeats.
-    process: Option<u32>,
-    by_unix: bool,
-    /// It has acknowledged that this rank leaves, or its connection has ended.
-    settled: AtomicBool,
-}
-
-impl Peer {
-    /// Notes that a message has arrived from it.
-    pub(super) fn note_arrival(&self, now: Instant) {
-        *lock(&self.silence) = Silence::from(now);
-    }
-
-    /// Queues a message for it.
-    fn send(&self, message: &Message) {
-        self.queue(message.frame());
-    }
-
-    fn queue(&self, frame: Vec<u8>) {
-        self.unwritten.fetch_add(1, Ordering::Relaxed);
-        let _ = self.outbox.send(frame);
-    }
-
-    /// Notes that the writer has written a frame.
-    pub(super) fn note_written(&self) {
-        self.unwritten.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-/// The control connections of this rank, and what it knows of the others.
-struct Connections {
-    overlay: Overlay,
-    assembly: Assembly,
-    /// By rank.
-    peers: BTreeMap<usize, Arc<Peer>>,
-    /// The neighbours were connected once, so that those that become neighbours later replace others.
-    were_connected: bool,
-    /// Since when neighbours that replace others are not connected.
-    missing: BTreeMap<usize, Instant>,
-    /// The ranks to which a connection is being opened.
-    dialling: BTreeSet<usize>,
-}
-
-impl Connections {
-    /// Queues what is to be sent, while this is locked: so messages leave in the order in which they were decided on. The other actions.
-    fn send(&self, actions: Vec<Action>) -> Vec<Action> {
-        let mut others = Vec::new();
-        for action in actions {
-            match action {
-                Action::Send(to, message) => {
-                    let frame = message.frame();
-                    for peer in to.iter().filter_map(|rank| self.peers.get(rank)) {
-                        peer.queue(frame.clone());
-                    }
-                }
-                other => others.push(other),
-            }
-        }
-        others
-    }
-
-    /// Performs a step of the assembly.
-    fn step(&self, own: usize, step: Option<Step>) {
-        let (to, message) = match step {
-            None => return,
-            Some(Step::Report(parent, apart)) => (vec![parent], Message::Connected { apart }),
-            Some(Step::Complete(children, apart)) => (children, Message::Complete { apart }),
-        };
-        debug_assert!(!to.contains(&own));
-        let frame = message.frame();
-        for peer in to.iter().filter_map(|rank| self.peers.get(rank)) {
-            peer.queue(frame.clone());
-        }
-    }
-}
-
-/// A group of which this rank is a member.
-struct Entry {
-    health: Weak<GroupHealth>,
-    /// World ranks of the members, by group rank.
-    ranks: Vec<usize>,
-    /// Broadcasts a failure that this rank finds to the members, until the group is removed.
-    _subscription: Subscription,
-}
-
-/// Group rank of a world rank.
-fn group_rank(ranks: &[usize], world_rank: usize) -> Option<usize> {
-    ranks.iter().position(|rank| *rank == world_rank)
-}
-
-/// Groups by id, and messages for groups that this rank has not built yet.
-#[derive(Default)]
-struct Groups {
-    known: HashMap<u64, Entry>,
-    early_failures: HashMap<u64, Error>,
-    early_departures: HashMap<u64, HashSet<usize>>,
 }
 
 /// The progress of [`super::super::Bootstrap::connect`].
@@ -215,12 +99,12 @@ pub(in super::super) struct Plane {
     pub(in super::super) connect_changed: Condvar,
     /// The ends of its TLS connections; `None` without TLS.
     pub(super) tls: Option<Ends>,
-    world: OnceLock<World>,
+    pub(super) world: OnceLock<World>,
     /// Turns true when `world` is set: handshakes wait for it.
     pub(super) world_known: tokio::sync::watch::Sender<bool>,
     /// Set with `world`.
-    connections: OnceLock<Mutex<Connections>>,
-    groups: Mutex<Groups>,
+    pub(super) connections: OnceLock<Mutex<Connections>>,
+    pub(super) groups: Mutex<Groups>,
     /// The connections in the handshake.
     pub(super) admission: Arc<Admission>,
     /// Notified when a peer is settled.
@@ -228,7 +112,7 @@ pub(in super::super) struct Plane {
     /// Messages for the agreement on the next view.
     pub(in super::super) views: Inbox,
     /// This rank leaves: later events of peers are ignored.
-    leaving: AtomicBool,
+    pub(super) leaving: AtomicBool,
     /// This rank does not use the group, and may live on in another view.
     moved: AtomicBool,
     /// The connections of lanes and messages.
@@ -280,12 +164,12 @@ impl Plane {
     }
 
     /// Looks at the connections; the default before the world is known.
-    fn look<T: Default>(&self, what: impl FnOnce(&Connections) -> T) -> T {
+    pub(super) fn look<T: Default>(&self, what: impl FnOnce(&Connections) -> T) -> T {
         self.connections.get().map(|connections| what(&lock(connections))).unwrap_or_default()
     }
 
     /// Changes the connections, and performs what follows.
-    fn change<T: Default>(
+    pub(super) fn change<T: Default>(
         self: &Arc<Plane>,
         source: &Source,
         change: impl FnOnce(&mut Connections, &mut Vec<Action>) -> T,
@@ -317,7 +201,7 @@ impl Plane {
         self.look(|connections| connections.peers.get(&rank).cloned())
     }
 
-    fn all_peers(&self) -> Vec<(usize, Arc<Peer>)> {
+    pub(super) fn all_peers(&self) -> Vec<(usize, Arc<Peer>)> {
         self.look(|connections| connections.peers.iter().map(|(rank, peer)| (*rank, Arc::clone(peer))).collect())
     }
 
@@ -337,74 +221,22 @@ impl Plane {
         self.look(|connections| connections.peers.len())
     }
 
-    fn presence(&self, rank: usize) -> Presence {
+    pub(super) fn presence(&self, rank: usize) -> Presence {
         let connections = self.connections.get();
         connections.map_or(Presence::Present, |connections| lock(connections).overlay.presence(rank))
     }
 
     /// The process of a rank, when it is on this host and its number means the same here.
-    fn process(&self, rank: usize) -> Option<u32> {
+    pub(super) fn process(&self, rank: usize) -> Option<u32> {
         let addresses = &self.world.get()?.addresses;
         let (own, theirs) = (&addresses[self.config.rank], &addresses[rank]);
         let here = own.host_id == theirs.host_id && own.pid_namespace == theirs.pid_namespace;
         (here && own.pid_namespace != 0).then_some(theirs.pid)
     }
 
-    /// Notes that a peer is connected; the frames for it. `None` if it was before, or is gone.
-    pub(super) fn connected(self: &Arc<Plane>, rank: usize, by_unix: bool) -> Option<(Arc<Peer>, Frames)> {
-        let (outbox, frames) = mpsc::unbounded_channel();
-        // Both ends agree on it: they have the same addresses and the same connection.
-        let process = self.process(rank).filter(|_| by_unix);
-        let (silence, settled) = (Mutex::new(Silence::from(Instant::now())), AtomicBool::new(false));
-        let unwritten = AtomicUsize::new(0);
-        let peer = Arc::new(Peer { outbox, unwritten, silence, process, by_unix, settled });
-        let is_new = self.change(&Source::default(), |connections, out| {
-            let is_new = connections.overlay.link_up(rank, out);
-            if is_new {
-                connections.peers.insert(rank, Arc::clone(&peer));
-            }
-            is_new
-        });
-        is_new.then(|| {
-            self.check_neighbours();
-            (peer, frames)
-        })
-    }
-
-    /// When the last neighbour is connected for the first time, continues the assembly.
-    fn check_neighbours(self: &Arc<Plane>) {
-        let are_connected = self.look(|connections| {
-            !connections.were_connected && connections.overlay.not_connected().is_empty()
-        });
-        self.connect_changed.notify_all();
-        if are_connected {
-            self.change(&Source::default(), |connections, _| connections.were_connected = true);
-            let plane = Arc::clone(self);
-            tokio::spawn(async move {
-                let apart = !plane.reaches_its_host().await;
-                plane.assemble(|assembly| assembly.connected(apart));
-            });
-        }
-    }
-
-    /// Continues the assembly.
-    pub(super) fn assemble(self: &Arc<Plane>, event: impl FnOnce(&mut Assembly) -> Option<Step>) {
-        let own = self.config.rank;
-        self.change(&Source::default(), |connections, _| {
-            let step = event(&mut connections.assembly);
-            connections.step(own, step);
-        });
-        self.connect_changed.notify_all();
-    }
-
     /// The ranks that do not reach the others of their host, when all ranks are connected.
     pub(in super::super) fn complete(&self) -> Option<Vec<usize>> {
         self.look(|connections| connections.assembly.complete().map(<[usize]>::to_vec))
-    }
-
-    /// Whether the connection to a peer is a Unix socket; `None` without one.
-    pub(super) fn by_unix(&self, rank: usize) -> Option<bool> {
-        self.peer(rank).map(|peer| peer.by_unix)
     }
 
     /// The neighbours that are not connected, ascending.
@@ -450,137 +282,14 @@ impl Plane {
         self.change(&Source::default(), |connections, out| connections.overlay.received_routed(routed, out));
     }
 
-    /// Replaces the connections to ranks that are gone, once this rank was connected.
-    pub(super) fn repair(self: &Arc<Plane>) {
-        if self.has_left() {
-            return;
-        }
-        let limit = self.config.heartbeat_timeout * 2;
-        self.change(&Source::default(), |connections, out| {
-            let Connections { overlay, were_connected, missing, .. } = connections;
-            if !*were_connected {
-                return;
-            }
-            let (now, wanted) = (Instant::now(), overlay.not_connected());
-            missing.retain(|rank, _| wanted.contains(rank));
-            for rank in wanted {
-                if now - *missing.entry(rank).or_insert(now) > limit {
-                    overlay.lost(rank, false, &format!("no connection to it for {:.1} s", limit.as_secs_f64()), out);
-                }
-            }
-            overlay.connect(out);
-        });
-    }
-
-    /// Opens a connection that replaces another, unless that is in progress.
-    fn dial_neighbour(self: &Arc<Plane>, rank: usize) {
-        if !self.change(&Source::default(), |connections, _| connections.dialling.insert(rank)) {
-            return;
-        }
-        let plane = Arc::clone(self);
-        tokio::spawn(async move {
-            plane.connect_to_neighbour(rank).await;
-            plane.change(&Source::default(), |connections, _| _ = connections.dialling.remove(&rank));
-        });
-    }
-
     /// True when the process of a rank is known to run on this host.
     pub(super) fn runs_here(&self, rank: usize) -> bool {
         self.process(rank).is_some_and(|process| !is_stopped(process))
     }
 
-    /// Sends heartbeats to the peers on other hosts, and detects the peers that are silent. `late`: for how long this thread should have run
-    /// before and did not; no peer was silent then.
-    pub(super) fn beat(self: &Arc<Plane>, now: Instant, late: Duration, heartbeat: &[u8]) {
-        let timeout = self.config.heartbeat_timeout;
-        let has_failed = self.world.get().is_some_and(|world| self.has_failed(world.id));
-        let own = self.config.rank;
-        // The next ranks first.
-        let (lower, higher): (Vec<_>, Vec<_>) = self.all_peers().into_iter().partition(|(rank, _)| *rank < own);
-        let mut on_host = 0;
-        for (rank, peer) in higher.into_iter().chain(lower) {
-            if self.presence(rank) != Presence::Present {
-                continue;
-            }
-            match peer.process {
-                None => peer.queue(heartbeat.to_vec()),
-                Some(process) => {
-                    on_host += 1;
-                    let is_watched = has_failed || on_host <= WATCHED;
-                    if !is_watched || !is_stopped(process) {
-                        peer.note_arrival(now);
-                    }
-                }
-            }
-            let silent = lock(&peer.silence).exceeds(timeout, now, late);
-            if silent {
-                self.peer_lost(rank, &no_heartbeat(timeout), &Source::default(), Loss::Silent);
-            }
-        }
-    }
-
-    fn has_failed(&self, id: u64) -> bool {
-        let health = lock(&self.groups).known.get(&id).and_then(|entry| entry.health.upgrade());
-        health.is_some_and(|health| health.cause().is_some())
-    }
-
     /// Number of accepted connections that no lane has taken yet.
     pub(in super::super) fn arrived(&self) -> usize {
         self.admission.count() + self.pending.count()
-    }
-
-    /// Registers a group: failures that this rank finds in it are broadcast to its members, and messages about it are handled.
-    pub(in super::super) fn register(self: &Arc<Plane>, id: u64, health: &Arc<GroupHealth>) {
-        let plane = Arc::downgrade(self);
-        let own = health.rank();
-        let (rank, host) = (health.world_rank(own), health.host(own).to_owned());
-        let subscription = health.subscribe_local(move |cause| {
-            if let Some(plane) = plane.upgrade()
-                && plane.owner.is_current()
-            {
-                let raised = |kind: &str, message: &str| {
-                    let (kind, message) = (kind.to_owned(), message.to_owned());
-                    Error::PeerRaised { rank, host: host.clone(), kind, message }
-                };
-                // A call of a driver or a library fails, or a library is missing, on this rank alone: peers name the rank.
-                let for_peers = match cause {
-                    Error::Device(failure) => raised("DeviceError", &failure.message),
-                    Error::Unavailable(text) => raised("BaguaError", text),
-                    _ => cause.clone(),
-                };
-                plane.publish(Notice::Failed { group: id, cause: for_peers });
-                plane.fail_subgroups(id, cause);
-            }
-        });
-        let mut groups = lock(&self.groups);
-        let ranks = health.world_ranks().to_vec();
-        let failure = groups.early_failures.remove(&id);
-        let departures = groups.early_departures.remove(&id).unwrap_or_default();
-        for (member, rank) in ranks.iter().enumerate() {
-            let departed = matches!(self.presence(*rank), Presence::Left | Presence::Moved);
-            if departed || departures.contains(rank) {
-                health.depart(member);
-            }
-        }
-        groups.known.insert(id, Entry { health: Arc::downgrade(health), ranks, _subscription: subscription });
-        drop(groups);
-        if let Some(cause) = failure {
-            health.fail_from_peer(cause);
-        }
-        for (member, rank) in health.world_ranks().iter().enumerate() {
-            if self.presence(*rank).is_lost() {
-                let _ = health.fail(health.peer_lost(member, "it was lost before the group was built"));
-            }
-        }
-    }
-
-    /// Leaves a sub-group, and announces that to its members.
-    pub(in super::super) fn leave_subgroup(self: &Arc<Plane>, id: u64) {
-        let entry = lock(&self.groups).known.remove(&id);
-        let Some(Entry { ranks, .. }) = entry else { return };
-        let others: Vec<usize> = ranks.into_iter().filter(|rank| *rank != self.config.rank).collect();
-        self.send(&others, Body::LeftGroup { group: id });
-        self.pending.clear(Some(id));
     }
 
     /// The transport over a connection to a rank. While it is open, [`Plane::flush`] waits for its bytes.
@@ -606,47 +315,6 @@ impl Plane {
                 (least, moved) = (left, Instant::now());
             }
             std::thread::sleep(Duration::from_millis(1));
-        }
-    }
-
-    /// Fails the sub-groups that a failure of the world group concerns. Every rank does so for its own sub-groups.
-    fn fail_subgroups(&self, id: u64, cause: &Error) {
-        if self.world.get().is_none_or(|world| world.id != id) {
-            return;
-        }
-        for health in self.healths_except(Some(id)) {
-            let concerned = match cause {
-                Error::PeerLost { rank, .. } | Error::PeerRaised { rank, .. } => {
-                    group_rank(health.world_ranks(), *rank).is_some()
-                }
-                Error::Aborted(_) => true,
-                Error::Timeout { .. }
-                | Error::Mismatch(_)
-                | Error::InvalidArgument(_)
-                | Error::UnsupportedType(_)
-                | Error::NotImplemented(_)
-                | Error::Unavailable(_)
-                | Error::Device(_)
-                | Error::System { .. } => false,
-            };
-            if concerned {
-                health.fail_from_peer(cause.clone());
-            }
-        }
-    }
-
-    /// The healths of all existing groups except one.
-    fn healths_except(&self, excluded: Option<u64>) -> Vec<Arc<GroupHealth>> {
-        let groups = lock(&self.groups);
-        let others = groups.known.iter().filter(|(id, _)| Some(**id) != excluded);
-        others.filter_map(|(_, entry)| entry.health.upgrade()).collect()
-    }
-
-    /// Ends all waits of this rank before it leaves, without a message to the peers.
-    pub(in super::super) fn abort_waits(&self, reason: &str) {
-        self.leaving.store(true, Ordering::Release);
-        for health in self.healths_except(None) {
-            health.fail_from_peer(Error::Aborted(reason.to_owned()));
         }
     }
 
@@ -677,26 +345,6 @@ impl Plane {
             Notice::View { from, message } => self.views.put(from, message),
             Notice::Unreached { .. } => self.connect_changed.notify_all(),
         }
-    }
-
-    fn lost(&self, rank: usize, by: usize, reason: &str, source: &Source) {
-        self.views.notify();
-        if self.has_left() {
-            return;
-        }
-        // The world group first. Each rank does this for its own groups: the loss itself was passed on.
-        let world = self.world.get().map(|world| world.id);
-        let first = world.and_then(|id| lock(&self.groups).known.get(&id).and_then(|entry| entry.health.upgrade()));
-        for health in first.into_iter().chain(self.healths_except(world)) {
-            if let Some(member) = group_rank(health.world_ranks(), rank) {
-                let mut error = health.peer_lost(member, reason).caused_by(source);
-                if let Error::PeerLost { noticed_by, .. } = &mut error {
-                    *noticed_by = by;
-                }
-                health.fail_from_peer(error);
-            }
-        }
-        self.connect_changed.notify_all();
     }
 
     /// What is known of the ranks that are lost or have left. A message about views that arrived before is in the inbox already.
@@ -732,47 +380,6 @@ impl Plane {
         self.presence(rank) == Presence::Silent
     }
 
-    /// Handles the report that a group failed.
-    fn failed(&self, id: u64, cause: Error) {
-        let mut groups = lock(&self.groups);
-        let Some(entry) = groups.known.get(&id) else {
-            if groups.early_failures.len() < MAX_EARLY {
-                groups.early_failures.entry(id).or_insert(cause);
-            }
-            return;
-        };
-        let Some(health) = entry.health.upgrade() else { return };
-        drop(groups);
-        // Invariant 1: it was passed on before the waits of this rank end, after which the rank may leave.
-        health.fail_from_peer(cause.clone());
-        self.fail_subgroups(id, &cause);
-        self.connect_changed.notify_all();
-    }
-
-    /// Handles the notice that a rank leaves the world group.
-    fn left(&self, rank: usize) {
-        if let Some(peer) = self.peer(rank) {
-            peer.send(&Message::LeaveAck);
-        }
-        for (_, entry) in &lock(&self.groups).known {
-            depart(entry, rank);
-        }
-        self.connect_changed.notify_all();
-        self.views.notify();
-    }
-
-    /// Handles the message that a rank leaves a sub-group.
-    fn left_group(&self, from: usize, id: u64) {
-        let mut groups = lock(&self.groups);
-        if let Some(entry) = groups.known.get(&id) {
-            depart(entry, from);
-        } else if groups.early_departures.len() < MAX_EARLY {
-            groups.early_departures.entry(id).or_default().insert(from);
-        }
-        drop(groups);
-        self.connect_changed.notify_all();
-    }
-
     /// A peer has received that this rank leaves.
     pub(super) fn acknowledged(&self, rank: usize) {
         if let Some(peer) = self.peer(rank) {
@@ -802,14 +409,5 @@ impl Plane {
         };
         // A peer that does not answer in time still has the message in its socket.
         let _ = tokio::time::timeout(LINGER, all_settled).await;
-    }
-}
-
-/// A world rank has left a group, if it was a member.
-fn depart(entry: &Entry, rank: usize) {
-    if let Some(member) = group_rank(&entry.ranks, rank)
-        && let Some(health) = entry.health.upgrade()
-    {
-        health.depart(member);
     }
 }

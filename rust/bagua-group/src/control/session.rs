@@ -8,7 +8,8 @@ use tokio::io::{AsyncWriteExt, WriteHalf};
 use super::super::connection::{AsyncSocket, ControlConn};
 use super::super::wire::{Encoding, FRAME_LIMIT, read_frame};
 use super::message::Message;
-use super::plane::{Frames, Loss, Peer, Plane};
+use super::peers::{Frames, Peer};
+use super::plane::{Loss, Plane};
 use super::silence::Lateness;
 use crate::error::Source;
 

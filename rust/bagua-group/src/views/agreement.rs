@@ -221,7 +221,9 @@ impl Agreement {
                     self.accept(members, out);
                 }
             }
-            ViewMessage::Address { view, address } if view == self.view && !matches!(self.phase, Phase::Building(_)) => {
+            ViewMessage::Address { view, address }
+                if view == self.view && !matches!(self.phase, Phase::Building(_)) =>
+            {
                 self.addresses.insert(from, address);
             }
             ViewMessage::Addresses { view, first, addresses } if view == self.view => {
@@ -457,7 +459,8 @@ impl Agreement {
                         Agreement::say_addresses(self.view, &others, &addresses, out);
                     }
                     let (view, cancelled, known_open) = (self.view, false, false);
-                    let build = Build { view, members: members.clone(), addresses: addresses.clone(), cancelled, known_open };
+                    let build =
+                        Build { view, members: members.clone(), addresses: addresses.clone(), cancelled, known_open };
                     self.phase = Phase::Building(build);
                     out.push(Action::Build { addresses, members });
                 }

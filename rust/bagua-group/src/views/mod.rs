@@ -45,10 +45,10 @@ mod tests;
 pub use agreement::Quorum;
 pub use carry::carry_data;
 pub(super) use inbox::Inbox;
-pub(super) use message::ViewMessage;
 #[cfg(all(test, not(model)))]
 pub(super) use message::GoneRank;
 pub(super) use message::RANKS_LIMIT;
+pub(super) use message::ViewMessage;
 pub use shrink::View;
 #[cfg(all(test, not(model)))]
 pub(super) use tests::replay::replay;

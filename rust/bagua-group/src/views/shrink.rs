@@ -432,8 +432,8 @@ where
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::wire::FRAME_LIMIT;
     use super::super::super::control::{Message, Routed};
+    use super::super::super::wire::FRAME_LIMIT;
     use super::super::message::{GoneRank, ViewMessage};
     use super::*;
 

@@ -1,0 +1,209 @@
+//! The groups of a rank: what the control plane finds, and what other ranks report, becomes their first cause or a departure.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+
+use super::message::{Body, Message, Notice};
+use super::overlay::Presence;
+use super::plane::Plane;
+use crate::error::{Error, Source};
+use crate::health::{GroupHealth, Subscription};
+use crate::wait::lock;
+
+/// The most messages that are kept for groups that this rank has not built yet.
+const MAX_EARLY: usize = 4096;
+
+/// A group of which this rank is a member.
+pub(super) struct Entry {
+    health: Weak<GroupHealth>,
+    /// World ranks of the members, by group rank.
+    ranks: Vec<usize>,
+    /// Broadcasts a failure that this rank finds to the members, until the group is removed.
+    _subscription: Subscription,
+}
+
+/// Group rank of a world rank.
+fn group_rank(ranks: &[usize], world_rank: usize) -> Option<usize> {
+    ranks.iter().position(|rank| *rank == world_rank)
+}
+
+/// Groups by id, and messages for groups that this rank has not built yet.
+#[derive(Default)]
+pub(super) struct Groups {
+    pub(super) known: HashMap<u64, Entry>,
+    pub(super) early_failures: HashMap<u64, Error>,
+    pub(super) early_departures: HashMap<u64, HashSet<usize>>,
+}
+
+impl Plane {
+    pub(super) fn has_failed(&self, id: u64) -> bool {
+        let health = lock(&self.groups).known.get(&id).and_then(|entry| entry.health.upgrade());
+        health.is_some_and(|health| health.cause().is_some())
+    }
+
+    /// Registers a group: failures that this rank finds in it are broadcast to its members, and messages about it are handled.
+    pub(in super::super) fn register(self: &Arc<Plane>, id: u64, health: &Arc<GroupHealth>) {
+        let plane = Arc::downgrade(self);
+        let own = health.rank();
+        let (rank, host) = (health.world_rank(own), health.host(own).to_owned());
+        let subscription = health.subscribe_local(move |cause| {
+            if let Some(plane) = plane.upgrade()
+                && plane.owner.is_current()
+            {
+                let raised = |kind: &str, message: &str| {
+                    let (kind, message) = (kind.to_owned(), message.to_owned());
+                    Error::PeerRaised { rank, host: host.clone(), kind, message }
+                };
+                // A call of a driver or a library fails, or a library is missing, on this rank alone: peers name the rank.
+                let for_peers = match cause {
+                    Error::Device(failure) => raised("DeviceError", &failure.message),
+                    Error::Unavailable(text) => raised("BaguaError", text),
+                    _ => cause.clone(),
+                };
+                plane.publish(Notice::Failed { group: id, cause: for_peers });
+                plane.fail_subgroups(id, cause);
+            }
+        });
+        let mut groups = lock(&self.groups);
+        let ranks = health.world_ranks().to_vec();
+        let failure = groups.early_failures.remove(&id);
+        let departures = groups.early_departures.remove(&id).unwrap_or_default();
+        for (member, rank) in ranks.iter().enumerate() {
+            let departed = matches!(self.presence(*rank), Presence::Left | Presence::Moved);
+            if departed || departures.contains(rank) {
+                health.depart(member);
+            }
+        }
+        groups.known.insert(id, Entry { health: Arc::downgrade(health), ranks, _subscription: subscription });
+        drop(groups);
+        if let Some(cause) = failure {
+            health.fail_from_peer(cause);
+        }
+        for (member, rank) in health.world_ranks().iter().enumerate() {
+            if self.presence(*rank).is_lost() {
+                let _ = health.fail(health.peer_lost(member, "it was lost before the group was built"));
+            }
+        }
+    }
+
+    /// Leaves a sub-group, and announces that to its members.
+    pub(in super::super) fn leave_subgroup(self: &Arc<Plane>, id: u64) {
+        let entry = lock(&self.groups).known.remove(&id);
+        let Some(Entry { ranks, .. }) = entry else { return };
+        let others: Vec<usize> = ranks.into_iter().filter(|rank| *rank != self.config.rank).collect();
+        self.send(&others, Body::LeftGroup { group: id });
+        self.pending.clear(Some(id));
+    }
+
+    /// Fails the sub-groups that a failure of the world group concerns. Every rank does so for its own sub-groups.
+    fn fail_subgroups(&self, id: u64, cause: &Error) {
+        if self.world.get().is_none_or(|world| world.id != id) {
+            return;
+        }
+        for health in self.healths_except(Some(id)) {
+            let concerned = match cause {
+                Error::PeerLost { rank, .. } | Error::PeerRaised { rank, .. } => {
+                    group_rank(health.world_ranks(), *rank).is_some()
+                }
+                Error::Aborted(_) => true,
+                Error::Timeout { .. }
+                | Error::Mismatch(_)
+                | Error::InvalidArgument(_)
+                | Error::UnsupportedType(_)
+                | Error::NotImplemented(_)
+                | Error::Unavailable(_)
+                | Error::Device(_)
+                | Error::System { .. } => false,
+            };
+            if concerned {
+                health.fail_from_peer(cause.clone());
+            }
+        }
+    }
+
+    /// The healths of all existing groups except one.
+    fn healths_except(&self, excluded: Option<u64>) -> Vec<Arc<GroupHealth>> {
+        let groups = lock(&self.groups);
+        let others = groups.known.iter().filter(|(id, _)| Some(**id) != excluded);
+        others.filter_map(|(_, entry)| entry.health.upgrade()).collect()
+    }
+
+    /// Ends all waits of this rank before it leaves, without a message to the peers.
+    pub(in super::super) fn abort_waits(&self, reason: &str) {
+        self.leaving.store(true, Ordering::Release);
+        for health in self.healths_except(None) {
+            health.fail_from_peer(Error::Aborted(reason.to_owned()));
+        }
+    }
+
+    pub(super) fn lost(&self, rank: usize, by: usize, reason: &str, source: &Source) {
+        self.views.notify();
+        if self.has_left() {
+            return;
+        }
+        // The world group first. Each rank does this for its own groups: the loss itself was passed on.
+        let world = self.world.get().map(|world| world.id);
+        let first = world.and_then(|id| lock(&self.groups).known.get(&id).and_then(|entry| entry.health.upgrade()));
+        for health in first.into_iter().chain(self.healths_except(world)) {
+            if let Some(member) = group_rank(health.world_ranks(), rank) {
+                let mut error = health.peer_lost(member, reason).caused_by(source);
+                if let Error::PeerLost { noticed_by, .. } = &mut error {
+                    *noticed_by = by;
+                }
+                health.fail_from_peer(error);
+            }
+        }
+        self.connect_changed.notify_all();
+    }
+
+    /// Handles the report that a group failed.
+    pub(super) fn failed(&self, id: u64, cause: Error) {
+        let mut groups = lock(&self.groups);
+        let Some(entry) = groups.known.get(&id) else {
+            if groups.early_failures.len() < MAX_EARLY {
+                groups.early_failures.entry(id).or_insert(cause);
+            }
+            return;
+        };
+        let Some(health) = entry.health.upgrade() else { return };
+        drop(groups);
+        // Invariant 1: it was passed on before the waits of this rank end, after which the rank may leave.
+        health.fail_from_peer(cause.clone());
+        self.fail_subgroups(id, &cause);
+        self.connect_changed.notify_all();
+    }
+
+    /// Handles the notice that a rank leaves the world group.
+    pub(super) fn left(&self, rank: usize) {
+        if let Some(peer) = self.peer(rank) {
+            peer.send(&Message::LeaveAck);
+        }
+        for entry in lock(&self.groups).known.values() {
+            depart(entry, rank);
+        }
+        self.connect_changed.notify_all();
+        self.views.notify();
+    }
+
+    /// Handles the message that a rank leaves a sub-group.
+    pub(super) fn left_group(&self, from: usize, id: u64) {
+        let mut groups = lock(&self.groups);
+        if let Some(entry) = groups.known.get(&id) {
+            depart(entry, from);
+        } else if groups.early_departures.len() < MAX_EARLY {
+            groups.early_departures.entry(id).or_default().insert(from);
+        }
+        drop(groups);
+        self.connect_changed.notify_all();
+    }
+}
+
+/// A world rank has left a group, if it was a member.
+fn depart(entry: &Entry, rank: usize) {
+    if let Some(member) = group_rank(&entry.ranks, rank)
+        && let Some(health) = entry.health.upgrade()
+    {
+        health.depart(member);
+    }
+}

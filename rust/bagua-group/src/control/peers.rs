@@ -1,0 +1,225 @@
+//! The connected peers of a rank: opening and replacing connections, and heartbeats.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use tokio::sync::mpsc;
+
+use super::super::wire::Encoding;
+use super::assembly::{Assembly, Step};
+use super::message::Message;
+use super::overlay::{Action, Overlay, Presence};
+use super::plane::{Loss, Plane, no_heartbeat};
+use super::silence::{Silence, is_stopped};
+use crate::error::Source;
+use crate::wait::lock;
+
+/// The most processes on this host that a rank watches, the next ones by rank: the end of one closes its connections, which every rank
+/// notices, but whether one is stopped each rank would have to look up for each other.
+const WATCHED: usize = 8;
+
+/// The frames that a peer's writer task takes.
+pub(super) type Frames = mpsc::UnboundedReceiver<Vec<u8>>;
+
+/// A peer with a control connection.
+pub(super) struct Peer {
+    /// Frames for its writer task. Closed when the connection has ended.
+    outbox: mpsc::UnboundedSender<Vec<u8>>,
+    /// How many of them are not written.
+    pub(super) unwritten: AtomicUsize,
+    /// How long it has sent nothing.
+    silence: Mutex<Silence>,
+    /// Its process, when it is on this host and visible here: that runs or not, instead of heartbeats.
+    process: Option<u32>,
+    by_unix: bool,
+    /// It has acknowledged that this rank leaves, or its connection has ended.
+    pub(super) settled: AtomicBool,
+}
+
+impl Peer {
+    /// Notes that a message has arrived from it.
+    pub(super) fn note_arrival(&self, now: Instant) {
+        *lock(&self.silence) = Silence::from(now);
+    }
+
+    /// Queues a message for it.
+    pub(super) fn send(&self, message: &Message) {
+        self.queue(message.frame());
+    }
+
+    fn queue(&self, frame: Vec<u8>) {
+        self.unwritten.fetch_add(1, Ordering::Relaxed);
+        let _ = self.outbox.send(frame);
+    }
+
+    /// Notes that the writer has written a frame.
+    pub(super) fn note_written(&self) {
+        self.unwritten.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// The control connections of this rank, and what it knows of the others.
+pub(super) struct Connections {
+    pub(super) overlay: Overlay,
+    pub(super) assembly: Assembly,
+    /// By rank.
+    pub(super) peers: BTreeMap<usize, Arc<Peer>>,
+    /// The neighbours were connected once, so that those that become neighbours later replace others.
+    pub(super) were_connected: bool,
+    /// Since when neighbours that replace others are not connected.
+    pub(super) missing: BTreeMap<usize, Instant>,
+    /// The ranks to which a connection is being opened.
+    pub(super) dialling: BTreeSet<usize>,
+}
+
+impl Connections {
+    /// Queues what is to be sent, while this is locked: so messages leave in the order in which they were decided on. The other actions.
+    pub(super) fn send(&self, actions: Vec<Action>) -> Vec<Action> {
+        let mut others = Vec::new();
+        for action in actions {
+            match action {
+                Action::Send(to, message) => {
+                    let frame = message.frame();
+                    for peer in to.iter().filter_map(|rank| self.peers.get(rank)) {
+                        peer.queue(frame.clone());
+                    }
+                }
+                other => others.push(other),
+            }
+        }
+        others
+    }
+
+    /// Performs a step of the assembly.
+    fn step(&self, own: usize, step: Option<Step>) {
+        let (to, message) = match step {
+            None => return,
+            Some(Step::Report(parent, apart)) => (vec![parent], Message::Connected { apart }),
+            Some(Step::Complete(children, apart)) => (children, Message::Complete { apart }),
+        };
+        debug_assert!(!to.contains(&own));
+        let frame = message.frame();
+        for peer in to.iter().filter_map(|rank| self.peers.get(rank)) {
+            peer.queue(frame.clone());
+        }
+    }
+}
+
+impl Plane {
+    /// Notes that a peer is connected; the frames for it. `None` if it was before, or is gone.
+    pub(super) fn connected(self: &Arc<Plane>, rank: usize, by_unix: bool) -> Option<(Arc<Peer>, Frames)> {
+        let (outbox, frames) = mpsc::unbounded_channel();
+        // Both ends agree on it: they have the same addresses and the same connection.
+        let process = self.process(rank).filter(|_| by_unix);
+        let (silence, settled) = (Mutex::new(Silence::from(Instant::now())), AtomicBool::new(false));
+        let unwritten = AtomicUsize::new(0);
+        let peer = Arc::new(Peer { outbox, unwritten, silence, process, by_unix, settled });
+        let is_new = self.change(&Source::default(), |connections, out| {
+            let is_new = connections.overlay.link_up(rank, out);
+            if is_new {
+                connections.peers.insert(rank, Arc::clone(&peer));
+            }
+            is_new
+        });
+        is_new.then(|| {
+            self.check_neighbours();
+            (peer, frames)
+        })
+    }
+
+    /// When the last neighbour is connected for the first time, continues the assembly.
+    fn check_neighbours(self: &Arc<Plane>) {
+        let are_connected =
+            self.look(|connections| !connections.were_connected && connections.overlay.not_connected().is_empty());
+        self.connect_changed.notify_all();
+        if are_connected {
+            self.change(&Source::default(), |connections, _| connections.were_connected = true);
+            let plane = Arc::clone(self);
+            tokio::spawn(async move {
+                let apart = !plane.reaches_its_host().await;
+                plane.assemble(|assembly| assembly.connected(apart));
+            });
+        }
+    }
+
+    /// Continues the assembly.
+    pub(super) fn assemble(self: &Arc<Plane>, event: impl FnOnce(&mut Assembly) -> Option<Step>) {
+        let own = self.config.rank;
+        self.change(&Source::default(), |connections, _| {
+            let step = event(&mut connections.assembly);
+            connections.step(own, step);
+        });
+        self.connect_changed.notify_all();
+    }
+
+    /// Whether the connection to a peer is a Unix socket; `None` without one.
+    pub(super) fn by_unix(&self, rank: usize) -> Option<bool> {
+        self.peer(rank).map(|peer| peer.by_unix)
+    }
+
+    /// Replaces the connections to ranks that are gone, once this rank was connected.
+    pub(super) fn repair(self: &Arc<Plane>) {
+        if self.has_left() {
+            return;
+        }
+        let limit = self.config.heartbeat_timeout * 2;
+        self.change(&Source::default(), |connections, out| {
+            let Connections { overlay, were_connected, missing, .. } = connections;
+            if !*were_connected {
+                return;
+            }
+            let (now, wanted) = (Instant::now(), overlay.not_connected());
+            missing.retain(|rank, _| wanted.contains(rank));
+            for rank in wanted {
+                if now - *missing.entry(rank).or_insert(now) > limit {
+                    overlay.lost(rank, false, &format!("no connection to it for {:.1} s", limit.as_secs_f64()), out);
+                }
+            }
+            overlay.connect(out);
+        });
+    }
+
+    /// Opens a connection that replaces another, unless that is in progress.
+    pub(super) fn dial_neighbour(self: &Arc<Plane>, rank: usize) {
+        if !self.change(&Source::default(), |connections, _| connections.dialling.insert(rank)) {
+            return;
+        }
+        let plane = Arc::clone(self);
+        tokio::spawn(async move {
+            plane.connect_to_neighbour(rank).await;
+            plane.change(&Source::default(), |connections, _| _ = connections.dialling.remove(&rank));
+        });
+    }
+
+    /// Sends heartbeats to the peers on other hosts, and detects the peers that are silent. `late`: for how long this thread should have run
+    /// before and did not; no peer was silent then.
+    pub(super) fn beat(self: &Arc<Plane>, now: Instant, late: Duration, heartbeat: &[u8]) {
+        let timeout = self.config.heartbeat_timeout;
+        let has_failed = self.world.get().is_some_and(|world| self.has_failed(world.id));
+        let own = self.config.rank;
+        // The next ranks first.
+        let (lower, higher): (Vec<_>, Vec<_>) = self.all_peers().into_iter().partition(|(rank, _)| *rank < own);
+        let mut on_host = 0;
+        for (rank, peer) in higher.into_iter().chain(lower) {
+            if self.presence(rank) != Presence::Present {
+                continue;
+            }
+            match peer.process {
+                None => peer.queue(heartbeat.to_vec()),
+                Some(process) => {
+                    on_host += 1;
+                    let is_watched = has_failed || on_host <= WATCHED;
+                    if !is_watched || !is_stopped(process) {
+                        peer.note_arrival(now);
+                    }
+                }
+            }
+            let silent = lock(&peer.silence).exceeds(timeout, now, late);
+            if silent {
+                self.peer_lost(rank, &no_heartbeat(timeout), &Source::default(), Loss::Silent);
+            }
+        }
+    }
+}

@@ -1,0 +1,468 @@
+//! Ranks with their control plane and agreement, over scripted connections: every step is a choice that a seed determines.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use super::super::super::control::{Action as ControlAction, Body, FULL, Message, Notice, Overlay, Presence};
+use super::super::super::wire::Encoding;
+use super::super::agreement::{Action, Agreement, Gone, Outcome, Quorum};
+use super::super::message::ViewMessage;
+
+/// A run that takes more steps than this hangs in a loop.
+const STEPS_LIMIT: usize = 100_000;
+
+/// A sequence of choices that a seed determines.
+pub(super) struct Choices(u64);
+
+impl Choices {
+    fn below(&mut self, limit: usize) -> usize {
+        // Marsaglia's xorshift64.
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 16) as usize % limit
+    }
+}
+
+/// What travels on a connection, in order.
+#[derive(Clone, Debug)]
+pub(super) enum Item {
+    Message(Message),
+    /// The connection has ended.
+    End,
+}
+
+/// What the control plane of a rank has for its agreement.
+#[derive(Clone, Debug)]
+pub(super) enum Known {
+    Message(usize, ViewMessage),
+    Gone(usize, Gone),
+    Excluded(usize),
+}
+
+/// The addresses of a view, by which two views of equal numbers are distinguished.
+pub(super) type Key = Vec<Vec<u8>>;
+
+/// One rank.
+pub(super) struct Node {
+    pub(super) agreement: Agreement,
+    overlay: Overlay,
+    pub(super) alive: bool,
+    /// It does nothing, and what is sent to it waits.
+    pub(super) frozen: bool,
+    pub(super) called: bool,
+    /// What the agreement gets next.
+    inbox: VecDeque<Known>,
+    /// Actions that are not performed yet.
+    todo: VecDeque<Action>,
+    /// The build in progress, whether its barrier is entered, and whether it is cancelled.
+    build: Option<(Key, bool, bool)>,
+    pub(super) outcome: Option<Outcome>,
+    /// It leaves the group, and has left it.
+    leaving: bool,
+    left: bool,
+}
+
+/// What may happen next.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Step {
+    Call(usize),
+    Act(usize),
+    Take(usize),
+    Deliver(usize, usize),
+    Repair(usize),
+    Enter(usize),
+    Pass(usize),
+    Fail(usize),
+    Leave(usize),
+}
+
+/// What happens before the step of this number.
+pub(super) type Event = (usize, Box<dyn Fn(&mut Script)>);
+
+/// Ranks, what travels between them, and the groups that they build.
+pub(super) struct Script {
+    pub(super) nodes: Vec<Node>,
+    quorum: Quorum,
+    choices: Choices,
+    /// The connections, each direction for itself.
+    pub(super) lines: BTreeMap<(usize, usize), VecDeque<Item>>,
+    /// Pairs of ranks between which nothing arrives.
+    cut: BTreeSet<(usize, usize)>,
+    /// By view: its members, and those that began to build it, entered its barrier, and gave up.
+    builds: BTreeMap<Key, [BTreeSet<usize>; 4]>,
+    addresses: usize,
+    pub(super) steps: usize,
+}
+
+impl Script {
+    pub(super) fn new(size: usize, seed: u64, quorum: Quorum) -> Script {
+        Script::connected(size, seed, quorum, FULL)
+    }
+
+    /// Ranks with connections between every two, or in a world larger than `full` a few for each.
+    pub(super) fn connected(size: usize, seed: u64, quorum: Quorum, full: usize) -> Script {
+        let nodes = (0..size).map(|rank| Node {
+            agreement: Agreement::new(rank, size, 1),
+            overlay: Overlay::new(rank, size, full),
+            alive: true,
+            frozen: false,
+            called: false,
+            inbox: VecDeque::new(),
+            todo: VecDeque::new(),
+            build: None,
+            outcome: None,
+            leaving: false,
+            left: false,
+        });
+        let mut script = Script {
+            nodes: nodes.collect(),
+            quorum,
+            choices: Choices(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
+            lines: BTreeMap::new(),
+            cut: BTreeSet::new(),
+            builds: BTreeMap::new(),
+            addresses: 0,
+            steps: 0,
+        };
+        for rank in 0..size {
+            for other in script.nodes[rank].overlay.neighbours().into_iter().filter(|other| *other < rank) {
+                script.connect(rank, other);
+            }
+        }
+        script
+    }
+
+    /// Opens a connection between two ranks.
+    fn connect(&mut self, a: usize, b: usize) {
+        for (own, other) in [(a, b), (b, a)] {
+            self.lines.insert((own, other), VecDeque::new());
+            self.control(own, |overlay, out| {
+                overlay.link_up(other, out);
+            });
+        }
+    }
+
+    pub(super) fn takes_part(&self, rank: usize) -> bool {
+        self.nodes[rank].alive && self.nodes[rank].outcome.is_none()
+    }
+
+    fn enabled(&self) -> Vec<Step> {
+        let mut steps = Vec::new();
+        for (rank, node) in self.nodes.iter().enumerate().filter(|(_, node)| node.alive && !node.frozen && !node.left) {
+            let from = self.lines.iter().filter(|((_, to), line)| *to == rank && !line.is_empty());
+            steps.extend(from.map(|((from, _), _)| Step::Deliver(*from, rank)));
+            if node.leaving {
+                let knows = |other: &usize| {
+                    let other = &self.nodes[*other];
+                    !other.alive || other.left || other.overlay.presence(rank) != Presence::Present
+                };
+                let none_comes = self.lines.iter().all(|((_, to), line)| *to != rank || line.is_empty());
+                if none_comes && node.overlay.links().iter().all(knows) {
+                    steps.push(Step::Leave(rank));
+                }
+                continue;
+            }
+            if !node.overlay.not_connected().is_empty() {
+                steps.push(Step::Repair(rank));
+            }
+            if node.outcome.is_some() {
+                continue;
+            }
+            if !node.called {
+                steps.push(Step::Call(rank));
+                continue;
+            }
+            if !node.todo.is_empty() {
+                steps.push(Step::Act(rank));
+                continue;
+            }
+            if !node.inbox.is_empty() {
+                steps.push(Step::Take(rank));
+            }
+            let Some((key, entered, cancelled)) = &node.build else { continue };
+            let [members, began, inside, gave_up] = &self.builds[key];
+            if !entered && began == members {
+                steps.push(Step::Enter(rank));
+            }
+            if *entered && inside == members {
+                steps.push(Step::Pass(rank));
+            }
+            let unreachable = |other: &usize| !self.nodes[*other].alive || self.cut.contains(&(*other, rank));
+            if *cancelled || !gave_up.is_empty() || members.iter().any(unreachable) {
+                steps.push(Step::Fail(rank));
+            }
+        }
+        steps
+    }
+
+    /// Performs one step; false when none is possible.
+    pub(super) fn step(&mut self) -> bool {
+        let enabled = self.enabled();
+        if enabled.is_empty() {
+            return false;
+        }
+        self.steps += 1;
+        assert!(self.steps < STEPS_LIMIT, "the agreement does not end");
+        let step = enabled[self.choices.below(enabled.len())];
+        let mut out = Vec::new();
+        let rank = match step {
+            Step::Act(rank) => {
+                let action = self.nodes[rank].todo.pop_front().unwrap();
+                self.act(rank, action);
+                return true;
+            }
+            Step::Call(rank) => {
+                self.nodes[rank].called = true;
+                self.nodes[rank].agreement.call(self.quorum, &mut out);
+                rank
+            }
+            Step::Deliver(from, to) => {
+                self.deliver(from, to);
+                return true;
+            }
+            Step::Repair(rank) => {
+                self.repair(rank);
+                return true;
+            }
+            Step::Leave(rank) => {
+                self.nodes[rank].left = true;
+                self.end_lines(rank);
+                return true;
+            }
+            Step::Take(rank) => {
+                let Node { agreement, inbox, .. } = &mut self.nodes[rank];
+                match inbox.pop_front().unwrap() {
+                    Known::Message(from, message) => agreement.received(from, message, &mut out),
+                    Known::Gone(other, gone) => agreement.lost(other, gone, &mut out),
+                    Known::Excluded(by) => agreement.exclude(by, &mut out),
+                }
+                rank
+            }
+            Step::Enter(rank) => {
+                let (key, entered, _) = self.nodes[rank].build.as_mut().unwrap();
+                *entered = true;
+                self.builds.get_mut(key).unwrap()[2].insert(rank);
+                rank
+            }
+            Step::Pass(rank) => {
+                self.nodes[rank].build = None;
+                self.nodes[rank].agreement.passed(&mut out);
+                rank
+            }
+            Step::Fail(rank) => {
+                let (key, entered, _) = self.nodes[rank].build.take().unwrap();
+                self.builds.get_mut(&key).unwrap()[3].insert(rank);
+                self.nodes[rank].agreement.failed(entered, "it failed", &mut out);
+                rank
+            }
+        };
+        self.nodes[rank].todo.extend(out);
+        true
+    }
+
+    /// An event of the control plane of a rank, and what follows from it.
+    pub(super) fn control(&mut self, rank: usize, event: impl FnOnce(&mut Overlay, &mut Vec<ControlAction>)) {
+        let mut out = Vec::new();
+        event(&mut self.nodes[rank].overlay, &mut out);
+        for action in out {
+            match action {
+                ControlAction::Send(to, message) => {
+                    for to in to {
+                        // Every message survives its encoding.
+                        self.put(rank, to, Item::Message(Message::parse(&message.encode()).unwrap()));
+                    }
+                }
+                ControlAction::Notice(notice) => {
+                    let Node { overlay, inbox, .. } = &mut self.nodes[rank];
+                    inbox.extend(match notice {
+                        Notice::Lost { rank: lost, .. } if lost == rank => overlay.excluded_by().map(Known::Excluded),
+                        Notice::Lost { rank: other, .. } | Notice::Left { rank: other, .. } => {
+                            let gone = match overlay.presence(other) {
+                                Presence::Silent => Gone::Silent,
+                                Presence::Moved => Gone::Moved,
+                                _ => Gone::Ended,
+                            };
+                            Some(Known::Gone(other, gone))
+                        }
+                        Notice::View { from, message } => Some(Known::Message(from, message)),
+                        Notice::Failed { .. } | Notice::Unreached { .. } => None,
+                    });
+                }
+                ControlAction::Deliver(from, Body::View(message)) => {
+                    self.nodes[rank].inbox.push_back(Known::Message(from, message));
+                }
+                // See `repair`.
+                ControlAction::Dial(_) | ControlAction::Deliver(..) => {}
+            }
+        }
+    }
+
+    fn deliver(&mut self, from: usize, to: usize) {
+        let item = self.lines.get_mut(&(from, to)).unwrap().pop_front().unwrap();
+        self.control(to, |overlay, out| match item {
+            Item::Message(Message::Notice(notice)) => overlay.received_notice(from, notice, out),
+            Item::Message(Message::Routed(routed)) => overlay.received_routed(routed, out),
+            Item::Message(other) => panic!("{other:?}"),
+            Item::End => overlay.link_down(from, true, "end", out),
+        });
+        if !self.nodes[to].overlay.links().contains(&from) {
+            self.lines.remove(&(from, to));
+        }
+    }
+
+    /// Replaces connections of a rank to ranks that are gone.
+    fn repair(&mut self, rank: usize) {
+        for other in self.nodes[rank].overlay.not_connected() {
+            let theirs = &self.nodes[other];
+            let ended = !theirs.alive || theirs.left;
+            let is_cut = self.cut.contains(&(rank, other)) || theirs.overlay.presence(rank) != Presence::Present;
+            if ended || is_cut {
+                self.control(rank, |overlay, out| overlay.lost(other, ended, "no answer", out));
+            } else if !theirs.frozen && !theirs.leaving && !theirs.overlay.links().contains(&rank) {
+                self.connect(rank, other);
+            }
+        }
+    }
+
+    fn act(&mut self, rank: usize, action: Action) {
+        match action {
+            Action::Send(to, message) => {
+                self.control(rank, |overlay, out| overlay.send(&to, Body::View(message), out));
+            }
+            Action::Publish(message) => {
+                self.control(rank, |overlay, out| overlay.publish(Notice::View { from: rank, message }, out));
+            }
+            Action::Bind(_) => {
+                self.addresses += 1;
+                let mut out = Vec::new();
+                self.nodes[rank].agreement.bound(Ok(self.addresses.to_le_bytes().to_vec()), &mut out);
+                // The actions that follow from binding come before those that were queued: the driver reports it at once.
+                let later = std::mem::take(&mut self.nodes[rank].todo);
+                self.nodes[rank].todo.extend(out);
+                self.nodes[rank].todo.extend(later);
+            }
+            Action::Discard | Action::Abandon => {}
+            Action::Build { addresses, members } => {
+                let members: BTreeSet<usize> = members.into_iter().collect();
+                let entry = self.builds.entry(addresses.clone()).or_default();
+                assert!(entry[0].is_empty() || entry[0] == members, "two member lists for one view");
+                entry[0] = members;
+                entry[1].insert(rank);
+                self.nodes[rank].build = Some((addresses, false, false));
+            }
+            Action::Cancel(_) => {
+                if let Some((_, _, cancelled)) = &mut self.nodes[rank].build {
+                    *cancelled = true;
+                }
+            }
+            Action::Finish(outcome) => {
+                if matches!(outcome, Outcome::Opened(..)) {
+                    // It leaves the old group in order.
+                    self.control(rank, |overlay, out| overlay.publish(Notice::Left { rank, moved: false }, out));
+                    self.nodes[rank].leaving = true;
+                }
+                self.nodes[rank].outcome = Some(outcome);
+            }
+        }
+    }
+
+    fn put(&mut self, from: usize, to: usize, item: Item) {
+        if !self.cut.contains(&(from, to))
+            && let Some(line) = self.lines.get_mut(&(from, to))
+        {
+            line.push_back(item);
+        }
+    }
+
+    pub(super) fn end_lines(&mut self, rank: usize) {
+        for to in (0..self.nodes.len()).filter(|to| *to != rank) {
+            self.put(rank, to, Item::End);
+            self.lines.remove(&(to, rank));
+        }
+    }
+
+    /// Kills a rank; some of its last messages may not have left it.
+    pub(super) fn kill(&mut self, rank: usize) {
+        if !self.takes_part(rank) {
+            return;
+        }
+        self.nodes[rank].alive = false;
+        for to in (0..self.nodes.len()).filter(|to| *to != rank) {
+            let Some(line) = self.lines.get_mut(&(rank, to)) else { continue };
+            let unsent = self.choices.below(line.len().min(3) + 1);
+            line.truncate(line.len() - unsent);
+        }
+        self.end_lines(rank);
+    }
+
+    /// Cuts two ranks off from each other, of which both learn by missing heartbeats.
+    pub(super) fn cut_off(&mut self, a: usize, b: usize) {
+        for (from, to) in [(a, b), (b, a)] {
+            self.cut.insert((from, to));
+            if let Some(line) = self.lines.get_mut(&(from, to)) {
+                line.clear();
+            }
+            if self.nodes[to].alive && !self.nodes[to].left && self.nodes[to].overlay.links().contains(&from) {
+                self.control(to, |overlay, out| overlay.lost(from, false, "no heartbeat", out));
+            }
+        }
+    }
+
+    /// Runs to the end, with these events before the steps of these numbers. Ranks that wait repeat what they said, a few times.
+    pub(super) fn run(&mut self, mut events: Vec<Event>) {
+        let mut reminders = 0;
+        loop {
+            let (due, later): (Vec<_>, Vec<_>) = events.into_iter().partition(|(at, _)| *at <= self.steps);
+            events = later;
+            due.into_iter().for_each(|(_, event)| event(self));
+            if self.step() {
+                continue;
+            }
+            reminders += 1;
+            if reminders > 3 {
+                break;
+            }
+            let waits = |node: &&mut Node| node.alive && node.called && !node.frozen && node.outcome.is_none();
+            for Node { agreement, todo, .. } in self.nodes.iter_mut().filter(waits) {
+                let mut out = Vec::new();
+                agreement.remind(&mut out);
+                todo.extend(out);
+            }
+        }
+    }
+
+    /// The deadline passes on every rank that still takes part.
+    pub(super) fn expire(&mut self) {
+        for late in [false, true] {
+            for rank in 0..self.nodes.len() {
+                if self.takes_part(rank) {
+                    let mut out = Vec::new();
+                    self.nodes[rank].agreement.expire(late, &mut out);
+                    self.nodes[rank].todo.extend(out);
+                }
+            }
+            self.run(Vec::new());
+        }
+    }
+
+    pub(super) fn survivors(&self) -> Vec<usize> {
+        (0..self.nodes.len()).filter(|rank| self.nodes[*rank].alive).collect()
+    }
+
+    /// All survivors are in the same view.
+    #[track_caller]
+    pub(super) fn check_together(&self, script: &str) {
+        let survivors = self.survivors();
+        let mut views = BTreeSet::new();
+        for rank in &survivors {
+            match &self.nodes[*rank].outcome {
+                Some(Outcome::Opened(view, members)) => _ = views.insert((*view, members.clone())),
+                other => panic!("{script}: rank {rank} ended with {other:?}"),
+            }
+        }
+        assert!(views.len() <= 1, "{script}: survivors are in different views: {views:?}");
+        for (_, members) in views {
+            assert!(survivors.iter().all(|rank| members.contains(rank)), "{script}: {members:?} lacks a survivor");
+        }
+    }
+}
