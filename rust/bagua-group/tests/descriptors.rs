@@ -2,7 +2,7 @@
 
 mod group_world;
 
-use bagua_group::TransportChoice;
+use bagua_group::{Group, Options, TransportChoice};
 use group_world::{until, world_with};
 
 fn count(path: &str) -> usize {
@@ -18,7 +18,12 @@ fn dropping_groups_with_lanes_closes_all_descriptors_and_ends_all_threads() {
                 config.host_id = ["a", "a", "b"][config.rank].to_owned();
             });
             let lanes: Vec<_> = std::thread::scope(|scope| {
-                let threads: Vec<_> = groups.iter().map(|group| scope.spawn(|| group.lane().unwrap())).collect();
+                let used = |group: &Group| {
+                    let mut lane = group.lane().unwrap();
+                    lane.barrier(&Options::default()).unwrap();
+                    lane
+                };
+                let threads: Vec<_> = groups.iter().map(|group| scope.spawn(move || used(group))).collect();
                 threads.into_iter().map(|thread| thread.join().unwrap()).collect()
             });
             groups[0].raise("ValueError", "bad number");
