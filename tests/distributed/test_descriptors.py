@@ -82,8 +82,8 @@ def joins_with_hard_limit(rank: int, hard: int) -> int:
 
 
 def test_a_group_works_with_as_many_descriptors_as_the_errors_ask_for(world: World) -> None:
-    few = world(6, env=TCP)
-    allowed = [20]
+    few = world(6, env=TCP | {"BAGUA_STREAMS_PER_PEER": "16"})
+    allowed = [12]
     while asked := max(few.run(joins_with_hard_limit, allowed[-1])):
         assert asked > allowed[-1]
         allowed.append(asked)
