@@ -87,7 +87,7 @@ def test_a_group_works_with_as_many_descriptors_as_the_errors_ask_for(world: Wor
     while asked := max(few.run(joins_with_hard_limit, allowed[-1])):
         assert asked > allowed[-1]
         allowed.append(asked)
-    # What joining asks for, what the all_reduce does, and once more for a rank that has more files open than the first to fail.
+    # What joining asks for, what the all_reduce does, and once more for a rank with more open files than the first.
     assert 3 <= len(allowed) <= 4
 
 

@@ -138,8 +138,8 @@ impl LaneBuilder<'_> {
         found.ok_or_else(|| Error::other("this rank is on no host of its group"))
     }
 
-    /// A mesh of some members of the group: rings in shared memory to ranks of this host, if given, and to all others streams of this `index`,
-    /// which open on demand.
+    /// A mesh of some members of the group: rings in shared memory to ranks of this host, if given, and to all others streams of this
+    /// `index`, which open on demand.
     fn mesh(&self, members: Vec<usize>, index: u32, shared: Option<(&Arc<Arena>, usize, &[usize])>) -> Net {
         let LaneConns { control, health, .. } = self.conns;
         let (mut rings, mut bell) = (Vec::new(), None);

@@ -1,7 +1,7 @@
 //! File descriptors: how many a rank needs, and the limit of its process on them (`RLIMIT_NOFILE`).
 //!
-//! A group needs descriptors in proportion to its ranks: one control connection to each peer, and in each lane the TCP streams to those with
-//! which it has exchanged messages. A process without a free descriptor can neither open nor accept a connection, and its peers cannot
+//! A group needs descriptors in proportion to its ranks: one control connection to each peer, and in each lane the TCP streams to those
+//! with which it has exchanged messages. A process without a free descriptor can neither open nor accept a connection, and its peers cannot
 //! distinguish that from a slow network. A rank therefore raises the soft limit of its process before it connects, and before it opens
 //! streams, and fails where the hard limit forbids that. It never lowers the limit.
 
@@ -34,8 +34,8 @@ pub(super) struct Need {
 }
 
 impl Need {
-    /// Of a rank before it connects: the control connections. No lane has a stream before its first operation, but peers may open theirs before
-    /// this rank opens its own: `wanted` has room for the streams of one lane.
+    /// Of a rank before it connects: the control connections. No lane has a stream before its first operation, but peers may open theirs
+    /// before this rank opens its own: `wanted` has room for the streams of one lane.
     pub(super) fn of_world(config: &Config) -> Need {
         let peers = config.world_size - 1;
         let lane = peers.saturating_mul(config.streams_per_peer);

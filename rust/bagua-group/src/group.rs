@@ -168,8 +168,8 @@ impl Group {
     }
 
     /// Opens a lane, which has streams and shared memory of its own, so that its operations run concurrently with those of other lanes.
-    /// Collective: all members open lanes in the same order. A stream to another rank opens in the lane's first operation that has a message
-    /// for it.
+    /// Collective: all members open lanes in the same order. The streams between two ranks open in the lane's first operation that has a
+    /// message between them.
     ///
     /// # Errors
     /// The group's first cause; an error of this call becomes the first cause.

@@ -1,8 +1,8 @@
 //! The streams of a lane, which open on demand, and what every stream of data is wrapped in.
 //!
-//! Two ranks have a few streams in a lane, the smaller of the numbers in their addresses. They open in the first operation that has messages
-//! between the two: the rank with the higher world rank dials, the other one accepts. A dial ends at the control thread of the other rank,
-//! which keeps the connection until its lane asks for it, so that no rank waits for another one to begin.
+//! Two ranks have a few streams in a lane, the smaller of the numbers in their addresses. They open in the first operation that has
+//! messages between the two: the rank with the higher world rank dials, the other one accepts. A dial ends at the control thread of the
+//! other rank, which keeps the connection until its lane asks for it, so that no dial waits for the other rank's operation.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;

@@ -17,6 +17,12 @@ fn dropping_groups_with_lanes_closes_all_descriptors_and_ends_all_threads() {
                 config.transport = transport;
                 config.host_id = ["a", "a", "b"][config.rank].to_owned();
             });
+            if transport == TransportChoice::Tcp {
+                let before = count("/proc/self/fd");
+                let unused: Vec<_> = groups.iter().map(|group| group.lane().unwrap()).collect();
+                assert_eq!(count("/proc/self/fd"), before, "a lane that is not used costs none");
+                drop(unused);
+            }
             let lanes: Vec<_> = std::thread::scope(|scope| {
                 let used = |group: &Group| {
                     let mut lane = group.lane().unwrap();

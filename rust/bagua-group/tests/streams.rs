@@ -155,7 +155,7 @@ fn a_rank_that_does_not_come_while_streams_open_is_named_in_a_timeout() {
     for absent in [0, 2] {
         let groups = tcp_world(3);
         let mut lanes = lanes(&groups);
-        let options = Options { timeout: Some(Duration::from_millis(700)), label: "bucket 7", ..Options::default() };
+        let options = Options { timeout: Some(Duration::from_millis(1500)), label: "bucket 7", ..Options::default() };
         let outcomes = together(&mut lanes, |rank, lane| (rank != absent).then(|| lane.barrier(&options)));
         for outcome in outcomes.into_iter().flatten() {
             let Err(Error::Timeout { missing, progress: Some(progress), .. }) = &outcome else { panic!("{outcome:?}") };

@@ -24,6 +24,9 @@ pub type Ranks = fn(usize) -> Vec<Box<dyn Collective>>;
 /// The two ends of a new stream, with the doorbells of their owners.
 pub type Ends = fn() -> [(Box<dyn Transport>, Doorbell); 2];
 
+/// The stream to each rank.
+type Links = Vec<Option<Box<dyn Transport>>>;
+
 /// What is left of a rank in a test: its collective, its health, its counters, its sequence number.
 pub struct Rank {
     pub collective: Box<dyn Collective>,
@@ -175,7 +178,7 @@ fn bundles_of(
 pub fn on_demand(size: usize) -> Vec<Box<dyn Collective>> {
     let asked = Arc::new(Mutex::default());
     let opener = |rank| Box::new(Pairs { rank, asked: Arc::clone(&asked) });
-    let net = |(rank, (links, bell)): (usize, (Vec<Option<Box<dyn Transport>>>, _))| {
+    let net = |(rank, (links, bell)): (usize, (Links, Doorbell))| {
         let bundles = links.into_iter().map(|link| link.into_iter().collect()).collect();
         let mesh = Mesh::on_demand(rank, (0..size).collect(), bundles, Some(bell), opener(rank));
         Box::new(Net::new(mesh)) as Box<dyn Collective>
@@ -240,13 +243,9 @@ fn mixed_mesh(size: usize, is_local: fn(usize, usize) -> bool) -> Vec<Box<dyn Co
 }
 
 /// By rank, its stream to each other rank, and its doorbell: a stream between threads, a TCP connection or, for `None`, no stream.
-fn links(
-    size: usize,
-    is_local: impl Fn(usize, usize) -> Option<bool>,
-) -> Vec<(Vec<Option<Box<dyn Transport>>>, Doorbell)> {
+fn links(size: usize, is_local: impl Fn(usize, usize) -> Option<bool>) -> Vec<(Links, Doorbell)> {
     let bells: Vec<_> = (0..size).map(|_| Doorbell::local()).collect();
-    let mut links: Vec<Vec<Option<Box<dyn Transport>>>> =
-        (0..size).map(|_| (0..size).map(|_| None).collect()).collect();
+    let mut links: Vec<Links> = (0..size).map(|_| (0..size).map(|_| None).collect()).collect();
     for a in 0..size {
         for b in a + 1..size {
             let Some(is_local) = is_local(a, b) else { continue };

@@ -43,8 +43,8 @@ const SPIN: Duration = Duration::from_micros(30);
 /// notification.
 const POLL_PAUSES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
 
-/// While streams open, a rank sleeps for this part of the time for which no bytes have moved: a wait of a millisecond is not much prolonged, and
-/// a long one costs as little as any other.
+/// While streams open, a rank sleeps for one in so many parts of the time for which no bytes have moved: a wait of a millisecond is not
+/// much prolonged, and a long one costs as little as any other.
 const OPENING_SHARE: u32 = 8;
 
 /// A mesh without an opener has all its streams from the start.
@@ -339,8 +339,8 @@ impl Mesh {
         Ok(at < before)
     }
 
-    /// Makes progress with every peer; true when bytes moved, or streams have been opened. Calls on all peers before it returns an error for one, so that each peer gets
-    /// this rank's header before this rank fails.
+    /// Makes progress with every peer; true when bytes moved, or streams have been opened. Calls on all peers before it returns an error for
+    /// one, so that each peer gets this rank's header before this rank fails.
     fn progress(&mut self, transfer: &mut Transfer<'_, '_>, run: &mut Run<'_>) -> Result<bool> {
         let mut any = !self.opening.is_empty() && self.take_opened(run)?;
         let mut lost: Option<(usize, Broken)> = None;
