@@ -17,6 +17,9 @@ World = Callable[..., Any]
 
 RANKS = 24
 
+#: Fewer than the control connections of `RANKS` ranks and what is open need.
+FEW = 24
+
 TCP = {"BAGUA_TRANSPORT": "tcp"}
 
 
@@ -43,7 +46,7 @@ def test_the_soft_limit_is_raised_as_far_as_the_world_needs(world: World) -> Non
 
 
 def joins_with_a_low_hard_limit(rank: int) -> tuple[str, float]:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FEW, FEW))
     start = time.monotonic()
     with pytest.raises(bagua.BaguaError) as raised:
         bagua.init(timeout=50)
@@ -59,31 +62,33 @@ def test_a_hard_limit_that_is_too_low_is_an_error_on_every_rank_at_once(world: W
     for rank, (text, took) in enumerate(world(RANKS, env=TCP).run(joins_with_a_low_hard_limit)):
         assert f"rank {rank} of {RANKS}" in text
         assert "file descriptors" in text
-        assert "may have 64" in text
+        assert f"may have {FEW}" in text
         assert "ulimit" in text
         assert took < 6.0
 
 
 def joins_with_hard_limit(rank: int, hard: int) -> int:
-    """How many descriptors the error asks for; 0 when joining and an all_reduce succeed."""
+    """How many descriptors the error asks for, of joining or of an all_reduce; 0 when both succeed."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    x = np.ones(1000)
     try:
-        group = bagua.init(timeout=50)
+        bagua.init(timeout=50).all_reduce(x)
     except bagua.BaguaError as error:
         [needed] = re.findall(r"needs (\d+) file descriptors", str(error))
         return int(needed)
-    x = np.ones(1000)
-    group.all_reduce(x)
-    assert (x == group.size).all()
+    assert (x == bagua.world_size()).all()
     bagua.shutdown()
     return 0
 
 
-def test_a_group_works_with_as_many_descriptors_as_the_error_asks_for(world: World) -> None:
-    few = world(6, env=TCP)
-    needed = few.run(joins_with_hard_limit, 24)
-    assert min(needed) > 24
-    assert few.run(joins_with_hard_limit, max(needed)) == [0] * 6
+def test_a_group_works_with_as_many_descriptors_as_the_errors_ask_for(world: World) -> None:
+    few = world(6, env=TCP | {"BAGUA_STREAMS_PER_PEER": "16"})
+    allowed = [12]
+    while asked := max(few.run(joins_with_hard_limit, allowed[-1])):
+        assert asked > allowed[-1]
+        allowed.append(asked)
+    # What joining asks for, what the all_reduce does, and once more for a rank with more open files than the first.
+    assert 3 <= len(allowed) <= 4
 
 
 def joins_with_enough(rank: int) -> tuple[int, int]:

@@ -97,7 +97,7 @@ impl Bootstrap {
     ///
     /// # Errors
     /// `InvalidArgument` or `Mismatch` when the addresses contradict each other, `Timeout` naming the ranks that cannot be reached,
-    /// `System` or `Mismatch` when a rank refuses the connection, `System` when the hard limit of file descriptors is too low, `PeerLost` when a rank ends or leaves meanwhile.
+    /// `System` or `Mismatch` when a rank refuses the connection, `PeerLost` when a rank ends or leaves meanwhile.
     pub fn connect(self, addresses: &[Vec<u8>]) -> Result<Group> {
         self.connect_unless(&AtomicBool::new(false), addresses)
     }
@@ -111,9 +111,6 @@ impl Bootstrap {
         let deadline = Deadline::after(config.connect_timeout);
         let until = Instant::now() + config.connect_timeout;
         let parsed = Address::parse_all(addresses, config, &address)?;
-        if config.world_size > 1 {
-            descriptors::provide(descriptors::open(), Need::of_addresses(config, &parsed), || describe(config))?;
-        }
         let hosts = parsed.iter().map(|address| address.host_name.clone()).collect();
         let health = GroupHealth::new(config.rank, (0..config.world_size).collect(), hosts);
         let world = World::new(parsed, addresses, &config.secret);
@@ -136,8 +133,8 @@ impl Bootstrap {
 
 /// Who needs file descriptors, for the error text.
 fn describe(config: &Config) -> String {
-    let Config { rank, world_size, streams_per_peer, .. } = config;
-    format!("rank {rank} of {world_size}, with {streams_per_peer} TCP streams per peer,")
+    let Config { rank, world_size, .. } = config;
+    format!("rank {rank} of {world_size}")
 }
 
 /// A rank that is connecting to its peers.

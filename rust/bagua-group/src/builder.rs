@@ -1,28 +1,24 @@
-//! Connecting a lane: its streams, its shared memory, and the collective for the group's hosts.
+//! Building a lane: its shared memory, and the collective for the group's hosts. It has no stream yet: those between two ranks open in the
+//! first operation with a message between them, see [`super::streams`].
 //!
-//! Two ranks that use TCP have a few streams, the smaller of the numbers in their addresses; the higher rank connects, the lower one
-//! accepts. The ranks of one host share one memory segment per lane, see [`super::segment`].
+//! The ranks of one host share one memory segment per lane, see [`super::segment`].
 
-use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::mpsc::RecvTimeoutError;
-use std::time::Instant;
 
-use super::connection::{ConnKey, DataConn, NotArrived, Socket};
-use super::control::{Control, Dial};
-use super::descriptors::{self, Need};
+use super::connection::DataConn;
 use super::fork::{ForkFd, OwnerProcess};
 use super::handshake::Purpose;
+use super::streams::{LaneConns, StreamOpener};
 use crate::codec::Codec;
 use crate::collective::shm::{segment_len, spare_links};
 use crate::collective::{
     Collective, CollectiveFactory, DeviceCodec, Hier, Incoming, Io, Net, OpContext, Outgoing, Shm, Solo, Verb,
 };
 use crate::error::{Error, Progress, Result};
-use crate::health::{GroupHealth, LEFT};
+use crate::health::LEFT;
 use crate::memory::{Arena, Buffer, BufferMut, Device, DeviceRef, Registry};
 use crate::same_ranks_as;
-use crate::transport::{Mesh, Transport};
+use crate::transport::Mesh;
 use crate::types::{DType, ReduceOp};
 use crate::wait::{Deadline, SLICE};
 
@@ -35,19 +31,11 @@ const LEADERS: u32 = 1;
 /// `index` of the streams between the ranks of one machine that do not share memory.
 const MACHINE: u32 = 2;
 
-/// Bit position of a stream's number in its `index`.
-const NUMBER_SHIFT: u32 = 8;
-
 /// Builds one lane, and connects its ranks later where they pass descriptors.
 pub(super) struct LaneBuilder<'a> {
-    pub(super) control: &'a Arc<Control>,
-    pub(super) health: &'a Arc<GroupHealth>,
-    /// Id of the group.
-    pub(super) group: u64,
+    pub(super) conns: &'a LaneConns,
     /// What is opened, for error texts.
     pub(super) what: &'static str,
-    /// Number of the lane.
-    pub(super) channel: u32,
     /// Group ranks on each host, ascending.
     pub(super) hosts: &'a [Vec<usize>],
     /// Deadline for all connections.
@@ -56,13 +44,10 @@ pub(super) struct LaneBuilder<'a> {
     pub(super) registry: &'a Arc<Registry>,
 }
 
-/// Streams by group rank.
-type Streams = HashMap<usize, Vec<Box<dyn Transport>>>;
-
 impl LaneBuilder<'_> {
-    /// Connects the lane and returns its collective.
+    /// Builds the lane and returns its collective.
     pub(super) fn build(&self) -> Result<Box<dyn Collective>> {
-        let (size, mut fork_fds) = (self.health.size(), Vec::new());
+        let (size, mut fork_fds) = (self.conns.health.size(), Vec::new());
         let inner = if self.hosts.len() == 1 || self.hosts.len() == size {
             let all: Vec<usize> = (0..size).collect();
             self.part(&all, FLAT, &mut fork_fds)?
@@ -72,9 +57,9 @@ impl LaneBuilder<'_> {
         Ok(self.bound(inner, self.hosts, fork_fds))
     }
 
-    /// Connects the lane's ranks by machine: those of one machine, and the machines' first ranks.
+    /// The collectives of the lane's ranks by machine: those of one machine, and the machines' first ranks.
     pub(super) fn build_by_machine(&self, machines: &[Vec<usize>]) -> Result<Hier> {
-        let rank = self.health.rank();
+        let rank = self.conns.health.rank();
         let machine = machines.iter().find(|machine| machine.contains(&rank));
         let machine = machine.ok_or_else(|| Error::other("this rank is on no machine of its group"))?;
         let mut fork_fds = Vec::new();
@@ -90,13 +75,11 @@ impl LaneBuilder<'_> {
     /// Shared memory inside hosts and streams between them. All ranks have the best link to each other for what is not hierarchical: a stream
     /// to another host, rings in the segment on this one.
     fn shm_and_net(&self, fork_fds: &mut Vec<ForkFd>) -> Result<Hier> {
-        let (size, rank) = (self.health.size(), self.health.rank());
+        let (size, rank) = (self.conns.health.size(), self.conns.health.rank());
         let (host, local) = self.host()?;
         let shared = if host.len() > 1 { Some(self.shm(fork_fds)?) } else { None };
-        let remote: Vec<usize> = (0..size).filter(|other| host.binary_search(other).is_err()).collect();
-        let streams = self.streams(&remote, FLAT, fork_fds)?;
         let rings = shared.as_ref().map(|(_, arena)| (arena, local, host));
-        let flat = self.mesh((0..size).collect(), streams, rings);
+        let flat = self.mesh((0..size).collect(), FLAT, rings);
         let intra: Box<dyn Collective> = match shared {
             Some((shm, _)) => Box::new(shm),
             None => Box::new(Solo::new()),
@@ -108,7 +91,7 @@ impl LaneBuilder<'_> {
     /// The collective of the hosts' first ranks, if this is one of them.
     fn leaders(&self, hosts: &[Vec<usize>], fork_fds: &mut Vec<ForkFd>) -> Result<Option<Box<dyn Collective>>> {
         let leaders: Vec<usize> = hosts.iter().map(|host| host[0]).collect();
-        let is_one = leaders.contains(&self.health.rank());
+        let is_one = leaders.contains(&self.conns.health.rank());
         is_one.then(|| self.part(&leaders, LEADERS, fork_fds)).transpose()
     }
 
@@ -121,9 +104,7 @@ impl LaneBuilder<'_> {
         if members == self.host()?.0 {
             return Ok(Box::new(self.shm(fork_fds)?.0));
         }
-        let others: Vec<usize> = members.iter().copied().filter(|other| *other != self.health.rank()).collect();
-        let streams = self.streams(&others, index, fork_fds)?;
-        Ok(Box::new(self.mesh(members.to_vec(), streams, None)))
+        Ok(Box::new(self.mesh(members.to_vec(), index, None)))
     }
 
     /// The collective of this host's ranks, and its segment.
@@ -142,141 +123,63 @@ impl LaneBuilder<'_> {
         hosts: &[Vec<usize>],
         fork_fds: Vec<ForkFd>,
     ) -> Box<dyn Collective> {
-        let factories = self.control.plane.config.factories.iter().cloned();
+        let factories = self.conns.control.plane.config.factories.iter().cloned();
         let (unused, at_once): (Vec<_>, Vec<_>) = factories.partition(|factory| factory.device() != 0);
         let inner = at_once.iter().fold(collective, |inner, factory| factory.wrap(inner, hosts));
-        let owner = self.control.plane.owner;
+        let owner = self.conns.control.plane.owner;
         Box::new(ProcessBound { fork_fds, inner: Some(inner), owner, unused, hosts: hosts.to_vec() })
     }
 
     /// The group ranks on this rank's host, and this rank's index among them.
     pub(super) fn host(&self) -> Result<(&[usize], usize)> {
-        let rank = self.health.rank();
+        let rank = self.conns.health.rank();
         let index = |host: &'_ Vec<usize>| host.iter().position(|member| *member == rank);
         let found = self.hosts.iter().find_map(|host| index(host).map(|at| (host.as_slice(), at)));
         found.ok_or_else(|| Error::other("this rank is on no host of its group"))
     }
 
-    /// A mesh of some members of the group: rings in shared memory to ranks of this host, if given, and streams to all others.
-    fn mesh(&self, members: Vec<usize>, mut streams: Streams, shared: Option<(&Arc<Arena>, usize, &[usize])>) -> Net {
-        let rank = self.health.rank();
-        let mut bell = None;
+    /// A mesh of some members of the group: rings in shared memory to ranks of this host, if given, and to all others streams of this
+    /// `index`, which open on demand.
+    fn mesh(&self, members: Vec<usize>, index: u32, shared: Option<(&Arc<Arena>, usize, &[usize])>) -> Net {
+        let LaneConns { control, health, .. } = self.conns;
+        let (mut rings, mut bell) = (Vec::new(), None);
         if let Some((arena, local, host)) = shared {
             let (links, own) = spare_links(arena, local, host.len());
             bell = Some(own);
-            let by_rank = host.iter().copied().zip(links);
-            streams.extend(by_rank.filter_map(|(member, link)| link.map(|link| (member, vec![link]))));
+            rings = host.iter().copied().zip(links).collect();
         }
-        let own_index = members.iter().position(|member| *member == rank).unwrap_or(0);
-        let bundles = members.iter().map(|member| streams.remove(member).unwrap_or_default()).collect();
-        Net::new(Mesh::bundled(own_index, members, bundles, bell)).with(self.control.plane.config.algorithm)
+        let own_index = members.iter().position(|member| *member == health.rank()).unwrap_or(0);
+        let ring_to =
+            |member: &usize| rings.iter_mut().find(|(other, _)| other == member).and_then(|(_, link)| link.take());
+        let bundles = members.iter().map(ring_to).map(|ring| ring.into_iter().collect()).collect();
+        let opener = Box::new(StreamOpener::new(self.conns, index, members.clone()));
+        Net::new(Mesh::on_demand(own_index, members, bundles, bell, opener)).with(control.plane.config.algorithm)
     }
 
-    fn key(&self, peer: usize, purpose: Purpose, index: u32) -> ConnKey {
-        ConnKey { purpose, group: self.group, channel: self.channel, index, from: self.health.world_rank(peer) }
-    }
-
-    /// Starts to connect to a rank whose world rank is lower; [`LaneBuilder::dialled`] waits for the outcome.
-    pub(super) fn dial(
-        &self,
-        peer: usize,
-        purpose: Purpose,
-        index: u32,
-    ) -> std::sync::mpsc::Receiver<std::result::Result<DataConn, String>> {
-        let (to, group, channel) = (self.health.world_rank(peer), self.group, self.channel);
-        self.control.dial_lane(Dial { to, purpose, group, channel, index }, Instant::now() + self.deadline.left())
-    }
-
-    /// Waits for a connection that [`LaneBuilder::dial`] started.
-    pub(super) fn dialled(
-        &self,
-        peer: usize,
-        outcome: &std::sync::mpsc::Receiver<std::result::Result<DataConn, String>>,
-    ) -> Result<DataConn> {
+    /// A connection with another rank of the group, in either direction.
+    pub(super) fn connected(&self, peer: usize, purpose: Purpose, index: u32) -> Result<DataConn> {
+        let awaited = self.conns.begin(peer, purpose, index, self.deadline.left());
         loop {
-            match outcome.recv_timeout(SLICE) {
-                Ok(Ok(data_conn)) => return Ok(data_conn),
-                Ok(Err(how)) => {
-                    let rank = self.health.world_rank(peer);
-                    return Err(Error::other(format!("connecting a lane to rank {rank}: {how}")));
-                }
-                Err(RecvTimeoutError::Timeout) => self.check(peer)?,
-                Err(RecvTimeoutError::Disconnected) => {
-                    self.check(peer)?;
-                    return Err(self.timed_out(peer));
-                }
+            // Before the check: the peer may have connected and then left.
+            if let Some(conn) = self.conns.wait(peer, &awaited, SLICE.min(self.deadline.left()))? {
+                return Ok(conn);
             }
+            self.check(peer)?;
         }
     }
 
     /// The error that must end a wait for a peer: the group failed, the peer left, or the deadline passed.
     pub(super) fn check(&self, peer: usize) -> Result<()> {
-        self.health.check()?;
-        if self.health.has_departed(peer) {
-            return Err(self.health.attribute_disconnect(peer, LEFT));
+        let health = &self.conns.health;
+        health.check()?;
+        if health.has_departed(peer) {
+            return Err(health.attribute_disconnect(peer, LEFT));
         }
-        if self.deadline.passed() { Err(self.timed_out(peer)) } else { Ok(()) }
-    }
-
-    fn timed_out(&self, peer: usize) -> Error {
-        let what = format!("opening {} {} of the group", self.what, self.channel);
-        self.health.timed_out(self.deadline.limit(), &[peer], Progress { what, ..Progress::default() })
-    }
-
-    /// Waits for a connection from a rank whose world rank is higher.
-    pub(super) fn accepted(&self, peer: usize, purpose: Purpose, index: u32) -> Result<DataConn> {
-        let key = self.key(peer, purpose, index);
-        self.control.plane.pending.take(&key, peer, &self.deadline, self.health).map_err(|why| match why {
-            NotArrived::TimedOut => self.timed_out(peer),
-            NotArrived::GroupEnded => self.check(peer).err().unwrap_or_else(|| self.timed_out(peer)),
-        })
-    }
-
-    /// Opens the streams to these group ranks.
-    fn streams(&self, peers: &[usize], index: u32, fork_fds: &mut Vec<ForkFd>) -> Result<Streams> {
-        let addresses = &self.control.plane.world()?.addresses;
-        let configured = |peer: usize| addresses[self.health.world_rank(peer)].streams;
-        let own = configured(self.health.rank());
-        let agreed = |peer: usize| u32::from(own.min(configured(peer)).max(1));
-        let numbers = |peer: usize| (0..agreed(peer)).map(move |number| (peer, index | number << NUMBER_SHIFT));
-        let wanted: Vec<(usize, u32)> = peers.iter().copied().flat_map(numbers).collect();
-        if !wanted.is_empty() {
-            let open = descriptors::open();
-            let need = Need::of_streams(wanted.len(), self.control.plane.arrived());
-            descriptors::provide(open, need, || {
-                let rank = self.health.world_rank(self.health.rank());
-                format!("rank {rank}, which opens {} with {} streams,", self.what, wanted.len())
-            })?;
+        if !self.deadline.passed() {
+            return Ok(());
         }
-        let connected = self.connect(wanted, fork_fds)?;
-        let mut streams = Streams::new();
-        for (peer, socket) in connected {
-            let stream =
-                self.control.plane.transport(socket).map_err(|e| Error::system("preparing a data stream", e))?;
-            streams.entry(peer).or_default().push(stream);
-        }
-        Ok(streams)
-    }
-
-    /// Opens one TCP connection for each group rank and index, and returns them in the same order.
-    fn connect(&self, wanted: Vec<(usize, u32)>, fork_fds: &mut Vec<ForkFd>) -> Result<Vec<(usize, Socket)>> {
-        let rank = self.health.rank();
-        let dials = |peer: usize| self.health.world_rank(peer) < self.health.world_rank(rank);
-        // Starts all connections before it waits for the first.
-        let dialling: Vec<_> = wanted
-            .into_iter()
-            .map(|(peer, index)| (peer, index, dials(peer).then(|| self.dial(peer, Purpose::Stream, index))))
-            .collect();
-        let mut connected = Vec::with_capacity(dialling.len());
-        for (peer, index, outcome) in dialling {
-            let DataConn { fork_fd, socket } = match outcome {
-                Some(outcome) => self.dialled(peer, &outcome)?,
-                None => self.accepted(peer, Purpose::Stream, index)?,
-            };
-            fork_fds.push(fork_fd);
-            connected.push((peer, socket));
-        }
-        Ok(connected)
+        let what = format!("opening {} {} of the group", self.what, self.conns.channel);
+        Err(health.timed_out(self.deadline.limit(), &[peer], Progress { what, ..Progress::default() }))
     }
 }
 

@@ -1,10 +1,11 @@
-//! Authenticated connections: control connections, and data connections, which stay pending until their lane is opened.
+//! Authenticated connections: control connections, and data connections, which stay pending until their lane asks for them.
 
 use std::collections::HashMap;
 use std::io;
 use std::pin::Pin;
 use std::sync::{Arc, Condvar, Mutex};
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
@@ -12,15 +13,14 @@ use super::config::{MAX_STREAMS, TransportChoice};
 use super::fork::ForkFd;
 use super::handshake::{Failed, Hello, Purpose, Refusal};
 use super::tls::{Ends, Refused, TlsSocket};
-use crate::health::GroupHealth;
 use crate::transport::tls::Session;
 use crate::transport::{Tls, Transport};
-use crate::wait::{Deadline, SLICE, lock, wait_on_for};
+use crate::wait::{Deadline, lock, wait_on_for};
 
 /// The most pending connections in small worlds.
 const PENDING_LIMIT: usize = 4096;
 
-/// The most pending connections. Peers may open several lanes before this rank does, but correct peers stay below this.
+/// The most pending connections. Peers may use several lanes before this rank does, but correct peers stay below this.
 fn pending_limit(world_size: usize) -> usize {
     PENDING_LIMIT.max(world_size.saturating_mul(2 * MAX_STREAMS))
 }
@@ -256,7 +256,7 @@ impl From<&Hello> for ConnKey {
     }
 }
 
-/// Accepted connections whose lane this rank has not opened yet: a peer may open it earlier.
+/// Accepted connections for which this rank's lane has not asked yet: a peer may use the lane earlier.
 pub(super) struct PendingConns {
     /// The most connections that may be pending.
     limit: usize,
@@ -269,15 +269,6 @@ pub(super) struct PendingConns {
 
 /// Called when a peer has opened a stream of messages.
 type Watcher = Arc<dyn Fn() + Send + Sync>;
-
-/// Why a connection did not arrive.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum NotArrived {
-    /// The deadline passed.
-    TimedOut,
-    /// The group failed, or the peer left it.
-    GroupEnded,
-}
 
 impl PendingConns {
     pub(super) fn new(world_size: usize) -> PendingConns {
@@ -315,26 +306,16 @@ impl PendingConns {
         Ok(())
     }
 
-    /// Waits for the connection with a key and takes it. `peer` is the group rank that opens it.
-    pub(super) fn take(
-        &self,
-        key: &ConnKey,
-        peer: usize,
-        deadline: &Deadline,
-        health: &GroupHealth,
-    ) -> Result<DataConn, NotArrived> {
+    /// Takes the connection with a key, for which it waits for at most `longest`.
+    pub(super) fn take(&self, key: &ConnKey, longest: Duration) -> Option<DataConn> {
+        let deadline = Deadline::after(longest);
         let mut conns = lock(&self.conns);
         loop {
-            if let Some(conn) = conns.remove(key) {
-                return Ok(conn);
+            let found = conns.remove(key);
+            if found.is_some() || deadline.passed() {
+                return found;
             }
-            if health.check().is_err() || health.has_departed(peer) {
-                return Err(NotArrived::GroupEnded);
-            }
-            if deadline.passed() {
-                return Err(NotArrived::TimedOut);
-            }
-            conns = wait_on_for(&self.added, conns, SLICE.min(deadline.left()));
+            conns = wait_on_for(&self.added, conns, deadline.left());
         }
     }
 

@@ -1,15 +1,14 @@
 //! File descriptors: how many a rank needs, and the limit of its process on them (`RLIMIT_NOFILE`).
 //!
-//! A group needs descriptors for its control connections, and in each lane for the TCP streams to each peer. A
-//! process without a free descriptor can neither open nor accept a connection, and its peers cannot distinguish that from a slow network.
-//! A rank therefore raises the soft limit of its process before it connects, and fails where the hard limit forbids that. It never
-//! lowers the limit.
+//! A group needs descriptors for its control connections, and in each lane for the TCP streams to those ranks with which it has exchanged
+//! messages. A process without a free descriptor can neither open nor accept a connection, and its peers cannot
+//! distinguish that from a slow network. A rank therefore raises the soft limit of its process before it connects, and before it opens
+//! streams, and fails where the hard limit forbids that. It never lowers the limit.
 
 use std::sync::Mutex;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use super::address::Address;
 use super::config::Config;
 use super::control::Overlay;
 use super::fork::PerProcess;
@@ -19,9 +18,6 @@ use crate::wait::lock;
 /// Descriptors of a rank beside its connections: the listening sockets, the event loops of the control thread and of the rendezvous, and
 /// the shared memory of a lane.
 const OWN: usize = 10;
-
-/// Lanes for which the limit is raised ahead: the first one, and those of engines and sub-groups.
-const EXPECTED_LANES: usize = 4;
 
 /// Descriptors left to the application, to the rendezvous and to connections that are not authenticated yet.
 const SPARE: usize = 64;
@@ -39,43 +35,16 @@ pub(super) struct Need {
 }
 
 impl Need {
-    /// Of a rank that knows its own configuration only: the control connections and the first lane. Which peers share memory is not
-    /// known yet: `least` assumes that all do where that is possible, `wanted` that none does.
+    /// Of a rank before it connects: the control connections. No lane has a stream before its first operation, but peers may open theirs
+    /// before this rank opens its own: `wanted` has room for the streams of one lane.
     pub(super) fn of_world(config: &Config) -> Need {
         let peers = config.world_size - 1;
-        let streams = peers.saturating_mul(config.streams_per_peer);
-        let least = if config.transport.shares_memory() { 0 } else { streams };
-        let lanes = streams.saturating_mul(EXPECTED_LANES);
+        let lane = peers.saturating_mul(config.streams_per_peer);
         let control = control_connections(config);
-        Need { least: OWN + control + least, wanted: OWN + control.saturating_add(lanes) + SPARE }
+        Need { least: OWN + control, wanted: OWN + control.saturating_add(lane) + SPARE }
     }
 
-    /// Of a rank that knows all addresses: as [`Need::of_world`], but with the streams that the ranks agree on. Every rank counts the
-    /// streams between the hosts' first ranks, so that ranks with equal limits fail together.
-    pub(super) fn of_addresses(config: &Config, addresses: &[Address]) -> Need {
-        let own = &addresses[config.rank];
-        let shares_memory = config.transport.shares_memory();
-        let is_remote = |other: &&Address| {
-            let apart = other.host_id != own.host_id || other.unix.is_empty() || own.unix.is_empty();
-            if shares_memory { apart } else { other.rank != own.rank }
-        };
-        let agreed = |other: &Address| usize::from(own.streams.min(other.streams).max(1));
-        let flat: usize = addresses.iter().filter(is_remote).map(agreed).sum();
-        let leaders: usize = if shares_memory {
-            let mut firsts: Vec<&Address> = addresses.iter().filter(is_remote).collect();
-            let ranks = firsts.len();
-            firsts.sort_by_key(|address| &address.host_id);
-            firsts.dedup_by_key(|address| &address.host_id);
-            // Without shared memory anywhere, the first ranks of hosts have no streams of their own.
-            if ranks + 1 == addresses.len() && firsts.len() == ranks { 0 } else { firsts.into_iter().map(agreed).sum() }
-        } else {
-            0
-        };
-        let (control, lane) = (control_connections(config), flat + leaders);
-        Need { least: control + lane, wanted: control + lane.saturating_mul(EXPECTED_LANES) + SPARE }
-    }
-
-    /// Of a lane with this many streams. Up to `arrived` of them, counted after the open descriptors, may be open already.
+    /// Of this many streams. Up to `arrived` of them, counted after the open descriptors, may be open already.
     pub(super) fn of_streams(streams: usize, arrived: usize) -> Need {
         Need { least: streams.saturating_sub(arrived), wanted: streams + SPARE }
     }
@@ -131,57 +100,15 @@ pub(super) fn open() -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::config::TransportChoice;
     use super::*;
 
-    fn config(world_size: usize, transport: TransportChoice) -> Config {
-        Config { transport, full_mesh: 100, ..Config::new(0, world_size) }
-    }
-
-    fn addresses(hosts: &[&str], streams: u8) -> Vec<Address> {
-        let address = |(rank, host): (usize, &&str)| Address {
-            rank,
-            world_size: hosts.len(),
-            pid: 1,
-            pid_namespace: 1,
-            tcp: None,
-            unix: vec![1],
-            host_id: (*host).to_owned(),
-            host_name: (*host).to_owned(),
-            streams,
-            algorithm: 0,
-            tls: 0,
-            nonce: [0; 16],
-        };
-        hosts.iter().enumerate().map(address).collect()
-    }
-
     #[test]
-    fn a_rank_needs_descriptors_for_each_peer_and_each_stream() {
-        let tcp = Need::of_world(&config(24, TransportChoice::Tcp));
-        assert_eq!(tcp.least, OWN + 23 + 2 * 23);
-        let auto = Need::of_world(&config(24, TransportChoice::Auto));
-        assert_eq!(auto.least, OWN + 23);
-        assert_eq!(auto.wanted, tcp.wanted);
-    }
-
-    #[test]
-    fn no_streams_are_counted_between_ranks_that_share_memory() {
-        let least = |hosts: &[&str], transport| {
-            Need::of_addresses(&config(hosts.len(), transport), &addresses(hosts, 2)).least - (hosts.len() - 1)
-        };
-        assert_eq!(least(&["a", "a", "a", "a"], TransportChoice::Auto), 0);
-        assert_eq!(least(&["a", "b", "c", "d"], TransportChoice::Auto), 6);
-        // Streams to both ranks of the other host, and those between the hosts' first ranks.
-        assert_eq!(least(&["a", "a", "b", "b"], TransportChoice::Auto), 4 + 2);
-        assert_eq!(least(&["a", "b", "b"], TransportChoice::Auto), 4 + 2);
-        assert_eq!(least(&["a", "a", "b", "b"], TransportChoice::Tcp), 6);
-    }
-
-    #[test]
-    fn two_ranks_need_the_smaller_of_their_numbers_of_streams() {
-        let mut all = addresses(&["a", "b"], 64);
-        all[1].streams = 3;
-        assert_eq!(Need::of_addresses(&config(2, TransportChoice::Auto), &all).least, 1 + 3);
+    fn a_rank_needs_descriptors_for_its_control_connections_before_it_connects_and_for_streams_when_they_open() {
+        let world = Need::of_world(&Config::new(0, 16));
+        assert_eq!(world, Need { least: OWN + 15, wanted: OWN + 15 + 2 * 15 + SPARE });
+        // Distances 1, 2, 4, 8 and 16 in both directions.
+        assert_eq!(Need::of_world(&Config::new(0, 24)).least, OWN + 10);
+        assert_eq!(Need::of_streams(46, 6), Need { least: 40, wanted: 46 + SPARE });
+        assert_eq!(Need::of_streams(4, 6).least, 0);
     }
 }

@@ -13,6 +13,7 @@ use super::fork::PerProcess;
 use super::handshake::digest;
 use super::lane::Lane;
 use super::message_streams::MessageStreams;
+use super::streams::LaneConns;
 use crate::collective::Hier;
 use crate::error::{Error, Result};
 use crate::health::{GroupHealth, LEAVING};
@@ -167,31 +168,33 @@ impl Group {
     }
 
     /// Opens a lane, which has streams and shared memory of its own, so that its operations run concurrently with those of other lanes.
-    /// Collective: all members open lanes in the same order.
+    /// Collective: all members open lanes in the same order. The streams between two ranks open in the lane's first operation that has a
+    /// message between them.
     ///
     /// # Errors
     /// The group's first cause; an error of this call becomes the first cause.
     pub fn lane(&self) -> Result<Lane> {
         let Membership { health, stats, epoch, .. } = &*self.membership;
-        let builder = self.builder()?;
-        let channel = builder.channel;
-        let collective = builder.build().map_err(|error| health.fail(error))?;
+        let conns = self.conns()?;
+        let channel = conns.channel;
+        let collective = self.builder(&conns).build().map_err(|error| health.fail(error))?;
         let lane = Lane::new(collective, Arc::clone(health), Arc::clone(stats), *epoch, channel, self.timeout());
         Ok(lane.recorded_by(flight_recorder().lane(self.name(), channel)))
     }
 
     /// The streams of the group's messages.
     pub fn message_streams(&self) -> MessageStreams {
-        let Membership { health, id, control, .. } = &*self.membership;
-        MessageStreams::new(control, health, *id, control.plane.config.connect_timeout)
+        let Membership { health, stats, id, control, .. } = &*self.membership;
+        let limit = control.plane.config.connect_timeout;
+        MessageStreams::new(control, health, stats, *id, limit)
     }
 
-    /// Connects the ranks by machine, without a collective of all. Collective, as [`Group::lane`].
+    /// The collectives of the ranks by machine, without one of all. Collective, as [`Group::lane`].
     ///
     /// # Errors
     /// As [`Group::lane`].
     pub(super) fn by_machine(&self) -> Result<Hier> {
-        let connected = self.builder()?.build_by_machine(&self.machines());
+        let connected = self.builder(&self.conns()?).build_by_machine(&self.machines());
         connected.map_err(|error| self.health().fail(error))
     }
 
@@ -215,14 +218,20 @@ impl Group {
         SharedArena::new(&label, bytes, registry)
     }
 
-    /// The builder of the next lane.
-    fn builder(&self) -> Result<LaneBuilder<'_>> {
-        let Membership { health, id, hosts, control, registry, channels, .. } = &*self.membership;
+    /// The connections of the next lane.
+    fn conns(&self) -> Result<LaneConns> {
+        let Membership { health, stats, id, control, channels, .. } = &*self.membership;
         control.plane.owner.check()?;
         health.check()?;
-        let channel = channels.fetch_add(1, Ordering::Relaxed);
+        let (control, health, stats) = (Arc::clone(control), Arc::clone(health), Arc::clone(stats));
+        Ok(LaneConns { control, health, stats, group: *id, channel: channels.fetch_add(1, Ordering::Relaxed) })
+    }
+
+    /// The builder of a lane.
+    fn builder<'a>(&'a self, conns: &'a LaneConns) -> LaneBuilder<'a> {
+        let Membership { hosts, control, registry, .. } = &*self.membership;
         let deadline = Deadline::after(control.plane.config.connect_timeout);
-        Ok(LaneBuilder { control, health, group: *id, what: "lane", channel, hosts, deadline, registry })
+        LaneBuilder { conns, what: "lane", hosts, deadline, registry }
     }
 
     /// Builds the sub-group of some members, given as ranks of this group: its rank r is `ranks[r]`. `None` when this rank is not among

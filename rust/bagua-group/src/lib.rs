@@ -15,7 +15,8 @@
 //! | `admission` | which connections a listener keeps before they have proved that they belong to the job |
 //! | `tls` | TLS on every TCP connection: keys, and the handshake that precedes that of `handshake` |
 //! | `connection`, `listen` | authenticated connections, and those that wait for their lane; listening sockets |
-//! | `builder`, `lane`, `lanes` | connecting a lane: streams, shared memory, collective; the operations of a lane; the lanes of an engine |
+//! | `builder`, `lane`, `lanes` | building a lane: shared memory, collective; the operations of a lane; the lanes of an engine |
+//! | `streams` | the streams of a lane, which open on demand |
 //! | `segment` | memory that the ranks of a host share, and passing descriptors of it |
 //! | `message_streams` | the streams of a group's messages |
 //! | `descriptors` | how many file descriptors a rank needs, and raising the limit of its process |
@@ -49,6 +50,7 @@ mod rendezvous;
 mod segment;
 mod serve;
 mod store;
+mod streams;
 #[cfg(all(test, not(model)))]
 mod tests;
 mod tls;

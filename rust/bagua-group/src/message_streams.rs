@@ -1,6 +1,6 @@
 //! The streams of a group's messages: one for each direction between two ranks, opened by the sender with its first message.
 //!
-//! Unlike the streams of a lane they are not opened collectively: a rank need not know that another one will send to it.
+//! Unlike the streams of a lane they are not opened by both ends: a rank need not know that another one will send to it.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -11,72 +11,43 @@ use super::control::{Control, Dial, Plane};
 use super::descriptors::{self, Need};
 use super::fork::ForkFd;
 use super::handshake::Purpose;
+use super::streams::DataStream;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
-use crate::transport::{Broken, Readiness, Transport};
+use crate::stats::Stats;
 
 /// Opens and accepts the streams of one group's messages.
 pub struct MessageStreams {
     control: Arc<Control>,
     health: Arc<GroupHealth>,
+    /// The group's counters.
+    stats: Arc<Stats>,
     /// Id of the group.
     group: u64,
     /// How long to try to connect.
     limit: Duration,
 }
 
-/// One stream, closed in forked children.
-pub struct MessageStream {
-    /// Unregistered before the descriptors are closed.
-    _fork_fds: [ForkFd; 2],
-    stream: Box<dyn Transport>,
-}
-
-impl MessageStream {
-    /// The stream, and a second descriptor of it to wait on.
-    fn new(conn: DataConn, plane: &Plane) -> Result<(MessageStream, OwnedFd)> {
-        let failed = |e| Error::system("preparing a stream of messages", e);
-        let DataConn { fork_fd, socket } = conn;
-        let Some(stream) = socket.tcp() else {
-            return Err(Error::other("a stream of messages that is not a TCP connection"));
-        };
-        let second = stream.as_fd().try_clone_to_owned().map_err(failed)?;
-        let fork_fds = [fork_fd, ForkFd::new(&second)];
-        let stream = plane.transport(socket).map_err(failed)?;
-        Ok((MessageStream { _fork_fds: fork_fds, stream }, second))
-    }
-}
-
-impl Transport for MessageStream {
-    fn name(&self) -> &'static str {
-        self.stream.name()
-    }
-
-    fn send(&mut self, head: &[u8], body: &[u8]) -> std::result::Result<usize, Broken> {
-        self.stream.send(head, body)
-    }
-
-    fn recv(&mut self, into: &mut [u8]) -> std::result::Result<usize, Broken> {
-        self.stream.recv(into)
-    }
-
-    fn readiness(&self) -> Readiness<'_> {
-        self.stream.readiness()
-    }
-
-    fn is_wire(&self) -> bool {
-        self.stream.is_wire()
-    }
+/// The stream over a connection, and a second descriptor of it to wait on.
+fn stream(conn: DataConn, plane: &Plane, stats: &Arc<Stats>) -> Result<(DataStream, OwnedFd)> {
+    let Some(tcp) = conn.socket.tcp() else {
+        return Err(Error::other("a stream of messages that is not a TCP connection"));
+    };
+    let second = tcp.as_fd().try_clone_to_owned().map_err(|e| Error::system("preparing a stream of messages", e))?;
+    let registered = ForkFd::new(&second);
+    Ok((DataStream::new(conn, Some(registered), plane, stats)?, second))
 }
 
 impl MessageStreams {
     pub(super) fn new(
         control: &Arc<Control>,
         health: &Arc<GroupHealth>,
+        stats: &Arc<Stats>,
         group: u64,
         limit: Duration,
     ) -> MessageStreams {
-        MessageStreams { control: Arc::clone(control), health: Arc::clone(health), group, limit }
+        let (control, health, stats) = (Arc::clone(control), Arc::clone(health), Arc::clone(stats));
+        MessageStreams { control, health, stats, group, limit }
     }
 
     /// Starts to connect to a group rank. `done` is called on the control thread, with the reason of a refusal, or of having given up; not
@@ -84,11 +55,7 @@ impl MessageStreams {
     ///
     /// # Errors
     /// `System` when the process may not have more descriptors.
-    pub fn dial(
-        &self,
-        peer: usize,
-        done: impl FnOnce(Result<(MessageStream, OwnedFd)>) + Send + 'static,
-    ) -> Result<()> {
+    pub fn dial(&self, peer: usize, done: impl FnOnce(Result<(DataStream, OwnedFd)>) + Send + 'static) -> Result<()> {
         let rank = self.health.world_rank(peer);
         // Two for this stream, and as many for the one in the other direction.
         descriptors::provide(descriptors::open(), Need::of_streams(4, self.control.plane.arrived()), || {
@@ -100,10 +67,10 @@ impl MessageStreams {
             &[peer],
             crate::error::Progress { what: "opening a stream of messages".to_owned(), ..Default::default() },
         );
-        let plane = Arc::clone(&self.control.plane);
+        let (plane, stats) = (Arc::clone(&self.control.plane), Arc::clone(&self.stats));
         self.control.dial_messages(dial, Instant::now() + self.limit, move |outcome| {
             done(match outcome {
-                Some(Ok(conn)) => MessageStream::new(conn, &plane),
+                Some(Ok(conn)) => stream(conn, &plane, &stats),
                 Some(Err(how)) => Err(Error::other(format!("connecting a stream of messages to rank {rank}: {how}"))),
                 None => Err(timed_out),
             });
@@ -112,11 +79,11 @@ impl MessageStreams {
     }
 
     /// The streams that peers have opened since the last call, with their group ranks.
-    pub fn arrived(&self) -> Vec<(usize, Result<(MessageStream, OwnedFd)>)> {
+    pub fn arrived(&self) -> Vec<(usize, Result<(DataStream, OwnedFd)>)> {
         let plane = &self.control.plane;
         let found = plane.pending.take_messages(self.group);
         let rank_of = |key: &ConnKey| self.health.world_ranks().iter().position(|rank| *rank == key.from);
-        found.into_iter().filter_map(|(key, conn)| Some((rank_of(&key)?, MessageStream::new(conn, plane)))).collect()
+        found.into_iter().filter_map(|(key, conn)| Some((rank_of(&key)?, stream(conn, plane, &self.stats)))).collect()
     }
 
     /// Calls `wake` whenever a peer has opened a stream, until [`MessageStreams::unwatch`].

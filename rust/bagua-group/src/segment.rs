@@ -15,13 +15,12 @@ use rustix::net::{
 
 use super::builder::LaneBuilder;
 use super::connection::{DataConn, Socket};
-use super::control::Control;
 use super::fork::ForkFd;
 use super::handshake::Purpose;
+use super::streams::LaneConns;
 use crate::collective::shm::PassDescriptors;
 use crate::collective::{OpContext, Shm};
 use crate::error::{Error, Result};
-use crate::health::GroupHealth;
 use crate::memory::{Arena, Registry};
 use crate::wait::{SLICE, blocking_wait};
 
@@ -43,7 +42,7 @@ type Received = Vec<Option<OwnedFd>>;
 impl LaneBuilder<'_> {
     /// The segment of the lane: `len` bytes that the ranks of this host share.
     pub(super) fn segment(&self, host: &[usize], len: usize) -> Result<Arena> {
-        let (rank, first) = (self.health.rank(), self.first(host));
+        let (rank, first) = (self.conns.health.rank(), self.first(host));
         if first != rank {
             let mut descriptors = self.passing(first, LANE_SEGMENT)?.receive()?;
             let descriptor = descriptors.pop().flatten();
@@ -58,31 +57,20 @@ impl LaneBuilder<'_> {
 
     /// The same collective, which maps the arenas of its ranks.
     pub(super) fn knowing_arenas(&self, shm: Shm) -> Shm {
-        let between = BetweenRanks {
-            control: Arc::clone(self.control),
-            health: Arc::clone(self.health),
-            group: self.group,
-            channel: self.channel,
-            hosts: self.hosts.to_vec(),
-            registry: Arc::clone(self.registry),
-        };
+        let between =
+            BetweenRanks { conns: self.conns.clone(), hosts: self.hosts.to_vec(), registry: Arc::clone(self.registry) };
         shm.knowing(Arc::clone(self.registry), Box::new(between))
     }
 
     /// The one of these ranks with the lowest world rank, which the others can connect to.
     fn first(&self, host: &[usize]) -> usize {
-        host.iter().copied().min_by_key(|member| self.health.world_rank(*member)).unwrap_or(self.health.rank())
+        let health = &self.conns.health;
+        host.iter().copied().min_by_key(|member| health.world_rank(*member)).unwrap_or(health.rank())
     }
 
     /// A connection with a rank of this host.
     fn passing(&self, peer: usize, index: u32) -> Result<Passing<'_>> {
-        let dials = self.health.world_rank(peer) < self.health.world_rank(self.health.rank());
-        let conn = if dials {
-            self.dialled(peer, &self.dial(peer, Purpose::Segment, index))?
-        } else {
-            self.accepted(peer, Purpose::Segment, index)?
-        };
-        let DataConn { fork_fd, socket } = conn;
+        let DataConn { fork_fd, socket } = self.connected(peer, Purpose::Segment, index)?;
         let Socket::Unix(stream) = socket else {
             return Err(Error::other("a descriptor cannot be passed over TCP"));
         };
@@ -94,12 +82,7 @@ impl LaneBuilder<'_> {
 
 /// Passes the descriptors of arenas between the ranks of a lane on this host.
 struct BetweenRanks {
-    control: Arc<Control>,
-    health: Arc<GroupHealth>,
-    /// Id of the group.
-    group: u64,
-    /// Number of the lane.
-    channel: u32,
+    conns: LaneConns,
     /// Group ranks on each host.
     hosts: Vec<Vec<usize>>,
     registry: Arc<Registry>,
@@ -108,11 +91,8 @@ struct BetweenRanks {
 impl PassDescriptors for BetweenRanks {
     fn pass(&mut self, cx: &OpContext<'_>, own: &[BorrowedFd<'_>]) -> Result<Vec<Received>> {
         let builder = LaneBuilder {
-            control: &self.control,
-            health: &self.health,
-            group: self.group,
+            conns: &self.conns,
             what: "the arenas of lane",
-            channel: self.channel,
             hosts: &self.hosts,
             deadline: cx.deadline,
             registry: &self.registry,
@@ -216,7 +196,7 @@ impl Passing<'_> {
         })?;
         if bytes == 0 {
             let how = "it closed the connection for shared memory";
-            return Err(self.builder.health.attribute_disconnect(self.peer, how));
+            return Err(self.builder.conns.health.attribute_disconnect(self.peer, how));
         }
         Ok((byte[0], found))
     }

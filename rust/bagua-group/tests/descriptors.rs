@@ -2,7 +2,7 @@
 
 mod group_world;
 
-use bagua_group::TransportChoice;
+use bagua_group::{Group, Options, TransportChoice};
 use group_world::{until, world_with};
 
 fn count(path: &str) -> usize {
@@ -17,8 +17,19 @@ fn dropping_groups_with_lanes_closes_all_descriptors_and_ends_all_threads() {
                 config.transport = transport;
                 config.host_id = ["a", "a", "b"][config.rank].to_owned();
             });
+            if transport == TransportChoice::Tcp {
+                let before = count("/proc/self/fd");
+                let unused: Vec<_> = groups.iter().map(|group| group.lane().unwrap()).collect();
+                assert_eq!(count("/proc/self/fd"), before, "a lane that is not used costs none");
+                drop(unused);
+            }
             let lanes: Vec<_> = std::thread::scope(|scope| {
-                let threads: Vec<_> = groups.iter().map(|group| scope.spawn(|| group.lane().unwrap())).collect();
+                let used = |group: &Group| {
+                    let mut lane = group.lane().unwrap();
+                    lane.barrier(&Options::default()).unwrap();
+                    lane
+                };
+                let threads: Vec<_> = groups.iter().map(|group| scope.spawn(move || used(group))).collect();
                 threads.into_iter().map(|thread| thread.join().unwrap()).collect()
             });
             groups[0].raise("ValueError", "bad number");

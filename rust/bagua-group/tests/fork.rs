@@ -2,10 +2,11 @@
 
 mod group_world;
 
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
-use bagua_group::{Options, PerProcess, TransportChoice};
+use bagua_group::{Group, Options, PerProcess, TransportChoice};
 use bagua_net::wait::lock;
 use bagua_types::error::Error;
 use group_world::{cause, exit_code, fork, mixed, run_commands, until, world_with};
@@ -36,9 +37,16 @@ fn a_forked_child_gets_errors_closes_its_copies_and_does_not_affect_the_group() 
     for transport in [TransportChoice::Auto, TransportChoice::Tcp] {
         let groups = world_with(2, |config| config.transport = transport);
         let lanes: Vec<_> = std::thread::scope(|scope| {
-            let threads: Vec<_> = groups.iter().map(|group| scope.spawn(|| group.lane().unwrap())).collect();
+            let used = |group: &Group| {
+                let mut lane = group.lane().unwrap();
+                lane.barrier(&Options::default()).unwrap();
+                lane
+            };
+            let threads: Vec<_> = groups.iter().map(|group| scope.spawn(move || used(group))).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
+        let streams = groups[0].stats().data_opened.load(Relaxed);
+        assert_eq!(streams > 0, transport == TransportChoice::Tcp);
         assert!(sockets() > 0);
         let (inherited_groups, mut inherited_lanes) = (groups.clone(), lanes);
         let child = fork(move || {

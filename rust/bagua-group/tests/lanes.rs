@@ -23,6 +23,11 @@ fn lanes(groups: &[Group]) -> Vec<Lane> {
     })
 }
 
+/// How many data connections a rank has opened in a group.
+fn opened(group: &Group) -> u64 {
+    group.stats().data_opened.load(SeqCst)
+}
+
 /// Sums rank + 1 over all ranks, and exchanges a byte with every other rank.
 fn exercise(lanes: &mut [Lane]) {
     let size = lanes.len();
@@ -191,19 +196,21 @@ fn a_sub_group_keeps_the_order_of_its_ranks() {
 }
 
 #[test]
-fn a_rank_may_open_a_lane_before_its_peer_has_built_the_group() {
+fn a_rank_may_open_streams_before_its_peer_has_built_the_group() {
     let groups = world_with(2, |config| config.transport = TransportChoice::Tcp);
+    let pair = |rank: usize| groups[rank].subgroup(&[0, 1], "pair").unwrap().unwrap();
+    let first = pair(1);
     std::thread::scope(|scope| {
-        let first = scope.spawn(|| groups[1].subgroup(&[0, 1], "pair").unwrap().unwrap().lane().unwrap());
-        until("rank 1 has connected", || first.is_finished());
-        let second = groups[0].subgroup(&[0, 1], "pair").unwrap().unwrap();
-        second.health().check().unwrap();
+        let waiting = scope.spawn(|| first.lane().unwrap().barrier(&Options::default()));
+        until("rank 1 has connected", || opened(&first) == 2);
+        pair(0).lane().unwrap().barrier(&Options::default()).unwrap();
+        waiting.join().unwrap().unwrap();
     });
 }
 
 #[test]
 fn a_failure_of_the_group_ends_opening_a_lane_with_the_first_cause() {
-    let groups = world_with(2, |config| config.transport = TransportChoice::Tcp);
+    let groups = world(2);
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| groups[0].lane().map(|_| ()));
         groups[1].raise("ValueError", "bad number");

@@ -1,12 +1,16 @@
-//! The configuration between hosts: number of streams per peer, and algorithm of all_reduce.
+//! Streams between hosts: when they open, how many there are, and the algorithms of all_reduce over them.
 
 mod group_world;
+
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::{Duration, Instant};
 
 use bagua_collectives::{Algorithm, Io, Verb};
 use bagua_group::{Bootstrap, Config, Group, Lane, Options, TransportChoice};
 use bagua_types::error::Error;
 use bagua_types::types::{DType, ReduceOp};
-use group_world::{try_world, world_with};
+use group_world::{mixed_over, run_commands, try_world, until, world_with};
+use rustix::process::Signal;
 
 fn sum(groups: &[Group]) {
     std::thread::scope(|scope| {
@@ -64,5 +68,140 @@ fn ranks_with_different_algorithms_fail_with_a_mismatch_that_names_both() {
     for outcome in outcomes {
         let error = outcome.map(|_| ()).unwrap_err();
         assert!(matches!(&error, Error::Mismatch(text) if text.contains("ring") && text.contains("auto")), "{error}");
+    }
+}
+
+#[test]
+#[ignore = "the other tests start processes that run this"]
+fn entry_of_processes() {
+    run_commands();
+}
+
+/// Data connections of a rank: opened so far, and closed.
+fn streams(group: &Group) -> (u64, u64) {
+    (group.stats().data_opened.load(SeqCst), group.stats().data_closed.load(SeqCst))
+}
+
+fn tcp_world(size: usize) -> Vec<Group> {
+    world_with(size, |config| config.transport = TransportChoice::Tcp)
+}
+
+/// Runs an operation on every rank at the same time.
+fn together<T: Send>(lanes: &mut [Lane], run: impl Fn(usize, &mut Lane) -> T + Sync) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let run = &run;
+        let start = |(rank, lane)| scope.spawn(move || run(rank, lane));
+        let threads: Vec<_> = lanes.iter_mut().enumerate().map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+fn lanes(groups: &[Group]) -> Vec<Lane> {
+    groups.iter().map(|group| group.lane().unwrap()).collect()
+}
+
+#[test]
+fn a_lane_has_no_stream_before_its_first_operation_and_closes_its_streams_when_it_ends() {
+    let groups = tcp_world(3);
+    // One after the other: no rank waits for another one.
+    let mut used = lanes(&groups);
+    let unused = lanes(&groups);
+    assert!(groups.iter().all(|group| streams(group) == (0, 0)));
+    assert_eq!(used[0].transports(), ["self", "tcp", "tcp"]);
+    for _ in 0..2 {
+        together(&mut used, |_, lane| lane.barrier(&Options::default()).unwrap());
+        assert!(groups.iter().all(|group| streams(group) == (4, 0)), "two streams to each of two peers, once");
+    }
+    drop(unused);
+    drop(used);
+    assert!(groups.iter().all(|group| streams(group) == (4, 4)));
+}
+
+#[test]
+fn an_all_reduce_along_a_ring_opens_streams_to_two_peers_only() {
+    let groups = world_with(5, |config| {
+        config.transport = TransportChoice::Tcp;
+        config.algorithm = Algorithm::Ring;
+    });
+    let mut lanes = lanes(&groups);
+    together(&mut lanes, |rank, lane| {
+        let mut data = (rank as f32 + 1.0).to_le_bytes().repeat(1000);
+        lane.run(&Options::default(), DType::F32, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut data)).unwrap();
+        assert!(data.chunks(4).all(|element| element == 15f32.to_le_bytes()));
+    });
+    assert!(groups.iter().all(|group| streams(group) == (2 * 2, 0)));
+    // The streams to the others open when they are needed, beside those that are open.
+    together(&mut lanes, |_, lane| lane.barrier(&Options::default()).unwrap());
+    assert!(groups.iter().all(|group| streams(group) == (2 * 4, 0)));
+}
+
+#[test]
+fn ranks_that_run_different_operations_get_a_mismatch_although_they_open_different_streams() {
+    let groups = tcp_world(3);
+    let outcomes = together(&mut lanes(&groups), |rank, lane| {
+        let mut data = [0; 4];
+        // The barrier of rank 1 asks for a stream to rank 2, which asks for none to rank 1.
+        let verb = if rank == 1 { Verb::Barrier } else { Verb::Broadcast { root: 0 } };
+        let io = if rank == 1 { Io::none() } else { Io::in_place(&mut data) };
+        lane.run(&Options::default(), DType::U8, verb, io)
+    });
+    let Err(Error::Mismatch(text)) = &outcomes[1] else { panic!("{outcomes:?}") };
+    assert!(text.contains("rank 1 does barrier") && text.contains("rank 0 does broadcast"), "{text}");
+}
+
+#[test]
+fn a_rank_that_does_not_come_while_streams_open_is_named_in_a_timeout() {
+    // Both directions: the higher rank dials.
+    for absent in [0, 2] {
+        let groups = tcp_world(3);
+        let mut lanes = lanes(&groups);
+        let options = Options { timeout: Some(Duration::from_millis(1500)), label: "bucket 7", ..Options::default() };
+        let outcomes = together(&mut lanes, |rank, lane| (rank != absent).then(|| lane.barrier(&options)));
+        for outcome in outcomes.into_iter().flatten() {
+            let Err(Error::Timeout { missing, progress: Some(progress), .. }) = &outcome else { panic!("{outcome:?}") };
+            assert_eq!((missing.as_slice(), progress.label.as_str()), (&[absent][..], "bucket 7"));
+            assert!(progress.what.contains("barrier"), "{progress:?}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_or_raises_while_streams_open_is_named() {
+    for by_leaving in [false, true] {
+        let groups = tcp_world(2);
+        let mut lane = groups[0].lane().unwrap();
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(move || lane.barrier(&Options::default()));
+            if by_leaving {
+                groups[1].leave()
+            } else {
+                groups[1].raise("ValueError", "bad number")
+            }
+            match waiting.join().unwrap().unwrap_err() {
+                Error::PeerLost { rank: 1, reason, .. } if by_leaving => assert_eq!(reason, "it left the group"),
+                Error::PeerRaised { rank: 1, .. } if !by_leaving => {}
+                other => panic!("{other:?}"),
+            }
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_is_killed_while_streams_open_is_named_within_a_second() {
+    for (killed, survivor) in [(0, 1), (1, 0)] {
+        let heartbeat = Duration::from_secs(60);
+        let (groups, processes) = mixed_over(TransportChoice::Tcp, "entry_of_processes", 2, &[killed], heartbeat);
+        let mut lane = groups[0].lane().unwrap();
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(move || lane.barrier(&Options::default()));
+            if survivor > killed {
+                until("the stream has been opened to the peer", || streams(&groups[0]).0 == 2);
+            }
+            let start = Instant::now();
+            processes[0].signal(Signal::KILL);
+            let error = waiting.join().unwrap().unwrap_err();
+            assert!(matches!(error, Error::PeerLost { rank, .. } if rank == killed), "{error:?}");
+            assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+        });
     }
 }

@@ -107,6 +107,10 @@ pub struct Stats {
     ops: [OpStats; Kind::ALL.len()],
     /// Connections to the listening port that failed the handshake.
     pub connections_refused: AtomicU64,
+    /// Data connections that were opened, of lanes and of messages.
+    pub data_opened: AtomicU64,
+    /// Those of them that were closed.
+    pub data_closed: AtomicU64,
 }
 
 impl Stats {

@@ -1,8 +1,9 @@
 //! Ranks as threads, and the factories that connect them.
 
 use std::cell::RefCell;
+use std::collections::HashMap;
 use std::net::{TcpListener, TcpStream};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bagua_core::collective::shm::{Shm, segment_len};
@@ -13,15 +14,18 @@ use bagua_core::health::GroupHealth;
 use bagua_core::memory::Arena;
 use bagua_core::stats::Stats;
 use bagua_core::transport::shm::{ring_links, rings_len};
-use bagua_core::transport::{Fault, Faults, Local, Mesh, Tcp, Transport, local_mesh};
+use bagua_core::transport::{Fault, Faults, Local, Mesh, OpenStreams, Tcp, Transport, local_mesh};
 use bagua_core::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
-use bagua_core::wait::{Deadline, Doorbell};
+use bagua_core::wait::{Deadline, Doorbell, lock};
 
 /// One collective per rank of a new world of this size.
 pub type Ranks = fn(usize) -> Vec<Box<dyn Collective>>;
 
 /// The two ends of a new stream, with the doorbells of their owners.
 pub type Ends = fn() -> [(Box<dyn Transport>, Doorbell); 2];
+
+/// The stream to each rank.
+type Links = Vec<Option<Box<dyn Transport>>>;
 
 /// What is left of a rank in a test: its collective, its health, its counters, its sequence number.
 pub struct Rank {
@@ -170,13 +174,82 @@ fn bundles_of(
     links.into_iter().enumerate().map(net).collect()
 }
 
+/// `net` over TCP between odd and even ranks, of which the streams open on demand, and over streams between threads otherwise.
+pub fn on_demand(size: usize) -> Vec<Box<dyn Collective>> {
+    let asked = Arc::new(Mutex::default());
+    let opener = |rank| Box::new(Pairs { rank, asked: Arc::clone(&asked) });
+    let net = |(rank, (links, bell)): (usize, (Links, Doorbell))| {
+        let bundles = links.into_iter().map(|link| link.into_iter().collect()).collect();
+        let mesh = Mesh::on_demand(rank, (0..size).collect(), bundles, Some(bell), opener(rank));
+        Box::new(Net::new(mesh)) as Box<dyn Collective>
+    };
+    links(size, |a, b| if a % 2 == b % 2 { Some(true) } else { None }).into_iter().enumerate().map(net).collect()
+}
+
+/// Two TCP connections between two ranks, from when both have asked for them.
+struct Pairs {
+    rank: usize,
+    /// By both ranks: which of them has asked, then the ends that were not fetched, by rank.
+    asked: Arc<Mutex<HashMap<(usize, usize), Asked>>>,
+}
+
+enum Asked {
+    By(usize),
+    Ends(HashMap<usize, Vec<Box<dyn Transport>>>),
+}
+
+impl Pairs {
+    fn with(&self, peer: usize) -> (usize, usize) {
+        (self.rank.min(peer), self.rank.max(peer))
+    }
+}
+
+impl OpenStreams for Pairs {
+    fn begin(&mut self, _: &OpContext<'_>, peers: &[usize]) -> Result<()> {
+        for peer in peers {
+            let mut asked = lock(&self.asked);
+            let first = asked.insert(self.with(*peer), Asked::By(self.rank));
+            assert!(!matches!(first, Some(Asked::Ends(_))), "asked twice");
+            if let Some(Asked::By(other)) = first {
+                assert_eq!(other, *peer);
+                let mut ends: HashMap<usize, Vec<Box<dyn Transport>>> = HashMap::new();
+                for _ in 0..2 {
+                    let (left, right) = sockets();
+                    ends.entry(self.rank).or_default().push(Box::new(Tcp::new(left).unwrap()));
+                    ends.entry(other).or_default().push(Box::new(Tcp::new(right).unwrap()));
+                }
+                asked.insert(self.with(*peer), Asked::Ends(ends));
+            }
+        }
+        Ok(())
+    }
+
+    fn opened(&mut self, peer: usize) -> Result<Option<Vec<Box<dyn Transport>>>> {
+        Ok(match lock(&self.asked).get_mut(&self.with(peer)) {
+            Some(Asked::Ends(ends)) => ends.remove(&self.rank),
+            _ => None,
+        })
+    }
+
+    fn name(&self) -> &'static str {
+        Tcp::NAME
+    }
+}
+
 fn mixed_mesh(size: usize, is_local: fn(usize, usize) -> bool) -> Vec<Box<dyn Collective>> {
+    let mesh = |(rank, (links, bell))| Mesh::new(rank, (0..size).collect(), links, Some(bell));
+    let ranks = links(size, |a, b| Some(is_local(a, b))).into_iter().enumerate();
+    ranks.map(|rank| Box::new(Net::new(mesh(rank))) as Box<dyn Collective>).collect()
+}
+
+/// By rank, its stream to each other rank, and its doorbell: a stream between threads, a TCP connection or, for `None`, no stream.
+fn links(size: usize, is_local: impl Fn(usize, usize) -> Option<bool>) -> Vec<(Links, Doorbell)> {
     let bells: Vec<_> = (0..size).map(|_| Doorbell::local()).collect();
-    let mut links: Vec<Vec<Option<Box<dyn Transport>>>> =
-        (0..size).map(|_| (0..size).map(|_| None).collect()).collect();
+    let mut links: Vec<Links> = (0..size).map(|_| (0..size).map(|_| None).collect()).collect();
     for a in 0..size {
         for b in a + 1..size {
-            let (left, right): (Box<dyn Transport>, Box<dyn Transport>) = if is_local(a, b) {
+            let Some(is_local) = is_local(a, b) else { continue };
+            let (left, right): (Box<dyn Transport>, Box<dyn Transport>) = if is_local {
                 let (left, right) = Local::pair((bells[a].clone(), bells[b].clone()), 1000);
                 (Box::new(left), Box::new(right))
             } else {
@@ -187,9 +260,7 @@ fn mixed_mesh(size: usize, is_local: fn(usize, usize) -> bool) -> Vec<Box<dyn Co
             links[b][a] = Some(right);
         }
     }
-    let ranks = links.into_iter().zip(bells).enumerate();
-    let mesh = |(rank, (links, bell))| Mesh::new(rank, (0..size).collect(), links, Some(bell));
-    ranks.map(|rank| Box::new(Net::new(mesh(rank))) as Box<dyn Collective>).collect()
+    links.into_iter().zip(bells).collect()
 }
 
 /// Two connected sockets.

@@ -200,17 +200,17 @@ impl Control {
         Ok(())
     }
 
-    /// Starts to open a connection of a lane. The receiver gets the outcome, or is disconnected after the deadline.
+    /// Starts to open a connection of a lane. The receiver gets the outcome, or is disconnected after `limit`.
     pub(in super::super) fn dial_lane(
         &self,
         dial: Dial,
-        deadline: Instant,
+        limit: Duration,
     ) -> std::sync::mpsc::Receiver<std::result::Result<DataConn, String>> {
         let (outcome, receiver) = std::sync::mpsc::channel();
         let plane = Arc::clone(&self.plane);
         self.spawn(async move {
             let kind = if dial.purpose == Purpose::Segment { SocketKind::Unix } else { SocketKind::Tcp };
-            if let Ok(made) = tokio::time::timeout_at(deadline.into(), plane.dial(&dial, kind, |_| ())).await {
+            if let Ok(made) = tokio::time::timeout(limit, plane.dial(&dial, kind, |_| ())).await {
                 let made = made.map_err(|why| why.to_string());
                 let _ = outcome.send(made.and_then(|conn| conn.into_data().map_err(|e| e.to_string())));
             }

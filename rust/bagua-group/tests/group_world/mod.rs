@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use bagua_group::{Bootstrap, Config, Group};
+use bagua_group::{Bootstrap, Config, Group, TransportChoice};
 use bagua_types::error::{Error, Result};
 
 /// The longest that a test waits for one event.
@@ -106,11 +106,17 @@ pub struct Process {
 impl Process {
     /// Starts the test binary again, as rank `rank`. `entry` is the name of a test that calls [`run_commands`].
     pub fn start(entry: &str, rank: usize, size: usize, heartbeat: Duration) -> Process {
+        Process::start_over(TransportChoice::Auto, entry, rank, size, heartbeat)
+    }
+
+    /// As [`Process::start`], over this transport.
+    fn start_over(transport: TransportChoice, entry: &str, rank: usize, size: usize, heartbeat: Duration) -> Process {
         let mut child = this_program()
             .args([entry, "--exact", "--ignored", "--nocapture"])
             .env("GROUP_TEST_RANK", rank.to_string())
             .env("GROUP_TEST_SIZE", size.to_string())
             .env("GROUP_TEST_HEARTBEAT_MS", heartbeat.as_millis().to_string())
+            .env("GROUP_TEST_TRANSPORT", transport.name())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -203,6 +209,7 @@ pub fn join() -> Group {
     let number = |name: &str| std::env::var(name).unwrap().parse::<usize>().unwrap();
     let mut config = config(number("GROUP_TEST_RANK"), number("GROUP_TEST_SIZE"));
     config.heartbeat_timeout = Duration::from_millis(number("GROUP_TEST_HEARTBEAT_MS") as u64);
+    config.transport = TransportChoice::named(&std::env::var("GROUP_TEST_TRANSPORT").unwrap()).unwrap();
     let bootstrap = Bootstrap::bind(config).unwrap();
     println!("\nADDRESS {}", hex(bootstrap.address()));
     let line = std::io::stdin().lines().next().unwrap().unwrap();
@@ -214,10 +221,22 @@ pub fn join() -> Group {
 
 /// A world in which the ranks of `processes` are processes and the others are threads of this process, with this heartbeat timeout.
 pub fn mixed(entry: &str, size: usize, processes: &[usize], heartbeat: Duration) -> (Vec<Group>, Vec<Process>) {
-    let mut others: Vec<Process> = processes.iter().map(|rank| Process::start(entry, *rank, size, heartbeat)).collect();
+    mixed_over(TransportChoice::Auto, entry, size, processes, heartbeat)
+}
+
+/// As [`mixed`], over this transport.
+pub fn mixed_over(
+    transport: TransportChoice,
+    entry: &str,
+    size: usize,
+    processes: &[usize],
+    heartbeat: Duration,
+) -> (Vec<Group>, Vec<Process>) {
+    let start = |rank: &usize| Process::start_over(transport, entry, *rank, size, heartbeat);
+    let mut others: Vec<Process> = processes.iter().map(start).collect();
     let own = (0..size)
         .filter(|rank| !processes.contains(rank))
-        .map(|rank| Bootstrap::bind(Config { heartbeat_timeout: heartbeat, ..config(rank, size) }).unwrap());
+        .map(|rank| Bootstrap::bind(Config { heartbeat_timeout: heartbeat, transport, ..config(rank, size) }).unwrap());
     let own: Vec<Bootstrap> = own.collect();
     let mut of_threads = own.iter().map(|bootstrap| bootstrap.address().to_vec()).collect::<Vec<_>>().into_iter();
     let mut of_processes = others.iter_mut().map(Process::address).collect::<Vec<_>>().into_iter();

@@ -15,7 +15,7 @@ mod unsent;
 pub use crate::request::{Incoming, OpContext, Outgoing};
 pub use fault::{Clock, Fault, Faults};
 pub use local::{Local, local_mesh};
-pub use mesh::{ByteCounts, Endpoint, Frames, Mesh, PeerFault, Plan, Step};
+pub use mesh::{ByteCounts, Endpoint, Frames, Mesh, OpenStreams, PeerFault, Plan, Step};
 pub use tcp::Tcp;
 pub use tls::Tls;
 pub use unsent::unsent;

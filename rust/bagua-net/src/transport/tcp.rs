@@ -24,6 +24,9 @@ pub struct Tcp {
 }
 
 impl Tcp {
+    /// See [`Transport::name`].
+    pub const NAME: &'static str = "tcp";
+
     /// A transport over an authenticated connection.
     ///
     /// # Errors
@@ -46,7 +49,7 @@ pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
 
 impl Transport for Tcp {
     fn name(&self) -> &'static str {
-        "tcp"
+        Tcp::NAME
     }
 
     fn send(&mut self, head: &[u8], body: &[u8]) -> Result<usize, Broken> {

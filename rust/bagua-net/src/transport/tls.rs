@@ -541,6 +541,9 @@ pub struct Tls {
 }
 
 impl Tls {
+    /// See [`Transport::name`].
+    pub const NAME: &'static str = "tls";
+
     /// A transport over a connection whose handshake is complete.
     ///
     /// # Errors
@@ -554,7 +557,7 @@ impl Tls {
 
 impl Transport for Tls {
     fn name(&self) -> &'static str {
-        "tls"
+        Tls::NAME
     }
 
     fn send(&mut self, head: &[u8], body: &[u8]) -> Result<usize, Broken> {

@@ -73,7 +73,7 @@ struct Stream {
 pub struct Endpoint {
     /// Index of the peer.
     peer: usize,
-    /// Empty for this rank's own index.
+    /// Empty for this rank's own index, and before they are opened: no bytes move then.
     streams: Vec<Stream>,
     /// The frame of which streams take the next chunks, and the bytes that they have taken.
     current: Option<Moving>,
@@ -104,7 +104,12 @@ impl Endpoint {
         self.streams.iter_mut().for_each(|stream| stream.carried = 0);
     }
 
-    /// Name of the transport; `None` for this rank's own index.
+    /// False before it has streams.
+    pub fn is_open(&self) -> bool {
+        !self.streams.is_empty()
+    }
+
+    /// Name of the transport; `None` without a stream.
     pub fn name(&self) -> Option<&'static str> {
         self.streams.first().map(|stream| stream.link.name())
     }

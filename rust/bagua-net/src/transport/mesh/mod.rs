@@ -8,12 +8,14 @@
 //! | `endpoint` | the streams to one peer: moves the bytes of frames, also those of tagged messages |
 //! | `frames` | what it asks of whoever has the messages |
 //! | `chunk` | how long a frame is when there are several streams |
+//! | `open` | opens the streams to a peer in the first run that needs them |
 //! | `plan` | the messages of one operation |
 //! | `run` | the frames of a plan |
 
 mod chunk;
 mod endpoint;
 mod frames;
+mod open;
 mod plan;
 mod run;
 
@@ -26,6 +28,7 @@ use crate::error::{Error, Result};
 use crate::wait::{Doorbell, SLICE};
 pub use endpoint::{ByteCounts, Endpoint, PeerFault};
 pub use frames::Frames;
+pub use open::OpenStreams;
 pub use plan::Plan;
 pub use plan::Step;
 use plan::{Listed, Lists};
@@ -40,6 +43,13 @@ const SPIN: Duration = Duration::from_micros(30);
 /// notification.
 const POLL_PAUSES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
 
+/// While streams open, a rank sleeps for one in so many parts of the time for which no bytes have moved: a wait of a millisecond is not
+/// much prolonged, and a long one costs as little as any other.
+const OPENING_SHARE: u32 = 8;
+
+/// A mesh without an opener has all its streams from the start.
+const COMPLETE: &str = "an opener where streams are missing";
+
 /// Rounds of progress over all peers after which the health and the deadline are checked, also while every round moves bytes.
 const BUSY_ROUNDS: u32 = 64;
 
@@ -49,8 +59,12 @@ pub struct Mesh {
     rank: usize,
     /// Group ranks by index.
     members: Vec<usize>,
-    /// The streams to each member and their transfers, by index.
+    /// The streams to each member and their transfers, by index. Without a stream until the first run with messages for that member.
     endpoints: Vec<Endpoint>,
+    /// Opens them; `None` where each member had a stream from the start.
+    opener: Option<Box<dyn OpenStreams>>,
+    /// Indices of the active peers whose streams are being opened: none at the end of a run without an error.
+    opening: Vec<usize>,
     /// The messages to and from each, by index.
     messages: Vec<PeerMessages>,
     /// Whether there are several streams to a peer.
@@ -91,9 +105,35 @@ impl Mesh {
         bundles: Vec<Vec<Box<dyn Transport>>>,
         bell: Option<Doorbell>,
     ) -> Mesh {
+        let complete = bundles.iter().enumerate().all(|(index, bundle)| bundle.is_empty() == (index == rank));
+        assert!(complete, "a stream to every member except this rank");
+        Mesh::build(rank, members, bundles, bell, None)
+    }
+
+    /// As [`Mesh::bundled`], where the streams to members with an empty bundle are opened by the first run that has messages for them. Both
+    /// ends of a pair have messages for each other in the same operation, so both open them.
+    ///
+    /// # Panics
+    /// When the arguments are inconsistent.
+    pub fn on_demand(
+        rank: usize,
+        members: Vec<usize>,
+        bundles: Vec<Vec<Box<dyn Transport>>>,
+        bell: Option<Doorbell>,
+        opener: Box<dyn OpenStreams>,
+    ) -> Mesh {
+        Mesh::build(rank, members, bundles, bell, Some(opener))
+    }
+
+    fn build(
+        rank: usize,
+        members: Vec<usize>,
+        bundles: Vec<Vec<Box<dyn Transport>>>,
+        bell: Option<Doorbell>,
+        opener: Option<Box<dyn OpenStreams>>,
+    ) -> Mesh {
         assert!(rank < members.len() && members.len() == bundles.len(), "one bundle per member");
-        for (index, bundle) in bundles.iter().enumerate() {
-            assert_eq!(bundle.is_empty(), index == rank, "a stream to every member except this rank");
+        for bundle in &bundles {
             let rings = bundle.iter().any(|link| matches!(link.readiness(), Readiness::Doorbell));
             assert!(bell.is_some() || !rings, "a stream with a doorbell needs the mesh's doorbell");
         }
@@ -101,7 +141,19 @@ impl Mesh {
         let messages = members.iter().map(|_| PeerMessages::default()).collect();
         let lists = (members.iter().map(|_| (Vec::new(), Vec::new())).collect(), vec![0; members.len()]);
         let endpoints = bundles.into_iter().enumerate().map(|(peer, bundle)| Endpoint::new(peer, bundle)).collect();
-        Mesh { rank, members, endpoints, messages, bundled, bell, active: Vec::new(), missing: Vec::new(), lists }
+        Mesh {
+            rank,
+            members,
+            endpoints,
+            opener,
+            opening: Vec::new(),
+            messages,
+            bundled,
+            bell,
+            active: Vec::new(),
+            missing: Vec::new(),
+            lists,
+        }
     }
 
     /// This rank's index.
@@ -114,9 +166,15 @@ impl Mesh {
         self.members.len()
     }
 
-    /// Name of the transport to each index; "self" for this rank's.
+    /// Name of the transport to each index, also where it is not open yet; "self" for this rank's.
     pub fn names(&self) -> Vec<&'static str> {
-        self.endpoints.iter().map(|endpoint| endpoint.name().unwrap_or("self")).collect()
+        let unopened = self.opener.as_ref().map_or("self", |opener| opener.name());
+        let name = |(index, endpoint): (usize, &Endpoint)| match endpoint.name() {
+            Some(name) => name,
+            None if index == self.rank => "self",
+            None => unopened,
+        };
+        self.endpoints.iter().enumerate().map(name).collect()
     }
 
     /// Sends and receives all messages; peers are indices of the mesh. Messages between two ranks are matched in the order given. The
@@ -202,13 +260,20 @@ impl Mesh {
     /// As [`Mesh::exchange`].
     pub fn run(&mut self, cx: &OpContext<'_>, plan: &mut dyn Plan) -> Result<()> {
         self.active.clear();
+        self.opening.clear();
         let n = self.size();
         for peer in (1..n).map(|distance| (self.rank + distance) % n) {
             self.endpoints[peer].begin();
             self.messages[peer].begin(plan.counts(peer));
             if !self.messages[peer].is_done() {
                 self.active.push(peer);
+                if !self.endpoints[peer].is_open() {
+                    self.opening.push(peer);
+                }
             }
+        }
+        if !self.opening.is_empty() {
+            self.opener.as_mut().expect(COMPLETE).begin(cx, &self.opening)?;
         }
         let counts_sends = self.active.iter().all(|peer| plan.counts(*peer).1 == 0);
         let (before, total) = plan.progress();
@@ -257,10 +322,27 @@ impl Mesh {
         }
     }
 
-    /// Makes progress with every peer; true when bytes moved. Calls on all peers before it returns an error for one, so that each peer gets
-    /// this rank's header before this rank fails.
+    /// Takes the streams that have been opened; true when there are some.
+    fn take_opened(&mut self, run: &mut Run<'_>) -> Result<bool> {
+        let opener = self.opener.as_mut().expect(COMPLETE);
+        let (before, mut at) = (self.opening.len(), 0);
+        while let Some(&peer) = self.opening.get(at) {
+            let Some(bundle) = opener.opened(peer)? else {
+                at += 1;
+                continue;
+            };
+            self.bundled |= bundle.len() > 1;
+            self.endpoints[peer] = Endpoint::new(peer, bundle);
+            self.opening.swap_remove(at);
+        }
+        run.overtaken = self.bundled;
+        Ok(at < before)
+    }
+
+    /// Makes progress with every peer; true when bytes moved, or streams have been opened. Calls on all peers before it returns an error for
+    /// one, so that each peer gets this rank's header before this rank fails.
     fn progress(&mut self, transfer: &mut Transfer<'_, '_>, run: &mut Run<'_>) -> Result<bool> {
-        let mut any = false;
+        let mut any = !self.opening.is_empty() && self.take_opened(run)?;
         let mut lost: Option<(usize, Broken)> = None;
         let mut mismatch: Option<(usize, String)> = None;
         for &peer in &self.active {
@@ -284,7 +366,7 @@ impl Mesh {
     }
 
     /// Checks the health, the deadline, and the operations of peers. The missing ranks are those that owe a message; if there are none,
-    /// those with messages to send, otherwise those with messages to receive.
+    /// those with messages to send, otherwise those with messages to receive; and those whose streams are not open.
     fn check(&mut self, transfer: &Transfer<'_, '_>, run: &Run<'_>) -> Result<()> {
         let plan = &*run.plan;
         let senders = || self.active.iter().filter(|peer| run.expects(**peer));
@@ -296,7 +378,9 @@ impl Mesh {
         if self.missing.is_empty() {
             self.missing.extend(self.active.iter().map(|peer| self.members[*peer]));
         }
+        self.missing.extend(self.opening.iter().map(|peer| self.members[*peer]));
         self.missing.sort_unstable();
+        self.missing.dedup();
         transfer.cx.check(&self.missing, transfer.done(), transfer.total)?;
         match self.active.iter().find_map(|peer| Some((*peer, plan.elsewhere(*peer)?))) {
             Some((peer, theirs)) => Err(transfer.cx.mismatch(self.members[peer], &theirs)),
@@ -323,7 +407,10 @@ impl Mesh {
             }
         }
         let mixed = by_bell && (by_polling || !descriptors.is_empty());
-        let longest = if mixed || by_polling { transfer.next_pause() } else { SLICE };
+        let mut longest = if mixed || by_polling { transfer.next_pause() } else { SLICE };
+        if !self.opening.is_empty() {
+            longest = longest.min(transfer.idle_for() / OPENING_SHARE).max(POLL_PAUSES.0);
+        }
         let timeout = longest.min(transfer.cx.deadline.left());
         match &self.bell {
             // In a mixed mesh every second pause waits for the doorbell.

@@ -1,0 +1,194 @@
+//! The streams of a lane, which open on demand, and what every stream of data is wrapped in.
+//!
+//! Two ranks have a few streams in a lane, the smaller of the numbers in their addresses. They open in the first operation that has
+//! messages between the two: the rank with the higher world rank dials, the other one accepts. A dial ends at the control thread of the
+//! other rank, which keeps the connection until its lane asks for it, so that no dial waits for the other rank's operation.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Duration;
+
+use super::connection::{ConnKey, DataConn};
+use super::control::{Control, Dial, Plane};
+use super::descriptors::{self, Need};
+use super::fork::ForkFd;
+use super::handshake::Purpose;
+use crate::error::{Error, Result};
+use crate::health::GroupHealth;
+use crate::stats::Stats;
+use crate::transport::{Broken, OpContext, OpenStreams, Readiness, Tcp, Tls, Transport};
+
+/// Bit position of a stream's number in its `index`.
+const NUMBER_SHIFT: u32 = 8;
+
+/// A stream of a lane or of messages: closed in forked children, and counted.
+pub struct DataStream {
+    /// Of all its descriptors. Unregistered before they are closed.
+    _fork_fds: Vec<ForkFd>,
+    stream: Box<dyn Transport>,
+    /// The group's counters.
+    stats: Arc<Stats>,
+}
+
+impl DataStream {
+    /// The stream over a connection. `more`: registrations of further descriptors of it.
+    pub(super) fn new(conn: DataConn, more: Option<ForkFd>, plane: &Plane, stats: &Arc<Stats>) -> Result<DataStream> {
+        let DataConn { fork_fd, socket } = conn;
+        let stream = plane.transport(socket).map_err(|e| Error::system("preparing a data stream", e))?;
+        stats.data_opened.fetch_add(1, Relaxed);
+        let fork_fds = std::iter::once(fork_fd).chain(more).collect();
+        Ok(DataStream { _fork_fds: fork_fds, stream, stats: Arc::clone(stats) })
+    }
+}
+
+impl Drop for DataStream {
+    fn drop(&mut self) {
+        self.stats.data_closed.fetch_add(1, Relaxed);
+    }
+}
+
+impl Transport for DataStream {
+    fn name(&self) -> &'static str {
+        self.stream.name()
+    }
+
+    fn send(&mut self, head: &[u8], body: &[u8]) -> std::result::Result<usize, Broken> {
+        self.stream.send(head, body)
+    }
+
+    fn recv(&mut self, into: &mut [u8]) -> std::result::Result<usize, Broken> {
+        self.stream.recv(into)
+    }
+
+    fn readiness(&self) -> Readiness<'_> {
+        self.stream.readiness()
+    }
+
+    fn is_wire(&self) -> bool {
+        self.stream.is_wire()
+    }
+}
+
+/// The connections of one lane with the other ranks of its group.
+#[derive(Clone)]
+pub(super) struct LaneConns {
+    pub(super) control: Arc<Control>,
+    pub(super) health: Arc<GroupHealth>,
+    /// The group's counters.
+    pub(super) stats: Arc<Stats>,
+    /// Id of the group.
+    pub(super) group: u64,
+    /// Number of the lane.
+    pub(super) channel: u32,
+}
+
+/// A connection that was begun.
+pub(super) enum Awaited {
+    /// This rank dials: the outcome. Disconnected when the time is over, or this rank has left.
+    Dialled(Receiver<std::result::Result<DataConn, String>>),
+    /// The peer dials.
+    Accepted(ConnKey),
+}
+
+impl LaneConns {
+    /// Begins to connect with another rank of the group: the one with the higher world rank dials, for at most `limit`.
+    pub(super) fn begin(&self, peer: usize, purpose: Purpose, index: u32, limit: Duration) -> Awaited {
+        let LaneConns { control, health, group, channel, .. } = self;
+        let (group, channel) = (*group, *channel);
+        let (own, from) = (health.world_rank(health.rank()), health.world_rank(peer));
+        if own < from {
+            return Awaited::Accepted(ConnKey { purpose, group, channel, index, from });
+        }
+        Awaited::Dialled(control.dial_lane(Dial { to: from, purpose, group, channel, index }, limit))
+    }
+
+    /// Waits for a connection for at most `longest`. `None` when it is not there then; [`GroupHealth`] may know why.
+    ///
+    /// # Errors
+    /// `System` when the peer refused it.
+    pub(super) fn wait(&self, peer: usize, awaited: &Awaited, longest: Duration) -> Result<Option<DataConn>> {
+        let outcome = match awaited {
+            Awaited::Accepted(key) => return Ok(self.control.plane.pending.take(key, longest)),
+            Awaited::Dialled(outcome) => outcome.recv_timeout(longest),
+        };
+        match outcome {
+            Ok(Ok(conn)) => Ok(Some(conn)),
+            Ok(Err(how)) => {
+                let rank = self.health.world_rank(peer);
+                Err(Error::other(format!("connecting a lane to rank {rank}: {how}")))
+            }
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => Ok(None),
+        }
+    }
+}
+
+/// Opens the streams of one mesh of a lane.
+pub(super) struct StreamOpener {
+    conns: LaneConns,
+    /// Of its streams: distinguishes the meshes of one lane.
+    index: u32,
+    /// Group ranks by index of the mesh.
+    members: Vec<usize>,
+    /// By index of the mesh: the streams that are being opened.
+    opening: HashMap<usize, Opening>,
+}
+
+/// The streams to one peer, in the order of their numbers.
+struct Opening {
+    open: Vec<Box<dyn Transport>>,
+    /// Those that follow.
+    awaited: VecDeque<Awaited>,
+}
+
+impl StreamOpener {
+    pub(super) fn new(conns: &LaneConns, index: u32, members: Vec<usize>) -> StreamOpener {
+        StreamOpener { conns: conns.clone(), index, members, opening: HashMap::new() }
+    }
+
+    /// The number of streams to each of these peers.
+    fn numbers(&self, peers: &[usize]) -> Result<Vec<u32>> {
+        let LaneConns { control, health, .. } = &self.conns;
+        let addresses = &control.plane.world()?.addresses;
+        let configured = |member: usize| addresses[health.world_rank(member)].streams;
+        let own = configured(health.rank());
+        Ok(peers.iter().map(|peer| u32::from(own.min(configured(self.members[*peer])).max(1))).collect())
+    }
+}
+
+impl OpenStreams for StreamOpener {
+    fn begin(&mut self, cx: &OpContext<'_>, peers: &[usize]) -> Result<()> {
+        let LaneConns { control, health, channel, .. } = &self.conns;
+        let numbers = self.numbers(peers)?;
+        let all: u32 = numbers.iter().sum();
+        let open = descriptors::open();
+        descriptors::provide(open, Need::of_streams(all as usize, control.plane.arrived()), || {
+            let rank = health.world_rank(health.rank());
+            format!("rank {rank}, which opens {all} streams of lane {channel},")
+        })?;
+        let limit = cx.deadline.left();
+        for (peer, count) in peers.iter().zip(numbers) {
+            let member = self.members[*peer];
+            let begin = |number| self.conns.begin(member, Purpose::Stream, self.index | number << NUMBER_SHIFT, limit);
+            let awaited = (0..count).map(begin).collect();
+            self.opening.insert(*peer, Opening { open: Vec::new(), awaited });
+        }
+        Ok(())
+    }
+
+    fn opened(&mut self, peer: usize) -> Result<Option<Vec<Box<dyn Transport>>>> {
+        let Some(Opening { open, awaited }) = self.opening.get_mut(&peer) else { return Ok(None) };
+        while let Some(next) = awaited.front() {
+            let Some(conn) = self.conns.wait(self.members[peer], next, Duration::ZERO)? else { return Ok(None) };
+            let LaneConns { control, stats, .. } = &self.conns;
+            open.push(Box::new(DataStream::new(conn, None, &control.plane, stats)?));
+            awaited.pop_front();
+        }
+        Ok(self.opening.remove(&peer).map(|opening| opening.open))
+    }
+
+    fn name(&self) -> &'static str {
+        if self.conns.control.plane.config.tls.is_some() { Tls::NAME } else { Tcp::NAME }
+    }
+}
