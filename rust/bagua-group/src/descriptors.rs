@@ -106,8 +106,8 @@ mod tests {
     fn a_rank_needs_descriptors_for_its_control_connections_before_it_connects_and_for_streams_when_they_open() {
         let world = Need::of_world(&Config::new(0, 16));
         assert_eq!(world, Need { least: OWN + 15, wanted: OWN + 15 + 2 * 15 + SPARE });
-        // Distances 1, 2, 4, 8 and 16 in both directions.
-        assert_eq!(Need::of_world(&Config::new(0, 24)).least, OWN + 10);
+        // Distances 1, 2, 4 and 8 in both directions, of which 8 is 16 in the other.
+        assert_eq!(Need::of_world(&Config::new(0, 24)).least, OWN + 8);
         assert_eq!(Need::of_streams(46, 6), Need { least: 40, wanted: 46 + SPARE });
         assert_eq!(Need::of_streams(4, 6).least, 0);
     }
