@@ -51,12 +51,12 @@ pub(in super::super) enum Notice {
         #[serde(with = "text")]
         reason: String,
     },
-    /// A rank leaves the world group.
+    /// Ranks leave the world group.
     Left {
-        /// The rank.
-        #[serde(with = "rank")]
-        rank: usize,
-        /// It does not use the group, but may live on in another view.
+        /// The ranks.
+        #[serde(with = "Ranks::<RANKS>")]
+        ranks: Vec<usize>,
+        /// They do not use the group, but may live on in another view.
         moved: bool,
     },
     /// A group failed.

@@ -11,6 +11,9 @@
 //! - A [`Routed`] message is for some ranks. Each rank passes it on to the connected rank that is nearest to the receiver on the ring; a
 //!   message for many divides on its way.
 //!
+//! Often all ranks leave at the same time. Each says so to those that it is connected to, and these pass it on a little later, together with
+//! what has come meanwhile.
+//!
 //! Invariants, quoted by the tests:
 //!
 //! 1. **Notices of one rank arrive in order.** A rank passes notices on in the order in which they came first, and sends a new connection
@@ -20,7 +23,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 
-use super::super::views::ViewMessage;
+use super::super::views::{RANKS_LIMIT, ViewMessage};
 use super::message::{Body, Message, Notice, Routed};
 
 /// The largest world in which every two ranks are connected.
@@ -65,6 +68,8 @@ pub(in super::super) enum Action {
     Notice(Notice),
     /// A routed message for this rank, and its sender.
     Deliver(usize, Body),
+    /// Call [`Overlay::pass_departures`] after a while.
+    PassLater,
 }
 
 /// What distinguishes a notice from others: of equal ones only the first is passed on.
@@ -75,7 +80,6 @@ enum Key {
     Silent(usize),
     /// By this one, which is higher.
     Accused(usize, usize),
-    Left(usize),
     Failed(u64),
     Unreached(usize),
     Opened(u64),
@@ -99,6 +103,8 @@ pub(in super::super) struct Overlay {
     /// By rank: a higher one that reports its silence.
     accused: BTreeMap<usize, usize>,
     held: VecDeque<Routed>,
+    /// Ranks that have left, which this one has not passed on, and whether they moved.
+    departures: BTreeMap<usize, bool>,
     /// The ranks that no other could connect to before the deadline.
     unreached: BTreeSet<usize>,
     /// A rank that goes on without this one.
@@ -118,6 +124,7 @@ impl Overlay {
             notices: VecDeque::new(),
             accused: BTreeMap::new(),
             held: VecDeque::new(),
+            departures: BTreeMap::new(),
             unreached: BTreeSet::new(),
             excluded_by: None,
         }
@@ -217,6 +224,23 @@ impl Overlay {
         self.flood(notice, None, out);
     }
 
+    /// This rank leaves.
+    pub(in super::super) fn leave(&mut self, moved: bool, out: &mut Vec<Action>) {
+        self.pass_departures(out);
+        self.pass_to_all(Notice::Left { ranks: vec![self.me], moved }, None, out);
+    }
+
+    /// Passes on which ranks have left since the last call.
+    pub(in super::super) fn pass_departures(&mut self, out: &mut Vec<Action>) {
+        let departures = std::mem::take(&mut self.departures);
+        for moved in [false, true] {
+            let ranks: Vec<usize> = departures.iter().filter(|each| *each.1 == moved).map(|each| *each.0).collect();
+            for ranks in ranks.chunks(RANKS_LIMIT) {
+                self.pass_to_all(Notice::Left { ranks: ranks.to_vec(), moved }, None, out);
+            }
+        }
+    }
+
     /// Sends a message to some ranks.
     pub(in super::super) fn send(&mut self, to: &[usize], body: Body, out: &mut Vec<Action>) {
         self.pass_on(Routed { from: self.me, to: to.to_vec(), body }, out);
@@ -227,6 +251,9 @@ impl Overlay {
         // Who is lost or in another view knows nothing that concerns those that are left.
         if via >= self.size || matches!(self.presence[via], Presence::Silent | Presence::Moved) {
             return;
+        }
+        if let Notice::Left { ranks, moved } = notice {
+            return self.departed(ranks, moved, out);
         }
         let Some(key) = self.key(&notice) else { return };
         if self.seen.contains(&key) {
@@ -258,19 +285,32 @@ impl Overlay {
                 true
             }
             Notice::Lost { rank, by, ended, .. } => self.reported(rank, by, ended),
-            Notice::Left { rank, moved } => {
-                let held = rank != self.me && self.is_present(rank);
-                if held {
-                    self.presence[rank] = if moved { Presence::Moved } else { Presence::Left };
-                }
-                held
-            }
             Notice::Unreached { ref ranks, .. } => {
                 self.unreached.extend(ranks.iter().filter(|rank| **rank < self.size));
                 true
             }
-            Notice::Failed { .. } | Notice::View { .. } => true,
+            Notice::Left { .. } | Notice::Failed { .. } | Notice::View { .. } => true,
         }
+    }
+
+    /// Ranks have left.
+    fn departed(&mut self, mut ranks: Vec<usize>, moved: bool, out: &mut Vec<Action>) {
+        ranks.retain(|rank| *rank < self.size && *rank != self.me && self.is_present(*rank));
+        if ranks.is_empty() {
+            return;
+        }
+        for rank in &ranks {
+            self.presence[*rank] = if moved { Presence::Moved } else { Presence::Left };
+        }
+        out.push(Action::Notice(Notice::Left { ranks: ranks.clone(), moved }));
+        // In a small world the rank itself has sent it to all others.
+        if self.size > self.full {
+            if self.departures.is_empty() {
+                out.push(Action::PassLater);
+            }
+            self.departures.extend(ranks.into_iter().map(|rank| (rank, moved)));
+        }
+        self.pass_held(out);
     }
 
     /// Another rank reports the loss of a third one; whether it counts (invariant 2).
@@ -301,7 +341,6 @@ impl Overlay {
             Notice::Lost { rank, ended: true, .. } => Key::Ended(rank),
             Notice::Lost { rank, by, .. } if by < rank => Key::Silent(rank),
             Notice::Lost { rank, by, .. } => Key::Accused(rank, by),
-            Notice::Left { rank, .. } if known(rank) => Key::Left(rank),
             Notice::Unreached { by, .. } if known(by) => Key::Unreached(by),
             Notice::Left { .. } | Notice::Unreached { .. } => return None,
             Notice::Failed { group, .. } => Key::Failed(group),
@@ -316,9 +355,13 @@ impl Overlay {
     /// Sends a notice to all connected ranks but one, unless that was done before.
     fn flood(&mut self, notice: Notice, except: Option<usize>, out: &mut Vec<Action>) {
         let Some(key) = self.key(&notice) else { return };
-        if !self.seen.insert(key) {
-            return;
+        if self.seen.insert(key) {
+            self.pass_to_all(notice, except, out);
         }
+    }
+
+    /// Sends a notice to all connected ranks but one, and keeps it for those that connect later.
+    fn pass_to_all(&mut self, notice: Notice, except: Option<usize>, out: &mut Vec<Action>) {
         let to: Vec<usize> = self.links.iter().copied().filter(|link| Some(*link) != except).collect();
         if !to.is_empty() {
             out.push(Action::Send(to, Message::Notice(notice.clone())));

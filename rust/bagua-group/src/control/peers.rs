@@ -54,9 +54,9 @@ impl Peer {
         let _ = self.outbox.send(frame);
     }
 
-    /// Notes that the writer has written a frame.
-    pub(super) fn note_written(&self) {
-        self.unwritten.fetch_sub(1, Ordering::Relaxed);
+    /// Notes that the writer has written so many frames.
+    pub(super) fn note_written(&self, frames: usize) {
+        self.unwritten.fetch_sub(frames, Ordering::Relaxed);
     }
 }
 

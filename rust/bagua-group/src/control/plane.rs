@@ -31,6 +31,9 @@ use crate::wait::lock;
 /// How long a leaving rank waits for acknowledgements.
 pub(super) const LINGER: Duration = Duration::from_millis(200);
 
+/// How long a rank collects which others have left before it passes that on.
+const TOGETHER: Duration = Duration::from_millis(20);
+
 /// How long a leaving rank waits for its last bytes to be acknowledged while none is.
 const STALLED: Duration = Duration::from_secs(1);
 
@@ -193,6 +196,13 @@ impl Plane {
             Action::Deliver(from, Body::LeftGroup { group }) => self.left_group(from, group),
             Action::Deliver(from, Body::View(message)) => self.views.put(from, message),
             Action::Deliver(_, Body::Connect) => {}
+            Action::PassLater => {
+                let plane = Arc::clone(self);
+                tokio::spawn(async move {
+                    tokio::time::sleep(TOGETHER).await;
+                    plane.change(&Source::default(), |connections, out| connections.overlay.pass_departures(out));
+                });
+            }
         }
     }
 
@@ -340,7 +350,7 @@ impl Plane {
     fn noticed(self: &Arc<Plane>, notice: Notice, source: &Source) {
         match notice {
             Notice::Lost { rank, by, reason, .. } => self.lost(rank, by, &reason, source),
-            Notice::Left { rank, .. } => self.left(rank),
+            Notice::Left { ranks, .. } => ranks.into_iter().for_each(|rank| self.left(rank)),
             Notice::Failed { group, cause } => self.failed(group, cause),
             Notice::View { from, message } => self.views.put(from, message),
             Notice::Unreached { .. } => self.connect_changed.notify_all(),
@@ -391,18 +401,22 @@ impl Plane {
     /// Announces that this rank leaves, and waits up to [`LINGER`] for the acknowledgements of its peers.
     pub(super) async fn announce_leave(self: &Arc<Plane>) {
         let moved = self.moved.load(Ordering::Acquire);
-        self.publish(Notice::Left { rank: self.config.rank, moved });
+        self.change(&Source::default(), |connections, out| connections.overlay.leave(moved, out));
         let all_settled = async {
-            for (rank, peer) in self.all_peers() {
+            let peers = self.all_peers();
+            for (rank, peer) in &peers {
                 loop {
                     let changed = self.settled.notified();
-                    if peer.settled.load(Ordering::Acquire) || self.presence(rank).is_lost() {
+                    if peer.settled.load(Ordering::Acquire) || self.presence(*rank).is_lost() {
                         break;
                     }
                     changed.await;
                 }
-                // What this rank has passed on for others must not end with it.
-                while peer.unwritten.load(Ordering::Relaxed) > 0 && !self.presence(rank).is_lost() {
+            }
+            // What this rank passes on for others must not end with it.
+            self.change(&Source::default(), |connections, out| connections.overlay.pass_departures(out));
+            for (rank, peer) in &peers {
+                while peer.unwritten.load(Ordering::Relaxed) > 0 && !self.presence(*rank).is_lost() {
                     tokio::time::sleep(Duration::from_millis(1)).await;
                 }
             }

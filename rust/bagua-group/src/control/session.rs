@@ -13,6 +13,9 @@ use super::plane::{Loss, Plane};
 use super::silence::Lateness;
 use crate::error::Source;
 
+/// The most frames that are written by one call.
+const AT_ONCE: usize = 16;
+
 /// Starts reading from a peer and writing to it, on the control thread. False when the peer is connected already.
 pub(super) fn start(plane: &Arc<Plane>, rank: usize, conn: ControlConn) -> bool {
     let Some((peer, frames)) = plane.connected(rank, conn.is_unix()) else { return false };
@@ -58,12 +61,15 @@ async fn read_loop(plane: Arc<Plane>, rank: usize, conn: ControlConn, peer: Arc<
 }
 
 async fn write(mut writer: WriteHalf<AsyncSocket>, peer: Arc<Peer>, mut frames: Frames) {
-    while let Some(frame) = frames.recv().await {
+    let mut queued = Vec::new();
+    loop {
+        let count = frames.recv_many(&mut queued, AT_ONCE).await;
         // The reader reports a broken connection.
-        if writer.write_all(&frame).await.is_err() {
+        if count == 0 || writer.write_all(&queued.concat()).await.is_err() {
             return;
         }
-        peer.note_written();
+        queued.clear();
+        peer.note_written(count);
     }
 }
 

@@ -104,7 +104,7 @@ fn control_messages() -> Vec<Message> {
     let reason = "no heartbeat for 5.0 s".to_owned();
     let notices = [
         Notice::Lost { rank: 3, by: 1, ended: false, reason },
-        Notice::Left { rank: 2, moved: true },
+        Notice::Left { ranks: vec![2, 300], moved: true },
         Notice::Unreached { by: 0, ranks: vec![2, 300] },
         Notice::View { from: 1, message: ViewMessage::Refused { view: 3, text: "no quorum".to_owned() } },
     ];

@@ -208,7 +208,7 @@ fn what_makes_no_sense_has_no_effect() {
     for (rank, by) in [(9, 1), (1, 9), (2, 2)] {
         overlay.received_notice(1, Notice::Lost { rank, by, ended: true, reason: String::new() }, &mut out);
     }
-    overlay.received_notice(1, Notice::Left { rank: 7, moved: false }, &mut out);
+    overlay.received_notice(1, Notice::Left { ranks: vec![7, 0], moved: false }, &mut out);
     let opened = ViewMessage::Ready { view: 1, any: true, gone: Vec::new() };
     overlay.received_notice(1, Notice::View { from: 1, message: opened }, &mut out);
     overlay.received_routed(Routed { from: 1, to: vec![3, 99], body: Body::Connect }, &mut out);

@@ -60,6 +60,8 @@ pub(super) struct Node {
     /// It leaves the group, and has left it.
     leaving: bool,
     left: bool,
+    /// It has to pass on which ranks have left.
+    passes_later: bool,
 }
 
 /// What may happen next.
@@ -74,6 +76,7 @@ pub(super) enum Step {
     Pass(usize),
     Fail(usize),
     Leave(usize),
+    Depart(usize),
 }
 
 /// What happens before the step of this number.
@@ -113,6 +116,7 @@ impl Script {
             outcome: None,
             leaving: false,
             left: false,
+            passes_later: false,
         });
         let mut script = Script {
             nodes: nodes.collect(),
@@ -151,12 +155,16 @@ impl Script {
         for (rank, node) in self.nodes.iter().enumerate().filter(|(_, node)| node.alive && !node.frozen && !node.left) {
             let from = self.lines.iter().filter(|((_, to), line)| *to == rank && !line.is_empty());
             steps.extend(from.map(|((from, _), _)| Step::Deliver(*from, rank)));
+            if node.passes_later {
+                steps.push(Step::Depart(rank));
+            }
             if node.leaving {
                 let knows = |other: &usize| {
                     let other = &self.nodes[*other];
                     !other.alive || other.left || other.overlay.presence(rank) != Presence::Present
                 };
-                let none_comes = self.lines.iter().all(|((_, to), line)| *to != rank || line.is_empty());
+                let none_comes =
+                    !node.passes_later && self.lines.iter().all(|((_, to), line)| *to != rank || line.is_empty());
                 if none_comes && node.overlay.links().iter().all(knows) {
                     steps.push(Step::Leave(rank));
                 }
@@ -224,6 +232,11 @@ impl Script {
                 self.repair(rank);
                 return true;
             }
+            Step::Depart(rank) => {
+                self.nodes[rank].passes_later = false;
+                self.control(rank, Overlay::pass_departures);
+                return true;
+            }
             Step::Leave(rank) => {
                 self.nodes[rank].left = true;
                 self.end_lines(rank);
@@ -272,11 +285,16 @@ impl Script {
                         self.put(rank, to, Item::Message(Message::parse(&message.encode()).unwrap()));
                     }
                 }
+                ControlAction::PassLater => self.nodes[rank].passes_later = true,
+                ControlAction::Notice(Notice::Left { ranks, moved }) => {
+                    let gone = if moved { Gone::Moved } else { Gone::Ended };
+                    self.nodes[rank].inbox.extend(ranks.into_iter().map(|other| Known::Gone(other, gone)));
+                }
                 ControlAction::Notice(notice) => {
                     let Node { overlay, inbox, .. } = &mut self.nodes[rank];
                     inbox.extend(match notice {
                         Notice::Lost { rank: lost, .. } if lost == rank => overlay.excluded_by().map(Known::Excluded),
-                        Notice::Lost { rank: other, .. } | Notice::Left { rank: other, .. } => {
+                        Notice::Lost { rank: other, .. } => {
                             let gone = match overlay.presence(other) {
                                 Presence::Silent => Gone::Silent,
                                 Presence::Moved => Gone::Moved,
@@ -285,7 +303,7 @@ impl Script {
                             Some(Known::Gone(other, gone))
                         }
                         Notice::View { from, message } => Some(Known::Message(from, message)),
-                        Notice::Failed { .. } | Notice::Unreached { .. } => None,
+                        Notice::Left { .. } | Notice::Failed { .. } | Notice::Unreached { .. } => None,
                     });
                 }
                 ControlAction::Deliver(from, Body::View(message)) => {
@@ -358,7 +376,7 @@ impl Script {
             Action::Finish(outcome) => {
                 if matches!(outcome, Outcome::Opened(..)) {
                     // It leaves the old group in order.
-                    self.control(rank, |overlay, out| overlay.publish(Notice::Left { rank, moved: false }, out));
+                    self.control(rank, |overlay, out| overlay.leave(false, out));
                     self.nodes[rank].leaving = true;
                 }
                 self.nodes[rank].outcome = Some(outcome);
