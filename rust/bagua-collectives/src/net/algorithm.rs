@@ -36,11 +36,14 @@ pub enum Algorithm {
     Ring,
     /// Between neighbours at distances 1, 2, 4, ….
     Doubling,
+    /// Shards are combined between ranks at distances …, 4, 2, 1, and gathered between ranks at distances 1, 2, 4, ….
+    Halving,
 }
 
 impl Algorithm {
     /// Every one of them; an algorithm's place is its code.
-    pub const ALL: [Algorithm; 4] = [Algorithm::Auto, Algorithm::Direct, Algorithm::Ring, Algorithm::Doubling];
+    pub const ALL: [Algorithm; 5] =
+        [Algorithm::Auto, Algorithm::Direct, Algorithm::Ring, Algorithm::Doubling, Algorithm::Halving];
 
     /// The field's name for it.
     pub const fn name(self) -> &'static str {
@@ -49,6 +52,7 @@ impl Algorithm {
             Algorithm::Direct => "direct",
             Algorithm::Ring => "ring",
             Algorithm::Doubling => "doubling",
+            Algorithm::Halving => "halving",
         }
     }
 
@@ -64,11 +68,14 @@ pub(super) const SMALL: usize = 16 << 10;
 /// Ranks up to which a small tensor is reduced one-shot.
 pub(super) const FEW: usize = 8;
 
-/// Ranks up to which large tensors are combined in rank order whatever their type.
-const DIRECT: usize = 16;
+/// Ranks up to which every verb exchanges messages between every pair, and values are combined in rank order.
+pub(super) const DIRECT: usize = 16;
+
+/// Ranks up to which float16 and bfloat16 are.
+const DIRECT_HALF: usize = 64;
 
 /// Bytes of a shard from which a ring hides its latencies.
-const RING_SHARD: usize = 64 << 10;
+pub(super) const RING_SHARD: usize = 64 << 10;
 
 /// The algorithm of one all_reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,21 +84,31 @@ pub(super) enum Chosen {
     Direct,
     Ring,
     Doubling,
+    Halving,
+}
+
+/// The types of which every rounding loses much.
+pub(super) fn is_half(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16)
+}
+
+/// Whether a reducing verb combines in rank order, between every pair of ranks.
+pub(super) fn in_rank_order(forced: Algorithm, dtype: DType, ranks: usize) -> bool {
+    forced == Algorithm::Direct || ranks <= if is_half(dtype) { DIRECT_HALF } else { DIRECT }
 }
 
 /// The table.
 pub(super) fn choose(forced: Algorithm, dtype: DType, bytes: usize, ranks: usize) -> Chosen {
     let small = bytes <= SMALL;
-    let rounds_once = matches!(dtype, DType::F16 | DType::BF16);
     match forced {
         Algorithm::Ring => Chosen::Ring,
         Algorithm::Doubling => Chosen::Doubling,
+        Algorithm::Halving => Chosen::Halving,
         _ if small && ranks <= FEW || ranks <= 2 => Chosen::OneShot,
-        Algorithm::Direct => Chosen::Direct,
-        Algorithm::Auto if ranks <= DIRECT || rounds_once => Chosen::Direct,
-        Algorithm::Auto if small => Chosen::Doubling,
-        Algorithm::Auto if bytes / ranks >= RING_SHARD => Chosen::Ring,
-        Algorithm::Auto => Chosen::Direct,
+        _ if in_rank_order(forced, dtype, ranks) => Chosen::Direct,
+        _ if small => Chosen::Doubling,
+        _ if bytes / ranks >= RING_SHARD => Chosen::Ring,
+        _ => Chosen::Halving,
     }
 }
 
@@ -117,7 +134,7 @@ mod tests {
     fn large_worlds_double_small_tensors_and_send_large_ones_round_unless_each_hop_would_round() {
         let chosen = |dtype, bytes| choose(Algorithm::Auto, dtype, bytes, 64);
         assert_eq!(chosen(DType::F32, 1000), Chosen::Doubling);
-        assert_eq!(chosen(DType::F32, 1 << 20), Chosen::Direct);
+        assert_eq!(chosen(DType::F32, 1 << 20), Chosen::Halving);
         assert_eq!(chosen(DType::F32, 64 << 20), Chosen::Ring);
         assert_eq!((chosen(DType::F16, 1000), chosen(DType::BF16, 64 << 20)), (Chosen::Direct, Chosen::Direct));
     }
