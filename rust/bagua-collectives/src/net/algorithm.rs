@@ -9,18 +9,38 @@
 //! | doubling: distances 1, 2, 4, … | log2(n) (a + 2 o + N t) | few messages at little latency |
 //! | direct (two-shot): reduce-scatter and all-gather, each pair for itself | 2 a + 4 (n - 1) o + 2 (n - 1) / n N t | the fewest bytes at two latencies |
 //! | ring: the same along a ring | 2 (n - 1) (a + 2 o) + 2 (n - 1) / n N t | the fewest bytes, over two streams per rank |
+//! | halving and doubling: the same at distances n / 2, n / 4, …, 1 and back | 2 log2(n) (a + 2 o) + 2 (n - 1) / n N t | the fewest bytes, in few messages |
+//!
+//! Where n is no power of two, doubling costs 2 (a + 2 o + N t) more, and so do halving and doubling: n - 2^floor(log2 n) ranks hand their
+//! values to another rank, and get the result from it.
 //!
 //! One-shot wins while (n - 1) N t is below a latency: a few ranks and a few KiB; and between two ranks always, because it moves the N
 //! bytes that direct moves without waiting for sums (every rank adds N elements instead of N / 2, many times faster than any
-//! network brings them). Direct moves as few bytes as a ring and has fewer
-//! latencies, so that by the model it always wins over the ring; what the model does not see is that n - 1 senders meet at one
-//! port, whose switch drops what its buffers cannot hold, and that a rank polls n - 1 streams. Hence the ring for many ranks,
-//! when each shard is long enough to hide 2 (n - 1) latencies. With as many ranks and few bytes the 4 (n - 1) o of direct are
-//! the whole cost, and doubling has log2(n) of them.
+//! network brings them). Direct moves as few bytes as a ring and has fewer latencies, so that by the model it always wins over the ring;
+//! what the model does not see is that n - 1 senders meet at one port, whose switch drops what its buffers cannot hold, that a rank polls
+//! n - 1 streams, and that it must have opened them. Hence for more than 16 ranks none but these three, which need two to
+//! log2(n) + 3 streams per rank:
 //!
-//! One-shot and direct combine in rank order. The ring begins each shard at another rank, and doubling combines neighbours first, so
-//! their sums differ in the last bits from those of the others, and f16 and bf16 are rounded at every hop: these types stay with
-//! direct. The choice depends only on bytes, ranks and dtype, which are equal on all ranks.
+//! - doubling for small tensors: log2(n) rounds, half as many as halving has, while N t is below a latency;
+//! - the ring when each shard is long enough to hide 2 (n - 1) latencies: its bytes pass one link between neighbours, and it has
+//!   nothing to do twice where n is no power of two;
+//! - halving and doubling in between.
+//!
+//! | ranks | bytes N | float32 and others | float16, bfloat16 |
+//! |---|---|---|---|
+//! | 2 | any | one-shot | one-shot |
+//! | 3 to 8 | at most [`SMALL`] | one-shot | one-shot |
+//! | 3 to 16 | otherwise | direct | direct |
+//! | 17 to 64 | at most [`SMALL`] | doubling | direct |
+//! | | N / n at least [`RING_SHARD`] | ring | direct |
+//! | | otherwise | halving | direct |
+//! | more | as for 17 to 64 | the same | the same, in float32 |
+//!
+//! One-shot and direct combine in rank order. The ring begins each shard at another rank, doubling combines neighbours first, and halving the
+//! ranks that are far from each other, so their sums differ in the last bits from those of the others, and f16 and bf16 would be rounded at
+//! every hop. So these types stay with direct up to 64 ranks. Of more ranks their partial sums are float32, also between ranks, and each
+//! result is rounded once, before all ranks get it: all have the same bits, at 1.5 times the bytes. The choice depends only on bytes, ranks
+//! and dtype, which are equal on all ranks.
 
 use crate::types::DType;
 

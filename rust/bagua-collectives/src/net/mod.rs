@@ -1,8 +1,10 @@
-//! Collectives over any mesh of streams: direct, in rank order, in pieces of bounded size.
+//! Collectives over any mesh of streams, in pieces of bounded size.
+//!
+//! Up to [`DIRECT`] ranks direct, in rank order:
 //!
 //! | verb | when | how |
 //! |---|---|---|
-//! | all_reduce | as [`algorithm`] chooses | one-shot, direct (two-shot), ring, or recursive doubling |
+//! | all_reduce | as [`algorithm`] chooses | one-shot or direct (two-shot) |
 //! | reduce | at most [`SMALL`] bytes, or 2 ranks | root gets all tensors |
 //! | | otherwise | each rank combines its shard and sends the result to root; pieces overlap |
 //! | broadcast | at most [`STAR`] ranks | root sends to all |
@@ -11,11 +13,33 @@
 //! | all_gather, gather, scatter, all_to_all | always | direct |
 //! | barrier | always | an empty message between every pair |
 //!
-//! Up to 16 ranks, and for f16 and bf16 always, an element is combined on one rank (or on all, alike) from all ranks' values in rank
+//! Of more ranks, N the bytes of all shards together, and p the peers of a rank:
+//!
+//! | verb | when | how | rounds | p |
+//! |---|---|---|---|---|
+//! | all_reduce | as [`algorithm`] chooses | doubling, halving and doubling, ring | log2 n, 2 log2 n, 2 (n - 1) | log2 n + 3; ring 2 |
+//! | reduce | at most [`SMALL`] bytes | binomial tree | log2 n | log2 n |
+//! | | otherwise | reduce_scatter, and shards to root by a binomial tree | 2 log2 n; ring n + log2 n | 2 log2 n + 2 |
+//! | broadcast | always | binomial tree; pieces overlap | log2 n | log2 n |
+//! | reduce_scatter | N / n at least [`RING_SHARD`], n at most 128 | ring, on a copy | n - 1 | 2 |
+//! | | otherwise | halving, on a copy | log2 n | log2 n + 3 |
+//! | all_gather | N / n at least [`RING_SHARD`] | ring | n - 1 | 2 |
+//! | | otherwise | dissemination, as Bruck's | log2 n | 2 log2 n |
+//! | gather, scatter | always | binomial tree, staged on the ranks between | log2 n | log2 n |
+//! | barrier | always | dissemination | log2 n | 2 log2 n |
+//! | all_to_all, all_to_all_v, compressed all_reduce | always | direct: each has a message for every pair | 1 | n - 1 |
+//! | all_reduce, reduce, reduce_scatter of f16 and bf16 | at most 64 ranks | as up to 16 ranks | 1 or 2 | n - 1 |
+//!
+//! log2 is rounded up. The peers of dissemination and of the trees are the ranks at distances 1, 2, 4, … on both sides, of any verb and any
+//! root, and where n is a power of two those of doubling and halving are among them.
+//!
+//! Up to 16 ranks, and for f16 and bf16 up to 64, an element is combined on one rank (or on all, alike) from all ranks' values in rank
 //! order, so the choice never shows in the result, and in the symmetric verbs every pair of ranks exchanges a header at least
-//! once, hence both sides of a disagreement see it. A ring and a doubling combine in another order, the same on every rank and
-//! from run to run, and leave pairs of ranks that exchange no message: there a neighbour finds the disagreement, and the others get
-//! it as the group's first cause.
+//! once, hence both sides of a disagreement see it. Of more ranks values are combined in another order, the same on every rank and
+//! from run to run, f16 and bf16 in float32 with one rounding; and there are pairs of ranks that exchange no message: there a neighbour finds
+//! the disagreement, and the others get it as the group's first cause. For this each of these verbs without a root begins with a message to
+//! the next rank. Ranks of a tree compare headers with those above and below them only: where one rank runs a verb with a root and the
+//! others another verb, the deadline may be what ends it.
 
 mod algorithm;
 mod direct;

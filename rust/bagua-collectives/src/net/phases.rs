@@ -208,13 +208,19 @@ impl Net {
             let elements = phases.shards(run.len(), n);
             let (shards, of_copy) = (in_bytes(&elements, dtype.size()), in_bytes(&elements, sums.size()));
             let copied = run.len() * sums.size();
-            // Behind the copy, what the tree gathers on the ranks that do not get the result.
-            let (copy, gathered) = grown(working, copied + chunk.len()).split_at_mut(copied);
+            // Behind the copy, the rounded shards of the ranks below this one.
+            let rounded = if sums == dtype { 0 } else { chunk.len() };
+            let (copy, rounded) = grown(working, copied + rounded).split_at_mut(copied);
             load(dtype, &io.input()[chunk.clone()], copy);
             phases.reduce(&mut rounds, staging, (sums, op), copy, &of_copy)?;
-            let gathered = if rank == root { &mut io.output()[chunk] } else { gathered };
-            store(dtype, &copy[of_copy[rank].clone()], &mut gathered[shards[rank].clone()]);
-            gather_up(&mut rounds, tree, gathered, true, &|rank| shards[rank].clone())?;
+            let place = |rank: usize| shards[rank].clone();
+            if rank != root && sums == dtype {
+                gather_up(&mut rounds, tree, copy, true, &place)?;
+                continue;
+            }
+            let gathered = if rank == root { &mut io.output()[chunk] } else { rounded };
+            store(dtype, &copy[of_copy[rank].clone()], &mut gathered[place(rank)]);
+            gather_up(&mut rounds, tree, gathered, true, &place)?;
         }
         Ok(())
     }

@@ -17,14 +17,14 @@ pub(super) struct Rounds<'m, 'c> {
     pub cx: &'m OpContext<'c>,
     /// Bytes that have arrived.
     arrived: u64,
-    /// Bytes that arrive in the whole operation, for error texts.
+    /// Bytes that arrive in the whole operation, or somewhat more; for error texts.
     total: u64,
     /// The next round also passes an empty message to the next rank and gets one from the rank before.
     greets: bool,
 }
 
 impl<'m, 'c> Rounds<'m, 'c> {
-    /// An operation in which `total` bytes arrive.
+    /// An operation in which at most `total` bytes arrive.
     pub fn new(mesh: &'m mut Mesh, cx: &'m OpContext<'c>, total: usize) -> Rounds<'m, 'c> {
         Rounds { mesh, cx, arrived: 0, total: total as u64, greets: false }
     }
