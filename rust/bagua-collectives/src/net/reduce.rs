@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use super::direct::{Buffers, DirectReduce, Partition, Results, fold};
 use super::partition::shard;
-use super::{Net, grown, ring, slots};
+use super::rounds::Rounds;
+use super::{Net, grown, slots};
 use crate::error::Result;
 use crate::transport::Mesh;
 use crate::types::ReduceOp;
@@ -182,7 +183,8 @@ impl Net {
     /// Sums go round a ring. `data` are this rank's values.
     pub(super) fn reduce_ring(&mut self, cx: &OpContext<'_>, data: &mut [u8], op: ReduceOp) -> Result<()> {
         let shards = self.shards(data.len(), cx.dtype().size());
-        ring::all_reduce(&mut self.mesh, cx, &mut self.staging, op, data, shards)
+        let mut rounds = Rounds::new(&mut self.mesh, cx, 0);
+        rounds.all_reduce_by_ring(&mut self.staging, (cx.dtype(), op), data, shards)
     }
 }
 

@@ -13,10 +13,10 @@ use super::rounds::Rounds;
 use crate::OpContext;
 use crate::error::Result;
 use crate::reduce::{combine, divide};
-use crate::transport::{Mesh, Plan};
+use crate::transport::Plan;
 use crate::types::{DType, Fingerprint, ReduceOp};
 
-/// The rounds of one operation of two ranks or more.
+/// Which rounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     /// Values go round, then sums.
@@ -27,12 +27,12 @@ enum Phase {
     Gather,
 }
 
+/// The rounds of one operation of two ranks or more.
 struct Ring<'a, 'c> {
     /// What the operation says of itself.
     cx: &'a OpContext<'c>,
     /// Type of the elements, and how they are combined.
     how: (DType, ReduceOp),
-    /// Which rounds.
     phase: Phase,
     /// This rank.
     rank: usize,
@@ -160,55 +160,6 @@ impl Plan for Ring<'_, '_> {
     }
 }
 
-/// Runs these rounds. `data` are this rank's values, and the sums that it has.
-fn run(
-    mesh: &mut Mesh,
-    (cx, phase, progress): (&OpContext<'_>, Phase, Option<(u64, u64)>),
-    staging: &mut Vec<u8>,
-    how: (DType, ReduceOp),
-    data: &mut [u8],
-    shards: Vec<Range<usize>>,
-) -> Result<()> {
-    let (rank, n) = (mesh.rank(), mesh.size());
-    let longest = longest(&shards);
-    let piece = piece(longest);
-    let pieces = longest.div_ceil(piece).max(1);
-    let window = window(piece, (n - 1) * pieces);
-    let own = shards[rank].len();
-    let progress = progress.unwrap_or((0, 2 * (data.len() - own) as u64));
-    let mut ring = Ring {
-        cx,
-        how,
-        phase,
-        rank,
-        shards,
-        piece,
-        pieces,
-        data,
-        staging: grown(staging, if phase == Phase::Gather { 0 } else { window * piece }),
-        window: vec![None; window],
-        free: (0..window).rev().collect(),
-        arrived: Vec::new(),
-        first: 0,
-        begun: 0,
-        progress,
-    };
-    ring.arrived = vec![false; ring.messages()];
-    mesh.run(cx, &mut ring)
-}
-
-/// Sums go round a ring. `data` are this rank's values.
-pub(super) fn all_reduce(
-    mesh: &mut Mesh,
-    cx: &OpContext<'_>,
-    staging: &mut Vec<u8>,
-    op: ReduceOp,
-    data: &mut [u8],
-    shards: Vec<Range<usize>>,
-) -> Result<()> {
-    run(mesh, (cx, Phase::Both, None), staging, (cx.dtype(), op), data, shards)
-}
-
 /// The shards of which rank r has the sum between the two halves: its own.
 fn one_back(shards: &[Range<usize>]) -> Vec<Range<usize>> {
     let mut shards = shards.to_vec();
@@ -217,6 +168,17 @@ fn one_back(shards: &[Range<usize>]) -> Vec<Range<usize>> {
 }
 
 impl Rounds<'_, '_> {
+    /// Both halves: every rank gets the combination of all ranks' `data`.
+    pub(super) fn all_reduce_by_ring(
+        &mut self,
+        staging: &mut Vec<u8>,
+        how: (DType, ReduceOp),
+        data: &mut [u8],
+        shards: Vec<Range<usize>>,
+    ) -> Result<()> {
+        self.run_ring(Phase::Both, staging, how, data, shards)
+    }
+
     /// The first half: each rank's shard of `data` becomes the combination of all ranks'. The others' hold partial results afterwards.
     pub(super) fn reduce_shards_by_ring(
         &mut self,
@@ -225,14 +187,48 @@ impl Rounds<'_, '_> {
         data: &mut [u8],
         shards: &[Range<usize>],
     ) -> Result<()> {
-        let progress = self.continues(data.len() - shards[self.rank()].len());
-        run(self.mesh, (self.cx, Phase::Reduce, Some(progress)), staging, how, data, one_back(shards))
+        self.run_ring(Phase::Reduce, staging, how, data, one_back(shards))
     }
 
     /// The second half: every rank gets all shards of `data`, of which it has its own.
     pub(super) fn gather_shards_by_ring(&mut self, data: &mut [u8], shards: &[Range<usize>]) -> Result<()> {
-        let progress = self.continues(data.len() - shards[self.rank()].len());
         let unused = (self.cx.dtype(), ReduceOp::Sum);
-        run(self.mesh, (self.cx, Phase::Gather, Some(progress)), &mut Vec::new(), unused, data, one_back(shards))
+        self.run_ring(Phase::Gather, &mut Vec::new(), unused, data, one_back(shards))
+    }
+
+    /// `data` are this rank's values, and the sums that it has.
+    fn run_ring(
+        &mut self,
+        phase: Phase,
+        staging: &mut Vec<u8>,
+        how: (DType, ReduceOp),
+        data: &mut [u8],
+        shards: Vec<Range<usize>>,
+    ) -> Result<()> {
+        let (rank, n) = (self.rank(), self.ranks());
+        let longest = longest(&shards);
+        let piece = piece(longest);
+        let pieces = longest.div_ceil(piece).max(1);
+        let window = window(piece, (n - 1) * pieces);
+        let others = data.len() - shards[rank].len();
+        let mut ring = Ring {
+            cx: self.cx,
+            how,
+            phase,
+            rank,
+            shards,
+            piece,
+            pieces,
+            data,
+            staging: grown(staging, if phase == Phase::Gather { 0 } else { window * piece }),
+            window: vec![None; window],
+            free: (0..window).rev().collect(),
+            arrived: Vec::new(),
+            first: 0,
+            begun: 0,
+            progress: self.continues(if phase == Phase::Both { 2 * others } else { others }),
+        };
+        ring.arrived = vec![false; ring.messages()];
+        self.mesh.run(self.cx, &mut ring)
     }
 }

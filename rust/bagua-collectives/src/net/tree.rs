@@ -70,6 +70,18 @@ impl Tree {
     fn messages(&self, rank: usize, whole: bool, place: Place<'_>) -> impl Iterator<Item = Range<usize>> {
         self.runs(rank, whole).into_iter().map(|run| place(run.start).start..place(run.end - 1).end)
     }
+
+    /// The messages of all ranks below this one, each with the child that it goes through.
+    fn below(&self, whole: bool, place: Place<'_>) -> Vec<(usize, Range<usize>)> {
+        let of = |child| self.messages(child, whole, place).map(move |range| (child, range));
+        self.children().flat_map(of).collect()
+    }
+
+    /// Where the shard of a rank of this subtree lies where only these are staged, in pieces of `len` bytes.
+    fn staged(&self, rank: usize, len: usize) -> Range<usize> {
+        let at = self.number(rank) - self.number;
+        at * len..(at + 1) * len
+    }
 }
 
 /// Where in a buffer a rank's shard lies; the shards of neighbours whose messages are one must be neighbours.
@@ -83,8 +95,7 @@ pub(super) fn gather_up(
     whole: bool,
     place: Place<'_>,
 ) -> Result<()> {
-    let below = tree.children().flat_map(|child| tree.messages(child, whole, place).map(move |range| (child, range)));
-    let (peers, ranges): (Vec<_>, Vec<_>) = below.unzip();
+    let (peers, ranges): (Vec<_>, Vec<_>) = tree.below(whole, place).into_iter().unzip();
     if !peers.is_empty() {
         rounds.exchange([], peers.into_iter().zip(disjoint(data, &ranges)))?;
     }
@@ -175,9 +186,7 @@ impl Net {
                 rounds.exchange([(parent, &own[range])], [])?;
                 continue;
             }
-            let place = |rank| {
-                (tree.number(rank) - tree.number) * range.len()..(tree.number(rank) - tree.number + 1) * range.len()
-            };
+            let place = |rank| tree.staged(rank, range.len());
             let staged = grown(&mut self.staging, span * range.len());
             staged[..range.len()].copy_from_slice(&own[range.clone()]);
             gather_up(&mut rounds, tree, staged, pieces.steps == 1, &place)?;
@@ -189,12 +198,6 @@ impl Net {
     pub(super) fn scatter_tree(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, root: usize) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
         let tree = Tree::new(rank, n, root);
-        let down = |data: &[u8], whole, place: Place<'_>| -> Vec<(usize, Range<usize>)> {
-            debug_assert!(place(rank).end <= data.len());
-            tree.children()
-                .flat_map(|child| tree.messages(child, whole, place).map(move |range| (child, range)))
-                .collect()
-        };
         if rank == root {
             let all = match io {
                 HostIo::InPlace(data) => &*data,
@@ -208,7 +211,7 @@ impl Net {
             let mut rounds = Rounds::new(&mut self.mesh, cx, 0);
             for range in (0..pieces.steps).map(|step| pieces.range(step, each)) {
                 let place = |rank| rank * each + range.start..rank * each + range.end;
-                let sends = down(all, pieces.steps == 1, &place);
+                let sends = tree.below(pieces.steps == 1, &place);
                 rounds.exchange(sends.into_iter().map(|(child, range)| (child, &all[range])), [])?;
             }
             return Ok(());
@@ -230,15 +233,13 @@ impl Net {
                 rounds.exchange([], [(parent, &mut own[range])])?;
                 continue;
             }
-            let place = |rank| {
-                (tree.number(rank) - tree.number) * range.len()..(tree.number(rank) - tree.number + 1) * range.len()
-            };
+            let place = |rank| tree.staged(rank, range.len());
             let whole = pieces.steps == 1;
             let staged = grown(&mut self.staging, span * range.len());
             let ranges: Vec<_> = tree.messages(rank, whole, &place).collect();
             rounds.exchange([], disjoint(staged, &ranges).into_iter().map(|part| (parent, part)))?;
             own[range.clone()].copy_from_slice(&staged[..range.len()]);
-            let (staged, sends) = (&*staged, down(staged, whole, &place));
+            let (staged, sends) = (&*staged, tree.below(whole, &place));
             rounds.exchange(sends.into_iter().map(|(child, range)| (child, &staged[range])), [])?;
         }
         Ok(())
