@@ -9,22 +9,21 @@
 //! | doubling: distances 1, 2, 4, … | log2(n) (a + 2 o + N t) | few messages at little latency |
 //! | direct (two-shot): reduce-scatter and all-gather, each pair for itself | 2 a + 4 (n - 1) o + 2 (n - 1) / n N t | the fewest bytes at two latencies |
 //! | ring: the same along a ring | 2 (n - 1) (a + 2 o) + 2 (n - 1) / n N t | the fewest bytes, over two streams per rank |
-//! | halving and doubling: the same at distances n / 2, n / 4, …, 1 and back | 2 log2(n) (a + 2 o) + 2 (n - 1) / n N t | the fewest bytes, in few messages |
+//! | halving: the same at distances …, 4, 2, 1 and back | 2 log2(n) (a + 2 o) + 2 (n - 1) / n N t | the fewest bytes, in few messages |
 //!
-//! Where n is no power of two, doubling costs 2 (a + 2 o + N t) more, and so do halving and doubling: n - 2^floor(log2 n) ranks hand their
-//! values to another rank, and get the result from it.
+//! log2 is rounded up. Where n is no power of two, doubling costs 2 (a + 2 o + N t) more: n - 2^floor(log2 n) ranks hand their values to
+//! another rank, and get the result from it.
 //!
 //! One-shot wins while (n - 1) N t is below a latency: a few ranks and a few KiB; and between two ranks always, because it moves the N
 //! bytes that direct moves without waiting for sums (every rank adds N elements instead of N / 2, many times faster than any
 //! network brings them). Direct moves as few bytes as a ring and has fewer latencies, so that by the model it always wins over the ring;
 //! what the model does not see is that n - 1 senders meet at one port, whose switch drops what its buffers cannot hold, that a rank polls
-//! n - 1 streams, and that it must have opened them. Hence for more than 16 ranks none but these three, which need two to
-//! log2(n) + 3 streams per rank:
+//! n - 1 streams, and that it must have opened them. Hence for more than 16 ranks none but these three, with two to 2 log2(n) streams per rank:
 //!
-//! - doubling for small tensors: log2(n) rounds, half as many as halving has, while N t is below a latency;
-//! - the ring when each shard is long enough to hide 2 (n - 1) latencies: its bytes pass one link between neighbours, and it has
-//!   nothing to do twice where n is no power of two;
-//! - halving and doubling in between.
+//! - doubling for small tensors: half as many rounds as halving has, while N t is below a latency;
+//! - the ring when each shard is long enough to hide 2 (n - 1) latencies: its bytes pass links between neighbours only, piece by piece, so
+//!   that a rank combines while others arrive;
+//! - halving in between.
 //!
 //! | ranks | bytes N | float32 and others | float16, bfloat16 |
 //! |---|---|---|---|
@@ -36,7 +35,7 @@
 //! | | otherwise | halving | direct |
 //! | more | as for 17 to 64 | the same | the same, in float32 |
 //!
-//! One-shot and direct combine in rank order. The ring begins each shard at another rank, doubling combines neighbours first, and halving the
+//! One-shot and direct combine in rank order. The ring begins each shard at another rank, doubling combines neighbours first, and halving
 //! ranks that are far from each other, so their sums differ in the last bits from those of the others, and f16 and bf16 would be rounded at
 //! every hop. So these types stay with direct up to 64 ranks. Of more ranks their partial sums are float32, also between ranks, and each
 //! result is rounded once, before all ranks get it: all have the same bits, at 1.5 times the bytes. The choice depends only on bytes, ranks
@@ -56,7 +55,7 @@ pub enum Algorithm {
     Ring,
     /// Between neighbours at distances 1, 2, 4, ….
     Doubling,
-    /// Shards are combined between ranks at distances …, 4, 2, 1, and gathered between ranks at distances 1, 2, 4, ….
+    /// Shards are combined between ranks at distances …, 4, 2, 1, and then gathered between ranks at distances 1, 2, 4, ….
     Halving,
 }
 

@@ -5,12 +5,52 @@
 //! from it at the end. Both of a pair combine in the same order, the lower ranks' values first, so all ranks have the same bits.
 
 use super::algorithm::DIRECT;
-use super::rounds::{Fold, Rounds};
+use super::rounds::Rounds;
 use super::{Net, grown};
 use crate::error::Result;
 use crate::reduce::divide;
 use crate::types::{DType, ReduceOp};
 use crate::{Collective, OpContext};
+
+/// The ranks that take part: a power of two. The first ranks make pairs, as many as n is too large by, of which the lower rank takes part
+/// for both.
+#[derive(Clone, Copy, Debug)]
+struct Fold {
+    /// This rank.
+    rank: usize,
+    /// log2 of the ranks that take part.
+    rounds: u32,
+    /// Pairs.
+    extra: usize,
+}
+
+impl Fold {
+    /// Of `n` ranks.
+    fn new(rank: usize, n: usize) -> Fold {
+        let rounds = n.ilog2();
+        Fold { rank, rounds, extra: n - (1 << rounds) }
+    }
+
+    /// The other rank of this one's pair.
+    fn partner(&self) -> Option<usize> {
+        (self.rank < 2 * self.extra).then_some(self.rank ^ 1)
+    }
+
+    /// False on the upper rank of a pair.
+    fn takes_part(&self) -> bool {
+        self.partner().is_none_or(|partner| self.rank < partner)
+    }
+
+    /// The number of this rank, or of its pair, among those that take part.
+    fn number(&self) -> usize {
+        if self.rank < 2 * self.extra { self.rank / 2 } else { self.rank - self.extra }
+    }
+
+    /// The rank that takes part under a number.
+    fn rank(&self, number: usize) -> usize {
+        number + number.min(self.extra)
+    }
+}
 
 impl Net {
     /// Combines all ranks' `data` in place, as elements of this type.
@@ -49,6 +89,27 @@ impl Net {
         match partner {
             Some(partner) => rounds.exchange([(partner, &*data)], []),
             None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_power_of_two_takes_part_and_every_other_rank_has_a_partner_that_does() {
+        for n in 2..70 {
+            let folds: Vec<Fold> = (0..n).map(|rank| Fold::new(rank, n)).collect();
+            let taking: Vec<usize> = (0..n).filter(|rank| folds[*rank].takes_part()).collect();
+            assert_eq!(taking.len(), 1 << folds[0].rounds);
+            for (number, rank) in taking.iter().enumerate() {
+                assert_eq!((folds[*rank].number(), folds[0].rank(number)), (number, *rank));
+            }
+            for rank in (0..n).filter(|rank| !folds[*rank].takes_part()) {
+                let partner = folds[rank].partner().unwrap();
+                assert!(folds[partner].takes_part() && folds[partner].number() == folds[rank].number());
+            }
         }
     }
 }

@@ -17,12 +17,14 @@
 //!
 //! | verb | when | how | rounds | p |
 //! |---|---|---|---|---|
-//! | all_reduce | as [`algorithm`] chooses | doubling, halving and doubling, ring | log2 n, 2 log2 n, 2 (n - 1) | log2 n + 3; ring 2 |
+//! | all_reduce | as [`algorithm`] chooses | doubling | log2 n | log2 n + 3 |
+//! | | | halving | 2 log2 n | 2 log2 n |
+//! | | | ring | 2 (n - 1) | 2 |
 //! | reduce | at most [`SMALL`] bytes | binomial tree | log2 n | log2 n |
-//! | | otherwise | reduce_scatter, and shards to root by a binomial tree | 2 log2 n; ring n + log2 n | 2 log2 n + 2 |
+//! | | otherwise | reduce_scatter, and shards to root by a binomial tree | 2 log2 n, or n + log2 n | 2 log2 n |
 //! | broadcast | always | binomial tree; pieces overlap | log2 n | log2 n |
 //! | reduce_scatter | N / n at least [`RING_SHARD`], n at most 128 | ring, on a copy | n - 1 | 2 |
-//! | | otherwise | halving, on a copy | log2 n | log2 n + 3 |
+//! | | otherwise | halving, on a copy | log2 n | 2 log2 n |
 //! | all_gather | N / n at least [`RING_SHARD`] | ring | n - 1 | 2 |
 //! | | otherwise | dissemination, as Bruck's | log2 n | 2 log2 n |
 //! | gather, scatter | always | binomial tree, staged on the ranks between | log2 n | log2 n |
@@ -30,8 +32,8 @@
 //! | all_to_all, all_to_all_v, compressed all_reduce | always | direct: each has a message for every pair | 1 | n - 1 |
 //! | all_reduce, reduce, reduce_scatter of f16 and bf16 | at most 64 ranks | as up to 16 ranks | 1 or 2 | n - 1 |
 //!
-//! log2 is rounded up. The peers of dissemination and of the trees are the ranks at distances 1, 2, 4, … on both sides, of any verb and any
-//! root, and where n is a power of two those of doubling and halving are among them.
+//! log2 is rounded up. The peers of the ring, of dissemination, halving and the trees are the ranks at distances 1, 2, 4, … on both sides, whatever
+//! the verb and its root, so that all of these together have 2 log2 n; where n is a power of two those of doubling are among them.
 //!
 //! Up to 16 ranks, and for f16 and bf16 up to 64, an element is combined on one rank (or on all, alike) from all ranks' values in rank
 //! order, so the choice never shows in the result, and in the symmetric verbs every pair of ranks exchanges a header at least
@@ -45,7 +47,6 @@ mod algorithm;
 mod direct;
 mod dissemination;
 mod doubling;
-mod halving;
 mod partition;
 mod phases;
 mod reduce;
@@ -215,12 +216,13 @@ impl Net {
         let fingerprint = cx.fingerprint;
         if n > DIRECT {
             let data = gathered(io, rank, n);
-            if data.len() / n < self.limits.ring_shard {
-                return self.gather_by_dissemination(cx, data);
-            }
-            let chunk = chunks(data, n);
-            let shards: Vec<_> = (0..n).map(chunk).collect();
-            return Rounds::new(&mut self.mesh, cx, 0).gather_shards_by_ring(data, &shards);
+            let shards: Vec<_> = (0..n).map(chunks(data, n)).collect();
+            let mut rounds = Rounds::new(&mut self.mesh, cx, data.len() - data.len() / n);
+            return if data.len() / n < self.limits.ring_shard {
+                dissemination::gather_shards(&mut rounds, data, &shards)
+            } else {
+                rounds.gather_shards_by_ring(data, &shards)
+            };
         }
         let (own, mut parts) = match io {
             HostIo::InPlace(data) => {

@@ -1,17 +1,17 @@
 //! The reducing verbs of many ranks in two phases: each rank's shard is combined, by halving or along a ring, and then sent to whoever gets
 //! it.
 //!
-//! The phases work in place, [`Limits::chunk`] bytes at a time, of which halving stages half, or all where n is no power of two. Where the
-//! tensor must keep its values, and for float16 and bfloat16, they work on a copy: of float16 and bfloat16 as float32, which is rounded
-//! once, before the second phase. So no rank rounds a partial sum, and the first phase sends twice the bytes of these types.
+//! The phases work in place, [`Limits::chunk`] bytes at a time, of which halving stages half. Where the tensor must keep its values, and
+//! for float16 and bfloat16, they work on a copy: of float16 and bfloat16 as float32, which is rounded once, before the second phase. So no
+//! rank rounds a partial sum, and the first phase sends twice the bytes of these types.
 
 use std::ops::Range;
 
 use super::algorithm::{SMALL, is_half};
 use super::partition::{Pieces, shard};
-use super::rounds::{Fold, Rounds};
+use super::rounds::Rounds;
 use super::tree::{Tree, gather_up};
-use super::{Limits, Net, grown, halving};
+use super::{Limits, Net, dissemination, grown};
 use crate::codec::float::{Float, ForFloat, for_dtype};
 use crate::error::Result;
 use crate::types::{DType, ReduceOp};
@@ -30,21 +30,6 @@ impl Phases {
         if bytes / n >= limits.ring_shard { Phases::Ring } else { Phases::Halving }
     }
 
-    /// By rank: the elements of `count` that it combines.
-    fn shards(self, count: usize, n: usize) -> Vec<Range<usize>> {
-        if self == Phases::Ring {
-            return (0..n).map(|rank| shard(count, n, rank)).collect();
-        }
-        // A rank that takes no part in halving has nothing to wait for.
-        let power = 1 << n.ilog2();
-        let own = |rank| {
-            let fold = Fold::new(rank, n);
-            let Range { start, end } = shard(count, power, fold.number());
-            if fold.takes_part() { start..end } else { end..end }
-        };
-        (0..n).map(own).collect()
-    }
-
     /// Each rank's shard of `data` becomes the combination of all ranks'.
     fn reduce(
         self,
@@ -55,7 +40,7 @@ impl Phases {
         shards: &[Range<usize>],
     ) -> Result<()> {
         match self {
-            Phases::Halving => halving::reduce_shards(rounds, staging, how, data, shards),
+            Phases::Halving => dissemination::reduce_shards(rounds, staging, how, data, shards),
             Phases::Ring => rounds.reduce_shards_by_ring(staging, how, data, shards),
         }
     }
@@ -63,10 +48,15 @@ impl Phases {
     /// Every rank gets all shards.
     fn gather(self, rounds: &mut Rounds<'_, '_>, data: &mut [u8], shards: &[Range<usize>]) -> Result<()> {
         match self {
-            Phases::Halving => halving::gather_shards(rounds, data, shards),
+            Phases::Halving => dissemination::gather_shards(rounds, data, shards),
             Phases::Ring => rounds.gather_shards_by_ring(data, shards),
         }
     }
+}
+
+/// By rank: the elements of `count` that it combines.
+fn shards_of(count: usize, n: usize) -> Vec<Range<usize>> {
+    (0..n).map(|rank| shard(count, n, rank)).collect()
 }
 
 /// The type of partial results that are rounded once, at the end.
@@ -147,7 +137,7 @@ impl Net {
         for run in (0..pieces.steps).map(|step| pieces.range(step, count)) {
             let chunk = &mut data[run.start * dtype.size()..run.end * dtype.size()];
             let phases = if by_ring { Phases::of(run.len() * sums.size(), n, *limits) } else { Phases::Halving };
-            let elements = phases.shards(run.len(), n);
+            let elements = shards_of(run.len(), n);
             let shards = in_bytes(&elements, dtype.size());
             if sums == dtype {
                 phases.reduce(&mut rounds, staging, (dtype, op), chunk, &shards)?;
@@ -205,7 +195,7 @@ impl Net {
         for run in (0..pieces.steps).map(|step| pieces.range(step, count)) {
             let chunk = run.start * dtype.size()..run.end * dtype.size();
             let phases = Phases::of(run.len() * sums.size(), n, *limits);
-            let elements = phases.shards(run.len(), n);
+            let elements = shards_of(run.len(), n);
             let (shards, of_copy) = (in_bytes(&elements, dtype.size()), in_bytes(&elements, sums.size()));
             let copied = run.len() * sums.size();
             // Behind the copy, the rounded shards of the ranks below this one.
@@ -235,7 +225,7 @@ impl Net {
         let (rank, n) = (self.rank(), self.size());
         let (dtype, sums) = (cx.dtype(), unrounded(cx.dtype()));
         let count = io.input().len() / dtype.size();
-        let whole: Vec<_> = (0..n).map(|rank| shard(count, n, rank)).collect();
+        let whole = shards_of(count, n);
         let pieces = Pieces::new(whole[0].len(), self.limits.chunk / sums.size() / n);
         let Net { mesh, staging, working, limits, .. } = self;
         let mut rounds = Rounds::new(mesh, cx, io.input().len()).greeting();

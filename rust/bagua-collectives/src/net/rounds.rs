@@ -86,52 +86,6 @@ impl<'m, 'c> Rounds<'m, 'c> {
     }
 }
 
-/// The ranks that take part in rounds between pairs, of which there must be a power of two: where n is none, the first ranks make
-/// pairs, of which the lower rank takes part for both, as many pairs as n is too large by.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Fold {
-    /// This rank.
-    rank: usize,
-    /// log2 of the ranks that take part.
-    pub rounds: u32,
-    /// Pairs.
-    extra: usize,
-}
-
-impl Fold {
-    /// Of `n` ranks.
-    pub fn new(rank: usize, n: usize) -> Fold {
-        let rounds = n.ilog2();
-        Fold { rank, rounds, extra: n - (1 << rounds) }
-    }
-
-    /// The other rank of this one's pair.
-    pub fn partner(&self) -> Option<usize> {
-        (self.rank < 2 * self.extra).then_some(self.rank ^ 1)
-    }
-
-    /// False on the upper rank of a pair.
-    pub fn takes_part(&self) -> bool {
-        self.partner().is_none_or(|partner| self.rank < partner)
-    }
-
-    /// The number of this rank, or of its pair, among those that take part.
-    pub fn number(&self) -> usize {
-        if self.rank < 2 * self.extra { self.rank / 2 } else { self.rank - self.extra }
-    }
-
-    /// The rank that takes part under a number.
-    pub fn rank(&self, number: usize) -> usize {
-        self.ranks(number..number + 1).start
-    }
-
-    /// The ranks for which those of these numbers take part.
-    pub fn ranks(&self, numbers: Range<usize>) -> Range<usize> {
-        let first = |number: usize| number + number.min(self.extra);
-        first(numbers.start)..first(numbers.end)
-    }
-}
-
 /// Disjoint ranges of a buffer, in the order given.
 pub(super) fn disjoint<'a>(data: &'a mut [u8], ranges: &[Range<usize>]) -> Vec<&'a mut [u8]> {
     let mut order: Vec<usize> = (0..ranges.len()).collect();
@@ -157,27 +111,6 @@ pub(super) fn circular(first: usize, count: usize, n: usize) -> impl Iterator<It
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_power_of_two_takes_part_and_every_other_rank_has_a_partner_that_does() {
-        for n in 2..70 {
-            let folds: Vec<Fold> = (0..n).map(|rank| Fold::new(rank, n)).collect();
-            let taking: Vec<usize> = (0..n).filter(|rank| folds[*rank].takes_part()).collect();
-            assert_eq!(taking.len(), 1 << folds[0].rounds);
-            for (number, rank) in taking.iter().enumerate() {
-                assert_eq!((folds[*rank].number(), folds[0].rank(number)), (number, *rank));
-                assert_eq!(
-                    folds[*rank].ranks(number..number + 1).len(),
-                    1 + usize::from(folds[*rank].partner().is_some())
-                );
-            }
-            assert_eq!(folds[0].ranks(0..taking.len()), 0..n);
-            for rank in (0..n).filter(|rank| !folds[*rank].takes_part()) {
-                let partner = folds[rank].partner().unwrap();
-                assert!(folds[partner].takes_part() && folds[partner].number() == folds[rank].number());
-            }
-        }
-    }
 
     #[test]
     fn neighbours_in_a_circle_are_one_run_or_two() {

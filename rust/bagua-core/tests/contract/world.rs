@@ -138,7 +138,7 @@ pub fn doubling(size: usize) -> Vec<Box<dyn Collective>> {
     bundles(size, Algorithm::Doubling, 1)
 }
 
-/// All_reduce by halving and doubling.
+/// All_reduce by halving.
 pub fn halving(size: usize) -> Vec<Box<dyn Collective>> {
     bundles(size, Algorithm::Halving, 1)
 }
