@@ -142,6 +142,17 @@ fn chunks(data: &[u8], ranks: usize) -> impl Fn(usize) -> std::ops::Range<usize>
     move |rank| rank * each..(rank + 1) * each
 }
 
+/// The output of an all_reduce, with this rank's values.
+fn in_output(io: HostIo<'_>) -> &mut [u8] {
+    match io {
+        HostIo::InPlace(data) => data,
+        HostIo::Split { src, dst } => {
+            dst.copy_from_slice(src);
+            dst
+        }
+    }
+}
+
 /// The buffer in which a rank gathers all shards, with its own at its place.
 fn gathered(io: HostIo<'_>, rank: usize, ranks: usize) -> &mut [u8] {
     match io {
@@ -166,27 +177,17 @@ impl Net {
         let bytes = io.input().len();
         let n = self.size();
         let chosen = if n == 1 { Chosen::OneShot } else { choose(self.algorithm, cx.dtype(), bytes, n) };
-        match chosen {
-            Chosen::OneShot if bytes <= SMALL || n == 1 => return self.reduce_one_shot(cx, io, op, None),
-            Chosen::OneShot => return self.reduce_everywhere(cx, io, op),
-            Chosen::Direct => return self.reduce_two_shot(cx, io, op),
-            Chosen::Ring | Chosen::Doubling | Chosen::Halving => {}
-        }
-        let data = match io {
-            HostIo::InPlace(data) => data,
-            HostIo::Split { src, dst } => {
-                dst.copy_from_slice(src);
-                dst
-            }
-        };
         // A ring and a doubling that the user chose round float16 and bfloat16 at every hop.
         let rounds_once = self.algorithm == Algorithm::Auto && is_half(cx.dtype());
         match chosen {
-            Chosen::Ring if rounds_once => self.all_reduce_in_phases(cx, data, op, true),
-            Chosen::Ring => self.reduce_ring(cx, data, op),
-            Chosen::Doubling if rounds_once => self.all_reduce_rounded_once(cx, data, op),
-            Chosen::Doubling => self.reduce_doubling(cx, (cx.dtype(), op), data),
-            _ => self.all_reduce_in_phases(cx, data, op, false),
+            Chosen::OneShot if bytes <= SMALL || n == 1 => self.reduce_one_shot(cx, io, op, None),
+            Chosen::OneShot => self.reduce_everywhere(cx, io, op),
+            Chosen::Direct => self.reduce_two_shot(cx, io, op),
+            Chosen::Ring if rounds_once => self.all_reduce_in_phases(cx, in_output(io), op, true),
+            Chosen::Ring => self.reduce_ring(cx, in_output(io), op),
+            Chosen::Doubling if rounds_once => self.all_reduce_rounded_once(cx, in_output(io), op),
+            Chosen::Doubling => self.reduce_doubling(cx, (cx.dtype(), op), in_output(io)),
+            Chosen::Halving => self.all_reduce_in_phases(cx, in_output(io), op, false),
         }
     }
 

@@ -11,7 +11,7 @@ use crate::{Incoming, OpContext, Outgoing};
 
 /// The rounds of one operation.
 pub(super) struct Rounds<'m, 'c> {
-    /// The streams, for plans between rounds.
+    /// The streams, for a ring in place of rounds.
     pub mesh: &'m mut Mesh,
     /// The operation.
     pub cx: &'m OpContext<'c>,
@@ -46,8 +46,9 @@ impl<'m, 'c> Rounds<'m, 'c> {
         self.mesh.size()
     }
 
-    /// Bytes that have arrived, and those of the whole operation: for a plan in which `arriving` bytes arrive, in place of rounds.
+    /// Bytes that have arrived, and those of the whole operation: for a ring in place of rounds, in which `arriving` bytes arrive.
     pub fn continues(&mut self, arriving: usize) -> (u64, u64) {
+        self.greets = false;
         let before = self.arrived;
         self.arrived += arriving as u64;
         (before, self.total.max(self.arrived))
