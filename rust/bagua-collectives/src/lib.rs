@@ -8,7 +8,8 @@
 //! Invariants, quoted by the contract test:
 //!
 //! 1. **Rank order.** Every element is combined as ((x0 + x1) + x2) + …, on whichever rank that happens, so results are bitwise
-//!    equal on all ranks, from run to run, and between `shm` and `net`. Half-precision types accumulate in float32 and round once.
+//!    equal on all ranks, from run to run, and between `shm` and `net`. Half-precision types accumulate in float32 and round once. `net` of
+//!    more than 16 ranks has an order of its own, bitwise equal on all ranks and from run to run.
 //! 2. **Avg divides once**, after the sum, by the number of ranks.
 //! 3. **No partial trust.** Each rank checks every peer's fingerprint before it uses a byte of that peer's data.
 //! 4. **Every wait ends**: done, first cause of failure, or deadline.

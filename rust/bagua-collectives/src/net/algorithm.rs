@@ -9,18 +9,37 @@
 //! | doubling: distances 1, 2, 4, … | log2(n) (a + 2 o + N t) | few messages at little latency |
 //! | direct (two-shot): reduce-scatter and all-gather, each pair for itself | 2 a + 4 (n - 1) o + 2 (n - 1) / n N t | the fewest bytes at two latencies |
 //! | ring: the same along a ring | 2 (n - 1) (a + 2 o) + 2 (n - 1) / n N t | the fewest bytes, over two streams per rank |
+//! | halving: the same at distances …, 4, 2, 1 and back | 2 log2(n) (a + 2 o) + 2 (n - 1) / n N t | the fewest bytes, in few messages |
+//!
+//! log2 is rounded up. Where n is no power of two, doubling costs 2 (a + 2 o + N t) more: n - 2^floor(log2 n) ranks hand their values to
+//! another rank, and get the result from it.
 //!
 //! One-shot wins while (n - 1) N t is below a latency: a few ranks and a few KiB; and between two ranks always, because it moves the N
 //! bytes that direct moves without waiting for sums (every rank adds N elements instead of N / 2, many times faster than any
-//! network brings them). Direct moves as few bytes as a ring and has fewer
-//! latencies, so that by the model it always wins over the ring; what the model does not see is that n - 1 senders meet at one
-//! port, whose switch drops what its buffers cannot hold, and that a rank polls n - 1 streams. Hence the ring for many ranks,
-//! when each shard is long enough to hide 2 (n - 1) latencies. With as many ranks and few bytes the 4 (n - 1) o of direct are
-//! the whole cost, and doubling has log2(n) of them.
+//! network brings them). Direct moves as few bytes as a ring and has fewer latencies, so that by the model it always wins over the ring;
+//! what the model does not see is that n - 1 senders meet at one port, whose switch drops what its buffers cannot hold, that a rank polls
+//! n - 1 streams, and that it must have opened them. Hence for more than 16 ranks none but these three, with two to 2 log2(n) streams per rank:
 //!
-//! One-shot and direct combine in rank order. The ring begins each shard at another rank, and doubling combines neighbours first, so
-//! their sums differ in the last bits from those of the others, and f16 and bf16 are rounded at every hop: these types stay with
-//! direct. The choice depends only on bytes, ranks and dtype, which are equal on all ranks.
+//! - doubling for small tensors: half as many rounds as halving has, while N t is below a latency;
+//! - the ring when each shard is long enough to hide 2 (n - 1) latencies: its bytes pass links between neighbours only, piece by piece, so
+//!   that a rank combines while others arrive;
+//! - halving in between.
+//!
+//! | ranks | bytes N | float32 and others | float16, bfloat16 |
+//! |---|---|---|---|
+//! | 2 | any | one-shot | one-shot |
+//! | 3 to 8 | at most [`SMALL`] | one-shot | one-shot |
+//! | 3 to 16 | otherwise | direct | direct |
+//! | 17 to 64 | at most [`SMALL`] | doubling | direct |
+//! | | N / n at least [`RING_SHARD`] | ring | direct |
+//! | | otherwise | halving | direct |
+//! | more | as for 17 to 64 | the same | the same, in float32 |
+//!
+//! One-shot and direct combine in rank order. The ring begins each shard at another rank, doubling combines neighbours first, and halving
+//! ranks that are far from each other, so their sums differ in the last bits from those of the others, and f16 and bf16 would be rounded at
+//! every hop. So these types stay with direct up to 64 ranks. Of more ranks their partial sums are float32, also between ranks, and each
+//! result is rounded once, before all ranks get it: all have the same bits, at 1.5 times the bytes. The choice depends only on bytes, ranks
+//! and dtype, which are equal on all ranks.
 
 use crate::types::DType;
 
@@ -36,11 +55,14 @@ pub enum Algorithm {
     Ring,
     /// Between neighbours at distances 1, 2, 4, ….
     Doubling,
+    /// Shards are combined between ranks at distances …, 4, 2, 1, and then gathered between ranks at distances 1, 2, 4, ….
+    Halving,
 }
 
 impl Algorithm {
     /// Every one of them; an algorithm's place is its code.
-    pub const ALL: [Algorithm; 4] = [Algorithm::Auto, Algorithm::Direct, Algorithm::Ring, Algorithm::Doubling];
+    pub const ALL: [Algorithm; 5] =
+        [Algorithm::Auto, Algorithm::Direct, Algorithm::Ring, Algorithm::Doubling, Algorithm::Halving];
 
     /// The field's name for it.
     pub const fn name(self) -> &'static str {
@@ -49,6 +71,7 @@ impl Algorithm {
             Algorithm::Direct => "direct",
             Algorithm::Ring => "ring",
             Algorithm::Doubling => "doubling",
+            Algorithm::Halving => "halving",
         }
     }
 
@@ -64,11 +87,14 @@ pub(super) const SMALL: usize = 16 << 10;
 /// Ranks up to which a small tensor is reduced one-shot.
 pub(super) const FEW: usize = 8;
 
-/// Ranks up to which large tensors are combined in rank order whatever their type.
-const DIRECT: usize = 16;
+/// Ranks up to which every verb exchanges messages between every pair, and values are combined in rank order.
+pub(super) const DIRECT: usize = 16;
+
+/// Ranks up to which float16 and bfloat16 are.
+const DIRECT_HALF: usize = 64;
 
 /// Bytes of a shard from which a ring hides its latencies.
-const RING_SHARD: usize = 64 << 10;
+pub(super) const RING_SHARD: usize = 64 << 10;
 
 /// The algorithm of one all_reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,21 +103,31 @@ pub(super) enum Chosen {
     Direct,
     Ring,
     Doubling,
+    Halving,
+}
+
+/// The types of which every rounding loses much.
+pub(super) fn is_half(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16)
+}
+
+/// Whether a reducing verb combines in rank order, between every pair of ranks.
+pub(super) fn in_rank_order(forced: Algorithm, dtype: DType, ranks: usize) -> bool {
+    forced == Algorithm::Direct || ranks <= if is_half(dtype) { DIRECT_HALF } else { DIRECT }
 }
 
 /// The table.
 pub(super) fn choose(forced: Algorithm, dtype: DType, bytes: usize, ranks: usize) -> Chosen {
     let small = bytes <= SMALL;
-    let rounds_once = matches!(dtype, DType::F16 | DType::BF16);
     match forced {
         Algorithm::Ring => Chosen::Ring,
         Algorithm::Doubling => Chosen::Doubling,
+        Algorithm::Halving => Chosen::Halving,
         _ if small && ranks <= FEW || ranks <= 2 => Chosen::OneShot,
-        Algorithm::Direct => Chosen::Direct,
-        Algorithm::Auto if ranks <= DIRECT || rounds_once => Chosen::Direct,
-        Algorithm::Auto if small => Chosen::Doubling,
-        Algorithm::Auto if bytes / ranks >= RING_SHARD => Chosen::Ring,
-        Algorithm::Auto => Chosen::Direct,
+        _ if in_rank_order(forced, dtype, ranks) => Chosen::Direct,
+        _ if small => Chosen::Doubling,
+        _ if bytes / ranks >= RING_SHARD => Chosen::Ring,
+        _ => Chosen::Halving,
     }
 }
 
@@ -117,7 +153,7 @@ mod tests {
     fn large_worlds_double_small_tensors_and_send_large_ones_round_unless_each_hop_would_round() {
         let chosen = |dtype, bytes| choose(Algorithm::Auto, dtype, bytes, 64);
         assert_eq!(chosen(DType::F32, 1000), Chosen::Doubling);
-        assert_eq!(chosen(DType::F32, 1 << 20), Chosen::Direct);
+        assert_eq!(chosen(DType::F32, 1 << 20), Chosen::Halving);
         assert_eq!(chosen(DType::F32, 64 << 20), Chosen::Ring);
         assert_eq!((chosen(DType::F16, 1000), chosen(DType::BF16, 64 << 20)), (Chosen::Direct, Chosen::Direct));
     }

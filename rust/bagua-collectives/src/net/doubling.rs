@@ -4,66 +4,112 @@
 //! Where n is no power of two, as many ranks as it is too large by first hand their values to a neighbour, and get the result
 //! from it at the end. Both of a pair combine in the same order, the lower ranks' values first, so all ranks have the same bits.
 
-use std::time::Instant;
-
-use super::Net;
+use super::algorithm::DIRECT;
+use super::rounds::Rounds;
+use super::{Net, grown};
 use crate::error::Result;
-use crate::reduce::{combine, divide};
-use crate::transport::Step;
-use crate::types::ReduceOp;
-use crate::{Collective, Incoming, OpContext, Outgoing};
+use crate::reduce::divide;
+use crate::types::{DType, ReduceOp};
+use crate::{Collective, OpContext};
+
+/// The ranks that take part: a power of two. The first ranks make pairs, as many as n is too large by, of which the lower rank takes part
+/// for both.
+#[derive(Clone, Copy, Debug)]
+struct Fold {
+    /// This rank.
+    rank: usize,
+    /// log2 of the ranks that take part.
+    rounds: u32,
+    /// Pairs.
+    extra: usize,
+}
+
+impl Fold {
+    /// Of `n` ranks.
+    fn new(rank: usize, n: usize) -> Fold {
+        let rounds = n.ilog2();
+        Fold { rank, rounds, extra: n - (1 << rounds) }
+    }
+
+    /// The other rank of this one's pair.
+    fn partner(&self) -> Option<usize> {
+        (self.rank < 2 * self.extra).then_some(self.rank ^ 1)
+    }
+
+    /// False on the upper rank of a pair.
+    fn takes_part(&self) -> bool {
+        self.partner().is_none_or(|partner| self.rank < partner)
+    }
+
+    /// The number of this rank, or of its pair, among those that take part.
+    fn number(&self) -> usize {
+        if self.rank < 2 * self.extra { self.rank / 2 } else { self.rank - self.extra }
+    }
+
+    /// The rank that takes part under a number.
+    fn rank(&self, number: usize) -> usize {
+        number + number.min(self.extra)
+    }
+}
 
 impl Net {
-    /// Combines all ranks' `data` in place.
-    pub(super) fn reduce_doubling(&mut self, cx: &OpContext<'_>, data: &mut [u8], op: ReduceOp) -> Result<()> {
+    /// Combines all ranks' `data` in place, as elements of this type.
+    pub(super) fn reduce_doubling(
+        &mut self,
+        cx: &OpContext<'_>,
+        (dtype, op): (DType, ReduceOp),
+        data: &mut [u8],
+    ) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
-        let fingerprint = cx.fingerprint;
-        let sum = op.undivided();
-        let rounds = n.ilog2();
-        let power = 1 << rounds;
-        let extra = n - power;
-        // The first 2 * extra ranks make pairs, of which the lower one takes part in the rounds; the others are on their own.
-        let folded = rank < 2 * extra && rank % 2 == 1;
-        let virtual_rank = if rank < 2 * extra { rank / 2 } else { rank - extra };
-        let real = |virtual_rank: usize| if virtual_rank < extra { 2 * virtual_rank } else { virtual_rank + extra };
-        if self.staging.len() < data.len() {
-            self.staging.resize(data.len(), 0);
+        let fold = Fold::new(rank, n);
+        let partner = fold.partner();
+        let Net { mesh, staging, .. } = self;
+        let theirs = grown(staging, data.len());
+        let mut rounds = Rounds::new(mesh, cx, (fold.rounds as usize + 1) * data.len());
+        if n > DIRECT {
+            rounds = rounds.greeting();
         }
-        let theirs = &mut self.staging[..data.len()];
-        let mesh = &mut self.mesh;
-        let len = data.len() as u64;
-        // Part 0 carries the values of the folded ranks, part 1 + r is round r, the last part carries the result to the folded ranks.
-        let mut step = |part: u32, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]| {
-            let step = Step { part, before: u64::from(part) * len, total: u64::from(rounds + 2) * len };
-            mesh.exchange_step(cx, step, sends, recvs)
-        };
-        if folded {
-            step(0, &[Outgoing::new(rank - 1, fingerprint, &*data)], &mut [])?;
-            return step(rounds + 1, &[], &mut [Incoming::new(rank - 1, fingerprint, data)]);
+        if let Some(partner) = partner.filter(|_| !fold.takes_part()) {
+            rounds.exchange([(partner, &*data)], [])?;
+            return rounds.exchange([], [(partner, data)]);
         }
-        let fold = |theirs: &[u8], data: &mut [u8], lower: bool| {
-            let start = Instant::now();
-            let inputs = if lower { [None, Some(theirs)] } else { [Some(theirs), None] };
-            combine(cx.dtype(), sum, &inputs, data);
-            cx.stats.add_reduce(start.elapsed());
-        };
-        let has_folded_partner = rank < 2 * extra;
-        if has_folded_partner {
-            step(0, &[], &mut [Incoming::new(rank + 1, fingerprint, &mut *theirs)])?;
-            fold(theirs, data, true);
+        let sum = (dtype, op.undivided());
+        if let Some(partner) = partner {
+            rounds.exchange([], [(partner, &mut *theirs)])?;
+            rounds.combine(sum, data, theirs, true);
         }
-        for round in 0..rounds {
-            let peer = real(virtual_rank ^ 1 << round);
-            let sends = [Outgoing::new(peer, fingerprint, &*data)];
-            step(1 + round, &sends, &mut [Incoming::new(peer, fingerprint, &mut *theirs)])?;
-            fold(theirs, data, rank < peer);
+        for round in 0..fold.rounds {
+            let peer = fold.rank(fold.number() ^ 1 << round);
+            rounds.exchange([(peer, &*data)], [(peer, &mut *theirs)])?;
+            rounds.combine(sum, data, theirs, rank < peer);
         }
         if op == ReduceOp::Avg {
-            divide(cx.dtype(), data, n);
+            divide(dtype, data, n);
         }
-        if has_folded_partner {
-            step(rounds + 1, &[Outgoing::new(rank + 1, fingerprint, &*data)], &mut [])?;
+        match partner {
+            Some(partner) => rounds.exchange([(partner, &*data)], []),
+            None => Ok(()),
         }
-        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_power_of_two_takes_part_and_every_other_rank_has_a_partner_that_does() {
+        for n in 2..70 {
+            let folds: Vec<Fold> = (0..n).map(|rank| Fold::new(rank, n)).collect();
+            let taking: Vec<usize> = (0..n).filter(|rank| folds[*rank].takes_part()).collect();
+            assert_eq!(taking.len(), 1 << folds[0].rounds);
+            for (number, rank) in taking.iter().enumerate() {
+                assert_eq!((folds[*rank].number(), folds[0].rank(number)), (number, *rank));
+            }
+            for rank in (0..n).filter(|rank| !folds[*rank].takes_part()) {
+                let partner = folds[rank].partner().unwrap();
+                assert!(folds[partner].takes_part() && folds[partner].number() == folds[rank].number());
+            }
+        }
     }
 }

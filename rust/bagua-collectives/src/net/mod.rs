@@ -1,8 +1,10 @@
-//! Collectives over any mesh of streams: direct, in rank order, in pieces of bounded size.
+//! Collectives over any mesh of streams, in pieces of bounded size.
+//!
+//! Up to [`DIRECT`] ranks direct, in rank order:
 //!
 //! | verb | when | how |
 //! |---|---|---|
-//! | all_reduce | as [`algorithm`] chooses | one-shot, direct (two-shot), ring, or recursive doubling |
+//! | all_reduce | as [`algorithm`] chooses | one-shot or direct (two-shot) |
 //! | reduce | at most [`SMALL`] bytes, or 2 ranks | root gets all tensors |
 //! | | otherwise | each rank combines its shard and sends the result to root; pieces overlap |
 //! | broadcast | at most [`STAR`] ranks | root sends to all |
@@ -11,18 +13,48 @@
 //! | all_gather, gather, scatter, all_to_all | always | direct |
 //! | barrier | always | an empty message between every pair |
 //!
-//! Up to 16 ranks, and for f16 and bf16 always, an element is combined on one rank (or on all, alike) from all ranks' values in rank
+//! Of more ranks, N the bytes of all shards together, and p the peers of a rank:
+//!
+//! | verb | when | how | rounds | p |
+//! |---|---|---|---|---|
+//! | all_reduce | as [`algorithm`] chooses | doubling | log2 n | log2 n + 3 |
+//! | | | halving | 2 log2 n | 2 log2 n |
+//! | | | ring | 2 (n - 1) | 2 |
+//! | reduce | at most [`SMALL`] bytes | binomial tree | log2 n | log2 n |
+//! | | otherwise | reduce_scatter, and shards to root by a binomial tree | 2 log2 n, or n + log2 n | 2 log2 n |
+//! | broadcast | always | binomial tree; pieces overlap | log2 n | log2 n |
+//! | reduce_scatter | N / n at least [`RING_SHARD`], n at most 128 | ring, on a copy | n - 1 | 2 |
+//! | | otherwise | halving, on a copy | log2 n | 2 log2 n |
+//! | all_gather | N / n at least [`RING_SHARD`] | ring | n - 1 | 2 |
+//! | | otherwise | dissemination, as Bruck's | log2 n | 2 log2 n |
+//! | gather, scatter | always | binomial tree, staged on the ranks between | log2 n | log2 n |
+//! | barrier | always | dissemination | log2 n | 2 log2 n |
+//! | all_to_all, all_to_all_v, compressed all_reduce | always | direct: each has a message for every pair | 1 | n - 1 |
+//! | all_reduce, reduce, reduce_scatter of f16 and bf16 | at most 64 ranks | as up to 16 ranks | 1 or 2 | n - 1 |
+//!
+//! log2 is rounded up. The peers of the ring, of dissemination, halving and the trees are the ranks at distances 1, 2, 4, … on both sides, whatever
+//! the verb and its root, so that all of these together have 2 log2 n; where n is a power of two those of doubling are among them.
+//!
+//! Up to 16 ranks, and for f16 and bf16 up to 64, an element is combined on one rank (or on all, alike) from all ranks' values in rank
 //! order, so the choice never shows in the result, and in the symmetric verbs every pair of ranks exchanges a header at least
-//! once, hence both sides of a disagreement see it. A ring and a doubling combine in another order, the same on every rank and
-//! from run to run, and leave pairs of ranks that exchange no message: there a neighbour finds the disagreement, and the others get
-//! it as the group's first cause.
+//! once, hence both sides of a disagreement see it. Of more ranks values are combined in another order, the same on every rank and
+//! from run to run, f16 and bf16 in float32 with one rounding; and there are pairs of ranks that exchange no message: there a neighbour finds
+//! the disagreement, and the others get it as the group's first cause. For this each of these verbs without a root begins with a message to
+//! the next rank. Ranks of a tree compare headers with those above and below them only: where one rank runs a verb with a root and the
+//! others another verb, the deadline may be what ends it.
 
 mod algorithm;
 mod direct;
+mod dissemination;
 mod doubling;
 mod partition;
+mod phases;
 mod reduce;
 mod ring;
+mod rounds;
+#[cfg(test)]
+mod tests;
+mod tree;
 
 pub use algorithm::Algorithm;
 
@@ -30,8 +62,9 @@ use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb, over_ex
 use crate::error::Result;
 use crate::transport::{Mesh, Step};
 use crate::types::ReduceOp;
-use algorithm::{Chosen, SMALL, choose};
+use algorithm::{Chosen, DIRECT, RING_SHARD, SMALL, choose, in_rank_order, is_half};
 use partition::Pieces;
+use rounds::Rounds;
 
 /// Ranks up to which a broadcast goes straight from root to all.
 const STAR: usize = 4;
@@ -45,14 +78,28 @@ pub struct Net {
     mesh: Mesh,
     /// Received data that is not combined yet: a slot per rank. Kept between calls.
     staging: Vec<u8>,
+    /// A copy of a tensor that must keep its values, or that is combined as another type. Kept between calls.
+    working: Vec<u8>,
     /// How to all_reduce.
     algorithm: Algorithm,
+    limits: Limits,
 }
+
+/// Sizes of the verbs of more than [`DIRECT`] ranks, equal on all ranks; tests have small ones.
+#[derive(Clone, Copy)]
+struct Limits {
+    /// Bytes of all ranks together that go through all rounds at a time, where they are copied or staged.
+    chunk: usize,
+    /// Bytes of a shard from which shards go along a ring.
+    ring_shard: usize,
+}
+
+const LIMITS: Limits = Limits { chunk: 8 << 20, ring_shard: RING_SHARD };
 
 impl Net {
     /// The collectives of the mesh's ranks.
     pub fn new(mesh: Mesh) -> Net {
-        Net { mesh, staging: Vec::new(), algorithm: Algorithm::Auto }
+        Net { mesh, staging: Vec::new(), working: Vec::new(), algorithm: Algorithm::Auto, limits: LIMITS }
     }
 
     /// The same with an algorithm for all_reduce, which all ranks must agree on.
@@ -74,13 +121,18 @@ impl Net {
     }
 }
 
+/// The first so many bytes, of which there may be too few yet.
+fn grown(staging: &mut Vec<u8>, len: usize) -> &mut [u8] {
+    if staging.len() < len {
+        staging.resize(len, 0);
+    }
+    &mut staging[..len]
+}
+
 /// A staging area of one slot of `slot` bytes per rank.
 fn slots(staging: &mut Vec<u8>, ranks: usize, slot: usize) -> Vec<&mut [u8]> {
     let needed = ranks.checked_mul(slot).expect("slots are bounded by PIECE and SMALL");
-    if staging.len() < needed {
-        staging.resize(needed, 0);
-    }
-    let mut rest = &mut staging[..needed];
+    let mut rest = grown(staging, needed);
     (0..ranks).map(|_| rest.split_off_mut(..slot).expect("there is a slot for every rank")).collect()
 }
 
@@ -88,6 +140,29 @@ fn slots(staging: &mut Vec<u8>, ranks: usize, slot: usize) -> Vec<&mut [u8]> {
 fn chunks(data: &[u8], ranks: usize) -> impl Fn(usize) -> std::ops::Range<usize> + use<> {
     let each = data.len() / ranks;
     move |rank| rank * each..(rank + 1) * each
+}
+
+/// The output of an all_reduce, with this rank's values.
+fn in_output(io: HostIo<'_>) -> &mut [u8] {
+    match io {
+        HostIo::InPlace(data) => data,
+        HostIo::Split { src, dst } => {
+            dst.copy_from_slice(src);
+            dst
+        }
+    }
+}
+
+/// The buffer in which a rank gathers all shards, with its own at its place.
+fn gathered(io: HostIo<'_>, rank: usize, ranks: usize) -> &mut [u8] {
+    match io {
+        HostIo::InPlace(data) => data,
+        HostIo::Split { src, dst } => {
+            let own = chunks(dst, ranks)(rank);
+            dst[own].copy_from_slice(src);
+            dst
+        }
+    }
 }
 
 /// Splits a buffer into equal shards.
@@ -102,24 +177,25 @@ impl Net {
         let bytes = io.input().len();
         let n = self.size();
         let chosen = if n == 1 { Chosen::OneShot } else { choose(self.algorithm, cx.dtype(), bytes, n) };
+        // A ring and a doubling that the user chose round float16 and bfloat16 at every hop.
+        let rounds_once = self.algorithm == Algorithm::Auto && is_half(cx.dtype());
         match chosen {
-            Chosen::OneShot if bytes <= SMALL || n == 1 => return self.reduce_one_shot(cx, io, op, None),
-            Chosen::OneShot => return self.reduce_everywhere(cx, io, op),
-            Chosen::Direct => return self.reduce_two_shot(cx, io, op),
-            Chosen::Ring | Chosen::Doubling => {}
+            Chosen::OneShot if bytes <= SMALL || n == 1 => self.reduce_one_shot(cx, io, op, None),
+            Chosen::OneShot => self.reduce_everywhere(cx, io, op),
+            Chosen::Direct => self.reduce_two_shot(cx, io, op),
+            Chosen::Ring if rounds_once => self.all_reduce_in_phases(cx, in_output(io), op, true),
+            Chosen::Ring => self.reduce_ring(cx, in_output(io), op),
+            Chosen::Doubling if rounds_once => self.all_reduce_rounded_once(cx, in_output(io), op),
+            Chosen::Doubling => self.reduce_doubling(cx, (cx.dtype(), op), in_output(io)),
+            Chosen::Halving => self.all_reduce_in_phases(cx, in_output(io), op, false),
         }
-        let data = match io {
-            HostIo::InPlace(data) => data,
-            HostIo::Split { src, dst } => {
-                dst.copy_from_slice(src);
-                dst
-            }
-        };
-        if chosen == Chosen::Ring { self.reduce_ring(cx, data, op) } else { self.reduce_doubling(cx, data, op) }
     }
 
     fn reduce(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp, root: usize) -> Result<()> {
         let bytes = io.input().len();
+        if !in_rank_order(self.algorithm, cx.dtype(), self.size()) {
+            return self.reduce_in_phases(cx, io, op, root);
+        }
         if bytes <= SMALL { self.reduce_one_shot(cx, io, op, Some(root)) } else { self.reduce_to(cx, io, op, root) }
     }
 
@@ -133,37 +209,22 @@ impl Net {
             }
             return self.mesh.exchange(cx, &[], &mut [Incoming::new(root, fingerprint, data)]);
         }
-        // Ranks renumbered so that root is 0: the parent of v is v without its highest bit, the children are v with a higher one.
-        let virtual_rank = (rank + n - root) % n;
-        let real = |virtual_rank: usize| (virtual_rank + root) % n;
-        let parent = virtual_rank.checked_ilog2().map(|top| real(virtual_rank - (1 << top)));
-        let lowest = virtual_rank.checked_ilog2().map_or(0, |top| top + 1);
-        let children: Vec<usize> = (lowest..usize::BITS)
-            .map_while(|bit| 1usize.checked_shl(bit)?.checked_add(virtual_rank).filter(|v| *v < n))
-            .map(real)
-            .collect();
-        let pieces = self.pieces(data.len(), 1);
-        for step in 0..=pieces.steps {
-            let range = pieces.range(step, data.len());
-            let (before, rest) = data.split_at_mut(range.start);
-            let arriving = &mut rest[..range.len()];
-            let arrived = &before[step.saturating_sub(1).saturating_mul(pieces.each).min(before.len())..];
-            let sends: Vec<_> =
-                children.iter().filter(|_| step > 0).map(|peer| Outgoing::new(*peer, fingerprint, arrived)).collect();
-            let mut recvs: Vec<_> = parent
-                .filter(|_| step < pieces.steps)
-                .map(|peer| Incoming::new(peer, fingerprint, arriving))
-                .into_iter()
-                .collect();
-            let at = Step { part: 0, before: before.len() as u64, total: 0 };
-            self.mesh.exchange_step(cx, at, &sends, &mut recvs)?;
-        }
-        Ok(())
+        self.broadcast_tree(cx, data, root)
     }
 
     fn all_gather(&mut self, cx: &OpContext<'_>, io: HostIo<'_>) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
         let fingerprint = cx.fingerprint;
+        if n > DIRECT {
+            let data = gathered(io, rank, n);
+            let shards: Vec<_> = (0..n).map(chunks(data, n)).collect();
+            let mut rounds = Rounds::new(&mut self.mesh, cx, data.len() - data.len() / n);
+            return if data.len() / n < self.limits.ring_shard {
+                dissemination::gather_shards(&mut rounds, data, &shards)
+            } else {
+                rounds.gather_shards_by_ring(data, &shards)
+            };
+        }
         let (own, mut parts) = match io {
             HostIo::InPlace(data) => {
                 let mut parts = split(data, n);
@@ -184,6 +245,9 @@ impl Net {
     fn gather(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, root: usize) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
         let fingerprint = cx.fingerprint;
+        if n > DIRECT {
+            return self.gather_tree(cx, io, root);
+        }
         if rank != root {
             let data = match &io {
                 HostIo::InPlace(data) => &data[chunks(data, n)(rank)],
@@ -191,14 +255,7 @@ impl Net {
             };
             return self.mesh.exchange(cx, &[Outgoing::new(root, fingerprint, data)], &mut []);
         }
-        let mut parts = match io {
-            HostIo::InPlace(data) => split(data, n),
-            HostIo::Split { src, dst } => {
-                let mut parts = split(dst, n);
-                parts[rank].copy_from_slice(src);
-                parts
-            }
-        };
+        let mut parts = split(gathered(io, rank, n), n);
         let mut recvs: Vec<_> =
             self.peers().map(|peer| Incoming::new(peer, fingerprint, std::mem::take(&mut parts[peer]))).collect();
         self.mesh.exchange(cx, &[], &mut recvs)
@@ -207,6 +264,9 @@ impl Net {
     fn scatter(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, root: usize) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
         let fingerprint = cx.fingerprint;
+        if n > DIRECT {
+            return self.scatter_tree(cx, io, root);
+        }
         if rank != root {
             let data = match io {
                 HostIo::InPlace(data) => {
@@ -271,6 +331,9 @@ impl Net {
     }
 
     fn barrier(&mut self, cx: &OpContext<'_>) -> Result<()> {
+        if self.size() > DIRECT {
+            return self.barrier_by_dissemination(cx);
+        }
         let fingerprint = cx.fingerprint;
         let sends: Vec<_> = self.peers().map(|peer| Outgoing::new(peer, fingerprint, &[])).collect();
         let mut recvs: Vec<_> = self.peers().map(|peer| Incoming::new(peer, fingerprint, &mut [])).collect();
@@ -304,7 +367,10 @@ impl Collective for Net {
             Verb::AllGather => self.all_gather(cx, io),
             Verb::Gather { root } => self.gather(cx, io, root),
             Verb::Scatter { root } => self.scatter(cx, io, root),
-            Verb::ReduceScatter(op) => self.reduce_chunks(cx, io, op),
+            Verb::ReduceScatter(op) if in_rank_order(self.algorithm, cx.dtype(), self.size()) => {
+                self.reduce_chunks(cx, io, op)
+            }
+            Verb::ReduceScatter(op) => self.reduce_scatter_in_phases(cx, io, op),
             Verb::AllToAll => self.all_to_all(cx, io),
             Verb::Barrier => self.barrier(cx),
             other => over_exchange(self, cx, other, io.into()),

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use super::direct::{Buffers, DirectReduce, Partition, Results, fold};
 use super::partition::shard;
-use super::ring::Ring;
-use super::{Net, slots};
+use super::rounds::Rounds;
+use super::{Net, grown, slots};
 use crate::error::Result;
 use crate::transport::Mesh;
 use crate::types::ReduceOp;
@@ -25,21 +25,13 @@ const CUTS: usize = 4;
 const WINDOW: (usize, usize) = (2, 16);
 
 /// Bytes of a piece of shards of which the longest has `longest` bytes; a multiple of every element's size.
-fn piece(longest: usize) -> usize {
+pub(super) fn piece(longest: usize) -> usize {
     longest.div_ceil(CUTS).clamp(PIECE.0, PIECE.1).min(longest.max(1)).next_multiple_of(64)
 }
 
 /// Bytes of the longest shard.
-fn longest(shards: &[Range<usize>]) -> usize {
+pub(super) fn longest(shards: &[Range<usize>]) -> usize {
     shards.iter().map(Range::len).max().unwrap_or(0)
-}
-
-/// At least so many bytes.
-fn grown(staging: &mut Vec<u8>, len: usize) -> &mut [u8] {
-    if staging.len() < len {
-        staging.resize(len, 0);
-    }
-    &mut staging[..len]
 }
 
 impl Net {
@@ -190,33 +182,13 @@ impl Net {
 
     /// Sums go round a ring. `data` are this rank's values.
     pub(super) fn reduce_ring(&mut self, cx: &OpContext<'_>, data: &mut [u8], op: ReduceOp) -> Result<()> {
-        let n = self.size();
         let shards = self.shards(data.len(), cx.dtype().size());
-        let longest = longest(&shards);
-        let piece = piece(longest);
-        let pieces = longest.div_ceil(piece).max(1);
-        let window = window(piece, (n - 1) * pieces);
-        let mut plan = Ring {
-            cx,
-            op,
-            rank: self.mesh.rank(),
-            shards,
-            piece,
-            pieces,
-            data,
-            staging: grown(&mut self.staging, window * piece),
-            window: vec![None; window],
-            free: (0..window).rev().collect(),
-            arrived: Vec::new(),
-            first: 0,
-            begun: 0,
-        };
-        plan.arrived = vec![false; plan.messages()];
-        self.mesh.run(cx, &mut plan)
+        let mut rounds = Rounds::new(&mut self.mesh, cx, 0);
+        rounds.all_reduce_by_ring(&mut self.staging, (cx.dtype(), op), data, shards)
     }
 }
 
 /// Pieces in flight at once, of `each` bytes of staging and `pieces` in all.
-fn window(each: usize, pieces: usize) -> usize {
+pub(super) fn window(each: usize, pieces: usize) -> usize {
     (STAGING / each).clamp(WINDOW.0, WINDOW.1).min(pieces.max(1))
 }

@@ -451,3 +451,22 @@ fn a_rank_spins_also_for_a_peer_on_its_own_processor() {
         }
     });
 }
+
+/// Bytes of memory that the kernel has given to a segment.
+fn touched(arena: &Arena) -> u64 {
+    rustix::fs::fstat(arena.fd()).unwrap().st_blocks as u64 * 512
+}
+
+#[test]
+fn memory_of_a_segment_grows_with_its_ranks_and_not_with_their_pairs() {
+    for n in [16, 64, 256] {
+        let arena = Arc::new(Arena::create("bagua-test", segment_len(n)).unwrap());
+        let shm = |index| Shm::new(Arc::clone(&arena), index, (0..n).collect()).unwrap();
+        let ranks: Vec<Shm> = (0..n).map(shm).collect();
+        let links: Vec<_> = (0..n).map(|index| spare_links(&arena, index, n)).collect();
+        assert_eq!(touched(&arena), 0, "set-up of {n} ranks");
+        drop((ranks, links));
+        // A page of each rank's own, and the blocks of all at the beginning of both sets of rings.
+        assert!(touched(&arena) <= n as u64 * 2 * 4096, "{} bytes of {n} ranks that closed", touched(&arena));
+    }
+}

@@ -148,7 +148,9 @@ fn check_reductions(ranks: &mut [Rank], dtype: DType, op: ReduceOp, count: usize
 pub fn reductions_equal_the_oracle_in_every_type_and_op(ranks: Ranks, size: usize) {
     let in_order = in_rank_order(ranks, size);
     let mut ranks = world(ranks, size);
-    for (dtype, op) in legal() {
+    // Only the half-precision types are combined otherwise in worlds of more than 64.
+    let is_half = |dtype: DType| matches!(dtype, DType::F16 | DType::BF16);
+    for (dtype, op) in legal().filter(|(dtype, _)| size <= 64 || is_half(*dtype)) {
         for count in SMALL {
             // The largest worlds take every type and op once, and every size once.
             if size <= 9 || count == SMALL[(dtype as usize + op as usize) % 4] {

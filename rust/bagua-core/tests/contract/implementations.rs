@@ -2,9 +2,13 @@
 
 use crate::collectives::*;
 use crate::toy::{toy_hier, toy_local, toy_shm};
-use crate::world::{Ranks, bundled, direct, doubling, hier, local, mixed, on_demand, ring, shm, solo, tcp, tls};
+use crate::world::{
+    Ranks, bundled, direct, doubling, halving, hier, local, mixed, on_demand, ring, shm, solo, tcp, tls,
+};
 
 contract!(net_local, local, [1, 2, 3, 4, 5, 8, 9, 16, 33]);
+contract!(net_many, local, [17, 24, 64]);
+contract!(net_beyond, local, [67]);
 contract!(net_tcp, tcp, [1, 2, 3, 4, 9]);
 contract!(net_tls, tls, [2, 3, 5]);
 contract!(net_mixed, mixed, [3, 4, 5]);
@@ -13,6 +17,7 @@ contract!(net_bundled, bundled, [2, 3, 5]);
 contract!(net_direct, direct, [20]);
 contract!(net_ring, ring, [2, 3, 7]);
 contract!(net_doubling, doubling, [2, 3, 5, 9]);
+contract!(net_halving, halving, [2, 3, 5, 9]);
 contract!(solo, solo, [1]);
 contract!(hier, hier, [1, 2, 3, 4, 5, 8]);
 contract!(toy_local, toy_local, [1, 2, 3, 4]);
@@ -20,9 +25,9 @@ contract!(toy_shm, toy_shm, [1, 2, 3, 4]);
 contract!(toy_hier, toy_hier, [1, 2, 3, 4]);
 contract!(shm, shm, [1, 2, 3, 4, 5, 8]);
 
-/// True where every element is combined in rank order: not inside hosts first, not in a ring, not by doubling, and not in worlds in which
-/// one of those may be chosen.
+/// True where every element is combined in rank order: not inside hosts first, not in a ring, not by doubling or halving, and not in worlds
+/// in which one of those may be chosen.
 pub fn in_rank_order(ranks: Ranks, size: usize) -> bool {
     let is = |other: Ranks| std::ptr::fn_addr_eq(ranks, other);
-    size <= 2 || !is(hier) && !is(toy_hier) && !is(ring) && !is(doubling) && (size <= 16 || is(direct))
+    size <= 2 || !is(hier) && !is(toy_hier) && !is(ring) && !is(doubling) && !is(halving) && (size <= 16 || is(direct))
 }

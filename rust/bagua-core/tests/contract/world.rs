@@ -142,6 +142,11 @@ pub fn doubling(size: usize) -> Vec<Box<dyn Collective>> {
     bundles(size, Algorithm::Doubling, 1)
 }
 
+/// All_reduce by halving.
+pub fn halving(size: usize) -> Vec<Box<dyn Collective>> {
+    bundles(size, Algorithm::Halving, 1)
+}
+
 /// All_reduce between every pair, whatever the size of the world.
 pub fn direct(size: usize) -> Vec<Box<dyn Collective>> {
     let net = |mesh| Box::new(Net::new(mesh).with(Algorithm::Direct)) as Box<dyn Collective>;

@@ -2,9 +2,11 @@
 //!
 //! One ring per ordered pair of ranks, with one writer and one reader. Each end keeps its own byte counter in private memory and publishes
 //! a copy of it. A published counter is accepted only within the ring's size: a peer that writes invalid counters breaks the stream, but
-//! cannot make this process access memory outside the ring. Unused rings are never touched, so a large world costs address space only.
+//! cannot make this process access memory outside the ring. Unused rings are never touched, so a large world costs address space only: a
+//! rank that closes its ends says so once, in its own block. It closes all at once: the links of a rank are dropped together.
 //!
-//! Layout: one block of `BELL` bytes per rank with the words of its doorbell, then the rings in the order of their writers.
+//! Layout: one block of `BLOCK` bytes per rank with the words of its doorbell and whether it closed its ends, then the rings in the order of
+//! their writers.
 
 #![allow(unsafe_code)]
 
@@ -18,15 +20,15 @@ use crate::wait::{BellWords, Doorbell};
 
 /// Two cache lines: the hardware prefetches lines in pairs, and words of different writers must not share a pair.
 const LINE: usize = 128;
-/// Bytes of the block of one rank's doorbell.
-const BELL: usize = LINE;
+/// Bytes of the block of one rank: its doorbell, and on lines that are written once [`CLOSED`].
+const BLOCK: usize = 2 * LINE;
+/// Offset in a block of whether its rank closed its ends of all rings.
+const CLOSED: usize = LINE;
 
-/// Offsets of the counters and flags from the start of a ring; its bytes follow at [`DATA`].
+/// Offsets of the counters from the start of a ring; its bytes follow at [`DATA`].
 const WRITTEN: usize = 0;
 const READ: usize = LINE;
-const WRITER_CLOSED: usize = 2 * LINE;
-const READER_CLOSED: usize = 3 * LINE;
-const DATA: usize = 4 * LINE;
+const DATA: usize = 2 * LINE;
 
 /// Capacity of one ring, in bytes.
 const fn capacity(ranks: usize) -> usize {
@@ -35,7 +37,7 @@ const fn capacity(ranks: usize) -> usize {
 
 /// Bytes of shared memory that the doorbells and rings of `ranks` ranks need.
 pub const fn rings_len(ranks: usize) -> usize {
-    ranks * BELL + ranks * ranks.saturating_sub(1) * (DATA + capacity(ranks))
+    ranks * BLOCK + ranks * ranks.saturating_sub(1) * (DATA + capacity(ranks))
 }
 
 /// Rank `index`'s transports over the rings at `offset` of `arena`, by peer, and its doorbell. The memory must be zeroed before the first
@@ -52,21 +54,22 @@ pub fn ring_links(
     assert!(index < ranks && offset.is_multiple_of(LINE) && offset + rings_len(ranks) <= arena.len());
     let capacity = capacity(ranks);
     let bell =
-        |rank: usize| Doorbell::new(Arc::new(ArenaBell { arena: Arc::clone(arena), offset: offset + rank * BELL }));
+        |rank: usize| Doorbell::new(Arc::new(ArenaBell { arena: Arc::clone(arena), offset: offset + rank * BLOCK }));
     // The ring from `from` to `to` has number from * (ranks - 1) + (index of `to` among the other ranks).
     let ring = |from: usize, to: usize| {
         let number = from * (ranks - 1) + if to > from { to - 1 } else { to };
         Ring {
             arena: Arc::clone(arena),
-            offset: offset + ranks * BELL + number * (DATA + capacity),
+            offset: offset + ranks * BLOCK + number * (DATA + capacity),
             capacity,
             count: 0,
         }
     };
     let link = |peer: usize| -> Option<Box<dyn Transport>> {
         (peer != index).then(|| {
-            Box::new(ShmLink { out: ring(index, peer), into: ring(peer, index), bell: bell(peer) })
-                as Box<dyn Transport>
+            let [own, peers] = [index, peer].map(|rank| offset + rank * BLOCK + CLOSED);
+            let (out, into) = (ring(index, peer), ring(peer, index));
+            Box::new(ShmLink { out, into, bell: bell(peer), closed: (own, peers) }) as Box<dyn Transport>
         })
     };
     ((0..ranks).map(link).collect(), bell(index))
@@ -159,6 +162,15 @@ struct ShmLink {
     into: Ring,
     /// The peer's doorbell.
     bell: Doorbell,
+    /// Offsets in the arena of this rank's and of the peer's [`CLOSED`].
+    closed: (usize, usize),
+}
+
+impl ShmLink {
+    /// Whether the peer closed its ends of this rank's rings.
+    fn is_closed(&self) -> bool {
+        self.out.arena.word(self.closed.1).load(Ordering::Acquire) != 0
+    }
 }
 
 impl Transport for ShmLink {
@@ -167,7 +179,7 @@ impl Transport for ShmLink {
     }
 
     fn send(&mut self, head: &[u8], body: &[u8]) -> Result<usize, Broken> {
-        if self.out.long(READER_CLOSED).load(Ordering::Acquire) != 0 {
+        if self.is_closed() {
             return Err(Broken::new("it closed its shared memory"));
         }
         let read = self.out.long(READ).load(Ordering::Acquire);
@@ -184,7 +196,7 @@ impl Transport for ShmLink {
     fn recv(&mut self, into: &mut [u8]) -> Result<usize, Broken> {
         let mut written = self.into.long(WRITTEN).load(Ordering::Acquire);
         if written == self.into.count {
-            if self.into.long(WRITER_CLOSED).load(Ordering::Acquire) == 0 {
+            if !self.is_closed() {
                 return Ok(0);
             }
             // Bytes that were written before the writer closed the ring are still delivered.
@@ -213,8 +225,7 @@ impl Transport for ShmLink {
 
 impl Drop for ShmLink {
     fn drop(&mut self) {
-        self.out.long(WRITER_CLOSED).store(1, Ordering::Release);
-        self.into.long(READER_CLOSED).store(1, Ordering::Release);
+        self.out.arena.word(self.closed.0).store(1, Ordering::Release);
         self.bell.ring();
     }
 }
@@ -296,7 +307,7 @@ mod tests {
     fn invalid_counters_break_the_stream_and_nothing_else() {
         for invalid in [capacity(2) as u64 + 1, 1 << 40, 1 << 63] {
             let [(mut left, _, arena), (mut right, ..)] = pair();
-            let ring = 2 * BELL;
+            let ring = 2 * BLOCK;
             arena.long(ring + WRITTEN).store(invalid, Ordering::Release);
             assert!(right.recv(&mut [0; 64]).is_err());
             arena.long(ring + READ).store(invalid, Ordering::Release);
