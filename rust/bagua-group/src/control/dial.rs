@@ -58,7 +58,7 @@ impl Plane {
         }
     }
 
-    /// Opens a control connection to a rank that replaces another as a neighbour, if it runs.
+    /// Opens a control connection to a rank that replaces another as a neighbour, if it runs, and is lower: a higher one connects itself.
     pub(super) async fn connect_to_neighbour(self: &Arc<Plane>, to: usize) {
         if let Verdict::Lost(reason, source, loss) = probe(Arc::clone(self), to).await {
             // It may have left, which this rank does not know yet.
@@ -66,6 +66,9 @@ impl Plane {
             return self.peer_lost(to, &reason, &source, loss);
         }
         let Ok(world) = self.world() else { return };
+        if to > self.config.rank || self.has_left() {
+            return;
+        }
         let dial = Dial { to, purpose: Purpose::Control, group: world.id, channel: 0, index: 0 };
         let dialled = self.dial(&dial, self.kind_towards(&world.addresses[to]), |_| ());
         // A rank that does not answer in time is silent: see `Plane::repair`.

@@ -198,10 +198,15 @@ impl Overlay {
         true
     }
 
-    /// A connection has ended, for this reason.
+    /// A connection has ended, for this reason: the peer is lost, unless it had left.
     pub(in super::super) fn link_down(&mut self, peer: usize, ended: bool, reason: &str, out: &mut Vec<Action>) {
-        self.links.remove(&peer);
+        self.unlink(peer);
         self.lost(peer, ended, reason, out);
+    }
+
+    /// A connection has ended that was never ready at its other end.
+    pub(in super::super) fn unlink(&mut self, peer: usize) {
+        self.links.remove(&peer);
     }
 
     /// A peer is silent, or cannot be connected to, or has ended: this rank's own observation.

@@ -12,6 +12,7 @@ use super::assembly::{Assembly, Step};
 use super::message::Message;
 use super::overlay::{Action, Overlay, Presence};
 use super::plane::{Loss, Plane, no_heartbeat};
+use super::session;
 use super::silence::{Silence, is_stopped};
 use crate::error::Source;
 use crate::wait::lock;
@@ -164,24 +165,31 @@ impl Plane {
         if self.has_left() {
             return;
         }
-        let limit = self.config.heartbeat_timeout * 2;
-        self.change(&Source::default(), |connections, out| {
+        let (limit, period) = (self.config.heartbeat_timeout * 2, session::period(self));
+        let late: Vec<usize> = self.change(&Source::default(), |connections, out| {
             let Connections { overlay, were_connected, missing, .. } = connections;
+            let mut late = Vec::new();
             if !*were_connected {
-                return;
+                return late;
             }
             let (now, wanted) = (Instant::now(), overlay.not_connected());
             missing.retain(|rank, _| wanted.contains(rank));
             for rank in wanted {
-                if now - *missing.entry(rank).or_insert(now) > limit {
+                let since = now - *missing.entry(rank).or_insert(now);
+                if since > limit {
                     overlay.lost(rank, false, &format!("no connection to it for {:.1} s", limit.as_secs_f64()), out);
+                } else if since > period {
+                    late.push(rank);
                 }
             }
             overlay.connect(out);
+            late
         });
+        // Those that are lower are asked when they are connected to.
+        late.into_iter().filter(|rank| *rank > self.config.rank).for_each(|rank| self.dial_neighbour(rank));
     }
 
-    /// Opens a connection that replaces another, unless that is in progress.
+    /// Opens a connection that replaces another, or asks a higher rank whether it runs, unless that is in progress.
     pub(super) fn dial_neighbour(self: &Arc<Plane>, rank: usize) {
         if !self.change(&Source::default(), |connections, _| connections.dialling.insert(rank)) {
             return;

@@ -328,10 +328,13 @@ impl Plane {
         }
     }
 
-    /// The connection to a peer has ended.
-    pub(super) fn disconnected(self: &Arc<Plane>, rank: usize, reason: &str, source: &Source, loss: Loss) {
+    /// The connection to a peer has ended; how, and what that says, unless it had never been ready.
+    pub(super) fn disconnected(self: &Arc<Plane>, rank: usize, loss: Option<(&str, Loss)>, source: &Source) {
         self.change(source, |connections, out| {
-            connections.overlay.link_down(rank, loss == Loss::Ended, reason, out);
+            match loss {
+                Some((reason, loss)) => connections.overlay.link_down(rank, loss == Loss::Ended, reason, out),
+                None => connections.overlay.unlink(rank),
+            }
             if let Some(peer) = connections.peers.remove(&rank) {
                 peer.settled.store(true, Ordering::Release);
             }

@@ -28,7 +28,9 @@ async fn read_loop(plane: Arc<Plane>, rank: usize, conn: ControlConn, peer: Arc<
     let same_host = conn.is_unix();
     let ControlConn { fork_fd: _fork_fd, socket } = conn;
     let (mut reader, writer) = tokio::io::split(socket);
+    peer.send(&Message::Heartbeat);
     tokio::spawn(write(writer, Arc::clone(&peer), frames));
+    let mut has_come = false;
     let (how, source, loss) = loop {
         let body = match read_frame(&mut reader, FRAME_LIMIT).await {
             Ok(body) => body,
@@ -49,6 +51,7 @@ async fn read_loop(plane: Arc<Plane>, rank: usize, conn: ControlConn, peer: Arc<
         };
         match Message::parse(&body) {
             Ok(message) => {
+                has_come = true;
                 peer.note_arrival(Instant::now());
                 handle(&plane, rank, message);
             }
@@ -57,7 +60,8 @@ async fn read_loop(plane: Arc<Plane>, rank: usize, conn: ControlConn, peer: Arc<
             }
         }
     };
-    plane.disconnected(rank, &how, &source, loss);
+    // A peer that left before its end of the connection was ready has closed it, and said so to others.
+    plane.disconnected(rank, has_come.then_some((how.as_str(), loss)), &source);
 }
 
 async fn write(mut writer: WriteHalf<AsyncSocket>, peer: Arc<Peer>, mut frames: Frames) {
