@@ -1,20 +1,25 @@
-"""Many more ranks than cores, on one machine: seconds to join, descriptors, threads, memory, and whether all stay.
+"""Many more ranks than cores, on one machine: seconds to join, descriptors, memory, whether all stay, and a loss.
 
     python benchmarks/joining.py
     python benchmarks/joining.py --ranks 256 1024 --hosts 8 --idle 60
+    python benchmarks/joining.py --ranks 64 256 --kill 0           # or --kill 5 6, --freeze 9
 
 Each rank is a fork of this process, which has imported NumPy and bagua only. It joins, does nothing for `--idle`
-seconds but exchange heartbeats, and sums with the others. A healthy rank that another one lost is an error. `joined_s`
-is the time from the first fork to the last rank that has joined, `cpu_s` the processor time of all ranks until then;
-the rest are those of the rank that has most.
+seconds but exchange heartbeats, and sums tensors of `--sizes` with the others. A healthy rank that another one lost is
+an error. `joined_s` is the time from the first fork to the last rank that has joined, `cpu_s` the processor time of all
+ranks until then. `descriptors` are those that joining has added to the rank that has most of them, and after a `+` what
+each size has added. With `--kill` or `--freeze` these ranks end or stop while all others wait for them in an
+all_reduce: `lost_s` is the time until the last one has raised PeerLostError; all must name one of these ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import resource
+import signal
 import socket
 import sys
 import time
@@ -23,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import add_output_options, machine, save_if_asked
+from common import add_output_options, machine, parse_size, save_if_asked
 
 import bagua
 
@@ -35,23 +40,33 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--hosts", type=int, default=1, help="make this machine look like so many hosts")
     parser.add_argument("--idle", type=float, default=20.0, help="seconds without an operation")
+    parser.add_argument("--sizes", nargs="+", type=parse_size, default=[1 << 10], help="bytes to sum, one after the other")
+    parser.add_argument("--kill", type=int, nargs="+", default=[], help="ranks that end by SIGKILL in the end")
+    parser.add_argument("--freeze", type=int, nargs="+", default=[], help="ranks that stop by SIGSTOP in the end")
     args = parser.parse_args()
     if args.quick:
-        args.ranks, args.idle = [4], 0.5
+        args.ranks, args.idle, args.kill = [4], 0.5, [1]
     print(machine())
-    columns = ("ranks", "hosts", "joined_s", "cpu_s", "descriptors", "threads", "pss_mib", "reduce_s")
-    print("".join(f"{name:>12}" for name in columns))
+    columns = ("ranks", "hosts", "joined_s", "cpu_s", "descriptors", "threads", "pss_mib", "reduce_s", "lost_s")
+    print("".join(f"{name:>14}" for name in columns))
     rows = []
     for ranks in args.ranks:
-        rows.append(measure(ranks, args.hosts, args.idle))
-        print("".join(f"{rows[-1][name]:>12.4g}" for name in columns), flush=True)
+        rows.append(measure(ranks, args))
+        print("".join(f"{shown(rows[-1][name]):>14}" for name in columns), flush=True)
     save_if_asked(args, Path(__file__).stem, rows)
 
 
-def measure(ranks: int, hosts: int, idle: float) -> dict[str, Any]:
+def shown(value: Any) -> str:
+    """A figure in few characters."""
+    return value if isinstance(value, str) else "" if value is None else f"{value:.4g}"
+
+
+def measure(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     """Forks the ranks and waits for them; RuntimeError when one of them failed."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    # A byte for each rank: set when it waits for the ranks that are to be lost.
+    waits = mmap.mmap(-1, ranks)
     begun, pipes, ids = time.monotonic(), list[int](), list[int]()
     for rank in range(ranks):
         reads, writes = os.pipe()
@@ -60,42 +75,74 @@ def measure(ranks: int, hosts: int, idle: float) -> dict[str, Any]:
             os.close(reads)
             for other in pipes:
                 os.close(other)
-            os._exit(run(rank, ranks, rank * hosts // ranks if hosts > 1 else None, port, idle, writes))
+            os._exit(run(rank, ranks, args, port, waits, writes))
         os.close(writes)
         pipes.append(reads)
         ids.append(child)
+    victims = {*args.kill, *args.freeze}
+    lost_at = lose(ids, args, waits) if victims else None
     said = []
-    for pipe in pipes:
+    for rank, pipe in enumerate(pipes):
         with open(pipe) as lines:
-            said.append(lines.read())
+            said.append("" if rank in victims else lines.read())
+    for rank in args.freeze:
+        os.kill(ids[rank], signal.SIGKILL)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in ids]
-    bad = [f"rank {rank} ended with {code}: {said[rank][-300:]}" for rank, code in enumerate(codes) if code != 0]
+    good = [rank for rank in range(ranks) if rank not in victims]
+    bad = [f"rank {rank} ended with {codes[rank]}: {said[rank][-300:]}" for rank in good if codes[rank] != 0]
     if bad:
         raise RuntimeError(f"{len(bad)} of {ranks} ranks failed:\n" + "\n".join(bad[:5]))
-    found = [json.loads(text) for text in said]
-    largest = {key: max(row[key] for row in found) for key in ("descriptors", "threads", "pss_mib", "reduce_s")}
-    joined = max(row["joined"] for row in found) - begun
-    return {"ranks": ranks, "hosts": hosts, "joined_s": joined, "cpu_s": sum(row["cpu_s"] for row in found), **largest}
+    found = [json.loads(said[rank]) for rank in good]
+    row = {key: max(each[key] for each in found) for key in ("threads", "pss_mib", "reduce_s")}
+    row |= {"ranks": ranks, "hosts": args.hosts, "joined_s": max(each["joined"] for each in found) - begun}
+    row |= {"cpu_s": sum(each["cpu_s"] for each in found)}
+    row["descriptors"] = max((each["descriptors"] for each in found), key=lambda counts: counts[-1] - counts[0])
+    first, *later = [after - before for before, after in zip(row["descriptors"], row["descriptors"][1:], strict=False)]
+    row["descriptors"] = "+".join(map(str, [first, *later]))
+    row["lost_s"] = None if lost_at is None else max(each["raised"] for each in found) - lost_at
+    if lost_at is not None and (wrong := {each["named"] for each in found} - victims):
+        raise RuntimeError(f"ranks {sorted(wrong)} were named as lost, and {sorted(victims)} are")
+    return row
 
 
-def run(rank: int, ranks: int, host: int | None, port: int, idle: float, pipe: int) -> int:
+def lose(ids: list[int], args: argparse.Namespace, waits: mmap.mmap) -> float:
+    """Ends and stops the ranks of the command line, when all others wait for them; the time at which it did."""
+    victims = {*args.kill, *args.freeze}
+    while sum(waits[rank] for rank in range(len(ids)) if rank not in victims) < len(ids) - len(victims):
+        time.sleep(0.001)
+    time.sleep(0.5)
+    begun = time.monotonic()
+    for rank in args.kill:
+        os.kill(ids[rank], signal.SIGKILL)
+    for rank in args.freeze:
+        os.kill(ids[rank], signal.SIGSTOP)
+    return begun
+
+
+def run(rank: int, ranks: int, args: argparse.Namespace, port: int, waits: mmap.mmap, pipe: int) -> int:
     """One rank: writes what it saw into a pipe, and returns its exit code."""
     with open(pipe, "w") as says:
         try:
-            if host is not None:
-                os.environ["BAGUA_HOST_ID"] = f"pretended-host-{host}"
+            if args.hosts > 1:
+                os.environ["BAGUA_HOST_ID"] = f"pretended-host-{rank * args.hosts // ranks}"
+            counts = [len(os.listdir("/proc/self/fd"))]
             bagua.init(rank=rank, world_size=ranks, init_method=f"tcp://127.0.0.1:{port}")
             row: dict[str, Any] = {"joined": time.monotonic()}
             times = resource.getrusage(resource.RUSAGE_SELF)
             row["cpu_s"] = times.ru_utime + times.ru_stime
-            time.sleep(idle)
-            x, begun = np.ones(256, np.float32), time.monotonic()
-            bagua.all_reduce(x, op="sum")
-            row["reduce_s"] = time.monotonic() - begun
-            if not (x == ranks).all():
-                raise AssertionError(f"{x[0]} is not the sum of {ranks} ones")
-            row |= {"descriptors": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task"))}
+            time.sleep(args.idle)
+            counts.append(len(os.listdir("/proc/self/fd")))
+            for size in args.sizes:
+                x, begun = np.ones(size // 4, np.float32), time.monotonic()
+                bagua.all_reduce(x, op="sum")
+                row["reduce_s"] = time.monotonic() - begun
+                if not (x == ranks).all():
+                    raise AssertionError(f"{x[0]} is not the sum of {ranks} ones")
+                counts.append(len(os.listdir("/proc/self/fd")))
+            row |= {"descriptors": counts, "threads": len(os.listdir("/proc/self/task"))}
             row["pss_mib"] = proportional_size()
+            if args.kill or args.freeze:
+                row |= wait_for_a_loss(rank, args, waits)
             bagua.shutdown()
             json.dump(row, says)
             return 0
@@ -103,6 +150,19 @@ def run(rank: int, ranks: int, host: int | None, port: int, idle: float, pipe: i
             traceback.print_exc(file=says)
             sys.stderr.flush()
             return 1
+
+
+def wait_for_a_loss(rank: int, args: argparse.Namespace, waits: mmap.mmap) -> dict[str, Any]:
+    """Waits in an all_reduce for ranks that do not come; who is named as lost, and when. Does not return on those."""
+    if rank in args.kill or rank in args.freeze:
+        while True:
+            time.sleep(60)
+    waits[rank] = 1
+    try:
+        bagua.all_reduce(np.ones(256, np.float32), op="sum")
+    except bagua.PeerLostError as error:
+        return {"raised": time.monotonic(), "named": error.rank}
+    raise AssertionError("an all_reduce without all ranks has returned")
 
 
 def proportional_size() -> float:

@@ -18,7 +18,7 @@ World = Callable[..., Any]
 RANKS = 24
 
 #: Fewer than the control connections of `RANKS` ranks and what is open need.
-FEW = 24
+FEW = 18
 
 TCP = {"BAGUA_TRANSPORT": "tcp"}
 
@@ -43,6 +43,30 @@ def test_the_soft_limit_is_raised_as_far_as_the_world_needs(world: World) -> Non
         # A control connection and two streams to each peer.
         assert 3 * (RANKS - 1) < soft < 1024
         assert total == sum(range(RANKS))
+
+
+def counts_its_connections(rank: int) -> list[dict[str, int]]:
+    group = bagua.init(timeout=50)
+    shown = [group.stats()["connections"]]
+    for count in (1000, 1 << 20):
+        x = np.ones(count, np.float32)
+        group.all_reduce(x, op="sum")
+        assert (x == RANKS).all()
+        shown.append(group.stats()["connections"])
+    assert 0 < group.stats()["join_s"] < 50
+    group.barrier()
+    bagua.shutdown()
+    return shown
+
+
+def test_a_rank_of_many_has_few_connections_and_those_for_data_open_when_they_are_needed(world: World) -> None:
+    for idle, small, large in world(RANKS, env=TCP).run(counts_its_connections):
+        # The distances 1, 2, 4 and 8 in both directions.
+        assert idle == {"control": 8, "data": 0, "opened": 0, "closed": 0}
+        # Two streams to each peer: of doubling, 2 log2 n at most, and after that of halving or of a ring.
+        assert 0 < small["data"] <= 2 * 10
+        assert small["data"] <= large["data"] == large["opened"] <= 2 * 14
+        assert (large["control"], large["closed"]) == (8, 0)
 
 
 def joins_with_a_low_hard_limit(rank: int) -> tuple[str, float]:

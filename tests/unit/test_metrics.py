@@ -72,6 +72,11 @@ def equals_stats(port: int) -> dict[str, Any]:
     assert shown["bagua_connections_refused_total"] == {
         (("group", name),): counters["connections_refused"] for name, counters in groups.items()
     }
+    assert shown["bagua_connections"] == {
+        (("group", name), ("kind", kind)): counters["connections"][kind]
+        for name, counters in groups.items()
+        for kind in ("control", "data")
+    }
     return dict(groups)
 
 

@@ -29,7 +29,8 @@ def serve(port: int = 0, addr: str = "127.0.0.1") -> int:
     free one).
 
     By group and op every counter in `stats()["groups"][group]["ops"][op]`: `calls` as `bagua_op_calls_total`, `wait_s`
-    as `bagua_op_wait_seconds_total`; by group: `bagua_connections_refused_total`, `bagua_group_size`; and `bagua_info`.
+    as `bagua_op_wait_seconds_total`; by group: `bagua_connections_refused_total`, `bagua_connections` (by kind: "control"
+    and "data"), `bagua_group_size`; and `bagua_info`.
     A group that was left is no longer shown.
 
     `/healthz` has status 200 when each control thread of this process ran while it was asked, which takes up to a
@@ -121,10 +122,14 @@ class _Collector:
             "bagua_connections_refused", "Connections that failed the handshake.", labels=["group"]
         )
         size = core.GaugeMetricFamily("bagua_group_size", "Ranks of the group.", labels=["group"])
+        open_now = core.GaugeMetricFamily("bagua_connections", "Open connections.", labels=["group", "kind"])
         for group_name, counters in groups.items():
+            for kind in ("control", "data"):
+                open_now.add_metric([group_name, kind], counters["connections"][kind])
             refused.add_metric([group_name], counters["connections_refused"])
             size.add_metric([group_name], counters["size"])
         yield refused
+        yield open_now
         yield size
         # The world is the largest group.
         world: dict[str, Any] = max(groups.values(), key=lambda counters: int(counters["size"]), default={})

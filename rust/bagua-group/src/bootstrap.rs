@@ -25,6 +25,8 @@ pub struct Bootstrap {
     control: Control,
     /// The address blob.
     address: Vec<u8>,
+    /// When it began to listen.
+    begun: Instant,
 }
 
 impl Bootstrap {
@@ -84,7 +86,7 @@ impl Bootstrap {
             Some(listeners) => Control::start(plane, listeners)?,
             None => Control::without_thread(plane),
         };
-        Ok(Bootstrap { control, address: address.encode() })
+        Ok(Bootstrap { control, address: address.encode(), begun: Instant::now() })
     }
 
     /// This rank's address for its peers: a few hundred opaque bytes.
@@ -104,7 +106,7 @@ impl Bootstrap {
 
     /// As [`Bootstrap::connect`]; ends with `Aborted` soon after the flag was set.
     pub(super) fn connect_unless(self, cancelled: &AtomicBool, addresses: &[Vec<u8>]) -> Result<Group> {
-        let Bootstrap { control, address } = self;
+        let Bootstrap { control, address, begun } = self;
         let plane = Arc::clone(&control.plane);
         plane.owner.check()?;
         let config = &plane.config;
@@ -127,6 +129,7 @@ impl Bootstrap {
         let apart = connecting.wait()?;
         let ids: Vec<&str> = world.addresses.iter().map(|address| address.host_id.as_str()).collect();
         let shares = |rank: usize| !world.addresses[rank].unix.is_empty() && !apart.contains(&rank);
+        plane.joined_in.get_or_init(|| begun.elapsed());
         Group::world(control, health, partition(&ids, shares))
     }
 }

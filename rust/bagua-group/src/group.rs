@@ -116,15 +116,13 @@ impl Group {
     /// may not share memory are one machine.
     pub fn machines(&self) -> Vec<Vec<usize>> {
         let Ok(world) = self.membership.control.plane.world() else { return self.hosts() };
-        let mut machines: Vec<(&str, Vec<usize>)> = Vec::new();
+        let mut machines: HashMap<&str, Vec<usize>> = HashMap::new();
         for (rank, world_rank) in self.ranks().iter().enumerate() {
-            let host = world.addresses[*world_rank].host_id.as_str();
-            match machines.iter_mut().find(|(known, _)| *known == host) {
-                Some((_, ranks)) => ranks.push(rank),
-                None => machines.push((host, vec![rank])),
-            }
+            machines.entry(world.addresses[*world_rank].host_id.as_str()).or_default().push(rank);
         }
-        machines.into_iter().map(|(_, ranks)| ranks).collect()
+        let mut machines: Vec<Vec<usize>> = machines.into_values().collect();
+        machines.sort_unstable();
+        machines
     }
 
     /// Default deadline of an operation.
@@ -165,6 +163,16 @@ impl Group {
     /// Number of connected world ranks, this one included.
     pub fn peers_seen(&self) -> usize {
         self.membership.control.plane.peers_seen()
+    }
+
+    /// The number of open control connections, which all groups of this rank share.
+    pub fn control_connections(&self) -> usize {
+        self.membership.control.plane.control_connections()
+    }
+
+    /// From when this rank listened until all ranks of the world were connected.
+    pub fn joined_in(&self) -> Duration {
+        self.membership.control.plane.joined_in.get().copied().unwrap_or_default()
     }
 
     /// Opens a lane, which has streams and shared memory of its own, so that its operations run concurrently with those of other lanes.

@@ -588,6 +588,14 @@ impl Communicator {
         stats.set_item("transports", by_rank)?;
         stats.set_item("connections_refused", group.stats().connections_refused.load(Relaxed))?;
         stats.set_item("peers_seen", group.peers_seen())?;
+        let (opened, closed) = (group.stats().data_opened.load(Relaxed), group.stats().data_closed.load(Relaxed));
+        let connections = PyDict::new(py);
+        connections.set_item("control", group.control_connections())?;
+        connections.set_item("data", opened.saturating_sub(closed))?;
+        connections.set_item("opened", opened)?;
+        connections.set_item("closed", closed)?;
+        stats.set_item("connections", connections)?;
+        stats.set_item("join_s", group.joined_in().as_secs_f64())?;
         stats.set_item("ops", ops)?;
         stats.set_item("cuda", cuda_call::stats(py, &self.lane_devices())?)?;
         Ok(stats)

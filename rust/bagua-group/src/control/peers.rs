@@ -29,7 +29,7 @@ pub(super) struct Peer {
     /// Frames for its writer task. Closed when the connection has ended.
     outbox: mpsc::UnboundedSender<Vec<u8>>,
     /// How many of them are not written.
-    pub(super) unwritten: AtomicUsize,
+    unwritten: AtomicUsize,
     /// How long it has sent nothing.
     silence: Mutex<Silence>,
     /// Its process, when it is on this host and visible here: that runs or not, instead of heartbeats.
@@ -53,6 +53,11 @@ impl Peer {
     fn queue(&self, frame: Vec<u8>) {
         self.unwritten.fetch_add(1, Ordering::Relaxed);
         let _ = self.outbox.send(frame);
+    }
+
+    /// Whether frames are queued that its writer will write.
+    pub(super) fn is_writing(&self) -> bool {
+        self.unwritten.load(Ordering::Relaxed) > 0 && !self.outbox.is_closed()
     }
 
     /// Notes that the writer has written so many frames.

@@ -118,6 +118,8 @@ pub(in super::super) struct Plane {
     pub(super) leaving: AtomicBool,
     /// This rank does not use the group, and may live on in another view.
     moved: AtomicBool,
+    /// From when this rank listened until all were connected.
+    pub(in super::super) joined_in: OnceLock<Duration>,
     /// The connections of lanes and messages.
     streams: Mutex<Vec<Weak<TcpStream>>>,
 }
@@ -143,6 +145,7 @@ impl Plane {
             views: Inbox::default(),
             leaving: AtomicBool::new(false),
             moved: AtomicBool::new(false),
+            joined_in: OnceLock::new(),
             streams: Mutex::default(),
         }
     }
@@ -226,7 +229,7 @@ impl Plane {
         }
     }
 
-    /// The ranks with a control connection, also those that are gone.
+    /// The number of open control connections.
     pub(in super::super) fn control_connections(&self) -> usize {
         self.look(|connections| connections.peers.len())
     }
@@ -419,7 +422,7 @@ impl Plane {
             // What this rank passes on for others must not end with it.
             self.change(&Source::default(), |connections, out| connections.overlay.pass_departures(out));
             for (rank, peer) in &peers {
-                while peer.unwritten.load(Ordering::Relaxed) > 0 && !self.presence(*rank).is_lost() {
+                while peer.is_writing() && !self.presence(*rank).is_lost() {
                     tokio::time::sleep(Duration::from_millis(1)).await;
                 }
             }
