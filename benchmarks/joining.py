@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--hosts", type=int, default=1, help="make this machine look like so many hosts")
     parser.add_argument("--idle", type=float, default=20.0, help="seconds without an operation")
-    parser.add_argument("--sizes", nargs="+", type=parse_size, default=[1 << 10], help="bytes to sum, one after the other")
+    parser.add_argument("--sizes", nargs="+", type=parse_size, default=[1 << 10], help="bytes to sum, in turn")
     parser.add_argument("--kill", type=int, nargs="+", default=[], help="ranks that end by SIGKILL in the end")
     parser.add_argument("--freeze", type=int, nargs="+", default=[], help="ranks that stop by SIGSTOP in the end")
     args = parser.parse_args()

@@ -29,8 +29,8 @@ def serve(port: int = 0, addr: str = "127.0.0.1") -> int:
     free one).
 
     By group and op every counter in `stats()["groups"][group]["ops"][op]`: `calls` as `bagua_op_calls_total`, `wait_s`
-    as `bagua_op_wait_seconds_total`; by group: `bagua_connections_refused_total`, `bagua_connections` (by kind: "control"
-    and "data"), `bagua_group_size`; and `bagua_info`.
+    as `bagua_op_wait_seconds_total`; by group: `bagua_connections_refused_total`, `bagua_connections` (by kind:
+    "control" and "data"), `bagua_group_size`; and `bagua_info`.
     A group that was left is no longer shown.
 
     `/healthz` has status 200 when each control thread of this process ran while it was asked, which takes up to a

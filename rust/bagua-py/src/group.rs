@@ -6,7 +6,6 @@
 #![allow(unsafe_code)]
 
 use std::any::Any;
-use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
 
 use bagua_core::average as core_average;
@@ -19,7 +18,7 @@ use bagua_core::types::Kind;
 use bagua_core::wait as sync;
 use bagua_cuda::{LaneDevice, OperationDevice, Requested};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{IntoPyDict, PyDict};
 
 use crate::arena::Arena;
 use crate::average::{self, Averager, WeightLock};
@@ -560,43 +559,10 @@ impl Communicator {
 
     /// Counters since the group was built: a plain dict, times in seconds.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let group = self.group();
-        let ops = PyDict::new(py);
-        for (kind, counts) in group.stats().snapshot() {
-            let shown = PyDict::new(py);
-            shown.set_item("calls", counts.calls)?;
-            shown.set_item("zero_copy", counts.zero_copy)?;
-            shown.set_item("hierarchical", counts.hierarchical)?;
-            shown.set_item("payload_bytes", counts.payload_bytes)?;
-            shown.set_item("wire_bytes_sent", counts.wire_bytes_sent)?;
-            shown.set_item("wire_bytes_received", counts.wire_bytes_received)?;
-            shown.set_item("wait_s", counts.wait_s)?;
-            shown.set_item("reduce_s", counts.reduce_s)?;
-            shown.set_item("encode_s", counts.encode_s)?;
-            shown.set_item("nonfinite_records", counts.nonfinite_records)?;
-            ops.set_item(kind.name(), shown)?;
-        }
+        let stats = crate::stats::of(py, self.group())?;
         let (collective, transports) = self.core.transports();
-        let by_rank = PyDict::new(py);
-        for (rank, transport) in transports.into_iter().enumerate() {
-            by_rank.set_item(rank, transport)?;
-        }
-        let stats = PyDict::new(py);
-        stats.set_item("rank", group.rank())?;
-        stats.set_item("size", group.size())?;
         stats.set_item("collective", collective)?;
-        stats.set_item("transports", by_rank)?;
-        stats.set_item("connections_refused", group.stats().connections_refused.load(Relaxed))?;
-        stats.set_item("peers_seen", group.peers_seen())?;
-        let (opened, closed) = (group.stats().data_opened.load(Relaxed), group.stats().data_closed.load(Relaxed));
-        let connections = PyDict::new(py);
-        connections.set_item("control", group.control_connections())?;
-        connections.set_item("data", opened.saturating_sub(closed))?;
-        connections.set_item("opened", opened)?;
-        connections.set_item("closed", closed)?;
-        stats.set_item("connections", connections)?;
-        stats.set_item("join_s", group.joined_in().as_secs_f64())?;
-        stats.set_item("ops", ops)?;
+        stats.set_item("transports", transports.into_iter().enumerate().into_py_dict(py)?)?;
         stats.set_item("cuda", cuda_call::stats(py, &self.lane_devices())?)?;
         Ok(stats)
     }

@@ -49,6 +49,7 @@ mod joining;
 mod recorder;
 mod rendezvous;
 mod request;
+mod stats;
 mod store;
 mod tensor;
 mod tensor_reader;

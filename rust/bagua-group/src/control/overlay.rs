@@ -9,7 +9,7 @@
 //!
 //! - A [`Notice`] concerns all ranks. Each rank passes it on once, to all its connections but the one by which it came.
 //! - A [`Routed`] message is for some ranks. Each rank passes it on to the connected rank that is nearest to the receiver on the ring; a
-//!   message for many divides on its way.
+//!   message for many divides on its route.
 //!
 //! Often all ranks leave at the same time. Each says so to those that it is connected to, and these pass it on a little later, together with
 //! what has come meanwhile.
@@ -429,7 +429,7 @@ impl Overlay {
         nearest.filter(|link| distance(*link) < distance(self.me))
     }
 
-    /// Tries again what had no way.
+    /// Tries again what no connection led to.
     fn pass_held(&mut self, out: &mut Vec<Action>) {
         for routed in std::mem::take(&mut self.held) {
             self.pass_on(routed, out);

@@ -354,7 +354,7 @@ impl Agreement {
         }
         self.ready.insert(from, ready);
         match &self.phase {
-            // The proposal was lost on its way.
+            // The proposal was lost with a rank that passed it on.
             Phase::Bound(members) if view == self.view && members.first() == Some(&self.me) => {
                 out.push(Action::Send(vec![from], ViewMessage::Propose { view, members: members.clone() }));
             }

@@ -17,7 +17,7 @@ use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
 use crate::wait::{Deadline, SLICE, lock, wait_on_for};
 
-/// The time after which a rank says again what may have been lost on its way.
+/// The time after which a rank says again what may have been lost with a rank that passed it on.
 const REMINDER: Duration = Duration::from_secs(1);
 
 /// How long a rank whose deadline has passed waits for the leader to say which ranks are missing.

@@ -108,7 +108,7 @@ fn a_notice_reaches_every_rank_once_and_crosses_each_connection_at_most_once_in_
 }
 
 #[test]
-fn a_message_for_many_ranks_reaches_each_of_them_once_and_divides_on_its_way() {
+fn a_message_for_many_ranks_reaches_each_of_them_once_and_divides_on_its_route() {
     let mut all = Lines::new(50, 4);
     let to: Vec<usize> = (0..50).filter(|rank| rank % 7 != 3).collect();
     all.event(13, |overlay, out| overlay.send(&to, Body::LeftGroup { group: 5 }, out));
@@ -117,7 +117,7 @@ fn a_message_for_many_ranks_reaches_each_of_them_once_and_divides_on_its_way() {
     for (rank, got) in all.got.iter().enumerate() {
         assert_eq!(got.iter().filter(|action| **action == one).count(), usize::from(to.contains(&rank)));
     }
-    // Not as many as one for each receiver and step of its way.
+    // Not as many as one for each receiver and step of its route.
     assert!(all.sent <= 50, "{}", all.sent);
 }
 
