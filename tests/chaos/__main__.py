@@ -2,6 +2,7 @@
 
     sudo python -m tests.chaos                                   # all cells, at most 10 minutes on 2 cores
     sudo python -m tests.chaos --actions training --faults SIGKILL "link down"
+    sudo python -m tests.chaos --ranks 20 --transports shm hier  # more ranks than have a connection to every other
     sudo python -m tests.chaos --record                          # saves the table in benchmarks/record
 
 A cell is right when no rank hangs, every error names the rank that the fault hit (or an end of the line that it hit), a
@@ -33,6 +34,9 @@ from tests.world import World
 #: Cells that run at once. Most of a cell's time is spent waiting for a heartbeat that does not come.
 AT_ONCE = 6
 RANKS = (2, 4)
+#: On as many hosts as there are in a network of the tests.
+MANY = 20
+HOSTS = 4
 TRANSPORTS = ("shm", "tcp", "hier")
 
 
@@ -40,6 +44,8 @@ def why_left_out(cell: Cell, no_network: str) -> str:
     """The reason why there is no such cell; "" when there is."""
     if cell.transport == "hier" and cell.ranks == 2:
         return "hier needs two hosts, and two ranks on one of them"
+    if len(cell.hosts) > HOSTS:
+        return f"{len(cell.hosts)} hosts: there are {HOSTS}"
     if cell.transport == "shm" and FAULTS[cell.fault].on_the_network:
         return "ranks that share memory have no line between them"
     return no_network if cell.transport != "shm" else ""
@@ -77,7 +83,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--actions", nargs="+", default=actions, choices=actions, metavar="ACTION")
     parser.add_argument("--faults", nargs="+", default=tuple(FAULTS), choices=tuple(FAULTS), metavar="FAULT")
-    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS, choices=RANKS)
+    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS, choices=(*RANKS, MANY))
     parser.add_argument("--transports", nargs="+", default=TRANSPORTS, choices=TRANSPORTS)
     parser.add_argument("--record", action="store_true", help="save the table in benchmarks/record/")
     parser.add_argument("--verbose", action="store_true", help="print everything that is known of a wrong cell")
@@ -94,8 +100,9 @@ def main() -> int:
     # Torch is imported before any time is taken.
     World(2, timeout=300.0).run(nothing)
     networks: queue.SimpleQueue[Network | None] = queue.SimpleQueue()
-    for number in range(AT_ONCE):
-        networks.put(None if no_network else Network(4, number))
+    at_once = max(1, AT_ONCE * max(RANKS) // max(*RANKS, *args.ranks))
+    for number in range(at_once):
+        networks.put(None if no_network else Network(HOSTS, number))
     rows: dict[Cell, dict[str, Any]] = {}
 
     def one(cell: Cell) -> None:
@@ -121,7 +128,7 @@ def main() -> int:
 
     # The faults take turns, so that cells that compute run beside cells that wait.
     by_turns = sorted(cells, key=lambda cell: (cells.index(cell) % (len(cells) // len(args.faults)), cell.fault))
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(one, by_turns))
     while not networks.empty():
         own = networks.get()

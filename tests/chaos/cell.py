@@ -50,7 +50,8 @@ class Cell:
             return [list(range(self.ranks))]
         if self.transport == "tcp":
             return [[rank] for rank in range(self.ranks)]
-        return [list(range(host, host + 2)) for host in range(0, self.ranks, 2)]
+        each = max(2, self.ranks // 4)
+        return [list(range(first, first + each)) for first in range(0, self.ranks, each)]
 
     def host_of(self, rank: int) -> int:
         """The number of its host."""
