@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
+use super::super::wire::RANKS_LIMIT;
 use super::message::{Body, Message, Notice};
 use super::overlay::Presence;
 use super::plane::Plane;
@@ -47,6 +48,8 @@ impl Plane {
         let plane = Arc::downgrade(self);
         let own = health.rank();
         let (rank, host) = (health.world_rank(own), health.host(own).to_owned());
+        let is_large = health.size() > RANKS_LIMIT || health.size() == self.config.world_size;
+        let members = if is_large { Vec::new() } else { health.world_ranks().to_vec() };
         let subscription = health.subscribe_local(move |cause| {
             if let Some(plane) = plane.upgrade()
                 && plane.owner.is_current()
@@ -61,7 +64,7 @@ impl Plane {
                     Error::Unavailable(text) => raised("BaguaError", text),
                     _ => cause.clone(),
                 };
-                plane.publish(Notice::Failed { group: id, cause: for_peers });
+                plane.publish(Notice::Failed { group: id, members: members.clone(), cause: for_peers });
                 plane.fail_subgroups(id, cause);
             }
         });
@@ -158,7 +161,10 @@ impl Plane {
     }
 
     /// Handles the report that a group failed.
-    pub(super) fn failed(&self, id: u64, cause: Error) {
+    pub(super) fn failed(&self, id: u64, members: &[usize], cause: Error) {
+        if !members.is_empty() && !members.contains(&self.config.rank) {
+            return;
+        }
         let mut groups = lock(&self.groups);
         let Some(entry) = groups.known.get(&id) else {
             if groups.early_failures.len() < MAX_EARLY {

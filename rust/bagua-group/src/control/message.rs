@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::super::views::ViewMessage;
-use super::super::wire::{Encoding, Malformed, Ranks, cause, rank, text};
+use super::super::wire::{Encoding, Malformed, RANKS_LIMIT, Ranks, cause, rank, text};
 use crate::error::Error;
 
 /// The most ranks in a list of a message.
@@ -63,6 +63,9 @@ pub(in super::super) enum Notice {
     Failed {
         /// Id of the group.
         group: u64,
+        /// The world ranks of its members; empty for the world and other large groups.
+        #[serde(with = "Ranks::<RANKS_LIMIT>")]
+        members: Vec<usize>,
         /// The first cause.
         #[serde(with = "cause")]
         cause: Error,
@@ -129,7 +132,7 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::super::super::wire::{FRAME_LIMIT, RANKS_LIMIT, TEXT_LIMIT};
+    use super::super::super::wire::{FRAME_LIMIT, TEXT_LIMIT};
     use super::*;
     use crate::error::{Progress, Source};
 
@@ -176,7 +179,7 @@ mod tests {
     proptest! {
         #[test]
         fn an_encoded_error_is_parsed_unchanged(cause in error(), group: u64) {
-            let message = Message::Notice(Notice::Failed { group, cause });
+            let message = Message::Notice(Notice::Failed { group, members: vec![0; RANKS_LIMIT], cause });
             let frame = message.frame();
             prop_assert!(frame.len() <= FRAME_LIMIT + 4);
             prop_assert_eq!(Message::parse(&frame[4..]), Ok(message));
@@ -189,13 +192,19 @@ mod tests {
         let progress = Some(Box::new(Progress { what: long.clone(), label: long.clone(), done: 1, total: 2 }));
         let source = Source::default();
         let cause = Error::PeerLost { rank: 1, host: long.clone(), reason: long, noticed_by: 2, progress, source };
-        let frame = Message::Notice(Notice::Failed { group: 1, cause }).frame();
+        let frame =
+            Message::Notice(Notice::Failed { group: 1, members: vec![u32::MAX as usize; RANKS_LIMIT], cause }).frame();
         assert!(frame.len() <= FRAME_LIMIT + 4);
         assert!(Message::parse(&frame[4..]).is_ok());
         let missing = (0..100_000).collect();
         let progress = Some(Box::new(Progress { what: "é".repeat(FRAME_LIMIT), ..Progress::default() }));
         let cause = Error::Timeout { after: Duration::MAX, missing, noticed_by: 0, progress };
-        assert!(Message::Notice(Notice::Failed { group: 1, cause }).frame().len() <= FRAME_LIMIT + 4);
+        assert!(
+            Message::Notice(Notice::Failed { group: 1, members: vec![u32::MAX as usize; RANKS_LIMIT], cause })
+                .frame()
+                .len()
+                <= FRAME_LIMIT + 4
+        );
     }
 
     /// The body of a message that says so many elements or bytes follow, with these bytes behind it.
@@ -206,8 +215,8 @@ mod tests {
     #[test]
     fn an_error_beyond_its_limits_is_malformed() {
         // Of group 1: `Aborted` with a text, and `Timeout` after no time with these ranks, noticed by rank 0, during nothing.
-        let text = |len: usize| Message::parse(&claiming(&[3, 2, 1, 4], len as u64, &vec![b'a'; len]));
-        let ranks = |count: usize| Message::parse(&claiming(&[3, 2, 1, 1, 0, 0], count as u64, &vec![0; count + 2]));
+        let text = |len: usize| Message::parse(&claiming(&[3, 2, 1, 0, 4], len as u64, &vec![b'a'; len]));
+        let ranks = |count: usize| Message::parse(&claiming(&[3, 2, 1, 0, 1, 0, 0], count as u64, &vec![0; count + 2]));
         for parse in [&text as &dyn Fn(usize) -> _, &ranks] {
             assert!(matches!(parse(RANKS_LIMIT), Ok(Message::Notice(Notice::Failed { group: 1, .. }))));
         }
@@ -216,24 +225,26 @@ mod tests {
         assert_eq!(text(TEXT_LIMIT + 1), beyond);
         assert_eq!(ranks(RANKS_LIMIT + 1), beyond);
         // A device's error is another kind where it arrives.
-        let device = Message::Notice(Notice::Failed { group: 1, cause: Error::Device(Box::default()) });
+        let device =
+            Message::Notice(Notice::Failed { group: 1, members: vec![], cause: Error::Device(Box::default()) });
         let Ok(Message::Notice(Notice::Failed { cause, .. })) = Message::parse(&device.encode()) else {
             panic!("it is encoded")
         };
         assert!(matches!(cause, Error::System { .. }));
         for kind in [9, 10, 11] {
-            assert_eq!(Message::parse(&[3, 2, 1, kind, 0, 0, 0, 0]), beyond, "no kind {kind} is ever written");
+            assert_eq!(Message::parse(&[3, 2, 1, 0, kind, 0, 0, 0, 0]), beyond, "no kind {kind} is ever written");
         }
     }
 
     #[test]
     fn a_rank_beyond_32_bits_is_malformed_and_none_is_written() {
-        let lost = |rank: &[u8]| Message::parse(&[&[3, 2, 1, 0][..], rank, &[0, 0, 0, 0]].concat());
+        let lost = |rank: &[u8]| Message::parse(&[&[3, 2, 1, 0, 0][..], rank, &[0, 0, 0, 0]].concat());
         assert!(lost(&[0xff, 0xff, 0xff, 0xff, 0x0f]).is_ok());
         assert_eq!(lost(&[0xff, 0xff, 0xff, 0xff, 0x1f]), Err(Malformed("a number is out of range")));
         let message =
             Error::PeerRaised { rank: usize::MAX, host: String::new(), kind: String::new(), message: String::new() };
-        let parsed = Message::parse(&Message::Notice(Notice::Failed { group: 1, cause: message }).encode());
+        let parsed =
+            Message::parse(&Message::Notice(Notice::Failed { group: 1, members: vec![], cause: message }).encode());
         assert!(
             matches!(parsed, Ok(Message::Notice(Notice::Failed { cause: Error::PeerRaised { rank, .. }, .. })) if rank == u32::MAX as usize)
         );

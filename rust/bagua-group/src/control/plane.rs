@@ -357,7 +357,7 @@ impl Plane {
         match notice {
             Notice::Lost { rank, by, reason, .. } => self.lost(rank, by, &reason, source),
             Notice::Left { ranks, .. } => ranks.into_iter().for_each(|rank| self.left(rank)),
-            Notice::Failed { group, cause } => self.failed(group, cause),
+            Notice::Failed { group, members, cause } => self.failed(group, &members, cause),
             Notice::View { from, message } => self.views.put(from, message),
             Notice::Unreached { .. } => self.connect_changed.notify_all(),
         }

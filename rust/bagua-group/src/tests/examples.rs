@@ -100,7 +100,8 @@ fn control_messages() -> Vec<Message> {
         Error::NotImplemented(text.clone()),
         Error::other(text),
     ];
-    let fails = errors.into_iter().map(|cause| Notice::Failed { group: 0x0102_0304_0506_0708, cause });
+    let fails =
+        errors.into_iter().map(|cause| Notice::Failed { group: 0x0102_0304_0506_0708, members: vec![1, 300], cause });
     let reason = "no heartbeat for 5.0 s".to_owned();
     let notices = [
         Notice::Lost { rank: 3, by: 1, ended: false, reason },
@@ -327,9 +328,10 @@ fn the_corpus_has_a_message_of_every_kind_of_every_type() {
 fn a_list_that_is_longer_than_its_limit_takes_no_memory() {
     let count = |count: usize| postcard::to_allocvec(&count).expect("a number");
     let heads = [
-        ("the missing ranks of an error", &[0, 3, 2, 1, 1, 0, 0][..], RANKS_LIMIT),
+        ("the missing ranks of an error", &[0, 3, 2, 1, 0, 1, 0, 0][..], RANKS_LIMIT),
         ("ranks that are gone", &[0, 4, 1, 0, 2, 0, 2, 0], SHRINK_LIMIT),
         ("members of a proposal", &[0, 4, 1, 0, 2, 2, 2], SHRINK_LIMIT),
+        ("members of a group", &[0, 3, 2, 1], RANKS_LIMIT),
         ("receivers of a message", &[0, 4, 1], SHRINK_LIMIT),
         ("models", &[1, 1, 0, 0, 1], COUNT_LIMIT),
         ("members of a membership", &[1, 4, 2, 0], COUNT_LIMIT),

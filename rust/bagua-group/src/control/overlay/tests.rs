@@ -83,7 +83,7 @@ impl Lines {
 }
 
 fn failed(group: u64) -> Notice {
-    Notice::Failed { group, cause: crate::error::Error::Aborted(String::new()) }
+    Notice::Failed { group, members: Vec::new(), cause: crate::error::Error::Aborted(String::new()) }
 }
 
 #[test]
