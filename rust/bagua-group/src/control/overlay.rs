@@ -20,6 +20,7 @@
 //!    all of them in that order. So on each connection a notice comes before those that its origin published later.
 //! 2. **A rank trusts its own connection to a peer**, and reports of others about the rest. One rank's report that another is silent may be
 //!    the fault of the line between the two: of these the higher goes, so that a report counts only from a lower rank, or from a second one.
+//!    A report that does not count is passed on all the same: who made it fails for that reason, and may leave.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 
@@ -318,7 +319,8 @@ impl Overlay {
         self.pass_held(out);
     }
 
-    /// Another rank reports the loss of a third one; whether it counts (invariant 2).
+    /// Another rank reports the loss of a third one; whether that is news. It may go on without the rank, and so this group has failed; that
+    /// the rank is gone is another matter (invariant 2).
     fn reported(&mut self, rank: usize, by: usize, ended: bool) -> bool {
         if self.presence[rank] == Presence::Silent && ended {
             self.presence[rank] = Presence::Ended;
@@ -327,15 +329,12 @@ impl Overlay {
         if !self.is_present(rank) {
             return false;
         }
-        let counts = if ended {
-            !self.links.contains(&rank)
-        } else {
-            by < rank || *self.accused.entry(rank).or_insert(by) != by
-        };
+        let counts = by < rank
+            || if ended { !self.links.contains(&rank) } else { *self.accused.entry(rank).or_insert(by) != by };
         if counts {
             self.presence[rank] = if ended { Presence::Ended } else { Presence::Silent };
         }
-        counts
+        true
     }
 
     /// `None` for a notice that makes no sense.

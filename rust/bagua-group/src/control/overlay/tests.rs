@@ -188,10 +188,13 @@ fn a_report_of_silence_counts_from_a_lower_rank_or_a_second_one_by_invariant_2()
     assert_eq!(overlay.presence(8), Presence::Present);
     overlay.received_notice(4, silent(8, 12), &mut out);
     assert_eq!(overlay.presence(8), Presence::Silent);
-    // Its own connection to 9 works, and a process that ended would have closed it.
-    let ended = Notice::Lost { rank: 9, by: 1, ended: true, reason: String::new() };
-    overlay.received_notice(4, ended, &mut out);
-    assert_eq!(overlay.presence(9), Presence::Present);
+    // Its own connection to 6 works, and a process that ended would have closed it. The report is the cause of what follows from it.
+    let ended = |rank, by| Notice::Lost { rank, by, ended: true, reason: String::new() };
+    overlay.received_notice(4, ended(6, 9), &mut out);
+    assert_eq!(overlay.presence(6), Presence::Present);
+    assert!(out.contains(&Action::Notice(ended(6, 9))));
+    overlay.received_notice(4, ended(9, 1), &mut out);
+    assert_eq!(overlay.presence(9), Presence::Ended);
     // Of two ranks that do not reach each other the higher goes.
     overlay.received_notice(4, silent(5, 30), &mut out);
     assert_eq!((overlay.presence(30), overlay.excluded_by()), (Presence::Silent, None));

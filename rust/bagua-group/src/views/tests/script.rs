@@ -296,6 +296,7 @@ impl Script {
                         Notice::Lost { rank: lost, .. } if lost == rank => overlay.excluded_by().map(Known::Excluded),
                         Notice::Lost { rank: other, .. } => {
                             let gone = match overlay.presence(other) {
+                                Presence::Present => continue,
                                 Presence::Silent => Gone::Silent,
                                 Presence::Moved => Gone::Moved,
                                 _ => Gone::Ended,
