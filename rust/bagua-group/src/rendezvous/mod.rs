@@ -29,3 +29,4 @@ pub(super) use server::Registration;
 pub use server::RendezvousServer;
 #[cfg(all(test, not(model)))]
 pub(super) use tree::{Answer, MissingRanks};
+pub(super) use tree::{children, parent};

@@ -39,12 +39,12 @@ pub(super) const EXTRA_CONNECTIONS: usize = 256;
 const LIST_LIMIT: usize = 64 << 20;
 
 /// The rank that sends the list to a rank other than 0.
-pub(super) fn parent(rank: usize) -> usize {
+pub(in super::super) fn parent(rank: usize) -> usize {
     rank.saturating_sub(1) / FANOUT
 }
 
 /// The ranks to which a rank sends the list.
-pub(super) fn children(rank: usize, world_size: usize) -> Range<usize> {
+pub(in super::super) fn children(rank: usize, world_size: usize) -> Range<usize> {
     let first = rank.saturating_mul(FANOUT).saturating_add(1).min(world_size);
     first..first.saturating_add(FANOUT).min(world_size)
 }

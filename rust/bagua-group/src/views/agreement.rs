@@ -2,7 +2,7 @@
 //!
 //! Each method is an event and appends the actions that it causes. The driver performs them in order and reports what came of them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::message::{GoneRank, ViewMessage, batches};
 
@@ -21,7 +21,7 @@ pub enum Quorum {
 
 /// What is known of a rank that is gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Gone {
+pub(in super::super) enum Gone {
     /// Its process has ended or it has left the group.
     Ended,
     /// It cannot be reached, or its connection broke; its process may live on.
@@ -32,7 +32,7 @@ pub(super) enum Gone {
 
 /// What the driver has to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Action {
+pub(in super::super) enum Action {
     /// Send a message to these ranks.
     Send(Vec<usize>, ViewMessage),
     /// Send a message to all ranks, before the end of this rank's connections is noticed anywhere.
@@ -58,7 +58,7 @@ pub(super) enum Action {
 
 /// How an agreement ends on this rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Outcome {
+pub(in super::super) enum Outcome {
     /// The built group is the view of this number with these members.
     Opened(u64, Vec<usize>),
     /// The others go on without this rank, as this one of them says.
@@ -87,7 +87,7 @@ enum Phase {
 struct Build {
     view: u64,
     members: Vec<usize>,
-    /// Of the members.
+    /// Of the members, on the leader, who sends them again to a member that has not got them.
     addresses: Vec<Vec<u8>>,
     /// The driver was asked to end it.
     cancelled: bool,
@@ -103,9 +103,40 @@ struct Ready {
     gone: Vec<GoneRank>,
 }
 
+/// Addresses by rank. Every member of a view collects those of all: they lie in one list, and are counted.
+#[derive(Clone, Debug, Default)]
+struct Addresses {
+    /// Empty before the first is known.
+    by_rank: Vec<Option<Vec<u8>>>,
+    known: usize,
+}
+
+impl Addresses {
+    fn insert(&mut self, rank: usize, address: Vec<u8>) {
+        if self.by_rank.len() <= rank {
+            self.by_rank.resize(rank + 1, None);
+        }
+        self.known += usize::from(self.by_rank[rank].replace(address).is_none());
+    }
+
+    fn get(&self, rank: usize) -> Option<&Vec<u8>> {
+        self.by_rank.get(rank).and_then(Option::as_ref)
+    }
+
+    fn take(&mut self, rank: usize) -> Option<Vec<u8>> {
+        let taken = self.by_rank.get_mut(rank).and_then(Option::take);
+        self.known -= usize::from(taken.is_some());
+        taken
+    }
+
+    fn are_of(&self, ranks: &[usize]) -> bool {
+        self.known >= ranks.len() && ranks.iter().all(|rank| self.get(*rank).is_some())
+    }
+}
+
 /// One rank's part in the agreement on the next view.
 #[derive(Clone, Debug)]
-pub(super) struct Agreement {
+pub(in super::super) struct Agreement {
     me: usize,
     size: usize,
     /// The view that this rank is ready for, or will be when its build has ended. Never decreases.
@@ -119,7 +150,7 @@ pub(super) struct Agreement {
     /// Whom the leader waited for when it gave up.
     missed: Vec<usize>,
     /// Of the members of `view`.
-    addresses: BTreeMap<usize, Vec<u8>>,
+    addresses: Addresses,
     phase: Phase,
     /// A view whose barrier this rank has entered but not passed, see invariant 3.
     candidate: Option<(u64, Vec<usize>)>,
@@ -135,7 +166,7 @@ pub(super) struct Agreement {
 
 impl Agreement {
     /// Rank `me` of `size` in a group that is itself view `view`.
-    pub(super) fn new(me: usize, size: usize, view: u64) -> Agreement {
+    pub(in super::super) fn new(me: usize, size: usize, view: u64) -> Agreement {
         Agreement {
             me,
             size,
@@ -145,7 +176,7 @@ impl Agreement {
             gone: BTreeMap::new(),
             ready: BTreeMap::new(),
             missed: Vec::new(),
-            addresses: BTreeMap::new(),
+            addresses: Addresses::default(),
             phase: Phase::Idle,
             candidate: None,
             excluded_by: None,
@@ -156,7 +187,7 @@ impl Agreement {
     }
 
     /// This rank takes part.
-    pub(super) fn call(&mut self, quorum: Quorum, out: &mut Vec<Action>) {
+    pub(in super::super) fn call(&mut self, quorum: Quorum, out: &mut Vec<Action>) {
         self.quorum = quorum;
         (self.refused, self.expired, self.failures) = (None, false, 0);
         self.missed.clear();
@@ -172,13 +203,13 @@ impl Agreement {
     }
 
     /// A rank is gone, as the control plane of this rank found.
-    pub(super) fn lost(&mut self, rank: usize, gone: Gone, out: &mut Vec<Action>) {
+    pub(in super::super) fn lost(&mut self, rank: usize, gone: Gone, out: &mut Vec<Action>) {
         self.learn(rank, gone, 0, out);
         self.advance(out);
     }
 
     /// Some time has passed: says again what may have been lost with a rank that should have passed it on.
-    pub(super) fn remind(&mut self, out: &mut Vec<Action>) {
+    pub(in super::super) fn remind(&mut self, out: &mut Vec<Action>) {
         match &self.phase {
             Phase::Waiting if self.said => self.say_ready(out),
             Phase::Bound(_) => self.say_address(out),
@@ -187,13 +218,13 @@ impl Agreement {
     }
 
     /// The others go on without this rank, as this one of them says.
-    pub(super) fn exclude(&mut self, by: usize, out: &mut Vec<Action>) {
+    pub(in super::super) fn exclude(&mut self, by: usize, out: &mut Vec<Action>) {
         self.excluded_by = Some(by);
         self.advance(out);
     }
 
     /// A message has arrived. Those of ranks that are gone have no effect, but for `Opened`, which others pass on.
-    pub(super) fn received(&mut self, from: usize, message: ViewMessage, out: &mut Vec<Action>) {
+    pub(in super::super) fn received(&mut self, from: usize, message: ViewMessage, out: &mut Vec<Action>) {
         let is_opened = matches!(message, ViewMessage::Opened { .. });
         if from >= self.size || from == self.me || (self.gone.contains_key(&from) && !is_opened) {
             return;
@@ -231,7 +262,7 @@ impl Agreement {
                     && self.leader() == from
                 {
                     let those = members.iter().copied().skip(first);
-                    self.addresses.extend(those.zip(addresses));
+                    those.zip(addresses).for_each(|(rank, address)| self.addresses.insert(rank, address));
                 }
             }
             // It has not got the addresses of all, and reminds the leader.
@@ -254,7 +285,7 @@ impl Agreement {
     }
 
     /// What became of [`Action::Bind`]: this rank's address, or the text of the error.
-    pub(super) fn bound(&mut self, outcome: Result<Vec<u8>, String>, out: &mut Vec<Action>) {
+    pub(in super::super) fn bound(&mut self, outcome: Result<Vec<u8>, String>, out: &mut Vec<Action>) {
         if !matches!(self.phase, Phase::Bound(_)) {
             return;
         }
@@ -269,7 +300,7 @@ impl Agreement {
     }
 
     /// The barrier of the view was passed: every member has opened it.
-    pub(super) fn passed(&mut self, out: &mut Vec<Action>) {
+    pub(in super::super) fn passed(&mut self, out: &mut Vec<Action>) {
         if let Phase::Building(Build { view, members, .. }) = self.phase.clone() {
             self.open(view, members, out);
         }
@@ -277,7 +308,7 @@ impl Agreement {
     }
 
     /// The view could not be built. `entered`: this rank was in the barrier, so that another may have passed it.
-    pub(super) fn failed(&mut self, entered: bool, text: &str, out: &mut Vec<Action>) {
+    pub(in super::super) fn failed(&mut self, entered: bool, text: &str, out: &mut Vec<Action>) {
         let Phase::Building(Build { view, members, known_open, .. }) = self.phase.clone() else { return };
         if entered && known_open {
             self.open(view, members, out);
@@ -299,14 +330,14 @@ impl Agreement {
     }
 
     /// The deadline has passed. The leader knows who is missing: others wait for its word until it is `late`.
-    pub(super) fn expire(&mut self, late: bool, out: &mut Vec<Action>) {
+    pub(in super::super) fn expire(&mut self, late: bool, out: &mut Vec<Action>) {
         let leader = self.leader();
         self.expired |= late || leader == self.me || !self.ready.contains_key(&leader);
         self.advance(out);
     }
 
     /// The view that this rank is ready for or has accepted.
-    pub(super) fn view(&self) -> u64 {
+    pub(in super::super) fn view(&self) -> u64 {
         self.view
     }
 
@@ -382,7 +413,7 @@ impl Agreement {
     fn set_view(&mut self, view: u64) {
         self.view = view;
         self.said = false;
-        self.addresses.clear();
+        self.addresses = Addresses::default();
     }
 
     /// Gives up the current view for this later one.
@@ -420,7 +451,7 @@ impl Agreement {
     /// Sends this rank's address to the leader, if it is bound.
     fn say_address(&self, out: &mut Vec<Action>) {
         let (leader, view) = (self.leader(), self.view);
-        if let Some(address) = self.addresses.get(&self.me)
+        if let Some(address) = self.addresses.get(self.me)
             && leader != self.me
         {
             out.push(Action::Send(vec![leader], ViewMessage::Address { view, address: address.clone() }));
@@ -436,11 +467,11 @@ impl Agreement {
 
     /// The leader; if that is this rank, all others that are not gone.
     fn to_leader(&self) -> Vec<usize> {
-        match self.living().split_first() {
-            Some((leader, others)) if *leader == self.me => others.to_vec(),
-            Some((leader, _)) => vec![*leader],
-            None => Vec::new(),
+        let leader = self.leader();
+        if leader != self.me {
+            return vec![leader];
         }
+        self.living().into_iter().filter(|rank| *rank != self.me).collect()
     }
 
     /// What follows from what is known now.
@@ -451,16 +482,18 @@ impl Agreement {
             Phase::Waiting | Phase::Bound(_) if ends => self.give_up(out),
             Phase::Waiting => self.propose(out),
             Phase::Bound(members) => {
-                if members.iter().all(|rank| self.addresses.contains_key(rank)) {
+                if self.addresses.are_of(&members) {
                     let addresses: Vec<Vec<u8>> =
-                        members.iter().filter_map(|rank| self.addresses.remove(rank)).collect();
+                        members.iter().filter_map(|rank| self.addresses.take(*rank)).collect();
+                    self.addresses = Addresses::default();
+                    let mut kept = Vec::new();
                     if self.leader() == self.me {
                         let others: Vec<usize> = members.iter().copied().filter(|rank| *rank != self.me).collect();
                         Agreement::say_addresses(self.view, &others, &addresses, out);
+                        kept = addresses.clone();
                     }
                     let (view, cancelled, known_open) = (self.view, false, false);
-                    let build =
-                        Build { view, members: members.clone(), addresses: addresses.clone(), cancelled, known_open };
+                    let build = Build { view, members: members.clone(), addresses: kept, cancelled, known_open };
                     self.phase = Phase::Building(build);
                     out.push(Action::Build { addresses, members });
                 }
@@ -523,10 +556,15 @@ impl Agreement {
 
     /// Proposes the current view if that is this rank's part and all are ready for it.
     fn propose(&mut self, out: &mut Vec<Action>) {
-        let living = self.living();
-        if living.first() != Some(&self.me) || living.iter().any(|rank| *rank != self.me && !self.agrees(*rank)) {
+        // On the leader of a large group this runs for the message of every rank: look at few ranks while most have said nothing.
+        if self.leader() != self.me || self.ready.len() + 1 < self.size - self.gone.len() {
             return;
         }
+        let mut others = (0..self.size).filter(|rank| *rank != self.me && !self.gone.contains_key(rank));
+        if others.any(|rank| !self.agrees(rank)) {
+            return;
+        }
+        let living = self.living();
         if let Err(text) = self.check_quorum(&living) {
             return self.refuse(text, out);
         }
@@ -547,11 +585,11 @@ impl Agreement {
         if self.quorum == Quorum::Any && ready.iter().all(|ready| ready.any) {
             return Ok(());
         }
-        let ended =
-            |rank: usize| ready.iter().flat_map(|ready| &ready.gone).any(|gone| gone.rank == rank && gone.ended);
+        let ended: BTreeSet<usize> =
+            ready.iter().flat_map(|ready| &ready.gone).filter(|gone| gone.ended).map(|gone| gone.rank).collect();
         let may_live = |(rank, gone): &(&usize, &Gone)| match gone {
             Gone::Ended => false,
-            Gone::Silent => !ended(**rank),
+            Gone::Silent => !ended.contains(*rank),
             Gone::Moved => true,
         };
         let absent: Vec<usize> = self.gone.iter().filter(may_live).map(|(rank, _)| *rank).collect();
@@ -576,7 +614,7 @@ impl Agreement {
             }
             Phase::Waiting | Phase::Bound(_) if self.leader() != self.me => vec![self.leader()],
             Phase::Bound(members) => {
-                members.iter().copied().filter(|rank| !self.addresses.contains_key(rank)).collect()
+                members.iter().copied().filter(|rank| self.addresses.get(*rank).is_none()).collect()
             }
             Phase::Waiting => {
                 let others: Vec<usize> = others.collect();

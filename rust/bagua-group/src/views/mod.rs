@@ -43,6 +43,7 @@ mod shrink;
 mod tests;
 
 pub use agreement::Quorum;
+pub(super) use agreement::{Action as ViewAction, Agreement, Gone, Outcome};
 pub use carry::carry_data;
 pub(super) use inbox::Inbox;
 #[cfg(all(test, not(model)))]
