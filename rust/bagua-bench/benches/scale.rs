@@ -4,7 +4,8 @@
 //! largest, beside log2 n. Every run is checked: each rank has the right names, none else, and all that go on are in one view. What the
 //! model is and what it leaves out is written in `bagua_group::simulation`.
 //!
-//! `cargo bench -p bagua-bench --bench scale -- [--ranks N,N…] [--seed S] [--json FILE]`
+//! `cargo bench -p bagua-bench --bench scale -- [--ranks N,N…] [--seed S] [--json FILE] [--only TEXT]`, the last of which chooses the
+//! scenarios with that text in their names.
 
 use std::fmt::Write as _;
 use std::time::Instant;
@@ -103,7 +104,7 @@ fn main() {
     if bagua_bench::listed("scale") {
         return;
     }
-    let (mut sizes, mut seed, mut file) = (vec![64, 256, 1024, 4096, 10_240], 1, None);
+    let (mut sizes, mut seed, mut file, mut only) = (vec![64, 256, 1024, 4096, 10_240], 1, None, String::new());
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
@@ -113,13 +114,14 @@ fn main() {
             }
             "--seed" => seed = arguments.next().and_then(|word| word.parse().ok()).expect("a seed"),
             "--json" => file = Some(arguments.next().expect("the name of a file")),
+            "--only" => only = arguments.next().expect("a part of a name"),
             // What cargo adds.
             "--bench" => {}
             other => panic!("unknown option {other:?}"),
         }
     }
     let mut rows = String::new();
-    for scenario in Scenario::ALL {
+    for scenario in Scenario::ALL.into_iter().filter(|scenario| scenario.to_string().contains(&only)) {
         println!("{scenario}");
         print_row("ranks", COLUMNS.iter().map(|column| column.title.to_owned()));
         let mut reports = Vec::new();

@@ -44,7 +44,7 @@ pub(in super::super) fn parent(rank: usize) -> usize {
 }
 
 /// The ranks to which a rank sends the list.
-pub(in super::super) fn children(rank: usize, world_size: usize) -> Range<usize> {
+pub(super) fn children(rank: usize, world_size: usize) -> Range<usize> {
     let first = rank.saturating_mul(FANOUT).saturating_add(1).min(world_size);
     first..first.saturating_add(FANOUT).min(world_size)
 }

@@ -245,7 +245,7 @@ impl World {
             self.count(rank, kind, bytes);
         }
         match event {
-            Event::Message(message) => self.received(rank, from, &message),
+            Event::Message(message) => self.received(rank, from, message),
             Event::End => self.control(rank, |overlay, out| {
                 if overlay.links().contains(&from) {
                     overlay.link_down(from, true, "its process died or its connection broke (end of stream)", out);
@@ -357,25 +357,26 @@ impl World {
         }
     }
 
-    fn received(&mut self, rank: usize, from: usize, message: &Message) {
-        if !self.nodes[rank].overlay.links().contains(&from) {
+    fn received(&mut self, rank: usize, from: usize, message: Arc<Message>) {
+        let node = &mut self.nodes[rank];
+        let is_known = matches!(&*message, Message::Notice(notice) if node.overlay.knows(notice));
+        // A copy of a notice that has no effect would be most of a run.
+        if is_known || !node.overlay.links().contains(&from) {
             return;
         }
-        match message {
+        match Arc::unwrap_or_clone(message) {
             Message::Connected { apart } => {
-                let step = self.nodes[rank].assembly.reported(from, apart.clone());
+                let step = node.assembly.reported(from, apart);
                 self.assemble(rank, step);
             }
             Message::Complete { apart } => {
-                let step = self.nodes[rank].assembly.completed(apart.clone());
+                let step = node.assembly.completed(apart);
                 self.assemble(rank, step);
             }
             Message::Notice(notice) => {
-                self.control(rank, |overlay, out| overlay.received_notice(from, notice.clone(), out));
+                self.control(rank, |overlay, out| overlay.received_notice(from, notice, out));
             }
-            Message::Routed(routed) => {
-                self.control(rank, |overlay, out| overlay.received_routed(routed.clone(), out));
-            }
+            Message::Routed(routed) => self.control(rank, |overlay, out| overlay.received_routed(routed, out)),
             Message::Heartbeat | Message::LeaveAck => {}
         }
     }

@@ -147,6 +147,8 @@ pub(in super::super) struct Agreement {
     gone: BTreeMap<usize, Gone>,
     /// By rank; not of those that are gone. Only the leader gets those of all.
     ready: BTreeMap<usize, Ready>,
+    /// A rank that the leader found not to agree: the next look begins there, as it looks after the message of every rank.
+    awaited: usize,
     /// Whom the leader waited for when it gave up.
     missed: Vec<usize>,
     /// Of the members of `view`.
@@ -175,6 +177,7 @@ impl Agreement {
             quorum: Quorum::default(),
             gone: BTreeMap::new(),
             ready: BTreeMap::new(),
+            awaited: 0,
             missed: Vec::new(),
             addresses: Addresses::default(),
             phase: Phase::Idle,
@@ -477,26 +480,29 @@ impl Agreement {
     /// What follows from what is known now.
     fn advance(&mut self, out: &mut Vec<Action>) {
         let ends = self.excluded_by.is_some() || self.refused.is_some() || self.expired;
+        if let Phase::Bound(members) = &self.phase
+            && !ends
+            && !self.addresses.are_of(members)
+        {
+            return;
+        }
         match self.phase.clone() {
             Phase::Idle => {}
             Phase::Waiting | Phase::Bound(_) if ends => self.give_up(out),
             Phase::Waiting => self.propose(out),
             Phase::Bound(members) => {
-                if self.addresses.are_of(&members) {
-                    let addresses: Vec<Vec<u8>> =
-                        members.iter().filter_map(|rank| self.addresses.take(*rank)).collect();
-                    self.addresses = Addresses::default();
-                    let mut kept = Vec::new();
-                    if self.leader() == self.me {
-                        let others: Vec<usize> = members.iter().copied().filter(|rank| *rank != self.me).collect();
-                        Agreement::say_addresses(self.view, &others, &addresses, out);
-                        kept = addresses.clone();
-                    }
-                    let (view, cancelled, known_open) = (self.view, false, false);
-                    let build = Build { view, members: members.clone(), addresses: kept, cancelled, known_open };
-                    self.phase = Phase::Building(build);
-                    out.push(Action::Build { addresses, members });
+                let addresses: Vec<Vec<u8>> = members.iter().filter_map(|rank| self.addresses.take(*rank)).collect();
+                self.addresses = Addresses::default();
+                let mut kept = Vec::new();
+                if self.leader() == self.me {
+                    let others: Vec<usize> = members.iter().copied().filter(|rank| *rank != self.me).collect();
+                    Agreement::say_addresses(self.view, &others, &addresses, out);
+                    kept = addresses.clone();
                 }
+                let (view, cancelled, known_open) = (self.view, false, false);
+                let build = Build { view, members: members.clone(), addresses: kept, cancelled, known_open };
+                self.phase = Phase::Building(build);
+                out.push(Action::Build { addresses, members });
             }
             Phase::Building(build) => {
                 if ends && !build.cancelled && !build.known_open {
@@ -556,12 +562,12 @@ impl Agreement {
 
     /// Proposes the current view if that is this rank's part and all are ready for it.
     fn propose(&mut self, out: &mut Vec<Action>) {
-        // On the leader of a large group this runs for the message of every rank: look at few ranks while most have said nothing.
         if self.leader() != self.me || self.ready.len() + 1 < self.size - self.gone.len() {
             return;
         }
-        let mut others = (0..self.size).filter(|rank| *rank != self.me && !self.gone.contains_key(rank));
-        if others.any(|rank| !self.agrees(rank)) {
+        let disagrees = |rank: &usize| *rank != self.me && !self.gone.contains_key(rank) && !self.agrees(*rank);
+        if let Some(rank) = (self.awaited..self.size).chain(0..self.awaited).find(disagrees) {
+            self.awaited = rank;
             return;
         }
         let living = self.living();
