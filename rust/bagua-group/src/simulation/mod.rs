@@ -9,6 +9,7 @@
 //! | `network` | the clock and the queue of events: when what is sent arrives |
 //! | `ranks` | the ranks: their state machines, and what events do to them |
 //! | `joining` | the rendezvous, opening connections, probes and repair |
+//! | `views` | the agreement on a view, and its barrier |
 //!
 //! The model, beside the constants of `network`: a rank handles and sends one message after another, each for [`network::COST`] and its bytes at
 //! [`network::BYTES_PER_MICROSECOND`]; messages between two ranks arrive in order. Opening a connection takes two round trips. A killed
@@ -24,6 +25,7 @@ mod network;
 mod ranks;
 #[cfg(all(test, not(model)))]
 mod tests;
+mod views;
 
 use std::fmt;
 

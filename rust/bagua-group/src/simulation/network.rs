@@ -1,7 +1,6 @@
 //! The clock, and what is under way.
 
-use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use super::super::control::Message;
@@ -73,26 +72,39 @@ pub(super) struct Item {
     pub(super) event: Event,
 }
 
-/// Ordered by time, then by when it was added.
-struct Queued(u64, u64, Item);
-
-impl PartialEq for Queued {
-    fn eq(&self, other: &Queued) -> bool {
-        (self.0, self.1) == (other.0, other.1)
-    }
+/// Events by time, and those of one time in the order in which they were added: in lists of [`Queue::SPAN`] each, of which only the first is
+/// sorted. A heap of millions would be slower.
+#[derive(Default)]
+struct Queue {
+    /// Those before `until`, ascending.
+    first: VecDeque<(u64, u64, Item)>,
+    until: u64,
+    /// The others, by time divided by the span.
+    later: BTreeMap<u64, Vec<(u64, u64, Item)>>,
+    added: u64,
 }
 
-impl Eq for Queued {}
+impl Queue {
+    const SPAN: u64 = 20_000;
 
-impl PartialOrd for Queued {
-    fn partial_cmp(&self, other: &Queued) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
+    fn push(&mut self, at: u64, item: Item) {
+        self.added += 1;
+        let queued = (at, self.added, item);
+        if at < self.until {
+            let place = self.first.partition_point(|other| other.0 <= at);
+            self.first.insert(place, queued);
+        } else {
+            self.later.entry(at / Queue::SPAN).or_default().push(queued);
+        }
     }
-}
 
-impl Ord for Queued {
-    fn cmp(&self, other: &Queued) -> std::cmp::Ordering {
-        (self.0, self.1).cmp(&(other.0, other.1))
+    fn pop(&mut self) -> Option<(u64, Item)> {
+        if self.first.is_empty() {
+            let (span, mut list) = self.later.pop_first()?;
+            list.sort_unstable_by_key(|(at, added, _)| (*at, *added));
+            (self.first, self.until) = (list.into(), (span + 1) * Queue::SPAN);
+        }
+        self.first.pop_front().map(|(at, _, item)| (at, item))
     }
 }
 
@@ -121,8 +133,7 @@ impl Port {
 
 /// See the module.
 pub(super) struct Network {
-    queue: BinaryHeap<Reverse<Queued>>,
-    added: u64,
+    queue: Queue,
     random: u64,
     ports: Vec<Port>,
     /// One in so many messages is lost and sent again; 0: none.
@@ -135,7 +146,7 @@ impl Network {
     pub(super) fn new(size: usize, seed: u64, loses_one_in: u64) -> Network {
         let random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
         let ports = vec![Port::default(); size];
-        Network { queue: BinaryHeap::new(), added: 0, random, ports, loses_one_in, is_cut: false }
+        Network { queue: Queue::default(), random, ports, loses_one_in, is_cut: false }
     }
 
     pub(super) fn slow_down(&mut self, rank: usize) {
@@ -164,14 +175,14 @@ impl Network {
 
     /// Something happens at a rank at this time, by itself.
     pub(super) fn at(&mut self, time: u64, rank: usize, event: Event) {
-        self.push(time, Item { from: rank as u32, to: rank as u32, departed: time, bytes: 0, event });
+        self.queue.push(time, Item { from: rank as u32, to: rank as u32, departed: time, bytes: 0, event });
     }
 
     /// The connection of a killed rank ends.
     pub(super) fn end(&mut self, now: u64, from: usize, to: usize) {
         let at = now + self.latency(from, to);
         let at = self.ports[from].last.get(&(to as u32)).map_or(at, |last| at.max(last + 1));
-        self.push(at, Item { from: from as u32, to: to as u32, departed: 0, bytes: 0, event: Event::End });
+        self.queue.push(at, Item { from: from as u32, to: to as u32, departed: 0, bytes: 0, event: Event::End });
     }
 
     /// A rank sends something, for which it needs its time; `trips` latencies later it arrives, after what was sent before.
@@ -187,18 +198,13 @@ impl Network {
         let last = self.ports[from].last.entry(to as u32).or_default();
         at = at.max(*last + 1);
         *last = at;
-        self.push(at, Item { from: from as u32, to: to as u32, departed, bytes, event });
+        self.queue.push(at, Item { from: from as u32, to: to as u32, departed, bytes, event });
         departed
-    }
-
-    fn push(&mut self, at: u64, item: Item) {
-        self.added += 1;
-        self.queue.push(Reverse(Queued(at, self.added, item)));
     }
 
     /// The next event.
     pub(super) fn next(&mut self) -> Option<(u64, Item)> {
-        self.queue.pop().map(|Reverse(Queued(at, _, item))| (at, item))
+        self.queue.pop()
     }
 
     /// A rank handles something that came at this time; when it has finished.

@@ -1,20 +1,19 @@
 //! The ranks: their state machines, and what events do to them.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::super::control::{Assembly, Body, FULL, Message, Notice, Overlay, Presence, Step};
-use super::super::views::{Agreement, Gone, Outcome, Quorum, ViewAction, ViewMessage};
+use super::super::views::{Agreement, ViewMessage};
 use super::super::wire::Encoding;
-use super::network::{COST, Event, Item, LATENCY, Network, OPENING, SECOND};
+use super::network::{COST, Event, Item, Network, OPENING, SECOND};
+use super::views::{Build, Building};
 use super::{PerRank, Report, Scenario, Traffic, seconds};
 
 /// As [`Config::heartbeat_timeout`](super::super::Config::heartbeat_timeout) by default.
 pub(super) const HEARTBEAT_TIMEOUT: u64 = 5 * SECOND;
 /// The time between two heartbeats, as `control/session.rs` chooses it for that timeout.
 pub(super) const PERIOD: u64 = SECOND;
-/// As in `views/shrink.rs`.
-const REMINDER: u64 = SECOND;
 /// Bytes of a rank's address.
 pub(super) const ADDRESS: usize = 200;
 /// How long after all have joined the fault happens.
@@ -42,22 +41,9 @@ pub(super) enum State {
     GaveUp,
 }
 
-/// A view whose members connect or are in its barrier, at one of them.
-#[derive(Clone, Copy, Debug)]
-struct Building {
-    /// Index in [`World::builds`].
-    build: usize,
-    /// It is in the barrier.
-    entered: bool,
-    /// Rounds of it that it has passed.
-    round: u32,
-    /// By bit: the rounds whose message has come.
-    came: u32,
-}
-
 /// How the agreement ended at a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum End {
+pub(super) enum End {
     /// In the view of this index in [`World::views`].
     Opened(usize),
     Refused,
@@ -68,7 +54,7 @@ enum End {
 pub(super) struct Node {
     pub(super) overlay: Overlay,
     pub(super) assembly: Assembly,
-    agreement: Agreement,
+    pub(super) agreement: Agreement,
     pub(super) state: State,
     ended_at: u64,
     /// It knows the addresses of all.
@@ -90,19 +76,12 @@ pub(super) struct Node {
     pub(super) named: BTreeSet<usize>,
     known_at: Option<u64>,
     /// Messages about views before it takes part.
-    inbox: Vec<(usize, ViewMessage)>,
-    called: bool,
-    building: Option<Building>,
-    end: Option<(u64, End)>,
+    pub(super) inbox: Vec<(usize, ViewMessage)>,
+    pub(super) called: bool,
+    pub(super) building: Option<Building>,
+    pub(super) end: Option<(u64, End)>,
     /// By [`Kind`]: messages and bytes received.
     pub(super) loads: [(u64, u64); 4],
-}
-
-/// A view that is built: its members, and how many of them have begun.
-struct Build {
-    view: u64,
-    members: Vec<usize>,
-    begun: usize,
 }
 
 /// All ranks.
@@ -118,16 +97,16 @@ pub(super) struct World {
     /// When the last rank had the list.
     pub(super) list_known: u64,
     joined: usize,
-    joined_at: Option<u64>,
+    pub(super) joined_at: Option<u64>,
     connections: Option<PerRank>,
     fault_at: Option<u64>,
-    builds: Vec<Build>,
+    pub(super) builds: Vec<Build>,
     /// The views that were opened.
-    views: Vec<(u64, Vec<usize>)>,
+    pub(super) views: Vec<(u64, Vec<usize>)>,
     /// When all members of the last view had begun to build it.
-    agreed_at: Option<u64>,
+    pub(super) agreed_at: Option<u64>,
     /// Ranks that have not come to the end of the scenario.
-    unfinished: usize,
+    pub(super) unfinished: usize,
     events: u64,
 }
 
@@ -270,21 +249,9 @@ impl World {
             Event::List => self.has_list(rank),
             Event::NoList(lost) => self.gives_up(rank, lost),
             Event::Tick => self.tick(rank),
-            Event::Remind => {
-                if self.nodes[rank].end.is_none() {
-                    self.network.at(self.now + REMINDER, rank, Event::Remind);
-                    self.agree(rank, Agreement::remind);
-                }
-            }
+            Event::Remind => self.remind(rank),
             Event::Connected(build) => self.enter_barrier(rank, build as usize),
-            Event::Barrier(build, round) => {
-                if let Some(building) = &mut self.nodes[rank].building
-                    && building.build == build as usize
-                {
-                    building.came |= 1 << round;
-                    self.go_through_barrier(rank);
-                }
-            }
+            Event::Barrier(build, round) => self.received_round(rank, build as usize, round),
             Event::Fault => self.fault(rank),
         }
     }
@@ -343,7 +310,11 @@ impl World {
     }
 
     /// An event of the overlay of a rank, and what follows from it.
-    fn control(&mut self, rank: usize, event: impl FnOnce(&mut Overlay, &mut Vec<super::super::control::Action>)) {
+    pub(super) fn control(
+        &mut self,
+        rank: usize,
+        event: impl FnOnce(&mut Overlay, &mut Vec<super::super::control::Action>),
+    ) {
         let mut out = Vec::new();
         event(&mut self.nodes[rank].overlay, &mut out);
         self.perform(rank, out);
@@ -483,138 +454,6 @@ impl World {
         }
     }
 
-    /// A rank learns of a loss, and agrees on a view without it.
-    fn lost(&mut self, rank: usize, lost: usize) {
-        let gone = match self.nodes[rank].overlay.presence(lost) {
-            Presence::Silent => Gone::Silent,
-            _ => Gone::Ended,
-        };
-        let is_call = !std::mem::replace(&mut self.nodes[rank].called, true);
-        if is_call {
-            // In the order of `Driver::run` of views/shrink.rs.
-            for (from, message) in std::mem::take(&mut self.nodes[rank].inbox) {
-                self.agree(rank, |agreement, out| agreement.received(from, message, out));
-            }
-        }
-        self.agree(rank, |agreement, out| agreement.lost(lost, gone, out));
-        if is_call {
-            self.network.at(self.now + REMINDER, rank, Event::Remind);
-            self.agree(rank, |agreement, out| agreement.call(Quorum::Majority, out));
-        }
-    }
-
-    fn view_message(&mut self, rank: usize, from: usize, message: ViewMessage) {
-        if self.nodes[rank].called {
-            self.agree(rank, |agreement, out| agreement.received(from, message, out));
-        } else {
-            self.nodes[rank].inbox.push((from, message));
-        }
-    }
-
-    /// An event of the agreement of a rank, and what follows from it. After its end there are none.
-    fn agree(&mut self, rank: usize, event: impl FnOnce(&mut Agreement, &mut Vec<ViewAction>)) {
-        if self.nodes[rank].end.is_some() {
-            return;
-        }
-        let mut out = Vec::new();
-        event(&mut self.nodes[rank].agreement, &mut out);
-        let mut actions = VecDeque::from(out);
-        while let Some(action) = actions.pop_front() {
-            let mut out = Vec::new();
-            self.act(rank, action, &mut out);
-            actions.extend(out);
-        }
-    }
-
-    fn act(&mut self, rank: usize, action: ViewAction, out: &mut Vec<ViewAction>) {
-        match action {
-            ViewAction::Send(to, message) => {
-                let body = Body::View(without_addresses(message));
-                self.control(rank, |overlay, out| overlay.send(&to, body, out));
-            }
-            ViewAction::Publish(message) => {
-                self.control(rank, |overlay, out| overlay.publish(Notice::View { from: rank, message }, out));
-            }
-            ViewAction::Bind(_) => self.nodes[rank].agreement.bound(Ok(vec![0; ADDRESS]), out),
-            ViewAction::Discard | ViewAction::Abandon => {}
-            ViewAction::Build { members, .. } => self.begin_build(rank, members),
-            ViewAction::Cancel(_) => {
-                if let Some(Building { entered, .. }) = self.nodes[rank].building.take() {
-                    self.nodes[rank].agreement.failed(entered, "it was cancelled", out);
-                }
-            }
-            ViewAction::Finish(outcome) => {
-                let end = match outcome {
-                    Outcome::Opened(view, members) => {
-                        let opened = (view, members);
-                        let at = self.views.iter().position(|one| *one == opened);
-                        End::Opened(at.unwrap_or_else(|| {
-                            self.views.push(opened);
-                            self.views.len() - 1
-                        }))
-                    }
-                    Outcome::Refused(_) => End::Refused,
-                    Outcome::Excluded(_) | Outcome::TimedOut(_) => End::Other,
-                };
-                self.nodes[rank].end = Some((self.now, end));
-                self.unfinished -= 1;
-            }
-        }
-    }
-
-    /// A member has the addresses of all.
-    fn begin_build(&mut self, rank: usize, members: Vec<usize>) {
-        let view = self.nodes[rank].agreement.view();
-        let found = self.builds.iter().rposition(|build| build.view == view && build.members == members);
-        let build = found.unwrap_or_else(|| {
-            self.builds.push(Build { view, members, begun: 0 });
-            self.builds.len() - 1
-        });
-        self.nodes[rank].building = Some(Building { build, entered: false, round: 0, came: 0 });
-        self.builds[build].begun += 1;
-        if self.builds[build].begun == self.builds[build].members.len() {
-            self.agreed_at = Some(self.now);
-            let connected = self.now + self.joined_at.unwrap_or_default().saturating_sub(self.list_known);
-            for member in self.builds[build].members.clone() {
-                let at = connected + self.network.draw(LATENCY);
-                self.network.at(at, member, Event::Connected(build as u64));
-            }
-        }
-    }
-
-    fn enter_barrier(&mut self, rank: usize, build: usize) {
-        match &mut self.nodes[rank].building {
-            Some(building) if building.build == build => building.entered = true,
-            _ => return,
-        }
-        self.send_round(rank, build, 0);
-        self.go_through_barrier(rank);
-    }
-
-    /// Sends the message of a round, if there is that round.
-    fn send_round(&mut self, rank: usize, build: usize, round: u32) {
-        let members = &self.builds[build].members;
-        let Ok(own) = members.binary_search(&rank) else { return };
-        if 1 << round < members.len() {
-            let to = members[(own + (1 << round)) % members.len()];
-            self.network.send(self.now, rank, to, 64, 1, Event::Barrier(build as u64, round));
-        }
-    }
-
-    fn go_through_barrier(&mut self, rank: usize) {
-        while let Some(Building { build, entered: true, round, came }) = self.nodes[rank].building {
-            if 1 << round >= self.builds[build].members.len() {
-                self.nodes[rank].building = None;
-                return self.agree(rank, Agreement::passed);
-            }
-            if came & (1 << round) == 0 {
-                return;
-            }
-            self.nodes[rank].building = Some(Building { build, entered: true, round: round + 1, came });
-            self.send_round(rank, build, round + 1);
-        }
-    }
-
     pub(super) fn report(&self) -> Report {
         let running = || self.nodes.iter().enumerate().filter(|(_, node)| node.state == State::Runs);
         let since = |last: Option<u64>| Some(seconds(last?.saturating_sub(self.fault_at?)));
@@ -669,16 +508,6 @@ fn kind_of(message: &Message) -> Kind {
         Message::Routed(routed) if matches!(routed.body, Body::View(_)) => Kind::View,
         Message::Routed(_) => Kind::Repair,
         Message::Notice(_) | Message::Heartbeat | Message::LeaveAck => Kind::Loss,
-    }
-}
-
-/// Each rank gets the addresses of all, and all of them have the length of [`ADDRESS`]: they are counted, but not kept.
-fn without_addresses(message: ViewMessage) -> ViewMessage {
-    match message {
-        ViewMessage::Addresses { view, first, addresses } => {
-            ViewMessage::Addresses { view, first, addresses: vec![Vec::new(); addresses.len()] }
-        }
-        message => message,
     }
 }
 

@@ -4,7 +4,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::message::{GoneRank, ViewMessage, batches};
+use super::addresses::Addresses;
+use super::message::{GoneRank, Ready, ViewMessage, batches, named};
 
 /// How many views may fail in a row without any rank being lost before the agreement ends with the error.
 const FAILURES_LIMIT: u32 = 4;
@@ -93,45 +94,6 @@ struct Build {
     cancelled: bool,
     /// A member has passed the barrier: this rank passes it, too, or fails there because of a loss, and uses the view all the same.
     known_open: bool,
-}
-
-/// The last `Ready` of another rank.
-#[derive(Clone, Debug)]
-struct Ready {
-    view: u64,
-    any: bool,
-    gone: Vec<GoneRank>,
-}
-
-/// Addresses by rank. Every member of a view collects those of all: they lie in one list, and are counted.
-#[derive(Clone, Debug, Default)]
-struct Addresses {
-    /// Empty before the first is known.
-    by_rank: Vec<Option<Vec<u8>>>,
-    known: usize,
-}
-
-impl Addresses {
-    fn insert(&mut self, rank: usize, address: Vec<u8>) {
-        if self.by_rank.len() <= rank {
-            self.by_rank.resize(rank + 1, None);
-        }
-        self.known += usize::from(self.by_rank[rank].replace(address).is_none());
-    }
-
-    fn get(&self, rank: usize) -> Option<&Vec<u8>> {
-        self.by_rank.get(rank).and_then(Option::as_ref)
-    }
-
-    fn take(&mut self, rank: usize) -> Option<Vec<u8>> {
-        let taken = self.by_rank.get_mut(rank).and_then(Option::take);
-        self.known -= usize::from(taken.is_some());
-        taken
-    }
-
-    fn are_of(&self, ranks: &[usize]) -> bool {
-        self.known >= ranks.len() && ranks.iter().all(|rank| self.get(*rank).is_some())
-    }
 }
 
 /// One rank's part in the agreement on the next view.
@@ -632,10 +594,4 @@ impl Agreement {
             Phase::Idle | Phase::Building(_) => others.collect(),
         }
     }
-}
-
-/// "rank 1" or "ranks 1, 2".
-fn named(ranks: &[usize]) -> String {
-    let list = ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
-    if ranks.len() == 1 { format!("rank {list}") } else { format!("ranks {list}") }
 }
