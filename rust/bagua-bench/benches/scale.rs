@@ -4,8 +4,8 @@
 //! largest, beside log2 n. Every run is checked: each rank has the right names, none else, and all that go on are in one view. What the
 //! model is and what it leaves out is written in `bagua_group::simulation`.
 //!
-//! `cargo bench -p bagua-bench --bench scale -- [--ranks N,N…] [--seed S] [--json FILE] [--only TEXT]`, the last of which chooses the
-//! scenarios with that text in their names.
+//! `cargo bench -p bagua-bench --bench scale -- [--ranks N,N…] [--seed S] [--json FILE] [--only NAME]`, the last of which chooses a
+//! scenario and may be repeated.
 
 use std::fmt::Write as _;
 use std::time::Instant;
@@ -104,7 +104,7 @@ fn main() {
     if bagua_bench::listed("scale") {
         return;
     }
-    let (mut sizes, mut seed, mut file, mut only) = (vec![64, 256, 1024, 4096, 10_240], 1, None, String::new());
+    let (mut sizes, mut seed, mut file, mut only) = (vec![64, 256, 1024, 4096, 10_240], 1, None, Vec::new());
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
@@ -114,14 +114,18 @@ fn main() {
             }
             "--seed" => seed = arguments.next().and_then(|word| word.parse().ok()).expect("a seed"),
             "--json" => file = Some(arguments.next().expect("the name of a file")),
-            "--only" => only = arguments.next().expect("a part of a name"),
+            "--only" => {
+                let name = arguments.next().expect("the name of a scenario");
+                let known = Scenario::ALL.into_iter().find(|scenario| scenario.to_string() == name);
+                only.push(known.unwrap_or_else(|| panic!("no scenario {name:?}")));
+            }
             // What cargo adds.
             "--bench" => {}
             other => panic!("unknown option {other:?}"),
         }
     }
     let mut rows = String::new();
-    for scenario in Scenario::ALL.into_iter().filter(|scenario| scenario.to_string().contains(&only)) {
+    for scenario in Scenario::ALL.into_iter().filter(|scenario| only.is_empty() || only.contains(scenario)) {
         println!("{scenario}");
         print_row("ranks", COLUMNS.iter().map(|column| column.title.to_owned()));
         let mut reports = Vec::new();
@@ -136,6 +140,10 @@ fn main() {
             eprintln!("         {millions:.2} million events in {:.1} s", begun.elapsed().as_secs_f64());
             check(&report);
             rows += &(json(&report, seed) + "\n");
+            // After each run: the largest take minutes.
+            if let Some(file) = &file {
+                std::fs::write(file, &rows).unwrap_or_else(|error| panic!("{file}: {error}"));
+            }
             reports.push(report);
         }
         if let [first, .., last] = &reports[..] {
@@ -144,8 +152,5 @@ fn main() {
             println!("{:>8} log2 n: x{}, n: x{}", "", short(by), short(last.ranks as f64 / first.ranks as f64));
         }
         println!();
-    }
-    if let Some(file) = file {
-        std::fs::write(&file, rows).unwrap_or_else(|error| panic!("{file}: {error}"));
     }
 }

@@ -69,7 +69,7 @@ impl Scenario {
         Scenario::Cut,
     ];
 
-    /// The largest world that is simulated in a minute or two: of a cut, each rank hears of half of all, and passes each on.
+    /// The largest world that is simulated in minutes: after a cut each rank gets the names of half of all ranks, and passes each on.
     pub fn most_ranks(self) -> usize {
         if self == Scenario::Cut { 1024 } else { super::views::RANKS_LIMIT }
     }
