@@ -5,6 +5,7 @@
 pub(super) struct Addresses {
     /// Empty before the first is known.
     by_rank: Vec<Option<Vec<u8>>>,
+    /// How many are known.
     known: usize,
 }
 
