@@ -24,6 +24,7 @@
 //! | `views` | agreement of a failed group's ranks on a smaller group |
 //! | `store` | the key-value store through which processes find each other: by a server, or in files |
 //! | `rendezvous` | exchange of addresses through TCP or files, for callers without a store |
+//! | `simulation` | joining, losses and views of thousands of ranks over a simulated network, for benchmarks and tests |
 
 #![deny(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
@@ -49,6 +50,8 @@ mod message_streams;
 mod rendezvous;
 mod segment;
 mod serve;
+#[doc(hidden)]
+pub mod simulation;
 mod store;
 mod streams;
 #[cfg(all(test, not(model)))]

@@ -33,12 +33,11 @@ mod silence;
 mod thread;
 
 pub(super) use accept::Listeners;
+pub(super) use assembly::{Assembly, Step};
 pub(super) use dial::Dial;
-pub(super) use message::{Body, Notice};
 #[cfg(test)]
-pub(super) use message::{Message, Routed};
-#[cfg(test)]
-pub(super) use overlay::{Action, Presence};
-pub(super) use overlay::{FULL, Overlay};
+pub(super) use message::Routed;
+pub(super) use message::{Body, Message, Notice};
+pub(super) use overlay::{Action, FULL, Overlay, Presence};
 pub(super) use plane::{ConnectState, Loss, Plane, World};
 pub(super) use thread::Control;

@@ -103,6 +103,8 @@ pub(in super::super) struct Overlay {
     notices: VecDeque<Notice>,
     /// By rank: a higher one that reports its silence.
     accused: BTreeMap<usize, usize>,
+    /// Ranks that another reported as lost, although that does not count here.
+    doubted: BTreeSet<usize>,
     held: VecDeque<Routed>,
     /// Ranks that have left, which this one has not passed on, and whether they moved.
     departures: BTreeMap<usize, bool>,
@@ -124,6 +126,7 @@ impl Overlay {
             seen: HashSet::new(),
             notices: VecDeque::new(),
             accused: BTreeMap::new(),
+            doubted: BTreeSet::new(),
             held: VecDeque::new(),
             departures: BTreeMap::new(),
             unreached: BTreeSet::new(),
@@ -272,6 +275,11 @@ impl Overlay {
         }
     }
 
+    /// Whether a notice was passed on before: it has no effect any more.
+    pub(in super::super) fn knows(&self, notice: &Notice) -> bool {
+        self.key(notice).is_some_and(|key| self.seen.contains(&key))
+    }
+
     /// A routed message has come.
     pub(in super::super) fn received_routed(&mut self, routed: Routed, out: &mut Vec<Action>) {
         self.pass_on(routed, out);
@@ -333,6 +341,8 @@ impl Overlay {
             || if ended { !self.links.contains(&rank) } else { *self.accused.entry(rank).or_insert(by) != by };
         if counts {
             self.presence[rank] = if ended { Presence::Ended } else { Presence::Silent };
+        } else {
+            self.doubted.insert(rank);
         }
         true
     }
@@ -380,10 +390,11 @@ impl Overlay {
     fn pass_on(&mut self, routed: Routed, out: &mut Vec<Action>) {
         let Routed { from, to, body } = routed;
         let (mut by_link, mut without) = (BTreeMap::<usize, Vec<usize>>::new(), Vec::new());
+        let relays = self.relays();
         for receiver in to {
             if receiver == self.me {
                 self.deliver(from, body.clone(), out);
-            } else if let Some(link) = self.towards(receiver) {
+            } else if let Some(link) = self.towards(receiver, &relays) {
                 by_link.entry(link).or_default().push(receiver);
             } else if receiver < self.size && self.is_present(receiver) {
                 without.push(receiver);
@@ -410,9 +421,17 @@ impl Overlay {
         }
     }
 
+    /// The ranks that may pass messages on, ascending: the connected ones that are present, without and with those that are doubted. This
+    /// rank's own connection to a doubted one may end soon, and what was sent on it would be lost.
+    fn relays(&self) -> [Vec<usize>; 2] {
+        let is_doubted = |rank: &usize| self.doubted.contains(rank);
+        let (doubted, sound) = self.links.iter().copied().filter(|link| self.is_present(*link)).partition(is_doubted);
+        [sound, doubted]
+    }
+
     /// The connected rank to which a message for a rank is passed on: the rank itself, also if it is gone (it may only be frozen), or the
-    /// nearest to it on the ring, if that is nearer than this one.
-    fn towards(&self, rank: usize) -> Option<usize> {
+    /// relay that is nearest to it on the ring, if that is nearer than this rank.
+    fn towards(&self, rank: usize, relays: &[Vec<usize>; 2]) -> Option<usize> {
         if self.links.contains(&rank) {
             return Some(rank);
         }
@@ -423,9 +442,13 @@ impl Overlay {
             let up = (rank + self.size - from) % self.size;
             up.min(self.size - up)
         };
-        let nearest =
-            self.links.iter().copied().filter(|link| self.is_present(*link)).min_by_key(|link| distance(*link));
-        nearest.filter(|link| distance(*link) < distance(self.me))
+        let nearest = |among: &Vec<usize>| {
+            let at = among.partition_point(|link| *link < rank);
+            let beside = [among.get(at).or(among.first()), among[..at].last().or(among.last())];
+            let nearest = beside.into_iter().flatten().copied().min_by_key(|link| distance(*link));
+            nearest.filter(|link| distance(*link) < distance(self.me))
+        };
+        relays.iter().find_map(nearest)
     }
 
     /// Tries again what no connection led to.

@@ -27,5 +27,6 @@ pub use route::local_address_towards;
 #[cfg(all(test, not(model)))]
 pub(super) use server::Registration;
 pub use server::RendezvousServer;
+pub(super) use tree::parent;
 #[cfg(all(test, not(model)))]
 pub(super) use tree::{Answer, MissingRanks};

@@ -39,7 +39,7 @@ pub(super) const EXTRA_CONNECTIONS: usize = 256;
 const LIST_LIMIT: usize = 64 << 20;
 
 /// The rank that sends the list to a rank other than 0.
-pub(super) fn parent(rank: usize) -> usize {
+pub(in super::super) fn parent(rank: usize) -> usize {
     rank.saturating_sub(1) / FANOUT
 }
 

@@ -2,9 +2,10 @@
 //!
 //! Each method is an event and appends the actions that it causes. The driver performs them in order and reports what came of them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use super::message::{GoneRank, ViewMessage, batches};
+use super::addresses::Addresses;
+use super::message::{GoneRank, Ready, ViewMessage, batches, named};
 
 /// How many views may fail in a row without any rank being lost before the agreement ends with the error.
 const FAILURES_LIMIT: u32 = 4;
@@ -21,7 +22,7 @@ pub enum Quorum {
 
 /// What is known of a rank that is gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Gone {
+pub(in super::super) enum Gone {
     /// Its process has ended or it has left the group.
     Ended,
     /// It cannot be reached, or its connection broke; its process may live on.
@@ -32,7 +33,7 @@ pub(super) enum Gone {
 
 /// What the driver has to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Action {
+pub(in super::super) enum Action {
     /// Send a message to these ranks.
     Send(Vec<usize>, ViewMessage),
     /// Send a message to all ranks, before the end of this rank's connections is noticed anywhere.
@@ -58,7 +59,7 @@ pub(super) enum Action {
 
 /// How an agreement ends on this rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Outcome {
+pub(in super::super) enum Outcome {
     /// The built group is the view of this number with these members.
     Opened(u64, Vec<usize>),
     /// The others go on without this rank, as this one of them says.
@@ -87,7 +88,7 @@ enum Phase {
 struct Build {
     view: u64,
     members: Vec<usize>,
-    /// Of the members.
+    /// Of the members, on the leader, who sends them again to a member that has not got them.
     addresses: Vec<Vec<u8>>,
     /// The driver was asked to end it.
     cancelled: bool,
@@ -95,17 +96,9 @@ struct Build {
     known_open: bool,
 }
 
-/// The last `Ready` of another rank.
-#[derive(Clone, Debug)]
-struct Ready {
-    view: u64,
-    any: bool,
-    gone: Vec<GoneRank>,
-}
-
 /// One rank's part in the agreement on the next view.
 #[derive(Clone, Debug)]
-pub(super) struct Agreement {
+pub(in super::super) struct Agreement {
     me: usize,
     size: usize,
     /// The view that this rank is ready for, or will be when its build has ended. Never decreases.
@@ -116,10 +109,12 @@ pub(super) struct Agreement {
     gone: BTreeMap<usize, Gone>,
     /// By rank; not of those that are gone. Only the leader gets those of all.
     ready: BTreeMap<usize, Ready>,
+    /// A rank that the leader found not to agree: the next look begins there, as it looks after the message of every rank.
+    awaited: usize,
     /// Whom the leader waited for when it gave up.
     missed: Vec<usize>,
     /// Of the members of `view`.
-    addresses: BTreeMap<usize, Vec<u8>>,
+    addresses: Addresses,
     phase: Phase,
     /// A view whose barrier this rank has entered but not passed, see invariant 3.
     candidate: Option<(u64, Vec<usize>)>,
@@ -135,7 +130,7 @@ pub(super) struct Agreement {
 
 impl Agreement {
     /// Rank `me` of `size` in a group that is itself view `view`.
-    pub(super) fn new(me: usize, size: usize, view: u64) -> Agreement {
+    pub(in super::super) fn new(me: usize, size: usize, view: u64) -> Agreement {
         Agreement {
             me,
             size,
@@ -144,8 +139,9 @@ impl Agreement {
             quorum: Quorum::default(),
             gone: BTreeMap::new(),
             ready: BTreeMap::new(),
+            awaited: 0,
             missed: Vec::new(),
-            addresses: BTreeMap::new(),
+            addresses: Addresses::default(),
             phase: Phase::Idle,
             candidate: None,
             excluded_by: None,
@@ -156,7 +152,7 @@ impl Agreement {
     }
 
     /// This rank takes part.
-    pub(super) fn call(&mut self, quorum: Quorum, out: &mut Vec<Action>) {
+    pub(in super::super) fn call(&mut self, quorum: Quorum, out: &mut Vec<Action>) {
         self.quorum = quorum;
         (self.refused, self.expired, self.failures) = (None, false, 0);
         self.missed.clear();
@@ -172,13 +168,13 @@ impl Agreement {
     }
 
     /// A rank is gone, as the control plane of this rank found.
-    pub(super) fn lost(&mut self, rank: usize, gone: Gone, out: &mut Vec<Action>) {
+    pub(in super::super) fn lost(&mut self, rank: usize, gone: Gone, out: &mut Vec<Action>) {
         self.learn(rank, gone, 0, out);
         self.advance(out);
     }
 
     /// Some time has passed: says again what may have been lost with a rank that should have passed it on.
-    pub(super) fn remind(&mut self, out: &mut Vec<Action>) {
+    pub(in super::super) fn remind(&mut self, out: &mut Vec<Action>) {
         match &self.phase {
             Phase::Waiting if self.said => self.say_ready(out),
             Phase::Bound(_) => self.say_address(out),
@@ -187,13 +183,13 @@ impl Agreement {
     }
 
     /// The others go on without this rank, as this one of them says.
-    pub(super) fn exclude(&mut self, by: usize, out: &mut Vec<Action>) {
+    pub(in super::super) fn exclude(&mut self, by: usize, out: &mut Vec<Action>) {
         self.excluded_by = Some(by);
         self.advance(out);
     }
 
     /// A message has arrived. Those of ranks that are gone have no effect, but for `Opened`, which others pass on.
-    pub(super) fn received(&mut self, from: usize, message: ViewMessage, out: &mut Vec<Action>) {
+    pub(in super::super) fn received(&mut self, from: usize, message: ViewMessage, out: &mut Vec<Action>) {
         let is_opened = matches!(message, ViewMessage::Opened { .. });
         if from >= self.size || from == self.me || (self.gone.contains_key(&from) && !is_opened) {
             return;
@@ -231,7 +227,7 @@ impl Agreement {
                     && self.leader() == from
                 {
                     let those = members.iter().copied().skip(first);
-                    self.addresses.extend(those.zip(addresses));
+                    those.zip(addresses).for_each(|(rank, address)| self.addresses.insert(rank, address));
                 }
             }
             // It has not got the addresses of all, and reminds the leader.
@@ -254,7 +250,7 @@ impl Agreement {
     }
 
     /// What became of [`Action::Bind`]: this rank's address, or the text of the error.
-    pub(super) fn bound(&mut self, outcome: Result<Vec<u8>, String>, out: &mut Vec<Action>) {
+    pub(in super::super) fn bound(&mut self, outcome: Result<Vec<u8>, String>, out: &mut Vec<Action>) {
         if !matches!(self.phase, Phase::Bound(_)) {
             return;
         }
@@ -269,7 +265,7 @@ impl Agreement {
     }
 
     /// The barrier of the view was passed: every member has opened it.
-    pub(super) fn passed(&mut self, out: &mut Vec<Action>) {
+    pub(in super::super) fn passed(&mut self, out: &mut Vec<Action>) {
         if let Phase::Building(Build { view, members, .. }) = self.phase.clone() {
             self.open(view, members, out);
         }
@@ -277,7 +273,7 @@ impl Agreement {
     }
 
     /// The view could not be built. `entered`: this rank was in the barrier, so that another may have passed it.
-    pub(super) fn failed(&mut self, entered: bool, text: &str, out: &mut Vec<Action>) {
+    pub(in super::super) fn failed(&mut self, entered: bool, text: &str, out: &mut Vec<Action>) {
         let Phase::Building(Build { view, members, known_open, .. }) = self.phase.clone() else { return };
         if entered && known_open {
             self.open(view, members, out);
@@ -299,14 +295,14 @@ impl Agreement {
     }
 
     /// The deadline has passed. The leader knows who is missing: others wait for its word until it is `late`.
-    pub(super) fn expire(&mut self, late: bool, out: &mut Vec<Action>) {
+    pub(in super::super) fn expire(&mut self, late: bool, out: &mut Vec<Action>) {
         let leader = self.leader();
         self.expired |= late || leader == self.me || !self.ready.contains_key(&leader);
         self.advance(out);
     }
 
     /// The view that this rank is ready for or has accepted.
-    pub(super) fn view(&self) -> u64 {
+    pub(in super::super) fn view(&self) -> u64 {
         self.view
     }
 
@@ -382,7 +378,7 @@ impl Agreement {
     fn set_view(&mut self, view: u64) {
         self.view = view;
         self.said = false;
-        self.addresses.clear();
+        self.addresses = Addresses::default();
     }
 
     /// Gives up the current view for this later one.
@@ -420,7 +416,7 @@ impl Agreement {
     /// Sends this rank's address to the leader, if it is bound.
     fn say_address(&self, out: &mut Vec<Action>) {
         let (leader, view) = (self.leader(), self.view);
-        if let Some(address) = self.addresses.get(&self.me)
+        if let Some(address) = self.addresses.get(self.me)
             && leader != self.me
         {
             out.push(Action::Send(vec![leader], ViewMessage::Address { view, address: address.clone() }));
@@ -436,34 +432,39 @@ impl Agreement {
 
     /// The leader; if that is this rank, all others that are not gone.
     fn to_leader(&self) -> Vec<usize> {
-        match self.living().split_first() {
-            Some((leader, others)) if *leader == self.me => others.to_vec(),
-            Some((leader, _)) => vec![*leader],
-            None => Vec::new(),
+        let leader = self.leader();
+        if leader != self.me {
+            return vec![leader];
         }
+        self.living().into_iter().filter(|rank| *rank != self.me).collect()
     }
 
     /// What follows from what is known now.
     fn advance(&mut self, out: &mut Vec<Action>) {
         let ends = self.excluded_by.is_some() || self.refused.is_some() || self.expired;
+        if let Phase::Bound(members) = &self.phase
+            && !ends
+            && !self.addresses.are_of(members)
+        {
+            return;
+        }
         match self.phase.clone() {
             Phase::Idle => {}
             Phase::Waiting | Phase::Bound(_) if ends => self.give_up(out),
             Phase::Waiting => self.propose(out),
             Phase::Bound(members) => {
-                if members.iter().all(|rank| self.addresses.contains_key(rank)) {
-                    let addresses: Vec<Vec<u8>> =
-                        members.iter().filter_map(|rank| self.addresses.remove(rank)).collect();
-                    if self.leader() == self.me {
-                        let others: Vec<usize> = members.iter().copied().filter(|rank| *rank != self.me).collect();
-                        Agreement::say_addresses(self.view, &others, &addresses, out);
-                    }
-                    let (view, cancelled, known_open) = (self.view, false, false);
-                    let build =
-                        Build { view, members: members.clone(), addresses: addresses.clone(), cancelled, known_open };
-                    self.phase = Phase::Building(build);
-                    out.push(Action::Build { addresses, members });
+                let addresses: Vec<Vec<u8>> = members.iter().filter_map(|rank| self.addresses.take(*rank)).collect();
+                self.addresses = Addresses::default();
+                let mut kept = Vec::new();
+                if self.leader() == self.me {
+                    let others: Vec<usize> = members.iter().copied().filter(|rank| *rank != self.me).collect();
+                    Agreement::say_addresses(self.view, &others, &addresses, out);
+                    kept = addresses.clone();
                 }
+                let (view, cancelled, known_open) = (self.view, false, false);
+                let build = Build { view, members: members.clone(), addresses: kept, cancelled, known_open };
+                self.phase = Phase::Building(build);
+                out.push(Action::Build { addresses, members });
             }
             Phase::Building(build) => {
                 if ends && !build.cancelled && !build.known_open {
@@ -523,10 +524,15 @@ impl Agreement {
 
     /// Proposes the current view if that is this rank's part and all are ready for it.
     fn propose(&mut self, out: &mut Vec<Action>) {
-        let living = self.living();
-        if living.first() != Some(&self.me) || living.iter().any(|rank| *rank != self.me && !self.agrees(*rank)) {
+        if self.leader() != self.me || self.ready.len() + 1 < self.size - self.gone.len() {
             return;
         }
+        let disagrees = |rank: &usize| *rank != self.me && !self.gone.contains_key(rank) && !self.agrees(*rank);
+        if let Some(rank) = (self.awaited..self.size).chain(0..self.awaited).find(disagrees) {
+            self.awaited = rank;
+            return;
+        }
+        let living = self.living();
         if let Err(text) = self.check_quorum(&living) {
             return self.refuse(text, out);
         }
@@ -547,11 +553,11 @@ impl Agreement {
         if self.quorum == Quorum::Any && ready.iter().all(|ready| ready.any) {
             return Ok(());
         }
-        let ended =
-            |rank: usize| ready.iter().flat_map(|ready| &ready.gone).any(|gone| gone.rank == rank && gone.ended);
+        let ended: BTreeSet<usize> =
+            ready.iter().flat_map(|ready| &ready.gone).filter(|gone| gone.ended).map(|gone| gone.rank).collect();
         let may_live = |(rank, gone): &(&usize, &Gone)| match gone {
             Gone::Ended => false,
-            Gone::Silent => !ended(**rank),
+            Gone::Silent => !ended.contains(*rank),
             Gone::Moved => true,
         };
         let absent: Vec<usize> = self.gone.iter().filter(may_live).map(|(rank, _)| *rank).collect();
@@ -576,7 +582,7 @@ impl Agreement {
             }
             Phase::Waiting | Phase::Bound(_) if self.leader() != self.me => vec![self.leader()],
             Phase::Bound(members) => {
-                members.iter().copied().filter(|rank| !self.addresses.contains_key(rank)).collect()
+                members.iter().copied().filter(|rank| self.addresses.get(*rank).is_none()).collect()
             }
             Phase::Waiting => {
                 let others: Vec<usize> = others.collect();
@@ -588,10 +594,4 @@ impl Agreement {
             Phase::Idle | Phase::Building(_) => others.collect(),
         }
     }
-}
-
-/// "rank 1" or "ranks 1, 2".
-fn named(ranks: &[usize]) -> String {
-    let list = ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
-    if ranks.len() == 1 { format!("rank {list}") } else { format!("ranks {list}") }
 }

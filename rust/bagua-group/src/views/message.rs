@@ -23,6 +23,14 @@ pub(in super::super) struct GoneRank {
     pub(in super::super) ended: bool,
 }
 
+/// The last `Ready` of another rank.
+#[derive(Clone, Debug)]
+pub(super) struct Ready {
+    pub(super) view: u64,
+    pub(super) any: bool,
+    pub(super) gone: Vec<GoneRank>,
+}
+
 /// A message about a view. Ranks are those of the group on whose control plane it travels.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(in super::super) enum ViewMessage {
@@ -124,6 +132,12 @@ pub(super) fn batches(addresses: &[Vec<u8>]) -> impl Iterator<Item = (usize, Vec
         }
         (begin < first).then(|| (begin, addresses[begin..first].to_vec()))
     })
+}
+
+/// "rank 1" or "ranks 1, 2".
+pub(super) fn named(ranks: &[usize]) -> String {
+    let list = ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+    if ranks.len() == 1 { format!("rank {list}") } else { format!("ranks {list}") }
 }
 
 fn ascending(ranks: impl Iterator<Item = usize>) -> Result<(), Malformed> {

@@ -6,6 +6,7 @@
 //! | file | what it is |
 //! |---|---|
 //! | `message` | the messages, and their encoding |
+//! | `addresses` | the addresses of the members, as they come |
 //! | `agreement` | the state machine: events in, actions out; no I/O, clock or socket |
 //! | `inbox` | messages that arrived, also before this rank takes part |
 //! | `shrink` | [`Group::shrink`](super::Group::shrink): runs the state machine on a control plane |
@@ -34,6 +35,7 @@
 //! 4. **A rank that is left behind is notified**, by the notice that it is lost or by an `Opened` without it, before the others' connections
 //!    end: ends of connections after that are no sign that processes ended.
 
+mod addresses;
 mod agreement;
 mod carry;
 mod inbox;
@@ -43,6 +45,7 @@ mod shrink;
 mod tests;
 
 pub use agreement::Quorum;
+pub(super) use agreement::{Action as ViewAction, Agreement, Gone, Outcome};
 pub use carry::carry_data;
 pub(super) use inbox::Inbox;
 #[cfg(all(test, not(model)))]

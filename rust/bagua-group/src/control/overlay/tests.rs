@@ -203,6 +203,29 @@ fn a_report_of_silence_counts_from_a_lower_rank_or_a_second_one_by_invariant_2()
 }
 
 #[test]
+fn a_message_avoids_a_rank_that_another_reports_as_lost_while_the_own_connection_to_it_has_not_ended() {
+    for ended in [true, false] {
+        let mut overlay = Overlay::new(0, 64, 4);
+        let mut out = Vec::new();
+        [32, 48, 63].into_iter().for_each(|peer| assert!(overlay.link_up(peer, &mut out)));
+        overlay.received_notice(63, Notice::Lost { rank: 32, by: 40, ended, reason: String::new() }, &mut out);
+        assert_eq!(overlay.presence(32), Presence::Present);
+        let mut sent_to = |to: usize| {
+            out.clear();
+            overlay.send(&[to], Body::Connect, &mut out);
+            match &out[..] {
+                [Action::Send(relay, _)] => relay.clone(),
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(sent_to(33), [48]);
+        // To it itself; and by it where no other is nearer than this rank.
+        assert_eq!(sent_to(32), [32]);
+        assert_eq!(sent_to(24), [32]);
+    }
+}
+
+#[test]
 fn what_makes_no_sense_has_no_effect() {
     let mut overlay = Overlay::new(0, 3, FULL);
     let mut out = Vec::new();
