@@ -436,6 +436,8 @@ impl World {
                     self.agree(rank, |agreement, out| agreement.exclude(by, out));
                 }
             }
+            // A report that does not count: see the overlay's invariant 2.
+            Notice::Lost { rank: lost, .. } if self.nodes[rank].overlay.presence(lost) == Presence::Present => {}
             Notice::Lost { rank: lost, .. } => {
                 self.names(rank, lost);
                 if self.joined_at.is_some() && !self.scenario.is_joining() {
