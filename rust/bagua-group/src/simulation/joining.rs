@@ -3,7 +3,7 @@
 use super::super::control::Action;
 use super::super::rendezvous::parent;
 use super::network::{Event, OPENING, SECOND};
-use super::ranks::{ADDRESS, HEARTBEAT_TIMEOUT, Kind, PERIOD, State, World};
+use super::ranks::{ADDRESS, Condition, HEARTBEAT_TIMEOUT, Kind, PERIOD, World};
 
 /// The most ranks that are asked at a time, as in `control/probe.rs`.
 const AT_A_TIME: usize = 8;
@@ -52,7 +52,7 @@ impl World {
     /// A child asks for the list.
     pub(super) fn asked_for_list(&mut self, rank: usize, child: usize) {
         match (self.nodes[rank].state, self.nodes[rank].has_list) {
-            (State::Ended | State::GaveUp, _) => {
+            (Condition::Ended | Condition::GaveUp, _) => {
                 let at = self.now + self.network.latency(rank, child);
                 self.network.at(at, child, Event::NoList(self.why_gave_up(rank)));
             }
@@ -63,7 +63,7 @@ impl World {
 
     fn why_gave_up(&self, rank: usize) -> usize {
         let named = self.nodes[rank].named.first();
-        if self.nodes[rank].state == State::GaveUp { named.copied().unwrap_or(rank) } else { rank }
+        if self.nodes[rank].state == Condition::GaveUp { named.copied().unwrap_or(rank) } else { rank }
     }
 
     /// A rank that will not get the list: it fails, and its children with it.
@@ -71,7 +71,7 @@ impl World {
         if self.nodes[rank].has_list {
             return;
         }
-        self.nodes[rank].state = State::GaveUp;
+        self.nodes[rank].state = Condition::GaveUp;
         self.names(rank, lost);
         for child in std::mem::take(&mut self.nodes[rank].fetching) {
             self.network.send(self.now, rank, child, 64, 1, Event::NoList(lost));
@@ -117,7 +117,7 @@ impl World {
     fn no_answer(&mut self, rank: usize, of: usize) {
         let is_cut = self.network.separates(rank, of);
         let (wait, ended) = match self.nodes[of].state {
-            State::Ended | State::GaveUp if !is_cut => (2 * self.network.latency(rank, of), true),
+            Condition::Ended | Condition::GaveUp if !is_cut => (2 * self.network.latency(rank, of), true),
             _ => (HEARTBEAT_TIMEOUT, false),
         };
         self.network.at(self.now + wait, rank, Event::NoAnswer { rank: of, ended });
@@ -126,7 +126,7 @@ impl World {
     /// A connection arrives.
     pub(super) fn accept(&mut self, rank: usize, from: usize) {
         match self.nodes[rank].state {
-            State::Runs if self.nodes[rank].has_list => {
+            Condition::Runs if self.nodes[rank].has_list => {
                 self.now = self.network.handle(self.now, rank, OPENING, 0);
                 let mut out = Vec::new();
                 let is_new = self.nodes[rank].overlay.link_up(from, &mut out);
@@ -135,7 +135,7 @@ impl World {
                 self.perform(rank, out);
                 self.check_neighbours(rank);
             }
-            State::Runs => self.nodes[rank].waiting.push(from),
+            Condition::Runs => self.nodes[rank].waiting.push(from),
             // While joining it tries until the deadline, and asks whether the rank runs; later it asks first.
             _ if self.nodes[from].were_connected => self.no_answer(from, rank),
             _ => {}
@@ -171,7 +171,7 @@ impl World {
         let node = &mut self.nodes[rank];
         node.is_ticking = false;
         let wanted = node.overlay.not_connected();
-        if node.state != State::Runs || wanted.is_empty() {
+        if node.state != Condition::Runs || wanted.is_empty() {
             node.missing.clear();
             return;
         }
@@ -184,7 +184,7 @@ impl World {
                     wanted.iter().copied().filter(|other| *other >= node.first).take(AT_A_TIME).collect();
                 node.first = asked.last().map_or(0, |last| last + 1);
                 for other in asked {
-                    if self.nodes[other].state != State::Runs || self.network.separates(rank, other) {
+                    if self.nodes[other].state != Condition::Runs || self.network.separates(rank, other) {
                         self.no_answer(rank, other);
                     }
                 }

@@ -1,4 +1,4 @@
-//! The clock, and what is under way.
+//! The clock, and what is in flight.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -61,7 +61,7 @@ pub(super) enum Event {
     Fault,
 }
 
-/// An event under way.
+/// An event in flight.
 #[derive(Clone, Debug)]
 pub(super) struct Item {
     pub(super) from: u32,

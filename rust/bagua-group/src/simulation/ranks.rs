@@ -31,7 +31,7 @@ pub(super) enum Kind {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum Condition {
     Runs,
     /// It does nothing, and its connections stay open.
     Frozen,
@@ -55,7 +55,7 @@ pub(super) struct Node {
     pub(super) overlay: Overlay,
     pub(super) assembly: Assembly,
     pub(super) agreement: Agreement,
-    pub(super) state: State,
+    pub(super) state: Condition,
     ended_at: u64,
     /// It knows the addresses of all.
     pub(super) has_list: bool,
@@ -117,7 +117,7 @@ impl World {
             overlay: Overlay::new(rank, size, FULL),
             assembly: Assembly::new(rank, size),
             agreement: Agreement::new(rank, size, 0),
-            state: State::Runs,
+            state: Condition::Runs,
             ended_at: u64::MAX,
             has_list: false,
             fetching: Vec::new(),
@@ -208,7 +208,7 @@ impl World {
             _ if self.nodes[from].ended_at < departed => return,
             event => event,
         };
-        if self.nodes[rank].state != State::Runs {
+        if self.nodes[rank].state != Condition::Runs {
             return self.happen_without(rank, from, event);
         }
         let (cost, kind) = match &event {
@@ -262,7 +262,7 @@ impl World {
             Event::Fetch => self.asked_for_list(rank, from),
             Event::Accept => self.accept(rank, from),
             // The other end has an open connection, whose end it has not seen.
-            Event::Accepted if self.nodes[rank].state == State::Frozen => self.silent(from, rank),
+            Event::Accepted if self.nodes[rank].state == Condition::Frozen => self.silent(from, rank),
             Event::Accepted => self.network.end(self.now, rank, from),
             _ => {}
         }
@@ -284,7 +284,7 @@ impl World {
                 }
             }
             Scenario::Freeze => {
-                self.nodes[rank].state = State::Frozen;
+                self.nodes[rank].state = Condition::Frozen;
                 for other in self.nodes[rank].overlay.links().clone() {
                     self.silent(other, rank);
                 }
@@ -295,7 +295,7 @@ impl World {
             | Scenario::Loss
             | Scenario::KillRootJoining
             | Scenario::KillInnerJoining => {
-                (self.nodes[rank].state, self.nodes[rank].ended_at) = (State::Ended, now);
+                (self.nodes[rank].state, self.nodes[rank].ended_at) = (Condition::Ended, now);
                 for other in self.nodes[rank].overlay.links().clone() {
                     self.network.end(now, rank, other);
                 }
@@ -387,7 +387,7 @@ impl World {
     }
 
     fn count_connections(&self) -> PerRank {
-        let running = self.nodes.iter().filter(|node| node.state == State::Runs);
+        let running = self.nodes.iter().filter(|node| node.state == Condition::Runs);
         PerRank::of(running.map(|node| node.overlay.links().len() as u64))
     }
 
@@ -457,17 +457,17 @@ impl World {
     }
 
     pub(super) fn report(&self) -> Report {
-        let running = || self.nodes.iter().enumerate().filter(|(_, node)| node.state == State::Runs);
+        let running = || self.nodes.iter().enumerate().filter(|(_, node)| node.state == Condition::Runs);
         let since = |last: Option<u64>| Some(seconds(last?.saturating_sub(self.fault_at?)));
         let traffic = |kind: Kind| Traffic {
             messages: PerRank::of(running().map(|(_, node)| node.loads[kind as usize].0)),
             bytes: PerRank::of(running().map(|(_, node)| node.loads[kind as usize].1)),
         };
-        let gave_up = |rank: usize| self.nodes[rank].state == State::GaveUp;
+        let gave_up = |rank: usize| self.nodes[rank].state == Condition::GaveUp;
         let (mut wrong, mut missing) = (0, 0);
-        for (rank, node) in self.nodes.iter().enumerate().filter(|(_, node)| node.state != State::Ended) {
+        for (rank, node) in self.nodes.iter().enumerate().filter(|(_, node)| node.state != Condition::Ended) {
             wrong += node.named.iter().filter(|lost| !self.must_name(rank, **lost) && !gave_up(**lost)).count();
-            if node.state == State::Runs {
+            if node.state == Condition::Runs {
                 let known = node
                     .named
                     .iter()
@@ -494,7 +494,7 @@ impl World {
             repair: traffic(Kind::Repair),
             wrong,
             missing,
-            gave_up: self.nodes.iter().filter(|node| node.state == State::GaveUp).count(),
+            gave_up: self.nodes.iter().filter(|node| node.state == Condition::GaveUp).count(),
             different: self.views.len(),
             refused: ends(End::Refused),
             unfinished: self.unfinished,
