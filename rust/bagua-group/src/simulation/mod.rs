@@ -1,7 +1,7 @@
 //! Joining, losses and views of many ranks over a simulated network and clock: for benchmarks and tests, and no part of the API.
 //!
-//! Each rank is the state machines that a process runs: [`Overlay`](super::control::Overlay) (connections, notices, who is gone),
-//! [`Assembly`](super::control::Assembly) (joining) and [`Agreement`](super::views::Agreement) (views). This module is their driver instead of
+//! Each rank is the state machines that a process runs: `Overlay` (connections, notices, who is gone),
+//! `Assembly` (joining) and `Agreement` (views). This module is their driver instead of
 //! sockets, threads and clocks. A run is determined by its scenario, number of ranks and seed.
 //!
 //! | file | what it is |
@@ -11,8 +11,8 @@
 //! | `joining` | the rendezvous, opening connections, probes and repair |
 //! | `views` | the agreement on a view, and its barrier |
 //!
-//! The model, beside the constants of `network`: a rank handles and sends one message after another, each for [`network::COST`] and its bytes at
-//! [`network::BYTES_PER_MICROSECOND`]; messages between two ranks arrive in order. Opening a connection takes two round trips. A killed
+//! The model, beside the constants of `network`: a rank handles and sends one message after another, each for `network::COST` and its bytes at
+//! `network::BYTES_PER_MICROSECOND`; messages between two ranks arrive in order. Opening a connection takes two round trips. A killed
 //! rank's connections end one latency later. Heartbeats are no messages here: each neighbour of a frozen or cut-off rank notices after its own
 //! time between 1 and 1.2 heartbeat timeouts. The ranks agree on a view as soon as they know of a loss. A new group's connections take as long
 //! as those of the start took in the same run; its barrier is simulated, as a dissemination barrier (Hensgen, Finkel and Manber, 1988).
