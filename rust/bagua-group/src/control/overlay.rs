@@ -3,7 +3,7 @@
 //!
 //! Up to a number of ranks every two are connected. Above it the ranks are a ring with skips: each is connected to the ranks at the
 //! distances 1, 2, 4, … in both directions, at most 2 log2 n of them, as the fingers of Chord (Stoica et al., 2001). When a rank is gone, the next
-//! present one beyond it takes its place.
+//! present one beyond it takes its place; where there is none as far as the next skip, only the ring is closed.
 //!
 //! Two kinds of messages travel over several connections:
 //!
@@ -168,7 +168,9 @@ impl Overlay {
         let distances = || (0..usize::BITS).map_while(|bit| 1usize.checked_shl(bit)).take_while(|d| *d < self.size);
         let nearest = |distance: usize, up: bool| {
             let at = |d: usize| if up { self.me + d } else { self.me + self.size - d } % self.size;
-            (distance..self.size).map(at).find(|rank| self.is_present(*rank))
+            // Beyond a gap only the ranks beside it are connected, or each of them would be to all that look over it.
+            let end = if distance == 1 { self.size } else { (2 * distance).min(self.size) };
+            (distance..end).map(at).find(|rank| self.is_present(*rank))
         };
         distances().flat_map(|d| [nearest(d, true), nearest(d, false)]).flatten().collect()
     }

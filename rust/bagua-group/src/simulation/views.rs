@@ -44,7 +44,7 @@ impl World {
                 self.agree(rank, |agreement, out| agreement.received(from, message, out));
             }
         }
-        self.agree(rank, |agreement, out| agreement.lost(lost, gone, out));
+        self.agree(rank, |agreement, out| agreement.lost([(lost, gone)], out));
         if is_call {
             self.network.at(self.now + REMINDER, rank, Event::Remind);
             self.agree(rank, |agreement, out| agreement.call(Quorum::Majority, out));

@@ -161,15 +161,13 @@ impl Agreement {
             self.set_view(self.view + 1);
         }
         self.phase = Phase::Waiting;
-        if self.excluded_by.is_none() {
-            self.say_ready(out);
-        }
         self.advance(out);
     }
 
-    /// A rank is gone, as the control plane of this rank found.
-    pub(in super::super) fn lost(&mut self, rank: usize, gone: Gone, out: &mut Vec<Action>) {
-        self.learn(rank, gone, 0, out);
+    /// These ranks are gone, as the control plane of this rank found: all that are known at the moment, because after each call this rank says
+    /// that it is ready for a later view.
+    pub(in super::super) fn lost(&mut self, ranks: impl IntoIterator<Item = (usize, Gone)>, out: &mut Vec<Action>) {
+        ranks.into_iter().for_each(|(rank, gone)| self.learn(rank, gone, 0, out));
         self.advance(out);
     }
 
@@ -288,9 +286,6 @@ impl Agreement {
         if self.view == view {
             self.set_view(view + 1);
         }
-        if !(self.expired || self.excluded_by.is_some() || self.refused.is_some()) {
-            self.say_ready(out);
-        }
         self.advance(out);
     }
 
@@ -389,11 +384,10 @@ impl Agreement {
         self.set_view(view);
         match &mut self.phase {
             Phase::Idle => {}
-            Phase::Waiting => self.say_ready(out),
+            Phase::Waiting => {}
             Phase::Bound(_) => {
                 out.push(Action::Discard);
                 self.phase = Phase::Waiting;
-                self.say_ready(out);
             }
             // Invariant 3: it may still pass the barrier, and is ready only when it has not.
             Phase::Building(build) => {
@@ -451,7 +445,12 @@ impl Agreement {
         match self.phase.clone() {
             Phase::Idle => {}
             Phase::Waiting | Phase::Bound(_) if ends => self.give_up(out),
-            Phase::Waiting => self.propose(out),
+            Phase::Waiting => {
+                if !self.said {
+                    self.say_ready(out);
+                }
+                self.propose(out);
+            }
             Phase::Bound(members) => {
                 let addresses: Vec<Vec<u8>> = members.iter().filter_map(|rank| self.addresses.take(*rank)).collect();
                 self.addresses = Addresses::default();

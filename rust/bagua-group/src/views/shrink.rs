@@ -276,14 +276,12 @@ where
         for (from, message) in self.plane.views.take() {
             self.agreement.received(from, message, out);
         }
-        for (rank, loss) in losses {
-            let gone = match loss {
-                Loss::Ended => Gone::Ended,
-                Loss::Silent => Gone::Silent,
-                Loss::Moved => Gone::Moved,
-            };
-            self.agreement.lost(rank, gone, out);
-        }
+        let gone = |loss| match loss {
+            Loss::Ended => Gone::Ended,
+            Loss::Silent => Gone::Silent,
+            Loss::Moved => Gone::Moved,
+        };
+        self.agreement.lost(losses.into_iter().map(|(rank, loss)| (rank, gone(loss))), out);
         if let Some(by) = excluded_by {
             self.agreement.exclude(by, out);
         }

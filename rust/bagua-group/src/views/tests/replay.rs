@@ -17,8 +17,8 @@ pub(in super::super::super) fn replay(mut bytes: &[u8]) -> usize {
         bytes = rest;
         let rank = usize::from(what & 7);
         match what >> 4 {
-            0 => agreement.lost(rank % SIZE, Gone::Ended, &mut out),
-            1 => agreement.lost(rank % SIZE, Gone::Silent, &mut out),
+            0 => agreement.lost([(rank % SIZE, Gone::Ended)], &mut out),
+            1 => agreement.lost([(rank % SIZE, Gone::Silent)], &mut out),
             2 => agreement.expire(what & 1 == 1, &mut out),
             3 => agreement.exclude(rank % SIZE, &mut out),
             _ => {
@@ -31,7 +31,7 @@ pub(in super::super::super) fn replay(mut bytes: &[u8]) -> usize {
                         parsed += 1;
                         agreement.received(rank, message, &mut out);
                     }
-                    Err(_) => agreement.lost(rank % SIZE, Gone::Silent, &mut out),
+                    Err(_) => agreement.lost([(rank % SIZE, Gone::Silent)], &mut out),
                 }
             }
         }

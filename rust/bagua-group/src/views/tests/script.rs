@@ -246,7 +246,7 @@ impl Script {
                 let Node { agreement, inbox, .. } = &mut self.nodes[rank];
                 match inbox.pop_front().unwrap() {
                     Known::Message(from, message) => agreement.received(from, message, &mut out),
-                    Known::Gone(other, gone) => agreement.lost(other, gone, &mut out),
+                    Known::Gone(other, gone) => agreement.lost([(other, gone)], &mut out),
                     Known::Excluded(by) => agreement.exclude(by, &mut out),
                 }
                 rank
