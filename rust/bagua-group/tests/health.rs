@@ -107,7 +107,8 @@ fn a_frozen_first_rank_is_lost_on_all_of_many_and_names_itself_when_it_continues
     processes[0].signal(Signal::STOP);
     for group in &groups {
         assert!(matches!(cause(group), Error::PeerLost { rank: 0, .. }), "{:?}", cause(group));
-        assert_eq!(group.peers_seen(), SPARSE - 1);
+        // The group has failed by the first report; whether that counts, the second one says.
+        until("it is gone", || group.peers_seen() == SPARSE - 1);
     }
     processes[0].signal(Signal::CONT);
     processes[0].write("cause");
