@@ -153,7 +153,10 @@ def test_many_light_ranks_join_and_stay(tmp_path: Path) -> None:
     _, rows = quick("joining.py", tmp_path)
     assert [row["ranks"] for row in rows] == ["4"]
     assert float(rows[0]["joined_s"]) > 0
-    assert int(rows[0]["descriptors"]) > 4
+    joined, reduced = map(int, rows[0]["descriptors"].split("+"))
+    assert joined > 4 and reduced >= 0
+    # One of them is killed, and all others name it.
+    assert float(rows[0]["lost_s"]) > 0
 
 
 def test_the_network_is_measured_or_the_reason_is_printed(tmp_path: Path) -> None:
