@@ -5,6 +5,8 @@
 
 use std::collections::BTreeSet;
 
+use super::message::Message;
+
 /// What the driver has to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in super::super) enum Step {
@@ -12,6 +14,16 @@ pub(in super::super) enum Step {
     Report(usize, Vec<usize>),
     /// All ranks are connected: send that to these ranks, the children.
     Complete(Vec<usize>, Vec<usize>),
+}
+
+impl Step {
+    /// The receivers and the message.
+    pub(in super::super) fn message(self) -> (Vec<usize>, Message) {
+        match self {
+            Step::Report(parent, apart) => (vec![parent], Message::Connected { apart }),
+            Step::Complete(children, apart) => (children, Message::Complete { apart }),
+        }
+    }
 }
 
 /// See the module.

@@ -221,7 +221,7 @@ impl Overlay {
         match (self.presence[peer], ended) {
             (Presence::Present, true) => self.presence[peer] = Presence::Ended,
             (Presence::Present, false) => self.presence[peer] = Presence::Silent,
-            // What was silent has ended now.
+            // A silent process has ended now.
             (Presence::Silent, true) => self.presence[peer] = Presence::Ended,
             _ => return,
         }
@@ -259,7 +259,7 @@ impl Overlay {
 
     /// A notice has come from a connected rank.
     pub(in super::super) fn received_notice(&mut self, via: usize, notice: Notice, out: &mut Vec<Action>) {
-        // Who is lost or in another view knows nothing that concerns those that are left.
+        // A notice of a rank that is lost, or in another view, does not concern the ranks that are left.
         if via >= self.size || matches!(self.presence[via], Presence::Silent | Presence::Moved) {
             return;
         }

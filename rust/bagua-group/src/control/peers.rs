@@ -97,20 +97,6 @@ impl Connections {
         }
         others
     }
-
-    /// Performs a step of the assembly.
-    fn step(&self, own: usize, step: Option<Step>) {
-        let (to, message) = match step {
-            None => return,
-            Some(Step::Report(parent, apart)) => (vec![parent], Message::Connected { apart }),
-            Some(Step::Complete(children, apart)) => (children, Message::Complete { apart }),
-        };
-        debug_assert!(!to.contains(&own));
-        let frame = message.frame();
-        for peer in to.iter().filter_map(|rank| self.peers.get(rank)) {
-            peer.queue(frame.clone());
-        }
-    }
 }
 
 impl Plane {
@@ -152,10 +138,11 @@ impl Plane {
 
     /// Continues the assembly.
     pub(super) fn assemble(self: &Arc<Plane>, event: impl FnOnce(&mut Assembly) -> Option<Step>) {
-        let own = self.config.rank;
-        self.change(&Source::default(), |connections, _| {
-            let step = event(&mut connections.assembly);
-            connections.step(own, step);
+        self.change(&Source::default(), |connections, out| {
+            out.extend(event(&mut connections.assembly).map(|step| {
+                let (to, message) = step.message();
+                Action::Send(to, message)
+            }));
         });
         self.connect_changed.notify_all();
     }

@@ -354,11 +354,7 @@ impl World {
 
     /// Performs a step of the assembly.
     pub(super) fn assemble(&mut self, rank: usize, step: Option<Step>) {
-        let (to, message) = match step {
-            None => return,
-            Some(Step::Report(parent, apart)) => (vec![parent], Message::Connected { apart }),
-            Some(Step::Complete(children, apart)) => (children, Message::Complete { apart }),
-        };
+        let Some((to, message)) = step.map(Step::message) else { return };
         let links = self.nodes[rank].overlay.links();
         let to: Vec<usize> = to.into_iter().filter(|other| links.contains(other)).collect();
         self.send(rank, &to, message);
