@@ -83,11 +83,17 @@ def _outcome(act: Callable[[], object], rank: int, folder: str) -> str:
     Path(folder, f"ready{rank}").touch()
     while not Path(folder, "go").exists():
         time.sleep(0.005)
+    outcome = ""
     try:
         act()
     except bagua.BaguaError as error:
-        return type(error).__name__
-    return ""
+        outcome = type(error).__name__
+    finally:
+        Path(folder, f"ended{rank}").touch()
+    # A rank that gives up later must not find that the others have left: it would rightly go on alone.
+    while not all(Path(folder, f"ended{other}").exists() for other in range(3)):
+        time.sleep(0.005)
+    return outcome
 
 
 @pytest.mark.parametrize("goes_on", [shrinks, rebuilds])
