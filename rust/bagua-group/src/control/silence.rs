@@ -42,7 +42,12 @@ impl Silence {
     /// True when it has lasted for longer than `timeout`, without the last `late`, in which this process did not run.
     pub(super) fn exceeds(&mut self, timeout: Duration, now: Instant, late: Duration) -> bool {
         self.since = (self.since + late).min(now);
-        now.saturating_duration_since(self.since) > timeout
+        self.has_lasted(timeout, now)
+    }
+
+    /// True when it has lasted for longer than this, by the last call of [`Silence::exceeds`].
+    pub(super) fn has_lasted(&self, time: Duration, now: Instant) -> bool {
+        now.saturating_duration_since(self.since) > time
     }
 }
 

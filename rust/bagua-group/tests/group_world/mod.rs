@@ -12,6 +12,13 @@ use bagua_types::error::{Error, Result};
 /// The longest that a test waits for one event.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
+/// Far below the heartbeat timeout of the tests that use it: what happens within it was noticed, and not found by silence. How fast it is
+/// measured in, `benchmarks/` says.
+pub const AT_ONCE: Duration = Duration::from_secs(20);
+
+/// The heartbeat timeout where nothing is to be found by silence.
+pub const NEVER_SILENT: Duration = Duration::from_secs(60);
+
 /// A configuration with short timeouts.
 pub fn config(rank: usize, size: usize) -> Config {
     Config { secret: b"secret".to_vec(), connect_timeout: Duration::from_secs(20), ..Config::new(rank, size) }
