@@ -200,7 +200,7 @@ impl Control {
                 // `connect` has the same deadline, and names the missing ranks.
                 Err(_) => {}
             }
-            plane.connect_changed.notify_all();
+            plane.wake_connecting();
         });
         Ok(())
     }

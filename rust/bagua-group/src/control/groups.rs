@@ -157,7 +157,7 @@ impl Plane {
                 health.fail_from_peer(error);
             }
         }
-        self.connect_changed.notify_all();
+        self.wake_connecting();
     }
 
     /// Handles the report that a group failed.
@@ -177,7 +177,7 @@ impl Plane {
         // Invariant 1: it was passed on before the waits of this rank end, after which the rank may leave.
         health.fail_from_peer(cause.clone());
         self.fail_subgroups(id, &cause);
-        self.connect_changed.notify_all();
+        self.wake_connecting();
     }
 
     /// Handles the notice that a rank leaves the world group.
@@ -188,7 +188,7 @@ impl Plane {
         for entry in lock(&self.groups).known.values() {
             depart(entry, rank);
         }
-        self.connect_changed.notify_all();
+        self.wake_connecting();
         self.views.notify();
     }
 
@@ -201,7 +201,7 @@ impl Plane {
             groups.early_departures.entry(id).or_default().insert(from);
         }
         drop(groups);
-        self.connect_changed.notify_all();
+        self.wake_connecting();
     }
 }
 

@@ -125,7 +125,6 @@ impl Plane {
     fn check_neighbours(self: &Arc<Plane>) {
         let are_connected =
             self.look(|connections| !connections.were_connected && connections.overlay.not_connected().is_empty());
-        self.connect_changed.notify_all();
         if are_connected {
             self.change(&Source::default(), |connections, _| connections.were_connected = true);
             let plane = Arc::clone(self);
@@ -138,13 +137,16 @@ impl Plane {
 
     /// Continues the assembly.
     pub(super) fn assemble(self: &Arc<Plane>, event: impl FnOnce(&mut Assembly) -> Option<Step>) {
-        self.change(&Source::default(), |connections, out| {
+        let is_complete = self.change(&Source::default(), |connections, out| {
             out.extend(event(&mut connections.assembly).map(|step| {
                 let (to, message) = step.message();
                 Action::Send(to, message)
             }));
+            connections.assembly.complete().is_some()
         });
-        self.connect_changed.notify_all();
+        if is_complete {
+            self.wake_connecting();
+        }
     }
 
     /// Whether the connection to a peer is a Unix socket; `None` without one.

@@ -31,8 +31,8 @@ use crate::wait::lock;
 /// How long a leaving rank waits for acknowledgements.
 pub(super) const LINGER: Duration = Duration::from_millis(200);
 
-/// How long a rank collects which others have left before it passes that on.
-const TOGETHER: Duration = Duration::from_millis(20);
+/// How long a rank collects which others have left before it passes that on: at first, and while ever more leave.
+const TOGETHER: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(320)];
 
 /// How long a leaving rank waits for its last bytes to be acknowledged while none is.
 const STALLED: Duration = Duration::from_secs(1);
@@ -70,6 +70,16 @@ pub(super) fn no_heartbeat(timeout: Duration) -> String {
     format!("no heartbeat for {:.1} s", timeout.as_secs_f64())
 }
 
+/// How long to collect departures, by when they were last passed on and for how long they had been collected: twice as long if more have
+/// come since, so that few messages are sent while all ranks of a busy machine leave.
+fn longer(last: Option<(Instant, Duration)>, now: Instant) -> Duration {
+    let [first, longest] = TOGETHER;
+    match last {
+        Some((passed, before)) if now.saturating_duration_since(passed) < 2 * before => (2 * before).min(longest),
+        _ => first,
+    }
+}
+
 /// What the loss of a peer says about its process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in super::super) enum Loss {
@@ -98,7 +108,7 @@ pub(in super::super) struct Plane {
     pub(in super::super) stats: Arc<Stats>,
     pub(in super::super) pending: PendingConns,
     pub(in super::super) connecting: Mutex<ConnectState>,
-    /// Notified when `connecting` or the health of a group changes.
+    /// Notified when all ranks are connected, or the group cannot be: see [`Plane::wake_connecting`].
     pub(in super::super) connect_changed: Condvar,
     /// The ends of its TLS connections; `None` without TLS.
     pub(super) tls: Option<Ends>,
@@ -120,6 +130,8 @@ pub(in super::super) struct Plane {
     moved: AtomicBool,
     /// From when this rank listened until all were connected.
     pub(in super::super) joined_in: OnceLock<Duration>,
+    /// When this rank last passed on who has left, and how long it had collected that.
+    passed: Mutex<Option<(Instant, Duration)>>,
     /// The connections of lanes and messages.
     streams: Mutex<Vec<Weak<TcpStream>>>,
 }
@@ -146,6 +158,7 @@ impl Plane {
             leaving: AtomicBool::new(false),
             moved: AtomicBool::new(false),
             joined_in: OnceLock::new(),
+            passed: Mutex::default(),
             streams: Mutex::default(),
         }
     }
@@ -167,6 +180,13 @@ impl Plane {
     /// The world; an error before [`Plane::set_world`].
     pub(in super::super) fn world(&self) -> Result<&World> {
         self.world.get().ok_or_else(|| Error::other("the group is not built yet"))
+    }
+
+    /// Wakes the thread that waits until all ranks are connected: there may be a reason to end that.
+    pub(super) fn wake_connecting(&self) {
+        // It looks and sleeps under this lock: it has looked before, and sleeps now, or looks after this.
+        drop(lock(&self.connecting));
+        self.connect_changed.notify_all();
     }
 
     /// Looks at the connections; the default before the world is known.
@@ -202,8 +222,10 @@ impl Plane {
             Action::PassLater => {
                 let plane = Arc::clone(self);
                 tokio::spawn(async move {
-                    tokio::time::sleep(TOGETHER).await;
+                    let together = longer(*lock(&plane.passed), Instant::now());
+                    tokio::time::sleep(together).await;
                     plane.change(&Source::default(), |connections, out| connections.overlay.pass_departures(out));
+                    *lock(&plane.passed) = Some((Instant::now(), together));
                 });
             }
         }
@@ -359,7 +381,7 @@ impl Plane {
             Notice::Left { ranks, .. } => ranks.into_iter().for_each(|rank| self.left(rank)),
             Notice::Failed { group, members, cause } => self.failed(group, &members, cause),
             Notice::View { from, message } => self.views.put(from, message),
-            Notice::Unreached { .. } => self.connect_changed.notify_all(),
+            Notice::Unreached { .. } => self.wake_connecting(),
         }
     }
 
@@ -429,5 +451,24 @@ impl Plane {
         };
         // A peer that does not answer in time still has the message in its socket.
         let _ = tokio::time::timeout(LINGER, all_settled).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn departures_are_collected_for_longer_while_more_of_them_come() {
+        let [first, longest] = TOGETHER;
+        let now = Instant::now();
+        assert_eq!(longer(None, now), first);
+        let mut together = first;
+        for _ in 0..10 {
+            let next = longer(Some((now, together)), now + together);
+            assert_eq!(next, (2 * together).min(longest));
+            together = next;
+        }
+        assert_eq!(longer(Some((now, longest)), now + 2 * longest), first);
     }
 }
