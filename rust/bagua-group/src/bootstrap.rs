@@ -15,7 +15,7 @@ use super::handshake;
 use super::tls::{Ends, Tls};
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
-use crate::wait::{Deadline, SLICE, lock, wait_on_for};
+use crate::wait::{Deadline, lock, slice_among, wait_on_for};
 
 /// How long before the deadline of joining a rank reports to the others which ranks it could not connect to.
 const GRACE: Duration = Duration::from_millis(500);
@@ -155,6 +155,7 @@ impl Connecting<'_> {
     fn wait(&self) -> Result<Vec<usize>> {
         let mut state = lock(&self.plane.connecting);
         let (mut last_check, mut missed): (Option<Instant>, Option<Vec<usize>>) = (None, None);
+        let slice = slice_among(self.plane.config.world_size);
         let grace = GRACE.min(self.deadline.limit() / 4);
         loop {
             if let Some(apart) = self.plane.complete() {
@@ -165,7 +166,7 @@ impl Connecting<'_> {
                 return Err(Error::Aborted("the view was given up".to_owned()));
             }
             let passed = self.deadline.passed();
-            if passed || last_check.is_none_or(|last| last.elapsed() >= SLICE) {
+            if passed || last_check.is_none_or(|last| last.elapsed() >= slice) {
                 last_check = Some(Instant::now());
                 if let Some(departed) = self.plane.departed() {
                     // The deadline of that rank has passed, if there was one to be missed.
@@ -188,8 +189,7 @@ impl Connecting<'_> {
                     return Err(self.timed_out(&state, missed));
                 }
             }
-            let slice: Duration = SLICE.min(self.deadline.left());
-            state = wait_on_for(&self.plane.connect_changed, state, slice);
+            state = wait_on_for(&self.plane.connect_changed, state, slice.min(self.deadline.left()));
         }
     }
 

@@ -20,7 +20,7 @@ use crate::memory::{Arena, Buffer, BufferMut, Device, DeviceRef, Registry};
 use crate::same_ranks_as;
 use crate::transport::Mesh;
 use crate::types::{DType, ReduceOp};
-use crate::wait::{Deadline, SLICE};
+use crate::wait::{Deadline, slice_among};
 
 /// `index` of the streams between all ranks.
 const FLAT: u32 = 0;
@@ -158,10 +158,11 @@ impl LaneBuilder<'_> {
 
     /// A connection with another rank of the group, in either direction.
     pub(super) fn connected(&self, peer: usize, purpose: Purpose, index: u32) -> Result<DataConn> {
+        let slice = slice_among(self.conns.health.size());
         let awaited = self.conns.begin(peer, purpose, index, self.deadline.left());
         loop {
             // Before the check: the peer may have connected and then left.
-            if let Some(conn) = self.conns.wait(peer, &awaited, SLICE.min(self.deadline.left()))? {
+            if let Some(conn) = self.conns.wait(peer, &awaited, slice.min(self.deadline.left()))? {
                 return Ok(conn);
             }
             self.check(peer)?;

@@ -22,7 +22,7 @@ use crate::collective::shm::PassDescriptors;
 use crate::collective::{OpContext, Shm};
 use crate::error::{Error, Result};
 use crate::memory::{Arena, Registry};
-use crate::wait::{SLICE, blocking_wait};
+use crate::wait::{blocking_wait, slice_among};
 
 /// `index` of the connections over which the descriptor of a lane's segment is passed.
 const LANE_SEGMENT: u32 = 0;
@@ -74,7 +74,8 @@ impl LaneBuilder<'_> {
         let Socket::Unix(stream) = socket else {
             return Err(Error::other("a descriptor cannot be passed over TCP"));
         };
-        let limited = stream.set_read_timeout(Some(SLICE)).and_then(|()| stream.set_write_timeout(Some(SLICE)));
+        let slice = Some(slice_among(self.conns.health.size()));
+        let limited = stream.set_read_timeout(slice).and_then(|()| stream.set_write_timeout(slice));
         limited.map_err(|e| Error::system("passing shared memory", e))?;
         Ok(Passing { _fork_fd: fork_fd, stream, peer, builder: self })
     }

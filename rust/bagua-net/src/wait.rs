@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::convert::Infallible;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
@@ -12,6 +12,24 @@ use crate::sync::{AtomicU32, Instant, futex};
 /// The longest that a wait sleeps before it checks its [`crate::health::GroupHealth`] and its deadline again.
 /// A wait therefore ends within this time of an abort, without a wake-up.
 pub const SLICE: Duration = Duration::from_millis(20);
+
+/// Ranks to a processor that look so often; of more, each looks less often.
+const CROWD: usize = 32;
+
+/// The longest slice, as a multiple of [`SLICE`].
+const LONGEST: usize = 16;
+
+/// [`SLICE`] for one of so many ranks of a host: longer where many share a processor, so that looking for failures takes a few percent of
+/// its time, not all of it.
+pub fn slice_among(ranks: usize) -> Duration {
+    static PROCESSORS: OnceLock<usize> = OnceLock::new();
+    let processors = *PROCESSORS.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from));
+    slice_on(ranks, processors)
+}
+
+fn slice_on(ranks: usize, processors: usize) -> Duration {
+    SLICE * ranks.div_ceil(CROWD * processors).clamp(1, LONGEST) as u32
+}
 
 /// Locks a mutex, also one that a panicking thread poisoned: callers keep their data valid between any two statements.
 pub fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -67,7 +85,12 @@ pub enum Waited<T> {
     Pending,
 }
 
-/// Waits for an operation for at most `timeout` (`None`: until it is done), in waits of at most `slice`. Calls `between` between two of
+/// A slice, for a wait that has lasted for so long: up to four times as long.
+pub fn lengthened(slice: Duration, lasted: Duration) -> Duration {
+    slice.max(lasted / 8).min(slice.saturating_mul(4))
+}
+
+/// Waits for an operation for at most `timeout` (`None`: until it is done), in waits of `slice`, and longer ones later. Calls `between` between two of
 /// them, and once more before it returns a timeout; an error of `between` ends the wait and leaves the operation running.
 ///
 /// `wait` waits for at most its argument. `timed_out` creates the error for a `timeout` that passed, and is called in no other case: the
@@ -82,6 +105,7 @@ pub fn wait_in_slices<T, E>(
     let start = Instant::now();
     loop {
         let left = timeout.map(|limit| limit.saturating_sub(start.elapsed()));
+        let slice = lengthened(slice, start.elapsed());
         match wait(left.map_or(slice, |left| left.min(slice))) {
             Waited::Done(result) => return Ok(result),
             Waited::Pending => between()?,
@@ -218,6 +242,16 @@ mod model;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ranks_look_less_often_the_more_of_them_share_a_processor() {
+        for (ranks, processors, slices) in
+            [(1, 2, 1), (64, 2, 1), (65, 2, 2), (256, 2, 4), (1024, 2, 16), (1024, 64, 1)]
+        {
+            assert_eq!(slice_on(ranks, processors), SLICE * slices, "{ranks} ranks on {processors} processors");
+        }
+        assert_eq!(slice_on(1 << 20, 1), SLICE * LONGEST as u32);
+    }
 
     #[test]
     fn a_ring_between_the_check_and_the_wait_is_not_missed() {

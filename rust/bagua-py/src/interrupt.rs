@@ -1,7 +1,7 @@
 //! Ctrl-C during waits.
 //!
 //! Python runs signal handlers on its main thread, between two bytecodes: never while that thread is inside the extension. So:
-//! - a wait for a handle or an engine ([`wait_in_slices`]) returns to Python every [`SLICE`] and runs the handlers;
+//! - a wait for a handle or an engine ([`wait_in_slices`]) returns to Python every [`SLICE`], when it is long less often, and runs the handlers;
 //! - work that has no group yet ([`run_on_thread`]) runs on another thread, and the caller waits for it in slices;
 //! - a blocking verb (an [`Interruptible`] on the calling thread) cannot return to Python before it ends. A thread reads Python's
 //!   wakeup descriptor (`signal.set_wakeup_fd`; no GIL, no cost per verb but one uncontended lock) and poisons the verb's group
@@ -14,16 +14,16 @@ use std::os::unix::net::UnixStream;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Mutex, MutexGuard};
 use std::thread::ThreadId;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bagua_core::error::{Error, Result};
 use bagua_core::group::{Group, PerProcess};
-use bagua_core::wait::lock;
+use bagua_core::wait::{lengthened, lock};
 use pyo3::prelude::*;
 
 use crate::errors::{self, Origin};
 
-/// The longest a thread sleeps before it lets Python's signal handlers run.
+/// How long a thread sleeps before it lets Python's signal handlers run; in a long wait up to four times as long, see [`lengthened`].
 const SLICE: Duration = Duration::from_millis(50);
 
 /// How long a blocking verb may go on after Ctrl-C: a verb that is about to end by itself must not poison its group.
@@ -159,9 +159,10 @@ pub fn run_on_thread<T: Send + 'static>(
         // After an interrupt there is no receiver; what was built is then dropped on that thread.
         .spawn(move || drop(sender.send(work())))
         .map_err(|e| errors::raise(py, Error::system("starting a thread", e)))?;
-    let receiver = Mutex::new(receiver);
+    let (receiver, begun) = (Mutex::new(receiver), Instant::now());
     loop {
-        let received = py.detach(|| lock(&receiver).recv_timeout(SLICE));
+        let slice = lengthened(SLICE, begun.elapsed());
+        let received = py.detach(|| lock(&receiver).recv_timeout(slice));
         match received {
             Ok(result) => return result.map_err(|e| errors::raise(py, e)),
             Err(RecvTimeoutError::Timeout) => py.check_signals()?,

@@ -35,7 +35,7 @@ use super::segment::{Buffer, Segment};
 use crate::OpContext;
 use crate::error::Result;
 use crate::sync::{Instant, SPINS, futex, spin_loop};
-use crate::wait::{SLICE, blocking_wait, futex_wake};
+use crate::wait::{blocking_wait, futex_wake, slice_among};
 
 /// How long a rank with a core of its own spins for a peer. A peer that is later than this computes, and a computing thread of this
 /// process may need the core.
@@ -122,6 +122,9 @@ enum Path {
     SomeFilled,
 }
 
+/// Ranks to a processor above which none of them looks for another processor.
+const CROWDED: usize = 16;
+
 /// One rank's state in the protocol.
 pub(super) struct Protocol {
     pub(super) segment: Segment,
@@ -135,6 +138,8 @@ pub(super) struct Protocol {
     parity: usize,
     /// Every rank of this host can have a core of its own.
     pub(super) spins: bool,
+    /// How long it sleeps before it looks whether the group has failed.
+    slice: Duration,
     /// Spins, of either length, since the last full one that ended with the arrival.
     pub(super) vain: Cell<u32>,
     /// Keeps this rank away from processors of its peers while others are free; `None` leaves that to the kernel.
@@ -145,16 +150,11 @@ impl Protocol {
     pub(super) fn new(segment: Segment, members: Vec<usize>) -> Protocol {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = segment.ranks <= cores;
-        Protocol {
-            segment,
-            members,
-            arrivals: 0,
-            windows_free: 0,
-            parity: 0,
-            spins,
-            vain: Cell::new(0),
-            placement: Some(Placement::default()),
-        }
+        let slice = slice_among(segment.ranks);
+        // Where every processor has many ranks, no other one is better.
+        let placement = (segment.ranks <= CROWDED * cores).then(Placement::default);
+        let (arrivals, windows_free, parity, vain) = (0, 0, 0, Cell::new(0));
+        Protocol { segment, members, arrivals, windows_free, parity, spins, slice, vain, placement }
     }
 
     /// The buffer of a chunk.
@@ -392,7 +392,7 @@ impl Protocol {
             // From here on an arrival or a close changes the word, which is `seen`, and wakes this rank.
             let seen = word.fetch_or(SLEEPERS, Ordering::AcqRel) | SLEEPERS;
             if !reached(seen, target) && seen & CLOSED == 0 {
-                let limit = SLICE.min(cx.deadline.left().max(Duration::from_micros(100)));
+                let limit = self.slice.min(cx.deadline.left().max(Duration::from_micros(100)));
                 let mask = self.placement.as_ref().and_then(|placement| placement.mask_asleep(&self.segment));
                 // The mask inside the hook, which runs code of the program.
                 blocking_wait(|| match &mask {
