@@ -33,6 +33,7 @@ from typing import Any
 import pytest
 
 from tests import forks
+from tests.waits import FOLDER
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -140,6 +141,7 @@ class World:
     def _start(self, rank: int, call: Path, port: int, torch: bool) -> Rank:
         # What a failed group records goes with the run.
         environment = {"BAGUA_TRACE_DIR": str(call.parent / "traces")} | self.environment(rank, port)
+        environment[FOLDER] = str(call.parent)
         path = call.with_name(f"output{rank}")
         if not any(key.startswith(forks.LOADING) for key in self._more(rank)):
             namespace = None if self._namespaces is None else self._namespaces[rank]

@@ -7,7 +7,7 @@ make those of the others.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,9 @@ import torch
 import bagua.torch_api as bagua
 from bagua.aggregation.peers import BaguaPeers, Group, find
 from tests.distributed import torch_ranks
+from tests.distributed.torch_ranks import Case
 
-SIZES = [1, 2, 3, 4]
 MODULES = ["all_reduce", "power", "sparsified", "decentralized", "peers", "optim"]
-
-Case = Callable[[int], None]
 
 
 def everything(rank: int) -> dict[str, str]:
@@ -30,9 +28,9 @@ def everything(rank: int) -> dict[str, str]:
     return torch_ranks.run_cases(rank, cases)
 
 
-def check(size: int, case: Case) -> None:
-    """Fails with every rank's traceback when a case failed in a world of this size."""
-    torch_ranks.check(case, size, run=everything)
+def each_case(cases: Sequence[Case]) -> Callable[..., None]:
+    """The test of a module: each case in the worlds of one to four ranks."""
+    return torch_ranks.each_case(cases, 1, 2, 3, 4, run=everything)
 
 
 def groups() -> list[Group]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,20 +9,14 @@ import torch
 
 import bagua.torch_api as bagua
 from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgorithm
-from tests.distributed.torch_ranks import Hosts
+from tests import waits
+from tests.distributed.torch_ranks import Layout
 
 #: Milliseconds: many rounds in a short test; and none without a request.
 SHORT, NEVER = 2.0, 3.6e6
 
 #: The last one has a rank on each of three hosts, so that rounds go over TCP.
-WORLDS: list[tuple[int, Hosts]] = [
-    (2, None),
-    (3, None),
-    (4, None),
-    (3, ((0, 1), (2,))),
-    (3, ((0,), (1,), (2,))),
-]
-NAMES = ["2", "3", "4", "2+1", "tcp"]
+LAYOUTS: tuple[Layout, ...] = (2, 3, 4, "2+1", "1+1+1")
 
 
 class Slopes(torch.nn.Module):
@@ -93,10 +86,7 @@ def all_are(model: torch.nn.Module, value: float) -> bool:
 
 def until(what: str, done: Callable[[], bool], seconds: float = 30.0) -> None:
     """Returns when it is so; AssertionError after the deadline."""
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.0005)
+    waits.until(done, what, seconds)
 
 
 def rounds(model: torch.nn.Module) -> int:

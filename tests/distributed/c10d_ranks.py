@@ -6,7 +6,6 @@ A case is a function of a `Pair`: two groups of the same ranks, of "bagua" and o
 from __future__ import annotations
 
 import functools
-import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -14,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tests.distributed.left_out import cases_in, is_left_out, skip_if_left_out
-from tests.world import make_world
+from tests.cases import attempt, each_case
+from tests.distributed.left_out import cases_in, is_left_out
 
-__all__ = ["LIMIT", "Case", "Pair", "cases_in", "check", "outcomes", "run_cases", "same"]
+__all__ = ["LIMIT", "Case", "Pair", "cases_in", "each_case", "run_cases", "same"]
 
 #: A case that hangs must not cost the whole deadline of the run.
 LIMIT = timedelta(seconds=30)
@@ -70,31 +69,12 @@ def run_cases(rank: int, cases: Sequence[Case], members: Sequence[int] | None = 
     outcome = {}
     if rank in ranks:
         pair = Pair(ours, gloo)
-        for case in cases:
-            if is_left_out(case):
-                continue
+
+        def seeded(case: Case) -> None:
             torch.manual_seed(17 + rank)
-            try:
-                case(pair)
-                dist.barrier(ours)
-                outcome[case.__name__] = ""
-            except Exception:
-                outcome[case.__name__] = traceback.format_exc()
+            case(pair)
+
+        run = {case.__name__: functools.partial(seeded, case) for case in cases if not is_left_out(case)}
+        outcome = attempt(run, lambda: dist.barrier(ours))
     dist.destroy_process_group()
     return outcome
-
-
-@functools.cache
-def outcomes(function: Callable[..., Any], size: int) -> list[dict[str, str]]:
-    """Every rank's outcomes of `function`, which calls :func:`run_cases`. Runs once for all tests of a module."""
-    found: list[dict[str, str]] = make_world(size, timeout=240.0).run(function)
-    return found
-
-
-def check(function: Callable[..., Any], size: int, case: Case) -> None:
-    """Fails with every rank's traceback when a case failed on one of them."""
-    skip_if_left_out(case)
-    found = outcomes(function, size)
-    failed = [f"--- rank {rank} ---\n{texts.get(case.__name__, '')}" for rank, texts in enumerate(found)]
-    assert not any(texts.get(case.__name__) for texts in found), "\n".join(failed)
-    assert any(case.__name__ in texts for texts in found)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from bagua.torch_api.process_group.state import group_state
-from tests.distributed.torch_ranks import Hosts
 
 #: Bytes: several buckets in the models of this file.
 SMALL = 64
@@ -93,7 +92,3 @@ class Simulation:
 def equal(model: torch.nn.Module, expected: torch.nn.Module) -> bool:
     pairs = zip(model.parameters(), expected.parameters(), strict=True)
     return all(torch.equal(mine, theirs) for mine, theirs in pairs)
-
-
-#: Ranks and hosts to test with.
-WORLDS: list[tuple[int, Hosts]] = [(2, None), (3, None), (4, None), (4, ((0, 1), (2, 3))), (3, ((0, 1), (2,)))]

@@ -15,13 +15,11 @@ from bagua.aggregation import AllReduceAggregation, AllReduceAggregationHVD
 from bagua.aggregation.peers import find
 from tests.distributed.aggregation_ranks import (
     SHAPES,
-    SIZES,
-    Case,
     Several,
     assert_close,
     assert_is_mean,
-    check,
     collectives,
+    each_case,
     fill,
     gradients,
     groups,
@@ -353,11 +351,7 @@ def sums_minima_and_maxima_are_those_of_all_ranks(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", SIZES)
-def test_all_reduce(size: int, case: Case) -> None:
-    check(size, case)
+test_all_reduce = each_case(CASES)
 
 
 def without_torch_distributed(rank: int) -> tuple[bool, Any]:

@@ -9,13 +9,10 @@ import bagua.torch_api as bagua
 from bagua.aggregation import DecentralizedAggregation
 from tests.distributed.aggregation_ranks import (
     SHAPES,
-    SIZES,
-    Case,
     Several,
     assert_close,
-    assert_is_mean,
-    check,
     collectives,
+    each_case,
     everybodys,
     fill,
     gradients,
@@ -52,7 +49,7 @@ def a23_the_result_is_the_mean_of_the_neighbourhood(rank: int) -> None:
                 results = [*gradients(model), *(p.detach() for p in model.parameters())]
                 for result, everybody in zip(results, inputs(model, size) + inputs(model, size, 1), strict=True):
                     mine = everybody[[rank, *neighbors]]
-                    bound = 4 * torch.finfo(result.dtype).eps * mine.abs().mean(0)
+                    bound = len(mine) * torch.finfo(result.dtype).eps * mine.abs().mean(0)
                     assert bool(((result.double() - mine.mean(0)).abs() <= bound).all())
                 if shape is complete:
                     assert same_everywhere(*results)
@@ -147,19 +144,6 @@ def after_the_first_call_only_neighbours_talk(rank: int) -> None:
     assert collectives(lambda: aggregate(model, "avg_world")) == {"exchange": 1}
 
 
-def a_complete_graph_is_the_mean(rank: int) -> None:
-    size = bagua.get_world_size()
-    model = Several(*SHAPES)
-    fill(model, rank)
-    DecentralizedAggregation(rank, complete(rank, size)).agg_grad()(model, "avg_world")
-    for result, everybody in zip(gradients(model), inputs(model, size), strict=True):
-        assert_is_mean(result, everybody)
-
-
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", SIZES)
-def test_decentralized(size: int, case: Case) -> None:
-    check(size, case)
+test_decentralized = each_case(CASES)

@@ -21,7 +21,7 @@ from bagua.aggregation.optim import (
     SignSGD,
     SparsifiedSGD,
 )
-from tests.distributed.aggregation_ranks import SIZES, Case, assert_close, check, collectives, everybodys, numbers
+from tests.distributed.aggregation_ranks import assert_close, collectives, each_case, everybodys, numbers
 from tests.distributed.torch_ranks import cases_in, same_everywhere
 
 BATCH = 3
@@ -355,8 +355,4 @@ def optimizers_communicate_once_per_step(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", SIZES)
-def test_optim(size: int, case: Case) -> None:
-    check(size, case)
+test_optim = each_case(CASES)

@@ -11,7 +11,7 @@ import bagua.torch_api as bagua
 from bagua.aggregation import AllReduceAggregation
 from bagua.aggregation.peers import Alone, BaguaPeers, Peers, TorchPeers, find
 from bagua.errors import BaguaError
-from tests.distributed.aggregation_ranks import SIZES, Case, Several, check, gradients, numbers
+from tests.distributed.aggregation_ranks import Several, each_case, gradients, numbers
 from tests.distributed.torch_ranks import cases_in, same_everywhere
 from tests.world import make_world
 
@@ -108,11 +108,7 @@ def what_is_chosen_is_what_was_asked_for(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", SIZES)
-def test_peers(size: int, case: Case) -> None:
-    check(size, case)
+test_peers = each_case(CASES)
 
 
 def only_torch_is_initialised(rank: int) -> list[float]:

@@ -12,13 +12,11 @@ from bagua.aggregation import PowerAggregation
 from bagua.aggregation.peers import Peers
 from tests.distributed.aggregation_ranks import (
     SHAPES,
-    SIZES,
-    Case,
     Several,
     assert_close,
     assert_is_mean,
-    check,
     collectives,
+    each_case,
     everybodys,
     fill,
     gradients,
@@ -356,8 +354,4 @@ def an_overflow_reaches_all_ranks_and_leaves_the_memory_alone(rank: int) -> None
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", SIZES)
-def test_power(size: int, case: Case) -> None:
-    check(size, case)
+test_power = each_case(CASES)

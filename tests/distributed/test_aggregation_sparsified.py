@@ -13,12 +13,10 @@ import bagua.torch_api as bagua
 from bagua.aggregation import SparsifiedAggregation
 from tests.distributed.aggregation_ranks import (
     SHAPES,
-    SIZES,
-    Case,
     Several,
     assert_is_mean,
-    check,
     collectives,
+    each_case,
     everybodys,
     fill,
     gradients,
@@ -225,8 +223,4 @@ def a21_a_resumed_sparsified_run_equals_one_that_was_not_interrupted(rank: int) 
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", SIZES)
-def test_sparsified(size: int, case: Case) -> None:
-    check(size, case)
+test_sparsified = each_case(CASES)

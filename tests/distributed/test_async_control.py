@@ -21,9 +21,8 @@ from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgo
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import get_backend
 from tests.distributed.async_ranks import (
-    NAMES,
+    LAYOUTS,
     NEVER,
-    WORLDS,
     Slopes,
     all_are,
     fill,
@@ -37,7 +36,7 @@ from tests.distributed.async_ranks import (
     values,
     wrapped,
 )
-from tests.distributed.torch_ranks import Case, Hosts, cases_in, check
+from tests.distributed.torch_ranks import cases_in, each_case
 from tests.world import make_world
 
 
@@ -310,11 +309,7 @@ def the_originals_aborts_and_resumes_end(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize(("size", "hosts"), WORLDS, ids=NAMES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test(case: Case, size: int, hosts: Hosts) -> None:
-    check(case, size, hosts)
+test = each_case(CASES, *LAYOUTS)
 
 
 def ends_while_it_is_averaged(rank: int, destroys: bool) -> int:

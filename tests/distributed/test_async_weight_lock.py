@@ -14,9 +14,7 @@ import torch
 import bagua.torch_api as bagua
 from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgorithm
 from tests.distributed.async_ranks import (
-    NAMES,
     SHORT,
-    WORLDS,
     Slopes,
     fill,
     rest,
@@ -27,7 +25,7 @@ from tests.distributed.async_ranks import (
     until,
     wrapped,
 )
-from tests.distributed.torch_ranks import Case, Hosts, cases_in, check
+from tests.distributed.torch_ranks import cases_in, each_case
 
 #: Seconds: many intervals.
 WHILE = 0.03
@@ -364,8 +362,4 @@ def a_parameter_with_new_memory_is_averaged_from_the_next_forward_on(rank: int) 
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize(("size", "hosts"), WORLDS[:2], ids=NAMES[:2])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test(case: Case, size: int, hosts: Hosts) -> None:
-    check(case, size, hosts)
+test = each_case(CASES, 2, 3)

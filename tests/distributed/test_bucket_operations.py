@@ -9,7 +9,7 @@ import torch
 import bagua.torch_api as bagua
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import get_backend
-from tests.distributed.torch_ranks import Case, cases_in, check
+from tests.distributed.torch_ranks import cases_in, each_case
 
 COUNT = 50_000
 ROUNDS = 5
@@ -92,9 +92,4 @@ def a_backend_belongs_to_one_group(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("hosts", [None, "each its own"], ids=["one host", "hosts"])
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test(case: Case, size: int, hosts: str | None) -> None:
-    check(case, size, tuple((rank,) for rank in range(size)) if hosts else None)
+test = each_case(CASES, 2, 3, 4, "1+1", "1+1+1", "1+1+1+1")

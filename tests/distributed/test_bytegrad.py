@@ -16,11 +16,11 @@ import torch
 
 import bagua as neutral
 import bagua.torch_api as bagua
-from bagua.torch_api.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm
+from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.process_group.state import group_state
 from tests.distributed.compressed_oracle import CompressedAllReduce, Values
-from tests.distributed.torch_ranks import Case, Hosts, cases_in, check, same_everywhere
+from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, same_everywhere
 from tests.world import DEADLINE, make_world
 
 CODECS: list[tuple[str, dict[str, Any]]] = [
@@ -143,54 +143,8 @@ def without_a_codec_it_is_gradient_allreduce(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-WORLDS: list[tuple[int, Hosts]] = [(2, None), (3, None), (4, None), (4, ((0, 1), (2, 3))), (3, ((0, 1), (2,)))]
 
-
-@pytest.mark.parametrize(("size", "hosts"), WORLDS, ids=["2", "3", "4", "2+2", "2+1"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test(case: Case, size: int, hosts: Hosts) -> None:
-    check(case, size, hosts)
-
-
-# --- bytes between two hosts ------------------------------------------------------------------------------------------
-
-
-def sent() -> int:
-    """Bytes that this rank has sent to other hosts, headers included."""
-    groups = neutral.stats()["groups"].values()
-    return sum(counts["wire_bytes_sent"] for group in groups for counts in group["ops"].values())
-
-
-def bytes_of_a_step(rank: int) -> dict[str, int]:
-    torch.set_num_threads(1)
-    bagua.init_process_group()
-    algorithms: dict[str, Algorithm] = {
-        "none": GradientAllReduceAlgorithm(),
-        "minmax_u8": ByteGradAlgorithm(),
-        "top_k": ByteGradAlgorithm(compression=neutral.Codec("top_k", k=0.01)),
-        "onebit": ByteGradAlgorithm(compression="onebit", error_feedback=True),
-    }
-    found = {}
-    for name, algorithm in algorithms.items():
-        # 10 MiB of float32.
-        model = torch.nn.Linear(2560, 1024, bias=False)
-        model.with_bagua([sgd(model)], algorithm, bucket_size=10 << 20)
-        assert [bucket.backend_tensor.nbytes for bucket in model.bagua_buckets] == [10 << 20]
-        loss = model(torch.full((1, 2560), float(rank + 1))).sum()
-        before = sent()
-        loss.backward()
-        found[name] = sent() - before
-    bagua.destroy_process_group()
-    return found
-
-
-def test_codecs_send_fewer_bytes_between_hosts() -> None:
-    for found in make_world(2, hosts=[[0], [1]], timeout=2 * DEADLINE).run(bytes_of_a_step):
-        plain = found["none"]
-        assert plain >= 10 << 20
-        assert 0.24 * plain < found["minmax_u8"] <= 0.26 * plain
-        assert 0.019 * plain < found["top_k"] <= 0.021 * plain
-        assert 0.03 * plain < found["onebit"] <= 0.04 * plain
+test = each_case(CASES, *HOSTED)
 
 
 # --- a dead peer ------------------------------------------------------------------------------------------------------

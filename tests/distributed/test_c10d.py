@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from bagua.errors import BaguaTimeoutError
-from tests.distributed.c10d_ranks import Case, Pair, cases_in, check, run_cases, same
+from tests.distributed.c10d_ranks import Pair, cases_in, each_case, run_cases, same
 from tests.distributed.left_out import needs_backend_class
 
 # Those that gloo adds up too.
@@ -466,11 +466,5 @@ def in_a_sub_group(rank: int) -> dict[str, str]:
     return run_cases(rank, CASES, [0, 2])
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_in_the_world(case: Case) -> None:
-    check(in_the_world, 3, case)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_in_a_sub_group(case: Case) -> None:
-    check(in_a_sub_group, 3, case)
+test_in_the_world = each_case(CASES, 3, run=in_the_world)
+test_in_a_sub_group = each_case(CASES, 3, run=in_a_sub_group)

@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.c10d_ranks import Case, Pair, cases_in, check, run_cases
+from tests.distributed.c10d_ranks import Pair, cases_in, each_case, run_cases
 from tests.distributed.left_out import needs_backend_class
 
 try:
@@ -102,6 +101,4 @@ def on_two_ranks(rank: int) -> dict[str, str]:
     return run_cases(rank, CASES)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_training_is_bitwise_that_on_gloo(case: Case) -> None:
-    check(on_two_ranks, 2, case)
+test_a_training_is_bitwise_that_on_gloo = each_case(CASES, 2, run=on_two_ranks)

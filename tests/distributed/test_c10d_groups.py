@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -26,6 +25,7 @@ import bagua.c10d  # registers the backend
 import bagua.torch_api
 from bagua.c10d.torch_bindings import BACKEND_HAS_CONSTRUCTOR
 from bagua.errors import AbortedError, BaguaError, BaguaTimeoutError, PeerLostError, PeerRaisedError
+from tests.waits import meet, until
 from tests.world import ROOT, World, make_world
 
 LIMIT = timedelta(seconds=30)
@@ -40,14 +40,6 @@ def begin(**options: Any) -> None:
     dist.init_process_group("bagua", timeout=LIMIT, **options)
 
 
-def until(done: Callable[[], bool]) -> None:
-    """Returns when it is so; AssertionError after a minute."""
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def total(value: float, group: Any = None) -> float:
     tensor = torch.tensor([value])
     dist.all_reduce(tensor, group=group)
@@ -57,6 +49,7 @@ def total(value: float, group: Any = None) -> float:
 def survive(rank: int, folder: str) -> tuple[int, float, float, float] | None:
     begin()
     dist.barrier()
+    meet("before it dies", rank, range(3))
     if rank == 2:
         Path(folder, "died").write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -127,6 +120,7 @@ def lose_a_rank_in_backward(rank: int) -> str:
     begin()
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
     outputs = model(torch.ones(2, 4))
+    meet("after the forward", rank, range(2))
     if rank == 1:
         outputs = _Dies.apply(outputs)
     try:

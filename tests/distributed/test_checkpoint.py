@@ -18,6 +18,7 @@ from torch import nn
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError, PeerLostError
 from bagua.torch_api.checkpoint import load_checkpoint, save_checkpoint, saving
+from tests.waits import meet
 from tests.world import World
 
 # Calls by which a save touches the disk; it is killed before each one of them, and after.
@@ -115,6 +116,7 @@ def peer_is_killed(rank: int, folder: str) -> tuple[int, int]:
     torch.manual_seed(0)
     model = bagua.moe.MoE(4, nn.Linear(4, 4))
     save_checkpoint(1, folder, model)
+    meet("after the first checkpoint", rank, range(2))
     if rank == 1:
         real_save = torch.save
 

@@ -18,6 +18,7 @@ import bagua.torch_api as bagua_torch
 from bagua.errors import BaguaError, PeerLostError
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from tests.distributed.training_models import Net
+from tests.waits import meet
 from tests.world import make_world
 
 pytestmark = pytest.mark.slow
@@ -89,6 +90,8 @@ def lose_rank_2(rank: int) -> list[Any]:
     model.register_comm_hook(None, default_hooks.allreduce_hook)
     algorithm, number = model.bagua_algorithm, 0
     while number < 4:
+        if number == 2:
+            meet("after two steps", rank, range(3))
         if (rank, number) == (2, 2):
             os.kill(os.getpid(), signal.SIGKILL)
         x = torch.full((1, 8), 1.0 + number + bagua_torch.get_rank())

@@ -23,7 +23,7 @@ from bagua.errors import BaguaError, MismatchError
 from bagua.torch_api.algorithms import Algorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from bagua.torch_api.data_parallel.functional import all_reduce
-from tests.distributed.torch_ranks import Case, cases_in, check, same_everywhere
+from tests.distributed.torch_ranks import cases_in, each_case, same_everywhere
 from tests.distributed.training_models import Net
 
 
@@ -174,18 +174,6 @@ def accumulation_communicates_nothing_but_buffers(rank: int) -> None:
     model(torch.randn(2, 8)).sum().backward()
     assert calls() > before
     assert same_everywhere(model.module.weight.grad)
-
-
-def a_parameter_that_no_rank_used_has_no_gradient(rank: int) -> None:
-    model = DistributedDataParallel(Net(branches=True), find_unused_parameters=True)
-    model(torch.randn(4, 8), 0).sum().backward()
-    assert model.one.weight.grad is None
-    assert model.never.weight.grad is None
-    assert same_everywhere(model.other.weight.grad)
-    model.zero_grad()
-    model(torch.randn(4, 8), int(rank == 2)).sum().backward()
-    assert model.never.weight.grad is None
-    assert same_everywhere(model.one.weight.grad, model.other.weight.grad)
 
 
 def a_gradient_that_one_rank_puts_there_counts_on_all(rank: int) -> None:
@@ -445,7 +433,4 @@ def what_an_all_reduce_has_no_gradient_for_is_refused(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_the_wrapper(case: Case) -> None:
-    check(case, 3)
+test_the_wrapper = each_case(CASES, 3)

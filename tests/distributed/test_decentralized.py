@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import itertools
-import time
 from typing import Any
 
 import pytest
 import torch
 
 import bagua.torch_api as bagua
-from bagua.errors import BaguaError, MismatchError
+from bagua.errors import BaguaError
 from bagua.torch_api.algorithms.decentralized import PEER_SELECTION_MODES
-from tests.distributed.hosted_ranks import LAYOUTS, Layout, check, name_of
-from tests.distributed.torch_ranks import Case, cases_in, same_everywhere
+from tests.distributed.states import load, saved
+from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, same_everywhere
 from tests.distributed.weights_oracle import (
     Decentralized,
     Net,
@@ -26,8 +24,9 @@ from tests.distributed.weights_oracle import (
     loss,
     made_on_rank_0,
     sgd,
+    train,
 )
-from tests.world import make_world
+from tests.distributed.weights_oracle import wrapped as wrapped_with
 
 DecentralizedAlgorithm = bagua.algorithms.DecentralizedAlgorithm
 
@@ -43,27 +42,13 @@ def allowed(mode: str, hierarchical: bool) -> bool:
 
 
 def wrapped(rank: int, algorithm: Any = None, **options: Any) -> tuple[Net, torch.optim.Optimizer]:
-    """A model that begins elsewhere on each rank, and becomes that of rank 0."""
-    model = made_on_rank_0(Net)
-    if rank:
-        with torch.no_grad():
-            for param in model.parameters():
-                param.add_(rank)
-    optimizer = sgd(model)
-    model.with_bagua([optimizer], algorithm or DecentralizedAlgorithm(hierarchical=False), **options)
-    return model, optimizer
+    return wrapped_with(rank, algorithm or DecentralizedAlgorithm(hierarchical=False), **options)
 
 
 def simulated(mode: str = "all", hierarchical: bool = False, interval: int = 1) -> Decentralized:
     # An all_reduce adds up inside hosts first, hierarchical or not.
     by_host = hosts() if hierarchical or mode == "all" else None
     return Decentralized(made_on_rank_0(Net), bagua.get_world_size(), mode, by_host, interval)
-
-
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
-    loss(model, batch(rank, step)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def every_mode_equals_the_simulation(rank: int) -> None:
@@ -202,10 +187,7 @@ def a_run_resumes_to_the_bit(rank: int) -> None:
         whole, optimizer = wrapped(rank, algorithm, do_flatten=do_flatten)
         for step in range(5):
             train(whole, optimizer, rank, step)
-        saved = io.BytesIO()
-        torch.save([whole.state_dict(), optimizer.state_dict(), whole.bagua_algorithm.state_dict()], saved)
-        saved.seek(0)
-        states = torch.load(saved, weights_only=True)
+        states = saved(whole, optimizer)
         assert states[2] == {
             "algorithm": "decentralized",
             "step": 5,
@@ -214,8 +196,7 @@ def a_run_resumes_to_the_bit(rank: int) -> None:
         resumed, other = wrapped(rank, algorithm, do_flatten=do_flatten, bucket_size=16)
         # A forward before the states are loaded begins a step that ends there.
         loss(resumed, batch(rank, 99))
-        for owner, state in zip((resumed, other, resumed.bagua_algorithm), states, strict=True):
-            owner.load_state_dict(state)
+        load(resumed, other, states)
         for step in range(5, 10):
             train(whole, optimizer, rank, step)
             train(resumed, other, rank, step)
@@ -223,21 +204,6 @@ def a_run_resumes_to_the_bit(rank: int) -> None:
                 assert torch.equal(a, b), f"{mode} {hierarchical=} {do_flatten=} step {step}"
     with pytest.raises(ValueError, match="gradient_allreduce"):
         resumed.bagua_algorithm.load_state_dict({"algorithm": "gradient_allreduce", "step": 1, "round": 1})
-
-
-def options_that_differ_are_a_mismatch_and_the_group_stays_usable(rank: int) -> None:
-    if bagua.get_world_size() == 1:
-        return
-    pairs: list[dict[str, Any]] = [
-        {"hierarchical": rank == 0},
-        {"peer_selection_mode": "ring" if rank else "all"},
-        {"communication_interval": 1 + rank},
-    ]
-    for options in pairs:
-        with pytest.raises(MismatchError, match=next(iter(options))):
-            wrapped(rank, DecentralizedAlgorithm(**options))
-    model, optimizer = wrapped(rank)
-    train(model, optimizer, rank, 0)
 
 
 def gradients_accumulate_under_no_sync(rank: int) -> None:
@@ -279,56 +245,8 @@ def a_loss_without_parameters_on_one_rank_ends_the_step_with_the_optimizer(rank:
             optimizer.step()
         else:
             train(model, optimizer, rank, step)
-        names = [name for name, _ in model.named_parameters()]
-        after = {name: averaged(ranks.values(name), "all", step, hosts()) for name in names}
-        for replica in range(bagua.get_world_size()):
-            if step != 1 or replica != 0:
-                loss(ranks.models[replica], batch(replica, step)).backward()
-        for name, values in after.items():
-            ranks.put(name, values)
-        ranks.step()
+        ranks.train(step, without=[0] if step == 1 else [])
         assert_equals(model, ranks, rank, f"step {step}")
-
-
-def two_models_with_one_algorithm_object_train_in_turn(rank: int) -> None:
-    algorithm = DecentralizedAlgorithm(False, "exponential")
-    both = [wrapped(rank, algorithm) for _ in range(2)]
-    sims = [simulated("exponential") for _ in range(2)]
-    for step in range(3):
-        losses = [loss(model, batch(rank, 2 * step + i)) for i, (model, _) in enumerate(both)]
-        for value, (_, optimizer) in zip(reversed(losses), reversed(both), strict=True):
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for i, (ranks, (model, _)) in enumerate(zip(sims, both, strict=True)):
-            ranks.train(step, passes=[2 * step + i])
-            assert_equals(model, ranks, rank, f"model {i}, step {step}")
-
-
-class _Breaks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("broken off")
-
-
-def a_step_whose_backward_broke_off_goes_on_with_the_next_forward(rank: int) -> None:
-    size = bagua.get_world_size()
-    for broken in (range(size), range(1)):
-        model, optimizer = wrapped(rank)
-        ranks = simulated()
-        for step in range(3):
-            for _ in range(step if rank in broken else 0):
-                with pytest.raises(ArithmeticError):
-                    loss(model, _Breaks.apply(batch(rank, step).requires_grad_())).backward()
-                optimizer.zero_grad()
-            train(model, optimizer, rank, step)
-            ranks.train(step)
-            assert_equals(model, ranks, rank, f"broken on {list(broken)}, step {step}")
-        assert model.bagua_ddp.step == 2
 
 
 def a_model_can_be_wrapped_again_copied_and_deleted_at_any_moment(rank: int) -> None:
@@ -353,10 +271,7 @@ def a_model_can_be_wrapped_again_copied_and_deleted_at_any_moment(rank: int) -> 
             train(model, optimizer, rank, step)
             ranks.train(step)
             assert_equals(model, ranks, rank, f"{do_flatten=}, step {step}")
-        saved = io.BytesIO()
-        torch.save(model.state_dict(), saved)
-        saved.seek(0)
-        for name, value in torch.load(saved, weights_only=True).items():
+        for name, value in saved(model, optimizer)[0].items():
             assert torch.equal(value, model.state_dict()[name])
         twin.load_state_dict(model.state_dict())
         train(twin, sgd(twin), rank, 4)
@@ -440,39 +355,4 @@ def models_and_options_that_cannot_be_are_refused(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test(case: Case, layout: Layout) -> None:
-    check(case, layout)
-
-
-def end_with_a_forward(rank: int) -> None:
-    torch.set_num_threads(1)
-    bagua.init_process_group()
-    model, optimizer = wrapped(rank)
-    train(model, optimizer, rank, 0)
-    model(batch(rank, 1))
-    bagua.destroy_process_group()
-    # Trains alone now.
-    train(model, optimizer, rank, 1)
-
-
-def test_a_program_may_end_between_forward_and_backward() -> None:
-    make_world(2).run(end_with_a_forward)
-
-
-def end_with_a_forward_of_rank_0(rank: int) -> float:
-    torch.set_num_threads(1)
-    bagua.init_process_group()
-    model, optimizer = wrapped(rank)
-    train(model, optimizer, rank, 0)
-    if rank == 0:
-        model(batch(rank, 1))
-    start = time.monotonic()
-    bagua.destroy_process_group()
-    return time.monotonic() - start
-
-
-def test_a_forward_of_one_rank_does_not_hold_up_the_end_of_the_program() -> None:
-    assert max(make_world(2).run(end_with_a_forward_of_rank_0)) < 20
+test = each_case(CASES, 1, *HOSTED, timeout=60)

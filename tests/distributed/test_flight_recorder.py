@@ -19,6 +19,7 @@ import pytest
 
 import bagua
 from bagua import cli
+from tests.waits import meet, until
 
 World = Callable[..., Any]
 
@@ -39,13 +40,6 @@ def merge(capsys: pytest.CaptureFixture[str], files: list[str], out: Path) -> tu
     assert {event["ph"] for event in events} == {"X"}
     assert all(event["dur"] >= 0 and event["ts"] > 1.7e15 for event in events)
     return capsys.readouterr().out.splitlines(), events
-
-
-def until(condition: Callable[[], bool], limit: float = 30.0) -> None:
-    end = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 # --- recording --------------------------------------------------------------------------------------------------------
@@ -140,6 +134,7 @@ def hangs(rank: int, folder: str) -> tuple[str | None, int]:
     x = np.ones(4, np.float32)
     for _ in range(17):
         group.all_reduce(x)
+    meet("after 17", rank, range(3))
     record = None
     if rank == 2:
         # Busy with something else; it gets the failure when it leaves.
@@ -222,6 +217,7 @@ def is_killed(rank: int, folder: str) -> str:
     x = np.ones(4, np.float32)
     for _ in range(5):
         group.all_reduce(x)
+    meet("after 5", rank, range(3))
     waits = Path(folder, "waits")
     if rank == 1:
         until(waits.exists)
@@ -272,6 +268,7 @@ def trains(rank: int) -> tuple[str, str | None]:
         optimizer.step()
 
     step()
+    meet("after a step", rank, range(2))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(bagua.PeerLostError) as raised:
@@ -304,6 +301,7 @@ def fails(rank: int, how: str) -> tuple[str, str | None]:
     engine = bagua.Engine()
     engine.register([bucket])
     group.barrier()
+    meet("before the failure", rank, range(2))
 
     def go_on() -> None:
         if rank == 1:
@@ -366,6 +364,7 @@ def test_an_aborted_group_and_an_empty_directory_leave_no_record(
 def cannot_write(rank: int) -> tuple[str, str | None]:
     group = bagua.init()
     group.barrier()
+    meet("before the failure", rank, range(2))
     if rank == 1:
         until(lambda: failed(group))
     with pytest.raises(bagua.BaguaTimeoutError, match="waiting for rank 1") as raised:

@@ -12,7 +12,7 @@ import torch
 
 import bagua.horovod.torch as hvd
 from bagua.errors import BaguaError, MismatchError
-from tests.distributed.torch_ranks import Case, cases_in, check, run_cases, same_everywhere
+from tests.distributed.torch_ranks import cases_in, each_case, same_everywhere
 from tests.world import make_world
 
 RANKS = 3
@@ -497,13 +497,7 @@ def begin(rank: int) -> None:
     hvd.init()
 
 
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, [begin, *CASES])
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_on_three_ranks(case: Case) -> None:
-    check(case, RANKS, run=run)
+test_on_three_ranks = each_case(CASES, RANKS)
 
 
 # --- joining and leaving ----------------------------------------------------------------------------------------------

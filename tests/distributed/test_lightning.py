@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("lightning", reason="lightning is not installed: make setup")
 pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed: make setup")
 
+from tests.cases import check_outcomes
 from tests.distributed.front_ends import REFERENCE, Fabric
 from tests.distributed.lightning_ranks import CASES, FABRIC, PARITY, run
 from tests.distributed.training_rows import compare
@@ -54,8 +55,7 @@ def test_fabric_trains_as_ddp_on_gloo_does(namespace: str, name: str) -> None:
     ],
 )
 def test_the_strategy(namespace: str, name: str) -> None:
-    failed = [f"--- rank {rank} ---\n{found[name]}" for rank, found in enumerate(outcomes(namespace))]
-    assert not any(found[name] for found in outcomes(namespace)), "\n".join(failed)
+    check_outcomes(outcomes(namespace), name)
 
 
 @pytest.mark.slow

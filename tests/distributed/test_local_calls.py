@@ -19,10 +19,9 @@ from bagua.torch_api.communication import from_torch_group, get_backend
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from bagua.torch_api.distributed import with_bagua
 from bagua.torch_api.process_group import Communicator, ProcessGroup
-from tests.distributed.torch_ranks import Case, cases_in, check
+from tests.distributed.torch_ranks import cases_in, each_case
 
 #: Two ranks on the first host, one and one on the others.
-HOSTS = ((0, 1), (2,), (3,))
 COUNT = 50_000
 
 _names = iter(range(1 << 20))
@@ -156,10 +155,7 @@ def a_rank_whose_bucket_lies_elsewhere_makes_the_others_copy(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test(case: Case) -> None:
-    check(case, 4, HOSTS)
+test = each_case(CASES, "2+1+1")
 
 
 @pytest.mark.parametrize("what", [bagua.empty, Communicator.empty, neutral.Group.empty, BaguaBucket, neutral.Bucket])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from bagua.torch_api.algorithms import Algorithm, DiLoCoAlgorithm, LocalSGDAlgor
 from tests.distributed.compressed_oracle import CompressedAllReduce
 from tests.distributed.local_sgd_simulation import (
     SMALL,
-    WORLDS,
     Simulation,
     data,
     equal,
@@ -25,8 +23,9 @@ from tests.distributed.local_sgd_simulation import (
     rounds,
     sgd,
 )
-from tests.distributed.torch_ranks import Case, Hosts, cases_in, check, same_everywhere
-from tests.world import make_world
+from tests.distributed.states import load
+from tests.distributed.states import saved as states_of
+from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, same_everywhere
 
 Outer = tuple[float, float, bool]
 PLAIN: Outer = (1.0, 0.0, False)
@@ -220,33 +219,24 @@ def a_resumed_run_goes_on_to_the_bit(rank: int) -> None:
             model.with_bagua([optimizer], algorithm, bucket_size=SMALL)
             for step in range(13):
                 if step == saved:
-                    file = io.BytesIO()
-                    states = [model.state_dict(), optimizer.state_dict(), model.bagua_algorithm.state_dict()]
-                    assert states[2].keys() == {"algorithm", "step", "round", "anchor", "outer_momentum"} | (
+                    states = states_of(model, optimizer)
+                    state = states[2]
+                    assert state.keys() == {"algorithm", "step", "round", "anchor", "outer_momentum"} | (
                         {"error"} if feedback else set()
                     )
-                    assert (states[2]["algorithm"], states[2]["step"], states[2]["round"]) == (
-                        "diloco",
-                        saved,
-                        saved // 4,
-                    )
-                    torch.save(states, file)
+                    assert (state["algorithm"], state["step"], state["round"]) == ("diloco", saved, saved // 4)
                 local_step(model, optimizer, data(rank, step))
             resumed = net()
             optimizer = sgd(resumed)
             resumed.with_bagua([optimizer], algorithm, bucket_size=SMALL if feedback else 1 << 20)
-            file.seek(0)
-            first, second, third = torch.load(file, weights_only=True)
-            resumed.load_state_dict(first)
-            optimizer.load_state_dict(second)
-            resumed.bagua_algorithm.load_state_dict(third)
+            load(resumed, optimizer, states)
             for step in range(saved, 13):
                 local_step(resumed, optimizer, data(rank, step))
             assert equal(resumed, model)
             assert rounds(resumed) == 3
     other = net().with_bagua([], LocalSGDAlgorithm())
     with pytest.raises(ValueError, match=r"'diloco'.*'local_sgd'"):
-        other.bagua_algorithm.load_state_dict(third)
+        other.bagua_algorithm.load_state_dict(states[2])
 
 
 def a_model_can_go_back_to_an_earlier_state(rank: int) -> None:
@@ -254,13 +244,11 @@ def a_model_can_go_back_to_an_earlier_state(rank: int) -> None:
     optimizer = sgd(model)
     model.with_bagua([optimizer], LocalSGDAlgorithm(2))
     local_step(model, optimizer, data(rank, 0))
-    states = copy.deepcopy([model.state_dict(), optimizer.state_dict(), model.bagua_algorithm.state_dict()])
+    states = states_of(model, optimizer)
     local_step(model, optimizer, data(rank, 1))
     assert same_everywhere(*model.parameters())
     after = [param.detach().clone() for param in model.parameters()]
-    model.load_state_dict(states[0])
-    optimizer.load_state_dict(states[1])
-    model.bagua_algorithm.load_state_dict(states[2])
+    load(model, optimizer, states)
     local_step(model, optimizer, data(rank, 1))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), after, strict=True))
 
@@ -281,36 +269,7 @@ def frozen_and_ignored_parameters_stay(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize(("size", "hosts"), WORLDS, ids=["2", "3", "4", "2+2", "2+1"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test(case: Case, size: int, hosts: Hosts) -> None:
-    check(case, size, hosts)
-
-
-def sent_in_each_step(rank: int) -> list[int]:
-    torch.set_num_threads(1)
-    bagua.init_process_group()
-    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
-    optimizer = sgd(model)
-    model.with_bagua([optimizer], LocalSGDAlgorithm(4))
-
-    def sent() -> int:
-        groups = neutral.stats()["groups"].values()
-        return sum(counts["wire_bytes_sent"] for group in groups for counts in group["ops"].values())
-
-    found = []
-    for step in range(8):
-        before = sent()
-        local_step(model, optimizer, data(rank, step))
-        found.append(sent() - before)
-    bagua.destroy_process_group()
-    return found
-
-
-def test_nothing_is_sent_between_rounds() -> None:
-    for found in make_world(2, hosts=[[0], [1]]).run(sent_in_each_step):
-        assert [count > 0 for count in found] == [False, False, False, True] * 2
+test = each_case(CASES, *HOSTED)
 
 
 def test_options_out_of_range_are_refused() -> None:

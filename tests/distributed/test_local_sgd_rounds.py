@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import pytest
 import torch
 
 import bagua.torch_api as bagua
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, LocalSGDAlgorithm
-from tests.distributed.local_sgd_simulation import WORLDS, Simulation, data, equal, local_step, net, rounds, sgd
-from tests.distributed.torch_ranks import Case, Hosts, cases_in, check, same_everywhere
+from tests.distributed.local_sgd_simulation import Simulation, data, equal, local_step, net, rounds, sgd
+from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, same_everywhere
 from tests.world import make_world
 
 
@@ -194,11 +193,7 @@ def models_that_overflow_together_or_alone_delay_no_rank(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize(("size", "hosts"), WORLDS, ids=["2", "3", "4", "2+2", "2+1"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test(case: Case, size: int, hosts: Hosts) -> None:
-    check(case, size, hosts)
+test = each_case(CASES, *HOSTED)
 
 
 def group_ends_before_a_round(rank: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -16,10 +15,10 @@ import torch
 
 import bagua as neutral
 import bagua.torch_api as bagua
-from bagua.errors import MismatchError
-from tests.distributed.hosted_ranks import LAYOUTS, Layout, check, name_of
-from tests.distributed.torch_ranks import Case, cases_in, same_everywhere
-from tests.distributed.weights_oracle import LowPrecision, Net, assert_equals, batch, loss, made_on_rank_0, sgd
+from tests.distributed.states import load, saved
+from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, same_everywhere
+from tests.distributed.weights_oracle import LowPrecision, Net, assert_equals, batch, loss, made_on_rank_0, sgd, train
+from tests.distributed.weights_oracle import wrapped as wrapped_with
 from tests.world import make_world
 
 LowPrecisionAlgorithm = bagua.algorithms.LowPrecisionDecentralizedAlgorithm
@@ -52,15 +51,7 @@ def hosts_if(hierarchical: bool) -> list[list[int]] | None:
 def wrapped(
     rank: int, algorithm: Any = None, make: Callable[[], Net] = make, **options: Any
 ) -> tuple[Net, torch.optim.Optimizer]:
-    """A model that begins elsewhere on each rank, and becomes that of rank 0."""
-    model = made_on_rank_0(make)
-    if rank:
-        with torch.no_grad():
-            for param in model.parameters():
-                param.add_(rank)
-    optimizer = sgd(model)
-    model.with_bagua([optimizer], algorithm or LowPrecisionAlgorithm(hierarchical=False), **options)
-    return model, optimizer
+    return wrapped_with(rank, algorithm or LowPrecisionAlgorithm(hierarchical=False), make, **options)
 
 
 def simulated(
@@ -70,12 +61,6 @@ def simulated(
     interval: int = 1,
 ) -> LowPrecision:
     return LowPrecision(made_on_rank_0(make), bagua.get_world_size(), codec, buckets, hosts_if(hierarchical), interval)
-
-
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
-    loss(model, batch(rank, step)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def assert_replicas(model: Net, ranks: LowPrecision, rank: int, what: str) -> None:
@@ -108,16 +93,6 @@ def every_codec_equals_the_simulation(rank: int) -> None:
             what = f"{codec}, {hierarchical=}, {interval=}, {do_flatten=}, {small=}, step {step}"
             assert_equals(model, ranks, rank, what)
             assert_replicas(model, ranks, rank, what)
-
-
-def both_flatten_settings_equal_the_simulation(rank: int) -> None:
-    for do_flatten, hierarchical in itertools.product((True, False), (True, False)):
-        model, optimizer = wrapped(rank, LowPrecisionAlgorithm(hierarchical), do_flatten=do_flatten)
-        ranks = simulated(hierarchical=hierarchical)
-        for step in range(3):
-            train(model, optimizer, rank, step)
-            ranks.train(step)
-            assert_equals(model, ranks, rank, f"{do_flatten=}, {hierarchical=}, step {step}")
 
 
 def neighbours_hold_what_this_rank_knows_of_itself(rank: int) -> None:
@@ -176,10 +151,7 @@ def a_run_resumes_to_the_bit(rank: int) -> None:
         whole, optimizer = wrapped(rank, algorithm, do_flatten=do_flatten)
         for step in range(5):
             train(whole, optimizer, rank, step)
-        saved = io.BytesIO()
-        torch.save([whole.state_dict(), optimizer.state_dict(), whole.bagua_algorithm.state_dict()], saved)
-        saved.seek(0)
-        states = torch.load(saved, weights_only=True)
+        states = saved(whole, optimizer)
         state = states[2]
         assert (state["algorithm"], state["step"], state["round"]) == ("low_precision_decentralized", 5, 2)
         names = {name for name, _ in whole.named_parameters()}
@@ -189,8 +161,7 @@ def a_run_resumes_to_the_bit(rank: int) -> None:
         # A backward before the states are loaded leaves nothing behind.
         loss(resumed, batch(rank, 99)).backward()
         resumed.zero_grad()
-        for owner, loaded in zip((resumed, other, resumed.bagua_algorithm), states, strict=True):
-            owner.load_state_dict(loaded)
+        load(resumed, other, states)
         for step in range(5, 10):
             train(whole, optimizer, rank, step)
             train(resumed, other, rank, step)
@@ -206,22 +177,6 @@ def a_run_resumes_to_the_bit(rank: int) -> None:
         resumed.bagua_algorithm.load_state_dict({"algorithm": "decentralized", "step": 1, "round": 1})
     with pytest.raises(ValueError, match="'weight'"):
         resumed.bagua_algorithm.load_state_dict({**state, "weight": {}})
-
-
-def options_that_differ_are_a_mismatch_and_the_group_stays_usable(rank: int) -> None:
-    if bagua.get_world_size() == 1:
-        return
-    pairs: list[dict[str, Any]] = [
-        {"hierarchical": rank == 0},
-        {"communication_interval": 1 + rank},
-        {"compression": "f16" if rank else "bf16"},
-        {"compression": neutral.Codec("top_k", k=0.1 + rank / 10)},
-    ]
-    for options in pairs:
-        with pytest.raises(MismatchError, match=next(iter(options))):
-            wrapped(rank, LowPrecisionAlgorithm(**options))
-    model, optimizer = wrapped(rank)
-    train(model, optimizer, rank, 0)
 
 
 def gradients_accumulate_under_no_sync(rank: int) -> None:
@@ -257,21 +212,6 @@ def frozen_parameters_do_not_travel(rank: int) -> None:
     assert "deep" not in model.bagua_algorithm.state_dict()["weight"]
 
 
-def two_models_with_one_algorithm_object_train_in_turn(rank: int) -> None:
-    algorithm = LowPrecisionAlgorithm(False, compression=CODECS[3])
-    both = [wrapped(rank, algorithm) for _ in range(2)]
-    sims = [simulated(CODECS[3]) for _ in range(2)]
-    for step in range(3):
-        losses = [loss(model, batch(rank, 2 * step + i)) for i, (model, _) in enumerate(both)]
-        for value, (_, optimizer) in zip(reversed(losses), reversed(both), strict=True):
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for i, (ranks, (model, _)) in enumerate(zip(sims, both, strict=True)):
-            ranks.train(step, passes=[2 * step + i])
-            assert_equals(model, ranks, rank, f"model {i}, step {step}")
-
-
 def an_overflow_makes_one_rank_skip_alone(rank: int) -> None:
     # GradScaler refuses parameters of float16.
     single = functools.partial(Net, other=torch.float32)
@@ -305,13 +245,7 @@ def a_loss_without_parameters_on_one_rank_ends_the_step_with_the_optimizer(rank:
             optimizer.step()
         else:
             train(model, optimizer, rank, step)
-        for replica in range(bagua.get_world_size()):
-            if step != 1 or replica != 0:
-                loss(ranks.models[replica], batch(replica, step)).backward()
-        ranks.step()
-        for names, ring in zip(ranks.buckets, ranks.rings, strict=True):
-            for name, values in ranks.parts(names, ring.step(ranks.flat(names))).items():
-                ranks.put(name, values)
+        ranks.train(step, without=[0] if step == 1 else [])
         assert_equals(model, ranks, rank, f"step {step}")
 
 
@@ -374,11 +308,7 @@ def models_and_options_that_cannot_be_are_refused(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test(case: Case, layout: Layout) -> None:
-    check(case, layout)
+test = each_case(CASES, 1, *HOSTED, timeout=60)
 
 
 def end_with_a_skipped_step(rank: int, skipping: int) -> tuple[float, int]:
@@ -401,19 +331,3 @@ def test_a_program_may_end_after_a_skipped_step(skipping: int) -> None:
     for seconds, rounds in make_world(2).run(end_with_a_skipped_step, skipping):
         assert rounds == 2
         assert seconds < 20
-
-
-def end_with_a_backward_of_rank_0(rank: int) -> float:
-    torch.set_num_threads(1)
-    bagua.init_process_group()
-    model, optimizer = wrapped(rank)
-    train(model, optimizer, rank, 0)
-    if rank == 0:
-        loss(model, batch(rank, 1)).backward()
-    start = time.monotonic()
-    bagua.destroy_process_group()
-    return time.monotonic() - start
-
-
-def test_a_backward_of_one_rank_does_not_hold_up_the_end_of_the_program() -> None:
-    assert max(make_world(2).run(end_with_a_backward_of_rank_0)) < 20

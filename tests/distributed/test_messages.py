@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import bagua
+from tests.waits import meet
 
 World = Callable[..., Any]
 
@@ -128,7 +129,7 @@ def test_each_group_has_messages_of_its_own(world: World) -> None:
 
 def missing(rank: int) -> tuple[int, ...] | None:
     group = bagua.init(timeout=60)
-    group.barrier()
+    meet("before the receive", rank, range(3))
     if rank == 0:
         with pytest.raises(bagua.BaguaTimeoutError, match="send/recv") as raised:
             group.recv(np.empty(4, np.uint8), 2, timeout=0.3)
@@ -147,7 +148,7 @@ def test_a_message_that_does_not_come_names_its_sender(world: World) -> None:
 
 def killed(rank: int, folder: str) -> float | None:
     group = bagua.init(timeout=60)
-    group.barrier()
+    meet("before it dies", rank, range(3))
     if rank == 1:
         group.send(pattern(10, 1), 0)
         Path(folder, "killed").write_text(repr(time.monotonic()))

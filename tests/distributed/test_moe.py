@@ -17,7 +17,7 @@ import bagua.torch_api as bagua
 from bagua.errors import BaguaError
 from bagua.torch_api.checkpoint import load_checkpoint, save_checkpoint
 from bagua.torch_api.moe import MoE, is_moe_param
-from tests.distributed.torch_ranks import Case, cases_in, check, same_everywhere
+from tests.distributed.torch_ranks import cases_in, each_case, same_everywhere
 
 HIDDEN = 6
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
@@ -381,8 +381,4 @@ def a_plain_model_is_saved_by_rank_0_alone(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test(case: Case, size: int) -> None:
-    check(case, size)
+test = each_case(CASES, 2, 4)

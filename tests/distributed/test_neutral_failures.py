@@ -15,17 +15,13 @@ import numpy as np
 import pytest
 
 import bagua
+from tests.waits import for_ever, meet
 
 World = Callable[..., Any]
 
 
 def shared_memory_files() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if "bagua" in path.name}
-
-
-def for_ever(call: Callable[[], object]) -> None:
-    while True:
-        call()
 
 
 # --- a dead peer ------------------------------------------------------------------------------------------------------
@@ -86,13 +82,13 @@ def killed_in_large_broadcasts(rank: int, folder: str) -> float | None:
     # 16 MiB: 32 times what fits the windows of a rank.
     x = np.full(1 << 22, rank, np.float32)
     turn = 0
-    if rank == 1:
-        # In another thread, so that the process ends at any point of a broadcast.
-        threading.Timer(0.3, killed_now, [folder]).start()
 
     def step() -> None:
         nonlocal turn
         turn += 1
+        if (rank, turn) == (1, 3):
+            # In another thread, so that the process ends at any point of a broadcast.
+            threading.Timer(0.3, killed_now, [folder]).start()
         x[:] = rank + turn
         group.broadcast(x, turn % 2)
         assert (x == turn % 2 + turn).all()
@@ -160,7 +156,7 @@ def test_ranks_that_disagree_all_get_what_each_was_doing(world: World, how: str,
 
 def raises(rank: int) -> tuple[int, str, str]:
     group = bagua.init(timeout=60)
-    group.barrier()
+    meet("before the exception", rank, range(3))
     if rank == 1:
         raise LookupError("no such sample: 17")
     with pytest.raises(bagua.PeerRaisedError, match=r"rank 1 on .* raised LookupError: no such sample: 17") as raised:
@@ -178,7 +174,7 @@ def test_an_uncaught_exception_reaches_the_other_ranks(world: World) -> None:
 
 def times_out(rank: int) -> tuple[tuple[int, ...], float] | None:
     group = bagua.init(timeout=60)
-    group.barrier()
+    meet("before the verb", rank, range(2))
     if rank == 1:
         # Does not take part until the others have given up.
         with pytest.raises(bagua.BaguaTimeoutError):

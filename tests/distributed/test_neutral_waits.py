@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import bagua
+from tests.waits import meet
 
 World = Callable[..., Any]
 
@@ -76,7 +77,7 @@ def waits_for_a_frozen_peer(rank: int) -> list[str]:
     engines = [bagua.Engine(f"model {number}") for number in range(len(arrays))]
     for engine, array in zip(engines, arrays, strict=True):
         engine.register([bagua.Bucket("b", {"g": array}).append_centralized()])
-    group.barrier()
+    meet("before it freezes", rank, range(2))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     raised = [""] * len(arrays)

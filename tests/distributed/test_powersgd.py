@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +11,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-import bagua
 import bagua.torch_api as bagua_torch
-from bagua.errors import MismatchError
 from bagua.torch_api.algorithms.powersgd import PowerSGDAlgorithm
-from tests.distributed.hosted_ranks import LAYOUTS, Layout, check, name_of
-from tests.distributed.torch_ranks import ENVIRONMENT, Case, cases_in, same_everywhere
-from tests.world import make_world
+from tests.distributed.states import load, saved
+from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, same_everywhere
 
 Values = npt.NDArray[Any]
 
@@ -350,13 +346,6 @@ def create_graph_gradients_are_averaged_without_their_graph(rank: int) -> None:
             param.grad = None
 
 
-def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict(), model.bagua_algorithm.state_dict()], file)
-    file.seek(0)
-    return file
-
-
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
         optimizer.zero_grad()
@@ -376,20 +365,17 @@ def a_resumed_run_goes_on_bit_for_bit(rank: int) -> None:
         model = mlp()
         optimizer = wrapped(model, algorithm)
         train(model, optimizer, range(3))
-        file = save(model, optimizer)
+        states = saved(model, optimizer)
         train(model, optimizer, range(3, 7))
         other = mlp()
         # Another bucket size changes nothing.
         resumed = wrapped(other, algorithm, bucket_size=64)
-        of_model, of_optimizer, of_algorithm = torch.load(file, weights_only=True)
-        assert of_algorithm["algorithm"] == "powersgd"
-        other.load_state_dict(of_model)
-        resumed.load_state_dict(of_optimizer)
-        other.bagua_algorithm.load_state_dict(of_algorithm)
+        assert states[2]["algorithm"] == "powersgd"
+        load(other, resumed, states)
         train(other, resumed, range(3, 7))
         assert all(map(torch.equal, model.parameters(), other.parameters())), warm
         with pytest.raises(ValueError, match="'bytegrad', not of 'powersgd'"):
-            other.bagua_algorithm.load_state_dict(of_algorithm | {"algorithm": "bytegrad"})
+            other.bagua_algorithm.load_state_dict(states[2] | {"algorithm": "bytegrad"})
 
 
 def a_model_of_matrices_only_has_no_buckets(rank: int) -> None:
@@ -402,31 +388,6 @@ def a_model_of_matrices_only_has_no_buckets(rank: int) -> None:
         assert same_everywhere(*model.parameters())
         assert not any(torch.equal(param, start[name]) for name, param in model.named_parameters())
         model.bagua_algorithm.load_state_dict(model.bagua_algorithm.state_dict())
-
-
-def one_algorithm_object_serves_two_models(rank: int) -> None:
-    algorithm = PowerSGDAlgorithm(RANK)
-    models, alone = [Given(), Given()], [Given(), Given()]
-    for model in models:
-        wrapped(model, algorithm)
-    for model in alone:
-        wrapped(model)
-    for step in range(3):
-        for number in range(2):
-            given = gradients(rank, 10 * number + step)
-            mine, theirs = averages(models[number], given), averages(alone[number], given)
-            assert all(torch.equal(mine[name], theirs[name]) for name in SHAPES)
-
-
-def options_that_differ_are_a_mismatch_and_the_group_goes_on(rank: int) -> None:
-    if size() == 1:
-        return
-    model = Given()
-    for options in ({"rank": 2 + rank}, {"warm_start": rank == 0}, {"seed": rank}, {"min_compression": 2.0 + rank}):
-        with pytest.raises(MismatchError, match="powersgd"):
-            wrapped(model, PowerSGDAlgorithm(**options))
-    wrapped(model)
-    assert same_everywhere(*averages(model, gradients(rank, 0)).values())
 
 
 def sparse_gradients_are_refused(rank: int) -> None:
@@ -464,11 +425,7 @@ def only_what_becomes_smaller_is_approximated(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_powersgd(case: Case, layout: Layout) -> None:
-    check(case, layout)
+test_powersgd = each_case(CASES, 1, *HOSTED, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -484,35 +441,3 @@ def test_powersgd(case: Case, layout: Layout) -> None:
 def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PowerSGDAlgorithm(**options)
-
-
-def sent_bytes() -> int:
-    groups = bagua.stats()["groups"].values()
-    return sum(op["wire_bytes_sent"] for group in groups for op in group["ops"].values())
-
-
-def bytes_of_five_steps(rank: int) -> list[int]:
-    """Of gradient_allreduce, and of powersgd."""
-    torch.set_num_threads(1)
-    bagua_torch.init_process_group()
-    found = []
-    for algorithm in (bagua_torch.algorithms.GradientAllReduceAlgorithm(), PowerSGDAlgorithm(4)):
-        torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        model.with_bagua([optimizer], algorithm)
-        before = sent_bytes()
-        for _ in range(5):
-            optimizer.zero_grad()
-            model(torch.randn(8, 256)).square().mean().backward()
-            optimizer.step()
-        found.append(sent_bytes() - before)
-        assert same_everywhere(*model.parameters())
-    bagua_torch.destroy_process_group()
-    return found
-
-
-def test_rank_4_sends_at_most_5_percent_of_the_bytes() -> None:
-    for plain, compressed in make_world(2, hosts=[[0], [1]], env=ENVIRONMENT, timeout=120.0).run(bytes_of_five_steps):
-        assert plain > 5 * 4 * 2 * 256 * 512
-        assert 0 < compressed <= 0.05 * plain

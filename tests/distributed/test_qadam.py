@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import os
 from typing import Any
 
@@ -14,9 +13,8 @@ import torch.distributed as dist
 
 import bagua
 import bagua.torch_api as bagua_torch
-from bagua.errors import BaguaError, MismatchError
+from bagua.errors import BaguaError
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
-from tests.distributed.hosted_ranks import LAYOUTS, Layout, check, name_of
 from tests.distributed.qadam_oracle import (
     BETAS,
     DECAY,
@@ -31,8 +29,8 @@ from tests.distributed.qadam_oracle import (
     train,
     wrapped,
 )
-from tests.distributed.torch_ranks import ENVIRONMENT, Case, cases_in, run_cases, same_everywhere
-from tests.world import make_world
+from tests.distributed.states import load, saved
+from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, same_everywhere
 
 
 def moments_of(optimizer: QAdamOptimizer) -> list[torch.Tensor]:
@@ -240,27 +238,19 @@ def a_layer_that_only_other_ranks_used_is_stepped_here_too(rank: int) -> None:
         assert same_everywhere(*(optimizer.state[param]["exp_avg"] for param in model.right.parameters())), step
 
 
-def save(model: torch.nn.Module, optimizer: QAdamOptimizer) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict(), model.bagua_algorithm.state_dict()], file)
-    file.seek(0)
-    return file
-
-
 def a_resumed_run_goes_on_bit_for_bit(rank: int) -> None:
     for saved_after in (W - 1, W, W + 1, W + 3):
         for codec in (bagua.Codec("minmax_u8"), bagua.Codec("random_k", k=0.5, seed=3)):
             model = net()
             optimizer = wrapped(model, compression=codec, hierarchical=False)
             train(model, optimizer, range(saved_after))
-            file = save(model, optimizer)
+            states = saved(model, optimizer)
             train(model, optimizer, range(saved_after, 3 * W))
             other = net()
             resumed = wrapped(other, compression=codec, hierarchical=False)
-            of_model, of_optimizer, of_algorithm = torch.load(file, weights_only=True)
-            other.bagua_algorithm.load_state_dict(of_algorithm)
-            other.load_state_dict(of_model)
-            resumed.load_state_dict(of_optimizer)
+            # In any order.
+            other.bagua_algorithm.load_state_dict(states[2])
+            load(other, resumed, states)
             assert other.bagua_ddp.step == saved_after - 1
             train(other, resumed, range(saved_after, 3 * W))
             assert all(map(torch.equal, model.parameters(), other.parameters())), (saved_after, codec)
@@ -273,13 +263,10 @@ def an_earlier_state_brings_the_exchange_of_gradients_back(rank: int) -> None:
     model = net()
     optimizer = wrapped(model, compression="minmax_u8", hierarchical=False)
     train(model, optimizer, range(1))
-    file = save(model, optimizer)
+    states = saved(model, optimizer)
     train(model, optimizer, range(1, 2 * W))
     first = [param.detach().clone() for param in model.parameters()]
-    of_model, of_optimizer, of_algorithm = torch.load(file, weights_only=True)
-    model.load_state_dict(of_model)
-    optimizer.load_state_dict(of_optimizer)
-    model.bagua_algorithm.load_state_dict(of_algorithm)
+    load(model, optimizer, states)
     train(model, optimizer, range(1, 2 * W))
     assert all(map(torch.equal, model.parameters(), first))
 
@@ -289,26 +276,6 @@ def another_algorithms_state_is_refused(rank: int) -> None:
     wrapped(model)
     with pytest.raises(ValueError, match="'gradient_allreduce', not of 'qadam'"):
         model.bagua_algorithm.load_state_dict({"algorithm": "gradient_allreduce", "step": 0, "round": 0})
-
-
-def options_that_differ_are_a_mismatch_and_the_group_goes_on(rank: int) -> None:
-    if bagua_torch.get_world_size() == 1:
-        return
-    model = net()
-    for algorithm in (
-        QAdamAlgorithm(q_adam(model, warmup_steps=W + rank)),
-        QAdamAlgorithm(q_adam(model, legacy=rank == 0)),
-        QAdamAlgorithm(q_adam(model), hierarchical=rank == 0),
-        QAdamAlgorithm(q_adam(model), compression="f16" if rank else "bf16"),
-    ):
-        with pytest.raises(MismatchError, match="qadam"):
-            model.with_bagua([algorithm.q_adam_optimizer], algorithm)
-    expected = AllRanks(model)
-    optimizer = wrapped(model)
-    train(model, optimizer, range(W + 1))
-    for step in range(W + 1):
-        expected.step(step)
-    assert_equal_models(model, expected, "after mismatches")
 
 
 def what_it_cannot_train_is_refused_with_names(rank: int) -> None:
@@ -467,45 +434,4 @@ def begin(rank: int) -> None:
     HOSTS[0] = [[each for each, host in enumerate(of_rank) if host == one] for one in sorted(set(of_rank))]
 
 
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, [begin, *CASES])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_qadam(case: Case, layout: Layout) -> None:
-    check(case, layout, run=run)
-
-
-def sent_bytes() -> int:
-    groups = bagua.stats()["groups"].values()
-    return sum(op["wire_bytes_sent"] for group in groups for op in group["ops"].values())
-
-
-def bytes_of_five_steps(rank: int) -> tuple[int, int]:
-    """After the warm-up: of gradient_allreduce, and of qadam."""
-    torch.set_num_threads(1)
-    bagua_torch.init_process_group()
-    found = []
-    for compressed in (False, True):
-        torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
-        optimizer = QAdamOptimizer(model.parameters(), warmup_steps=2, eps=1e-3)
-        algorithm = QAdamAlgorithm(optimizer) if compressed else bagua_torch.algorithms.GradientAllReduceAlgorithm()
-        model.with_bagua([optimizer], algorithm)
-        for step in range(8):
-            if step == 3:
-                before = sent_bytes()
-            optimizer.zero_grad()
-            model(torch.randn(8, 64)).square().mean().backward()
-            optimizer.step()
-        found.append(sent_bytes() - before)
-        assert same_everywhere(*model.parameters())
-    bagua_torch.destroy_process_group()
-    return found[0], found[1]
-
-
-def test_qadam_sends_at_most_30_percent_of_the_bytes_after_its_warm_up() -> None:
-    for plain, compressed in make_world(2, hosts=[[0], [1]], env=ENVIRONMENT, timeout=120.0).run(bytes_of_five_steps):
-        assert plain > 5 * 4 * 2 * 64 * 256
-        assert 0 < compressed <= 0.3 * plain
+test_qadam = each_case(CASES, 1, *HOSTED, timeout=60)

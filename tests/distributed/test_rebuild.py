@@ -25,6 +25,7 @@ from bagua.torch_api.algorithms.decentralized import DecentralizedAlgorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.torch_api.membership import torch_init
 from bagua.torch_api.membership.store_client import StoreClient
+from tests.waits import for_ever, meet
 
 World = Callable[..., Any]
 
@@ -132,6 +133,8 @@ def lose_one_by_one(rank: int, optimizer: str, ends: dict[int, int], how: int) -
     processes, names, seen = pids(), list(range(bagua.get_world_size())), []
     step = 0
     while step < 8:
+        if step in ends:
+            meet(f"before step {step}", rank, names)
         if ends.get(step) == rank:
             os.kill(os.getpid(), how)
         try:
@@ -198,6 +201,7 @@ def one_step_apart(rank: int, ahead: int) -> Any:
         make_step(model, steps, step)
     steps.zero_grad()
     loss_of(model, 3, rank, 3).backward()
+    meet("after the backward", rank, range(3))
     if rank == 0:
         die()
     communicator = neutral.default(required=True).communicator
@@ -215,11 +219,6 @@ def one_step_apart(rank: int, ahead: int) -> Any:
     for step in range(rebuilt.steps["Model_0"], 6):
         make_step(model, steps, step)
     return *finish(model, steps), rebuilt, after
-
-
-def for_ever(call: Callable[[], object]) -> None:
-    while True:
-        call()
 
 
 def for_ever_until(check: Callable[[], None]) -> None:
@@ -248,6 +247,7 @@ def lost_during_rebuild(rank: int, place: str, victim: int) -> Any:
     model, steps = begin("adam")
     for step in range(2):
         make_step(model, steps, step)
+    meet("after two steps", rank, range(4))
     if rank == 3:
         die()
     with pytest.raises(PeerLostError):
@@ -322,6 +322,7 @@ def test_a_rank_that_is_lost_during_rebuild_is_left_behind_too(world: World, pla
 def smaller_half(rank: int) -> Any:
     model, steps = begin()
     processes = pids()
+    meet("before they freeze", rank, range(4))
     if rank in (0, 3):
         os.kill(os.getpid(), signal.SIGSTOP)
     with pytest.raises(PeerLostError):
@@ -402,6 +403,7 @@ def after_an_exception(rank: int) -> Any:
     model, steps = begin()
     make_step(model, steps, 0)
     error: type[BaguaError] = PeerRaisedError
+    meet("before the exception", rank, range(3))
     if rank == 1:
         lifecycle.report(ValueError, ValueError("bad number"))
     with pytest.raises(error):
@@ -423,7 +425,7 @@ def groups_and_models(rank: int) -> Any:
     other = torch.nn.Linear(2, 2)
     if rank < 2:
         other.with_bagua([], GradientAllReduceAlgorithm(), process_group=pair)  # type: ignore[operator]
-    bagua.barrier()
+    meet("before it dies", rank, range(3))
     if rank == 2:
         die()
     with pytest.raises(PeerLostError):
@@ -461,7 +463,7 @@ def refusing_algorithm(rank: int) -> Any:
     ]
     for model, optimizer, algorithm in zip(models, optimizers, algorithms, strict=True):
         model.with_bagua([optimizer], algorithm)  # type: ignore[operator]
-    bagua.barrier()
+    meet("before it dies", rank, range(4))
     if rank == 0:
         die()
     with pytest.raises(PeerLostError):

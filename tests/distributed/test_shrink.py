@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import bagua
+from tests.waits import for_ever, meet
 
 World = Callable[..., Any]
 
@@ -22,11 +23,6 @@ def pids_of(group: bagua.Group) -> list[int]:
     pids = np.zeros((group.size, 1), np.int64)
     group.all_gather(np.array([os.getpid()], np.int64), out=pids)
     return [int(pid) for pid in pids[:, 0]]
-
-
-def for_ever(call: Callable[[], object]) -> None:
-    while True:
-        call()
 
 
 def until_lost(group: bagua.Group) -> bagua.PeerLostError:
@@ -48,10 +44,9 @@ def total(group: bagua.Group, value: float) -> float:
 
 def killed_one_by_one(rank: int, victims: list[int]) -> list[Any]:
     group = bagua.init(timeout=60)
-    # No rank is killed while another still joins.
-    group.barrier()
     names, seen = list(range(group.size)), []
     for victim in victims:
+        meet(f"before rank {victim} dies", rank, names)
         if rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         before = group
@@ -85,11 +80,12 @@ def test_four_ranks_become_three_two_and_one_by_kills(world: World, transport: s
 
 def shrunk_on_hosts(rank: int) -> Any:
     group = bagua.init(timeout=60)
-    group.barrier()
+    meet("before it dies", rank, range(4))
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     until_lost(group)
     group = group.shrink()
+    meet("in the new group", rank, range(1, 4))
     bagua.shutdown()
     return group.former_ranks, group.hosts, group.local_rank, group.local_world_size, group.collective
 
@@ -107,6 +103,7 @@ def test_hosts_keep_their_ranks_and_local_ranks_begin_at_0_again(world: World) -
 def frozen_and_continued(rank: int) -> Any:
     group = bagua.init(timeout=60)
     pids = pids_of(group)
+    meet("before it freezes", rank, range(3))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
         # The others have gone on meanwhile.
@@ -133,6 +130,7 @@ def test_a_frozen_rank_is_left_behind_and_gets_an_error_when_it_continues(world:
 def smaller_half(rank: int) -> Any:
     group = bagua.init(timeout=60)
     pids = pids_of(group)
+    meet("before they freeze", rank, range(4))
     if rank in (0, 3):
         os.kill(os.getpid(), signal.SIGSTOP)
     until_lost(group)
@@ -141,6 +139,7 @@ def smaller_half(rank: int) -> Any:
         group.shrink()
     text = str(refused.value)
     group = group.shrink(quorum="any")
+    meet("in the new group", rank, (1, 2))
     bagua.shutdown()
     if rank == 1:
         for frozen in (0, 3):
@@ -161,6 +160,7 @@ def test_the_smaller_half_is_refused_and_goes_on_with_any_quorum(world: World) -
 
 def after_an_exception(rank: int) -> Any:
     group = bagua.init(timeout=60)
+    meet("before the exception", rank, range(3))
     if rank == 2:
         bagua.lifecycle.report(ValueError, ValueError("bad number"))
     with pytest.raises(bagua.PeerRaisedError):

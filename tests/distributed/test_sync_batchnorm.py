@@ -11,7 +11,7 @@ from torch import nn
 
 import bagua.torch_api as bagua
 from bagua.torch_api.contrib.sync_batchnorm import SyncBatchNorm
-from tests.distributed.torch_ranks import Case, cases_in, check, same_everywhere
+from tests.distributed.torch_ranks import cases_in, each_case, same_everywhere
 
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
 CHANNELS = 5
@@ -200,8 +200,4 @@ def a_converted_model_trains_like_one_on_the_whole_batch(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test(case: Case, size: int) -> None:
-    check(case, size)
+test = each_case(CASES, 2, 3, 4)

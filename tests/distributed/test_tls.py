@@ -18,6 +18,7 @@ import bagua
 from tests.certificates import Authority
 from tests.distributed.test_neutral_failures import for_ever, killed_in_a_loop
 from tests.distributed.test_neutral_verbs import everything
+from tests.waits import meet
 from tests.world import make_world
 
 TCP = {"BAGUA_TRANSPORT": "tcp"}
@@ -54,6 +55,7 @@ def frozen(rank: int, folder: str) -> tuple[int, str] | None:
     group = bagua.init(timeout=60)
     x = np.ones(1 << 18, np.float32)
     group.all_reduce(x)
+    meet("before it freezes", rank, range(3))
     pid = Path(folder, "pid")
     if rank == 1:
         pid.write_text(str(os.getpid()))

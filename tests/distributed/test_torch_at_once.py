@@ -17,7 +17,7 @@ import torch
 import bagua.torch_api as bagua
 from bagua import torch_operand
 from bagua.torch_api import ReduceOp
-from tests.distributed.torch_ranks import Case, cases_in, check
+from tests.distributed.torch_ranks import cases_in, each_case
 
 Make = Callable[[int], torch.Tensor]
 
@@ -153,11 +153,7 @@ def other_threads_run_while_a_small_verb_waits_for_a_late_peer(rank: int) -> Non
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test(case: Case, size: int) -> None:
-    check(case, size)
+test = each_case(CASES, 1, 2, 3)
 
 
 def test_read_tensor_recognises_plain_tensors_and_returns_their_memory() -> None:

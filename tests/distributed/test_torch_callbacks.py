@@ -10,7 +10,7 @@ import torch
 import bagua.torch_api as bagua
 from bagua.errors import AbortedError
 from bagua.torch_api.communication import Handle
-from tests.distributed.torch_ranks import Case, cases_in, check
+from tests.distributed.torch_ranks import cases_in, each_case
 
 
 def future_of(handle: Handle | None, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -83,7 +83,4 @@ def a_rank_outside_the_group_is_called_at_once(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_callbacks(case: Case) -> None:
-    check(case, 2)
+test_callbacks = each_case(CASES, 2)

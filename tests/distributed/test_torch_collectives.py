@@ -13,7 +13,7 @@ import torch
 import bagua.torch_api as bagua
 from bagua.torch_api import ReduceOp
 from bagua.torch_api.process_group import DTYPES
-from tests.distributed.torch_ranks import Case, cases_in, check
+from tests.distributed.torch_ranks import cases_in, each_case
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
@@ -407,8 +407,4 @@ def groups_of_torch_have_a_counterpart(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test(case: Case, size: int) -> None:
-    check(case, size)
+test = each_case(CASES, 1, 2, 3, 4)

@@ -15,7 +15,7 @@ from bagua.errors import AbortedError, BaguaError
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.process_group import Communicator, Handle
 from bagua.verbs import Operation
-from tests.distributed.torch_ranks import Case, cases_in, check
+from tests.distributed.torch_ranks import cases_in, each_case
 
 
 def zero_copies() -> int:
@@ -206,8 +206,4 @@ def an_aborted_sub_group_says_so(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test(case: Case, size: int) -> None:
-    check(case, size)
+test = each_case(CASES, 1, 2, 3, 4)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bagua.torch_api as bagua
 from bagua.torch_api import ReduceOp
 from tests.distributed.left_out import needs_torch
-from tests.distributed.torch_ranks import Case, cases_in, check, same_everywhere
+from tests.distributed.torch_ranks import cases_in, each_case, same_everywhere
 
 STEPS = 5
 COMPLEX = (torch.complex64, torch.complex128)
@@ -275,8 +275,4 @@ def lazy_values_cannot_be_marked_ready(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test(case: Case, size: int) -> None:
-    check(case, size)
+test = each_case(CASES, 2, 3, 4)

@@ -20,6 +20,7 @@ from bagua.errors import BaguaError, BaguaTimeoutError, PeerRaisedError
 from bagua.torch_api import communication
 from bagua.torch_api.membership import torch_init
 from tests.distributed.torch_ranks import ENVIRONMENT
+from tests.waits import meet
 from tests.world import World
 
 Runner = Any
@@ -190,6 +191,7 @@ def skips_a_parameter(rank: int, do_flatten: bool) -> str:
     model.forward = lambda x, names: sum(model[name](x) for name in names)
     model.with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm(), do_flatten=do_flatten)
     model(torch.ones(1, 2), "ab").sum().backward()
+    meet("after a backward", rank, range(3))
 
     def train() -> None:
         # A peer may be done with a step before the report of this rank's error reaches it, but not with another one.
@@ -218,7 +220,7 @@ def all_skip_a_parameter(rank: int) -> tuple[str, str]:
     model.forward = lambda x: model["a"](x)
     model.with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm())
     # A rank that is slower to register its buckets would fail there by the other's report.
-    bagua.barrier()
+    meet("wrapped", rank, range(2))
     with pytest.raises(BaguaError) as caught:
         model(torch.ones(1, 2)).sum().backward()
     return type(caught.value).__name__, str(caught.value)
@@ -241,6 +243,7 @@ def a_function_of_a_bucket_fails(rank: int) -> str:
             raise LookupError(f"no luck with bucket {name}")
 
     model.bagua_buckets[0].append_python_op(fail)
+    meet("wrapped", rank, range(2))
 
     def train() -> None:
         for _ in range(2):

@@ -30,7 +30,7 @@ from bagua.errors import BaguaError
 from bagua.torch_api.algorithms import Algorithm
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from tests.distributed.torch_ranks import Case, check, run_cases, same_everywhere
+from tests.distributed.torch_ranks import Case, each_case, same_everywhere
 
 pytestmark = pytest.mark.slow
 
@@ -451,13 +451,7 @@ class Cell:
         assert agree, f"the weights are others than they would be, by {off}"
 
 
-CELLS: list[Case] = [Cell(setup, change) for setup in setups() for change in CHANGES]
+CASES: list[Case] = [Cell(setup, change) for setup in setups() for change in CHANGES]
 
 
-def run(rank: int) -> dict[str, str]:
-    return run_cases(rank, CELLS)
-
-
-@pytest.mark.parametrize("case", CELLS, ids=lambda case: case.__name__)
-def test(case: Case) -> None:
-    check(case, RANKS, run=run)
+test = each_case(CASES, RANKS)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import pytest
 import torch
 
 import bagua.torch_api as bagua
 from tests.distributed.left_out import needs_torch
-from tests.distributed.torch_ranks import Case, cases_in, check
+from tests.distributed.torch_ranks import cases_in, each_case
 
 
 def gradients_that_share_their_memory_are_communicated_once_each(rank: int) -> None:
@@ -73,8 +72,4 @@ def a_gradient_of_its_own_is_communicated_where_it_is(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test(case: Case, size: int) -> None:
-    check(case, size)
+test = each_case(CASES, 2, 3)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError, MismatchError, PeerRaisedError
-from tests.distributed.torch_ranks import ENVIRONMENT, Case, cases_in, check, run_cases, same_everywhere
+from tests.distributed.torch_ranks import ENVIRONMENT, cases_in, each_case, run_cases, same_everywhere
 from tests.world import World
 
 STEPS = 6
@@ -404,11 +404,7 @@ def gradients_sparse_in_all_dimensions_change_their_own_parameter(rank: int) -> 
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test(case: Case, size: int) -> None:
-    check(case, size)
+test = each_case(CASES, 2, 3, 4)
 
 
 def run_on_hosts(rank: int) -> dict[str, str]:

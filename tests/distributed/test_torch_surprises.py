@@ -19,7 +19,8 @@ from bagua.errors import BaguaError
 from bagua.torch_api.algorithms import Algorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from tests.distributed.left_out import needs_torch, skip_if_left_out
-from tests.distributed.torch_ranks import ENVIRONMENT, Case, cases_in, check, same_everywhere
+from tests.distributed.torch_ranks import ENVIRONMENT, cases_in, each_case, same_everywhere
+from tests.waits import meet
 from tests.world import make_world
 
 RANKS = 2
@@ -300,10 +301,7 @@ def a_model_whose_group_has_ended_is_not_trained(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test(case: Case) -> None:
-    check(case, RANKS)
+test = each_case(CASES, RANKS)
 
 
 def two_threads(rank: int) -> str:
@@ -311,7 +309,7 @@ def two_threads(rank: int) -> str:
     model = net()
     patched(True)(model)
     # What a rank raises may reach another one that is still wrapping.
-    bagua.barrier()
+    meet("wrapped", rank, range(RANKS))
     inside, outside = threading.Event(), threading.Event()
     first, second = model(inputs()), model(inputs(1))
 
@@ -352,7 +350,7 @@ def a_gradient_of_another_dtype(rank: int) -> str:
     patched(True)(model)
     model[1].weight.grad_dtype = torch.float64
     # What a rank raises may reach another one that is still wrapping.
-    bagua.barrier()
+    meet("wrapped", rank, range(RANKS))
     with pytest.raises(BaguaError) as caught:
         model(inputs()).sum().backward()
     return str(caught.value)

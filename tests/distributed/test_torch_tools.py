@@ -14,7 +14,7 @@ import torch
 
 import bagua.torch_api as bagua
 from tests.distributed.left_out import needs_torch
-from tests.distributed.torch_ranks import Case, cases_in, check, run_cases, same_everywhere
+from tests.distributed.torch_ranks import cases_in, each_case, same_everywhere
 
 pytestmark = pytest.mark.slow
 
@@ -127,12 +127,9 @@ def members_of_a_module_are_listed_only_where_they_have_a_value(rank: int) -> No
 CASES = cases_in(globals())
 
 
-def all_cases(rank: int) -> dict[str, str]:
+def begin(rank: int) -> None:
     # TorchScript says at each call that it is deprecated.
     warnings.simplefilter("ignore")
-    return run_cases(rank, CASES)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_torchs_tools_after_the_import_of_bagua(case: Case) -> None:
-    check(case, 2, run=all_cases)
+test_torchs_tools_after_the_import_of_bagua = each_case(CASES, 2)

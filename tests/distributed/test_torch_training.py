@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError, MismatchError
-from tests.distributed.torch_ranks import Case, cases_in, check, same_everywhere
+from tests.distributed.torch_ranks import cases_in, each_case, same_everywhere
 
 
 def allreduce() -> bagua.algorithms.GradientAllReduceAlgorithm:
@@ -420,8 +420,4 @@ def the_original_names_are_there(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test(case: Case, size: int) -> None:
-    check(case, size)
+test = each_case(CASES, 1, 2, 3, 4)

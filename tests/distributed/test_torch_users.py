@@ -12,7 +12,7 @@ import torch
 import bagua as neutral
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError, BaguaTimeoutError, PeerRaisedError
-from tests.distributed.torch_ranks import ENVIRONMENT, Case, cases_in, check, same_everywhere
+from tests.distributed.torch_ranks import ENVIRONMENT, cases_in, each_case, same_everywhere
 from tests.world import make_world
 
 
@@ -123,11 +123,7 @@ def a_second_start_is_refused_whoever_made_the_first(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-
-@pytest.mark.parametrize("size", [2])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test(case: Case, size: int) -> None:
-    check(case, size)
+test = each_case(CASES, 2)
 
 
 def test_every_name_that_a_plain_module_or_tensor_lists_can_be_read() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,7 +23,9 @@ from bagua.torch_api.algorithms import (
     LowPrecisionDecentralizedAlgorithm,
 )
 from tests.distributed.local_sgd_simulation import data, equal, net, rounds
-from tests.distributed.torch_ranks import Case, Hosts, cases_in, check, same_everywhere
+from tests.distributed.torch_ranks import cases_in, each_case, same_everywhere
+from tests.distributed.training_models import Breaks
+from tests.world import make_world
 
 Optimizers = Callable[[Any], list[torch.optim.Optimizer]]
 
@@ -189,27 +192,18 @@ def weights_that_no_optimizer_changes_are_communicated_at_the_next_forward_and_b
         assert is_communicated(model), entry.name
 
 
-class _Breaks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("broken off")
-
-
 def a_batch_is_tried_again_where_its_backward_raised_in_between(rank: int) -> None:
     for entry in ALL:
         torch.manual_seed(rank)
         models = [net()]
-        models.append(copy.deepcopy(models[0]))
-        for model, breaking in zip(models, (range(0), range(1)), strict=True):
+        models += [copy.deepcopy(models[0]) for _ in range(2)]
+        # On no rank, on rank 0, and on all.
+        for model, breaking in zip(models, map(range, (0, 1, bagua.get_world_size())), strict=True):
             (optimizer,) = whole(model)
             model.with_bagua([optimizer], entry.make())
             for step in range(6):
                 for _ in range(step if rank in breaking else 0):
-                    x = _Breaks.apply(data(rank, step).requires_grad_())
+                    x = Breaks.apply(data(rank, step).requires_grad_())
                     with pytest.raises(ArithmeticError):
                         model(x).square().mean().backward()
                     assert model[2].weight.grad is not None
@@ -217,7 +211,7 @@ def a_batch_is_tried_again_where_its_backward_raised_in_between(rank: int) -> No
                 optimizer.step()
             assert rounds(model) == 6 // entry.interval, entry.name
             assert model.bagua_ddp.step == 5
-        assert equal(*models), entry.name
+        assert all(equal(models[0], other) for other in models[1:]), entry.name
 
 
 def collected_in_turn(model: list[Any], order: Sequence[int], rank: int) -> list[str]:
@@ -310,10 +304,37 @@ def copies_of_weights_stay_until_they_are_communicated(rank: int) -> None:
 
 CASES = cases_in(globals())
 
-WORLDS: list[tuple[int, Hosts]] = [(2, None), (3, None), (3, ((0, 1), (2,)))]
+
+test = each_case(CASES, 2, 3, "2+1")
 
 
-@pytest.mark.parametrize(("size", "hosts"), WORLDS, ids=["2", "3", "2+1"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test(case: Case, size: int, hosts: Hosts) -> None:
-    check(case, size, hosts)
+def ends_inside_a_step(rank: int, name: str, half: str, ranks: int) -> float:
+    torch.set_num_threads(1)
+    bagua.init_process_group()
+    model = net()
+    (optimizer,) = whole(model)
+    model.with_bagua([optimizer], next(entry for entry in ALL if entry.name == name).make())
+    backward(model, rank, 0)
+    optimizer.step()
+    if rank < ranks:
+        loss = model(data(rank, 1)).square().mean()
+        if half == "backward":
+            loss.backward()
+    start = time.monotonic()
+    bagua.destroy_process_group()
+    seconds = time.monotonic() - start
+    if half == "forward":
+        # Trains alone now.
+        backward(model, rank, 1)
+        optimizer.step()
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "half", "ranks"),
+    [("decentralized", "forward", 2), ("decentralized", "forward", 1), ("low_precision_decentralized", "backward", 1)],
+)
+def test_a_step_that_all_or_one_of_the_ranks_have_begun_does_not_hold_up_the_end(
+    name: str, half: str, ranks: int
+) -> None:
+    assert max(make_world(2).run(ends_inside_a_step, name, half, ranks)) < 20

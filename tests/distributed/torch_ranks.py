@@ -6,27 +6,18 @@ A case is a function of the rank. All ranks run all cases in order; a test for e
 from __future__ import annotations
 
 import functools
-import inspect
-import traceback
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 import bagua.torch_api as bagua
-from tests.distributed.left_out import cases_in, is_left_out, skip_if_left_out
-from tests.world import load, make_world
+from tests import cases as shared
+from tests.cases import HOSTED, Layout, attempt
+from tests.distributed.left_out import cases_in, is_left_out
+from tests.world import load
 
-__all__ = [
-    "ENVIRONMENT",
-    "Case",
-    "Hosts",
-    "cases_in",
-    "check",
-    "outcomes",
-    "run_cases",
-    "same_everywhere",
-]
+__all__ = ["ENVIRONMENT", "HOSTED", "Case", "Layout", "cases_in", "each_case", "run_cases", "same_everywhere"]
 
 Case = Callable[[int], None]
 
@@ -34,60 +25,38 @@ Case = Callable[[int], None]
 ENVIRONMENT = {"BAGUA_TIMEOUT": "30"}
 
 
-def run_cases(rank: int, cases: Sequence[Case]) -> dict[str, str]:
-    """Runs the cases on this rank; by name, what each raised ("" when nothing)."""
+def run_cases(rank: int, cases: Sequence[Case], begin: Case | None = None) -> dict[str, str]:
+    """Runs the cases on this rank, `begin` before all; by name, what each raised ("" when nothing)."""
     torch.set_num_threads(1)
     bagua.init_process_group()
-    outcome = {}
-    for case in cases:
-        if is_left_out(case):
-            continue
+    if begin is not None:
+        begin(rank)
+
+    def seeded(case: Case) -> None:
         torch.manual_seed(17 + rank)
-        try:
-            case(rank)
-            bagua.barrier()
-            outcome[case.__name__] = ""
-        except Exception:
-            outcome[case.__name__] = traceback.format_exc()
+        case(rank)
+
+    run = {case.__name__: functools.partial(seeded, case) for case in cases if not is_left_out(case)}
+    outcome = attempt(run, bagua.barrier)
     bagua.destroy_process_group()
     return outcome
 
 
 def run_module(rank: int, path: str, module: str) -> dict[str, str]:
-    """As :func:`run_cases`, with the cases of a module."""
-    return run_cases(rank, load(path, module).CASES)
+    """As :func:`run_cases`, with the cases of a module, after its `begin` if it has one."""
+    found = load(path, module)
+    return run_cases(rank, found.CASES, getattr(found, "begin", None))
 
 
-#: The ranks of each pretended host; None for one host.
-Hosts = tuple[tuple[int, ...], ...] | None
-
-
-@functools.cache
-def outcomes(
-    run: Callable[..., Any], size: int, hosts: Hosts, timeout: int | None, *arguments: str
-) -> list[dict[str, str]]:
-    """Every rank's outcomes of ``run``, which calls :func:`run_cases`. Runs once for all tests of a module."""
-    env = ENVIRONMENT if timeout is None else {**ENVIRONMENT, "BAGUA_TIMEOUT": str(timeout)}
-    found: list[dict[str, str]] = make_world(size, hosts=hosts, env=env, timeout=240.0).run(run, *arguments)
-    return found
-
-
-def check(
-    case: Case,
-    size: int,
-    hosts: Hosts = None,
-    *,
-    run: Callable[[int], dict[str, str]] | None = None,
-    timeout: int | None = None,
-) -> None:
-    """Fails with every rank's traceback when a case failed. ``run`` if the ranks do more than the module's CASES."""
-    skip_if_left_out(case)
-    if run is None:
-        found = outcomes(run_module, size, hosts, timeout, inspect.getfile(case), case.__module__)
-    else:
-        found = outcomes(run, size, hosts, timeout)
-    failed = [f"--- rank {rank} ---\n{texts[case.__name__]}" for rank, texts in enumerate(found)]
-    assert not any(texts[case.__name__] for texts in found), "\n".join(failed)
+def each_case(
+    cases: Sequence[Case], *layouts: Layout, run: Callable[[int], dict[str, str]] | None = None, timeout: int = 30
+) -> Callable[..., None]:
+    """The test of a module for each of its CASES on each layout; ``run`` if the ranks do more than these."""
+    if run is not None:
+        return shared.each_case(cases, *layouts, run=run, timeout=timeout)
+    module = sys.modules[cases[0].__module__]
+    arguments = (str(module.__file__), module.__name__)
+    return shared.each_case(cases, *layouts, run=run_module, arguments=arguments, timeout=timeout)
 
 
 def same_everywhere(*tensors: torch.Tensor | None) -> bool:

@@ -49,6 +49,26 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
 
 
+def wrapped(
+    rank: int, algorithm: Any, make: Callable[[], Net] = Net, **options: Any
+) -> tuple[Net, torch.optim.Optimizer]:
+    """A model that begins elsewhere on each rank, and becomes that of rank 0."""
+    model = made_on_rank_0(make)
+    if rank:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(rank)
+    optimizer = sgd(model)
+    model.with_bagua([optimizer], algorithm, **options)
+    return model, optimizer
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    loss(model, batch(rank, step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def mean(parts: Sequence[Values]) -> Values:
     """In order, one rounding per addition, divided once; float16 as float32, rounded at the end."""
     wide = _wide(parts[0])
@@ -150,9 +170,11 @@ class Ranks:
             with torch.no_grad():
                 dict(replica.named_parameters())[name].copy_(torch.from_numpy(np.ascontiguousarray(value)))
 
-    def backward(self, step: int) -> None:
+    def backward(self, step: int, without: Sequence[int] = ()) -> None:
+        """``without`` are the ranks whose loss depends on no parameter."""
         for rank, replica in enumerate(self.models):
-            loss(replica, batch(rank, step)).backward()
+            if rank not in without:
+                loss(replica, batch(rank, step)).backward()
 
     def step(self, ranks: Sequence[int] | None = None) -> None:
         for rank, optimizer in enumerate(self.optimizers):
@@ -170,7 +192,13 @@ class Decentralized(Ranks):
         super().__init__(model, ranks)
         self.mode, self.hosts, self.interval, self.round = mode, hosts, interval, 0
 
-    def train(self, step: int, stepping: Sequence[int] | None = None, passes: Sequence[int] | None = None) -> None:
+    def train(
+        self,
+        step: int,
+        stepping: Sequence[int] | None = None,
+        passes: Sequence[int] | None = None,
+        without: Sequence[int] = (),
+    ) -> None:
         """One step; ``stepping`` are the ranks whose optimizer is not skipped, ``passes`` the batches."""
         names = [name for name, param in self.models[0].named_parameters() if param.requires_grad]
         after: dict[str, list[Values]] = {}
@@ -178,7 +206,7 @@ class Decentralized(Ranks):
             after = {name: averaged(self.values(name), self.mode, self.round, self.hosts) for name in names}
             self.round += 1
         for data in passes or [step]:
-            self.backward(data)
+            self.backward(data, without)
         for name, values in after.items():
             self.put(name, values)
         self.step(stepping)
@@ -205,10 +233,16 @@ class LowPrecision(Ranks):
         by_name = [self.values(name) for name in names]
         return [np.concatenate([v.ravel() for v in values]) for values in zip(*by_name, strict=True)]
 
-    def train(self, step: int, stepping: Sequence[int] | None = None, passes: Sequence[int] | None = None) -> None:
+    def train(
+        self,
+        step: int,
+        stepping: Sequence[int] | None = None,
+        passes: Sequence[int] | None = None,
+        without: Sequence[int] = (),
+    ) -> None:
         """See :meth:`Decentralized.train`."""
         for data in passes or [step]:
-            self.backward(data)
+            self.backward(data, without)
         self.step(stepping)
         if step % self.interval == 0:
             for names, ring in zip(self.buckets, self.rings, strict=True):

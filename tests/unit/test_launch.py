@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from bagua.distributed import flags
-from tests.unit.test_run import RUNS_ON, finish, is_running, pid_of, program, until, write
+from tests.unit.test_run import RUNS_ON, finish, is_running, pid_of, program, write
+from tests.waits import until
 from tests.world import free_port
 
 pytestmark = pytest.mark.slow
@@ -188,7 +189,7 @@ def test_ranks_end_with_a_killed_launcher(tmp_path: Path, port: str) -> None:
     with program("bagua.distributed.launch", "--master_port", port, script, str(tmp_path)) as process:
         pid = pid_of(tmp_path / "0.0")
         process.kill()
-        until(lambda: not is_running(pid), "the rank outlived its launcher")
+        until(lambda: not is_running(pid), "the rank ends with its launcher")
 
 
 def test_an_error_about_arguments_names_the_program() -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +24,7 @@ import pytest
 from bagua import metrics
 from bagua.lifecycle import process
 from bagua.metrics import trainer
+from tests.waits import until
 
 DEADLINE_S = 30.0
 
@@ -119,13 +120,6 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerS
     if reports is not None:
         # The exit of the tests has nothing to post.
         reports._due = None
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -45,7 +45,9 @@ def quick_part(path: Path) -> str:
         for statement in module.body
         if "pytest.mark.slow" not in map(ast.unparse, getattr(statement, "decorator_list", []))
     ]
-    has_tests = any(isinstance(each, ast.FunctionDef) and each.name.startswith("test") for each in kept)
+    # A function, or what `each_case` made of the module's cases.
+    names = [each.name if isinstance(each, ast.FunctionDef) else ast.unparse(each) for each in kept]
+    has_tests = any(name.startswith("test") for name in names)
     return "\n".join(map(ast.unparse, kept)) if has_tests else ""
 
 

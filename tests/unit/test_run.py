@@ -9,8 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ import pytest
 from bagua import engine
 from bagua.distributed import end_with_parent, run, store
 from bagua.errors import BaguaError
+from tests.waits import until
 
 pytestmark = pytest.mark.slow
 
@@ -80,17 +80,9 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, output, errors
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Returns when the condition holds; fails at the deadline."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
 def pid_of(path: Path) -> int:
     """The process that a rank has named, once it has."""
-    until(path.exists, f"{path.name} was not written")
+    until(path.exists, f"{path.name} is written")
     return int(path.read_text())
 
 
@@ -193,7 +185,7 @@ sys.exit(3)
     assert "ended with exit code 3: restart 1 of 1 in 0.0 s\n" in errors
     assert "ended with exit code 3: no restart of 1 is left, so the runner ends all its ranks\n" in errors
     for name in ("2.0", "child"):
-        until(lambda name=name: not is_running(pid_of(tmp_path / name)), f"{name} was left behind")  # type: ignore[misc]
+        until(lambda name=name: not is_running(pid_of(tmp_path / name)), f"{name} ends")  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -236,13 +228,13 @@ def test_ranks_and_book_end_with_a_killed_runner(tmp_path: Path) -> None:
         children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
         assert set(pids) < set(children)
         process.kill()
-        until(lambda: not any(is_running(pid) for pid in children), "children outlived the runner")
+        until(lambda: not any(is_running(pid) for pid in children), "the children end with the runner")
 
 
 def test_ctrl_c_while_the_book_starts_ends_the_runner_before_a_rank_starts(tmp_path: Path) -> None:
     with runner("--nproc-per-node", "1", write(tmp_path, RUNS_ON + "run_on()"), str(tmp_path)) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        until(lambda: bool(children.read_text()), "the runner started nothing")
+        until(lambda: bool(children.read_text()), "the runner starts a process")
         process.send_signal(signal.SIGINT)
         assert finish(process) == (130, "", "")
     assert not list(tmp_path.glob("*.0"))

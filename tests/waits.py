@@ -1,0 +1,37 @@
+"""How tests wait: for a condition with a deadline, for each other, and for an error that ends a loop."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+#: The variable with the folder of a run of ranks (`tests.world`).
+FOLDER = "TEST_WORLD_FOLDER"
+
+
+def until(condition: Callable[[], bool], what: str = "a condition", seconds: float = 60.0) -> None:
+    """Waits until something holds; an error that names it when it does not come to be."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.001)
+
+
+def for_ever(call: Callable[[], object]) -> None:
+    """Until the call raises."""
+    while True:
+        call()
+
+
+def meet(point: str, rank: int, ranks: Iterable[int]) -> None:
+    """Returns when all these ranks of a run have come to the point, whose name is used once in the run.
+
+    Before a rank fails on purpose: a barrier of the group holds the others a moment longer than the rank that leaves it
+    first, and they would rightly lose that rank inside the barrier.
+    """
+    folder = Path(os.environ[FOLDER])
+    Path(folder, f"{point} {rank}").touch()
+    for other in ranks:
+        until(Path(folder, f"{point} {other}").exists, f"rank {other} comes to: {point}")
