@@ -10,17 +10,18 @@ import sys
 from tests.cuda.simulated import ROOT, built
 
 COMPRESSED = "tests/cuda/test_compressed_on_device.py"
+ORDER = "tests/cuda/test_verb_order.py"
 BUCKETS = "tests/cuda/test_buckets_values.py"
 
 #: Fault, and tests that are run on such a driver, of which at least one has to fail.
 BREAKS = (
-    ("no-wait", "tests/cuda/test_staged_order.py"),
+    ("no-wait", ORDER),
     ("no-wait", "tests/cuda/test_buckets_order.py"),
     ("no-wait", "tests/cuda/test_cuda_training.py"),
     ("no-wait", "tests/cuda/test_averaging_on_devices.py"),
     ("no-wait", "tests/cuda/test_torch_futures.py"),
     ("no-wait", "tests/cuda/test_comm_hooks.py"),
-    ("eager-free", "tests/cuda/test_staged_order.py"),
+    ("eager-free", ORDER),
     ("eager-free", "tests/cuda/test_buckets_order.py"),
     ("short-copy", "tests/cuda/test_staged_values.py"),
     ("short-copy", "tests/cuda/test_buckets_values.py"),
@@ -29,7 +30,7 @@ BREAKS = (
     ("short-kernel", "tests/cuda/test_compressed_on_device.py"),
     ("no-wait", "tests/cuda/test_compressed_on_device.py"),
     ("no-wait", "tests/cuda/test_buckets_values.py"),
-    ("no-wait", "tests/cuda/test_nccl_order.py"),
+    ("no-wait", f"{ORDER}::test_an_operation_begins_after_every_producer_of_its_arrays[nccl]"),
     ("no-wait", "tests/cuda/test_nccl_in_hosts.py"),
     ("no-wait", f"{COMPRESSED}::test_producers_come_before_and_the_stream_of_the_wait_after[nccl]"),
     ("short-kernel", f"{BUCKETS}::test_by_nccl_an_operation_has_the_bits_of_the_host_and_none_pass_through_it"),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 from collections.abc import Callable
 from typing import Any
+
+from tests.waits import until as until  # Scenarios take all names of this module.
 
 #: What cuLaunchHostFunc calls.
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -96,11 +97,3 @@ class Driver:
         data = ctypes.create_string_buffer(size)
         self.cuMemcpyDtoH_v2(data, address, size)
         return data.raw
-
-
-def until(what: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Waits until something holds; an error when it does not come to be."""
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(0.001)

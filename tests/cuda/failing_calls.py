@@ -65,11 +65,11 @@ def run(ranks: Ranks, size: int, function: Any, *arguments: Any, each: Any = Non
     return found
 
 
-def count_calls(ranks: Ranks, scenario: Callable[[int, bool], str], **variables: object) -> Calls:
-    """How often `scenario(rank, False)` and `scenario(rank, True)` call each function, where nothing fails."""
+def count_calls(ranks: Ranks, scenario: Callable[..., str], *arguments: object, **variables: object) -> Calls:
+    """How often `scenario(rank, …, False)` and `scenario(rank, …, True)` call each function, where nothing fails."""
     found = []
     for whole in (False, True):
-        ranks(2, scenario, whole, clean=False, **variables)
+        ranks(2, scenario, *arguments, whole, clean=False, **variables)
         counts = [report["calls"] for report in ranks.reports]
         names = counts[0] | counts[1]
         found.append({name.split("_v")[0]: max(each.get(name, 0) for each in counts) for name in names})
@@ -78,29 +78,30 @@ def count_calls(ranks: Ranks, scenario: Callable[[int, bool], str], **variables:
 
 def check_each(
     ranks: Ranks,
-    scenario: Callable[[int, bool], str],
+    scenario: Callable[..., str],
+    *arguments: object,
     calls: Calls,
     function: str,
-    *,
-    raised_for: Iterable[str] | None = None,
-    rank: int = 1,
-    code: int = UNKNOWN,
-    last: bool = False,
+    raised_for: Iterable[str],
+    rank: int,
+    code: int,
+    last: bool,
     **variables: object,
 ) -> None:
     """The function fails at its first call of the scenario, in the middle, and with `last` at its last one.
 
-    Where it is the first one, the rank must raise it: for functions of `raised_for`, or all of them.
+    Where it is the first one, the rank must raise it, for functions of `raised_for`.
     """
     before, after = (counts.get(function, 0) for counts in calls)
     assert after > before, "the scenario calls it"
     places = {before + 1, (before + after + 1) // 2} | ({after} if last else set())
     for nth in sorted(places):
         fail = f"{function}:{nth}:{code}"
-        found = run(ranks, 2, scenario, True, each=only(rank, BAGUA_SIM_FAIL=fail), BAGUA_TIMEOUT=10, **variables)
-        if nth == before + 1 and (raised_for is None or function in raised_for):
+        each = only(rank, BAGUA_SIM_FAIL=fail)
+        found = run(ranks, 2, scenario, *arguments, True, each=each, BAGUA_TIMEOUT=10, **variables)
+        if nth == before + 1 and function in raised_for:
             assert found[rank] == "DeviceError" or found[rank].startswith("test: "), (fail, found)
-        assert all(each in OUTCOMES or each.startswith("test: ") for each in found), (fail, found)
+        assert all(end in OUTCOMES or end.startswith("test: ") for end in found), (fail, found)
 
 
 def die_in_the_middle(

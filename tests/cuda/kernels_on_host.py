@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 #: What memory holds before the first write.
@@ -117,3 +118,13 @@ class Kernels:
 def on_host() -> Kernels:
     """The library without sanitizers."""
     return Kernels(compiled())
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    """The kernels as functions of this process."""
+    try:
+        compiled()
+    except RuntimeError as missing:
+        pytest.skip(str(missing))
+    return on_host()

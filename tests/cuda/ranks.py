@@ -4,16 +4,23 @@ whose arrays are on the machine's own.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+import bagua
+from tests.cases import check_outcomes
+from tests.cuda.device_arrays import Cuda
 from tests.cuda.pretended_nvrtc import pretended_nvrtc
 from tests.cuda.simulated import NEVER, built
 from tests.world import World
@@ -24,6 +31,11 @@ OWN_WAITS = {"cuCtxSynchronize@main", "cuMemFree_v2@main"}
 FREES = "cuMemFree_v2@bagua-"
 
 Function = Callable[..., Any]
+
+#: Of these a scenario takes what it needs; `runtime` is that of torch.
+GIVEN = ("rank", "cuda", "group", "runtime")
+#: The collectives of device memory.
+BOTH = ("staged", "nccl")
 
 
 class Ranks:
@@ -79,6 +91,11 @@ class Ranks:
             assert len(self.reports) == size
         return found
 
+    def by(self, collective: str, size: int, function: Function, *arguments: Any, **options: Any) -> list[Any]:
+        """The same, with a device for each rank, whose arrays a collective of this name combines."""
+        named = {"BAGUA_CUDA_COLLECTIVE": collective, "BAGUA_SIM_DEVICES": max(size, 2)}
+        return self(size, function, *arguments, **named | options)
+
     def check(self) -> None:
         """Neither a fault, nor a leak, nor a wait for the device on the thread that calls, in any report."""
         for report in self.reports:
@@ -124,11 +141,102 @@ class OnDevice(Ranks):
         """Nothing is known of the ranks."""
 
 
+class Ended(NamedTuple):
+    """A world of ranks that has ended, in which several cases were tried: see `tests.cases`."""
+
+    outcomes: list[dict[str, str]]
+    ranks: Ranks
+
+    def check(self, case: str) -> None:
+        """Fails with every rank's traceback, and what the driver reports, when a case failed."""
+        check_outcomes(self.outcomes, case, *(str(report["faults"]) for report in self.ranks.reports))
+
+
+def ended(driver: Path, size: int, function: Function, *arguments: Any, **options: Any) -> Ended:
+    """Runs cases on ranks; the reports are checked by a test of their own."""
+    ranks = Ranks(driver)
+    return Ended(ranks(size, function, *arguments, clean=False, **options), ranks)
+
+
+@contextmanager
+def arrays() -> Iterator[dict[str, Any]]:
+    """What a scenario on arrays may take, in no group."""
+    cuda = Cuda()
+    yield {"cuda": cuda}
+    cuda.close()
+
+
+@contextmanager
+def grouped() -> Iterator[dict[str, Any]]:
+    """What a scenario on arrays may take, in the group of all ranks; a scenario may leave that itself."""
+    with arrays() as made:
+        yield made | {"group": bagua.init()}
+        bagua.shutdown()
+
+
+Setup = Callable[[], AbstractContextManager[dict[str, Any]]]
+
+
+def device_rank(scenario: Function, setup: Setup = grouped) -> Function:
+    """A scenario as a function of the rank: it gets its rank, what `setup` makes, by name, and the rest in order."""
+    names = list(inspect.signature(scenario).parameters)
+
+    @functools.wraps(scenario)
+    def run(rank: int, *arguments: Any) -> Any:
+        with setup() as made:
+            given = {name: value for name, value in ({"rank": rank} | made).items() if name in names}
+            return scenario(**given, **dict(zip((name for name in names if name not in given), arguments, strict=True)))
+
+    return run
+
+
+def on_ranks(
+    size: int, setup: Setup = grouped, *, by: Sequence[str] = ("staged",), compiler: bool = False, **options: Any
+) -> Callable[[Function], Any]:
+    """Makes the test of a scenario, which runs it on so many ranks by each collective.
+
+    What a scenario takes beyond `GIVEN` are the test's own parameters, the collective's name among them as `by`. With
+    `compiler` the ranks can launch kernels. The test's `on_ranks` is the function of a rank.
+    """
+
+    def made(scenario: Function) -> Any:
+        run = device_rank(scenario, setup)
+        run.__qualname__ = f"{scenario.__qualname__}.on_ranks"
+        own = [name for name in inspect.signature(scenario).parameters if name not in GIVEN]
+
+        @functools.wraps(scenario)
+        def test(ranks: Ranks, by: str, compiler: Any = None, **arguments: Any) -> None:
+            variables = options | (compiler or {})
+            ranks.by(by, size, run, *((arguments | {"by": by})[name] for name in own), **variables)
+
+        fixtures = dict.fromkeys(["ranks", "by", *(["compiler"] if compiler else []), *own])
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in fixtures]
+        vars(test).update(__signature__=inspect.Signature(parameters), on_ranks=run)
+        return pytest.mark.parametrize("by", by)(test)
+
+    return made
+
+
 @pytest.fixture(scope="session")
 def _driver_of_ranks() -> Path:
     folder = built("cuda-kernels-host")
     pretended_nvrtc(folder / "pretended")
     return built()
+
+
+#: Ends with 1 where there is no NVRTC; in a process of its own, which loads it.
+NVRTC = "import bagua.cuda, sys; sys.exit(bagua.cuda.info()['nvrtc']['path'] is None)"
+
+
+@pytest.fixture(scope="session")
+def simulated_compiler(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Where machine code for the simulated driver comes from and where it is kept: a session compiles once."""
+    built("cuda-kernels-host")
+    folder = tmp_path_factory.mktemp("compiled")
+    variables = {"XDG_CACHE_HOME": str(folder)}
+    if subprocess.run([sys.executable, "-c", NVRTC], check=False).returncode != 0:
+        variables["BAGUA_LIBNVRTC"] = str(pretended_nvrtc(folder))
+    return variables
 
 
 @pytest.fixture

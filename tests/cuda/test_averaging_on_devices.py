@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +20,13 @@ from bagua.cuda.arrays import device_of
 from bagua.torch_api import algorithms
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import get_backend
+from tests.cases import attempt
 from tests.cuda.buckets import Memory, Queue, Tensors
 from tests.cuda.device_arrays import LEGACY, Cuda
-from tests.cuda.driver import HOST_FUNCTION
+from tests.cuda.driver import HOST_FUNCTION, until
 from tests.cuda.failing_calls import die_in_the_middle, is_lost_within_a_second
 from tests.cuda.kernel_cases import narrowed, widened
-from tests.cuda.ranks import Ranks
+from tests.cuda.ranks import Ended, Ranks, ended
 from tests.cuda.test_cuda_training import Net, adamw, batch, same_bits, tensors_in
 from tests.cuda.test_staged_failures import UNKNOWN, fields_of, only, run
 from tests.cuda.torch_on_sim import install, joined
@@ -35,14 +35,6 @@ from tests.cuda.torch_on_sim import install, joined
 NEVER, OFTEN = 3600.0, 0.002
 COUNT = 5003
 LIMIT = 30.0
-
-
-def until(what: str, done: Callable[[], bool]) -> None:
-    """Returns when it is so."""
-    deadline = time.monotonic() + LIMIT
-    while not done():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.001)
 
 
 class Averaged:
@@ -87,7 +79,7 @@ class Averaged:
 
     def wait_until(self, what: str, done: Callable[[], bool]) -> None:
         """Returns when it is so; raises what failed in the averaging."""
-        until(what, lambda: self.raw.check() is not None or done())
+        until(lambda: self.raw.check() is not None or done(), what)
 
 
 def values_of(rank: int, dtype: Any, step: int = 0) -> np.ndarray[Any, Any]:
@@ -214,23 +206,10 @@ CASES: tuple[Callable[[int, Cuda], None], ...] = (
 )
 
 
-def attempt(cases: dict[str, Callable[[], None]]) -> dict[str, str]:
-    """Runs all cases; by name, what each raised ("" when nothing)."""
-    outcome = {}
-    for name, case in cases.items():
-        try:
-            case()
-            bagua.barrier()
-            outcome[name] = ""
-        except Exception:
-            outcome[name] = traceback.format_exc()
-    return outcome
-
-
 def arrays(rank: int) -> dict[str, str]:
     bagua.init()
     cuda = Cuda()
-    found = attempt({case.__name__: lambda case=case: case(rank, cuda) for case in CASES})
+    found = attempt({case.__name__: lambda case=case: case(rank, cuda) for case in CASES}, bagua.barrier)
     bagua.shutdown()
     cuda.close()
     return found
@@ -294,7 +273,7 @@ def keeps_progress_beside_rounds(rank: int) -> None:
             model(float(rank + 1)).backward()
             optimizer.step()
     assert runtime.reads_to_the_host == reads
-    until("rounds", lambda: impl.stats()["rounds"] > 2)
+    until(lambda: impl.stats()["rounds"] > 2, "rounds")
     impl.synchronize(model)
     progress = steps * sum(range(1, size + 1)) / size
     with impl.lock(model):
@@ -308,7 +287,7 @@ def keeps_progress_beside_rounds(rank: int) -> None:
     impl.resume(model)
     # A status from before the call of `resume` may be in flight.
     rounds = impl.stats()["rounds"]
-    until("rounds of all", lambda: impl.stats()["rounds"] > rounds + 1)
+    until(lambda: impl.stats()["rounds"] > rounds + 1, "rounds of all")
     api.barrier()
     impl.synchronize(model)
     assert model.one.unique().tolist() == [(2 * 7.0 + size - 1) / 2]
@@ -340,48 +319,33 @@ MODELS: tuple[Callable[[int], None], ...] = (
 def models(rank: int) -> dict[str, str]:
     torch.set_num_threads(1)
     with joined():
-        return attempt({case.__name__: lambda case=case: case(rank) for case in MODELS})
+        return attempt({case.__name__: lambda case=case: case(rank) for case in MODELS}, bagua.barrier)
 
 
 # --- worlds -----------------------------------------------------------------------------------------------------------
 
 
-class Ended(NamedTuple):
-    """A world of ranks that has ended."""
-
-    outcomes: list[dict[str, str]]
-    ranks: Ranks
-
-    def check(self, case: Callable[..., None]) -> None:
-        """Fails with every rank's traceback when a case failed."""
-        texts = [f"--- rank {rank} ---\n{found[case.__name__]}" for rank, found in enumerate(self.outcomes)]
-        faults = [str(report["faults"]) for report in self.ranks.reports]
-        assert not any(found[case.__name__] for found in self.outcomes), "\n".join([*texts, *faults])
-
-
-def ended(driver: Path, size: int, function: Callable[..., Any]) -> Ended:
-    ranks = Ranks(driver)
-    return Ended(ranks(size, function, clean=False, timeout=120.0, BAGUA_TIMEOUT=30), ranks)
+NAMED: dict[str, Any] = {"timeout": 120.0, "BAGUA_TIMEOUT": 30}
 
 
 @pytest.fixture(scope="module")
 def of_arrays(_driver_of_ranks: Path) -> Ended:
-    return ended(_driver_of_ranks, 3, arrays)
+    return ended(_driver_of_ranks, 3, arrays, **NAMED)
 
 
 @pytest.fixture(scope="module")
 def of_models(_driver_of_ranks: Path) -> Ended:
-    return ended(_driver_of_ranks, 2, models)
+    return ended(_driver_of_ranks, 2, models, **NAMED)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_a_thread_averages_arrays_on_devices(of_arrays: Ended, case: Callable[..., None]) -> None:
-    of_arrays.check(case)
+    of_arrays.check(case.__name__)
 
 
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("case", MODELS, ids=lambda case: case.__name__)
 def test_a_thread_averages_models_on_devices(of_models: Ended, case: Callable[..., None]) -> None:
-    of_models.check(case)
+    of_models.check(case.__name__)
 
 
 def test_averaging_makes_no_fault_leaves_nothing_and_does_not_wait_for_the_device(

@@ -17,17 +17,13 @@ from tests.cuda.driver import HOST_FUNCTION
 from tests.cuda.failing_calls import (
     SHORT,
     UNKNOWN,
-    Calls,
-    check_each,
-    count_calls,
     die_in_the_middle,
     fields_of,
     is_lost_within_a_second,
     only,
     run,
 )
-from tests.cuda.ranks import Ranks
-from tests.cuda.test_staged_failures import CALLED, NOT_RAISED
+from tests.cuda.ranks import Ranks, device_rank, on_ranks
 
 
 def fails_on_rank_1(rank: int, compressed: bool) -> list[dict[str, Any]]:
@@ -68,8 +64,8 @@ def test_a_failing_call_is_a_device_error_here_and_an_exception_of_this_rank_the
         assert api in error["text"]
 
 
-def short_of_memory(rank: int) -> dict[str, Any]:
-    cuda, _ = Cuda(), bagua.init()
+@device_rank
+def short_of_memory(cuda: Cuda) -> dict[str, Any]:
     bucket = Tensors(cuda, "one")
     bucket.raw.append_centralized(False, False, True)
     bucket.write(1.0)
@@ -80,8 +76,6 @@ def short_of_memory(rank: int) -> dict[str, Any]:
     queue.step()
     assert set(bucket.read()) == {2.0}
     queue.raw.shutdown()
-    bagua.shutdown()
-    cuda.close()
     return fields_of(raised.value)
 
 
@@ -91,8 +85,8 @@ def test_memory_that_is_short_at_the_registration_poisons_nothing(ranks: Ranks) 
         assert (error["api"], error["name"]) == ("cuMemHostAlloc", "CUDA_ERROR_OUT_OF_MEMORY")
 
 
-def one_dies(rank: int, folder: str, compressed: bool) -> Any:
-    cuda, _ = Cuda(), bagua.init()
+@device_rank
+def one_dies(rank: int, cuda: Cuda, folder: str, compressed: bool) -> Any:
     bucket = Tensors(cuda, "one", flat=not compressed, sizes=(8 << 20, 100))
     if compressed:
         bucket.raw.append_compressed(engine.Codec("minmax_u8", {}), True, False, False)
@@ -102,8 +96,6 @@ def one_dies(rank: int, folder: str, compressed: bool) -> Any:
     queue.step()
     found = die_in_the_middle(rank, folder, begin=lambda: queue.mark(bucket), step=queue.step)
     queue.raw.shutdown()
-    bagua.shutdown()
-    cuda.close()
     return found
 
 
@@ -114,8 +106,8 @@ def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(
     is_lost_within_a_second(ranks, one_dies, tmp_path, compressed)
 
 
-def waits_for_a_producer(rank: int, folder: str) -> str:
-    cuda, group = Cuda(), bagua.init()
+@device_rank
+def waits_for_a_producer(rank: int, cuda: Cuda, group: bagua.Group, folder: str) -> str:
     stream = cuda.stream()
     bucket = Tensors(cuda, "one", stream=stream)
     bucket.raw.append_compressed(engine.Codec("minmax_u8", {}), True, False, False)
@@ -125,8 +117,6 @@ def waits_for_a_producer(rank: int, folder: str) -> str:
         while not Path(folder, "waits").exists():
             time.sleep(0.01)
         group.communicator.raise_("RuntimeError", "of the user")
-        bagua.shutdown()
-        cuda.close()
         return ""
     # Work of the caller that comes to its end only after the other rank has failed.
     ended = Path(folder, "ended")
@@ -147,8 +137,6 @@ def waits_for_a_producer(rank: int, folder: str) -> str:
         text = str(error)
     ended.touch()
     queue.raw.shutdown()
-    bagua.shutdown()
-    cuda.close()
     return text
 
 
@@ -156,59 +144,8 @@ def test_a_wait_for_a_producer_ends_when_another_rank_fails(ranks: Ranks, tmp_pa
     assert "of the user" in ranks(2, waits_for_a_producer, str(tmp_path))[0]
 
 
-def any_call_fails(rank: int, engines: bool) -> str:
-    """Every kind of call, by buckets and the verbs of an engine. Returns how the rank ended."""
-    cuda = Cuda()
-    stream = cuda.stream()
-    if not engines:
-        return ""
-    bagua.init()
-    found, queue = "done", None
-    try:
-        flat, apart = (Tensors(cuda, name, flat=name == "flat", stream=stream) for name in ("flat", "apart"))
-        flat.raw.append_compressed(engine.Codec("minmax_u8", {}), True, False, False)
-        flat.raw.append_decentralized("all", False)
-        flat.attach("peer_weight")
-        for bucket in (flat, apart):
-            bucket.raw.append_centralized(True, False, True)
-        queue = Queue("engine", flat, apart)
-        for _ in range(2):
-            queue.step(stream)
-            flat.raw.copy_from_extra("peer_weight", stream=stream)
-    except bagua.BaguaError as error:
-        found = type(error).__name__
-    except AssertionError as error:
-        # A call of the test's own.
-        found = f"test: {error}"
-    if queue is not None:
-        queue.raw.shutdown()
-    bagua.shutdown()
-    return found
-
-
-@pytest.fixture(scope="module")
-def calls(_driver_of_ranks: Path) -> Calls:
-    """How often each function is called where nothing fails."""
-    return count_calls(Ranks(_driver_of_ranks), any_call_fails)
-
-
-#: Not called for buckets, or once for each process.
-ELSEWHERE = ("cuPointerGetAttributes", "cuCtxGetCurrent")
-
-
-@pytest.mark.parametrize("function", [*sorted(set(CALLED) - set(ELSEWHERE)), "cuMemAllocAsync", "cuMemFreeAsync"])
-def test_a_call_that_fails_at_any_place_ends_in_an_error_and_never_in_a_hang_or_an_abort(
-    ranks: Ranks, calls: Calls, function: str
-) -> None:
-    check_each(ranks, any_call_fails, calls, function, raised_for={*CALLED, "cuMemAllocAsync"} - set(NOT_RAISED))
-
-
-def test_the_bits_of_a_bucket_do_not_change_when_its_tensors_are_large(ranks: Ranks) -> None:
-    ranks(2, large_and_lossy)
-
-
-def large_and_lossy(rank: int) -> None:
-    cuda, _ = Cuda(), bagua.init()
+@on_ranks(2)
+def test_the_bits_of_a_bucket_do_not_change_when_its_tensors_are_large(rank: int, cuda: Cuda) -> None:
     sides = []
     for on in (None, cuda):
         bucket = Tensors(on, "large", flat=False, sizes=((1 << 20) + 17, 5))
@@ -224,5 +161,3 @@ def large_and_lossy(rank: int) -> None:
     assert host.extra["error"].read().tobytes() == device.extra["error"].read().tobytes()
     for _, queue in sides:
         queue.raw.shutdown()
-    bagua.shutdown()
-    cuda.close()

@@ -17,7 +17,7 @@ from bagua import engine
 from bagua.cuda.arrays import device_of
 from tests.cuda.buckets import Memory, Queue, Tensors
 from tests.cuda.device_arrays import Cuda
-from tests.cuda.ranks import Ranks
+from tests.cuda.ranks import Ranks, device_rank, on_ranks
 
 FLAT = [True, False]
 
@@ -30,9 +30,12 @@ def operate(bucket: Tensors, operation: str) -> None:
         bucket.raw.append_compressed(engine.Codec("minmax_u8", {}), False, False, False)
 
 
-def producers(rank: int, operation: str, flat: bool) -> None:
-    cuda = Cuda()
-    bagua.init()
+@pytest.mark.parametrize("flat", FLAT)
+@pytest.mark.parametrize("operation", ["centralized", "compressed"])
+@on_ranks(2)
+def test_a_bucket_begins_after_the_streams_of_its_marks_and_a_wait_orders_its_stream(
+    cuda: Cuda, operation: str, flat: bool
+) -> None:
     first, second, third = cuda.stream(), cuda.stream(), cuda.stream()
     one, two = (Tensors(cuda, name, flat=flat, stream=first) for name in ("one", "two"))
     for bucket in (one, two):
@@ -51,21 +54,10 @@ def producers(rank: int, operation: str, flat: bool) -> None:
     assert set(one.read(third)) == {4.0}
     assert set(two.read(first)) == {12.0}
     queue.raw.shutdown()
-    bagua.shutdown()
-    cuda.close()
 
 
-@pytest.mark.parametrize("flat", FLAT)
-@pytest.mark.parametrize("operation", ["centralized", "compressed"])
-def test_a_bucket_begins_after_the_streams_of_its_marks_and_a_wait_orders_its_stream(
-    ranks: Ranks, operation: str, flat: bool
-) -> None:
-    ranks(2, producers, operation, flat)
-
-
-def begins_by_itself(rank: int) -> None:
-    cuda = Cuda()
-    bagua.init()
+@on_ranks(3, BAGUA_SIM_DELAY_US=2000)
+def test_a_device_whose_work_begins_by_itself_changes_nothing(rank: int, cuda: Cuda) -> None:
     stream = cuda.stream()
     bucket = Tensors(cuda, "one", stream=stream)
     bucket.raw.append_centralized(True, False, True)
@@ -75,17 +67,10 @@ def begins_by_itself(rank: int) -> None:
         queue.step(stream)
         assert set(bucket.read(stream)) == {float(step)}
     queue.raw.shutdown()
-    bagua.shutdown()
-    cuda.close()
 
 
-def test_a_device_whose_work_begins_by_itself_changes_nothing(ranks: Ranks) -> None:
-    ranks(3, begins_by_itself, BAGUA_SIM_DELAY_US=2000)
-
-
-def moves(rank: int) -> None:
-    cuda = Cuda()
-    bagua.init()
+@on_ranks(2)
+def test_a_tensor_that_moved_is_communicated_and_held_until_the_device_is_done(cuda: Cuda) -> None:
     stream = cuda.stream()
     bucket = Tensors(cuda, "one", sizes=(500, 300), stream=stream)
     operate(bucket, "centralized")
@@ -113,8 +98,6 @@ def moves(rank: int) -> None:
         gc.collect()
     assert held() is None
     queue.raw.shutdown()
-    bagua.shutdown()
-    cuda.close()
 
 
 class Kept:
@@ -124,13 +107,8 @@ class Kept:
         self.memory = memory
 
 
-def test_a_tensor_that_moved_is_communicated_and_held_until_the_device_is_done(ranks: Ranks) -> None:
-    ranks(2, moves)
-
-
-def freed(rank: int) -> None:
-    cuda = Cuda()
-    bagua.init()
+@on_ranks(2)
+def test_memory_may_be_freed_when_a_wait_has_returned(cuda: Cuda) -> None:
     stream = cuda.stream()
     bucket = Tensors(cuda, "one", stream=stream)
     operate(bucket, "centralized")
@@ -141,17 +119,10 @@ def freed(rank: int) -> None:
     bucket.memory[0].array.free()
     queue.register()
     queue.raw.shutdown()
-    bagua.shutdown()
-    cuda.close()
 
 
-def test_memory_may_be_freed_when_a_wait_has_returned(ranks: Ranks) -> None:
-    ranks(2, freed)
-
-
-def replaced(rank: int) -> None:
-    cuda = Cuda()
-    bagua.init()
+@on_ranks(2)
+def test_a_bucket_that_is_replaced_is_held_until_the_device_is_done(cuda: Cuda) -> None:
     stream = cuda.stream()
     bucket = Tensors(cuda, "one", stream=stream)
     operate(bucket, "centralized")
@@ -179,17 +150,10 @@ def replaced(rank: int) -> None:
     assert set(other.read(stream)) == {8.0}
     queue.raw.shutdown()
     next_queue.raw.shutdown()
-    bagua.shutdown()
-    cuda.close()
 
 
-def test_a_bucket_that_is_replaced_is_held_until_the_device_is_done(ranks: Ranks) -> None:
-    ranks(2, replaced)
-
-
-def without_wait(rank: int) -> None:
-    cuda = Cuda()
-    bagua.init()
+@on_ranks(2)
+def test_results_that_a_registration_waited_for_are_ordered_by_the_next_wait(cuda: Cuda) -> None:
     stream = cuda.stream()
     bucket = Tensors(cuda, "one", stream=stream)
     operate(bucket, "centralized")
@@ -205,17 +169,10 @@ def without_wait(rank: int) -> None:
     queue.raw.shutdown()
     with pytest.raises(bagua.AbortedError):
         queue.raw.mark_ready(1, stream=stream)
-    bagua.shutdown()
-    cuda.close()
 
 
-def test_results_that_a_registration_waited_for_are_ordered_by_the_next_wait(ranks: Ranks) -> None:
-    ranks(2, without_wait)
-
-
-def callbacks(rank: int) -> None:
-    cuda = Cuda()
-    group = bagua.init()
+@on_ranks(2)
+def test_a_callback_runs_on_the_legacy_stream_between_the_operations_around_it(cuda: Cuda, group: bagua.Group) -> None:
     late, stream = cuda.stream(), cuda.stream()
     bucket = Tensors(cuda, "one", stream=late)
     seen: list[Any] = []
@@ -240,17 +197,10 @@ def callbacks(rank: int) -> None:
     assert seen == [{1.0}, {4.0}, {3.0}, {12.0}]
     queue.raw.shutdown()
     group.barrier()
-    bagua.shutdown()
-    cuda.close()
 
 
-def test_a_callback_runs_on_the_legacy_stream_between_the_operations_around_it(ranks: Ranks) -> None:
-    ranks(2, callbacks)
-
-
-def captured(rank: int) -> None:
-    cuda = Cuda()
-    bagua.init()
+@on_ranks(2)
+def test_a_stream_that_is_captured_is_refused_and_its_capture_stays_valid(cuda: Cuda) -> None:
     stream, other = cuda.stream(), cuda.stream()
     bucket = Tensors(cuda, "one", sizes=(500,), stream=other)
     operate(bucket, "centralized")
@@ -270,17 +220,10 @@ def captured(rank: int) -> None:
     assert queue.raw.wait(30.0, stream=stream) == 1
     assert set(bucket.read(stream)) == {2.0}
     queue.raw.shutdown()
-    bagua.shutdown()
-    cuda.close()
 
 
-def test_a_stream_that_is_captured_is_refused_and_its_capture_stays_valid(ranks: Ranks) -> None:
-    ranks(2, captured)
-
-
-def refusals(rank: int) -> list[str]:
-    cuda = Cuda()
-    bagua.init()
+@device_rank
+def refusals(cuda: Cuda) -> list[str]:
     bucket = Tensors(cuda, "one")
     host = np.zeros(bucket.count, np.float32)
     found = []
@@ -294,8 +237,6 @@ def refusals(rank: int) -> list[str]:
     found.append(str(raised.value))
     with pytest.raises(ValueError, match="BAGUA_CUDA_COLLECTIVE"):
         engine.Bucket("x", [], device=device_of(0), collective="magic")
-    bagua.shutdown()
-    cuda.close()
     return found
 
 
@@ -323,9 +264,8 @@ def test_a_bucket_on_the_host_here_and_on_a_device_there_is_a_mismatch(ranks: Ra
         assert "device" in text, text
 
 
-def of_any_framework(rank: int) -> None:
-    cuda = Cuda()
-    bagua.init()
+@on_ranks(2)
+def test_buckets_of_arrays_of_any_framework(cuda: Cuda) -> None:
     late, stream = cuda.stream(), cuda.stream()
     ones = np.ones(300, np.float32)
     arrays = {"a": cuda.array(ones, stream=late), "b": cuda.array(2 * ones, stream=late, dlpack=True)}
@@ -349,9 +289,3 @@ def of_any_framework(rank: int) -> None:
         assert queue.wait(30.0, stream=stream) == 2
         found = [set(each.read(stream)) for each in (arrays["a"], arrays["b"], moved)]
         assert found == [{2.0}, {2.0}, {10.0}]
-    bagua.shutdown()
-    cuda.close()
-
-
-def test_buckets_of_arrays_of_any_framework(ranks: Ranks) -> None:
-    ranks(2, of_any_framework)

@@ -13,8 +13,7 @@ from bagua.cuda.arrays import device_of
 from tests.cuda import kernel_cases as cases
 from tests.cuda.buckets import Queue, Tensors
 from tests.cuda.device_arrays import Cuda
-from tests.cuda.ranks import Ranks
-from tests.cuda.test_nccl_values import run
+from tests.cuda.ranks import Ranks, device_rank, on_ranks
 
 CODEC = ("minmax_u8", {})
 #: Codecs that have kernels.
@@ -54,9 +53,8 @@ OPERATIONS = {
 BY_MESSAGES = ("compressed", "bytegrad", "decentralized", "low_precision")
 
 
-def equals_the_host(rank: int, operation: str, hierarchical: bool, dtypes: list[str]) -> None:
-    cuda = Cuda()
-    bagua.init()
+@device_rank
+def equals_the_host(rank: int, cuda: Cuda, operation: str, hierarchical: bool, dtypes: list[str]) -> None:
     sides, stream = [], cuda.stream()
     for on in (None, cuda):
         buckets = []
@@ -83,8 +81,6 @@ def equals_the_host(rank: int, operation: str, hierarchical: bool, dtypes: list[
             assert host.raw.choice() == device.raw.choice()
     for _, queue in sides:
         queue.raw.shutdown()
-    bagua.shutdown()
-    cuda.close()
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -97,7 +93,7 @@ def test_an_operation_on_a_device_has_the_bits_of_the_host(ranks: Ranks, operati
 def test_by_nccl_an_operation_has_the_bits_of_the_host_and_none_pass_through_it(
     ranks: Ranks, size: int, operation: str
 ) -> None:
-    run(ranks, size, equals_the_host, operation, False, ["float32", "float16"])
+    ranks.by("nccl", size, equals_the_host, operation, False, ["float32", "float16"])
     ranks.check_no_copies()
 
 
@@ -106,9 +102,9 @@ def test_a_hierarchical_operation_on_a_device_has_the_bits_of_the_host(ranks: Ra
     ranks(3, equals_the_host, operation, True, ["float32"], hosts=HALVES)
 
 
-def ring(rank: int) -> list[dict[str, Any]]:
+@device_rank
+def ring(rank: int, cuda: Cuda, group: bagua.Group) -> list[dict[str, Any]]:
     """The compressed ring of every codec that has kernels, and what the group said before and after each."""
-    cuda, group = Cuda(), bagua.init()
     stream, reports = cuda.stream(), []
     random = np.random.default_rng(rank)
     for by in (*ON_DEVICES, "onebit"):
@@ -142,8 +138,6 @@ def ring(rank: int) -> list[dict[str, Any]]:
         reports.append(stats)
         for _, queue in sides:
             queue.raw.shutdown()
-    bagua.shutdown()
-    cuda.close()
     return reports
 
 
@@ -209,9 +203,8 @@ def test_tensors_in_many_pieces_that_lie_apart_on_one_rank_only(ranks: Ranks) ->
     assert (apart["device_bytes"], adjacent["device_bytes"]) == (count, 0)
 
 
-def copies(rank: int) -> None:
-    cuda = Cuda()
-    bagua.init()
+@on_ranks(2)
+def test_the_mean_of_peers_is_copied_within_the_device(rank: int, cuda: Cuda) -> None:
     stream = cuda.stream()
     for flat in (True, False):
         bucket = Tensors(cuda, "weights", flat=flat, stream=stream)
@@ -223,16 +216,10 @@ def copies(rank: int) -> None:
         bucket.raw.copy_from_extra("peer_weight", stream=stream)
         assert set(bucket.read(stream)) == {0.5}
         queue.raw.shutdown()
-    bagua.shutdown()
-    cuda.close()
 
 
-def test_the_mean_of_peers_is_copied_within_the_device(ranks: Ranks) -> None:
-    ranks(2, copies)
-
-
-def verbs(rank: int) -> None:
-    cuda, group = Cuda(), bagua.init()
+@on_ranks(2)
+def test_verbs_in_order_with_the_buckets_take_device_memory(rank: int, cuda: Cuda, group: bagua.Group) -> None:
     raw = group.communicator.engine("verbs")
     late, stream = cuda.stream(), cuda.stream()
     ones = np.full(3000, rank + 1, np.float32)
@@ -255,9 +242,3 @@ def verbs(rank: int) -> None:
     assert set(x.read(other)) == {3.0}
     assert every.read(other).tolist() == [1.0] * 3000 + [2.0] * 3000
     raw.shutdown()
-    bagua.shutdown()
-    cuda.close()
-
-
-def test_verbs_in_order_with_the_buckets_take_device_memory(ranks: Ranks) -> None:
-    ranks(2, verbs)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from pathlib import Path
@@ -22,33 +20,12 @@ import pytest
 import bagua
 from tests.cuda import kernel_cases as cases
 from tests.cuda.device_arrays import LEGACY, Cuda, DeviceArray
-from tests.cuda.pretended_nvrtc import pretended_nvrtc
-from tests.cuda.ranks import Ranks
-from tests.cuda.simulated import built
+from tests.cuda.ranks import Ranks, arrays, on_ranks
 
 #: Codecs that have kernels.
 CODECS = ("minmax_u8", "f16", "bf16")
 ONES = np.ones(1000, np.float32)
 RECORD = 32 + 1024
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _kernels() -> None:
-    built("cuda-kernels-host")
-
-
-#: Ends with 1 where there is no NVRTC; in a process of its own, which loads it.
-NVRTC = "import bagua.cuda, sys; sys.exit(bagua.cuda.info()['nvrtc']['path'] is None)"
-
-
-@pytest.fixture(scope="session")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Where machine code comes from and where it is kept: these tests compile once."""
-    folder = tmp_path_factory.mktemp("compiled")
-    variables = {"XDG_CACHE_HOME": str(folder)}
-    if subprocess.run([sys.executable, "-c", NVRTC], check=False).returncode != 0:
-        variables["BAGUA_LIBNVRTC"] = str(pretended_nvrtc(folder))
-    return variables
 
 
 @pytest.fixture
@@ -104,22 +81,18 @@ def check(
         array.free()
 
 
-def every_kind(rank: int, name: str) -> None:
-    cuda = Cuda()
+@pytest.mark.parametrize("name", cases.CODED)
+@on_ranks(1, arrays, compiler=True)
+def test_records_and_values_are_those_of_the_host(cuda: Cuda, name: str) -> None:
     for kind in cases.KINDS:
         for count in (1, 2, 31, 32, 33, 1000, 4099):
             for by in CODECS:
                 check(cuda, name, cases.elements(kind, name, count, seed=count), by=by)
-    cuda.close()
 
 
 @pytest.mark.parametrize("name", cases.CODED)
-def test_records_and_values_are_those_of_the_host(rank: Any, name: str) -> None:
-    rank(every_kind, name)
-
-
-def every_place(rank: int, name: str) -> None:
-    cuda = Cuda()
+@on_ranks(1, arrays, compiler=True)
+def test_arrays_may_be_at_any_address_and_cut_into_any_chunks(cuda: Cuda, name: str) -> None:
     for by in CODECS:
         for offset, shift in ((1, 0), (0, 1), (3, 5), (7, 13), (8, 32)):
             check(cuda, name, cases.elements("normal", name, 613, seed=offset), offset=offset, shift=shift, by=by)
@@ -128,22 +101,15 @@ def every_place(rank: int, name: str) -> None:
             held[0] = cases.elements("one NaN", name, 1)[0]
             check(cuda, name, held, chunks, offset=chunks % 4, shift=chunks % 5, by=by)
         check(cuda, name, cases.elements("normal", name, 1)[:0], by=by)
-    cuda.close()
 
 
-@pytest.mark.parametrize("name", cases.CODED)
-def test_arrays_may_be_at_any_address_and_cut_into_any_chunks(rank: Any, name: str) -> None:
-    rank(every_place, name)
-
-
-def a_million(rank: int) -> None:
-    cuda = Cuda()
+@on_ranks(1, arrays, compiler=True)
+def test_a_million_elements_are_encoded_by_many_blocks(cuda: Cuda) -> None:
     check(cuda, "f32", cases.elements("normal", "f32", 1_000_000))
     check(cuda, "f16", cases.elements("normal", "f16", 1_000_000), 5, offset=1)
     check(cuda, "bf16", cases.elements("huge", "bf16", 1_000_000), 32, shift=3)
     check(cuda, "f32", cases.elements("normal", "f32", 1_000_000), by="bf16")
     check(cuda, "bf16", cases.elements("huge", "bf16", 999_999), 3, offset=1, by="f16")
-    cuda.close()
 
 
 def every_half(rank: int) -> None:
@@ -161,10 +127,6 @@ def test_halves_of_all_bits_are_converted_as_on_the_host(rank: Any, ranks: Ranks
     rank(every_half)
     # One launch each way, whatever the chunks are.
     assert ranks.reports[0]["calls"]["cuLaunchKernel"] == 6 * 2
-
-
-def test_a_million_elements_are_encoded_by_many_blocks(rank: Any) -> None:
-    rank(a_million)
 
 
 def several_passes(rank: int) -> None:
@@ -186,8 +148,9 @@ def test_chunks_that_do_not_fit_a_cache_together_are_encoded_in_several_passes(r
 # --- order ------------------------------------------------------------------------------------------------------------
 
 
-def in_order(rank: int) -> None:
-    cuda, codec = Cuda(), bagua.Codec("minmax_u8")
+@on_ranks(1, arrays, compiler=True)
+def test_the_work_is_behind_that_of_every_producer_and_before_that_of_the_stream(cuda: Cuda) -> None:
+    codec = bagua.Codec("minmax_u8")
     own, other, call = cuda.stream(), cuda.stream(), cuda.stream()
     expected = codec.encode(ONES)
     late = np.full(RECORD, 7, np.uint8)
@@ -211,15 +174,11 @@ def in_order(rank: int) -> None:
     encoded(x, call)
     # The stream of the calling thread.
     encoded(cuda.array(ONES, stream=own), 2)
-    cuda.close()
 
 
-def test_the_work_is_behind_that_of_every_producer_and_before_that_of_the_stream(rank: Any) -> None:
-    rank(in_order)
-
-
-def on_threads(rank: int) -> None:
-    cuda, codec = Cuda(), bagua.Codec("minmax_u8")
+@on_ranks(1, arrays, compiler=True)
+def test_any_thread_with_any_context_may_encode(cuda: Cuda) -> None:
+    codec = bagua.Codec("minmax_u8")
     arrays = [cuda.array(ONES * number) for number in range(4)]
     outs = [cuda.empty(RECORD, np.uint8) for _ in arrays]
     other = int(cuda.driver.get("cuDevicePrimaryCtxRetain", 1))
@@ -245,11 +204,6 @@ def on_threads(rank: int) -> None:
         raise errors[0]
     for number, out in enumerate(outs):
         assert np.array_equal(out.read(), codec.encode(ONES * number))
-    cuda.close()
-
-
-def test_any_thread_with_any_context_may_encode(rank: Any) -> None:
-    rank(on_threads)
 
 
 def another_device(rank: int) -> None:
@@ -267,8 +221,9 @@ def test_every_device_loads_the_kernels(rank: Any, ranks: Ranks) -> None:
     assert ranks.reports[0]["calls"]["cuModuleLoadData"] == 2
 
 
-def held(rank: int) -> None:
-    cuda, codec = Cuda(), bagua.Codec("minmax_u8")
+@on_ranks(1, arrays, compiler=True)
+def test_a_call_holds_its_arrays_until_the_device_is_done(cuda: Cuda) -> None:
+    codec = bagua.Codec("minmax_u8")
     x, out = cuda.array(ONES), cuda.empty(RECORD, np.uint8)
     cuda.arrays.remove(x)
     weakref.finalize(x, cuda.driver.cuMemFree_v2, x.address)
@@ -285,15 +240,11 @@ def held(rank: int) -> None:
     codec.decode(out, back)
     gc.collect()
     assert alive() is None
-    cuda.close()
 
 
-def test_a_call_holds_its_arrays_until_the_device_is_done(rank: Any) -> None:
-    rank(held)
-
-
-def captured(rank: int) -> None:
-    cuda, codec = Cuda(), bagua.Codec("minmax_u8")
+@on_ranks(1, arrays, compiler=True)
+def test_a_stream_that_is_captured_is_refused_and_its_capture_stays_valid(cuda: Cuda) -> None:
+    codec = bagua.Codec("minmax_u8")
     stream = cuda.stream()
     x, out = cuda.array(ONES, stream=stream), cuda.empty(RECORD, np.uint8)
     x.read(stream)
@@ -306,11 +257,6 @@ def captured(rank: int) -> None:
     x.stream = LEGACY
     codec.encode(x, out=out)
     assert np.array_equal(out.read(), codec.encode(ONES))
-    cuda.close()
-
-
-def test_a_stream_that_is_captured_is_refused_and_its_capture_stays_valid(rank: Any) -> None:
-    rank(captured)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ All cases run in one world, because every rank that starts imports torch for sec
 from __future__ import annotations
 
 import os
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +20,9 @@ import bagua
 import bagua.c10d
 import bagua.torch_api as api
 from bagua.torch_api.data_parallel import DistributedDataParallel
-from tests.cuda.ranks import Ranks
-from tests.cuda.test_cuda_training import Ended, Net, batch, same_bits, sgd, tensors_in
+from tests.cases import attempt
+from tests.cuda.ranks import Ended, ended
+from tests.cuda.test_cuda_training import Net, batch, same_bits, sgd, tensors_in
 from tests.cuda.torch_on_sim import install
 
 pytestmark = pytest.mark.slow
@@ -255,14 +255,7 @@ def run(rank: int, variants: str) -> dict[str, str]:
             assert same_bits(branches, several_streams(rank, "cuda"))
 
         cases |= {"streams": on_streams, "fails": lambda: a_hook_that_fails(rank)}
-    outcome = {}
-    for name, case in cases.items():
-        try:
-            case()
-            api.barrier()
-            outcome[name] = ""
-        except Exception:
-            outcome[name] = traceback.format_exc()
+    outcome = attempt(cases, api.barrier)
     api.destroy_process_group()
     dist.destroy_process_group()
     return outcome
@@ -270,14 +263,12 @@ def run(rank: int, variants: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def two(_driver_of_ranks: Path) -> Ended:
-    ranks = Ranks(_driver_of_ranks)
-    return Ended(ranks(2, run, "VARIANTS", clean=False, timeout=180.0), ranks)
+    return ended(_driver_of_ranks, 2, run, "VARIANTS", timeout=180.0)
 
 
 @pytest.fixture(scope="module")
 def power(_driver_of_ranks: Path) -> Ended:
-    ranks = Ranks(_driver_of_ranks)
-    return Ended(ranks(2, run, "POWER", clean=False, timeout=180.0), ranks)
+    return ended(_driver_of_ranks, 2, run, "POWER", timeout=180.0)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from bagua import group as groups
 from tests.cuda import kernel_cases as cases
 from tests.cuda.buckets import Queue, Tensors
 from tests.cuda.device_arrays import LEGACY, Cuda
-from tests.cuda.failing_calls import UNKNOWN, Calls, check_each, count_calls, die_in_the_middle, is_lost_within_a_second
-from tests.cuda.nccl_calls import INTERNAL
-from tests.cuda.ranks import Ranks
+from tests.cuda.failing_calls import die_in_the_middle, is_lost_within_a_second
+from tests.cuda.ranks import BOTH, Ranks, device_rank, on_ranks
 
 #: Codecs that have kernels.
 CODECS = ("minmax_u8", "f16", "bf16")
@@ -75,8 +73,8 @@ def communicated(on: Cuda | None, cases_of: Any, name: str, stream: int) -> list
     return found
 
 
-def every_kind(rank: int, dtype: str, counts: list[int]) -> None:
-    cuda, group = Cuda(), bagua.init()
+@device_rank
+def every_kind(rank: int, cuda: Cuda, group: bagua.Group, dtype: str, counts: list[int]) -> None:
     stream, launches = cuda.stream(), 0
     for by in CODECS:
         chosen: list[Any] = []
@@ -94,8 +92,6 @@ def every_kind(rank: int, dtype: str, counts: list[int]) -> None:
             assert stats["launches"] >= launches + 3 * len(chosen), by
             assert stats["collective"] is None, "no verb has been used"
             launches = stats["launches"]
-    bagua.shutdown()
-    cuda.close()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -108,12 +104,8 @@ def test_half_types_too(ranks: Ranks, dtype: str) -> None:
     ranks(2, every_kind, dtype, [3, 1001])
 
 
-def test_more_than_eight_ranks_too(ranks: Ranks) -> None:
-    ranks(9, many, timeout=120.0)
-
-
-def many(rank: int) -> None:
-    cuda, _ = Cuda(), bagua.init()
+@on_ranks(9, timeout=120.0)
+def test_more_than_eight_ranks_too(rank: int, cuda: Cuda) -> None:
     chosen = [
         (
             (301,),
@@ -125,12 +117,10 @@ def many(rank: int) -> None:
     host, device = (communicated(on, chosen, f"{on}", LEGACY) for on in (None, cuda))
     for case, expected, found in zip(chosen, host, device, strict=True):
         assert expected == found, case[2]
-    bagua.shutdown()
-    cuda.close()
 
 
-def padded(rank: int) -> None:
-    cuda, group = Cuda(), bagua.init()
+@device_rank
+def padded(rank: int, cuda: Cuda, group: bagua.Group) -> None:
     for count, padding in ((1, 1), (5, 2), (17, 100), (1000, 7)):
         for flat in (True, False):
             found = []
@@ -142,8 +132,6 @@ def padded(rank: int) -> None:
             assert found[0] == found[1], (count, padding, flat)
             assert not any(found[1][4 * count :])
     assert group.size == 1 or on_the_device()["launches"] > 0
-    bagua.shutdown()
-    cuda.close()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -151,8 +139,8 @@ def test_padding_is_taken_as_zeros_and_is_zero_afterwards(ranks: Ranks, size: in
     ranks(size, padded)
 
 
-def million(rank: int) -> list[dict[str, Any]]:
-    cuda, _ = Cuda(), bagua.init()
+@device_rank
+def million(rank: int, cuda: Cuda) -> list[dict[str, Any]]:
     values = np.random.default_rng(rank).normal(size=1_000_000).astype(np.float32)
     values[rank] = np.inf
     sizes, reports = (500_001, 499_999), []
@@ -167,8 +155,6 @@ def million(rank: int) -> list[dict[str, Any]]:
         # f16 keeps what is not finite, and counts nothing.
         assert (records[0] > 0) == (by == "minmax_u8")
         reports.append(on_the_device())
-    bagua.shutdown()
-    cuda.close()
     return reports
 
 
@@ -185,13 +171,11 @@ def test_what_comes_to_the_host_are_records_only(ranks: Ranks) -> None:
         assert both["pinned_bytes"] <= 32 << 20
 
 
-def half_on_devices(rank: int) -> bytes:
-    cuda, _ = Cuda(), bagua.init()
+@device_rank
+def half_on_devices(rank: int, cuda: Cuda) -> bytes:
     values = np.random.default_rng(rank).normal(size=1001).astype(np.float32)
     found = step(bucket(cuda if rank == 0 else None, (1001,)), values, "mixed")
     assert found == step(bucket(None, (1001,)), values, "host")
-    bagua.shutdown()
-    cuda.close()
     return found
 
 
@@ -200,8 +184,8 @@ def test_ranks_on_devices_and_on_the_host_combine_the_same_bucket(ranks: Ranks) 
     assert found == found[:1] * 3
 
 
-def by_host(rank: int, collective: str) -> tuple[int, int]:
-    cuda, _ = Cuda(), bagua.init()
+@device_rank
+def by_host(rank: int, cuda: Cuda, collective: str) -> tuple[int, int]:
     stream = cuda.stream()
     for average in (True, False):
         for count in (1, 1001):
@@ -213,8 +197,6 @@ def by_host(rank: int, collective: str) -> tuple[int, int]:
             assert found[0] == found[1] or collective == "nccl", count
     stats = on_the_device()
     assert stats["collective"] == collective
-    bagua.shutdown()
-    cuda.close()
     return stats["launches"], stats["to_host_bytes"]
 
 
@@ -232,8 +214,8 @@ def test_records_go_by_nccl_where_verbs_do(ranks: Ranks) -> None:
     ranks.check_no_copies()
 
 
-def beside_nccl(rank: int) -> None:
-    cuda, group = Cuda(), bagua.init()
+@device_rank
+def beside_nccl(rank: int, cuda: Cuda, group: bagua.Group) -> None:
     values = np.random.default_rng(rank).normal(size=1001).astype(np.float32)
     host = step(bucket(None, (1001,)), values, "host")
     tensors, plain = bucket(cuda, (1001,)), Tensors(cuda, "plain", sizes=(100,))
@@ -248,13 +230,11 @@ def beside_nccl(rank: int) -> None:
     stats = on_the_device()
     assert (stats["collective"], stats["launches"], group.size) == ("nccl", 3 * (2 * 2 + 3 + 2 * 1), 2)
     queue.raw.shutdown()
-    bagua.shutdown()
-    cuda.close()
 
 
-def automatic(rank: int) -> tuple[str | None, bytes]:
+@device_rank
+def automatic(rank: int, cuda: Cuda) -> tuple[str | None, bytes]:
     """Whether an automatic operation keeps the codec, and the values that it left last."""
-    cuda, _ = Cuda(), bagua.init()
     stream = cuda.stream()
     tensors = Tensors(cuda, "auto", sizes=(1001,), stream=stream)
     tensors.raw.append_automatic(engine.Codec("minmax_u8", {}), True, False)
@@ -266,8 +246,6 @@ def automatic(rank: int) -> tuple[str | None, bytes]:
         mean = tensors.read(stream)
         assert np.allclose(mean, values + 0.5, atol=0.1), number
     queue.raw.shutdown()
-    bagua.shutdown()
-    cuda.close()
     return tensors.raw.choice(), mean.tobytes()
 
 
@@ -299,8 +277,8 @@ def peers(tensors: Tensors) -> None:
     tensors.attach("peer_weight")
 
 
-def late(rank: int) -> None:
-    cuda, _ = Cuda(), bagua.init()
+@on_ranks(2, by=BOTH)
+def test_producers_come_before_and_the_stream_of_the_wait_after(rank: int, cuda: Cuda) -> None:
     producer, consumer = cuda.stream(), cuda.stream()
     tensors = {flat: bucket(cuda, (1000, 1), flat=flat, stream=producer) for flat in (True, False)}
     means = Tensors(cuda, "means", sizes=(1000, 1), flat=False, stream=producer)
@@ -316,13 +294,6 @@ def late(rank: int) -> None:
             assert np.allclose(result.read(consumer), number + 0.5, rtol=1e-3)
             cuda.order(consumer, producer)
         queue.raw.shutdown()
-    bagua.shutdown()
-    cuda.close()
-
-
-@pytest.mark.parametrize("collective", ["staged", "nccl"])
-def test_producers_come_before_and_the_stream_of_the_wait_after(ranks: Ranks, collective: str) -> None:
-    ranks(2, late, BAGUA_CUDA_COLLECTIVE=collective)
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -345,15 +316,13 @@ def test_without_nvrtc_the_first_use_is_an_error_that_names_it(ranks: Ranks) -> 
         assert "NVRTC" in text
 
 
-def one_dies(rank: int, folder: str) -> Any:
-    cuda, _ = Cuda(), bagua.init()
+@device_rank
+def one_dies(rank: int, cuda: Cuda, folder: str) -> Any:
     tensors = bucket(cuda, (8 << 20, 101), flat=rank == 0)
     queue = Queue("engine", tensors)
     queue.step()
     found = die_in_the_middle(rank, folder, begin=lambda: queue.mark(tensors), step=queue.step)
     queue.raw.shutdown()
-    bagua.shutdown()
-    cuda.close()
     return found
 
 
@@ -362,101 +331,3 @@ def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(
     ranks: Ranks, tmp_path: Path, collective: str
 ) -> None:
     is_lost_within_a_second(ranks, one_dies, tmp_path, BAGUA_CUDA_COLLECTIVE=collective)
-
-
-def any_call_fails(rank: int, communicate: bool) -> str:
-    """How the rank ended two communications of tensors that lie apart: compressed, a ring, a mean of peers."""
-
-    def buckets(cuda: Cuda) -> Iterator[Tensors]:
-        yield bucket(cuda, (1000, 2), padding=3, flat=False)
-        for operation in (ring, peers):
-            tensors = Tensors(cuda, operation.__name__, sizes=(100, 7), flat=False)
-            operation(tensors)
-            yield tensors
-
-    return ends(buckets, 2, communicate)
-
-
-def a_timing_fails(rank: int, communicate: bool) -> str:
-    """How the rank ended the communications in which an automatic operation is timed."""
-
-    def buckets(cuda: Cuda) -> Iterator[Tensors]:
-        tensors = Tensors(cuda, "auto", sizes=(1000, 1), flat=False)
-        tensors.raw.append_automatic(engine.Codec("minmax_u8", {}), True, False)
-        yield tensors
-
-    return ends(buckets, 11, communicate)
-
-
-def ends(buckets: Callable[[Cuda], Iterable[Tensors]], steps: int, communicate: bool) -> str:
-    """How a rank ended so many steps of buckets."""
-    cuda = Cuda()
-    if not communicate:
-        return ""
-    bagua.init()
-    found, queue = "done", None
-    try:
-        queue = Queue("engine", *buckets(cuda))
-        for _ in range(steps):
-            queue.step()
-    except bagua.BaguaError as error:
-        found = type(error).__name__
-    except AssertionError as error:
-        # A call of the test's own.
-        found = f"test: {error}"
-    if queue is not None:
-        queue.raw.shutdown()
-    bagua.shutdown()
-    return found
-
-
-@pytest.fixture(scope="module")
-def calls(_driver_of_ranks: Path) -> dict[str, Calls]:
-    """How often each function is called where nothing fails, by collective."""
-    ranks = Ranks(_driver_of_ranks)
-    return {
-        collective: count_calls(ranks, any_call_fails, BAGUA_CUDA_COLLECTIVE=collective)
-        for collective in ("staged", "nccl")
-    }
-
-
-#: What both call, what only one calls.
-DRIVER = (
-    "cuCtxPushCurrent",
-    "cuDeviceGetAttribute",
-    "cuEventCreate",
-    "cuEventQuery",
-    "cuEventRecord",
-    "cuLaunchKernel",
-    "cuMemAllocAsync",
-    "cuMemFreeAsync",
-    "cuMemHostAlloc",
-    "cuMemcpyDtoDAsync",
-    "cuMemsetD8Async",
-    "cuModuleGetFunction",
-    "cuModuleLoadData",
-    "cuStreamWaitEvent",
-)
-COPIES = ("cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync")
-MESSAGES = ("ncclGroupStart", "ncclSend", "ncclRecv", "ncclGroupEnd", "ncclCommGetAsyncError")
-RAISED = ("cuLaunchKernel", "cuMemsetD8Async", "cuModuleLoadData", *MESSAGES)
-
-
-@pytest.mark.parametrize(
-    ("collective", "function"),
-    [("staged", function) for function in (*DRIVER, *COPIES)]
-    + [("nccl", function) for function in (*DRIVER, *MESSAGES)],
-)
-def test_a_call_that_fails_at_any_place_ends_in_an_error_and_never_in_a_hang_or_an_abort(
-    ranks: Ranks, calls: dict[str, Calls], collective: str, function: str
-) -> None:
-    variables = {"BAGUA_CUDA_COLLECTIVE": collective}
-    code = INTERNAL if function in MESSAGES else UNKNOWN
-    check_each(ranks, any_call_fails, calls[collective], function, raised_for=RAISED, code=code, **variables)
-
-
-def test_a_timing_of_the_device_that_fails_is_an_error(ranks: Ranks) -> None:
-    variables = {"BAGUA_CUDA_COLLECTIVE": "staged"}
-    function = "cuEventElapsedTime"
-    calls = count_calls(ranks, a_timing_fails, **variables)
-    check_each(ranks, a_timing_fails, calls, function, raised_for=(function,), code=UNKNOWN, **variables)

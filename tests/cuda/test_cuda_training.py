@@ -5,8 +5,8 @@ All cases of a number of ranks run in one world, because every rank that starts 
 
 from __future__ import annotations
 
+import functools
 import os
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,8 @@ import bagua
 import bagua.torch_api as api
 from bagua.torch_api import algorithms
 from bagua.torch_api.algorithms import Algorithm
-from tests.cuda.ranks import Ranks
+from tests.cases import attempt
+from tests.cuda.ranks import Ended, ended
 from tests.cuda.torch_on_sim import install, joined
 
 pytestmark = pytest.mark.slow
@@ -175,7 +176,7 @@ def ends_alike(rank: int, variant: Variant) -> None:
 # --- cases ------------------------------------------------------------------------------------------------------------
 
 
-def accumulates_under_no_sync(rank: int) -> None:
+def accumulates_gradients_under_no_sync(rank: int) -> None:
     found = []
     for place in ("cpu", "cuda"):
         torch.manual_seed(1)
@@ -197,7 +198,7 @@ def accumulates_under_no_sync(rank: int) -> None:
     assert same_bits(*found)
 
 
-def trains_by_the_wrapper(rank: int) -> None:
+def is_trained_by_the_wrapper(rank: int) -> None:
     found = []
     for place in ("cpu", "cuda"):
         for as_views in (True, False):
@@ -225,7 +226,7 @@ def trains_by_the_wrapper(rank: int) -> None:
             api.data_parallel.DistributedDataParallel(Net().cuda(), device_ids=ids)
 
 
-def works_on_other_streams(rank: int) -> None:
+def may_have_forward_and_backward_on_streams_of_their_own(rank: int) -> None:
     found = []
     for algorithm in (algorithms.GradientAllReduceAlgorithm(), algorithms.DecentralizedAlgorithm(hierarchical=False)):
         for place in ("cpu", "cuda"):
@@ -258,7 +259,7 @@ def works_on_other_streams(rank: int) -> None:
     assert same_bits(found[2], found[3])
 
 
-def resumes(rank: int) -> None:
+def gets_the_state_of_the_first_ranks_optimizer(rank: int) -> None:
     """The counters of an optimizer are on the host, or on the device with ``capturable``."""
     for capturable in (False, True):
         torch.manual_seed(1)
@@ -288,7 +289,7 @@ class Split(nn.Module):
         self.one, self.two = nn.Linear(2, 2).to(one), nn.Linear(2, 2).to(two)
 
 
-def refuses_by_name(rank: int) -> None:
+def is_refused_by_name_if_it_cannot_be_trained_and_the_group_goes_on(rank: int) -> None:
     for one, two in (("cuda:0", "cuda:1"), ("cpu", "cuda:0"), ("cuda:1", "cpu")):
         with pytest.raises(TypeError, match=rf"'one.weight' is on {one}, and parameter 'two.weight' on {two}"):
             Split(one, two).with_bagua([], algorithms.GradientAllReduceAlgorithm())
@@ -337,7 +338,13 @@ def trains_by_nccl_inside_hosts(rank: int) -> None:
 
 # Each closes its models. An engine that is not closed ends when Python collects it, at another time on each rank; the
 # first to end waits 5 s for the others to close its memory, and leaves that behind then.
-TOGETHER = (accumulates_under_no_sync, trains_by_the_wrapper, works_on_other_streams, resumes, refuses_by_name)
+TOGETHER = (
+    accumulates_gradients_under_no_sync,
+    is_trained_by_the_wrapper,
+    may_have_forward_and_backward_on_streams_of_their_own,
+    gets_the_state_of_the_first_ranks_optimizer,
+    is_refused_by_name_if_it_cannot_be_trained_and_the_group_goes_on,
+)
 
 
 # --- worlds -----------------------------------------------------------------------------------------------------------
@@ -351,28 +358,8 @@ def run(rank: int, variants: str) -> dict[str, str]:
     }
     more = TOGETHER if variants == "BOTH" else (trains_by_nccl_inside_hosts,)
     cases |= {case.__name__: case for case in more}
-    outcome = {}
     with joined():
-        for name, case in cases.items():
-            try:
-                case(rank)
-                api.barrier()
-                outcome[name] = ""
-            except Exception:
-                outcome[name] = traceback.format_exc()
-    return outcome
-
-
-class Ended(NamedTuple):
-    """A world of ranks that has ended."""
-
-    outcomes: list[dict[str, str]]
-    ranks: Ranks
-
-    def check(self, case: str) -> None:
-        """Fails with every rank's traceback when a case failed."""
-        texts = [f"--- rank {rank} ---\n{found[case]}" for rank, found in enumerate(self.outcomes) if found[case]]
-        assert not texts, "\n".join([*texts, *(str(report["faults"]) for report in self.ranks.reports)])
+        return attempt({name: functools.partial(case, rank) for name, case in cases.items()}, api.barrier)
 
 
 #: By staged the bits are those of the CPU.
@@ -381,15 +368,13 @@ NAMED: dict[str, Any] = {"timeout": 240.0, "BAGUA_TIMEOUT": 30, "BAGUA_CUDA_COLL
 
 @pytest.fixture(scope="module")
 def two(_driver_of_ranks: Path) -> Ended:
-    ranks = Ranks(_driver_of_ranks)
-    return Ended(ranks(2, run, "BOTH", clean=False, **NAMED), ranks)
+    return ended(_driver_of_ranks, 2, run, "BOTH", **NAMED)
 
 
 @pytest.fixture(scope="module")
 def four(_driver_of_ranks: Path) -> Ended:
-    ranks = Ranks(_driver_of_ranks)
     hosts = ((0, 1), (2, 3))
-    return Ended(ranks(4, run, "HIERARCHICAL", clean=False, hosts=hosts, BAGUA_SIM_DEVICES=4, **NAMED), ranks)
+    return ended(_driver_of_ranks, 4, run, "HIERARCHICAL", hosts=hosts, BAGUA_SIM_DEVICES=4, **NAMED)
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -407,24 +392,9 @@ def test_training_by_nccl_inside_hosts_ends_with_equal_weights_near_those_of_the
     assert all(report["calls"].get("ncclReduce", 0) > 0 for report in four.ranks.reports)
 
 
-def test_gradients_accumulate_under_no_sync(two: Ended) -> None:
-    two.check("accumulates_under_no_sync")
-
-
-def test_the_wrapper_trains_a_model_on_a_device(two: Ended) -> None:
-    two.check("trains_by_the_wrapper")
-
-
-def test_forward_and_backward_may_be_on_streams_of_their_own(two: Ended) -> None:
-    two.check("works_on_other_streams")
-
-
-def test_every_rank_gets_the_state_of_the_first_ones_optimizer(two: Ended) -> None:
-    two.check("resumes")
-
-
-def test_what_cannot_be_trained_is_refused_by_name_and_the_group_goes_on(two: Ended) -> None:
-    two.check("refuses_by_name")
+@pytest.mark.parametrize("case", TOGETHER, ids=lambda case: case.__name__)
+def test_a_model_on_a_device(two: Ended, case: Callable[[int], None]) -> None:
+    two.check(case.__name__)
 
 
 def test_training_makes_no_fault_leaves_nothing_and_does_not_wait_for_the_device(two: Ended, four: Ended) -> None:

@@ -9,23 +9,15 @@ import pytest
 
 import bagua
 from tests.cuda import kernel_cases as cases
-from tests.cuda.kernels_on_host import Array, Kernels, compiled, on_host, placed, room, sources
+from tests.cuda.kernels_on_host import Array, Kernels, kernels, placed, room, sources
 from tests.world import make_world
+
+__all__ = ["kernels"]
 
 RANKS = 3
 COUNT = 1001
 #: bfloat16 is left out: NumPy has no such type.
 OPERATIONS = [(name, op) for name, op in cases.operations() if name != "bf16"]
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    """The kernels as functions of this process."""
-    try:
-        compiled()
-    except RuntimeError as missing:
-        pytest.skip(str(missing))
-    return on_host()
 
 
 def typed(name: str, held: Array) -> Array:

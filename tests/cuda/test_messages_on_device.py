@@ -11,15 +11,15 @@ import pytest
 import bagua
 from tests.cuda.device_arrays import Cuda
 from tests.cuda.failing_calls import UNKNOWN, die_in_the_middle, fields_of, is_lost_within_a_second, only, run
-from tests.cuda.ranks import Ranks
+from tests.cuda.ranks import Ranks, device_rank, on_ranks
 
 #: Elements: none, one that is sent at once, more than is, and more than one piece of pinned memory.
 COUNTS = (0, 3, 10_000, (4 << 20) // 4 + 7)
 
 
-def ring(rank: int) -> Any:
+@device_rank
+def ring(rank: int, cuda: Cuda, group: bagua.Group) -> Any:
     """Messages of every size to the next rank, from devices to devices, and from and to the host."""
-    cuda, group = Cuda(), bagua.init()
     after, before = (rank + 1) % group.size, (rank - 1) % group.size
     stream, other = cuda.stream(), cuda.stream()
     for count in COUNTS:
@@ -44,8 +44,6 @@ def ring(rank: int) -> Any:
         handle.wait()
         assert np.array_equal(got.read(), values - (before - 1) % group.size)
     found = bagua.stats()["groups"]["world"]["cuda"]
-    bagua.shutdown()
-    cuda.close()
     return found["to_host_bytes"], found["to_device_bytes"], found["collective"]
 
 
@@ -54,9 +52,9 @@ def test_messages_of_devices_have_the_bytes_that_were_sent(ranks: Ranks) -> None
     assert ranks(3, ring) == [(2 * total, 2 * total, None)] * 3
 
 
-def in_order(rank: int) -> None:
+@on_ranks(2)
+def test_messages_of_devices_arrive_in_the_order_given(rank: int, cuda: Cuda, group: bagua.Group) -> None:
     """Messages of one tag arrive in the order given, although the first waits longest for its device."""
-    cuda, group = Cuda(), bagua.init()
     late, early = cuda.stream(), cuda.stream()
     first, second = (cuda.array(np.full(100, value, np.float32), stream=late) for value in (1, 2))
     gate = cuda.late(late)
@@ -82,17 +80,11 @@ def in_order(rank: int) -> None:
         group.recv(last, 0, tag=9)
         assert [*found, float(last[0])] == [1, 2, 3, 4]
     group.barrier()
-    bagua.shutdown()
-    cuda.close()
 
 
-def test_messages_of_devices_arrive_in_the_order_given(ranks: Ranks) -> None:
-    ranks(2, in_order)
-
-
-def crossing(rank: int) -> None:
+@on_ranks(2)
+def test_messages_and_collectives_do_not_wait_for_each_other(rank: int, cuda: Cuda, group: bagua.Group) -> None:
     """Messages and a collective that need each other: no thread waits for a device on behalf of another message."""
-    cuda, group = Cuda(), bagua.init()
     peer = 1 - rank
     xs = [cuda.array(np.full(50_000, 10 * rank + number, np.float32)) for number in range(4)]
     ys = [cuda.empty(50_000, np.float32) for _ in xs]
@@ -119,16 +111,10 @@ def crossing(rank: int) -> None:
     group.recv(ys[0], peer)
     assert float(ys[0].read()[0]) == 5
     group.barrier()
-    bagua.shutdown()
-    cuda.close()
 
 
-def test_messages_and_collectives_do_not_wait_for_each_other(ranks: Ranks) -> None:
-    ranks(2, crossing)
-
-
-def refused(rank: int) -> None:
-    cuda, group = Cuda(), bagua.init()
+@on_ranks(2)
+def test_what_cannot_be_sent_is_refused_before_anything_is(rank: int, cuda: Cuda, group: bagua.Group) -> None:
     x, here, peer = cuda.array(np.ones(8, np.float32)), np.ones(8, np.float32), 1 - rank
     for call, kind, text in (
         (lambda: group.send(x, rank), ValueError, "itself"),
@@ -149,17 +135,11 @@ def refused(rank: int) -> None:
     handle = group.send(x, peer, async_op=True)
     group.recv(here, peer)
     handle.wait()
-    bagua.shutdown()
-    cuda.close()
 
 
-def test_what_cannot_be_sent_is_refused_before_anything_is(ranks: Ranks) -> None:
-    ranks(2, refused)
-
-
-def never_ready(rank: int) -> Any:
+@device_rank
+def never_ready(rank: int, cuda: Cuda, group: bagua.Group) -> Any:
     """A receive without a send, and the error of the deadline."""
-    cuda, group = Cuda(), bagua.init()
     found = None
     if rank == 0:
         try:
@@ -169,8 +149,6 @@ def never_ready(rank: int) -> Any:
     else:
         with pytest.raises(bagua.BaguaError):
             group.recv(cuda.empty(8, np.float32), 0)
-    bagua.shutdown()
-    cuda.close()
     return found
 
 
@@ -178,14 +156,12 @@ def test_a_deadline_names_the_rank_that_has_sent_nothing(ranks: Ranks) -> None:
     assert ranks(2, never_ready)[0] == (1,)
 
 
-def one_dies(rank: int, folder: str) -> Any:
-    cuda, group = Cuda(), bagua.init()
+@device_rank
+def one_dies(rank: int, cuda: Cuda, group: bagua.Group, folder: str) -> Any:
     x = cuda.array(np.ones(1 << 20, np.float32))
     if rank == 0:
         group.send(x, 1)
     found = die_in_the_middle(rank, folder, begin=lambda: group.recv(x, 0), step=lambda: group.recv(x, 1))
-    bagua.shutdown()
-    cuda.close()
     return found
 
 

@@ -14,9 +14,8 @@ import pytest
 import bagua
 from tests.cuda.buckets import Queue, Tensors
 from tests.cuda.device_arrays import Cuda
-from tests.cuda.ranks import Ranks
+from tests.cuda.ranks import Ranks, device_rank, on_ranks
 from tests.cuda.simulated import ROOT
-from tests.cuda.test_nccl_values import run
 
 ONES = np.ones(1000, np.float32)
 
@@ -103,36 +102,33 @@ def only_one_lacks_it(rank: int) -> tuple[str, Any]:
 
 
 def test_a_rank_without_nccl_is_named_on_all_ranks(ranks: Ranks) -> None:
-    for text, _ in run(ranks, 2, only_one_lacks_it):
+    for text, _ in ranks.by("nccl", 2, only_one_lacks_it):
         assert text.endswith("(rank 1 of the group)"), text
 
 
-def disagree(rank: int) -> str:
-    cuda, group = Cuda(), bagua.init()
+@device_rank
+def disagree(rank: int, cuda: Cuda, group: bagua.Group, timeout: float) -> str:
     x = cuda.array(ONES)
     group.all_reduce(x)
     x.read()
     found = ""
     try:
-        group.all_reduce(x, "max" if rank == 0 else "min", timeout=2.0)
+        group.all_reduce(x, "max" if rank == 0 else "min", timeout=timeout)
         group.recv(np.empty_like(ONES), 1 - rank)
     except bagua.BaguaError as error:
         found = f"{type(error).__name__}: {error}"
-    bagua.shutdown()
-    cuda.close()
     return found
 
 
 def test_calls_that_differ_are_a_mismatch_on_all_ranks_where_they_are_compared(ranks: Ranks) -> None:
-    for text in run(ranks, 2, disagree, BAGUA_CUDA_CHECK=1):
+    for text in ranks.by("nccl", 2, disagree, 20.0, BAGUA_CUDA_CHECK=1):
         assert text.startswith("MismatchError: "), text
         assert "min" in text
         assert "max" in text
 
 
-def disagreeing_buckets(rank: int, first: int) -> str:
-    cuda = Cuda()
-    bagua.init()
+@device_rank
+def disagreeing_buckets(rank: int, cuda: Cuda, first: int) -> str:
     bucket = Tensors(cuda, "one", sizes=(1000 + rank if first else 1000,))
     bucket.raw.append_centralized(False, False, True)
     queue = Queue("engine", bucket)
@@ -146,27 +142,25 @@ def disagreeing_buckets(rank: int, first: int) -> str:
     except bagua.BaguaError as error:
         found = f"{type(error).__name__}: {error}"
     queue.raw.shutdown()
-    bagua.shutdown()
-    cuda.close()
     return found
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_buckets_that_differ_are_a_mismatch_on_all_ranks_after_each_registration(ranks: Ranks, first: bool) -> None:
-    for text in run(ranks, 2, disagreeing_buckets, first):
+    for text in ranks.by("nccl", 2, disagreeing_buckets, first):
         assert text.startswith("MismatchError: "), text
         assert "1000" in text
         assert "1001" in text
 
 
 def test_calls_that_differ_and_are_not_compared_time_out_with_each_ranks_call(ranks: Ranks) -> None:
-    texts = run(ranks, 2, disagree, BAGUA_SIM_NCCL_HANG=1)
+    texts = ranks.by("nccl", 2, disagree, 2.0, BAGUA_SIM_NCCL_HANG=1)
     assert all(text.startswith("BaguaTimeoutError: ") for text in texts), texts
     assert any(op in text for text in texts for op in ("min", "max"))
 
 
-def other_device(rank: int) -> None:
-    cuda, group = Cuda(), bagua.init()
+@on_ranks(2, by=["nccl"], BAGUA_SIM_DEVICES=4)
+def test_a_group_stays_on_the_device_of_its_communicator(rank: int, cuda: Cuda, group: bagua.Group) -> None:
     x = cuda.array(ONES)
     group.all_reduce(x)
     other = Cuda(device=2 + rank)
@@ -177,12 +171,6 @@ def other_device(rank: int) -> None:
     cuda.driver.start(rank)
     group.all_reduce(x)
     assert x.read().tolist() == [4.0] * 1000
-    bagua.shutdown()
-    cuda.close()
-
-
-def test_a_group_stays_on_the_device_of_its_communicator(ranks: Ranks) -> None:
-    run(ranks, 2, other_device, BAGUA_SIM_DEVICES=4)
 
 
 TRUE = """

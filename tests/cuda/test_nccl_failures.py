@@ -14,10 +14,10 @@ import pytest
 import bagua
 from tests.cuda import failing_calls
 from tests.cuda.device_arrays import Cuda
-from tests.cuda.failing_calls import UNKNOWN, Calls, check_each, count_calls, fields_of, is_lost_within_a_second, only
-from tests.cuda.ranks import Ranks
-from tests.cuda.test_nccl_values import run
+from tests.cuda.failing_calls import fields_of, is_lost_within_a_second, only
+from tests.cuda.ranks import Ranks, device_rank
 from tests.cuda.test_staged_failures import ONES
+from tests.waits import meet
 
 #: ncclUnhandledCudaError, ncclSystemError, ncclInternalError, ncclRemoteError.
 CUDA, SYSTEM, INTERNAL, REMOTE = 1, 2, 3, 6
@@ -109,11 +109,12 @@ def test_a_communicator_that_will_not_die_is_left_behind(ranks: Ranks) -> None:
     assert time.monotonic() - start < 40.0
 
 
-def one_dies(rank: int, folder: str, fault: str) -> Any:
-    cuda, group = Cuda(), bagua.init()
+@device_rank
+def one_dies(rank: int, cuda: Cuda, group: bagua.Group, folder: str, fault: str) -> Any:
     x, out = cuda.array(np.ones(1 << 20, np.float32)), cuda.empty((2, 1 << 20), np.float32)
     group.all_reduce(x)
     x.read()
+    meet("before it dies", rank, range(2))
     if rank == 1:
         Path(folder, "dying").touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -134,8 +135,6 @@ def one_dies(rank: int, folder: str, fault: str) -> Any:
     after = time.time() - Path(folder, "dying").stat().st_mtime
     with pytest.raises(bagua.PeerLostError):
         group.all_reduce(x)
-    bagua.shutdown()
-    cuda.close()
     return lost, after
 
 
@@ -144,8 +143,8 @@ def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(ranks: Rank
     is_lost_within_a_second(ranks, one_dies, tmp_path, fault, BAGUA_CUDA_COLLECTIVE="nccl")
 
 
-def waits_for_the_other(rank: int) -> Any:
-    cuda, group = Cuda(), bagua.init()
+@device_rank
+def waits_for_the_other(rank: int, cuda: Cuda, group: bagua.Group) -> Any:
     x = cuda.array(ONES)
     group.all_reduce(x)
     x.read()
@@ -155,18 +154,16 @@ def waits_for_the_other(rank: int) -> Any:
     with pytest.raises(bagua.BaguaTimeoutError) as raised:
         group.recv(np.empty_like(ONES), 1 - rank)
     found = str(raised.value)
-    bagua.shutdown()
-    cuda.close()
     return found
 
 
 def test_a_deadline_that_passes_on_the_device_is_raised_on_all_ranks(ranks: Ranks) -> None:
-    for text in run(ranks, 2, waits_for_the_other):
+    for text in ranks.by("nccl", 2, waits_for_the_other):
         assert "all_reduce" in text, text
 
 
-def leaves_early(rank: int) -> Any:
-    cuda, group = Cuda(), bagua.init()
+@device_rank
+def leaves_early(rank: int, cuda: Cuda, group: bagua.Group) -> Any:
     x = cuda.array(ONES)
     group.all_reduce(x)
     group.barrier()
@@ -175,91 +172,10 @@ def leaves_early(rank: int) -> Any:
         with pytest.raises(bagua.PeerLostError) as raised:
             group.all_reduce(x, async_op=True).synchronize(30.0)
         found = str(raised.value)
-    bagua.shutdown()
-    cuda.close()
     return found
 
 
 def test_a_rank_that_left_is_named_by_who_needs_it(ranks: Ranks) -> None:
-    found, _ = run(ranks, 2, leaves_early)
+    found, _ = ranks.by("nccl", 2, leaves_early)
     assert "lost rank 1" in found
     assert "it left the group" in found
-
-
-#: What the product calls of NCCL, and the driver for it.
-CALLED = (
-    "ncclGetUniqueId",
-    "ncclCommInitRankConfig",
-    "ncclCommFinalize",
-    "ncclCommDestroy",
-    "ncclCommGetAsyncError",
-    "ncclGroupStart",
-    "ncclGroupEnd",
-    "ncclAllReduce",
-    "ncclReduce",
-    "ncclBroadcast",
-    "ncclAllGather",
-    "ncclReduceScatter",
-    "ncclSend",
-    "ncclRecv",
-    "cuMemAllocAsync",
-    "cuMemFreeAsync",
-    "cuMemcpyDtoDAsync",
-    "cuEventRecord",
-    "cuEventQuery",
-    "cuStreamWaitEvent",
-    "cuStreamCreateWithPriority",
-)
-
-#: Their failure has no caller to raise it in, or is that of a query whether something can be released.
-NOT_RAISED = ("ncclCommFinalize", "ncclCommDestroy", "cuEventQuery")
-
-
-def any_call_fails(rank: int, verbs: bool) -> str:
-    """Every kind of call. Returns how the rank ended, and ends by itself."""
-    cuda = Cuda()
-    x, y, rows = cuda.array(ONES), cuda.array(ONES), cuda.array(np.ones((2, 8), np.float32))
-    single = cuda.empty(8, np.float32)
-    whole, part = cuda.empty((2, 1000), np.float32), cuda.empty((1, 8), np.float32)
-    if not verbs:
-        return ""
-    group = bagua.init()
-    found = "done"
-    try:
-        group.all_reduce(x)
-        group.reduce(y, 0)
-        group.broadcast(x, 1)
-        group.all_gather(x, out=whole)
-        group.reduce_scatter(rows, out=part)
-        group.scatter(rows if rank == 0 else None, 0, out=single)
-        handle = group.all_to_all(rows, async_op=True)
-        handle.wait(20.0)
-        handle.synchronize(20.0)
-        group.barrier()
-    except bagua.BaguaError as error:
-        found = type(error).__name__
-    bagua.shutdown()
-    return found
-
-
-@pytest.fixture(scope="module")
-def calls(_driver_of_ranks: Path) -> Calls:
-    """How often each function is called where nothing fails."""
-    return count_calls(Ranks(_driver_of_ranks), any_call_fails, BAGUA_CUDA_COLLECTIVE="nccl")
-
-
-@pytest.mark.parametrize("function", CALLED)
-def test_a_call_that_fails_at_any_place_ends_in_an_error_and_never_in_a_hang_or_an_abort(
-    ranks: Ranks, calls: Calls, function: str
-) -> None:
-    check_each(
-        ranks,
-        any_call_fails,
-        calls,
-        function,
-        raised_for=set(CALLED) - set(NOT_RAISED),
-        rank=0 if function == "ncclGetUniqueId" else 1,
-        code=INTERNAL if function.startswith("nccl") else UNKNOWN,
-        last=True,
-        BAGUA_CUDA_COLLECTIVE="nccl",
-    )

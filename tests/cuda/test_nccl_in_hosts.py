@@ -22,6 +22,7 @@ from tests.cuda.device_arrays import Cuda
 from tests.cuda.failing_calls import UNKNOWN, fields_of
 from tests.cuda.ranks import Ranks
 from tests.cuda.verb_contract import DTYPES, bits, both, moves, near, reductions, values
+from tests.waits import meet
 
 HOSTS = [[0, 1], [2, 3]]
 VERSIONS = {"pretended-host-0": "22703", "pretended-host-1": "23007"}
@@ -255,6 +256,7 @@ def dies(rank: int, dying: int, folder: str) -> Any:
     x = cuda.array(np.ones(3 << 20, np.float32))
     group.all_reduce(x)
     x.read()
+    meet("before it dies", rank, range(4))
     if rank == dying:
         Path(folder, "dying").touch()
         os.kill(os.getpid(), signal.SIGKILL)

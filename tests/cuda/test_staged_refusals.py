@@ -9,13 +9,13 @@ import pytest
 
 import bagua
 from tests.cuda.device_arrays import Cuda
-from tests.cuda.ranks import Ranks
+from tests.cuda.ranks import Ranks, device_rank, on_ranks
 
 ONES = np.ones((2, 4), np.float32)
 
 
-def refused(rank: int) -> None:
-    cuda, group = Cuda(), bagua.init()
+@on_ranks(2)
+def test_arrays_that_cannot_travel_are_refused_and_the_group_goes_on(rank: int, cuda: Cuda, group: bagua.Group) -> None:
 
     def refuse(kind: type[Exception], text: str, x: Any, **options: Any) -> None:
         with pytest.raises(kind, match=text):
@@ -48,8 +48,6 @@ def refused(rank: int) -> None:
     group.all_reduce(readable, out=out)
     assert out.read().tolist() == (2 * ONES).tolist()
     group.all_reduce(good, stream=2)
-    bagua.shutdown()
-    cuda.close()
 
 
 def _named(cuda: Cuda, stream: int) -> Any:
@@ -58,17 +56,11 @@ def _named(cuda: Cuda, stream: int) -> Any:
     return x
 
 
-def test_arrays_that_cannot_travel_are_refused_and_the_group_goes_on(ranks: Ranks) -> None:
-    ranks(2, refused)
-
-
-def here_and_there(rank: int) -> str:
-    cuda, group = Cuda(), bagua.init()
+@device_rank
+def here_and_there(rank: int, cuda: Cuda, group: bagua.Group) -> str:
     x: Any = ONES.copy() if rank == 0 else cuda.array(ONES)
     with pytest.raises(bagua.MismatchError) as raised:
         group.all_reduce(x, timeout=20.0)
-    bagua.shutdown()
-    cuda.close()
     return str(raised.value)
 
 

@@ -9,12 +9,12 @@ import pytest
 
 import bagua
 from tests.cuda.device_arrays import Cuda
-from tests.cuda.ranks import Ranks
+from tests.cuda.ranks import Ranks, device_rank, on_ranks
 from tests.cuda.verb_contract import bits, both, move_everything, reduce_everything, values
 
 
-def long_arrays(rank: int, size: int) -> dict[str, Any]:
-    cuda, group = Cuda(), bagua.init()
+@device_rank
+def long_arrays(rank: int, cuda: Cuda, group: bagua.Group, size: int) -> dict[str, Any]:
     # Several pieces of 4 MiB, the last of them shorter and not aligned.
     count = size * (3 * (1 << 20) + 1234567 // size)
     x = values(rank, (count,), "float32")
@@ -25,8 +25,6 @@ def long_arrays(rank: int, size: int) -> dict[str, Any]:
     part = x[: count // size].copy()
     both(cuda, True, lambda x, out: group.all_gather(x, out=out), part, np.zeros((size, len(part)), "float32"))
     found: dict[str, Any] = bagua.stats()["groups"]["world"]["cuda"]
-    bagua.shutdown()
-    cuda.close()
     return found
 
 
@@ -50,20 +48,14 @@ def test_ranks_of_two_hosts_combine_as_the_host_does(ranks: Ranks) -> None:
     ranks(4, move_everything, "float32", True, (5,), hosts=[[0, 1], [2, 3]])
 
 
-def bfloat16(rank: int) -> None:
-    cuda, group = Cuda(), bagua.init()
+@on_ranks(2)
+def test_bfloat16_is_reduced_by_dlpack(rank: int, cuda: Cuda, group: bagua.Group) -> None:
     numbers = np.arange(16, dtype=np.float32) + rank
     halves = (numbers.view(np.uint32) >> 16).astype(np.uint16)
     x = cuda.array(halves, dlpack=True, bfloat16=True)
     group.all_reduce(x)
     expected = ((2 * np.arange(16, dtype=np.float32) + 1).view(np.uint32) >> 16).astype(np.uint16)
     assert bits(x.read()) == bits(expected)
-    bagua.shutdown()
-    cuda.close()
-
-
-def test_bfloat16_is_reduced_by_dlpack(ranks: Ranks) -> None:
-    ranks(2, bfloat16)
 
 
 def one_group_serves_both(rank: int) -> None:

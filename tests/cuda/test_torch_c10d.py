@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 
 import bagua.c10d  # noqa: F401
-from tests.cuda.ranks import Ranks
-from tests.cuda.torch_on_sim import install
+from tests.cuda.ranks import Ranks, on_ranks
+from tests.cuda.torch_on_sim import installed
 
 
 @contextmanager
-def joined() -> Iterator[None]:
-    install()
-    dist.init_process_group("bagua")
-    yield
-    dist.destroy_process_group()
+def joined() -> Iterator[dict[str, Any]]:
+    with installed() as made:
+        dist.init_process_group("bagua")
+        yield made
+        dist.destroy_process_group()
 
 
 def filled(rank: int, *shape: int) -> torch.Tensor:
@@ -86,76 +86,64 @@ def test_every_collective_takes_cuda_tensors(ranks: Ranks, size: int) -> None:
     ranks(size, verbs, size)
 
 
-def order(rank: int) -> None:
-    with joined():
-        other, third = torch.cuda.Stream(), torch.cuda.Stream()
-        with torch.cuda.stream(other):
-            # Late work of the stream of the call, with and without copies afterwards.
-            x, base = filled(rank, 1000), filled(rank, 4, 6)
-            works = [dist.all_reduce(x, async_op=True), dist.all_reduce(base[:, 1:3], async_op=True)]
-        with torch.cuda.stream(third):
-            for work in works:
-                work.wait()
-            assert x[:3].tolist() == [10, 12, 14]
-            assert base[1, :4].tolist() == [6 + 10 * rank, 24, 26, 9 + 10 * rank]
-        works[1].synchronize()
-        assert base[0, 1].item() == 12
-        # Without a wait the results are copied.
-        outs = [torch.zeros(2, device="cuda") for _ in range(2)]
-        work = dist.all_gather(outs, filled(rank, 2), async_op=True)
-        while not work.is_completed():
-            pass
-        assert outs[1].tolist() == [10, 11]
-        # Dropped while it runs.
-        for _ in range(3):
-            dist.all_reduce(filled(rank, 10, 10).t(), async_op=True)
-        dist.barrier()
+@on_ranks(2, joined)
+def test_a_work_orders_the_stream_that_is_current_where_it_waits(rank: int) -> None:
+    other, third = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        # Late work of the stream of the call, with and without copies afterwards.
+        x, base = filled(rank, 1000), filled(rank, 4, 6)
+        works = [dist.all_reduce(x, async_op=True), dist.all_reduce(base[:, 1:3], async_op=True)]
+    with torch.cuda.stream(third):
+        for work in works:
+            work.wait()
+        assert x[:3].tolist() == [10, 12, 14]
+        assert base[1, :4].tolist() == [6 + 10 * rank, 24, 26, 9 + 10 * rank]
+    works[1].synchronize()
+    assert base[0, 1].item() == 12
+    # Without a wait the results are copied.
+    outs = [torch.zeros(2, device="cuda") for _ in range(2)]
+    work = dist.all_gather(outs, filled(rank, 2), async_op=True)
+    while not work.is_completed():
+        pass
+    assert outs[1].tolist() == [10, 11]
+    # Dropped while it runs.
+    for _ in range(3):
+        dist.all_reduce(filled(rank, 10, 10).t(), async_op=True)
+    dist.barrier()
 
 
-def test_a_work_orders_the_stream_that_is_current_where_it_waits(ranks: Ranks) -> None:
-    ranks(2, order)
-
-
-def messages(rank: int) -> None:
-    with joined():
-        peer, other = 1 - rank, torch.cuda.Stream()
-        for size in (4, 20_000):
-            x, y = filled(rank, size), torch.zeros(size, device="cuda")
-            sent = dist.isend(x, peer, tag=3)
-            received = dist.irecv(y, peer, tag=3)
-            assert sent is not None
-            assert received is not None
-            with torch.cuda.stream(other):
-                received.wait()
-                assert torch.equal(y, filled(peer, size))
-            sent.wait()
-        # Not contiguous; from any source.
-        rows = torch.zeros(4, 2, device="cuda")
-        sent = dist.isend(filled(rank, 4), peer)
+@on_ranks(2, joined)
+def test_messages_are_sent_and_received(rank: int) -> None:
+    peer, other = 1 - rank, torch.cuda.Stream()
+    for size in (4, 20_000):
+        x, y = filled(rank, size), torch.zeros(size, device="cuda")
+        sent = dist.isend(x, peer, tag=3)
+        received = dist.irecv(y, peer, tag=3)
         assert sent is not None
-        assert dist.recv(rows[:, 0]) == peer
+        assert received is not None
+        with torch.cuda.stream(other):
+            received.wait()
+            assert torch.equal(y, filled(peer, size))
         sent.wait()
-        assert torch.equal(rows[:, 0], filled(peer, 4))
-        dist.barrier()
+    # Not contiguous; from any source.
+    rows = torch.zeros(4, 2, device="cuda")
+    sent = dist.isend(filled(rank, 4), peer)
+    assert sent is not None
+    assert dist.recv(rows[:, 0]) == peer
+    sent.wait()
+    assert torch.equal(rows[:, 0], filled(peer, 4))
+    dist.barrier()
 
 
-def test_messages_are_sent_and_received(ranks: Ranks) -> None:
-    ranks(2, messages)
-
-
-def refused(rank: int) -> None:
-    with joined():
-        x = filled(rank, 4)
-        for call in (
-            lambda: dist.all_gather_into_tensor(torch.empty(8), x),
-            lambda: dist.all_gather([x.clone(), torch.empty(4)], x),
-            lambda: dist.reduce_scatter_tensor(torch.empty(2), x),
-        ):
-            with pytest.raises(TypeError, match=r"cpu.*cuda:0|cuda:0.*cpu"):
-                call()
-        dist.all_reduce(x)
-        assert x.tolist() == [10, 12, 14, 16]
-
-
-def test_what_cannot_be_done_is_refused_and_the_group_goes_on(ranks: Ranks) -> None:
-    ranks(2, refused)
+@on_ranks(2, joined)
+def test_what_cannot_be_done_is_refused_and_the_group_goes_on(rank: int) -> None:
+    x = filled(rank, 4)
+    for call in (
+        lambda: dist.all_gather_into_tensor(torch.empty(8), x),
+        lambda: dist.all_gather([x.clone(), torch.empty(4)], x),
+        lambda: dist.reduce_scatter_tensor(torch.empty(2), x),
+    ):
+        with pytest.raises(TypeError, match=r"cpu.*cuda:0|cuda:0.*cpu"):
+            call()
+    dist.all_reduce(x)
+    assert x.tolist() == [10, 12, 14, 16]

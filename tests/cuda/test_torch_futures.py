@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 import bagua.c10d  # noqa: F401
-from tests.cuda.ranks import Ranks
-from tests.cuda.test_cuda_training import Ended
+from tests.cases import attempt
+from tests.cuda.driver import until
+from tests.cuda.ranks import Ended, Ranks, ended
 from tests.cuda.test_torch_c10d import filled
 from tests.cuda.torch_on_sim import install
 
@@ -50,12 +50,6 @@ def started(tensor: torch.Tensor, **options: Any) -> torch.futures.Future[Any]:
     assert work is not None
     found: torch.futures.Future[Any] = work.get_future()
     return found
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Asks again and again; the test's own time limit ends what never comes."""
-    while not condition():
-        pass
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -251,27 +245,18 @@ CASES = {
 
 def run(rank: int) -> dict[str, str]:
     """Runs all cases on this rank; by name, what each raised ("" when nothing)."""
-    outcome = {}
     with joined():
-        for name, case in CASES.items():
-            try:
-                case(rank)
-                dist.barrier()
-                outcome[name] = ""
-            except Exception:
-                outcome[name] = traceback.format_exc()
-    return outcome
+        return attempt({name: functools.partial(case, rank) for name, case in CASES.items()}, dist.barrier)
 
 
 @pytest.fixture(scope="module")
-def ended(_driver_of_ranks: Path) -> Callable[[str], Ended]:
+def run_by(_driver_of_ranks: Path) -> Callable[[str], Ended]:
     """What came of the cases by a collective: one world for all, because every rank imports torch for seconds."""
 
     @functools.cache
     def by(collective: str) -> Ended:
-        ranks = Ranks(_driver_of_ranks)
-        named = {"BAGUA_CUDA_COLLECTIVE": collective, "BAGUA_SIM_DEVICES": SIZE}
-        return Ended(ranks(SIZE, run, clean=False, timeout=120.0, **named), ranks)
+        named: dict[str, Any] = {"BAGUA_CUDA_COLLECTIVE": collective, "BAGUA_SIM_DEVICES": SIZE}
+        return ended(_driver_of_ranks, SIZE, run, timeout=120.0, **named)
 
     return by
 
@@ -279,16 +264,16 @@ def ended(_driver_of_ranks: Path) -> Callable[[str], Ended]:
 @BY
 @pytest.mark.parametrize("name", [RETURNED, *(name for name in CASES if name != "returned at once")])
 def test_a_future_of_an_operation_on_a_device_keeps_to_the_rules_of_torch(
-    ended: Callable[[str], Ended], name: str, by: str
+    run_by: Callable[[str], Ended], name: str, by: str
 ) -> None:
-    ended(by).check(name)
+    run_by(by).check(name)
 
 
 @BY
 def test_futures_make_no_fault_leave_nothing_and_do_not_wait_for_the_device(
-    ended: Callable[[str], Ended], by: str
+    run_by: Callable[[str], Ended], by: str
 ) -> None:
-    ended(by).ranks.check()
+    run_by(by).ranks.check()
 
 
 # --- worlds of their own ----------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.cuda.ranks import Ranks
-from tests.cuda.torch_on_sim import install
+from tests.cuda.ranks import Ranks, on_ranks
+from tests.cuda.torch_on_sim import install, installed
 
 
 class Cnn(nn.Module):
@@ -83,8 +83,10 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y
     return [loss.item() for loss in losses]
 
 
-def trains(rank: int, name: str, optimizer: str) -> None:
-    install()
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks(1, installed)
+def test_training_on_the_device_ends_with_the_weights_of_the_cpu_bit_for_bit(name: str, optimizer: str) -> None:
     torch.manual_seed(1)
     model, x = MODELS[name]()
     y = torch.randint(0, 5, (6,))
@@ -107,16 +109,8 @@ def trains(rank: int, name: str, optimizer: str) -> None:
             assert torch.equal(other[key].cpu(), value), key
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", MODELS)
-def test_training_on_the_device_ends_with_the_weights_of_the_cpu_bit_for_bit(
-    ranks: Ranks, name: str, optimizer: str
-) -> None:
-    ranks(1, trains, name, optimizer)
-
-
-def state(rank: int) -> None:
-    install()
+@on_ranks(1, installed)
+def test_state_travels_through_files_to_the_cpu_and_back() -> None:
     torch.manual_seed(1)
     model, x = mlp()
     there = copy.deepcopy(model).to("cuda")
@@ -148,12 +142,8 @@ def state(rank: int) -> None:
         assert torch.equal(other.cpu(), mine)
 
 
-def test_state_travels_through_files_to_the_cpu_and_back(ranks: Ranks) -> None:
-    ranks(1, state)
-
-
-def memory(rank: int) -> None:
-    install()
+@on_ranks(1, installed)
+def test_views_share_memory_with_their_base() -> None:
     base = torch.zeros(4, 6, device="cuda")
     assert base.data_ptr() != 0
     row, column, flat = base[1], base.narrow(1, 2, 1), base.view(-1)
@@ -196,12 +186,8 @@ def memory(rank: int) -> None:
         assert torch.ones(2, dtype=dtype, device="cuda").cpu().dtype == dtype
 
 
-def test_views_share_memory_with_their_base(ranks: Ranks) -> None:
-    ranks(1, memory)
-
-
-def late(rank: int) -> None:
-    install()
+@on_ranks(1, installed)
+def test_work_of_a_stream_is_late_for_another_one_that_does_not_wait() -> None:
     main, other = torch.cuda.current_stream(), torch.cuda.Stream()
     assert (main.cuda_stream, main) == (0, torch.cuda.default_stream())
     x = torch.zeros(4, device="cuda")
@@ -230,10 +216,6 @@ def late(rank: int) -> None:
     with torch.cuda.stream(other):
         assert y.tolist() == [3] * 4
     assert x.tolist() == [8] * 4
-
-
-def test_work_of_a_stream_is_late_for_another_one_that_does_not_wait(ranks: Ranks) -> None:
-    ranks(1, late)
 
 
 def overtaken(rank: int, waits: bool) -> None:

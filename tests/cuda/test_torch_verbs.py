@@ -15,8 +15,8 @@ import bagua
 from bagua import torch_api as api
 from bagua.torch_api import ReduceOp
 from bagua.torch_api.communication import _get_default_group
-from tests.cuda.ranks import Ranks
-from tests.cuda.torch_on_sim import install, joined
+from tests.cuda.ranks import Ranks, on_ranks
+from tests.cuda.torch_on_sim import in_torch, install, joined
 
 SOME = ("float32", "bfloat16", "int64")
 DTYPES = (*SOME, "float16", "float64", "uint8", "int8", "int32", "bool", "complex64", "complex128")
@@ -120,80 +120,72 @@ def test_empty_tensors_pass_through_every_verb(ranks: Ranks) -> None:
     ranks(2, move_everything, 2, ("float32",), (0, 3))
 
 
-def layouts(rank: int) -> None:
-    with joined():
-        base = values(rank, (4, 6), torch.float32)
-        # A source may have any strides, here and there.
-        both(lambda x, out: api.allreduce(x.t(), out), base, torch.zeros(6, 4))
-        both(lambda x, out: api.allgather(x[:, 1:3], out), base, torch.zeros(2, 4, 2))
-        wave = values(rank, (5,), torch.complex64)
-        both(lambda x, out: api.allreduce(x.conj(), out), wave, torch.zeros_like(wave))
-        # A part of a tensor is written alone.
-        both(lambda x: api.allreduce_inplace(x[1:3]), base.clone())
-        # One rank's part of the whole is in place.
-        both(lambda x: api.allgather(x[2 * rank : 2 * rank + 2], x), base.clone())
-        both(lambda x: api.reduce_scatter(x, x[2 * rank : 2 * rank + 2]), base.clone())
-        x = base.cuda()
-        for call in (
-            lambda: api.allreduce_inplace(x.t()),
-            lambda: api.allreduce(base.t().contiguous().cuda(), x.t()),
-            lambda: api.broadcast(x[:, 1:3], 1 - rank),
-        ):
-            with pytest.raises(ValueError, match="not contiguous"):
-                call()
-        api.barrier()
+@on_ranks(2, in_torch)
+def test_strides_are_taken_as_on_the_cpu(rank: int) -> None:
+    base = values(rank, (4, 6), torch.float32)
+    # A source may have any strides, here and there.
+    both(lambda x, out: api.allreduce(x.t(), out), base, torch.zeros(6, 4))
+    both(lambda x, out: api.allgather(x[:, 1:3], out), base, torch.zeros(2, 4, 2))
+    wave = values(rank, (5,), torch.complex64)
+    both(lambda x, out: api.allreduce(x.conj(), out), wave, torch.zeros_like(wave))
+    # A part of a tensor is written alone.
+    both(lambda x: api.allreduce_inplace(x[1:3]), base.clone())
+    # One rank's part of the whole is in place.
+    both(lambda x: api.allgather(x[2 * rank : 2 * rank + 2], x), base.clone())
+    both(lambda x: api.reduce_scatter(x, x[2 * rank : 2 * rank + 2]), base.clone())
+    x = base.cuda()
+    for call in (
+        lambda: api.allreduce_inplace(x.t()),
+        lambda: api.allreduce(base.t().contiguous().cuda(), x.t()),
+        lambda: api.broadcast(x[:, 1:3], 1 - rank),
+    ):
+        with pytest.raises(ValueError, match="not contiguous"):
+            call()
+    api.barrier()
 
 
-def test_strides_are_taken_as_on_the_cpu(ranks: Ranks) -> None:
-    ranks(2, layouts)
+@on_ranks(2, in_torch)
+def test_operations_follow_torchs_current_streams(rank: int) -> None:
+    main, other, third = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    for stream in (main, other):
+        with torch.cuda.stream(stream):
+            # The producer's work comes late, and so does the consumer's.
+            x = torch.full((1000,), rank + 1.0, device="cuda")
+            api.allreduce_inplace(x)
+            x.mul_(2)
+            assert x.tolist() == [6.0] * 1000
+            # Rank 0 only gets: its result must not overtake the work on the tensor.
+            x.fill_(rank)
+            api.broadcast(x, 1)
+            assert x.tolist() == [1.0] * 1000
+    # A handle orders the stream that is current where it waits.
+    with torch.cuda.stream(other):
+        x, y = torch.ones(1000, device="cuda"), torch.ones(10, device="cuda")
+        one, two = api.allreduce_inplace(x, async_op=True), api.allreduce_inplace(y, async_op=True)
+    with torch.cuda.stream(third):
+        one.wait()
+        assert x.tolist() == [2.0] * 1000
+    two.wait()
+    assert y.tolist() == [2.0] * 10
+    # In place three times, without a wait between.
+    many = [api.allreduce_inplace(y, async_op=True) for _ in range(3)]
+    many[-1].synchronize(30.0)
+    assert all(handle.is_completed() for handle in many)
+    many[-1].wait()
+    assert y.tolist() == [16.0] * 10
+    # Callbacks may use the result, and whoever waits for them sees their work.
+    done, event = threading.Event(), torch.cuda.Event()
 
+    def called(error: Exception | None) -> None:
+        assert error is None
+        y.add_(1)
+        event.record()
+        done.set()
 
-def late_work(rank: int) -> None:
-    with joined():
-        main, other, third = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
-        for stream in (main, other):
-            with torch.cuda.stream(stream):
-                # The producer's work comes late, and so does the consumer's.
-                x = torch.full((1000,), rank + 1.0, device="cuda")
-                api.allreduce_inplace(x)
-                x.mul_(2)
-                assert x.tolist() == [6.0] * 1000
-                # Rank 0 only gets: its result must not overtake the work on the tensor.
-                x.fill_(rank)
-                api.broadcast(x, 1)
-                assert x.tolist() == [1.0] * 1000
-        # A handle orders the stream that is current where it waits.
-        with torch.cuda.stream(other):
-            x, y = torch.ones(1000, device="cuda"), torch.ones(10, device="cuda")
-            one, two = api.allreduce_inplace(x, async_op=True), api.allreduce_inplace(y, async_op=True)
-        with torch.cuda.stream(third):
-            one.wait()
-            assert x.tolist() == [2.0] * 1000
-        two.wait()
-        assert y.tolist() == [2.0] * 10
-        # In place three times, without a wait between.
-        many = [api.allreduce_inplace(y, async_op=True) for _ in range(3)]
-        many[-1].synchronize(30.0)
-        assert all(handle.is_completed() for handle in many)
-        many[-1].wait()
-        assert y.tolist() == [16.0] * 10
-        # Callbacks may use the result, and whoever waits for them sees their work.
-        done, event = threading.Event(), torch.cuda.Event()
-
-        def called(error: Exception | None) -> None:
-            assert error is None
-            y.add_(1)
-            event.record()
-            done.set()
-
-        api.allreduce_inplace(y, async_op=True).then(called)
-        assert done.wait(30.0)
-        event.wait()
-        assert y.tolist() == [33.0] * 10
-
-
-def test_operations_follow_torchs_current_streams(ranks: Ranks) -> None:
-    ranks(2, late_work)
+    api.allreduce_inplace(y, async_op=True).then(called)
+    assert done.wait(30.0)
+    event.wait()
+    assert y.tolist() == [33.0] * 10
 
 
 def unordered(rank: int) -> list[float]:
@@ -214,60 +206,52 @@ def test_a_stream_that_was_not_ordered_does_not_see_the_result(ranks: Ranks) -> 
     assert ranks(2, unordered) == [[1.0] * 4] * 2
 
 
-def coalesced(rank: int) -> None:
-    with joined():
-        other, third = torch.cuda.Stream(), torch.cuda.Stream()
-        with torch.cuda.stream(other):
-            tensors = [torch.full((n,), rank + 1.0, device="cuda") for n in (3, 5)]
-            handle = api.allreduce_coalesced_inplace(tensors, async_op=True)
+@on_ranks(2, in_torch)
+def test_tensors_that_travel_together_are_copied_back_in_order(rank: int) -> None:
+    other, third = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        tensors = [torch.full((n,), rank + 1.0, device="cuda") for n in (3, 5)]
+        handle = api.allreduce_coalesced_inplace(tensors, async_op=True)
+    handle.wait()
+    assert [each.tolist() for each in tensors] == [[3.0] * 3, [3.0] * 5]
+    with torch.cuda.stream(third):
         handle.wait()
-        assert [each.tolist() for each in tensors] == [[3.0] * 3, [3.0] * 5]
-        with torch.cuda.stream(third):
-            handle.wait()
-            assert tensors[1].tolist() == [3.0] * 5
-        # The copies may come before a wait.
-        done = threading.Event()
-        with torch.cuda.stream(other):
-            handle = api.broadcast_coalesced(tensors, 0, async_op=True)
-            handle.then(lambda error: done.set())
-        assert done.wait(30.0)
-        handle.wait()
-        assert tensors[0].tolist() == [3.0] * 3
-        with pytest.raises(TypeError, match="cannot be coalesced"):
-            api.allreduce_coalesced_inplace([tensors[0], torch.ones(3)])
+        assert tensors[1].tolist() == [3.0] * 5
+    # The copies may come before a wait.
+    done = threading.Event()
+    with torch.cuda.stream(other):
+        handle = api.broadcast_coalesced(tensors, 0, async_op=True)
+        handle.then(lambda error: done.set())
+    assert done.wait(30.0)
+    handle.wait()
+    assert tensors[0].tolist() == [3.0] * 3
+    with pytest.raises(TypeError, match="cannot be coalesced"):
+        api.allreduce_coalesced_inplace([tensors[0], torch.ones(3)])
 
 
-def test_tensors_that_travel_together_are_copied_back_in_order(ranks: Ranks) -> None:
-    ranks(2, coalesced)
-
-
-def dropped(rank: int) -> None:
-    with joined() as runtime:
-        torch.cuda.synchronize()
-        before = len(runtime.allocations)
-        for _ in range(3):
-            api.allreduce_inplace(torch.ones(1000, device="cuda"), async_op=True)
-            # A copy without another reference.
-            api.allreduce(torch.ones(10, 10, device="cuda").t(), torch.empty(10, 10, device="cuda"), async_op=True)
+@on_ranks(2, in_torch)
+def test_an_operation_holds_its_tensors_when_the_handle_is_dropped(runtime: Any) -> None:
+    torch.cuda.synchronize()
+    before = len(runtime.allocations)
+    for _ in range(3):
+        api.allreduce_inplace(torch.ones(1000, device="cuda"), async_op=True)
+        # A copy without another reference.
+        api.allreduce(torch.ones(10, 10, device="cuda").t(), torch.empty(10, 10, device="cuda"), async_op=True)
+    api.barrier()
+    gc.collect()
+    # Neither the tensors nor the handles are referred to, and the device has not finished.
+    assert len(runtime.allocations) > before
+    x = torch.ones(5, device="cuda")
+    api.allreduce_inplace(x, async_op=True).synchronize()
+    for _ in range(2):
+        api.allreduce_inplace(x)
         api.barrier()
-        gc.collect()
-        # Neither the tensors nor the handles are referred to, and the device has not finished.
-        assert len(runtime.allocations) > before
-        x = torch.ones(5, device="cuda")
-        api.allreduce_inplace(x, async_op=True).synchronize()
-        for _ in range(2):
-            api.allreduce_inplace(x)
-            api.barrier()
-        gc.collect()
-        assert len(runtime.allocations) <= before + 2
-        assert x.tolist() == [8.0] * 5
-        # Some are still to be done when the group is left.
-        for _ in range(2):
-            api.allreduce_inplace(torch.ones(7, device="cuda"), async_op=True)
-
-
-def test_an_operation_holds_its_tensors_when_the_handle_is_dropped(ranks: Ranks) -> None:
-    ranks(2, dropped)
+    gc.collect()
+    assert len(runtime.allocations) <= before + 2
+    assert x.tolist() == [8.0] * 5
+    # Some are still to be done when the group is left.
+    for _ in range(2):
+        api.allreduce_inplace(torch.ones(7, device="cuda"), async_op=True)
 
 
 def other_devices(rank: int) -> None:
@@ -288,52 +272,48 @@ def test_a_tensor_may_be_on_any_device(ranks: Ranks) -> None:
     ranks(2, other_devices)
 
 
-def refused(rank: int) -> None:
-    with joined() as runtime:
-        x, here = torch.ones(4, device="cuda"), torch.ones(4)
+@on_ranks(2, in_torch)
+def test_what_cannot_be_done_is_refused_and_the_group_goes_on(rank: int, runtime: Any) -> None:
+    x, here = torch.ones(4, device="cuda"), torch.ones(4)
+    for call in (
+        lambda: api.allreduce(x, here),
+        lambda: api.allreduce(here, x),
+        lambda: api.allgather(x, torch.ones(8)),
+        lambda: api.alltoall(here, x),
+        lambda: api.reduce_scatter(x, torch.ones(2)),
+        lambda: api.allreduce(x, torch.ones(4, device="cuda:1")),
+    ):
+        with pytest.raises(TypeError, match="one place"):
+            call()
+    with pytest.raises(TypeError, match="dtype"):
+        api.allreduce(x, x.double())
+    got = torch.zeros_like(x)
+    if rank == 0:
+        api.send(x, 1)
+        api.recv(got, 1)
+    else:
+        api.recv(got, 0)
+        api.send(x, 0)
+    assert torch.equal(got, x)
+    # A captured stream is refused before anything is enqueued, and the capture stays valid.
+    stream, rows = torch.cuda.Stream(), torch.ones(2, 3, device="cuda")
+    room = torch.ones(12, device="cuda")
+    with runtime.on(0), torch.cuda.stream(stream):
+        runtime.driver.cuStreamBeginCapture_v2(stream.cuda_stream, 0)
         for call in (
-            lambda: api.allreduce(x, here),
-            lambda: api.allreduce(here, x),
-            lambda: api.allgather(x, torch.ones(8)),
-            lambda: api.alltoall(here, x),
-            lambda: api.reduce_scatter(x, torch.ones(2)),
-            lambda: api.allreduce(x, torch.ones(4, device="cuda:1")),
+            lambda: api.allreduce_inplace(x),
+            lambda: api.allgather(rows.t(), room),
+            lambda: api.allreduce_coalesced_inplace([x, x]),
+            lambda: api.broadcast(x, rank),
         ):
-            with pytest.raises(TypeError, match="one place"):
+            with pytest.raises(NotImplementedError, match="captured"):
                 call()
-        with pytest.raises(TypeError, match="dtype"):
-            api.allreduce(x, x.double())
-        got = torch.zeros_like(x)
-        if rank == 0:
-            api.send(x, 1)
-            api.recv(got, 1)
-        else:
-            api.recv(got, 0)
-            api.send(x, 0)
-        assert torch.equal(got, x)
-        # A captured stream is refused before anything is enqueued, and the capture stays valid.
-        stream, rows = torch.cuda.Stream(), torch.ones(2, 3, device="cuda")
-        room = torch.ones(12, device="cuda")
-        with runtime.on(0), torch.cuda.stream(stream):
-            runtime.driver.cuStreamBeginCapture_v2(stream.cuda_stream, 0)
-            for call in (
-                lambda: api.allreduce_inplace(x),
-                lambda: api.allgather(rows.t(), room),
-                lambda: api.allreduce_coalesced_inplace([x, x]),
-                lambda: api.broadcast(x, rank),
-            ):
-                with pytest.raises(NotImplementedError, match="captured"):
-                    call()
-            graph = runtime.driver.get("cuStreamEndCapture", stream.cuda_stream, first=False)
-            assert runtime.driver.get("cuGraphGetNodes", graph, None, first=False) == 0
-            runtime.driver.cuGraphDestroy(graph)
-        # The group goes on.
-        api.allreduce_inplace(x)
-        assert x.tolist() == [2.0] * 4
-
-
-def test_what_cannot_be_done_is_refused_and_the_group_goes_on(ranks: Ranks) -> None:
-    ranks(2, refused)
+        graph = runtime.driver.get("cuStreamEndCapture", stream.cuda_stream, first=False)
+        assert runtime.driver.get("cuGraphGetNodes", graph, None, first=False) == 0
+        runtime.driver.cuGraphDestroy(graph)
+    # The group goes on.
+    api.allreduce_inplace(x)
+    assert x.tolist() == [2.0] * 4
 
 
 def here_and_there(rank: int) -> str:
@@ -349,33 +329,25 @@ def test_the_cpu_on_one_rank_and_a_device_on_another_is_a_mismatch_on_both(ranks
         assert "device" in text, text
 
 
-def versions(rank: int) -> None:
-    with joined():
-        x = torch.ones(4, device="cuda", requires_grad=True)
-        y = x * 2
-        z = y * y
-        api.allreduce_inplace(y.detach())
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            z.sum().backward()
+@on_ranks(2, in_torch)
+def test_autograd_sees_that_a_saved_tensor_was_written() -> None:
+    x = torch.ones(4, device="cuda", requires_grad=True)
+    y = x * 2
+    z = y * y
+    api.allreduce_inplace(y.detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
 
 
-def test_autograd_sees_that_a_saved_tensor_was_written(ranks: Ranks) -> None:
-    ranks(2, versions)
-
-
-def neutral(rank: int) -> None:
-    with joined():
-        x = torch.full((4,), rank + 1.0, device="cuda")
-        group = _get_default_group().get_global_communicator().group
-        group.all_reduce(x)
-        assert x.tolist() == [3.0] * 4
-        # DLPack orders the stream that it is asked to.
-        other = torch.cuda.Stream()
-        y = torch.full((4,), rank + 1.0, device="cuda")
-        group.all_reduce(y, stream=other.cuda_stream)
-        torch.cuda.current_stream().wait_stream(other)
-        assert y.tolist() == [3.0] * 4
-
-
-def test_the_neutral_verbs_take_tensors_by_dlpack(ranks: Ranks) -> None:
-    ranks(2, neutral)
+@on_ranks(2, in_torch)
+def test_the_neutral_verbs_take_tensors_by_dlpack(rank: int) -> None:
+    x = torch.full((4,), rank + 1.0, device="cuda")
+    group = _get_default_group().get_global_communicator().group
+    group.all_reduce(x)
+    assert x.tolist() == [3.0] * 4
+    # DLPack orders the stream that it is asked to.
+    other = torch.cuda.Stream()
+    y = torch.full((4,), rank + 1.0, device="cuda")
+    group.all_reduce(y, stream=other.cuda_stream)
+    torch.cuda.current_stream().wait_stream(other)
+    assert y.tolist() == [3.0] * 4

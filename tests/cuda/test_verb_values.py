@@ -5,15 +5,12 @@ On the simulated driver, and by NCCL on the strict libnccl of tests/cuda/nccl ov
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from tests.cuda.ranks import Ranks
-from tests.cuda.test_codec_on_device import _kernels, compiler
 from tests.cuda.verb_contract import DTYPES, Found, move_everything, reduce_everything
-
-__all__ = ["_kernels", "compiler"]
 
 
 class Collective(NamedTuple):
@@ -22,11 +19,6 @@ class Collective(NamedTuple):
     name: str
     sizes: tuple[int, ...]
     exact: bool
-
-    def run(self, ranks: Ranks, size: int, function: Any, *arguments: Any, **variables: Any) -> list[Any]:
-        """Ranks with a device each."""
-        named = {"BAGUA_CUDA_COLLECTIVE": self.name, "BAGUA_SIM_DEVICES": max(size, 2)} | variables
-        return ranks(size, function, *arguments, **named)
 
     def check(self, found: list[Found], dtype: str) -> None:
         """What is particular to a collective."""
@@ -50,21 +42,21 @@ def test_every_reduction_of_a_type_is_equal_on_all_ranks_and_as_the_hosts(
     ranks: Ranks, compiler: dict[str, str], name: str, size: int, dtype: str
 ) -> None:
     collective = COLLECTIVES[name]
-    collective.check(collective.run(ranks, size, reduce_everything, dtype, collective.exact, **compiler), dtype)
+    collective.check(ranks.by(name, size, reduce_everything, dtype, collective.exact, **compiler), dtype)
 
 
 @pytest.mark.parametrize(("name", "size"), PLACES)
 @pytest.mark.parametrize("dlpack", [False, True], ids=["interface", "dlpack"])
 def test_every_verb_that_moves_has_the_bits_of_the_host(ranks: Ranks, name: str, size: int, dlpack: bool) -> None:
-    COLLECTIVES[name].run(ranks, size, move_everything, "float32", dlpack, (3, 2))
+    ranks.by(name, size, move_everything, "float32", dlpack, (3, 2))
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_type_can_be_moved(ranks: Ranks, name: str, dtype: str) -> None:
-    COLLECTIVES[name].run(ranks, 2, move_everything, dtype, True, (7,))
+    ranks.by(name, 2, move_everything, dtype, True, (7,))
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_empty_arrays_pass_through_every_verb(ranks: Ranks, name: str) -> None:
-    COLLECTIVES[name].run(ranks, 2, move_everything, "float32", True, (0, 3))
+    ranks.by(name, 2, move_everything, "float32", True, (0, 3))

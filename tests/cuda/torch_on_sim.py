@@ -3,14 +3,11 @@
 After `install()`, device="cuda", `.cuda()`, autograd, modules, optimizers, torch.cuda's streams and torch.futures work
 in this process. Ranks call it first, as `joined` does:
 
-    def work(rank: int) -> None:
-        with joined():
-            x = torch.ones(5, device="cuda")
-            api.allreduce_inplace(x)
-            assert x.tolist() == [2.0] * 5
-
-    def test_it_works(ranks: Ranks) -> None:
-        ranks(2, work)
+    @on_ranks(2, in_torch)
+    def test_it_works() -> None:
+        x = torch.ones(5, device="cuda")
+        api.allreduce_inplace(x)
+        assert x.tolist() == [2.0] * 5
 
 A tensor on "cuda" is a `CudaTensor`: to torch's C++ it is a tensor of the CPU whose storage is the simulated device's
 memory, which the host cannot address; views, `.data`, `set_` and lifetimes are therefore torch's own. Python sees
@@ -581,3 +578,16 @@ def joined(device: int = 0) -> Iterator[Runtime]:
     yield runtime
     # Not after an exception: it is reported to the others when the process ends.
     torch_api.destroy_process_group()
+
+
+@contextmanager
+def in_torch() -> Iterator[dict[str, Any]]:
+    """What a scenario in the process group of all ranks may take; for `tests.cuda.ranks.on_ranks`."""
+    with joined() as runtime:
+        yield {"runtime": runtime}
+
+
+@contextmanager
+def installed() -> Iterator[dict[str, Any]]:
+    """What a scenario without a group may take."""
+    yield {"runtime": install()}

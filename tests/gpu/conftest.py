@@ -7,17 +7,15 @@ for `anywhere` runs on both.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.cuda.pretended_nvrtc import pretended_nvrtc
-from tests.cuda.ranks import OnDevice, Ranks
+from tests.cuda.ranks import OnDevice, Ranks, simulated_compiler
 from tests.cuda.simulated import built
-from tests.cuda.test_codec_on_device import NVRTC
 from tests.gpu.place import why_not
+
+__all__ = ["simulated_compiler"]
 
 
 @pytest.fixture
@@ -35,17 +33,6 @@ def anywhere(request: pytest.FixtureRequest) -> Ranks:
         found: Ranks = request.getfixturevalue("ranks")
         return found
     return Ranks(built())
-
-
-@pytest.fixture(scope="session")
-def simulated_compiler(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Where the simulated driver's machine code comes from and where it is kept."""
-    built("cuda-kernels-host")
-    folder = tmp_path_factory.mktemp("compiled")
-    variables = {"XDG_CACHE_HOME": str(folder)}
-    if subprocess.run([sys.executable, "-c", NVRTC], check=False).returncode != 0:
-        variables["BAGUA_LIBNVRTC"] = str(pretended_nvrtc(folder))
-    return variables
 
 
 @pytest.fixture

@@ -16,7 +16,14 @@ from tests.cuda.device_arrays import Cuda
 from tests.cuda.ranks import OnDevice, Ranks
 
 
-@pytest.mark.parametrize("scenario", [codecs.every_kind, codecs.every_place], ids=lambda it: it.__name__)
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        codecs.test_records_and_values_are_those_of_the_host.on_ranks,
+        codecs.test_arrays_may_be_at_any_address_and_cut_into_any_chunks.on_ranks,
+    ],
+    ids=lambda it: it.__name__,
+)
 @pytest.mark.parametrize("name", cases.CODED)
 def test_records_and_values_are_those_of_the_host(ranks: Ranks, compiler: Any, scenario: Any, name: str) -> None:
     ranks(1, scenario, name, **compiler)
@@ -24,7 +31,14 @@ def test_records_and_values_are_those_of_the_host(ranks: Ranks, compiler: Any, s
 
 @pytest.mark.parametrize(
     "scenario",
-    [codecs.a_million, codecs.every_half, codecs.several_passes, codecs.in_order, codecs.captured, codecs.blocks],
+    [
+        codecs.test_a_million_elements_are_encoded_by_many_blocks.on_ranks,
+        codecs.every_half,
+        codecs.several_passes,
+        codecs.test_the_work_is_behind_that_of_every_producer_and_before_that_of_the_stream.on_ranks,
+        codecs.test_a_stream_that_is_captured_is_refused_and_its_capture_stays_valid.on_ranks,
+        codecs.blocks,
+    ],
     ids=lambda it: it.__name__,
 )
 def test_what_holds_on_the_simulated_driver_holds_on_a_device(ranks: Ranks, compiler: Any, scenario: Any) -> None:

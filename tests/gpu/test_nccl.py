@@ -10,25 +10,24 @@ import pytest
 import bagua
 from tests.cuda import verb_contract as values
 from tests.cuda.device_arrays import Cuda
-from tests.cuda.ranks import Ranks
-from tests.cuda.test_nccl_values import run
+from tests.cuda.ranks import Ranks, device_rank
 
 ONES = np.ones(1000, np.float32)
 
 
 @pytest.mark.parametrize("dtype", values.DTYPES)
 def test_every_reduction_is_near_the_hosts(ranks: Ranks, compiler: Any, dtype: str) -> None:
-    ((_, stats),) = run(ranks, 1, values.reduce_everything, dtype, False, **compiler)
+    ((_, stats),) = ranks.by("nccl", 1, values.reduce_everything, dtype, False, **compiler)
     assert stats["collective"] == "nccl"
 
 
 @pytest.mark.parametrize("dlpack", [False, True], ids=["interface", "dlpack"])
 def test_every_verb_that_moves_has_the_bits_of_the_host(ranks: Ranks, dlpack: bool) -> None:
-    run(ranks, 1, values.move_everything, "float32", dlpack, (3, 2))
+    ranks.by("nccl", 1, values.move_everything, "float32", dlpack, (3, 2))
 
 
-def late_producers(rank: int) -> str:
-    cuda, group = Cuda(), bagua.init()
+@device_rank
+def late_producers(rank: int, cuda: Cuda, group: bagua.Group) -> str:
     first, second = cuda.stream(), cuda.stream()
     x, out = cuda.array(7 * ONES, stream=first), cuda.array(9 * ONES, stream=second)
     # Makes the communicator.
@@ -45,8 +44,6 @@ def late_producers(rank: int) -> str:
     handle.synchronize(30.0)
     assert handle.is_completed()
     found = str(bagua.stats()["groups"]["world"]["cuda"]["collective"])
-    bagua.shutdown()
-    cuda.close()
     return found
 
 
@@ -54,14 +51,12 @@ def test_a_verb_returns_before_its_source_was_written(anywhere: Ranks) -> None:
     assert anywhere(1, late_producers, BAGUA_CUDA_COLLECTIVE="nccl") == ["nccl"]
 
 
-def chosen(rank: int) -> Any:
-    cuda, group = Cuda(), bagua.init()
+@device_rank
+def chosen(rank: int, cuda: Cuda, group: bagua.Group) -> Any:
     x = cuda.array(ONES)
     group.all_reduce(x)
     assert x.read().tolist() == [float(group.size)] * 1000
     found = bagua.stats()["groups"]["world"]["cuda"]
-    bagua.shutdown()
-    cuda.close()
     return found["collective"], found["why"]
 
 

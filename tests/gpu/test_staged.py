@@ -14,10 +14,10 @@ import pytest
 import bagua
 from tests.cuda import test_buckets_values as buckets
 from tests.cuda import test_staged_failures as failures
-from tests.cuda import test_staged_order as order
 from tests.cuda import test_staged_values as values
+from tests.cuda import test_verb_order as order
 from tests.cuda.device_arrays import Cuda
-from tests.cuda.ranks import Ranks
+from tests.cuda.ranks import Ranks, device_rank
 from tests.cuda.verb_contract import move_everything, reduce_everything
 
 SIZES = [1, 2, 4]
@@ -46,7 +46,7 @@ def test_arrays_of_many_pieces_have_the_bits_of_the_host(ranks: Ranks, size: int
 
 
 def test_bfloat16_is_reduced_by_dlpack(ranks: Ranks) -> None:
-    ranks(2, values.bfloat16)
+    ranks(2, values.test_bfloat16_is_reduced_by_dlpack.on_ranks)
 
 
 def test_ranks_of_two_pretended_hosts_have_the_bits_of_the_host(ranks: Ranks) -> None:
@@ -58,15 +58,22 @@ def test_ranks_of_two_pretended_hosts_have_the_bits_of_the_host(ranks: Ranks) ->
 
 @pytest.mark.parametrize(
     "scenario",
-    [order.producers, order.receivers, order.handles, order.freed_at_once, order.left_behind, order.captured],
+    [
+        order.test_an_operation_begins_after_every_producer_of_its_arrays.on_ranks,
+        order.test_a_result_does_not_overtake_work_on_its_array.on_ranks,
+        order.test_a_handle_orders_the_streams_that_it_gets.on_ranks,
+        order.test_an_array_may_be_freed_when_a_verb_has_returned.on_ranks,
+        order.test_dropped_handles_leave_nothing_behind_when_the_group_is_left.on_ranks,
+        order.test_a_stream_that_is_captured_is_refused_and_its_capture_stays_valid.on_ranks,
+    ],
     ids=lambda it: it.__name__,
 )
 def test_what_holds_on_the_simulated_driver_holds_on_a_device(ranks: Ranks, scenario: Any) -> None:
     ranks(2, scenario)
 
 
-def late_producers(rank: int) -> None:
-    cuda, group = Cuda(), bagua.init()
+@device_rank
+def late_producers(rank: int, cuda: Cuda, group: bagua.Group) -> None:
     first, second = cuda.stream(), cuda.stream()
     for dlpack in (False, True):
         x = cuda.array(7 * ONES, stream=first, dlpack=dlpack)
@@ -86,16 +93,14 @@ def late_producers(rank: int) -> None:
             handle = group.all_reduce(x, async_op=True, stream=second)
             handle.wait(30.0, stream=first)
         assert x.read(first).tolist() == [3.0] * 1000
-    bagua.shutdown()
-    cuda.close()
 
 
 def test_an_operation_begins_after_work_that_comes_late(anywhere: Ranks) -> None:
     anywhere(2, late_producers)
 
 
-def held_while_late(rank: int) -> None:
-    cuda, group = Cuda(), bagua.init()
+@device_rank
+def held_while_late(rank: int, cuda: Cuda, group: bagua.Group) -> None:
     stream = cuda.stream()
     x, y = cuda.array(ONES), cuda.array(ONES)
     # Makes what the first operation needs.
@@ -118,8 +123,6 @@ def held_while_late(rank: int) -> None:
     gc.collect()
     assert alive() is None
     assert y.read().tolist() == [8.0] * 1000
-    bagua.shutdown()
-    cuda.close()
 
 
 def test_an_operation_holds_its_array_until_the_device_is_done(anywhere: Ranks) -> None:
@@ -135,7 +138,14 @@ def test_a_bucket_on_a_device_has_the_bits_of_the_host(ranks: Ranks, operation: 
 
 
 @pytest.mark.parametrize(
-    "scenario", [buckets.large, buckets.copies, buckets.verbs, buckets.ring], ids=lambda it: it.__name__
+    "scenario",
+    [
+        buckets.large,
+        buckets.test_the_mean_of_peers_is_copied_within_the_device.on_ranks,
+        buckets.test_verbs_in_order_with_the_buckets_take_device_memory.on_ranks,
+        buckets.ring,
+    ],
+    ids=lambda it: it.__name__,
 )
 def test_buckets_behave_on_a_device_as_on_the_simulated_driver(ranks: Ranks, scenario: Any) -> None:
     ranks(2, scenario)

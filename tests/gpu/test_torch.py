@@ -11,8 +11,8 @@ import torch
 from bagua import torch_api as api
 from tests.cuda import test_torch_c10d as c10d
 from tests.cuda import test_torch_verbs as verbs
-from tests.cuda.ranks import Ranks
-from tests.cuda.torch_on_sim import install, joined
+from tests.cuda.ranks import Ranks, on_ranks
+from tests.cuda.torch_on_sim import in_torch, install, joined
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -28,7 +28,14 @@ def test_every_verb_that_moves_has_the_bits_of_the_cpu(ranks: Ranks, size: int) 
 
 @pytest.mark.parametrize(
     "scenario",
-    [verbs.layouts, verbs.late_work, verbs.coalesced, verbs.here_and_there, verbs.versions, verbs.neutral],
+    [
+        verbs.test_strides_are_taken_as_on_the_cpu.on_ranks,
+        verbs.test_operations_follow_torchs_current_streams.on_ranks,
+        verbs.test_tensors_that_travel_together_are_copied_back_in_order.on_ranks,
+        verbs.here_and_there,
+        verbs.test_autograd_sees_that_a_saved_tensor_was_written.on_ranks,
+        verbs.test_the_neutral_verbs_take_tensors_by_dlpack.on_ranks,
+    ],
     ids=lambda it: it.__name__,
 )
 def test_what_holds_on_the_simulated_driver_holds_on_a_device(ranks: Ranks, scenario: Any) -> None:
@@ -78,25 +85,21 @@ def test_operations_follow_work_that_comes_late(anywhere: Ranks) -> None:
     anywhere(2, late_producers)
 
 
-def captured(rank: int) -> None:
-    with joined():
-        x, y = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
-        api.allreduce_inplace(x)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y.add_(1)
-            with pytest.raises(NotImplementedError, match="captured"):
-                api.allreduce_inplace(x)
-            y.add_(1)
-        graph.replay()
-        assert y.tolist() == [2.0] * 4
-        api.allreduce_inplace(x)
-        assert x.tolist() == [4.0] * 4
-
-
-def test_torchs_capture_is_refused_and_stays_valid(ranks: Ranks) -> None:
-    ranks(2, captured)
+@on_ranks(2, in_torch)
+def test_torchs_capture_is_refused_and_stays_valid() -> None:
+    x, y = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+    api.allreduce_inplace(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y.add_(1)
+        with pytest.raises(NotImplementedError, match="captured"):
+            api.allreduce_inplace(x)
+        y.add_(1)
+    graph.replay()
+    assert y.tolist() == [2.0] * 4
+    api.allreduce_inplace(x)
+    assert x.tolist() == [4.0] * 4
 
 
 def dropped(rank: int) -> None:

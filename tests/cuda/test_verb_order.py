@@ -1,7 +1,8 @@
 """CUDA arrays in the order of streams: late producers, consumers, handles, lifetimes, threads and contexts.
 
 The simulated driver begins work only when a call waits for it (or `BAGUA_SIM_DELAY_US` after), so that what Bagua
-forgets to wait for has not happened.
+forgets to wait for has not happened. The strict libnccl puts work on a stream only when its call is polled to its end,
+and says so where an event is recorded before.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import numpy as np
 import pytest
 
 import bagua
+from tests.cuda.buckets import check_sums
 from tests.cuda.device_arrays import LEGACY, Cuda
-from tests.cuda.ranks import Ranks
+from tests.cuda.ranks import BOTH, on_ranks
 
 ONES = np.ones(1000, np.float32)
 
 
-def producers(rank: int) -> None:
-    cuda, group = Cuda(), bagua.init()
+@on_ranks(2, by=BOTH)
+def test_an_operation_begins_after_every_producer_of_its_arrays(cuda: Cuda, group: bagua.Group) -> None:
     first, second = cuda.stream(), cuda.stream()
     # The interface names a stream of its own; the call's is another one.
     x = cuda.array(ONES, stream=first)
@@ -47,32 +49,20 @@ def producers(rank: int) -> None:
     x, out = cuda.array(ONES, stream=first), cuda.array(7 * ONES, stream=second)
     group.broadcast(x, 1, out=out)
     assert out.read().tolist() == [1.0] * 1000
-    bagua.shutdown()
-    cuda.close()
 
 
-def test_an_operation_begins_after_every_producer_of_its_arrays(ranks: Ranks) -> None:
-    ranks(2, producers)
-
-
-def receivers(rank: int) -> None:
-    cuda, group = Cuda(), bagua.init()
+@on_ranks(2, by=BOTH)
+def test_a_result_does_not_overtake_work_on_its_array(rank: int, cuda: Cuda, group: bagua.Group) -> None:
     stream = cuda.stream()
     # Rank 0 only sends, rank 1 only gets: its copy to the device must not overtake the work on the array, either.
     x = cuda.array(ONES * rank, stream=stream)
     x.stream = None  # type: ignore[assignment]
     group.broadcast(x, 0, stream=stream)
     assert x.read(stream).tolist() == [0.0] * 1000
-    bagua.shutdown()
-    cuda.close()
 
 
-def test_a_result_does_not_overtake_work_on_its_array(ranks: Ranks) -> None:
-    ranks(2, receivers)
-
-
-def handles(rank: int) -> None:
-    cuda, group = Cuda(), bagua.init()
+@on_ranks(2, by=BOTH)
+def test_a_handle_orders_the_streams_that_it_gets(cuda: Cuda, group: bagua.Group) -> None:
     first, second, third = cuda.stream(), cuda.stream(), cuda.stream()
     x, y = cuda.array(ONES, stream=first), cuda.array(2 * ONES, stream=first)
     one = group.all_reduce(x, async_op=True, stream=second)
@@ -92,15 +82,10 @@ def handles(rank: int) -> None:
     group.all_reduce(y, async_op=True).synchronize()
     bagua.shutdown()
     assert done == [None]
-    cuda.close()
 
 
-def test_a_handle_orders_the_streams_that_it_gets(ranks: Ranks) -> None:
-    ranks(2, handles)
-
-
-def completion(rank: int) -> None:
-    cuda, group = Cuda(), bagua.init()
+@on_ranks(2)
+def test_a_handle_is_completed_when_the_device_is_done(rank: int, cuda: Cuda, group: bagua.Group) -> None:
     x, late = cuda.array(ONES), cuda.array(ONES)
     handle = group.all_reduce(x, async_op=True)
     handle.wait()
@@ -120,16 +105,10 @@ def completion(rank: int) -> None:
         handle = group.all_reduce(late, async_op=True)
     handle.wait()
     assert late.read().tolist() == [2.0] * 1000
-    bagua.shutdown()
-    cuda.close()
 
 
-def test_a_handle_is_completed_when_the_device_is_done(ranks: Ranks) -> None:
-    ranks(2, completion)
-
-
-def lifetimes(rank: int) -> None:
-    cuda, group = Cuda(), bagua.init()
+@on_ranks(2, by=BOTH)
+def test_an_operation_holds_its_array_until_the_device_is_done(cuda: Cuda, group: bagua.Group) -> None:
     x = cuda.array(ONES)
     cuda.arrays.remove(x)
     weakref.finalize(x, cuda.driver.cuMemFree_v2, x.address)
@@ -146,31 +125,19 @@ def lifetimes(rank: int) -> None:
     group.barrier()
     gc.collect()
     assert held() is None
-    bagua.shutdown()
-    cuda.close()
 
 
-def test_an_operation_holds_its_array_until_the_device_is_done(ranks: Ranks) -> None:
-    ranks(2, lifetimes)
-
-
-def freed_at_once(rank: int) -> None:
-    cuda, group = Cuda(), bagua.init()
+@on_ranks(2, by=BOTH)
+def test_an_array_may_be_freed_when_a_verb_has_returned(cuda: Cuda, group: bagua.Group) -> None:
     for _ in range(2):
         x = cuda.array(ONES)
         group.all_reduce(x)
         # cuMemFree waits for the work that uses the memory.
         x.free()
-    bagua.shutdown()
-    cuda.close()
 
 
-def test_an_array_may_be_freed_when_a_verb_has_returned(ranks: Ranks) -> None:
-    ranks(2, freed_at_once)
-
-
-def left_behind(rank: int) -> None:
-    cuda, group = Cuda(), bagua.init()
+@on_ranks(2, by=BOTH)
+def test_dropped_handles_leave_nothing_behind_when_the_group_is_left(cuda: Cuda, group: bagua.Group) -> None:
     arrays = [cuda.array(ONES) for _ in range(5)]
     for x in arrays:
         group.all_reduce(x, async_op=True)
@@ -178,15 +145,10 @@ def left_behind(rank: int) -> None:
     bagua.shutdown()
     for x in arrays:
         assert x.read().tolist() == [2.0] * 1000
-    cuda.close()
 
 
-def test_dropped_handles_leave_nothing_behind_when_the_group_is_left(ranks: Ranks) -> None:
-    ranks(2, left_behind)
-
-
-def contexts(rank: int) -> None:
-    cuda, group = Cuda(), bagua.init()
+@on_ranks(2, by=BOTH)
+def test_any_thread_may_call_with_any_context_or_none(cuda: Cuda, group: bagua.Group) -> None:
     x = cuda.array(ONES)
     other = int(cuda.driver.get("cuDevicePrimaryCtxRetain", 1 - cuda.device))
     mine = int(cuda.driver.get("cuDevicePrimaryCtxRetain", cuda.device))
@@ -206,16 +168,10 @@ def contexts(rank: int) -> None:
     thread.join()
     assert threads == [0]
     assert x.read().tolist() == [16.0] * 1000
-    bagua.shutdown()
-    cuda.close()
 
 
-def test_any_thread_may_call_with_any_context_or_none(ranks: Ranks) -> None:
-    ranks(2, contexts)
-
-
-def captured(rank: int) -> list[str]:
-    cuda, group = Cuda(), bagua.init()
+@on_ranks(2, by=BOTH)
+def test_a_stream_that_is_captured_is_refused_and_its_capture_stays_valid(cuda: Cuda, group: bagua.Group) -> list[str]:
     stream, other = cuda.stream(), cuda.stream()
     arrays = [cuda.array(ONES, dlpack=True), cuda.array(ONES)]
     mine = cuda.array(ONES)
@@ -239,10 +195,86 @@ def captured(rank: int) -> list[str]:
         assert x.read(other).tolist() == [2.0] * 1000
     handle.wait()
     assert mine.read().tolist() == [2.0] * 1000
-    bagua.shutdown()
-    cuda.close()
     return texts
 
 
-def test_a_stream_that_is_captured_is_refused_and_its_capture_stays_valid(ranks: Ranks) -> None:
-    ranks(2, captured)
+# --- by NCCL ----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2, by=["nccl"])
+def test_a_handle_of_nccl_is_completed_when_the_device_is_done(rank: int, cuda: Cuda, group: bagua.Group) -> None:
+    x = cuda.array(ONES)
+    handle = group.all_reduce(x, async_op=True)
+    handle.wait()
+    # The question lets the device begin.
+    while not handle.is_completed():
+        pass
+    late = cuda.array(ONES)
+    if rank == 0:
+        handle = group.all_reduce(late, async_op=True)
+        # The host's part is over, although the other rank has not come.
+        handle.wait(30.0)
+        with pytest.raises(bagua.BaguaTimeoutError):
+            handle.synchronize(0.05)
+        assert not handle.is_completed()
+        group.send(ONES, 1)
+    else:
+        group.recv(np.empty_like(ONES), 0)
+        handle = group.all_reduce(late, async_op=True)
+    handle.synchronize(30.0)
+    assert handle.is_completed()
+    assert late.read().tolist() == [2.0] * 1000
+
+
+@on_ranks(2, by=["nccl"], compiler=True)
+def test_operations_of_one_group_keep_their_order_whatever_runs_them(cuda: Cuda, group: bagua.Group) -> None:
+    x = cuda.array(np.arange(1000, dtype=np.int32))
+    # NCCL, our kernel, NCCL, host memory, NCCL, without a wait between.
+    group.all_reduce(x, "max", async_op=True)
+    group.all_reduce(x, "bor", async_op=True)
+    group.all_reduce(x, "sum", async_op=True)
+    out = cuda.empty(1000, np.int32)
+    group.all_to_all_v(x, [500, 500], [500, 500], out=out, async_op=True)
+    group.all_reduce(x, "max", async_op=True)
+    handle = group.broadcast(out, 0, async_op=True)
+    handle.wait()
+    assert x.read().tolist() == (2 * np.arange(1000)).tolist()
+    half = 2 * np.arange(1000)[:500]
+    assert out.read().tolist() == [*half, *half]
+    assert group.stats()["cuda"]["collective"] == "nccl"
+
+
+@on_ranks(3, by=["nccl"])
+def test_groups_have_communicators_of_their_own(cuda: Cuda, group: bagua.Group, by: str) -> None:
+    parts = [group.new_group([0, 1, 2]), group.new_group([2, 0], ordered=True), group.new_group([1])]
+    for _ in range(2):
+        for each in (group, *parts):
+            if each is not None:
+                x = cuda.array(ONES)
+                each.all_reduce(x)
+                assert x.read().tolist() == [each.size] * 1000
+                assert each.stats()["cuda"]["collective"] == by
+    for each in parts:
+        if each is not None:
+            each.leave()
+
+
+@on_ranks(2, by=["nccl"])
+def test_large_arrays_do_not_pass_through_host_memory(rank: int, cuda: Cuda, group: bagua.Group) -> None:
+    x = cuda.array(np.full(5 << 20, rank + 1, np.float32))
+    y = cuda.array(np.arange(2 * (1 << 20), dtype=np.float32) + rank)
+    handle = group.all_reduce(x, async_op=True)
+    group.all_to_all(y)
+    handle.wait()
+    assert (x.read() == 3.0).all()
+    assert (y.read().reshape(2, -1)[1 - rank] == np.arange(1 << 20) + rank * (1 << 20) + (1 - rank)).all()
+    stats = bagua.stats()["groups"]["world"]["cuda"]
+    assert (stats["to_host_bytes"], stats["pinned_bytes"]) == (0, 0)
+
+
+@on_ranks(2, by=["nccl"])
+def test_buckets_whose_tensors_lie_apart_are_gathered_before_and_scattered_after(
+    rank: int, cuda: Cuda, group: bagua.Group
+) -> None:
+    check_sums(cuda, rank, 2, cuda.stream())
+    assert group.stats()["cuda"]["to_host_bytes"] == 0
