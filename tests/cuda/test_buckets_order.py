@@ -226,11 +226,11 @@ def test_a_stream_that_is_captured_is_refused_and_its_capture_stays_valid(cuda: 
 def test_tensors_of_two_places_are_named(cuda: Cuda) -> None:
     bucket = Tensors(cuda, "one")
     host = np.zeros(bucket.count, np.float32)
-    with pytest.raises(TypeError, match="^bucket 'one': tensor 'error' is on the host but 'one.0' is on cuda:0$"):
+    with pytest.raises(TypeError, match=r"^bucket 'one': tensor 'error' is on the host but 'one\.0' is on cuda:0$"):
         bucket.raw.attach("error", host.ctypes.data, host.size, engine.DTYPES["float32"])
     on_host = Tensors(None, "two")
     extra = Memory(cuda, on_host.count)
-    with pytest.raises(TypeError, match="^bucket 'two': tensor 'error' is on cuda:0 but 'two.0' is on the host$"):
+    with pytest.raises(TypeError, match=r"^bucket 'two': tensor 'error' is on cuda:0 but 'two\.0' is on the host$"):
         on_host.raw.attach("error", extra.address, extra.count, extra.code, device=device_of(0))
     with pytest.raises(ValueError, match="BAGUA_CUDA_COLLECTIVE"):
         engine.Bucket("x", [], device=device_of(0), collective="magic")

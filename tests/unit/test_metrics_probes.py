@@ -17,6 +17,7 @@ from bagua import metrics
 from bagua.lifecycle import process
 from bagua.metrics import probes
 from tests.unit.test_metrics import needs_client
+from tests.waits import meet
 from tests.world import World
 
 pytestmark = needs_client
@@ -94,6 +95,7 @@ def loses_its_peer(rank: int) -> tuple[tuple[int, str], tuple[int, str]] | None:
     bagua.init()
     x = np.ones(1, dtype=np.float32)
     bagua.all_reduce(x)
+    meet("before it dies", rank, range(2))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(bagua.PeerLostError):
