@@ -7,6 +7,10 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+#: Seconds within which a death is named that is noticed, and not found by silence: less than the heartbeat timeout of 5 s.
+#: How fast it is, `benchmarks/` measures.
+AT_ONCE_S = 4.5
+
 #: The variable with the folder of a run of ranks (`tests.world`).
 FOLDER = "TEST_WORLD_FOLDER"
 

@@ -19,6 +19,7 @@ from tests.chaos import network
 from tests.chaos.cell import Cell, run
 from tests.chaos.network import Network
 from tests.chaos.rank import nothing, work
+from tests.waits import meet
 from tests.world import World
 
 pytestmark = pytest.mark.slow
@@ -88,11 +89,8 @@ def _outcome(act: Callable[[], object], rank: int, folder: str) -> str:
         act()
     except bagua.BaguaError as error:
         outcome = type(error).__name__
-    finally:
-        Path(folder, f"ended{rank}").touch()
     # A rank that gives up later must not find that the others have left: it would rightly go on alone.
-    while not all(Path(folder, f"ended{other}").exists() for other in range(3)):
-        time.sleep(0.005)
+    meet("given up", rank, range(3))
     return outcome
 
 

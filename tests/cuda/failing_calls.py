@@ -12,6 +12,7 @@ from typing import Any
 import bagua
 from tests.cuda.ranks import Ranks
 from tests.cuda.simulated import NEVER
+from tests.waits import AT_ONCE_S
 from tests.world import World
 
 __all__ = [
@@ -22,7 +23,7 @@ __all__ = [
     "count_calls",
     "die_in_the_middle",
     "fields_of",
-    "is_lost_within_a_second",
+    "is_lost_at_once",
     "only",
     "run",
 ]
@@ -127,12 +128,12 @@ def die_in_the_middle(
             return error.rank, time.time() - Path(folder, "dying").stat().st_mtime
 
 
-def is_lost_within_a_second(
+def is_lost_at_once(
     ranks: Ranks, scenario: Callable[..., Any], folder: object, *arguments: object, **variables: object
 ) -> None:
     """In `scenario(rank, folder, …)` rank 1 of two kills itself; rank 0 returns what `die_in_the_middle` did."""
     with ranks.world(2, **variables) as world:
         world._expect_exit = {1: -signal.SIGKILL}
         (lost, after), _ = world.run(scenario, str(folder), *arguments)
-    assert (lost, after < 1.0) == (1, True), after
+    assert (lost, after < AT_ONCE_S) == (1, True), after
     ranks.check()

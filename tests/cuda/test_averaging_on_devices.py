@@ -24,7 +24,7 @@ from tests.cases import attempt
 from tests.cuda.buckets import Memory, Queue, Tensors
 from tests.cuda.device_arrays import LEGACY, Cuda
 from tests.cuda.driver import HOST_FUNCTION, until
-from tests.cuda.failing_calls import die_in_the_middle, is_lost_within_a_second
+from tests.cuda.failing_calls import die_in_the_middle, is_lost_at_once
 from tests.cuda.kernel_cases import narrowed, widened
 from tests.cuda.ranks import Ended, Ranks, ended
 from tests.cuda.test_cuda_training import Net, adamw, batch, same_bits, tensors_in
@@ -415,8 +415,8 @@ def dies(rank: int, folder: str) -> tuple[int | None, float]:
     return found
 
 
-def test_a_rank_that_is_killed_is_lost_within_a_second(ranks: Ranks, tmp_path: Path) -> None:
-    is_lost_within_a_second(ranks, dies, tmp_path)
+def test_a_rank_that_is_killed_is_lost_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    is_lost_at_once(ranks, dies, tmp_path)
 
 
 def waits_for_a_producer(rank: int, folder: str) -> str:

@@ -19,7 +19,7 @@ from tests.cuda.failing_calls import (
     UNKNOWN,
     die_in_the_middle,
     fields_of,
-    is_lost_within_a_second,
+    is_lost_at_once,
     only,
     run,
 )
@@ -94,10 +94,8 @@ def one_dies(rank: int, cuda: Cuda, folder: str, compressed: bool) -> Any:
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(
-    ranks: Ranks, tmp_path: Path, compressed: bool
-) -> None:
-    is_lost_within_a_second(ranks, one_dies, tmp_path, compressed)
+def test_a_rank_that_is_killed_in_the_middle_is_lost_at_once(ranks: Ranks, tmp_path: Path, compressed: bool) -> None:
+    is_lost_at_once(ranks, one_dies, tmp_path, compressed)
 
 
 @device_rank

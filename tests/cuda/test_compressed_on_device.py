@@ -15,7 +15,7 @@ from bagua import group as groups
 from tests.cuda import kernel_cases as cases
 from tests.cuda.buckets import Queue, Tensors
 from tests.cuda.device_arrays import LEGACY, Cuda
-from tests.cuda.failing_calls import die_in_the_middle, is_lost_within_a_second
+from tests.cuda.failing_calls import die_in_the_middle, is_lost_at_once
 from tests.cuda.ranks import BOTH, Ranks, device_rank, on_ranks
 
 #: Codecs that have kernels.
@@ -317,7 +317,5 @@ def one_dies(rank: int, cuda: Cuda, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("collective", ["staged", "nccl"])
-def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(
-    ranks: Ranks, tmp_path: Path, collective: str
-) -> None:
-    is_lost_within_a_second(ranks, one_dies, tmp_path, BAGUA_CUDA_COLLECTIVE=collective)
+def test_a_rank_that_is_killed_in_the_middle_is_lost_at_once(ranks: Ranks, tmp_path: Path, collective: str) -> None:
+    is_lost_at_once(ranks, one_dies, tmp_path, BAGUA_CUDA_COLLECTIVE=collective)

@@ -10,7 +10,7 @@ import pytest
 
 import bagua
 from tests.cuda.device_arrays import Cuda
-from tests.cuda.failing_calls import UNKNOWN, die_in_the_middle, fields_of, is_lost_within_a_second, only, run
+from tests.cuda.failing_calls import UNKNOWN, die_in_the_middle, fields_of, is_lost_at_once, only, run
 from tests.cuda.ranks import Ranks, device_rank, on_ranks
 
 #: Elements: none, one that is sent at once, more than is, and more than one piece of pinned memory.
@@ -158,8 +158,8 @@ def one_dies(rank: int, cuda: Cuda, group: bagua.Group, folder: str) -> Any:
     return found
 
 
-def test_a_rank_that_is_killed_is_lost_within_a_second(ranks: Ranks, tmp_path: Path) -> None:
-    is_lost_within_a_second(ranks, one_dies, tmp_path)
+def test_a_rank_that_is_killed_is_lost_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    is_lost_at_once(ranks, one_dies, tmp_path)
 
 
 def fails(rank: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 import bagua
 from tests.cuda import failing_calls
 from tests.cuda.device_arrays import Cuda
-from tests.cuda.failing_calls import fields_of, is_lost_within_a_second, only
+from tests.cuda.failing_calls import fields_of, is_lost_at_once, only
 from tests.cuda.ranks import Ranks, device_rank, on_ranks
 from tests.cuda.test_staged_failures import ONES
 from tests.waits import meet
@@ -139,8 +139,8 @@ def one_dies(rank: int, cuda: Cuda, group: bagua.Group, folder: str, fault: str)
 
 
 @pytest.mark.parametrize("fault", ["all_reduce", "messages"])
-def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(ranks: Ranks, tmp_path: Path, fault: str) -> None:
-    is_lost_within_a_second(ranks, one_dies, tmp_path, fault, BAGUA_CUDA_COLLECTIVE="nccl")
+def test_a_rank_that_is_killed_in_the_middle_is_lost_at_once(ranks: Ranks, tmp_path: Path, fault: str) -> None:
+    is_lost_at_once(ranks, one_dies, tmp_path, fault, BAGUA_CUDA_COLLECTIVE="nccl")
 
 
 @on_ranks(2, by=["nccl"])

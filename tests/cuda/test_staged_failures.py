@@ -15,7 +15,7 @@ from tests.cuda.failing_calls import (
     UNKNOWN,
     die_in_the_middle,
     fields_of,
-    is_lost_within_a_second,
+    is_lost_at_once,
     only,
     run,
 )
@@ -81,8 +81,8 @@ def one_dies(rank: int, cuda: Cuda, group: bagua.Group, folder: str) -> Any:
     return found
 
 
-def test_a_rank_that_is_killed_in_the_middle_is_lost_within_a_second(ranks: Ranks, tmp_path: Path) -> None:
-    is_lost_within_a_second(ranks, one_dies, tmp_path)
+def test_a_rank_that_is_killed_in_the_middle_is_lost_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    is_lost_at_once(ranks, one_dies, tmp_path)
 
 
 @device_rank

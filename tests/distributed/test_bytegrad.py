@@ -21,6 +21,7 @@ from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.process_group.state import group_state
 from tests.distributed.compressed_oracle import CompressedAllReduce, Values
 from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, same_everywhere
+from tests.waits import AT_ONCE_S
 from tests.world import DEADLINE, make_world
 
 CODECS: list[tuple[str, dict[str, Any]]] = [
@@ -200,10 +201,10 @@ def killed_in(rank: int, what: str, victim: int, folder: str) -> tuple[float, in
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("what", list(STEPS))
-def test_a_killed_rank_is_named_within_seconds(what: str, transport: str, tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_at_once(what: str, transport: str, tmp_path: Path) -> None:
     world = make_world(3, expect_exit={1: -signal.SIGKILL}, env={"BAGUA_TRANSPORT": transport}, timeout=2 * DEADLINE)
     results = world.run(killed_in, what, 1, str(tmp_path))
     for rank in (0, 2):
         after, lost = results[rank]
         assert lost == 1
-        assert after < 5.0
+        assert after < AT_ONCE_S

@@ -25,14 +25,12 @@ import bagua.c10d  # registers the backend
 import bagua.torch_api
 from bagua.c10d.torch_bindings import BACKEND_HAS_CONSTRUCTOR
 from bagua.errors import AbortedError, BaguaError, BaguaTimeoutError, PeerLostError, PeerRaisedError
-from tests.waits import meet, until
+from tests.waits import AT_ONCE_S, meet, until
 from tests.world import ROOT, World, make_world
 
 LIMIT = timedelta(seconds=30)
 #: Elsewhere torch's split_group needs a device.
 SPLITS = BACKEND_HAS_CONSTRUCTOR
-#: Seconds until a death is named.
-NAMED = 1.0
 
 
 def begin(**options: Any) -> None:
@@ -77,7 +75,7 @@ def test_a_killed_rank_is_named_and_the_survivors_form_a_new_group(tmp_path: Pat
     for named, took, ended, sum_of_survivors in found[:2]:
         print(f"named after {took:.3f} s, left after {ended:.3f} s")
         assert named == 2
-        assert took < NAMED
+        assert took < AT_ONCE_S
         assert ended < 5.0
         assert sum_of_survivors == 3.0
 

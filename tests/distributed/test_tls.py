@@ -18,7 +18,7 @@ import bagua
 from tests.certificates import Authority
 from tests.distributed.test_neutral_failures import for_ever, killed_in_a_loop
 from tests.distributed.test_neutral_verbs import everything
-from tests.waits import meet
+from tests.waits import AT_ONCE_S, meet
 from tests.world import make_world
 
 TCP = {"BAGUA_TRANSPORT": "tcp"}
@@ -47,7 +47,7 @@ def test_a_killed_rank_is_named_over_tls(world: Callable[..., Any], tmp_path: Pa
     for rank in (0, 2):
         after, lost, _noticed_by, total = results[rank]
         assert lost == 1
-        assert after < 1.0
+        assert after < AT_ONCE_S
         assert total == 2.0
 
 
