@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-#: Seconds within which a death is named that is noticed, and not found by silence: less than the heartbeat timeout of 5 s.
+#: Seconds within which a death is named that is noticed, and not found by silence: below the heartbeat timeout, 5 s.
 #: How fast it is, `benchmarks/` measures.
 AT_ONCE_S = 4.5
 

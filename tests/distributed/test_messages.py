@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import bagua
-from tests.waits import meet
+from tests.waits import AT_ONCE_S, meet
 
 World = Callable[..., Any]
 
@@ -169,7 +169,7 @@ def killed(rank: int, folder: str) -> float | None:
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_a_killed_sender_is_named_at_once(world: World, tmp_path: Path, transport: str) -> None:
     run = world(3, env={"BAGUA_TRANSPORT": transport}, expect_exit={1: -signal.SIGKILL})
-    assert max(run.run(killed, str(tmp_path))[::2]) < 1.0
+    assert max(run.run(killed, str(tmp_path))[::2]) < AT_ONCE_S
 
 
 def leaves(rank: int) -> str | None:

@@ -107,7 +107,7 @@ def killed_now(folder: str) -> None:
 
 def test_a_rank_that_is_killed_while_large_tensors_are_broadcast_is_named_at_once(world: World, tmp_path: Path) -> None:
     results = world(2, expect_exit={1: -signal.SIGKILL}).run(killed_in_large_broadcasts, str(tmp_path))
-    assert results[0] < 1.0
+    assert results[0] < AT_ONCE_S
 
 
 # --- disagreement -----------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Seconds after which no suite is started any more, and those that run are ended.
 LIMIT = 450.0
 #: What tests of time measure.
-ALONE = "half_a_second or within_a_second"
+ALONE = "half_a_second or at_once"
 
 
 @dataclass
