@@ -25,7 +25,9 @@ class Options(TypedDict, total=False):
     """What each verb takes, for type checkers."""
 
     timeout: float | None
+    """Seconds; None for the group's."""
     stream: int | None
+    """Of arrays on a CUDA device, a CUstream as an integer; None is the legacy stream."""
 
 
 #: CUDA_ERROR_OUT_OF_MEMORY.
