@@ -84,7 +84,6 @@ INTERNAL = (
     "bagua.default_group",
     "bagua.deprecation",
     "bagua.dlpack",
-    "bagua.engine",
     "bagua.handle",
     "bagua.joining",
     "bagua.launcher",
