@@ -7,7 +7,6 @@ their order.
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from bagua.errors import MismatchError
 from bagua.handle import Handle
 from bagua.torch_api.process_group import DTYPES, Communicator, ReduceOp, check_on_cpu
+from bagua.verbs import starts
 
 from .handles import together
 from .process_sets import ProcessSet, global_process_set
@@ -67,10 +67,6 @@ def everybody(communicator: Communicator, *numbers: int) -> list[list[int]]:
     return rows
 
 
-def _starts(counts: Sequence[int]) -> list[int]:
-    return list(itertools.accumulate(counts, initial=0))[:-1]
-
-
 # --- allgather --------------------------------------------------------------------------------------------------------
 
 
@@ -91,7 +87,7 @@ def _gather(tensor: torch.Tensor, what: str, process_set: ProcessSet) -> tuple[H
         ranks = communicator.nranks()
         # The same elements to every rank.
         part = communicator.alltoall_v(
-            sent, [sent.numel()] * ranks, [0] * ranks, received, counts, _starts(counts), async_op=True
+            sent, [sent.numel()] * ranks, [0] * ranks, received, counts, starts(counts), async_op=True
         )
     return Handle([part], lambda: result), rows
 
@@ -257,7 +253,7 @@ def _exchange(tensor: torch.Tensor, splits: Any, process_set: ProcessSet) -> tup
     received = _elements(result)
     width = sent.numel() // len(tensor) if len(tensor) else (received.numel() // sum(coming) if sum(coming) else 0)
     counts, places = [count * width for count in rows], [count * width for count in coming]
-    part = communicator.alltoall_v(sent, counts, _starts(counts), received, places, _starts(places), async_op=True)
+    part = communicator.alltoall_v(sent, counts, starts(counts), received, places, starts(places), async_op=True)
     return Handle([part], lambda: result), rows, coming
 
 

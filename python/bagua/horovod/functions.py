@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from bagua.errors import MismatchError
 from bagua.torch_api import env
 from bagua.torch_api.model_engine.bucketing import split
+from bagua.torch_api.model_engine.consistency import broadcast_optimizer
 from bagua.torch_api.process_group import DTYPES, Communicator, check_on_cpu
 
 from .data_movement import allgather_async, broadcast_, digest, everybody
@@ -68,50 +69,6 @@ def broadcast_parameters(
     _broadcast_all([tensor for _, tensor in named], root_rank, process_set)
 
 
-@dataclass(frozen=True)
-class _TensorRef:
-    """Replaces a tensor in an optimizer's state."""
-
-    #: Which of the tensors.
-    number: int
-    #: Its shape.
-    shape: tuple[int, ...]
-    #: Its dtype.
-    dtype: torch.dtype
-
-
-def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """A copy of nested dicts, lists and tuples with a :class:`_TensorRef` for each tensor, which is appended."""
-    if isinstance(value, torch.Tensor):
-        check_on_cpu(value, "a tensor of the optimizer's state")
-        tensors.append(value.detach())
-        return _TensorRef(len(tensors) - 1, tuple(value.shape), value.dtype)
-    if isinstance(value, dict):
-        return {key: _without_tensors(item, tensors) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_without_tensors(item, tensors) for item in value)
-    return value
-
-
-def _with_tensors(value: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
-    """The inverse of :func:`_without_tensors`."""
-    if isinstance(value, _TensorRef):
-        return tensors[value.number]
-    if isinstance(value, dict):
-        return {key: _with_tensors(item, tensors) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with_tensors(item, tensors) for item in value)
-    return value
-
-
-def _places(value: Any) -> Iterable[_TensorRef]:
-    if isinstance(value, _TensorRef):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _places(item)
-
-
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
@@ -119,18 +76,14 @@ def broadcast_optimizer_state(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"broadcast_optimizer_state takes an optimizer, not {type(optimizer).__name__}")
     communicator = process_set.communicator()
-    is_root = communicator.rank() == process_set.root(root_rank)
+    root = process_set.root(root_rank)
     shapes = [[tuple(param.shape) for param in group["params"]] for group in optimizer.param_groups]
     _check_equal(communicator, "the optimizer's parameters", shapes)
-    mine: list[torch.Tensor] = []
-    form = _without_tensors(optimizer.state_dict(), mine) if is_root else None
-    form = broadcast_object(form, root_rank, process_set=process_set)
-    if is_root:
-        _broadcast_all(mine, root_rank, process_set)
-        return
-    theirs = {place.number: torch.empty(place.shape, dtype=place.dtype) for place in _places(form)}
-    _broadcast_all([theirs[number] for number in sorted(theirs)], root_rank, process_set)
-    optimizer.load_state_dict(_with_tensors(form, theirs))
+    if communicator.rank() == root:
+        for leaf in tree_leaves(optimizer.state_dict()):
+            if isinstance(leaf, torch.Tensor):
+                check_on_cpu(leaf, "a tensor of the optimizer's state")
+    broadcast_optimizer(communicator, lambda room: communicator.broadcast(room, root), optimizer, root=root)
 
 
 def broadcast_object(

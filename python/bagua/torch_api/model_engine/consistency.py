@@ -186,11 +186,9 @@ def broadcast_optimizer(
     """Every rank's optimizer ends with the root's state and hyperparameters, whatever its own were.
 
     The root says what there is, so ranks whose state is empty or longer cannot wait for messages that never come.
-    ``own`` are parameters that are not communicated, whose state each rank keeps. So it does where the optimizer is
-    torch's ZeroRedundancyOptimizer, whose ranks have the states of different parameters.
+    ``own`` are parameters that are not communicated, whose state each rank keeps. Not for an optimizer that
+    :func:`is_sharded`.
     """
-    if is_sharded(optimizer):
-        return
     apart = {id(param) for param in own}
     params = (param for group in optimizer.param_groups for param in group["params"])
     place = next((param.device for param in params if param.is_cuda), torch.device("cuda"))

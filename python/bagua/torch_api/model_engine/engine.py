@@ -24,7 +24,14 @@ from ..tensor import forget
 from . import bucket_engine as backends
 from . import bucketing
 from .checks import Tracked, allow_training, check_module, ignored_names, refuse_training
-from .consistency import broadcast_optimizer, broadcast_tensors, describe, require_equal, start_broadcast
+from .consistency import (
+    broadcast_optimizer,
+    broadcast_tensors,
+    describe,
+    is_sharded,
+    require_equal,
+    start_broadcast,
+)
 from .sparse import sparse_parameters
 from .state import model_state
 from .steps import follow_given, parameters_of
@@ -287,7 +294,8 @@ class ModelEngine:
     def _broadcast_state(self) -> None:
         self.broadcast([tensor for _, _, tensor in self._state(self.module)])
         own = [param for name, param in self.module.named_parameters() if name in self.parameters_to_ignore]
-        for optimizer in self.bagua_optimizers:
+        # Each rank keeps the state of a sharded one, which is of different parameters.
+        for optimizer in (each for each in self.bagua_optimizers if not is_sharded(each)):
             broadcast_optimizer(self._communicator, lambda room: self.backend.broadcast(room, 0), optimizer, own)
 
     def _hook(self, module: torch.nn.Module) -> None:
