@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,11 +60,12 @@ class AsyncModelAverageOp:
     def __init__(
         self, core: engine.AsyncModelAverage, lock: engine.WeightLock, device: torch.device | None = None
     ) -> None:
-        self._core = core
         self._lock = lock
         self._device = device
-        # Of an algorithm that makes the rounds: its abort, resume and state.
-        self._control: tuple[Callable[[], None], Callable[[], None], Callable[[], str]] | None = None
+        # What the methods below do.
+        self._abort: Callable[[], None] = partial(core.set_takes_part, False)
+        self._reset: Callable[[], None] = partial(core.set_takes_part, True)
+        self._status: Callable[[], str] = lambda: "running" if core.takes_part else "stopped"
 
     def lock_weight(self) -> None:
         """Takes the lock; waits for a round that copies or writes the weights. On a CUDA device work that torch's
@@ -77,27 +79,19 @@ class AsyncModelAverageOp:
 
     def control_by(self, abort: Callable[[], None], reset: Callable[[], None], status: Callable[[], str]) -> None:
         """An algorithm makes the rounds: it does what the methods below do."""
-        self._control = (abort, reset, status)
+        self._abort, self._reset, self._status = abort, reset, status
 
     def abort(self) -> None:
         """This rank's weights count no more, and are not changed any more. Not collective."""
-        if self._control is not None:
-            self._control[0]()
-        else:
-            self._core.set_takes_part(False)
+        self._abort()
 
     def reset(self) -> None:
         """They count again from the next round on. Not collective."""
-        if self._control is not None:
-            self._control[1]()
-        else:
-            self._core.set_takes_part(True)
+        self._reset()
 
     def get_status(self) -> str:
         """ "running" or "stopped"; of an algorithm also "warmup"."""
-        if self._control is not None:
-            return self._control[2]()
-        return "running" if self._core.takes_part else "stopped"
+        return self._status()
 
 
 class BaguaBucket:

@@ -122,22 +122,16 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     hears_forward_and_backward = True
     comes_back = True
 
-    def __init__(
-        self,
-        process_group: ProcessGroup,
-        peer_selection_mode: str = "all",
-        sync_interval_ms: float = 500,
-        warmup_steps: int = 0,
-        *,
-        compression: Compression = None,
-    ) -> None:
-        super().__init__(process_group)
-        check_options(peer_selection_mode, sync_interval_ms, warmup_steps)
-        self.peer_selection_mode = peer_selection_mode
-        self.sync_interval_ms = sync_interval_ms
-        # A rank that joins a running job gets weights that were warmed up.
-        self.warmup_steps = 0 if elastic.rejoined() else warmup_steps
-        self.compression = compression
+    peer_selection_mode: str
+    sync_interval_ms: float
+    warmup_steps: int
+    compression: Compression
+
+    def __init__(self, process_group: ProcessGroup, options: Algorithm) -> None:
+        super().__init__(process_group, options)
+        if elastic.rejoined():
+            # A rank that joins a running job gets weights that were warmed up.
+            self.warmup_steps = 0
         self._weights: _AveragedWeights | None = None
         self._lock = engine.WeightLock()
         self._averager: engine.Averager | None = None
@@ -465,6 +459,8 @@ class AsyncModelAverageAlgorithm(Algorithm):
     another mode, ``sync_interval_ms`` <= 0, ``warmup_steps`` < 0 and an unknown codec.
     """
 
+    _implementation = AsyncModelAverageAlgorithmImpl
+
     def __init__(
         self,
         peer_selection_mode: str = "all",
@@ -484,16 +480,6 @@ class AsyncModelAverageAlgorithm(Algorithm):
     def needs_optimizers(self) -> bool:
         """In the warm-up, whose steps it counts."""
         return self.warmup_steps > 0
-
-    def reify(self, process_group: ProcessGroup) -> AsyncModelAverageAlgorithmImpl:
-        """A fresh implementation."""
-        return AsyncModelAverageAlgorithmImpl(
-            process_group,
-            self.peer_selection_mode,
-            self.sync_interval_ms,
-            self.warmup_steps,
-            compression=self.compression,
-        )
 
 
 GlobalAlgorithmRegistry.register(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -19,8 +19,8 @@ from ..bucket import BaguaBucket
 from ..model_engine.bucket_engine import BucketEngine
 from ..model_engine.exchange_interface import Exchange
 from ..model_engine.gradients import GradientExchange
-from ..model_engine.sparse import SparseExchange, sparse_parameters
-from ..process_group import ProcessGroup, ReduceOp
+from ..model_engine.sparse import SparseGradientExchange, sparse_parameters
+from ..process_group import Communicator, ProcessGroup, ReduceOp
 from ..tensor import effective
 
 
@@ -79,9 +79,13 @@ class AlgorithmImpl:
     #: Whether :meth:`forward_ends`, :meth:`backward_begins`, :meth:`backward_ends` and :meth:`optimizer_step_ends` are
     #: called.
     hears_forward_and_backward = False
+    # Whether buckets are padded to a multiple of the group's ranks.
+    _pads_buckets = False
 
-    def __init__(self, process_group: ProcessGroup) -> None:
+    def __init__(self, process_group: ProcessGroup, options: Algorithm | None = None) -> None:
         self.process_group = process_group
+        # Under their names here too.
+        self.__dict__.update({} if options is None else _options_of(options))
 
     def attach(self, bagua_ddp: WrappedModel, name: str) -> None:
         """Called once, with the model that it communicates for and the algorithm's name."""
@@ -147,11 +151,11 @@ class AlgorithmImpl:
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
         """What travels: the gradients, unless this is replaced. Called before :meth:`init_tensors`, each time."""
-        parameters, backend, name = bagua_ddp.bagua_build_params(), bagua_ddp.backend, bagua_ddp.bagua_module_name
-        sparse = SparseExchange(
-            backend, name, sparse_parameters(bagua_ddp.module, parameters), self.sparse_op() or ReduceOp.SUM
-        )
-        return GradientExchange(backend, name, parameters, bagua_ddp.find_unused_parameters, sparse)
+        parameters, find_unused = bagua_ddp.bagua_build_params(), bagua_ddp.find_unused_parameters
+        model = bagua_ddp.backend, bagua_ddp.bagua_module_name, parameters, find_unused
+        if sparse := sparse_parameters(bagua_ddp.module, parameters):
+            return SparseGradientExchange(*model, sparse, self.sparse_op() or ReduceOp.SUM)
+        return GradientExchange(*model)
 
     def init_tensors(self, bagua_ddp: WrappedModel) -> list[torch.Tensor]:
         """The tensors to communicate, registered, in the order in which they become ready."""
@@ -160,7 +164,9 @@ class AlgorithmImpl:
     def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
         """One bucket for each list."""
         group = self.process_group
-        return [BaguaBucket(bucket, str(i), do_flatten, group=group) for i, bucket in enumerate(tensors)]
+        communicator = group.get_global_communicator() if self._pads_buckets else None
+        ranks = communicator.nranks() if isinstance(communicator, Communicator) else 1
+        return [BaguaBucket(bucket, str(i), do_flatten, ranks, group=group) for i, bucket in enumerate(tensors)]
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
         """Appends the operations to a bucket."""
@@ -282,8 +288,16 @@ def tensors_of_buckets(
     return found
 
 
+def _options_of(algorithm: Algorithm) -> dict[str, Any]:
+    """The options by name."""
+    return {name: value for name, value in vars(algorithm).items() if not name.startswith("_")}
+
+
 class Algorithm:
     """What a user chooses; :meth:`reify` puts it to work on a process group. One object may serve several models."""
+
+    # What it is at work: made with a process group and this object, whose options become attributes.
+    _implementation: ClassVar[type[AlgorithmImpl] | None] = None
 
     @property
     def needs_optimizers(self) -> bool:
@@ -292,7 +306,9 @@ class Algorithm:
 
     def reify(self, process_group: ProcessGroup) -> AlgorithmImpl:
         """A fresh implementation."""
-        raise NotImplementedError(f"{type(self).__name__}.reify")
+        if self._implementation is None:
+            raise NotImplementedError(f"{type(self).__name__}.reify")
+        return self._implementation(process_group, self)
 
     @property
     def registered_name(self) -> str:
@@ -304,7 +320,7 @@ class Algorithm:
 
     def describe(self) -> str:
         """Name and options; ``with_bagua`` compares it between the ranks."""
-        options = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        options = _options_of(self)
         if isinstance(codec := options.get("compression"), str) and codec != "auto":
             # One codec has one description, by whichever of its names it was given.
             options["compression"] = Codec(codec)

@@ -5,8 +5,6 @@ Source: the original Bagua's ByteGrad (Gan et al., VLDB 2021, arXiv:2107.01499).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from bagua.codecs import Compression, raw_codec
@@ -14,7 +12,7 @@ from bagua.codecs import Compression, raw_codec
 from ..bucket import BaguaBucket
 from ..model_engine.exchange_interface import Exchange
 from ..model_engine.gradients import GradientExchange
-from ..process_group import Communicator, ProcessGroup, ReduceOp
+from ..process_group import Communicator, ReduceOp
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
 
 #: The codec that "auto" compares with none.
@@ -24,20 +22,11 @@ _AUTO = "minmax_u8"
 class ByteGradAlgorithmImpl(AlgorithmImpl):
     """One compressed all_reduce per bucket of gradients."""
 
-    def __init__(
-        self,
-        process_group: ProcessGroup,
-        hierarchical: bool = True,
-        average: bool = True,
-        *,
-        compression: Compression = "MinMaxUInt8",
-        error_feedback: bool = False,
-    ) -> None:
-        super().__init__(process_group)
-        self.hierarchical = hierarchical
-        self.average = average
-        self.compression = compression
-        self.error_feedback = error_feedback
+    hierarchical: bool
+    average: bool
+    compression: Compression
+    error_feedback: bool
+    _pads_buckets = True
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
         """The gradients."""
@@ -58,10 +47,6 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         # By host, an old gradient of the other ranks of the host is not known here, and counts as 0.
         if given is not None:
             error.sub_(given.detach().to(error.dtype))
-
-    def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
-        """One bucket for each list, of a multiple of the group's ranks."""
-        return aligned_buckets(self.process_group, tensors, do_flatten)
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
         """All-reduces the bucket through the codec."""
@@ -91,15 +76,6 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         return {bucket.name: None if codec is None else codec.name for bucket in self.bagua_ddp.bagua_buckets}
 
 
-def aligned_buckets(
-    group: ProcessGroup, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool
-) -> list[BaguaBucket]:
-    """One bucket for each list, padded to a multiple of the group's ranks."""
-    communicator = group.get_global_communicator()
-    ranks = communicator.nranks() if isinstance(communicator, Communicator) else 1
-    return [BaguaBucket(bucket, str(i), do_flatten, ranks, group=group) for i, bucket in enumerate(tensors)]
-
-
 class ByteGradAlgorithm(Algorithm):
     """Averages (or sums) gradients through a codec.
 
@@ -109,6 +85,8 @@ class ByteGradAlgorithm(Algorithm):
     ``error_feedback`` adds what encoding lost to the next step's gradients. ValueError for an unknown codec, and for
     error feedback without a fixed one.
     """
+
+    _implementation = ByteGradAlgorithmImpl
 
     def __init__(
         self,
@@ -126,16 +104,6 @@ class ByteGradAlgorithm(Algorithm):
         self.average = average
         self.compression = compression
         self.error_feedback = error_feedback
-
-    def reify(self, process_group: ProcessGroup) -> ByteGradAlgorithmImpl:
-        """A fresh implementation."""
-        return ByteGradAlgorithmImpl(
-            process_group,
-            self.hierarchical,
-            self.average,
-            compression=self.compression,
-            error_feedback=self.error_feedback,
-        )
 
 
 GlobalAlgorithmRegistry.register("bytegrad", ByteGradAlgorithm, "compressed all-reduce of gradients")

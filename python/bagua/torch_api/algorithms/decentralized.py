@@ -20,7 +20,7 @@ from ..bucket import BaguaBucket
 from ..model_engine import bucketing
 from ..model_engine.steps import parameters_of
 from ..model_engine.weights import WeightAverage, WeightUpdate, check_floating
-from ..process_group import DTYPES, Communicator, ProcessGroup, ReduceOp
+from ..process_group import DTYPES, Communicator, ReduceOp
 from .base import (
     Algorithm,
     AlgorithmImpl,
@@ -44,10 +44,8 @@ def check_interval(communication_interval: int) -> int:
 class _WeightsAlgorithmImpl(AlgorithmImpl):
     """What both algorithms share: weights travel in steps t with t % ``communication_interval`` == 0."""
 
-    def __init__(self, process_group: ProcessGroup, hierarchical: bool, communication_interval: int) -> None:
-        super().__init__(process_group)
-        self.hierarchical = hierarchical
-        self.communication_interval = communication_interval
+    hierarchical: bool
+    communication_interval: int
 
     def communicates(self, step: int) -> bool:
         """Every ``communication_interval``-th step."""
@@ -63,15 +61,7 @@ class DecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
 
     hears_forward_and_backward = True
 
-    def __init__(
-        self,
-        process_group: ProcessGroup,
-        hierarchical: bool = True,
-        peer_selection_mode: str = "all",
-        communication_interval: int = 1,
-    ) -> None:
-        super().__init__(process_group, hierarchical, communication_interval)
-        self.peer_selection_mode = peer_selection_mode
+    peer_selection_mode: str
 
     def check(self, bagua_ddp: WrappedModel) -> None:
         """TypeError for complex parameters, by name; ValueError for shift_one among an odd number of members."""
@@ -105,17 +95,8 @@ class DecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
 class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
     """Encoded differences of the weights go to both neighbours of a ring after each step's optimizers."""
 
-    def __init__(
-        self,
-        process_group: ProcessGroup,
-        hierarchical: bool = True,
-        communication_interval: int = 1,
-        *,
-        compression: Compression = "MinMaxUInt8",
-    ) -> None:
-        super().__init__(process_group, hierarchical, communication_interval)
-        self.compression = compression
-        self._exchange: WeightUpdate | None = None
+    compression: Compression
+    _exchange: WeightUpdate | None = None
 
     def check(self, bagua_ddp: WrappedModel) -> None:
         """ValueError for parameters that no optimizer has, TypeError for elements that are complex or that the codec
@@ -191,6 +172,8 @@ class DecentralizedAlgorithm(Algorithm):
     others are local. ValueError for an unknown mode and for an interval below 1.
     """
 
+    _implementation = DecentralizedAlgorithmImpl
+
     def __init__(
         self, hierarchical: bool = True, peer_selection_mode: str = "all", communication_interval: int = 1
     ) -> None:
@@ -198,12 +181,6 @@ class DecentralizedAlgorithm(Algorithm):
         self.hierarchical = hierarchical
         self.peer_selection_mode = peer_selection_mode
         self.communication_interval = check_interval(communication_interval)
-
-    def reify(self, process_group: ProcessGroup) -> DecentralizedAlgorithmImpl:
-        """A fresh implementation."""
-        return DecentralizedAlgorithmImpl(
-            process_group, self.hierarchical, self.peer_selection_mode, self.communication_interval
-        )
 
 
 class LowPrecisionDecentralizedAlgorithm(Algorithm):
@@ -215,6 +192,7 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
     """
 
     needs_optimizers = True
+    _implementation = LowPrecisionDecentralizedAlgorithmImpl
 
     def __init__(
         self,
@@ -228,12 +206,6 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
         self.hierarchical = hierarchical
         self.communication_interval = check_interval(communication_interval)
         self.compression = compression
-
-    def reify(self, process_group: ProcessGroup) -> LowPrecisionDecentralizedAlgorithmImpl:
-        """A fresh implementation."""
-        return LowPrecisionDecentralizedAlgorithmImpl(
-            process_group, self.hierarchical, self.communication_interval, compression=self.compression
-        )
 
 
 GlobalAlgorithmRegistry.register(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from ..bucket import BaguaBucket
-from ..process_group import ProcessGroup, ReduceOp
+from ..process_group import ReduceOp
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
 
 
 class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     """One all_reduce per bucket of gradients."""
 
-    def __init__(self, process_group: ProcessGroup, hierarchical: bool = False, average: bool = True) -> None:
-        super().__init__(process_group)
-        self.hierarchical = hierarchical
-        self.average = average
+    hierarchical: bool
+    average: bool
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
         """All-reduces the bucket."""
@@ -30,13 +28,11 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
 class GradientAllReduceAlgorithm(Algorithm):
     """``hierarchical``: add inside hosts first, then between them. ``average``: divide by the number of ranks."""
 
+    _implementation = GradientAllReduceAlgorithmImpl
+
     def __init__(self, hierarchical: bool = False, average: bool = True) -> None:
         self.hierarchical = hierarchical
         self.average = average
-
-    def reify(self, process_group: ProcessGroup) -> GradientAllReduceAlgorithmImpl:
-        """A fresh implementation."""
-        return GradientAllReduceAlgorithmImpl(process_group, self.hierarchical, self.average)
 
 
 GlobalAlgorithmRegistry.register(

@@ -25,7 +25,7 @@ delays the round until the next step begins.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,12 +34,11 @@ from bagua.codecs import Compression, raw_codec
 
 from ..bucket import BaguaBucket
 from ..model_engine.bucket_engine import BucketEngine
-from ..model_engine.exchange_interface import Exchange
+from ..model_engine.exchange_interface import Exchange, Parameters, always
 from ..model_engine.steps import AwaitedSteps
 from ..process_group import ProcessGroup, ReduceOp
 from ..tensor import BaguaTensor
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
-from .bytegrad import aligned_buckets
 
 
 class OuterExchange(Exchange):
@@ -52,7 +51,7 @@ class OuterExchange(Exchange):
         self,
         backend: BucketEngine,
         module_name: str,
-        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        parameters: Parameters,
         outer_lr: float,
         outer_momentum: float,
         nesterov: bool,
@@ -79,7 +78,7 @@ class OuterExchange(Exchange):
         tensors = []
         for name, param in reversed(self._parameters):
             difference = self._differences[name] = torch.zeros_like(self.anchors[name])
-            tensors.append(BaguaTensor.ensure_bagua_tensor(param, name, self._module_name, _always(difference)))
+            tensors.append(BaguaTensor.ensure_bagua_tensor(param, name, self._module_name, always(difference)))
         return tensors
 
     def start_round(self) -> None:
@@ -111,36 +110,21 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _always(difference: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    def getter(parameter: torch.Tensor) -> torch.Tensor:
-        return difference
-
-    return getter
-
-
 class LocalSGDAlgorithmImpl(AlgorithmImpl):
     """Rounds every k-th step, for both algorithms."""
 
-    def __init__(
-        self,
-        process_group: ProcessGroup,
-        communication_interval: int = 8,
-        *,
-        outer_lr: float = 1.0,
-        outer_momentum: float = 0.0,
-        nesterov: bool = False,
-        hierarchical: bool = True,
-        compression: Compression = None,
-        error_feedback: bool = False,
-    ) -> None:
-        super().__init__(process_group)
-        self.communication_interval = communication_interval
-        self.outer_lr = outer_lr
-        self.outer_momentum = outer_momentum
-        self.nesterov = nesterov
-        self.hierarchical = hierarchical
-        self.compression = compression
-        self.error_feedback = error_feedback
+    communication_interval: int
+    hierarchical: bool
+    compression: Compression
+    error_feedback: bool
+    # Local SGD's, which are no options of it.
+    outer_lr = 1.0
+    outer_momentum = 0.0
+    nesterov = False
+    _pads_buckets = True
+
+    def __init__(self, process_group: ProcessGroup, options: Algorithm) -> None:
+        super().__init__(process_group, options)
         # A round is due, and this rank has not sent its part.
         self._due = False
         # Which optimizers are to step before this rank sends its part; as old as the exchange.
@@ -174,10 +158,6 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
             self.outer_momentum,
             self.nesterov,
         )
-
-    def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
-        """One bucket for each list, of a multiple of the group's ranks."""
-        return aligned_buckets(self.process_group, tensors, do_flatten)
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
         """Averages the bucket, through the codec if there is one."""
@@ -282,6 +262,7 @@ class LocalSGDAlgorithm(Algorithm):
     """
 
     needs_optimizers = True
+    _implementation = LocalSGDAlgorithmImpl
 
     def __init__(
         self,
@@ -297,16 +278,6 @@ class LocalSGDAlgorithm(Algorithm):
         self.compression = compression
         self.error_feedback = error_feedback
 
-    def reify(self, process_group: ProcessGroup) -> LocalSGDAlgorithmImpl:
-        """A fresh implementation."""
-        return LocalSGDAlgorithmImpl(
-            process_group,
-            self.communication_interval,
-            hierarchical=self.hierarchical,
-            compression=self.compression,
-            error_feedback=self.error_feedback,
-        )
-
 
 class DiLoCoAlgorithm(Algorithm):
     """Every rank steps alone; at the end of every ``communication_interval``-th step an outer SGD steps.
@@ -318,6 +289,7 @@ class DiLoCoAlgorithm(Algorithm):
     """
 
     needs_optimizers = True
+    _implementation = LocalSGDAlgorithmImpl
 
     def __init__(
         self,
@@ -342,19 +314,6 @@ class DiLoCoAlgorithm(Algorithm):
         self.hierarchical = hierarchical
         self.compression = compression
         self.error_feedback = error_feedback
-
-    def reify(self, process_group: ProcessGroup) -> LocalSGDAlgorithmImpl:
-        """A fresh implementation."""
-        return LocalSGDAlgorithmImpl(
-            process_group,
-            self.communication_interval,
-            outer_lr=self.outer_lr,
-            outer_momentum=self.outer_momentum,
-            nesterov=self.nesterov,
-            hierarchical=self.hierarchical,
-            compression=self.compression,
-            error_feedback=self.error_feedback,
-        )
 
 
 def _check(communication_interval: int, compression: Compression, error_feedback: bool) -> None:

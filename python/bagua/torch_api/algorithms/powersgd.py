@@ -29,9 +29,8 @@ from bagua.linalg import is_finite, orthonormal, wide
 
 from ..bucket import BaguaBucket
 from ..model_engine.bucket_engine import BucketEngine
-from ..model_engine.exchange_interface import Exchange
-from ..model_engine.gradients import GradientExchange, Slot
-from ..model_engine.sparse import SparseExchange
+from ..model_engine.exchange_interface import Exchange, Parameters
+from ..model_engine.gradients import GradientExchange, Slot, grad_of
 from ..process_group import ProcessGroup, ReduceOp
 from ..tensor import forget, registration
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
@@ -93,13 +92,11 @@ class PowerSGDExchange(GradientExchange):
         self,
         backend: BucketEngine,
         module_name: str,
-        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        parameters: Parameters,
         find_unused: bool,
         algorithm: PowerSGDAlgorithm,
     ) -> None:
-        super().__init__(
-            backend, module_name, parameters, find_unused, SparseExchange(backend, module_name, [], ReduceOp.SUM)
-        )
+        super().__init__(backend, module_name, parameters, find_unused)
         self._warm_start = algorithm.warm_start
         self._seed = algorithm.seed
         #: Rounds so far.
@@ -138,7 +135,7 @@ class PowerSGDExchange(GradientExchange):
         # One rank's gradients are the average as they are.
         if not matrices or self._backend.size == 1:
             return
-        given = {matrix.name: matrix.given(_grad_of(matrix.param)) for matrix in matrices}
+        given = {matrix.name: matrix.given(grad_of(matrix.param)) for matrix in matrices}
         bases = self._bases(matrices, given)
         factors = self._factors(matrices, given, bases)
         finite = all(
@@ -147,7 +144,7 @@ class PowerSGDExchange(GradientExchange):
             if slot.name not in self.matrices and slot.param.grad is not None
         )
         for matrix in matrices:
-            grad, basis = _grad_of(matrix.param).data, bases[matrix.name]
+            grad, basis = grad_of(matrix.param).data, bases[matrix.name]
             if basis is None:
                 grad.fill_(math.nan)
             else:
@@ -211,11 +208,6 @@ class PowerSGDExchange(GradientExchange):
         if not self._warm_start:
             for matrix in self.matrices.values():
                 matrix.q = matrix.draw(self._seed, self.round)
-
-
-def _grad_of(param: torch.nn.Parameter) -> torch.Tensor:
-    assert param.grad is not None
-    return param.grad
 
 
 class _Flat:
@@ -309,6 +301,8 @@ class PowerSGDAlgorithm(Algorithm):
     ValueError for a number out of its range.
     """
 
+    _implementation = PowerSGDAlgorithmImpl
+
     def __init__(
         self,
         rank: int = 4,
@@ -328,10 +322,6 @@ class PowerSGDAlgorithm(Algorithm):
         self.error_feedback = error_feedback
         self.min_compression = min_compression
         self.seed = seed
-
-    def reify(self, process_group: ProcessGroup) -> PowerSGDAlgorithmImpl:
-        """A fresh implementation."""
-        return PowerSGDAlgorithmImpl(process_group, self)
 
 
 GlobalAlgorithmRegistry.register("powersgd", PowerSGDAlgorithm, "averages of low-rank approximations of gradients")

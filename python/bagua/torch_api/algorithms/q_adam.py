@@ -30,13 +30,11 @@ from bagua.errors import BaguaError
 from ..bucket import BaguaBucket
 from ..model_engine import bucketing
 from ..model_engine.bucket_engine import BucketEngine
-from ..model_engine.exchange_interface import Exchange
+from ..model_engine.exchange_interface import Exchange, Parameters, always
 from ..model_engine.gradients import GradientExchange, Slot
-from ..model_engine.sparse import SparseExchange
 from ..process_group import DTYPES, ProcessGroup, ReduceOp
 from ..tensor import BaguaTensor
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
-from .bytegrad import aligned_buckets
 
 
 class QAdamOptimizer(torch.optim.Optimizer):
@@ -244,14 +242,12 @@ class MomentExchange(GradientExchange):
         self,
         backend: BucketEngine,
         module_name: str,
-        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        parameters: Parameters,
         find_unused: bool,
         optimizer: QAdamOptimizer,
         first_round: int = 0,
     ) -> None:
-        super().__init__(
-            backend, module_name, parameters, find_unused, SparseExchange(backend, module_name, [], ReduceOp.SUM)
-        )
+        super().__init__(backend, module_name, parameters, find_unused)
         self._optimizer = optimizer
         self._first_round = first_round
         # What the first moment of each parameter becomes; never given to a user.
@@ -266,7 +262,7 @@ class MomentExchange(GradientExchange):
         tensors = []
         for name, param in reversed(self._parameters):
             candidate = self._candidates[name] = torch.zeros_like(param, requires_grad=False)
-            getter = _constant(candidate)
+            getter = always(candidate)
             tensors.append(BaguaTensor.ensure_bagua_tensor(param, name, self._module_name, getter, _unchangeable))
             self._slots[name] = Slot(name, param, True, candidate.stride(), candidate.dtype)
         self._forget()
@@ -336,10 +332,6 @@ class MomentExchange(GradientExchange):
             self._optimizer._averaged[slot.param] = None if slot.name in nowhere else self._candidates[slot.name]
 
 
-def _constant(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda _: tensor
-
-
 def _unchangeable(param: torch.Tensor, tensor: torch.Tensor) -> None:
     raise ValueError("the exchanged moment of a parameter cannot be replaced")
 
@@ -347,20 +339,14 @@ def _unchangeable(param: torch.Tensor, tensor: torch.Tensor) -> None:
 class QAdamAlgorithmImpl(AlgorithmImpl):
     """Averages gradients in the warm-up, and moments through a codec from then on."""
 
-    def __init__(
-        self,
-        process_group: ProcessGroup,
-        q_adam_optimizer: QAdamOptimizer,
-        hierarchical: bool = True,
-        *,
-        compression: Compression = "MinMaxUInt8",
-        owner: QAdamAlgorithm | None = None,
-    ) -> None:
-        super().__init__(process_group)
-        self.optimizer = q_adam_optimizer
-        self.hierarchical = hierarchical
-        self.compression = compression
-        self._owner = owner
+    hierarchical: bool
+    compression: Compression
+    _pads_buckets = True
+
+    def __init__(self, process_group: ProcessGroup, options: QAdamAlgorithm) -> None:
+        super().__init__(process_group, options)
+        self.optimizer = options.q_adam_optimizer
+        self._owner = options
         # The number of the next exchange of moments when the buckets are made, for codecs that draw.
         self._round = 0
         self._moments: MomentExchange | None = None
@@ -381,8 +367,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             # The first use comes after the warm-up, which is late for the error.
             for bucket in bucketing.split([param for _, param in reversed(parameters)], bagua_ddp.bucket_size):
                 codec.encoded_bytes(sum(param.numel() for param in bucket), DTYPES[bucket[0].dtype], 1)
-        if self._owner is not None:
-            self._owner.check_free(bagua_ddp.module)
+        self._owner.check_free(bagua_ddp.module)
 
     def need_reset(self) -> bool:
         """True when the exchange is not the one for the optimizer's number of steps."""
@@ -390,8 +375,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
         """Gradients, or moments after the warm-up."""
-        if self._owner is not None:
-            self._owner.serve(bagua_ddp.module)
+        self._owner.serve(bagua_ddp.module)
         self.end()
         if not self.optimizer.warmed_up:
             return super().make_exchange(bagua_ddp)
@@ -410,10 +394,6 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         if self._moments is not None:
             self._moments.end()
             self._moments = None
-
-    def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
-        """One bucket for each list, of a multiple of the group's ranks."""
-        return aligned_buckets(self.process_group, tensors, do_flatten)
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
         """All-reduces the bucket, after the warm-up through the codec."""
@@ -453,6 +433,7 @@ class QAdamAlgorithm(Algorithm):
     """
 
     needs_optimizers = True
+    _implementation = QAdamAlgorithmImpl
 
     def __init__(
         self,
@@ -481,16 +462,6 @@ class QAdamAlgorithm(Algorithm):
     def serve(self, module: torch.nn.Module) -> None:
         """From now on it serves this model; called when the ranks have agreed."""
         self._model = weakref.ref(module)
-
-    def reify(self, process_group: ProcessGroup) -> QAdamAlgorithmImpl:
-        """A fresh implementation."""
-        return QAdamAlgorithmImpl(
-            process_group,
-            self.q_adam_optimizer,
-            self.hierarchical,
-            compression=self.compression,
-            owner=self,
-        )
 
     def describe(self) -> str:
         """Name and options, with those of the optimizer that must be equal on all ranks."""

@@ -25,8 +25,7 @@ from ..algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 from ..bucket import BaguaBucket
 from ..model_engine.exchange_interface import Exchange
 from ..model_engine.gradients import GradientExchange, Slot
-from ..model_engine.sparse import SparseExchange, sparse_parameters
-from ..process_group import ReduceOp
+from ..model_engine.sparse import sparse_parameters
 from ..tensor import effective, registration
 
 __all__ = ["CommHook", "GradBucket", "HookedAllReduce", "check"]
@@ -202,7 +201,8 @@ class HookedAllReduce(GradientAllReduceAlgorithmImpl):
     def __init__(
         self, plain: GradientAllReduceAlgorithmImpl, hook: CommHook, state: Any, cap: int | None, as_views: bool
     ) -> None:
-        super().__init__(plain.process_group, plain.hierarchical, plain.average)
+        super().__init__(plain.process_group)
+        self.hierarchical, self.average = plain.hierarchical, plain.average
         self._limits = (_FIRST_BUCKET, _BUCKET) if cap is None else (cap, cap)
         self._hook = hook
         self._state = state
@@ -215,16 +215,8 @@ class HookedAllReduce(GradientAllReduceAlgorithmImpl):
         sparse = sparse_parameters(bagua_ddp.module, parameters)
         if sparse:
             raise NotImplementedError(f"a communication hook for sparse gradients, which {sparse[0][0]!r} has")
-        return HookExchange(
-            self._hook,
-            self._state,
-            self._as_views,
-            backend,
-            name,
-            parameters,
-            bagua_ddp.find_unused_parameters,
-            SparseExchange(backend, name, sparse, ReduceOp.SUM),
-        )
+        find_unused = bagua_ddp.find_unused_parameters
+        return HookExchange(self._hook, self._state, self._as_views, backend, name, parameters, find_unused)
 
     def init_tensors(self, bagua_ddp: WrappedModel) -> list[torch.Tensor]:
         """See :meth:`AlgorithmImpl.init_tensors`."""

@@ -8,6 +8,15 @@ from collections.abc import Sequence
 import torch
 
 from ..bucket import BaguaBucket
+from ..tensor import Getter
+
+#: Names and parameters of a model.
+Parameters = Sequence[tuple[str, torch.nn.Parameter]]
+
+
+def always(tensor: torch.Tensor) -> Getter:
+    """A getter that answers with one tensor."""
+    return lambda _: tensor
 
 
 class Exchange(ABC):

@@ -11,7 +11,7 @@ and what happens to it from then on when all are communicated.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,11 +23,11 @@ from ..bucket_memory import BucketSlice, over
 from ..process_group import ReduceOp
 from ..tensor import BaguaTensor, is_lazy_value, layout_of, registration
 from .bucket_engine import BucketEngine
-from .exchange_interface import Exchange
-from .sparse import SparseExchange
+from .exchange_interface import Exchange, Parameters
 
 
-def _grad_of(parameter: torch.Tensor) -> torch.Tensor:
+def grad_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter that has one."""
     assert parameter.grad is not None
     return parameter.grad
 
@@ -100,14 +100,12 @@ class GradientExchange(Exchange):
         self,
         backend: BucketEngine,
         module_name: str,
-        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        parameters: Parameters,
         find_unused: bool,
-        sparse: SparseExchange,
     ) -> None:
         self._backend = backend
         self._module_name = module_name
-        self._parameters = [(name, param) for name, param in parameters if name not in sparse]
-        self._sparse = sparse
+        self._parameters = list(parameters)
         self._find_unused = find_unused
         #: Called with the name of a parameter that no rank used, its communicated gradient, and the gradient of this
         #: rank, which comes back.
@@ -122,19 +120,16 @@ class GradientExchange(Exchange):
         self._now = _Backward()
 
     def register(self) -> list[torch.Tensor]:
-        """The parameters as Bagua tensors whose effective tensor is their gradient, the last of the model first.
-
-        Without those whose gradients are sparse, which have no place in a bucket.
-        """
+        """The parameters as Bagua tensors whose effective tensor is their gradient, the last of the model first."""
         self._slots = {}
         tensors = []
         for name, param in reversed(self._parameters):
             slot = self._slots[name] = Slot(name, param, param.grad is not None, layout_of(param), param.dtype)
             BaguaTensor.bagua_ensure_grad(param)
-            grad = _grad_of(param)
+            grad = grad_of(param)
             if is_lazy_value(grad) or grad.stride() != slot.strides:
                 param.grad = slot.empty(grad.device).copy_(grad)
-            tensors.append(BaguaTensor.ensure_bagua_tensor(param, name, self._module_name, _grad_of, _set_grad))
+            tensors.append(BaguaTensor.ensure_bagua_tensor(param, name, self._module_name, grad_of, _set_grad))
         return tensors
 
     def bind(self, buckets: Sequence[BaguaBucket]) -> None:
@@ -155,9 +150,6 @@ class GradientExchange(Exchange):
 
     def arrived(self, name: str, param: torch.nn.Parameter) -> None:
         """A gradient is complete on this rank: hands it to the engine."""
-        if name in self._sparse:
-            self._sparse.arrived(name)
-            return
         slot = self._slots.get(name)
         if slot is None:
             return
@@ -189,7 +181,7 @@ class GradientExchange(Exchange):
             )
         slot.sent = True
         wire = self._prepare(slot, grad)
-        slot.grad = grad = _grad_of(slot.param)
+        slot.grad = grad = grad_of(slot.param)
         slot.version = grad._version
         self._mark(slot, wire)
 
@@ -249,7 +241,7 @@ class GradientExchange(Exchange):
             if self.is_static:
                 for slot in self._slots.values():
                     slot.expected = slot.expected or slot.came
-            names = [slot.name for slot in unused] + self._sparse.unused(self._now.touched)
+            names = [slot.name for slot in unused] + self._unused_beside(self._now.touched)
             if names and not self._find_unused:
                 raise self._unused(names)
             if self._now.failure is not None:
@@ -260,7 +252,7 @@ class GradientExchange(Exchange):
             else:
                 self._wait()
                 self._settle()
-            self._sparse.exchange(self._now.touched)
+            self._exchange_beside(self._now.touched)
             self._scale(nowhere)
             self._completed(nowhere)
         finally:
@@ -293,13 +285,13 @@ class GradientExchange(Exchange):
         factor = self.factor()
         if factor == 1:
             return
-        for name, param in [*self._parameters, *self._sparse.parameters()]:
+        for name, param in self._all_parameters():
             if param.grad is not None and name not in nowhere:
                 param.grad.data.mul_(factor)
 
     def shadow(self) -> None:
         """Takes part in the exchange of a backward that this rank does not make, with zeros. Its gradients stay."""
-        own = [(param, param.grad) for _, param in [*self._parameters, *self._sparse.parameters()]]
+        own = [(param, param.grad) for _, param in self._all_parameters()]
         kept = [(param, None if grad is None else grad.clone()) for param, grad in own]
         try:
             for param, _ in own:
@@ -313,11 +305,22 @@ class GradientExchange(Exchange):
                 self._wait()
             if self._now.failure is not None:
                 raise self._now.failure
-            self._sparse.exchange(())
+            self._exchange_beside(())
         finally:
             self._reset()
             for param, grad in kept:
                 param.grad = grad
+
+    def _all_parameters(self) -> Parameters:
+        """Those whose gradients are in no bucket included."""
+        return self._parameters
+
+    def _unused_beside(self, touched: Collection[str]) -> list[str]:
+        """Names of parameters that are in no bucket and have no gradient to send; ``touched`` got one under no_sync."""
+        return []
+
+    def _exchange_beside(self, touched: Collection[str]) -> None:
+        """Communicates the gradients that are in no bucket, after the buckets. Collective."""
 
     def _completed(self, nowhere: set[str]) -> None:
         """Every bucket is communicated. ``nowhere``: names of the parameters that no rank has a gradient for."""
@@ -378,6 +381,5 @@ class GradientExchange(Exchange):
 
     def _reset(self) -> None:
         self._now = _Backward()
-        self._sparse.reset()
         for slot in self._slots.values():
             slot.sent, slot.came, slot.grad = False, 0, None

@@ -22,6 +22,8 @@ from ..process_group import ReduceOp
 from ..tensor import resolved
 from .bucket_engine import BucketEngine
 from .consistency import ALIGN
+from .exchange_interface import Parameters
+from .gradients import GradientExchange
 
 # Rows are added in these, and rounded once, as in the core's reductions.
 _ACCUMULATED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -29,9 +31,7 @@ _ACCUMULATED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _INDEX = torch.int64
 
 
-def sparse_parameters(
-    module: torch.nn.Module, parameters: Sequence[tuple[str, torch.nn.Parameter]]
-) -> list[tuple[str, torch.nn.Parameter]]:
+def sparse_parameters(module: torch.nn.Module, parameters: Parameters) -> list[tuple[str, torch.nn.Parameter]]:
     """Those of ``parameters`` that are the weight of an Embedding or EmbeddingBag with ``sparse=True``."""
     weights = {
         id(child.weight)
@@ -75,50 +75,49 @@ class _Slot:
         return _aligned(rows * _INDEX.itemsize) + _aligned(rows * row)
 
 
-class SparseExchange:
-    """The sparse gradients of one model. ``op`` is SUM or AVG."""
+class SparseGradientExchange(GradientExchange):
+    """The gradients of a model some of which are ``sparse``, combined by ``op``, SUM or AVG; the others in buckets."""
 
     def __init__(
         self,
         backend: BucketEngine,
         module_name: str,
-        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        parameters: Parameters,
+        find_unused: bool,
+        sparse: Parameters,
         op: ReduceOp,
     ) -> None:
-        self._backend = backend
-        self._module_name = module_name
-        self._slots = {name: _Slot(name, param) for name, param in parameters}
+        self._sparse = {name: _Slot(name, param) for name, param in sparse}
+        dense = [(name, param) for name, param in parameters if name not in self._sparse]
+        super().__init__(backend, module_name, dense, find_unused)
         self._divisor = backend.size if op is ReduceOp.AVG else 1
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._slots
+    def _all_parameters(self) -> Parameters:
+        return [*self._parameters, *((slot.name, slot.param) for slot in self._sparse.values())]
 
-    def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Names and parameters."""
-        return [(slot.name, slot.param) for slot in self._slots.values()]
-
-    def arrived(self, name: str) -> None:
-        """A gradient is complete on this rank. A second one in the same backward (re-entrant checkpoints) is added by
-        autograd and goes with the first.
+    def arrived(self, name: str, param: torch.nn.Parameter) -> None:
+        """A gradient is complete on this rank. A second sparse one in the same backward (re-entrant checkpoints) is
+        added by autograd and goes with the first.
         """
-        self._slots[name].arrived = True
+        slot = self._sparse.get(name)
+        if slot is None:
+            super().arrived(name, param)
+        else:
+            slot.arrived = True
 
-    def unused(self, touched: Collection[str]) -> list[str]:
-        """Parameters without a gradient to send: none came in this backward, nor under no_sync before (``touched``)."""
-        return [slot.name for slot in self._slots.values() if not self._is_used(slot, touched)]
+    def _unused_beside(self, touched: Collection[str]) -> list[str]:
+        return [slot.name for slot in self._sparse.values() if not self._is_used(slot, touched)]
 
     def _is_used(self, slot: _Slot, touched: Collection[str]) -> bool:
         return slot.arrived or (slot.name in touched and slot.param.grad is not None)
 
-    def exchange(self, touched: Collection[str]) -> None:
-        """Replaces each gradient by the combination of all ranks'; collective.
+    def _exchange_beside(self, touched: Collection[str]) -> None:
+        """Replaces each sparse gradient by the combination of all ranks'; collective.
 
         A parameter that no rank used keeps what it had. One that this rank did not use counts with its old gradient if
         it has one, and with no rows otherwise.
         """
-        if not self._slots:
-            return
-        slots = list(self._slots.values())
+        slots = list(self._sparse.values())
         used = [self._is_used(slot, touched) for slot in slots]
         mine = [self._rows_of(slot, is_used) for slot, is_used in zip(slots, used, strict=True)]
         counts = torch.tensor([[int(u), len(rows.indices)] for u, rows in zip(used, mine, strict=True)], dtype=_INDEX)
@@ -181,9 +180,9 @@ class SparseExchange:
         else:
             param.grad = grad
 
-    def reset(self) -> None:
-        """A backward has ended, or never will."""
-        for slot in self._slots.values():
+    def _reset(self) -> None:
+        super()._reset()
+        for slot in self._sparse.values():
             slot.arrived = False
 
 

@@ -33,12 +33,10 @@ from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
 from ..bucket_memory import BucketSlice
-from ..tensor import BaguaTensor, effective, is_lazy_value, layout_of, registration, resolved
+from ..tensor import BaguaTensor, Getter, effective, is_lazy_value, layout_of, registration, resolved
 from .bucket_engine import BucketEngine
-from .exchange_interface import Exchange
+from .exchange_interface import Exchange, Parameters, always
 from .steps import AwaitedSteps
-
-Parameters = Sequence[tuple[str, torch.nn.Parameter]]
 
 
 def check_floating(parameters: Parameters) -> None:
@@ -50,16 +48,6 @@ def check_floating(parameters: Parameters) -> None:
 
 def _itself(parameter: torch.Tensor) -> torch.Tensor:
     return parameter
-
-
-class _Constant:
-    """A getter that answers with one tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def __call__(self, parameter: torch.Tensor) -> torch.Tensor:
-        return self._tensor
 
 
 @dataclass
@@ -97,9 +85,9 @@ class WeightTensors(Exchange):
         """
         tensors = []
         for name, param in reversed(self._parameters):
-            getter = _itself
+            getter: Getter = _itself
             if is_lazy_value(param) or layout_of(param) != param.stride():
-                getter = _Constant(resolved(param.detach()).clone(memory_format=torch.contiguous_format))
+                getter = always(resolved(param.detach()).clone(memory_format=torch.contiguous_format))
             tensors.append(BaguaTensor.ensure_bagua_tensor(param, name, self._module_name, getter))
         return tensors
 

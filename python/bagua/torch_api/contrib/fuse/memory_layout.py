@@ -8,18 +8,7 @@ from itertools import pairwise
 import torch
 
 from ...bucket_memory import flat_under, window
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """True if every element of the tensor's memory is one of its elements, once, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+from ...tensor import layout_of
 
 
 def adjacent(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -32,7 +21,7 @@ def adjacent(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def whole(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """One flat tensor over the memory of dense pieces that lie one after the other; ``None`` if they do not."""
-    if any(not is_dense(piece) for piece in pieces):
+    if any(piece.stride() != layout_of(piece) for piece in pieces):
         return None
     if any(not adjacent(one, other) for one, other in pairwise(pieces)):
         return None

@@ -16,6 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from ...tensor import layout_of
 from . import memory_layout
 from .elementwise import plain_step, require_elementwise, twin
 from .flat_parameters import FlatParameters, signature
@@ -250,7 +251,7 @@ def _movable(params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
             raise ValueError("a parameter has no shape yet: run one forward before fuse_optimizer")
         plain = type(param) in (torch.Tensor, torch.nn.Parameter) and param.layout is torch.strided
         # A scalar parameter's state looks like a counter of steps.
-        if plain and param.dim() > 0 and param.numel() > 0 and memory_layout.is_dense(param):
+        if plain and param.dim() > 0 and param.numel() > 0 and param.stride() == layout_of(param):
             found.append(param)
     ordered = sorted(found, key=lambda p: (str(p.device), p.data_ptr()))
     shared: set[int] = set()
