@@ -265,7 +265,7 @@ def lost_during_rebuild(rank: int, place: str, victim: int) -> Any:
 
             module.broadcast_tensors = then_die
         elif place == "after_state":
-            module.torch_reinit.restart = lambda *args: die()
+            module.torch_init.begin_again = lambda *args: die()
         elif place == "in_torch":
             torch_init.begin_gloo = lambda *args: die()
         elif place == "wrap":

@@ -12,8 +12,8 @@ from bagua.torch_needed import require
 
 require("bagua.c10d")
 
+from .membership import register
 from .process_group import BaguaProcessGroup
-from .registration import register
 from .work import Work
 
 __all__ = ["BaguaProcessGroup", "Work", "register"]

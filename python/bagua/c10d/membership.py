@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from bagua import config, metrics, torch_store
@@ -20,7 +21,7 @@ from bagua.lifecycle import process
 from .process_group import BaguaProcessGroup
 from .state import c10d_state as _state
 
-__all__ = ["create", "open_group"]
+__all__ = ["create", "open_group", "register"]
 
 
 class _Tree:
@@ -61,6 +62,15 @@ class _Tree:
             self.root.leave()
             if _state.tree is self:
                 _state.tree = None
+
+
+def register() -> None:
+    """Makes "bagua" a backend of torch.distributed, for CPU and CUDA tensors. Idempotent.
+
+    Importing `bagua.c10d` calls it.
+    """
+    if "BAGUA" not in dist.Backend._plugins:
+        dist.Backend.register_backend("bagua", create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def create(options: Any, _: Any = None) -> BaguaProcessGroup:

@@ -147,6 +147,15 @@ def to_bagua_process_group(group: ProcessGroup | dist.ProcessGroup | None) -> Pr
     raise TypeError(f"a process group of bagua or torch.distributed is needed, not {type(group).__name__}")
 
 
+def group_of(given: ProcessGroup | dist.ProcessGroup | None) -> ProcessGroup:
+    """As :func:`to_bagua_process_group`. Where torch.distributed's world has the backend "bagua", it becomes the
+    default group if there is none.
+    """
+    if not isinstance(given, ProcessGroup) and not is_initialized() and process.torchs_world is not None:
+        init_process_group()
+    return to_bagua_process_group(given)
+
+
 def bagua_patch(self: dist.ProcessGroup, stream: Any = None) -> dist.ProcessGroup:
     """Creates ``group.bagua_pg`` of a group of torch.distributed. Collective at the first call, as `new_group`."""
     if self not in _state.torch_groups:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..communication import group_of
 from ..process_group import Communicator, ProcessGroup, ReduceOp
-from .groups import group_of
 
 __all__ = ["all_reduce"]
 

@@ -25,7 +25,7 @@ from ..model_engine.engine import ModelEngine, Progress
 from ..model_engine.state import model_state
 from ..process_group import Communicator, ProcessGroup
 from ..process_group.state import group_state
-from . import torch_init, torch_reinit
+from . import torch_init
 from .state import membership_state
 
 __all__ = ["Rebuilt", "rebuild"]
@@ -215,7 +215,7 @@ class _Plan:
         assert group is not None
         self._take_state(communicator, self._source(communicator))
         if group_state.initialised_torch_distributed:
-            torch_reinit.restart(world, communicator)
+            torch_init.begin_again(world, communicator)
         refusal: Exception | None = None
         for model in self.models:
             try:

@@ -1,4 +1,6 @@
-"""Initialises torch.distributed beside a group of ours, whose failure ends the initialisation."""
+"""Initialises torch.distributed beside a group of ours, whose failure ends the initialisation: at first, and again on
+the ranks that are left of a group.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,18 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from bagua import group as neutral
 from bagua.errors import PeerLostError, PeerRaisedError
 from bagua.tcp_store_requests import StoreRequests
 
+from ..process_group import Communicator
+from . import torch_destroy
 from .state import membership_state
-from .store_client import StoreClient
+from .store_client import StoreClient, connect
 
-__all__ = ["begin", "begin_gloo", "cause_of_failure"]
+__all__ = ["begin", "begin_again", "begin_gloo", "cause_of_failure"]
 
 _T = TypeVar("_T")
 
@@ -123,6 +127,27 @@ def begin(client: StoreClient, world: neutral.Group) -> None:
     # Its name before torch 2.9.
     set_timeout: Any = getattr(core, "set_timeout", None) or core._set_pg_timeout
     set_timeout(_TIMEOUT)
+
+
+def begin_again(world: neutral.Group, communicator: Communicator) -> None:
+    """Initialises torch.distributed for the ranks of a new group, by a store of the lowest.
+
+    The server of the old store may have been a rank that is gone. An error of any kind when a rank is lost meanwhile.
+    """
+    if dist.is_initialized():
+        torch_destroy.destroy()
+    limit = timedelta(seconds=world.timeout)
+    own, host = None, world.communicator.listen_host
+    if world.rank == 0:
+        own = TCPStore(host, 0, world.size, True, limit, wait_for_workers=False)
+    host, port = communicator.broadcast_object((host, own.port if own is not None else 0))
+    if own is not None:
+        client = StoreClient(own)
+    else:
+        client = connect(host, port, world.size, world.timeout, lambda: world.communicator.cause())
+    # Until the process ends, as that of init_process_group.
+    membership_state.stores[host, port] = client
+    begin(client, world)
 
 
 def begin_gloo(store: Store, rank: int, world_size: int, limit: timedelta) -> None:
