@@ -63,7 +63,7 @@ fn engine(criterion: &mut Criterion) {
             let tensor = |tensor| Tensor { name: name(bucket, tensor), region: region(), padding: false };
             let shared = Bucket::new(&format!("bucket {bucket}"), (0..tensors).map(tensor).collect());
             let shared = SharedBucket::new(shared.expect("one dtype"));
-            shared.append(Arc::new(NoOp)).expect("not in flight");
+            shared.lock().append(Arc::new(NoOp)).expect("not in flight");
             shared
         };
         engine.register((0..buckets).map(bucket).collect()).expect("names differ");

@@ -19,6 +19,7 @@ pub struct Tensor {
 }
 
 /// The memory and operations of a bucket that is being communicated: see [`Bucket::check_out`].
+#[derive(Default)]
 pub struct CheckedOut {
     /// The tensors' memory, in order.
     pub regions: Vec<Region>,
@@ -191,7 +192,7 @@ impl Bucket {
     }
 
     /// Takes back the memory that `check_out` returned.
-    pub fn check_in(&mut self, regions: Vec<Region>, extra: Vec<ExtraTensor>) {
+    pub fn check_in(&mut self, CheckedOut { regions, extra, .. }: CheckedOut) {
         debug_assert_eq!(regions.len(), self.tensors.len());
         self.regions = Some(regions);
         self.extra = extra;
@@ -369,7 +370,7 @@ mod tests {
         assert_eq!((checked_out.regions.len(), checked_out.ops.len()), (1, 1));
         assert!(bucket.check_out().err().unwrap().to_string().contains("'x' is still being communicated"));
         assert!(bucket.append(Arc::new(NoOp)).is_err() && bucket.clear_ops().is_err());
-        bucket.check_in(checked_out.regions, checked_out.extra);
+        bucket.check_in(checked_out);
         bucket.clear_ops().unwrap();
         assert!(bucket.ops().is_empty());
     }

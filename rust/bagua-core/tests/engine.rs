@@ -106,8 +106,8 @@ fn buckets_are_communicated_in_registered_order_while_the_caller_continues() {
     let (op, log) = recorder();
     let (hold, begins, open) = gate();
     let buckets = buckets("ab c de");
-    buckets[0].append(hold).unwrap();
-    buckets.iter().for_each(|bucket| bucket.append(op.clone()).unwrap());
+    buckets[0].lock().append(hold).unwrap();
+    buckets.iter().for_each(|bucket| bucket.lock().append(op.clone()).unwrap());
     engine.register(buckets).unwrap();
     mark(&engine, "cab");
     begins.recv().unwrap();
@@ -138,9 +138,9 @@ fn operations_of_a_bucket_run_in_the_order_in_which_they_were_appended() {
             log.lock().unwrap().push(step);
             Ok(())
         };
-        buckets[0].append(Arc::new(CallbackOp::new(note))).unwrap();
+        buckets[0].lock().append(Arc::new(CallbackOp::new(note))).unwrap();
     }
-    assert_eq!(buckets[0].ops(), ["callback"; 3]);
+    assert_eq!(buckets[0].lock().ops(), ["callback"; 3]);
     engine.register(buckets).unwrap();
     mark(&engine, "a");
     engine.wait(LONG).unwrap();
@@ -201,7 +201,7 @@ fn the_error_of_a_callback_names_its_bucket_and_is_returned_by_this_and_every_la
     // Invariant 2.
     let (engine, health) = single_rank_engine();
     let buckets = buckets("a b");
-    buckets[0].append(Arc::new(CallbackOp::new(|_| Err(Error::InvalidArgument("no".into()))))).unwrap();
+    buckets[0].lock().append(Arc::new(CallbackOp::new(|_| Err(Error::InvalidArgument("no".into()))))).unwrap();
     engine.register(buckets.clone()).unwrap();
     mark(&engine, "a");
     let expected = Error::InvalidArgument("in the callback of bucket '0': no".into());
@@ -211,7 +211,7 @@ fn the_error_of_a_callback_names_its_bucket_and_is_returned_by_this_and_every_la
     assert_eq!(engine.wait(LONG), Err(expected.clone()));
     assert_eq!(engine.submit(|_| Ok(())).err(), Some(expected));
     // The bucket is no longer in use.
-    buckets[0].clear_ops().unwrap();
+    buckets[0].lock().clear_ops().unwrap();
 }
 
 #[test]
@@ -219,7 +219,7 @@ fn a_panic_in_an_operation_is_an_error_and_ends_every_wait() {
     // Invariant 3.
     let (engine, health) = single_rank_engine();
     let buckets = buckets("a b");
-    buckets[0].append(Arc::new(CallbackOp::new(|bucket| panic!("boom in {bucket}")))).unwrap();
+    buckets[0].lock().append(Arc::new(CallbackOp::new(|bucket| panic!("boom in {bucket}")))).unwrap();
     engine.register(buckets).unwrap();
     mark(&engine, "a");
     assert_eq!(text(engine.wait(LONG)), "an operation of engine 'model' panicked: boom in 0");
@@ -231,7 +231,7 @@ fn a_wait_that_times_out_leaves_the_bucket_running() {
     let (engine, _) = single_rank_engine();
     let (hold, begins, open) = gate();
     let buckets = buckets("a");
-    buckets[0].append(hold).unwrap();
+    buckets[0].lock().append(hold).unwrap();
     engine.register(buckets).unwrap();
     mark(&engine, "a");
     begins.recv().unwrap();
@@ -246,7 +246,7 @@ fn a_bucket_that_is_done_between_two_slices_of_a_wait_is_no_timeout() {
     let (engine, _) = single_rank_engine();
     let (hold, begins, open) = gate();
     let buckets = buckets("a b");
-    buckets[0].append(hold).unwrap();
+    buckets[0].lock().append(hold).unwrap();
     engine.register(buckets).unwrap();
     mark(&engine, "ab");
     begins.recv().unwrap();
@@ -279,7 +279,7 @@ fn a_peer_lost_during_a_wait_in_slices_is_the_error_of_the_wait() {
     let (engine, health) = single_rank_engine();
     let (hold, begins, open) = gate();
     let buckets = buckets("a b");
-    buckets[0].append(hold).unwrap();
+    buckets[0].lock().append(hold).unwrap();
     engine.register(buckets).unwrap();
     mark(&engine, "ab");
     begins.recv().unwrap();
@@ -314,7 +314,7 @@ fn marking_with_new_memory_communicates_that_memory() {
     }
     let (engine, _) = single_rank_engine();
     let buckets = buckets("a");
-    buckets[0].append(Arc::new(Doubles)).unwrap();
+    buckets[0].lock().append(Arc::new(Doubles)).unwrap();
     engine.register(buckets).unwrap();
     let (address, region) = memory(&[21.0]);
     engine.mark_ready(number(&engine, "a"), Some(region), None).unwrap();
@@ -342,8 +342,8 @@ fn shutdown_fails_queued_buckets_and_ends_a_running_operation() {
             std::thread::yield_now();
         }
     });
-    buckets[0].append(Arc::new(endless)).unwrap();
-    buckets[1].append(op).unwrap();
+    buckets[0].lock().append(Arc::new(endless)).unwrap();
+    buckets[1].lock().append(op).unwrap();
     engine.register(buckets.clone()).unwrap();
     mark(&engine, "ab");
     begins.recv().unwrap();
@@ -356,7 +356,7 @@ fn shutdown_fails_queued_buckets_and_ends_a_running_operation() {
     assert_eq!(text(engine.wait(LONG)), cause);
     assert!(log.lock().unwrap().is_empty(), "bucket 1 never ran");
     // Neither bucket is in use any more.
-    buckets.iter().for_each(|bucket| bucket.clear_ops().unwrap());
+    buckets.iter().for_each(|bucket| bucket.lock().clear_ops().unwrap());
 }
 
 #[test]
@@ -384,8 +384,8 @@ fn two_engines_on_two_threads_do_not_block_each_other() {
                         let own = rank as f32;
                         let ((first, a), (second, b)) = (memory(&[1.0 + own, 10.0 + 10.0 * own]), memory(&[own]));
                         let shared = bucket("only", vec![tensor("a", a), tensor("b", b)]);
-                        shared.append(Arc::new(CentralizedOp::new(false, true, true))).unwrap();
-                        shared.append(Arc::new(NoOp)).unwrap();
+                        shared.lock().append(Arc::new(CentralizedOp::new(false, true, true))).unwrap();
+                        shared.lock().append(Arc::new(NoOp)).unwrap();
                         engine.register(vec![shared]).unwrap();
                         let mut head = (1..=ranks).sum::<usize>() as f32;
                         let mut tail = (0..ranks).sum::<usize>() as f32;
@@ -416,7 +416,7 @@ fn adjacent_tensors_are_averaged_in_place_with_their_padding() {
                 let part = |at: usize| unsafe { Region::new((address + 4 * at) as *mut u8, 1, DType::F32).unwrap() };
                 let padding = Tensor { name: "p".into(), region: part(2), padding: true };
                 let shared = bucket("flat", vec![tensor("a", part(0)), tensor("b", part(1)), padding]);
-                shared.append(Arc::new(CentralizedOp::new(true, false, false))).unwrap();
+                shared.lock().append(Arc::new(CentralizedOp::new(true, false, false))).unwrap();
                 engine.register(vec![shared]).unwrap();
                 mark(&engine, "ba");
                 assert_eq!(engine.wait(LONG).unwrap(), 1);

@@ -25,7 +25,7 @@ fn in_a_forked_child_calls_are_errors_and_drop_returns_and_the_parent_continues(
     let region = unsafe { Region::new(value.as_mut_ptr().cast(), 1, DType::F32).unwrap() };
     let tensor = Tensor { name: "a".into(), region, padding: false };
     let bucket = SharedBucket::new(Bucket::new("only", vec![tensor]).unwrap());
-    bucket.append(Arc::new(NoOp)).unwrap();
+    bucket.lock().append(Arc::new(NoOp)).unwrap();
     engine.register(vec![bucket]).unwrap();
 
     // SAFETY: the child only makes calls that take no lock of another thread, and ends with `_exit`.

@@ -53,7 +53,7 @@ impl Bucket {
     }
 
     fn append(&self, py: Python<'_>, op: impl FnOnce() -> Result<Arc<dyn Op>>) -> PyResult<()> {
-        op().and_then(|op| self.core.append(op)).map_err(|e| errors::raise(py, e))
+        op().and_then(|op| self.core.lock().append(op)).map_err(|e| errors::raise(py, e))
     }
 }
 
@@ -146,7 +146,7 @@ impl Bucket {
 
     /// The codec that an automatic operation uses now, "" for none; None without such an operation.
     fn choice(&self) -> Option<String> {
-        self.core.choice()
+        self.core.lock().choice()
     }
 
     /// Adds an averaging with peers, into the extra tensor "peer_weight" of the bucket's length and type.
@@ -178,7 +178,7 @@ impl Bucket {
         elsewhere: bool,
     ) -> PyResult<AsyncModelAverage> {
         let op = Arc::new(AsyncModelAverageOp::new(lock.core()));
-        self.core.append(Arc::clone(&op) as Arc<dyn Op>).map_err(|e| errors::raise(py, e))?;
+        self.core.lock().append(Arc::clone(&op) as Arc<dyn Op>).map_err(|e| errors::raise(py, e))?;
         if let Some(place) = self.place.as_ref().filter(|_| !elsewhere) {
             lock.follow(place);
         }
@@ -189,18 +189,18 @@ impl Bucket {
     /// ValueError while the bucket is being communicated.
     #[pyo3(signature = (name, *, stream=None))]
     fn copy_from_extra(&self, py: Python<'_>, name: &str, stream: Option<usize>) -> PyResult<()> {
-        py.detach(|| self.core.copy_from_extra(name, stream)).map_err(|e| errors::raise(py, e))
+        py.detach(|| self.core.lock().copy_from_extra(name, stream)).map_err(|e| errors::raise(py, e))
     }
 
     /// How often it was communicated, since it was registered or since a step was set.
     #[getter]
     fn step(&self) -> u64 {
-        self.core.step()
+        self.core.lock().step()
     }
 
     /// Counts communications from `step` on, to resume a training. Raises ValueError while the bucket is being communicated.
     fn set_step(&self, py: Python<'_>, step: u64) -> PyResult<()> {
-        self.core.set_step(step).map_err(|e| errors::raise(py, e))
+        self.core.lock().set_step(step).map_err(|e| errors::raise(py, e))
     }
 
     /// Adds a call of `function(bucket name)` on the communication thread: the one operation that waits for the GIL.
@@ -215,7 +215,7 @@ impl Bucket {
             });
             called.unwrap_or_else(|| Err(Error::Aborted("the interpreter is shutting down".to_owned())))
         });
-        self.core.append(Arc::new(op)).map_err(|e| errors::raise(py, e))
+        self.core.lock().append(Arc::new(op)).map_err(|e| errors::raise(py, e))
     }
 
     /// Registers a tensor of the operations beside the bucket's own (peer weights, replicas, error memory); one of the same name is
@@ -237,19 +237,19 @@ impl Bucket {
             let dtype = tensor::dtype(dtype)?;
             // SAFETY: the caller's promise in the docstring of this method.
             let region = unsafe { tensor::region_in(place.as_ref(), address, count, dtype) }?;
-            self.core.attach(ExtraTensor { name: name.to_owned(), region })
+            self.core.lock().attach(ExtraTensor { name: name.to_owned(), region })
         };
         attach().map_err(|e| errors::raise(py, e))
     }
 
     /// Removes all operations. Raises ValueError while the bucket is being communicated.
     fn clear_ops(&self, py: Python<'_>) -> PyResult<()> {
-        self.core.clear_ops().map_err(|e| errors::raise(py, e))
+        self.core.lock().clear_ops().map_err(|e| errors::raise(py, e))
     }
 
     /// Names of the operations, in the order in which they run.
     fn ops(&self) -> Vec<&'static str> {
-        self.core.ops()
+        self.core.lock().ops()
     }
 }
 

@@ -20,7 +20,7 @@ use crate::tensor::{self, Operands};
 use crate::tensor_reader::{self, TensorReader};
 
 /// A verb on plain tensors.
-struct Plain {
+pub struct Plain {
     verb: Verb<'static>,
     dtype: DType,
     shape: Shape,
@@ -30,17 +30,8 @@ struct Plain {
 }
 
 impl Communicator {
-    /// See `try_run` there.
-    pub fn run_on_plain_tensors(
-        &self,
-        kind: u8,
-        reader: &TensorReader,
-        src: Option<&Bound<'_, PyAny>>,
-        dst: &Bound<'_, PyAny>,
-        op: &Bound<'_, PyAny>,
-        root: &Bound<'_, PyAny>,
-    ) -> PyResult<bool> {
-        let Some(plain) = self.plain(kind, reader, src, dst, op, root) else { return Ok(false) };
+    /// See `try_run` there, of a verb that writes to `dst`.
+    pub fn run_plain(&self, plain: Plain, reader: &TensorReader, dst: &Bound<'_, PyAny>) -> PyResult<bool> {
         let Plain { verb, dtype, shape, mut operands, reads_only } = plain;
         let options = Options { shape: Some(shape), ..Options::DEFAULT };
         let bytes = operands.bytes();
@@ -57,17 +48,14 @@ impl Communicator {
         Ok(true)
     }
 
-    /// See `try_begin` there.
-    pub fn begin_on_plain_tensors(
+    /// See `try_begin` there, of a verb from `src`, which may be None, to `dst`.
+    pub fn begin_plain(
         &self,
-        kind: u8,
+        plain: Plain,
         reader: &TensorReader,
         src: Option<&Bound<'_, PyAny>>,
         dst: &Bound<'_, PyAny>,
-        op: &Bound<'_, PyAny>,
-        root: &Bound<'_, PyAny>,
     ) -> PyResult<Option<Handle>> {
-        let Some(plain) = self.plain(kind, reader, src, dst, op, root) else { return Ok(None) };
         let Plain { verb, dtype, shape, operands, reads_only } = plain;
         let Ok(mut request) = Request::of(self.group(), verb, dtype, operands) else { return Ok(None) };
         if !reads_only {
@@ -82,7 +70,7 @@ impl Communicator {
 
     /// The verb, if it is one that has an operation and a root as given, on plain tensors of one type that do not overlap.
     #[inline]
-    fn plain(
+    pub fn plain(
         &self,
         kind: u8,
         reader: &TensorReader,

@@ -256,7 +256,7 @@ impl Communicator {
         op: &Bound<'_, PyAny>,
         root: &Bound<'_, PyAny>,
     ) -> PyResult<bool> {
-        self.run_on_plain_tensors(verb, reader, src, dst, op, root)
+        self.plain(verb, reader, src, dst, op, root).map_or(Ok(false), |plain| self.run_plain(plain, reader, dst))
     }
 
     /// As `try_run`, but asynchronous: returns a handle, which holds the tensors, or None where nothing is done.
@@ -269,7 +269,7 @@ impl Communicator {
         op: &Bound<'_, PyAny>,
         root: &Bound<'_, PyAny>,
     ) -> PyResult<Option<Handle>> {
-        self.begin_on_plain_tensors(verb, reader, src, dst, op, root)
+        self.plain(verb, reader, src, dst, op, root).map_or(Ok(None), |plain| self.begin_plain(plain, reader, src, dst))
     }
 
     /// A verb, by its code in `VERBS`, on host memory. n is the number of ranks, r a rank.

@@ -6,16 +6,17 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::handle::{Handle, timed_out};
-use super::shared_bucket::{InFlight, SharedBucket};
 use super::worker::{Job, LaneWorker};
+use crate::bucket::{Bucket, CheckedOut};
 use crate::error::{Error, Result};
 use crate::group::{Group, Lane, Lanes};
 use crate::health::GroupHealth;
-use crate::memory::{Device, Region, name_of};
-use crate::op::Op;
+use crate::memory::{Device, DeviceRef, Region, name_of};
+use crate::op::BucketCx;
 use crate::recorder::{Announced, What};
 use crate::schedule::Schedule;
 use crate::sync::AtomicBool;
+use crate::types::DType;
 use crate::wait::{Waited, lock, wait_in_slices, wait_once};
 
 /// One strictly ordered queue of buckets with a lane and a communication thread of its own.
@@ -80,7 +81,7 @@ impl Engine {
             let job: Job = Box::new(move |lanes| lanes.prepare(devices));
             self.worker.submit("the preparation of devices", job)?.wait(None)?;
         }
-        buckets.iter().try_for_each(|bucket| bucket.set_step(0))?;
+        buckets.iter().try_for_each(|bucket| bucket.lock().set_step(0))?;
         let mut state = self.state();
         let BucketProgress { pending, written, sent, .. } = std::mem::take(&mut *state);
         *state = BucketProgress { schedule, went: vec![false; buckets.len()], buckets, pending, written, sent };
@@ -131,13 +132,13 @@ impl Engine {
     }
 
     fn dispatch(&self, state: &mut BucketProgress, bucket: usize) -> Result<()> {
-        let (in_flight, ops) = state.buckets[bucket].check_out()?;
-        let device = in_flight.device().cloned();
-        let what = format!("bucket '{}'", in_flight.name());
         let shared = &state.buckets[bucket];
+        let in_flight = shared.check_out()?;
+        let device = in_flight.device().cloned();
+        let what = format!("bucket '{}'", shared.name());
         let name = shared.name().to_owned();
         let op = Announced {
-            what: What::Job(ops.first().map_or("no operation", |op| op.name())),
+            what: What::Job(in_flight.memory.ops.first().map_or("no operation", |op| op.name())),
             dtype: Some(shared.dtype()),
             count: shared.bytes() / shared.dtype().size(),
             bytes: shared.bytes(),
@@ -145,7 +146,7 @@ impl Engine {
             label: &name,
         };
         let stopping = self.worker.stopping();
-        let job: Job = Box::new(move |lanes| run_ops(in_flight, &ops, &stopping, lanes));
+        let job: Job = Box::new(move |lanes| run_ops(in_flight, &stopping, lanes));
         let handle = self.worker.submit_fatal(&what, &op, job)?;
         state.sent += 1;
         let number = state.sent;
@@ -312,14 +313,89 @@ enum Follow {
     Stream(Option<usize>),
 }
 
-/// Runs a bucket's operations, in order.
-fn run_ops(mut in_flight: InFlight, ops: &[Arc<dyn Op>], stopping: &AtomicBool, lanes: &mut Lanes) -> Result<()> {
-    let name = in_flight.name().to_owned();
-    for op in ops {
-        if stopping.load(Ordering::Acquire) {
-            return Err(Error::Aborted(format!("the engine was shut down before '{}' of bucket '{name}'", op.name())));
+/// A [`Bucket`] that its owner and a communication thread share, behind a lock that is held for moments only: while the bucket is
+/// communicated, its memory is checked out and the lock is free. Cheap to clone; all clones are one bucket.
+#[derive(Clone)]
+pub struct SharedBucket {
+    name: Arc<str>,
+    dtype: DType,
+    bytes: usize,
+    bucket: Arc<Mutex<Bucket>>,
+}
+
+impl SharedBucket {
+    /// Shares a bucket.
+    pub fn new(bucket: Bucket) -> SharedBucket {
+        SharedBucket {
+            name: bucket.name().into(),
+            dtype: bucket.dtype(),
+            bytes: bucket.bytes(),
+            bucket: Arc::new(Mutex::new(bucket)),
         }
-        op.run(&mut in_flight.cx(lanes))?;
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Bytes of all tensors, padding included.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The bucket, for a moment: its operations, its extra tensors and its step.
+    pub fn lock(&self) -> MutexGuard<'_, Bucket> {
+        // Nothing in Bucket panics in the middle of a change.
+        lock(&self.bucket)
+    }
+
+    /// Takes the bucket's memory and operations for one communication.
+    fn check_out(&self) -> Result<InFlight> {
+        let memory = self.lock().check_out()?;
+        Ok(InFlight { bucket: self.clone(), memory })
+    }
+}
+
+/// A bucket that is being communicated. Its memory goes back when this is dropped, so that neither an error, nor a panic, nor a job that
+/// never ran can lose it.
+struct InFlight {
+    bucket: SharedBucket,
+    memory: CheckedOut,
+}
+
+impl InFlight {
+    /// The device that the memory is on; `None` for the host.
+    fn device(&self) -> DeviceRef<'_> {
+        self.memory.regions.first().and_then(Region::device)
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        self.bucket.lock().check_in(std::mem::take(&mut self.memory));
+    }
+}
+
+/// Runs a bucket's operations, in order.
+fn run_ops(mut in_flight: InFlight, stopping: &AtomicBool, lanes: &mut Lanes) -> Result<()> {
+    let InFlight { bucket, memory } = &mut in_flight;
+    let bucket = bucket.name();
+    let CheckedOut { regions, extra, ops, step, padding } = memory;
+    for op in &*ops {
+        if stopping.load(Ordering::Acquire) {
+            return Err(Error::Aborted(format!(
+                "the engine was shut down before '{}' of bucket '{bucket}'",
+                op.name()
+            )));
+        }
+        let (step, padding) = (*step, *padding);
+        op.run(&mut BucketCx { bucket, step, tensors: regions, padding, extra, lanes })?;
     }
     in_flight.device().map_or(Ok(()), |device| device.finish())
 }

@@ -21,16 +21,14 @@ mod device_messages;
 mod handle;
 mod job_queue;
 mod messages;
-mod shared_bucket;
 mod worker;
 
 use device_messages::DeviceMessages;
 
-pub use bucket_queue::Engine;
+pub use bucket_queue::{Engine, SharedBucket};
 pub use completion::wait_for_callbacks;
 pub use handle::Handle;
 pub use messages::{Message, Messenger, NO_RANK, Posted, Senders};
-pub use shared_bucket::SharedBucket;
 pub use worker::{Job, LaneWorker};
 
 use std::any::Any;

@@ -126,10 +126,13 @@ fn after_two_steps(
         first += count;
     }
     let bucket = SharedBucket::new(Bucket::new("bucket", tensors).unwrap());
-    bucket.append(op).unwrap();
+    bucket.lock().append(op).unwrap();
     let mut extras: Vec<_> = extra.iter().map(|(_, count)| Memory::new(device, &vec![0.0; *count])).collect();
     for ((name, count), memory) in extra.iter().zip(&mut extras) {
-        bucket.attach(ExtraTensor { name: (*name).to_owned(), region: memory.region(device, 0, *count) }).unwrap();
+        bucket
+            .lock()
+            .attach(ExtraTensor { name: (*name).to_owned(), region: memory.region(device, 0, *count) })
+            .unwrap();
     }
     let (engine, _health) = engine(rank, collective);
     engine.register(vec![bucket.clone()]).unwrap();
@@ -138,7 +141,7 @@ fn after_two_steps(
         assert_eq!(engine.wait(LONG).unwrap(), 1);
     }
     if extra.first().is_some_and(|(name, _)| *name == "peer_weight") {
-        bucket.copy_from_extra("peer_weight", Some(7)).unwrap();
+        bucket.lock().copy_from_extra("peer_weight", Some(7)).unwrap();
     }
     engine.shutdown();
     memory.iter().chain(&extras).map(Memory::bytes).collect()
@@ -189,7 +192,7 @@ fn compressed(
         tensors.push(Tensor { name: "padding".to_owned(), region, padding: true });
     }
     let bucket = SharedBucket::new(Bucket::new("bucket", tensors).unwrap());
-    bucket.append(Arc::new(CompressedOp::new(minmax(), true, false, false))).unwrap();
+    bucket.lock().append(Arc::new(CompressedOp::new(minmax(), true, false, false))).unwrap();
     let health = GroupHealth::local(rank, collective.size());
     let ranks = (0..collective.size()).collect();
     let collective = ToyFactory.wrap(collective, &[ranks]);
@@ -267,7 +270,7 @@ fn alone() -> (Engine, Arc<GroupHealth>) {
 fn a_device_gets_marks_before_the_operations_and_the_streams_of_waits() {
     let device = Toy::device(0);
     let (bucket, _memory) = bucket_on(&device);
-    bucket.append(Arc::new(CallbackOp::new(|_| Ok(())))).unwrap();
+    bucket.lock().append(Arc::new(CallbackOp::new(|_| Ok(())))).unwrap();
     let (engine, _) = alone();
     engine.register(vec![bucket]).unwrap();
     engine.mark_ready(0, None, Some(5)).unwrap();
@@ -336,7 +339,7 @@ fn tensors_of_two_places_are_refused_by_name() {
         Err(Error::UnsupportedType(text)) => text,
         other => panic!("{other:?}"),
     };
-    assert_eq!(text(bucket.attach(extra)), "bucket 'bucket': tensor 'error' is on the host but '0' is on toy:0");
+    assert_eq!(text(bucket.lock().attach(extra)), "bucket 'bucket': tensor 'error' is on the host but '0' is on toy:0");
     let mut there = Memory::new(Some(&device), &[1.0, 2.0]);
     let tensors = vec![
         Tensor { name: "a".to_owned(), region: host.region(None, 0, 2), padding: false },
