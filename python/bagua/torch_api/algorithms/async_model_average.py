@@ -127,8 +127,16 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     warmup_steps: int
     compression: Compression
 
-    def __init__(self, process_group: ProcessGroup, options: Algorithm) -> None:
-        super().__init__(process_group, options)
+    def __init__(
+        self,
+        process_group: ProcessGroup,
+        peer_selection_mode: str = "all",
+        sync_interval_ms: float = 500,
+        warmup_steps: int = 0,
+        *,
+        compression: Compression = None,
+    ) -> None:
+        super().__init__(process_group, peer_selection_mode, sync_interval_ms, warmup_steps, compression=compression)
         if elastic.rejoined():
             # A rank that joins a running job gets weights that were warmed up.
             self.warmup_steps = 0
@@ -480,6 +488,10 @@ class AsyncModelAverageAlgorithm(Algorithm):
     def needs_optimizers(self) -> bool:
         """In the warm-up, whose steps it counts."""
         return self.warmup_steps > 0
+
+    def reify(self, process_group: ProcessGroup) -> AsyncModelAverageAlgorithmImpl:
+        """A fresh implementation."""
+        return AsyncModelAverageAlgorithmImpl(process_group, **vars(self))
 
 
 GlobalAlgorithmRegistry.register(

@@ -68,7 +68,10 @@ class WrappedModel(Protocol):
 
 
 class AlgorithmImpl:
-    """An algorithm at work on one model. The hooks are asked for once, after the buckets are registered."""
+    """An algorithm at work on one model. The hooks are asked for once, after the buckets are registered.
+
+    It is made with a process group and an algorithm, or the arguments of one: the options become attributes.
+    """
 
     #: The model that it communicates for; set before anything else is called.
     _model: weakref.ref[Any] | None = None
@@ -82,10 +85,20 @@ class AlgorithmImpl:
     # Whether buckets are padded to a multiple of the group's ranks.
     _pads_buckets = False
 
-    def __init__(self, process_group: ProcessGroup, options: Algorithm | None = None) -> None:
+    # The first algorithm that it is the implementation of.
+    _algorithm: ClassVar[type[Algorithm] | None] = None
+
+    def __init__(self, process_group: ProcessGroup, *options: Any, **named: Any) -> None:
         self.process_group = process_group
-        # Under their names here too.
-        self.__dict__.update({} if options is None else _options_of(options))
+        #: Whose options it has.
+        self.algorithm: Any = None
+        if options and isinstance(options[0], Algorithm):
+            (self.algorithm,) = options
+        elif self._algorithm is not None:
+            self.algorithm = self._algorithm(*options, **named)
+        elif options or named:
+            raise TypeError(f"{type(self).__name__} has no options")
+        self.__dict__.update({} if self.algorithm is None else _options_of(self.algorithm))
 
     def attach(self, bagua_ddp: WrappedModel, name: str) -> None:
         """Called once, with the model that it communicates for and the algorithm's name."""
@@ -298,6 +311,12 @@ class Algorithm:
 
     # What it is at work: made with a process group and this object, whose options become attributes.
     _implementation: ClassVar[type[AlgorithmImpl] | None] = None
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        implementation = cls._implementation
+        if implementation is not None and "_algorithm" not in vars(implementation):
+            implementation._algorithm = cls
 
     @property
     def needs_optimizers(self) -> bool:

@@ -123,8 +123,8 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
     nesterov = False
     _pads_buckets = True
 
-    def __init__(self, process_group: ProcessGroup, options: Algorithm) -> None:
-        super().__init__(process_group, options)
+    def __init__(self, process_group: ProcessGroup, *options: Any, **named: Any) -> None:
+        super().__init__(process_group, *options, **named)
         # A round is due, and this rank has not sent its part.
         self._due = False
         # Which optimizers are to step before this rank sends its part; as old as the exchange.

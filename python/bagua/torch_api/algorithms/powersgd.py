@@ -234,9 +234,10 @@ class _Flat:
 class PowerSGDAlgorithmImpl(AlgorithmImpl):
     """Rounds of PowerSGD after each backward, and one all_reduce for each bucket of the other gradients."""
 
-    def __init__(self, process_group: ProcessGroup, options: PowerSGDAlgorithm) -> None:
-        super().__init__(process_group)
-        self.options = options
+    algorithm: PowerSGDAlgorithm
+
+    def __init__(self, process_group: ProcessGroup, *options: Any, **named: Any) -> None:
+        super().__init__(process_group, *options, **named)
         self._exchange: PowerSGDExchange | None = None
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
@@ -246,7 +247,7 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
             bagua_ddp.bagua_module_name,
             bagua_ddp.bagua_build_params(),
             bagua_ddp.find_unused_parameters,
-            self.options,
+            self.algorithm,
         )
         return self._exchange
 
@@ -282,7 +283,7 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
     def _tensors_of_state(self) -> dict[str, dict[str, torch.Tensor]]:
         matrices = self._made().matrices
         found = {"error": {name: matrix.error for name, matrix in matrices.items() if matrix.error is not None}}
-        if self.options.warm_start:
+        if self.algorithm.warm_start:
             found["q"] = {name: matrix.q for name, matrix in matrices.items()}
         return {kind: tensors for kind, tensors in found.items() if tensors}
 

@@ -343,10 +343,12 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     compression: Compression
     _pads_buckets = True
 
-    def __init__(self, process_group: ProcessGroup, options: QAdamAlgorithm) -> None:
-        super().__init__(process_group, options)
-        self.optimizer = options.q_adam_optimizer
-        self._owner = options
+    q_adam_optimizer: QAdamOptimizer
+    algorithm: QAdamAlgorithm
+
+    def __init__(self, process_group: ProcessGroup, *options: Any, **named: Any) -> None:
+        super().__init__(process_group, *options, **named)
+        self.optimizer = self.q_adam_optimizer
         # The number of the next exchange of moments when the buckets are made, for codecs that draw.
         self._round = 0
         self._moments: MomentExchange | None = None
@@ -367,7 +369,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             # The first use comes after the warm-up, which is late for the error.
             for bucket in bucketing.split([param for _, param in reversed(parameters)], bagua_ddp.bucket_size):
                 codec.encoded_bytes(sum(param.numel() for param in bucket), DTYPES[bucket[0].dtype], 1)
-        self._owner.check_free(bagua_ddp.module)
+        self.algorithm.check_free(bagua_ddp.module)
 
     def need_reset(self) -> bool:
         """True when the exchange is not the one for the optimizer's number of steps."""
@@ -375,7 +377,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
         """Gradients, or moments after the warm-up."""
-        self._owner.serve(bagua_ddp.module)
+        self.algorithm.serve(bagua_ddp.module)
         self.end()
         if not self.optimizer.warmed_up:
             return super().make_exchange(bagua_ddp)
