@@ -112,6 +112,9 @@ NEXTEST := cargo nextest --version >/dev/null 2>&1
 # is in Cargo.toml.
 MODEL := RUSTFLAGS="--cfg model -D warnings" cargo test --profile model --target-dir target/model -p bagua-net -p bagua-collectives -p bagua-core --lib
 
+# With the half of rust/bagua-net/src/platform that needs no Linux, in a target directory of its own: every crate is compiled again.
+PORTABLE := RUSTFLAGS="--cfg bagua_portable -D warnings" CARGO_TARGET_DIR=target/portable
+
 PROSE := python docs deploy examples rust tests tools .github $(wildcard *.md)
 
 .PHONY: lint
@@ -124,6 +127,7 @@ lint: setup ## Layers, words, licences, workflows, formatting, clippy, rustdoc, 
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
+	$(PORTABLE) cargo check --workspace --all-targets --quiet
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -188,6 +192,11 @@ $(OLDEST)/.packages: $(VENV)/.made requirements/oldest.txt
 	$(UV) venv --allow-existing --python '>=3.10,<3.13' $(OLDEST)
 	$(UV) pip install --python $(OLDEST)/bin/python $(BACKEND) --requirement requirements/oldest.txt
 	touch $@
+
+.PHONY: test-portable
+test-portable: ## Runs the tests of connections and groups with what macOS has instead of Linux's system calls: TCP is the only transport
+	if $(NEXTEST); then $(PORTABLE) cargo nextest run -p bagua-net -p bagua-group; \
+		else $(PORTABLE) cargo test -p bagua-net -p bagua-group --lib --tests; fi
 
 ARM := aarch64-unknown-linux-gnu
 # They ask the kernel which pages are there; the emulator drops the advice to get them, and shows smaps of its own.

@@ -33,6 +33,9 @@ _PATIENCE = 5.0
 #: Seconds between two looks at whether waiting still makes sense, and whether a shut connection was opened anew.
 _SLICE = 0.02
 
+#: A folder with an entry for each open descriptor of this process, on Linux and elsewhere.
+_DESCRIPTORS = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
+
 
 class Connection:
     """The sockets that C++ code of this process opens towards one port, which it cannot be asked to close.
@@ -150,7 +153,7 @@ def _end(thread: threading.Thread, connection: Connection | None) -> None:
 
 def _sockets() -> Iterator[tuple[int, socket.socket]]:
     """The Internet sockets of this process, each with its inode's number, and open for as long as it is looked at."""
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir(_DESCRIPTORS):
         # Its owner may close it at any moment.
         try:
             descriptor = os.dup(int(name))

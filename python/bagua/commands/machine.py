@@ -20,10 +20,15 @@ _SIOCGIFADDR = 0x8915
 def machine() -> dict[str, Any]:
     """Cores that this process may use, bytes of memory, and the kernel."""
     return {
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": _cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": os.uname().release,
     }
+
+
+def _cores() -> int:
+    """Those that this process may use; all where the system keeps no process to some, as macOS."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def limits() -> dict[str, Any]:
@@ -78,6 +83,8 @@ def _quota_at(folder: Path) -> list[float]:
 
 def shm() -> tuple[bool, str]:
     """Whether ranks of this host can share memory, and why."""
+    if not hasattr(os, "memfd_create"):
+        return False, "this system has no anonymous files: ranks of one host use TCP"
     try:
         descriptor = os.memfd_create("bagua-doctor")
         try:

@@ -16,8 +16,8 @@ use bagua_core::collective::{Io, Shm, Verb, shm};
 use bagua_core::group::{Lane, Options};
 use bagua_core::health::GroupHealth;
 use bagua_core::memory::Arena;
+use bagua_core::platform::{Processors, processors, set_processors};
 use bagua_core::types::{DType, ReduceOp};
-use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 const BYTES: usize = 1024;
 const CALLS: u32 = 200;
@@ -45,13 +45,12 @@ impl Begin {
 
     /// Moves this thread.
     fn place(self, rank: usize) {
-        let allowed = sched_getaffinity(None).expect("an affinity mask");
-        let processors: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)).collect();
-        let mut only = CpuSet::new();
-        only.set(processors[if self == Begin::Bound { rank % processors.len() } else { 0 }]);
-        sched_setaffinity(None, &only).expect("a processor of the mask");
+        let allowed = processors(0).expect("an affinity mask");
+        let numbers: Vec<usize> = allowed.iter().collect();
+        let own = numbers[if self == Begin::Bound { rank % numbers.len() } else { 0 }];
+        set_processors(&Processors::only(own)).expect("a processor of the mask");
         if self == Begin::Together {
-            sched_setaffinity(None, &allowed).expect("the mask as it was");
+            set_processors(&allowed).expect("the mask as it was");
         }
     }
 }

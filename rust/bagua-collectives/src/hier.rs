@@ -293,7 +293,8 @@ impl Collective for Hier {
     }
 }
 
-#[cfg(test)]
+// Without memory that processes share there is nothing to test.
+#[cfg(all(test, not(bagua_portable)))]
 mod tests {
     use std::cell::RefCell;
     use std::sync::Arc;

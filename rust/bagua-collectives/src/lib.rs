@@ -36,7 +36,7 @@ pub use bagua_net::request::{HostIo, Incoming, Io, OpContext, Outgoing, Verb};
 use bagua_kernels::{codec, reduce};
 #[cfg(test)]
 use bagua_net::{health, stats};
-use bagua_net::{memory, request, sync, transport, wait};
+use bagua_net::{memory, platform, request, sync, transport, wait};
 use bagua_types::{error, types};
 
 use std::fmt::Debug;

@@ -3,11 +3,13 @@
 //! The order: the file that a variable names, and then nothing else; what this process has loaded already; the names by which the
 //! loader knows the library; `nvidia/*/lib` of Python's site-packages, where packages such as torch's put it.
 
-use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, OsStr, c_int, c_void};
 use std::fmt::Write;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::ptr::{self, NonNull};
+use std::ptr::NonNull;
+
+use bagua_core::platform::file_of_library;
 
 use crate::error::{Error, Result};
 
@@ -104,7 +106,9 @@ impl Library {
         // SAFETY: the name is NUL-terminated; the initialisers that run are those of the library that the user or the system chose.
         let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL | flags) };
         let handle = NonNull::new(handle).ok_or_else(|| loader_error(name))?;
-        let path = file_of(handle).unwrap_or_else(|| PathBuf::from(OsStr::from_bytes(name.to_bytes())));
+        // SAFETY: opened above, and never closed.
+        let path =
+            unsafe { file_of_library(handle) }.unwrap_or_else(|| PathBuf::from(OsStr::from_bytes(name.to_bytes())));
         Ok(Library { handle, name: library, path })
     }
 
@@ -184,33 +188,6 @@ pub(crate) fn line(bytes: &[u8]) -> String {
         }
     }
     text
-}
-
-/// The beginning of the loader's entry for a library, as dlinfo(3) describes it.
-#[repr(C)]
-struct LinkMap {
-    /// Difference between the addresses in the file and those in memory.
-    base: usize,
-    /// NUL-terminated path of the file.
-    name: *const c_char,
-}
-
-/// The file that a handle belongs to.
-fn file_of(handle: NonNull<c_void>) -> Option<PathBuf> {
-    let mut map: *const LinkMap = ptr::null();
-    // SAFETY: the handle is open, and this request writes one pointer.
-    let code = unsafe { libc::dlinfo(handle.as_ptr(), libc::RTLD_DI_LINKMAP, (&raw mut map).cast()) };
-    if code != 0 || map.is_null() {
-        return None;
-    }
-    // SAFETY: dlinfo succeeded, and the entry lives as long as the library, which is never closed.
-    let name = unsafe { (*map).name };
-    if name.is_null() {
-        return None;
-    }
-    // SAFETY: the loader's names are NUL-terminated and live as long as the entry.
-    let name = unsafe { CStr::from_ptr(name) }.to_bytes();
-    (!name.is_empty()).then(|| PathBuf::from(OsStr::from_bytes(name)))
 }
 
 #[cfg(test)]

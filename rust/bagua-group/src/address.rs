@@ -10,6 +10,7 @@ use super::tls::Tls;
 use super::wire::{Encoding, Malformed, Reader, VERSION, rank, socket, text};
 use crate::collective::Algorithm;
 use crate::error::{self, Error};
+pub(super) use crate::platform::{host_id, host_name, pid_namespace};
 
 /// First bytes of an address blob.
 const MAGIC: [u8; 4] = *b"BGad";
@@ -51,7 +52,7 @@ pub(super) struct Address {
     pub(super) world_size: usize,
     /// Process id in the process's own namespace.
     pub(super) pid: u32,
-    /// Number of the namespace of `pid` on its host; 0 where `/proc` does not show it.
+    /// Number of the namespace of `pid` on its host; 0 where it does not say which process it is.
     pub(super) pid_namespace: u64,
     /// TCP listener. `None` in a world of one.
     #[serde(with = "socket")]
@@ -175,28 +176,6 @@ impl Address {
         let tcp = self.tcp.map_or_else(|| "no address".to_owned(), |tcp| tcp.to_string());
         format!("rank {} at {tcp} ({}, process {})", self.rank, self.host_name, self.pid)
     }
-}
-
-/// The boot id and the network namespace: equal for processes that can connect to each other's abstract Unix sockets.
-pub(super) fn host_id() -> error::Result<String> {
-    use std::os::unix::fs::MetadataExt;
-    let path = "/proc/sys/kernel/random/boot_id";
-    let boot = std::fs::read_to_string(path).map_err(|e| Error::system(path, e))?;
-    let path = "/proc/self/ns/net";
-    let namespace = std::fs::metadata(path).map_err(|e| Error::system(path, e))?;
-    Ok(format!("{}:{}:{}", boot.trim(), namespace.dev(), namespace.ino()))
-}
-
-/// Number of this process's namespace of process ids; 0 where `/proc` does not show it.
-pub(super) fn pid_namespace() -> u64 {
-    use std::os::unix::fs::MetadataExt;
-    std::fs::metadata("/proc/self/ns/pid").map_or(0, |namespace| namespace.ino())
-}
-
-/// The host name of the system.
-pub(super) fn host_name() -> String {
-    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    if name.trim().is_empty() { "localhost".to_owned() } else { name.trim().to_owned() }
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use std::time::Duration;
 use super::control::FULL;
 use super::tls::{Access, Tls};
 use crate::collective::{Algorithm, CollectiveFactory};
+use crate::platform::SHARES_MEMORY;
 use crate::transport::{Tcp, Transport};
 
 /// Default number of streams to a peer.
@@ -19,7 +20,7 @@ pub const MAX_STREAMS: usize = 64;
 /// The transports that a group may use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TransportChoice {
-    /// Shared memory between ranks of one host, TCP between hosts.
+    /// Shared memory between ranks of one host where the system has it ([`SHARES_MEMORY`]), TCP between hosts.
     #[default]
     Auto,
     /// TCP between all ranks, also on one host.
@@ -52,7 +53,7 @@ impl TransportChoice {
 
     /// Whether ranks of one host share memory.
     pub(super) const fn shares_memory(self) -> bool {
-        matches!(self, TransportChoice::Auto)
+        SHARES_MEMORY && matches!(self, TransportChoice::Auto)
     }
 }
 

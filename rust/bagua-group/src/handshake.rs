@@ -20,6 +20,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::wire::{Malformed, Reader, VERSION, Writer};
 use crate::error::{self, Error, Source};
+use crate::platform;
 use crate::transport::tls::TlsFault;
 
 /// Time limit of one step; a peer needs far less.
@@ -46,11 +47,7 @@ const REFUSED: u8 = 1;
 /// Random bytes from the system.
 pub(super) fn random<const N: usize>() -> error::Result<[u8; N]> {
     let mut bytes = [0; N];
-    let mut filled = 0;
-    while filled < N {
-        filled += rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty())
-            .map_err(|e| Error::system("getrandom", e))?;
-    }
+    platform::random(&mut bytes).map_err(|e| Error::system("random bytes of the system", e))?;
     Ok(bytes)
 }
 

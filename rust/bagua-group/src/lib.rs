@@ -62,7 +62,7 @@ mod wire;
 
 use bagua_collectives::{self as collective, same_ranks_as};
 use bagua_kernels::codec;
-use bagua_net::{health, memory, recorder, request, stats, transport, wait};
+use bagua_net::{health, memory, platform, recorder, request, stats, transport, wait};
 use bagua_types::{error, types};
 
 pub use bootstrap::Bootstrap;

@@ -9,9 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
-};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, SendAncillaryBuffer, SendAncillaryMessage};
 
 use super::builder::LaneBuilder;
 use super::connection::{DataConn, Socket};
@@ -22,6 +20,7 @@ use crate::collective::shm::PassDescriptors;
 use crate::collective::{OpContext, Shm};
 use crate::error::{Error, Result};
 use crate::memory::{Arena, Registry};
+use crate::platform;
 use crate::wait::{blocking_wait, slice_among};
 
 /// `index` of the connections over which the descriptor of a lane's segment is passed.
@@ -166,7 +165,7 @@ impl Passing<'_> {
             if !descriptors.is_empty() {
                 ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
             }
-            rustix::net::sendmsg(self.stream.as_fd(), &[IoSlice::new(&[byte])], &mut ancillary, SendFlags::NOSIGNAL)
+            rustix::net::sendmsg(self.stream.as_fd(), &[IoSlice::new(&[byte])], &mut ancillary, platform::NO_SIGNAL)
         })
         .map(drop)
     }
@@ -188,7 +187,7 @@ impl Passing<'_> {
         let (bytes, found) = self.patiently("receiving shared memory", || {
             let mut ancillary = RecvAncillaryBuffer::new(&mut space);
             let into = &mut [IoSliceMut::new(&mut byte)];
-            let message = rustix::net::recvmsg(self.stream.as_fd(), into, &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;
+            let message = rustix::net::recvmsg(self.stream.as_fd(), into, &mut ancillary, platform::CLOSE_ON_EXEC)?;
             let found = ancillary.drain().find_map(|message| match message {
                 RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
                 _ => None,

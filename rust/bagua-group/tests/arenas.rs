@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use bagua_collectives::{Io, Verb};
 use bagua_group::{Config, Group, Lane, Options, TransportChoice};
 use bagua_net::memory::SharedArena;
+use bagua_net::platform::{OPEN_DESCRIPTORS, SHARES_MEMORY};
 use bagua_net::wait::lock;
 use bagua_types::error::Error;
 use bagua_types::types::{DType, Kind, ReduceOp};
@@ -89,6 +90,7 @@ fn valid_pairs() -> impl Iterator<Item = (DType, ReduceOp)> {
 }
 
 #[test]
+#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn zero_copy_results_equal_those_of_windows_and_streams_bitwise_in_every_type_and_op() {
     for n in 2..=5 {
         on_all(n, |me, mut rank| {
@@ -115,6 +117,7 @@ fn zero_copy_results_equal_those_of_windows_and_streams_bitwise_in_every_type_an
 }
 
 #[test]
+#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn zero_copy_handles_large_and_odd_sizes() {
     on_all(3, |me, mut rank| {
         let arena = rank.group.arena(3_000_000, "test").unwrap();
@@ -130,6 +133,7 @@ fn zero_copy_handles_large_and_odd_sizes() {
 }
 
 #[test]
+#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn zero_copy_verbs_with_chunks_and_roots_work_in_place_and_split() {
     for n in 2..=4 {
         on_all(n, |me, mut rank| {
@@ -191,6 +195,7 @@ fn zero_copy_verbs_with_chunks_and_roots_work_in_place_and_split() {
 }
 
 #[test]
+#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn any_mixture_of_arenas_offsets_and_ordinary_memory_gives_the_same_result() {
     on_all(3, |me, mut rank| {
         let bytes = 700_004;
@@ -223,6 +228,7 @@ fn any_mixture_of_arenas_offsets_and_ordinary_memory_gives_the_same_result() {
 }
 
 #[test]
+#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn arenas_may_be_freed_and_allocated_again_and_one_rank_may_keep_its_part() {
     on_all(2, |me, mut rank| {
         let bytes = 300_000;
@@ -248,6 +254,7 @@ fn arenas_may_be_freed_and_allocated_again_and_one_rank_may_keep_its_part() {
 }
 
 #[test]
+#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn random_operations_inside_and_outside_arenas_give_correct_results() {
     on_all(4, |me, mut rank| {
         let arena = rank.group.arena(400_000, "test").unwrap();
@@ -278,6 +285,7 @@ fn random_operations_inside_and_outside_arenas_give_correct_results() {
 }
 
 #[test]
+#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn other_lanes_and_sub_groups_are_zero_copy_on_an_arena_of_the_world() {
     on_all(3, |me, mut rank| {
         let bytes = 100_000;
@@ -302,9 +310,11 @@ fn other_lanes_and_sub_groups_are_zero_copy_on_an_arena_of_the_world() {
 fn without_shared_memory_an_arena_is_private_and_all_reduce_works() {
     let two_hosts = |config: &mut Config| config.host_id = ["a", "a", "b"][config.rank].to_owned();
     let by_tcp = |config: &mut Config| config.transport = TransportChoice::Tcp;
-    for (groups, shared) in
-        [(world_with(3, two_hosts), [true, true, false]), (world_with(3, by_tcp), [false; 3]), (world(1), [false; 3])]
-    {
+    for (groups, shared) in [
+        (world_with(3, two_hosts), [SHARES_MEMORY, SHARES_MEMORY, false]),
+        (world_with(3, by_tcp), [false; 3]),
+        (world(1), [false; 3]),
+    ] {
         let size = groups.len();
         std::thread::scope(|scope| {
             for (rank, group) in groups.iter().enumerate() {
@@ -323,6 +333,7 @@ fn without_shared_memory_an_arena_is_private_and_all_reduce_works() {
 }
 
 #[test]
+#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn one_rank_makes_and_frees_arenas_while_the_others_do_something_else() {
     on_all(3, |me, mut rank| {
         if me == 1 {
@@ -339,6 +350,7 @@ fn one_rank_makes_and_frees_arenas_while_the_others_do_something_else() {
 }
 
 #[test]
+#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn tensors_in_arenas_of_different_sizes_and_in_any_combination_are_zero_copy() {
     on_all(3, |me, mut rank| {
         let bytes = 200_000;
@@ -363,6 +375,7 @@ fn tensors_in_arenas_of_different_sizes_and_in_any_combination_are_zero_copy() {
 }
 
 #[test]
+#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn an_arena_has_one_descriptor_and_its_peers_have_none() {
     let _alone = lock(&DESCRIPTORS);
     on_all(3, |me, mut rank| {
@@ -382,12 +395,13 @@ fn an_arena_has_one_descriptor_and_its_peers_have_none() {
 
 /// Open descriptors of arenas with this label in this process, of which every rank is a thread.
 fn descriptors(label: &str) -> usize {
-    let open = std::fs::read_dir("/proc/self/fd").unwrap();
+    let open = std::fs::read_dir(OPEN_DESCRIPTORS).unwrap();
     let targets = open.filter_map(|entry| std::fs::read_link(entry.unwrap().path()).ok());
     targets.filter(|target| target.to_string_lossy().contains(label)).count()
 }
 
 #[test]
+#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn a_rank_that_cannot_map_the_arenas_of_its_peers_copies_with_them() {
     let ranks = [0, 1];
     let (_, processes) = mixed("entry_of_few_descriptors", 2, &ranks, Duration::from_secs(5));
@@ -408,7 +422,7 @@ fn entry_of_few_descriptors() {
     if group.rank() == 1 {
         // One descriptor is left: for the connection over which that of the peer's arena would come.
         let mut limits = getrlimit(Resource::Nofile);
-        limits.current = Some(std::fs::read_dir("/proc/self/fd").unwrap().count() as u64 + 8);
+        limits.current = Some(std::fs::read_dir(OPEN_DESCRIPTORS).unwrap().count() as u64 + 8);
         setrlimit(Resource::Nofile, limits).unwrap();
         files.extend(std::iter::from_fn(|| std::fs::File::open("/dev/null").ok()));
         files.pop().unwrap();
@@ -444,6 +458,7 @@ fn resident(label: &str) -> (usize, usize) {
 }
 
 #[test]
+#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn an_arena_is_populated_at_once_and_may_outlive_its_group() {
     let groups = world(2);
     let arenas: Vec<SharedArena> = std::thread::scope(|scope| {
@@ -463,6 +478,7 @@ fn an_arena_is_populated_at_once_and_may_outlive_its_group() {
 }
 
 #[test]
+#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn the_memory_of_peers_goes_with_the_own_arena_and_with_the_lane() {
     let _alone = lock(&DESCRIPTORS);
     for by_lane in [false, true] {
@@ -512,6 +528,7 @@ fn entry_of_processes() {
 }
 
 #[test]
+#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn a_rank_that_is_killed_during_zero_copy_operations_is_lost_at_once_and_no_other_crashes() {
     for _ in 0..3 {
         let ranks = [0, 1, 2];

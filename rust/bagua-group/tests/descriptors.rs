@@ -3,6 +3,7 @@
 mod group_world;
 
 use bagua_group::{Group, Options, TransportChoice};
+use bagua_net::platform::OPEN_DESCRIPTORS;
 use group_world::{until, world_with};
 
 fn count(path: &str) -> usize {
@@ -18,9 +19,9 @@ fn dropping_groups_with_lanes_closes_all_descriptors_and_ends_all_threads() {
                 config.host_id = ["a", "a", "b"][config.rank].to_owned();
             });
             if transport == TransportChoice::Tcp {
-                let before = count("/proc/self/fd");
+                let before = count(OPEN_DESCRIPTORS);
                 let unused: Vec<_> = groups.iter().map(|group| group.lane().unwrap()).collect();
-                assert_eq!(count("/proc/self/fd"), before, "a lane that is not used costs none");
+                assert_eq!(count(OPEN_DESCRIPTORS), before, "a lane that is not used costs none");
                 drop(unused);
             }
             let lanes: Vec<_> = std::thread::scope(|scope| {
@@ -37,10 +38,10 @@ fn dropping_groups_with_lanes_closes_all_descriptors_and_ends_all_threads() {
         }
     };
     round();
-    let (descriptors, threads) = (count("/proc/self/fd"), count("/proc/self/task"));
+    let (descriptors, threads) = (count(OPEN_DESCRIPTORS), count("/proc/self/task"));
     for _ in 0..3 {
         round();
     }
     until("the threads have ended", || count("/proc/self/task") <= threads);
-    assert_eq!(count("/proc/self/fd"), descriptors);
+    assert_eq!(count(OPEN_DESCRIPTORS), descriptors);
 }

@@ -5,6 +5,7 @@ mod group_world;
 use std::time::Instant;
 
 use bagua_group::{Bootstrap, Config, Group, Lane, Options, TransportChoice};
+use bagua_net::platform::OPEN_DESCRIPTORS;
 use bagua_types::error::Error;
 use group_world::{config, world_with};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -18,7 +19,7 @@ fn soft() -> u64 {
 }
 
 fn open() -> u64 {
-    std::fs::read_dir("/proc/self/fd").unwrap().count() as u64 - 1
+    std::fs::read_dir(OPEN_DESCRIPTORS).unwrap().count() as u64 - 1
 }
 
 fn lanes(groups: &[Group]) -> Vec<Lane> {

@@ -6,6 +6,7 @@
 //! | [`request`] | one operation as a value: verb, buffers, deadline, counters |
 //! | [`memory`], [`stats`], [`recorder`], [`health`] | tensor memory; counters; the last operations; a group's failure state |
 //! | [`wait`] | deadlines, futexes, doorbells |
+//! | [`platform`] | what is specific to an operating system: all of Linux's system calls beyond POSIX |
 //! | [`sync`] | atomics, locks and futexes, which a model checker may replace |
 
 #![deny(unsafe_code)]
@@ -13,6 +14,7 @@
 
 pub mod health;
 pub mod memory;
+pub mod platform;
 pub mod recorder;
 pub mod request;
 pub mod stats;

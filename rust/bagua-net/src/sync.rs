@@ -66,25 +66,6 @@ mod machine {
 
     /// Waiting for a word to change. Works across processes on shared memory.
     pub mod futex {
-        use std::sync::atomic::AtomicU32;
-        use std::time::Duration;
-
-        use rustix::thread::futex;
-
-        /// Sleeps while `*word == seen`, at most `timeout`. May return early.
-        pub fn wait(word: &AtomicU32, seen: u32, timeout: Duration) {
-            let timeout = futex::Timespec {
-                tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
-                tv_nsec: timeout.subsec_nanos().into(),
-            };
-            // Every outcome (woken, changed, timed out, interrupted) means the same to the caller: look again.
-            let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&timeout));
-        }
-
-        /// Wakes every thread that sleeps on `word`, in every process.
-        pub fn wake(word: &AtomicU32) {
-            // No sleeper is not an error.
-            let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
-        }
+        pub use crate::platform::{futex_wait as wait, futex_wake as wake};
     }
 }

@@ -12,9 +12,9 @@ use std::sync::atomic::Ordering::{Acquire, Release};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use bagua_core::platform::{Processors, processors, set_processors};
 use bagua_core::reduce::{combine, combine_everywhere_on, level, levels};
 use bagua_core::types::{DType, ReduceOp};
-use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::KIB;
 
@@ -145,8 +145,8 @@ fn measure(thread: &mut Thread<'_>, cases: &[Case], rounds: usize) -> Vec<Round>
 
 pub fn run() {
     let cores: Vec<usize> = {
-        let allowed = sched_getaffinity(None).expect("this thread's cores");
-        (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)).take(2).collect()
+        let allowed = processors(0).expect("this thread's cores");
+        allowed.iter().take(2).collect()
     };
     let [_, _] = cores[..] else {
         println!("not measured: this needs two cores");
@@ -160,9 +160,7 @@ pub fn run() {
             tensors: FILLING.map(|byte| UnsafeCell::new(vec![byte; bytes])),
         };
         let body = |index: usize| {
-            let mut only = CpuSet::new();
-            only.set(cores[index]);
-            sched_setaffinity(None, &only).expect("a core that this thread may use");
+            set_processors(&Processors::only(cores[index])).expect("a core that this thread may use");
             let mut thread = Thread { shared: &shared, index, passed: 0 };
             cases.iter().for_each(|case| thread.check(*case));
             // By size only, because both threads have to make as many rounds.

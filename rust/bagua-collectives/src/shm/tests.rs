@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::*;
 use crate::health::GroupHealth;
+use crate::platform::{Processors, processors, set_processors, thread_number};
 use crate::reduce::combine;
 use crate::stats::OpStats;
 use crate::types::{DType, Fingerprint, Shape};
@@ -377,8 +378,8 @@ fn messages_between_two_ranks_go_in_both_directions_at_once() {
 }
 
 /// The processors that this process may use; None, with the reason printed, where it has too few for a rank each.
-fn two_processors() -> Option<rustix::thread::CpuSet> {
-    let allowed = rustix::thread::sched_getaffinity(None).unwrap();
+fn two_processors() -> Option<Processors> {
+    let allowed = processors(0).unwrap();
     let enough = allowed.count() > 1;
     if !enough {
         println!("skipped: this process may use one processor only");
@@ -397,31 +398,29 @@ fn until(what: &str, mut seen: impl FnMut() -> bool) {
 
 #[test]
 fn a_rank_that_sleeps_for_a_peer_is_not_woken_on_the_processor_of_that_peer_and_has_its_mask_back_afterwards() {
-    use rustix::thread::{CpuSet, Pid, gettid, sched_getaffinity, sched_setaffinity};
     let Some(allowed) = two_processors() else { return };
-    let mut own = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu));
+    let mut own = allowed.iter();
     let (early, late) = (own.next().unwrap(), own.next().unwrap());
-    let thread = std::sync::Mutex::new(None::<Pid>);
+    let thread = std::sync::Mutex::new(None::<i32>);
     on_all(2, |me, mut rank| {
         rank.shm.protocol.spins = true;
-        let mut only = CpuSet::new();
-        only.set([late, early][me]);
-        sched_setaffinity(None, &only).unwrap();
+        let only = Processors::only([late, early][me]);
+        set_processors(&only).unwrap();
         rank.barrier().unwrap();
         if me == 1 {
-            sched_setaffinity(None, &allowed).unwrap();
-            *thread.lock().unwrap() = Some(gettid());
+            set_processors(&allowed).unwrap();
+            *thread.lock().unwrap() = Some(thread_number());
         } else {
             until("no thread waits", || thread.lock().unwrap().is_some());
-            let peer = *thread.lock().unwrap();
-            let without = |mask: CpuSet| mask.is_set(early) && !mask.is_set(late);
-            until("the mask of the rank that waits was never another", || without(sched_getaffinity(peer).unwrap()));
+            let peer = thread.lock().unwrap().unwrap();
+            let without = |mask: Processors| mask.contains(early) && !mask.contains(late);
+            until("the mask of the rank that waits was never another", || without(processors(peer).unwrap()));
         }
         rank.barrier().unwrap();
         let expected = if me == 1 { allowed } else { only };
-        assert_eq!(sched_getaffinity(None), Ok(expected));
+        assert_eq!(processors(0).unwrap(), expected);
         std::thread::scope(|scope| {
-            let inherited = scope.spawn(|| sched_getaffinity(None).unwrap());
+            let inherited = scope.spawn(|| processors(0).unwrap());
             assert_eq!(inherited.join().unwrap(), expected);
         });
     });
@@ -429,13 +428,11 @@ fn a_rank_that_sleeps_for_a_peer_is_not_woken_on_the_processor_of_that_peer_and_
 
 #[test]
 fn a_rank_spins_also_for_a_peer_on_its_own_processor() {
-    use rustix::thread::{CpuSet, sched_setaffinity};
     let Some(allowed) = two_processors() else { return };
-    let mut only = CpuSet::new();
-    only.set((0..CpuSet::MAX_CPU).find(|cpu| allowed.is_set(*cpu)).unwrap());
+    let only = Processors::only(allowed.iter().next().unwrap());
     on_all(2, |me, mut rank| {
         rank.shm.protocol.spins = true;
-        sched_setaffinity(None, &only).unwrap();
+        set_processors(&only).unwrap();
         rank.barrier().unwrap();
         rank.shm.protocol.vain.set(0);
         if me == 0 {

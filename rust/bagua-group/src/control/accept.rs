@@ -1,7 +1,5 @@
 //! The listening sockets of a rank, and the service behind them: the checks of a hello, and where an accepted connection goes.
 
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::SocketAddr as UnixAddress;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -14,6 +12,7 @@ use super::super::tls::{Ends, Refused};
 use super::plane::Plane;
 use super::session;
 use crate::error::{Error, Result};
+use crate::platform;
 use crate::wait::lock;
 
 /// The listening sockets of a rank.
@@ -30,10 +29,7 @@ impl Listeners {
         let tcp = listen(at).map_err(|e| Error::system(&format!("listening on {at}"), e))?;
         let name = format!("bagua-{:032x}", u128::from_le_bytes(handshake::random()?)).into_bytes();
         let unix = if config.transport.shares_memory() {
-            UnixAddress::from_abstract_name(&name)
-                .and_then(|address| std::os::unix::net::UnixListener::bind_addr(&address))
-                .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
-                .ok()
+            platform::listen_by_name(&name).and_then(|listener| listener.set_nonblocking(true).map(|()| listener)).ok()
         } else {
             None
         };

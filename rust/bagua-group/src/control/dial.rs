@@ -1,7 +1,6 @@
 //! Connecting to peers, with retries until a deadline.
 
 use std::io::ErrorKind;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -16,6 +15,7 @@ use super::session;
 use super::thread::Control;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
+use crate::platform::path_of_name;
 use crate::wait::lock;
 
 /// The peer and the purpose of a connection to open.
@@ -96,12 +96,7 @@ impl Plane {
         hello: &Hello,
     ) -> std::result::Result<ControlConn, Failed> {
         let mut conn = match (kind, address.tcp) {
-            (SocketKind::Unix, _) => {
-                let mut name = vec![0];
-                name.extend_from_slice(&address.unix);
-                use std::os::unix::ffi::OsStringExt;
-                ControlConn::unix(UnixStream::connect(PathBuf::from(std::ffi::OsString::from_vec(name))).await?)
-            }
+            (SocketKind::Unix, _) => ControlConn::unix(UnixStream::connect(path_of_name(&address.unix)?).await?),
             (SocketKind::Tcp, Some(tcp)) => {
                 let connecting = tokio::time::timeout(STEP_TIMEOUT, TcpStream::connect(tcp)).await;
                 let stream = connecting.map_err(|_| Failed::broken("no answer"))??;
@@ -151,10 +146,8 @@ impl Plane {
     }
 
     async fn unix_name_exists(&self, address: &Address) -> bool {
-        let mut name = vec![0];
-        name.extend_from_slice(&address.unix);
-        use std::os::unix::ffi::OsStringExt;
-        match UnixStream::connect(PathBuf::from(std::ffi::OsString::from_vec(name))).await {
+        let Ok(path) = path_of_name(&address.unix) else { return false };
+        match UnixStream::connect(path).await {
             Ok(_) => true,
             Err(error) => error.kind() == ErrorKind::WouldBlock,
         }

@@ -24,8 +24,9 @@ use super::overlay::{Action, Overlay, Presence};
 use super::peers::{Connections, Peer};
 use super::silence::is_stopped;
 use crate::error::{Error, Result, Source};
+use crate::platform::unsent;
 use crate::stats::Stats;
-use crate::transport::{Transport, unsent};
+use crate::transport::Transport;
 use crate::wait::lock;
 
 /// How long a leaving rank waits for acknowledgements.
@@ -342,7 +343,7 @@ impl Plane {
         let streams = std::mem::take(&mut *lock(&self.streams));
         let (mut least, mut moved) = (usize::MAX, Instant::now());
         while goes_on() && moved.elapsed() < STALLED {
-            let left = streams.iter().filter_map(Weak::upgrade).map(|stream| unsent(&stream)).sum();
+            let left = streams.iter().filter_map(Weak::upgrade).filter_map(|stream| unsent(&stream)).sum();
             if left == 0 {
                 return;
             }

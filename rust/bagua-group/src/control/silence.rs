@@ -4,6 +4,8 @@
 
 use std::time::{Duration, Instant};
 
+pub(super) use crate::platform::is_stopped;
+
 /// For how long a thread that wakes up periodically should have run, and did not.
 #[derive(Debug)]
 pub(super) struct Lateness {
@@ -49,14 +51,6 @@ impl Silence {
     pub(super) fn has_lasted(&self, time: Duration, now: Instant) -> bool {
         now.saturating_duration_since(self.since) > time
     }
-}
-
-/// True when a process of this host is stopped, by SIGSTOP or by a debugger. False as well where it has ended, which its connections show.
-pub(super) fn is_stopped(process: u32) -> bool {
-    let Ok(stat) = std::fs::read(format!("/proc/{process}/stat")) else { return false };
-    // The state follows the name, which may contain anything.
-    let state = stat.iter().rposition(|byte| *byte == b')').and_then(|at| stat.get(at + 2));
-    matches!(state, Some(b'T' | b't'))
 }
 
 #[cfg(test)]

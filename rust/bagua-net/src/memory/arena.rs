@@ -4,10 +4,9 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic;
 
-use rustix::fs::{MemfdFlags, SealFlags};
-
 use super::mapping::Mapping;
 use crate::error::{Error, Result};
+use crate::platform;
 use crate::sync::{self, AtomicU32, AtomicU64};
 
 /// An anonymous shared-memory file and its mapping in this process.
@@ -24,14 +23,11 @@ impl Arena {
     /// New zeroed memory of `len` bytes (rounded up to whole pages). `label` shows in `/proc/<pid>/maps`.
     ///
     /// # Errors
-    /// `System` when the kernel refuses.
+    /// `System` when the kernel refuses, and where processes share no memory ([`platform::SHARES_MEMORY`]).
     pub fn create(label: &str, len: usize) -> Result<Arena> {
         let len = len.max(1).next_multiple_of(rustix::param::page_size());
-        let failed = |e| Error::system(&format!("shared memory of {len} bytes"), e);
-        let fd = rustix::fs::memfd_create(label, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).map_err(failed)?;
-        rustix::fs::ftruncate(&fd, len as u64).map_err(failed)?;
-        // A peer that shrank the file could make this process die of SIGBUS: no process may change its size from here on.
-        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).map_err(failed)?;
+        let fd = platform::shared_file(label, len);
+        let fd = fd.map_err(|e| Error::system(&format!("shared memory of {len} bytes"), e))?;
         Ok(Arena { mapping: Mapping::shared(fd.as_fd(), len)?, fd })
     }
 
@@ -40,12 +36,10 @@ impl Arena {
     /// # Errors
     /// `System` when the descriptor is not shared memory that is sealed against resizing, or cannot be mapped.
     pub fn from_fd(fd: OwnedFd) -> Result<Arena> {
-        let failed = |e| Error::system("mapping a peer's shared memory", e);
-        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(failed)?;
-        if !seals.contains(SealFlags::SHRINK) {
+        let sealed = platform::sealed_len(fd.as_fd());
+        let Some(len) = sealed.map_err(|e| Error::system("mapping a peer's shared memory", e))? else {
             return Err(Error::other("a peer's shared memory is not sealed against shrinking"));
-        }
-        let len = usize::try_from(rustix::fs::fstat(&fd).map_err(failed)?.st_size).unwrap_or(0);
+        };
         if len == 0 {
             return Err(Error::other("a peer's shared memory is empty"));
         }
@@ -126,7 +120,8 @@ impl Arena {
     }
 }
 
-#[cfg(test)]
+// Without memory that processes share there is nothing to test.
+#[cfg(all(test, not(bagua_portable)))]
 mod tests {
     use super::*;
     use std::sync::atomic::Ordering;
@@ -143,13 +138,6 @@ mod tests {
         unsafe { mine.slice_mut(100..103).copy_from_slice(b"abc") };
         // SAFETY: as above.
         assert_eq!(unsafe { theirs.slice(100..103) }, b"abc");
-    }
-
-    #[test]
-    fn memory_that_could_shrink_under_us_is_refused() {
-        let fd = rustix::fs::memfd_create("bagua-test", MemfdFlags::CLOEXEC).unwrap();
-        rustix::fs::ftruncate(&fd, 4096).unwrap();
-        assert!(Arena::from_fd(fd).is_err());
     }
 
     #[test]

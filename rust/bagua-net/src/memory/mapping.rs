@@ -4,9 +4,10 @@ use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 
-use rustix::mm::{Advice, MapFlags, ProtFlags};
+use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::error::{Error, Result};
+use crate::platform;
 use crate::sync;
 
 /// Mapped memory, readable and writable.
@@ -60,22 +61,15 @@ impl Mapping {
         self.ptr.as_ptr()
     }
 
-    /// Gives every page in a range its memory and its place in this process's page table, which would otherwise cost 1 to 2.5
-    /// us per page when it is first touched.
+    /// As [`platform::populate`], for a range.
     ///
     /// # Errors
-    /// `System` when there is not enough memory. A kernel that cannot do this (before Linux 5.14) does it at first touch.
+    /// `System` when there is not enough memory.
     pub(super) fn populate(&self, range: Range<usize>) -> Result<()> {
         assert!(range.start <= range.end && range.end <= self.len);
-        // SAFETY: in bounds (checked); the advice leaves the contents as they are.
-        let outcome = unsafe {
-            let begin = self.ptr.as_ptr().add(range.start).cast();
-            rustix::mm::madvise(begin, range.len(), Advice::LinuxPopulateWrite)
-        };
-        match outcome {
-            Ok(()) | Err(rustix::io::Errno::INVAL) => Ok(()),
-            Err(e) => Err(Error::system(&format!("getting {} bytes of memory", range.len()), e)),
-        }
+        // SAFETY: in bounds (checked), and mapped by `made`.
+        let populated = unsafe { platform::populate(self.ptr.as_ptr().add(range.start).cast(), range.len()) };
+        populated.map_err(|e| Error::system(&format!("getting {} bytes of memory", range.len()), e))
     }
 
     /// The bytes in `range`.

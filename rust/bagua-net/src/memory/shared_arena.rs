@@ -333,7 +333,8 @@ impl Finder {
     }
 }
 
-#[cfg(test)]
+// Without memory that processes share there is nothing to test.
+#[cfg(all(test, not(bagua_portable)))]
 mod tests {
     use rustix::param::page_size;
 

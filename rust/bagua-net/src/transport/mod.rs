@@ -10,7 +10,6 @@ mod mesh;
 pub mod shm;
 mod tcp;
 pub mod tls;
-mod unsent;
 
 pub use crate::request::{Incoming, OpContext, Outgoing};
 pub use fault::{Clock, Fault, Faults};
@@ -18,7 +17,6 @@ pub use local::{Local, local_mesh};
 pub use mesh::{ByteCounts, Endpoint, Frames, Mesh, OpenStreams, PeerFault, Plan, Step};
 pub use tcp::Tcp;
 pub use tls::Tls;
-pub use unsent::unsent;
 
 use std::os::fd::BorrowedFd;
 

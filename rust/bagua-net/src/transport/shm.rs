@@ -233,7 +233,8 @@ impl Drop for ShmLink {
 #[cfg(all(test, model))]
 mod model;
 
-#[cfg(test)]
+// Without memory that processes share there is nothing to test.
+#[cfg(all(test, not(bagua_portable)))]
 mod tests {
     use super::*;
     use std::time::{Duration, Instant};

@@ -6,9 +6,10 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg, sockopt};
+use rustix::net::{SendAncillaryBuffer, sendmsg};
 
 use super::{Broken, Readiness, Transport};
+use crate::platform;
 
 /// How long the kernel retransmits unacknowledged bytes before it closes the connection. The heartbeat of a group usually detects a
 /// lost peer earlier; this is for a mesh without a control plane.
@@ -43,8 +44,7 @@ pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
     stream.set_nonblocking(true)?;
     // Every send passes all bytes that are ready, so Nagle's algorithm would only delay them.
     stream.set_nodelay(true)?;
-    sockopt::set_tcp_user_timeout(stream, u32::try_from(USER_TIMEOUT.as_millis()).unwrap_or(u32::MAX))?;
-    socket2::SockRef::from(stream).set_tcp_notsent_lowat(UNSENT)
+    platform::limit_stream(stream, USER_TIMEOUT, UNSENT)
 }
 
 impl Transport for Tcp {
@@ -54,8 +54,7 @@ impl Transport for Tcp {
 
     fn send(&mut self, head: &[u8], body: &[u8]) -> Result<usize, Broken> {
         let parts = [IoSlice::new(head), IoSlice::new(body)];
-        // NOSIGNAL: a closed connection is an error here, independent of the program's handling of SIGPIPE.
-        retry(|| Ok(sendmsg(&self.stream, &parts, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL)?))
+        retry(|| Ok(sendmsg(&self.stream, &parts, &mut SendAncillaryBuffer::default(), platform::NO_SIGNAL)?))
     }
 
     fn recv(&mut self, into: &mut [u8]) -> Result<usize, Broken> {

@@ -8,7 +8,7 @@ use std::net::TcpStream;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use rustix::net::{SendFlags, send};
+use rustix::net::send;
 use rustls::client::UnbufferedClientConnection;
 use rustls::pki_types::ServerName;
 use rustls::server::UnbufferedServerConnection;
@@ -19,6 +19,7 @@ use rustls::{AlertDescription, CertificateError, ClientConfig, Error as Fault, I
 
 use super::tcp::{prepare, retry};
 use super::{Broken, Readiness, Transport};
+use crate::platform;
 
 /// The longest plaintext of a record (RFC 8446, section 5.1).
 const RECORD: usize = 16 << 10;
@@ -563,7 +564,7 @@ impl Transport for Tls {
     fn send(&mut self, head: &[u8], body: &[u8]) -> Result<usize, Broken> {
         let Tls { stream, session } = self;
         // NOSIGNAL: as in `Tcp`.
-        retry(|| session.write(head, body, |bytes| Ok(send(&**stream, bytes, SendFlags::NOSIGNAL)?)))
+        retry(|| session.write(head, body, |bytes| Ok(send(&**stream, bytes, platform::NO_SIGNAL)?)))
     }
 
     fn recv(&mut self, into: &mut [u8]) -> Result<usize, Broken> {

@@ -5,12 +5,13 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::posted::{Call, PeerStream, PostedMessages};
 use super::streams::{Message, Opened, Streams};
 use crate::error::{Error, Result, Source};
 use crate::health::{GroupHealth, LEFT};
+use crate::platform::Waker;
 use crate::recorder::LaneRecorder;
 use crate::stats::Stats;
 use crate::transport::{Broken, ByteCounts, Endpoint, PeerFault, Transport};
@@ -85,8 +86,8 @@ pub(super) struct MessengerShared {
     pub(super) stats: Arc<Stats>,
     recorder: Option<LaneRecorder>,
     events: Mutex<Vec<Event>>,
-    /// Readable when there is something for the thread to do.
-    bell: OwnedFd,
+    /// Woken when there is something for the thread to do.
+    waker: Waker,
     /// Held while bytes are handed to streams and taken from them, never across a wait.
     state: Mutex<MessageProgress>,
 }
@@ -158,8 +159,7 @@ impl MessengerShared {
         stats: &Arc<Stats>,
         recorder: Option<LaneRecorder>,
     ) -> Result<MessengerShared> {
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-        let bell = bell.map_err(|e| Error::system("a descriptor for the thread of messages", e))?;
+        let waker = Waker::new().map_err(|e| Error::system("a descriptor for the thread of messages", e))?;
         let posted = PostedMessages::new(health.rank(), health.world_ranks().to_vec());
         let peers = (0..health.size()).map(|_| Peer::default()).collect();
         Ok(MessengerShared {
@@ -168,7 +168,7 @@ impl MessengerShared {
             stats: Arc::clone(stats),
             recorder,
             events: Mutex::default(),
-            bell,
+            waker,
             state: Mutex::new(MessageProgress { posted, peers, closed: false, idle: false }),
         })
     }
@@ -187,8 +187,7 @@ impl MessengerShared {
 
     /// Wakes the thread.
     pub(super) fn wake(&self) {
-        // Only a counter that is full could refuse, and that wakes too.
-        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+        self.waker.wake();
     }
 
     pub(super) fn send(&self, event: Event) {
@@ -267,8 +266,7 @@ impl MessengerShared {
         let mut ready = Vec::new();
         let mut checked = Instant::now();
         loop {
-            let mut count = [0; 8];
-            let _ = rustix::io::read(&self.bell, &mut count);
+            self.waker.clear();
             if self.heed_events(&mut ready) {
                 self.finish();
                 return;
@@ -380,7 +378,7 @@ impl MessengerShared {
         self.wake();
     }
 
-    /// Sleeps until a stream may move bytes or the bell rings; the streams that may have bytes to receive.
+    /// Sleeps until a stream may move bytes or the thread is woken; the streams that may have bytes to receive.
     fn sleep(&self) -> Vec<PeerStream> {
         let mut open = Vec::new();
         let mut guard = lock(&self.state);
@@ -391,7 +389,7 @@ impl MessengerShared {
         state.idle = !state.posted.is_busy();
         let limit = (!state.idle).then_some(SLICE);
         drop(guard);
-        let mut wanted = vec![PollFd::from_borrowed_fd(self.bell.as_fd(), PollFlags::IN)];
+        let mut wanted = vec![PollFd::from_borrowed_fd(self.waker.as_fd(), PollFlags::IN)];
         wanted.extend(open.iter().map(|(_, descriptor, sends)| {
             let events = if *sends { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
             PollFd::from_borrowed_fd(descriptor.as_fd(), events)
