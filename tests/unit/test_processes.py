@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ NO_PROC = "needs /proc, which this system does not have"
         ),
     ],
 )
-def test_a_child_is_listed_with_its_parent(listed):
+def test_a_child_is_listed_with_its_parent(listed: Callable[[], Iterator[tuple[int, int]]]) -> None:
     with subprocess.Popen(("sleep", "60")) as child:
         try:
             assert (child.pid, os.getpid()) in set(listed())
