@@ -203,7 +203,7 @@ impl Plane {
         let own = self.config.rank;
         // The next ranks first.
         let (lower, higher): (Vec<_>, Vec<_>) = self.all_peers().into_iter().partition(|(rank, _)| *rank < own);
-        let (mut on_host, mut elsewhere, mut heard, mut silent) = (0, 0, 0, Vec::new());
+        let (mut on_host, mut elsewhere, mut sending, mut silent) = (0, 0, 0, Vec::new());
         for (rank, peer) in higher.into_iter().chain(lower) {
             if self.presence(rank) != Presence::Present {
                 continue;
@@ -225,10 +225,10 @@ impl Plane {
             if silence.exceeds(timeout, now, late) {
                 silent.push(rank);
             }
-            heard += usize::from(peer.process.is_none() && !silence.has_lasted(timeout / 2, now));
+            sending += usize::from(peer.process.is_none() && !silence.has_lasted(timeout / 2, now));
         }
         let mut reason = no_heartbeat(timeout);
-        if elsewhere > 1 && heard == 0 {
+        if elsewhere > 1 && sending == 0 {
             reason += ", nor from any other rank of another host: this host may be cut off itself";
         }
         for rank in silent {

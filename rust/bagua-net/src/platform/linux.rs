@@ -218,6 +218,7 @@ mod tests {
         assert_eq!(sealed_len(file.as_fd()).unwrap(), None);
         assert!(Arena::from_fd(file).is_err());
     }
+
     #[test]
     fn bytes_count_until_the_peer_has_room_for_them() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
