@@ -61,8 +61,8 @@ impl Plane {
     /// Opens a control connection to a rank that replaces another as a neighbour, if it runs, and is lower: a higher one connects itself.
     pub(super) async fn connect_to_neighbour(self: &Arc<Plane>, to: usize) {
         if let Verdict::Lost(reason, source, loss) = probe(Arc::clone(self), to).await {
-            // It may have left, which this rank does not know yet.
-            tokio::time::sleep(session::period(self)).await;
+            // It may have left, which this rank does not know yet. If it is lost, its own neighbours notice that at once.
+            tokio::time::sleep(self.config.heartbeat_timeout).await;
             return self.peer_lost(to, &reason, &source, loss);
         }
         let Ok(world) = self.world() else { return };

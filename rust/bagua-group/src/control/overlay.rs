@@ -12,7 +12,7 @@
 //!   message for many divides on its route.
 //!
 //! Often all ranks leave at the same time. Each says so to those that it is connected to, and these pass it on a little later, together with
-//! what has come meanwhile.
+//! what has come meanwhile. A new connection gets all that have left in one notice, however many there were.
 //!
 //! Invariants, quoted by the tests:
 //!
@@ -87,6 +87,16 @@ enum Key {
     Refused(u64),
 }
 
+/// The notices of these departures, and whether each rank moved.
+fn departures(ranks: impl IntoIterator<Item = (usize, bool)>) -> Vec<Notice> {
+    let (moved, left): (Vec<_>, Vec<_>) = ranks.into_iter().partition(|(_, moved)| *moved);
+    let notices = |ranks: Vec<(usize, bool)>, moved: bool| {
+        let ranks: Vec<usize> = ranks.into_iter().map(|(rank, _)| rank).collect();
+        ranks.chunks(RANKS_LIMIT).map(|ranks| Notice::Left { ranks: ranks.to_vec(), moved }).collect::<Vec<_>>()
+    };
+    [notices(left, false), notices(moved, true)].concat()
+}
+
 /// See the module.
 #[derive(Clone, Debug)]
 pub(in super::super) struct Overlay {
@@ -99,8 +109,10 @@ pub(in super::super) struct Overlay {
     /// The ranks with an open connection, also those that are gone.
     links: BTreeSet<usize>,
     seen: HashSet<Key>,
-    /// What was passed on, in order.
+    /// What was passed on, in order, but for departures.
     notices: VecDeque<Notice>,
+    /// This rank has left; whether it moved.
+    has_left: Option<bool>,
     /// By rank: a higher one that reports its silence.
     accused: BTreeMap<usize, usize>,
     /// Ranks that another reported as lost, although that does not count here.
@@ -125,6 +137,7 @@ impl Overlay {
             links: BTreeSet::new(),
             seen: HashSet::new(),
             notices: VecDeque::new(),
+            has_left: None,
             accused: BTreeMap::new(),
             doubted: BTreeSet::new(),
             held: VecDeque::new(),
@@ -199,9 +212,17 @@ impl Overlay {
         if peer >= self.size || peer == self.me || !self.is_present(peer) || !self.links.insert(peer) {
             return false;
         }
-        out.extend(self.notices.iter().map(|notice| Action::Send(vec![peer], Message::Notice(notice.clone()))));
+        let notices = self.notices.iter().cloned().chain(self.all_departures());
+        out.extend(notices.map(|notice| Action::Send(vec![peer], Message::Notice(notice))));
         self.pass_held(out);
         true
+    }
+
+    /// All ranks that have left, in few notices.
+    fn all_departures(&self) -> Vec<Notice> {
+        let own = self.has_left.map(|moved| (self.me, moved));
+        let others = self.gone().filter(|(_, presence)| !presence.is_lost());
+        departures(others.map(|(rank, presence)| (rank, presence == Presence::Moved)).chain(own))
     }
 
     /// A connection has ended, for this reason: the peer is lost, unless it had left.
@@ -237,18 +258,15 @@ impl Overlay {
 
     /// This rank leaves.
     pub(in super::super) fn leave(&mut self, moved: bool, out: &mut Vec<Action>) {
+        self.has_left = Some(moved);
+        self.departures.insert(self.me, moved);
         self.pass_departures(out);
-        self.pass_to_all(Notice::Left { ranks: vec![self.me], moved }, None, out);
     }
 
     /// Passes on which ranks have left since the last call.
     pub(in super::super) fn pass_departures(&mut self, out: &mut Vec<Action>) {
-        let departures = std::mem::take(&mut self.departures);
-        for moved in [false, true] {
-            let ranks: Vec<usize> = departures.iter().filter(|each| *each.1 == moved).map(|each| *each.0).collect();
-            for ranks in ranks.chunks(RANKS_LIMIT) {
-                self.pass_to_all(Notice::Left { ranks: ranks.to_vec(), moved }, None, out);
-            }
+        for notice in departures(std::mem::take(&mut self.departures)) {
+            self.send_to_all(notice, None, out);
         }
     }
 
@@ -378,14 +396,18 @@ impl Overlay {
 
     /// Sends a notice to all connected ranks but one, and keeps it for those that connect later.
     fn pass_to_all(&mut self, notice: Notice, except: Option<usize>, out: &mut Vec<Action>) {
-        let to: Vec<usize> = self.links.iter().copied().filter(|link| Some(*link) != except).collect();
-        if !to.is_empty() {
-            out.push(Action::Send(to, Message::Notice(notice.clone())));
-        }
         if self.notices.len() == KEPT {
             self.notices.pop_front();
         }
-        self.notices.push_back(notice);
+        self.notices.push_back(notice.clone());
+        self.send_to_all(notice, except, out);
+    }
+
+    fn send_to_all(&self, notice: Notice, except: Option<usize>, out: &mut Vec<Action>) {
+        let to: Vec<usize> = self.links.iter().copied().filter(|link| Some(*link) != except).collect();
+        if !to.is_empty() {
+            out.push(Action::Send(to, Message::Notice(notice)));
+        }
     }
 
     /// Delivers a routed message, and passes it on towards its other receivers.

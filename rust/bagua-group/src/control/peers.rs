@@ -21,6 +21,10 @@ use crate::wait::lock;
 /// notices, but whether one is stopped each rank would have to look up for each other.
 const WATCHED: usize = 8;
 
+/// Many leave when more than this part of the ranks goes between two heartbeats, and more than so many.
+const MANY: usize = 32;
+const LEAST: usize = 4;
+
 /// The frames that a peer's writer task takes.
 pub(super) type Frames = mpsc::UnboundedReceiver<Vec<u8>>;
 
@@ -78,6 +82,8 @@ pub(super) struct Connections {
     pub(super) missing: BTreeMap<usize, Instant>,
     /// The ranks to which a connection is being opened.
     pub(super) dialling: BTreeSet<usize>,
+    /// How many ranks were gone when connections were last to be replaced.
+    pub(super) were_gone: usize,
 }
 
 impl Connections {
@@ -161,12 +167,18 @@ impl Plane {
         }
         let (limit, period) = (self.config.heartbeat_timeout * 2, session::period(self));
         let late: Vec<usize> = self.change(&Source::default(), |connections, out| {
-            let Connections { overlay, were_connected, missing, .. } = connections;
+            let Connections { overlay, were_connected, missing, were_gone, .. } = connections;
             let mut late = Vec::new();
             if !*were_connected {
                 return late;
             }
             let (now, wanted) = (Instant::now(), overlay.not_connected());
+            // Those that would take the place of many that leave are about to leave too, while half of the connections keep this rank reachable.
+            let gone = overlay.gone().count();
+            let many_leave = gone > std::mem::replace(were_gone, gone) + (self.config.world_size / MANY).max(LEAST);
+            if many_leave && 2 * wanted.len() <= overlay.neighbours().len() {
+                return late;
+            }
             missing.retain(|rank, _| wanted.contains(rank));
             for rank in wanted {
                 let since = now - *missing.entry(rank).or_insert(now);

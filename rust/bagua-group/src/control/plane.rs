@@ -32,6 +32,10 @@ use crate::wait::lock;
 /// How long a leaving rank waits for acknowledgements.
 pub(super) const LINGER: Duration = Duration::from_millis(200);
 
+/// How many turns of a millisecond at least a leaving rank gives its writers. Turns, not time: where many ranks share a processor, this thread
+/// may not run for long, and its writers have not run either then. Whom no message reaches takes the rank for lost, and reports that to all.
+const TURNS: usize = 200;
+
 /// How long a rank collects which others have left before it passes that on: at first, and while ever more leave.
 const TOGETHER: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(320)];
 
@@ -170,9 +174,9 @@ impl Plane {
         let Config { rank, world_size, full_mesh, .. } = self.config;
         self.connections.get_or_init(|| {
             let (overlay, assembly) = (Overlay::new(rank, world_size, full_mesh), Assembly::new(rank, world_size));
-            let (missing, dialling) = (BTreeMap::new(), BTreeSet::new());
-            let peers = BTreeMap::new();
-            Mutex::new(Connections { overlay, assembly, peers, were_connected: false, missing, dialling })
+            let (peers, missing, dialling) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
+            let (were_connected, were_gone) = (false, 0);
+            Mutex::new(Connections { overlay, assembly, peers, were_connected, missing, dialling, were_gone })
         });
         self.world_known.send_replace(true);
         world
@@ -431,8 +435,8 @@ impl Plane {
     pub(super) async fn announce_leave(self: &Arc<Plane>) {
         let moved = self.moved.load(Ordering::Acquire);
         self.change(&Source::default(), |connections, out| connections.overlay.leave(moved, out));
+        let peers = self.all_peers();
         let all_settled = async {
-            let peers = self.all_peers();
             for (rank, peer) in &peers {
                 loop {
                     let changed = self.settled.notified();
@@ -442,16 +446,18 @@ impl Plane {
                     changed.await;
                 }
             }
-            // What this rank passes on for others must not end with it.
-            self.change(&Source::default(), |connections, out| connections.overlay.pass_departures(out));
-            for (rank, peer) in &peers {
-                while peer.is_writing() && !self.presence(*rank).is_lost() {
-                    tokio::time::sleep(Duration::from_millis(1)).await;
-                }
-            }
         };
-        // A peer that does not answer in time still has the message in its socket.
+        // A peer that does not answer in time still gets the message.
         let _ = tokio::time::timeout(LINGER, all_settled).await;
+        // What this rank passes on for others must not end with it.
+        self.change(&Source::default(), |connections, out| connections.overlay.pass_departures(out));
+        let writes = |(rank, peer): &(usize, Arc<Peer>)| peer.is_writing() && !self.presence(*rank).is_lost();
+        for _ in 0..TURNS {
+            if !peers.iter().any(writes) {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
     }
 }
 
