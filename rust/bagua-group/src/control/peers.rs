@@ -21,8 +21,10 @@ use crate::wait::lock;
 /// notices, but whether one is stopped each rank would have to look up for each other.
 const WATCHED: usize = 8;
 
-/// Many leave when more than this part of the ranks goes between two heartbeats, and more than so many.
+/// Many ranks leave when more than one in so many is gone since the heartbeat before.
 const MANY: usize = 32;
+
+/// In a small world, when more than so many are.
 const LEAST: usize = 4;
 
 /// The frames that a peer's writer task takes.
@@ -173,7 +175,7 @@ impl Plane {
                 return late;
             }
             let (now, wanted) = (Instant::now(), overlay.not_connected());
-            // Those that would take the place of many that leave are about to leave too, while half of the connections keep this rank reachable.
+            // Where many leave, their successors are about to leave too. Half of the connections keep this rank reachable meanwhile.
             let gone = overlay.gone().count();
             let many_leave = gone > std::mem::replace(were_gone, gone) + (self.config.world_size / MANY).max(LEAST);
             if many_leave && 2 * wanted.len() <= overlay.neighbours().len() {
