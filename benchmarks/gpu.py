@@ -1,5 +1,6 @@
 """Bagua on one GPU, as `make gpu-bench` runs it: the codec minmax_u8 against the copy bandwidth of the device and
-against torch, all_reduce of two ranks that share the device, and the step of a model against plain torch's and DDP's.
+against torch, all_reduce of two ranks that share the device against gloo's, and the step of a model against plain
+torch's and DDP's.
 
     python benchmarks/gpu.py                 # everything, in less than 8 minutes; "skipped: …" where there is no GPU
     python benchmarks/gpu.py --simulated     # tiny, on the simulated driver: whether it runs; no figure of speed
@@ -46,7 +47,8 @@ PARTS: tuple[tuple[str, int, dict[str, Any], dict[str, str], float], ...] = (
     ("codec", 1, {}, {}, 210.0),
     ("all_reduce", 2, {"collective": "staged"}, {"BAGUA_CUDA_COLLECTIVE": "staged"}, 60.0),
     ("late", 1, {"collective": "nccl"}, {"BAGUA_CUDA_COLLECTIVE": "nccl"}, 30.0),
-    ("training", 1, {}, {"BAGUA_CUDA_COLLECTIVE": "nccl"}, 100.0),
+    ("training", 1, {"collective": "nccl", "ddp": "nccl"}, {"BAGUA_CUDA_COLLECTIVE": "nccl"}, 60.0),
+    ("training", 2, {"collective": "staged", "ddp": "gloo"}, {"BAGUA_CUDA_COLLECTIVE": "staged"}, 90.0),
 )
 
 
@@ -259,37 +261,44 @@ def join(options: dict[str, Any]) -> Any:
 
 
 def all_reduce(options: dict[str, Any], device: Device) -> None:
-    """A row of the time of an average of two ranks, until the device is done."""
+    """Rows of the time of a sum of two ranks, until the device is done: ours, and gloo's by torch.distributed."""
+    import torch.distributed as dist
+
     torch, api, size = device.torch, join(options), int(options["size"])
     barrier = Barrier(options["folder"], this_rank(), int(options["ranks"]), limit=60.0)
-    row: dict[str, Any] = {
-        "what": f"all_reduce by {options['collective']}, {options['ranks']} ranks",
-        "chunks": show_size(size),
-    }
-    x = torch.full((size // 4,), this_rank() + 1.0, device="cuda")
-    try:
-        api.allreduce_inplace(x, api.ReduceOp.AVG)
-    except bagua.BaguaError as error:
-        if this_rank() == 0:
-            write_row(options, row | {"note": f"not measured: {error}"})
-        return
-    times = []
-    for _ in range(int(options["rounds"])):
-        torch.cuda.synchronize()
-        barrier.wait()
-        begun = time.perf_counter()
-        api.allreduce_inplace(x, api.ReduceOp.AVG)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - begun)
-    if not bool(x.eq(1.5).all().item()):
-        raise AssertionError("the average is wrong")
+    x, ours = torch.zeros(size // 4, device="cuda"), str(options["collective"])
+    contenders: dict[str, Callable[[], Any]] = {ours: lambda: api.allreduce_inplace(x)}
+    if not device.simulated:
+        contenders["gloo"] = lambda: dist.all_reduce(x)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    # The first round opens connections and pins memory.
+    for number in range(int(options["rounds"]) + 1):
+        for name, call in contenders.items():
+            x.fill_(this_rank() + 1.0)
+            torch.cuda.synchronize()
+            barrier.wait()
+            begun = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            if number > 0:
+                times[name].append(time.perf_counter() - begun)
+            if not bool(x.eq(3.0).all().item()):
+                raise AssertionError(f"the sum of {name} is wrong")
     barrier.wait()
     if this_rank() == 0:
         bandwidth = device.copy_bandwidth(size)
-        if bandwidth is not None:
-            taken = statistics.median(times)
-            row |= {"seconds": taken, "bytes_per_s": size / taken, "of_copy": size / taken / bandwidth}
-        write_row(options, row)
+        for name in contenders:
+            row: dict[str, Any] = {
+                "what": f"all_reduce by {name}, {options['ranks']} ranks",
+                "chunks": show_size(size),
+            }
+            if bandwidth is not None:
+                taken = statistics.median(times[name])
+                row |= {"seconds": taken, "bytes_per_s": size / taken, "of_copy": size / taken / bandwidth}
+                if name != ours:
+                    row["ratio"] = statistics.median(times[ours]) / taken
+                    row["note"] = f"ratio: {ours}'s time over {name}'s"
+            write_row(options, row)
     barrier.wait()
     api.destroy_process_group()
 
@@ -333,7 +342,7 @@ class Trainer:
         self.parameters = list(self.module.parameters())
         self.optimizer = torch.optim.SGD(self.parameters, lr=1e-3, momentum=0.9)
         self.torch = torch
-        self.x = torch.randn(BATCH if width == WIDTH else 4, width, device="cuda")
+        self.x = torch.randn(4 if width == 16 else BATCH, width, device="cuda")
         if contender == "bagua":
             from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 
@@ -354,24 +363,29 @@ class Trainer:
 
 
 def training(options: dict[str, Any], device: Device) -> None:
-    """Rows of the times of a step: plain torch, DDP on NCCL, with_bagua on NCCL; one rank."""
-    torch, api = device.torch, join(options)
-    width = 16 if device.simulated else WIDTH
+    """Rows of the times of a step: plain torch, DDP on NCCL or gloo, with_bagua. All ranks have the same input."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
+
+    torch, ranks = device.torch, int(options["ranks"])
+    # Sending all of the large model by gloo takes a quarter of a second a step.
+    width = 16 if device.simulated else WIDTH if ranks == 1 else WIDTH // 2
     torch.set_float32_matmul_precision("high")
     names = ["plain", "bagua"]
     if not device.simulated:
-        import torch.distributed as dist
-        from torch._C._distributed_c10d import FileStore
-
-        dist.init_process_group("nccl", store=FileStore(f"{options['folder']}/torch", 1), rank=0, world_size=1)
+        store = FileStore(f"{options['folder']}/torch", ranks)
+        dist.init_process_group(options["ddp"], store=store, rank=this_rank(), world_size=ranks)
         names.append("ddp")
+    api = join(options)
+    # The same order on all ranks.
+    random.seed(17)
     trainers = {}
     for name in names:
         try:
             trainers[name] = Trainer(name, torch, width)
         except (NotImplementedError, RuntimeError, bagua.BaguaError) as error:
             write_row(options, {"what": f"step of {name}", "note": f"not measured: {error}"})
-    steps = 1 if device.simulated else 10
+    steps = 1 if device.simulated else 10 if ranks == 1 else 2
     times: dict[str, list[float]] = {name: [] for name in trainers}
     for trainer in trainers.values():
         trainer.block(steps)
@@ -383,13 +397,16 @@ def training(options: dict[str, Any], device: Device) -> None:
             if not torch.allclose(mine.cpu(), plain.cpu(), rtol=1e-3, atol=1e-5):
                 raise AssertionError(f"{name} has other weights than plain torch")
         parameters = sum(each.numel() for each in trainer.parameters)
-        row: dict[str, Any] = {"what": f"step of {name}, {parameters / 1e6:.0f} M parameters"}
+        by = {"plain": "torch alone", "ddp": f"ddp, {options['ddp']}", "bagua": f"bagua, {options['collective']}"}[name]
+        row: dict[str, Any] = {"what": f"{ranks} ranks, {parameters / 1e6:.0f} M parameters, {by}"}
         if not device.simulated:
             row["seconds"] = statistics.median(times[name])
-        write_row(options, row)
+        if this_rank() == 0:
+            write_row(options, row)
     for other, goal in (("plain", 1.02), ("ddp", 1.0)):
-        if "bagua" in trainers and other in trainers:
-            row = {"what": f"step of bagua over {other}'s", "goal_ratio": goal}
+        # Beside torch alone only the overhead is compared: a rank of several also sends.
+        if this_rank() == 0 and {"bagua", other} <= trainers.keys() and (ranks == 1 or other == "ddp"):
+            row = {"what": f"{ranks} ranks, step of bagua over {other}'s", "goal_ratio": goal}
             if not device.simulated:
                 ratios = [one / two for one, two in zip(times["bagua"], times[other], strict=True)]
                 lower, middle, upper = statistics.quantiles(ratios, n=4)

@@ -5,7 +5,8 @@
 //
 // Elements are aligned to their size. Records may be at any address; sixteen bytes are read or written at a time where an array of
 // elements can be aligned (single elements come before and behind), four or eight where the records' bytes are aligned there.
-// Decoding looks each byte up in a table of the 256 values of a record, so that a value is divided once per block.
+// Decoding is one launch, of blocks that go through the tiles of all chunks together. Each byte is looked up in a table of the 256 values
+// of a record, so that a value is divided once per tile.
 #include "minmax_u8.cuh"
 
 template <class E> DEVICE void range(const u8 *elements, u64 count, u64 chunks, Range *ranges) {
@@ -59,7 +60,9 @@ template <class E, bool SMALL> DEVICE void quantize(const u8 *from, u64 count, c
 
 template <class E>
 DEVICE void encode(const u8 *elements, u64 count, u64 chunks, const Range *ranges, u8 *records, u32 *nonfinite) {
-    for (u64 chunk = blockIdx.y; chunk < chunks; chunk += gridDim.y) {
+    for (u64 row = blockIdx.y; row < chunks; row += gridDim.y) {
+        // The last chunk first: the device's second-level cache may still have it.
+        const u64 chunk = chunks - 1 - row;
         const u8 *from = elements + chunk * count * E::SIZE;
         u8 *record = records + chunk * record_bytes(count), *body = record + HEADER;
         const Range all = combined(ranges + chunk * gridDim.x, gridDim.x);
@@ -81,53 +84,85 @@ DEVICE void encode(const u8 *elements, u64 count, u64 chunks, const Range *range
     }
 }
 
-template <class E> DEVICE void decode(const u8 *records, u64 count, u64 chunks, u8 *elements) {
+// Vectors of a tile for each thread.
+#define VECTORS 4
+
+// What a block decodes at a time of a chunk: up to VECTORS vectors for each thread. The first tile of a chunk has the single elements too,
+// fewer than two vectors.
+template <class E> struct Tile {
+    Split split;
+    u64 first;
+    bool singles;
+
+    DEVICE Tile of(const u8 *to, u64 count, u64 number) {
+        return {Split::of(to, E::SIZE, count, true), number * (THREADS * VECTORS) + threadIdx.x, number == 0};
+    }
+    __device__ __forceinline__ u64 vector(u32 i) const { return first + i * THREADS; }
+    // The first element of a vector.
+    __device__ __forceinline__ u64 element(u64 vector) const { return split.head + vector * E::PER_VECTOR; }
+    // The single element of this thread, if `has_single`.
+    __device__ __forceinline__ bool has_single() const { return singles && threadIdx.x < split.items - split.vectors; }
+    __device__ __forceinline__ u64 single() const {
+        return split.element(threadIdx.x < split.head ? threadIdx.x : threadIdx.x + split.vectors);
+    }
+};
+
+// A block takes every so many tiles of all chunks.
+template <class E> DEVICE void decode(const u8 *records, u64 count, u64 chunks, u64 tiles, u8 *elements) {
     typedef typename E::Raw Raw;
     typedef typename RawOf<E::PER_VECTOR>::type Bytes;
     // Whole words, so that threads that read neighbours use different banks.
     __shared__ u32 table[256];
-    for (u64 chunk = blockIdx.y; chunk < chunks; chunk += gridDim.y) {
+    u64 chunk_of_table = chunks;
+    for (u64 number = blockIdx.x; number < chunks * tiles; number += gridDim.x) {
+        const u64 chunk = number / tiles;
         const u8 *record = records + chunk * record_bytes(count), *body = record + HEADER;
         u8 *to = elements + chunk * count * E::SIZE;
-        __syncthreads();
-        table[threadIdx.x] = restored<E>(load_levels<E>(record), threadIdx.x);
-        __syncthreads();
-        const Split split = Split::of(to, E::SIZE, count, true);
-        const bool whole = is_aligned(body + split.head, sizeof(Bytes));
-#pragma unroll 4
-        for (u64 vector = first_item(); vector < split.vectors; vector += item_step()) {
-            const u64 element = split.head + vector * E::PER_VECTOR;
-            const Bytes bytes =
-                whole ? *reinterpret_cast<const Bytes *>(body + element) : load_bytes<Bytes>(body + element);
+        const Tile<E> tile = Tile<E>::of(to, count, number % tiles);
+        const bool whole = is_aligned(body + tile.split.head, sizeof(Bytes));
+        Bytes bytes[VECTORS] = {};
+#pragma unroll
+        for (u32 i = 0; i < VECTORS; i++) {
+            const u8 *at = body + tile.element(tile.vector(i));
+            if (tile.vector(i) < tile.split.vectors) bytes[i] = whole ? *reinterpret_cast<const Bytes *>(at) : load_bytes<Bytes>(at);
+        }
+        if (chunk != chunk_of_table) {
+            __syncthreads();
+            table[threadIdx.x] = restored<E>(load_levels<E>(record), threadIdx.x);
+            __syncthreads();
+            chunk_of_table = chunk;
+        }
+#pragma unroll
+        for (u32 i = 0; i < VECTORS; i++) {
+            if (tile.vector(i) >= tile.split.vectors) continue;
             Vec vec = {{0, 0, 0, 0}};
 #pragma unroll
-            for (u32 i = 0; i < E::PER_VECTOR; i++) {
-                put<Raw>(vec, i, static_cast<Raw>(table[static_cast<u32>(bytes >> 8 * i) & 255u]));
+            for (u32 k = 0; k < E::PER_VECTOR; k++) {
+                put<Raw>(vec, k, static_cast<Raw>(table[static_cast<u32>(bytes[i] >> 8 * k) & 255u]));
             }
-            store_vector(to + element * E::SIZE, vec);
+            store_vector(to + tile.element(tile.vector(i)) * E::SIZE, vec);
         }
-        if (blockIdx.x == 0 && threadIdx.x < split.items - split.vectors) {
-            const u64 item = threadIdx.x < split.head ? threadIdx.x : threadIdx.x + split.vectors;
-            const u64 element = split.element(item);
-            *reinterpret_cast<Raw *>(to + element * E::SIZE) = static_cast<Raw>(table[body[element]]);
+        if (tile.has_single()) {
+            *reinterpret_cast<Raw *>(to + tile.single() * E::SIZE) = static_cast<Raw>(table[body[tile.single()]]);
         }
     }
 }
 
 // `elements`: chunks * count elements. `ranges`: chunks * gridDim.x ranges of 16 bytes, for `…_encode` with the same grid.
-// `nonfinite`: null, or a number to which each record of NaN adds 1.
+// `nonfinite`: null, or a number to which each record of NaN adds 1. `tiles`: of a chunk.
+// Eight blocks, which is a whole multiprocessor, are faster than four in spite of what the compiler spills: every block of a grid runs at once.
 #define FAMILY(name, E)                                                                                                      \
-    KERNEL_OF(4) minmax_u8_range_##name(const u8 *elements, u64 count, u64 chunks, Range *ranges) {                          \
+    KERNEL_OF(8) minmax_u8_range_##name(const u8 *elements, u64 count, u64 chunks, Range *ranges) {                          \
         range<E>(elements, count, chunks, ranges);                                                                           \
     }                                                                                                                        \
     EXPORT(minmax_u8_range_##name)                                                                                           \
-    KERNEL_OF(4) minmax_u8_encode_##name(const u8 *elements, u64 count, u64 chunks, const Range *ranges, u8 *records,        \
+    KERNEL_OF(8) minmax_u8_encode_##name(const u8 *elements, u64 count, u64 chunks, const Range *ranges, u8 *records,        \
                                    u32 *nonfinite) {                                                                         \
         encode<E>(elements, count, chunks, ranges, records, nonfinite);                                                      \
     }                                                                                                                        \
     EXPORT(minmax_u8_encode_##name)                                                                                          \
-    KERNEL_OF(4) minmax_u8_decode_##name(const u8 *records, u64 count, u64 chunks, u8 *elements) {                           \
-        decode<E>(records, count, chunks, elements);                                                                         \
+    KERNEL_OF(4) minmax_u8_decode_##name(const u8 *records, u64 count, u64 chunks, u64 tiles, u8 *elements) {                \
+        decode<E>(records, count, chunks, tiles, elements);                                                                  \
     }                                                                                                                        \
     EXPORT(minmax_u8_decode_##name)
 

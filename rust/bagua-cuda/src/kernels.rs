@@ -1,14 +1,14 @@
 //! The kernels: which there are, and how each is launched. Their sources are `kernels/*.cu`, a program per file.
 //!
 //! Every kernel has blocks of [`THREADS`] threads and loops over what it has to do, so that grids are a matter of speed only: except for
-//! those of a [`Pass`], which share a grid, and of [`Mean`]. Numbers of elements are u64, addresses 8 bytes. Elements are aligned to
+//! those of [`Encode`], which share a grid, and of [`Mean`]. Numbers of elements are u64, addresses 8 bytes. Elements are aligned to
 //! their size (complex128: to 8 bytes), records and their ranges: to 1 and to 4 (those of `convert_reduce_T_U`: to 16).
 //!
 //! | kernel | parameters |
 //! |---|---|
 //! | `minmax_u8_range_T` | elements, count per chunk, chunks, ranges |
 //! | `minmax_u8_encode_T` | elements, count per chunk, chunks, ranges, records, nonfinite (u32, or null) |
-//! | `minmax_u8_decode_T` | records, count per chunk, chunks, elements |
+//! | `minmax_u8_decode_T` | records, count per chunk, chunks, tiles of a chunk, elements |
 //! | `minmax_u8_tables_T` | records, count, tables |
 //! | `minmax_u8_reduce_range_T` | records, count, ranks (u32), divisor (f32), tables, ranges |
 //! | `minmax_u8_reduce_T` | records, count, ranks (u32), divisor (f32), tables, ranges, record, mean (or null), nonfinite (or null) |
@@ -288,12 +288,6 @@ impl Grid {
         Grid::of_chunks(bytes.div_ceil(16), 2, chunks, processors)
     }
 
-    /// For `minmax_u8_decode_T`.
-    pub fn decode(dtype: DType, count: u64, chunks: u64, processors: u32) -> Grid {
-        // A block computes 256 values first: it has more to do than that.
-        Grid::of_chunks((count * dtype.size() as u64).div_ceil(16), 8, chunks, processors)
-    }
-
     fn of_chunks(pieces: u64, each: u64, chunks: u64, processors: u32) -> Grid {
         let rows = u32::try_from(chunks).unwrap_or(u32::MAX).clamp(1, MAX_ROWS);
         let share = (u64::from(processors) * PER_PROCESSOR).div_ceil(u64::from(rows) * PER_PROCESSOR);
@@ -305,33 +299,45 @@ impl Grid {
 /// Most blocks of a grid's second dimension.
 const MAX_ROWS: u32 = 65_535;
 
-/// Bytes of elements that the second launch of a [`Pass`] finds in the device's second-level cache.
-const CACHED: u64 = 16 << 20;
-
-/// Two launches that encode some chunks: `minmax_u8_range_T`, then `minmax_u8_encode_T` with the same grid.
+/// The two launches that encode chunks: `minmax_u8_range_T`, then `minmax_u8_encode_T` with the same grid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pass {
-    /// The first of the chunks.
-    pub first: u64,
-    /// How many.
-    pub chunks: u64,
+pub struct Encode {
     /// Of both launches.
     pub grid: Grid,
     /// Bytes of the ranges between them.
     pub ranges: usize,
 }
 
-/// The passes that encode `chunks` chunks of `count` elements: as many at a time as fit a cache, at least one.
-pub fn encode(dtype: DType, count: u64, chunks: u64, processors: u32) -> impl Iterator<Item = Pass> {
-    let bytes = count * dtype.size() as u64;
-    let together = (CACHED / bytes.max(1)).clamp(1, chunks.max(1));
-    (0..chunks.div_ceil(together)).filter(move |_| count > 0).map(move |number| {
-        let first = number * together;
-        let chunks = together.min(chunks - first);
-        let grid = Grid::of_chunks(bytes.div_ceil(16), 4, chunks, processors);
-        let ranges = usize::try_from(chunks * u64::from(grid.blocks[0])).expect("a device's memory") * RANGE;
-        Pass { first, chunks, grid, ranges }
-    })
+impl Encode {
+    /// For chunks of `count` elements.
+    pub fn new(dtype: DType, count: u64, chunks: u64, processors: u32) -> Encode {
+        let columns = blocks((count * dtype.size() as u64).div_ceil(16), 16, processors);
+        let rows = u32::try_from(chunks).unwrap_or(u32::MAX).clamp(1, MAX_ROWS);
+        let ranges = usize::try_from(chunks * u64::from(columns)).expect("a device's memory") * RANGE;
+        Encode { grid: Grid { blocks: [columns, rows, 1], shared: 0 }, ranges }
+    }
+}
+
+/// How `minmax_u8_decode_T` shares chunks among blocks: tile by tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Decode {
+    /// Of each chunk.
+    pub tiles: u64,
+    /// Of the launch.
+    pub grid: Grid,
+}
+
+/// Vectors of 16 bytes that a thread has of a tile.
+const VECTORS: u64 = 4;
+
+impl Decode {
+    /// For chunks of `count` elements.
+    pub fn new(dtype: DType, count: u64, chunks: u64, processors: u32) -> Decode {
+        let tiles = (count * dtype.size() as u64).div_ceil(16 * VECTORS * u64::from(THREADS)).max(1);
+        let most = u64::from(processors) * PER_PROCESSOR;
+        let columns = u32::try_from((tiles * chunks).clamp(1, most)).expect("processors times 8");
+        Decode { tiles, grid: Grid { blocks: [columns, 1, 1], shared: 0 } }
+    }
 }
 
 /// The three launches of the fused decode, reduction and encoding: `minmax_u8_tables_T`, `minmax_u8_reduce_range_T`,
@@ -401,27 +407,25 @@ mod tests {
         assert!(device.contains(&format!("#define THREADS {THREADS}\n")));
         let elementwise = include_str!("../kernels/elementwise.cuh");
         assert!(elementwise.contains(&format!("#define MAX_SOURCES {MAX_SOURCES}\n")));
+        assert!(PROGRAMS[0].source.contains(&format!("#define VECTORS {VECTORS}\n")));
         assert!(PROGRAMS[1].source.contains(&format!("#define MAX_TABLES {MAX_SHARED_TABLES}\n")));
     }
 
     #[test]
-    fn passes_have_every_chunk_once_and_fit_the_cache_where_a_chunk_does() {
+    fn tiles_cover_a_chunk_and_every_block_has_a_range_of_every_chunk() {
         for (count, chunks) in [(1, 1), (1000, 7), (1 << 20, 64), (4 << 20, 3), (64 << 20, 2), (3, 200_000)] {
             for dtype in [DType::F32, DType::BF16] {
-                let mut next = 0;
-                for pass in encode(dtype, count, chunks, 132) {
-                    assert_eq!(pass.first, next);
-                    next += pass.chunks;
-                    let bytes = pass.chunks * count * dtype.size() as u64;
-                    assert!(pass.chunks == 1 || bytes <= CACHED, "{pass:?}");
-                    let [columns, rows, one] = pass.grid.blocks;
-                    assert!(columns > 0 && columns <= MAX_BLOCKS && rows > 0 && rows <= MAX_ROWS && one == 1);
-                    assert_eq!(pass.ranges as u64, pass.chunks * u64::from(columns) * 16);
-                }
-                assert_eq!(next, chunks);
+                let bytes = count * dtype.size() as u64;
+                let Encode { grid, ranges } = Encode::new(dtype, count, chunks, 132);
+                let [columns, rows, one] = grid.blocks;
+                assert!(columns > 0 && columns <= MAX_BLOCKS && rows > 0 && rows <= MAX_ROWS && one == 1);
+                assert_eq!(ranges as u64, chunks * u64::from(columns) * 16);
+                let Decode { tiles, grid } = Decode::new(dtype, count, chunks, 132);
+                let of_tile = 16 * VECTORS * u64::from(THREADS);
+                assert!(tiles * of_tile >= bytes && (tiles - 1) * of_tile < bytes);
+                assert!(grid.blocks[0] > 0 && grid.blocks[0] <= 132 * 8 && grid.blocks[1..] == [1, 1]);
             }
         }
-        assert_eq!(encode(DType::F32, 0, 4, 132).count(), 0);
     }
 
     #[test]
@@ -429,8 +433,10 @@ mod tests {
         assert_eq!(Grid::of_bytes(256 << 20, 132).blocks, [1056, 1, 1]);
         assert_eq!(Grid::of_bytes(1, 132).blocks, [1, 1, 1]);
         assert_eq!(Grid::of_bytes(0, 132).blocks, [1, 1, 1]);
-        assert_eq!(Grid::decode(DType::BF16, 1 << 27, 1, 132).blocks, [1056, 1, 1]);
-        assert_eq!(Grid::decode(DType::F32, 1 << 16, 1000, 132).blocks, [8, 1000, 1]);
+        assert_eq!(Decode::new(DType::BF16, 1 << 27, 1, 132).grid.blocks, [1056, 1, 1]);
+        assert_eq!(Decode::new(DType::F32, 1 << 12, 10, 132).grid.blocks, [10, 1, 1]);
+        assert_eq!(Encode::new(DType::F32, 1 << 22, 16, 132).grid.blocks, [256, 16, 1]);
+        assert_eq!(Grid::convert(1 << 18, 1000, 132).blocks, [8, 1000, 1]);
         let mean = Mean::new(1 << 24, 8, 132);
         assert_eq!((mean.grid.blocks, mean.grid.shared, mean.tables.blocks), ([1056, 1, 1], 8192, [8, 1, 1]));
         assert_eq!(Mean::new(1, 40, 132).grid, Grid { blocks: [1, 1, 1], shared: 0 });

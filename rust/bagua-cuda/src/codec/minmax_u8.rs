@@ -1,6 +1,5 @@
-//! `minmax_u8`: encoding takes two launches for as many chunks as fit a cache, combining three, decoding one.
+//! `minmax_u8`: encoding takes two launches, combining three, decoding one.
 
-use bagua_core::codec::{Codec, MinMaxU8};
 use bagua_core::collective::Chunks;
 use bagua_core::error::{Error, Result};
 use bagua_core::types::DType;
@@ -8,7 +7,7 @@ use bagua_core::types::DType;
 use super::launches::{CodecStep, Elements, Kernels};
 use crate::context::Context;
 use crate::driver_functions::CUstream;
-use crate::kernels::{self, Grid, Mean, short_name};
+use crate::kernels::{Decode, Encode, Mean, short_name};
 use crate::memory::Scratch;
 
 /// See the module.
@@ -36,27 +35,18 @@ impl Kernels for MinMaxU8Kernels {
         let name = short_name(from.dtype);
         let range = context.kernel(&format!("minmax_u8_range_{name}"))?;
         let encode = context.kernel(&format!("minmax_u8_encode_{name}"))?;
-        let processors = context.processors()?;
-        let count = from.count / chunks;
-        let passes = || kernels::encode(from.dtype, count as u64, chunks as u64, processors);
-        let bytes = passes().map(|pass| pass.ranges).max().unwrap_or(0);
-        let ranges = Scratch::new(context, bytes, stream)?;
-        let mut launches = 0;
-        for pass in passes() {
-            let elements = from.address as u64 + pass.first * (count * from.dtype.size()) as u64;
-            let records = to as u64 + pass.first * MinMaxU8.record_len(count, from.dtype) as u64;
-            let mut arguments =
-                [elements, count as u64, pass.chunks, ranges.address() as u64, records, nonfinite as u64];
-            // SAFETY: the caller's promise for both arrays; the ranges are as many as the passes ask for, and freed on the stream after both
-            // launches.
-            unsafe {
-                context.launch(range, pass.grid, stream, &mut arguments[..4])?;
-                context.launch(encode, pass.grid, stream, &mut arguments)?;
-            }
-            launches += 2;
+        let (count, chunks) = ((from.count / chunks) as u64, chunks as u64);
+        let Encode { grid, ranges } = Encode::new(from.dtype, count, chunks, context.processors()?);
+        let ranges = Scratch::new(context, ranges, stream)?;
+        let found = ranges.address() as u64;
+        let mut arguments = [from.address as u64, count, chunks, found, to as u64, nonfinite as u64];
+        // SAFETY: the caller's promise for both arrays; the ranges are as many as the launches ask for, and freed on the stream behind them.
+        unsafe {
+            context.launch(range, grid, stream, &mut arguments[..4])?;
+            context.launch(encode, grid, stream, &mut arguments)?;
         }
         ranges.free()?;
-        Ok(launches)
+        Ok(2)
     }
 
     unsafe fn decode(
@@ -69,8 +59,8 @@ impl Kernels for MinMaxU8Kernels {
     ) -> Result<u64> {
         let decode = context.kernel(&format!("minmax_u8_decode_{}", short_name(to.dtype)))?;
         let count = (to.count / chunks) as u64;
-        let grid = Grid::decode(to.dtype, count, chunks as u64, context.processors()?);
-        let mut arguments = [from as u64, count, chunks as u64, to.address as u64];
+        let Decode { tiles, grid } = Decode::new(to.dtype, count, chunks as u64, context.processors()?);
+        let mut arguments = [from as u64, count, chunks as u64, tiles, to.address as u64];
         // SAFETY: the caller's promise for both arrays.
         unsafe { context.launch(decode, grid, stream, &mut arguments) }?;
         Ok(1)

@@ -117,6 +117,8 @@ impl Watched {
     /// An operation begins. What earlier ones hold is let go of where they are done.
     pub(super) fn begin(&self, cx: &OpContext<'_>, event: &Arc<Event>, failure: &Arc<OnceLock<Error>>) -> u64 {
         let mut state = lock(&self.state);
+        // Otherwise the thread looks by itself within its period: waking it for each operation would cost more than the operation.
+        let was_idle = state.running.is_empty();
         let done = state.running.iter().take_while(|running| running.is_done()).count();
         state.running.drain(..done);
         let number = state.next;
@@ -133,7 +135,9 @@ impl Watched {
             late: None,
         });
         drop(state);
-        self.changed.notify_all();
+        if was_idle {
+            self.changed.notify_all();
+        }
         number
     }
 
