@@ -129,9 +129,9 @@ def test_halves_of_all_bits_are_converted_as_on_the_host(rank: Any, ranks: Ranks
     assert ranks.reports[0]["calls"]["cuLaunchKernel"] == 6 * 2
 
 
-def several_passes(rank: int) -> None:
+def large_chunks(rank: int) -> None:
     cuda, codec = Cuda(), bagua.Codec("minmax_u8")
-    # Three chunks of 8 MiB: two fit the second-level cache at a time.
+    # Three chunks of 8 MiB.
     held = np.tile(cases.elements("normal", "f32", 1 << 10), 3 << 11)
     held[::999_983] = cases.elements("huge", "f32", 7)
     x, out = cuda.array(held.view(np.float32)), cuda.empty(codec.encoded_bytes(held.size, chunks=3), np.uint8)
@@ -140,9 +140,9 @@ def several_passes(rank: int) -> None:
     cuda.close()
 
 
-def test_chunks_that_do_not_fit_a_cache_together_are_encoded_in_several_passes(rank: Any, ranks: Ranks) -> None:
-    rank(several_passes)
-    assert ranks.reports[0]["calls"]["cuLaunchKernel"] == 4
+def test_large_chunks_are_encoded_by_two_launches(rank: Any, ranks: Ranks) -> None:
+    rank(large_chunks)
+    assert ranks.reports[0]["calls"]["cuLaunchKernel"] == 2
 
 
 # --- order ------------------------------------------------------------------------------------------------------------

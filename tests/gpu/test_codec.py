@@ -34,7 +34,7 @@ def test_records_and_values_are_those_of_the_host(ranks: Ranks, compiler: Any, s
     [
         codecs.test_a_million_elements_are_encoded_by_many_blocks.on_ranks,
         codecs.every_half,
-        codecs.several_passes,
+        codecs.large_chunks,
         codecs.test_the_work_is_behind_that_of_every_producer_and_before_that_of_the_stream.on_ranks,
         codecs.test_a_stream_that_is_captured_is_refused_and_its_capture_stays_valid.on_ranks,
         codecs.blocks,

@@ -150,13 +150,13 @@ template <class E> DEVICE void decode(const u8 *records, u64 count, u64 chunks, 
 
 // `elements`: chunks * count elements. `ranges`: chunks * gridDim.x ranges of 16 bytes, for `…_encode` with the same grid.
 // `nonfinite`: null, or a number to which each record of NaN adds 1. `tiles`: of a chunk.
-// Eight blocks, which is a whole multiprocessor, are faster than four in spite of what the compiler spills: every block of a grid runs at once.
+// Six blocks a multiprocessor are what a grid has, so that all of them run at once, and what their registers allow.
 #define FAMILY(name, E)                                                                                                      \
-    KERNEL_OF(8) minmax_u8_range_##name(const u8 *elements, u64 count, u64 chunks, Range *ranges) {                          \
+    KERNEL_OF(6) minmax_u8_range_##name(const u8 *elements, u64 count, u64 chunks, Range *ranges) {                          \
         range<E>(elements, count, chunks, ranges);                                                                           \
     }                                                                                                                        \
     EXPORT(minmax_u8_range_##name)                                                                                           \
-    KERNEL_OF(8) minmax_u8_encode_##name(const u8 *elements, u64 count, u64 chunks, const Range *ranges, u8 *records,        \
+    KERNEL_OF(6) minmax_u8_encode_##name(const u8 *elements, u64 count, u64 chunks, const Range *ranges, u8 *records,        \
                                    u32 *nonfinite) {                                                                         \
         encode<E>(elements, count, chunks, ranges, records, nonfinite);                                                      \
     }                                                                                                                        \

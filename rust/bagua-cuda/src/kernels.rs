@@ -269,8 +269,12 @@ const PER_PROCESSOR: u64 = 8;
 
 /// Blocks for as many independent pieces of 16 bytes, on a device with so many multiprocessors; a thread has at least `each` of them.
 fn blocks(pieces: u64, each: u64, processors: u32) -> u32 {
+    at_most(pieces, each, u64::from(processors) * PER_PROCESSOR)
+}
+
+fn at_most(pieces: u64, each: u64, most: u64) -> u32 {
     let wanted = pieces.div_ceil(u64::from(THREADS) * each);
-    let most = (u64::from(processors) * PER_PROCESSOR).clamp(1, u64::from(MAX_BLOCKS));
+    let most = most.clamp(1, u64::from(MAX_BLOCKS));
     u32::try_from(wanted.clamp(1, most)).expect("at most MAX_BLOCKS")
 }
 
@@ -311,7 +315,9 @@ pub struct Encode {
 impl Encode {
     /// For chunks of `count` elements.
     pub fn new(dtype: DType, count: u64, chunks: u64, processors: u32) -> Encode {
-        let columns = blocks((count * dtype.size() as u64).div_ceil(16), 16, processors);
+        // As many blocks of a chunk as run at once: `KERNEL_OF` in the source.
+        let most = u64::from(processors) * 6;
+        let columns = at_most((count * dtype.size() as u64).div_ceil(16), 16, most);
         let rows = u32::try_from(chunks).unwrap_or(u32::MAX).clamp(1, MAX_ROWS);
         let ranges = usize::try_from(chunks * u64::from(columns)).expect("a device's memory") * RANGE;
         Encode { grid: Grid { blocks: [columns, rows, 1], shared: 0 }, ranges }
@@ -408,6 +414,7 @@ mod tests {
         let elementwise = include_str!("../kernels/elementwise.cuh");
         assert!(elementwise.contains(&format!("#define MAX_SOURCES {MAX_SOURCES}\n")));
         assert!(PROGRAMS[0].source.contains(&format!("#define VECTORS {VECTORS}\n")));
+        assert!(PROGRAMS[0].source.contains("KERNEL_OF(6) minmax_u8_encode_"));
         assert!(PROGRAMS[1].source.contains(&format!("#define MAX_TABLES {MAX_SHARED_TABLES}\n")));
     }
 
@@ -436,6 +443,7 @@ mod tests {
         assert_eq!(Decode::new(DType::BF16, 1 << 27, 1, 132).grid.blocks, [1056, 1, 1]);
         assert_eq!(Decode::new(DType::F32, 1 << 12, 10, 132).grid.blocks, [10, 1, 1]);
         assert_eq!(Encode::new(DType::F32, 1 << 22, 16, 132).grid.blocks, [256, 16, 1]);
+        assert_eq!(Encode::new(DType::F32, 1 << 26, 1, 132).grid.blocks, [792, 1, 1]);
         assert_eq!(Grid::convert(1 << 18, 1000, 132).blocks, [8, 1000, 1]);
         let mean = Mean::new(1 << 24, 8, 132);
         assert_eq!((mean.grid.blocks, mean.grid.shared, mean.tables.blocks), ([1056, 1, 1], 8192, [8, 1, 1]));
