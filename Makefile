@@ -61,8 +61,8 @@ $(VENV)/.made: requirements/constraints.txt | check-python
 	@tools/system_packages build
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Bagua needs Python 3.10 or newer, not " + sys.version)'
 	@test -x $(BIN)/python || PYTHON=$(PYTHON) tools/system_packages venv
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@tools/environment uv $(BIN)/python
+	@test -x $(BIN)/python || tools/step "Making $(VENV): some seconds" $(PYTHON) -m venv $(VENV)
+	@tools/step "Installing uv into $(VENV): some seconds" tools/environment uv $(BIN)/python
 	@touch $@
 
 $(VENV)/.packages: $(VENV)/.made requirements/develop.in requirements/constraints.txt
@@ -263,7 +263,7 @@ TARGET ?=
 .PHONY: wheel
 wheel: $(VENV)/.wheel$(TARGET:%=-%) ## Builds the wheel that a user installs into dist/, audits it, and runs two ranks from it; TARGET=… for another machine
 
-$(VENV)/.wheel$(TARGET:%=-%): $(VENV)/.packages tools/wheel.py tools/elf.py tools/crates.py tools/smoke.py README.md LICENSE \
+$(VENV)/.wheel$(TARGET:%=-%): $(VENV)/.packages tools/wheel.py tools/elf.py tools/crates.py tools/description.py tools/smoke.py README.md LICENSE \
 		LICENSE-THIRD-PARTY.txt $(PYTHON_SOURCES) $(RUST_SOURCES)
 	$(BIN)/python tools/wheel.py all $(TARGET)
 	touch $@

@@ -1,8 +1,16 @@
-"""Which names of the package are public, read from its sources without importing them."""
+"""Which names of the package are public, read from its sources without importing them.
+
+    python -m tools.public_names
+
+prints them, and the members of classes, one a line.
+"""
 
 from __future__ import annotations
 
 import ast
+import functools
+import sys
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -122,17 +130,58 @@ def public_modules() -> dict[str, list[str]]:
     return {module: exporting.get(module) or defined(module) for module in chosen}
 
 
+def dotted_names() -> Iterator[str]:
+    """Every public name with its module, and the public members of every class with its name."""
+    for module, names in public_modules().items():
+        yield module
+        for name in names:
+            yield f"{module}.{name}"
+            yield from (f"{module}.{name}.{member}" for member in sorted(members(module, name)))
+
+
+def members(module: str, name: str) -> set[str]:
+    """The public methods and attributes of a class of the package, with those of its bases; empty for anything else.
+
+    Those that the body of the class has: not what `__init__` or another module sets.
+    """
+    for node in _tree(module).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            found = {member for part in node.body for member in bound(part) if not member.startswith("_")}
+            return found.union(*(members(module, base.id) for base in node.bases if isinstance(base, ast.Name)))
+    source = imported(module).get(name, "")
+    if not source.startswith("bagua.") or is_module(source):
+        return set()
+    return members(*source.rsplit(".", 1))
+
+
+def bound(node: ast.stmt) -> list[str]:
+    """The names that a statement binds: a definition, or an assignment to plain names."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(name)):
+            return [name]
+        case ast.Assign(targets=targets):
+            return [target.id for target in targets if isinstance(target, ast.Name)]
+    return []
+
+
+def imported(module: str) -> dict[str, str]:
+    """What a module imports by `from`, under its name there: where from."""
+    here = module.split(".")
+    found: dict[str, str] = {}
+    for node in _tree(module).body:
+        if isinstance(node, ast.ImportFrom):
+            around = (here if _folder(module).is_dir() else here[:-1]) if node.level else []
+            within = [*around, *([node.module] if node.module else [])]
+            found |= {alias.asname or alias.name: ".".join([*within, alias.name]) for alias in node.names}
+    return found
+
+
 def exported(module: str) -> list[str] | None:
     """The public names of the module's `__all__`, those of another module that it adds included; None without one."""
     found = None
-    here = module.split(".")
-    modules: dict[str, str] = {}
+    modules = imported(module)
     for node in _tree(module).body:
         match node:
-            case ast.ImportFrom(module=package, names=names, level=level):
-                around = (here if _folder(module).is_dir() else here[:-1]) if level else []
-                within = [*around, *([package] if package else [])]
-                modules |= {alias.asname or alias.name: ".".join([*within, alias.name]) for alias in names}
             case ast.Assign(targets=[ast.Name("__all__")], value=listed):
                 found = [name for name in ast.literal_eval(listed) if not name.startswith("_")]
             case ast.AugAssign(target=ast.Name("__all__"), value=ast.Attribute(ast.Name(name), "__all__")):
@@ -170,7 +219,12 @@ def _modules() -> list[str]:
     return [".".join(path.parts).removesuffix(".__init__") for path in found]
 
 
+@functools.cache
 def _tree(module: str) -> ast.Module:
     path = _folder(module)
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return ast.parse(file.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    sys.stdout.writelines(f"{name}\n" for name in dotted_names())

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools import crates, wheel
+from tools import crates, description, wheel
 
 ROOT = wheel.ROOT
 DIST = wheel.DIST
@@ -59,8 +59,8 @@ class Release:
         self.rows: list[Row] = []
         #: What is wrong.
         self.problems: list[str] = []
-        #: Wheels that this machine cannot build: without them nothing is published.
-        self.not_built: list[str] = []
+        #: Wheels that this machine cannot build, and what else is not ready: nothing is published so.
+        self.lacking: list[str] = []
         #: What this machine could not try.
         self.not_tried: list[str] = []
 
@@ -145,7 +145,7 @@ def step_wheels(release: Release) -> None:
     for target in wheel.TARGETS:
         if reason := wheel.missing(target):
             release.rows.append(Row(target.triple, audit=f"not built: {reason}"))
-            release.not_built.append(f"no wheel for {target.triple}: {reason}")
+            release.lacking.append(f"no wheel for {target.triple}: {reason}")
             continue
         begin = time.monotonic()
         try:
@@ -179,7 +179,8 @@ def step_sdist(release: Release) -> None:
     begin = time.monotonic()
     maturin = Path(sys.executable).parent / "maturin"
     subprocess.run([maturin, "sdist", "--out", DIST], cwd=ROOT, check=True)
-    path = DIST / f"bagua-{version()}.tar.gz"
+    path = sdist()
+    description.complete(path)
     problems = contents(path)
     # The crates of others need not be compiled anew where `make setup` has compiled them.
     os.environ["CARGO_TARGET_DIR"] = str(ROOT / "target")
@@ -192,10 +193,15 @@ def step_sdist(release: Release) -> None:
     )
 
 
-def contents(sdist: Path) -> list[str]:
+def sdist() -> Path:
+    """Where maturin writes that of this version."""
+    return DIST / f"bagua-{version()}.tar.gz"
+
+
+def contents(path: Path) -> list[str]:
     """What an sdist lacks, or has too much."""
-    folder = sdist.name.removesuffix(".tar.gz")
-    with tarfile.open(sdist) as archive:
+    folder = path.name.removesuffix(".tar.gz")
+    with tarfile.open(path) as archive:
         names = {name.removeprefix(f"{folder}/") for name in archive.getnames()}
     wanted: tuple[str, ...] = (
         "Cargo.lock",
@@ -207,9 +213,33 @@ def contents(sdist: Path) -> list[str]:
         "README.md",
     )
     wanted += ("python/bagua/__init__.py", "rust/bagua-py/src/lib.rs", "rust/bagua-kernels/src/lib.rs")
-    problems = [f"{sdist.name} lacks {name}" for name in wanted if name not in names]
+    problems = [f"{path.name} lacks {name}" for name in wanted if name not in names]
     built = sorted(name for name in names if name.endswith((".so", ".pyc")) or name.startswith("target/"))
-    return [*problems, *(f"{sdist.name} has {name}" for name in built)]
+    return [*problems, *(f"{path.name} has {name}" for name in built)]
+
+
+def step_links(release: Release) -> None:
+    """The links of wheels and of the sdist are absolute; crates.io takes the repository from each crate."""
+    files = [path for path in (*sorted(DIST.glob("bagua-*.whl")), sdist()) if path.exists()]
+    found = {path.name: description.of(path) for path in files}
+    repository = next((one.repository for one in found.values()), "")
+    problems = [] if files else ["links: neither a wheel nor an sdist is in dist/"]
+    for one in metadata() if files else ():
+        known = (one["repository"] or "").removesuffix("/").removesuffix(".git")
+        if one["publish"] != [] and known != repository:
+            problems.append(f"{one['name']} has the repository {known!r}, and project.urls {repository!r}")
+    if files and not repository:
+        reason = "not absolute, because project.urls has no repository"
+        release.lacking.append(f"links: {reason}")
+        release.rows.append(Row("links", audit=reason))
+    else:
+        problems += [
+            f"{name}: its description leads to {target}, which is relative"
+            for name, one in found.items()
+            for target in one.relative()
+        ]
+        release.rows.append(Row("links", audit=verdict(problems)))
+    release.problems += problems
 
 
 def step_crates(release: Release) -> None:
@@ -261,6 +291,7 @@ STEPS: dict[str, Callable[[Release], None]] = {
     "licences": step_licences,
     "wheels": step_wheels,
     "sdist": step_sdist,
+    "links": step_links,
     "crates": step_crates,
     "docs": step_docs,
     "checksums": step_checksums,
@@ -296,7 +327,7 @@ def table(rows: list[Row]) -> str:
     lines = [("what", "tag or name", "size", "audit", "smoke", "time")]
     lines += [(*row[:5], "" if row.seconds is None else f"{row.seconds:.0f} s") for row in rows]
     # A reason in the column of the audit may be long: the last columns are empty then.
-    widths = [max(len(line[at]) for line in lines if at != 3 or not line[3].startswith("not built")) for at in range(6)]
+    widths = [max(len(line[at]) for line in lines if at != 3 or not line[3].startswith("not ")) for at in range(6)]
     return "\n".join(
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
@@ -307,7 +338,7 @@ def publish(release: Release) -> list[str]:
     tag = f"v{version()}"
     git = subprocess.run(["git", "tag", "--points-at", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     changes = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    reasons = [*release.problems, *release.not_built]
+    reasons = [*release.problems, *release.lacking]
     if tag not in git.stdout.split():
         reasons.append(f"this commit has no tag {tag}")
     if changes.stdout:
@@ -317,7 +348,7 @@ def publish(release: Release) -> list[str]:
     if reasons:
         return [f"not published: {reason}" for reason in reasons]
     uv = Path(sys.executable).parent / "uv"
-    files = [*DIST.glob("bagua-*.whl"), DIST / f"bagua-{version()}.tar.gz"]
+    files = [*DIST.glob("bagua-*.whl"), sdist()]
     problems = []
     commands = [[str(uv), "publish", *map(str, files)], ["cargo", "publish", "--workspace", "--locked"]]
     for command in commands:
@@ -349,7 +380,7 @@ def main(arguments: list[str]) -> int:
                 release.problems.append(f"{name}: {error}")
                 release.rows.append(Row(name, audit="failed"))
     print(f"\n{table(release.rows)}\n")
-    for text in [*release.not_built, *release.not_tried]:
+    for text in [*release.lacking, *release.not_tried]:
         print(f"left out: {text}")
     if os.environ.get("RELEASE") == "yes":
         release.problems += publish(release)

@@ -18,9 +18,10 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tools import release, since  # noqa: E402
+from tools.description import LINK  # noqa: E402
 from tools.public_names import PUBLIC, is_module, public_modules  # noqa: E402
 
-_LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
 _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(<code>)")
 _FENCE = re.compile(r"^(?P<fence>```\w+) (?:not run: (?P<reason>.*)|.*)$", re.MULTILINE)
 
@@ -43,8 +44,10 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages of the modules, and every file of the repository that a page links to."""
+    known = since.versions(ROOT, release.version())
     for module, names in public_modules().items():
-        files.append(File.generated(config, _page(module), content=reference(module, names)))
+        content = reference(module, names, since.sentence(module, names, known))
+        files.append(File.generated(config, _page(module), content=content))
     waiting = [*(ROOT / "docs").rglob("*.md")]
     done = set(waiting)
     while waiting:
@@ -73,7 +76,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         target = _in_site((source.parent / found["target"]).resolve())
         return posixpath.relpath(target, here or ".") + (found["anchor"] or "")
 
-    return _FENCE.sub(_fence, _LINK.sub(lead, markdown))
+    return _FENCE.sub(_fence, LINK.sub(lead, markdown))
 
 
 def _fence(found: re.Match[str]) -> str:
@@ -89,15 +92,15 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
 
 def linked_files(document: Path) -> Iterable[Path]:
     """The files of the repository outside docs/ that a document links to."""
-    for found in _LINK.finditer(document.read_text(encoding="utf-8")):
+    for found in LINK.finditer(document.read_text(encoding="utf-8")):
         target = (document.parent / found["target"]).resolve()
         if target.is_file() and not target.is_relative_to(ROOT / "docs"):
             yield target
 
 
-def reference(module: str, names: list[str]) -> str:
-    """The page of a module: what it says of itself, and an entry for each public name."""
-    lines = [f"::: {module}", "    options:", "      members: false", "      heading_level: 1", ""]
+def reference(module: str, names: list[str], age: str) -> str:
+    """The page of a module: what it says of itself, since when it exists, and an entry for each public name."""
+    lines = [f"::: {module}", "    options:", "      members: false", "      heading_level: 1", "", age, ""]
     # Functions, then classes, then errors: not the order of their first letters' codes.
     for name in sorted(names, key=lambda name: (name.endswith("Error"), name[:1].isupper(), name)):
         dotted = f"{module}.{name}"

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools import crates, elf, smoke
+from tools import crates, description, elf, smoke
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
@@ -114,6 +114,7 @@ def build(target: Target) -> Path:
     command += ["--target", target.triple, "--compatibility", target.platform, "--compression-level", "9"]
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
     (wheel,) = DIST.glob(f"bagua-*{target.platform}_{target.machine}*.whl")
+    description.complete(wheel)
     return wheel
 
 

@@ -107,7 +107,7 @@ def test_an_unknown_step_prints_those_that_there_are(capsys: pytest.CaptureFixtu
 
 def test_a_release_with_a_problem_or_without_a_tag_is_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
     found = release.Release()
-    found.problems, found.not_built = ["a test failed"], ["no wheel for musl"]
+    found.problems, found.lacking = ["a test failed"], ["no wheel for musl"]
     run = subprocess.run
 
     def only_git(command: list[str], **options: Any) -> Any:
