@@ -71,7 +71,8 @@ def _parser() -> Parser:
 def _merge(options: argparse.Namespace) -> int:
     files = options.files or trace.newest_job(records.folders())
     read = trace.read(files)
-    lines = [] if options.files else [f"{len(files)} records of the newest job: {files[0].parent}"]
+    count = f"{len(files)} record{'s' if len(files) > 1 else ''}"
+    lines = [] if options.files else [f"{count} of the newest job: {files[0].parent}"]
     tables.show("\n".join([*lines, *(trace.findings(read) or ["no operation hung in these records"])]))
     if options.out is not None:
         options.out.write_text(json.dumps(trace.chrome_trace(read), allow_nan=False), encoding="utf-8")
