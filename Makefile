@@ -59,7 +59,7 @@ clean: ## Removes what was built, and the virtual environments
 # Each step leaves a stamp, so that nothing is done twice.
 $(VENV)/.made: requirements/constraints.txt | check-python
 	@tools/system_packages build
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Bagua needs Python 3.10 or newer, not " + sys.version)'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Bagua needs Python 3.10 or newer, not " + sys.version.split()[0])'
 	@test -x $(BIN)/python || PYTHON=$(PYTHON) tools/system_packages venv
 	@test -x $(BIN)/python || tools/step "Making $(VENV): some seconds" $(PYTHON) -m venv $(VENV)
 	@tools/step "Installing uv into $(VENV): some seconds" tools/environment uv $(BIN)/python
