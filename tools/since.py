@@ -29,7 +29,7 @@ def versions(root: Path, current: str) -> dict[str, str]:
     shown = _git(root, "tag", "--merged", "HEAD", "--sort", "-version:refname").split()
     tags = [tag for tag in shown if re.fullmatch(r"v\d+\.\d+\.\d+", tag) and tag != f"v{current}"]
     if f"v{FIRST}" not in tags:
-        raise ValueError(f"no tag v{FIRST}, so nothing shows since when a name exists: git fetch --tags --unshallow")
+        raise ValueError(f"no tag v{FIRST}, so nothing shows since when a name exists: git fetch --tags (--unshallow)")
     kept = set(found)
     for tag in tags:
         with tempfile.TemporaryDirectory() as folder:
