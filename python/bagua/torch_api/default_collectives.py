@@ -1,7 +1,7 @@
 """The collectives on the default group, or on the communicator or process group that is their ``comm``.
 
-On a rank outside the group every collective returns without effect. Each has the text of the method of
-:class:`Communicator` of its name.
+On a rank outside the group every collective returns without effect. The method of :class:`Communicator` of the same
+name gets each one's text, which is written here alone: this is where an editor shows it to who calls one.
 """
 
 from __future__ import annotations
@@ -320,3 +320,7 @@ def alltoall_v_inplace(
 def barrier(comm: Comm = None, *, async_op: bool = False) -> Handle | None:
     """Returns when every rank of the group has called it."""
     return (_state.world or default_communicator() if comm is None else _of(comm)).barrier(async_op=async_op)
+
+
+for _name in __all__:
+    getattr(Communicator, _name).__doc__ = globals()[_name].__doc__

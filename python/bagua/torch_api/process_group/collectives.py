@@ -2,7 +2,7 @@
 
 ``src`` and ``dst`` are ranks of the group. With ``async_op=True`` a collective returns a handle with
 ``wait(timeout=None)``, ``then(callback)`` and ``is_completed()`` immediately; the tensors must not be read or written
-until it is done.
+until it is done. The methods' texts are those of the functions of ``default_collectives``.
 """
 
 from __future__ import annotations
@@ -98,12 +98,10 @@ class Collectives:
     # --- point to point -----------------------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dst: int, *, async_op: bool = False) -> Handle | None:
-        """Sends a tensor to rank ``dst``, which must receive as many elements."""
         to, held = self._peer(dst, "dst"), _TENSORS.read(tensor, "tensor")
         return verbs.send(self.raw, held, to).begin(async_op)
 
     def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Handle | None:
-        """Receives a tensor from rank ``src``: its next message, beside the collectives of the group."""
         src, room = self._peer(src, "src"), _TENSORS.write(tensor, "tensor")
         will_change(room)
         return verbs.recv(self.raw, room, src).begin(async_op)
@@ -111,10 +109,6 @@ class Collectives:
     # --- broadcast ----------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, *, async_op: bool = False) -> Handle | None:
-        """Every rank gets rank ``src``'s values, in place: ``tensor`` has one size and dtype on all ranks.
-
-        Dtypes, ``async_op`` and errors are as in :func:`allreduce`.
-        """
         if not async_op and self.raw.try_run(engine.BROADCAST, reader, None, tensor, 0, src):
             return None
         src = self._peer(src, "src")
@@ -124,17 +118,12 @@ class Collectives:
     def broadcast_coalesced(
         self, tensors: Sequence[torch.Tensor], src: int = 0, *, async_op: bool = False
     ) -> Handle | None:
-        """:func:`broadcast` of several tensors of one dtype in one message."""
         if not tensors:
             raise ValueError("tensors is empty")
         src = self._peer(src, "src")
         return self._begin(verbs.BROADCAST, None, _TENSORS.joined(tensors, "tensors"), async_op, root=src)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Every rank gets rank ``src``'s object, by pickle. Unpickling runs what that rank has put in it.
-
-        The other ranks' ``obj`` is ignored; on a rank outside the group it is returned.
-        """
         mine = self.rank() == self._peer(src, "src")
         data = (
             torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
@@ -160,10 +149,6 @@ class Collectives:
         *,
         async_op: bool = False,
     ) -> Handle | None:
-        """Rank ``dst`` gets the reduction of all ranks' tensors in ``recv_tensor``; the others' is not written.
-
-        Sizes, dtypes, ``op``, ``async_op`` and errors are as in :func:`allreduce`.
-        """
         if not async_op and self.raw.try_run(engine.REDUCE, reader, send_tensor, recv_tensor, op, dst):
             return None
         return self._run(verbs.REDUCE, send_tensor, recv_tensor, async_op, op, self._peer(dst, "dst"))
@@ -171,7 +156,6 @@ class Collectives:
     def reduce_inplace(
         self, tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
     ) -> Handle | None:
-        """:func:`reduce` in place; the tensors of the other ranks do not change."""
         if not async_op and self.raw.try_run(engine.REDUCE, reader, None, tensor, op, dst):
             return None
         return self._run(verbs.REDUCE, None, tensor, async_op, op, self._peer(dst, "dst"))
@@ -184,18 +168,6 @@ class Collectives:
         *,
         async_op: bool = False,
     ) -> Handle | None:
-        """Every rank gets the reduction of all ranks' tensors in ``recv_tensor``, whose elements are overwritten.
-
-        Both tensors have one number of elements and one dtype on all ranks (float16, bfloat16, float32, float64, uint8,
-        int8, int32, int64, bool, complex64 or complex128), on the host or on one CUDA device; ``send_tensor`` keeps its
-        elements. ``op``: sum by default; TypeError where it is not defined for the dtype.
-
-        Returns ``None`` when it is done. With ``async_op`` a handle at once, with ``wait(timeout=None)``,
-        ``then(callback)`` and ``is_completed()``; the tensors must not be read or written until it is done.
-
-        ValueError and TypeError for arguments that cannot be used, before anything is sent. Then MismatchError where
-        ranks disagree, BaguaTimeoutError, PeerLostError, PeerRaisedError or AbortedError, which end the group.
-        """
         if not async_op and self.raw.try_run(engine.ALL_REDUCE, reader, send_tensor, recv_tensor, op, 0):
             return None
         return self._run(verbs.ALL_REDUCE, send_tensor, recv_tensor, async_op, op)
@@ -203,7 +175,6 @@ class Collectives:
     def allreduce_inplace(
         self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
     ) -> Handle | None:
-        """:func:`allreduce` in place."""
         if not async_op and self.raw.try_run(engine.ALL_REDUCE, reader, None, tensor, op, 0):
             return None
         return self._run(verbs.ALL_REDUCE, None, tensor, async_op, op)
@@ -211,7 +182,6 @@ class Collectives:
     def allreduce_coalesced_inplace(
         self, tensors: Sequence[torch.Tensor], op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
     ) -> Handle | None:
-        """:func:`allreduce_inplace` of several tensors of one dtype in one message."""
         if not tensors:
             raise ValueError("tensors is empty")
         flat = _TENSORS.joined(tensors, "tensors")
@@ -225,11 +195,6 @@ class Collectives:
         *,
         async_op: bool = False,
     ) -> Handle | None:
-        """Rank r gets the reduction of every rank's r-th shard in ``recv_tensor``, whose elements are overwritten.
-
-        ``send_tensor`` has as many times its elements as there are ranks. Dtypes, ``op``, ``async_op`` and errors are
-        as in :func:`allreduce`.
-        """
         if not async_op and self.raw.try_run(engine.REDUCE_SCATTER, reader, send_tensor, recv_tensor, op, 0):
             return None
         return self._run(verbs.REDUCE_SCATTER, send_tensor, recv_tensor, async_op, op)
@@ -237,7 +202,6 @@ class Collectives:
     def reduce_scatter_inplace(
         self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
     ) -> Handle | None:
-        """:func:`reduce_scatter` in place: rank r's result lies at r * (numel / nranks)."""
         if not async_op and self.raw.try_run(engine.REDUCE_SCATTER, reader, None, tensor, op, 0):
             return None
         return self._run(verbs.REDUCE_SCATTER, None, tensor, async_op, op)
@@ -247,17 +211,11 @@ class Collectives:
     def allgather(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, *, async_op: bool = False
     ) -> Handle | None:
-        """Every rank gets every rank's tensor, concatenated in rank order in ``recv_tensor``, which is overwritten.
-
-        ``recv_tensor`` has as many times the elements of ``send_tensor`` as there are ranks.
-        Dtypes, ``async_op`` and errors are as in :func:`allreduce`.
-        """
         if not async_op and self.raw.try_run(engine.ALL_GATHER, reader, send_tensor, recv_tensor, 0, 0):
             return None
         return self._run(verbs.ALL_GATHER, send_tensor, recv_tensor, async_op)
 
     def allgather_inplace(self, tensor: torch.Tensor, *, async_op: bool = False) -> Handle | None:
-        """:func:`allgather` in place: rank r's shard lies at r * (numel / nranks)."""
         if not async_op and self.raw.try_run(engine.ALL_GATHER, reader, None, tensor, 0, 0):
             return None
         return self._run(verbs.ALL_GATHER, None, tensor, async_op)
@@ -265,11 +223,6 @@ class Collectives:
     def gather(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, *, async_op: bool = False
     ) -> Handle | None:
-        """Rank ``dst`` gets every rank's tensor, concatenated in ``recv_tensor``; the others' is not written.
-
-        There it has as many times the elements of ``send_tensor`` as there are ranks.
-        Dtypes, ``async_op`` and errors are as in :func:`allreduce`.
-        """
         src: Operand | None
         src, root = _TENSORS.read(send_tensor, _NAMES[0]), self._peer(dst, "dst")
         room = None
@@ -280,7 +233,6 @@ class Collectives:
         return self._begin(verbs.GATHER, src, room, async_op, root=root)
 
     def gather_inplace(self, tensor: torch.Tensor, count: int, dst: int, *, async_op: bool = False) -> Handle | None:
-        """:func:`gather` in place: rank r's ``count`` elements lie at r * count of its tensor."""
         return self._in_place_with_room(verbs.GATHER, tensor, count, self._peer(dst, "dst"), async_op)
 
     def _in_place_with_room(
@@ -294,11 +246,6 @@ class Collectives:
     def scatter(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, src: int, *, async_op: bool = False
     ) -> Handle | None:
-        """Rank r gets the r-th shard of rank ``src``'s ``send_tensor``; the others' is ignored.
-
-        There it has as many times the elements of ``recv_tensor``, which is overwritten, as there are ranks.
-        Dtypes, ``async_op`` and errors are as in :func:`allreduce`.
-        """
         room, root = _TENSORS.write(recv_tensor, _NAMES[1]), self._peer(src, "src")
         held = room.nothing()
         if self.rank() == root:
@@ -307,9 +254,6 @@ class Collectives:
         return self._begin(verbs.SCATTER, held, room, async_op, root=root)
 
     def scatter_inplace(self, tensor: torch.Tensor, count: int, src: int, *, async_op: bool = False) -> Handle | None:
-        """:func:`scatter` in place: rank r's ``count`` elements lie at r * count, in the sender's tensor and in its
-        own.
-        """
         return self._in_place_with_room(verbs.SCATTER, tensor, count, self._peer(src, "src"), async_op)
 
     # --- all to all ---------------------------------------------------------------------------------------------------
@@ -317,17 +261,11 @@ class Collectives:
     def alltoall(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, *, async_op: bool = False
     ) -> Handle | None:
-        """Rank r gets the r-th shard of every rank's tensor, concatenated in rank order in ``recv_tensor``.
-
-        Both tensors have one size on all ranks, a multiple of their number; ``recv_tensor`` is overwritten.
-        Dtypes, ``async_op`` and errors are as in :func:`allreduce`.
-        """
         if not async_op and self.raw.try_run(engine.ALL_TO_ALL, reader, send_tensor, recv_tensor, 0, 0):
             return None
         return self._run(verbs.ALL_TO_ALL, send_tensor, recv_tensor, async_op)
 
     def alltoall_inplace(self, tensor: torch.Tensor, *, async_op: bool = False) -> Handle | None:
-        """:func:`alltoall` in place."""
         if not async_op and self.raw.try_run(engine.ALL_TO_ALL, reader, None, tensor, 0, 0):
             return None
         return self._run(verbs.ALL_TO_ALL, None, tensor, async_op)
@@ -343,7 +281,6 @@ class Collectives:
         *,
         async_op: bool = False,
     ) -> Handle | None:
-        """Rank r gets ``send_counts[r]`` elements from ``send_displs[r]`` of every rank, at its ``recv_displs``."""
         mine, room = _TENSORS.read(send_tensor, _NAMES[0]), _TENSORS.write(recv_tensor, _NAMES[1])
         check_kinds(send_tensor, recv_tensor, _NAMES)
         sends = _counts(send_counts, send_displs, mine.count, self.nranks(), _NAMES[0])
@@ -354,12 +291,10 @@ class Collectives:
     def alltoall_v_inplace(
         self, tensor: torch.Tensor, counts: Sequence[int], displs: Sequence[int], *, async_op: bool = False
     ) -> Handle | None:
-        """:func:`alltoall_v` in place: the elements from rank r replace those sent to rank r."""
         room = _TENSORS.write(tensor, "tensor")
         both = _counts(counts, displs, room.count, self.nranks(), "tensor")
         will_change(room)
         return verbs.all_to_all_v(self.raw, None, both, room, both).begin(async_op)
 
     def barrier(self, *, async_op: bool = False) -> Handle | None:
-        """Returns when every rank of the group has called it."""
         return self._begin(verbs.BARRIER, None, None, async_op)
