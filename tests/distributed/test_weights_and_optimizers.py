@@ -290,11 +290,11 @@ def copies_of_weights_stay_until_they_are_communicated(rank: int) -> None:
     model = net()
     model.with_bagua(whole(model), LowPrecisionDecentralizedAlgorithm(False))
     backward(model, rank, 0)
-    exchange, backend = model.bagua_algorithm._exchange, model.bagua_ddp.backend
-    exchange.communicate_due()
+    exchange, backend = model.bagua_ddp.exchange, model.bagua_ddp.backend
+    exchange.before_step()
     exchange._start(waits=False)
-    copies = [weakref.ref(copy) for _, copy in exchange._sent]
-    exchange._sent.clear()
+    copies = [weakref.ref(copy) for _, copy in exchange._handed]
+    exchange._handed.clear()
     gc.collect()
     # The communication thread may be reading and writing them.
     assert all(copy() is not None for copy in copies)

@@ -52,8 +52,8 @@ def check_options(peer_selection_mode: str, sync_interval_ms: float, warmup_step
 class _AveragedWeights(WeightTensors):
     """The weights in their buckets, one per dtype, which the averaging thread reads and writes."""
 
-    def __init__(self, started: Callable[[Sequence[BaguaBucket]], None], *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, bagua_ddp: WrappedModel, started: Callable[[Sequence[BaguaBucket]], None]) -> None:
+        super().__init__(bagua_ddp)
         self._started = started
         # Of memory that other processes share.
         self._warned = False
@@ -198,8 +198,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         """The gradients in the warm-up, then the weights."""
         if self._steps < self.warmup_steps:
             return super().make_exchange(bagua_ddp)
-        parameters, name = bagua_ddp.bagua_build_params(), bagua_ddp.bagua_module_name
-        return _AveragedWeights(self._start, bagua_ddp.backend, name, parameters)
+        return _AveragedWeights(bagua_ddp, self._start)
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
         """In the warm-up those of gradient_allreduce; then one per dtype."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,55 +16,12 @@ from bagua.codecs import Codec
 from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
-from ..model_engine.bucket_engine import BucketEngine
 from ..model_engine.exchange_interface import Exchange
+from ..model_engine.exchange_interface import WrappedModel as WrappedModel
 from ..model_engine.gradients import GradientExchange
 from ..model_engine.sparse import SparseGradientExchange, sparse_parameters
 from ..process_group import Communicator, ProcessGroup, ReduceOp
 from ..tensor import effective
-
-
-class WrappedModel(Protocol):
-    """What an algorithm may use of the model that it communicates for: ``model.bagua_ddp``."""
-
-    #: Name of the model, the same on all ranks.
-    bagua_module_name: str
-    bagua_optimizers: list[torch.optim.Optimizer]
-    #: In the order of communication.
-    bagua_buckets: list[BaguaBucket]
-    #: Training forwards so far.
-    bagua_train_step_counter: int
-    #: SHA-256 of what is equal on all ranks: algorithm, options, parameters and buffers.
-    digest: bytes
-    #: Names of parameters and buffers that each rank has for itself.
-    parameters_to_ignore: frozenset[str]
-    process_group: ProcessGroup
-    backend: BucketEngine
-    exchange: Exchange
-    find_unused_parameters: bool
-    #: Buckets own the memory of their tensors.
-    do_flatten: bool
-    #: Bytes that are communicated at once.
-    bucket_size: int
-    #: Number of the last step that began; -1 before the first. A step begins with the first training forward (grad
-    #: enabled, outside ``no_sync``) after the last step's backward; nothing else begins one.
-    step: int
-
-    @property
-    def module(self) -> torch.nn.Module:
-        """The model."""
-
-    def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Name and parameter of every gradient to communicate, in the model's order."""
-
-    def send_buffers(self) -> None:
-        """Every rank gets rank 0's buffers, unless ``broadcast_buffers`` is False. Collective."""
-
-    def restart(self, step: int) -> None:
-        """The next training forward begins the step of this number."""
-
-    def start_buffers(self) -> Callable[[], None]:
-        """Starts what :meth:`send_buffers` does, and returns the wait for it, which changes the buffers."""
 
 
 class AlgorithmImpl:
@@ -137,15 +94,17 @@ class AlgorithmImpl:
         """Called before a step begins, and before the model is closed: does what the last step left undone, as its
         optimizer was never called.
         """
+        bagua_ddp.exchange.before_step()
 
     def drop(self, bagua_ddp: WrappedModel) -> bool:
         """Called instead of :meth:`before_step` when the model was collected, at another moment on each rank: waits for
         what this rank has begun, and begins nothing. Whether something was left undone.
         """
-        return False
+        return bagua_ddp.exchange.drop()
 
     def before_optimizer_step(self, bagua_ddp: WrappedModel, optimizer: torch.optim.Optimizer) -> None:
         """Called before each step of an optimizer that holds parameters of the model, given to it or not."""
+        bagua_ddp.exchange.before_optimizer_step(optimizer)
 
     def optimizer_step_ends(self, bagua_ddp: WrappedModel) -> None:
         """Called after each such step, also when it raised: then when the exception is freed."""
@@ -164,11 +123,9 @@ class AlgorithmImpl:
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
         """What travels: the gradients, unless this is replaced. Called before :meth:`init_tensors`, each time."""
-        parameters, find_unused = bagua_ddp.bagua_build_params(), bagua_ddp.find_unused_parameters
-        model = bagua_ddp.backend, bagua_ddp.bagua_module_name, parameters, find_unused
-        if sparse := sparse_parameters(bagua_ddp.module, parameters):
-            return SparseGradientExchange(*model, sparse, self.sparse_op() or ReduceOp.SUM)
-        return GradientExchange(*model)
+        if sparse := sparse_parameters(bagua_ddp.module, bagua_ddp.bagua_build_params()):
+            return SparseGradientExchange(bagua_ddp, sparse, self.sparse_op() or ReduceOp.SUM)
+        return GradientExchange(bagua_ddp)
 
     def init_tensors(self, bagua_ddp: WrappedModel) -> list[torch.Tensor]:
         """The tensors to communicate, registered, in the order in which they become ready."""
@@ -209,11 +166,7 @@ class AlgorithmImpl:
 
     def init_post_optimizer_step_hook(self, bagua_ddp: WrappedModel) -> Callable[[torch.optim.Optimizer], None]:
         """Called with the optimizer after each step of one that holds parameters of the model, given to it or not."""
-
-        def hook(optimizer: torch.optim.Optimizer) -> None:
-            pass
-
-        return hook
+        return bagua_ddp.exchange.stepped
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside the model's and the optimizers' states: numbers and tensors that

@@ -8,7 +8,7 @@ Bagua (Gan et al., VLDB 2021, arXiv:2107.01499). The page "Algorithms" has the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class DecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> WeightAverage:
         """The weights."""
-        return WeightAverage(bagua_ddp.backend, bagua_ddp.bagua_module_name, bagua_ddp.bagua_build_params())
+        return WeightAverage(bagua_ddp)
 
     def forward_ends(self, bagua_ddp: WrappedModel, output: Any) -> None:
         """Guards a graph that this step's exchange may outdate."""
@@ -96,7 +96,6 @@ class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
     """Encoded differences of the weights go to both neighbours of a ring after each step's optimizers."""
 
     compression: Compression
-    _exchange: WeightUpdate | None = None
 
     def check(self, bagua_ddp: WrappedModel) -> None:
         """ValueError for parameters that no optimizer has, TypeError for elements that are complex or that the codec
@@ -122,13 +121,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> WeightUpdate:
         """The weights."""
-        self._exchange = WeightUpdate(
-            bagua_ddp.backend,
-            bagua_ddp.bagua_module_name,
-            bagua_ddp.bagua_build_params(),
-            bagua_ddp.bagua_optimizers,
-        )
-        return self._exchange
+        return WeightUpdate(bagua_ddp)
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
         """Runs one round of the compressed ring on the bucket. All ranks have rank 0's weights now."""
@@ -138,26 +131,6 @@ class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
         bucket.append_low_precision_decentralized_synchronous_op(
             *replicas, self.hierarchical, self.compression, self.process_group
         )
-
-    def before_step(self, bagua_ddp: WrappedModel) -> None:
-        """Communicates what the last step should have, if one of its optimizers was skipped, as by a GradScaler."""
-        if self._exchange is not None:
-            self._exchange.communicate_due()
-
-    def drop(self, bagua_ddp: WrappedModel) -> bool:
-        """Whether the last step should have been communicated."""
-        return self._exchange is not None and self._exchange.drop()
-
-    def before_optimizer_step(self, bagua_ddp: WrappedModel, optimizer: torch.optim.Optimizer) -> None:
-        """Takes over what was sent already, before an optimizer that was expected to skip its step changes it."""
-        if self._exchange is not None:
-            self._exchange.before_optimizer_step(optimizer)
-
-    def init_post_optimizer_step_hook(self, bagua_ddp: WrappedModel) -> Callable[[torch.optim.Optimizer], None]:
-        """Communicates the weights after the last optimizer of the step."""
-        exchange = self._exchange
-        assert exchange is not None
-        return exchange.stepped
 
     def _tensors_of_state(self) -> dict[str, dict[str, torch.Tensor]]:
         kinds = ("weight", "left_peer_weight", "right_peer_weight")

@@ -25,50 +25,38 @@ delays the round until the next step begins.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from bagua.codecs import Compression, raw_codec
 
 from ..bucket import BaguaBucket
-from ..model_engine.bucket_engine import BucketEngine
-from ..model_engine.exchange_interface import Exchange, Parameters, always
-from ..model_engine.steps import AwaitedSteps
-from ..process_group import ProcessGroup, ReduceOp
+from ..model_engine.exchange_interface import always
+from ..model_engine.steps import BetweenSteps
+from ..process_group import ReduceOp
 from ..tensor import BaguaTensor
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
 
 
-class OuterExchange(Exchange):
+class OuterExchange(BetweenSteps):
     """What the ranks changed since the last round, in buckets of its own; a round is at the end of a step.
 
     All dictionaries are by parameter name; their tensors have the parameters' shapes.
     """
 
-    def __init__(
-        self,
-        backend: BucketEngine,
-        module_name: str,
-        parameters: Parameters,
-        outer_lr: float,
-        outer_momentum: float,
-        nesterov: bool,
-    ) -> None:
-        self._backend = backend
-        self._module_name = module_name
-        self._parameters = list(parameters)
-        self._outer_lr = outer_lr
-        self._outer_momentum = outer_momentum
-        self._nesterov = nesterov
+    def __init__(self, bagua_ddp: WrappedModel, algorithm: LocalSGDAlgorithmImpl) -> None:
+        super().__init__(bagua_ddp)
+        self._algorithm = algorithm
+        # The wait for rank 0's buffers, from when this rank sent its part until the weights have changed.
+        self._receive_buffers: Callable[[], None] | None = None
         #: The weights after the last round; at first those that all ranks begin with. Equal on all ranks.
-        self.anchors = {name: param.detach().clone() for name, param in parameters}
+        self.anchors = {name: param.detach().clone() for name, param in self._parameters}
         #: b, where outer_momentum is not 0. Equal on all ranks.
         self.momenta = {
             name: torch.zeros_like(anchor, dtype=_wide(anchor.dtype))
             for name, anchor in self.anchors.items()
-            if outer_momentum
+            if algorithm.outer_momentum
         }
         #: anchor - x before the exchange, D after it.
         self._differences: dict[str, torch.Tensor] = {}
@@ -81,28 +69,40 @@ class OuterExchange(Exchange):
             tensors.append(BaguaTensor.ensure_bagua_tensor(param, name, self._module_name, always(difference)))
         return tensors
 
-    def start_round(self) -> None:
-        """Sends this rank's differences. Does not wait."""
+    def abandon(self) -> None:
+        """A step whose backward never came has no round on this rank."""
+        self._open = False
+
+    def _send(self, *, waits: bool) -> None:
+        """This rank's differences, and on rank 0 the buffers."""
         with torch.no_grad():
             for name, param in self._parameters:
                 torch.sub(self.anchors[name], param, out=self._differences[name])
         for name, _ in self._parameters:
             self._backend.mark_ready(self._backend.number(name))
+        self._receive_buffers = self._algorithm.bagua_ddp.start_buffers()
 
-    def finish_round(self) -> None:
-        """Waits for the means, and moves anchors and parameters."""
-        self._backend.wait_pending_comm_ops()
+    def _take_over(self) -> None:
+        """Moves anchors and parameters by the means."""
+        algorithm = self._algorithm
         with torch.no_grad():
             for name, param in self._parameters:
                 anchor = self.anchors[name]
                 mean = move = self._differences[name].to(_wide(anchor.dtype))
-                if self._outer_momentum:
+                if algorithm.outer_momentum:
                     momentum = self.momenta[name]
-                    momentum.mul_(self._outer_momentum).add_(mean)
-                    move = momentum.mul(self._outer_momentum).add_(mean) if self._nesterov else momentum
+                    momentum.mul_(algorithm.outer_momentum).add_(mean)
+                    move = momentum.mul(algorithm.outer_momentum).add_(mean) if algorithm.nesterov else momentum
                 # Not sub(alpha=): it may round the product and the difference together.
-                anchor.copy_(anchor.to(move.dtype).sub_(move.mul(self._outer_lr)))
+                anchor.copy_(anchor.to(move.dtype).sub_(move.mul(algorithm.outer_lr)))
                 param.copy_(anchor)
+        self._forget()
+
+    def _forget(self) -> None:
+        """The other ranks have sent or awaited the buffers."""
+        receive_buffers, self._receive_buffers = self._receive_buffers, None
+        if receive_buffers is not None:
+            receive_buffers()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -123,17 +123,6 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
     nesterov = False
     _pads_buckets = True
 
-    def __init__(self, process_group: ProcessGroup, *options: Any, **named: Any) -> None:
-        super().__init__(process_group, *options, **named)
-        # A round is due, and this rank has not sent its part.
-        self._due = False
-        # Which optimizers are to step before this rank sends its part; as old as the exchange.
-        self._steps: AwaitedSteps | None = None
-        # The wait for rank 0's buffers, from when this rank sent its part until the weights have changed.
-        self._receive_buffers: Callable[[], None] | None = None
-        # Number of the last step that had a round: a second backward of the same step brings no second one.
-        self._last_round = -1
-
     def communicates(self, step: int) -> bool:
         """Whether a round is at the end of this step."""
         return (step + 1) % self.communication_interval == 0
@@ -148,16 +137,7 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> OuterExchange:
         """The differences to the weights of the last round, which are now those that all ranks begin with."""
-        name, parameters = bagua_ddp.bagua_module_name, bagua_ddp.bagua_build_params()
-        self._steps = AwaitedSteps(name, [param for _, param in parameters], bagua_ddp.bagua_optimizers)
-        return OuterExchange(
-            bagua_ddp.backend,
-            name,
-            parameters,
-            self.outer_lr,
-            self.outer_momentum,
-            self.nesterov,
-        )
+        return OuterExchange(bagua_ddp, self)
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
         """Averages the bucket, through the codec if there is one."""
@@ -171,82 +151,13 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
             error_feedback=self.error_feedback,
         )
 
-    def init_post_backward_hook(self, bagua_ddp: WrappedModel) -> Callable[[], None]:
-        """A round becomes due. Where each optimizer will skip its step, this rank sends its part now."""
-
-        def hook() -> None:
-            ddp = self.bagua_ddp
-            becomes_due = self.communicates(ddp.step) and ddp.step != self._last_round
-            assert self._steps is not None
-            none_follows = self._steps.backward_ended(looks_at_gradients=becomes_due)
-            self._due = self._due or becomes_due
-            if none_follows:
-                self._start(ddp)
-
-        return hook
-
-    def init_post_optimizer_step_hook(self, bagua_ddp: WrappedModel) -> Callable[[torch.optim.Optimizer], None]:
-        """The round, after the last optimizer's step."""
-
-        def hook(optimizer: torch.optim.Optimizer) -> None:
-            assert self._steps is not None
-            if self._steps.is_last(optimizer) and self._due:
-                self.before_step(self.bagua_ddp)
-                self._steps.communicated()
-
-        return hook
-
-    def before_optimizer_step(self, bagua_ddp: WrappedModel, optimizer: torch.optim.Optimizer) -> None:
-        """Ends a round that this rank has sent its part of: the optimizer steps in spite of its gradients."""
-        assert self._steps is not None
-        if self._steps.begins(optimizer) and self._receive_buffers is not None:
-            self._finish(bagua_ddp)
-
-    def before_step(self, bagua_ddp: WrappedModel) -> None:
-        """The round of the last step, where it was not done yet."""
-        if self._due:
-            self._start(bagua_ddp)
-        if self._receive_buffers is not None:
-            self._finish(bagua_ddp)
-
-    def drop(self, bagua_ddp: WrappedModel) -> bool:
-        """Whether a round was due."""
-        if self._receive_buffers is not None:
-            receive_buffers, self._receive_buffers = self._receive_buffers, None
-            bagua_ddp.backend.wait_pending_comm_ops()
-            receive_buffers()
-        return self._due
-
-    def _start(self, ddp: WrappedModel) -> None:
-        # First: after a failure the group is of no more use, and the state can still be saved.
-        self._due = False
-        self._last_round = ddp.step
-        _exchange(ddp).start_round()
-        self._receive_buffers = ddp.start_buffers()
-
-    def _finish(self, ddp: WrappedModel) -> None:
-        receive_buffers, self._receive_buffers = self._receive_buffers, None
-        _exchange(ddp).finish_round()
-        if receive_buffers is not None:
-            receive_buffers()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :meth:`AlgorithmImpl.load_state_dict`, after the round of the last step, where it was not done yet."""
-        super().load_state_dict(state)
-        self._last_round = self.bagua_ddp.step
-
     def _tensors_of_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        exchange = _exchange(self.bagua_ddp)
+        exchange = self.bagua_ddp.exchange
+        assert isinstance(exchange, OuterExchange)
         tensors = {**super()._tensors_of_state(), "anchor": exchange.anchors}
         if self.outer_momentum:
             tensors["outer_momentum"] = exchange.momenta
         return tensors
-
-
-def _exchange(ddp: WrappedModel) -> OuterExchange:
-    exchange = ddp.exchange
-    assert isinstance(exchange, OuterExchange)
-    return exchange
 
 
 class LocalSGDAlgorithm(Algorithm):

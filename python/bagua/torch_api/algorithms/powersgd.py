@@ -29,7 +29,7 @@ from bagua.linalg import is_finite, orthonormal, wide
 
 from ..bucket import BaguaBucket
 from ..model_engine.bucket_engine import BucketEngine
-from ..model_engine.exchange_interface import Exchange, Parameters
+from ..model_engine.exchange_interface import Exchange
 from ..model_engine.gradients import GradientExchange, Slot, grad_of
 from ..process_group import ProcessGroup, ReduceOp
 from ..tensor import forget, registration
@@ -88,22 +88,15 @@ class _Matrix:
 class PowerSGDExchange(GradientExchange):
     """The gradients of one model: matrices by their approximations, the others in buckets."""
 
-    def __init__(
-        self,
-        backend: BucketEngine,
-        module_name: str,
-        parameters: Parameters,
-        find_unused: bool,
-        algorithm: PowerSGDAlgorithm,
-    ) -> None:
-        super().__init__(backend, module_name, parameters, find_unused)
+    def __init__(self, bagua_ddp: WrappedModel, algorithm: PowerSGDAlgorithm) -> None:
+        super().__init__(bagua_ddp)
         self._warm_start = algorithm.warm_start
         self._seed = algorithm.seed
         #: Rounds so far.
         self.round = 0
         #: What is approximated, by name, in the model's order.
         self.matrices: dict[str, _Matrix] = {}
-        for number, (name, param) in enumerate(parameters):
+        for number, (name, param) in enumerate(self._parameters):
             r = rank_of(param, algorithm.rank, algorithm.min_compression)
             if r is not None:
                 self.matrices[name] = _Matrix(name, param, number, r, algorithm.error_feedback)
@@ -242,13 +235,7 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
         """Gradients, as matrices where that is worth it."""
-        self._exchange = PowerSGDExchange(
-            bagua_ddp.backend,
-            bagua_ddp.bagua_module_name,
-            bagua_ddp.bagua_build_params(),
-            bagua_ddp.find_unused_parameters,
-            self.algorithm,
-        )
+        self._exchange = PowerSGDExchange(bagua_ddp, self.algorithm)
         return self._exchange
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:

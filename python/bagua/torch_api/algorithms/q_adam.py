@@ -29,10 +29,9 @@ from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
 from ..model_engine import bucketing
-from ..model_engine.bucket_engine import BucketEngine
-from ..model_engine.exchange_interface import Exchange, Parameters, always
+from ..model_engine.exchange_interface import Exchange, always
 from ..model_engine.gradients import GradientExchange, Slot
-from ..process_group import DTYPES, ProcessGroup, ReduceOp
+from ..process_group import DTYPES, ProcessGroup
 from ..tensor import BaguaTensor
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
 
@@ -238,23 +237,15 @@ class MomentExchange(GradientExchange):
     of zeros here, so that the optimizers of all ranks step it.
     """
 
-    def __init__(
-        self,
-        backend: BucketEngine,
-        module_name: str,
-        parameters: Parameters,
-        find_unused: bool,
-        optimizer: QAdamOptimizer,
-        first_round: int = 0,
-    ) -> None:
-        super().__init__(backend, module_name, parameters, find_unused)
+    def __init__(self, bagua_ddp: WrappedModel, optimizer: QAdamOptimizer, first_round: int) -> None:
+        super().__init__(bagua_ddp)
         self._optimizer = optimizer
         self._first_round = first_round
         # What the first moment of each parameter becomes; never given to a user.
         self._candidates: dict[str, torch.Tensor] = {}
         numbers = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         # Number of each parameter's group; load_state_dict replaces the groups themselves.
-        self._group_of = {name: numbers[id(param)] for name, param in parameters}
+        self._group_of = {name: numbers[id(param)] for name, param in self._parameters}
 
     def register(self) -> list[torch.Tensor]:
         """The parameters as Bagua tensors whose effective tensor is the candidate, the last of the model first."""
@@ -318,11 +309,7 @@ class MomentExchange(GradientExchange):
             if slot.param.grad is None:
                 slot.param.grad = torch.zeros_like(slot.param, requires_grad=False)
             self._send(slot)
-        present = torch.tensor([name not in without for name in self._slots], dtype=torch.uint8)
-        handle = self._backend.all_reduce(present, ReduceOp.MAX)
-        self._backend.wait_pending_comm_ops()
-        handle.wait()
-        nowhere = {name for name, anywhere in zip(self._slots, present.tolist(), strict=True) if not anywhere}
+        nowhere = self._wait_and_compare(without)
         for name in nowhere:
             self._slots[name].param.grad = None
         return nowhere
@@ -381,14 +368,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self.end()
         if not self.optimizer.warmed_up:
             return super().make_exchange(bagua_ddp)
-        self._moments = MomentExchange(
-            bagua_ddp.backend,
-            bagua_ddp.bagua_module_name,
-            bagua_ddp.bagua_build_params(),
-            bagua_ddp.find_unused_parameters,
-            self.optimizer,
-            self._round,
-        )
+        self._moments = MomentExchange(bagua_ddp, self.optimizer, self._round)
         return self._moments
 
     def end(self) -> None:

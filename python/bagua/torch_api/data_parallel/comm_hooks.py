@@ -125,8 +125,8 @@ class _Bucket:
 class HookExchange(GradientExchange):
     """Gradients whose buckets a hook communicates instead of the engine."""
 
-    def __init__(self, hook: CommHook, state: Any, as_views: bool, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, bagua_ddp: WrappedModel, hook: CommHook, state: Any, as_views: bool) -> None:
+        super().__init__(bagua_ddp)
         self._hook = hook
         self._state = state
         self._as_views = as_views
@@ -211,12 +211,10 @@ class HookedAllReduce(GradientAllReduceAlgorithmImpl):
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
         """See :meth:`AlgorithmImpl.make_exchange`."""
-        parameters, backend, name = bagua_ddp.bagua_build_params(), bagua_ddp.backend, bagua_ddp.bagua_module_name
-        sparse = sparse_parameters(bagua_ddp.module, parameters)
+        sparse = sparse_parameters(bagua_ddp.module, bagua_ddp.bagua_build_params())
         if sparse:
             raise NotImplementedError(f"a communication hook for sparse gradients, which {sparse[0][0]!r} has")
-        find_unused = bagua_ddp.find_unused_parameters
-        return HookExchange(self._hook, self._state, self._as_views, backend, name, parameters, find_unused)
+        return HookExchange(bagua_ddp, self._hook, self._state, self._as_views)
 
     def init_tensors(self, bagua_ddp: WrappedModel) -> list[torch.Tensor]:
         """See :meth:`AlgorithmImpl.init_tensors`."""

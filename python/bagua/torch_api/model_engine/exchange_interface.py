@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from ..bucket import BaguaBucket
+from ..process_group import ProcessGroup
 from ..tensor import Getter
+from .bucket_engine import BucketEngine
 
 #: Names and parameters of a model.
 Parameters = Sequence[tuple[str, torch.nn.Parameter]]
@@ -19,6 +22,49 @@ def always(tensor: torch.Tensor) -> Getter:
     return lambda _: tensor
 
 
+class WrappedModel(Protocol):
+    """What an algorithm may use of the model that it communicates for: ``model.bagua_ddp``."""
+
+    #: Name of the model, the same on all ranks.
+    bagua_module_name: str
+    bagua_optimizers: list[torch.optim.Optimizer]
+    #: In the order of communication.
+    bagua_buckets: list[BaguaBucket]
+    #: Training forwards so far.
+    bagua_train_step_counter: int
+    #: SHA-256 of what is equal on all ranks: algorithm, options, parameters and buffers.
+    digest: bytes
+    #: Names of parameters and buffers that each rank has for itself.
+    parameters_to_ignore: frozenset[str]
+    process_group: ProcessGroup
+    backend: BucketEngine
+    exchange: Exchange
+    find_unused_parameters: bool
+    #: Buckets own the memory of their tensors.
+    do_flatten: bool
+    #: Bytes that are communicated at once.
+    bucket_size: int
+    #: Number of the last step that began; -1 before the first. A step begins with the first training forward (grad
+    #: enabled, outside ``no_sync``) after the last step's backward; nothing else begins one.
+    step: int
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model."""
+
+    def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Name and parameter of every gradient to communicate, in the model's order."""
+
+    def send_buffers(self) -> None:
+        """Every rank gets rank 0's buffers, unless ``broadcast_buffers`` is False. Collective."""
+
+    def restart(self, step: int) -> None:
+        """The next training forward begins the step of this number."""
+
+    def start_buffers(self) -> Callable[[], None]:
+        """Starts what :meth:`send_buffers` does, and returns the wait for it, which changes the buffers."""
+
+
 class Exchange(ABC):
     """The tensors of one model that are communicated. An algorithm makes it; see ``gradients`` and ``weights``.
 
@@ -27,6 +73,12 @@ class Exchange(ABC):
 
     #: Other ranks wait for the gradients of every backward: one that never comes is an error on this rank.
     needs_gradients = False
+
+    def __init__(self, bagua_ddp: WrappedModel) -> None:
+        # Not the object itself: it has this one.
+        self._backend = bagua_ddp.backend
+        self._module_name = bagua_ddp.bagua_module_name
+        self._parameters: Parameters = bagua_ddp.bagua_build_params()
 
     @abstractmethod
     def register(self) -> list[torch.Tensor]:
@@ -49,3 +101,18 @@ class Exchange(ABC):
 
     def abandon(self) -> None:  # noqa: B027
         """Forgets a backward that never came to its end."""
+
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
+        """Before each step of an optimizer that holds parameters of the model."""
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
+        """After each step of such an optimizer."""
+
+    def before_step(self) -> None:  # noqa: B027
+        """Before a step begins, and before the model is closed: does what the last step left undone."""
+
+    def drop(self) -> bool:
+        """Instead of :meth:`before_step` when the model was collected: waits for what was begun, and begins nothing.
+        Whether something was left undone.
+        """
+        return False

@@ -22,8 +22,7 @@ from ..bucket import BaguaBucket
 from ..bucket_memory import BucketSlice, over
 from ..process_group import ReduceOp
 from ..tensor import BaguaTensor, is_lazy_value, layout_of, registration
-from .bucket_engine import BucketEngine
-from .exchange_interface import Exchange, Parameters
+from .exchange_interface import Exchange, Parameters, WrappedModel
 
 
 def grad_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -96,17 +95,9 @@ class GradientExchange(Exchange):
 
     needs_gradients = True
 
-    def __init__(
-        self,
-        backend: BucketEngine,
-        module_name: str,
-        parameters: Parameters,
-        find_unused: bool,
-    ) -> None:
-        self._backend = backend
-        self._module_name = module_name
-        self._parameters = list(parameters)
-        self._find_unused = find_unused
+    def __init__(self, bagua_ddp: WrappedModel) -> None:
+        super().__init__(bagua_ddp)
+        self._find_unused = bagua_ddp.find_unused_parameters
         #: Called with the name of a parameter that no rank used, its communicated gradient, and the gradient of this
         #: rank, which comes back.
         self.discarded: Callable[[str, torch.Tensor, torch.Tensor | None], None] | None = None
@@ -358,12 +349,8 @@ class GradientExchange(Exchange):
             if grad is None:
                 slot.param.grad = torch.zeros_like(slot.param, requires_grad=False)
             self._send(slot)
-        used = torch.tensor([slot.name not in before for slot in self._slots.values()], dtype=torch.uint8)
-        handle = self._backend.all_reduce(used, ReduceOp.MAX)
-        self._wait()
-        handle.wait()
+        nowhere = self._wait_and_compare(before)
         self._settle()
-        nowhere = {name for name, anywhere in zip(self._slots, used.tolist(), strict=True) if not anywhere}
         for name in nowhere:
             slot = self._slots[name]
             if self.discarded is not None and slot.param.grad is not None:
@@ -371,6 +358,14 @@ class GradientExchange(Exchange):
             # As if there had been no communication, so that an optimizer leaves the parameter alone.
             slot.param.grad = before[name]
         return nowhere
+
+    def _wait_and_compare(self, without: Collection[str]) -> set[str]:
+        """Waits until every bucket is communicated. Of these parameters, the names that all ranks have here."""
+        present = torch.tensor([name not in without for name in self._slots], dtype=torch.uint8)
+        handle = self._backend.all_reduce(present, ReduceOp.MAX)
+        self._wait()
+        handle.wait()
+        return {name for name, anywhere in zip(self._slots, present.tolist(), strict=True) if not anywhere}
 
     def abandon(self) -> None:
         """Forgets a backward that never came to its end."""

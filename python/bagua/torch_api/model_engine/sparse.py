@@ -20,9 +20,8 @@ from bagua.errors import BaguaError
 
 from ..process_group import ReduceOp
 from ..tensor import resolved
-from .bucket_engine import BucketEngine
 from .consistency import ALIGN
-from .exchange_interface import Parameters
+from .exchange_interface import Parameters, WrappedModel
 from .gradients import GradientExchange
 
 # Rows are added in these, and rounded once, as in the core's reductions.
@@ -78,19 +77,11 @@ class _Slot:
 class SparseGradientExchange(GradientExchange):
     """The gradients of a model some of which are ``sparse``, combined by ``op``, SUM or AVG; the others in buckets."""
 
-    def __init__(
-        self,
-        backend: BucketEngine,
-        module_name: str,
-        parameters: Parameters,
-        find_unused: bool,
-        sparse: Parameters,
-        op: ReduceOp,
-    ) -> None:
+    def __init__(self, bagua_ddp: WrappedModel, sparse: Parameters, op: ReduceOp) -> None:
+        super().__init__(bagua_ddp)
         self._sparse = {name: _Slot(name, param) for name, param in sparse}
-        dense = [(name, param) for name, param in parameters if name not in self._sparse]
-        super().__init__(backend, module_name, dense, find_unused)
-        self._divisor = backend.size if op is ReduceOp.AVG else 1
+        self._parameters = [(name, param) for name, param in self._parameters if name not in self._sparse]
+        self._divisor = self._backend.size if op is ReduceOp.AVG else 1
 
     def _all_parameters(self) -> Parameters:
         return [*self._parameters, *((slot.name, slot.param) for slot in self._sparse.values())]

@@ -8,6 +8,7 @@ every optimizer of the process.
 from __future__ import annotations
 
 import weakref
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bagua.errors import BaguaError
 
+from .exchange_interface import Exchange, WrappedModel
 from .state import model_state
 
 
@@ -200,3 +202,86 @@ class AwaitedSteps:
             awaited = list(self._parameters.values())
         self._expected.add(optimizer)
         return all(id(param) in self._stepped for param in awaited if param.grad is not None)
+
+
+class BetweenSteps(Exchange):
+    """What is communicated between two steps: after the last optimizer has stepped with the gradients of a step's
+    backward, or before the next step when one of them did not.
+    """
+
+    def __init__(self, bagua_ddp: WrappedModel) -> None:
+        super().__init__(bagua_ddp)
+        # Which optimizers are to step before this rank sends its part.
+        self._steps = AwaitedSteps(
+            self._module_name, [param for _, param in self._parameters], bagua_ddp.bagua_optimizers
+        )
+        # A step that communicates has begun, and its backward has not ended.
+        self._open = False
+        # Its backward has ended, and this rank has not sent its part since.
+        self._due = False
+        # The part was sent, and the result has not been taken over.
+        self._sent = False
+
+    @abstractmethod
+    def _send(self, *, waits: bool) -> None:
+        """Hands this rank's part to the engine. ``waits``: :meth:`_take_over` follows at once."""
+
+    @abstractmethod
+    def _take_over(self) -> None:
+        """Changes the parameters by the result, which has come."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Instead of :meth:`_take_over` where nothing may change any more."""
+
+    def begin(self) -> None:
+        """A step begins after whose optimizers the ranks communicate."""
+        self._open = True
+
+    def finish(self) -> None:
+        """The step's backward is done; its optimizers come next.
+
+        Where each of them will skip its step, as GradScaler does where gradients are not finite, this rank sends its
+        part at once, without a wait: no other rank waits for its next forward then.
+        """
+        self._due = self._due or self._open
+        self._open = False
+        if self._steps.backward_ended(looks_at_gradients=self._due):
+            self._start(waits=False)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped; after the last one the ranks communicate. Collective then."""
+        if self._steps.is_last(optimizer) and self._due:
+            self.before_step()
+            self._steps.communicated()
+
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes over what was sent after the backward: an optimizer steps in spite of its gradients."""
+        if self._steps.begins(optimizer) and self._sent:
+            self.before_step()
+
+    def before_step(self) -> None:
+        """Communicates, if a step's backward has ended since the last time. Collective then."""
+        if self._due:
+            self._start(waits=True)
+        if self._waited_for_sent():
+            self._take_over()
+
+    def drop(self) -> bool:
+        """The model was collected: waits for what was sent, and sends nothing. Whether an exchange was due."""
+        if self._waited_for_sent():
+            self._forget()
+        return self._due
+
+    def _start(self, *, waits: bool) -> None:
+        # First: after a failure the group is of no more use, and the state can still be saved.
+        self._due = False
+        self._send(waits=waits)
+        self._sent = True
+
+    def _waited_for_sent(self) -> bool:
+        """Waits for the result of what was sent. Whether something was."""
+        sent, self._sent = self._sent, False
+        if sent:
+            self._backend.wait_pending_comm_ops()
+        return sent

@@ -34,9 +34,8 @@ from bagua.errors import BaguaError
 from ..bucket import BaguaBucket
 from ..bucket_memory import BucketSlice
 from ..tensor import BaguaTensor, Getter, effective, is_lazy_value, layout_of, registration, resolved
-from .bucket_engine import BucketEngine
-from .exchange_interface import Exchange, Parameters, always
-from .steps import AwaitedSteps
+from .exchange_interface import Exchange, Parameters, WrappedModel, always
+from .steps import BetweenSteps
 
 
 def check_floating(parameters: Parameters) -> None:
@@ -72,10 +71,8 @@ class _Slot:
 class WeightTensors(Exchange):
     """The parameters of one model as the tensors of its buckets."""
 
-    def __init__(self, backend: BucketEngine, module_name: str, parameters: Parameters) -> None:
-        self._backend = backend
-        self._module_name = module_name
-        self._parameters = list(parameters)
+    def __init__(self, bagua_ddp: WrappedModel) -> None:
+        super().__init__(bagua_ddp)
         self._slots: list[_Slot] = []
 
     def register(self) -> list[torch.Tensor]:
@@ -128,8 +125,8 @@ class WeightAverage(WeightTensors):
     See the module for what the core reads, and for weights that change meanwhile.
     """
 
-    def __init__(self, backend: BucketEngine, module_name: str, parameters: Parameters) -> None:
-        super().__init__(backend, module_name, parameters)
+    def __init__(self, bagua_ddp: WrappedModel) -> None:
+        super().__init__(bagua_ddp)
         self._averaged: list[_Averaged] = []
         # Communicated since the step's first forward, and not taken over yet.
         self._begun = False
@@ -206,90 +203,38 @@ class WeightAverage(WeightTensors):
             self._backend.wait_pending_comm_ops()
 
 
-class WeightUpdate(WeightTensors):
-    """Weights that are communicated between two steps, in place: after the last optimizer has stepped with the
-    gradients of a step's backward, or before the next step when one of them did not.
-    """
+class WeightUpdate(BetweenSteps, WeightTensors):
+    """Weights that are communicated between two steps, in place."""
 
-    def __init__(
-        self,
-        backend: BucketEngine,
-        module_name: str,
-        parameters: Parameters,
-        optimizers: Sequence[torch.optim.Optimizer],
-    ) -> None:
-        super().__init__(backend, module_name, parameters)
-        #: Which optimizers the weights wait for.
-        self.steps = AwaitedSteps(module_name, [param for _, param in parameters], optimizers)
-        # A step that communicates has begun, and its backward has not ended.
-        self._open = False
-        # Its backward has ended, and the weights have not been communicated since.
-        self._due = False
+    def __init__(self, bagua_ddp: WrappedModel) -> None:
+        super().__init__(bagua_ddp)
         # What was handed to the engine and not taken over: each parameter, and its copy if it is not in place.
-        self._sent: list[tuple[_Slot, torch.Tensor | None]] = []
-
-    def begin(self) -> None:
-        """A step begins after whose optimizers the weights are communicated."""
-        self._open = True
-
-    def finish(self) -> None:
-        """The step's backward is done; its optimizers come next.
-
-        Where each of them will skip its step, as GradScaler does where gradients are not finite, this rank sends its
-        part at once, without a wait: no other rank waits for its next forward then.
-        """
-        none_follows = self.steps.backward_ended(looks_at_gradients=self._open)
-        self._due = self._due or self._open
-        self._open = False
-        if none_follows:
-            self._start(waits=False)
+        self._handed: list[tuple[_Slot, torch.Tensor | None]] = []
 
     def abandon(self) -> None:
         """The peers communicate after this step, and wait for this rank."""
         self._due = self._due or self._open
         self._open = False
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped; after the last one the weights are communicated. Collective then."""
-        if self.steps.is_last(optimizer) and self._due:
-            self.communicate_due()
-            self.steps.communicated()
-
-    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes over what was sent after the backward: an optimizer steps in spite of its gradients."""
-        if self.steps.begins(optimizer) and self._sent:
-            self.communicate_due()
-
-    def communicate_due(self) -> None:
-        """Communicates the weights, if a step's backward has ended since the last time. Collective then."""
-        if self._due:
-            self._start(waits=True)
-        if not self._sent:
-            return
-        self._backend.wait_pending_comm_ops()
-        with torch.no_grad():
-            for slot, copy in self._sent:
-                if copy is not None or not slot.in_place():
-                    slot.param.copy_(slot.like if copy is None else copy)
-        self._sent = []
-        for slot in self._slots:
-            torch.autograd.graph.increment_version(slot.param)
-
-    def _start(self, *, waits: bool) -> None:
-        """Hands the weights to the engine. Copies of them, until they are taken over, except where a wait follows at
-        once: a rank that goes on may read its weights meanwhile.
+    def _send(self, *, waits: bool) -> None:
+        """Copies of the weights, until they are taken over, except where a wait follows at once: a rank that goes on
+        may read its weights meanwhile.
         """
-        self._due = False
         with torch.no_grad():
             for slot in self._slots:
                 copy = None if waits and slot.in_place() else torch.empty_like(slot.like).copy_(slot.param)
                 values = slot.like if copy is None else copy
-                self._sent.append((slot, copy))
+                self._handed.append((slot, copy))
                 self._backend.mark_ready(slot.number, values)
 
-    def drop(self) -> bool:
-        """The model was collected: waits for what was sent, and sends nothing. Whether an exchange was due."""
-        if self._sent:
-            self._backend.wait_pending_comm_ops()
-            self._sent = []
-        return self._due
+    def _take_over(self) -> None:
+        with torch.no_grad():
+            for slot, copy in self._handed:
+                if copy is not None or not slot.in_place():
+                    slot.param.copy_(slot.like if copy is None else copy)
+        self._forget()
+        for slot in self._slots:
+            torch.autograd.graph.increment_version(slot.param)
+
+    def _forget(self) -> None:
+        self._handed = []
