@@ -17,11 +17,13 @@ import numpy as np
 from bagua import engine, verbs
 from bagua.arrays import Array, ArrayT, ResultT
 from bagua.handle import Handle
-from bagua.messages import Messages, Options, outcome
+from bagua.messages import Messages, outcome
 from bagua.operand import Operand, empty_like, same_kind
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from bagua.messages import OutOptions
 
 __all__ = ["Collectives"]
 
@@ -46,23 +48,11 @@ class Collectives(Messages):
 
     @overload
     def all_reduce(
-        self,
-        x: ArrayT,
-        op: Op = "sum",
-        *,
-        out: ArrayT | None = None,
-        async_op: Literal[False] = False,
-        **options: Unpack[Options],
+        self, x: ArrayT, op: Op = "sum", *, async_op: Literal[False] = False, **options: Unpack[OutOptions[ArrayT]]
     ) -> ArrayT: ...
     @overload
     def all_reduce(
-        self,
-        x: ArrayT,
-        op: Op = "sum",
-        *,
-        out: ArrayT | None = None,
-        async_op: Literal[True],
-        **options: Unpack[Options],
+        self, x: ArrayT, op: Op = "sum", *, async_op: Literal[True], **options: Unpack[OutOptions[ArrayT]]
     ) -> Handle[ArrayT]: ...
     def all_reduce(
         self,
@@ -133,20 +123,12 @@ class Collectives(Messages):
         dst: int = 0,
         op: Op = "sum",
         *,
-        out: ArrayT | None = None,
         async_op: Literal[False] = False,
-        **options: Unpack[Options],
+        **options: Unpack[OutOptions[ArrayT]],
     ) -> ArrayT | None: ...
     @overload
     def reduce(
-        self,
-        x: ArrayT,
-        dst: int = 0,
-        op: Op = "sum",
-        *,
-        out: ArrayT | None = None,
-        async_op: Literal[True],
-        **options: Unpack[Options],
+        self, x: ArrayT, dst: int = 0, op: Op = "sum", *, async_op: Literal[True], **options: Unpack[OutOptions[ArrayT]]
     ) -> Handle[ArrayT | None]: ...
     def reduce(
         self,
@@ -174,23 +156,11 @@ class Collectives(Messages):
 
     @overload
     def reduce_scatter(
-        self,
-        x: Array,
-        op: Op = "sum",
-        *,
-        out: ResultT | None = None,
-        async_op: Literal[False] = False,
-        **options: Unpack[Options],
+        self, x: Array, op: Op = "sum", *, async_op: Literal[False] = False, **options: Unpack[OutOptions[ResultT]]
     ) -> ResultT: ...
     @overload
     def reduce_scatter(
-        self,
-        x: Array,
-        op: Op = "sum",
-        *,
-        out: ResultT | None = None,
-        async_op: Literal[True],
-        **options: Unpack[Options],
+        self, x: Array, op: Op = "sum", *, async_op: Literal[True], **options: Unpack[OutOptions[ResultT]]
     ) -> Handle[ResultT]: ...
     def reduce_scatter(
         self,
@@ -219,17 +189,11 @@ class Collectives(Messages):
 
     @overload
     def broadcast(
-        self,
-        x: ArrayT,
-        src: int = 0,
-        *,
-        out: ArrayT | None = None,
-        async_op: Literal[False] = False,
-        **options: Unpack[Options],
+        self, x: ArrayT, src: int = 0, *, async_op: Literal[False] = False, **options: Unpack[OutOptions[ArrayT]]
     ) -> ArrayT: ...
     @overload
     def broadcast(
-        self, x: ArrayT, src: int = 0, *, out: ArrayT | None = None, async_op: Literal[True], **options: Unpack[Options]
+        self, x: ArrayT, src: int = 0, *, async_op: Literal[True], **options: Unpack[OutOptions[ArrayT]]
     ) -> Handle[ArrayT]: ...
     def broadcast(
         self,
@@ -253,17 +217,11 @@ class Collectives(Messages):
 
     @overload
     def gather(
-        self,
-        x: Array,
-        dst: int = 0,
-        *,
-        out: ResultT | None = None,
-        async_op: Literal[False] = False,
-        **options: Unpack[Options],
+        self, x: Array, dst: int = 0, *, async_op: Literal[False] = False, **options: Unpack[OutOptions[ResultT]]
     ) -> ResultT | None: ...
     @overload
     def gather(
-        self, x: Array, dst: int = 0, *, out: ResultT | None = None, async_op: Literal[True], **options: Unpack[Options]
+        self, x: Array, dst: int = 0, *, async_op: Literal[True], **options: Unpack[OutOptions[ResultT]]
     ) -> Handle[ResultT | None]: ...
     def gather(
         self,
@@ -297,19 +255,12 @@ class Collectives(Messages):
         x: Array | None = None,
         src: int = 0,
         *,
-        out: ResultT | None = None,
         async_op: Literal[False] = False,
-        **options: Unpack[Options],
+        **options: Unpack[OutOptions[ResultT]],
     ) -> ResultT: ...
     @overload
     def scatter(
-        self,
-        x: Array | None = None,
-        src: int = 0,
-        *,
-        out: ResultT | None = None,
-        async_op: Literal[True],
-        **options: Unpack[Options],
+        self, x: Array | None = None, src: int = 0, *, async_op: Literal[True], **options: Unpack[OutOptions[ResultT]]
     ) -> Handle[ResultT]: ...
     def scatter(
         self,
@@ -358,11 +309,11 @@ class Collectives(Messages):
 
     @overload
     def all_gather(
-        self, x: Array, *, out: ResultT | None = None, async_op: Literal[False] = False, **options: Unpack[Options]
+        self, x: Array, *, async_op: Literal[False] = False, **options: Unpack[OutOptions[ResultT]]
     ) -> ResultT: ...
     @overload
     def all_gather(
-        self, x: Array, *, out: ResultT | None = None, async_op: Literal[True], **options: Unpack[Options]
+        self, x: Array, *, async_op: Literal[True], **options: Unpack[OutOptions[ResultT]]
     ) -> Handle[ResultT]: ...
     def all_gather(
         self,
@@ -386,11 +337,11 @@ class Collectives(Messages):
 
     @overload
     def all_to_all(
-        self, x: ArrayT, *, out: ArrayT | None = None, async_op: Literal[False] = False, **options: Unpack[Options]
+        self, x: ArrayT, *, async_op: Literal[False] = False, **options: Unpack[OutOptions[ArrayT]]
     ) -> ArrayT: ...
     @overload
     def all_to_all(
-        self, x: ArrayT, *, out: ArrayT | None = None, async_op: Literal[True], **options: Unpack[Options]
+        self, x: ArrayT, *, async_op: Literal[True], **options: Unpack[OutOptions[ArrayT]]
     ) -> Handle[ArrayT]: ...
     def all_to_all(
         self,

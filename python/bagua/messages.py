@@ -7,7 +7,7 @@ arrays must not be touched.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 
 from bagua import engine, verbs
 from bagua.arrays import Array, ArrayT, ResultT, operand
@@ -16,18 +16,24 @@ from bagua.handle import AnyHandle, Handle
 from bagua.operand import Operand, empty_like, same_kind
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import TypedDict, Unpack
 
-__all__ = ["Messages", "Options", "outcome"]
+    class Options(TypedDict, total=False):
+        """What each verb takes."""
+
+        timeout: float | None
+        """Seconds; None for the group's."""
+        stream: int | None
+        """Of arrays on a CUDA device, a CUstream as an integer; None is the legacy stream."""
+
+    class OutOptions(Options, Generic[ResultT], total=False):
+        """What each verb takes whose result is an array."""
+
+        out: ResultT | None
+        """For the result."""
 
 
-class Options(TypedDict, total=False):
-    """What each verb takes, for type checkers."""
-
-    timeout: float | None
-    """Seconds; None for the group's."""
-    stream: int | None
-    """Of arrays on a CUDA device, a CUstream as an integer; None is the legacy stream."""
+__all__ = ["Messages", "outcome"]
 
 
 #: CUDA_ERROR_OUT_OF_MEMORY.
@@ -69,9 +75,8 @@ class Messages:
         *,
         send_displs: Sequence[int] | None = None,
         recv_displs: Sequence[int] | None = None,
-        out: ResultT | None = None,
         async_op: Literal[False] = False,
-        **options: Unpack[Options],
+        **options: Unpack[OutOptions[ResultT]],
     ) -> ResultT: ...
     @overload
     def all_to_all_v(
@@ -82,9 +87,8 @@ class Messages:
         *,
         send_displs: Sequence[int] | None = None,
         recv_displs: Sequence[int] | None = None,
-        out: ResultT | None = None,
         async_op: Literal[True],
-        **options: Unpack[Options],
+        **options: Unpack[OutOptions[ResultT]],
     ) -> Handle[ResultT]: ...
     def all_to_all_v(
         self,
