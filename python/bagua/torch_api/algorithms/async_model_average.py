@@ -13,6 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -127,16 +128,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     warmup_steps: int
     compression: Compression
 
-    def __init__(
-        self,
-        process_group: ProcessGroup,
-        peer_selection_mode: str = "all",
-        sync_interval_ms: float = 500,
-        warmup_steps: int = 0,
-        *,
-        compression: Compression = None,
-    ) -> None:
-        super().__init__(process_group, peer_selection_mode, sync_interval_ms, warmup_steps, compression=compression)
+    def __init__(self, process_group: ProcessGroup, *options: Any, **named: Any) -> None:
+        super().__init__(process_group, *options, **named)
         if elastic.rejoined():
             # A rank that joins a running job gets weights that were warmed up.
             self.warmup_steps = 0
@@ -458,6 +451,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._steps = int(state["optimizer_steps"])
 
 
+@dataclass(eq=False, repr=False)
 class AsyncModelAverageAlgorithm(Algorithm):
     """Trains each rank alone, and averages the weights of all ranks every ``sync_interval_ms`` milliseconds.
 
@@ -468,29 +462,20 @@ class AsyncModelAverageAlgorithm(Algorithm):
 
     _implementation = AsyncModelAverageAlgorithmImpl
 
-    def __init__(
-        self,
-        peer_selection_mode: str = "all",
-        sync_interval_ms: float = 500,
-        warmup_steps: int = 0,
-        *,
-        compression: Compression = None,
-    ) -> None:
-        check_options(peer_selection_mode, sync_interval_ms, warmup_steps)
-        raw_codec(compression)
-        self.peer_selection_mode = peer_selection_mode
-        self.sync_interval_ms = sync_interval_ms
-        self.warmup_steps = warmup_steps
-        self.compression = compression
+    peer_selection_mode: str = "all"
+    sync_interval_ms: float = 500
+    warmup_steps: int = 0
+    _: KW_ONLY
+    compression: Compression = None
+
+    def __post_init__(self) -> None:
+        check_options(self.peer_selection_mode, self.sync_interval_ms, self.warmup_steps)
+        raw_codec(self.compression)
 
     @property
     def needs_optimizers(self) -> bool:
         """In the warm-up, whose steps it counts."""
         return self.warmup_steps > 0
-
-    def reify(self, process_group: ProcessGroup) -> AsyncModelAverageAlgorithmImpl:
-        """A fresh implementation."""
-        return AsyncModelAverageAlgorithmImpl(process_group, **vars(self))
 
 
 GlobalAlgorithmRegistry.register(

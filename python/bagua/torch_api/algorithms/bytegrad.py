@@ -5,6 +5,8 @@ Source: the original Bagua's ByteGrad (Gan et al., VLDB 2021, arXiv:2107.01499).
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
+
 import torch
 
 from bagua.codecs import Compression, raw_codec
@@ -76,6 +78,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         return {bucket.name: None if codec is None else codec.name for bucket in self.bagua_ddp.bagua_buckets}
 
 
+@dataclass(eq=False, repr=False)
 class ByteGradAlgorithm(Algorithm):
     """Averages (or sums) gradients through a codec.
 
@@ -88,22 +91,17 @@ class ByteGradAlgorithm(Algorithm):
 
     _implementation = ByteGradAlgorithmImpl
 
-    def __init__(
-        self,
-        hierarchical: bool = True,
-        average: bool = True,
-        *,
-        compression: Compression = "MinMaxUInt8",
-        error_feedback: bool = False,
-    ) -> None:
-        if compression != "auto":
-            raw_codec(compression)
-        if error_feedback and (compression is None or compression == "auto"):
-            raise ValueError(f"error_feedback needs a codec, and compression is {compression!r}")
-        self.hierarchical = hierarchical
-        self.average = average
-        self.compression = compression
-        self.error_feedback = error_feedback
+    hierarchical: bool = True
+    average: bool = True
+    _: KW_ONLY
+    compression: Compression = "MinMaxUInt8"
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        if self.compression != "auto":
+            raw_codec(self.compression)
+        if self.error_feedback and (self.compression is None or self.compression == "auto"):
+            raise ValueError(f"error_feedback needs a codec, and compression is {self.compression!r}")
 
 
 GlobalAlgorithmRegistry.register("bytegrad", ByteGradAlgorithm, "compressed all-reduce of gradients")

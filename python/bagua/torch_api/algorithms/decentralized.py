@@ -9,6 +9,7 @@ Bagua (Gan et al., VLDB 2021, arXiv:2107.01499). The page "Algorithms" has the f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -34,11 +35,10 @@ from .base import (
 PEER_SELECTION_MODES = tuple(engine.PEER_SELECTION_MODES)
 
 
-def check_interval(communication_interval: int) -> int:
-    """``communication_interval``; ValueError unless it is a positive integer."""
+def check_interval(communication_interval: int) -> None:
+    """ValueError for a ``communication_interval`` that is not a positive integer."""
     if not isinstance(communication_interval, int) or communication_interval < 1:
         raise ValueError(f"communication_interval must be a positive integer, not {communication_interval!r}")
-    return communication_interval
 
 
 class _WeightsAlgorithmImpl(AlgorithmImpl):
@@ -137,6 +137,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
         return tensors_of_buckets(self.bagua_ddp.bagua_buckets, {kind: f"_{kind}" for kind in kinds})
 
 
+@dataclass(eq=False, repr=False)
 class DecentralizedAlgorithm(Algorithm):
     """Averages weights with peers in full precision; the gradient at a rank's weights is applied to the average.
 
@@ -147,15 +148,16 @@ class DecentralizedAlgorithm(Algorithm):
 
     _implementation = DecentralizedAlgorithmImpl
 
-    def __init__(
-        self, hierarchical: bool = True, peer_selection_mode: str = "all", communication_interval: int = 1
-    ) -> None:
-        engine.check_peer_selection(peer_selection_mode, 1)
-        self.hierarchical = hierarchical
-        self.peer_selection_mode = peer_selection_mode
-        self.communication_interval = check_interval(communication_interval)
+    hierarchical: bool = True
+    peer_selection_mode: str = "all"
+    communication_interval: int = 1
+
+    def __post_init__(self) -> None:
+        engine.check_peer_selection(self.peer_selection_mode, 1)
+        check_interval(self.communication_interval)
 
 
+@dataclass(eq=False, repr=False)
 class LowPrecisionDecentralizedAlgorithm(Algorithm):
     """Averages weights with both neighbours of a ring; only encoded differences travel, after each optimizer step.
 
@@ -167,18 +169,15 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
     needs_optimizers = True
     _implementation = LowPrecisionDecentralizedAlgorithmImpl
 
-    def __init__(
-        self,
-        hierarchical: bool = True,
-        communication_interval: int = 1,
-        *,
-        compression: Compression = "MinMaxUInt8",
-    ) -> None:
-        if raw_codec(compression) is None:
+    hierarchical: bool = True
+    communication_interval: int = 1
+    _: KW_ONLY
+    compression: Compression = "MinMaxUInt8"
+
+    def __post_init__(self) -> None:
+        if raw_codec(self.compression) is None:
             raise ValueError("low_precision_decentralized needs a compression; decentralized works without one")
-        self.hierarchical = hierarchical
-        self.communication_interval = check_interval(communication_interval)
-        self.compression = compression
+        check_interval(self.communication_interval)
 
 
 GlobalAlgorithmRegistry.register(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ..bucket import BaguaBucket
 from ..process_group import ReduceOp
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
@@ -25,14 +27,14 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         return ReduceOp.AVG if self.average else ReduceOp.SUM
 
 
+@dataclass(eq=False, repr=False)
 class GradientAllReduceAlgorithm(Algorithm):
     """``hierarchical``: add inside hosts first, then between them. ``average``: divide by the number of ranks."""
 
     _implementation = GradientAllReduceAlgorithmImpl
 
-    def __init__(self, hierarchical: bool = False, average: bool = True) -> None:
-        self.hierarchical = hierarchical
-        self.average = average
+    hierarchical: bool = False
+    average: bool = True
 
 
 GlobalAlgorithmRegistry.register(

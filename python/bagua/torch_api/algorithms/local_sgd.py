@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -160,6 +161,7 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
         return tensors
 
 
+@dataclass(eq=False, repr=False)
 class LocalSGDAlgorithm(Algorithm):
     """Every rank steps alone; the weights are averaged at the end of every ``communication_interval``-th step.
 
@@ -175,21 +177,17 @@ class LocalSGDAlgorithm(Algorithm):
     needs_optimizers = True
     _implementation = LocalSGDAlgorithmImpl
 
-    def __init__(
-        self,
-        communication_interval: int = 8,
-        *,
-        hierarchical: bool = True,
-        compression: Compression = None,
-        error_feedback: bool = False,
-    ) -> None:
-        _check(communication_interval, compression, error_feedback)
-        self.communication_interval = communication_interval
-        self.hierarchical = hierarchical
-        self.compression = compression
-        self.error_feedback = error_feedback
+    communication_interval: int = 8
+    _: KW_ONLY
+    hierarchical: bool = True
+    compression: Compression = None
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.communication_interval, self.compression, self.error_feedback)
 
 
+@dataclass(eq=False, repr=False)
 class DiLoCoAlgorithm(Algorithm):
     """Every rank steps alone; at the end of every ``communication_interval``-th step an outer SGD steps.
 
@@ -202,29 +200,21 @@ class DiLoCoAlgorithm(Algorithm):
     needs_optimizers = True
     _implementation = LocalSGDAlgorithmImpl
 
-    def __init__(
-        self,
-        communication_interval: int = 100,
-        *,
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
-        nesterov: bool = True,
-        hierarchical: bool = True,
-        compression: Compression = None,
-        error_feedback: bool = False,
-    ) -> None:
-        _check(communication_interval, compression, error_feedback)
-        if not 0 < outer_lr < float("inf"):
-            raise ValueError(f"outer_lr={outer_lr} is not above 0 and finite")
-        if not 0 <= outer_momentum < 1:
-            raise ValueError(f"outer_momentum={outer_momentum} is not in [0, 1)")
-        self.communication_interval = communication_interval
-        self.outer_lr = outer_lr
-        self.outer_momentum = outer_momentum
-        self.nesterov = nesterov
-        self.hierarchical = hierarchical
-        self.compression = compression
-        self.error_feedback = error_feedback
+    communication_interval: int = 100
+    _: KW_ONLY
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    nesterov: bool = True
+    hierarchical: bool = True
+    compression: Compression = None
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.communication_interval, self.compression, self.error_feedback)
+        if not 0 < self.outer_lr < float("inf"):
+            raise ValueError(f"outer_lr={self.outer_lr} is not above 0 and finite")
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"outer_momentum={self.outer_momentum} is not in [0, 1)")
 
 
 def _check(communication_interval: int, compression: Compression, error_feedback: bool) -> None:

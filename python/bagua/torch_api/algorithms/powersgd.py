@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -275,6 +276,7 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
         return {kind: tensors for kind, tensors in found.items() if tensors}
 
 
+@dataclass(eq=False, repr=False)
 class PowerSGDAlgorithm(Algorithm):
     """Averages gradients by approximations of rank ``rank``, where these have at least ``min_compression`` times fewer
     numbers than the gradient; the others are averaged as they are. On one rank nothing is approximated.
@@ -291,25 +293,21 @@ class PowerSGDAlgorithm(Algorithm):
 
     _implementation = PowerSGDAlgorithmImpl
 
-    def __init__(
-        self,
-        rank: int = 4,
-        *,
-        warm_start: bool = True,
-        error_feedback: bool = True,
-        min_compression: float = 2.0,
-        seed: int = 1,
-    ) -> None:
-        for name, value, least in (("rank", rank, 1), ("seed", seed, 0)):
+    rank: int = 4
+    _: KW_ONLY
+    warm_start: bool = True
+    error_feedback: bool = True
+    min_compression: float = 2.0
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("rank", self.rank, 1), ("seed", self.seed, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
-        if not 0 <= min_compression < math.inf:
-            raise ValueError(f"min_compression must be a finite number that is not negative, not {min_compression!r}")
-        self.rank = rank
-        self.warm_start = warm_start
-        self.error_feedback = error_feedback
-        self.min_compression = min_compression
-        self.seed = seed
+        if not 0 <= self.min_compression < math.inf:
+            raise ValueError(
+                f"min_compression must be a finite number that is not negative, not {self.min_compression!r}"
+            )
 
 
 GlobalAlgorithmRegistry.register("powersgd", PowerSGDAlgorithm, "averages of low-rank approximations of gradients")

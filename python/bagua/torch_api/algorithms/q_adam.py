@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -406,6 +407,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._round = int(state["round"])
 
 
+@dataclass(eq=False, repr=False)
 class QAdamAlgorithm(Algorithm):
     """Trains one model with a :class:`QAdamOptimizer`, which is also among the optimizers of ``with_bagua``.
 
@@ -417,19 +419,16 @@ class QAdamAlgorithm(Algorithm):
     needs_optimizers = True
     _implementation = QAdamAlgorithmImpl
 
-    def __init__(
-        self,
-        q_adam_optimizer: QAdamOptimizer,
-        hierarchical: bool = True,
-        *,
-        compression: Compression = "MinMaxUInt8",
-    ) -> None:
-        if not isinstance(q_adam_optimizer, QAdamOptimizer):
-            raise TypeError(f"qadam needs a QAdamOptimizer, not a {type(q_adam_optimizer).__name__}")
-        raw_codec(compression)
-        self.q_adam_optimizer = q_adam_optimizer
-        self.hierarchical = hierarchical
-        self.compression = compression
+    q_adam_optimizer: QAdamOptimizer
+    hierarchical: bool = True
+    _: KW_ONLY
+    compression: Compression = "MinMaxUInt8"
+
+    def __post_init__(self) -> None:
+        given: object = self.q_adam_optimizer
+        if not isinstance(given, QAdamOptimizer):
+            raise TypeError(f"qadam needs a QAdamOptimizer, not a {type(given).__name__}")
+        raw_codec(self.compression)
         self._model: weakref.ref[torch.nn.Module] | None = None
 
     def check_free(self, module: torch.nn.Module) -> None:
