@@ -7,6 +7,7 @@ process. Ranks in these errors are ranks of the world.
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 __all__ = [
@@ -24,125 +25,83 @@ def _again(cls: type[BaguaError], text: str, fields: dict[str, Any]) -> BaguaErr
     return cls(text, **fields)
 
 
+@dataclass(eq=False, repr=False, match_args=False)
 class BaguaError(RuntimeError):
     """Base of all errors of communication, and the error of a group that cannot be built or used."""
 
-    record: str | None
+    text: InitVar[str] = ""
+    """What happened: the only argument without a name, and `str` of the error."""
+    record: str | None = field(default=None, kw_only=True)
     """Path of the file with this rank's last operations, when its group failed and the file could be written."""
 
-    def __init__(self, text: str = "", *, record: str | None = None) -> None:
+    def __post_init__(self, text: str) -> None:
         super().__init__(text)
-        self.record = record
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The default would call the class with its text alone, and lose the fields in another process.
         return _again, (type(self), str(self), self.__dict__)
 
 
+# An argument, and no attribute.
+del BaguaError.text  # type: ignore[attr-defined]
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class _During:
     """What an error may know of the operation that it ended."""
 
-    during: str
+    during: str = ""
     """What this rank was doing, "" when it was doing nothing."""
-    bucket: str
+    bucket: str = ""
     """Bucket or other label of that operation, "" when it has none."""
-    done_bytes: int
+    done_bytes: int = 0
     """Bytes that were received and used."""
-    total_bytes: int
+    total_bytes: int = 0
     """Bytes that the operation needs in all."""
 
-    def _note(self, during: str = "", bucket: str = "", done_bytes: int = 0, total_bytes: int = 0) -> None:
-        self.during = during
-        self.bucket = bucket
-        self.done_bytes = done_bytes
-        self.total_bytes = total_bytes
 
-
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class PeerLostError(BaguaError, _During):
     """A peer died, froze, left while it was needed, or was cut off."""
 
-    rank: int
+    rank: int = -1
     """The rank that is gone."""
-    host: str
+    host: str = ""
     """Name of its host."""
-    reason: str
+    reason: str = ""
     """How that was noticed."""
-    noticed_by: int
+    noticed_by: int = -1
     """The rank that noticed first."""
 
-    def __init__(
-        self,
-        text: str = "",
-        *,
-        rank: int = -1,
-        host: str = "",
-        reason: str = "",
-        noticed_by: int = -1,
-        record: str | None = None,
-        **progress: Any,
-    ) -> None:
-        super().__init__(text, record=record)
-        self._note(**progress)
-        self.rank = rank
-        self.host = host
-        self.reason = reason
-        self.noticed_by = noticed_by
 
-
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class BaguaTimeoutError(BaguaError, TimeoutError, _During):
     """A deadline passed although the peers are alive."""
 
-    missing: tuple[int, ...]
+    missing: tuple[int, ...] = ()
     """The ranks that had not done their part; empty when only this process's communication thread was waited for."""
-    after: float
+    after: float = 0.0
     """The deadline that was set, in seconds."""
-    noticed_by: int
+    noticed_by: int = -1
     """The rank whose deadline passed."""
 
-    def __init__(
-        self,
-        text: str = "",
-        *,
-        missing: tuple[int, ...] = (),
-        after: float = 0.0,
-        noticed_by: int = -1,
-        record: str | None = None,
-        **progress: Any,
-    ) -> None:
-        super().__init__(text, record=record)
-        self._note(**progress)
-        self.missing = tuple(missing)
-        self.after = after
-        self.noticed_by = noticed_by
+    def __post_init__(self, text: str) -> None:
+        super().__post_init__(text)
+        self.missing = tuple(self.missing)
 
 
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class PeerRaisedError(BaguaError):
     """Another rank reported an exception."""
 
-    rank: int
+    rank: int = -1
     """The rank that raised."""
-    host: str
+    host: str = ""
     """Name of its host."""
-    kind: str
+    kind: str = ""
     """Class of its exception, e.g. "ValueError"."""
-    message: str
+    message: str = ""
     """Text of its exception."""
-
-    def __init__(
-        self,
-        text: str = "",
-        *,
-        rank: int = -1,
-        host: str = "",
-        kind: str = "",
-        message: str = "",
-        record: str | None = None,
-    ) -> None:
-        super().__init__(text, record=record)
-        self.rank = rank
-        self.host = host
-        self.kind = kind
-        self.message = message
 
 
 class MismatchError(BaguaError):
@@ -153,30 +112,15 @@ class AbortedError(BaguaError):
     """The user or the engine gave up on the group."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class DeviceError(BaguaError):
     """A call of a device's driver, or of a library over it, failed on this rank."""
 
-    api: str
+    api: str = ""
     """The function, e.g. "cuMemcpyDtoHAsync" or "ncclAllReduce"."""
-    code: int
+    code: int = 0
     """What it returned."""
-    name: str
+    name: str = ""
     """The name of that code, e.g. "CUDA_ERROR_ILLEGAL_ADDRESS"."""
-    device: int
+    device: int = -1
     """Number of the device in this process."""
-
-    def __init__(
-        self,
-        text: str = "",
-        *,
-        api: str = "",
-        code: int = 0,
-        name: str = "",
-        device: int = -1,
-        record: str | None = None,
-    ) -> None:
-        super().__init__(text, record=record)
-        self.api = api
-        self.code = code
-        self.name = name
-        self.device = device
