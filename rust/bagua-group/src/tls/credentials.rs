@@ -204,11 +204,37 @@ impl SharedKeyPair {
         let key = SubjectPublicKeyInfoDer::from(cert.as_ref());
         verify_tls13_signature_with_raw_key(message, &key, signature, &self.provider.signature_verification_algorithms)
     }
+
+    fn schemes(&self) -> Vec<SignatureScheme> {
+        vec![SignatureScheme::ED25519]
+    }
 }
 
-/// There is only TLS 1.3 here.
-fn no_tls12() -> std::result::Result<HandshakeSignatureValid, Fault> {
-    Err(Fault::PeerIncompatible(PeerIncompatible::Tls12NotOffered))
+/// What a check of servers and one of clients have alike, over `signed` and `schemes` of their type. There is only TLS 1.3 here.
+macro_rules! signatures {
+    () => {
+        fn verify_tls12_signature(
+            &self,
+            _message: &[u8],
+            _cert: &CertificateDer<'_>,
+            _signature: &DigitallySignedStruct,
+        ) -> std::result::Result<HandshakeSignatureValid, Fault> {
+            Err(Fault::PeerIncompatible(PeerIncompatible::Tls12NotOffered))
+        }
+
+        fn verify_tls13_signature(
+            &self,
+            message: &[u8],
+            cert: &CertificateDer<'_>,
+            signature: &DigitallySignedStruct,
+        ) -> std::result::Result<HandshakeSignatureValid, Fault> {
+            self.signed(message, cert, signature)
+        }
+
+        fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+            self.schemes()
+        }
+    };
 }
 
 impl ServerCertVerifier for SharedKeyPair {
@@ -223,27 +249,7 @@ impl ServerCertVerifier for SharedKeyPair {
         self.check(end_entity).map(|()| ServerCertVerified::assertion())
     }
 
-    fn verify_tls12_signature(
-        &self,
-        _message: &[u8],
-        _cert: &CertificateDer<'_>,
-        _signature: &DigitallySignedStruct,
-    ) -> std::result::Result<HandshakeSignatureValid, Fault> {
-        no_tls12()
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> std::result::Result<HandshakeSignatureValid, Fault> {
-        self.signed(message, cert, signature)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        vec![SignatureScheme::ED25519]
-    }
+    signatures!();
 
     fn requires_raw_public_keys(&self) -> bool {
         true
@@ -264,27 +270,7 @@ impl ClientCertVerifier for SharedKeyPair {
         self.check(end_entity).map(|()| ClientCertVerified::assertion())
     }
 
-    fn verify_tls12_signature(
-        &self,
-        _message: &[u8],
-        _cert: &CertificateDer<'_>,
-        _signature: &DigitallySignedStruct,
-    ) -> std::result::Result<HandshakeSignatureValid, Fault> {
-        no_tls12()
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> std::result::Result<HandshakeSignatureValid, Fault> {
-        self.signed(message, cert, signature)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        vec![SignatureScheme::ED25519]
-    }
+    signatures!();
 
     fn requires_raw_public_keys(&self) -> bool {
         true
@@ -322,6 +308,19 @@ impl SignedBy {
         let parsed = ParsedCertificate::try_from(end_entity)?;
         verify_server_cert_signed_by_trust_anchor(&parsed, &self.roots, intermediates, now, self.algorithms.all)
     }
+
+    fn signed(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> std::result::Result<HandshakeSignatureValid, Fault> {
+        verify_tls13_signature(message, cert, signature, &self.algorithms)
+    }
+
+    fn schemes(&self) -> Vec<SignatureScheme> {
+        self.algorithms.supported_schemes()
+    }
 }
 
 impl ServerCertVerifier for SignedBy {
@@ -336,25 +335,5 @@ impl ServerCertVerifier for SignedBy {
         self.check(end_entity, intermediates, now).map(|()| ServerCertVerified::assertion())
     }
 
-    fn verify_tls12_signature(
-        &self,
-        _message: &[u8],
-        _cert: &CertificateDer<'_>,
-        _signature: &DigitallySignedStruct,
-    ) -> std::result::Result<HandshakeSignatureValid, Fault> {
-        no_tls12()
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        cert: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> std::result::Result<HandshakeSignatureValid, Fault> {
-        verify_tls13_signature(message, cert, signature, &self.algorithms)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.algorithms.supported_schemes()
-    }
+    signatures!();
 }
