@@ -19,6 +19,7 @@
 //! | `recorder` | the flight recorder |
 //! | `rendezvous` | exchanging addresses; the version of this build |
 //! | `store` | `StoreServer`, `Store`: a key-value store for the processes of a job |
+//! | `tables` | the tables of the core: codes by name, and names |
 //! | `tls` | `Tls`: encrypted connections |
 //! | `gil` | releasing the GIL around blocking operations and drops |
 //! | `interrupt` | Ctrl-C during waits |
@@ -51,6 +52,7 @@ mod rendezvous;
 mod request;
 mod stats;
 mod store;
+mod tables;
 mod tensor;
 mod tensor_reader;
 mod tls;
@@ -93,46 +95,9 @@ mod _bagua {
     #[pymodule_export]
     use crate::store::{Store, StoreServer};
     #[pymodule_export]
+    use crate::tables::tables;
+    #[pymodule_export]
     use crate::tensor_reader::{TensorReader, read_array};
     #[pymodule_export]
     use crate::tls::Tls;
-
-    use bagua_core::codec::NAMES;
-    use bagua_core::collective::Algorithm;
-    use bagua_core::group::{MAX_STREAMS, TransportChoice};
-    use bagua_core::request::PeerSelection;
-    use bagua_core::types::{DType, Kind, ReduceOp};
-    use bagua_cuda::compile::ARCHITECTURES;
-    use bagua_cuda::kernels::PROGRAMS;
-    use pyo3::prelude::*;
-    use pyo3::types::{PyDict, PyFrozenSet};
-
-    /// The tables of the core, so that no number is written twice: code of each element type (`DTYPES`), reduce operation (`OPS`) and
-    /// operation (`VERBS`) by name, the pairs of codes for which a reduction is defined (`DEFINED`), names of the codecs (`CODECS`), of the
-    /// transports (`TRANSPORTS`), of the algorithms of all_reduce between hosts (`ALGORITHMS`) and of
-    /// the modes of choosing peers (`PEER_SELECTION_MODES`), and the most streams per peer. Of `bagua-cuda`: the names of the kernels by
-    /// program (`CUDA_KERNELS`), and the architectures that they are compiled for in advance (`CUDA_ARCHITECTURES`).
-    #[pymodule_init]
-    fn tables(module: &Bound<'_, PyModule>) -> PyResult<()> {
-        let dict = |entries: &[(&str, u8)]| -> PyResult<Bound<'_, PyDict>> {
-            let table = PyDict::new(module.py());
-            entries.iter().try_for_each(|(name, code)| table.set_item(name, code))?;
-            Ok(table)
-        };
-        module.add("DTYPES", dict(&DType::ALL.map(|dtype| (dtype.name(), dtype as u8)))?)?;
-        module.add("OPS", dict(&ReduceOp::ALL.map(|op| (op.name(), op as u8)))?)?;
-        module.add("VERBS", dict(&Kind::ALL.map(|kind| (kind.name(), kind as u8)))?)?;
-        let pairs = ReduceOp::ALL.iter().flat_map(|op| DType::ALL.map(|dtype| (*op, dtype)));
-        let defined = pairs.filter(|(op, dtype)| op.check(*dtype).is_ok()).map(|(op, dtype)| (op as u8, dtype as u8));
-        module.add("DEFINED", PyFrozenSet::new(module.py(), defined)?)?;
-        module.add("CODECS", NAMES)?;
-        module.add("TRANSPORTS", TransportChoice::ALL.map(TransportChoice::name))?;
-        module.add("ALGORITHMS", Algorithm::ALL.map(Algorithm::name))?;
-        module.add("PEER_SELECTION_MODES", PeerSelection::ALL.map(PeerSelection::name))?;
-        module.add("MAX_STREAMS", MAX_STREAMS)?;
-        let kernels = PyDict::new(module.py());
-        PROGRAMS.iter().try_for_each(|program| kernels.set_item(program.name, program.kernels))?;
-        module.add("CUDA_KERNELS", kernels)?;
-        module.add("CUDA_ARCHITECTURES", ARCHITECTURES)
-    }
 }
