@@ -93,6 +93,7 @@ INTERNAL = (
     "bagua.deprecation",
     "bagua.dlpack",
     "bagua.handle",
+    "bagua.horovod.*",
     "bagua.joining",
     "bagua.launcher",
     "bagua.lifecycle",

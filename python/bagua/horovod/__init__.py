@@ -11,168 +11,38 @@ require("bagua.horovod")
 from bagua.errors import BaguaError as HorovodInternalError
 from bagua.handle import Handle
 
-from .basics import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
+from . import (
+    basics,
+    compression,
+    data_movement,
+    functions,
+    handles,
+    optimizer,
+    process_sets,
+    reductions,
+    sync_batch_norm,
+    unsupported,
 )
-from .compression import (
-    Compression,
-    Compressor,
-)
-from .data_movement import (
-    allgather,
-    allgather_async,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-)
-from .functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from .handles import (
-    poll,
-    synchronize,
-)
-from .optimizer import (
-    DistributedOptimizer,
-)
-from .process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from .reductions import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    ReduceOp,
-    Sum,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
-from .sync_batch_norm import (
-    SyncBatchNorm,
-)
-from .unsupported import (
-    elastic,
-    join,
-    run,
-    sparse_allreduce_async,
-    start_timeline,
-    stop_timeline,
-)
+from .basics import *  # noqa: F403
+from .compression import *  # noqa: F403
+from .data_movement import *  # noqa: F403
+from .functions import *  # noqa: F403
+from .handles import *  # noqa: F403
+from .optimizer import *  # noqa: F403
+from .process_sets import *  # noqa: F403
+from .reductions import *  # noqa: F403
+from .sync_batch_norm import *  # noqa: F403
+from .unsupported import *  # noqa: F403
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "Compressor",
-    "DistributedOptimizer",
-    "Handle",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "ReduceOp",
-    "Sum",
-    "SyncBatchNorm",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "run",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
-]
+# Each module lists its own.
+__all__ = ["Handle", "HorovodInternalError"]
+__all__ += basics.__all__
+__all__ += compression.__all__
+__all__ += data_movement.__all__
+__all__ += functions.__all__
+__all__ += handles.__all__
+__all__ += optimizer.__all__
+__all__ += process_sets.__all__
+__all__ += reductions.__all__
+__all__ += sync_batch_norm.__all__
+__all__ += unsupported.__all__

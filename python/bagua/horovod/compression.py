@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+__all__ = ["Compression", "Compressor"]
+
 
 class Compressor:
     """Base of compressors: both methods are called on the class."""

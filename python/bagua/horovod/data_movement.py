@@ -21,6 +21,20 @@ from bagua.verbs import starts
 from .handles import together
 from .process_sets import ProcessSet, global_process_set
 
+__all__ = [
+    "allgather",
+    "allgather_async",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+]
+
 
 def _check(tensor: Any, what: str, process_set: Any) -> Communicator:
     """The communicator for a tensor, if it can be communicated."""

@@ -18,6 +18,8 @@ from bagua.torch_api.process_group import DTYPES, Communicator, check_on_cpu
 from .data_movement import allgather_async, broadcast_, digest, everybody
 from .process_sets import ProcessSet, global_process_set
 
+__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+
 
 def _broadcast_all(tensors: Sequence[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:
     """The root's values for tensors of the same shapes and dtypes on all ranks, in place; several in one message."""

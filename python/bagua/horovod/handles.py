@@ -7,6 +7,8 @@ from typing import Any
 
 from bagua.handle import Handle
 
+__all__ = ["poll", "synchronize"]
+
 
 def poll(handle: Handle[Any]) -> bool:
     """True when :func:`synchronize` would not wait."""

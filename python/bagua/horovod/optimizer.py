@@ -15,6 +15,8 @@ from .gradient_reducer import GradientReducer
 from .process_sets import ProcessSet, global_process_set
 from .reductions import Average, ReduceOp, Reduction
 
+__all__ = ["DistributedOptimizer"]
+
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
 

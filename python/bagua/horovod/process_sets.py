@@ -10,6 +10,8 @@ from bagua.torch_api.process_group import Communicator, ProcessGroup
 
 from . import global_state
 
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
+
 
 class ProcessSet:
     """Some ranks of the job. Usable after :func:`add_process_set`, or as one of ``hvd.init(process_sets=[...])``.

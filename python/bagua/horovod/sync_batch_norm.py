@@ -9,6 +9,8 @@ from bagua.torch_api.contrib.sync_batchnorm import SyncBatchNorm as _SyncBatchNo
 
 from .process_sets import ProcessSet, global_process_set
 
+__all__ = ["SyncBatchNorm"]
+
 
 class SyncBatchNorm(_SyncBatchNorm):
     """Batch normalisation whose statistics in training are those of all ranks of ``process_set`` together.

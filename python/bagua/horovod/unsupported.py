@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+__all__ = ["elastic", "join", "run", "sparse_allreduce_async", "start_timeline", "stop_timeline"]
+
 
 class _Elastic:
     """The module ``hvd.elastic``."""
