@@ -5,6 +5,8 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
+use bagua_types::coded;
+
 use super::control::FULL;
 use super::tls::{Access, Tls};
 use crate::collective::{Algorithm, CollectiveFactory};
@@ -17,33 +19,19 @@ const DEFAULT_STREAMS: usize = 2;
 /// The most streams to a peer that a configuration may ask for.
 pub const MAX_STREAMS: usize = 64;
 
-/// The transports that a group may use.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum TransportChoice {
-    /// Shared memory between ranks of one host where the system has it ([`SHARES_MEMORY`]), TCP between hosts.
-    #[default]
-    Auto,
-    /// TCP between all ranks, also on one host.
-    Tcp,
+coded! {
+    /// The transports that a group may use.
+    #[derive(Default)]
+    TransportChoice {
+        /// Shared memory between ranks of one host where the system has it ([`SHARES_MEMORY`]), TCP between hosts.
+        #[default]
+        Auto = 0, "auto";
+        /// TCP between all ranks, also on one host.
+        Tcp = 1, "tcp";
+    }
 }
 
 impl TransportChoice {
-    /// Every choice.
-    pub const ALL: [TransportChoice; 2] = [TransportChoice::Auto, TransportChoice::Tcp];
-
-    /// Its name in a configuration.
-    pub const fn name(self) -> &'static str {
-        match self {
-            TransportChoice::Auto => "auto",
-            TransportChoice::Tcp => "tcp",
-        }
-    }
-
-    /// The choice of this name.
-    pub fn named(name: &str) -> Option<TransportChoice> {
-        TransportChoice::ALL.into_iter().find(|choice| choice.name() == name)
-    }
-
     /// The transport over a TCP connection that is not encrypted.
     pub(super) fn over_tcp(self, stream: Arc<TcpStream>) -> io::Result<Box<dyn Transport>> {
         Ok(match self {

@@ -4,6 +4,7 @@ use crate::error::{Error, Result};
 
 /// An enumeration whose variants have a code and a name, each written once: the type, all of its values in the order of the codes, and the
 /// conversions come from the one list.
+#[macro_export]
 macro_rules! coded {
     ($(#[$about:meta])* $Type:ident { $($(#[$doc:meta])* $Variant:ident = $code:literal, $name:literal;)* }) => {
         $(#[$about])*
@@ -30,6 +31,11 @@ macro_rules! coded {
                     $($code => Some($Type::$Variant),)*
                     _ => None,
                 }
+            }
+
+            /// The value of this name.
+            pub fn named(name: &str) -> Option<$Type> {
+                $Type::ALL.into_iter().find(|value| value.name() == name)
             }
         }
     };

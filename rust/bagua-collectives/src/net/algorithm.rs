@@ -41,43 +41,25 @@
 //! result is rounded once, before all ranks get it: all have the same bits, at 1.5 times the bytes. The choice depends only on bytes, ranks
 //! and dtype, which are equal on all ranks.
 
+use bagua_types::coded;
+
 use crate::types::DType;
 
-/// How an all_reduce between hosts is done.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Algorithm {
-    /// As the table says.
-    #[default]
-    Auto,
-    /// Every pair of ranks for itself; in rank order.
-    Direct,
-    /// Along a ring.
-    Ring,
-    /// Between neighbours at distances 1, 2, 4, ….
-    Doubling,
-    /// Shards are combined between ranks at distances …, 4, 2, 1, and then gathered between ranks at distances 1, 2, 4, ….
-    Halving,
-}
-
-impl Algorithm {
-    /// Every one of them; an algorithm's place is its code.
-    pub const ALL: [Algorithm; 5] =
-        [Algorithm::Auto, Algorithm::Direct, Algorithm::Ring, Algorithm::Doubling, Algorithm::Halving];
-
-    /// The field's name for it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Algorithm::Auto => "auto",
-            Algorithm::Direct => "direct",
-            Algorithm::Ring => "ring",
-            Algorithm::Doubling => "doubling",
-            Algorithm::Halving => "halving",
-        }
-    }
-
-    /// The one of this name.
-    pub fn named(name: &str) -> Option<Algorithm> {
-        Algorithm::ALL.into_iter().find(|algorithm| algorithm.name() == name)
+coded! {
+    /// How an all_reduce between hosts is done.
+    #[derive(Default)]
+    Algorithm {
+        /// As the table says.
+        #[default]
+        Auto = 0, "auto";
+        /// Every pair of ranks for itself; in rank order.
+        Direct = 1, "direct";
+        /// Along a ring.
+        Ring = 2, "ring";
+        /// Between neighbours at distances 1, 2, 4, ….
+        Doubling = 3, "doubling";
+        /// Shards are combined between ranks at distances …, 4, 2, 1, and then gathered between ranks at distances 1, 2, 4, ….
+        Halving = 4, "halving";
     }
 }
 
