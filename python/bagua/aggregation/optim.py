@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 LossClosure = Callable[[], Any] | None
+_T = TypeVar("_T")
 
 
 def _evaluate(closure: LossClosure) -> Any:
@@ -45,10 +46,10 @@ def _evaluate(closure: LossClosure) -> Any:
         return closure()
 
 
-def _required(**given: Any) -> None:
-    for name, value in given.items():
-        if value is None:
-            raise ValueError(f'"{name}" not set for optimizer')
+def _required(name: str, value: _T | None) -> _T:
+    if value is None:
+        raise ValueError(f'"{name}" not set for optimizer')
+    return value
 
 
 class GenericCentralizedOptimizer:
@@ -67,20 +68,17 @@ class GenericCentralizedOptimizer:
         *,
         group: Group = None,
     ) -> None:
-        _required(world_size=world_size or None, model=model)
-        assert world_size is not None
-        assert model is not None
         self.agg_mode = AVG_WORLD
-        self.model = model
+        self.world_size = _required("world_size", world_size or None)
+        self.model = _required("model", model)
         self.agg_grad = agg_grad
-        self.world_size = world_size
         self.optimizer: torch.optim.Optimizer | None = None
-        aggregation = AllReduceAggregation(world_size, divide_before, use_cuda, group=group)
+        aggregation = AllReduceAggregation(self.world_size, divide_before, use_cuda, group=group)
         if agg_grad:
             self.agg = aggregation.agg_grad(by_layer)
         else:
             self.agg = aggregation.agg_model(by_layer)
-            self.agg(model, AVG_WORLD)
+            self.agg(self.model, AVG_WORLD)
 
     def step(self, closure: LossClosure = None, tracker: Any = None) -> Any:
         """Aggregates and updates, in this order or the reverse; returns what the closure returned."""
@@ -137,8 +135,7 @@ class CentralizedSGD(GenericCentralizedOptimizer):
         *,
         group: Group = None,
     ) -> None:
-        _required(lr=lr)
-        assert lr is not None
+        lr = _required("lr", lr)
         super().__init__(world_size, model, use_cuda, by_layer, agg_grad=agg_grad, group=group)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr, momentum, dampening, weight_decay, nesterov)
 
@@ -228,9 +225,7 @@ class PowerSGD(torch.optim.SGD):
         *,
         group: Group = None,
     ) -> None:
-        _required(model=model, lr=lr)
-        assert model is not None
-        assert lr is not None
+        model, lr = _required("model", model), _required("lr", lr)
         if not average_world:
             raise NotImplementedError("only averages over the world are possible")
         super().__init__(model.parameters(), lr, momentum, dampening, weight_decay, nesterov)
@@ -285,11 +280,8 @@ class DecentralizedSGD(torch.optim.SGD):
         group: Group = None,
     ) -> None:
         # Rank 0 is a rank, and no neighbours are neighbours.
-        _required(rank=rank, neighbors=neighbors, model=model, lr=lr)
-        assert rank is not None
-        assert neighbors is not None
-        assert model is not None
-        assert lr is not None
+        rank, neighbors = _required("rank", rank), _required("neighbors", neighbors)
+        model, lr = _required("model", model), _required("lr", lr)
         if not average_world:
             raise NotImplementedError("only averages over the neighbourhood are possible")
         super().__init__(model.parameters(), lr, momentum, dampening, weight_decay, nesterov)
