@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,6 +28,25 @@ def for_ever(call: Callable[[], object]) -> None:
     """Until the call raises."""
     while True:
         call()
+
+
+def on_threads(call: Callable[[int], object], numbers: Iterable[int]) -> None:
+    """Calls it with each number on a thread of its own, at once. Raises the first error of a thread."""
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            call(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in numbers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def meet(point: str, rank: int, ranks: Iterable[int]) -> None:

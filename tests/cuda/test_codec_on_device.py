@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import bagua
 from tests.cuda import kernel_cases as cases
 from tests.cuda.device_arrays import LEGACY, Cuda, DeviceArray
 from tests.cuda.ranks import Ranks, arrays, on_ranks
+from tests.waits import on_threads
 
 #: Codecs that have kernels.
 CODECS = ("minmax_u8", "f16", "bf16")
@@ -182,26 +182,16 @@ def test_any_thread_with_any_context_may_encode(cuda: Cuda) -> None:
     arrays = [cuda.array(ONES * number) for number in range(4)]
     outs = [cuda.empty(RECORD, np.uint8) for _ in arrays]
     other = int(cuda.driver.get("cuDevicePrimaryCtxRetain", 1))
-    errors: list[BaseException] = []
 
     def call(number: int) -> None:
-        try:
-            # Threads without a context, and with that of another device.
-            if number % 2:
-                cuda.driver.cuCtxSetCurrent(other)
-            for _ in range(3):
-                codec.encode(arrays[number], out=outs[number])
-            assert (cuda.driver.get("cuCtxGetCurrent") or 0) == (other if number % 2 else 0)
-        except BaseException as error:
-            errors.append(error)
+        # Threads without a context, and with that of another device.
+        if number % 2:
+            cuda.driver.cuCtxSetCurrent(other)
+        for _ in range(3):
+            codec.encode(arrays[number], out=outs[number])
+        assert (cuda.driver.get("cuCtxGetCurrent") or 0) == (other if number % 2 else 0)
 
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    on_threads(call, range(4))
     for number, out in enumerate(outs):
         assert np.array_equal(out.read(), codec.encode(ONES * number))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from bagua.engine import CUDA_KERNELS
 from tests.cuda import kernel_cases as cases
 from tests.cuda.kernels_on_host import Kernels, kernels, placed, room
+from tests.waits import on_threads
 
 __all__ = ["kernels"]
 
@@ -154,18 +154,8 @@ def test_only_the_first_blocks_run_where_that_is_asked_for(kernels: Kernels) -> 
 
 
 def test_launches_of_several_threads_do_not_disturb_each_other(kernels: Kernels) -> None:
-    errors: list[BaseException] = []
-
     def run(seed: int) -> None:
-        try:
-            for count in range(900, 910):
-                cases.check_codec(kernels, "f32", cases.elements("normal", "f32", count, seed))
-        except BaseException as error:
-            errors.append(error)
+        for count in range(900, 910):
+            cases.check_codec(kernels, "f32", cases.elements("normal", "f32", count, seed))
 
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    on_threads(run, range(4))

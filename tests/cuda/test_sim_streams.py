@@ -9,6 +9,7 @@ import pytest
 
 from tests.cuda.driver import HOST_FUNCTION, Driver, until
 from tests.cuda.simulated import NEVER, Simulator, _simulated_driver, simulator
+from tests.waits import on_threads
 
 __all__ = ["_simulated_driver", "simulator"]
 
@@ -368,11 +369,7 @@ def test_many_operations_of_many_threads_keep_their_order(simulator: Simulator) 
             cuda.cuEventSynchronize(event)
             right.append(out.raw == bytes([(199 + number) % 256]) * 256)
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        on_threads(work, range(4))
         return right
 
     for delay in (0, 100, NEVER):

@@ -128,3 +128,8 @@ def everybodys(tensor: torch.Tensor) -> torch.Tensor:
     """All ranks' tensors of one shape: [size, *shape]."""
     peers = find()
     return peers.all_gather(tensor.detach().contiguous().reshape(-1)).view(peers.size, *tensor.shape)
+
+
+def mean_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """The float64 mean of all ranks' tensors of one shape."""
+    return everybodys(tensor).double().mean(0)

@@ -22,6 +22,7 @@ from tests.distributed.aggregation_ranks import (
     gradients,
     groups,
     inputs,
+    mean_of_ranks,
     numbers,
     payload,
 )
@@ -29,10 +30,6 @@ from tests.distributed.torch_ranks import cases_in, same_everywhere
 
 MATRICES = [index for index, shape in enumerate(SHAPES) if len(shape) > 1]
 EPS = 2.0**-23
-
-
-def mean_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    return everybodys(tensor).double().mean(0)
 
 
 def relative(result: torch.Tensor, expected: torch.Tensor) -> float:

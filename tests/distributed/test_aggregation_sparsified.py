@@ -17,20 +17,16 @@ from tests.distributed.aggregation_ranks import (
     assert_is_mean,
     collectives,
     each_case,
-    everybodys,
     fill,
     gradients,
     groups,
     inputs,
+    mean_of_ranks,
     payload,
 )
 from tests.distributed.torch_ranks import cases_in, same_everywhere
 
 METHODS: list[Any] = ["top_k", "random_k", "block"]
-
-
-def mean_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    return everybodys(tensor).double().mean(0)
 
 
 def a22_nothing_is_lost_and_little_is_sent(rank: int) -> None:

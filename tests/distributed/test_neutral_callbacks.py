@@ -17,6 +17,7 @@ import pytest
 
 import bagua
 from bagua import engine
+from tests.waits import on_threads
 
 World = Callable[..., Any]
 
@@ -66,11 +67,7 @@ def many_threads(rank: int) -> int:
         for number, handle in enumerate(handles):
             handle.then(counter(number))
 
-    threads = [threading.Thread(target=register, args=(thread,)) for thread in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(register, range(8))
     for handle in handles:
         handle.wait()
     engine.wait_for_callbacks(60)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import bagua
+from tests.waits import on_threads
 
 ROOT = Path(__file__).resolve().parents[2]
 World = Callable[..., Any]
@@ -97,11 +98,7 @@ def two_engines_on_two_threads(group: bagua.Group) -> None:
 
     # The ranks begin with different ones.
     order = (0, 1) if group.rank % 2 else (1, 0)
-    threads = [threading.Thread(target=work, args=(number,)) for number in order]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(work, order)
     assert all((array == group.size).all() for array in arrays)
     for engine in engines:
         engine.shutdown()

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import bagua
-from tests.waits import meet
+from tests.waits import meet, on_threads
 
 World = Callable[..., Any]
 
@@ -92,12 +92,8 @@ def waits_for_a_frozen_peer(rank: int) -> list[str]:
         except bagua.BaguaError as error:
             raised[number] = f"{type(error).__name__}: {error}"
 
-    threads = [threading.Thread(target=wait, args=(number,)) for number in range(len(arrays))]
     with busy_thread():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        on_threads(wait, range(len(arrays)))
     os.kill(pids[1], signal.SIGKILL)
     bagua.shutdown()
     return raised

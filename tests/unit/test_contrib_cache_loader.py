@@ -6,7 +6,6 @@ import itertools
 import logging
 import os
 import pickle
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from bagua.torch_api.contrib.utils.lmdb_store import LmdbStore  # noqa: E402
 from bagua.torch_api.contrib.utils.memory_store import MemoryStore  # noqa: E402
 from bagua.torch_api.contrib.utils.store import ClusterStore, LossyStore, Store  # noqa: E402
 from tests.unit.cached_values import Point, same  # noqa: E402
+from tests.waits import on_threads  # noqa: E402
 
 
 class Squares(Dataset):  # type: ignore[type-arg]
@@ -332,11 +332,7 @@ def test_threads_share_a_loader(options: dict[str, Any]) -> None:
             if loader.get(key, lambda key: [key]) != [key]:
                 wrong.append(key)
 
-    threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(read, range(4))
     assert wrong == []
     assert loader.num_keys() == 100
     loader.close()

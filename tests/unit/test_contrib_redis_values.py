@@ -22,6 +22,7 @@ redis = pytest.importorskip("redis", reason="the package redis is not installed:
 from bagua.torch_api.contrib.utils import redis_values  # noqa: E402
 from bagua.torch_api.contrib.utils.redis_server import RedisServer  # noqa: E402
 from bagua.torch_api.contrib.utils.redis_store import RedisNode, RedisStore  # noqa: E402
+from tests.waits import on_threads  # noqa: E402
 
 MIB = 1 << 20
 
@@ -182,11 +183,7 @@ def test_threads_read_their_own_values(node: RedisNode) -> None:
             if node.mget([f"t{number}", "absent"]) != [b"%d" % number * 1000, None]:
                 wrong.append(number)
 
-    threads = [threading.Thread(target=look, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(look, range(4))
     assert wrong == []
 
 
