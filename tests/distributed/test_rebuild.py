@@ -24,6 +24,7 @@ from bagua import group as neutral
 from bagua.torch_api.algorithms.decentralized import DecentralizedAlgorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.torch_api.membership import torch_init
+from bagua.torch_api.membership.state import membership_state
 from bagua.torch_api.membership.store_client import StoreClient
 from tests.waits import for_ever, meet
 
@@ -190,6 +191,33 @@ def test_four_ranks_become_three_and_two_by_freezing(world: World) -> None:
 def test_of_two_ranks_rank_0_dies(world: World) -> None:
     results = world(2, expect_exit={0: -signal.SIGKILL}).run(lose_one_by_one, "adam", {3: 0}, signal.SIGKILL)
     check_against_plain(results, [1], "adam", [2] * 3 + [1] * 5)
+
+
+def keeps_its_store(rank: int, ends: list[int]) -> list[bool]:
+    """Whether each rebuild took the store that was there, where one of the ranks dies before each."""
+    bagua.init_process_group()
+    names, kept = list(range(bagua.get_world_size())), []
+    for end in ends:
+        meet(f"before the end of {end}", rank, names)
+        if rank == end:
+            die()
+        before = dict(membership_state.stores)
+        with pytest.raises(PeerLostError):
+            for_ever(bagua.barrier)
+        rebuilt = bagua.rebuild()
+        names = [names[former] for former in rebuilt.ranks]
+        kept.append(membership_state.stores == before)
+        # By the keys of this group, and not those of the one before.
+        assert dist.new_group().size() == rebuilt.world_size
+        dist.barrier()
+    bagua.destroy_process_group()
+    return kept
+
+
+def test_a_new_store_is_opened_only_where_the_rank_that_served_the_old_one_is_lost(world: World) -> None:
+    ends = [2, 0, 3]
+    results = world(5, expect_exit=dict.fromkeys(ends, -signal.SIGKILL)).run(keeps_its_store, ends)
+    assert [results[rank] for rank in (1, 4)] == [[True, False, True]] * 2
 
 
 # --- one step apart ---------------------------------------------------------------------------------------------------

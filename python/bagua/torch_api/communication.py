@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -270,7 +271,7 @@ def init_process_group(
         try:
             # A prefix of its own for each group: torch uses the same keys for every group.
             prefixed = PrefixStore(f"bagua/{config.attempt()}/torch{number}", client.store)
-            torch_init.begin(StoreClient(prefixed, client.connection), default_communicator().group)
+            torch_init.begin(replace(client, store=prefixed), default_communicator().group)
         except BaseException as failure:
             cause = (
                 torch_init.cause_of_failure(default_communicator().group) if isinstance(failure, Exception) else None

@@ -37,7 +37,7 @@ def _open_store(host: str, port: int, rank: int, world_size: int) -> StoreClient
         own = TCPStore(
             host, port, world_size, True, timedelta(seconds=limit), wait_for_workers=False, multi_tenant=True
         )
-        return StoreClient(own)
+        return StoreClient(own, serves=True)
     try:
         return connect(host, port, world_size, limit)
     except (DistError, OSError) as failure:

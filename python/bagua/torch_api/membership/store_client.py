@@ -30,6 +30,8 @@ class StoreClient:
 
     store: Store
     connection: Connection | None = None
+    #: Whether this process serves it.
+    serves: bool = False
 
     @property
     def usable(self) -> bool:

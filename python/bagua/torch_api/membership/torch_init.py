@@ -4,8 +4,11 @@ the ranks that are left of a group.
 
 from __future__ import annotations
 
+import json
+import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,6 +19,7 @@ from bagua import group as neutral
 from bagua.errors import PeerLostError, PeerRaisedError
 from bagua.tcp_store_requests import StoreRequests
 
+from ..model_engine.consistency import gather_any
 from ..process_group import Communicator
 from . import torch_destroy
 from .state import membership_state
@@ -130,24 +134,46 @@ def begin(client: StoreClient, world: neutral.Group) -> None:
 
 
 def begin_again(world: neutral.Group, communicator: Communicator) -> None:
-    """Initialises torch.distributed for the ranks of a new group, by a store of the lowest.
+    """Initialises torch.distributed for the ranks of a new group, by a store that one of them serves.
 
-    The server of the old store may have been a rank that is gone. An error of any kind when a rank is lost meanwhile.
+    An error of any kind when a rank is lost meanwhile.
     """
     if dist.is_initialized():
         torch_destroy.destroy()
-    limit = timedelta(seconds=world.timeout)
+    client = _common_store(communicator) or _new_store(world, communicator)
+    # Keys of its own for each group: torch uses the same ones for every group.
+    prefix = f"bagua/rebuilt/{communicator.broadcast_object(secrets.token_hex(8))}"
+    begin(replace(client, store=PrefixStore(prefix, client.store)), world)
+
+
+def _common_store(communicator: Communicator) -> StoreClient | None:
+    """The store that each rank opened last, if it is the same one and one of the ranks serves it.
+
+    A new store takes three connections per rank, and none of its requests is answered before torch's server has asked
+    the name server for the name of each peer, one after the other: 5 s at 20 ranks where the name server limits how
+    many questions it answers per second.
+    """
+    place, client = next(reversed(membership_state.stores.items()), (None, None))
+    if client is None or not client.usable:
+        place = client = None
+    said = gather_any(communicator, json.dumps([place, client is not None and client.serves]).encode())
+    places, serves = zip(*map(json.loads, said), strict=True)
+    return client if any(serves) and all(each == places[0] for each in places) else None
+
+
+def _new_store(world: neutral.Group, communicator: Communicator) -> StoreClient:
+    """A store that the lowest rank serves until its process ends, as that of init_process_group."""
     own, host = None, world.communicator.listen_host
     if world.rank == 0:
+        limit = timedelta(seconds=world.timeout)
         own = TCPStore(host, 0, world.size, True, limit, wait_for_workers=False)
     host, port = communicator.broadcast_object((host, own.port if own is not None else 0))
     if own is not None:
-        client = StoreClient(own)
+        client = StoreClient(own, serves=True)
     else:
         client = connect(host, port, world.size, world.timeout, lambda: world.communicator.cause())
-    # Until the process ends, as that of init_process_group.
     membership_state.stores[host, port] = client
-    begin(client, world)
+    return client
 
 
 def begin_gloo(store: Store, rank: int, world_size: int, limit: timedelta) -> None:
