@@ -63,7 +63,7 @@ class Row:
     """What became of a cell."""
 
     cell: Cell
-    #: Seconds from the fault to the error, of each rank that raised.
+    #: Seconds from the fault to the error, of each rank that raised; of a rank that goes on, until it has rebuilt.
     latency: dict[int, float] = field(default_factory=dict)
     #: The ranks that each rank's error named.
     named: dict[int, list[int]] = field(default_factory=dict)

@@ -141,7 +141,7 @@ def begin_again(world: neutral.Group, communicator: Communicator) -> None:
     if dist.is_initialized():
         torch_destroy.destroy()
     client = _common_store(communicator) or _new_store(world, communicator)
-    # Keys of its own for each group: torch uses the same ones for every group.
+    # A prefix of its own for each group: torch uses the same keys for every group.
     prefix = f"bagua/rebuilt/{communicator.broadcast_object(secrets.token_hex(8))}"
     begin(replace(client, store=PrefixStore(prefix, client.store)), world)
 
@@ -149,9 +149,8 @@ def begin_again(world: neutral.Group, communicator: Communicator) -> None:
 def _common_store(communicator: Communicator) -> StoreClient | None:
     """The store that each rank opened last, if it is the same one and one of the ranks serves it.
 
-    A new store takes three connections per rank, and none of its requests is answered before torch's server has asked
-    the name server for the name of each peer, one after the other: 5 s at 20 ranks where the name server limits how
-    many questions it answers per second.
+    A new one costs two connections of each rank. For each, the one thread of torch's server asks the name server for
+    the name of the peer, and answers no request meanwhile: at 20 ranks 5 s where the name server drops questions.
     """
     place, client = next(reversed(membership_state.stores.items()), (None, None))
     if client is None or not client.usable:
