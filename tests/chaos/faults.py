@@ -49,6 +49,10 @@ class Fault:
         """The ranks that the error of rank `by` may name."""
         return {cell.victim}
 
+    def left_out(self, cell: Cell) -> int:
+        """The rank that the others go on without."""
+        return cell.victim
+
 
 class Kill(Fault):
     """The process ends without a word."""
@@ -126,6 +130,11 @@ class OneLine(OnTheNetwork):
 
     def may_be_named(self, cell: Cell, by: int) -> set[int]:
         return {*cell.hosts[cell.host_of(cell.victim)], *cell.hosts[_next_host(cell)]}
+
+    def left_out(self, cell: Cell) -> int:
+        ends = self.may_be_named(cell, cell.victim)
+        # Of two ranks that do not reach each other the higher goes. Of two hosts, each goes on without the other.
+        return max(ends) if len(ends) == 2 < cell.ranks else cell.victim
 
 
 class OneWayLoss(OneLine):

@@ -147,7 +147,7 @@ def begin_again(world: neutral.Group, communicator: Communicator) -> None:
 
 
 def _common_store(communicator: Communicator) -> StoreClient | None:
-    """The store that each rank opened last, if it is the same one and one of the ranks serves it.
+    """The last of each rank's stores, if that is the same one on all ranks and one of them serves it.
 
     A new one costs two connections of each rank. For each, the one thread of torch's server asks the name server for
     the name of the peer, and answers no request meanwhile: at 20 ranks 5 s where the name server drops questions.
