@@ -13,7 +13,7 @@ use super::config::Config;
 use super::control::Overlay;
 use super::fork::PerProcess;
 use crate::error::{Error, Result};
-use crate::platform::OPEN_DESCRIPTORS;
+use crate::platform::open_descriptors;
 use crate::wait::lock;
 
 /// Descriptors of a rank beside its connections: the listening sockets, the event loops of the control thread and of the rendezvous, and
@@ -88,13 +88,12 @@ pub(super) fn provide(open: u64, need: Need, what: impl FnOnce() -> String) -> R
 
 /// The number of open descriptors of this process.
 pub(super) fn open() -> u64 {
-    match std::fs::read_dir(OPEN_DESCRIPTORS) {
-        // One of them is that of the directory.
-        Ok(entries) => (entries.count() as u64).saturating_sub(1),
+    match open_descriptors() {
+        Ok(open) => open as u64,
         Err(error) if error.raw_os_error() == Some(libc::EMFILE) => {
             getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
         }
-        // Without that directory: the standard streams.
+        // Where they cannot be counted: the standard streams.
         Err(_) => 3,
     }
 }

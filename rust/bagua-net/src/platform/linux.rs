@@ -29,6 +29,12 @@ pub const NO_SIGNAL: SendFlags = SendFlags::NOSIGNAL;
 pub const CLOSE_ON_EXEC: RecvFlags = RecvFlags::CMSG_CLOEXEC;
 pub const OPEN_DESCRIPTORS: &str = "/proc/self/fd";
 
+pub fn open_descriptors() -> Option<usize> {
+    let size = fs::metadata(OPEN_DESCRIPTORS).ok()?.len();
+    // Before Linux 6.2 it is 0, which it cannot be where a program runs.
+    usize::try_from(size).ok().filter(|open| *open > 0)
+}
+
 #[inline]
 pub fn futex_wait(word: &AtomicU32, seen: u32, timeout: Duration) {
     let timeout = futex::Timespec {

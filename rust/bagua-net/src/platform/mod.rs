@@ -53,6 +53,19 @@ pub const CLOSE_ON_EXEC: RecvFlags = system::CLOSE_ON_EXEC;
 /// The directory with an entry for each open descriptor of this process, the one by which it is read among them.
 pub const OPEN_DESCRIPTORS: &str = system::OPEN_DESCRIPTORS;
 
+/// The number of open descriptors of this process. Linux 6.2 and later know it; elsewhere [`OPEN_DESCRIPTORS`] is read, which takes as long as
+/// there are many.
+///
+/// # Errors
+/// When that directory cannot be read.
+pub fn open_descriptors() -> io::Result<usize> {
+    match system::open_descriptors() {
+        Some(open) => Ok(open),
+        // One of them is that of the directory.
+        None => Ok(std::fs::read_dir(OPEN_DESCRIPTORS)?.count().saturating_sub(1)),
+    }
+}
+
 /// Sleeps while `*word == seen`, at most `timeout`. May return early.
 ///
 /// Linux: a futex, which works across processes on shared memory. Elsewhere a sleep of at most a millisecond, which nothing ends.

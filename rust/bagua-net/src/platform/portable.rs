@@ -29,6 +29,10 @@ const HOST_NAME: usize = 255;
 /// The most bytes that `getentropy` gives at once.
 const ENTROPY: usize = 256;
 
+pub fn open_descriptors() -> Option<usize> {
+    None
+}
+
 pub fn futex_wait(word: &AtomicU32, seen: u32, timeout: Duration) {
     if word.load(Ordering::SeqCst) == seen {
         std::thread::sleep(timeout.min(LONGEST));
