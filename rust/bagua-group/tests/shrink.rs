@@ -127,6 +127,25 @@ fn the_survivors_of_many_ranks_go_on_although_each_is_connected_to_few() {
 }
 
 #[test]
+fn what_a_failed_group_has_lost_by_leaving_is_replaced_only_when_its_ranks_agree_on_a_view() {
+    let heartbeat = Duration::from_millis(500);
+    let mut groups = world_with(24, |config| config.heartbeat_timeout = heartbeat);
+    groups[9].raise("ValueError", "bad number");
+    groups.iter().for_each(|group| assert!(matches!(cause(group), Error::PeerRaised { rank: 9, .. })));
+    // All that connects the two leaves.
+    let last = groups.remove(20);
+    let kept = [groups.remove(3), last];
+    drop(groups);
+    until("no connection is open", || kept.iter().all(|group| group.control_connections() == 0));
+    // In a group that works they are connected again after two of five heartbeats.
+    std::thread::sleep(2 * heartbeat);
+    assert!(kept.iter().all(|group| group.control_connections() == 0));
+    let mut views: Vec<_> = shrink_all(&kept, Quorum::Any).into_iter().map(Result::unwrap).collect();
+    check_views(&mut views, &[3, 20], 1);
+    assert!(views.iter().all(|view| view.lost.len() == 22));
+}
+
+#[test]
 fn a_frozen_rank_is_left_behind_and_excluded_when_it_continues() {
     let (groups, mut processes) = mixed(ENTRY, 3, &[1], Duration::from_secs(1));
     processes[0].signal(Signal::STOP);

@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
+use std::time::Instant;
 
 use super::super::wire::RANKS_LIMIT;
 use super::message::{Body, Message, Notice};
@@ -20,13 +21,15 @@ pub(super) struct Entry {
     health: Weak<GroupHealth>,
     /// World ranks of the members, by group rank.
     ranks: Vec<usize>,
-    /// Broadcasts a failure that this rank finds to the members, until the group is removed.
-    _subscription: Subscription,
+    /// Broadcasts a failure that this rank finds to the members, and notes one of the world group, until the group is removed.
+    _subscriptions: [Subscription; 2],
 }
 
 /// Group rank of a world rank.
 fn group_rank(ranks: &[usize], world_rank: usize) -> Option<usize> {
-    ranks.iter().position(|rank| *rank == world_rank)
+    // In the world group it is the same, and a large one is not searched for each rank that leaves.
+    let is_same = ranks.get(world_rank) == Some(&world_rank);
+    if is_same { Some(world_rank) } else { ranks.iter().position(|rank| *rank == world_rank) }
 }
 
 /// Groups by id, and messages for groups that this rank has not built yet.
@@ -38,11 +41,6 @@ pub(super) struct Groups {
 }
 
 impl Plane {
-    pub(super) fn has_failed(&self, id: u64) -> bool {
-        let health = lock(&self.groups).known.get(&id).and_then(|entry| entry.health.upgrade());
-        health.is_some_and(|health| health.cause().is_some())
-    }
-
     /// Registers a group: failures that this rank finds in it are broadcast to its members, and messages about it are handled.
     pub(in super::super) fn register(self: &Arc<Plane>, id: u64, health: &Arc<GroupHealth>) {
         let plane = Arc::downgrade(self);
@@ -68,6 +66,15 @@ impl Plane {
                 plane.fail_subgroups(id, cause);
             }
         });
+        let plane = Arc::downgrade(self);
+        let noted = health.subscribe(move |_| {
+            if let Some(plane) = plane.upgrade()
+                && plane.world.get().is_some_and(|world| world.id == id)
+                && !plane.has_left()
+            {
+                let _ = plane.failed_at.set(Instant::now());
+            }
+        });
         let mut groups = lock(&self.groups);
         let ranks = health.world_ranks().to_vec();
         let failure = groups.early_failures.remove(&id);
@@ -78,7 +85,7 @@ impl Plane {
                 health.depart(member);
             }
         }
-        groups.known.insert(id, Entry { health: Arc::downgrade(health), ranks, _subscription: subscription });
+        groups.known.insert(id, Entry { health: Arc::downgrade(health), ranks, _subscriptions: [noted, subscription] });
         drop(groups);
         if let Some(cause) = failure {
             health.fail_from_peer(cause);
@@ -180,13 +187,14 @@ impl Plane {
         self.wake_connecting();
     }
 
-    /// Handles the notice that a rank leaves the world group.
-    pub(super) fn left(&self, rank: usize) {
-        if let Some(peer) = self.peer(rank) {
-            peer.send(&Message::LeaveAck);
-        }
+    /// Handles the notice that ranks leave the world group.
+    pub(super) fn left(&self, ranks: &[usize]) {
+        self.look(|connections| {
+            let leaving = ranks.iter().filter_map(|rank| connections.peers.get(rank));
+            leaving.for_each(|peer| peer.send(&Message::LeaveAck));
+        });
         for entry in lock(&self.groups).known.values() {
-            depart(entry, rank);
+            ranks.iter().for_each(|rank| depart(entry, *rank));
         }
         self.wake_connecting();
         self.views.notify();

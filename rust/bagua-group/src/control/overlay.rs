@@ -12,7 +12,10 @@
 //!   message for many divides on its route.
 //!
 //! Often all ranks leave at the same time. Each says so to those that it is connected to, and these pass it on a little later, together with
-//! what has come meanwhile. A new connection gets all that have left in one notice, however many there were.
+//! what has come meanwhile. A new connection gets all that have left in one notice, however many there were. The ranks of a group that has
+//! failed leave while many of them have not had a processor to raise that: there only a rank that leaves itself passes on which others have
+//! left, and no connection is replaced, so that the end of one rank is no work for ranks that it has no connection to. Both change where
+//! ranks agree on the next view.
 //!
 //! Invariants, quoted by the tests:
 //!
@@ -21,6 +24,8 @@
 //! 2. **A rank trusts its own connection to a peer**, and reports of others about the rest. One rank's report that another is silent may be
 //!    the fault of the line between the two: of these the higher goes, so that a report counts only from a lower rank, or from a second one.
 //!    A report that does not count is passed on all the same: who made it fails for that reason, and may leave.
+//! 3. **Whoever agrees on a view knows who has left, or waits for a rank that does.** A rank passes on the departures that it knows before
+//!    its first message about a view, and when it leaves.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 
@@ -124,6 +129,8 @@ pub(in super::super) struct Overlay {
     unreached: BTreeSet<usize>,
     /// A rank that goes on without this one.
     excluded_by: Option<usize>,
+    /// A message of the agreement on a view has come by.
+    view_is_agreed_on: bool,
 }
 
 impl Overlay {
@@ -144,6 +151,7 @@ impl Overlay {
             departures: BTreeMap::new(),
             unreached: BTreeSet::new(),
             excluded_by: None,
+            view_is_agreed_on: false,
         }
     }
 
@@ -161,6 +169,11 @@ impl Overlay {
     /// A rank that goes on without this one.
     pub(in super::super) fn excluded_by(&self) -> Option<usize> {
         self.excluded_by
+    }
+
+    /// Whether ranks agree on the next view: this rank or one whose messages it has got or passed on.
+    pub(in super::super) fn view_is_agreed_on(&self) -> bool {
+        self.view_is_agreed_on
     }
 
     /// The ranks that no other could connect to before the deadline, as far as it was reported.
@@ -413,6 +426,10 @@ impl Overlay {
     /// Delivers a routed message, and passes it on towards its other receivers.
     fn pass_on(&mut self, routed: Routed, out: &mut Vec<Action>) {
         let Routed { from, to, body } = routed;
+        if matches!(body, Body::View(_)) && !std::mem::replace(&mut self.view_is_agreed_on, true) {
+            // Invariant 3.
+            self.pass_departures(out);
+        }
         let (mut by_link, mut without) = (BTreeMap::<usize, Vec<usize>>::new(), Vec::new());
         let relays = self.relays();
         for receiver in to {

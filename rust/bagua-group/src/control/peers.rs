@@ -40,6 +40,8 @@ pub(super) struct Peer {
     silence: Mutex<Silence>,
     /// Its process, when it is on this host and visible here: that runs or not, instead of heartbeats.
     process: Option<u32>,
+    /// The process was stopped when this rank last looked.
+    stopped: AtomicBool,
     by_unix: bool,
     /// It has acknowledged that this rank leaves, or its connection has ended.
     pub(super) settled: AtomicBool,
@@ -113,9 +115,9 @@ impl Plane {
         let (outbox, frames) = mpsc::unbounded_channel();
         // Both ends agree on it: they have the same addresses and the same connection.
         let process = self.process(rank).filter(|_| by_unix);
-        let (silence, settled) = (Mutex::new(Silence::from(Instant::now())), AtomicBool::new(false));
-        let unwritten = AtomicUsize::new(0);
-        let peer = Arc::new(Peer { outbox, unwritten, silence, process, by_unix, settled });
+        let silence = Mutex::new(Silence::from(Instant::now()));
+        let (unwritten, stopped, settled) = (AtomicUsize::new(0), AtomicBool::new(false), AtomicBool::new(false));
+        let peer = Arc::new(Peer { outbox, unwritten, silence, process, stopped, by_unix, settled });
         let is_new = self.change(&Source::default(), |connections, out| {
             let is_new = connections.overlay.link_up(rank, out);
             if is_new {
@@ -164,7 +166,7 @@ impl Plane {
 
     /// Replaces the connections to ranks that are gone, once this rank was connected.
     pub(super) fn repair(self: &Arc<Plane>) {
-        if self.has_left() {
+        if self.has_left() || self.is_over() {
             return;
         }
         let (limit, period) = (self.config.heartbeat_timeout * 2, session::period(self));
@@ -213,7 +215,7 @@ impl Plane {
     /// before and did not; no peer was silent then.
     pub(super) fn beat(self: &Arc<Plane>, now: Instant, late: Duration, heartbeat: &[u8]) {
         let timeout = self.config.heartbeat_timeout;
-        let has_failed = self.world.get().is_some_and(|world| self.has_failed(world.id));
+        let (has_failed, is_over) = (self.has_world_failed(), self.is_over());
         let own = self.config.rank;
         // The next ranks first.
         let (lower, higher): (Vec<_>, Vec<_>) = self.all_peers().into_iter().partition(|(rank, _)| *rank < own);
@@ -229,8 +231,12 @@ impl Plane {
                 }
                 Some(process) => {
                     on_host += 1;
-                    let is_watched = has_failed || on_host <= WATCHED;
-                    if !is_watched || !is_stopped(process) {
+                    // Of a group that is over only the loss of those is still found that had stopped before.
+                    let is_watched =
+                        if is_over { peer.stopped.load(Ordering::Relaxed) } else { has_failed || on_host <= WATCHED };
+                    let stopped = is_watched && is_stopped(process);
+                    peer.stopped.store(stopped, Ordering::Relaxed);
+                    if !stopped {
                         peer.note_arrival(now);
                     }
                 }

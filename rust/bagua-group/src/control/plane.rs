@@ -22,12 +22,13 @@ use super::groups::Groups;
 use super::message::{Body, Notice, Routed};
 use super::overlay::{Action, Overlay, Presence};
 use super::peers::{Connections, Peer};
+use super::session;
 use super::silence::is_stopped;
 use crate::error::{Error, Result, Source};
 use crate::platform::unsent;
 use crate::stats::Stats;
 use crate::transport::Transport;
-use crate::wait::lock;
+use crate::wait::{SLICE, lock, slice_among};
 
 /// How long a leaving rank waits for acknowledgements.
 pub(super) const LINGER: Duration = Duration::from_millis(200);
@@ -38,6 +39,10 @@ const TURNS: usize = 200;
 
 /// How long a rank collects which others have left before it passes that on: at first, and while ever more leave.
 const TOGETHER: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(320)];
+
+/// How many times as long as a wait sleeps between two looks for failures others have to raise one before a rank leaves, where many share a
+/// processor.
+const RAISING: u32 = 8;
 
 /// How long a leaving rank waits for its last bytes to be acknowledged while none is.
 const STALLED: Duration = Duration::from_secs(1);
@@ -83,6 +88,12 @@ fn longer(last: Option<(Instant, Duration)>, now: Instant) -> Duration {
         Some((passed, before)) if now.saturating_duration_since(passed) < 2 * before => (2 * before).min(longest),
         _ => first,
     }
+}
+
+/// How long a rank of a host with so many waits before it leaves a group that failed so long ago. Where many share a processor, most have not
+/// run since then, and would wait for it behind the ends of those that have.
+fn others_raise(ranks: usize, failed: Duration) -> Duration {
+    (RAISING * (slice_among(ranks) - SLICE)).saturating_sub(failed)
 }
 
 /// What the loss of a peer says about its process.
@@ -131,6 +142,8 @@ pub(in super::super) struct Plane {
     pub(in super::super) views: Inbox,
     /// This rank leaves: later events of peers are ignored.
     pub(super) leaving: AtomicBool,
+    /// When the world group failed, before this rank left it.
+    pub(super) failed_at: OnceLock<Instant>,
     /// This rank does not use the group, and may live on in another view.
     moved: AtomicBool,
     /// From when this rank listened until all were connected.
@@ -161,6 +174,7 @@ impl Plane {
             settled: Notify::new(),
             views: Inbox::default(),
             leaving: AtomicBool::new(false),
+            failed_at: OnceLock::new(),
             moved: AtomicBool::new(false),
             joined_in: OnceLock::new(),
             passed: Mutex::default(),
@@ -229,11 +243,36 @@ impl Plane {
                 tokio::spawn(async move {
                     let together = longer(*lock(&plane.passed), Instant::now());
                     tokio::time::sleep(together).await;
-                    plane.change(&Source::default(), |connections, out| connections.overlay.pass_departures(out));
+                    // Those of a failed group are passed on by invariant 3 of the overlay.
+                    let has_failed = plane.has_world_failed();
+                    plane.change(&Source::default(), |connections, out| {
+                        if !has_failed || connections.overlay.view_is_agreed_on() {
+                            connections.overlay.pass_departures(out);
+                        }
+                    });
                     *lock(&plane.passed) = Some((Instant::now(), together));
                 });
             }
         }
+    }
+
+    /// Whether the world group has failed, and not only because this rank leaves.
+    pub(super) fn has_world_failed(&self) -> bool {
+        self.failed_at.get().is_some()
+    }
+
+    /// Whether the world group has failed and no rank that this one knows of agrees on the next view: its ranks raise and leave.
+    pub(super) fn is_over(&self) -> bool {
+        self.has_world_failed() && !self.look(|connections| connections.overlay.view_is_agreed_on())
+    }
+
+    /// How long this rank waits before it leaves, see [`others_raise`].
+    pub(super) fn others_raise(&self) -> Duration {
+        let (Some(failed_at), Some(world), true) = (self.failed_at.get(), self.world.get(), self.is_over()) else {
+            return Duration::ZERO;
+        };
+        let host = &world.addresses[self.config.rank].host_id;
+        others_raise(world.addresses.iter().filter(|address| address.host_id == *host).count(), failed_at.elapsed())
     }
 
     /// A connected peer.
@@ -383,7 +422,7 @@ impl Plane {
     fn noticed(self: &Arc<Plane>, notice: Notice, source: &Source) {
         match notice {
             Notice::Lost { rank, by, reason, .. } => self.lost(rank, by, &reason, source),
-            Notice::Left { ranks, .. } => ranks.into_iter().for_each(|rank| self.left(rank)),
+            Notice::Left { ranks, .. } => self.left(&ranks),
             Notice::Failed { group, members, cause } => self.failed(group, &members, cause),
             Notice::View { from, message } => self.views.put(from, message),
             Notice::Unreached { .. } => self.wake_connecting(),
@@ -431,8 +470,17 @@ impl Plane {
         }
     }
 
-    /// Announces that this rank leaves, and waits up to [`LINGER`] for the acknowledgements of its peers.
+    /// Announces that this rank leaves, when others have raised what ended the group ([`others_raise`]), and waits up to [`LINGER`] for the
+    /// acknowledgements of its peers.
     pub(super) async fn announce_leave(self: &Arc<Plane>) {
+        loop {
+            let wait = self.others_raise();
+            if wait.is_zero() {
+                break;
+            }
+            // Meanwhile ranks may begin to agree on a view, and wait for this one to leave.
+            tokio::time::sleep(wait.min(session::period(self))).await;
+        }
         let moved = self.moved.load(Ordering::Acquire);
         self.change(&Source::default(), |connections, out| connections.overlay.leave(moved, out));
         let peers = self.all_peers();
@@ -464,6 +512,16 @@ impl Plane {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_rank_that_shares_its_processor_with_many_leaves_a_failed_group_after_them_and_another_at_once() {
+        assert_eq!(others_raise(1, Duration::ZERO), Duration::ZERO);
+        let (crowd, second) = (1 << 20, Duration::from_secs(1));
+        let wait = others_raise(crowd, Duration::ZERO);
+        assert!(wait > 2 * second && wait < 3 * second, "{wait:?}");
+        assert_eq!(others_raise(crowd, second), wait - second);
+        assert_eq!(others_raise(crowd, 3 * second), Duration::ZERO);
+    }
 
     #[test]
     fn departures_are_collected_for_longer_while_more_of_them_come() {

@@ -89,8 +89,8 @@ impl Control {
             // The thread cannot join itself; it ends when it returns to its event loop.
             return;
         }
-        // The thread ends within LINGER. After ten times that long, it is detached.
-        let waited = lock(&thread.done).recv_timeout(LINGER * 10);
+        // The thread ends within LINGER, when others have raised. After ten times that long, it is detached.
+        let waited = lock(&thread.done).recv_timeout(self.plane.others_raise() + LINGER * 10);
         if waited == Err(std::sync::mpsc::RecvTimeoutError::Disconnected)
             && let Some(join) = lock(&thread.join).take()
         {

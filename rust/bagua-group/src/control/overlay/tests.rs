@@ -226,6 +226,46 @@ fn a_message_avoids_a_rank_that_another_reports_as_lost_while_the_own_connection
 }
 
 #[test]
+fn departures_that_were_not_passed_on_go_before_the_first_message_about_a_view_by_invariant_3() {
+    let ready = || Body::View(ViewMessage::Ready { view: 1, any: true, gone: Vec::new() });
+    let left = |ranks: &[usize]| Message::Notice(Notice::Left { ranks: ranks.to_vec(), moved: false });
+    for is_own in [true, false] {
+        let mut overlay = Overlay::new(0, 64, 4);
+        let mut out = Vec::new();
+        [32, 48, 63].into_iter().for_each(|peer| assert!(overlay.link_up(peer, &mut out)));
+        for rank in [7, 21] {
+            overlay.received_notice(63, Notice::Left { ranks: vec![rank], moved: false }, &mut out);
+        }
+        assert!(out.iter().all(|action| matches!(action, Action::Notice(_) | Action::PassLater)), "{out:?}");
+        assert!(!overlay.view_is_agreed_on());
+        out.clear();
+        match is_own {
+            true => overlay.send(&[32], ready(), &mut out),
+            false => overlay.received_routed(Routed { from: 48, to: vec![32], body: ready() }, &mut out),
+        }
+        assert_eq!(out[0], Action::Send(vec![32, 48, 63], left(&[7, 21])));
+        assert!(matches!(&out[1], Action::Send(to, Message::Routed(_)) if *to == [32]) && out.len() == 2, "{out:?}");
+        assert!(overlay.view_is_agreed_on());
+        // Later ones are collected again.
+        out.clear();
+        overlay.received_notice(63, Notice::Left { ranks: vec![9], moved: false }, &mut out);
+        assert!(out.contains(&Action::PassLater));
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_passes_on_which_others_have_left() {
+    let mut overlay = Overlay::new(0, 64, 4);
+    let mut out = Vec::new();
+    assert!(overlay.link_up(32, &mut out));
+    overlay.received_notice(32, Notice::Left { ranks: vec![7], moved: false }, &mut out);
+    out.clear();
+    overlay.leave(false, &mut out);
+    let both = Message::Notice(Notice::Left { ranks: vec![0, 7], moved: false });
+    assert_eq!(out, [Action::Send(vec![32], both)]);
+}
+
+#[test]
 fn what_makes_no_sense_has_no_effect() {
     let mut overlay = Overlay::new(0, 3, FULL);
     let mut out = Vec::new();
