@@ -322,8 +322,17 @@ _declared("BAGUA_TRACE_DIR", None, trace_dir)
 
 
 def default_trace_dir() -> str:
-    """The directory of flight records where BAGUA_TRACE_DIR is not set."""
-    return os.path.join(tempfile.gettempdir(), "bagua")
+    """The directory of flight records where BAGUA_TRACE_DIR is not set: "bagua" in what `tempfile.gettempdir` gives.
+
+    That function makes and removes a file, for which a thousand ranks of a host that fail at once wait. So it is only
+    called where no directory of its list can be written to.
+    """
+    found = tempfile.tempdir
+    if found is None:
+        named = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
+        places = (os.path.abspath(place) for place in (*named, "/tmp", "/var/tmp", "/usr/tmp") if place)
+        found = next((place for place in places if os.access(place, os.W_OK | os.X_OK)), None)
+    return os.path.join(found or tempfile.gettempdir(), "bagua")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bagua import records
+from bagua import config, records
 from bagua.lifecycle import process
 
 OTHER = 65534
@@ -142,3 +142,23 @@ def test_a_directory_that_the_user_names_may_be_a_link(tmp: Path, monkeypatch: p
     path, _ = record()
     assert path is not None
     assert Path(path).parent == tmp / "link"
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "TEMP", "TMP", None])
+@pytest.mark.parametrize("exists", [True, False])
+def test_the_default_folder_is_in_the_temporary_directory_and_no_file_is_made_to_find_it(
+    variable: str | None, exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, str(tmp_path if exists else tmp_path / "none"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    expected = os.path.join(tempfile.gettempdir(), "bagua")
+    # What is set by the program, or was found before, counts.
+    assert config.default_trace_dir() == expected
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: pytest.fail("it makes a file"))
+    assert config.default_trace_dir() == expected
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert config.default_trace_dir() == str(tmp_path / "bagua")
