@@ -75,7 +75,7 @@ $(VENV)/.extension: $(VENV)/.packages pyproject.toml $(RUST_SOURCES)
 		tools/step "Compiling the Rust core, optimized: 2 to 3 minutes with two idle processors, the last crate alone for a minute of it" \
 		$(BIN)/maturin develop --release --uv
 	@MAKEFLAGS= VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH" \
-		tools/step "Writing the extension's stub, from the extension" $(BIN)/maturin generate-stubs --release --out python
+		tools/step "Writing the extension's stub, from the extension" $(BIN)/maturin generate-stubs --profile release --out python
 	@touch $@
 
 ##@ Checks: what every change needs

@@ -111,6 +111,7 @@ def build(target: Target) -> Path:
         # frames. The library of this machine asks for a newer glibc than the wheel does; the loader finds the user's.
         environment["RUSTFLAGS"] = f"-Clink-arg={unwinder(target)} -Clink-arg=-Wl,--allow-shlib-undefined"
     command: list[str | Path] = [folder / "maturin", "build", "--profile", "wheel", "--zig", "--strip", "--out", DIST]
+    command.append("--generate-stubs")
     command += ["--target", target.triple, "--compatibility", target.platform, "--compression-level", "9"]
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
     (wheel,) = DIST.glob(f"bagua-*{target.platform}_{target.machine}*.whl")

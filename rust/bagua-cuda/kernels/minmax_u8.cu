@@ -9,6 +9,14 @@
 // of a record, so that a value is divided once per tile.
 #include "minmax_u8.cuh"
 
+// Blocks of the encoding kernels that run on a multiprocessor at a time. Six are all of their grid, and faster on Hopper; elsewhere the
+// compiler spills registers for that.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ / 100 == 9
+#define ENCODERS 6
+#else
+#define ENCODERS 4
+#endif
+
 template <class E> DEVICE void range(const u8 *elements, u64 count, u64 chunks, Range *ranges) {
     for (u64 chunk = blockIdx.y; chunk < chunks; chunk += gridDim.y) {
         const u8 *from = elements + chunk * count * E::SIZE;
@@ -150,13 +158,12 @@ template <class E> DEVICE void decode(const u8 *records, u64 count, u64 chunks, 
 
 // `elements`: chunks * count elements. `ranges`: chunks * gridDim.x ranges of 16 bytes, for `…_encode` with the same grid.
 // `nonfinite`: null, or a number to which each record of NaN adds 1. `tiles`: of a chunk.
-// Six blocks a multiprocessor are what a grid has, so that all of them run at once, and what their registers allow.
 #define FAMILY(name, E)                                                                                                      \
-    KERNEL_OF(6) minmax_u8_range_##name(const u8 *elements, u64 count, u64 chunks, Range *ranges) {                          \
+    KERNEL_OF(ENCODERS) minmax_u8_range_##name(const u8 *elements, u64 count, u64 chunks, Range *ranges) {                   \
         range<E>(elements, count, chunks, ranges);                                                                           \
     }                                                                                                                        \
     EXPORT(minmax_u8_range_##name)                                                                                           \
-    KERNEL_OF(6) minmax_u8_encode_##name(const u8 *elements, u64 count, u64 chunks, const Range *ranges, u8 *records,        \
+    KERNEL_OF(ENCODERS) minmax_u8_encode_##name(const u8 *elements, u64 count, u64 chunks, const Range *ranges, u8 *records, \
                                    u32 *nonfinite) {                                                                         \
         encode<E>(elements, count, chunks, ranges, records, nonfinite);                                                      \
     }                                                                                                                        \

@@ -315,7 +315,7 @@ pub struct Encode {
 impl Encode {
     /// For chunks of `count` elements.
     pub fn new(dtype: DType, count: u64, chunks: u64, processors: u32) -> Encode {
-        // As many blocks of a chunk as run at once: `KERNEL_OF` in the source.
+        // As many blocks of a chunk as run at once: `ENCODERS` in the source.
         let most = u64::from(processors) * 6;
         let columns = at_most((count * dtype.size() as u64).div_ceil(16), 16, most);
         let rows = u32::try_from(chunks).unwrap_or(u32::MAX).clamp(1, MAX_ROWS);
@@ -414,7 +414,7 @@ mod tests {
         let elementwise = include_str!("../kernels/elementwise.cuh");
         assert!(elementwise.contains(&format!("#define MAX_SOURCES {MAX_SOURCES}\n")));
         assert!(PROGRAMS[0].source.contains(&format!("#define VECTORS {VECTORS}\n")));
-        assert!(PROGRAMS[0].source.contains("KERNEL_OF(6) minmax_u8_encode_"));
+        assert!(PROGRAMS[0].source.contains("#define ENCODERS 6\n"));
         assert!(PROGRAMS[1].source.contains(&format!("#define MAX_TABLES {MAX_SHARED_TABLES}\n")));
     }
 
