@@ -100,8 +100,17 @@ def missing(target: Target) -> str:
     return ""
 
 
+def stub() -> None:
+    """Writes the extension's stub where it is missing, as after `git clone`. That of a wheel has none in it."""
+    if not (ROOT / "python/bagua/_bagua.pyi").exists():
+        folder = Path(sys.executable).parent
+        command: list[str | Path] = [folder / "maturin", "generate-stubs", "--profile", "release", "--out", "python"]
+        subprocess.run(command, cwd=ROOT, check=True)
+
+
 def build(target: Target) -> Path:
     """Builds the wheel of a target into dist/, instead of one that is there. CalledProcessError where that fails."""
+    stub()
     for old in DIST.glob(f"bagua-*{target.platform}_{target.machine}*.whl"):
         old.unlink()
     folder = Path(sys.executable).parent
@@ -111,8 +120,8 @@ def build(target: Target) -> Path:
         # frames. The library of this machine asks for a newer glibc than the wheel does; the loader finds the user's.
         environment["RUSTFLAGS"] = f"-Clink-arg={unwinder(target)} -Clink-arg=-Wl,--allow-shlib-undefined"
     command: list[str | Path] = [folder / "maturin", "build", "--profile", "wheel", "--zig", "--strip", "--out", DIST]
-    command.append("--generate-stubs")
     command += ["--target", target.triple, "--compatibility", target.platform, "--compression-level", "9"]
+    command.append("--no-default-features")
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
     (wheel,) = DIST.glob(f"bagua-*{target.platform}_{target.machine}*.whl")
     description.complete(wheel)
