@@ -9,7 +9,6 @@ import pytest
 
 from tests.cuda.driver import HOST_FUNCTION, Driver, until
 from tests.cuda.simulated import NEVER, Simulator, _simulated_driver, simulator
-from tests.waits import on_threads
 
 __all__ = ["_simulated_driver", "simulator"]
 
@@ -353,6 +352,9 @@ def test_a_destroyed_stream_still_does_what_was_enqueued(simulator: Simulator) -
 
 def test_many_operations_of_many_threads_keep_their_order(simulator: Simulator) -> None:
     def many(cuda: Driver) -> list[bool]:
+        # The program has what tests.cuda.driver defines, and this.
+        from tests.waits import on_threads
+
         context = cuda.start()
         right = []
 
