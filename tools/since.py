@@ -1,4 +1,4 @@
-"""Since which version each public name exists: by the tags of the releases, whose sources are asked for their names.
+"""Since which version each public name exists: by the tags of the releases, of which each lists its own names.
 
 So no list of versions is kept by hand, and no new name can be without one.
 """

@@ -289,15 +289,16 @@ impl Grid {
 
     /// For `convert_T_U`, where a chunk has so many bytes in the larger of its arrays.
     pub fn convert(bytes: u64, chunks: u64, processors: u32) -> Grid {
-        Grid::of_chunks(bytes.div_ceil(16), 2, chunks, processors)
-    }
-
-    fn of_chunks(pieces: u64, each: u64, chunks: u64, processors: u32) -> Grid {
-        let rows = u32::try_from(chunks).unwrap_or(u32::MAX).clamp(1, MAX_ROWS);
+        let rows = rows(chunks);
         let share = (u64::from(processors) * PER_PROCESSOR).div_ceil(u64::from(rows) * PER_PROCESSOR);
-        let columns = blocks(pieces, each, u32::try_from(share).unwrap_or(u32::MAX));
+        let columns = blocks(bytes.div_ceil(16), 2, u32::try_from(share).unwrap_or(u32::MAX));
         Grid { blocks: [columns, rows, 1], shared: 0 }
     }
+}
+
+/// The second dimension of a grid that has a row of blocks for each chunk, or for every so many.
+fn rows(chunks: u64) -> u32 {
+    u32::try_from(chunks).unwrap_or(u32::MAX).clamp(1, MAX_ROWS)
 }
 
 /// Most blocks of a grid's second dimension.
@@ -318,9 +319,8 @@ impl Encode {
         // As many blocks of a chunk as run at once: `ENCODERS` in the source.
         let most = u64::from(processors) * 6;
         let columns = at_most((count * dtype.size() as u64).div_ceil(16), 16, most);
-        let rows = u32::try_from(chunks).unwrap_or(u32::MAX).clamp(1, MAX_ROWS);
         let ranges = usize::try_from(chunks * u64::from(columns)).expect("a device's memory") * RANGE;
-        Encode { grid: Grid { blocks: [columns, rows, 1], shared: 0 }, ranges }
+        Encode { grid: Grid { blocks: [columns, rows(chunks), 1], shared: 0 }, ranges }
     }
 }
 
