@@ -158,15 +158,21 @@ def test_a_frozen_server_costs_only_the_store_that_gave_up() -> None:
 
 
 GIVES_UP = """
-import sys
-from functools import partial
+import sys, threading
 from bagua.tcp_store_requests import Connection, StoreRequests
 from bagua.torch_api.membership.store_client import _open
 port = int(sys.argv[1])
+given_up = threading.Event()
+def late():
+    # A refused connection fails at once: it begins when the request was given up.
+    if sys.argv[2] == "absent":
+        given_up.wait()
+    return _open("127.0.0.1", port, 2, 1.0)
 try:
-    StoreRequests(None, Connection(port)).ask(partial(_open, "127.0.0.1", port, 2, 1.0), 0.3)
+    StoreRequests(None, Connection(port)).ask(late, 0.3)
 except TimeoutError:
     print("gave up", flush=True)
+    given_up.set()
 """
 
 
@@ -175,12 +181,8 @@ except TimeoutError:
 def test_a_process_ends_properly_although_it_gave_a_request_up(how: str, tmp_path: Path) -> None:
     with silent() as port:
         port = port if how == "silent" else free_port()
-        ended = subprocess.run(
-            [sys.executable, "-c", GIVES_UP.replace("0.3", "0.3" if how == "silent" else "0.0"), str(port)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        command = [sys.executable, "-c", GIVES_UP, str(port), how]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "gave up\n"
 
