@@ -86,27 +86,31 @@ PYTEST_PROCESSES ?= 2
 PYTEST := -m pytest --numprocesses $(PYTEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # What is slow has the marker `slow` in Python, and is left out by the profile `quick` of .config/nextest.toml in Rust; cargo without
-# nextest runs all of Rust's tests.
-define RUN_TESTS
-tools/system_packages test
-$(MAKE) --jobs=$(shell nproc) test-programs
-if $(NEXTEST); then cargo nextest run --workspace --profile $(PROFILE); else cargo test --workspace --lib --tests; fi
-$(DOC_TESTS)
-$(MODEL) -- model::
-$(BIN)/python $(PYTEST) $(PART)
+# nextest runs all of Rust's tests. `make test` does not repeat those of Rust while no file of Rust changes, and leaves the models of the
+# lock-free parts to `make test-all`.
+define RUST_TESTS
+if $(NEXTEST); then cargo nextest run --workspace --profile $(1); else cargo test --workspace --lib --tests; fi
 endef
 
 .PHONY: test
-test: PROFILE := quick
-test: PART := -m "not slow"
 test: $(VENV)/.packages ## Runs what every change needs, Rust and Python: each verb, algorithm, codec and error in small worlds
-	$(RUN_TESTS)
+	tools/system_packages test
+	$(MAKE) --jobs=$(shell nproc) rust-programs python-programs
+	$(MAKE) target/.tested
+	$(BIN)/python $(PYTEST) -m "not slow"
+
+target/.tested: $(RUST_SOURCES) $(shell find rust -path '*/tests/*') .config/nextest.toml
+	$(call RUST_TESTS,quick)
+	@touch $@
 
 .PHONY: test-all
-test-all: PROFILE := default
-test-all: DOC_TESTS := cargo test --workspace --doc
 test-all: $(VENV)/.packages ## Runs every test: those of make test, and large worlds, examples, launchers, chaos, quality of training
-	$(RUN_TESTS)
+	tools/system_packages test
+	$(MAKE) --jobs=$(shell nproc) rust-programs python-programs model-programs
+	$(call RUST_TESTS,default)
+	cargo test --workspace --doc
+	$(MODEL) -- model::
+	$(BIN)/python $(PYTEST)
 
 NEXTEST := cargo nextest --version >/dev/null 2>&1
 
@@ -293,10 +297,10 @@ constraints: $(VENV)/.made ## Pins the newest versions of requirements/*.in for 
 check-python: ## Refuses a PYTHON of another version than .venv has
 	@$(if $(filter file,$(origin PYTHON)),true,PYTHON=$(PYTHON) tools/environment same-python $(BIN)/python)
 
-# Each of these is idle on all processors but one for a part of its time: cargo while it reads the largest crate, g++ always. Each cargo
-# has jobs of its own, since `make --dry-run` would run a recipe that shares those of make.
-.PHONY: test-programs
-test-programs: rust-programs setup model-programs $(if $(shell command -v g++),cuda-sim cuda-kernels-host) ## Builds what the tests run, side by side
+# Each of the programs of the tests is idle on all processors but one for a part of its time: cargo while it reads the largest crate, g++
+# always. Each cargo has jobs of its own, since `make --dry-run` would run a recipe that shares those of make.
+.PHONY: python-programs
+python-programs: setup $(if $(shell command -v g++),cuda-sim cuda-kernels-host) ## Builds what the tests of Python run
 
 .PHONY: rust-programs
 rust-programs: $(VENV)/.packages ## Builds the tests of Rust

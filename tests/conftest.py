@@ -21,12 +21,12 @@ def _records_go_with_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def _is_large(parameters: dict[str, Any]) -> bool:
-    """Whether a test runs on four ranks or more, or on pretended hosts; tests name the parameters that say so alike."""
+    """Whether a test runs on three ranks or more, or on pretended hosts; tests name the parameters that say so alike."""
     ranks = [parameters.get("size"), parameters.get("layout")]
     hosts = [parameters.get("hosts"), *(ranks[1:] if not isinstance(ranks[1], int) else [])]
     options = parameters.get("options")
     return (
-        any(isinstance(number, int) and number > 3 for number in ranks)
+        any(isinstance(number, int) and number > 2 for number in ranks)
         or any(value is not None for value in hosts)
         or (isinstance(options, dict) and "hosts" in options)
     )

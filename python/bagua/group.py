@@ -241,10 +241,11 @@ def join(
         process.settings_checked = True
         config.warn_of_misspelt()
     host = listen_host(towards, world_size, local_world_size)
-    bootstrap = engine.Bootstrap(parameters(chosen, rank, world_size, name=name, listen_host=host))
-    addresses = [bytes(address) for address in spread(bootstrap.address())]
-    lifecycle.note_job(b"".join(addresses))
-    return Group(bootstrap.connect(addresses), local_rank=local_rank, local_world_size=local_world_size)
+    listening = engine.Bootstrap(parameters(chosen, rank, world_size, name=name, listen_host=host))
+    with contextlib.closing(listening) as bootstrap:
+        addresses = [bytes(address) for address in spread(bootstrap.address())]
+        lifecycle.note_job(b"".join(addresses))
+        return Group(bootstrap.connect(addresses), local_rank=local_rank, local_world_size=local_world_size)
 
 
 def parameters(

@@ -338,6 +338,7 @@ def of_models(_driver_of_ranks: Path) -> Ended:
     return ended(_driver_of_ranks, 2, models, **NAMED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_a_thread_averages_arrays_on_devices(of_arrays: Ended, case: Callable[..., None]) -> None:
     of_arrays.check(case.__name__)

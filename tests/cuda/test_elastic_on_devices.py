@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.cuda.ranks import Ranks
 from tests.distributed.test_elastic import Job, all_hold, set_all
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_left_behind_and_its_restart_gets_the_average_on_its_device(
     ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -251,6 +251,7 @@ def calls(_driver_of_ranks: Path) -> Callable[[str], Calls]:
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "function"), [(name, function) for name, row in ROWS.items() for function in sorted(row.called)]
 )

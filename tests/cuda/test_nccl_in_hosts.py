@@ -89,6 +89,7 @@ def every_value(rank: int) -> Any:
     return after, copied, x.nbytes, same.hexdigest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [HOSTS, [[0, 2], [1]]], ids=["two-and-two", "two-and-one"])
 def test_every_type_and_operation_is_near_the_hosts_and_equal_on_all_ranks(
     ranks: Ranks, hosts: list[list[int]]

@@ -31,6 +31,7 @@ def long_bits(rank: int, cuda: Cuda, group: bagua.Group, size: int) -> None:
     assert bits(part.read()) == bits(expected[rank * len(x) // size :][: len(x) // size])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 9])
 def test_what_nccl_does_not_reduce_is_reduced_piece_by_piece(ranks: Ranks, compiler: dict[str, str], size: int) -> None:
     ranks.by("nccl", size, long_bits, size, timeout=120, **compiler)

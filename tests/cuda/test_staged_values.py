@@ -28,6 +28,7 @@ def long_arrays(rank: int, cuda: Cuda, group: bagua.Group, size: int) -> dict[st
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_arrays_of_many_pieces_have_the_bits_of_the_host_within_32_mib_of_pinned_memory(
     ranks: Ranks, size: int

@@ -261,6 +261,7 @@ def run_by(_driver_of_ranks: Path) -> Callable[[str], Ended]:
     return by
 
 
+@pytest.mark.slow
 @BY
 @pytest.mark.parametrize("name", [RETURNED, *(name for name in CASES if name != "returned at once")])
 def test_a_future_of_an_operation_on_a_device_keeps_to_the_rules_of_torch(

@@ -51,6 +51,7 @@ def test_every_verb_that_moves_has_the_bits_of_the_host(ranks: Ranks, name: str,
     ranks.by(name, size, move_everything, "float32", dlpack, (3, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COLLECTIVES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_type_can_be_moved(ranks: Ranks, name: str, dtype: str) -> None:

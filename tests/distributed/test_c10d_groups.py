@@ -380,6 +380,7 @@ def test_what_a_newer_torch_asks_a_group_for_has_an_answer() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_without_a_c_half_a_group_keeps_its_name_and_the_works_that_no_thread_has_waited_for() -> None:
     done = subprocess.run([sys.executable, "-c", OLDER], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

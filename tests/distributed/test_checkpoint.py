@@ -100,6 +100,7 @@ def outcomes_of_kills(rank: int, iteration: int) -> list[tuple[int, int]]:
                 return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("iteration", [5, 6])
 def test_a_save_killed_at_any_step_leaves_a_complete_checkpoint(iteration: int, world: Callable[..., World]) -> None:
     found = world(1).run(outcomes_of_kills, iteration)[0]

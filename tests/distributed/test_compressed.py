@@ -245,6 +245,7 @@ def test_flat_results_equal_the_oracle(size: int, transport: str) -> None:
         assert calls["compressed_all_reduce"] == len(CODECS) * len(SIZES) * 2 * 2 * 2 * STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 1], [2]], [[0], [1]], [[0, 1]]], ids=str)
 def test_results_by_host_equal_the_oracle(hosts: list[list[int]]) -> None:
     size = sum(len(host) for host in hosts)

@@ -41,6 +41,7 @@ def crossing(rank: int) -> None:
 TLS = {"BAGUA_TLS": "1", "BAGUA_JOB_SECRET": "of these tests"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"env": {"BAGUA_TRANSPORT": "tcp"}}, {"env": TLS}, {"hosts": [[0, 1], [2]]}])
 def test_crossing_messages_of_8_mib_arrive(world: World, options: dict[str, Any]) -> None:
     world(3, **options).run(crossing)

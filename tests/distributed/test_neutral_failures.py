@@ -208,6 +208,7 @@ def holds_the_gil(rank: int) -> float:
     return took
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_a_rank_that_holds_the_gil_stops_neither_its_peers_nor_its_heartbeats(world: World, transport: str) -> None:
     env = {"BAGUA_HEARTBEAT_TIMEOUT": "1", "BAGUA_TRANSPORT": transport}

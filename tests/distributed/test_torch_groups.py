@@ -307,6 +307,7 @@ def trains_with_forked_workers(rank: int, persistent: bool) -> list[float]:
     return model.weight.flatten().tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_data_loader_workers_forked_after_init_neither_hang_nor_disturb(persistent: bool) -> None:
     # Ends without destroy_process_group too: the interpreter's exit leaves the group.

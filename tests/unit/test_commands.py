@@ -268,6 +268,7 @@ def test_output_that_is_not_read_to_its_end_changes_no_exit_code() -> None:
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}, {"TERM": "xterm"}], ids=str)
 def test_heads_are_bold_on_a_terminal_only(variables: dict[str, str]) -> None:
     code = "import os, pty, sys; sys.exit(pty.spawn([sys.executable, '-m', 'bagua', 'doctor', '--no-trial']))"
@@ -295,6 +296,7 @@ def test_a_command_line_that_cannot_be_used_is_answered_by_help_or_by_one_line(a
         assert "example: bagua doctor" in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["doctor", "bench", "top", "trace", "trace merge", "completion"])
 def test_the_help_of_each_command_has_an_example(name: str) -> None:
     ended = command(*name.split(), "--help")
@@ -314,6 +316,7 @@ def completed(line: str) -> list[str]:
     ).stdout.split()
 
 
+@pytest.mark.slow
 def test_a_shell_completes_commands_and_options() -> None:
     assert {"doctor", "bench", "top", "trace", "completion", "--version"} <= set(completed("bagua"))
     assert completed("bagua trace") == ["-h", "--help", "merge"]
@@ -329,6 +332,7 @@ def test_a_shell_completes_commands_and_options() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modules", [("rich", "prometheus_client", "torch")], ids=str)
 def test_commands_need_no_optional_package(modules: tuple[str, ...], tmp_path: Path) -> None:
     for module in modules:
@@ -455,6 +459,7 @@ def test_top_has_a_row_per_rank_and_op_and_one_for_a_rank_that_does_not_answer()
     assert "does not answer: " in silent
 
 
+@pytest.mark.slow
 @needs_client
 def test_top_runs_until_ctrl_c() -> None:
     with served() as port:

@@ -146,6 +146,7 @@ def test_alternating_fused_and_plain_steps_equal_plain_steps(name: str, set_to_n
     assert_equal_states(first.state_dict(), second.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_large_parameters_on_two_threads_equal_those_of_the_plain_optimizer(name: str) -> None:
     # torch cuts work of more than 32768 elements among its threads: fused, the cuts are elsewhere.

@@ -71,6 +71,7 @@ def test_a_mark_without_a_version_is_refused(since: str) -> None:
         deprecation.deprecated(since=since)
 
 
+@pytest.mark.slow
 def test_nothing_that_this_version_should_have_removed_is_left() -> None:
     for module in public_modules():
         try:

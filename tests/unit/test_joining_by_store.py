@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 
 from bagua import engine, group, torch_store
 from bagua.errors import BaguaError, BaguaTimeoutError
+from bagua.metrics import probes
 
 PATIENCE = 30.0
 
@@ -180,6 +181,13 @@ def test_a_first_rank_that_does_not_come_is_named(before: int) -> None:
         join(store, 1, 2, limit=0.3)
     assert (caught.value.missing, caught.value.noticed_by) == ((0,), 1)
     assert ("the rendezvous at 127.0.0.1:" in str(caught.value)) == bool(before)
+
+
+def test_a_join_that_failed_leaves_no_thread_although_its_error_is_kept() -> None:
+    before = probes._switches()
+    with pytest.raises(BaguaTimeoutError) as caught:
+        join(HashStore(), 0, 2, limit=0.3)
+    assert probes._switches().keys() <= before.keys(), caught.value
 
 
 def test_a_rank_that_gave_up_joins_when_it_tries_again_with_the_others() -> None:

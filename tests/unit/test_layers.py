@@ -43,6 +43,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_tree_obeys_the_rules() -> None:
     result = check(ROOT)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -122,6 +122,7 @@ def serves_from_torch(rank: int, port: int) -> None:
     api.destroy_process_group()
 
 
+@pytest.mark.slow
 @needs_client
 def test_init_process_group_serves_too() -> None:
     pytest.importorskip("torch", reason="torch is not installed: make setup")

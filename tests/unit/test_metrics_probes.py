@@ -23,10 +23,10 @@ from tests.world import World
 pytestmark = needs_client
 
 
-def ask(port: int, path: str) -> tuple[int, str]:
+def ask(port: int, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
     """Status and text."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=30) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -206,8 +206,8 @@ def test_an_address_of_ipv6_is_served() -> None:
     except OSError as error:
         pytest.skip(f"this machine has no IPv6: {error}")
     try:
-        with urllib.request.urlopen(f"http://[::1]:{port}/healthz", timeout=30) as answer:
-            assert answer.status == 200
+        status, text = ask(port, "/healthz", "[::1]")
+        assert status == 200, text
     finally:
         server = process.metrics_servers.pop()
         server.shutdown()

@@ -121,6 +121,7 @@ def test_a_release_with_a_problem_or_without_a_tag_is_not_published(monkeypatch:
     assert any("has no tag v" in reason for reason in reasons)
 
 
+@pytest.mark.slow
 def test_a_slow_step_prints_what_it_is_and_how_long_it_has_taken() -> None:
     command: list[str | Path] = [ROOT / "tools" / "step", "Sleeping: 3 s", "sleep", "3"]
     shown = subprocess.run(

@@ -74,6 +74,7 @@ def test_a_page_says_its_version_and_that_of_each_name_and_member_that_came_late
     assert since.sentence("bagua.errors", [], known) == "Since Bagua 0.2.0."
 
 
+@pytest.mark.slow
 def test_the_pages_of_this_tree_say_that_everything_is_of_the_first_version() -> None:
     known = since.versions(ROOT, release.version())
     for module, names in public_modules().items():

@@ -22,7 +22,7 @@ use crate::interrupt;
 pub struct Bootstrap {
     address: Vec<u8>,
     world_size: usize,
-    /// `None` after `connect`.
+    /// `None` after `connect` and `close`.
     core: Mutex<Option<DropWithoutGil<group::Bootstrap>>>,
 }
 
@@ -57,5 +57,12 @@ impl Bootstrap {
         let core =
             interrupt::run_on_thread(py, move || core::Communicator::new(bootstrap.into_inner().connect(&addresses)?))?;
         Ok(Communicator::of(core))
+    }
+    /// Listens no longer, and ends the control thread, unless `connect` was called.
+    ///
+    /// Otherwise they end with this object, which the traceback of an error may keep.
+    fn close(&self) {
+        let core = lock(&self.core).take();
+        drop(core);
     }
 }
