@@ -21,7 +21,7 @@ def _records_go_with_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def _is_large(parameters: dict[str, Any]) -> bool:
-    """Whether a test runs on more than two ranks, or on pretended hosts; tests name the parameters that say so alike."""
+    """Whether a test runs on more than two ranks or on pretended hosts; tests name these parameters alike."""
     ranks = [parameters.get("size"), parameters.get("layout")]
     hosts = [parameters.get("hosts"), *(ranks[1:] if not isinstance(ranks[1], int) else [])]
     options = parameters.get("options")
