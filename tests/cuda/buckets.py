@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -126,6 +126,33 @@ class Queue:
         for bucket in self.buckets:
             self.mark(bucket, stream)
         assert self.raw.wait(30.0, stream=stream) == len(self.buckets)
+
+
+class Sides:
+    """Buckets on the host and the same on a device, each side with an engine of its own."""
+
+    def __init__(self, cuda: Cuda, make: Callable[[Cuda | None], list[Tensors]], name: str = "of") -> None:
+        host, device = make(None), make(cuda)
+        self.pairs = list(zip(host, device, strict=True))
+        self.queues = [Queue(f"{name} the host", *host), Queue(f"{name} the device", *device)]
+
+    def step(self, values: Callable[[Tensors], Any], stream: int = LEGACY) -> None:
+        """Both of a pair get the values, and are communicated; then they, and what is attached, hold the same bytes."""
+        for host, device in self.pairs:
+            given = values(host)
+            host.write(given)
+            device.write(given, stream)
+        for queue in self.queues:
+            queue.step(stream)
+        for host, device in self.pairs:
+            assert host.read().tobytes() == device.read(stream).tobytes(), host.name
+            for name, extra in host.extra.items():
+                assert extra.read().tobytes() == device.extra[name].read(stream).tobytes(), (host.name, name)
+
+    def shutdown(self) -> None:
+        """Ends both engines."""
+        for queue in self.queues:
+            queue.raw.shutdown()
 
 
 def check_sums(cuda: Cuda, rank: int, ranks: int, stream: int) -> None:

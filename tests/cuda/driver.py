@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tests.waits import until as until  # Scenarios take all names of this module.
@@ -91,6 +92,15 @@ class Driver:
     def event(self, flags: int = 2) -> int:
         """An event, by default without time."""
         return int(self.get("cuEventCreate", flags))
+
+    @contextmanager
+    def captured(self, stream: int, mode: int = 0) -> Iterator[None]:
+        """A capture of the stream, which nothing may add to or make invalid."""
+        self.cuStreamBeginCapture_v2(stream, mode)
+        yield
+        graph = self.get("cuStreamEndCapture", stream, first=False)
+        assert self.get("cuGraphGetNodes", graph, None, first=False) == 0
+        self.cuGraphDestroy(graph)
 
     def read(self, address: int, size: int) -> bytes:
         """The bytes of device memory. The host waits for the legacy stream and those ordered with it."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import bagua
+from tests.cuda.device_arrays import Cuda
+from tests.cuda.driver import HOST_FUNCTION
 from tests.cuda.ranks import Ranks
 from tests.cuda.simulated import NEVER
 from tests.waits import AT_ONCE_S
@@ -19,6 +22,7 @@ __all__ = [
     "SHORT",
     "UNKNOWN",
     "Calls",
+    "blocked",
     "check_each",
     "count_calls",
     "die_in_the_middle",
@@ -26,6 +30,7 @@ __all__ = [
     "is_lost_at_once",
     "only",
     "run",
+    "two_errors",
 ]
 
 #: CUDA_ERROR_OUT_OF_MEMORY and _UNKNOWN.
@@ -42,6 +47,38 @@ def fields_of(error: BaseException) -> dict[str, Any]:
     """The class, the text and the fields of an error, which can be pickled."""
     fields = {name: getattr(error, name, None) for name in ("api", "code", "name", "device", "rank", "kind")}
     return {"class": type(error).__name__, "text": str(error), **fields}
+
+
+def two_errors(step: Callable[[], object], seconds: float = 40.0) -> list[dict[str, Any]]:
+    """The first error of this rank and the one that it gets when it goes on; fewer when there are none in time.
+
+    A rank that has the others' data before one of them fails gets the error at a later step.
+    """
+    found: list[dict[str, Any]] = []
+    until = time.monotonic() + seconds
+    while len(found) < 2 and time.monotonic() < until:
+        try:
+            step()
+        except bagua.BaguaError as error:
+            found.append(fields_of(error))
+    return found
+
+
+@contextmanager
+def blocked(cuda: Cuda, stream: int, ended: Path) -> Iterator[None]:
+    """What the stream gets from now on begins when this ends, which `ended` shows to the driver's thread."""
+
+    @HOST_FUNCTION
+    def blocks(_: Any) -> None:
+        deadline = time.monotonic() + 60
+        while not ended.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    cuda.driver.cuLaunchHostFunc(stream, blocks, None)
+    try:
+        yield
+    finally:
+        ended.touch()
 
 
 def only(rank: int, **variables: object) -> Callable[[int], dict[str, str]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,11 @@ from bagua.torch_api.communication import get_backend
 from tests.cases import attempt
 from tests.cuda.buckets import Memory, Queue, Tensors
 from tests.cuda.device_arrays import LEGACY, Cuda
-from tests.cuda.driver import HOST_FUNCTION, until
-from tests.cuda.failing_calls import die_in_the_middle, is_lost_at_once
+from tests.cuda.driver import until
+from tests.cuda.failing_calls import UNKNOWN, blocked, die_in_the_middle, fields_of, is_lost_at_once, only, run
 from tests.cuda.kernel_cases import narrowed, widened
 from tests.cuda.ranks import Ended, Ranks, ended
 from tests.cuda.test_cuda_training import Net, adamw, batch, same_bits, tensors_in
-from tests.cuda.test_staged_failures import UNKNOWN, fields_of, only, run
 from tests.cuda.torch_on_sim import install, joined
 
 #: Seconds: no round without a request; and many in a short test.
@@ -178,11 +177,10 @@ def averages_nothing_between_abort_and_resume(rank: int, cuda: Cuda) -> None:
 def refuses_a_stream_that_is_being_captured(rank: int, cuda: Cuda) -> None:
     captured = cuda.stream()
     averaged = Averaged(cuda, "captured", np.full(COUNT, float(rank), np.float32))
-    cuda.driver.cuStreamBeginCapture_v2(captured, 2)
-    for take in (averaged.lock.lock, averaged.lock.begin_training, averaged.lock.order):
-        with pytest.raises(NotImplementedError, match="captured"):
-            take(stream=captured)
-    cuda.driver.get("cuStreamEndCapture", captured, first=False)
+    with cuda.driver.captured(captured, mode=2):
+        for take in (averaged.lock.lock, averaged.lock.begin_training, averaged.lock.order):
+            with pytest.raises(NotImplementedError, match="captured"):
+                take(stream=captured)
     # It was not taken.
     averaged.synchronize()
     assert set(averaged.read()) == {sum(range(groups.default(required=True).size)) / groups.default(required=True).size}
@@ -427,25 +425,17 @@ def waits_for_a_producer(rank: int, folder: str) -> str:
     stream, busy = cuda.stream(), Path(folder, "busy")
     averaged = Averaged(cuda, "busy", np.full(COUNT, float(rank), np.float32), OFTEN, stream)
     averaged.wait_until("a round", lambda: averaged.raw.stats()["rounds"] > 0)
-    if rank == 0:
-
-        @HOST_FUNCTION
-        def blocks(_: Any) -> None:
-            deadline = time.monotonic() + 60
-            while not busy.exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
-
-        averaged.lock.lock(stream=stream)
-        cuda.driver.cuLaunchHostFunc(stream, blocks, None)
+    averaged.lock.lock(stream=stream)
+    with blocked(cuda, stream, busy) if rank == 0 else nullcontext():
         averaged.lock.unlock(stream=stream)
-        # The lock is free for the training although a round waits for the device.
-        for _ in range(50):
-            averaged.lock.begin_training(stream=stream)
-            averaged.lock.end_training(stream=stream)
-    else:
-        groups.default(required=True).communicator.raise_("RuntimeError", "of the user")
-    averaged.raw.stop(0.2)
-    busy.touch()
+        if rank == 0:
+            # The lock is free for the training although a round waits for the device.
+            for _ in range(50):
+                averaged.lock.begin_training(stream=stream)
+                averaged.lock.end_training(stream=stream)
+        else:
+            groups.default(required=True).communicator.raise_("RuntimeError", "of the user")
+        averaged.raw.stop(0.2)
     bagua.shutdown()
     cuda.close()
     return "ended"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,13 +13,14 @@ import bagua
 from bagua import engine
 from bagua.cuda.arrays import device_of
 from tests.cuda import kernel_cases as cases
-from tests.cuda.buckets import Queue, Tensors
+from tests.cuda.buckets import Queue, Sides, Tensors
 from tests.cuda.device_arrays import Cuda
 from tests.cuda.ranks import Ranks, device_rank, on_ranks
 
 CODEC = ("minmax_u8", {})
 #: Codecs that have kernels.
 ON_DEVICES = ("minmax_u8", "f16", "bf16")
+KERNELS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 REPLICAS = ("weight", "left_peer_weight", "right_peer_weight")
 HALVES = [[0, 1], [2]]
 
@@ -55,32 +58,29 @@ BY_MESSAGES = ("compressed", "bytegrad", "decentralized", "low_precision")
 
 @device_rank
 def equals_the_host(rank: int, cuda: Cuda, operation: str, hierarchical: bool, dtypes: list[str]) -> None:
-    sides, stream = [], cuda.stream()
-    for on in (None, cuda):
-        buckets = []
-        for dtype in dtypes:
-            for flat in (True, False):
-                made = Tensors(on, f"{dtype}-{flat}", flat=flat, dtype=dtype, padding=4 if flat else 0, stream=stream)
-                OPERATIONS[operation](made, hierarchical)
-                buckets.append(made)
-        sides.append((buckets, Queue("host" if on is None else "device", *buckets)))
+    stream = cuda.stream()
+
+    def buckets(on: Cuda | None) -> list[Tensors]:
+        made = []
+        for dtype, flat in itertools.product(dtypes, (True, False)):
+            padding = 4 if flat else 0
+            made.append(Tensors(on, f"{dtype}-{flat}", flat=flat, dtype=dtype, padding=padding, stream=stream))
+            OPERATIONS[operation](made[-1], hierarchical)
+        return made
+
     random = np.random.default_rng(rank)
+
+    def values(bucket: Tensors) -> Any:
+        made = random.standard_normal(bucket.count).astype(bucket.dtype)
+        if bucket.marks < len(bucket.sizes):
+            made[-4:] = 0
+        return made
+
+    sides = Sides(cuda, buckets)
     for _ in range(3):
-        for pair in zip(*(buckets for buckets, _ in sides), strict=True):
-            values = random.standard_normal(pair[0].count).astype(pair[0].dtype)
-            if pair[0].marks < len(pair[0].sizes):
-                values[-4:] = 0
-            for bucket in pair:
-                bucket.write(values, stream)
-        for _, queue in sides:
-            queue.step(stream)
-        for host, device in zip(*(buckets for buckets, _ in sides), strict=True):
-            assert host.read().tobytes() == device.read(stream).tobytes(), host.name
-            for name, extra in host.extra.items():
-                assert extra.read().tobytes() == device.extra[name].read(stream).tobytes(), (host.name, name)
-            assert host.raw.choice() == device.raw.choice()
-    for _, queue in sides:
-        queue.raw.shutdown()
+        sides.step(values, stream)
+        assert all(host.raw.choice() == device.raw.choice() for host, device in sides.pairs)
+    sides.shutdown()
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -107,37 +107,30 @@ def ring(rank: int, cuda: Cuda, group: bagua.Group) -> list[dict[str, Any]]:
     """The compressed ring of every codec that has kernels, and what the group said before and after each."""
     stream, reports = cuda.stream(), []
     random = np.random.default_rng(rank)
+
+    def buckets(on: Cuda | None, by: str) -> list[Tensors]:
+        made = []
+        for dtype, flat in itertools.product(KERNELS, (True, False)):
+            made.append(Tensors(on, f"{dtype} {flat}", sizes=(1000, 3, 77), dtype=dtype, flat=flat, stream=stream))
+            made[-1].raw.append_low_precision_decentralized(engine.Codec(by, {}), False)
+            for name in REPLICAS:
+                made[-1].attach(name, dtype=dtype)
+        return made
+
+    def values(bucket: Tensors, kind: str) -> Any:
+        kind = kind if bucket.name == "float16 True" else "normal"
+        name = KERNELS[bucket.name.split()[0]]
+        seed = int(random.integers(1 << 30))
+        return cases.elements(kind, name, bucket.count, seed=seed).view(bucket.dtype)
+
     for by in (*ON_DEVICES, "onebit"):
-        sides = []
-        for on in (None, cuda):
-            buckets = []
-            for dtype in ("float32", "float16", "bfloat16"):
-                for flat in (True, False):
-                    made = Tensors(on, f"{dtype} {flat}", sizes=(1000, 3, 77), dtype=dtype, flat=flat, stream=stream)
-                    made.raw.append_low_precision_decentralized(engine.Codec(by, {}), False)
-                    for name in REPLICAS:
-                        made.attach(name, dtype=dtype)
-                    buckets.append(made)
-            sides.append((buckets, Queue(f"{by} {on}", *buckets)))
-        for number in range(3):
-            for host, device in zip(sides[0][0], sides[1][0], strict=True):
-                kind = "one NaN" if number == 2 and host.name == "float16 True" else "normal"
-                name = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}[host.name.split()[0]]
-                values = cases.elements(kind, name, host.count, seed=int(random.integers(1 << 30)))
-                for bucket in (host, device):
-                    bucket.write(values.view(bucket.dtype), stream)
-            for _, queue in sides:
-                queue.step(stream)
-            for host, device in zip(sides[0][0], sides[1][0], strict=True):
-                assert host.read().tobytes() == device.read(stream).tobytes(), (by, host.name)
-                for name in REPLICAS:
-                    found = device.extra[name].read(stream)
-                    assert host.extra[name].read().tobytes() == found.tobytes(), (by, host.name, name)
+        sides = Sides(cuda, functools.partial(buckets, by=by), by)
+        for kind in ("normal", "normal", "one NaN"):
+            sides.step(functools.partial(values, kind=kind), stream)
         stats = group.stats()["cuda"]
         assert isinstance(stats, dict)
         reports.append(stats)
-        for _, queue in sides:
-            queue.raw.shutdown()
+        sides.shutdown()
     return reports
 
 
@@ -170,26 +163,18 @@ def test_hosts_are_combined_first_also_where_the_route_is_flat(ranks: Ranks) -> 
     ranks(3, equals_the_host, "centralized", True, ["float32"], hosts=HALVES, BAGUA_TRANSPORT="tcp")
 
 
-def large(rank: int) -> dict[str, Any]:
-    cuda = Cuda()
-    group = bagua.init()
-    sizes = (3 << 20, 5, 1 << 20)
-    sides = []
-    for on in (None, cuda):
+@device_rank
+def large(rank: int, cuda: Cuda, group: bagua.Group) -> dict[str, Any]:
+    def bucket(on: Cuda | None) -> list[Tensors]:
         # Rank 1 has them back to back, rank 0 has not: the ranks do the same all the same.
-        bucket = Tensors(on, "large", flat=rank == 1, sizes=sizes)
-        centralized(bucket, False)
-        sides.append((bucket, Queue("host" if on is None else "device", bucket)))
-    values = np.random.default_rng(rank).standard_normal(sum(sizes)).astype(np.float32)
-    for bucket, queue in sides:
-        bucket.write(values)
-        queue.step()
-    assert sides[0][0].read().tobytes() == sides[1][0].read().tobytes()
+        made = Tensors(on, "large", flat=rank == 1, sizes=(3 << 20, 5, 1 << 20))
+        centralized(made, False)
+        return [made]
+
+    sides = Sides(cuda, bucket)
+    sides.step(lambda bucket: np.random.default_rng(rank).standard_normal(bucket.count).astype(np.float32))
     stats = group.stats()["cuda"]
-    for _, queue in sides:
-        queue.raw.shutdown()
-    bagua.shutdown()
-    cuda.close()
+    sides.shutdown()
     assert isinstance(stats, dict)
     return stats
 
@@ -201,6 +186,18 @@ def test_tensors_in_many_pieces_that_lie_apart_on_one_rank_only(ranks: Ranks) ->
         assert (stats["collective"], stats["to_host_bytes"], stats["to_device_bytes"]) == ("staged", count, count)
         assert stats["pinned_bytes"] == 16 << 20
     assert (apart["device_bytes"], adjacent["device_bytes"]) == (count, 0)
+
+
+@on_ranks(2)
+def test_the_bits_of_a_compressed_bucket_do_not_change_when_its_tensors_are_large(rank: int, cuda: Cuda) -> None:
+    def bucket(on: Cuda | None) -> list[Tensors]:
+        made = Tensors(on, "large", flat=False, sizes=((1 << 20) + 17, 5))
+        compressed(made, False)
+        return [made]
+
+    sides = Sides(cuda, bucket)
+    sides.step(lambda bucket: np.random.default_rng(rank).standard_normal(bucket.count).astype(np.float32))
+    sides.shutdown()
 
 
 @on_ranks(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from bagua import group as groups
 from tests.cuda import kernel_cases as cases
 from tests.cuda.buckets import Queue, Tensors
 from tests.cuda.device_arrays import LEGACY, Cuda
-from tests.cuda.failing_calls import die_in_the_middle, is_lost_at_once
 from tests.cuda.ranks import BOTH, Ranks, device_rank, on_ranks
 
 #: Codecs that have kernels.
@@ -304,18 +302,3 @@ def test_without_nvrtc_the_first_use_is_an_error_that_names_it(cuda: Cuda) -> No
     # The first use on one rank may fail while the other rank still registers its bucket, which raises there.
     with pytest.raises(bagua.BaguaError, match="NVRTC"):
         Queue("engine", bucket(cuda, (1000,))).step()
-
-
-@device_rank
-def one_dies(rank: int, cuda: Cuda, folder: str) -> Any:
-    tensors = bucket(cuda, (8 << 20, 101), flat=rank == 0)
-    queue = Queue("engine", tensors)
-    queue.step()
-    found = die_in_the_middle(rank, folder, begin=lambda: queue.mark(tensors), step=queue.step)
-    queue.raw.shutdown()
-    return found
-
-
-@pytest.mark.parametrize("collective", ["staged", "nccl"])
-def test_a_rank_that_is_killed_in_the_middle_is_lost_at_once(ranks: Ranks, tmp_path: Path, collective: str) -> None:
-    is_lost_at_once(ranks, one_dies, tmp_path, BAGUA_CUDA_COLLECTIVE=collective)

@@ -1,11 +1,11 @@
-"""NCCL when something fails: calls that fail, fail later or never end, a rank that dies, a deadline."""
+"""NCCL when something fails: calls that fail, fail later or never end, a deadline, a rank that leaves.
+
+A rank that dies is in test_failures.py.
+"""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,9 @@ import pytest
 import bagua
 from tests.cuda import failing_calls
 from tests.cuda.device_arrays import Cuda
-from tests.cuda.failing_calls import fields_of, is_lost_at_once, only
-from tests.cuda.ranks import Ranks, device_rank, on_ranks
-from tests.cuda.test_staged_failures import ONES
-from tests.waits import meet
+from tests.cuda.failing_calls import only, two_errors
+from tests.cuda.ranks import Ranks, on_ranks
+from tests.cuda.test_failures import ONES
 
 #: ncclUnhandledCudaError, ncclSystemError, ncclInternalError, ncclRemoteError.
 CUDA, SYSTEM, INTERNAL, REMOTE = 1, 2, 3, 6
@@ -34,15 +33,13 @@ def fails(rank: int, timeout: float) -> list[dict[str, Any]]:
     """The errors of this rank, the first and the repeated one; the group is left in the end."""
     cuda, group = Cuda(), bagua.init()
     x, stream = cuda.array(ONES), cuda.stream()
-    found: list[dict[str, Any]] = []
-    until = time.monotonic() + 30.0
-    while len(found) < 2 and time.monotonic() < until:
-        try:
-            handle = group.all_reduce(x, async_op=True, timeout=timeout, stream=stream)
-            handle.synchronize(20.0)
-            group.gather(x, 0, out=cuda.empty((2, 1000), np.float32) if rank == 0 else None, timeout=timeout)
-        except bagua.BaguaError as error:
-            found.append(fields_of(error))
+
+    def step() -> None:
+        handle = group.all_reduce(x, async_op=True, timeout=timeout, stream=stream)
+        handle.synchronize(20.0)
+        group.gather(x, 0, out=cuda.empty((2, 1000), np.float32) if rank == 0 else None, timeout=timeout)
+
+    found = two_errors(step)
     bagua.shutdown()
     return found
 
@@ -107,40 +104,6 @@ def test_a_communicator_that_will_not_die_is_left_behind(ranks: Ranks) -> None:
     for errors in fail(ranks, fails, 1.5, each=only(1, BAGUA_SIM_NCCL=faults)):
         assert {error["class"] for error in errors} == {"BaguaTimeoutError"}
     assert time.monotonic() - start < 40.0
-
-
-@device_rank
-def one_dies(rank: int, cuda: Cuda, group: bagua.Group, folder: str, fault: str) -> Any:
-    x, out = cuda.array(np.ones(1 << 20, np.float32)), cuda.empty((2, 1 << 20), np.float32)
-    group.all_reduce(x)
-    x.read()
-    meet("before it dies", rank, range(2))
-    if rank == 1:
-        Path(folder, "dying").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    lost: Any = None
-    try:
-        if fault == "all_reduce":
-            handle = group.all_reduce(x, async_op=True)
-        elif fault == "messages":
-            handle = group.all_to_all(out, async_op=True)
-        else:
-            # A group whose communicator is not there yet.
-            part = group.new_group([1, 0])
-            assert part is not None
-            handle = part.all_reduce(x, async_op=True)
-        handle.synchronize(30.0)
-    except bagua.PeerLostError as error:
-        lost = error.rank
-    after = time.time() - Path(folder, "dying").stat().st_mtime
-    with pytest.raises(bagua.PeerLostError):
-        group.all_reduce(x)
-    return lost, after
-
-
-@pytest.mark.parametrize("fault", ["all_reduce", "messages"])
-def test_a_rank_that_is_killed_in_the_middle_is_lost_at_once(ranks: Ranks, tmp_path: Path, fault: str) -> None:
-    is_lost_at_once(ranks, one_dies, tmp_path, fault, BAGUA_CUDA_COLLECTIVE="nccl")
 
 
 @on_ranks(2, by=["nccl"])

@@ -19,7 +19,7 @@ import pytest
 import bagua
 from tests.cuda.buckets import Queue, Tensors, check_sums
 from tests.cuda.device_arrays import Cuda
-from tests.cuda.failing_calls import UNKNOWN, fields_of
+from tests.cuda.failing_calls import UNKNOWN, two_errors
 from tests.cuda.ranks import Ranks
 from tests.cuda.verb_contract import DTYPES, bits, both, moves, near, reductions, values
 from tests.waits import AT_ONCE_S, meet
@@ -205,13 +205,8 @@ def fails(rank: int, failing: int, variable: str, fault: str, timeout: float) ->
     if rank == failing:
         os.environ[variable] = fault
     cuda, group = begin()
-    x, found = cuda.array(ONES), []
-    until = time.monotonic() + 40.0
-    while len(found) < 2 and time.monotonic() < until:
-        try:
-            group.all_reduce(x, async_op=True, timeout=timeout).synchronize(30.0)
-        except bagua.BaguaError as error:
-            found.append(fields_of(error))
+    x = cuda.array(ONES)
+    found = two_errors(lambda: group.all_reduce(x, async_op=True, timeout=timeout).synchronize(30.0))
     bagua.shutdown()
     return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ import pytest
 
 import bagua
 from tests.cuda import test_buckets_values as buckets
-from tests.cuda import test_staged_failures as failures
+from tests.cuda import test_failures as failures
 from tests.cuda import test_staged_values as values
 from tests.cuda import test_verb_order as order
 from tests.cuda.device_arrays import Cuda
+from tests.cuda.failing_calls import is_lost_at_once
 from tests.cuda.ranks import Ranks, device_rank
 from tests.cuda.verb_contract import move_everything, reduce_everything
-from tests.waits import AT_ONCE_S
 
 SIZES = [1, 2, 4]
 ONES = np.ones(1000, np.float32)
@@ -153,12 +152,9 @@ def test_buckets_behave_on_a_device_as_on_the_simulated_driver(ranks: Ranks, sce
 
 
 def test_a_rank_that_is_killed_in_the_middle_is_lost_at_once(ranks: Ranks, tmp_path: Path) -> None:
-    with ranks.world(2) as world:
-        world._expect_exit = {1: -signal.SIGKILL}
-        (lost, after), _ = world.run(failures.one_dies, str(tmp_path))
-    assert (lost, after < AT_ONCE_S) == (1, True), after
+    is_lost_at_once(ranks, failures.one_dies, tmp_path, "verb", 8 << 20)
 
 
 def test_a_deadline_names_the_rank_that_did_not_come(ranks: Ranks) -> None:
-    missing, _ = ranks(2, failures.waits_for_the_other)
+    missing, _ = ranks(2, failures.waits_for_the_other, "verb")
     assert missing == (1,)

@@ -1,0 +1,255 @@
+"""Operations on devices when something fails: a driver call, memory that is short, a rank that dies, a deadline.
+
+An operation joins by a function that makes it. Averaging goes on without the rank that fails:
+test_averaging_on_devices.py. What else fails with NCCL is in test_nccl_failures.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import bagua
+from bagua import engine
+from tests.cuda.buckets import Queue, Tensors
+from tests.cuda.device_arrays import Cuda
+from tests.cuda.failing_calls import (
+    SHORT,
+    UNKNOWN,
+    blocked,
+    die_in_the_middle,
+    is_lost_at_once,
+    only,
+    run,
+    two_errors,
+)
+from tests.cuda.ranks import Ranks, device_rank, on_ranks
+
+ONES = np.ones(1000, np.float32)
+#: CUDA_ERROR_ILLEGAL_ADDRESS.
+ILLEGAL = 700
+
+
+class Running(NamedTuple):
+    """An operation of two ranks on arrays of ones, which both do again and again."""
+
+    step: Callable[[], object]
+    #: Begins a step that needs the other rank.
+    begin: Callable[[], object]
+    #: What a step has left on the device.
+    read: Callable[[], np.ndarray[Any, Any]]
+
+
+@contextmanager
+def verb(cuda: Cuda, group: bagua.Group, count: int) -> Iterator[Running]:
+    """An all_reduce."""
+    x = cuda.array(np.ones(count, np.float32))
+    yield Running(
+        step=lambda: group.all_reduce(x, async_op=True).synchronize(30.0),
+        begin=lambda: group.all_reduce(x, async_op=True),
+        read=x.read,
+    )
+
+
+@contextmanager
+def transposed(cuda: Cuda, group: bagua.Group, count: int) -> Iterator[Running]:
+    """An all_to_all, which NCCL has no call for: its messages are grouped."""
+    x = cuda.array(np.ones((2, count), np.float32))
+    yield Running(
+        step=lambda: group.all_to_all(x, async_op=True).synchronize(30.0),
+        begin=lambda: group.all_to_all(x, async_op=True),
+        read=x.read,
+    )
+
+
+@contextmanager
+def message(cuda: Cuda, group: bagua.Group, count: int) -> Iterator[Running]:
+    """A message to the other rank and one from it."""
+    x, got, peer = cuda.array(np.ones(count, np.float32)), cuda.empty(count, np.float32), 1 - group.rank
+    yield Running(
+        step=lambda: group.exchange([(peer, x)], [(peer, got)]),
+        begin=lambda: group.exchange([(peer, x)], [(peer, got)], async_op=True),
+        read=got.read,
+    )
+
+
+@contextmanager
+def queued(bucket: Tensors, stream: int) -> Iterator[Running]:
+    """A bucket in an engine; other ranks may fail before it is registered."""
+    queue = Queue("engine")
+    bucket.write(1.0, stream)
+
+    def step() -> None:
+        if not queue.buckets:
+            queue.register(bucket)
+        queue.step(stream)
+
+    yield Running(step=step, begin=lambda: queue.mark(bucket, stream), read=lambda: bucket.read(stream))
+    queue.raw.shutdown()
+
+
+@contextmanager
+def summed(cuda: Cuda, group: bagua.Group, count: int) -> Iterator[Running]:
+    """A bucket whose tensors lie back to back."""
+    stream = cuda.stream()
+    bucket = Tensors(cuda, "one", sizes=(count, 100), stream=stream)
+    bucket.raw.append_centralized(False, False, True)
+    with queued(bucket, stream) as running:
+        yield running
+
+
+@contextmanager
+def compressed(cuda: Cuda, group: bagua.Group, count: int) -> Iterator[Running]:
+    """A bucket that is encoded, and whose tensors lie apart on rank 1."""
+    stream = cuda.stream()
+    bucket = Tensors(cuda, "one", sizes=(count, 101), flat=group.rank == 0, stream=stream)
+    bucket.raw.append_compressed(engine.Codec("minmax_u8", {}), True, False, False)
+    with queued(bucket, stream) as running:
+        yield running
+
+
+OPERATIONS = {each.__name__: each for each in (verb, transposed, message, summed, compressed)}
+
+# --- a call that fails ------------------------------------------------------------------------------------------------
+
+
+def fails_on_rank_1(rank: int, operation: str) -> list[dict[str, Any]]:
+    cuda, group = Cuda(), bagua.init()
+    with OPERATIONS[operation](cuda, group, 1000) as running:
+        found = two_errors(running.step)
+    bagua.shutdown()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("operation", "api", "nth", "code"),
+    # Of the copies to the device, and of the pinned memory, the first are the test's.
+    [
+        ("verb", "cuMemcpyDtoHAsync", 1, UNKNOWN),
+        ("verb", "cuMemcpyDtoHAsync", 1, ILLEGAL),
+        ("verb", "cuMemcpyHtoDAsync", 2, UNKNOWN),
+        ("verb", "cuMemcpyHtoDAsync", 2, ILLEGAL),
+        ("verb", "cuEventQuery", 1, UNKNOWN),
+        ("verb", "cuEventQuery", 1, ILLEGAL),
+        ("message", "cuMemcpyDtoHAsync", 1, UNKNOWN),
+        ("message", "cuMemHostAlloc", 2, UNKNOWN),
+        ("message", "cuEventQuery", 1, UNKNOWN),
+        ("summed", "cuMemcpyDtoHAsync", 1, UNKNOWN),
+        ("summed", "cuMemcpyHtoDAsync", 3, UNKNOWN),
+        ("summed", "cuEventRecord", 1, UNKNOWN),
+        ("compressed", "cuMemcpyDtoHAsync", 1, UNKNOWN),
+        ("compressed", "cuMemcpyHtoDAsync", 5, UNKNOWN),
+        ("compressed", "cuEventRecord", 1, UNKNOWN),
+    ],
+)
+def test_a_failing_call_is_a_device_error_here_and_an_exception_of_this_rank_there(
+    ranks: Ranks, operation: str, api: str, nth: int, code: int
+) -> None:
+    there, here = run(ranks, 2, fails_on_rank_1, operation, each=only(1, BAGUA_SIM_FAIL=f"{api}:{nth}:{code}"))
+    for error in here:
+        assert (error["class"], error["api"], error["code"], error["device"]) == ("DeviceError", api, code, 0)
+        assert error["name"] == {UNKNOWN: "CUDA_ERROR_UNKNOWN", ILLEGAL: "CUDA_ERROR_ILLEGAL_ADDRESS"}[code]
+        assert f"{api} failed on device 0: {error['name']} ({code})" in error["text"]
+    for error in there:
+        assert (error["class"], error["rank"], error["kind"]) == ("PeerRaisedError", 1, "DeviceError")
+        assert api in error["text"]
+
+
+# The first pinned memory is the test's, and the second one of a bucket.
+@pytest.mark.parametrize("operation", ["verb", "summed"])
+@on_ranks(2, BAGUA_SIM_FAIL=f"cuMemHostAlloc:3:{SHORT}")
+def test_memory_that_is_short_before_anything_was_sent_poisons_nothing(
+    cuda: Cuda, group: bagua.Group, operation: str
+) -> None:
+    with OPERATIONS[operation](cuda, group, 1000) as running:
+        with pytest.raises(bagua.DeviceError, match="cuMemHostAlloc failed on device 0: CUDA_ERROR_OUT_OF_MEMORY"):
+            running.step()
+        group.barrier()
+        running.step()
+        assert set(running.read()) == {2.0}
+
+
+# --- a rank that dies, and one that does not come ---------------------------------------------------------------------
+
+
+@device_rank
+def one_dies(rank: int, cuda: Cuda, group: bagua.Group, folder: str, operation: str, count: int) -> Any:
+    with OPERATIONS[operation](cuda, group, count) as running:
+        running.step()
+        running.read()
+        found = die_in_the_middle(rank, folder, begin=running.begin, step=running.step)
+        with pytest.raises(bagua.PeerLostError):
+            running.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("collective", "operation", "count"),
+    [
+        ("staged", "verb", 8 << 20),
+        ("staged", "message", 1 << 20),
+        ("staged", "summed", 8 << 20),
+        ("staged", "compressed", 8 << 20),
+        ("nccl", "verb", 1 << 20),
+        ("nccl", "transposed", 1 << 20),
+        ("nccl", "compressed", 8 << 20),
+    ],
+)
+def test_a_rank_that_is_killed_in_the_middle_is_lost_at_once(
+    ranks: Ranks, tmp_path: Path, collective: str, operation: str, count: int
+) -> None:
+    is_lost_at_once(ranks, one_dies, tmp_path, operation, count, BAGUA_CUDA_COLLECTIVE=collective)
+
+
+@device_rank
+def waits_for_the_other(rank: int, cuda: Cuda, group: bagua.Group, operation: str) -> Any:
+    x = cuda.array(ONES)
+    group.all_reduce(x)
+    found: Any = None
+    if rank == 0:
+        with pytest.raises(bagua.BaguaTimeoutError) as raised:
+            group.all_reduce(x, timeout=0.5) if operation == "verb" else group.recv(x, 1, timeout=0.5)
+        found = raised.value.missing
+    else:
+        # It raises as soon as the other one gives up.
+        with pytest.raises(bagua.BaguaTimeoutError):
+            group.recv(np.empty_like(ONES), 0)
+    return found
+
+
+@pytest.mark.parametrize("operation", ["verb", "message"])
+def test_a_deadline_names_the_rank_that_did_not_come(ranks: Ranks, operation: str) -> None:
+    missing, _ = ranks(2, waits_for_the_other, operation)
+    assert missing == (1,)
+
+
+@device_rank
+def waits_for_a_producer(rank: int, cuda: Cuda, group: bagua.Group, folder: str) -> str:
+    stream = cuda.stream()
+    bucket = Tensors(cuda, "one", stream=stream)
+    bucket.raw.append_compressed(engine.Codec("minmax_u8", {}), True, False, False)
+    queue = Queue("engine", bucket)
+    if rank == 1:
+        # The other rank is in the middle of its step.
+        while not Path(folder, "waits").exists():
+            time.sleep(0.01)
+        group.communicator.raise_("RuntimeError", "of the user")
+        return ""
+    # Work of the caller that comes to its end only after the other rank has failed.
+    with blocked(cuda, stream, Path(folder, "ended")):
+        queue.mark(bucket, stream)
+        Path(folder, "waits").touch()
+        with pytest.raises(bagua.PeerRaisedError) as raised:
+            queue.raw.wait(30.0, stream=stream)
+    queue.raw.shutdown()
+    return str(raised.value)
+
+
+def test_a_wait_for_a_producer_ends_when_another_rank_fails(ranks: Ranks, tmp_path: Path) -> None:
+    assert "of the user" in ranks(2, waits_for_a_producer, str(tmp_path))[0]
