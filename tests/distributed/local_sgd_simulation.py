@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from bagua.torch_api.process_group.state import group_state
+import bagua.torch_api as bagua
+from tests.distributed.torch_ranks import hosts
 
 #: Bytes: several buckets in the models of this file.
 SMALL = 64
@@ -33,12 +34,6 @@ def local_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torc
     optimizer.step()
 
 
-def hosts() -> list[list[int]]:
-    """The ranks of each host."""
-    world: Any = group_state.world
-    return [list(ranks) for ranks in world.raw.hosts]
-
-
 def rounds(model: Any) -> int:
     """How many rounds there were."""
     counts = {bucket.backend_bucket.step for bucket in model.bagua_buckets}
@@ -61,13 +56,28 @@ def mean_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class Simulation:
-    """The models, optimizers, anchors and outer momenta of ``size`` ranks."""
+    """The models, optimizers, anchors and outer momenta of all ranks."""
 
-    def __init__(self, model: torch.nn.Module, make_optimizer: Callable[..., torch.optim.Optimizer], size: int) -> None:
-        self.models = [copy.deepcopy(model) for _ in range(size)]
+    def __init__(
+        self, model: torch.nn.Module, make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] = sgd
+    ) -> None:
+        self.models = [copy.deepcopy(model) for _ in range(bagua.get_world_size())]
         self.optimizers = [make_optimizer(each) for each in self.models]
         self.anchors = {name: param.detach().clone() for name, param in model.named_parameters()}
         self.momenta = {name: torch.zeros_like(param, dtype=torch.float32) for name, param in self.anchors.items()}
+
+    def train(self, step: int, idle: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> None:
+        """A local step of every rank that is not idle."""
+        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            if rank not in idle:
+                local_step(model, optimizer, data(rank, step, dtype))
+
+    def average(self) -> None:
+        """Every rank gets the mean of all weights, as one would write it down."""
+        for params in zip(*(model.parameters() for model in self.models), strict=True):
+            mean = torch.stack([param.detach() for param in params]).mean(dim=0)
+            for param in params:
+                param.data.copy_(mean)
 
     def differences(self) -> dict[str, list[torch.Tensor]]:
         return {
@@ -92,3 +102,8 @@ class Simulation:
 def equal(model: torch.nn.Module, expected: torch.nn.Module) -> bool:
     pairs = zip(model.parameters(), expected.parameters(), strict=True)
     return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def close(model: torch.nn.Module, expected: torch.nn.Module) -> None:
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)

@@ -13,7 +13,7 @@ import torch
 import bagua.torch_api as bagua_torch
 from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
 from tests.distributed.compressed_oracle import CompressedAllReduce, Values
-from tests.distributed.torch_ranks import same_everywhere
+from tests.distributed.torch_ranks import hosts, same_everywhere
 
 W = 3
 LR, BETAS, EPS, DECAY = 0.01, (0.9, 0.99), 1e-8, 0.1
@@ -67,17 +67,13 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range
         optimizer.step()
 
 
-# Set in each rank by the function that runs its cases.
-HOSTS: list[list[list[int]]] = [[[0]]]
-
-
 class AllRanks:
     """The training of all ranks, on this one. ``codec`` is None or a name; by host where ``hierarchical``."""
 
     def __init__(self, model: torch.nn.Module, codec: str | None = None, hierarchical: bool = True) -> None:
         self.model = copy.deepcopy(model)
         self.size = bagua_torch.get_world_size()
-        self.hosts = HOSTS[0]
+        self.hosts = hosts()
         self.adam = torch.optim.Adam(param_groups(self.model), lr=LR, betas=BETAS, eps=EPS, foreach=False)
         self.members = self.hosts if hierarchical else [[rank] for rank in range(self.size)]
         self.oracle = None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import itertools
 from typing import Any
 
@@ -13,14 +11,14 @@ import torch
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError
 from bagua.torch_api.algorithms.decentralized import PEER_SELECTION_MODES
-from tests.distributed.states import load, saved
-from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, same_everywhere
+from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, hosts, same_everywhere
 from tests.distributed.weights_oracle import (
     Decentralized,
     Net,
     assert_equals,
     averaged,
     batch,
+    is_mode_of,
     loss,
     made_on_rank_0,
     sgd,
@@ -29,16 +27,6 @@ from tests.distributed.weights_oracle import (
 from tests.distributed.weights_oracle import wrapped as wrapped_with
 
 DecentralizedAlgorithm = bagua.algorithms.DecentralizedAlgorithm
-
-
-def hosts() -> list[list[int]]:
-    found: list[list[int]] = bagua.communication._get_default_group().get_global_communicator().raw.hosts
-    return found
-
-
-def allowed(mode: str, hierarchical: bool) -> bool:
-    members = len(hosts()) if hierarchical else bagua.get_world_size()
-    return mode != "shift_one" or members == 1 or members % 2 == 0
 
 
 def wrapped(rank: int, algorithm: Any = None, **options: Any) -> tuple[Net, torch.optim.Optimizer]:
@@ -53,7 +41,7 @@ def simulated(mode: str = "all", hierarchical: bool = False, interval: int = 1) 
 
 def every_mode_equals_the_simulation(rank: int) -> None:
     for mode, hierarchical, interval in itertools.product(PEER_SELECTION_MODES, (False, True), (1, 2)):
-        if not allowed(mode, hierarchical):
+        if not is_mode_of(mode, hierarchical):
             continue
         for do_flatten in (True, False):
             model, optimizer = wrapped(
@@ -69,7 +57,7 @@ def every_mode_equals_the_simulation(rank: int) -> None:
 
 def shift_one_among_an_odd_number_is_refused_with_the_number(rank: int) -> None:
     for hierarchical in (False, True):
-        if allowed("shift_one", hierarchical):
+        if is_mode_of("shift_one", hierarchical):
             continue
         with pytest.raises(ValueError, match=f"even number of members, not {bagua.get_world_size()}"):
             wrapped(rank, DecentralizedAlgorithm(hierarchical, "shift_one"))
@@ -179,107 +167,14 @@ def outputs_of_any_structure_are_guarded(rank: int) -> None:
             value.backward()
 
 
-def a_run_resumes_to_the_bit(rank: int) -> None:
-    for mode, hierarchical, do_flatten in itertools.product(PEER_SELECTION_MODES, (False, True), (True, False)):
-        if not allowed(mode, hierarchical):
-            continue
-        algorithm = DecentralizedAlgorithm(hierarchical, mode, communication_interval=3)
-        whole, optimizer = wrapped(rank, algorithm, do_flatten=do_flatten)
-        for step in range(5):
-            train(whole, optimizer, rank, step)
-        states = saved(whole, optimizer)
-        assert states[2] == {
-            "algorithm": "decentralized",
-            "step": 5,
-            "round": 0 if bagua.get_world_size() == 1 else 2,
-        }
-        resumed, other = wrapped(rank, algorithm, do_flatten=do_flatten, bucket_size=16)
-        # A forward before the states are loaded begins a step that ends there.
-        loss(resumed, batch(rank, 99))
-        load(resumed, other, states)
-        for step in range(5, 10):
-            train(whole, optimizer, rank, step)
-            train(resumed, other, rank, step)
-            for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
-                assert torch.equal(a, b), f"{mode} {hierarchical=} {do_flatten=} step {step}"
-    with pytest.raises(ValueError, match="gradient_allreduce"):
-        resumed.bagua_algorithm.load_state_dict({"algorithm": "gradient_allreduce", "step": 1, "round": 1})
-
-
-def gradients_accumulate_under_no_sync(rank: int) -> None:
-    model, optimizer = wrapped(rank, DecentralizedAlgorithm(False, "ring"))
-    ranks = simulated("ring")
-    for step in range(3):
-        with bagua.no_sync(model):
-            loss(model, batch(rank, 10 * step)).backward()
-        rounds = model.bagua_buckets[0].backend_bucket.step
-        assert rounds == (0 if bagua.get_world_size() == 1 else step)
-        # The first forward outside begins: all gradients of the step are at the same weights.
-        train(model, optimizer, rank, 10 * step + 1)
-        ranks.train(step, passes=[10 * step, 10 * step + 1])
-        assert_equals(model, ranks, rank, f"step {step}")
-
-
-def unused_parameters_travel_and_frozen_ones_do_not(rank: int) -> None:
-    for do_flatten in (True, False):
-        model = made_on_rank_0(Net)
-        model.deep.requires_grad_(False)
-        optimizer = sgd(model)
-        model.with_bagua([optimizer], DecentralizedAlgorithm(False), do_flatten=do_flatten)
-        with torch.no_grad():
-            model.unused.fill_(float(rank))
-            model.deep.fill_(float(rank) + 1.0)
-        train(model, optimizer, rank, 0)
-        assert torch.equal(model.deep, torch.full((2, 3), rank + 1.0))
-        size = bagua.get_world_size()
-        assert torch.equal(model.unused, torch.full((3,), sum(map(float, range(size))) / size))
-
-
-def a_loss_without_parameters_on_one_rank_ends_the_step_with_the_optimizer(rank: int) -> None:
-    model, optimizer = wrapped(rank)
-    ranks = simulated()
-    for step in range(3):
-        if step == 1 and rank == 0:
-            model(batch(rank, step))
-            torch.ones(1, requires_grad=True).sum().backward()
-            optimizer.step()
-        else:
-            train(model, optimizer, rank, step)
-        ranks.train(step, without=[0] if step == 1 else [])
-        assert_equals(model, ranks, rank, f"step {step}")
-
-
-def a_model_can_be_wrapped_again_copied_and_deleted_at_any_moment(rank: int) -> None:
+def unused_parameters_travel(rank: int) -> None:
     for do_flatten in (True, False):
         model, optimizer = wrapped(rank, do_flatten=do_flatten)
+        with torch.no_grad():
+            model.unused.fill_(float(rank))
         train(model, optimizer, rank, 0)
-        # An exchange that has begun is no obstacle.
-        loss(model, batch(rank, 1))
-        twin = copy.deepcopy(model)
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-        allreduce = bagua.algorithms.GradientAllReduceAlgorithm()
-        model.with_bagua([optimizer], allreduce, do_flatten=do_flatten, find_unused_parameters=True)
-        train(model, optimizer, rank, 1)
-        assert same_everywhere(*model.parameters())
-        model.with_bagua([optimizer], DecentralizedAlgorithm(False, "ring"), do_flatten=do_flatten)
-        # The optimizer and the state of the model are about the same parameters.
-        ranks = Decentralized(model, bagua.get_world_size(), "ring")
-        state = optimizer.state_dict()
-        for other in ranks.optimizers:
-            other.load_state_dict(copy.deepcopy(state))
-        for step in (2, 3):
-            train(model, optimizer, rank, step)
-            ranks.train(step)
-            assert_equals(model, ranks, rank, f"{do_flatten=}, step {step}")
-        for name, value in saved(model, optimizer)[0].items():
-            assert torch.equal(value, model.state_dict()[name])
-        twin.load_state_dict(model.state_dict())
-        train(twin, sgd(twin), rank, 4)
-        loss(model, batch(rank, 5))
-        del model, optimizer
-        gc.collect()
-    model, optimizer = wrapped(rank)
-    train(model, optimizer, rank, 0)
+        size = bagua.get_world_size()
+        assert torch.equal(model.unused, torch.full((3,), sum(map(float, range(size))) / size))
 
 
 def memory_with_gaps_and_memory_that_moved_is_averaged(rank: int) -> None:
@@ -297,21 +192,6 @@ def memory_with_gaps_and_memory_that_moved_is_averaged(rank: int) -> None:
         assert torch.equal(model.bias, torch.full((3,), mean))
 
 
-def an_overflow_makes_one_rank_skip_alone(rank: int) -> None:
-    model, optimizer = wrapped(rank)
-    ranks = simulated()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1000)
-    for step in range(4):
-        value = loss(model, batch(rank, step))
-        overflows = step == 1 and rank == 0
-        scaler.scale(value * float("inf") if overflows else value).backward()
-        scaler.step(optimizer)
-        scaler.update(1.0)
-        optimizer.zero_grad()
-        ranks.train(step, stepping=range(1 if step == 1 else 0, bagua.get_world_size()))
-        assert_equals(model, ranks, rank, f"step {step}")
-
-
 def sparse_gradients_are_no_obstacle(rank: int) -> None:
     model = torch.nn.Embedding(5, 2, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -325,26 +205,7 @@ def sparse_gradients_are_no_obstacle(rank: int) -> None:
     assert not torch.equal(before, model.weight)
 
 
-def a_model_trains_on_a_sub_group(rank: int) -> None:
-    size = bagua.get_world_size()
-    members = list(range(max(0, size - 2), size))
-    group = bagua.new_group(members)
-    if rank not in members:
-        return
-    for mode in PEER_SELECTION_MODES:
-        model, optimizer = wrapped(members.index(rank), DecentralizedAlgorithm(False, mode), process_group=group)
-        ranks = Decentralized(made_on_rank_0(Net), len(members), mode)
-        for step in range(2):
-            train(model, optimizer, members.index(rank), step)
-            ranks.train(step)
-            assert_equals(model, ranks, members.index(rank), f"{mode}, step {step}")
-
-
-def models_and_options_that_cannot_be_are_refused(rank: int) -> None:
-    model = torch.nn.Linear(3, 2)
-    model.phase = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    with pytest.raises(TypeError, match=r"'phase' is torch\.complex64"):
-        model.with_bagua([sgd(model)], DecentralizedAlgorithm())
+def options_that_cannot_be_are_refused(rank: int) -> None:
     with pytest.raises(ValueError, match=r"'star'; known: all, shift_one, ring, exponential, one_peer_exponential"):
         DecentralizedAlgorithm(peer_selection_mode="star")
     for interval in (0, -1, 1.5):

@@ -15,9 +15,9 @@ from tests.distributed.compressed_oracle import CompressedAllReduce
 from tests.distributed.local_sgd_simulation import (
     SMALL,
     Simulation,
+    close,
     data,
     equal,
-    hosts,
     local_step,
     net,
     rounds,
@@ -25,7 +25,7 @@ from tests.distributed.local_sgd_simulation import (
 )
 from tests.distributed.states import load
 from tests.distributed.states import saved as states_of
-from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, same_everywhere
+from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, hosts, same_everywhere
 
 Outer = tuple[float, float, bool]
 PLAIN: Outer = (1.0, 0.0, False)
@@ -41,18 +41,16 @@ def variants() -> list[tuple[Algorithm, Outer]]:
 
 
 def weights_equal_the_simulation_after_every_step(rank: int) -> None:
-    size = bagua.get_world_size()
     for algorithm, outer in variants():
         for do_flatten in (True, False):
             model = net()
             optimizer = sgd(model)
             model.with_bagua([optimizer], algorithm, do_flatten=do_flatten, bucket_size=SMALL)
             assert len(model.bagua_buckets) > 1
-            simulated = Simulation(model, sgd, size)
+            simulated = Simulation(model)
             for step in range(8):
                 local_step(model, optimizer, data(rank, step))
-                for other in range(size):
-                    local_step(simulated.models[other], simulated.optimizers[other], data(other, step))
+                simulated.train(step)
                 if step % 3 == 2:
                     simulated.round(*outer)
                     assert same_everywhere(*model.parameters())
@@ -61,16 +59,14 @@ def weights_equal_the_simulation_after_every_step(rank: int) -> None:
 
 
 def half_types_are_rounded_as_the_file_says(rank: int) -> None:
-    size = bagua.get_world_size()
     for dtype in (torch.bfloat16, torch.float16):
         model = net(dtype)
         optimizer = sgd(model)
         model.with_bagua([optimizer], DiLoCoAlgorithm(2))
-        simulated = Simulation(model, sgd, size)
+        simulated = Simulation(model)
         for step in range(6):
             local_step(model, optimizer, data(rank, step, dtype))
-            for other in range(size):
-                local_step(simulated.models[other], simulated.optimizers[other], data(other, step, dtype))
+            simulated.train(step, dtype=dtype)
             if step % 2:
                 simulated.round(0.7, 0.9, True)
                 assert same_everywhere(*(param.detach().view(torch.int16) for param in model.parameters()))
@@ -92,7 +88,7 @@ def codecs_and_error_feedback_equal_the_oracle(rank: int) -> None:
         model = net()
         optimizer = sgd(model)
         model.with_bagua([optimizer], algorithm, bucket_size=SMALL)
-        simulated = Simulation(model, sgd, size)
+        simulated = Simulation(model)
         members = hosts() if hierarchical else [[each] for each in range(size)]
         if len(members) == 1:
             continue
@@ -100,8 +96,7 @@ def codecs_and_error_feedback_equal_the_oracle(rank: int) -> None:
         oracles = [CompressedAllReduce(codec, options, len(members), size, True, feedback=feedback) for _ in names]
         for step in range(6):
             local_step(model, optimizer, data(rank, step))
-            for other in range(size):
-                local_step(simulated.models[other], simulated.optimizers[other], data(other, step))
+            simulated.train(step)
             if step % 2:
                 means = {}
                 differences = simulated.differences()
@@ -116,25 +111,18 @@ def codecs_and_error_feedback_equal_the_oracle(rank: int) -> None:
 
 
 def an_interval_of_1_averages_weights(rank: int) -> None:
-    size = bagua.get_world_size()
-
     def plain(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
     model = net()
     optimizer = plain(model)
     model.with_bagua([optimizer], LocalSGDAlgorithm(1))
-    alone = [copy.deepcopy(model) for _ in range(size)]
+    simulated = Simulation(model, plain)
     for step in range(5):
         local_step(model, optimizer, data(rank, step))
-        for other, each in enumerate(alone):
-            local_step(each, plain(each), data(other, step))
-        for params in zip(*(each.parameters() for each in alone), strict=True):
-            mean = torch.stack([param.detach() for param in params]).mean(dim=0)
-            for param in params:
-                param.data.copy_(mean)
-        for mine, theirs in zip(model.parameters(), alone[0].parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+        simulated.train(step)
+        simulated.average()
+        close(model, simulated.models[rank])
 
 
 def buffers_become_those_of_rank_0_after_a_round_only(rank: int) -> None:
@@ -158,14 +146,18 @@ def unused_and_sparse_parameters_travel(rank: int) -> None:
         def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
             return self.one(self.words(x)) if use else torch.zeros(2, requires_grad=True)
 
-    size = bagua.get_world_size()
+    def plain(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
     model = Parts()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = plain(model)
     model.with_bagua([optimizer], LocalSGDAlgorithm(2))
-    alone = [copy.deepcopy(model) for _ in range(size)]
+    simulated = Simulation(model, plain)
     for step in range(4):
-        for who, each in [*enumerate(alone), (rank, model)]:
-            mine = optimizer if each is model else torch.optim.SGD(each.parameters(), lr=0.1)
+        for who, each, mine in [
+            *zip(range(bagua.get_world_size()), simulated.models, simulated.optimizers, strict=True),
+            (rank, model, optimizer),
+        ]:
             mine.zero_grad()
             # The loss of rank 0 depends on no parameter in steps 1 and 2.
             each(torch.tensor([who, step]), who != 0 or step in (0, 3)).square().sum().backward()
@@ -175,17 +167,12 @@ def unused_and_sparse_parameters_travel(rank: int) -> None:
         assert model.bagua_ddp.step == step
         if step % 2:
             assert same_everywhere(*model.parameters())
-            for params in zip(*(each.parameters() for each in alone), strict=True):
-                mean = torch.stack([param.detach() for param in params]).mean(dim=0)
-                for param in params:
-                    param.data.copy_(mean)
-            for mine_, theirs in zip(model.parameters(), alone[0].parameters(), strict=True):
-                torch.testing.assert_close(mine_, theirs, rtol=1e-6, atol=1e-6)
+            simulated.average()
+            close(model, simulated.models[rank])
     assert rounds(model) == 2
 
 
 def with_bagua_inside_a_round_begins_with_the_weights_of_rank_0(rank: int) -> None:
-    size = bagua.get_world_size()
     model = net()
     optimizer = sgd(model)
     algorithm = DiLoCoAlgorithm(4)
@@ -195,13 +182,12 @@ def with_bagua_inside_a_round_begins_with_the_weights_of_rank_0(rank: int) -> No
     assert not same_everywhere(*model.parameters())
     model.with_bagua([optimizer], algorithm)
     assert same_everywhere(*model.parameters())
-    simulated = Simulation(model, sgd, size)
+    simulated = Simulation(model)
     for other in simulated.optimizers:
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for step in range(4):
         local_step(model, optimizer, data(rank, step))
-        for other in range(size):
-            local_step(simulated.models[other], simulated.optimizers[other], data(other, step))
+        simulated.train(step)
         assert rounds(model) == (step == 3)
     simulated.round(0.7, 0.9, True)
     assert equal(model, simulated.models[rank])

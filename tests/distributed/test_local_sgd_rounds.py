@@ -19,7 +19,7 @@ def an_overflow_on_one_rank_delays_no_other(rank: int) -> None:
     model = net()
     optimizer = sgd(model)
     model.with_bagua([optimizer], DiLoCoAlgorithm(2))
-    simulated = Simulation(model, sgd, size)
+    simulated = Simulation(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000, backoff_factor=0.999)
     # Steps 1, 3 and 5 end with a round; in step 5 every rank overflows.
     overflows = {1: [size - 1], 2: [0], 3: [0], 5: list(range(size))}
@@ -72,7 +72,7 @@ def an_optimizer_that_is_not_called_delays_the_round_to_the_next_forward(rank: i
     model = net()
     optimizer = sgd(model)
     model.with_bagua([optimizer], LocalSGDAlgorithm(2))
-    simulated = Simulation(model, sgd, size)
+    simulated = Simulation(model)
     # Step: ranks that do not step, though their gradients are finite.
     idle = {0: [0], 1: [size - 1], 2: [0], 3: list(range(size)), 5: [0]}
     for step in range(6):
@@ -83,9 +83,7 @@ def an_optimizer_that_is_not_called_delays_the_round_to_the_next_forward(rank: i
         loss.backward()
         if rank not in idle.get(step, []):
             optimizer.step()
-        for other in range(size):
-            if other not in idle.get(step, []):
-                local_step(simulated.models[other], simulated.optimizers[other], data(other, step))
+        simulated.train(step, idle=idle.get(step, []))
         if step % 2:
             simulated.round()
     model.bagua_algorithm.state_dict()
@@ -103,7 +101,7 @@ def every_optimizer_of_the_model_steps_before_a_round(rank: int) -> None:
     optimizers = both(model)
     stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     model.with_bagua([*optimizers, stranger], LocalSGDAlgorithm(1))
-    alone = Simulation(model, sgd, size)
+    alone = Simulation(model)
     theirs = [both(each) for each in alone.models]
     for step in range(4):
         order = (0, 1) if step % 2 else (1, 0)
@@ -142,7 +140,7 @@ def no_sync_makes_one_step_of_several_backwards(rank: int) -> None:
     model = net()
     optimizer = sgd(model)
     model.with_bagua([optimizer], LocalSGDAlgorithm(2))
-    simulated = Simulation(model, sgd, size)
+    simulated = Simulation(model)
     for step in range(4):
         for each, mine, who in [
             *zip(simulated.models, simulated.optimizers, range(size), strict=True),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import time
@@ -15,8 +14,7 @@ import torch
 
 import bagua as neutral
 import bagua.torch_api as bagua
-from tests.distributed.states import load, saved
-from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, same_everywhere
+from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, hosts
 from tests.distributed.weights_oracle import LowPrecision, Net, assert_equals, batch, loss, made_on_rank_0, sgd, train
 from tests.distributed.weights_oracle import wrapped as wrapped_with
 from tests.world import make_world
@@ -41,13 +39,6 @@ SINGLE = tuple((name,) for name in ("unused", "other", "deep", "shift", "scale")
 make = functools.partial(Net, other=torch.float16)
 
 
-def hosts_if(hierarchical: bool) -> list[list[int]] | None:
-    if not hierarchical:
-        return None
-    found: list[list[int]] = bagua.communication._get_default_group().get_global_communicator().raw.hosts
-    return found
-
-
 def wrapped(
     rank: int, algorithm: Any = None, make: Callable[[], Net] = make, **options: Any
 ) -> tuple[Net, torch.optim.Optimizer]:
@@ -60,7 +51,9 @@ def simulated(
     hierarchical: bool = False,
     interval: int = 1,
 ) -> LowPrecision:
-    return LowPrecision(made_on_rank_0(make), bagua.get_world_size(), codec, buckets, hosts_if(hierarchical), interval)
+    return LowPrecision(
+        made_on_rank_0(make), bagua.get_world_size(), codec, buckets, hosts() if hierarchical else None, interval
+    )
 
 
 def assert_replicas(model: Net, ranks: LowPrecision, rank: int, what: str) -> None:
@@ -118,7 +111,7 @@ def all_ranks_of_a_host_get_its_weights(rank: int) -> None:
         everybody = torch.empty(bagua.get_world_size() * param.numel(), dtype=param.dtype)
         bagua.allgather(param.detach().reshape(-1).clone(), everybody)
         found = everybody.chunk(bagua.get_world_size())
-        for host in hosts_if(True) or []:
+        for host in hosts():
             assert all(torch.equal(found[other], found[host[0]]) for other in host)
 
 
@@ -144,52 +137,6 @@ def the_last_of_several_optimizers_communicates(rank: int) -> None:
         assert_equals(model, ranks, rank, f"step {step}")
 
 
-def a_run_resumes_to_the_bit(rank: int) -> None:
-    cases = itertools.product((CODECS[0], CODECS[3]), (False, True), (True, False))
-    for codec, hierarchical, do_flatten in cases:
-        algorithm = LowPrecisionAlgorithm(hierarchical, communication_interval=3, compression=codec)
-        whole, optimizer = wrapped(rank, algorithm, do_flatten=do_flatten)
-        for step in range(5):
-            train(whole, optimizer, rank, step)
-        states = saved(whole, optimizer)
-        state = states[2]
-        assert (state["algorithm"], state["step"], state["round"]) == ("low_precision_decentralized", 5, 2)
-        names = {name for name, _ in whole.named_parameters()}
-        assert state.keys() == {"algorithm", "step", "round", "weight", "left_peer_weight", "right_peer_weight"}
-        assert all(state[kind].keys() == names for kind in ("weight", "left_peer_weight", "right_peer_weight"))
-        resumed, other = wrapped(rank, algorithm, do_flatten=do_flatten)
-        # A backward before the states are loaded leaves nothing behind.
-        loss(resumed, batch(rank, 99)).backward()
-        resumed.zero_grad()
-        load(resumed, other, states)
-        for step in range(5, 10):
-            train(whole, optimizer, rank, step)
-            train(resumed, other, rank, step)
-            for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
-                assert torch.equal(a, b), f"{codec} {hierarchical=} {do_flatten=} step {step}"
-        # Another bucket size takes the same state.
-        small, _ = wrapped(rank, algorithm, do_flatten=do_flatten, bucket_size=1)
-        small.bagua_algorithm.load_state_dict(state)
-        for kind in ("weight", "left_peer_weight", "right_peer_weight"):
-            again = small.bagua_algorithm.state_dict()[kind]
-            assert all(torch.equal(again[name], state[kind][name]) for name in names)
-    with pytest.raises(ValueError, match="'decentralized'"):
-        resumed.bagua_algorithm.load_state_dict({"algorithm": "decentralized", "step": 1, "round": 1})
-    with pytest.raises(ValueError, match="'weight'"):
-        resumed.bagua_algorithm.load_state_dict({**state, "weight": {}})
-
-
-def gradients_accumulate_under_no_sync(rank: int) -> None:
-    model, optimizer = wrapped(rank)
-    ranks = simulated()
-    for step in range(3):
-        with bagua.no_sync(model):
-            loss(model, batch(rank, 10 * step)).backward()
-        train(model, optimizer, rank, 10 * step + 1)
-        ranks.train(step, passes=[10 * step, 10 * step + 1])
-        assert_equals(model, ranks, rank, f"step {step}")
-
-
 def an_optimizer_that_steps_under_no_sync_communicates_nothing(rank: int) -> None:
     model, optimizer = wrapped(rank)
     bucket = model.bagua_buckets[0].backend_bucket
@@ -198,74 +145,6 @@ def an_optimizer_that_steps_under_no_sync_communicates_nothing(rank: int) -> Non
     assert bucket.step == 0
     train(model, optimizer, rank, 1)
     assert bucket.step == 1
-
-
-def frozen_parameters_do_not_travel(rank: int) -> None:
-    model = made_on_rank_0(make)
-    model.deep.requires_grad_(False)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    model.with_bagua([optimizer], LowPrecisionAlgorithm(False))
-    with torch.no_grad():
-        model.deep.fill_(float(rank) + 1.0)
-    train(model, optimizer, rank, 0)
-    assert torch.equal(model.deep, torch.full((2, 3), rank + 1.0))
-    assert "deep" not in model.bagua_algorithm.state_dict()["weight"]
-
-
-def an_overflow_makes_one_rank_skip_alone(rank: int) -> None:
-    # GradScaler refuses parameters of float16.
-    single = functools.partial(Net, other=torch.float32)
-    model, optimizer = wrapped(rank, make=single)
-    names = [name for name, _ in model.named_parameters()][::-1]
-    ranks = LowPrecision(made_on_rank_0(single), bagua.get_world_size(), CODECS[0], [names])
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1000)
-    skipping = (1, 3)
-    for step in range(4):
-        value = loss(model, batch(rank, step))
-        overflows = step in skipping and rank == 0
-        scaler.scale(value * float("inf") if overflows else value).backward()
-        # The other ranks wait here until rank 0 begins its next step, or the model is closed.
-        scaler.step(optimizer)
-        scaler.update(1.0)
-        optimizer.zero_grad()
-        ranks.train(step, stepping=range(1 if step in skipping else 0, bagua.get_world_size()))
-        if not overflows:
-            assert_equals(model, ranks, rank, f"step {step}")
-    # The last step of rank 0 was skipped too: wrapping the model again communicates what it owes.
-    model.with_bagua([optimizer], LowPrecisionAlgorithm(False))
-    train(model, optimizer, rank, 9)
-
-
-def a_loss_without_parameters_on_one_rank_ends_the_step_with_the_optimizer(rank: int) -> None:
-    model, optimizer = wrapped(rank)
-    ranks = simulated()
-    for step in range(3):
-        if step == 1 and rank == 0:
-            model(batch(rank, step))
-            optimizer.step()
-        else:
-            train(model, optimizer, rank, step)
-        ranks.train(step, without=[0] if step == 1 else [])
-        assert_equals(model, ranks, rank, f"step {step}")
-
-
-def algorithms_can_be_switched(rank: int) -> None:
-    for do_flatten in (True, False):
-        model, optimizer = wrapped(rank, do_flatten=do_flatten)
-        train(model, optimizer, rank, 0)
-        allreduce = bagua.algorithms.GradientAllReduceAlgorithm()
-        model.with_bagua([optimizer], allreduce, do_flatten=do_flatten, find_unused_parameters=True)
-        train(model, optimizer, rank, 1)
-        assert same_everywhere(*model.parameters())
-        model.with_bagua([optimizer], LowPrecisionAlgorithm(False), do_flatten=do_flatten)
-        ranks = LowPrecision(model, bagua.get_world_size(), CODECS[0], WHOLE)
-        state = optimizer.state_dict()
-        for other in ranks.optimizers:
-            other.load_state_dict(copy.deepcopy(state))
-        for step in (2, 3):
-            train(model, optimizer, rank, step)
-            ranks.train(step)
-            assert_equals(model, ranks, rank, f"{do_flatten=}, step {step}")
 
 
 def memory_with_gaps_and_memory_that_moved_is_communicated(rank: int) -> None:
@@ -294,9 +173,6 @@ def models_and_options_that_cannot_be_are_refused(rank: int) -> None:
     wide = torch.nn.Linear(3, 2).double()
     with pytest.raises(TypeError, match=r"'bias'.*float64"):
         wide.with_bagua([sgd(wide)], LowPrecisionAlgorithm())
-    model.phase = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    with pytest.raises(TypeError, match=r"'phase' is torch\.complex64"):
-        model.with_bagua([sgd(model)], LowPrecisionAlgorithm())
     for compression in (None, "zip", "auto"):
         with pytest.raises(ValueError, match=r"compression|codec"):
             LowPrecisionAlgorithm(compression=compression)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import bagua
 import bagua.torch_api as bagua_torch
@@ -18,7 +15,6 @@ from bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
 from tests.distributed.qadam_oracle import (
     BETAS,
     DECAY,
-    HOSTS,
     AllRanks,
     W,
     assert_equal_models,
@@ -426,12 +422,6 @@ def create_graph_gradients_are_exchanged_without_their_graph(rank: int) -> None:
 
 
 CASES = cases_in(globals())
-
-
-def begin(rank: int) -> None:
-    of_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_rank, os.environ["GROUP_RANK"])
-    HOSTS[0] = [[each for each, host in enumerate(of_rank) if host == one] for one in sorted(set(of_rank))]
 
 
 test_qadam = each_case(CASES, 1, *HOSTED, timeout=60)

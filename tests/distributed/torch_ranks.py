@@ -17,7 +17,7 @@ from tests.cases import HOSTED, Layout, attempt
 from tests.distributed.left_out import cases_in, is_left_out
 from tests.world import load
 
-__all__ = ["ENVIRONMENT", "HOSTED", "Case", "Layout", "cases_in", "each_case", "run_cases", "same_everywhere"]
+__all__ = ["ENVIRONMENT", "HOSTED", "Case", "Layout", "cases_in", "each_case", "hosts", "run_cases", "same_everywhere"]
 
 Case = Callable[[int], None]
 
@@ -57,6 +57,12 @@ def each_case(
     module = sys.modules[cases[0].__module__]
     arguments = (str(module.__file__), module.__name__)
     return shared.each_case(cases, *layouts, run=run_module, arguments=arguments, timeout=timeout)
+
+
+def hosts() -> list[list[int]]:
+    """The world's ranks by host."""
+    world = bagua.communication._get_default_group().get_global_communicator()
+    return [list(ranks) for ranks in world.raw.hosts]
 
 
 def same_everywhere(*tensors: torch.Tensor | None) -> bool:

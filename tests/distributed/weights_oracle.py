@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 
 import bagua
+import bagua.torch_api as bagua_torch
+from tests.distributed.torch_ranks import hosts
 
 Values = npt.NDArray[Any]
 Hosts = Sequence[Sequence[int]]
@@ -67,6 +69,12 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, s
     loss(model, batch(rank, step)).backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def is_mode_of(mode: str, hierarchical: bool) -> bool:
+    """Whether the ranks, or the hosts, are as many as a mode of peer selection needs."""
+    members = len(hosts()) if hierarchical else bagua_torch.get_world_size()
+    return mode != "shift_one" or members == 1 or members % 2 == 0
 
 
 def mean(parts: Sequence[Values]) -> Values:
@@ -170,6 +178,16 @@ class Ranks:
             with torch.no_grad():
                 dict(replica.named_parameters())[name].copy_(torch.from_numpy(np.ascontiguousarray(value)))
 
+    def train(
+        self,
+        step: int,
+        stepping: Sequence[int] | None = None,
+        passes: Sequence[int] | None = None,
+        without: Sequence[int] = (),
+    ) -> None:
+        """One step; ``stepping`` are the ranks whose optimizer is not skipped, ``passes`` the batches."""
+        raise NotImplementedError
+
     def backward(self, step: int, without: Sequence[int] = ()) -> None:
         """``without`` are the ranks whose loss depends on no parameter."""
         for rank, replica in enumerate(self.models):
@@ -199,7 +217,6 @@ class Decentralized(Ranks):
         passes: Sequence[int] | None = None,
         without: Sequence[int] = (),
     ) -> None:
-        """One step; ``stepping`` are the ranks whose optimizer is not skipped, ``passes`` the batches."""
         names = [name for name, param in self.models[0].named_parameters() if param.requires_grad]
         after: dict[str, list[Values]] = {}
         if step % self.interval == 0:
@@ -240,7 +257,6 @@ class LowPrecision(Ranks):
         passes: Sequence[int] | None = None,
         without: Sequence[int] = (),
     ) -> None:
-        """See :meth:`Decentralized.train`."""
         for data in passes or [step]:
             self.backward(data, without)
         self.step(stepping)
