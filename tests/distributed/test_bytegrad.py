@@ -1,28 +1,19 @@
-"""bytegrad: gradients against the NumPy oracle, bytes between hosts, the choice of "auto"; killed ranks."""
+"""bytegrad: gradients against the NumPy oracle, bytes between hosts, the choice of "auto"."""
 
 from __future__ import annotations
 
 import copy
-import os
-import signal
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 import bagua as neutral
 import bagua.torch_api as bagua
 from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
 from bagua.torch_api.bucket import BaguaBucket
-from bagua.torch_api.process_group.state import group_state
 from tests.distributed.compressed_oracle import CompressedAllReduce, Values
-from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, same_everywhere
-from tests.waits import AT_ONCE_S
-from tests.world import DEADLINE, make_world
+from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, hosts, same_everywhere
 
 CODECS: list[tuple[str, dict[str, Any]]] = [
     ("minmax_u8", {}),
@@ -48,11 +39,6 @@ def data(rank: int, step: int) -> torch.Tensor:
     return torch.randn(6, 5, generator=torch.Generator().manual_seed(1000 * rank + step))
 
 
-def host_ranks() -> list[list[int]]:
-    world: Any = group_state.world
-    return [list(ranks) for ranks in world.raw.hosts]
-
-
 def of_bucket(bucket: BaguaBucket, model: torch.nn.Module) -> Values:
     """The gradients of a bucket's parameters, one after the other."""
     grads = [model.get_parameter(tensor.bagua_tensor_name).grad for tensor in bucket.tensors]
@@ -63,7 +49,7 @@ def gradients_equal_the_oracle(rank: int) -> None:
     size = bagua.get_world_size()
     for codec, options in CODECS:
         for hierarchical, average, feedback in ((False, True, True), (True, True, True), (False, False, False)):
-            members = host_ranks() if hierarchical else [[each] for each in range(size)]
+            members = hosts() if hierarchical else [[each] for each in range(size)]
             algorithm = ByteGradAlgorithm(
                 hierarchical, average, compression=neutral.Codec(codec, **options), error_feedback=feedback
             )
@@ -146,65 +132,3 @@ CASES = cases_in(globals())
 
 
 test = each_case(CASES, *HOSTED)
-
-
-# --- a dead peer ------------------------------------------------------------------------------------------------------
-
-
-def step_of_a_compressed_all_reduce() -> Callable[[], object]:
-    x = np.ones(1 << 18, np.float32)
-    bucket = neutral.Bucket("b", {"x": x}).append_centralized(compression="minmax_u8", error_feedback=True)
-    engine = neutral.Engine("e")
-    engine.register([bucket])
-
-    def step() -> None:
-        engine.mark_ready("x")
-        engine.wait()
-
-    return step
-
-
-def step_of_gossip() -> Callable[[], object]:
-    weights = torch.ones(1 << 18)
-    weights.ensure_bagua_tensor("weights", "gossip")
-    bucket = BaguaBucket([weights], "b", flatten=False)
-    bucket.append_decentralized_synchronous_op(torch.zeros(1 << 18), hierarchical=False, peer_selection_mode="ring")
-    backend = bagua.get_backend("gossip")
-    backend.register_ordered_buckets([bucket])
-
-    def step() -> None:
-        weights.bagua_mark_communication_ready()
-        backend.wait_pending_comm_ops()
-
-    return step
-
-
-STEPS = {"compressed all_reduce": step_of_a_compressed_all_reduce, "gossip": step_of_gossip}
-
-
-def killed_in(rank: int, what: str, victim: int, folder: str) -> tuple[float, int]:
-    torch.set_num_threads(1)
-    bagua.init_process_group()
-    step = STEPS[what]()
-    for number in range(20 if rank == victim else 10**9):
-        try:
-            step()
-        except neutral.PeerLostError as error:
-            assert number >= 19
-            noticed, lost = time.monotonic(), error.rank
-            bagua.destroy_process_group()
-            return noticed - float(Path(folder, "killed").read_text()), lost
-    Path(folder, "killed").write_text(repr(time.monotonic()))
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
-
-
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-@pytest.mark.parametrize("what", list(STEPS))
-def test_a_killed_rank_is_named_at_once(what: str, transport: str, tmp_path: Path) -> None:
-    world = make_world(3, expect_exit={1: -signal.SIGKILL}, env={"BAGUA_TRANSPORT": transport}, timeout=2 * DEADLINE)
-    results = world.run(killed_in, what, 1, str(tmp_path))
-    for rank in (0, 2):
-        after, lost = results[rank]
-        assert lost == 1
-        assert after < AT_ONCE_S

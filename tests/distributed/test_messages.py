@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import bagua
-from tests.waits import AT_ONCE_S, meet
+from tests.waits import meet
 
 World = Callable[..., Any]
 
@@ -145,32 +143,6 @@ def missing(rank: int) -> tuple[int, ...] | None:
 
 def test_a_message_that_does_not_come_names_its_sender(world: World) -> None:
     assert world(3).run(missing)[0] == (2,)
-
-
-def killed(rank: int, folder: str) -> float | None:
-    group = bagua.init(timeout=60)
-    meet("before it dies", rank, range(3))
-    if rank == 1:
-        group.send(pattern(10, 1), 0)
-        Path(folder, "killed").write_text(repr(time.monotonic()))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def receive() -> None:
-        # A rank that is late gets the error of the loss at its call.
-        group.recv(np.empty(LONG, np.uint8), 1, tag=9, async_op=True).wait()
-
-    with pytest.raises(bagua.PeerLostError) as raised:
-        receive()
-    noticed = time.monotonic()
-    assert raised.value.rank == 1
-    bagua.shutdown()
-    return noticed - float(Path(folder, "killed").read_text())
-
-
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_a_killed_sender_is_named_at_once(world: World, tmp_path: Path, transport: str) -> None:
-    run = world(3, env={"BAGUA_TRANSPORT": transport}, expect_exit={1: -signal.SIGKILL})
-    assert max(run.run(killed, str(tmp_path))[::2]) < AT_ONCE_S
 
 
 def leaves(rank: int) -> str | None:

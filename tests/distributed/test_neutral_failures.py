@@ -15,9 +15,12 @@ import numpy as np
 import pytest
 
 import bagua
+from bagua import engine
+from tests.cuda.buckets import Queue, Tensors
 from tests.waits import AT_ONCE_S, for_ever, meet
 
 World = Callable[..., Any]
+Step = Callable[[], object]
 
 
 def shared_memory_files() -> set[str]:
@@ -27,27 +30,68 @@ def shared_memory_files() -> set[str]:
 # --- a dead peer ------------------------------------------------------------------------------------------------------
 
 
-def killed_in_a_loop(rank: int, victim: int, folder: str) -> tuple[float, int, int, float]:
-    group = bagua.init(timeout=60)
+def all_reduce(group: bagua.Group) -> Step:
     x = np.ones(1 << 16, np.float32)
+    return lambda: group.all_reduce(x, "max")
+
+
+def message(group: bagua.Group) -> Step:
+    """A large message around the ranks, which its receiver waits for."""
+    x, got = np.ones(1 << 20, np.uint8), np.empty(1 << 20, np.uint8)
+    following, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    return lambda: group.exchange([(following, x)], [(before, got)], async_op=True).wait()
+
+
+def bucket(operate: Callable[[Tensors], object]) -> Callable[[bagua.Group], Step]:
+    """A communication of a bucket."""
+
+    def begin(group: bagua.Group) -> Step:
+        tensors = Tensors(None, "one", sizes=(1 << 18,))
+        operate(tensors)
+        return Queue("engine", tensors).step
+
+    return begin
+
+
+def compressed(tensors: Tensors) -> None:
+    tensors.raw.append_compressed(engine.Codec("minmax_u8", {}), True, False, True)
+    tensors.attach("error")
+
+
+def gossip(tensors: Tensors) -> None:
+    tensors.raw.append_decentralized("ring", False)
+    tensors.attach("peer_weight")
+
+
+STEPS = {
+    "all_reduce": all_reduce,
+    "message": message,
+    "compressed all_reduce": bucket(compressed),
+    "gossip": bucket(gossip),
+}
+
+
+def killed_in_a_loop(rank: int, what: str, victim: int, folder: str) -> tuple[float, int, int, float]:
+    group = bagua.init(timeout=60)
+    communicate = STEPS[what](group)
     steps = 0
 
     def step() -> None:
         nonlocal steps
-        group.all_reduce(x, "max")
+        communicate()
         steps += 1
         if rank == victim and steps == 20:
-            Path(folder, "killed").write_text(repr(time.monotonic()))
-            os.kill(os.getpid(), signal.SIGKILL)
+            killed_now(folder)
 
     with pytest.raises(bagua.PeerLostError) as raised:
         for_ever(step)
     noticed = time.monotonic()
     with pytest.raises(bagua.PeerLostError):
-        group.all_reduce(x)
+        communicate()
     bagua.shutdown()
     assert bagua.stats() == {"groups": {}, "elastic": None}
     again = bagua.init(0, 1)
+    x = np.ones(1 << 16, np.float32)
     again.all_reduce(x)
     bagua.shutdown()
     survivors = group.size - 1
@@ -62,10 +106,13 @@ def killed_in_a_loop(rank: int, victim: int, folder: str) -> tuple[float, int, i
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_a_killed_rank_is_named_at_once_and_the_others_go_on(world: World, tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize("what", STEPS)
+def test_a_killed_rank_is_named_at_once_and_the_others_go_on(
+    world: World, tmp_path: Path, what: str, transport: str
+) -> None:
     before = shared_memory_files()
     env = {"BAGUA_TRANSPORT": transport}
-    results = world(3, expect_exit={1: -signal.SIGKILL}, env=env).run(killed_in_a_loop, 1, str(tmp_path))
+    results = world(3, expect_exit={1: -signal.SIGKILL}, env=env).run(killed_in_a_loop, what, 1, str(tmp_path))
     assert results[1] is None
     for rank in (0, 2):
         after, lost, _noticed_by, total = results[rank]

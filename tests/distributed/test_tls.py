@@ -43,7 +43,7 @@ def test_hosts_of_two_ranks_use_tls_between_them_and_memory_inside(world: Callab
 
 
 def test_a_killed_rank_is_named_over_tls(world: Callable[..., Any], tmp_path: Path) -> None:
-    results = world(3, expect_exit={1: -signal.SIGKILL}, env=TLS).run(killed_in_a_loop, 1, str(tmp_path))
+    results = world(3, expect_exit={1: -signal.SIGKILL}, env=TLS).run(killed_in_a_loop, "all_reduce", 1, str(tmp_path))
     for rank in (0, 2):
         after, lost, _noticed_by, total = results[rank]
         assert lost == 1
