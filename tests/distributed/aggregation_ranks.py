@@ -17,7 +17,7 @@ from bagua.aggregation.peers import BaguaPeers, Group, find
 from tests.distributed import torch_ranks
 from tests.distributed.torch_ranks import Case
 
-MODULES = ["all_reduce", "power", "sparsified", "decentralized", "peers", "optim"]
+MODULES = ["all_reduce", "power", "sparsified", "memory", "decentralized", "peers", "optim"]
 
 
 def everything(rank: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Sparsified aggregation: acceptance checks A21 and A22."""
+"""Sparsified aggregation: acceptance check A22. A21 is in test_aggregation_memory.py."""
 
 from __future__ import annotations
 
@@ -110,19 +110,6 @@ def a22_positions_beyond_what_float32_can_count_are_exact(rank: int) -> None:
     assert gradients(model)[0].nonzero().flatten().tolist() == [2**24 + 1, 2**24 + 3]
 
 
-def by_layer_gives_the_same_numbers(rank: int) -> None:
-    for method in METHODS:
-        results = []
-        for by_layer in (False, True):
-            model = Several(*SHAPES)
-            aggregation = SparsifiedAggregation(model, k=0.2, method=method)
-            for step in range(2):
-                fill(model, rank, step)
-                aggregation.agg_grad(by_layer)(model, "avg_world")
-            results.append([*gradients(model), *aggregation.memories])
-        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-
 def half_precision_keeps_what_it_rounds_away(rank: int) -> None:
     size = bagua.get_world_size()
     model = Several((20,), dtypes=(torch.bfloat16,))
@@ -162,22 +149,6 @@ def absent_gradients_are_zero_or_stay_absent_when_sparsified(rank: int) -> None:
     assert int((result > 50 / size).count_nonzero()) == 2
 
 
-def an_overflow_is_everybodys_and_spares_the_memory(rank: int) -> None:
-    size = bagua.get_world_size()
-    for method in METHODS:
-        model = Several((10,))
-        aggregation = SparsifiedAggregation(model, k=2, method=method)
-        fill(model, rank)
-        aggregation.agg_grad()(model, "avg_world")
-        kept = aggregation.memories[0].clone()
-        fill(model, rank, 1)
-        if rank == size - 1:
-            gradients(model)[0][3] = torch.inf
-        aggregation.agg_grad()(model, "avg_world")
-        assert not bool(gradients(model)[0].isfinite().all())
-        assert torch.equal(aggregation.memories[0], kept)
-
-
 def bad_arguments_are_refused_before_communication(rank: int) -> None:
     model = Several((10,))
     fill(model, rank)
@@ -197,24 +168,6 @@ def bad_arguments_are_refused_before_communication(rank: int) -> None:
             aggregation.agg_grad()(model, "avg_custom")
 
     assert collectives(refused) == {}
-
-
-def a21_a_resumed_sparsified_run_equals_one_that_was_not_interrupted(rank: int) -> None:
-    for method in METHODS:
-        model = Several(*SHAPES)
-        whole = SparsifiedAggregation(model, k=0.2, method=method)
-        resumed: SparsifiedAggregation | None = None
-        for step in range(5):
-            if step == 2:
-                resumed = SparsifiedAggregation(model, k=0.2, method=method)
-                resumed.load_state_dict(whole.state_dict())
-            fill(model, rank, step)
-            whole.agg_grad()(model, "avg_world")
-            expected = [gradient.clone() for gradient in gradients(model)]
-            if resumed is not None:
-                fill(model, rank, step)
-                resumed.agg_grad()(model, "avg_world")
-                assert all(torch.equal(one, other) for one, other in zip(gradients(model), expected, strict=True))
 
 
 CASES = cases_in(globals())
