@@ -1,8 +1,10 @@
-"""Complex tensors, and tensors whose memory holds the negatives or conjugates of their values."""
+"""Complex tensors, and tensors whose memory holds the negatives or conjugates of their values.
+
+That complex parameters train as under torch is a row of the table in training_rows.py.
+"""
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -10,16 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import bagua.torch_api as bagua
 from bagua.torch_api import ReduceOp
-from tests.distributed.left_out import needs_torch
 from tests.distributed.torch_ranks import cases_in, each_case, same_everywhere
 
-STEPS = 5
 COMPLEX = (torch.complex64, torch.complex128)
-TOLERANCE = {torch.complex64: 1e-6, torch.complex128: 1e-14}
 
 #: What a rank's gradient becomes lazily, and the same in NumPy.
 LAZY: dict[str, tuple[torch.dtype, Callable[[torch.Tensor], torch.Tensor], Callable[[np.ndarray], np.ndarray]]] = {
@@ -32,53 +30,6 @@ LAZY: dict[str, tuple[torch.dtype, Callable[[torch.Tensor], torch.Tensor], Calla
 
 def is_lazy(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
-
-
-class Filter(torch.nn.Module):
-    """Complex layers, of which one has a weight that is used as its conjugate too, so that its gradient may be lazy."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(5, 4, dtype=dtype)
-        self.factor = torch.nn.Parameter(torch.randn(4, dtype=dtype))
-        self.last = torch.nn.Linear(4, 3, dtype=dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.last(self.first(x) * self.factor.conj())
-        return y
-
-
-def train(model: torch.nn.Module, parameters: list[torch.nn.Parameter], dtype: torch.dtype, rank: int) -> torch.Tensor:
-    """Steps on data of this rank; the final parameters in one tensor."""
-    optimizer = torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
-    data = torch.Generator().manual_seed(100 + rank)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        model(torch.randn(6, 5, dtype=dtype, generator=data)).abs().square().mean().backward()
-        optimizer.step()
-    return torch.cat([parameter.detach().flatten() for parameter in parameters])
-
-
-@needs_torch((2, 11), "its gloo adds no complex numbers")
-def complex_parameters_train_as_under_torch(rank: int) -> None:
-    size = bagua.get_world_size()
-    for dtype in COMPLEX:
-        torch.manual_seed(5)
-        first = Filter(dtype)
-        theirs = copy.deepcopy(first)
-        expected = train(DistributedDataParallel(theirs), list(theirs.parameters()), dtype, rank)
-        start = torch.cat([parameter.detach().flatten() for parameter in first.parameters()])
-        assert (expected - start).abs().max() > 0.01
-        for do_flatten, bucket_size in itertools.product((True, False), (None, 1)):
-            ours = copy.deepcopy(first)
-            ours.with_bagua(
-                [], bagua.algorithms.GradientAllReduceAlgorithm(), do_flatten=do_flatten, bucket_size=bucket_size
-            )
-            found = train(ours, list(ours.parameters()), dtype, rank)
-            assert same_everywhere(found)
-            # Two summands have one order only; with more, gloo's differs from ours.
-            difference = float((found - expected).abs().max())
-            assert difference == 0 if size == 2 else difference <= TOLERANCE[dtype], (dtype, do_flatten, difference)
 
 
 class Product(torch.nn.Module):

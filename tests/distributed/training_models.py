@@ -130,14 +130,17 @@ class Odd(nn.Module):
 
 
 class Complex(nn.Module):
-    """A complex weight."""
+    """Complex layers, and a factor that is used as its conjugate too, so that its gradient may be lazy."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.complex64) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 4, dtype=torch.complex64))
+        self.first = nn.Linear(8, 4, dtype=dtype)
+        self.factor = nn.Parameter(torch.randn(4, dtype=dtype))
+        self.last = nn.Linear(4, 3, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x.to(torch.complex64) @ self.weight).abs()
+        y: torch.Tensor = self.last(self.first(x.to(self.factor.dtype)) * self.factor.conj())
+        return y.abs()
 
 
 def in_channels_last() -> nn.Module:

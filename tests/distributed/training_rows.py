@@ -341,7 +341,6 @@ row(
 )
 row("one_parameter_at_the_root", *each_view(make=lambda: nn.Linear(8, 2), optimizer=sgd), sizes=ALL_SIZES)
 
-
 DTYPES = frozenset({"dtypes"})
 row(
     "mixed_dtypes_and_sizes",
@@ -355,7 +354,8 @@ row(
 row("parameters_without_dimensions_or_elements", *each_view(make=Odd, optimizer=sgd), sizes=ALL_SIZES)
 row(
     "complex_weights",
-    Variant(make=Complex, optimizer=sgd),
+    *each_view(make=Complex, optimizer=momentum),
+    *each_view(options=BUCKETS[2], make=lambda: Complex(torch.complex128), optimizer=sgd),
     sizes=ALL_SIZES,
     left_out=older((2, 11), "its gloo adds no complex numbers"),
 )
