@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import threading
 import time
 
 import pytest
@@ -28,14 +27,10 @@ def test_hosts_share_servers_on_their_own_addresses_and_lose_only_speed_when_the
 ) -> None:
     for rank in range(4):
         hosts.fork("tests.distributed.cache_rank_in_a_namespace", rank=rank, world=4, host=rank // 2)
-    deadline = threading.Timer(DEADLINE_S, lambda: [process.kill() for process in hosts.ranks])
-    deadline.start()
-    try:
+    with hosts.killed_after(DEADLINE_S):
         found = [next_line(process) for process in hosts.ranks]
         hosts.cut()
         after = [next_line(process) for process in hosts.ranks]
-    finally:
-        deadline.cancel()
 
     for words in found:
         assert words["servers"] == list(hosts.addresses)

@@ -11,17 +11,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import forks
-from tests.world import Rank
+from tests.world import ROOT, Rank
 
 pytestmark = pytest.mark.slow
 
-RANK = Path(__file__).with_name("rank_in_a_namespace.py")
+RANK = "tests.distributed.rank_in_a_namespace"
 HEARTBEAT_TIMEOUT_S = 2.0
 #: From the missing heartbeat to the exception, on a machine that is busy with four ranks on two cores.
 SLACK_S = 3.0
@@ -70,9 +69,9 @@ class Hosts:
 
     def start(self, rank: int, world: int, host: int) -> None:
         """Starts a rank as a new process, two per host."""
-        command = [*self.inside(host), sys.executable, str(RANK)]
+        command = [*self.inside(host), sys.executable, "-m", RANK]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.ranks.append(subprocess.Popen(command, env=self.environment(rank, world, host, 2), **pipes))
+        self.ranks.append(subprocess.Popen(command, cwd=ROOT, env=self.environment(rank, world, host, 2), **pipes))
 
     def fork(self, module: str, *arguments: str, rank: int, world: int, host: int, per_host: int = 2) -> None:
         """Starts a rank as a fork that has imported torch and calls `main` of the module."""
@@ -103,6 +102,16 @@ class Hosts:
         before = time.monotonic()
         self.run("-n", self.names[0], "link", "set", self.links[0], "down")
         return before
+
+    @contextlib.contextmanager
+    def killed_after(self, seconds: float) -> Iterator[None]:
+        """A rank that hangs would block readline: after so long this ends the ranks, and readline with them."""
+        deadline = threading.Timer(seconds, lambda: [process.kill() for process in self.ranks])
+        deadline.start()
+        try:
+            yield
+        finally:
+            deadline.cancel()
 
     def remove(self) -> None:
         for process in self.ranks:
@@ -138,16 +147,11 @@ def hosts() -> Iterator[Hosts]:
 def test_two_hosts_agree_through_hier_and_a_cut_link_is_noticed_within_the_heartbeat_timeout(hosts: Hosts) -> None:
     for rank in range(4):
         hosts.start(rank, 4, host=rank // 2)
-    # A rank that hangs would block readline: the deadline ends the ranks, and readline with them.
-    deadline = threading.Timer(DEADLINE_S, lambda: [process.kill() for process in hosts.ranks])
-    deadline.start()
-    try:
+    with hosts.killed_after(DEADLINE_S):
         found = [next_line(process) for process in hosts.ranks]
         cut_at = hosts.cut()
         ended = [next_line(process) for process in hosts.ranks]
         codes = [process.wait() for process in hosts.ranks]
-    finally:
-        deadline.cancel()
 
     assert len({words["digest"] for words in found}) == 1
     for rank, words in enumerate(found):
