@@ -56,9 +56,9 @@ class World:
     `env` adds variables for every rank, or is a function of the rank that says which. `hosts` splits the ranks among
     pretended hosts, e.g. [[0, 1], [2, 3]]. `expect_exit` says which ranks end with another exit code than 0 (-9:
     killed), and so may have no result. `launcher_env=False` starts the ranks without RANK, WORLD_SIZE and the like.
-    Ranks are forks of a process that has imported torch if the function's module has (`tests.forks`), or new processes
-    where `env` has a variable that libraries read while they are loaded. `namespaces` gives each rank, which must be a
-    fork then, the path of its network namespace; `hosts` are not pretended then.
+    Ranks are forks of a process that has imported torch if the function's module has, or `torch` is true
+    (`tests.forks`), or new processes where `env` has a variable that libraries read while they are loaded. `namespaces`
+    gives each rank, which must be a fork then, the path of its network namespace; `hosts` are not pretended then.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class World:
         timeout: float = DEADLINE,
         launcher_env: bool = True,
         namespaces: Sequence[str] | None = None,
+        torch: bool = False,
     ) -> None:
         self.size = size
         self.hosts = [list(range(size))] if hosts is None else [list(host) for host in hosts]
@@ -82,6 +83,7 @@ class World:
         self._expect_exit = dict(expect_exit or {})
         self._timeout = timeout
         self._launcher_env = launcher_env
+        self._torch = torch
         #: What each rank printed in the last run.
         self.output: list[str] = []
 
@@ -102,7 +104,7 @@ class World:
             call.write_bytes(
                 pickle.dumps((module.__file__, function.__module__, function.__qualname__, pickle.dumps(args)))
             )
-            run = Run(self, call, port, torch="torch" in vars(module))
+            run = Run(self, call, port, torch=self._torch or "torch" in vars(module))
             try:
                 for rank in range(self.size):
                     run.start(rank)

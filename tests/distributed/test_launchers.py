@@ -83,5 +83,5 @@ def test_a_job_finds_itself_by_its_launchers_variables(variables: Variables, wor
         pytest.importorskip("torch", reason="torch is not installed: make setup")
     # Those that a Slurm job can have.
     with free_port(range(20000, 25000)) as port:
-        ranks = World(2, env=lambda rank: variables(rank, port), launcher_env=False)
+        ranks = World(2, env=lambda rank: variables(rank, port), launcher_env=False, torch=work is sums_tensors)
         assert ranks.run(work) == [[rank, 2, rank, 2, 9.0] for rank in range(2)]

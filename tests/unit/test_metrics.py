@@ -127,7 +127,7 @@ def serves_from_torch(rank: int, port: int) -> None:
 def test_init_process_group_serves_too() -> None:
     pytest.importorskip("torch", reason="torch is not installed: make setup")
     with free_port() as port:
-        World(2, env={"BAGUA_METRICS_PORT": str(port)}).run(serves_from_torch, port)
+        World(2, env={"BAGUA_METRICS_PORT": str(port)}, torch=True).run(serves_from_torch, port)
 
 
 def inits_where_the_port_is_taken(rank: int) -> float:

@@ -85,7 +85,7 @@ def joins_by_torch(rank: int) -> list[str]:
 @pytest.mark.slow
 def test_the_world_of_torchs_backend_counts() -> None:
     pytest.importorskip("torch", reason="torch is not installed: make setup")
-    for rank, (joined, health, left) in enumerate(World(2).run(joins_by_torch)):
+    for rank, (joined, health, left) in enumerate(World(2, torch=True).run(joins_by_torch)):
         assert joined == f"joined: rank {rank} of 2\n"
         assert health.startswith("control thread runs: ")
         assert left.startswith("not joined: ")
