@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import bagua
+from tests.groups import on_ranks
 from tests.waits import meet
 
 World = Callable[..., Any]
@@ -22,8 +23,13 @@ def pattern(count: int, seed: int) -> np.ndarray:
     return (np.arange(count, dtype=np.int64) * 7 + seed).astype(np.uint8)
 
 
-def crossing(rank: int) -> None:
-    group = bagua.init(timeout=60)
+TLS = {"BAGUA_TLS": "1", "BAGUA_JOB_SECRET": "of these tests"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"env": {"BAGUA_TRANSPORT": "tcp"}}, {"env": TLS}, {"hosts": [[0, 1], [2]]}])
+@on_ranks(3)
+def test_crossing_messages_of_8_mib_arrive(rank: int, group: bagua.Group, options: dict[str, Any]) -> None:
     for size in (1, 1000, LONG):
         receives, sends = [], []
         for peer in (r for r in range(group.size) if r != rank):
@@ -33,20 +39,12 @@ def crossing(rank: int) -> None:
             np.testing.assert_array_equal(receive.wait(), pattern(size, peer))
         for send in sends:
             send.wait()
-    bagua.shutdown()
 
 
-TLS = {"BAGUA_TLS": "1", "BAGUA_JOB_SECRET": "of these tests"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"env": {"BAGUA_TRANSPORT": "tcp"}}, {"env": TLS}, {"hosts": [[0, 1], [2]]}])
-def test_crossing_messages_of_8_mib_arrive(world: World, options: dict[str, Any]) -> None:
-    world(3, **options).run(crossing)
-
-
-def tags_and_senders(rank: int) -> list[int]:
-    group = bagua.init(timeout=60)
+@on_ranks(3)
+def test_tags_are_received_out_of_order_and_a_receive_from_any_source_names_its_sender(
+    rank: int, group: bagua.Group
+) -> None:
     if rank == 0:
         sends = [group.send(pattern(size, tag), 1, tag=tag, async_op=True) for tag, size in enumerate((10, LONG, 20))]
         for send in sends:
@@ -54,28 +52,24 @@ def tags_and_senders(rank: int) -> list[int]:
     if rank == 1:
         for tag, size in reversed(list(enumerate((10, LONG, 20)))):
             np.testing.assert_array_equal(group.recv(np.empty(size, np.uint8), 0, tag=tag), pattern(size, tag))
-    seen = []
     if rank == 2:
+        seen = []
         for _ in range(2):
             got, sender = group.recv_any(np.empty(5, np.uint8), tag=2**32 - 1)
             np.testing.assert_array_equal(got, pattern(5, sender))
             seen.append(sender)
+        assert sorted(seen) == [0, 1]
     else:
         group.send(pattern(5, rank), 2, tag=2**32 - 1)
     for bad in (-1, 2**32):
         with pytest.raises(ValueError, match="tag="):
             group.send(pattern(1, 0), (rank + 1) % 3, tag=bad)
     group.barrier()
-    bagua.shutdown()
-    return sorted(seen)
 
 
-def test_tags_are_received_out_of_order_and_a_receive_from_any_source_names_its_sender(world: World) -> None:
-    assert world(3).run(tags_and_senders)[2] == [0, 1]
-
-
-def beside_collectives(rank: int) -> None:
-    group = bagua.init(timeout=60)
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@on_ranks(3)
+def test_messages_and_collectives_do_not_wait_for_each_other(rank: int, group: bagua.Group, transport: str) -> None:
     x = np.ones(1000, np.float32)
     # Open while collectives pass: a receive whose message is sent after them, on every rank.
     receive = group.recv(np.empty(LONG, np.uint8), (rank - 1) % group.size, async_op=True)
@@ -95,16 +89,10 @@ def beside_collectives(rank: int) -> None:
         group.recv(np.empty(1, np.uint8), 1)
         pending = group.all_reduce(x, async_op=True)
     assert pending.wait()[0] == group.size
-    bagua.shutdown()
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_messages_and_collectives_do_not_wait_for_each_other(world: World, transport: str) -> None:
-    world(3, env={"BAGUA_TRANSPORT": transport}).run(beside_collectives)
-
-
-def in_subgroups(rank: int) -> None:
-    group = bagua.init(timeout=60)
+@on_ranks(4)
+def test_each_group_has_messages_of_its_own(rank: int, group: bagua.Group) -> None:
     pairs = group.new_group([rank // 2 * 2, rank // 2 * 2 + 1])
     other = group.new_group([3, 0]) if rank in (0, 3) else None
     assert pairs is not None
@@ -119,30 +107,19 @@ def in_subgroups(rank: int) -> None:
     np.testing.assert_array_equal(pairs.recv(np.empty(100_000, np.uint8), peer), pattern(100_000, rank ^ 1))
     sent.wait()
     group.barrier()
-    bagua.shutdown()
 
 
-def test_each_group_has_messages_of_its_own(world: World) -> None:
-    world(4).run(in_subgroups)
-
-
-def missing(rank: int) -> tuple[int, ...] | None:
-    group = bagua.init(timeout=60)
+@on_ranks(3)
+def test_a_message_that_does_not_come_names_its_sender(rank: int, group: bagua.Group) -> None:
     meet("before the receive", rank, range(3))
     if rank == 0:
         with pytest.raises(bagua.BaguaTimeoutError, match="send/recv") as raised:
             group.recv(np.empty(4, np.uint8), 2, timeout=0.3)
-        bagua.shutdown()
-        return tuple(raised.value.missing)
-    with pytest.raises(bagua.BaguaTimeoutError):
-        # Rank 0 does not come to it.
-        group.all_reduce(np.ones(3), timeout=30)
-    bagua.shutdown()
-    return None
-
-
-def test_a_message_that_does_not_come_names_its_sender(world: World) -> None:
-    assert world(3).run(missing)[0] == (2,)
+        assert raised.value.missing == (2,)
+    else:
+        with pytest.raises(bagua.BaguaTimeoutError):
+            # Rank 0 does not come to it.
+            group.all_reduce(np.ones(3), timeout=30)
 
 
 def leaves(rank: int) -> str | None:

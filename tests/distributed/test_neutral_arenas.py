@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 import bagua
-from tests.world import World
+from tests.groups import on_ranks
 
 
 def mappings() -> int:
@@ -17,9 +16,9 @@ def mappings() -> int:
         return sum("bagua-arena" in line for line in maps)
 
 
-def verbs_in_place(rank: int) -> None:
-    group = bagua.init()
-    size = group.size
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks()
+def test_verbs_on_shared_arrays_work_in_place(rank: int, group: bagua.Group, size: int) -> None:
     for dtype in ("float32", "float64", "int32"):
         shared = group.empty((3, 30_001), dtype)
         assert shared.shape == (3, 30_001)
@@ -38,8 +37,8 @@ def verbs_in_place(rank: int) -> None:
     assert zero_copy == {"all_reduce": 3, "broadcast": 3}
 
 
-def given_back(rank: int) -> None:
-    group = bagua.init()
+@on_ranks(2)
+def test_shared_memory_goes_with_the_last_view_even_after_the_group(group: bagua.Group) -> None:
     array = group.empty(100_000)
     assert mappings() == 1
     view = array[5:50_000].reshape(5, -1)
@@ -53,23 +52,10 @@ def given_back(rank: int) -> None:
     assert mappings() == 0
 
 
-def refused(rank: int) -> None:
-    group = bagua.init()
+@on_ranks(2)
+def test_shapes_that_cannot_be_are_refused_without_harm(group: bagua.Group) -> None:
     with pytest.raises(ValueError, match="cannot exist"):
         group.empty(-1)
     with pytest.raises(ValueError, match="cannot exist"):
         group.empty(2**62, "float64")
     assert group.empty((0, 4)).shape == (0, 4)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_verbs_on_shared_arrays_work_in_place(world: Callable[..., World], ranks: int) -> None:
-    world(ranks).run(verbs_in_place)
-
-
-def test_shared_memory_goes_with_the_last_view_even_after_the_group(world: Callable[..., World]) -> None:
-    world(2).run(given_back)
-
-
-def test_shapes_that_cannot_be_are_refused_without_harm(world: Callable[..., World]) -> None:
-    world(2).run(refused)

@@ -17,6 +17,7 @@ import pytest
 
 import bagua
 from bagua import engine
+from tests.groups import on_ranks
 from tests.waits import on_threads
 
 World = Callable[..., Any]
@@ -48,8 +49,8 @@ class Calls:
 # --- which call, on which thread --------------------------------------------------------------------------------------
 
 
-def many_threads(rank: int) -> int:
-    group = bagua.init(timeout=60)
+@on_ranks(2)
+def test_callbacks_from_many_threads_are_called_once_each_with_the_result_in_place(group: bagua.Group) -> None:
     x = [np.full(100, number, np.float64) for number in range(100)]
     calls = [[0] * 8 for _ in x]
     wrong: list[object] = []
@@ -73,16 +74,12 @@ def many_threads(rank: int) -> int:
     engine.wait_for_callbacks(60)
     assert not wrong
     assert calls == [[1] * 8 for _ in x]
-    bagua.shutdown()
-    return sum(map(sum, calls))
 
 
-def test_callbacks_from_many_threads_are_called_once_each_with_the_result_in_place(world: World) -> None:
-    assert world(2).run(many_threads) == [800, 800]
-
-
-def now_and_later(rank: int) -> bool:
-    group = bagua.init(timeout=60)
+@on_ranks(2)
+def test_a_callback_of_a_done_verb_is_called_at_once_and_others_in_order_on_another_thread(
+    rank: int, group: bagua.Group
+) -> None:
     other = group.new_group(range(group.size))
     assert other is not None
     later, now = Calls(), Calls()
@@ -104,16 +101,10 @@ def now_and_later(rank: int) -> bool:
         other.barrier()
     with pytest.raises(TypeError, match="3 is not callable"):
         group.barrier(async_op=True).then(3)  # type: ignore[arg-type]
-    bagua.shutdown()
-    return True
 
 
-def test_a_callback_of_a_done_verb_is_called_at_once_and_others_in_order_on_another_thread(world: World) -> None:
-    assert world(2).run(now_and_later) == [True, True]
-
-
-def chains(rank: int) -> list[float]:
-    group = bagua.init(timeout=60)
+@on_ranks(2)
+def test_a_callback_may_start_the_next_verb(group: bagua.Group) -> None:
     x = np.ones(4)
     finished = threading.Event()
     seen: list[float] = []
@@ -128,16 +119,11 @@ def chains(rank: int) -> list[float]:
 
     group.all_reduce(x, async_op=True).then(next_verb)
     assert finished.wait(60)
-    bagua.shutdown()
-    return seen
+    assert seen == [2.0**n for n in range(1, 11)]
 
 
-def test_a_callback_may_start_the_next_verb(world: World) -> None:
-    assert world(2).run(chains) == [[2.0**n for n in range(1, 11)]] * 2
-
-
-def drops_the_handle(rank: int) -> bool:
-    group = bagua.init(timeout=60)
+@on_ranks(2)
+def test_a_verb_keeps_its_array_when_the_handle_is_dropped(rank: int, group: bagua.Group) -> None:
     calls = Calls()
     x = np.ones(1 << 16)
     alive = weakref.ref(x)
@@ -150,12 +136,6 @@ def drops_the_handle(rank: int) -> bool:
     if rank == 1:
         group.all_reduce(x, async_op=True).then(calls)
     assert calls.wait() == ["NoneType"]
-    bagua.shutdown()
-    return True
-
-
-def test_a_verb_keeps_its_array_when_the_handle_is_dropped(world: World) -> None:
-    assert world(2).run(drops_the_handle) == [True, True]
 
 
 # --- exceptions -------------------------------------------------------------------------------------------------------

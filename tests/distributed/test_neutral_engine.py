@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import bagua
+from tests.groups import on_ranks
 from tests.waits import on_threads
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,18 +105,12 @@ def two_engines_on_two_threads(group: bagua.Group) -> None:
         engine.shutdown()
 
 
-def whole(rank: int) -> bool:
-    group = bagua.init(timeout=60)
+@pytest.mark.parametrize("size", [1, 2, 3])
+@on_ranks()
+def test_buckets_travel_in_order_while_the_program_goes_on(group: bagua.Group, size: int) -> None:
     construction()
     steps(group)
     two_engines_on_two_threads(group)
-    bagua.shutdown()
-    return True
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_buckets_travel_in_order_while_the_program_goes_on(world: World, size: int) -> None:
-    assert world(size).run(whole) == [True] * size
 
 
 def averages(rank: int) -> dict[str, Any]:
@@ -157,26 +152,19 @@ def test_hierarchical_adds_inside_hosts_first_also_where_the_group_goes_flat(wor
     assert near[0]["calls True"] == (4, 4)
 
 
-def differ(rank: int) -> str:
-    bagua.init(timeout=60)
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@on_ranks(2)
+def test_ranks_that_differ_in_hierarchical_get_a_mismatch(rank: int, transport: str) -> None:
     with bagua.Engine("differ") as engine:
         x = np.ones(5, np.float32)
         engine.register([bagua.Bucket("b", {"x": x}).append_centralized(hierarchical=rank == 0)])
         engine.mark_ready("x")
-        with pytest.raises(bagua.MismatchError) as raised:
+        with pytest.raises(bagua.MismatchError, match="hierarchical"):
             engine.wait()
-    bagua.shutdown()
-    return str(raised.value)
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_ranks_that_differ_in_hierarchical_get_a_mismatch(world: World, transport: str) -> None:
-    for text in world(2, env={"BAGUA_TRANSPORT": transport}).run(differ):
-        assert "hierarchical" in text
-
-
-def callback_raises(rank: int) -> str:
-    group = bagua.init(timeout=60)
+@on_ranks(2)
+def test_an_exception_in_a_callback_is_named_on_every_rank(rank: int, group: bagua.Group) -> None:
     x = np.ones(3)
     bucket = bagua.Bucket("b", {"x": x}).append_centralized()
 
@@ -195,15 +183,9 @@ def callback_raises(rank: int) -> str:
 
     with pytest.raises(bagua.BaguaError) as raised:
         step()
+    assert "KeyError: 'nothing for b'" in str(raised.value)
+    assert "bucket 'b'" in str(raised.value)
     engine.shutdown()
-    bagua.shutdown()
-    return f"{type(raised.value).__name__}: {raised.value}"
-
-
-def test_an_exception_in_a_callback_is_named_on_every_rank(world: World) -> None:
-    for text in world(2).run(callback_raises):
-        assert "KeyError: 'nothing for b'" in text
-        assert "bucket 'b'" in text
 
 
 def starts(rank: int, method: str, size: int) -> list[int]:

@@ -17,6 +17,7 @@ import pytest
 import bagua
 from bagua import engine
 from tests.cuda.buckets import Queue, Tensors
+from tests.groups import on_ranks
 from tests.waits import AT_ONCE_S, for_ever, meet
 
 World = Callable[..., Any]
@@ -160,8 +161,10 @@ def test_a_rank_that_is_killed_while_large_tensors_are_broadcast_is_named_at_onc
 # --- disagreement -----------------------------------------------------------------------------------------------------
 
 
-def disagree(rank: int, how: str) -> str:
-    group = bagua.init(timeout=30)
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("how", ["verb", "shape", "size", "dtype", "op"])
+@on_ranks(3, timeout=30)
+def test_ranks_that_disagree_all_get_what_each_was_doing(group: bagua.Group, how: str, transport: str) -> None:
     x = np.ones(12, np.float32)
     different = {
         "verb": lambda: group.broadcast(x),
@@ -174,24 +177,13 @@ def disagree(rank: int, how: str) -> str:
     def go_on() -> None:
         # The others may disagree before this rank has seen that all came to the barrier.
         group.barrier()
-        different[how]() if rank == group.size - 1 else group.all_reduce(x)
+        different[how]() if group.rank == group.size - 1 else group.all_reduce(x)
 
     with pytest.raises(bagua.MismatchError) as raised:
         go_on()
-    bagua.shutdown()
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-@pytest.mark.parametrize("how", ["verb", "shape", "size", "dtype", "op"])
-def test_ranks_that_disagree_all_get_what_each_was_doing(world: World, how: str, transport: str) -> None:
-    words = {"verb": "broadcast", "shape": "[3, 4]", "size": "[5]", "dtype": "int32", "op": "max"}.get(how, how)
-    texts = world(3, env={"BAGUA_TRANSPORT": transport}).run(disagree, how)
-    for text in texts:
-        assert "ranks disagree" in text
-        assert "all_reduce(sum)" in text
-        assert words in text
-        assert "rank 2" in text
+    words = {"verb": "broadcast", "shape": "[3, 4]", "size": "[5]", "dtype": "int32", "op": "max"}[how]
+    for each in ("ranks disagree", "all_reduce(sum)", words, "rank 2"):
+        assert each in str(raised.value)
 
 
 # --- exceptions -------------------------------------------------------------------------------------------------------
@@ -215,23 +207,18 @@ def test_an_uncaught_exception_reaches_the_other_ranks(world: World) -> None:
     assert "LookupError: no such sample: 17" in run.output[1]
 
 
-def times_out(rank: int) -> tuple[tuple[int, ...], float] | None:
-    group = bagua.init(timeout=60)
+@on_ranks(2)
+def test_a_deadline_names_who_did_not_take_part(rank: int, group: bagua.Group) -> None:
     meet("before the verb", rank, range(2))
     if rank == 1:
         # Does not take part until the others have given up.
         with pytest.raises(bagua.BaguaTimeoutError):
             for_ever(group.communicator.cause)
-        return None
+        return
     with pytest.raises(TimeoutError) as raised:
         group.all_reduce(np.ones(3), timeout=0.3)
     assert isinstance(raised.value, bagua.BaguaTimeoutError)
-    return raised.value.missing, raised.value.after
-
-
-def test_a_deadline_names_who_did_not_take_part(world: World) -> None:
-    results = world(2).run(times_out)
-    assert results[0] == ((1,), 0.3)
+    assert (raised.value.missing, raised.value.after) == ((1,), 0.3)
 
 
 # --- the GIL ----------------------------------------------------------------------------------------------------------

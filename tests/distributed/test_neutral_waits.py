@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import bagua
+from tests.groups import on_ranks
 from tests.waits import meet, on_threads
 
 World = Callable[..., Any]
@@ -43,8 +44,8 @@ def busy_thread() -> Iterator[None]:
         thread.join()
 
 
-def waits_for_late_operations(rank: int) -> int:
-    group = bagua.init(timeout=60)
+@on_ranks(2)
+def test_an_operation_that_succeeds_late_raises_nothing_beside_a_busy_thread(rank: int, group: bagua.Group) -> None:
     x = np.ones(8)
     engine = bagua.Engine()
     engine.register([bagua.Bucket("b", {"g": x}).append_centralized()])
@@ -61,13 +62,8 @@ def waits_for_late_operations(rank: int) -> int:
                 engine.mark_ready("g")
                 done += engine.wait([None, 30.0][number // 2 % 2])
     assert (x == 1).all()
+    assert done == len(DELAYS)
     engine.shutdown()
-    bagua.shutdown()
-    return done
-
-
-def test_an_operation_that_succeeds_late_raises_nothing_beside_a_busy_thread(world: World) -> None:
-    assert world(2).run(waits_for_late_operations) == [len(DELAYS)] * 2
 
 
 def waits_for_a_frozen_peer(rank: int) -> list[str]:

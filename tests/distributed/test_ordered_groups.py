@@ -14,6 +14,7 @@ import pytest
 import bagua
 from bagua.lifecycle import process
 from tests.distributed import test_neutral_verbs as verbs
+from tests.groups import on_ranks
 
 World = Callable[..., Any]
 
@@ -73,8 +74,10 @@ def check_arenas(group: bagua.Group) -> None:
     assert (x == group.size - 1).all()
 
 
-def in_every_order(rank: int) -> None:
-    world = bagua.init(timeout=60)
+@pytest.mark.parametrize(("size", "options"), PLACES, ids=str)
+@on_ranks()
+def test_verbs_messages_and_arenas_follow_the_order(rank: int, size: int, options: dict[str, Any]) -> None:
+    world = bagua.group.default(required=True)
     for order in ORDERS[world.size]:
         group = world.new_group(order, ordered=True)
         assert (group is not None) == (rank in order)
@@ -105,12 +108,6 @@ def in_every_order(rank: int) -> None:
         world.barrier()
     with pytest.raises(ValueError, match="each of them once"):
         world.new_group([1, 0, 1], ordered=True)
-    bagua.shutdown()
-
-
-@pytest.mark.parametrize(("size", "options"), PLACES, ids=str)
-def test_verbs_messages_and_arenas_follow_the_order(world: World, size: int, options: dict[str, Any]) -> None:
-    world(size, **options).run(in_every_order)
 
 
 def lose_one(rank: int, order: list[int], victim: int) -> list[Any]:
@@ -160,31 +157,24 @@ def test_a_killed_rank_is_named_by_its_world_rank(world: World, options: dict[st
     assert [names for rank, names in enumerate(found) if rank != victim] == [[victim, victim]] * 3
 
 
-def leave_in_order(rank: int) -> list[Any]:
-    world = bagua.init(timeout=60)
-    group = world.new_group([2, 0, 1], ordered=True)
-    assert group is not None
-    group.barrier()
-    found: list[Any] = []
+@on_ranks(3)
+def test_a_rank_that_leaves_and_one_that_is_late_are_named_by_their_world_ranks(rank: int, group: bagua.Group) -> None:
+    part = group.new_group([2, 0, 1], ordered=True)
+    assert part is not None
+    part.barrier()
     if rank == 0:
-        group.leave()
+        part.leave()
     else:
         with pytest.raises(bagua.PeerLostError, match="left the group") as caught:
-            group.recv(np.empty(1, np.float32), 1)
-        found = [caught.value.rank]
-    world.barrier()
+            part.recv(np.empty(1, np.float32), 1)
+        assert caught.value.rank == 0
+    group.barrier()
     # A deadline names the rank that did not come, by its rank in the world.
-    late = world.new_group([1, 2, 0], ordered=True)
+    late = group.new_group([1, 2, 0], ordered=True)
     assert late is not None
     late.barrier()
     if rank != 2:
         with pytest.raises(bagua.BaguaTimeoutError) as timed_out:
             late.barrier(timeout=0.5)
-        found.append(list(timed_out.value.missing))
-    world.barrier()
-    bagua.shutdown()
-    return found
-
-
-def test_a_rank_that_leaves_and_one_that_is_late_are_named_by_their_world_ranks(world: World) -> None:
-    assert world(3).run(leave_in_order) == [[[2]], [0, [2]], [0]]
+        assert timed_out.value.missing == (2,)
+    group.barrier()

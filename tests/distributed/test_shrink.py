@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import bagua
+from tests.groups import on_ranks
 from tests.waits import for_ever, meet
 
 World = Callable[..., Any]
@@ -158,65 +159,42 @@ def test_the_smaller_half_is_refused_and_goes_on_with_any_quorum(world: World) -
 # --- no rank lost -----------------------------------------------------------------------------------------------------
 
 
-def after_an_exception(rank: int) -> Any:
-    group = bagua.init(timeout=60)
+@on_ranks(3)
+def test_after_an_exception_all_ranks_go_on(rank: int, group: bagua.Group) -> None:
     meet("before the exception", rank, range(3))
     if rank == 2:
         bagua.lifecycle.report(ValueError, ValueError("bad number"))
     with pytest.raises(bagua.PeerRaisedError):
         for_ever(group.barrier)
     group = group.shrink()
-    result = total(group, 1.0), group.former_ranks
-    bagua.shutdown()
-    return result
+    assert (total(group, 1.0), group.former_ranks) == (3.0, [0, 1, 2])
 
 
-def test_after_an_exception_all_ranks_go_on(world: World) -> None:
-    assert world(3).run(after_an_exception) == [(3.0, [0, 1, 2])] * 3
-
-
-def called_late(rank: int) -> Any:
-    group = bagua.init(timeout=60)
-    missing: tuple[int, ...] = ()
+@on_ranks(3)
+def test_ranks_that_run_and_have_not_called_are_named_and_the_call_can_be_repeated(
+    rank: int, group: bagua.Group
+) -> None:
     if rank == 0:
         with pytest.raises(bagua.BaguaTimeoutError) as raised:
             group.shrink(timeout=0.3)
-        missing = raised.value.missing
+        assert raised.value.missing == (1, 2)
         assert isinstance(raised.value, TimeoutError)
         # The old group still works: nothing was lost.
         group.barrier()
     else:
         group.barrier()
-    group = group.shrink()
-    result = missing, total(group, 1.0)
-    bagua.shutdown()
-    return result
+    assert total(group.shrink(), 1.0) == 3.0
 
 
-def test_ranks_that_run_and_have_not_called_are_named_and_the_call_can_be_repeated(world: World) -> None:
-    assert world(3).run(called_late) == [((1, 2), 3.0), ((), 3.0), ((), 3.0)]
-
-
-def refused_arguments(rank: int) -> list[str]:
-    group = bagua.init(timeout=60)
-    texts = []
+@on_ranks(2)
+def test_arguments_that_cannot_be_used_are_refused_and_the_group_works_on(group: bagua.Group) -> None:
     pair = group.new_group([0, 1])
     assert pair is not None
-    for call in (
-        lambda: group.shrink(timeout=0),
-        lambda: group.shrink(quorum="most"),  # type: ignore[arg-type]
-        lambda: pair.shrink(),
+    for text, call in (
+        ("positive", lambda: group.shrink(timeout=0)),
+        ("quorum.*'most'|'most'.*quorum", lambda: group.shrink(quorum="most")),  # type: ignore[arg-type]
+        ("sub-group", lambda: pair.shrink()),
     ):
-        with pytest.raises(ValueError, match=r"positive|quorum|sub-group") as raised:
+        with pytest.raises(ValueError, match=text):
             call()
-        texts.append(str(raised.value))
     assert total(group, 1.0) == 2.0
-    bagua.shutdown()
-    return texts
-
-
-def test_arguments_that_cannot_be_used_are_refused_and_the_group_works_on(world: World) -> None:
-    for texts in world(2).run(refused_arguments):
-        assert "positive" in texts[0]
-        assert "'most'" in texts[1]
-        assert "sub-group" in texts[2]
