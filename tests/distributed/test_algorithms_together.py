@@ -83,10 +83,8 @@ TABLE = [
     Entry("bytegrad random_k feedback", bytegrad("random_k", True, k=0.3), any_bucket_size=False),
     Entry("bytegrad onebit feedback", bytegrad("onebit", True), any_bucket_size=False),
     Entry("bytegrad block_i8", bytegrad("block_i8", False, block=16), any_bucket_size=False),
-    Entry("powersgd", lambda _: PowerSGDAlgorithm(1), any_bucket_size=False),
-    Entry(
-        "powersgd cold", lambda _: PowerSGDAlgorithm(2, warm_start=False, min_compression=1.0), any_bucket_size=False
-    ),
+    Entry("powersgd", lambda _: PowerSGDAlgorithm(1)),
+    Entry("powersgd cold", lambda _: PowerSGDAlgorithm(2, warm_start=False, min_compression=1.0)),
     Entry(
         "qadam",
         lambda optimizer: QAdamAlgorithm(optimizer, hierarchical=False),
@@ -307,6 +305,7 @@ def one_overflow_makes_every_rank_skip_where_gradients_travel(rank: int) -> None
         bytegrad("onebit", True),
         bytegrad("top_k", True, k=0.2),
         bytegrad("block_i8", False),
+        lambda _: PowerSGDAlgorithm(1),
     ):
         model = net()
         optimizer = sgd(model)

@@ -1,4 +1,7 @@
-"""powersgd on several ranks against a NumPy simulation of all of them, and against what the method promises."""
+"""powersgd on several ranks against a NumPy simulation of all of them, and against what the method promises.
+
+That it resumes, and that an overflow makes every rank skip, is in test_algorithms_together.py.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ import torch
 
 import bagua.torch_api as bagua_torch
 from bagua.torch_api.algorithms.powersgd import PowerSGDAlgorithm
-from tests.distributed.states import load, saved
 from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, same_everywhere
 
 Values = npt.NDArray[Any]
@@ -254,23 +256,6 @@ def an_overflow_on_one_rank_is_everybodys_and_leaves_the_state(rank: int) -> Non
                 assert all(torch.equal(mine[key], theirs[key]) for key in SHAPES), (warm, name, value)
 
 
-def grad_scaler_skips_on_all_ranks(rank: int) -> None:
-    model = Given()
-    optimizer = wrapped(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    for step in range(4):
-        given = gradients(rank, step)
-        if step == 1 and rank == 0:
-            given["matrix"][0, 0] = float("inf")
-        before = model.matrix.detach().clone()
-        optimizer.zero_grad()
-        scaler.scale(model(given)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert torch.equal(before, model.matrix) == (step == 1)
-        assert same_everywhere(*model.parameters())
-
-
 def half_precision_gradients_are_computed_in_float32(rank: int) -> None:
     if size() == 1:
         return
@@ -357,25 +342,6 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range
 def mlp(bias: bool = True) -> torch.nn.Module:
     torch.manual_seed(2)
     return torch.nn.Sequential(torch.nn.Linear(20, 32, bias), torch.nn.Tanh(), torch.nn.Linear(32, 24, bias))
-
-
-def a_resumed_run_goes_on_bit_for_bit(rank: int) -> None:
-    for warm in (True, False):
-        algorithm = PowerSGDAlgorithm(RANK, warm_start=warm)
-        model = mlp()
-        optimizer = wrapped(model, algorithm)
-        train(model, optimizer, range(3))
-        states = saved(model, optimizer)
-        train(model, optimizer, range(3, 7))
-        other = mlp()
-        # Another bucket size changes nothing.
-        resumed = wrapped(other, algorithm, bucket_size=64)
-        assert states[2]["algorithm"] == "powersgd"
-        load(other, resumed, states)
-        train(other, resumed, range(3, 7))
-        assert all(map(torch.equal, model.parameters(), other.parameters())), warm
-        with pytest.raises(ValueError, match="'bytegrad', not of 'powersgd'"):
-            other.bagua_algorithm.load_state_dict(states[2] | {"algorithm": "bytegrad"})
 
 
 def a_model_of_matrices_only_has_no_buckets(rank: int) -> None:

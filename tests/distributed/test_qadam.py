@@ -267,13 +267,6 @@ def an_earlier_state_brings_the_exchange_of_gradients_back(rank: int) -> None:
     assert all(map(torch.equal, model.parameters(), first))
 
 
-def another_algorithms_state_is_refused(rank: int) -> None:
-    model = net()
-    wrapped(model)
-    with pytest.raises(ValueError, match="'gradient_allreduce', not of 'qadam'"):
-        model.bagua_algorithm.load_state_dict({"algorithm": "gradient_allreduce", "step": 0, "round": 0})
-
-
 def what_it_cannot_train_is_refused_with_names(rank: int) -> None:
     model = net()
     some = QAdamOptimizer(model[0].parameters())
