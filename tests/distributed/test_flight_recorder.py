@@ -19,6 +19,7 @@ import pytest
 
 import bagua
 from bagua import cli
+from tests.groups import on_ranks
 from tests.waits import meet, until
 
 World = Callable[..., Any]
@@ -45,8 +46,8 @@ def merge(capsys: pytest.CaptureFixture[str], files: list[str], out: Path) -> tu
 # --- recording --------------------------------------------------------------------------------------------------------
 
 
-def in_three_lanes(rank: int) -> list[dict[str, Any]]:
-    group = bagua.init(timeout=60)
+@on_ranks(2)
+def test_the_last_thousand_of_twelve_hundred_operations_are_right(group: bagua.Group) -> None:
     started = time.time()
     pair = group.new_group([0, 1])
     x, y, z = np.ones(4, np.float32), np.ones(2, np.float64), np.ones(8, np.int32)
@@ -64,28 +65,23 @@ def in_three_lanes(rank: int) -> list[dict[str, Any]]:
         shown = bagua.flight_recorder()
     group.barrier()
     assert all(started <= op["begin"] <= op["end"] <= time.time() for op in shown)
-    return shown
-
-
-def test_the_last_thousand_of_twelve_hundred_operations_are_right(world: World) -> None:
-    for shown in world(2).run(in_three_lanes):
-        assert [op["n"] for op in shown] == list(range(200, 1200))
-        assert all([*op] == [*KEYS, "missing"] for op in shown)
-        assert all((op["state"], op["missing"]) == ("done", []) for op in shown)
-        by_lane: dict[tuple[str, int], list[dict[str, Any]]] = {}
-        for op in shown:
-            by_lane.setdefault((op["group"], op["channel"]), []).append(op)
-        kinds = {
-            ("world", 0): ("all_reduce(max)", "", "float32", 4, 16, None),
-            ("world/0,1", 0): ("broadcast", "", "float64", 2, 16, 1),
-            ("world", 1): ("all_reduce(sum)", "b0", "int32", 8, 32, None),
-        }
-        assert by_lane.keys() == kinds.keys()
-        for lane, ops in by_lane.items():
-            says = {tuple(op[key] for key in ("kind", "label", "dtype", "count", "bytes", "root")) for op in ops}
-            assert says == {kinds[lane]}
-            last = 600 if lane == ("world", 0) else 300
-            assert [op["seq"] for op in ops] == list(range(last - len(ops), last))
+    assert [op["n"] for op in shown] == list(range(200, 1200))
+    assert all([*op] == [*KEYS, "missing"] for op in shown)
+    assert all((op["state"], op["missing"]) == ("done", []) for op in shown)
+    by_lane: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for op in shown:
+        by_lane.setdefault((op["group"], op["channel"]), []).append(op)
+    kinds = {
+        ("world", 0): ("all_reduce(max)", "", "float32", 4, 16, None),
+        ("world/0,1", 0): ("broadcast", "", "float64", 2, 16, 1),
+        ("world", 1): ("all_reduce(sum)", "b0", "int32", 8, 32, None),
+    }
+    assert by_lane.keys() == kinds.keys()
+    for lane, ops in by_lane.items():
+        says = {tuple(op[key] for key in ("kind", "label", "dtype", "count", "bytes", "root")) for op in ops}
+        assert says == {kinds[lane]}
+        last = 600 if lane == ("world", 0) else 300
+        assert [op["seq"] for op in ops] == list(range(last - len(ops), last))
 
 
 def queued_behind_one_that_waits(rank: int, folder: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -401,8 +397,8 @@ def test_a_rank_that_ends_by_an_exception_has_a_record_too_by_default_in_the_tem
     assert shown == ["rank 0 waited for rank 1: all_reduce(sum) number 1 of group world, channel 0"]
 
 
-def forked(rank: int) -> tuple[int, str]:
-    group = bagua.init(0, 1)
+@on_ranks(1)
+def test_a_forked_child_has_a_recorder_of_its_own(group: bagua.Group) -> None:
     group.barrier()
     reading, writing = os.pipe()
     pid = os.fork()
@@ -410,11 +406,8 @@ def forked(rank: int) -> tuple[int, str]:
         os.write(writing, json.dumps(bagua.flight_recorder()).encode())
         os._exit(0)
     os.waitpid(pid, 0)
-    return len(bagua.flight_recorder()), os.read(reading, 1000).decode()
-
-
-def test_a_forked_child_has_a_recorder_of_its_own(world: World) -> None:
-    assert world(1).run(forked) == [(1, "[]")]
+    assert len(bagua.flight_recorder()) == 1
+    assert os.read(reading, 1000).decode() == "[]"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
