@@ -48,160 +48,71 @@ pub struct Program {
     pub kernels: &'static [&'static str],
 }
 
-/// All programs.
-pub const PROGRAMS: [Program; 9] = [
-    Program {
-        name: "minmax_u8",
-        source: include_str!("../kernels/minmax_u8.cu"),
-        kernels: &[
-            "minmax_u8_range_f32",
-            "minmax_u8_encode_f32",
-            "minmax_u8_decode_f32",
-            "minmax_u8_range_f16",
-            "minmax_u8_encode_f16",
-            "minmax_u8_decode_f16",
-            "minmax_u8_range_bf16",
-            "minmax_u8_encode_bf16",
-            "minmax_u8_decode_bf16",
-        ],
-    },
-    Program {
-        name: "minmax_u8_reduce",
-        source: include_str!("../kernels/minmax_u8_reduce.cu"),
-        kernels: &[
-            "minmax_u8_tables_f32",
-            "minmax_u8_reduce_range_f32",
-            "minmax_u8_reduce_f32",
-            "minmax_u8_tables_f16",
-            "minmax_u8_reduce_range_f16",
-            "minmax_u8_reduce_f16",
-            "minmax_u8_tables_bf16",
-            "minmax_u8_reduce_range_bf16",
-            "minmax_u8_reduce_bf16",
-        ],
-    },
-    Program {
-        name: "convert",
-        source: include_str!("../kernels/convert.cu"),
-        kernels: &[
-            "convert_f32_f16",
-            "convert_f32_bf16",
-            "convert_f16_f32",
-            "convert_f16_f16",
-            "convert_f16_bf16",
-            "convert_bf16_f32",
-            "convert_bf16_f16",
-            "convert_bf16_bf16",
-        ],
-    },
-    Program {
-        name: "convert_reduce",
-        source: include_str!("../kernels/convert_reduce.cu"),
-        kernels: &[
-            "convert_reduce_f32_f16",
-            "convert_reduce_f32_bf16",
-            "convert_reduce_f16_f16",
-            "convert_reduce_f16_bf16",
-            "convert_reduce_bf16_f16",
-            "convert_reduce_bf16_bf16",
-        ],
-    },
-    Program {
-        name: "update",
-        source: include_str!("../kernels/update.cu"),
-        kernels: &[
-            "update_correct_f16",
-            "update_correct_bf16",
-            "update_correct_f32",
-            "update_correct_f64",
-            "update_ring_difference_f16",
-            "update_ring_difference_bf16",
-            "update_ring_difference_f32",
-            "update_ring_take_f16",
-            "update_ring_take_bf16",
-            "update_ring_take_f32",
-        ],
-    },
-    Program {
-        name: "feedback",
-        source: include_str!("../kernels/feedback.cu"),
-        kernels: &[
-            "feedback_add_f16",
-            "feedback_lose_f16",
-            "feedback_lose_mean_f16",
-            "feedback_look_f16",
-            "feedback_add_bf16",
-            "feedback_lose_bf16",
-            "feedback_lose_mean_bf16",
-            "feedback_look_bf16",
-            "feedback_add_f32",
-            "feedback_lose_f32",
-            "feedback_lose_mean_f32",
-            "feedback_look_f32",
-            "feedback_keep_f32",
-        ],
-    },
-    Program {
-        name: "reduce_half",
-        source: include_str!("../kernels/reduce_half.cu"),
-        kernels: &[
-            "reduce_f16_sum",
-            "reduce_f16_avg",
-            "reduce_f16_product",
-            "reduce_f16_min",
-            "reduce_f16_max",
-            "reduce_bf16_sum",
-            "reduce_bf16_avg",
-            "reduce_bf16_product",
-            "reduce_bf16_min",
-            "reduce_bf16_max",
-        ],
-    },
-    Program {
-        name: "reduce_float",
-        source: include_str!("../kernels/reduce_float.cu"),
-        kernels: &[
-            "reduce_f32_sum",
-            "reduce_f32_avg",
-            "reduce_f32_product",
-            "reduce_f32_min",
-            "reduce_f32_max",
-            "reduce_f64_sum",
-            "reduce_f64_avg",
-            "reduce_f64_product",
-            "reduce_f64_min",
-            "reduce_f64_max",
-            "reduce_c64_product",
-            "reduce_c128_product",
-        ],
-    },
-    Program {
-        name: "reduce_integer",
-        source: include_str!("../kernels/reduce_integer.cu"),
-        kernels: &[
-            "reduce_u8_sum",
-            "reduce_u8_product",
-            "reduce_u8_min",
-            "reduce_u8_max",
-            "reduce_u8_bor",
-            "reduce_u8_band",
-            "reduce_u8_bxor",
-            "reduce_i8_min",
-            "reduce_i8_max",
-            "reduce_i32_sum",
-            "reduce_i32_product",
-            "reduce_i32_min",
-            "reduce_i32_max",
-            "reduce_i64_sum",
-            "reduce_i64_product",
-            "reduce_i64_min",
-            "reduce_i64_max",
-            "reduce_bool_bor",
-            "reduce_bool_band",
-            "reduce_bool_bxor",
-        ],
-    },
-];
+/// Declares the programs: each by the name of its file, and its kernels by the beginnings of their names, each with the endings that there are.
+macro_rules! programs {
+    ($($program:literal { $($beginning:literal: $($ending:literal)*;)* })*) => {
+        /// All programs.
+        pub const PROGRAMS: [Program; [$($program),*].len()] = [$(
+            Program {
+                name: $program,
+                source: include_str!(concat!("../kernels/", $program, ".cu")),
+                kernels: &[$($(concat!($beginning, "_", $ending),)*)*],
+            },
+        )*];
+    };
+}
+
+programs! {
+    "minmax_u8" {
+        "minmax_u8_range": "f32" "f16" "bf16";
+        "minmax_u8_encode": "f32" "f16" "bf16";
+        "minmax_u8_decode": "f32" "f16" "bf16";
+    }
+    "minmax_u8_reduce" {
+        "minmax_u8_tables": "f32" "f16" "bf16";
+        "minmax_u8_reduce_range": "f32" "f16" "bf16";
+        "minmax_u8_reduce": "f32" "f16" "bf16";
+    }
+    "convert" {
+        "convert_f32": "f16" "bf16";
+        "convert_f16": "f32" "f16" "bf16";
+        "convert_bf16": "f32" "f16" "bf16";
+    }
+    "convert_reduce" {
+        "convert_reduce_f32": "f16" "bf16";
+        "convert_reduce_f16": "f16" "bf16";
+        "convert_reduce_bf16": "f16" "bf16";
+    }
+    "update" {
+        "update_correct": "f16" "bf16" "f32" "f64";
+        "update_ring_difference": "f16" "bf16" "f32";
+        "update_ring_take": "f16" "bf16" "f32";
+    }
+    "feedback" {
+        "feedback_add": "f16" "bf16" "f32";
+        "feedback_lose": "f16" "bf16" "f32";
+        "feedback_lose_mean": "f16" "bf16" "f32";
+        "feedback_look": "f16" "bf16" "f32";
+        "feedback_keep": "f32";
+    }
+    "reduce_half" {
+        "reduce_f16": "sum" "avg" "product" "min" "max";
+        "reduce_bf16": "sum" "avg" "product" "min" "max";
+    }
+    "reduce_float" {
+        "reduce_f32": "sum" "avg" "product" "min" "max";
+        "reduce_f64": "sum" "avg" "product" "min" "max";
+        "reduce_c64": "product";
+        "reduce_c128": "product";
+    }
+    "reduce_integer" {
+        "reduce_u8": "sum" "product" "min" "max" "bor" "band" "bxor";
+        "reduce_i8": "min" "max";
+        "reduce_i32": "sum" "product" "min" "max";
+        "reduce_i64": "sum" "product" "min" "max";
+        "reduce_bool": "bor" "band" "bxor";
+    }
+}
 
 /// The program that has a kernel of that name.
 pub fn program_of(kernel: &str) -> Option<&'static Program> {
