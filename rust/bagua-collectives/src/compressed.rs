@@ -77,12 +77,8 @@ pub(super) fn all_reduce(
     {
         return two_shot_on(&mut *codec, collective, cx, data, how, error, work);
     }
-    let on_host_copy = |from: Buffer<'_>| {
-        let mut host = vec![0; from.len()];
-        from.copy_to(&mut host).map(|()| host)
-    };
-    let mut host = on_host_copy(data.as_buffer())?;
-    let mut kept = error.as_ref().map(|error| on_host_copy(error.as_buffer())).transpose()?;
+    let mut host = data.as_buffer().to_vec()?;
+    let mut kept = error.as_ref().map(|error| error.as_buffer().to_vec()).transpose()?;
     on_host(collective, cx, &mut host, how, kept.as_deref_mut(), work)?;
     if let (Some(error), Some(kept)) = (&mut error, &kept) {
         error.copy_from(kept)?;

@@ -253,13 +253,10 @@ pub fn combine_on_host(
         reduce::combine(cx.dtype(), op, &inputs, into.into_host()?);
         return Ok(());
     }
-    let copy = |from: Buffer<'_>| {
-        let mut host = vec![0; from.len()];
-        from.copy_to(&mut host).map(|()| host)
-    };
-    let given: Vec<_> = inputs.iter().map(|input| input.map(copy).transpose()).collect::<Result<_>>()?;
+    let given: Vec<_> =
+        inputs.iter().map(|input| input.map(|input| input.to_vec()).transpose()).collect::<Result<_>>()?;
     let inputs: Vec<_> = given.iter().map(Option::as_deref).collect();
-    let mut host = copy(into.as_buffer())?;
+    let mut host = into.as_buffer().to_vec()?;
     reduce::combine(cx.dtype(), op, &inputs, &mut host);
     into.copy_from(&host)
 }

@@ -25,12 +25,7 @@ impl Parts {
             other => other.uses(rank),
         };
         // How many shards each side has.
-        let (given, taken) = match layout {
-            Layout::Equal | Layout::Parts => (1, 1),
-            Layout::EqualShards => (ranks, ranks),
-            Layout::Grows => (1, ranks),
-            Layout::Shrinks => (ranks, 1),
-        };
+        let (given, taken) = layout.shards(ranks);
         let (given, taken) = match uses {
             Uses::Both => (given, taken),
             Uses::SourceOnly => (given, 0),

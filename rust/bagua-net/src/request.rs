@@ -137,6 +137,18 @@ pub enum Layout {
     Parts,
 }
 
+impl Layout {
+    /// How many times the count of elements, as the fingerprint has it, source and destination hold among so many ranks.
+    pub const fn shards(self, ranks: usize) -> (usize, usize) {
+        match self {
+            Layout::Equal | Layout::Parts => (1, 1),
+            Layout::EqualShards => (ranks, ranks),
+            Layout::Grows => (1, ranks),
+            Layout::Shrinks => (ranks, 1),
+        }
+    }
+}
+
 /// Which of two separate buffers a rank uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
@@ -266,15 +278,9 @@ impl<'a> Verb<'a> {
         }
     }
 
-    /// How many times the count of elements, as the fingerprint has it, the source and the destination of this rank hold. In place
-    /// (`split` false) only the destination counts.
+    /// As [`Layout::shards`], of the buffers that this rank uses. In place (`split` false) only the destination counts.
     pub fn parts(self, rank: usize, ranks: usize, split: bool) -> (usize, usize) {
-        let (src, dst) = match self.layout() {
-            Layout::Equal | Layout::Parts => (1, 1),
-            Layout::EqualShards => (ranks, ranks),
-            Layout::Grows => (1, ranks),
-            Layout::Shrinks => (ranks, 1),
-        };
+        let (src, dst) = self.layout().shards(ranks);
         match self.uses(rank) {
             _ if !split => (0, src.max(dst)),
             Uses::Both => (src, dst),

@@ -282,11 +282,7 @@ fn contiguous(shape: &[i64], strides: &[i64]) -> bool {
 /// The shape for a fingerprint.
 #[expect(clippy::unnecessary_wraps, reason = "the signature that `TensorReader::read` expects")]
 pub fn shape(dims: &[i64]) -> Option<Shape> {
-    let mut first = [0; 4];
-    for (slot, dim) in first.iter_mut().zip(dims) {
-        *slot = u32::try_from(*dim).unwrap_or(u32::MAX);
-    }
-    Some(Shape { ndim: u8::try_from(dims.len()).unwrap_or(u8::MAX), dims: first })
+    Some(Shape::new(dims))
 }
 
 /// The dimensions as a tuple; `Some(None)` for one dimension, `None` when the tuple cannot be created.

@@ -178,10 +178,10 @@ pub struct Shape {
 
 impl Shape {
     /// The shape of a tensor with these dimensions.
-    pub fn new(dims: &[usize]) -> Shape {
+    pub fn new<T: Copy + TryInto<u32>>(dims: &[T]) -> Shape {
         let mut first = [0; 4];
         for (slot, dim) in first.iter_mut().zip(dims) {
-            *slot = u32::try_from(*dim).unwrap_or(u32::MAX);
+            *slot = (*dim).try_into().unwrap_or(u32::MAX);
         }
         Shape { ndim: u8::try_from(dims.len()).unwrap_or(u8::MAX), dims: first }
     }

@@ -323,6 +323,15 @@ impl<'a> Buffer<'a> {
         }
         Ok(())
     }
+
+    /// A copy of all bytes on the host.
+    ///
+    /// # Errors
+    /// Whatever the device reports.
+    pub fn to_vec(&self) -> Result<Vec<u8>> {
+        let mut host = vec![0; self.len];
+        self.copy_to(&mut host).map(|()| host)
+    }
 }
 
 /// Bytes to write, on the host or on a device.
@@ -443,11 +452,7 @@ impl<'a> BufferMut<'a> {
     pub fn copy_from_buffer(&mut self, from: Buffer<'_>) -> Result<()> {
         match from.device {
             None => self.copy_from(from.as_host()?),
-            Some(_) => {
-                let mut host = vec![0; from.len];
-                from.copy_to(&mut host)?;
-                self.copy_from(&host)
-            }
+            Some(_) => self.copy_from(&from.to_vec()?),
         }
     }
 
