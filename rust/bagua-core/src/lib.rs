@@ -24,6 +24,6 @@ pub use bagua_collectives::{self as collective, same_ranks_as};
 pub use bagua_group as group;
 pub use bagua_kernels::{codec, reduce};
 pub use bagua_net::{health, memory, platform, recorder, request, stats, transport, wait};
-pub use bagua_types::{error, types};
+pub use bagua_types::{coded, error, types};
 
 use bagua_net::sync;

@@ -56,7 +56,7 @@ impl Candidate {
         let version = <[u8; 4]>::try_from(&record[4..8]).expect("four");
         let reason = record[REASON..].split(|byte| *byte == 0).next().unwrap_or_default();
         Candidate {
-            requested: Requested::ALL.get(usize::from(record[0])).copied().unwrap_or_default(),
+            requested: Requested::from_code(record[0]).unwrap_or_default(),
             several: record[1] != 0,
             uuid: (record[2] != 0).then(|| bytes(8)),
             nccl: i32::from_le_bytes(version),

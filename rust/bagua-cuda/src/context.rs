@@ -154,6 +154,25 @@ impl Context {
         Ok(())
     }
 
+    /// So many bytes of the device, which are there for work behind this on the stream: their address.
+    pub(crate) fn allocate(&self, bytes: usize, stream: CUstream) -> Result<usize> {
+        let _entered = self.enter()?;
+        let mut address: CUdeviceptr = 0;
+        // SAFETY: it writes one address, of the current context's device; the stream is the caller's or one of ours.
+        unsafe { checked!(self, cuMemAllocAsync(&raw mut address, bytes.max(1), stream as _)) }?;
+        Ok(address as usize)
+    }
+
+    /// Frees what [`Context::allocate`] has returned, when the stream has come so far.
+    ///
+    /// # Safety
+    /// Nothing that is enqueued later uses it, on this stream or another.
+    pub(crate) unsafe fn free(&self, address: usize, stream: CUstream) -> Result<()> {
+        let _entered = self.enter()?;
+        // SAFETY: the caller's promise.
+        unsafe { checked!(self, cuMemFreeAsync(address as CUdeviceptr, stream as _)) }
+    }
+
     /// Sets bytes of the device to 0, on a stream.
     ///
     /// # Safety

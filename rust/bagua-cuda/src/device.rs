@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
+use bagua_core::coded;
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::{Device, DeviceRef, Stamp};
 use bagua_core::wait::{Waited, lock};
@@ -21,33 +22,15 @@ pub const KIND: u8 = 2;
 /// The legacy stream, by DLPack's number.
 const LEGACY: usize = 1;
 
-/// The collective that the caller requests: the value of `BAGUA_CUDA_COLLECTIVE`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(u8)]
-#[allow(missing_docs)]
-pub enum Requested {
-    #[default]
-    Auto,
-    Nccl,
-    Staged,
-}
-
-impl Requested {
-    /// All of them, by number.
-    pub const ALL: [Requested; 3] = [Requested::Auto, Requested::Nccl, Requested::Staged];
-
-    /// As the variable names it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Requested::Auto => "auto",
-            Requested::Nccl => "nccl",
-            Requested::Staged => "staged",
-        }
-    }
-
-    /// The value of that name.
-    pub fn named(name: &str) -> Option<Requested> {
-        Requested::ALL.into_iter().find(|requested| requested.name() == name)
+coded! {
+    /// The collective that the caller requests: the value of `BAGUA_CUDA_COLLECTIVE`.
+    #[derive(Default)]
+    #[allow(missing_docs)]
+    Requested {
+        #[default]
+        Auto = 0, "auto";
+        Nccl = 1, "nccl";
+        Staged = 2, "staged";
     }
 }
 
@@ -419,9 +402,10 @@ impl Device for OperationDevice {
 
     unsafe fn copy_from_host(&self, from: &[u8], to: NonNull<u8>) -> Result<()> {
         self.on_lane(|lane_device, copier| {
-            lane_device.order_after_last(copier.up.handle())?;
+            let up = copier.up.handle();
+            lane_device.order_after_last(up)?;
             // SAFETY: as above.
-            unsafe { copier.deliver(lane_device, from, to.as_ptr() as usize, |_| lane_device.check()) }?;
+            unsafe { copier.deliver(lane_device, from, to.as_ptr() as usize, up, |_| lane_device.check()) }?;
             copier.left.iter().try_for_each(|left| wait_until_reached(left, || lane_device.check()))
         })
     }

@@ -11,10 +11,9 @@ use bagua_core::request::OpContext;
 use bagua_core::stats::Counter;
 use bagua_core::types::Kind;
 use bagua_core::wait::lock;
-use cudarc::driver::sys::CUdeviceptr;
 
 use crate::context::Context;
-use crate::driver_functions::{CUstream, before_anything_began, checked};
+use crate::driver_functions::{CUstream, before_anything_began};
 use crate::event::Event;
 use crate::memory::Pinned;
 use crate::stream::Stream;
@@ -109,7 +108,7 @@ pub(crate) struct Copier {
     /// Each output may be used again.
     pub(crate) left: [Event; 2],
     /// Memory of the device, by its use: address and bytes.
-    rooms: [Option<(CUdeviceptr, usize)>; 2],
+    rooms: [Option<(usize, usize)>; 2],
     /// Where kernels count the records of NaN of operations of a kind.
     nonfinite: Vec<(Kind, Arc<NonFinite>)>,
 }
@@ -169,7 +168,7 @@ impl Copier {
 
     /// The address of so many bytes of the device for one use, if it has as many.
     pub(crate) fn has_room(&self, of: Use, bytes: usize) -> Option<usize> {
-        self.rooms[of as usize].filter(|(_, len)| *len >= bytes).map(|(address, _)| address as usize)
+        self.rooms[of as usize].filter(|(_, len)| *len >= bytes).map(|(address, _)| address)
     }
 
     /// So many bytes of the device for one use, the same at each call unless it needs more: their address. Work of `down`, and what comes
@@ -180,21 +179,17 @@ impl Copier {
         }
         let before = self.rooms[of as usize].map_or(0, |(_, len)| len);
         self.free_room(of)?;
-        let _entered = self.context.enter()?;
-        let mut address: CUdeviceptr = 0;
-        // SAFETY: it writes one address; the stream is ours.
-        unsafe { checked!(self.context, cuMemAllocAsync(&raw mut address, bytes.max(1), self.down.handle() as _)) }?;
+        let address = self.context.allocate(bytes, self.down.handle())?;
         self.rooms[of as usize] = Some((address, bytes));
         lane_device.room.fetch_add(bytes.wrapping_sub(before) as u64, Ordering::Relaxed);
-        Ok(address as usize)
+        Ok(address)
     }
 
     /// Gives a room back, behind the work of `up`, which comes after that of `down` on it.
     fn free_room(&mut self, of: Use) -> Result<()> {
         let Some((address, _)) = self.rooms[of as usize].take() else { return Ok(()) };
-        let _entered = self.context.enter()?;
         // SAFETY: ours, from `room`; no work uses it after the stream has come so far.
-        unsafe { checked!(self.context, cuMemFreeAsync(address, self.up.handle() as _)) }
+        unsafe { self.context.free(address, self.up.handle()) }
     }
 
     /// The address of the number of records of NaN of operations of this kind.
@@ -245,7 +240,7 @@ impl Copier {
         Ok(())
     }
 
-    /// Copies bytes of the host to the device on the stream `up`, through pinned memory. The host's bytes are free when it returns.
+    /// Copies bytes of the host to the device on a stream of the lane's, through pinned memory. The host's bytes are free when it returns.
     ///
     /// # Safety
     /// As many bytes at `to` are memory of the device, which live and have no other use until the stream has come so far.
@@ -254,16 +249,16 @@ impl Copier {
         lane_device: &LaneDevice,
         from: &[u8],
         to: usize,
+        stream: CUstream,
         mut go_on: impl FnMut(u64) -> Result<()>,
     ) -> Result<()> {
-        let up = self.up.handle();
         for (number, piece) in from.chunks(PIECE).enumerate() {
             let (turn, done) = (number % 2, number * PIECE);
             wait_until_reached(&self.left[turn], || go_on(done as u64))?;
             self.output[turn].bytes_mut(piece.len()).copy_from_slice(piece);
             // SAFETY: the caller's promise.
-            unsafe { self.output[turn].spill(0..piece.len(), to + done, up) }?;
-            self.left[turn].record(up)?;
+            unsafe { self.output[turn].spill(0..piece.len(), to + done, stream) }?;
+            self.left[turn].record(stream)?;
         }
         lane_device.to_device.fetch_add(from.len() as u64, Ordering::Relaxed);
         Ok(())

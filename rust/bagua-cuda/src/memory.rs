@@ -119,22 +119,18 @@ impl Drop for Pinned {
 pub(crate) struct Scratch<'a> {
     context: &'a Context,
     stream: CUstream,
-    address: CUdeviceptr,
+    address: usize,
 }
 
 impl<'a> Scratch<'a> {
     /// So many bytes, not 0.
     pub(crate) fn new(context: &'a Context, bytes: usize, stream: CUstream) -> Result<Scratch<'a>> {
-        let _entered = context.enter()?;
-        let mut address: CUdeviceptr = 0;
-        // SAFETY: it writes one address, of the current context's device.
-        unsafe { checked!(context, cuMemAllocAsync(&raw mut address, bytes, stream as _)) }?;
-        Ok(Scratch { context, stream, address })
+        Ok(Scratch { context, stream, address: context.allocate(bytes, stream)? })
     }
 
     /// Of the first byte.
     pub(crate) fn address(&self) -> usize {
-        self.address as usize
+        self.address
     }
 
     /// Frees it when the stream has come so far.
@@ -143,10 +139,9 @@ impl<'a> Scratch<'a> {
         self.free_ordered(address)
     }
 
-    fn free_ordered(&self, address: CUdeviceptr) -> Result<()> {
-        let _entered = self.context.enter()?;
+    fn free_ordered(&self, address: usize) -> Result<()> {
         // SAFETY: it was allocated on this stream, and nothing that is enqueued later uses it.
-        unsafe { checked!(self.context, cuMemFreeAsync(address, self.stream as _)) }
+        unsafe { self.context.free(address, self.stream) }
     }
 }
 

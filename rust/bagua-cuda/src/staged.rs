@@ -88,7 +88,8 @@ pub(crate) fn exchange(
             at += data.len();
             // SAFETY: as above; the operation alone uses them until its end on the device.
             unsafe {
-                copier.deliver(lane_device, data, it.data.as_buffer().address(), |done| cx.check(&[], done, total))
+                let (to, up) = (it.data.as_buffer().address(), copier.up.handle());
+                copier.deliver(lane_device, data, to, up, |done| cx.check(&[], done, total))
             }?;
         }
         place.mark_end(copier, false)

@@ -13,13 +13,12 @@ use bagua_core::error::{Error, Result};
 use bagua_core::memory::{DeviceWeights, WeightStep};
 use bagua_core::types::DType;
 use bagua_core::wait::lock;
-use cudarc::driver::sys::CUdeviceptr;
 
 use crate::context::Context;
-use crate::driver_functions::{CUstream, checked};
+use crate::driver_functions::CUstream;
 use crate::event::Event;
 use crate::kernels::{Grid, short_name};
-use crate::lane_state::{LaneDevice, PIECE, wait_until_reached};
+use crate::lane_state::LaneDevice;
 use crate::loaded_kernels::Kernel;
 
 /// See the module.
@@ -177,7 +176,7 @@ pub struct Averaged {
     /// Of the correction; `None` for elements that are only copied.
     correct: Option<(Kernel, Grid)>,
     /// Memory on the device: the snapshot and, behind it, the average.
-    room: CUdeviceptr,
+    room: usize,
     of: Arc<Averaging>,
 }
 
@@ -209,13 +208,7 @@ impl Averaged {
         };
         let mut made = Averaged { address, count, dtype, correct, room: 0, of: Arc::clone(of) };
         let bytes = made.average_offset() + made.len();
-        made.room = of.lane_device.copier(|copier| {
-            let _entered = context.enter()?;
-            let mut room: CUdeviceptr = 0;
-            // SAFETY: it writes one address; the stream is ours.
-            unsafe { checked!(context, cuMemAllocAsync(&raw mut room, bytes.max(1), copier.down.handle() as _)) }?;
-            Ok(room)
-        })?;
+        made.room = of.lane_device.copier(|copier| context.allocate(bytes, copier.down.handle()))?;
         of.lane_device.count_memory(bytes);
         Ok(made)
     }
@@ -229,11 +222,11 @@ impl Averaged {
     }
 
     fn snapshot(&self) -> usize {
-        self.room as usize
+        self.room
     }
 
     fn average(&self) -> usize {
-        self.room as usize + self.average_offset()
+        self.room + self.average_offset()
     }
 }
 
@@ -262,19 +255,8 @@ impl DeviceWeights for Averaged {
     fn read_snapshot(&mut self, into: &mut [u8], go_on: &dyn Fn() -> Result<()>) -> Result<()> {
         assert_eq!(into.len(), self.len());
         let (lane_device, from) = (&self.of.lane_device, self.snapshot());
-        lane_device.copier(|copier| {
-            let stream = copier.down.handle();
-            for (number, piece) in into.chunks_mut(PIECE).enumerate() {
-                // SAFETY: memory of our own, which is freed on this stream; the copy is waited for, or `LaneDevice::end` does so.
-                unsafe { copier.input[0].fill(0..piece.len(), from + number * PIECE, stream) }?;
-                copier.arrived[0].record(stream)?;
-                wait_until_reached(&copier.arrived[0], go_on)?;
-                piece.copy_from_slice(copier.input[0].bytes(piece.len()));
-            }
-            Ok(())
-        })?;
-        lane_device.to_host.fetch_add(into.len() as u64, Ordering::Relaxed);
-        Ok(())
+        // SAFETY: memory of our own, which is freed on this stream; the copies are waited for, or `LaneDevice::end` does so.
+        lane_device.copier(|copier| unsafe { copier.fetch(lane_device, from, into, |_| go_on()) })
     }
 
     fn write_average(&mut self, from: &[u8], go_on: &dyn Fn() -> Result<()>) -> Result<()> {
@@ -282,18 +264,9 @@ impl DeviceWeights for Averaged {
         let (lane_device, to) = (&self.of.lane_device, self.average());
         lane_device.copier(|copier| {
             let stream = copier.down.handle();
-            for (number, piece) in from.chunks(PIECE).enumerate() {
-                let turn = number % 2;
-                wait_until_reached(&copier.left[turn], go_on)?;
-                copier.output[turn].bytes_mut(piece.len()).copy_from_slice(piece);
-                // SAFETY: as in `read_snapshot`.
-                unsafe { copier.output[turn].spill(0..piece.len(), to + number * PIECE, stream) }?;
-                copier.left[turn].record(stream)?;
-            }
-            Ok(())
-        })?;
-        lane_device.to_device.fetch_add(from.len() as u64, Ordering::Relaxed);
-        Ok(())
+            // SAFETY: as in `read_snapshot`.
+            unsafe { copier.deliver(lane_device, from, to, stream, |_| go_on()) }
+        })
     }
 }
 
@@ -305,9 +278,8 @@ impl Drop for Averaged {
         }
         // As in `Event::drop`.
         let _ = lane_device.copier(|copier| {
-            let _entered = lane_device.context().enter()?;
             // SAFETY: ours, from `new`; nothing that this stream gets later uses it, and no other stream does.
-            unsafe { checked!(lane_device.context(), cuMemFreeAsync(room, copier.down.handle() as _)) }
+            unsafe { lane_device.context().free(room, copier.down.handle()) }
         });
     }
 }

@@ -3,51 +3,33 @@
 //! Sources: Lian et al., NeurIPS 2017 (arXiv:1705.09056) for decentralized training; Assran et al., ICML 2019 (arXiv:1811.10792) and
 //! Ying et al., NeurIPS 2021 (arXiv:2110.13363) for exponential graphs; the original's `shift_one` pairs.
 
+use bagua_types::coded;
+
 use crate::error::{Error, Result};
 
-/// Whose weights a member averages with its own. n is the number of members, i a member, r the round.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub enum PeerSelection {
-    /// Everybody's.
-    All = 0,
-    /// One member's of the other half of all members, another one in each round; pairs are mutual. n must be even or 1.
-    ShiftOne = 1,
-    /// Those of i - 1 and i + 1.
-    Ring = 2,
-    /// Those of i + 2^j for all 2^j < n.
-    Exponential = 3,
-    /// That of i + 2^(r mod ceil(log2 n)).
-    OnePeerExponential = 4,
+coded! {
+    /// Whose weights a member averages with its own. n is the number of members, i a member, r the round.
+    PeerSelection {
+        /// Everybody's.
+        All = 0, "all";
+        /// One member's of the other half of all members, another one in each round; pairs are mutual. n must be even or 1.
+        ShiftOne = 1, "shift_one";
+        /// Those of i - 1 and i + 1.
+        Ring = 2, "ring";
+        /// Those of i + 2^j for all 2^j < n.
+        Exponential = 3, "exponential";
+        /// That of i + 2^(r mod ceil(log2 n)).
+        OnePeerExponential = 4, "one_peer_exponential";
+    }
 }
 
 impl PeerSelection {
-    /// Every selection, in the order of the codes.
-    pub const ALL: [PeerSelection; 5] = [
-        PeerSelection::All,
-        PeerSelection::ShiftOne,
-        PeerSelection::Ring,
-        PeerSelection::Exponential,
-        PeerSelection::OnePeerExponential,
-    ];
-
-    /// The name that the Python API uses.
-    pub const fn name(self) -> &'static str {
-        match self {
-            PeerSelection::All => "all",
-            PeerSelection::ShiftOne => "shift_one",
-            PeerSelection::Ring => "ring",
-            PeerSelection::Exponential => "exponential",
-            PeerSelection::OnePeerExponential => "one_peer_exponential",
-        }
-    }
-
     /// The selection of this name.
     ///
     /// # Errors
     /// `InvalidArgument` that lists the known ones.
     pub fn by_name(name: &str) -> Result<PeerSelection> {
-        PeerSelection::ALL.into_iter().find(|selection| selection.name() == name).ok_or_else(|| {
+        PeerSelection::named(name).ok_or_else(|| {
             let known = PeerSelection::ALL.map(PeerSelection::name).join(", ");
             Error::InvalidArgument(format!("no peer selection mode '{name}'; known: {known}"))
         })
