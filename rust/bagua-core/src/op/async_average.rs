@@ -3,7 +3,6 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use super::host_pieces::{read_whole, with_whole};
 use super::{BucketCx, Op};
 use crate::error::{Error, Result};
 use crate::group::Options;
@@ -75,9 +74,9 @@ impl Op for AsyncModelAverageOp {
         }
         {
             let _guard = self.weights.lock(COMMUNICATION);
-            read_whole(cx.tensors, scratch, |weights| {
+            Region::read_whole(cx.tensors, false, scratch, |weights| {
                 snapshot.clear();
-                snapshot.extend_from_slice(weights);
+                snapshot.extend_from_slice(weights.as_host()?);
                 Ok(())
             })?;
         }
@@ -96,8 +95,8 @@ impl Op for AsyncModelAverageOp {
             return Ok(());
         }
         let _guard = self.weights.lock(COMMUNICATION);
-        with_whole(cx.tensors, scratch, |weights| {
-            reduce::correct(dtype, weights, average, snapshot);
+        Region::whole(cx.tensors, false, scratch, |weights| {
+            reduce::correct(dtype, weights.into_host()?, average, snapshot);
             Ok(())
         })
     }

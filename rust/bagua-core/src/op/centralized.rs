@@ -2,11 +2,10 @@
 
 use std::sync::Mutex;
 
-use super::host_pieces::with_whole;
 use super::{BucketCx, Op};
 use crate::error::Result;
 use crate::group::Options;
-use crate::memory::{BufferMut, Region};
+use crate::memory::Region;
 use crate::request::{Io, Verb};
 use crate::types::{DType, ReduceOp};
 use crate::wait::lock;
@@ -59,12 +58,10 @@ impl Op for CentralizedOp {
         let options = Options::of_bucket(cx.bucket, self.hierarchical);
         let verb = Verb::AllReduce(self.reduce_op());
         let BucketCx { tensors, lanes, .. } = cx;
-        if lanes.reaches(tensors.first().and_then(Region::device), self.hierarchical) {
-            let work = |whole: BufferMut<'_>| lanes.run(&options, dtype, verb, Io::InPlace(whole));
-            if Region::whole_on_device(tensors, work)?.is_some() {
-                return Ok(());
-            }
-        }
-        with_whole(tensors, &mut lock(&self.scratch), |data| lanes.run(&options, dtype, verb, Io::in_place(data)))
+        let place = tensors.first().and_then(Region::device);
+        let stays = place.is_some() && lanes.reaches(place, self.hierarchical);
+        Region::whole(tensors, stays, &mut lock(&self.scratch), |whole| {
+            lanes.run(&options, dtype, verb, Io::InPlace(whole))
+        })
     }
 }

@@ -2,13 +2,12 @@
 
 use std::sync::{Arc, Mutex};
 
-use super::host_pieces::{OnHost, with_whole};
-use super::{BucketCx, ExtraTensor, Op, extra_of, require};
+use super::{Beside, BucketCx, ExtraTensor, Op, extra_of, require};
 use crate::codec::chunks::draw;
 use crate::codec::{self, Codec, Exchange};
 use crate::error::Result;
 use crate::group::Options;
-use crate::memory::{BufferMut, Region, same_place};
+use crate::memory::{Region, same_place};
 use crate::request::{Compression, Extra, Io, Operands, Verb, Workspace};
 use crate::types::DType;
 use crate::wait::lock;
@@ -34,7 +33,7 @@ pub struct CompressedOp {
 struct Memory {
     /// The tensors, where they are not adjacent on the host.
     tensors: Vec<u8>,
-    /// The extra tensor, where it is on a device.
+    /// The extra tensor, where it is on a device and the tensors are combined on the host.
     error: Vec<u8>,
     work: Workspace,
 }
@@ -73,7 +72,7 @@ impl Op for CompressedOp {
         let options = Options::of_bucket(cx.bucket, self.hierarchical);
         let BucketCx { bucket, step, tensors, extra, lanes, padding } = cx;
         let Memory { tensors: scratch, error: copy, work } = &mut *lock(&self.memory);
-        let mut error = match self.error_feedback {
+        let error = match self.error_feedback {
             true => Some(extra_of(extra, bucket, ERROR)?),
             false => None,
         };
@@ -83,22 +82,12 @@ impl Op for CompressedOp {
         let verb = Verb::CompressedAllReduce(Compression { codec, divisor, draw: draw(*step, 0), elements });
         let place = tensors.first().and_then(Region::device);
         let together = error.as_ref().is_none_or(|error| same_place(error.device(), place));
-        if together && lanes.encodes_on(place, codec, dtype, self.hierarchical)? {
-            let error = error.as_mut().map(|error| error.buffer_mut());
-            let run = |data: BufferMut<'_>| {
-                let extra = Extra { error, work: Some(work), ..Extra::default() };
-                lanes.run(&options, dtype, verb, Operands { io: Io::InPlace(data), extra })
-            };
-            if Region::whole_on_device(tensors, run)?.is_some() {
-                return Ok(());
-            }
-        }
-        let mut error = error.map(|error| OnHost::read(error, copy)).transpose()?;
-        let bytes = error.as_mut().map(OnHost::bytes).transpose()?.map(BufferMut::from);
-        with_whole(tensors, scratch, |data| {
-            let extra = Extra { error: bytes, work: Some(work), ..Extra::default() };
-            lanes.run(&options, dtype, verb, Operands { io: Io::in_place(data), extra })
-        })?;
-        error.map_or(Ok(()), OnHost::write_back)
+        let stays = together && lanes.encodes_on(place, codec, dtype, self.hierarchical)?;
+        Region::whole(tensors, stays, scratch, |data| {
+            let mut error = error.map(|error| Beside::read(error, copy, data.device())).transpose()?;
+            let extra = Extra { error: error.as_mut().map(Beside::buffer), work: Some(work), ..Extra::default() };
+            lanes.run(&options, dtype, verb, Operands { io: Io::InPlace(data), extra })?;
+            error.map_or(Ok(()), Beside::write_back)
+        })
     }
 }

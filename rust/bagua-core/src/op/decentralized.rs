@@ -2,11 +2,10 @@
 
 use std::sync::Mutex;
 
-use super::host_pieces::{OnHost, read_whole};
-use super::{BucketCx, ExtraTensor, Op, extra_of, require};
+use super::{Beside, BucketCx, ExtraTensor, Op, extra_of, require};
 use crate::error::Result;
 use crate::group::Options;
-use crate::memory::{Buffer, Region, same_place};
+use crate::memory::{Region, same_place};
 use crate::request::{Extra, Io, Operands, PeerSelection, Verb, Workspace};
 use crate::types::{DType, ReduceOp};
 use crate::wait::lock;
@@ -63,21 +62,13 @@ impl Op for DecentralizedOp {
             peers => Verb::NeighborAverage { peers, round: *step },
         };
         let place = tensors.first().and_then(Region::device);
-        if same_place(result.device(), place) && place.is_some() && !self.hierarchical && lanes.reaches(place, false) {
-            let run = |weights: Buffer<'_>| {
-                let io = Io::Split { src: weights, dst: result.buffer_mut() };
-                lanes.run(&options, dtype, verb, Operands { io, extra: Extra { work: Some(work), ..Extra::default() } })
-            };
-            if Region::read_on_device(tensors, run)?.is_some() {
-                return Ok(());
-            }
-        }
-        let mut mean = OnHost::to_fill(result, mean);
-        let bytes = mean.bytes()?;
-        read_whole(tensors, scratch, |weights| {
-            let extra = Extra { work: Some(work), ..Extra::default() };
-            lanes.run(&options, dtype, verb, Operands { io: Io::split(weights, bytes), extra })
-        })?;
-        mean.write_back()
+        let together = place.is_some() && same_place(result.device(), place);
+        let stays = together && !self.hierarchical && lanes.reaches(place, false);
+        Region::read_whole(tensors, stays, scratch, |weights| {
+            let mut mean = Beside::to_fill(result, mean, weights.device());
+            let io = Io::Split { src: weights, dst: mean.buffer() };
+            lanes.run(&options, dtype, verb, Operands { io, extra: Extra { work: Some(work), ..Extra::default() } })?;
+            mean.write_back()
+        })
     }
 }

@@ -2,13 +2,12 @@
 
 use std::sync::{Arc, Mutex};
 
-use super::host_pieces::{OnHost, with_whole};
-use super::{BucketCx, ExtraTensor, Op, require};
+use super::{Beside, BucketCx, ExtraTensor, Op, require};
 use crate::codec::Codec;
 use crate::codec::chunks::draw;
 use crate::error::{Error, Result};
 use crate::group::Options;
-use crate::memory::{BufferMut, Region, same_place};
+use crate::memory::{Region, same_place};
 use crate::request::{Extra, Io, Operands, Replicas, Verb, Workspace};
 use crate::types::DType;
 use crate::wait::lock;
@@ -63,29 +62,20 @@ impl Op for LowPrecisionDecentralizedOp {
         let verb = Verb::CompressedRing { codec: &*self.codec, draw: draw(cx.step, 0) };
         let BucketCx { bucket, tensors, extra, lanes, .. } = cx;
         let Memory { tensors: scratch, replicas: copies, work } = &mut *lock(&self.memory);
-        let [own, left, right] = replicas_of(extra, bucket)?;
+        let replicas = replicas_of(extra, bucket)?;
         let place = tensors.first().and_then(Region::device);
-        let together = [&*own, left, right].iter().all(|replica| same_place(replica.device(), place));
-        if together && lanes.encodes_on(place, &*self.codec, dtype, self.hierarchical)? {
-            let replicas = Replicas { own: own.buffer_mut(), left: left.buffer_mut(), right: right.buffer_mut() };
-            let run = |weights: BufferMut<'_>| {
-                let extra = Extra { replicas: Some(replicas), work: Some(work), ..Extra::default() };
-                lanes.run(&options, dtype, verb, Operands { io: Io::InPlace(weights), extra })
-            };
-            if Region::whole_on_device(tensors, run)?.is_some() {
-                return Ok(());
-            }
-        }
-        let [own_copy, left_copy, right_copy] = copies;
-        let mut own = OnHost::read(own, own_copy)?;
-        let mut left = OnHost::read(left, left_copy)?;
-        let mut right = OnHost::read(right, right_copy)?;
-        let replicas = Replicas { own: own.bytes()?.into(), left: left.bytes()?.into(), right: right.bytes()?.into() };
-        with_whole(tensors, scratch, |weights| {
+        let together = replicas.iter().all(|replica| same_place(replica.device(), place));
+        let stays = together && lanes.encodes_on(place, &*self.codec, dtype, self.hierarchical)?;
+        Region::whole(tensors, stays, scratch, |weights| {
+            let ([own, left, right], [own_copy, left_copy, right_copy]) = (replicas, copies);
+            let mut own = Beside::read(own, own_copy, weights.device())?;
+            let mut left = Beside::read(left, left_copy, weights.device())?;
+            let mut right = Beside::read(right, right_copy, weights.device())?;
+            let replicas = Replicas { own: own.buffer(), left: left.buffer(), right: right.buffer() };
             let extra = Extra { replicas: Some(replicas), work: Some(work), ..Extra::default() };
-            lanes.run(&options, dtype, verb, Operands { io: Io::in_place(weights), extra })
-        })?;
-        [own, left, right].into_iter().try_for_each(OnHost::write_back)
+            lanes.run(&options, dtype, verb, Operands { io: Io::InPlace(weights), extra })?;
+            [own, left, right].into_iter().try_for_each(Beside::write_back)
+        })
     }
 }
 

@@ -6,7 +6,6 @@ mod callback;
 mod centralized;
 mod compressed;
 mod decentralized;
-mod host_pieces;
 mod low_precision;
 mod noop;
 
@@ -21,7 +20,7 @@ pub use noop::NoOp;
 
 use crate::error::{Error, Result};
 use crate::group::Lanes;
-use crate::memory::{DeviceRef, Region};
+use crate::memory::{BufferMut, DeviceRef, Region, same_place};
 use crate::stats::Stats;
 use crate::types::DType;
 
@@ -91,6 +90,53 @@ fn extra_of<'a>(extra: &'a mut [ExtraTensor], bucket: &str, name: &str) -> Resul
         .find(|extra| extra.name == name)
         .map(|extra| &mut extra.region)
         .ok_or_else(|| Error::InvalidArgument(format!("bucket '{bucket}' has no extra tensor '{name}'")))
+}
+
+/// A tensor of an operation where the tensors of the bucket are combined: its own memory, or a copy on the host, which the operation keeps between
+/// its runs.
+struct Beside<'a> {
+    region: &'a mut Region,
+    /// The copy, where the tensor is in another place.
+    copy: Option<&'a mut Vec<u8>>,
+}
+
+impl<'a> Beside<'a> {
+    /// The tensor with its values.
+    ///
+    /// # Errors
+    /// Whatever a device reports.
+    fn read(region: &'a mut Region, copy: &'a mut Vec<u8>, place: DeviceRef<'_>) -> Result<Beside<'a>> {
+        let mut beside = Beside::to_fill(region, copy, place);
+        if let Some(copy) = &mut beside.copy {
+            beside.region.buffer().copy_to(copy)?;
+        }
+        Ok(beside)
+    }
+
+    /// The tensor, to write all of it.
+    fn to_fill(region: &'a mut Region, copy: &'a mut Vec<u8>, place: DeviceRef<'_>) -> Beside<'a> {
+        if same_place(region.device(), place) {
+            return Beside { region, copy: None };
+        }
+        copy.resize(region.len(), 0);
+        Beside { region, copy: Some(copy) }
+    }
+
+    /// The bytes.
+    fn buffer(&mut self) -> BufferMut<'_> {
+        match &mut self.copy {
+            Some(copy) => copy.as_mut_slice().into(),
+            None => self.region.buffer_mut(),
+        }
+    }
+
+    /// The bytes go where the tensor is.
+    ///
+    /// # Errors
+    /// Whatever a device reports.
+    fn write_back(self) -> Result<()> {
+        self.copy.map_or(Ok(()), |copy| self.region.buffer_mut().copy_from(copy))
+    }
 }
 
 /// One operation on a bucket. Runs on the communication thread; must not wait for anything but the lanes.

@@ -160,7 +160,7 @@ impl Region {
     }
 
     /// All of `parts` as one buffer, when they have one type and one device and lie back to back in this order.
-    pub fn joined(parts: &mut [Region]) -> Option<BufferMut<'_>> {
+    fn joined(parts: &mut [Region]) -> Option<BufferMut<'_>> {
         let first = parts.first()?;
         let (mut end, mut bytes) = (first.address(), 0usize);
         for part in parts.iter().filter(|part| !part.is_empty()) {
@@ -177,49 +177,89 @@ impl Region {
         Some(unsafe { BufferMut::new(ptr, bytes, first.device.as_ref()) })
     }
 
-    /// Calls `work` with all of `parts`, of one device, as one buffer there: their own memory where they lie back to back, else a copy that
-    /// goes back when `work` succeeds. `None` where they are on the host, or on a device that makes no copies; nothing was called then.
+    /// Calls `work` with all of `parts` as one buffer: their own memory where they lie back to back, else a copy that goes back when `work`
+    /// succeeds. What is on a device stays there if `on_device` and the device makes copies; otherwise the copy is in `scratch` on the host.
     ///
     /// # Errors
-    /// What `work` returns, and whatever the device reports.
-    pub fn whole_on_device<R>(
+    /// What `work` returns, and whatever a device reports.
+    pub fn whole<R>(
         parts: &mut [Region],
+        on_device: bool,
+        scratch: &mut Vec<u8>,
         work: impl FnOnce(BufferMut<'_>) -> Result<R>,
-    ) -> Result<Option<R>> {
-        Region::gathered(parts, true, work)
+    ) -> Result<R> {
+        Region::as_one(parts, on_device, true, scratch, work)
     }
 
     /// The same, to read: no copy goes back.
     ///
     /// # Errors
-    /// As [`Region::whole_on_device`].
-    pub fn read_on_device<R>(parts: &mut [Region], work: impl FnOnce(Buffer<'_>) -> Result<R>) -> Result<Option<R>> {
-        Region::gathered(parts, false, |whole| work(whole.as_buffer()))
+    /// As [`Region::whole`].
+    pub fn read_whole<R>(
+        parts: &mut [Region],
+        on_device: bool,
+        scratch: &mut Vec<u8>,
+        work: impl FnOnce(Buffer<'_>) -> Result<R>,
+    ) -> Result<R> {
+        Region::as_one(parts, on_device, false, scratch, |whole| work(whole.as_buffer()))
     }
 
-    fn gathered<R>(
+    fn as_one<R>(
         parts: &mut [Region],
+        on_device: bool,
         back: bool,
+        scratch: &mut Vec<u8>,
         work: impl FnOnce(BufferMut<'_>) -> Result<R>,
-    ) -> Result<Option<R>> {
-        let Some(device) = parts.first().and_then(|first| first.device.clone()) else { return Ok(None) };
-        if let Some(whole) = Region::joined(parts) {
-            return work(whole).map(Some);
+    ) -> Result<R> {
+        let device = parts.first().and_then(|first| first.device.clone());
+        if (on_device || device.is_none())
+            && let Some(whole) = Region::joined(parts)
+        {
+            return work(whole);
         }
-        if parts.iter().any(|part| !same_place(part.device(), Some(&device))) {
-            return Err(Error::other("the tensors of a bucket are on different devices"));
+        if let Some(device) = device.filter(|_| on_device) {
+            if parts.iter().any(|part| !same_place(part.device(), Some(&device))) {
+                return Err(Error::other("the tensors of a bucket are on different devices"));
+            }
+            let pieces: Vec<_> = parts.iter().map(|part| (part.ptr, part.len())).filter(|(_, len)| *len > 0).collect();
+            // SAFETY: memory of that device, by the promise of `on`; the exclusive borrow of all parts keeps the core away from it.
+            if let Some(at) = unsafe { device.gather(&pieces) }? {
+                let bytes = pieces.iter().map(|(_, len)| len).sum();
+                // SAFETY: so many bytes of the device's own, ours until the next `gather`.
+                let result = work(unsafe { BufferMut::new(at, bytes, Some(&device)) })?;
+                if back {
+                    // SAFETY: as for `gather`.
+                    unsafe { device.scatter(&pieces) }?;
+                }
+                return Ok(result);
+            }
         }
-        let pieces: Vec<_> = parts.iter().map(|part| (part.ptr, part.len())).filter(|(_, len)| *len > 0).collect();
-        // SAFETY: memory of that device, by the promise of `on`; the exclusive borrow of all parts keeps the core away from it.
-        let Some(at) = (unsafe { device.gather(&pieces) })? else { return Ok(None) };
-        let bytes = pieces.iter().map(|(_, len)| len).sum();
-        // SAFETY: so many bytes of the device's own, ours until the next `gather`.
-        let result = work(unsafe { BufferMut::new(at, bytes, Some(&device)) })?;
+        // A panic in the middle of a copy leaves bytes that the next run overwrites.
+        scratch.resize(parts.iter().map(Region::len).sum(), 0);
+        Region::each(parts, scratch, |part, copy| part.as_buffer().copy_to(copy))?;
+        let result = work(scratch.as_mut_slice().into())?;
         if back {
-            // SAFETY: as for `gather`.
-            unsafe { device.scatter(&pieces) }?;
+            Region::each(parts, scratch, |part, copy| part.copy_from(copy))?;
         }
-        Ok(Some(result))
+        Ok(result)
+    }
+
+    /// Calls `with` for each of `parts` and as many bytes of `scratch`; once for all of them where they lie back to back.
+    fn each(
+        parts: &mut [Region],
+        scratch: &mut [u8],
+        mut with: impl FnMut(&mut BufferMut<'_>, &mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        if let Some(mut whole) = Region::joined(parts) {
+            return with(&mut whole, scratch);
+        }
+        let mut rest = scratch;
+        for part in parts {
+            let (copy, behind) = rest.split_at_mut(part.len());
+            with(&mut part.buffer_mut(), copy)?;
+            rest = behind;
+        }
+        Ok(())
     }
 
     /// Copies the bytes of another region from `at` on over this one, both at one place; on a device as work of `stream`.
