@@ -98,29 +98,16 @@ class Codec:
         captured into a graph; ValueError for what is not contiguous; TypeError without `out`, or for one in another
         place; BaguaError without CUDA or NVRTC; DeviceError.
         """
-        found = operand(x, "x", stream)
-        if found.place is not None:
-            return self._encode_on_device(found, chunks, out, stream)
-        memory = found.to_read()
+        memory = self._operand(x, "x", stream)
         expected = self._raw.encoded_bytes(memory.count, memory.dtype, chunks)
+        memory = memory.to_read("x")
+        if out is None and memory.place is not None:
+            raise TypeError(f"x is on {memory.where}: give out= with an array of uint8 there")
         made = np.empty(expected, np.uint8) if out is None else out
         data = _beside(memory, _bytes(made, "out", stream), "out", "x").to_write("out")
-        self._raw.encode(memory.address, memory.count, memory.dtype, chunks, data.address, data.count)
+        records = data.address, data.count
+        self._raw.encode(memory.address, memory.count, memory.dtype, chunks, *records, **_on_device(memory, data))
         return made
-
-    def _encode_on_device(self, memory: Operand, chunks: int, out: Any, stream: int | None) -> Any:
-        self._raw.check_device()
-        self._raw.encoded_bytes(memory.count, memory.dtype, chunks)
-        memory = memory.to_read("x")
-        if out is None:
-            raise TypeError(f"x is on {memory.where}: give out= with an array of uint8 there")
-        data = _beside(memory, _bytes(out, "out", stream), "out", "x").to_write("out")
-        call = memory.place.call_alone([memory.place, data.place])
-        keep = (memory, data)
-        self._raw.encode_on_device(
-            call, memory.address, memory.count, memory.dtype, chunks, data.address, data.count, keep
-        )
-        return out
 
     def decode(self, data: Array, out: _Out, *, chunks: int = 1, stream: int | None = None) -> _Out:
         """Fills `out` with what :meth:`encode` with as many `chunks` made `data` of, and returns it.
@@ -135,24 +122,18 @@ class Codec:
         and for an `out` that is read-only, not contiguous or overlaps `data`; TypeError for another element
         type, or for what is no array; for CUDA arrays also as :meth:`encode`.
         """
-        found = operand(out, "out", stream)
-        if found.place is not None:
-            self._decode_on_device(data, found, chunks, stream)
-            return out
-        memory = found.to_write("out")
-        records = _beside(memory, _bytes(data, "data", stream), "data", "out").to_read()
-        self._raw.decode(records.address, records.count, memory.address, memory.count, memory.dtype, chunks)
+        memory = self._operand(out, "out", stream).to_write("out")
+        records = _beside(memory, _bytes(data, "data", stream), "data", "out").to_read("data")
+        elements = memory.address, memory.count, memory.dtype
+        self._raw.decode(records.address, records.count, *elements, chunks, **_on_device(memory, records))
         return out
 
-    def _decode_on_device(self, data: Any, memory: Operand, chunks: int, stream: int | None) -> None:
-        self._raw.check_device()
-        memory = memory.to_write("out")
-        records = _beside(memory, _bytes(data, "data", stream), "data", "out").to_read("data")
-        call = memory.place.call_alone([memory.place, records.place])
-        keep = (memory, records)
-        self._raw.decode_on_device(
-            call, records.address, records.count, memory.address, memory.count, memory.dtype, chunks, keep
-        )
+    def _operand(self, x: Array, what: str, stream: int | None) -> Operand:
+        """The memory of elements. NotImplementedError on a device for which the codec has no kernels."""
+        memory = operand(x, what, stream)
+        if memory.place is not None:
+            self._raw.check_device()
+        return memory
 
     def __repr__(self) -> str:
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
@@ -179,6 +160,14 @@ def _beside(one: Operand, other: Operand, what: str, beside: str) -> Operand:
     """`other`, if it is in the same place as `one`."""
     check_beside(one, other, what, beside)
     return other
+
+
+def _on_device(elements: Operand, records: Operand) -> dict[str, Any]:
+    """What the extension takes besides for memory of a device."""
+    if elements.place is None:
+        return {}
+    call = elements.place.call_alone([elements.place, records.place])
+    return {"call": call, "keep": (elements, records)}
 
 
 def _bytes(x: Array, what: str, stream: int | None) -> Operand:

@@ -196,13 +196,13 @@ def all_to_all_v(
 
 def send(raw: engine.Communicator, src: Operand, to: int, tag: int = 0) -> Operation:
     """A message to rank `to`."""
-    call = partial(raw.send, src.address, src.count, src.dtype, to, tag=check_tag(tag))
+    call = partial(raw.exchange, ((to, src.address, src.count),), (), src.dtype, tag=check_tag(tag))
     return Operation(raw, call, (src,), is_message=True)
 
 
 def recv(raw: engine.Communicator, dst: Operand, sender: int | None, tag: int = 0) -> Operation:
     """The next message of rank `sender`, None for any, with this tag."""
-    call = partial(raw.recv, dst.address, dst.count, dst.dtype, sender, tag=check_tag(tag))
+    call = partial(raw.exchange, (), ((sender, dst.address, dst.count),), dst.dtype, tag=check_tag(tag))
     return Operation(raw, call, (dst,), finish=dst.finish, is_message=True)
 
 

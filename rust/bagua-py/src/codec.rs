@@ -5,7 +5,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use bagua_core::codec::{self, CodecOption, Encoded, Scratch, chunks};
+use bagua_core::codec::{self, CodecOption, Scratch, chunks};
 use bagua_core::error::{Error, Result};
 use bagua_core::types::DType;
 use bagua_core::wait::lock;
@@ -106,10 +106,13 @@ impl Codec {
             .map_err(|e| errors::raise(py, e))
     }
 
-    /// Encodes `count` elements at `src` in `chunks` equal parts into the `len` bytes at `dst`. True when all elements were finite, as far
-    /// as the codec must know.
+    /// Encodes `count` elements at `src` in `chunks` equal parts into the `len` bytes at `dst`.
     ///
-    /// Raises as `encoded_bytes`, and ValueError when `len` is another number than that, or when the memory overlaps.
+    /// With `call` both are memory of its device: the work is put on the call's stream, and `keep` is held until the device is done.
+    ///
+    /// Raises as `encoded_bytes`, and ValueError when `len` is another number than that, or when the memory overlaps; on a device also as
+    /// `check_device`, BaguaError without NVRTC, DeviceError.
+    #[pyo3(signature = (src, count, dtype, chunks, dst, len, *, call=None, keep=None))]
     fn encode(
         &self,
         py: Python<'_>,
@@ -119,9 +122,16 @@ impl Codec {
         chunks: i64,
         dst: usize,
         len: usize,
-    ) -> PyResult<bool> {
-        let work = || -> Result<bool> {
+        call: Option<&CudaCall>,
+        keep: Option<Py<PyAny>>,
+    ) -> PyResult<()> {
+        self.run(py, call, keep, || {
             let (count, dtype, chunks) = sizes(count, dtype, chunks)?;
+            if let Some(call) = call {
+                let (from, to) = (Elements { address: src, count, dtype }, Records { address: dst, len });
+                // SAFETY: the caller's promise, see the class; `keep` holds both arrays until the device is done.
+                return unsafe { on_device::encode(call.core(), &*self.core, from, chunks, to) };
+            }
             // SAFETY: the caller's promise, see the class: both stay valid, and no other code uses `dst`, while this call lasts.
             let (src, dst) = unsafe { (tensor::region_at(src, count, dtype), tensor::region_at(dst, len, DType::U8)) };
             let (src, mut dst) = (src?, dst?);
@@ -131,14 +141,14 @@ impl Codec {
             let encoded =
                 chunks::encode(&*self.core, dtype, src.as_host()?, chunks, dst.as_host_mut()?, call, &mut scratch);
             *lock(&self.scratch) = scratch;
-            Ok(encoded? == Encoded::Finite)
-        };
-        py.detach(work).map_err(|e| errors::raise(py, e))
+            encoded.map(|_| ())
+        })
     }
 
-    /// Decodes the `len` bytes at `src` into `count` elements at `dst`, in `chunks` equal parts.
+    /// Decodes the `len` bytes at `src` into `count` elements at `dst`, in `chunks` equal parts; with `call` as `encode`.
     ///
-    /// Raises as `encode`, and ValueError for bytes that no encoder writes.
+    /// Raises as `encode`, and ValueError for bytes that no encoder writes, which are not looked for on a device.
+    #[pyo3(signature = (src, len, dst, count, dtype, chunks, *, call=None, keep=None))]
     fn decode(
         &self,
         py: Python<'_>,
@@ -148,79 +158,43 @@ impl Codec {
         count: i64,
         dtype: u8,
         chunks: i64,
+        call: Option<&CudaCall>,
+        keep: Option<Py<PyAny>>,
     ) -> PyResult<()> {
-        let work = || -> Result<()> {
+        self.run(py, call, keep, || {
             let (count, dtype, chunks) = sizes(count, dtype, chunks)?;
+            if let Some(call) = call {
+                let (from, to) = (Records { address: src, len }, Elements { address: dst, count, dtype });
+                // SAFETY: as in `encode`.
+                return unsafe { on_device::decode(call.core(), &*self.core, from, to, chunks) };
+            }
             // SAFETY: as in `encode`.
             let (src, dst) = unsafe { (tensor::region_at(src, len, DType::U8), tensor::region_at(dst, count, dtype)) };
             let (src, mut dst) = (src?, dst?);
             tensor::check_apart(&src, &dst)?;
             chunks::decode(&*self.core, dtype, src.as_host()?, chunks, dst.as_host_mut()?)
-        };
-        py.detach(work).map_err(|e| errors::raise(py, e))
+        })
     }
 
     /// Raises NotImplementedError when the codec has no kernels.
     fn check_device(&self, py: Python<'_>) -> PyResult<()> {
         on_device::check(&*self.core).map_err(|e| errors::raise(py, e))
     }
-
-    /// As `encode`, with addresses of a device's memory and on the stream of `call`; `keep` is held until the device is done.
-    ///
-    /// Raises as `encode` and `check_device`; BaguaError without NVRTC, DeviceError.
-    fn encode_on_device(
-        &self,
-        py: Python<'_>,
-        call: &CudaCall,
-        src: usize,
-        count: i64,
-        dtype: u8,
-        chunks: i64,
-        dst: usize,
-        len: usize,
-        keep: Py<PyAny>,
-    ) -> PyResult<()> {
-        self.on_device(py, call, keep, || {
-            let (count, dtype, chunks) = sizes(count, dtype, chunks)?;
-            let from = Elements { address: src, count, dtype };
-            // SAFETY: the caller's promise, see the class; `keep` holds both arrays until the device is done.
-            unsafe { on_device::encode(call.core(), &*self.core, from, chunks, Records { address: dst, len }) }
-        })
-    }
-
-    /// As `decode`, as `encode_on_device`. The contents of records are not checked: any bytes decode to something.
-    fn decode_on_device(
-        &self,
-        py: Python<'_>,
-        call: &CudaCall,
-        src: usize,
-        len: usize,
-        dst: usize,
-        count: i64,
-        dtype: u8,
-        chunks: i64,
-        keep: Py<PyAny>,
-    ) -> PyResult<()> {
-        self.on_device(py, call, keep, || {
-            let (count, dtype, chunks) = sizes(count, dtype, chunks)?;
-            let to = Elements { address: dst, count, dtype };
-            // SAFETY: as in `encode_on_device`.
-            unsafe { on_device::decode(call.core(), &*self.core, Records { address: src, len }, to, chunks) }
-        })
-    }
 }
 
 impl Codec {
-    /// Work on a device, which holds `keep` until that is done.
-    fn on_device(
+    /// Work without the GIL; the device of `call` holds `keep` until it is done.
+    fn run(
         &self,
         py: Python<'_>,
-        call: &CudaCall,
-        keep: Py<PyAny>,
+        call: Option<&CudaCall>,
+        keep: Option<Py<PyAny>>,
         work: impl FnOnce() -> Result<()> + Send,
     ) -> PyResult<()> {
         let outcome = py.detach(work);
-        call.core().keep(Box::new(keep));
+        if let Some(call) = call {
+            call.core().keep(Box::new(keep));
+        }
         outcome.map_err(|e| errors::raise(py, e))
     }
 }

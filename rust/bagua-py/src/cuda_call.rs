@@ -4,9 +4,8 @@
 
 use std::sync::{Arc, Mutex};
 
-use bagua_core::engine as core;
 use bagua_core::error::{Error, Result};
-use bagua_core::group::{Group, Lane, Options};
+use bagua_core::group::Group;
 use bagua_core::health::GroupHealth;
 use bagua_core::memory::Device;
 use bagua_core::wait::lock;
@@ -16,7 +15,6 @@ use pyo3::types::PyDict;
 
 use crate::errors::{self, Origin};
 use crate::handle::Handle;
-use crate::request::Call;
 
 /// A CUDA device of this process, with its primary context: see `CudaLibraries.device`.
 #[pyclass(frozen, module = "bagua._bagua")]
@@ -123,31 +121,6 @@ impl LaneDevices {
             .map_err(|e| origin.fail(py, e))?;
         Ok(CudaCall::of(Arc::new(place.checked(check))))
     }
-}
-
-/// A verb on a lane.
-pub type LaneJob = Box<dyn FnOnce(&mut Lane) -> Result<()> + Send>;
-
-/// Hands a verb on a device's memory to a communication thread, by `submit`. This thread never waits for the device.
-pub fn submit(
-    py: Python<'_>,
-    origin: &Origin,
-    call: Call,
-    place: &Arc<OperationDevice>,
-    verb: impl FnOnce(&mut Lane, &Options<'_>) -> Result<()> + Send + 'static,
-    submit: impl FnOnce(LaneJob) -> Result<core::Handle> + Send,
-) -> PyResult<Handle> {
-    let options = call.options();
-    let keep = call.keep;
-    let on_device = Arc::clone(place);
-    let job = move |lane: &mut Lane| {
-        let outcome = on_device.lane_device().prepare().and_then(|()| verb(lane, &options));
-        on_device.keep(Box::new(keep));
-        outcome
-    };
-    py.detach(|| place.start()).map_err(|e| origin.fail(py, e))?;
-    let handle = py.detach(|| submit(Box::new(job))).map_err(|e| origin.raise(py, e))?;
-    Ok(Handle::of(handle, Some(origin.clone())).on_device(Arc::clone(place)))
 }
 
 /// The handle, or None when the ranks' part is over and the call's stream is ordered after it.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use bagua_core::engine as core;
 use bagua_core::error::{Error, Result};
-use bagua_core::group::{Group, Lane, Options};
+use bagua_core::group::{Group, Lane};
 use bagua_core::memory::Device;
 use bagua_core::recorder::Announced;
 use bagua_core::types::DType;
@@ -15,12 +15,12 @@ use bagua_cuda::OperationDevice;
 use pyo3::prelude::*;
 
 use crate::bucket::Bucket;
-use crate::cuda_call::{self, CudaCall, CudaDevice, LaneDevices, LaneJob};
+use crate::cuda_call::{CudaCall, CudaDevice, LaneDevices};
 use crate::errors::{Origin, seconds};
 use crate::gil::{self, DropWithoutGil};
 use crate::handle::Handle;
 use crate::interrupt;
-use crate::request::{Call, Request};
+use crate::request::{Call, CommunicationThread, Request};
 use crate::tensor;
 
 /// One strictly ordered queue of buckets with a lane and a communication thread of its own.
@@ -45,27 +45,19 @@ impl Engine {
     fn tensor(&self, number: usize) -> Option<(DType, Option<Arc<OperationDevice>>)> {
         lock(&self.tensors).get(number).cloned()
     }
+}
 
-    fn go(
+impl CommunicationThread for Engine {
+    fn origin(&self) -> &Origin {
+        &self.origin
+    }
+
+    fn submit_op(
         &self,
-        py: Python<'_>,
-        async_op: bool,
-        keep: Option<Py<PyAny>>,
         op: &Announced<'_>,
-        verb: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static,
-    ) -> PyResult<Option<Handle>> {
-        let job = move |lane: &mut Lane| {
-            let outcome = verb(lane);
-            drop(keep);
-            outcome
-        };
-        let core = py.detach(|| self.core.submit_op(op, job)).map_err(|e| self.origin.raise(py, e))?;
-        let handle = Handle::of(core, Some(self.origin.clone()));
-        if async_op {
-            return Ok(Some(handle));
-        }
-        handle.finish(py, None)?;
-        Ok(None)
+        job: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static,
+    ) -> Result<core::Handle> {
+        self.core.submit_op(op, job)
     }
 }
 
@@ -202,13 +194,6 @@ impl Engine {
         // SAFETY: the promise of a verb's caller, see the communicator's.
         let mut request = unsafe { Request::new(py, &self.group, codes, device.as_ref()) }?;
         let op = request.announced();
-        if let Some(place) = place {
-            let submit = |job: LaneJob| self.core.submit_op(&op, job);
-            let verb = move |lane: &mut Lane, options: &Options<'_>| request.run(lane, options);
-            let handle = cuda_call::submit(py, &self.origin, call, place.core(), verb, submit)?;
-            return cuda_call::finished(py, handle, async_op);
-        }
-        let options = call.options();
-        self.go(py, async_op, call.keep, &op, move |lane| request.run(lane, &options))
+        self.submit(py, call, place, &op, move |lane, options| request.run(lane, options))
     }
 }

@@ -15,7 +15,7 @@ use pyo3::types::PyInt;
 use crate::group::Communicator;
 use crate::handle::Handle;
 use crate::interrupt;
-use crate::request::{Call, Request};
+use crate::request::{Call, CommunicationThread, Request};
 use crate::tensor::{self, Operands};
 use crate::tensor_reader::{self, TensorReader};
 
@@ -65,7 +65,7 @@ impl Communicator {
         let keep = Some((src, dst).into_pyobject(py)?.into_any().unbind());
         let call = Call { shape: Some(shape), timeout: None, async_op: true, keep };
         let (bytes, op) = (request.bytes(), request.announced());
-        self.go(py, call, bytes, &op, move |lane, options| request.run(lane, options))
+        self.go(py, call, None, bytes, &op, move |lane, options| request.run(lane, options))
     }
 
     /// The verb, if it is one that has an operation and a root as given, on plain tensors of one type that do not overlap.

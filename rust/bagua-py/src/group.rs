@@ -16,21 +16,21 @@ use bagua_core::recorder::Announced;
 use bagua_core::request::{PartLayout, Verb};
 use bagua_core::types::Kind;
 use bagua_core::wait as sync;
-use bagua_cuda::{LaneDevice, OperationDevice, Requested};
+use bagua_cuda::{LaneDevice, Requested};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict};
 
 use crate::arena::Arena;
 use crate::average::{self, Averager, WeightLock};
 use crate::codec::Codec;
-use crate::cuda_call::{self, CudaCall, CudaDevice, LaneDevices, LaneJob};
+use crate::cuda_call::{self, CudaCall, CudaDevice, LaneDevices};
 use crate::engine::Engine;
 use crate::errors::{Origin, seconds, with};
 use crate::gil::{self, DropWithoutGil};
 use crate::handle::Handle;
 use crate::interrupt;
 use crate::joining::JoinServer;
-use crate::request::{self, Call, Request};
+use crate::request::{self, Call, CommunicationThread, Request};
 use crate::tensor::{self, Operands};
 use crate::tensor_reader::TensorReader;
 
@@ -71,10 +71,6 @@ impl Communicator {
         self.core.group()
     }
 
-    pub fn origin(&self) -> &Origin {
-        &self.origin
-    }
-
     /// Runs a verb on so many bytes on this thread.
     pub fn here(&self, py: Python<'_>, bytes: usize, verb: impl FnOnce(&mut Lane) -> Result<()> + Send) -> Result<()> {
         let run = || self.core.run(verb);
@@ -85,45 +81,23 @@ impl Communicator {
         }
     }
 
-    /// Runs a verb on so many bytes here, or hands it to the communication thread; `op` describes it while it is queued.
+    /// Runs a verb on so many bytes here, or hands it to the communication thread, which runs all on a device; `op` describes it while it is
+    /// queued.
     pub fn go(
         &self,
         py: Python<'_>,
         call: Call,
+        place: Option<&CudaCall>,
         bytes: usize,
         op: &Announced<'_>,
         verb: impl FnOnce(&mut Lane, &Options<'_>) -> Result<()> + Send + 'static,
     ) -> PyResult<Option<Handle>> {
-        let options = call.options();
-        let Call { async_op, keep, .. } = call;
-        if !async_op {
-            let outcome = self.here(py, bytes, |lane| verb(lane, &options));
-            return interrupt::py_result(py, &self.origin, outcome).map(|()| None);
+        if call.async_op || place.is_some() {
+            return self.submit(py, call, place, op, verb);
         }
-        let job = move |lane: &mut Lane| {
-            let outcome = verb(lane, &options);
-            // Without the GIL: PyO3 puts the reference aside, and the next call from Python drops it.
-            drop(keep);
-            outcome
-        };
-        let handle = py.detach(|| self.core.submit_op(op, job)).map_err(|e| self.origin.raise(py, e))?;
-        Ok(Some(Handle::of(handle, Some(self.origin.clone()))))
-    }
-
-    /// Hands a verb on a device's memory to the communication thread, and waits for the host's part unless it is asynchronous. This thread
-    /// never waits for the device.
-    fn go_on_device(
-        &self,
-        py: Python<'_>,
-        call: Call,
-        place: &Arc<OperationDevice>,
-        op: &Announced<'_>,
-        verb: impl FnOnce(&mut Lane, &Options<'_>) -> Result<()> + Send + 'static,
-    ) -> PyResult<Option<Handle>> {
-        let async_op = call.async_op;
-        let submit = |job: LaneJob| self.core.submit_op(op, job);
-        let handle = cuda_call::submit(py, &self.origin, call, place, verb, submit)?;
-        cuda_call::finished(py, handle, async_op)
+        let options = call.options();
+        let outcome = self.here(py, bytes, |lane| verb(lane, &options));
+        interrupt::py_result(py, &self.origin, outcome).map(|()| None)
     }
 
     fn lane_devices(&self) -> Vec<Arc<LaneDevices>> {
@@ -153,6 +127,20 @@ impl Communicator {
             handle = handle.on_device(Arc::clone(place.core()));
         }
         cuda_call::finished(py, handle, async_op)
+    }
+}
+
+impl CommunicationThread for Communicator {
+    fn origin(&self) -> &Origin {
+        &self.origin
+    }
+
+    fn submit_op(
+        &self,
+        op: &Announced<'_>,
+        job: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static,
+    ) -> Result<core::Handle> {
+        self.core.submit_op(op, job)
     }
 }
 
@@ -306,10 +294,7 @@ impl Communicator {
         // SAFETY: the caller's promise in the docstring of this class.
         let mut request = unsafe { Request::new(py, self.group(), codes, device.as_ref()) }?;
         let op = request.announced();
-        if let Some(place) = place {
-            return self.go_on_device(py, call, place.core(), &op, move |lane, options| request.run(lane, options));
-        }
-        self.go(py, call, request.bytes(), &op, move |lane, options| request.run(lane, options))
+        self.go(py, call, place, request.bytes(), &op, move |lane, options| request.run(lane, options))
     }
 
     /// Rank r gets `send_counts[r]` elements from `send_displs[r]` of every rank's source, at `recv_displs` of its destination.
@@ -347,10 +332,7 @@ impl Communicator {
             let recv = PartLayout { counts: &recv_counts, displs: &recv_displs };
             lane.run(options, kind, Verb::AllToAllV { send, recv }, operands.io())
         };
-        match place {
-            Some(place) => self.go_on_device(py, call, place.core(), &op, verb),
-            None => self.go(py, call, LONG, &op, verb),
-        }
+        self.go(py, call, place, LONG, &op, verb)
     }
 
     /// The device's side of one operation, to be passed as `place`: it begins after what `stream` and the streams of `producers` have at the
@@ -381,51 +363,10 @@ impl Communicator {
         self.lane_devices()[MESSAGES].call(py, &self.origin, device, stream, producers, Requested::Auto.name(), false)
     }
 
-    /// One message to rank `to`, which must receive as many elements of the same type with the same tag. Messages run beside the verbs.
-    /// With `place`, which `cuda_messages` makes, the address is a device's: its bytes travel through host memory.
-    #[pyo3(signature = (address, count, dtype, to, *, tag=0, timeout=None, async_op=false, keep=None, place=None))]
-    fn send(
-        &self,
-        py: Python<'_>,
-        address: usize,
-        count: usize,
-        dtype: u8,
-        to: usize,
-        tag: u32,
-        timeout: Option<f64>,
-        async_op: bool,
-        keep: Option<Py<PyAny>>,
-        place: Option<&CudaCall>,
-    ) -> PyResult<Option<Handle>> {
-        let call = Call::new(None, timeout, async_op, keep)?;
-        // SAFETY: the caller's promise in the docstring of this class.
-        let sends = with(py, || unsafe { messages(vec![(Some(to), address, count)], dtype, tag, place) })?;
-        self.post(py, call, sends, Vec::new(), place)
-    }
-
-    /// One message from rank `from_`, or from any rank when that is None: `Handle.senders` says who it was. `keep` is held until the
-    /// message has come, also by a blocking call, which Ctrl-C may end before.
-    #[pyo3(signature = (address, count, dtype, from_, *, tag=0, timeout=None, async_op=false, keep=None, place=None))]
-    fn recv(
-        &self,
-        py: Python<'_>,
-        address: usize,
-        count: usize,
-        dtype: u8,
-        from_: Option<usize>,
-        tag: u32,
-        timeout: Option<f64>,
-        async_op: bool,
-        keep: Option<Py<PyAny>>,
-        place: Option<&CudaCall>,
-    ) -> PyResult<Option<Handle>> {
-        let call = Call::new(None, timeout, async_op, keep)?;
-        // SAFETY: the caller's promise in the docstring of this class.
-        let receives = with(py, || unsafe { messages(vec![(from_, address, count)], dtype, tag, place) })?;
-        self.post(py, call, Vec::new(), receives, place)
-    }
-
-    /// Many messages at once, in both directions: lists of (peer, address, count); the peer of a receive may be None.
+    /// Messages, in both directions and beside the verbs: lists of (peer, address, count). The other side must have the same type, tag and
+    /// count. The peer of a receive may be None for any rank: `Handle.senders` says who it was. `keep` is held until all are done, also by a
+    /// blocking call, which Ctrl-C may end before. With `place`, which `cuda_messages` makes, the addresses are a device's: the bytes travel
+    /// through host memory.
     #[pyo3(signature = (sends, recvs, dtype, *, tag=0, timeout=None, async_op=false, keep=None, place=None))]
     fn exchange(
         &self,

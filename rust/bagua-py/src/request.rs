@@ -2,8 +2,10 @@
 
 #![allow(unsafe_code)]
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use bagua_core::engine as core;
 use bagua_core::error::{Error, Result};
 use bagua_core::group::{Group, Lane, Options};
 use bagua_core::memory::DeviceRef;
@@ -12,7 +14,9 @@ use bagua_core::request::Verb;
 use bagua_core::types::{DType, Kind, Shape};
 use pyo3::prelude::*;
 
-use crate::errors::{self, seconds};
+use crate::cuda_call::{self, CudaCall};
+use crate::errors::{self, Origin, seconds};
+use crate::handle::Handle;
 use crate::tensor::{self, Operands};
 
 /// What every operation takes besides its operands.
@@ -38,6 +42,54 @@ impl Call {
 
     pub fn options(&self) -> Options<'static> {
         Options { timeout: self.timeout, shape: self.shape, ..Options::DEFAULT }
+    }
+}
+
+/// A communication thread that runs verbs: a communicator's or an engine's.
+pub trait CommunicationThread: Sync {
+    /// The group, for its errors.
+    fn origin(&self) -> &Origin;
+
+    /// Hands it a job, which `op` describes while it is queued.
+    fn submit_op(
+        &self,
+        op: &Announced<'_>,
+        job: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static,
+    ) -> Result<core::Handle>;
+
+    /// Hands it a verb, on memory of a device with `place`, and waits for the host's part unless it is asynchronous. The calling thread never
+    /// waits for the device.
+    fn submit(
+        &self,
+        py: Python<'_>,
+        call: Call,
+        place: Option<&CudaCall>,
+        op: &Announced<'_>,
+        verb: impl FnOnce(&mut Lane, &Options<'_>) -> Result<()> + Send + 'static,
+    ) -> PyResult<Option<Handle>> {
+        let options = call.options();
+        let Call { async_op, keep, .. } = call;
+        let device = place.map(|place| Arc::clone(place.core()));
+        let on_device = device.clone();
+        let job = move |lane: &mut Lane| {
+            let prepared = on_device.as_ref().map_or(Ok(()), |device| device.lane_device().prepare());
+            let outcome = prepared.and_then(|()| verb(lane, &options));
+            match on_device {
+                Some(device) => device.keep(Box::new(keep)),
+                // Without the GIL: PyO3 puts the reference aside, and the next call from Python drops it.
+                None => drop(keep),
+            }
+            outcome
+        };
+        if let Some(device) = &device {
+            py.detach(|| device.start()).map_err(|e| self.origin().fail(py, e))?;
+        }
+        let core = py.detach(|| self.submit_op(op, job)).map_err(|e| self.origin().raise(py, e))?;
+        let mut handle = Handle::of(core, Some(self.origin().clone()));
+        if let Some(device) = device {
+            handle = handle.on_device(device);
+        }
+        cuda_call::finished(py, handle, async_op)
     }
 }
 
