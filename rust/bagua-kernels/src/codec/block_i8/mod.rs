@@ -9,8 +9,6 @@
 
 mod kernel;
 #[cfg(test)]
-mod reference;
-#[cfg(test)]
 mod tests;
 
 use self::kernel::SCALE;

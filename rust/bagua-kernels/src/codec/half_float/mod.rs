@@ -5,8 +5,6 @@
 
 mod kernel;
 #[cfg(test)]
-mod reference;
-#[cfg(test)]
 mod tests;
 
 use super::simd::Level;

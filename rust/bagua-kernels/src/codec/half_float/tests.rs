@@ -1,8 +1,10 @@
 //! The fast loops against the reference.
 
+mod reference;
+
 use super::super::simd::Level;
 use super::super::tests::{AtLevel, compare};
-use super::{Bf16, Encoded, F16, kernel, reference};
+use super::{Bf16, Encoded, F16, kernel};
 use crate::types::DType;
 
 macro_rules! at_level {

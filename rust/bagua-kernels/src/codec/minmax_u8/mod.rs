@@ -10,8 +10,6 @@
 mod kernel;
 mod record;
 #[cfg(test)]
-mod reference;
-#[cfg(test)]
 mod tests;
 
 use self::record::HEADER;

@@ -1,8 +1,10 @@
 //! The fast loops against the reference.
 
+mod reference;
+
 use super::super::simd::Level;
 use super::super::tests::{AtLevel, compare};
-use super::{Encoded, MinMaxU8, kernel, reference};
+use super::{Encoded, MinMaxU8, kernel};
 use crate::types::DType;
 
 impl AtLevel for MinMaxU8 {

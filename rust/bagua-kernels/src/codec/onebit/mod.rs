@@ -12,8 +12,6 @@
 
 mod kernel;
 #[cfg(test)]
-mod reference;
-#[cfg(test)]
 mod tests;
 
 use self::kernel::SCALE;

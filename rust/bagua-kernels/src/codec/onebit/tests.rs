@@ -1,8 +1,10 @@
 //! The fast loops against the reference.
 
+mod reference;
+
 use super::super::simd::Level;
 use super::super::tests::{AtLevel, compare};
-use super::{Encoded, OneBit, kernel, reference};
+use super::{Encoded, OneBit, kernel};
 use crate::types::DType;
 
 impl AtLevel for OneBit {

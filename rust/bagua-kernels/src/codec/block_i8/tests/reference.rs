@@ -1,8 +1,8 @@
 //! The codec element by element, to read and to compare with.
 
-use super::super::Encoded;
-use super::super::float::{Float, ForFloat, for_dtype};
-use super::kernel::SCALE;
+use super::super::kernel::SCALE;
+use crate::codec::Encoded;
+use crate::codec::float::{Float, ForFloat, for_dtype};
 use crate::types::DType;
 
 struct Encode<'a> {

@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use super::super::float::{Float, ForFloat, for_dtype};
+use crate::codec::float::{Float, ForFloat, for_dtype};
 use crate::types::DType;
 
 /// From elements of one type to elements of another.

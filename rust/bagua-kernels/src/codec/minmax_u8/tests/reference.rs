@@ -1,8 +1,8 @@
 //! The codec element by element, to read and to compare with.
 
-use super::super::Encoded;
-use super::super::float::{Float, ForFloat, for_dtype};
-use super::record::{HEADER, levels};
+use super::super::record::{HEADER, levels};
+use crate::codec::Encoded;
+use crate::codec::float::{Float, ForFloat, for_dtype};
 use crate::types::DType;
 
 struct Encode<'a>(&'a [u8], &'a mut [u8]);
