@@ -1,13 +1,23 @@
-//! Dividing a tensor into chunks, copying chunks between cores, and combining them with timed kernels.
+//! Dividing a tensor into chunks, copying chunks between cores, and combining them with timed kernels; the order in which a rank reads from its
+//! peers.
 
 use std::ops::Range;
 use std::time::Instant;
 
-use super::ranges::{others, shifted};
 use super::segment::{ALIGN, Buffer, Segment};
 use crate::reduce::combine;
 use crate::types::ReduceOp;
 use crate::{HostIo, OpContext};
+
+/// The peers of `me`, beginning with the next rank, so that the ranks do not all read the same memory first.
+pub(super) fn others(me: usize, ranks: usize) -> impl Iterator<Item = usize> {
+    (1..ranks).map(move |step| (me + step) % ranks)
+}
+
+/// The range, moved by an offset.
+pub(super) fn shifted(range: Range<usize>, by: usize) -> Range<usize> {
+    range.start + by..range.end + by
+}
 
 /// Bytes below which a kernel is not timed: reading the clock twice would take as long.
 const TIMED: usize = 16 << 10;

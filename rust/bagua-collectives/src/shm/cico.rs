@@ -17,9 +17,8 @@
 
 use std::ops::Range;
 
-use super::chunks::{Cut, Timer, combine_into, inputs};
+use super::chunks::{Cut, Timer, combine_into, inputs, others, shifted};
 use super::protocol::Phase;
-use super::ranges::{others, shifted};
 use super::segment::{ALIGN, Buffer, Segment};
 use crate::reduce::{combine, combine_everywhere_after};
 use crate::types::ReduceOp;

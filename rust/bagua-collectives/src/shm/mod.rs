@@ -7,26 +7,21 @@
 //! |---|---|
 //! | `protocol` | the synchronisation: arrivals, waiting, and which rank may access which memory when |
 //! | `placement` | the processors of the ranks |
-//! | `segment` | the layout of the shared memory |
-//! | `announce` | the fingerprint that a rank publishes for its peers to compare |
-//! | `arenas` | mapping the peers' arenas |
+//! | `segment` | the layout of the shared memory, and of the fingerprint that a rank publishes for its peers to compare |
 //! | `cico` | all_reduce and reduce through windows |
 //! | `pairwise` | all_gather and all_to_all between two ranks |
-//! | `zero_copy` | every verb on tensors in an arena |
-//! | `chunks`, `ranges` | how tensors are divided, copied and combined |
+//! | `zero_copy` | mapping the peers' arenas; every verb on tensors in an arena |
+//! | `chunks` | how tensors are divided, copied and combined |
 //!
 //! This file has the verbs: for each, what a rank writes to its own buffer and what it reads from its peers' (`Phase`).
 
 #![allow(unsafe_code)]
 
-mod announce;
-mod arenas;
 mod chunks;
 mod cico;
 mod pairwise;
 mod placement;
 mod protocol;
-mod ranges;
 mod segment;
 // Without memory that processes share there is nothing to test.
 #[cfg(all(test, not(bagua_portable)))]
@@ -45,18 +40,15 @@ use crate::transport::{Mesh, Transport};
 use crate::types::{Kind, ReduceOp};
 use crate::wait::Doorbell;
 
-pub use arenas::PassDescriptors;
 pub use segment::segment_len;
+pub use zero_copy::PassDescriptors;
 
-use announce::Announcement;
-use arenas::LaneArenas;
-use chunks::{Cut, combine_into, copy, copy_and_own, fill_for_each, inputs};
+use chunks::{Cut, combine_into, copy, copy_and_own, fill_for_each, inputs, others, shifted};
 use cico::Reduction;
 use pairwise::Pairwise;
 use protocol::{BufferOffer, Phase, Protocol, Route};
-use ranges::{others, shifted};
-use segment::{ALIGN, Buffer, SLOT, Segment};
-use zero_copy::{ArenaTensor, PeerBuffers};
+use segment::{ALIGN, Announcement, Buffer, SLOT, Segment};
+use zero_copy::{ArenaTensor, LaneArenas, PeerBuffers};
 
 /// Bytes of the shortest chunk of a broadcast.
 const EARLY: usize = 32 << 10;

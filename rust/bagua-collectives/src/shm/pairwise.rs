@@ -17,9 +17,8 @@
 
 use std::ops::Range;
 
-use super::chunks::Cut;
+use super::chunks::{Cut, shifted};
 use super::protocol::Phase;
-use super::ranges::shifted;
 use super::segment::{Buffer, Segment};
 use crate::HostIo;
 use crate::sync::buffer_len;

@@ -21,7 +21,7 @@
 //! - **D2.** Zero-copy: between the first arrival of all ranks and the second, only this operation accesses the tensors that were
 //!   offered; the verb defines which rank accesses which range of which tensor.
 //! - **D3.** No rank returns from such an operation before the second arrival of all, except with an error.
-//! - **D4.** When all ranks offer tensors in arenas that not all have mapped together, all map them (see [`super::arenas`]), publish
+//! - **D4.** When all ranks offer tensors in arenas that not all have mapped together, all map them (see [`super::zero_copy`]), publish
 //!   their new offers in place of the first ones, arrive and decide again. No rank does so before all have read the first offers,
 //!   because the descriptors come to no rank before all ranks have begun to pass theirs. No window was filled.
 
@@ -29,9 +29,8 @@ use std::cell::Cell;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::announce::{Announcement, NONSENSE};
 use super::placement::Placement;
-use super::segment::{Buffer, Segment};
+use super::segment::{Announcement, Buffer, NONSENSE, Segment};
 use crate::OpContext;
 use crate::error::Result;
 use crate::sync::{Instant, SPINS, futex, spin_loop};

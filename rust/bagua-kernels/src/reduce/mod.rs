@@ -1,7 +1,7 @@
 //! Element-wise kernels: how the elements of several ranks become one.
 //!
-//! Read `kernel` first: the loop, written once over an `element` type (its layout in memory, its accumulator) and an `op`. `dispatch`
-//! selects the loop of a dtype and an operation. `avx2`, `avx512` and `zen4` compile the same loop for wider registers and add the
+//! Read `kernel` first: the loop, written once over an `element` type (its layout in memory, its accumulator) and an `op`. This file
+//! selects the loop of a dtype and an operation, known at run time. `avx2`, `avx512` and `zen4` compile the same loop for wider registers and add the
 //! conversions that compilers cannot vectorise; `neon` adds those of 64-bit ARM processors, whose registers all loops use anyway.
 //! `instruction_set` selects one of them per call, by the processor's features and vendor.
 //!
@@ -12,7 +12,6 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
-mod dispatch;
 mod element;
 mod instruction_set;
 mod kernel;
@@ -25,8 +24,11 @@ mod weight_update;
 #[cfg(target_arch = "x86_64")]
 mod zen4;
 
-use instruction_set::Level;
+use element::{Element, Widen};
+use instruction_set::{Level, run};
 pub use kernel::Before;
+use kernel::Work;
+use op::{self as ops, Fraction, Number, Ordered};
 pub use weight_update::{correct, subtract};
 
 use crate::types::{DType, ReduceOp};
@@ -42,7 +44,7 @@ const STRETCH: usize = 512;
 /// # Panics
 /// When there is no input, when lengths differ, or when `op.check(dtype)` would have refused.
 pub fn combine(dtype: DType, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8]) {
-    dispatch::combine(Level::best(), dtype, op, inputs, out);
+    combine_at(Level::best(), dtype, op, inputs, out);
 }
 
 /// `parts[0] op parts[1] op …`, as [`combine`], and the result goes into every part.
@@ -50,7 +52,7 @@ pub fn combine(dtype: DType, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [
 /// # Panics
 /// As [`combine`].
 pub fn combine_everywhere(dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]]) {
-    dispatch::combine_everywhere(Level::best(), dtype, op, parts, usize::MAX, &mut |_, _| {});
+    combine_everywhere_at(Level::best(), dtype, op, parts, usize::MAX, &mut |_, _| {});
 }
 
 /// As [`combine_everywhere`], in short blocks from the first to the last; calls `before` with each of them before it is combined. For
@@ -62,7 +64,7 @@ pub fn combine_everywhere(dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]]) {
 pub fn combine_everywhere_after(dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]], before: &mut Before<'_>) {
     // Other numbers of parts initialise accumulators in memory for every block.
     let stretch = if matches!(parts.len(), 2 | 4) { STRETCH } else { element::BLOCK };
-    dispatch::combine_everywhere(Level::best(), dtype, op, parts, stretch, before);
+    combine_everywhere_at(Level::best(), dtype, op, parts, stretch, before);
 }
 
 /// The names of the levels that this processor has, for benchmarks: compilations of the same loops for the processor's features.
@@ -81,7 +83,7 @@ pub fn level() -> &'static str {
 /// As [`combine`], and when the processor lacks that level.
 pub fn combine_everywhere_on(level: &str, dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]]) {
     let level = Level::available().find(|each| each.name() == level).expect("a level that this processor has");
-    dispatch::combine_everywhere(level, dtype, op, parts, usize::MAX, &mut |_, _| {});
+    combine_everywhere_at(level, dtype, op, parts, usize::MAX, &mut |_, _| {});
 }
 
 /// As [`combine`] with `Sum`, divided by `divisor` before it is rounded: an average of more ranks than there are inputs.
@@ -89,7 +91,7 @@ pub fn combine_everywhere_on(level: &str, dtype: DType, op: ReduceOp, parts: &mu
 /// # Panics
 /// As [`combine`], and for a dtype that is neither float nor complex.
 pub fn sum_over(dtype: DType, inputs: &[Option<&[u8]>], out: &mut [u8], divisor: usize) {
-    dispatch::sum_over(Level::best(), dtype, inputs, out, divisor);
+    sum_over_at(Level::best(), dtype, inputs, out, divisor);
 }
 
 /// Divides every element of a float tensor by `divisor`: the second half of `Avg` where the sum was made in several steps.
@@ -97,5 +99,145 @@ pub fn sum_over(dtype: DType, inputs: &[Option<&[u8]>], out: &mut [u8], divisor:
 /// # Panics
 /// When `dtype` is not a float type, or the length is not a multiple of its size.
 pub fn divide(dtype: DType, data: &mut [u8], divisor: usize) {
-    dispatch::divide(Level::best(), dtype, data, divisor);
+    divide_at(Level::best(), dtype, data, divisor);
+}
+
+/// As [`combine`], on a given level.
+fn combine_at(level: Level, dtype: DType, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8]) {
+    check(dtype, inputs, out);
+    work(level, dtype, op, inputs.len(), Work::Into { inputs, out });
+}
+
+/// As [`combine_everywhere_after`], on a given level and in blocks of `stretch` bytes, a multiple of 64.
+fn combine_everywhere_at(
+    level: Level,
+    dtype: DType,
+    op: ReduceOp,
+    parts: &mut [&mut [u8]],
+    stretch: usize,
+    before: &mut Before<'_>,
+) {
+    let len = parts.first().expect("something to combine").len();
+    assert!(len.is_multiple_of(dtype.size()), "{len} bytes of {}", dtype.name());
+    assert!(parts.iter().all(|part| part.len() == len), "parts differ in length");
+    work(level, dtype, op, parts.len(), Work::Everywhere { parts, stretch, before });
+}
+
+/// `divisor` is that of an average.
+fn work(level: Level, dtype: DType, op: ReduceOp, divisor: usize, work: Work<'_, '_>) {
+    match dtype {
+        DType::F16 => float::<element::F16>(level, op, divisor, work),
+        DType::BF16 => float::<element::Bf16>(level, op, divisor, work),
+        DType::F32 => float::<element::F32>(level, op, divisor, work),
+        DType::F64 => float::<element::F64>(level, op, divisor, work),
+        DType::U8 => integer::<element::U8, element::U8>(level, op, work),
+        DType::I8 => integer::<element::I8, element::U8>(level, op, work),
+        DType::I32 => integer::<element::I32, element::I32>(level, op, work),
+        DType::I64 => integer::<element::I64, element::I64>(level, op, work),
+        DType::Bool => boolean(level, op, work),
+        DType::C64 => complex::<element::C64, element::F32>(level, op, divisor, work),
+        DType::C128 => complex::<element::C128, element::F64>(level, op, divisor, work),
+    }
+}
+
+/// As [`divide`], on a given level: an average of one input, with another divisor.
+fn divide_at(level: Level, dtype: DType, data: &mut [u8], divisor: usize) {
+    sum_over_at(level, dtype, &[None], data, divisor);
+}
+
+/// As [`sum_over`], on a given level.
+fn sum_over_at(level: Level, dtype: DType, inputs: &[Option<&[u8]>], out: &mut [u8], divisor: usize) {
+    check(dtype, inputs, out);
+    work(level, dtype, ReduceOp::Avg, divisor, Work::Into { inputs, out });
+}
+
+fn check(dtype: DType, inputs: &[Option<&[u8]>], out: &[u8]) {
+    assert!(!inputs.is_empty(), "nothing to combine");
+    assert!(out.len().is_multiple_of(dtype.size()), "{} bytes of {}", out.len(), dtype.name());
+    for input in inputs.iter().flatten() {
+        assert_eq!(input.len(), out.len(), "inputs and output differ in length");
+    }
+}
+
+/// [`ReduceOp::check`] refuses this before every operation, so the caller made a mistake. It alone has the list of what is defined, hence
+/// the wildcards below; a test runs everything that it allows.
+fn refused(op: ReduceOp) -> ! {
+    panic!("{} of this element type should have been refused", op.name())
+}
+
+fn float<E>(level: Level, op: ReduceOp, divisor: usize, work: Work<'_, '_>)
+where
+    E: Widen<Acc: Fraction + Ordered>,
+    E::Wide: Element<Acc: Fraction + Ordered>,
+    E::Widest: Element<Acc: Fraction + Ordered>,
+    E::Zen: Element<Acc: Fraction + Ordered>,
+{
+    match op {
+        ReduceOp::Sum => run::<E, _>(level, ops::Sum, work),
+        ReduceOp::Avg => average::<E>(level, divisor, work),
+        ReduceOp::Product => run::<E, _>(level, ops::Product, work),
+        ReduceOp::Min => run::<E, _>(level, ops::Min, work),
+        ReduceOp::Max => run::<E, _>(level, ops::Max, work),
+        _ => refused(op),
+    }
+}
+
+fn average<E>(level: Level, divisor: usize, work: Work<'_, '_>)
+where
+    E: Widen<Acc: Fraction>,
+    E::Wide: Element<Acc: Fraction>,
+    E::Widest: Element<Acc: Fraction>,
+    E::Zen: Element<Acc: Fraction>,
+{
+    if divisor.is_power_of_two() {
+        run::<E, _>(level, ops::SumOverPower(divisor), work);
+    } else {
+        run::<E, _>(level, ops::SumOver(divisor), work);
+    }
+}
+
+/// `W` is the type of the wrapping arithmetic: `E` itself, or one of the same size that gives the same bits and whose loop exists
+/// anyway. Bitwise operations work byte by byte for the same reason.
+fn integer<E, W>(level: Level, op: ReduceOp, work: Work<'_, '_>)
+where
+    E: Widen<Wide = E, Widest = E, Zen = E, Acc: Ordered>,
+    W: Widen<Wide = W, Widest = W, Zen = W, Acc: Number>,
+{
+    match op {
+        ReduceOp::Sum => run::<W, _>(level, ops::Sum, work),
+        ReduceOp::Product => run::<W, _>(level, ops::Product, work),
+        ReduceOp::Min => run::<E, _>(level, ops::Min, work),
+        ReduceOp::Max => run::<E, _>(level, ops::Max, work),
+        ReduceOp::Bor => run::<element::U8, _>(level, ops::Or, work),
+        ReduceOp::Band => run::<element::U8, _>(level, ops::And, work),
+        ReduceOp::Bxor => run::<element::U8, _>(level, ops::Xor, work),
+        _ => refused(op),
+    }
+}
+
+/// `R` is the type of the two parts: sums and their division are those of twice as many real numbers.
+fn complex<E, R>(level: Level, op: ReduceOp, divisor: usize, work: Work<'_, '_>)
+where
+    E: Widen<Wide = E, Widest = E, Zen = E, Acc: Number>,
+    R: Widen<Acc: Fraction>,
+    R::Wide: Element<Acc: Fraction>,
+    R::Widest: Element<Acc: Fraction>,
+    R::Zen: Element<Acc: Fraction>,
+{
+    match op {
+        ReduceOp::Sum => run::<R, _>(level, ops::Sum, work),
+        ReduceOp::Avg => average::<R>(level, divisor, work),
+        ReduceOp::Product => run::<E, _>(level, ops::Product, work),
+        _ => refused(op),
+    }
+}
+
+/// Of 0 and 1, the product and the smaller are the conjunction, the larger is the disjunction.
+fn boolean(level: Level, op: ReduceOp, work: Work<'_, '_>) {
+    match op {
+        ReduceOp::Product | ReduceOp::Min | ReduceOp::Band => run::<element::Bool, _>(level, ops::And, work),
+        ReduceOp::Max | ReduceOp::Bor => run::<element::Bool, _>(level, ops::Or, work),
+        ReduceOp::Bxor => run::<element::Bool, _>(level, ops::Xor, work),
+        _ => refused(op),
+    }
 }

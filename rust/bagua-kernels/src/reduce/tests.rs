@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 use proptest::prelude::*;
 
-use super::{Level, combine, dispatch, divide};
+use super::{Level, combine, combine_at, combine_everywhere_at, divide, divide_at};
 use crate::types::{DType, ReduceOp};
 
 /// Lengths around the block, the vector and zero.
@@ -214,7 +214,7 @@ fn wide_registers_change_no_bit() {
                 let inputs: Vec<Option<&[u8]>> = owned.iter().map(|bytes| Some(bytes.as_slice())).collect();
                 let at = |level| {
                     let mut out = vec![0; count * dtype.size()];
-                    dispatch::combine(level, dtype, op, &inputs, &mut out);
+                    combine_at(level, dtype, op, &inputs, &mut out);
                     out
                 };
                 let portable = at(Level::Portable);
@@ -226,7 +226,7 @@ fn wide_registers_change_no_bit() {
         let sum = random.wild(1003 * dtype.size());
         let at = |level| {
             let mut data = sum.clone();
-            dispatch::divide(level, dtype, &mut data, 3);
+            divide_at(level, dtype, &mut data, 3);
             data
         };
         let portable = at(Level::Portable);
@@ -236,7 +236,7 @@ fn wide_registers_change_no_bit() {
 
 /// Leaves the combination of all parts in every part, on a given level.
 fn everywhere(level: Level, dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]]) {
-    dispatch::combine_everywhere(level, dtype, op, parts, usize::MAX, &mut |_, _| {});
+    combine_everywhere_at(level, dtype, op, parts, usize::MAX, &mut |_, _| {});
 }
 
 /// Asserts that every part holds the portable level's result, byte for byte. Only a NaN that arithmetic made from two NaNs may
@@ -244,7 +244,7 @@ fn everywhere(level: Level, dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]])
 fn assert_portable_everywhere(level: Level, dtype: DType, op: ReduceOp, before: &[Vec<u8>], after: &[&mut [u8]]) {
     let inputs: Vec<Option<&[u8]>> = before.iter().map(|part| Some(part.as_slice())).collect();
     let mut expected = vec![0; before[0].len()];
-    dispatch::combine(Level::Portable, dtype, op, &inputs, &mut expected);
+    combine_at(Level::Portable, dtype, op, &inputs, &mut expected);
     assert!(after.iter().all(|part| *part == &*after[0]), "{level:?}: parts differ");
     if *after[0] == expected {
         return;
@@ -440,7 +440,7 @@ fn an_average_over_a_power_of_two_is_the_quotient_bit_for_bit() {
         let divided = |dtype, expected: &dyn Fn(&[u8]) -> Vec<u8>| {
             for level in Level::available() {
                 let mut data = sums.clone();
-                dispatch::divide(level, dtype, &mut data, divisor);
+                divide_at(level, dtype, &mut data, divisor);
                 for (before, after) in sums.chunks(dtype.size()).zip(data.chunks(dtype.size())) {
                     assert_eq!(after, expected(before), "{level:?}: {} {before:x?} / {divisor}", dtype.name());
                 }
@@ -509,7 +509,7 @@ fn what_is_left_everywhere_is_what_one_output_would_hold_and_each_stretch_is_ann
                     let mut parts = before.clone();
                     let mut slices: Vec<&mut [u8]> = parts.iter_mut().map(Vec::as_mut_slice).collect();
                     let mut stretches = Vec::new();
-                    dispatch::combine_everywhere(level, dtype, op, &mut slices, 512, &mut |range, parts| {
+                    combine_everywhere_at(level, dtype, op, &mut slices, 512, &mut |range, parts| {
                         let own = parts[ranks - 1][range.clone()].to_vec();
                         assert!(own == before[ranks - 1][range.clone()], "called too late");
                         stretches.push(range);

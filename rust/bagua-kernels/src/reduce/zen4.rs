@@ -196,7 +196,7 @@ mod tests {
     use std::thread;
 
     use super::*;
-    use crate::reduce::{Level, combine, dispatch};
+    use crate::reduce::{Level, combine, combine_at};
     use crate::types::{DType, ReduceOp};
 
     /// Runs `work` in a thread that takes subnormal inputs for zeros and writes zeros for subnormal results.
@@ -236,7 +236,7 @@ mod tests {
             for dtype in [DType::F16, DType::BF16, DType::F32] {
                 let sum = |level| {
                     let mut out = vec![0; one.len()];
-                    dispatch::combine(level, dtype, ReduceOp::Sum, &[Some(&one), Some(&other)], &mut out);
+                    combine_at(level, dtype, ReduceOp::Sum, &[Some(&one), Some(&other)], &mut out);
                     out
                 };
                 let portable = sum(Level::Portable);
