@@ -252,15 +252,24 @@ def step_crates(release: Release) -> None:
     problems = []
     if status := subprocess.run(command, cwd=ROOT, check=False).returncode:
         problems.append(f"cargo publish --dry-run exited with {status}")
-    for name in names:
-        about = next(one for one in metadata() if one["name"] == name)
-        problems += [f"{name} has no {what}" for what in ("description", "license", "readme") if not about[what]]
+    problems += [problem for one in metadata() if one["name"] in names for problem in unpresentable(one)]
     # cargo keeps the packages of one workspace in a registry of its own, until they are published.
     packed = [next((ROOT / "target" / "package").rglob(f"{name}-{version()}.crate"), None) for name in names]
     size = wheel.mebibytes(sum(path.stat().st_size for path in packed if path))
     release.problems += problems
     print(f"in this order: {', '.join(names)}")
     release.rows.append(Row("crates", f"{len(names)} crates", size, verdict(problems), "", time.monotonic() - begin))
+
+
+def unpresentable(package: dict[str, Any]) -> list[str]:
+    """What crates.io shows of a crate and this one lacks."""
+    name, readme = package["name"], Path(package["manifest_path"]).with_name("README.md")
+    problems = [f"{name} has no {what}" for what in ("description", "license") if not package[what]]
+    if package["readme"] != readme.name or not readme.is_file():
+        problems.append(f"{name} has no README.md of its own")
+    elif not readme.read_text(encoding="utf-8").startswith(f"# {name}\n"):
+        problems.append(f"the README.md of {name} does not begin with its name")
+    return problems
 
 
 def step_docs(release: Release) -> None:

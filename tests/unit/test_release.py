@@ -62,6 +62,25 @@ def test_crates_are_published_after_those_that_they_use_and_private_ones_not_at_
     assert not {"bagua-py", "bagua-bench"} & set(order)
 
 
+def test_every_crate_that_is_published_has_a_readme_of_its_own() -> None:
+    packages = {one["name"]: one for one in release.metadata()}
+    published = release.libraries(packages.values())
+    assert [problem for name in published for problem in release.unpresentable(packages[name])] == []
+
+
+def test_a_crate_without_a_readme_of_its_own_is_named(tmp_path: Path) -> None:
+    about = {"name": "a", "description": "", "license": "MIT", "manifest_path": str(tmp_path / "Cargo.toml")}
+    lacks = "a has no README.md of its own"
+    assert release.unpresentable({**about, "readme": "../../README.md"}) == ["a has no description", lacks]
+    about["description"] = "What it is"
+    assert release.unpresentable({**about, "readme": "README.md"}) == [lacks]
+    (tmp_path / "README.md").write_text("# Bagua\n")
+    (problem,) = release.unpresentable({**about, "readme": "README.md"})
+    assert problem == "the README.md of a does not begin with its name"
+    (tmp_path / "README.md").write_text("# a\n")
+    assert release.unpresentable({**about, "readme": "README.md"}) == []
+
+
 def test_every_linked_crate_has_its_licence_text_in_the_tree() -> None:
     assert crates.check() == []
 

@@ -11,6 +11,7 @@
 //! | `bagua-kernels` | [`reduce`], [`codec`]: element-wise kernels; compression |
 //! | `bagua-types` | [`types`], [`error`]: element types, reduce operations, fingerprints; what can fail |
 
+#![cfg_attr(doctest, doc = include_str!("../README.md"))]
 #![deny(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 

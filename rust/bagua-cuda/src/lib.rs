@@ -32,6 +32,7 @@
 //!
 //! What is absent is an error value, never a panic: a library, a function, a device.
 
+#![cfg_attr(doctest, doc = include_str!("../README.md"))]
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod cache;

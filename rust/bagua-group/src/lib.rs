@@ -26,6 +26,7 @@
 //! | `rendezvous` | exchange of addresses through TCP or files, for callers without a store |
 //! | `simulation` | joining, losses and views of thousands of ranks over a simulated network, for benchmarks and tests |
 
+#![cfg_attr(doctest, doc = include_str!("../README.md"))]
 #![deny(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 

@@ -1,6 +1,7 @@
 //! Arithmetic on tensors in memory: element-wise reductions and codecs, with the instructions of the processor at hand. No I/O, no threads,
 //! no clock.
 
+#![cfg_attr(doctest, doc = include_str!("../README.md"))]
 #![deny(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 

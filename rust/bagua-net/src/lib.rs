@@ -9,6 +9,7 @@
 //! | [`platform`] | what is specific to an operating system: all of Linux's system calls beyond POSIX |
 //! | [`sync`] | atomics, locks and futexes, which a model checker may replace |
 
+#![cfg_attr(doctest, doc = include_str!("../README.md"))]
 #![deny(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 

@@ -8,6 +8,8 @@
 //! Names, numbers and layouts are those of NCCL's user guide,
 //! <https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html>. How the library is found is the caller's matter.
 
+#![cfg_attr(doctest, doc = include_str!("../README.md"))]
+
 mod table;
 mod types;
 
