@@ -275,7 +275,7 @@ $(VENV)/.wheel$(TARGET:%=-%): $(VENV)/.packages tools/wheel.py tools/elf.py tool
 		$(BIN)/python tools/wheel.py all $(TARGET)
 	@touch $@
 
-# A dry run that publishes nothing; `make release RELEASE=yes` publishes.
+# A dry run that publishes nothing; `make release RELEASE=yes` publishes, and RELEASE=check says whether that would.
 STEPS ?=
 
 .PHONY: release

@@ -4,7 +4,7 @@ usage: tools/release.py [STEP ...]
 
 A dry run, unless RELEASE=yes is in the environment: then, when nothing is wrong and every wheel was built, the wheels
 and the sdist go to PyPI (uv publish) and the crates to crates.io (cargo publish), with the credentials of uv and of
-cargo. The steps, all by default:
+cargo. RELEASE=check publishes nothing, and fails where RELEASE=yes would not publish. The steps, all by default:
 """
 
 from __future__ import annotations
@@ -343,8 +343,8 @@ def table(rows: list[Row]) -> str:
     )
 
 
-def publish(release: Release) -> list[str]:
-    """Publishes what is in dist/; why it does not, or what failed."""
+def obstacles(release: Release) -> list[str]:
+    """Why what is in dist/ is not to be published."""
     tag = f"v{version()}"
     git = subprocess.run(["git", "tag", "--points-at", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     changes = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
@@ -355,8 +355,11 @@ def publish(release: Release) -> list[str]:
         reasons.append("there are changes that are not committed")
     if re.search(rf"^## {re.escape(version())}.*not released", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE):
         reasons.append(f"CHANGELOG.md says that {version()} is not released")
-    if reasons:
-        return [f"not published: {reason}" for reason in reasons]
+    return [f"not published: {reason}" for reason in reasons]
+
+
+def publish() -> list[str]:
+    """Publishes what is in dist/; what failed."""
     uv = Path(sys.executable).parent / "uv"
     files = [*DIST.glob("bagua-*.whl"), sdist()]
     problems = []
@@ -392,8 +395,9 @@ def main(arguments: list[str]) -> int:
     print(f"\n{table(release.rows)}\n")
     for text in [*release.lacking, *release.not_tried]:
         print(f"left out: {text}")
-    if os.environ.get("RELEASE") == "yes":
-        release.problems += publish(release)
+    if (asked := os.environ.get("RELEASE")) in ("check", "yes"):
+        reasons = obstacles(release)
+        release.problems += reasons or (publish() if asked == "yes" else [])
     elif not release.problems and not arguments:
         print("a dry run: nothing was published")
     for text in release.problems:

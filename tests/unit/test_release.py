@@ -135,9 +135,39 @@ def test_a_release_with_a_problem_or_without_a_tag_is_not_published(monkeypatch:
         return run(command, **options)
 
     monkeypatch.setattr(subprocess, "run", only_git)
-    reasons = release.publish(found)
+    reasons = release.obstacles(found)
     assert reasons[:2] == ["not published: a test failed", "not published: no wheel for musl"]
     assert any("has no tag v" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("asked", ["check", "yes"])
+def test_what_is_not_to_be_published_is_a_failure_and_nothing_is_published(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked: str
+) -> None:
+    published: list[str] = []
+    reasons = ["not published: links: not absolute, because project.urls has no repository"]
+    monkeypatch.setattr(release, "STEPS", {"links": lambda found: None})
+    monkeypatch.setattr(release, "obstacles", lambda found: reasons)
+    monkeypatch.setattr(release, "publish", lambda: published.append(asked) or [])
+    monkeypatch.setenv("RELEASE", asked)
+    assert release.main(["links"]) == 1
+    assert f"wrong: {reasons[0]}" in capsys.readouterr().err
+    assert published == []
+    reasons.clear()
+    assert release.main(["links"]) == 0
+    assert published == (["yes"] if asked == "yes" else [])
+
+
+def test_the_workflow_publishes_nothing_before_the_check_of_make_release() -> None:
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    job = text[text.index("\n  publish:") :]
+    check = re.search(r'make release STEPS="([a-z ]+)" RELEASE=check\n', job)
+    assert check is not None
+    # Without a repository in project.urls it is `links` that has something to say.
+    assert "links" in check[1].split()
+    published = ("pypa/gh-action-pypi-publish", "cargo publish", "gh release create")
+    assert all(check.end() < job.index(step) for step in published)
+    assert not any(step in text[: text.index("\n  publish:")] for step in published)
 
 
 @pytest.mark.slow
