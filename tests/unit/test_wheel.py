@@ -208,4 +208,15 @@ def test_a_file_that_is_too_long_is_named_with_its_length(tmp_path: Path) -> Non
     (tmp_path / "python").mkdir()
     (tmp_path / "python" / "long.py").write_text("pass\n" * 601)
     (tmp_path / "python" / "short.py").write_text("pass\n" * 600)
-    assert check_lengths.too_long(tmp_path) == ["python/long.py: 601 lines"]
+    assert check_lengths.long_files(tmp_path) == ["python/long.py: 601 lines, more than 600: make it a folder"]
+
+
+def test_a_line_of_markdown_that_is_too_long_and_can_be_broken_is_named(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    longest, link, row = "word " * 27 + "words", f"[a]({'x' * 150})", f"| {'word ' * 30}|"
+    (tmp_path / "docs" / "page.md").write_text(f"{longest}\n{link}\n{row}\n```\n{longest}!\n```\n- {longest}\n")
+    (tmp_path / "README.md").write_text(f"{longest[1:]}é\n{longest}é\n")
+    assert check_lengths.long_lines(tmp_path) == [
+        "README.md:2: 141 characters, more than 140",
+        "docs/page.md:7: 142 characters, more than 140",
+    ]
