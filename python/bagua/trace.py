@@ -216,7 +216,9 @@ def _name(op: Operation) -> str:
 
 
 def _label(op: Operation) -> str:
-    return f", in {op['label']}" if op.get("label") else ""
+    label = str(op.get("label") or "")
+    # As in error texts.
+    return f", in {'bucket ' if label.isdecimal() else ''}{label}" if label else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -283,7 +283,7 @@ def test_a_loss_that_ends_a_backward_has_a_record_with_the_bucket(
     shown, _ = merge(capsys, [path], tmp_path / "out.json")
     (line,) = shown
     assert line.startswith("rank 0 waited for rank 1: all_reduce(avg) number ")
-    assert line.endswith(" of group world, channel 1, in 0")
+    assert line.endswith(" of group world, channel 1, in bucket 0")
 
 
 def fails(rank: int, how: str) -> tuple[str, str | None]:

@@ -42,10 +42,14 @@ def lines(folder: Path, *ranks: list[dict[str, Any]]) -> list[str]:
     return trace.findings(trace.read([write(folder, rank, ops) for rank, ops in enumerate(ranks)]))
 
 
-def test_a_rank_whose_record_ends_earlier_is_missing_even_where_no_record_says_so(tmp_path: Path) -> None:
-    hung = [op(0, 0), op(1, 1, "started", kind="reduce(max)", root=2, label="b0")]
+@pytest.mark.parametrize(("label", "where"), [("b0", "b0"), ("12", "bucket 12")])
+def test_a_rank_whose_record_ends_earlier_is_missing_even_where_no_record_says_so(
+    tmp_path: Path, label: str, where: str
+) -> None:
+    hung = [op(0, 0), op(1, 1, "started", kind="reduce(max)", root=2, label=label)]
     shown = lines(tmp_path, hung, [op(0, 0), op(1, None, "queued")], hung)
-    assert shown == ["ranks 0, 2 waited for rank 1: reduce(max, root 2) number 1 of group world, channel 0, in b0"]
+    waited = "ranks 0, 2 waited for rank 1: reduce(max, root 2) number 1"
+    assert shown == [f"{waited} of group world, channel 0, in {where}"]
 
 
 def test_a_rank_that_others_missed_and_that_had_begun_by_its_own_record_was_not_missing(tmp_path: Path) -> None:

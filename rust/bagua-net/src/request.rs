@@ -11,7 +11,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use crate::codec::Codec;
-use crate::error::{Error, Progress, Result};
+use crate::error::{Error, Progress, Result, in_bucket};
 use crate::health::{GroupHealth, LEFT};
 use crate::memory::{Buffer, BufferMut, DeviceRef, name_of, same_place};
 use crate::stats::OpStats;
@@ -494,7 +494,7 @@ impl OpContext<'_> {
 
     /// The error for a peer (a group rank) that does something else.
     pub fn mismatch(&self, peer: usize, theirs: &dyn std::fmt::Display) -> Error {
-        let label = if self.label.is_empty() { String::new() } else { format!(" in {}", self.label) };
+        let label = in_bucket(self.label);
         let (ours, theirs) = (self.fingerprint.to_string(), theirs.to_string());
         let apart = if ours == theirs { " in another group" } else { "" };
         Error::Mismatch(format!(

@@ -231,11 +231,21 @@ fn during(progress: &Option<Box<Progress>>) -> String {
     match progress.as_deref() {
         None => String::new(),
         Some(Progress { what, label, done, total }) => {
-            let label = if label.is_empty() { String::new() } else { format!(" in {label}") };
+            let label = in_bucket(label);
             // A barrier or a rendezvous moves no bytes of tensors.
             let bytes = if *total == 0 { String::new() } else { format!(", {done} of {total} bytes done") };
             format!(", during {what}{label}{bytes}")
         }
+    }
+}
+
+/// What an error's text says of an operation's label: " in NAME", " in bucket 3" where the name is a number, as buckets without a name of
+/// their own have it; nothing without a label.
+pub fn in_bucket(label: &str) -> String {
+    match label {
+        "" => String::new(),
+        number if number.bytes().all(|byte| byte.is_ascii_digit()) => format!(" in bucket {number}"),
+        name => format!(" in {name}"),
     }
 }
 
@@ -275,6 +285,18 @@ mod tests {
         let error = Error::system("connecting", refused());
         assert_eq!(error, Error::other(error.to_string()));
         assert_ne!(error, Error::other("connecting"));
+    }
+
+    #[test]
+    fn an_operation_is_in_the_bucket_of_that_number_or_name() {
+        let text = |label: &str| {
+            let during = Progress { what: "all_reduce".to_owned(), label: label.to_owned(), done: 0, total: 0 };
+            let error = Error::Timeout { after: Duration::ZERO, missing: vec![1], noticed_by: 0, progress: None };
+            error.during(during).to_string()
+        };
+        for (label, place) in [("", ""), ("12", " in bucket 12"), ("head.12", " in head.12")] {
+            assert!(text(label).ends_with(&format!("during all_reduce{place})")), "{}", text(label));
+        }
     }
 
     #[test]
