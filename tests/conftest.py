@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +16,12 @@ __all__ = ["world"]
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _records_go_with_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Flight records of this process, and of processes that tests start themselves, are no litter."""
+def _temporary_files_go_with_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Flight records and temporary folders of this process, and of those that tests start, are in pytest's folder."""
     os.environ.setdefault("BAGUA_TRACE_DIR", str(tmp_path_factory.mktemp("traces")))
+    os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("tmp"))
+    # What was found before, by this process.
+    tempfile.tempdir = None
 
 
 def _is_large(parameters: dict[str, Any]) -> bool:

@@ -44,6 +44,8 @@ DEADLINE = 60.0
 
 # Below the range that the kernel takes the ports of outgoing connections from.
 _PORTS = range(20000, 30000)
+# All runs on this machine have the ports in common; tests/conftest.py gives this one another temporary directory later.
+_LOCKS = Path(os.environ.get("TMPDIR") or "/tmp", f"bagua-test-ports-{os.getuid()}")
 
 
 class RankFailed(AssertionError):
@@ -230,12 +232,11 @@ def make_world(size: int, **options: Any) -> World:
 @contextlib.contextmanager
 def free_port(ports: range = _PORTS) -> Iterator[int]:
     """A port without a listener, that no other run gets as long as this one holds it."""
-    locks = Path(tempfile.gettempdir(), f"bagua-test-ports-{os.getuid()}")
-    locks.mkdir(exist_ok=True)
+    _LOCKS.mkdir(exist_ok=True)
     start = int.from_bytes(os.urandom(2), "little") % len(ports)
     for offset in range(len(ports)):
         port = ports[(start + offset) % len(ports)]
-        with open(locks / str(port), "w") as lock:
+        with open(_LOCKS / str(port), "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

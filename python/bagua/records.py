@@ -2,6 +2,9 @@
 
 The extension calls `of_failure` when it creates the exception of a failed group; leaving a group that has failed does
 so too, so that a rank that never raised the error has a record as well.
+
+By default each job has a folder, and of a host's jobs the newest are kept: the rank that makes a job's folder removes
+the oldest ones. No other rank lists a folder, for which a thousand ranks that fail at once would wait.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import stat
 from typing import Any
 
@@ -25,6 +29,14 @@ VERSION = 1
 _NAME = "rank{rank}-{group}-{pid}-{number}.json"
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+
+#: Jobs of a user whose records are kept on a host.
+KEPT_JOBS = 50
+
+# The identity of a job, see `lifecycle.note_job`.
+_JOB = re.compile(r"[0-9a-f]{16}")
+_NO_JOB = "0" * 16
+_NOT_PLAIN = re.compile(r"[^\w.,#-]+")
 
 
 def flight_recorder() -> list[dict[str, Any]]:
@@ -75,15 +87,21 @@ def _write(directory: str, group: str, rank: int, host: str, error: str) -> str:
         "ops": engine.flight_recorder(),
     }
     text = json.dumps(record, allow_nan=False)
-    if directory == config.default_trace_dir():
-        directory, place = _own_folder(directory)
-    else:
-        os.makedirs(directory, exist_ok=True)
-        place = os.open(directory, _FOLDER)
-    try:
-        return os.path.join(os.path.abspath(directory), _write_new(place, directory, rank, group, text))
-    finally:
-        os.close(place)
+    with contextlib.ExitStack() as open_folders:
+        if directory != config.default_trace_dir():
+            os.makedirs(directory, exist_ok=True)
+            place, is_first = os.open(directory, _FOLDER), False
+        else:
+            folder, parent = _own_folder(directory)
+            open_folders.callback(os.close, parent)
+            # Ranks that have more than one have the first in common: in an elastic job that of its address book.
+            directory = os.path.join(folder, next(iter(process.jobs), _NO_JOB))
+            place, is_first = _job_folder(directory, parent)
+        open_folders.callback(os.close, place)
+        path = os.path.join(os.path.abspath(directory), _write_new(place, directory, rank, group, text))
+    if is_first:
+        _remove_old_jobs(os.path.dirname(directory))
+    return path
 
 
 def folders() -> list[str]:
@@ -91,7 +109,9 @@ def folders() -> list[str]:
     directory = config.trace_dir()
     if directory is None:
         raise ValueError("BAGUA_TRACE_DIR is empty, so there are no flight records: pass the files")
-    return list(_candidates(directory)) if directory == config.default_trace_dir() else [directory]
+    if directory != config.default_trace_dir():
+        return [directory]
+    return [path for candidate in _candidates(directory) for path in (candidate, *_job_folders(candidate))]
 
 
 def _candidates(directory: str) -> tuple[str, str]:
@@ -105,10 +125,8 @@ def _own_folder(directory: str) -> tuple[str, int]:
     """
     problems = []
     for candidate in _candidates(directory):
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(candidate, 0o700)
         try:
-            place = os.open(candidate, _FOLDER | os.O_NOFOLLOW)
+            place, _ = _open_or_make(candidate)
         except OSError as error:
             why = "is a symbolic link" if os.path.islink(candidate) else f"cannot be used: {error.strerror}"
         else:
@@ -126,6 +144,50 @@ def _own_folder(directory: str) -> tuple[str, int]:
     raise PermissionError(" and ".join(problems))
 
 
+def _open_or_make(path: str, parent: int | None = None) -> tuple[int, bool]:
+    """The descriptor of a folder, and whether this process made it.
+
+    Most ranks of a host find it: to try to make it, each would wait for the others.
+    """
+    flags = _FOLDER | os.O_NOFOLLOW
+    with contextlib.suppress(FileNotFoundError):
+        return os.open(path, flags, dir_fd=parent), False
+    try:
+        os.mkdir(path, 0o700, dir_fd=parent)
+        is_new = True
+    except FileExistsError:
+        is_new = False
+    return os.open(path, flags, dir_fd=parent), is_new
+
+
+def _job_folder(path: str, parent: int) -> tuple[int, bool]:
+    """The descriptor of a job's folder in that of its user, and whether this process made the folder."""
+    place, is_first = _open_or_make(os.path.basename(path), parent)
+    # A sticky folder of root's is every user's.
+    if os.fstat(place).st_uid != os.geteuid():
+        os.close(place)
+        raise PermissionError(f"{path} belongs to another user")
+    return place, is_first
+
+
+def _job_folders(folder: str) -> list[str]:
+    """The folders of this user's jobs in there, oldest first. None where it cannot be read."""
+    found = []
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if _JOB.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                about = entry.stat(follow_symlinks=False)
+                if about.st_uid == os.geteuid():
+                    found.append((about.st_mtime_ns, entry.path))
+    return [path for _, path in sorted(found)]
+
+
+def _remove_old_jobs(folder: str) -> None:
+    """Removes the records of all but the newest jobs; what cannot be removed stays."""
+    for path in _job_folders(folder)[:-KEPT_JOBS]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def _write_new(place: int, directory: str, rank: int, group: str, text: str) -> str:
     """Writes a new file into an open folder; its name."""
     for number in range(10_000):
@@ -137,8 +199,8 @@ def _write_new(place: int, directory: str, rank: int, group: str, text: str) -> 
         except FileExistsError:
             continue
         try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
+            with open(descriptor, "wb") as file:
+                file.write(text.encode())
         except BaseException:
             # Half a record would only mislead.
             with contextlib.suppress(OSError):
@@ -150,4 +212,4 @@ def _write_new(place: int, directory: str, rank: int, group: str, text: str) -> 
 
 def _plain(group: str) -> str:
     """The group's name as a part of a file's name."""
-    return re.sub(r"[^\w.,#-]+", "_", group)[:80] or "group"
+    return _NOT_PLAIN.sub("_", group)[:80] or "group"

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from bagua import config, records
+from bagua import config, records, trace
 from bagua.lifecycle import process
 
 OTHER = 65534
+
+JOB = "5a" * 8
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
 
@@ -27,6 +29,7 @@ def tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.delenv("BAGUA_TRACE_DIR", raising=False)
     monkeypatch.setattr(process, "records", {})
+    monkeypatch.setattr(process, "jobs", [JOB])
     yield tmp_path / "tmp"
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
@@ -84,7 +87,7 @@ def test_a_folder_of_this_user_has_the_record(tmp: Path, make: Callable[[Path], 
     make(tmp / "bagua")
     path, note = record()
     assert path is not None
-    assert Path(path).parent == tmp / "bagua"
+    assert Path(path).parent == tmp / "bagua" / JOB
     assert note == f"; flight record: {path}"
     assert json.loads(Path(path).read_text())["error"] == "why"
     assert stat.S_IMODE(os.lstat(path).st_mode) == 0o600
@@ -97,7 +100,7 @@ def test_what_another_user_may_have_made_is_not_used(tmp: Path, make: Callable[[
     path, _ = record()
     own = tmp / f"bagua-{os.geteuid()}"
     assert path is not None
-    assert Path(path).parent == own
+    assert Path(path).parent == own / JOB
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
     after = os.lstat(tmp / "bagua")
     assert (before.st_mtime_ns, before.st_mode) == (after.st_mtime_ns, after.st_mode)
@@ -131,7 +134,7 @@ def test_a_folder_of_root_is_used_where_this_user_may_write_to_it(
     finally:
         os.seteuid(0)
     assert path is not None, note
-    assert Path(path).parent.name == ("bagua" if mode == 0o1777 else f"bagua-{OTHER}")
+    assert Path(path).parent.parent.name == ("bagua" if mode == 0o1777 else f"bagua-{OTHER}")
     assert Path(path).stat().st_uid == OTHER
 
 
@@ -142,6 +145,48 @@ def test_a_directory_that_the_user_names_may_be_a_link(tmp: Path, monkeypatch: p
     path, _ = record()
     assert path is not None
     assert Path(path).parent == tmp / "link"
+
+
+def test_the_first_record_of_a_job_removes_those_of_all_but_the_newest_jobs(
+    tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "KEPT_JOBS", 3)
+    jobs = [f"{number:016x}" for number in range(5)]
+    for age, job in enumerate(jobs):
+        monkeypatch.setattr(process, "jobs", [job, f"a later view of {job}"])
+        monkeypatch.setattr(process, "records", {})
+        path, _ = record()
+        assert path is not None
+        assert Path(path).parent.name == job
+        os.utime(Path(path).parent, (age, age))
+        if age == 1:
+            # What is no folder of a job stays, however old it is.
+            (tmp / "bagua" / "mine").mkdir()
+            (tmp / "bagua" / ("f" * 16)).symlink_to(tmp / "bagua" / "mine")
+    assert {path.name for path in (tmp / "bagua").iterdir()} == {*jobs[2:], "mine", "f" * 16}
+    assert trace.newest_job(records.folders()) == [Path(path)]
+    kept = [str(tmp / "bagua" / job) for job in jobs[2:]]
+    assert records.folders() == [str(tmp / "bagua"), *kept, f"{tmp}/bagua-{os.geteuid()}"]
+
+
+def test_the_other_ranks_of_a_job_look_at_no_other_record(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record()
+    monkeypatch.setattr(process, "records", {})
+    for listing in ("listdir", "scandir"):
+        monkeypatch.setattr(os, listing, lambda *_: pytest.fail("it lists a folder"))
+    path, note = records.of_failure(1, "world", 1, "host", "why")
+    assert path is not None, note
+    monkeypatch.undo()
+    assert {file.name.partition("-")[0] for file in Path(path).parent.iterdir()} == {"rank0", "rank1"}
+
+
+@needs_root
+def test_a_jobs_folder_of_another_user_is_not_used(tmp: Path) -> None:
+    folder(0o1777)(tmp / "bagua")
+    folder(0o777, OTHER)(tmp / "bagua" / JOB)
+    path, note = record()
+    assert path is None
+    assert note == f"; no flight record: PermissionError: {tmp}/bagua/{JOB} belongs to another user"
 
 
 @pytest.mark.parametrize("variable", ["TMPDIR", "TEMP", "TMP", None])
