@@ -18,14 +18,15 @@ from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgo
 
 
 def main() -> int:
-    """Fits a line; rank 1 fails once. 0 when the weights are right in the end."""
+    """Fits a line; one rank fails once. 0 when the weights are right in the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fails", type=int, default=1, metavar="RANK", help="the rank that fails once; -1: none")
     parser.add_argument("--seconds", type=float, default=3.0, help="how long to train with all ranks")
     arguments = parser.parse_args()
     # The runner has set BAGUA_ELASTIC, and counts the starts of this rank.
     bagua.init_process_group()
     rank, ranks = bagua.get_rank(), bagua.get_world_size()
-    fails = rank == 1 and os.environ.get("BAGUA_RESTART_COUNT") == "0"
+    fails = rank == arguments.fails and os.environ.get("BAGUA_RESTART_COUNT") == "0"
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     # In a process that came back this returns with the average of the others' weights.
