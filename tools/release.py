@@ -247,6 +247,7 @@ def step_crates(release: Release) -> None:
     """Every library crate, packaged and compiled from its package, in the order in which they are published."""
     begin = time.monotonic()
     names = libraries(metadata())
+    forget_unpacked(names)
     # Those of the workspace that are not `publish = false`, each after those that it uses.
     command = ["cargo", "publish", "--workspace", "--dry-run", "--locked", "--allow-dirty"]
     problems = []
@@ -259,6 +260,17 @@ def step_crates(release: Release) -> None:
     release.problems += problems
     print(f"in this order: {', '.join(names)}")
     release.rows.append(Row("crates", f"{len(names)} crates", size, verdict(problems), "", time.monotonic() - begin))
+
+
+def forget_unpacked(names: Iterable[str]) -> None:
+    """Removes what cargo has kept of these crates from an earlier dry run: it unpacks no package of a version again.
+
+    It compiles those that a crate uses from there, whatever has changed in them since.
+    """
+    home = Path(os.environ.get("CARGO_HOME", Path.home() / ".cargo"))
+    # A registry that a dry run makes has no host, by whose name the folder of another one begins.
+    for folder in (path for name in names for path in home.glob(f"registry/src/-*/{name}-{version()}")):
+        shutil.rmtree(folder)
 
 
 def unpresentable(package: dict[str, Any]) -> list[str]:

@@ -68,6 +68,20 @@ def test_every_crate_that_is_published_has_a_readme_of_its_own() -> None:
     assert [problem for name in published for problem in release.unpresentable(packages[name])] == []
 
 
+def test_crates_that_an_earlier_dry_run_has_unpacked_are_not_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CARGO_HOME", str(tmp_path))
+    monkeypatch.setattr(release, "version", lambda: "0.2.0")
+    sources = tmp_path / "registry" / "src"
+    kept = {sources / "-1a2b" / "c-0.2.0", sources / "-1a2b" / "a-0.1.0", sources / "index.example-3c4d" / "a-0.2.0"}
+    for folder in (sources / "-1a2b" / "a-0.2.0", sources / "-1a2b" / "b-0.2.0", *kept):
+        folder.mkdir(parents=True)
+        (folder / "Cargo.toml").touch()
+    release.forget_unpacked(["a", "b"])
+    assert set(sources.glob("*/*")) == kept
+
+
 def test_a_crate_without_a_readme_of_its_own_is_named(tmp_path: Path) -> None:
     about = {"name": "a", "description": "", "license": "MIT", "manifest_path": str(tmp_path / "Cargo.toml")}
     lacks = "a has no README.md of its own"
