@@ -1,5 +1,5 @@
-//! Dividing a tensor into chunks, copying chunks between cores, and combining them with timed kernels; the order in which a rank reads from its
-//! peers.
+//! Dividing a tensor into chunks, copying chunks between cores, and combining them with timed kernels; the order in which a rank reads from
+//! its peers.
 
 use std::ops::Range;
 use std::time::Instant;

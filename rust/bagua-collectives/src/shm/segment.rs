@@ -1,5 +1,5 @@
-//! The layout of the segment that the ranks of one host share, and of the fingerprint that a rank publishes there before it arrives, for its peers to
-//! compare with theirs.
+//! The layout of the segment that the ranks of one host share, and of the fingerprint that a rank publishes there before it arrives, for
+//! its peers to compare with theirs.
 //!
 //! For each rank in turn: a control block, two slots, two windows. After them two sets of byte rings: one for the messages of
 //! [`super::Shm`], one for the mesh of a group on several hosts, which the same ranks belong to ([`super::spare_links`]).

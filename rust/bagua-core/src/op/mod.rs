@@ -92,8 +92,8 @@ fn extra_of<'a>(extra: &'a mut [ExtraTensor], bucket: &str, name: &str) -> Resul
         .ok_or_else(|| Error::InvalidArgument(format!("bucket '{bucket}' has no extra tensor '{name}'")))
 }
 
-/// A tensor of an operation where the tensors of the bucket are combined: its own memory, or a copy on the host, which the operation keeps between
-/// its runs.
+/// A tensor of an operation where the tensors of the bucket are combined: its own memory, or a copy on the host, which the operation keeps
+/// between its runs.
 struct Beside<'a> {
     region: &'a mut Region,
     /// The copy, where the tensor is in another place.

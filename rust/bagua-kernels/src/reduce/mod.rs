@@ -1,9 +1,9 @@
 //! Element-wise kernels: how the elements of several ranks become one.
 //!
 //! Read `kernel` first: the loop, written once over an `element` type (its layout in memory, its accumulator) and an `op`. This file
-//! selects the loop of a dtype and an operation, known at run time. `avx2`, `avx512` and `zen4` compile the same loop for wider registers and add the
-//! conversions that compilers cannot vectorise; `neon` adds those of 64-bit ARM processors, whose registers all loops use anyway.
-//! `instruction_set` selects one of them per call, by the processor's features and vendor.
+//! selects the loop of a dtype and an operation, known at run time. `avx2`, `avx512` and `zen4` compile the same loop for wider registers
+//! and add the conversions that compilers cannot vectorise; `neon` adds those of 64-bit ARM processors, whose registers all loops use
+//! anyway. `instruction_set` selects one of them per call, by the processor's features and vendor.
 //!
 //! Results do not depend on that choice: nothing is reassociated, and no multiplication is fused with an addition in a way that
 //! rounds differently. Only the bit pattern of a NaN that arithmetic made from two NaNs may differ.
