@@ -4,7 +4,7 @@
 //! by SIGKILL. The others wait until they detect it, and call `Group::shrink`, which opens a lane of the new group. All are on one host:
 //! control connections over loopback, lanes in shared memory. Messages and bytes are those about the agreement on the old group's
 //! control connections; processor time is that of the whole process from the kill to the last rank's return, and so also has the
-//! connections of the new group, one for each pair, and their handshakes.
+//! connections of the new group that are opened by then, and their handshakes. Leaving the old group comes later, and is not in it.
 //!
 //! `cargo bench --bench view -- [--ranks N ...] [--runs N] [--json]`
 

@@ -101,11 +101,16 @@ impl Bootstrap {
     /// `InvalidArgument` or `Mismatch` when the addresses contradict each other, `Timeout` naming the ranks that cannot be reached,
     /// `System` or `Mismatch` when a rank refuses the connection, `PeerLost` when a rank ends or leaves meanwhile.
     pub fn connect(self, addresses: &[Vec<u8>]) -> Result<Group> {
-        self.connect_unless(&AtomicBool::new(false), addresses)
+        self.connect_by(&AtomicBool::new(false), addresses, false)
     }
 
-    /// As [`Bootstrap::connect`]; ends with `Aborted` soon after the flag was set.
-    pub(super) fn connect_unless(self, cancelled: &AtomicBool, addresses: &[Vec<u8>]) -> Result<Group> {
+    /// As [`Bootstrap::connect`], for a view of a running job: in a large world it returns when the ring and the tree of the assembly are
+    /// connected, a few connections for each rank, and the others open within a second. Ends with `Aborted` soon after the flag was set.
+    pub(super) fn connect_view(self, cancelled: &AtomicBool, addresses: &[Vec<u8>]) -> Result<Group> {
+        self.connect_by(cancelled, addresses, true)
+    }
+
+    fn connect_by(self, cancelled: &AtomicBool, addresses: &[Vec<u8>], skips_later: bool) -> Result<Group> {
         let Bootstrap { control, address, begun } = self;
         let plane = Arc::clone(&control.plane);
         plane.owner.check()?;
@@ -117,11 +122,11 @@ impl Bootstrap {
         let health = GroupHealth::new(config.rank, (0..config.world_size).collect(), hosts);
         let world = World::new(parsed, addresses, &config.secret);
         plane.register(world.id, &health);
-        let world = plane.set_world(world);
+        let world = plane.set_world(world, skips_later);
         if config.world_size == 1 {
             return Group::world(control, health, vec![vec![0]]);
         }
-        for lower in plane.not_connected().into_iter().take_while(|rank| *rank < config.rank) {
+        for lower in plane.awaited().into_iter().take_while(|rank| *rank < config.rank) {
             control.dial_control(lower, until, &health)?;
         }
         control.watch(until);
@@ -179,7 +184,7 @@ impl Connecting<'_> {
                 }
                 if self.deadline.left() < grace && missed.is_none() {
                     // Those that miss no rank themselves get the names, too.
-                    let ranks = self.plane.not_connected();
+                    let ranks = self.plane.awaited();
                     missed = Some(ranks.clone());
                     if !ranks.is_empty() {
                         self.plane.publish(Notice::Unreached { by: self.plane.config.rank, ranks });

@@ -1,13 +1,15 @@
 //! Authenticated connections: control connections, and data connections, which stay pending until their lane asks for them.
 
 use std::collections::HashMap;
-use std::io;
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::net::UnixStream as StdUnixStream;
 use std::pin::Pin;
 use std::sync::{Arc, Condvar, Mutex};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::unix::AsyncFd;
+use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 
 use super::config::{MAX_STREAMS, TransportChoice};
 use super::fork::ForkFd;
@@ -30,7 +32,7 @@ fn pending_limit(world_size: usize) -> usize {
 pub(super) enum AsyncSocket {
     Tcp(tokio::net::TcpStream),
     Tls(TlsSocket),
-    Unix(tokio::net::UnixStream),
+    Unix(UnixSocket),
 }
 
 impl AsyncSocket {
@@ -102,6 +104,97 @@ impl AsyncWrite for AsyncSocket {
     }
 }
 
+/// A Unix socket that is watched for what comes only. Watched for room too, as tokio's, each message would wake the control thread of its sender
+/// once more: the kernel reports room whenever the peer has read.
+#[derive(Debug)]
+pub(super) struct UnixSocket {
+    socket: AsyncFd<StdUnixStream>,
+    /// While it is full.
+    room: Option<Room>,
+}
+
+/// Another descriptor of a socket, watched for room.
+#[derive(Debug)]
+struct Room {
+    /// Unregistered before the descriptor is closed.
+    _fork_fd: ForkFd,
+    socket: AsyncFd<StdUnixStream>,
+}
+
+impl UnixSocket {
+    fn new(stream: tokio::net::UnixStream) -> io::Result<UnixSocket> {
+        Ok(UnixSocket { socket: watched(stream.into_std()?, Interest::READABLE)?, room: None })
+    }
+
+    /// The socket, not blocking.
+    fn into_std(self) -> StdUnixStream {
+        self.socket.into_inner()
+    }
+}
+
+/// A socket that the control thread is notified of.
+#[expect(
+    deprecated,
+    reason = "its successor is unsafe, for values that do not keep their descriptor open; a socket does"
+)]
+fn watched(socket: StdUnixStream, interest: Interest) -> io::Result<AsyncFd<StdUnixStream>> {
+    AsyncFd::with_interest(socket, interest)
+}
+
+impl Room {
+    fn of(socket: &StdUnixStream) -> io::Result<Room> {
+        let socket = socket.try_clone()?;
+        Ok(Room { _fork_fd: ForkFd::new(&socket), socket: watched(socket, Interest::WRITABLE)? })
+    }
+}
+
+impl AsyncRead for UnixSocket {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        loop {
+            let mut ready = ready!(self.socket.poll_read_ready(cx))?;
+            let space = into.initialize_unfilled();
+            let Ok(outcome) = ready.try_io(|socket| socket.get_ref().read(space)) else { continue };
+            let (count, len) = (outcome?, space.len());
+            if 0 < count && count < len {
+                // All that had come. The kernel reports what comes later.
+                ready.clear_ready();
+            }
+            into.advance(count);
+            return Poll::Ready(Ok(()));
+        }
+    }
+}
+
+impl AsyncWrite for UnixSocket {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, from: &[u8]) -> Poll<io::Result<usize>> {
+        loop {
+            if let Some(room) = &self.room {
+                ready!(room.socket.poll_write_ready(cx))?.clear_ready();
+            }
+            match self.socket.get_ref().write(from) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    if self.room.is_none() {
+                        self.room = Some(Room::of(self.socket.get_ref())?);
+                    }
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                outcome => {
+                    self.room = None;
+                    return Poll::Ready(outcome);
+                }
+            }
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(self.socket.get_ref().shutdown(std::net::Shutdown::Write))
+    }
+}
+
 /// An asynchronous connection, closed in forked children.
 #[derive(Debug)]
 pub(super) struct ControlConn {
@@ -135,8 +228,8 @@ impl ControlConn {
         Ok(ControlConn { fork_fd, socket })
     }
 
-    pub(super) fn unix(stream: tokio::net::UnixStream) -> ControlConn {
-        ControlConn { fork_fd: ForkFd::new(&stream), socket: AsyncSocket::Unix(stream) }
+    pub(super) fn unix(stream: tokio::net::UnixStream) -> io::Result<ControlConn> {
+        Ok(ControlConn { fork_fd: ForkFd::new(&stream), socket: AsyncSocket::Unix(UnixSocket::new(stream)?) })
     }
 
     pub(super) fn is_unix(&self) -> bool {
@@ -157,8 +250,8 @@ impl ControlConn {
                 stream.set_nonblocking(false)?;
                 Socket::Tls(stream, session)
             }
-            AsyncSocket::Unix(stream) => {
-                let stream = stream.into_std()?;
+            AsyncSocket::Unix(socket) => {
+                let stream = socket.into_std();
                 stream.set_nonblocking(false)?;
                 Socket::Unix(stream)
             }
@@ -172,7 +265,7 @@ impl ControlConn {
 pub(super) enum Socket {
     Tcp(std::net::TcpStream),
     Tls(std::net::TcpStream, Box<Session>),
-    Unix(std::os::unix::net::UnixStream),
+    Unix(StdUnixStream),
 }
 
 impl Socket {
@@ -343,7 +436,34 @@ impl PendingConns {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
     use super::*;
+
+    #[test]
+    fn a_unix_socket_that_is_full_goes_on_when_the_peer_reads_and_ends_when_the_peer_does() {
+        const BYTES: usize = 4 << 20;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let (a, b) = tokio::net::UnixStream::pair().unwrap();
+            let (mut a, mut b) = (UnixSocket::new(a).unwrap(), UnixSocket::new(b).unwrap());
+            let data: Vec<u8> = (0..BYTES).map(|at| (at % 251) as u8).collect();
+            let mut sent = std::pin::pin!(a.write_all(&data));
+            let unread = tokio::time::timeout(Duration::from_millis(20), &mut sent).await;
+            assert!(unread.is_err(), "the kernel keeps less than that");
+            let mut got = vec![0; BYTES];
+            let (sent, read) = tokio::join!(sent, b.read_exact(&mut got));
+            assert!(sent.is_ok() && read.is_ok() && got == data);
+            assert!(a.room.is_none());
+            b.write_all(b"last").await.unwrap();
+            drop(b);
+            let mut rest = Vec::new();
+            a.read_to_end(&mut rest).await.unwrap();
+            assert_eq!(rest, b"last");
+        });
+    }
 
     #[test]
     fn the_limit_has_room_for_every_stream_of_a_lane_from_every_peer() {

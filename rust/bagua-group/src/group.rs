@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::builder::LaneBuilder;
 use super::config::Config;
-use super::control::{Control, Plane};
+use super::control::{Control, Leaving, Plane};
 use super::fork::PerProcess;
 use super::handshake::digest;
 use super::lane::Lane;
@@ -58,6 +58,8 @@ struct Membership {
     parent: Option<Arc<Membership>>,
     /// Shared by the world group and all its sub-groups.
     control: Arc<Control>,
+    /// Leaves the group of which this one is the next view; awaited when this one is left.
+    former: Mutex<Option<Leaving>>,
 }
 
 impl Group {
@@ -78,6 +80,7 @@ impl Group {
             left: AtomicBool::new(false),
             parent: None,
             control: Arc::new(control),
+            former: Mutex::default(),
         };
         Ok(Group { membership: Arc::new(membership) })
     }
@@ -300,6 +303,7 @@ impl Group {
             left: AtomicBool::new(false),
             parent: Some(Arc::clone(parent)),
             control: Arc::clone(&parent.control),
+            former: Mutex::default(),
         };
         Ok(Some(Group { membership: Arc::new(membership) }))
     }
@@ -328,21 +332,38 @@ impl Group {
     pub fn leave(&self) {
         self.membership.leave();
     }
+
+    /// Leaves this group for its next view: the control thread announces that and ends while the caller goes on, when the others of the host
+    /// have their view too, and at the latest when `next` is left.
+    pub(super) fn leave_for(&self, next: &Group) {
+        let others_open = self.membership.control.plane.others_open();
+        *lock(&next.membership.former) = self.membership.begin_leave(others_open);
+    }
 }
 
 impl Membership {
     fn leave(&self) {
-        if !self.control.plane.owner.is_current() || self.left.swap(true, Ordering::AcqRel) {
+        if !self.control.plane.owner.is_current() {
             return;
+        }
+        drop(self.begin_leave(Duration::ZERO));
+        let former = lock(&self.former).take();
+        drop(former);
+    }
+
+    /// Begins to leave; the control thread does the rest, that of the world group after this time.
+    fn begin_leave(&self, after: Duration) -> Option<Leaving> {
+        if self.left.swap(true, Ordering::AcqRel) {
+            return None;
         }
         if self.parent.is_none() {
             self.control.plane.flush(|| self.health.check().is_ok());
-            self.control.leave(LEAVING);
-            return;
+            return self.control.begin_leave(LEAVING, after);
         }
         // Not reported to the members: leaving is not a failure.
         self.health.fail_from_peer(Error::Aborted(LEAVING.to_owned()));
         self.control.plane.leave_subgroup(self.id);
+        None
     }
 }
 

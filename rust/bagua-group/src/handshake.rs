@@ -412,13 +412,13 @@ pub(super) async fn connect(
     let bytes = hello.encode(&random::<32>().map_err(|e| Failed::broken(e.to_string()))?);
     stream.write_all(&bytes).await?;
     read_answer(stream).await?;
-    let (mut nonce, mut theirs) = ([0; 32], [0; 32]);
-    stream.read_exact(&mut nonce).await?;
-    stream.read_exact(&mut theirs).await?;
-    if key.proof(b"server", &bytes, &nonce).verify_slice(&theirs).is_err() {
+    let mut both = [0; 64];
+    stream.read_exact(&mut both).await?;
+    let (nonce, theirs) = both.split_first_chunk::<32>().expect("64 bytes have a first 32");
+    if key.proof(b"server", &bytes, nonce).verify_slice(theirs).is_err() {
         return Err(Failed::Refused(Refusal::Secret));
     }
-    let own = key.proof(b"client", &bytes, &nonce).finalize().into_bytes();
+    let own = key.proof(b"client", &bytes, nonce).finalize().into_bytes();
     stream.write_all(&own).await?;
     read_answer(stream).await
 }

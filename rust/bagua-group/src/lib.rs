@@ -9,6 +9,7 @@
 //! | `joining` | joining a running elastic job |
 //! | `blocking_frames` | frames over one connection, for threads that wait: joining, stores |
 //! | `duplicate` | a group of the same ranks with connections of its own |
+//! | `collecting` | how long events are collected before what follows from them is done once |
 //! | `control` | the control plane: the thread that holds control connections, sends heartbeats and broadcasts failures |
 //! | `handshake`, `wire` | authentication of a connection; encoding of control messages |
 //! | `serve` | servers: accepting connections, their authentication, the thread |
@@ -35,6 +36,7 @@ mod admission;
 mod blocking_frames;
 mod bootstrap;
 mod builder;
+mod collecting;
 mod config;
 mod connection;
 mod control;

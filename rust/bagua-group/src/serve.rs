@@ -87,7 +87,7 @@ async fn next(
             conn = async { match unix {
                 Some(unix) => unix.accept().await,
                 None => std::future::pending().await,
-            } } => conn.map(|(stream, _)| (ControlConn::unix(stream), None)),
+            } } => conn.and_then(|(stream, _)| Ok((ControlConn::unix(stream)?, None))),
         };
         match arrived {
             Ok((conn, from)) => return (conn, admission.enter(from)),

@@ -68,6 +68,24 @@ fn check_views(views: &mut [View<Lane>], ranks: &[usize], former: u64) -> u64 {
 }
 
 #[test]
+fn a_large_view_is_used_before_the_skips_are_connected_which_follow() {
+    const SIZE: usize = 24;
+    let quick = |config: &mut Config| config.heartbeat_timeout = Duration::from_secs(1);
+    let mut groups = world_with(SIZE, quick);
+    groups.remove(9).leave();
+    let mut views: Vec<_> = shrink_all(&groups, Quorum::Majority).into_iter().map(Result::unwrap).collect();
+    let ranks: Vec<usize> = (0..SIZE).filter(|rank| *rank != 9).collect();
+    check_views(&mut views, &ranks, 1);
+    // Distances 1, 2, 4, 8 and 16 in both directions.
+    let open = |view: &View<Lane>| view.group.control_connections();
+    until("all connections are open", || views.iter().all(|view| open(view) == 10));
+    check_views(&mut views, &ranks, 1);
+    // Who is lost now is known to all.
+    drop(views.remove(0));
+    until("all know that one has left", || views.iter().all(|view| view.group.health().has_departed(0)));
+}
+
+#[test]
 fn the_ranks_that_are_left_go_on_without_one_that_left_and_all_go_on_after_an_exception() {
     for transport in [TransportChoice::Auto, TransportChoice::Tcp] {
         let mut groups = world_with(4, |config| config.transport = transport);

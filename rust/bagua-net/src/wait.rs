@@ -22,9 +22,13 @@ const LONGEST: usize = 16;
 /// [`SLICE`] for one of so many ranks of a host: longer where many share a processor, so that looking for failures takes a few percent of
 /// its time, not all of it.
 pub fn slice_among(ranks: usize) -> Duration {
+    slice_on(ranks, processors())
+}
+
+/// The number of processors that this process may use. Asked for once: the answer takes reading several files of the control group.
+pub fn processors() -> usize {
     static PROCESSORS: OnceLock<usize> = OnceLock::new();
-    let processors = *PROCESSORS.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from));
-    slice_on(ranks, processors)
+    *PROCESSORS.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
 fn slice_on(ranks: usize, processors: usize) -> Duration {

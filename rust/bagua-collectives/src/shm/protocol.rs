@@ -34,7 +34,7 @@ use super::segment::{Announcement, Buffer, NONSENSE, Segment};
 use crate::OpContext;
 use crate::error::Result;
 use crate::sync::{Instant, SPINS, futex, spin_loop};
-use crate::wait::{blocking_wait, futex_wake, slice_among};
+use crate::wait::{blocking_wait, futex_wake, processors, slice_among};
 
 /// How long a rank with a core of its own spins for a peer. A peer that is later than this computes, and a computing thread of this
 /// process may need the core.
@@ -147,7 +147,7 @@ pub(super) struct Protocol {
 
 impl Protocol {
     pub(super) fn new(segment: Segment, members: Vec<usize>) -> Protocol {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let cores = processors();
         let spins = segment.ranks <= cores;
         let slice = slice_among(segment.ranks);
         // Where every processor has many ranks, no other one is better.

@@ -74,6 +74,11 @@ impl Assembly {
         Some(Step::Complete(children(self.me, self.size).collect(), apart))
     }
 
+    /// The parent and the children of this rank, to which it must be connected.
+    pub(in super::super) fn relatives(&self) -> impl Iterator<Item = usize> {
+        parent(self.me).into_iter().chain(children(self.me, self.size))
+    }
+
     /// The ranks that are apart, when all ranks are connected.
     pub(in super::super) fn complete(&self) -> Option<&[usize]> {
         self.complete.then_some(&self.apart)

@@ -96,7 +96,7 @@ impl Plane {
         hello: &Hello,
     ) -> std::result::Result<ControlConn, Failed> {
         let mut conn = match (kind, address.tcp) {
-            (SocketKind::Unix, _) => ControlConn::unix(UnixStream::connect(path_of_name(&address.unix)?).await?),
+            (SocketKind::Unix, _) => ControlConn::unix(UnixStream::connect(path_of_name(&address.unix)?).await?)?,
             (SocketKind::Tcp, Some(tcp)) => {
                 let connecting = tokio::time::timeout(STEP_TIMEOUT, TcpStream::connect(tcp)).await;
                 let stream = connecting.map_err(|_| Failed::broken("no answer"))??;

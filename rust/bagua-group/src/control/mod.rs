@@ -40,4 +40,4 @@ pub(super) use message::Routed;
 pub(super) use message::{Body, Message, Notice};
 pub(super) use overlay::{Action, FULL, Overlay, Presence};
 pub(super) use plane::{ConnectState, Loss, Plane, World};
-pub(super) use thread::Control;
+pub(super) use thread::{Control, Leaving};

@@ -191,14 +191,28 @@ impl Overlay {
         if self.size <= self.full {
             return (0..self.size).filter(|rank| *rank != self.me && self.is_present(*rank)).collect();
         }
-        let distances = || (0..usize::BITS).map_while(|bit| 1usize.checked_shl(bit)).take_while(|d| *d < self.size);
-        let nearest = |distance: usize, up: bool| {
+        let distances = (0..usize::BITS).map_while(|bit| 1usize.checked_shl(bit)).take_while(|d| *d < self.size);
+        distances.flat_map(|distance| self.nearest(distance)).collect()
+    }
+
+    /// The present ranks beside this one on the ring.
+    pub(in super::super) fn beside(&self) -> impl Iterator<Item = usize> {
+        self.nearest(1)
+    }
+
+    /// In both directions, the present rank that is nearest at this distance or beyond it.
+    fn nearest(&self, distance: usize) -> impl Iterator<Item = usize> + use<> {
+        // Beyond a gap only the ranks beside it are connected, or each of them would be to all that look over it. From the opposite
+        // point of the ring on, the skips of the other direction are nearer.
+        let end = match distance {
+            1 => self.size,
+            _ => (2 * distance).min(self.size / 2 + 1).max(distance + 1),
+        };
+        let find = |up: bool| {
             let at = |d: usize| if up { self.me + d } else { self.me + self.size - d } % self.size;
-            // Beyond a gap only the ranks beside it are connected, or each of them would be to all that look over it.
-            let end = if distance == 1 { self.size } else { (2 * distance).min(self.size) };
             (distance..end).map(at).find(|rank| self.is_present(*rank))
         };
-        distances().flat_map(|d| [nearest(d, true), nearest(d, false)]).flatten().collect()
+        [find(true), find(false)].into_iter().flatten()
     }
 
     fn is_present(&self, rank: usize) -> bool {

@@ -88,9 +88,21 @@ pub(super) struct Connections {
     pub(super) dialling: BTreeSet<usize>,
     /// How many ranks were gone when connections were last to be replaced.
     pub(super) were_gone: usize,
+    /// The group is used as soon as the ring and the tree of the assembly are connected: see [`Connections::awaited`].
+    pub(super) skips_later: bool,
 }
 
 impl Connections {
+    /// The neighbours that must be connected before the group is used, and are not. Where the skips come later, messages pass along the tree,
+    /// and [`Plane::repair`] opens the others.
+    pub(super) fn awaited(&self) -> BTreeSet<usize> {
+        let missing = self.overlay.not_connected();
+        if !self.skips_later {
+            return missing;
+        }
+        &missing & &self.overlay.beside().chain(self.assembly.relatives()).collect()
+    }
+
     /// Queues what is to be sent, while this is locked: so messages leave in the order in which they were decided on. The other actions.
     pub(super) fn send(&self, actions: Vec<Action>) -> Vec<Action> {
         let mut others = Vec::new();
@@ -133,8 +145,7 @@ impl Plane {
 
     /// When the last neighbour is connected for the first time, continues the assembly.
     fn check_neighbours(self: &Arc<Plane>) {
-        let are_connected =
-            self.look(|connections| !connections.were_connected && connections.overlay.not_connected().is_empty());
+        let are_connected = self.look(|connections| !connections.were_connected && connections.awaited().is_empty());
         if are_connected {
             self.change(&Source::default(), |connections, _| connections.were_connected = true);
             let plane = Arc::clone(self);

@@ -11,6 +11,7 @@ use tokio::sync::Notify;
 
 use super::super::address::Address;
 use super::super::admission::Admission;
+use super::super::collecting::Collecting;
 use super::super::config::Config;
 use super::super::connection::{PendingConns, Socket};
 use super::super::fork::OwnerProcess;
@@ -37,12 +38,16 @@ pub(super) const LINGER: Duration = Duration::from_millis(200);
 /// may not run for long, and its writers have not run either then. Whom no message reaches takes the rank for lost, and reports that to all.
 const TURNS: usize = 200;
 
-/// How long a rank collects which others have left before it passes that on: at first, and while ever more leave.
+/// How long a rank collects which others have left before it passes that on: at first, and while ever more leave. So few messages are sent
+/// while all ranks of a busy machine leave.
 const TOGETHER: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(320)];
 
 /// How many times as long as a wait sleeps between two looks for failures others have to raise one before a rank leaves, where many share a
 /// processor.
 const RAISING: u32 = 8;
+
+/// What a rank needs of a processor to open a view, divided by two: leaving costs as much, and would delay the views of the others.
+const OPENING: Duration = Duration::from_micros(500);
 
 /// How long a leaving rank waits for its last bytes to be acknowledged while none is.
 const STALLED: Duration = Duration::from_secs(1);
@@ -78,16 +83,6 @@ impl World {
 /// The reason of `PeerLost` for a peer that is silent.
 pub(super) fn no_heartbeat(timeout: Duration) -> String {
     format!("no heartbeat for {:.1} s", timeout.as_secs_f64())
-}
-
-/// How long to collect departures, by when they were last passed on and for how long they had been collected: twice as long if more have
-/// come since, so that few messages are sent while all ranks of a busy machine leave.
-fn longer(last: Option<(Instant, Duration)>, now: Instant) -> Duration {
-    let [first, longest] = TOGETHER;
-    match last {
-        Some((passed, before)) if now.saturating_duration_since(passed) < 2 * before => (2 * before).min(longest),
-        _ => first,
-    }
 }
 
 /// How long a rank of a host with so many waits before it leaves a group that failed so long ago. Where many share a processor, most have not
@@ -148,8 +143,8 @@ pub(in super::super) struct Plane {
     moved: AtomicBool,
     /// From when this rank listened until all were connected.
     pub(in super::super) joined_in: OnceLock<Duration>,
-    /// When this rank last passed on who has left, and how long it had collected that.
-    passed: Mutex<Option<(Instant, Duration)>>,
+    /// How long this rank collects who has left.
+    departures: Mutex<Collecting>,
     /// The connections of lanes and messages.
     streams: Mutex<Vec<Weak<TcpStream>>>,
 }
@@ -177,20 +172,31 @@ impl Plane {
             failed_at: OnceLock::new(),
             moved: AtomicBool::new(false),
             joined_in: OnceLock::new(),
-            passed: Mutex::default(),
+            departures: Mutex::new(Collecting::new(TOGETHER[0], TOGETHER[1])),
             streams: Mutex::default(),
         }
     }
 
-    /// Sets the world; handshakes are answered from here on.
-    pub(in super::super) fn set_world(&self, world: World) -> &World {
+    /// Sets the world; handshakes are answered from here on. `skips_later`: few connections are awaited before the group is used.
+    pub(in super::super) fn set_world(&self, world: World, skips_later: bool) -> &World {
         let world = self.world.get_or_init(|| world);
         let Config { rank, world_size, full_mesh, .. } = self.config;
         self.connections.get_or_init(|| {
             let (overlay, assembly) = (Overlay::new(rank, world_size, full_mesh), Assembly::new(rank, world_size));
             let (peers, missing, dialling) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
             let (were_connected, were_gone) = (false, 0);
-            Mutex::new(Connections { overlay, assembly, peers, were_connected, missing, dialling, were_gone })
+            // In a small world each rank has to have a connection to each other.
+            let skips_later = skips_later && world_size > full_mesh;
+            Mutex::new(Connections {
+                overlay,
+                assembly,
+                peers,
+                were_connected,
+                missing,
+                dialling,
+                were_gone,
+                skips_later,
+            })
         });
         self.world_known.send_replace(true);
         world
@@ -241,7 +247,7 @@ impl Plane {
             Action::PassLater => {
                 let plane = Arc::clone(self);
                 tokio::spawn(async move {
-                    let together = longer(*lock(&plane.passed), Instant::now());
+                    let together = lock(&plane.departures).wait(Instant::now());
                     tokio::time::sleep(together).await;
                     // Those of a failed group are passed on by invariant 3 of the overlay.
                     let has_failed = plane.has_world_failed();
@@ -250,7 +256,6 @@ impl Plane {
                             connections.overlay.pass_departures(out);
                         }
                     });
-                    *lock(&plane.passed) = Some((Instant::now(), together));
                 });
             }
         }
@@ -268,11 +273,22 @@ impl Plane {
 
     /// How long this rank waits before it leaves, see [`others_raise`].
     pub(super) fn others_raise(&self) -> Duration {
-        let (Some(failed_at), Some(world), true) = (self.failed_at.get(), self.world.get(), self.is_over()) else {
-            return Duration::ZERO;
-        };
+        match (self.failed_at.get(), self.is_over()) {
+            (Some(failed_at), true) => others_raise(self.ranks_of_host(), failed_at.elapsed()),
+            _ => Duration::ZERO,
+        }
+    }
+
+    /// How long this rank, which has a view, waits before it leaves the group: the others of its host get theirs first.
+    pub(in super::super) fn others_open(&self) -> Duration {
+        OPENING * self.ranks_of_host() as u32
+    }
+
+    /// The number of ranks on this rank's host; 0 before the world is known.
+    fn ranks_of_host(&self) -> usize {
+        let Some(world) = self.world.get() else { return 0 };
         let host = &world.addresses[self.config.rank].host_id;
-        others_raise(world.addresses.iter().filter(|address| address.host_id == *host).count(), failed_at.elapsed())
+        world.addresses.iter().filter(|address| address.host_id == *host).count()
     }
 
     /// A connected peer.
@@ -318,9 +334,9 @@ impl Plane {
         self.look(|connections| connections.assembly.complete().map(<[usize]>::to_vec))
     }
 
-    /// The neighbours that are not connected, ascending.
-    pub(in super::super) fn not_connected(&self) -> Vec<usize> {
-        self.look(|connections| connections.overlay.not_connected().into_iter().collect())
+    /// The neighbours that must be connected before the group is used, and are not, ascending.
+    pub(in super::super) fn awaited(&self) -> Vec<usize> {
+        self.look(|connections| connections.awaited().into_iter().collect())
     }
 
     /// A rank that was present and has left.
@@ -521,19 +537,5 @@ mod tests {
         assert!(wait > 2 * second && wait < 3 * second, "{wait:?}");
         assert_eq!(others_raise(crowd, second), wait - second);
         assert_eq!(others_raise(crowd, 3 * second), Duration::ZERO);
-    }
-
-    #[test]
-    fn departures_are_collected_for_longer_while_more_of_them_come() {
-        let [first, longest] = TOGETHER;
-        let now = Instant::now();
-        assert_eq!(longer(None, now), first);
-        let mut together = first;
-        for _ in 0..10 {
-            let next = longer(Some((now, together)), now + together);
-            assert_eq!(next, (2 * together).min(longest));
-            together = next;
-        }
-        assert_eq!(longer(Some((now, longest)), now + 2 * longest), first);
     }
 }

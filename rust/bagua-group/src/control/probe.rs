@@ -40,7 +40,7 @@ async fn run(plane: Arc<Plane>, deadline: Instant) {
     let (mut seen, mut first) = (usize::MAX, 0);
     while Instant::now() < deadline && !plane.has_left() {
         tokio::time::sleep(session::period(&plane)).await;
-        let missing = plane.not_connected();
+        let missing = plane.awaited();
         if missing.is_empty() {
             return;
         }

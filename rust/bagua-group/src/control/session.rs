@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::io::{AsyncWriteExt, WriteHalf};
+use tokio::io::{AsyncWriteExt, BufReader, WriteHalf};
 
 use super::super::connection::{AsyncSocket, ControlConn};
 use super::super::wire::{Encoding, FRAME_LIMIT, read_frame};
@@ -16,6 +16,9 @@ use crate::error::Source;
 /// The most frames that are written by one call.
 const AT_ONCE: usize = 16;
 
+/// Bytes that are read from a connection at once, where so many have come.
+const READ: usize = 2048;
+
 /// Starts reading from a peer and writing to it, on the control thread. False when the peer is connected already.
 pub(super) fn start(plane: &Arc<Plane>, rank: usize, conn: ControlConn) -> bool {
     let Some((peer, frames)) = plane.connected(rank, conn.is_unix()) else { return false };
@@ -27,7 +30,8 @@ pub(super) fn start(plane: &Arc<Plane>, rank: usize, conn: ControlConn) -> bool 
 async fn read_loop(plane: Arc<Plane>, rank: usize, conn: ControlConn, peer: Arc<Peer>, frames: Frames) {
     let same_host = conn.is_unix();
     let ControlConn { fork_fd: _fork_fd, socket } = conn;
-    let (mut reader, writer) = tokio::io::split(socket);
+    let (reader, writer) = tokio::io::split(socket);
+    let mut reader = BufReader::with_capacity(READ, reader);
     peer.send(&Message::Heartbeat);
     tokio::spawn(write(writer, Arc::clone(&peer), frames));
     let mut has_come = false;

@@ -1,10 +1,13 @@
 //! The control thread: starting it, running tasks on it, leaving and ending it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use tokio::sync::mpsc;
 
+use super::super::fork::OwnerProcess;
 use super::super::serve::serve;
 use super::accept::Listeners;
 use super::plane::{LINGER, Plane};
@@ -23,12 +26,45 @@ pub(in super::super) struct Control {
 struct Thread {
     /// Starts tasks on the thread.
     handle: tokio::runtime::Handle,
-    /// Ends the thread.
-    stop: mpsc::UnboundedSender<()>,
-    /// Disconnected when the thread has ended.
-    done: Mutex<std::sync::mpsc::Receiver<()>>,
-    join: Mutex<Option<std::thread::JoinHandle<()>>>,
+    /// Ends the thread, which leaves after this time, or when it is sent again.
+    stop: mpsc::UnboundedSender<Duration>,
+    /// `None` from the first call of [`Control::begin_leave`] on.
+    end: Mutex<Option<ThreadEnd>>,
     id: std::thread::ThreadId,
+}
+
+/// What it takes to wait for the thread's end.
+struct ThreadEnd {
+    /// As that of [`Thread`].
+    stop: mpsc::UnboundedSender<Duration>,
+    /// Disconnected when the thread has ended.
+    done: Receiver<()>,
+    join: std::thread::JoinHandle<()>,
+}
+
+/// A control thread that leaves its group. Dropping this waits for its end.
+pub(in super::super) struct Leaving {
+    /// `None` only while it is dropped.
+    end: Option<ThreadEnd>,
+    owner: OwnerProcess,
+    /// It needs less, or is detached.
+    limit: Duration,
+}
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        let Some(end) = self.end.take() else { return };
+        if !self.owner.is_current() {
+            // The thread is the parent's, and may have held a lock at the fork.
+            std::mem::forget(end);
+            return;
+        }
+        let ThreadEnd { stop, done, join } = end;
+        let _ = stop.send(Duration::ZERO);
+        if done.recv_timeout(self.limit) == Err(RecvTimeoutError::Disconnected) {
+            let _ = join.join();
+        }
+    }
 }
 
 impl Control {
@@ -51,7 +87,8 @@ impl Control {
         let body = move || {
             runtime.block_on(async {
                 let left = async {
-                    stopped.recv().await;
+                    let after = stopped.recv().await.unwrap_or_default();
+                    let _ = tokio::time::timeout(after, stopped.recv()).await;
                     shared.announce_leave().await;
                 };
                 serve(&shared, listeners.sockets, &shared.admission, left).await;
@@ -66,7 +103,8 @@ impl Control {
             .spawn(body)
             .map_err(|e| Error::system("starting the control thread", e))?;
         let id = join.thread().id();
-        let thread = Thread { handle, stop, done: Mutex::new(done), join: Mutex::new(Some(join)), id };
+        let end = ThreadEnd { stop: stop.clone(), done, join };
+        let thread = Thread { handle, stop, end: Mutex::new(Some(end)), id };
         Ok(Control { plane, thread: Some(thread), left: AtomicBool::new(false) })
     }
 
@@ -79,23 +117,25 @@ impl Control {
 
     /// Leaves the group, closes all connections and ends the thread. Idempotent; does nothing in a forked child.
     pub(in super::super) fn leave(&self, reason: &str) {
-        if !self.plane.owner.is_current() || self.left.swap(true, Ordering::AcqRel) {
-            return;
+        drop(self.begin_leave(reason, Duration::ZERO));
+    }
+
+    /// As [`Control::leave`], but the thread leaves after this time, or when it is waited for, and ends while the caller goes on.
+    pub(in super::super) fn begin_leave(&self, reason: &str, after: Duration) -> Option<Leaving> {
+        let owner = self.plane.owner;
+        if !owner.is_current() || self.left.swap(true, Ordering::AcqRel) {
+            return None;
         }
         self.plane.abort_waits(reason);
-        let Some(thread) = &self.thread else { return };
-        let _ = thread.stop.send(());
+        let thread = self.thread.as_ref()?;
+        let _ = thread.stop.send(after);
+        let end = lock(&thread.end).take()?;
         if std::thread::current().id() == thread.id {
             // The thread cannot join itself; it ends when it returns to its event loop.
-            return;
+            return None;
         }
         // The thread ends within LINGER, when others have raised. After ten times that long, it is detached.
-        let waited = lock(&thread.done).recv_timeout(self.plane.others_raise() + LINGER * 10);
-        if waited == Err(std::sync::mpsc::RecvTimeoutError::Disconnected)
-            && let Some(join) = lock(&thread.join).take()
-        {
-            let _ = join.join();
-        }
+        Some(Leaving { end: Some(end), owner, limit: self.plane.others_raise() + LINGER * 10 })
     }
 }
 

@@ -51,6 +51,8 @@ pub(super) enum Event {
     NoList(usize),
     /// The time between two heartbeats has passed.
     Tick,
+    /// The rank says that it is ready for a view.
+    Say,
     /// The rank repeats what may have been lost.
     Remind,
     /// The connections of a view are there.

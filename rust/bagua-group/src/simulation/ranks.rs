@@ -2,9 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Instant;
 
+use super::super::collecting::Collecting;
 use super::super::control::{Assembly, Body, FULL, Message, Notice, Overlay, Presence, Step};
-use super::super::views::{Agreement, ViewMessage};
+use super::super::views::{Agreement, ViewMessage, collecting};
 use super::super::wire::Encoding;
 use super::network::{COST, Event, Item, Network, OPENING, SECOND};
 use super::views::{Build, Building};
@@ -78,6 +80,8 @@ pub(super) struct Node {
     /// Messages about views before it takes part.
     pub(super) inbox: Vec<(usize, ViewMessage)>,
     pub(super) called: bool,
+    /// As in `views/shrink.rs`.
+    pub(super) losses: Collecting,
     pub(super) building: Option<Building>,
     pub(super) end: Option<(u64, End)>,
     /// By [`Kind`]: messages and bytes received.
@@ -91,6 +95,8 @@ pub(super) struct World {
     pub(super) network: Network,
     /// The time of the rank whose event is handled.
     pub(super) now: u64,
+    /// Time 0, for what takes times of the real clock.
+    pub(super) begun: Instant,
     /// Who is killed or frozen.
     pub(super) victims: BTreeSet<usize>,
     pub(super) registrations: usize,
@@ -133,6 +139,7 @@ impl World {
             known_at: None,
             inbox: Vec::new(),
             called: false,
+            losses: collecting(size),
             building: None,
             end: None,
             loads: [(0, 0); 4],
@@ -161,6 +168,7 @@ impl World {
             nodes: (0..size).map(node).collect(),
             network,
             now: 0,
+            begun: Instant::now(),
             victims,
             registrations: 0,
             list_known: 0,
@@ -249,6 +257,7 @@ impl World {
             Event::List => self.has_list(rank),
             Event::NoList(lost) => self.gives_up(rank, lost),
             Event::Tick => self.tick(rank),
+            Event::Say => self.agree(rank, Agreement::say),
             Event::Remind => self.remind(rank),
             Event::Connected(build) => self.enter_barrier(rank, build as usize),
             Event::Barrier(build, round) => self.received_round(rank, build as usize, round),

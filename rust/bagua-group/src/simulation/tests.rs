@@ -44,6 +44,10 @@ fn ranks_that_die_at_once_are_all_named_and_left_out() {
     for report in runs(Scenario::KillPercent, 256, 5).chain(runs(Scenario::KillPercent, 200, 5)) {
         assert!(report.known < Some(0.005) && report.view.is_some());
     }
+    // The leader handles the messages of each rank about two or three views, not about one for each that died.
+    for report in runs(Scenario::KillPercent, 1024, 1) {
+        assert!(report.view < Some(0.1) && report.views.messages.worst < 4.0 * 1024.0, "{report:?}");
+    }
 }
 
 #[test]
@@ -91,6 +95,9 @@ fn of_two_halves_one_goes_on_and_each_names_the_other() {
         for report in runs(Scenario::Cut, ranks, 3) {
             assert_eq!((report.different, report.refused), (1, ranks - ranks / 2), "{report:?}");
             assert!(report.known < Some(11.0), "{report:?}");
+            // Each name comes over each connection; no rank gets those of all others by new ones.
+            let log = f64::from(ranks.next_power_of_two().ilog2());
+            assert!(report.losses.messages.worst < 2.0 * log * ranks as f64, "{report:?}");
         }
     }
 }

@@ -1,6 +1,7 @@
 //! How the ranks agree on a view and build it.
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 use super::super::control::{Body, Notice, Presence};
 use super::super::views::{Agreement, Gone, Outcome, Quorum, ViewAction, ViewMessage};
@@ -90,6 +91,10 @@ impl World {
             }
             ViewAction::Publish(message) => {
                 self.control(rank, |overlay, out| overlay.publish(Notice::View { from: rank, message }, out));
+            }
+            ViewAction::SayLater => {
+                let wait = self.nodes[rank].losses.wait(self.begun + Duration::from_nanos(self.now));
+                self.network.at(self.now + wait.as_nanos() as u64, rank, Event::Say);
             }
             ViewAction::Bind(_) => self.nodes[rank].agreement.bound(Ok(vec![0; ADDRESS]), out),
             ViewAction::Discard | ViewAction::Abandon => {}

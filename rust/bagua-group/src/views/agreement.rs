@@ -4,11 +4,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::action::{Action, Outcome};
 use super::addresses::Addresses;
 use super::message::{GoneRank, Ready, ViewMessage, batches, named};
 
 /// How many views may fail in a row without any rank being lost before the agreement ends with the error.
 const FAILURES_LIMIT: u32 = 4;
+
+/// The most calls of [`Agreement::remind`] between two that say something.
+const LONGEST_QUIET: u32 = 8;
 
 /// Which ranks may go on without the others.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -29,45 +33,6 @@ pub(in super::super) enum Gone {
     Silent,
     /// It is in another view.
     Moved,
-}
-
-/// What the driver has to do.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(in super::super) enum Action {
-    /// Send a message to these ranks.
-    Send(Vec<usize>, ViewMessage),
-    /// Send a message to all ranks, before the end of this rank's connections is noticed anywhere.
-    Publish(ViewMessage),
-    /// Bind for a view of these members and report [`Agreement::bound`].
-    Bind(Vec<usize>),
-    /// Drop what was bound.
-    Discard,
-    /// Connect to the members, open their lanes, make a barrier, and report [`Agreement::passed`] or [`Agreement::failed`].
-    Build {
-        /// The addresses of the members, in the order of their ranks.
-        addresses: Vec<Vec<u8>>,
-        /// The members.
-        members: Vec<usize>,
-    },
-    /// End the build soon: because of this rank, or because the deadline has passed.
-    Cancel(Option<usize>),
-    /// Leave the built group, which this rank does not use, without being taken for one that has ended.
-    Abandon,
-    /// The agreement has ended.
-    Finish(Outcome),
-}
-
-/// How an agreement ends on this rank.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(in super::super) enum Outcome {
-    /// The built group is the view of this number with these members.
-    Opened(u64, Vec<usize>),
-    /// The others go on without this rank, as this one of them says.
-    Excluded(usize),
-    /// There is no view, for this reason.
-    Refused(String),
-    /// The deadline passed before these ranks had done their part.
-    TimedOut(Vec<usize>),
 }
 
 /// How far this rank is.
@@ -105,6 +70,10 @@ pub(in super::super) struct Agreement {
     view: u64,
     /// `Ready` was sent for `view`.
     said: bool,
+    /// [`Action::SayLater`] was asked for, and [`Agreement::say`] was not called since.
+    says_later: bool,
+    /// Calls of [`Agreement::remind`] since something new came or was said: what is on its way is not lost.
+    quiet: u32,
     quorum: Quorum,
     gone: BTreeMap<usize, Gone>,
     /// By rank; not of those that are gone. Only the leader gets those of all.
@@ -136,6 +105,8 @@ impl Agreement {
             size,
             view: view + 1,
             said: false,
+            says_later: false,
+            quiet: 0,
             quorum: Quorum::default(),
             gone: BTreeMap::new(),
             ready: BTreeMap::new(),
@@ -160,7 +131,17 @@ impl Agreement {
             // The others must not take what an earlier call said for this one.
             self.set_view(self.view + 1);
         }
-        self.phase = Phase::Waiting;
+        (self.phase, self.says_later, self.quiet) = (Phase::Waiting, false, 0);
+        self.advance(out);
+    }
+
+    /// Says that this rank is ready for the current view.
+    pub(in super::super) fn say(&mut self, out: &mut Vec<Action>) {
+        self.says_later = false;
+        if matches!(self.phase, Phase::Waiting) && !self.said {
+            self.quiet = 0;
+            self.say_ready(out);
+        }
         self.advance(out);
     }
 
@@ -171,8 +152,14 @@ impl Agreement {
         self.advance(out);
     }
 
-    /// Some time has passed: says again what may have been lost with a rank that should have passed it on.
+    /// Some time has passed: says again what may have been lost with a rank that should have passed it on, if nothing came for that time,
+    /// and then after twice, four and eight times as long. Where an agreement only takes long, reminders of all ranks would make it longer.
     pub(in super::super) fn remind(&mut self, out: &mut Vec<Action>) {
+        self.quiet += 1;
+        let lasted = self.quiet - 1;
+        if lasted == 0 || !(lasted.is_power_of_two() || lasted.is_multiple_of(LONGEST_QUIET)) {
+            return;
+        }
         match &self.phase {
             Phase::Waiting if self.said => self.say_ready(out),
             Phase::Bound(_) => self.say_address(out),
@@ -224,6 +211,7 @@ impl Agreement {
                 if let Phase::Bound(members) = &self.phase
                     && self.leader() == from
                 {
+                    self.quiet = 0;
                     let those = members.iter().copied().skip(first);
                     those.zip(addresses).for_each(|(rank, address)| self.addresses.insert(rank, address));
                 }
@@ -343,7 +331,9 @@ impl Agreement {
         if self.ready.get(&from).is_some_and(|known| known.view > view) {
             return;
         }
-        self.ready.insert(from, ready);
+        if self.ready.insert(from, ready).is_none_or(|known| known.view < view) {
+            self.quiet = 0;
+        }
         match &self.phase {
             // The proposal was lost with a rank that passed it on.
             Phase::Bound(members) if view == self.view && members.first() == Some(&self.me) => {
@@ -371,8 +361,7 @@ impl Agreement {
     }
 
     fn set_view(&mut self, view: u64) {
-        self.view = view;
-        self.said = false;
+        (self.view, self.said, self.quiet) = (view, false, 0);
         self.addresses = Addresses::default();
     }
 
@@ -442,16 +431,17 @@ impl Agreement {
         {
             return;
         }
-        match self.phase.clone() {
+        match &mut self.phase {
             Phase::Idle => {}
             Phase::Waiting | Phase::Bound(_) if ends => self.give_up(out),
+            Phase::Waiting if self.said => self.propose(out),
             Phase::Waiting => {
-                if !self.said {
-                    self.say_ready(out);
+                if !std::mem::replace(&mut self.says_later, true) {
+                    out.push(Action::SayLater);
                 }
-                self.propose(out);
             }
             Phase::Bound(members) => {
+                let members = std::mem::take(members);
                 let addresses: Vec<Vec<u8>> = members.iter().filter_map(|rank| self.addresses.take(*rank)).collect();
                 self.addresses = Addresses::default();
                 let mut kept = Vec::new();
@@ -467,7 +457,7 @@ impl Agreement {
             }
             Phase::Building(build) => {
                 if ends && !build.cancelled && !build.known_open {
-                    self.phase = Phase::Building(Build { cancelled: true, ..build });
+                    build.cancelled = true;
                     out.push(Action::Cancel(self.excluded_by));
                 }
             }
@@ -517,7 +507,7 @@ impl Agreement {
         if self.candidate.take().is_some() {
             out.push(Action::Abandon);
         }
-        self.phase = Phase::Bound(members.clone());
+        (self.phase, self.quiet) = (Phase::Bound(members.clone()), 0);
         out.push(Action::Bind(members));
     }
 

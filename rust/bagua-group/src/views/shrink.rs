@@ -7,11 +7,13 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::super::bootstrap::Bootstrap;
+use super::super::collecting::Collecting;
 use super::super::config::Config;
 use super::super::control::{Body, Loss, Notice, Plane};
 use super::super::group::Group;
 use super::super::wire::Encoding;
-use super::agreement::{Action, Agreement, Gone, Outcome, Quorum};
+use super::action::{Action, Outcome};
+use super::agreement::{Agreement, Gone, Quorum};
 use super::message::RANKS_LIMIT;
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
@@ -19,6 +21,13 @@ use crate::wait::{Deadline, SLICE, lock, wait_on_for};
 
 /// The time after which a rank says again what may have been lost with a rank that passed it on.
 const REMINDER: Duration = Duration::from_secs(1);
+
+/// How long a rank waits for further losses before it says without which ranks it is ready: so long for each rank, of whose messages the leader
+/// handles one or more at a time, and longer while more are lost.
+const TOGETHER: Duration = Duration::from_micros(1);
+
+/// The longest that it waits.
+const LONGEST: Duration = Duration::from_millis(100);
 
 /// How long a rank whose deadline has passed waits for the leader to say which ranks are missing.
 const WORD: Duration = Duration::from_millis(500);
@@ -41,8 +50,8 @@ pub struct View<T> {
 
 impl Group {
     /// Agrees with the other ranks that are left of this group on a smaller group without those that are lost or have left, and leaves
-    /// this one. Collective: every rank that is left calls it; it waits for those that have not called. The group may have failed, and
-    /// need not have. The new group keeps the order of the ranks.
+    /// this one: when it returns, the control thread still has to announce that. Collective: every rank that is left calls it; it waits for
+    /// those that have not called. The group may have failed, and need not have. The new group keeps the order of the ranks.
     ///
     /// `open` opens what the caller needs in the new group, a lane at least; `barrier` makes a barrier there. Both are called on another
     /// thread, and again for another group when a rank is lost meanwhile. After an error the call may be repeated.
@@ -94,6 +103,8 @@ impl Group {
                 bootstrap: None,
                 building: None,
                 built: None,
+                losses: collecting(plane.config.world_size),
+                says_at: None,
                 sent: (0, 0),
                 build,
             };
@@ -101,7 +112,7 @@ impl Group {
             plane.views.lock().agreement = Some(driver.agreement);
             outcome
         })?;
-        self.leave();
+        self.leave_for(&view.group);
         Ok(view)
     }
 }
@@ -114,6 +125,11 @@ fn check_size(world_size: usize) -> Result<()> {
         )));
     }
     Ok(())
+}
+
+/// How long a rank of a group of so many waits for further losses.
+pub(in super::super) fn collecting(world_size: usize) -> Collecting {
+    Collecting::new((TOGETHER * world_size as u32).min(LONGEST), LONGEST)
 }
 
 /// The agreement of earlier calls, or a new one.
@@ -186,7 +202,7 @@ fn build<T>(
     open: &(impl Fn(&Group) -> Result<T> + Sync),
     barrier: &(impl Fn(&mut T) -> Result<()> + Sync),
 ) -> Built<T> {
-    let opened = bootstrap.connect_unless(&cancel.flag, addresses).and_then(|group| {
+    let opened = bootstrap.connect_view(&cancel.flag, addresses).and_then(|group| {
         cancel.connected(group.health());
         open(&group).map(|opened| (group, opened))
     });
@@ -217,6 +233,10 @@ struct Driver<'a, T, B> {
     building: Option<Building<T>>,
     /// The group whose barrier was entered last.
     built: Option<(Group, T)>,
+    /// How long it waits for further losses before it says that it is ready.
+    losses: Collecting,
+    /// When it says so.
+    says_at: Option<Instant>,
     /// Messages to the others, and their bytes.
     sent: (u64, u64),
     /// Starts the thread of a build.
@@ -246,6 +266,9 @@ where
             let seen = self.plane.views.lock().changes;
             self.learn(&mut out);
             self.collect(&mut out, &mut last_error);
+            if self.says_at.take_if(|at| *at <= Instant::now()).is_some() {
+                self.agreement.say(&mut out);
+            }
             if reminded.elapsed() > REMINDER {
                 reminded = Instant::now();
                 self.agreement.remind(&mut out);
@@ -264,6 +287,8 @@ where
             let state = self.plane.views.lock();
             if state.changes == seen {
                 let slice = if self.deadline.passed() { SLICE } else { SLICE.min(self.deadline.left()) };
+                let until = self.says_at.map(|at| at.saturating_duration_since(Instant::now()));
+                let slice = until.map_or(slice, |until| until.min(slice));
                 drop(wait_on_for(self.plane.views.changed(), state, slice));
             }
         }
@@ -317,6 +342,10 @@ where
                 *messages += to.len() as u64;
                 *bytes += (to.len() * message.encode().len()) as u64;
                 self.plane.send(&to, Body::View(message));
+            }
+            Action::SayLater => {
+                let now = Instant::now();
+                self.says_at = Some(now + self.losses.wait(now));
             }
             Action::Publish(message) => {
                 let (messages, bytes) = &mut self.sent;

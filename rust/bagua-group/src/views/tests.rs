@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::agreement::{Gone, Outcome, Quorum};
+use super::action::{Action, Outcome};
+use super::agreement::{Agreement, Gone, Quorum};
+use super::message::{GoneRank, ViewMessage};
 use script::{Event, Script};
 
 /// An agreement that gets messages that no correct rank sends.
@@ -206,6 +208,51 @@ fn who_has_not_called_is_named_and_a_second_call_goes_on_when_it_has() {
     }
     script.run(Vec::new());
     script.check_together("the second call");
+}
+
+/// The messages among these actions.
+fn sent(out: &[Action]) -> Vec<&ViewMessage> {
+    let messages = out.iter().filter_map(|action| match action {
+        Action::Send(_, message) => Some(message),
+        _ => None,
+    });
+    messages.collect()
+}
+
+#[test]
+fn losses_that_come_together_are_said_together() {
+    let (mut agreement, mut out) = (Agreement::new(5, 8, 1), Vec::new());
+    agreement.lost([(7, Gone::Ended)], &mut out);
+    agreement.call(Quorum::Majority, &mut out);
+    agreement.lost([(6, Gone::Ended)], &mut out);
+    agreement.lost([(4, Gone::Silent)], &mut out);
+    assert_eq!(out, [Action::SayLater]);
+    out.clear();
+    agreement.say(&mut out);
+    let gone = [(4, false), (6, true), (7, true)].map(|(rank, ended)| GoneRank { rank, ended }).to_vec();
+    assert_eq!(out, [Action::Send(vec![0], ViewMessage::Ready { view: 4, any: false, gone })]);
+    // The next loss makes it ready anew, later again.
+    out.clear();
+    agreement.lost([(3, Gone::Ended)], &mut out);
+    assert_eq!(out, [Action::SayLater]);
+}
+
+#[test]
+fn a_rank_to_which_nothing_comes_reminds_the_leader_less_and_less_often_and_one_to_which_something_came_does_not() {
+    let (mut agreement, mut out) = (Agreement::new(1, 3, 1), Vec::new());
+    agreement.call(Quorum::Majority, &mut out);
+    agreement.say(&mut out);
+    let reminds = |agreement: &mut Agreement| {
+        let mut out = Vec::new();
+        agreement.remind(&mut out);
+        sent(&out).len()
+    };
+    let times: Vec<usize> = (0..20).filter(|_| reminds(&mut agreement) > 0).collect();
+    assert_eq!(times, [1, 2, 4, 8, 16]);
+    agreement.received(0, ViewMessage::Propose { view: 2, members: vec![0, 1, 2] }, &mut out);
+    agreement.bound(Ok(vec![1]), &mut out);
+    agreement.received(0, ViewMessage::Addresses { view: 2, first: 0, addresses: vec![vec![0]] }, &mut out);
+    assert_eq!([0; 2].map(|_| reminds(&mut agreement)), [0, 1]);
 }
 
 #[test]

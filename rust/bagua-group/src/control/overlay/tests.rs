@@ -99,6 +99,22 @@ fn every_rank_has_few_neighbours_of_which_it_is_one_and_in_small_worlds_all() {
 }
 
 #[test]
+fn where_half_of_the_ranks_are_gone_none_of_the_others_has_more_neighbours_than_before() {
+    for size in [64, 100, 1024] {
+        let mut all: Vec<Overlay> = (0..size / 2).map(|rank| Overlay::new(rank, size, FULL)).collect();
+        let before = all.iter().map(|overlay| overlay.neighbours().len()).max();
+        let mut wanted_by = vec![0; size / 2];
+        for overlay in &mut all {
+            (size / 2..size).for_each(|rank| overlay.lost(rank, false, "no heartbeat", &mut Vec::new()));
+            overlay.neighbours().into_iter().for_each(|rank| wanted_by[rank] += 1);
+        }
+        assert!(wanted_by.iter().max() <= before.as_ref(), "{size}: {wanted_by:?}");
+        // The ring is closed over the gap.
+        assert!(all[0].neighbours().contains(&(size / 2 - 1)) && all[size / 2 - 1].neighbours().contains(&0));
+    }
+}
+
+#[test]
 fn a_notice_reaches_every_rank_once_and_crosses_each_connection_at_most_once_in_each_direction() {
     let mut all = Lines::new(50, 4);
     all.event(7, |overlay, out| overlay.publish(failed(1), out));

@@ -1,7 +1,8 @@
 //! One rank's agreement, driven by bytes: for the fuzzer of the group's parsers.
 
 use super::super::super::wire::Encoding;
-use super::super::agreement::{Action, Agreement, Gone, Quorum};
+use super::super::action::Action;
+use super::super::agreement::{Agreement, Gone, Quorum};
 use super::super::message::ViewMessage;
 
 /// Ranks of the group.
@@ -47,6 +48,7 @@ fn settle(agreement: &mut Agreement, out: &mut Vec<Action>, how: u8) {
         for action in std::mem::take(out) {
             match action {
                 Action::Bind(_) => agreement.bound(if how & 8 == 0 { Ok(vec![how]) } else { Err(String::new()) }, out),
+                Action::SayLater => agreement.say(out),
                 Action::Build { .. } if how & 8 == 0 => agreement.failed(how & 1 == 1, "", out),
                 Action::Build { .. } => agreement.passed(out),
                 Action::Finish(_) if how & 4 == 0 => agreement.call(Quorum::Majority, out),

@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use super::super::super::control::{Action as ControlAction, Body, FULL, Message, Notice, Overlay, Presence};
 use super::super::super::wire::Encoding;
-use super::super::agreement::{Action, Agreement, Gone, Outcome, Quorum};
+use super::super::action::{Action, Outcome};
+use super::super::agreement::{Agreement, Gone, Quorum};
 use super::super::message::ViewMessage;
 
 /// A run that takes more steps than this hangs in a loop.
@@ -62,6 +63,8 @@ pub(super) struct Node {
     left: bool,
     /// It has to pass on which ranks have left.
     passes_later: bool,
+    /// Its agreement has to say that it is ready.
+    says_later: bool,
 }
 
 /// What may happen next.
@@ -69,6 +72,7 @@ pub(super) struct Node {
 pub(super) enum Step {
     Call(usize),
     Act(usize),
+    Say(usize),
     Take(usize),
     Deliver(usize, usize),
     Repair(usize),
@@ -117,6 +121,7 @@ impl Script {
             leaving: false,
             left: false,
             passes_later: false,
+            says_later: false,
         });
         let mut script = Script {
             nodes: nodes.collect(),
@@ -187,6 +192,9 @@ impl Script {
             if !node.inbox.is_empty() {
                 steps.push(Step::Take(rank));
             }
+            if node.says_later {
+                steps.push(Step::Say(rank));
+            }
             let Some((key, entered, cancelled)) = &node.build else { continue };
             let [members, began, inside, gave_up] = &self.builds[key];
             if !entered && began == members {
@@ -241,6 +249,12 @@ impl Script {
                 self.nodes[rank].left = true;
                 self.end_lines(rank);
                 return true;
+            }
+            Step::Say(rank) => {
+                let Node { agreement, says_later, .. } = &mut self.nodes[rank];
+                *says_later = false;
+                agreement.say(&mut out);
+                rank
             }
             Step::Take(rank) => {
                 let Node { agreement, inbox, .. } = &mut self.nodes[rank];
@@ -360,6 +374,7 @@ impl Script {
                 self.nodes[rank].todo.extend(out);
                 self.nodes[rank].todo.extend(later);
             }
+            Action::SayLater => self.nodes[rank].says_later = true,
             Action::Discard | Action::Abandon => {}
             Action::Build { addresses, members } => {
                 let members: BTreeSet<usize> = members.into_iter().collect();
@@ -438,7 +453,7 @@ impl Script {
                 continue;
             }
             reminders += 1;
-            if reminders > 3 {
+            if reminders > 8 {
                 break;
             }
             let waits = |node: &&mut Node| node.alive && node.called && !node.frozen && node.outcome.is_none();

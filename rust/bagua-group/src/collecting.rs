@@ -1,0 +1,49 @@
+//! How long a rank collects what comes in quick succession, before it does once what follows from it.
+
+use std::time::{Duration, Instant};
+
+/// Waits that become longer while more comes, so that few messages are sent where many ranks leave or are lost.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Collecting {
+    first: Duration,
+    longest: Duration,
+    /// When the last wait ended, and how long it was.
+    last: Option<(Instant, Duration)>,
+}
+
+impl Collecting {
+    /// The first wait, and the longest.
+    pub(super) fn new(first: Duration, longest: Duration) -> Collecting {
+        Collecting { first, longest, last: None }
+    }
+
+    /// Something comes after the last wait: how long to wait for more. Twice as long as the last time, if that was over not long ago.
+    pub(super) fn wait(&mut self, now: Instant) -> Duration {
+        let wait = match self.last {
+            Some((ended, before)) if now.saturating_duration_since(ended) < 2 * before => {
+                (2 * before).min(self.longest)
+            }
+            _ => self.first,
+        };
+        self.last = Some((now + wait, wait));
+        wait
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_comes_is_collected_for_longer_while_more_of_it_comes() {
+        let (first, longest) = (Duration::from_millis(20), Duration::from_millis(320));
+        let mut collecting = Collecting::new(first, longest);
+        let mut now = Instant::now();
+        for expected in [20, 40, 80, 160, 320, 320] {
+            let wait = collecting.wait(now);
+            assert_eq!(wait, Duration::from_millis(expected));
+            now += wait;
+        }
+        assert_eq!(collecting.wait(now + 2 * longest), first);
+    }
+}
