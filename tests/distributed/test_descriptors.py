@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
 import re
 import resource
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -126,3 +131,159 @@ def joins_with_enough(rank: int) -> tuple[int, int]:
 def test_a_limit_that_suffices_is_left_alone(world: World) -> None:
     for before, after in world(2, env=TCP).run(joins_with_enough):
         assert before == after
+
+
+def allow(more: int) -> None:
+    """Lets this process have so many more descriptors than are open."""
+    allowed = len(os.listdir("/proc/self/fd")) - 1 + more
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
+
+
+Groups = list[tuple[tuple[int, ...], bagua.Group]]
+
+
+def groups_of(world: bagua.Group, *sizes: int) -> Groups:
+    """This rank's groups of so many ranks, all of them in the same order on every rank."""
+    all_ranks = itertools.chain(*(itertools.combinations(range(world.size), size) for size in sizes))
+    built = [(ranks, world.new_group(ranks)) for ranks in all_ranks]
+    return [(ranks, group) for ranks, group in built if group is not None]
+
+
+def sum_in(ranks: tuple[int, ...], group: bagua.Group, rank: int) -> None:
+    x = np.full(1000, rank, np.float32)
+    group.all_reduce(x, op="sum")
+    assert (x == sum(ranks)).all()
+
+
+def connections(groups: Groups) -> dict[str, int]:
+    each = [group.stats()["connections"] for _, group in groups]
+    return {name: sum(counts[name] for counts in each) for name in ("data", "opened", "closed")}
+
+
+def works_in_more_groups_than_it_has_descriptors(rank: int, more: int) -> dict[str, int]:
+    world = bagua.init(timeout=50)
+    groups = groups_of(world, 2, 3)
+    world.barrier()
+    allow(more)
+    for _ in range(3):
+        for ranks, group in groups:
+            sum_in(ranks, group, rank)
+    shown = connections([*groups, (tuple(range(world.size)), world)])
+    world.barrier()
+    bagua.shutdown()
+    return shown
+
+
+def test_idle_streams_are_closed_where_descriptors_run_short_and_open_again(world: World) -> None:
+    more = 6
+    for shown in world(6, env=TCP).run(works_in_more_groups_than_it_has_descriptors, more):
+        # Two streams to each of 5 peers in groups of two, of 20 in groups of three, and those of the barrier.
+        of_groups, of_barrier = 2 * (5 + 20), 2 * 5
+        assert 0 < shown["data"] <= of_barrier + more
+        assert shown["opened"] > of_groups + of_barrier, "streams that were closed have opened again"
+        assert shown["closed"] == shown["opened"] - shown["data"]
+
+
+def works_while_a_peer_is_in_an_operation(rank: int, folder: str) -> dict[str, int] | None:
+    world = bagua.init(timeout=50)
+    groups = dict(groups_of(world, 2))
+    begun = Path(folder, "begun")
+    if rank < 2:
+        sum_in((0, 1), groups[0, 1], rank)
+    if rank == 1:
+        x = np.full(1000, 2.0)
+        handle = groups[0, 1].all_reduce(x, op="sum", async_op=True)
+        while groups[0, 1].stats()["ops"]["all_reduce"]["calls"] < 2:
+            time.sleep(0.001)
+        begun.touch()
+        handle.wait()
+    elif rank == 0:
+        while not begun.exists():
+            time.sleep(0.001)
+        allow(3)
+    for _ in range(4):
+        for peer in (2, 3):
+            if rank in (0, peer):
+                sum_in((0, peer), groups[0, peer], rank)
+    shown = connections([((0, 1), groups[0, 1])]) if rank < 2 else None
+    if rank == 0:
+        assert connections([((0, peer), groups[0, peer]) for peer in (2, 3)])["closed"] > 0
+        x = np.full(1000, 3.0)
+        groups[0, 1].all_reduce(x, op="sum")
+    if rank < 2:
+        assert (x == 5.0).all()
+    world.barrier()
+    bagua.shutdown()
+    return shown
+
+
+def test_streams_on_which_a_peer_is_in_an_operation_stay_open(world: World, tmp_path: Path) -> None:
+    for shown in world(4, env=TCP).run(works_while_a_peer_is_in_an_operation, str(tmp_path))[:2]:
+        assert shown == {"data": 2, "opened": 2, "closed": 0}
+
+
+def goes_on_when_a_rank_dies(rank: int) -> int:
+    world = bagua.init(timeout=50)
+    groups = groups_of(world, 2)
+    allow(6)
+    for _ in range(2):
+        for ranks, group in groups:
+            sum_in(ranks, group, rank)
+    assert connections(groups)["closed"] > 0
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(3):
+        for ranks, group in groups:
+            if 3 not in ranks:
+                sum_in(ranks, group, rank)
+    [with_lost] = [group for ranks, group in groups if 3 in ranks]
+    with pytest.raises(bagua.PeerLostError) as caught:
+        with_lost.all_reduce(np.ones(3))
+    with pytest.raises(bagua.PeerLostError) as of_world:
+        world.all_reduce(np.ones(3))
+    assert caught.value.rank == of_world.value.rank
+    bagua.shutdown()
+    return caught.value.rank
+
+
+def test_a_rank_that_dies_while_idle_streams_are_closed_is_named_and_no_other(world: World) -> None:
+    found = world(4, env=TCP, expect_exit={3: -signal.SIGKILL}).run(goes_on_when_a_rank_dies)
+    assert found[:3] == [3, 3, 3]
+
+
+def take_all_descriptors() -> list[int]:
+    files = []
+    with contextlib.suppress(OSError):
+        while True:
+            files.append(os.open(os.devnull, os.O_RDONLY))
+    return files
+
+
+def has_no_descriptor_when_its_peer_connects(rank: int, folder: str) -> tuple[float, float]:
+    world = bagua.init(timeout=50)
+    taken, x = Path(folder, "taken"), np.full(10, rank, np.float32)
+    used = 0.0
+    if rank == 1:
+        while not taken.exists():
+            time.sleep(0.001)
+    else:
+        allow(8)
+        files = take_all_descriptors()
+        # Needs no descriptor.
+        taken.mkdir()
+        before = time.process_time()
+        time.sleep(1.0)
+        used = time.process_time() - before
+        for file in files:
+            os.close(file)
+    world.all_reduce(x, op="sum")
+    bagua.shutdown()
+    return used, float(x[0])
+
+
+def test_a_rank_without_a_free_descriptor_does_not_spin_and_its_peer_connects_later(
+    world: World, tmp_path: Path
+) -> None:
+    for used, total in world(2, env=TCP).run(has_no_descriptor_when_its_peer_connects, str(tmp_path)):
+        assert used < 0.5
+        assert total == 1.0

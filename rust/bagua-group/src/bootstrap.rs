@@ -55,7 +55,8 @@ impl Bootstrap {
             return Err(Error::InvalidArgument(format!("listening on {at} gives peers no address to connect to")));
         }
         if world_size > 1 {
-            descriptors::provide(descriptors::open(), Need::of_world(&config), || describe(&config))?;
+            descriptors::provide(descriptors::open(), Need::of_world(&config))
+                .map_err(|shortage| shortage.error(&describe(&config)))?;
         }
         let tls = Ends::of(&config.access())?;
         let mut config = config;

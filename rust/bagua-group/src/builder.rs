@@ -8,6 +8,7 @@ use std::sync::Arc;
 use super::connection::DataConn;
 use super::fork::{ForkFd, OwnerProcess};
 use super::handshake::Purpose;
+use super::idle;
 use super::streams::{LaneConns, StreamOpener};
 use crate::codec::Codec;
 use crate::collective::shm::{segment_len, spare_links};
@@ -153,7 +154,9 @@ impl LaneBuilder<'_> {
             |member: &usize| rings.iter_mut().find(|(other, _)| other == member).and_then(|(_, link)| link.take());
         let bundles = members.iter().map(ring_to).map(|ring| ring.into_iter().collect()).collect();
         let opener = Box::new(StreamOpener::new(self.conns, index, members.clone()));
-        Net::new(Mesh::on_demand(own_index, members, bundles, bell, opener)).with(control.plane.config.algorithm)
+        let mesh = Mesh::on_demand(own_index, members.clone(), bundles, bell, opener);
+        idle::register(&control.plane, self.conns.mesh(index), members, health, mesh.table());
+        Net::new(mesh).with(control.plane.config.algorithm)
     }
 
     /// A connection with another rank of the group, in either direction.

@@ -3,16 +3,20 @@
 //! A group needs descriptors for its control connections, and in each lane for the TCP streams to those ranks with which it has exchanged
 //! messages. A process without a free descriptor can neither open nor accept a connection, and its peers cannot
 //! distinguish that from a slow network. A rank therefore raises the soft limit of its process before it connects, and before it opens
-//! streams, and fails where the hard limit forbids that. It never lowers the limit.
+//! streams. Where the hard limit forbids that, streams that are idle are closed ([`super::idle`]), and without any the rank fails. It never
+//! lowers the limit.
 
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::config::Config;
 use super::control::Overlay;
 use super::fork::PerProcess;
-use crate::error::{Error, Result};
+use crate::error::Error;
 use crate::platform::open_descriptors;
 use crate::wait::lock;
 
@@ -22,6 +26,9 @@ const OWN: usize = 10;
 
 /// Descriptors left to the application, to the rendezvous and to connections that are not authenticated yet.
 const SPARE: usize = 64;
+
+/// This process was short of descriptors once: from then on they are counted whenever a connection arrives.
+static WAS_SHORT: AtomicBool = AtomicBool::new(false);
 
 /// Serialises the ranks that are threads of one process: of two that raise the limit at the same time, the later one must not lower it.
 static RAISING: PerProcess<Mutex<()>> = PerProcess::new();
@@ -56,12 +63,40 @@ fn control_connections(config: &Config) -> usize {
     Overlay::new(config.rank, config.world_size, config.full_mesh).neighbours().len()
 }
 
-/// Raises the soft limit of this process to the `open` descriptors and those that `need` adds, at most to the hard limit. `what` says who
-/// needs them, for the error text.
+/// What a process lacks that may not open as many descriptors as it needs.
+#[derive(Debug)]
+pub(super) struct Shortage {
+    needed: u64,
+    open: u64,
+    allowed: u64,
+    /// Whether the limit could be raised as far as the hard limit.
+    raised: rustix::io::Result<()>,
+}
+
+impl Shortage {
+    /// How many of the open descriptors have to be closed.
+    pub(super) fn missing(&self) -> usize {
+        usize::try_from(self.needed - self.allowed).unwrap_or(usize::MAX)
+    }
+
+    /// The error; `what` says who needs them.
+    pub(super) fn error(&self, what: &str) -> Error {
+        let Shortage { needed, open, allowed, raised } = self;
+        let text = format!(
+            "{what} needs {needed} file descriptors, {open} of them open already, and this process may have {allowed}"
+        );
+        match raised {
+            Ok(()) => Error::other(format!("{text}: raise its hard limit (ulimit -Hn), or start fewer ranks")),
+            Err(why) => Error::system(&format!("{text}; raise its limit (ulimit -n): setrlimit failed"), *why),
+        }
+    }
+}
+
+/// Raises the soft limit of this process to the `open` descriptors and those that `need` adds, at most to the hard limit.
 ///
 /// # Errors
-/// `System` when the limit stays below what is open and `need.least`.
-pub(super) fn provide(open: u64, need: Need, what: impl FnOnce() -> String) -> Result<()> {
+/// When the limit stays below what is open and `need.least`.
+pub(super) fn provide(open: u64, need: Need) -> std::result::Result<(), Shortage> {
     let _raising = lock(RAISING.get());
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let (soft, hard) = (current.unwrap_or(u64::MAX), maximum.unwrap_or(u64::MAX));
@@ -76,14 +111,22 @@ pub(super) fn provide(open: u64, need: Need, what: impl FnOnce() -> String) -> R
     if allowed >= needed {
         return Ok(());
     }
-    let text = format!(
-        "{} needs {needed} file descriptors, {open} of them open already, and this process may have {allowed}",
-        what()
-    );
-    match raised {
-        Ok(()) => Err(Error::other(format!("{text}: raise its hard limit (ulimit -Hn), or start fewer ranks"))),
-        Err(why) => Err(Error::system(&format!("{text}; raise its limit (ulimit -n): setrlimit failed"), why)),
-    }
+    WAS_SHORT.store(true, Ordering::Relaxed);
+    Err(Shortage { needed, open, allowed, raised })
+}
+
+/// Whether fewer than `spare` descriptors are free, with the limit raised as far as it may be. `newest` was just opened: the lowest number
+/// that was free, so that low numbers need no count before the first shortage.
+pub(super) fn is_short(newest: BorrowedFd<'_>, spare: usize) -> bool {
+    let soft = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    let number = u64::try_from(newest.as_raw_fd()).unwrap_or(0);
+    let may_be = WAS_SHORT.load(Ordering::Relaxed) || number.saturating_add(spare as u64) >= soft;
+    may_be && provide(open(), Need { least: spare, wanted: spare + SPARE }).is_err()
+}
+
+/// Whether a system call failed because this process, or the system, has no free descriptor.
+pub(super) fn ran_out(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
 }
 
 /// The number of open descriptors of this process.

@@ -11,6 +11,7 @@ use super::control::{Control, Dial, Plane};
 use super::descriptors::{self, Need};
 use super::fork::ForkFd;
 use super::handshake::Purpose;
+use super::idle;
 use super::streams::DataStream;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
@@ -54,13 +55,19 @@ impl MessageStreams {
     /// called when the group is left first.
     ///
     /// # Errors
-    /// `System` when the process may not have more descriptors.
+    /// `System` when the process may not have more descriptors, and no idle stream can be closed.
     pub fn dial(&self, peer: usize, done: impl FnOnce(Result<(DataStream, OwnedFd)>) + Send + 'static) -> Result<()> {
         let rank = self.health.world_rank(peer);
         // Two for this stream, and as many for the one in the other direction.
-        descriptors::provide(descriptors::open(), Need::of_streams(4, self.control.plane.arrived()), || {
-            format!("rank {}, which opens a stream of messages,", self.health.world_rank(self.health.rank()))
-        })?;
+        let plane = Arc::clone(&self.control.plane);
+        let need = move || Need::of_streams(4, plane.arrived(&[]));
+        let what = format!("rank {}, which opens a stream of messages,", self.health.world_rank(self.health.rank()));
+        let open = descriptors::open();
+        if let Err(shortage) = descriptors::provide(open, need())
+            && !idle::close(shortage.missing(), None)
+        {
+            return Err(shortage.error(&what));
+        }
         let dial = Dial { to: rank, purpose: Purpose::Messages, group: self.group, channel: 0, index: 0 };
         let timed_out = self.health.timed_out(
             self.limit,
@@ -68,7 +75,7 @@ impl MessageStreams {
             crate::error::Progress { what: "opening a stream of messages".to_owned(), ..Default::default() },
         );
         let (plane, stats) = (Arc::clone(&self.control.plane), Arc::clone(&self.stats));
-        self.control.dial_messages(dial, Instant::now() + self.limit, move |outcome| {
+        self.control.dial_messages(dial, need, what, Instant::now() + self.limit, move |outcome| {
             done(match outcome {
                 Some(Ok(conn)) => stream(conn, &plane, &stats),
                 Some(Err(how)) => Err(Error::other(format!("connecting a stream of messages to rank {rank}: {how}"))),

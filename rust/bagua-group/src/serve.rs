@@ -13,8 +13,10 @@ use tokio::task::JoinSet;
 
 use super::admission::{Admission, Candidate};
 use super::connection::{AsyncSocket, ControlConn};
+use super::descriptors;
 use super::fork::OwnerProcess;
 use super::handshake::{self, ReceivedHello, Refusal};
+use super::idle;
 use super::listen::Listener;
 use super::tls::{Ends, Refused};
 use crate::error::{Error, Result};
@@ -91,8 +93,14 @@ async fn next(
         };
         match arrived {
             Ok((conn, from)) => return (conn, admission.enter(from)),
-            // The client has closed the connection already, or the process has no free descriptor: retry.
-            Err(_) => tokio::time::sleep(RETRY_PAUSE).await,
+            // The client has closed the connection already, or the process has no free descriptor: retry. Meanwhile the client waits, and
+            // connects again when it has waited for too long.
+            Err(error) => {
+                if descriptors::ran_out(&error) {
+                    idle::close_some();
+                }
+                tokio::time::sleep(RETRY_PAUSE).await;
+            }
         }
     }
 }

@@ -10,15 +10,19 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
+use tokio::sync::oneshot;
+
 use super::connection::{ConnKey, DataConn};
-use super::control::{Control, Dial, Plane};
+use super::control::{Control, Dial, MeshId, Plane};
 use super::descriptors::{self, Need};
 use super::fork::ForkFd;
 use super::handshake::Purpose;
+use super::idle;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
 use crate::stats::Stats;
 use crate::transport::{Broken, OpContext, OpenStreams, Readiness, Tcp, Tls, Transport};
+use crate::wait::Deadline;
 
 /// Bit position of a stream's number in its `index`.
 const NUMBER_SHIFT: u32 = 8;
@@ -93,15 +97,26 @@ pub(super) enum Awaited {
 }
 
 impl LaneConns {
-    /// Begins to connect with another rank of the group: the one with the higher world rank dials, for at most `limit`.
-    pub(super) fn begin(&self, peer: usize, purpose: Purpose, index: u32, limit: Duration) -> Awaited {
-        let LaneConns { control, health, group, channel, .. } = self;
-        let (group, channel) = (*group, *channel);
+    /// Identifies a mesh of the lane.
+    pub(super) fn mesh(&self, index: u32) -> MeshId {
+        MeshId { group: self.group, channel: self.channel, index }
+    }
+
+    /// The connection that another rank of the group opens; `None` where this one does: the rank with the higher world rank dials.
+    fn from_peer(&self, peer: usize, purpose: Purpose, index: u32) -> Option<ConnKey> {
+        let LaneConns { health, group, channel, .. } = self;
         let (own, from) = (health.world_rank(health.rank()), health.world_rank(peer));
-        if own < from {
-            return Awaited::Accepted(ConnKey { purpose, group, channel, index, from });
+        (own < from).then_some(ConnKey { purpose, group: *group, channel: *channel, index, from })
+    }
+
+    /// Begins to connect with another rank of the group, for at most `limit`.
+    pub(super) fn begin(&self, peer: usize, purpose: Purpose, index: u32, limit: Duration) -> Awaited {
+        if let Some(key) = self.from_peer(peer, purpose, index) {
+            return Awaited::Accepted(key);
         }
-        Awaited::Dialled(control.dial_lane(Dial { to: from, purpose, group, channel, index }, limit))
+        let LaneConns { control, health, group, channel, .. } = self;
+        let dial = Dial { to: health.world_rank(peer), purpose, group: *group, channel: *channel, index };
+        Awaited::Dialled(control.dial_lane(dial, limit))
     }
 
     /// Waits for a connection for at most `longest`. `None` when it is not there then; [`GroupHealth`] may know why.
@@ -133,6 +148,18 @@ pub(super) struct StreamOpener {
     members: Vec<usize>,
     /// By index of the mesh: the streams that are being opened.
     opening: HashMap<usize, Opening>,
+    /// Those for which there are no file descriptors yet.
+    waiting: Vec<Waiting>,
+}
+
+/// Streams that open when idle ones are closed.
+struct Waiting {
+    /// The outcome of that.
+    room: oneshot::Receiver<Result<()>>,
+    /// Indices of the mesh, and the number of streams to each.
+    streams: Vec<(usize, u32)>,
+    /// Of the operation.
+    deadline: Deadline,
 }
 
 /// The streams to one peer, in the order of their numbers.
@@ -144,40 +171,80 @@ struct Opening {
 
 impl StreamOpener {
     pub(super) fn new(conns: &LaneConns, index: u32, members: Vec<usize>) -> StreamOpener {
-        StreamOpener { conns: conns.clone(), index, members, opening: HashMap::new() }
+        StreamOpener { conns: conns.clone(), index, members, opening: HashMap::new(), waiting: Vec::new() }
     }
 
     /// The number of streams to each of these peers.
-    fn numbers(&self, peers: &[usize]) -> Result<Vec<u32>> {
+    fn numbers(&self, peers: &[usize]) -> Result<Vec<(usize, u32)>> {
         let LaneConns { control, health, .. } = &self.conns;
         let addresses = &control.plane.world()?.addresses;
         let configured = |member: usize| addresses[health.world_rank(member)].streams;
         let own = configured(health.rank());
-        Ok(peers.iter().map(|peer| u32::from(own.min(configured(self.members[*peer])).max(1))).collect())
+        let number = |peer: usize| u32::from(own.min(configured(self.members[peer])).max(1));
+        Ok(peers.iter().map(|peer| (*peer, number(*peer))).collect())
+    }
+
+    /// `index` of a stream.
+    fn index(&self, number: u32) -> u32 {
+        self.index | number << NUMBER_SHIFT
+    }
+
+    /// Begins to connect these streams.
+    fn connect(&mut self, streams: &[(usize, u32)], deadline: Deadline) {
+        for (peer, count) in streams {
+            let begin =
+                |number| self.conns.begin(self.members[*peer], Purpose::Stream, self.index(number), deadline.left());
+            let awaited = (0..*count).map(begin).collect();
+            self.opening.insert(*peer, Opening { open: Vec::new(), awaited });
+        }
+    }
+
+    /// Begins to connect the streams for which there is room now.
+    fn connect_waiting(&mut self) -> Result<()> {
+        let mut at = 0;
+        while let Some(waiting) = self.waiting.get_mut(at) {
+            // Disconnected when this rank has left.
+            let Ok(made) = waiting.room.try_recv() else {
+                at += 1;
+                continue;
+            };
+            made?;
+            let Waiting { streams, deadline, .. } = self.waiting.swap_remove(at);
+            self.connect(&streams, deadline);
+        }
+        Ok(())
     }
 }
 
 impl OpenStreams for StreamOpener {
     fn begin(&mut self, cx: &OpContext<'_>, peers: &[usize]) -> Result<()> {
         let LaneConns { control, health, channel, .. } = &self.conns;
-        let numbers = self.numbers(peers)?;
-        let all: u32 = numbers.iter().sum();
+        let streams = self.numbers(peers)?;
+        let key =
+            |peer: usize, number: u32| self.conns.from_peer(self.members[peer], Purpose::Stream, self.index(number));
+        let keys = streams.iter().flat_map(|(peer, count)| (0..*count).filter_map(|number| key(*peer, number)));
+        let keys: Vec<ConnKey> = keys.collect();
+        control.plane.pending.expect(&keys);
+        let all: u32 = streams.iter().map(|(_, count)| count).sum();
+        let plane = Arc::clone(&control.plane);
+        let need = move || Need::of_streams(all as usize, plane.arrived(&keys));
         let open = descriptors::open();
-        descriptors::provide(open, Need::of_streams(all as usize, control.plane.arrived()), || {
-            let rank = health.world_rank(health.rank());
-            format!("rank {rank}, which opens {all} streams of lane {channel},")
-        })?;
-        let limit = cx.deadline.left();
-        for (peer, count) in peers.iter().zip(numbers) {
-            let member = self.members[*peer];
-            let begin = |number| self.conns.begin(member, Purpose::Stream, self.index | number << NUMBER_SHIFT, limit);
-            let awaited = (0..count).map(begin).collect();
-            self.opening.insert(*peer, Opening { open: Vec::new(), awaited });
+        let Err(shortage) = descriptors::provide(open, need()) else {
+            self.connect(&streams, cx.deadline);
+            return Ok(());
+        };
+        let what = format!("rank {}, which opens {all} streams of lane {channel},", health.world_rank(health.rank()));
+        let mesh = self.conns.mesh(self.index);
+        if !idle::close(shortage.missing(), Some((&control.plane, mesh))) {
+            return Err(shortage.error(&what));
         }
+        let room = control.make_room(mesh, need, what, cx.deadline.left());
+        self.waiting.push(Waiting { room, streams, deadline: cx.deadline });
         Ok(())
     }
 
     fn opened(&mut self, peer: usize) -> Result<Option<Vec<Box<dyn Transport>>>> {
+        self.connect_waiting()?;
         let Some(Opening { open, awaited }) = self.opening.get_mut(&peer) else { return Ok(None) };
         while let Some(next) = awaited.front() {
             let Some(conn) = self.conns.wait(self.members[peer], next, Duration::ZERO)? else { return Ok(None) };

@@ -5,7 +5,9 @@ use std::sync::atomic::Ordering;
 
 use super::super::config::Config;
 use super::super::connection::{AsyncSocket, ConnKey, ControlConn};
+use super::super::descriptors;
 use super::super::handshake::{self, Hello, Purpose, ReceivedHello, Refusal};
+use super::super::idle;
 use super::super::listen::{Listener, listen};
 use super::super::serve::{Accepted, Service};
 use super::super::tls::{Ends, Refused};
@@ -14,6 +16,13 @@ use super::session;
 use crate::error::{Error, Result};
 use crate::platform;
 use crate::wait::lock;
+
+/// Descriptors that are kept free of connections for which no lane of this rank asks yet: the next operation needs some, and connections
+/// for later ones could take them all.
+const KEPT_FREE: usize = 16;
+
+/// Descriptors of an accepted stream of messages.
+const OF_MESSAGES: usize = 2;
 
 /// The listening sockets of a rank.
 pub(in super::super) struct Listeners {
@@ -40,6 +49,23 @@ impl Listeners {
     /// Address of the TCP listener.
     pub(in super::super) fn tcp_address(&self) -> Result<std::net::SocketAddr> {
         self.sockets.tcp.local_addr().map_err(|e| Error::system("the address of the listening socket", e))
+    }
+}
+
+impl Plane {
+    /// Whether an authenticated data connection is accepted now; otherwise its client connects again later.
+    fn has_room(&self, hello: &Hello, socket: &AsyncSocket) -> bool {
+        let is_short = |spare| descriptors::is_short(socket.descriptor(), spare);
+        let lacks_descriptors = match hello.purpose {
+            // Its lane will ask for it, and makes room for that.
+            Purpose::Stream => !self.pending.expects(&ConnKey::from(hello)) && is_short(KEPT_FREE),
+            Purpose::Messages if is_short(OF_MESSAGES) => {
+                idle::close_some();
+                true
+            }
+            _ => false,
+        };
+        !lacks_descriptors && self.pending.has_room()
     }
 }
 
@@ -78,7 +104,9 @@ impl Service for Plane {
         }
         handshake::authenticate(socket, &received, &world.key).await?;
         match purpose {
-            Purpose::Stream | Purpose::Segment | Purpose::Messages if !self.pending.has_room() => Err(Refusal::Busy),
+            Purpose::Stream | Purpose::Segment | Purpose::Messages if !self.has_room(&received.hello, socket) => {
+                Err(Refusal::Busy)
+            }
             Purpose::Rendezvous | Purpose::Join | Purpose::Store | Purpose::Probe => Err(Refusal::Purpose),
             Purpose::Control | Purpose::Stream | Purpose::Segment | Purpose::Messages => Ok(received.hello),
         }

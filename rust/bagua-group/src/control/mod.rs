@@ -37,7 +37,7 @@ pub(super) use assembly::{Assembly, Step};
 pub(super) use dial::Dial;
 #[cfg(test)]
 pub(super) use message::Routed;
-pub(super) use message::{Body, Message, Notice};
+pub(super) use message::{Body, Closing, MeshId, Message, Notice};
 pub(super) use overlay::{Action, FULL, Overlay, Presence};
 pub(super) use plane::{ConnectState, Loss, Plane, World};
 pub(super) use thread::{Control, Leaving};

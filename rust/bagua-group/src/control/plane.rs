@@ -13,9 +13,10 @@ use super::super::address::Address;
 use super::super::admission::Admission;
 use super::super::collecting::Collecting;
 use super::super::config::Config;
-use super::super::connection::{PendingConns, Socket};
+use super::super::connection::{ConnKey, PendingConns, Socket};
 use super::super::fork::OwnerProcess;
 use super::super::handshake::{Key, digest};
+use super::super::idle;
 use super::super::tls::Ends;
 use super::super::views::Inbox;
 use super::assembly::Assembly;
@@ -243,6 +244,7 @@ impl Plane {
             Action::Notice(notice) => self.noticed(notice, source),
             Action::Deliver(from, Body::LeftGroup { group }) => self.left_group(from, group),
             Action::Deliver(from, Body::View(message)) => self.views.put(from, message),
+            Action::Deliver(from, Body::Streams { mesh, closing }) => idle::received(self, from, mesh, closing),
             Action::Deliver(_, Body::Connect) => {}
             Action::PassLater => {
                 let plane = Arc::clone(self);
@@ -382,9 +384,9 @@ impl Plane {
         self.process(rank).is_some_and(|process| !is_stopped(process))
     }
 
-    /// Number of accepted connections that no lane has taken yet.
-    pub(in super::super) fn arrived(&self) -> usize {
-        self.admission.count() + self.pending.count()
+    /// The most of these awaited connections that may have been accepted, but not taken yet.
+    pub(in super::super) fn arrived(&self, awaited: &[ConnKey]) -> usize {
+        self.admission.count() + self.pending.count(awaited)
     }
 
     /// The transport over a connection to a rank. While it is open, [`Plane::flush`] waits for its bytes.

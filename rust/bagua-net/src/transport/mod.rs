@@ -14,7 +14,9 @@ pub mod tls;
 pub use crate::request::{Incoming, OpContext, Outgoing};
 pub use fault::{Clock, Fault, Faults};
 pub use local::{Local, local_mesh};
-pub use mesh::{ByteCounts, Endpoint, Frames, Mesh, OpenStreams, PeerFault, Plan, Step};
+pub use mesh::{
+    ByteCounts, CloseRequest, Endpoint, Frames, IdleStreams, Mesh, OpenStreams, PeerFault, Plan, Step, StreamTable,
+};
 pub use tcp::Tcp;
 pub use tls::Tls;
 

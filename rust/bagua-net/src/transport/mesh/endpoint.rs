@@ -73,8 +73,12 @@ struct Stream {
 pub struct Endpoint {
     /// Index of the peer.
     peer: usize,
-    /// Empty for this rank's own index, and before they are opened: no bytes move then.
+    /// Empty for this rank's own index, before they are opened, and while they are on hold: no bytes move then.
     streams: Vec<Stream>,
+    /// The streams that the peer was asked to close, see [`super::table`].
+    held: Vec<Stream>,
+    /// Of all runs in this process, the number of the last one that used the streams.
+    last_run: u64,
     /// The frame of which streams take the next chunks, and the bytes that they have taken.
     current: Option<Moving>,
     /// The error of `send`. Receiving continues, because the peer's last messages may explain it.
@@ -95,7 +99,7 @@ impl Endpoint {
             broken: None,
         };
         let streams = links.into_iter().map(stream).collect();
-        Endpoint { peer, streams, current: None, send_broken: None }
+        Endpoint { peer, streams, held: Vec::new(), last_run: 0, current: None, send_broken: None }
     }
 
     /// Forgets how fast each stream was.
@@ -104,14 +108,59 @@ impl Endpoint {
         self.streams.iter_mut().for_each(|stream| stream.carried = 0);
     }
 
-    /// False before it has streams.
+    /// False before it has streams, and while they are on hold.
     pub fn is_open(&self) -> bool {
         !self.streams.is_empty()
     }
 
+    /// Number of streams, those on hold included.
+    pub(super) fn count(&self) -> usize {
+        self.streams.len() + self.held.len()
+    }
+
+    /// Notes the run that uses the streams.
+    pub(super) fn use_in(&mut self, run: u64) {
+        self.last_run = run;
+    }
+
+    /// See [`Endpoint::use_in`].
+    pub(super) fn last_run(&self) -> u64 {
+        self.last_run
+    }
+
+    /// True when the streams are sockets and no frame is under way at this end.
+    pub(super) fn may_close(&self) -> bool {
+        let rests = |stream: &Stream| {
+            let moves = stream.out.is_some() || stream.into.is_some() || stream.in_head_len > 0;
+            stream.link.is_wire() && !moves && stream.broken.is_none()
+        };
+        self.is_open() && self.current.is_none() && self.send_broken.is_none() && self.streams.iter().all(rests)
+    }
+
+    /// Puts the streams on hold: no bytes move.
+    pub(super) fn hold(&mut self) {
+        self.held.append(&mut self.streams);
+    }
+
+    /// True while streams are on hold.
+    pub(super) fn is_held(&self) -> bool {
+        !self.held.is_empty()
+    }
+
+    /// Uses the streams again that are on hold.
+    pub(super) fn resume(&mut self) {
+        self.streams.append(&mut self.held);
+    }
+
+    /// Closes the streams, those on hold included.
+    pub(super) fn shut(&mut self) {
+        self.streams.clear();
+        self.held.clear();
+    }
+
     /// Name of the transport; `None` without a stream.
     pub fn name(&self) -> Option<&'static str> {
-        self.streams.first().map(|stream| stream.link.name())
+        self.streams.first().or(self.held.first()).map(|stream| stream.link.name())
     }
 
     /// How to wait for each stream, whether for bytes to receive, and whether for room to send.

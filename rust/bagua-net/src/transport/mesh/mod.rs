@@ -9,6 +9,7 @@
 //! | `frames` | what it asks of whoever has the messages |
 //! | `chunk` | how long a frame is when there are several streams |
 //! | `open` | opens the streams to a peer in the first run that needs them |
+//! | `table` | the streams between two runs, in which two ranks may close those between them |
 //! | `plan` | the messages of one operation |
 //! | `run` | the frames of a plan |
 
@@ -18,6 +19,7 @@ mod frames;
 mod open;
 mod plan;
 mod run;
+mod table;
 
 use std::time::{Duration, Instant};
 
@@ -33,7 +35,11 @@ pub use plan::Plan;
 pub use plan::Step;
 use plan::{Listed, Lists};
 use run::{PeerMessages, Run};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
+use table::Links;
+pub use table::{CloseRequest, IdleStreams, StreamTable};
 
 /// How long an idle rank polls its streams before it sleeps: longer than a round trip on one host, too short to slow down a computing
 /// thread on the same core.
@@ -53,20 +59,26 @@ const COMPLETE: &str = "an opener where streams are missing";
 /// Rounds of progress over all peers after which the health and the deadline are checked, also while every round moves bytes.
 const BUSY_ROUNDS: u32 = 64;
 
+/// Number of runs in this process: the streams of the lowest were used least recently.
+static RUNS: AtomicU64 = AtomicU64::new(0);
+
 /// The streams of one rank to the other members of a group; see the module.
 pub struct Mesh {
     /// This rank's index.
     rank: usize,
     /// Group ranks by index.
     members: Vec<usize>,
-    /// The streams to each member and their transfers, by index. Without a stream until the first run with messages for that member.
+    /// Between runs: the streams to each member and the messages of its transfers. Without a stream until the first run with messages for
+    /// that member.
+    table: Arc<StreamTable>,
+    /// The streams in a run, by index; empty between runs.
     endpoints: Vec<Endpoint>,
+    /// Number of the run among all of this process.
+    number: u64,
     /// Opens them; `None` where each member had a stream from the start.
     opener: Option<Box<dyn OpenStreams>>,
-    /// Indices of the active peers whose streams are being opened: none at the end of a run without an error.
+    /// Indices of the active peers whose streams are being opened, or are on hold: none at the end of a run without an error.
     opening: Vec<usize>,
-    /// The messages to and from each, by index.
-    messages: Vec<PeerMessages>,
     /// Whether there are several streams to a peer.
     bundled: bool,
     /// Rung by the peers whose streams wait by [`Readiness::Doorbell`].
@@ -139,15 +151,17 @@ impl Mesh {
         }
         let bundled = bundles.iter().any(|bundle| bundle.len() > 1);
         let messages = members.iter().map(|_| PeerMessages::default()).collect();
-        let lists = (members.iter().map(|_| (Vec::new(), Vec::new())).collect(), vec![0; members.len()]);
         let endpoints = bundles.into_iter().enumerate().map(|(peer, bundle)| Endpoint::new(peer, bundle)).collect();
+        let table = Arc::new(StreamTable::new(Links { endpoints, messages }));
+        let lists = (members.iter().map(|_| (Vec::new(), Vec::new())).collect(), vec![0; members.len()]);
         Mesh {
             rank,
             members,
-            endpoints,
+            table,
+            endpoints: Vec::new(),
+            number: 0,
             opener,
             opening: Vec::new(),
-            messages,
             bundled,
             bell,
             active: Vec::new(),
@@ -174,7 +188,12 @@ impl Mesh {
             None if index == self.rank => "self",
             None => unopened,
         };
-        self.endpoints.iter().enumerate().map(name).collect()
+        self.table.look(|endpoints| endpoints.iter().enumerate().map(name).collect())
+    }
+
+    /// The streams between runs, to close those that are idle. Of a mesh [on demand](Mesh::on_demand): in others they do not open again.
+    pub fn table(&self) -> &Arc<StreamTable> {
+        &self.table
     }
 
     /// Sends and receives all messages; peers are indices of the mesh. Messages between two ranks are matched in the order given. The
@@ -259,35 +278,54 @@ impl Mesh {
     /// # Errors
     /// As [`Mesh::exchange`].
     pub fn run(&mut self, cx: &OpContext<'_>, plan: &mut dyn Plan) -> Result<()> {
+        let Links { endpoints, mut messages } = self.table.take();
+        self.endpoints = endpoints;
+        let outcome = self.run_with(cx, plan, &mut messages);
+        self.table.put(Links { endpoints: std::mem::take(&mut self.endpoints), messages }, outcome.is_ok());
+        outcome
+    }
+
+    fn run_with(&mut self, cx: &OpContext<'_>, plan: &mut dyn Plan, messages: &mut [PeerMessages]) -> Result<()> {
         self.active.clear();
         self.opening.clear();
+        self.number = RUNS.fetch_add(1, Relaxed);
         let n = self.size();
         for peer in (1..n).map(|distance| (self.rank + distance) % n) {
-            self.endpoints[peer].begin();
-            self.messages[peer].begin(plan.counts(peer));
-            if !self.messages[peer].is_done() {
+            let endpoint = &mut self.endpoints[peer];
+            endpoint.begin();
+            messages[peer].begin(plan.counts(peer));
+            if !messages[peer].is_done() {
+                endpoint.use_in(self.number);
                 self.active.push(peer);
-                if !self.endpoints[peer].is_open() {
+                if !endpoint.is_open() {
                     self.opening.push(peer);
                 }
             }
         }
         if !self.opening.is_empty() {
-            self.opener.as_mut().expect(COMPLETE).begin(cx, &self.opening)?;
+            self.begin_to_open(cx)?;
         }
         let counts_sends = self.active.iter().all(|peer| plan.counts(*peer).1 == 0);
         let (before, total) = plan.progress();
         let mut transfer =
             Transfer { cx, before, total, counts: ByteCounts::default(), counts_sends, idle: None, pauses: 0 };
-        let mut messages = std::mem::take(&mut self.messages);
-        let mut run = Run { plan, peers: &mut messages, overtaken: self.bundled };
+        let mut run = Run { plan, peers: messages, overtaken: self.bundled };
         let outcome = self.transfer(&mut transfer, &mut run);
         messages.iter_mut().for_each(PeerMessages::end);
-        self.messages = messages;
         transfer.end_wait();
         cx.stats.wire_bytes_sent.fetch_add(transfer.counts.wire_sent, Relaxed);
         cx.stats.wire_bytes_received.fetch_add(transfer.counts.wire_received, Relaxed);
         outcome
+    }
+
+    /// Begins to open the missing streams, except those on hold: the peer has not answered yet whether it closes these.
+    fn begin_to_open(&mut self, cx: &OpContext<'_>) -> Result<()> {
+        let missing: Vec<usize> =
+            self.opening.iter().copied().filter(|peer| !self.endpoints[*peer].is_held()).collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        self.opener.as_mut().expect(COMPLETE).begin(cx, &missing)
     }
 
     fn transfer(&mut self, transfer: &mut Transfer<'_, '_>, run: &mut Run<'_>) -> Result<()> {
@@ -322,27 +360,39 @@ impl Mesh {
         }
     }
 
-    /// Takes the streams that have been opened; true when there are some.
-    fn take_opened(&mut self, run: &mut Run<'_>) -> Result<bool> {
-        let opener = self.opener.as_mut().expect(COMPLETE);
+    /// Takes the streams that have been opened, and those on hold that the peer has not closed; true when there are some.
+    fn take_opened(&mut self, cx: &OpContext<'_>, run: &mut Run<'_>) -> Result<bool> {
         let (before, mut at) = (self.opening.len(), 0);
         while let Some(&peer) = self.opening.get(at) {
-            let Some(bundle) = opener.opened(peer)? else {
+            if self.endpoints[peer].is_held() {
+                match self.table.settle(peer, &mut self.endpoints[peer]) {
+                    Some(false) => {
+                        self.endpoints[peer].begin();
+                        self.opening.swap_remove(at);
+                    }
+                    Some(true) => self.opener.as_mut().expect(COMPLETE).begin(cx, &[peer])?,
+                    None => at += 1,
+                }
+                continue;
+            }
+            let Some(bundle) = self.opener.as_mut().expect(COMPLETE).opened(peer)? else {
                 at += 1;
                 continue;
             };
             self.bundled |= bundle.len() > 1;
+            self.table.note_opened(bundle.len());
             self.endpoints[peer] = Endpoint::new(peer, bundle);
+            self.endpoints[peer].use_in(self.number);
             self.opening.swap_remove(at);
         }
         run.overtaken = self.bundled;
-        Ok(at < before)
+        Ok(self.opening.len() < before)
     }
 
     /// Makes progress with every peer; true when bytes moved, or streams have been opened. Calls on all peers before it returns an error for
     /// one, so that each peer gets this rank's header before this rank fails.
     fn progress(&mut self, transfer: &mut Transfer<'_, '_>, run: &mut Run<'_>) -> Result<bool> {
-        let mut any = !self.opening.is_empty() && self.take_opened(run)?;
+        let mut any = !self.opening.is_empty() && self.take_opened(transfer.cx, run)?;
         let mut lost: Option<(usize, Broken)> = None;
         let mut mismatch: Option<(usize, String)> = None;
         for &peer in &self.active {

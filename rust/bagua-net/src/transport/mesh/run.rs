@@ -41,6 +41,11 @@ impl PeerMessages {
         self.before.1 += self.missing.len() as u64;
     }
 
+    /// Between runs: number of messages sent, and received.
+    pub(super) fn done(&self) -> (u64, u64) {
+        self.before
+    }
+
     /// True when every message has begun to be sent, and has come.
     pub(super) fn is_done(&self) -> bool {
         self.to_begin == 0 && self.to_arrive == 0
