@@ -151,7 +151,7 @@ def groups_of(world: bagua.Group, *sizes: int) -> Groups:
 
 def sum_in(ranks: tuple[int, ...], group: bagua.Group, rank: int) -> None:
     x = np.full(1000, rank, np.float32)
-    group.all_reduce(x, op="sum")
+    group.all_reduce(x)
     assert (x == sum(ranks)).all()
 
 
@@ -163,8 +163,9 @@ def connections(groups: Groups) -> dict[str, int]:
 def works_in_more_groups_than_it_has_descriptors(rank: int, more: int) -> dict[str, int]:
     world = bagua.init(timeout=50)
     groups = groups_of(world, 2, 3)
-    world.barrier()
+    # Before any peer opens streams for the groups: none leaves the barrier before this rank enters it.
     allow(more)
+    world.barrier()
     for _ in range(3):
         for ranks, group in groups:
             sum_in(ranks, group, rank)
@@ -175,43 +176,50 @@ def works_in_more_groups_than_it_has_descriptors(rank: int, more: int) -> dict[s
 
 
 def test_idle_streams_are_closed_where_descriptors_run_short_and_open_again(world: World) -> None:
-    more = 6
+    # Two streams to each of 5 peers in groups of two, of 20 in groups of three, and those of the barrier.
+    of_groups, of_barrier = 2 * (5 + 20), 2 * 5
+    more = of_barrier + 4
     for shown in world(6, env=TCP).run(works_in_more_groups_than_it_has_descriptors, more):
-        # Two streams to each of 5 peers in groups of two, of 20 in groups of three, and those of the barrier.
-        of_groups, of_barrier = 2 * (5 + 20), 2 * 5
-        assert 0 < shown["data"] <= of_barrier + more
+        assert 0 < shown["data"] <= more
         assert shown["opened"] > of_groups + of_barrier, "streams that were closed have opened again"
         assert shown["closed"] == shown["opened"] - shown["data"]
 
 
 def works_while_a_peer_is_in_an_operation(rank: int, folder: str) -> dict[str, int] | None:
     world = bagua.init(timeout=50)
-    groups = dict(groups_of(world, 2))
-    begun = Path(folder, "begun")
-    if rank < 2:
-        sum_in((0, 1), groups[0, 1], rank)
-    if rank == 1:
-        x = np.full(1000, 2.0)
-        handle = groups[0, 1].all_reduce(x, op="sum", async_op=True)
-        while groups[0, 1].stats()["ops"]["all_reduce"]["calls"] < 2:
+    first = world.new_group([0, 1])
+    # Each peer has two groups with rank 0, so that it leaves one of them idle while it is in an operation of the other.
+    others = [((0, peer), world.new_group([0, peer])) for _ in range(2) for peer in (2, 3)]
+    groups: Groups = [(ranks, group) for ranks, group in others if group is not None]
+    begun, limited = Path(folder, "begun"), Path(folder, "limited")
+    x = np.full(1000, 2.0 + rank)
+    if first is not None:
+        first.all_reduce(x, async_op=True).wait()
+        assert (x == 5.0).all()
+    if first is not None and rank == 1:
+        handle = first.all_reduce(x, async_op=True)
+        while first.stats()["ops"]["all_reduce"]["calls"] < 2:
             time.sleep(0.001)
         begun.touch()
-        handle.wait()
     elif rank == 0:
         while not begun.exists():
             time.sleep(0.001)
-        allow(3)
+        # With the streams to rank 1, as many as one group with each peer needs.
+        allow(4)
+        limited.mkdir()
+    else:
+        while not limited.exists():
+            time.sleep(0.001)
     for _ in range(4):
-        for peer in (2, 3):
-            if rank in (0, peer):
-                sum_in((0, peer), groups[0, peer], rank)
-    shown = connections([((0, 1), groups[0, 1])]) if rank < 2 else None
-    if rank == 0:
-        assert connections([((0, peer), groups[0, peer]) for peer in (2, 3)])["closed"] > 0
-        x = np.full(1000, 3.0)
-        groups[0, 1].all_reduce(x, op="sum")
-    if rank < 2:
-        assert (x == 5.0).all()
+        for ranks, group in groups:
+            sum_in(ranks, group, rank)
+    shown = None if first is None else connections([((0, 1), first)])
+    if first is not None and rank == 0:
+        assert connections(groups)["closed"] > 0
+        handle = first.all_reduce(x, async_op=True)
+    if first is not None:
+        handle.wait()
+        assert (x == 10.0).all()
     world.barrier()
     bagua.shutdown()
     return shown
@@ -225,11 +233,13 @@ def test_streams_on_which_a_peer_is_in_an_operation_stay_open(world: World, tmp_
 def goes_on_when_a_rank_dies(rank: int) -> int:
     world = bagua.init(timeout=50)
     groups = groups_of(world, 2)
-    allow(6)
+    # The barrier needs 6, and so do the groups.
+    allow(8)
+    world.barrier()
     for _ in range(2):
         for ranks, group in groups:
             sum_in(ranks, group, rank)
-    assert connections(groups)["closed"] > 0
+    assert connections([*groups, (tuple(range(world.size)), world)])["closed"] > 0
     if rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     for _ in range(3):

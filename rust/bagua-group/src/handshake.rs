@@ -199,11 +199,13 @@ pub(super) enum Refusal {
     NeedsTls,
     /// The client uses TLS and the server does not.
     NoTls,
+    /// The server is short of file descriptors; another attempt may succeed.
+    Descriptors,
 }
 
 impl Refusal {
     /// All refusals; the index of one is its code.
-    const ALL: [Refusal; 11] = [
+    const ALL: [Refusal; 12] = [
         Refusal::Protocol,
         Refusal::Version(VERSION),
         Refusal::WorldSize,
@@ -215,6 +217,7 @@ impl Refusal {
         Refusal::Duplicate,
         Refusal::NeedsTls,
         Refusal::NoTls,
+        Refusal::Descriptors,
     ];
 
     /// The number of a refusal in the answer to the client.
@@ -231,6 +234,7 @@ impl Refusal {
             Refusal::Duplicate => 8,
             Refusal::NeedsTls => 9,
             Refusal::NoTls => 10,
+            Refusal::Descriptors => 11,
         }
     }
 }
@@ -251,6 +255,7 @@ impl std::fmt::Display for Refusal {
             Refusal::Duplicate => "refused: this rank is already connected",
             Refusal::NeedsTls => "refused: the accepting rank uses TLS (BAGUA_TLS), the connecting one does not",
             Refusal::NoTls => "refused: the connecting rank uses TLS (BAGUA_TLS), the accepting one does not",
+            Refusal::Descriptors => "refused: the accepting rank is short of file descriptors",
         })
     }
 }

@@ -22,6 +22,9 @@ const BATCH: usize = 4;
 /// The longest wait for streams in use to become idle.
 const PATIENCE: Duration = Duration::from_secs(30);
 
+/// The wait where there are none: connections in the handshake have descriptors too, and those that are refused give them back.
+const GRACE: Duration = Duration::from_secs(1);
+
 /// Shortest and longest pause before the descriptors are counted again.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
 
@@ -91,15 +94,18 @@ fn meshes() -> Vec<Existing> {
     entries.into_iter().filter_map(exists).collect()
 }
 
-/// Asks peers to close as many idle streams as are wanted, those that were used least recently, less those that are being closed. False
-/// where waiting is useless: no peer was asked, and no stream of another mesh than `except` can become idle.
-pub(super) fn close(wanted: usize, except: Option<(&Arc<Plane>, MeshId)>) -> bool {
-    let meshes: Vec<Existing> = meshes().into_iter().filter(|mesh| mesh.health.check().is_ok()).collect();
+/// Closes the streams of groups that have failed, and asks peers to close as many idle ones as are wanted beside those and the ones that are
+/// being closed, those that were used least recently first. False where that gives nothing: no stream was closed, no peer was asked, and no
+/// stream of another mesh than `except` can become idle.
+fn close(wanted: usize, except: Option<(&Arc<Plane>, MeshId)>) -> bool {
+    let (meshes, failed): (Vec<_>, Vec<_>) = meshes().into_iter().partition(|mesh| mesh.health.check().is_ok());
+    // The ranks know of the failure, or will before they notice that the streams have ended, as when a rank leaves.
+    let freed: usize = failed.iter().map(|mesh| mesh.table.abandon()).sum();
     let unanswered = |mesh: &Existing| -> usize {
         let all = mesh.table.unanswered().into_iter();
         all.filter(|(peer, ..)| mesh.may_answer(*peer)).map(|(.., streams)| streams).sum()
     };
-    let mut closing: usize = meshes.iter().map(unanswered).sum();
+    let mut closing = freed + meshes.iter().map(unanswered).sum::<usize>();
     let idle_of = |mesh| Existing::idle(mesh).map(move |idle| (idle, mesh));
     let mut idle: Vec<_> = meshes.iter().flat_map(idle_of).collect();
     idle.sort_unstable_by_key(|(idle, _)| idle.last_run);
@@ -132,12 +138,12 @@ pub(super) async fn make_room(
     need: impl Fn() -> Need,
     limit: Duration,
 ) -> Result<(), Shortage> {
-    let until = Instant::now() + PATIENCE.min(limit / 2);
-    let mut pause = PAUSES.0;
+    let (begin, mut pause) = (Instant::now(), PAUSES.0);
     loop {
         let open = descriptors::open();
         let Err(shortage) = descriptors::provide(open, need()) else { return Ok(()) };
-        if !close(shortage.missing(), mesh.map(|mesh| (plane, mesh))) || Instant::now() >= until {
+        let may_help = close(shortage.missing(), mesh.map(|mesh| (plane, mesh)));
+        if begin.elapsed() >= (if may_help { PATIENCE } else { GRACE }).min(limit / 2) {
             return Err(shortage);
         }
         tokio::time::sleep(pause).await;

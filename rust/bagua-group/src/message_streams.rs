@@ -8,10 +8,9 @@ use std::time::{Duration, Instant};
 
 use super::connection::{ConnKey, DataConn};
 use super::control::{Control, Dial, Plane};
-use super::descriptors::{self, Need};
+use super::descriptors::Need;
 use super::fork::ForkFd;
 use super::handshake::Purpose;
-use super::idle;
 use super::streams::DataStream;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
@@ -51,23 +50,14 @@ impl MessageStreams {
         MessageStreams { control, health, stats, group, limit }
     }
 
-    /// Starts to connect to a group rank. `done` is called on the control thread, with the reason of a refusal, or of having given up; not
-    /// called when the group is left first.
-    ///
-    /// # Errors
-    /// `System` when the process may not have more descriptors, and no idle stream can be closed.
-    pub fn dial(&self, peer: usize, done: impl FnOnce(Result<(DataStream, OwnedFd)>) + Send + 'static) -> Result<()> {
+    /// Starts to connect to a group rank. `done` is called on the control thread, with the reason of a refusal, or of having given up, or
+    /// `System` when the process may not have more descriptors; not called when the group is left first.
+    pub fn dial(&self, peer: usize, done: impl FnOnce(Result<(DataStream, OwnedFd)>) + Send + 'static) {
         let rank = self.health.world_rank(peer);
         // Two for this stream, and as many for the one in the other direction.
         let plane = Arc::clone(&self.control.plane);
         let need = move || Need::of_streams(4, plane.arrived(&[]));
         let what = format!("rank {}, which opens a stream of messages,", self.health.world_rank(self.health.rank()));
-        let open = descriptors::open();
-        if let Err(shortage) = descriptors::provide(open, need())
-            && !idle::close(shortage.missing(), None)
-        {
-            return Err(shortage.error(&what));
-        }
         let dial = Dial { to: rank, purpose: Purpose::Messages, group: self.group, channel: 0, index: 0 };
         let timed_out = self.health.timed_out(
             self.limit,
@@ -82,7 +72,6 @@ impl MessageStreams {
                 None => Err(timed_out),
             });
         });
-        Ok(())
     }
 
     /// The streams that peers have opened since the last call, with their group ranks.

@@ -17,7 +17,6 @@ use super::control::{Control, Dial, MeshId, Plane};
 use super::descriptors::{self, Need};
 use super::fork::ForkFd;
 use super::handshake::Purpose;
-use super::idle;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
 use crate::stats::Stats;
@@ -229,17 +228,14 @@ impl OpenStreams for StreamOpener {
         let plane = Arc::clone(&control.plane);
         let need = move || Need::of_streams(all as usize, plane.arrived(&keys));
         let open = descriptors::open();
-        let Err(shortage) = descriptors::provide(open, need()) else {
+        if descriptors::provide(open, need()).is_ok() {
             self.connect(&streams, cx.deadline);
-            return Ok(());
-        };
-        let what = format!("rank {}, which opens {all} streams of lane {channel},", health.world_rank(health.rank()));
-        let mesh = self.conns.mesh(self.index);
-        if !idle::close(shortage.missing(), Some((&control.plane, mesh))) {
-            return Err(shortage.error(&what));
+        } else {
+            let rank = health.world_rank(health.rank());
+            let what = format!("rank {rank}, which opens {all} streams of lane {channel},");
+            let room = control.make_room(self.conns.mesh(self.index), need, what, cx.deadline.left());
+            self.waiting.push(Waiting { room, streams, deadline: cx.deadline });
         }
-        let room = control.make_room(mesh, need, what, cx.deadline.left());
-        self.waiting.push(Waiting { room, streams, deadline: cx.deadline });
         Ok(())
     }
 

@@ -53,19 +53,21 @@ impl Listeners {
 }
 
 impl Plane {
-    /// Whether an authenticated data connection is accepted now; otherwise its client connects again later.
-    fn has_room(&self, hello: &Hello, socket: &AsyncSocket) -> bool {
+    /// Why an authenticated data connection is not accepted now: its client connects again later.
+    fn check_room(&self, hello: &Hello, socket: &AsyncSocket) -> Accepted<()> {
         let is_short = |spare| descriptors::is_short(socket.descriptor(), spare);
-        let lacks_descriptors = match hello.purpose {
+        match hello.purpose {
             // Its lane will ask for it, and makes room for that.
-            Purpose::Stream => !self.pending.expects(&ConnKey::from(hello)) && is_short(KEPT_FREE),
+            Purpose::Stream if !self.pending.expects(&ConnKey::from(hello)) && is_short(KEPT_FREE) => {
+                Err(Refusal::Descriptors)
+            }
             Purpose::Messages if is_short(OF_MESSAGES) => {
                 idle::close_some();
-                true
+                Err(Refusal::Descriptors)
             }
-            _ => false,
-        };
-        !lacks_descriptors && self.pending.has_room()
+            _ if !self.pending.has_room() => Err(Refusal::Busy),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -104,12 +106,11 @@ impl Service for Plane {
         }
         handshake::authenticate(socket, &received, &world.key).await?;
         match purpose {
-            Purpose::Stream | Purpose::Segment | Purpose::Messages if !self.has_room(&received.hello, socket) => {
-                Err(Refusal::Busy)
-            }
-            Purpose::Rendezvous | Purpose::Join | Purpose::Store | Purpose::Probe => Err(Refusal::Purpose),
-            Purpose::Control | Purpose::Stream | Purpose::Segment | Purpose::Messages => Ok(received.hello),
+            Purpose::Rendezvous | Purpose::Join | Purpose::Store | Purpose::Probe => return Err(Refusal::Purpose),
+            Purpose::Stream | Purpose::Segment | Purpose::Messages => self.check_room(&received.hello, socket)?,
+            Purpose::Control => {}
         }
+        Ok(received.hello)
     }
 
     /// Begins the session of a control connection; keeps any other one until its lane is opened.
@@ -137,6 +138,9 @@ impl Service for Plane {
         if let Some(text) = text.clone().or_else(|| explains.then(|| why.to_string())) {
             lock(&self.connecting).last_refusal = Some(text);
         }
-        self.stats.connections_refused.fetch_add(1, Ordering::Relaxed);
+        // A rank of the job that comes again is no stranger.
+        if *why != Refusal::Descriptors {
+            self.stats.connections_refused.fetch_add(1, Ordering::Relaxed);
+        }
     }
 }

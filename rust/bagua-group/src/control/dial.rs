@@ -129,8 +129,8 @@ impl Plane {
         loop {
             match self.attempt(address, kind, &hello).await {
                 Ok(conn) => return Ok(conn),
-                // The table of the peer was full.
-                Err(why @ Failed::Refused(Refusal::Busy)) => failed(why.to_string()),
+                // The table of the peer was full, or its process has no free descriptor.
+                Err(why @ Failed::Refused(Refusal::Busy | Refusal::Descriptors)) => failed(why.to_string()),
                 Err(why @ (Failed::Refused(_) | Failed::Tls(_))) => return Err(why),
                 Err(Failed::Broken { how, source }) => {
                     failed(how);
@@ -190,7 +190,8 @@ impl Control {
                             | Refusal::Secret
                             | Refusal::Purpose
                             | Refusal::Busy
-                            | Refusal::Duplicate,
+                            | Refusal::Duplicate
+                            | Refusal::Descriptors,
                         )
                         | Failed::Tls(_)
                         | Failed::Broken { .. } => Error::other(text),

@@ -239,7 +239,7 @@ impl MessengerShared {
         for to in dial {
             let shared = Arc::downgrade(self);
             let done = move |opened| _ = shared.upgrade().inspect(|shared| shared.send(Event::Dialled(to, opened)));
-            self.streams.dial(to, Box::new(done)).map_err(|error| self.health.fail(error))?;
+            self.streams.dial(to, Box::new(done));
         }
         if wake {
             self.wake();

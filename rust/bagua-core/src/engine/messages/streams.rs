@@ -28,10 +28,7 @@ pub(super) type Opened = (Box<dyn Transport>, OwnedFd);
 /// Opens streams to other ranks.
 pub(super) trait Streams: Send + Sync {
     /// Starts to connect to a group rank.
-    ///
-    /// # Errors
-    /// When it cannot be tried.
-    fn dial(&self, peer: usize, done: Dialled) -> Result<()>;
+    fn dial(&self, peer: usize, done: Dialled);
 
     /// The streams that peers have opened since the last call.
     fn arrived(&self) -> Vec<(usize, Result<Opened>)>;
@@ -44,10 +41,10 @@ pub(super) trait Streams: Send + Sync {
 }
 
 impl Streams for MessageStreams {
-    fn dial(&self, peer: usize, done: Dialled) -> Result<()> {
+    fn dial(&self, peer: usize, done: Dialled) {
         MessageStreams::dial(self, peer, |opened| {
             done(opened.map(|(stream, second)| (Box::new(stream) as Box<dyn Transport>, second)));
-        })
+        });
     }
 
     fn arrived(&self) -> Vec<(usize, Result<Opened>)> {

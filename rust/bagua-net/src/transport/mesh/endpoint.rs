@@ -128,6 +128,11 @@ impl Endpoint {
         self.last_run
     }
 
+    /// True when there are streams and they are sockets.
+    pub(super) fn is_wire(&self) -> bool {
+        self.streams.first().or(self.held.first()).is_some_and(|stream| stream.link.is_wire())
+    }
+
     /// True when the streams are sockets and no frame is under way at this end.
     pub(super) fn may_close(&self) -> bool {
         let rests = |stream: &Stream| {

@@ -169,6 +169,21 @@ impl StreamTable {
         Some(request)
     }
 
+    /// Closes all streams, where the group has failed and no run will use them again. How many there were; 0 in a run.
+    pub fn abandon(&self) -> usize {
+        let mut guard = lock(&self.state);
+        let state = &mut *guard;
+        let Some(links) = state.at_rest.as_mut() else { return 0 };
+        state.failed = true;
+        state.asked.clear();
+        let mut closed = 0;
+        for endpoint in links.endpoints.iter_mut().filter(|endpoint| endpoint.is_wire()) {
+            closed += endpoint.count();
+            endpoint.shut();
+        }
+        closed
+    }
+
     /// The requests of this rank that are not answered: the index of the peer, the request, and the number of streams on hold.
     pub fn unanswered(&self) -> Vec<(usize, CloseRequest, usize)> {
         lock(&self.state).asked.iter().map(|(peer, (request, streams))| (*peer, *request, *streams)).collect()

@@ -135,6 +135,16 @@ fn an_answer_that_comes_in_a_run_without_the_peer_is_settled_at_its_end() {
 }
 
 #[test]
+fn all_streams_of_a_group_that_has_failed_are_closed_except_in_a_run() {
+    let [left, _right] = pair();
+    left.ask(1).unwrap();
+    let links = left.take();
+    assert_eq!(left.abandon(), 0);
+    left.put(links, true);
+    assert_eq!((left.abandon(), left.abandon(), left.unanswered(), left.open()), (1, 0, vec![], 0));
+}
+
+#[test]
 fn a_peer_that_refused_is_not_asked_again_at_once() {
     let [left, _right] = pair();
     assert_eq!(left.idle(), [IdleStreams { peer: 1, last_run: 0, streams: 1 }]);
