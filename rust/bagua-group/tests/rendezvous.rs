@@ -398,7 +398,7 @@ fn a_file_of_another_version_is_no_file_of_a_rank_and_the_timeout_names_both_ver
             std::fs::write(folder.0.join(format!("rendezvous.{suffix}")), content).unwrap();
             let error = by_file(&folder.path(), rank, 2, "a", Duration::from_millis(100)).unwrap_err();
             assert!(matches!(&error, Error::Timeout { missing, .. } if *missing == [1 - rank]), "{error}");
-            let named = format!("rendezvous.{suffix} is of version {version} of the protocol, this rank runs 9");
+            let named = format!("rendezvous.{suffix} is of version {version} of the protocol, this rank runs 10");
             assert!(error.to_string().contains(&named), "{error}");
         }
     }
