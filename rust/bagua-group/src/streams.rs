@@ -102,7 +102,7 @@ impl LaneConns {
     }
 
     /// The connection that another rank of the group opens; `None` where this one does: the rank with the higher world rank dials.
-    fn from_peer(&self, peer: usize, purpose: Purpose, index: u32) -> Option<ConnKey> {
+    fn accepted_key(&self, peer: usize, purpose: Purpose, index: u32) -> Option<ConnKey> {
         let LaneConns { health, group, channel, .. } = self;
         let (own, from) = (health.world_rank(health.rank()), health.world_rank(peer));
         (own < from).then_some(ConnKey { purpose, group: *group, channel: *channel, index, from })
@@ -110,7 +110,7 @@ impl LaneConns {
 
     /// Begins to connect with another rank of the group, for at most `limit`.
     pub(super) fn begin(&self, peer: usize, purpose: Purpose, index: u32, limit: Duration) -> Awaited {
-        if let Some(key) = self.from_peer(peer, purpose, index) {
+        if let Some(key) = self.accepted_key(peer, purpose, index) {
             return Awaited::Accepted(key);
         }
         let LaneConns { control, health, group, channel, .. } = self;
@@ -220,7 +220,7 @@ impl OpenStreams for StreamOpener {
         let LaneConns { control, health, channel, .. } = &self.conns;
         let streams = self.numbers(peers)?;
         let key =
-            |peer: usize, number: u32| self.conns.from_peer(self.members[peer], Purpose::Stream, self.index(number));
+            |peer: usize, number: u32| self.conns.accepted_key(self.members[peer], Purpose::Stream, self.index(number));
         let keys = streams.iter().flat_map(|(peer, count)| (0..*count).filter_map(|number| key(*peer, number)));
         let keys: Vec<ConnKey> = keys.collect();
         control.plane.pending.expect(&keys);
