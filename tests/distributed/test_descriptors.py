@@ -265,6 +265,36 @@ def test_a_rank_that_dies_while_idle_streams_are_closed_is_named_and_no_other(wo
     assert found[:3] == [{3}, {3}, {3}]
 
 
+def sends_without_descriptors(rank: int) -> tuple[int, float]:
+    world = bagua.init(timeout=50)
+    groups: Groups = [((0, 1), group) for _ in range(4) if (group := world.new_group([0, 1])) is not None]
+    for ranks, group in groups:
+        sum_in(ranks, group, rank)
+    world.barrier()
+    # A stream of messages has 2 descriptors on each rank, and there is one in each direction.
+    allow(1)
+    x = np.full(10, rank, np.float32)
+    if rank == 0:
+        world.send(x, 1)
+        world.recv(x, 1)
+    else:
+        y = np.empty_like(x)
+        world.recv(y, 0)
+        world.send(x + y, 0)
+    closed = connections(groups)["closed"]
+    for ranks, group in groups:
+        sum_in(ranks, group, rank)
+    world.barrier()
+    bagua.shutdown()
+    return closed, float(x[0])
+
+
+def test_idle_streams_are_closed_for_messages(world: World) -> None:
+    for closed, received in world(2, env=TCP).run(sends_without_descriptors):
+        assert closed > 0
+        assert received == 1.0
+
+
 def take_all_descriptors() -> list[int]:
     files = []
     with contextlib.suppress(OSError):
