@@ -99,10 +99,10 @@ fn idle_streams_are_closed_when_descriptors_run_short_and_those_in_use_are_not()
     assert!(open() <= allowed);
     let [zero, one, two, three] = &mut ranks[..] else { unreachable!("as many ranks") };
     let [of_0_1, of_0_2, of_0_3] = &mut zero[..] else { unreachable!("its pairs") };
-    let [of_1_0, of_1_3, of_1_2] = &mut one[..] else { unreachable!("its pairs") };
-    let [of_2_3, of_2_0, of_2_1] = &mut two[..] else { unreachable!("its pairs") };
+    let [of_1_0, of_1_3, _] = &mut one[..] else { unreachable!("its pairs") };
+    let [of_2_3, of_2_0, _] = &mut two[..] else { unreachable!("its pairs") };
     let [of_3_2, of_3_1, of_3_0] = &mut three[..] else { unreachable!("its pairs") };
-    let all = [&of_0_1, &of_0_2, &of_0_3, &of_1_0, &of_1_3, &of_1_2, &of_2_3, &of_2_0, &of_2_1];
+    let all = [&of_0_1, &of_0_2, &of_0_3, &of_1_0, &of_1_3, &of_2_3, &of_2_0];
     let (opened, closed) =
         all.iter().map(|pair| pair.streams()).fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1));
     assert!(opened > 2 * all.len() as u64, "some opened again: {opened}");
@@ -135,5 +135,4 @@ fn idle_streams_are_closed_when_descriptors_run_short_and_those_in_use_are_not()
         waiting.join().unwrap().unwrap();
     });
     succeed(of_0_1, of_1_0, 3);
-    drop((of_1_2, of_2_1));
 }
