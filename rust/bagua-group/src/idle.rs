@@ -2,7 +2,7 @@
 //!
 //! The streams of a lane stay open for its next operation. When the process may open no further descriptor, for a stream, a stream of
 //! messages or an accepted connection, the rank asks the peers of its least recently used streams to close these, over the control
-//! connections. A peer closes between two operations of the lane, if no byte is on its way between the two ranks, or refuses; the rules
+//! connections. A peer closes between two operations of the lane, if no byte is in flight between the two ranks, or refuses; the rules
 //! are in [`StreamTable`](crate::transport::StreamTable). Nothing is asked of a peer while descriptors suffice, so that operations pay
 //! nothing for it. The next operation that needs the streams opens them again.
 

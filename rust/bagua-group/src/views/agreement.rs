@@ -72,7 +72,7 @@ pub(in super::super) struct Agreement {
     said: bool,
     /// [`Action::SayLater`] was asked for, and [`Agreement::say`] was not called since.
     says_later: bool,
-    /// Calls of [`Agreement::remind`] since something new came or was said: what is on its way is not lost.
+    /// Calls of [`Agreement::remind`] since something new came or was said: what is in flight is not lost.
     quiet: u32,
     quorum: Quorum,
     gone: BTreeMap<usize, Gone>,

@@ -133,7 +133,7 @@ impl Endpoint {
         self.streams.first().or(self.held.first()).is_some_and(|stream| stream.link.is_wire())
     }
 
-    /// True when the streams are sockets and no frame is under way at this end.
+    /// True when the streams are sockets and this end is not inside a frame.
     pub(super) fn may_close(&self) -> bool {
         let rests = |stream: &Stream| {
             let moves = stream.out.is_some() || stream.into.is_some() || stream.in_head_len > 0;

@@ -21,6 +21,9 @@ mod plan;
 mod run;
 mod table;
 
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -35,9 +38,6 @@ pub use plan::Plan;
 pub use plan::Step;
 use plan::{Listed, Lists};
 use run::{PeerMessages, Run};
-use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
-use std::sync::atomic::Ordering::Relaxed;
 use table::Links;
 pub use table::{CloseRequest, IdleStreams, StreamTable};
 

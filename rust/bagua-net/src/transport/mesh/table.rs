@@ -2,7 +2,7 @@
 //!
 //! A run takes all streams and puts them back. Between runs another thread may ask a peer to close the streams between the two: it holds
 //! them here, so that a run that begins meanwhile waits for the answer instead of using them, and sends a [`CloseRequest`] by other means.
-//! The peer closes its ends and says so, or refuses, because it is in a run or messages are on their way; then the streams are used again.
+//! The peer closes its ends and says so, or refuses, because it is in a run or messages are in flight; then the streams are used again.
 //! Streams that were closed open again in the next run that needs them.
 //!
 //! Invariants, quoted by the tests:
@@ -57,15 +57,15 @@ pub(super) struct Links {
 
 /// See the module.
 pub struct StreamTable {
-    state: Mutex<State>,
+    state: Mutex<Streams>,
 }
 
-struct State {
+struct Streams {
     /// `None` in a run.
     at_rest: Option<Links>,
     /// Number of streams that may be closed in some state, those of a run included.
     open: usize,
-    /// A run has failed: bytes may be on their way in the middle of a message.
+    /// A run has failed: bytes may be in flight in the middle of a message.
     failed: bool,
     /// Number of requests of this rank.
     requests: u64,
@@ -84,7 +84,7 @@ impl StreamTable {
     pub(super) fn new(links: Links) -> StreamTable {
         let open = links.endpoints.iter().filter(|endpoint| endpoint.may_close()).map(Endpoint::count).sum();
         StreamTable {
-            state: Mutex::new(State {
+            state: Mutex::new(Streams {
                 at_rest: Some(links),
                 open,
                 failed: false,
@@ -225,7 +225,7 @@ impl StreamTable {
     }
 }
 
-impl State {
+impl Streams {
     fn on_hold(&self) -> usize {
         self.asked.values().map(|(_, streams)| streams).sum()
     }

@@ -38,7 +38,7 @@ fn streams_close_at_both_ends_when_all_messages_have_come_by_invariant_1() {
     let request = left.ask(1).unwrap();
     assert_eq!(request, CloseRequest { number: 1, sent: 2, received: 1 });
     assert_eq!((left.open(), left.unanswered()), (0, vec![(1, request, 1)]));
-    assert_eq!(right.requested(0, request), Some(false), "two messages are on their way, and one was not sent");
+    assert_eq!(right.requested(0, request), Some(false), "two messages are in flight, and one was not sent");
     left.answered(1, 1, false);
     assert_eq!((left.open(), right.open(), left.unanswered()), (1, 1, vec![]));
 
