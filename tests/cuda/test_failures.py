@@ -46,26 +46,23 @@ class Running(NamedTuple):
     read: Callable[[], np.ndarray[Any, Any]]
 
 
+def in_place(x: Any, begin: Callable[[], Any]) -> Running:
+    """An operation on `x` that `begin` begins."""
+    return Running(step=lambda: begin().synchronize(30.0), begin=begin, read=x.read)
+
+
 @contextmanager
 def verb(cuda: Cuda, group: bagua.Group, count: int) -> Iterator[Running]:
     """An all_reduce."""
     x = cuda.array(np.ones(count, np.float32))
-    yield Running(
-        step=lambda: group.all_reduce(x, async_op=True).synchronize(30.0),
-        begin=lambda: group.all_reduce(x, async_op=True),
-        read=x.read,
-    )
+    yield in_place(x, lambda: group.all_reduce(x, async_op=True))
 
 
 @contextmanager
 def transposed(cuda: Cuda, group: bagua.Group, count: int) -> Iterator[Running]:
     """An all_to_all, which NCCL has no call for: its messages are grouped."""
     x = cuda.array(np.ones((2, count), np.float32))
-    yield Running(
-        step=lambda: group.all_to_all(x, async_op=True).synchronize(30.0),
-        begin=lambda: group.all_to_all(x, async_op=True),
-        read=x.read,
-    )
+    yield in_place(x, lambda: group.all_to_all(x, async_op=True))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ use crate::health::GroupHealth;
 use crate::transport::{CloseRequest, IdleStreams, StreamTable};
 use crate::wait::lock;
 
-/// How many descriptors are asked for where a system call failed for the lack of one.
+/// How many descriptors the peers are asked to free where a system call failed for the lack of one.
 const BATCH: usize = 4;
 
 /// The longest wait for streams in use to become idle.

@@ -70,7 +70,7 @@ pub(in super::super) struct Agreement {
     view: u64,
     /// `Ready` was sent for `view`.
     said: bool,
-    /// [`Action::SayLater`] was asked for, and [`Agreement::say`] was not called since.
+    /// [`Action::SayLater`] was returned, and [`Agreement::say`] was not called since.
     says_later: bool,
     /// Calls of [`Agreement::remind`] since something new came or was said: what is in flight is not lost.
     quiet: u32,
