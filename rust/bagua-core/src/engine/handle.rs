@@ -1,7 +1,7 @@
 //! A job that may still be running, and its result.
 
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
+use std::sync::{PoisonError, Weak};
 use std::time::Duration;
 
 use super::completion::{CompletionThread, PendingCallback};
@@ -13,6 +13,12 @@ use crate::wait::{Waited, wait_in_slices, wait_once};
 /// How long a waiter spins before it sleeps. A sleep and a wake cost about 5 us; a training thread that spins for longer takes
 /// the time from the communication thread where cores are few.
 const SPIN: Duration = Duration::from_micros(20);
+
+/// What a thread that waits for a job can do for it meanwhile.
+pub(super) trait Driver: Send + Sync {
+    /// Makes progress until `done`, at most for `limit`; calls `sleep` if it ends before, or another thread makes progress already.
+    fn drive(&self, done: &dyn Fn() -> bool, limit: Duration, sleep: &mut dyn FnMut());
+}
 
 /// The outcome of a job, now or later. Cheap to clone; every clone gets the same result.
 #[derive(Clone)]
@@ -32,6 +38,8 @@ struct Outcome {
     rank: usize,
     /// The process whose thread will set the result.
     owner: OwnerProcess,
+    /// Makes progress on the threads that wait, where there is such.
+    driver: Option<Weak<dyn Driver>>,
 }
 
 /// The result of a job, and what is called with it.
@@ -45,16 +53,21 @@ struct JobOutcome {
 impl Handle {
     /// A job that is not done. `rank` is the world rank that a timeout names.
     pub(super) fn pending(rank: usize) -> Handle {
-        Handle::new(rank, None)
+        Handle::new(rank, None, None)
+    }
+
+    /// As [`Handle::pending`], of a job that threads may drive while they wait for it.
+    pub(super) fn driven(rank: usize, driver: Weak<dyn Driver>) -> Handle {
+        Handle::new(rank, None, Some(driver))
     }
 
     /// The handle of an operation that had nothing to wait for, with its result.
     pub fn completed(result: Result<()>) -> Handle {
         // No wait for it times out, so no text names the rank.
-        Handle::new(0, Some(result))
+        Handle::new(0, Some(result), None)
     }
 
-    fn new(rank: usize, result: Option<Result<()>>) -> Handle {
+    fn new(rank: usize, result: Option<Result<()>>, driver: Option<Weak<dyn Driver>>) -> Handle {
         Handle {
             outcome: Arc::new(Outcome {
                 done: AtomicBool::new(result.is_some()),
@@ -63,6 +76,7 @@ impl Handle {
                 ready: Condvar::new(),
                 rank,
                 owner: OwnerProcess::current(),
+                driver,
             }),
         }
     }
@@ -83,12 +97,23 @@ impl Handle {
         wait_in_slices(timeout, slice, |limit| self.wait_for(limit), between, |after| self.timed_out(after))
     }
 
-    /// Waits until the job is done, at most `limit`.
+    /// Waits until the job is done, at most `limit`. A message makes progress on this thread meanwhile.
     pub fn wait_for(&self, limit: Duration) -> Waited<()> {
         let start = Instant::now();
-        while !self.is_completed() && start.elapsed() < SPIN.min(limit) {
-            spin_loop();
-        }
+        let driver = self.outcome.driver.as_ref().and_then(Weak::upgrade).filter(|_| self.outcome.owner.is_current());
+        let Some(driver) = driver else {
+            while !self.is_completed() && start.elapsed() < SPIN.min(limit) {
+                spin_loop();
+            }
+            return self.sleep_for(start, limit);
+        };
+        let mut waited = None;
+        driver.drive(&|| self.is_completed(), limit, &mut || waited = Some(self.sleep_for(start, limit)));
+        waited.unwrap_or_else(|| self.sleep_for(start, limit))
+    }
+
+    /// Waits until the job is done, at most until `limit` after the start.
+    fn sleep_for(&self, start: Instant, limit: Duration) -> Waited<()> {
         if !self.outcome.owner.is_current() {
             return Waited::Done(self.outcome.result_before_fork());
         }

@@ -1,11 +1,12 @@
 //! The messages of a group: send, recv and exchange, beside its collectives and without an order among the two.
 //!
 //! A message goes to the first posted receive that names its sender (or any source) and its tag. Messages of one sender and tag match in
-//! order; those of different tags do not wait for each other. All posted messages progress together, on one thread per group that starts
-//! with the first of them. That thread uses no lane, so a message neither waits for a collective nor keeps one waiting.
+//! order; those of different tags do not wait for each other. All posted messages progress together, on a thread that waits for one of them,
+//! else on one thread per group that starts with the first of them. They use no lane, so a message neither waits for a collective nor
+//! keeps one waiting.
 //!
 //! ```text
-//! sender    Eager, bytes   (up to 16 KiB)      or Offer                 Data, bytes …
+//! sender    Eager, bytes   (up to 64 KiB)      or Offer                 Data, bytes …
 //! receiver                 Ready                        Ready
 //! ```
 //!
@@ -17,7 +18,8 @@
 //! | `matching` | which receive gets which message |
 //! | `posted` | the messages that are not done, and their frames |
 //! | `streams` | where streams come from |
-//! | `progress` | what the thread does; [`Endpoint`](crate::transport::Endpoint) moves the bytes, as for collectives |
+//! | `turns` | who makes progress: a caller that waits, or the thread |
+//! | `progress` | what that is; [`Endpoint`](crate::transport::Endpoint) moves the bytes, as for collectives |
 
 mod matching;
 mod posted;
@@ -25,10 +27,11 @@ mod progress;
 mod streams;
 #[cfg(all(test, not(model)))]
 mod tests;
+mod turns;
 
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -138,7 +141,9 @@ impl Messenger {
         counters.calls.fetch_add(1, Ordering::Relaxed);
         counters.payload_bytes.fetch_add(total as u64, Ordering::Relaxed);
         let running = self.recorder.as_ref().and_then(|recorder| recorder.begin(None, &says, total, ""));
-        let handle = self.pending();
+        let health = &self.shared.health;
+        let shared: Weak<MessengerShared> = Arc::downgrade(&self.shared);
+        let handle = Handle::driven(health.world_rank(health.rank()), shared);
         let senders: Senders = receives.iter().map(|_| AtomicUsize::new(NO_RANK)).collect();
         let call = Call {
             handle: handle.clone(),

@@ -18,7 +18,7 @@ use crate::wait::Deadline;
 
 /// The longest message that is sent before the receiver has asked for it. Above, the copy that the receiver may have to keep costs more
 /// than waiting for its answer.
-pub(super) const EAGER: usize = 16 << 10;
+pub(super) const EAGER: usize = 64 << 10;
 
 /// The most bytes of a longer message in one frame: so long may a stream keep another message waiting.
 const CHUNK: u64 = 1 << 20;

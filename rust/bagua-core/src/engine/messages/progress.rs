@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::super::handle::Driver;
 use super::posted::{Call, PeerStream, PostedMessages};
 use super::streams::{Message, Opened, Streams};
+use super::turns::{Round, Turns};
 use crate::error::{Error, Result, Source};
 use crate::health::{GroupHealth, LEFT};
-use crate::platform::Waker;
 use crate::recorder::LaneRecorder;
 use crate::stats::Stats;
 use crate::transport::{Broken, ByteCounts, Endpoint, PeerFault, Transport};
@@ -79,6 +80,16 @@ struct MessageProgress {
     idle: bool,
 }
 
+/// What whoever makes progress has to itself.
+pub(super) struct Turn {
+    /// Streams that may have bytes to receive.
+    ready: Vec<PeerStream>,
+    /// When failures and deadlines were looked at.
+    checked: Instant,
+    /// The messages end.
+    stops: bool,
+}
+
 /// What the messenger and its thread share.
 pub(super) struct MessengerShared {
     pub(super) streams: Box<dyn Streams>,
@@ -86,8 +97,7 @@ pub(super) struct MessengerShared {
     pub(super) stats: Arc<Stats>,
     recorder: Option<LaneRecorder>,
     events: Mutex<Vec<Event>>,
-    /// Woken when there is something for the thread to do.
-    waker: Waker,
+    turns: Turns<Turn>,
     /// Held while bytes are handed to streams and taken from them, never across a wait.
     state: Mutex<MessageProgress>,
 }
@@ -159,7 +169,6 @@ impl MessengerShared {
         stats: &Arc<Stats>,
         recorder: Option<LaneRecorder>,
     ) -> Result<MessengerShared> {
-        let waker = Waker::new().map_err(|e| Error::system("a descriptor for the thread of messages", e))?;
         let posted = PostedMessages::new(health.rank(), health.world_ranks().to_vec());
         let peers = (0..health.size()).map(|_| Peer::default()).collect();
         Ok(MessengerShared {
@@ -168,7 +177,7 @@ impl MessengerShared {
             stats: Arc::clone(stats),
             recorder,
             events: Mutex::default(),
-            waker,
+            turns: Turns::new(Turn { ready: Vec::new(), checked: Instant::now(), stops: false })?,
             state: Mutex::new(MessageProgress { posted, peers, closed: false, idle: false }),
         })
     }
@@ -185,9 +194,9 @@ impl MessengerShared {
         stats.wire_bytes_received.fetch_add(counts.wire_received, Relaxed);
     }
 
-    /// Wakes the thread.
+    /// Wakes whoever makes progress.
     pub(super) fn wake(&self) {
-        self.waker.wake();
+        self.turns.waker().wake();
     }
 
     pub(super) fn send(&self, event: Event) {
@@ -229,7 +238,9 @@ impl MessengerShared {
         let mut counts = ByteCounts::default();
         state.send(&mut counts);
         let ended = state.posted.take_ended();
-        let wake = state.idle || state.wants_to_send();
+        // A caller that makes progress may wait for one of these.
+        let ends = self.turns.is_driven() && !ended.is_empty();
+        let wake = state.idle || ends || state.wants_to_send();
         drop(guard);
         self.count(&counts);
         self.end(ended);
@@ -262,32 +273,34 @@ impl MessengerShared {
 
     /// The thread.
     pub(super) fn work(&self) {
-        // Streams that may have bytes to receive.
-        let mut ready = Vec::new();
-        let mut checked = Instant::now();
-        loop {
-            self.waker.clear();
-            if self.heed_events(&mut ready) {
-                self.finish();
-                return;
-            }
-            self.take_arrived(&mut ready);
-            let moved = self.step(&ready).unwrap_or_else(|error| {
-                _ = self.health.fail(error);
-                false
-            });
-            if !moved || checked.elapsed() > SLICE {
-                if self.health.check().is_err() {
-                    self.finish();
-                    return;
-                }
-                self.check();
-                checked = Instant::now();
-            }
-            if !moved {
-                ready = self.sleep();
-            }
+        self.turns.run(|turn| self.round(turn, None));
+        self.finish();
+    }
+
+    /// Moves the bytes that can move now; if none can, sleeps until some may, at most `longest` (`None`: while messages are pending, a slice).
+    fn round(&self, turn: &mut Turn, longest: Option<Duration>) -> Round {
+        turn.stops |= self.heed_events(&mut turn.ready);
+        if turn.stops {
+            return Round::Over;
         }
+        self.take_arrived(&mut turn.ready);
+        let moved = self.step(&turn.ready).unwrap_or_else(|error| {
+            _ = self.health.fail(error);
+            false
+        });
+        let sleeps = !moved && longest.is_none_or(|longest| !longest.is_zero());
+        if sleeps || turn.checked.elapsed() > SLICE {
+            if self.health.check().is_err() {
+                return Round::Over;
+            }
+            self.check();
+            turn.checked = Instant::now();
+        }
+        if moved {
+            return Round::Moved;
+        }
+        turn.ready = self.sleep(longest);
+        Round::Idle
     }
 
     /// Takes the streams that were opened here; true when the messenger ends.
@@ -378,18 +391,18 @@ impl MessengerShared {
         self.wake();
     }
 
-    /// Sleeps until a stream may move bytes or the thread is woken; the streams that may have bytes to receive.
-    fn sleep(&self) -> Vec<PeerStream> {
+    /// Sleeps until a stream may move bytes or it is woken, at most `longest`; the streams that may have bytes to receive.
+    fn sleep(&self, longest: Option<Duration>) -> Vec<PeerStream> {
         let mut open = Vec::new();
         let mut guard = lock(&self.state);
         let state = &mut *guard;
         for (at, link) in links(&mut state.peers).filter(|(_, link)| link.endpoint.broken().is_none()) {
             open.push((at, Arc::clone(&link.descriptor), link.wants_to_send(at, &state.posted)));
         }
-        state.idle = !state.posted.is_busy();
-        let limit = (!state.idle).then_some(SLICE);
+        state.idle = longest.is_none() && !state.posted.is_busy();
+        let limit = (!state.idle).then(|| longest.unwrap_or(SLICE).min(SLICE));
         drop(guard);
-        let mut wanted = vec![PollFd::from_borrowed_fd(self.waker.as_fd(), PollFlags::IN)];
+        let mut wanted = vec![PollFd::from_borrowed_fd(self.turns.waker().as_fd(), PollFlags::IN)];
         wanted.extend(open.iter().map(|(_, descriptor, sends)| {
             let events = if *sends { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
             PollFd::from_borrowed_fd(descriptor.as_fd(), events)
@@ -400,7 +413,9 @@ impl MessengerShared {
         let has_news = |fd: &PollFd<'_>| !fd.revents().difference(PollFlags::OUT).is_empty();
         let ready = open.iter().zip(&wanted[1..]).filter(|(_, fd)| has_news(fd)).map(|((at, ..), _)| *at);
         let ready = ready.collect();
-        lock(&self.state).idle = false;
+        if limit.is_none() {
+            lock(&self.state).idle = false;
+        }
         ready
     }
 
@@ -450,5 +465,11 @@ impl MessengerShared {
             let limit = Timespec { tv_sec: 0, tv_nsec: left.subsec_nanos().into() };
             let _ = poll(&mut wanted, Some(&limit));
         }
+    }
+}
+
+impl Driver for MessengerShared {
+    fn drive(&self, done: &dyn Fn() -> bool, limit: Duration, sleep: &mut dyn FnMut()) {
+        self.turns.drive(done, limit, sleep, |turn, longest| self.round(turn, Some(longest)));
     }
 }

@@ -389,3 +389,67 @@ fn the_end_of_a_messenger_ends_what_it_has_not_done() {
     let receives = vec![Message { peer: Some(1), tag: 0, data: memory.region(DType::U8) }];
     assert!(ranks[0].messenger.post(Vec::new(), receives, None, Box::new(memory)).is_err());
 }
+
+#[test]
+fn threads_that_wait_at_the_same_time_and_callbacks_all_get_their_messages() {
+    let ranks = world(2);
+    const THREADS: usize = 4;
+    const ROUNDS: usize = 300;
+    let called = Arc::new(AtomicUsize::new(0));
+    std::thread::scope(|scope| {
+        for (me, rank) in ranks.iter().enumerate() {
+            for thread in 0..THREADS {
+                let called = Arc::clone(&called);
+                scope.spawn(move || {
+                    for round in 0..ROUNDS {
+                        let (len, seed) = (if round % 7 == 0 { 50_000 } else { 100 }, thread * ROUNDS + round);
+                        let (peer, tag) = (1 - me, thread as u32);
+                        // One receive that nobody waits for, and one that this thread waits for, by turns first and last.
+                        let (unwatched, _) = rank.recv(Some(peer), 100 + tag, 4);
+                        let called = Arc::clone(&called);
+                        let count = move |result: &Result<()>| {
+                            assert_eq!(*result, Ok(()));
+                            called.fetch_add(1, SeqCst);
+                        };
+                        unwatched.handle.on_done(count).unwrap();
+                        let send = rank.send(peer, tag, pattern(len, seed));
+                        let (posted, memory) = rank.recv(Some(peer), tag, len);
+                        posted.handle.wait(Some(LONG)).unwrap();
+                        assert_eq!(memory.bytes(), pattern(len, seed));
+                        send.wait(Some(LONG)).unwrap();
+                        rank.send(peer, 100 + tag, vec![1; 4]);
+                    }
+                });
+            }
+        }
+    });
+    let until = Instant::now() + LONG;
+    while called.load(SeqCst) < 2 * THREADS * ROUNDS && Instant::now() < until {
+        std::thread::yield_now();
+    }
+    assert_eq!(called.load(SeqCst), 2 * THREADS * ROUNDS);
+}
+
+#[test]
+fn a_waiter_that_ends_leaves_the_progress_to_whoever_is_left() {
+    let ranks = world(2);
+    let first = ranks[0].recv(Some(1), 1, 4).0.handle;
+    let second = ranks[0].recv(Some(1), 2, 4).0.handle;
+    let last = ranks[0].recv(Some(1), 3, 4).0.handle;
+    std::thread::scope(|scope| {
+        let waiters = [&first, &second].map(|handle| scope.spawn(|| handle.wait(Some(LONG))));
+        // A wait that is over before anything comes.
+        assert!(matches!(first.wait_for(Duration::from_millis(1)), Waited::Pending));
+        ranks[1].send(0, 1, vec![1; 4]);
+        let [one, two] = waiters;
+        one.join().unwrap().unwrap();
+        ranks[1].send(0, 2, vec![2; 4]);
+        two.join().unwrap().unwrap();
+    });
+    ranks[1].send(0, 3, vec![3; 4]);
+    let until = Instant::now() + LONG;
+    while !last.is_completed() && Instant::now() < until {
+        std::thread::yield_now();
+    }
+    assert!(last.is_completed(), "nobody waits for it");
+}
