@@ -101,6 +101,7 @@ INTERNAL = (
     "bagua.linalg",
     "bagua.messages",
     "bagua.metrics.*",
+    "bagua.objects",
     "bagua.operand",
     "bagua.records",
     "bagua.tcp_store_requests",

@@ -13,6 +13,8 @@ protocol:
         print(x, bagua.world_size())
     bagua.shutdown()
 
+Those whose names end in `_object` take anything that can be pickled.
+
 Nothing here imports torch; `bagua.torch_api` does.
 """
 

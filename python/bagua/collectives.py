@@ -42,7 +42,7 @@ def op_code(op: str | int) -> int:
 
 
 class Collectives(Messages):
-    """Base of `Group`: what its members do together."""
+    """Base of `Group`, below its verbs on objects: what its members do together with arrays."""
 
     # --- every rank combines ------------------------------------------------------------------------------------------
 

@@ -11,17 +11,21 @@ from bagua import group
 
 __all__ = [
     "all_gather",
+    "all_gather_object",
     "all_reduce",
     "all_to_all",
     "all_to_all_v",
     "barrier",
     "broadcast",
+    "broadcast_object",
     "exchange",
     "gather",
+    "gather_object",
     "recv",
     "reduce",
     "reduce_scatter",
     "scatter",
+    "scatter_object",
     "send",
 ]
 
@@ -46,15 +50,19 @@ def _on_default_group(method: _Verb) -> _Verb:
 
 
 all_gather = _on_default_group(_GROUP.all_gather)
+all_gather_object = _on_default_group(_GROUP.all_gather_object)
 all_reduce = _on_default_group(_GROUP.all_reduce)
 all_to_all = _on_default_group(_GROUP.all_to_all)
 all_to_all_v = _on_default_group(_GROUP.all_to_all_v)
 barrier = _on_default_group(_GROUP.barrier)
 broadcast = _on_default_group(_GROUP.broadcast)
+broadcast_object = _on_default_group(_GROUP.broadcast_object)
 exchange = _on_default_group(_GROUP.exchange)
 gather = _on_default_group(_GROUP.gather)
+gather_object = _on_default_group(_GROUP.gather_object)
 recv = _on_default_group(_GROUP.recv)
 reduce = _on_default_group(_GROUP.reduce)
 reduce_scatter = _on_default_group(_GROUP.reduce_scatter)
 scatter = _on_default_group(_GROUP.scatter)
+scatter_object = _on_default_group(_GROUP.scatter_object)
 send = _on_default_group(_GROUP.send)

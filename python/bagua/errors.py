@@ -2,7 +2,8 @@
 
 Bad arguments are `ValueError`, `TypeError` or `NotImplementedError`, raised before anything is sent. Everything here
 is raised afterwards, and leaves the group unusable: `bagua.shutdown()` works, and a new group can be built in the same
-process. Ranks in these errors are ranks of the world.
+process. Only `PeerRaisedError` for an object that a rank could not pickle leaves the group as it was. Ranks in these
+errors are ranks of the world.
 """
 
 from __future__ import annotations

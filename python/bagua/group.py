@@ -1,4 +1,4 @@
-"""Groups of ranks: joining one, its verbs on arrays, sub-groups, and the default group."""
+"""Groups of ranks: joining one, its verbs on arrays and objects, sub-groups, and the default group."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from bagua import config, engine, lifecycle, shared_memory
-from bagua.collectives import Collectives
 from bagua.errors import BaguaError
 from bagua.handle import Handle
 from bagua.lifecycle import process
+from bagua.objects import ObjectCollectives
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Group", "Handle", "default", "join", "rank", "set_default", "shutdown", "stats", "world_size"]
 
 
-class Group(Collectives):
+class Group(ObjectCollectives):
     """Ranks that work together. Ranks in its methods are ranks of the group."""
 
     def __init__(

@@ -186,6 +186,20 @@ def test_ranks_that_disagree_all_get_what_each_was_doing(group: bagua.Group, how
         assert each in str(raised.value)
 
 
+@pytest.mark.parametrize("how", ["barrier", "gather_object", "another source", "broadcast"])
+@on_ranks(3, timeout=30)
+def test_ranks_that_disagree_about_objects_get_a_mismatch(group: bagua.Group, how: str) -> None:
+    mine = [None] * group.size
+    ours, different = {
+        "barrier": (group.all_gather_object, lambda _: group.barrier()),
+        "gather_object": (group.all_gather_object, group.gather_object),
+        "another source": (group.broadcast_object, lambda _: group.broadcast_object(None, 2)),
+        "broadcast": (group.scatter_object, lambda _: group.broadcast(np.zeros(2))),
+    }[how]
+    with pytest.raises(bagua.MismatchError, match="rank 2"):
+        for_ever(lambda: (different if group.rank == 2 else ours)(mine))
+
+
 # --- exceptions -------------------------------------------------------------------------------------------------------
 
 
@@ -207,8 +221,58 @@ def test_an_uncaught_exception_reaches_the_other_ranks(world: World) -> None:
     assert "LookupError: no such sample: 17" in run.output[1]
 
 
+class Unreadable:
+    """Can be pickled, and not unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@on_ranks()
+def test_an_object_that_cannot_travel_raises_where_it_is_wanted_and_the_group_goes_on(
+    rank: int, group: bagua.Group, size: int
+) -> None:
+    sender = size - 1
+    verbs: dict[str, tuple[Callable[[Any], object], set[int]]] = {
+        "all_gather_object": (group.all_gather_object, set(range(size))),
+        "broadcast_object": (lambda x: group.broadcast_object(x, sender), set(range(size)) - {sender}),
+        "gather_object": (group.gather_object, {0}),
+        "scatter_object": (lambda x: group.scatter_object([x] * size, sender), set(range(size))),
+    }
+    for verb, (call, receivers) in verbs.items():
+        kind, words = (TypeError, "cannot pickle '_thread.lock'") if rank == sender else (bagua.PeerRaisedError, "")
+        if rank in receivers | {sender}:
+            with pytest.raises(kind, match=words) as raised:
+                call(threading.Lock() if rank == sender else 0)
+            if isinstance(raised.value, bagua.PeerRaisedError):
+                error = raised.value
+                assert (error.rank, error.host, error.kind) == (sender, os.uname().nodename, "TypeError")
+                assert error.message.startswith("cannot pickle '_thread.lock'"), verb
+        else:
+            assert call(0) is None
+        unreadable = Unreadable() if rank == sender else 0
+        if rank in receivers:
+            with pytest.raises(ValueError, match="invalid literal"):
+                call(unreadable)
+        else:
+            assert call(unreadable) in (None, unreadable)
+    assert group.all_gather_object(rank) == list(range(size))
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@on_ranks(3)
+def test_an_object_of_64_mib_travels_from_one_rank(rank: int, group: bagua.Group, transport: str) -> None:
+    array = np.arange(64 << 17) if rank == 1 else None
+    found = group.all_gather_object(array)
+    assert (found[0], found[2]) == (None, None)
+    assert np.array_equal(found[1], np.arange(64 << 17))
+    assert np.array_equal(group.broadcast_object(array, 1), found[1])
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "all_gather_object"])
 @on_ranks(2)
-def test_a_deadline_names_who_did_not_take_part(rank: int, group: bagua.Group) -> None:
+def test_a_deadline_names_who_did_not_take_part(rank: int, group: bagua.Group, verb: str) -> None:
     meet("before the verb", rank, range(2))
     if rank == 1:
         # Does not take part until the others have given up.
@@ -216,7 +280,7 @@ def test_a_deadline_names_who_did_not_take_part(rank: int, group: bagua.Group) -
             for_ever(group.communicator.cause)
         return
     with pytest.raises(TimeoutError) as raised:
-        group.all_reduce(np.ones(3), timeout=0.3)
+        getattr(group, verb)(np.ones(3), timeout=0.3)
     assert isinstance(raised.value, bagua.BaguaTimeoutError)
     assert (raised.value.missing, raised.value.after) == ((1,), 0.3)
 

@@ -226,6 +226,29 @@ def messages(group: bagua.Group) -> None:
             assert group.recv(np.empty(2, x.dtype), 0).tolist() == [0, 0]
 
 
+def objects(group: bagua.Group) -> None:
+    """Short ones, long ones of about one size, and one long one among short ones."""
+    rank, world = group.rank, group.size
+    for lengths in (range(world), range(1 << 17, (1 << 17) + world), [*range(world - 1), 1 << 18]):
+        every = [("x" * length, None, {each: {length}}) for each, length in enumerate(lengths)]
+        mine = every[rank]
+        assert bagua.all_gather_object(mine) == every
+        for root in range(world):
+            sent = bagua.broadcast_object(mine, root)
+            assert sent == every[root]
+            assert (sent is mine) == (rank == root)
+            assert bagua.gather_object(mine, root) == (every if rank == root else None)
+            scattered = bagua.scatter_object(every if rank == root else None, root)
+            assert scattered == mine
+            assert scattered is not mine
+    assert group.all_gather_object(None) == [None] * world
+    assert group.broadcast_object(b"") == b""
+    array = np.arange(3) + rank
+    copy = group.all_gather_object(array)[rank]
+    assert copy is not array
+    assert (copy == array).all()
+
+
 def other_arrays(group: bagua.Group) -> None:
     rank, world = group.rank, group.size
     numbers = array.array("i", [rank, 1])
@@ -273,7 +296,12 @@ def refusals(group: bagua.Group) -> None:
         (TypeError, "min of complex64", lambda: group.all_reduce(np.zeros(3, np.complex64), "min")),
         (TypeError, "bxor of complex128", lambda: group.all_reduce(np.zeros(3, np.complex128), "bxor")),
         (TypeError, "complex256", lambda: group.all_reduce(np.zeros(3, np.clongdouble))),
-        (TypeError, "list", lambda: group.all_reduce([1.0])),  # type: ignore[arg-type]
+        (TypeError, "a list.*numpy.asarray.*gather_object", lambda: group.all_reduce([1.0])),  # type: ignore[arg-type]
+        (TypeError, "a float.*numpy.asarray.*gather_object", lambda: group.broadcast(1.0)),  # type: ignore[arg-type]
+        (ValueError, "src=9 is not a rank", lambda: group.broadcast_object(None, 9)),
+        (ValueError, "dst=-1 is not a rank", lambda: group.gather_object(None, -1)),
+        (ValueError, f"{world + 1} objects for {world} ranks", lambda: group.scatter_object([0] * (world + 1), rank)),
+        (ValueError, f"no objects for {world} ranks", lambda: group.scatter_object(src=rank)),
         (ValueError, "read-only: give out=", lambda: group.all_reduce(frozen)),
         (ValueError, "not contiguous", lambda: group.all_reduce(np.zeros((3, 4)).T)),
         (ValueError, "out has shape", lambda: group.all_reduce(floats, out=np.zeros(4, np.float32))),
@@ -324,6 +352,7 @@ def subgroups(group: bagua.Group) -> None:
         part.all_reduce(x)
         assert x[0] == sum(members)
         part.broadcast(x, part.size - 1)
+        assert part.all_gather_object(rank) == members
         assert part.name in bagua.stats()["groups"]
         second = group.subgroup(members)
         assert second is not None
@@ -341,6 +370,7 @@ def everything(rank: int) -> dict[str, Any]:
     reductions(group, lambda x: digest.update(x.tobytes()))
     movements(group)
     messages(group)
+    objects(group)
     other_arrays(group)
     asynchronous(group)
     refusals(group)

@@ -112,6 +112,7 @@ def the_methods_of_a_communicator_equal_the_functions(rank: int) -> None:
         exchange()
         assert out.tolist() == list(range(size))
     assert comm.broadcast_object({"from": rank}, size - 1) == {"from": size - 1}
+    assert comm.allgather_object("x" * rank) == ["x" * each for each in range(size)]
     handle = comm.allreduce_inplace(mine, async_op=True)
     handle.wait()
     assert mine.tolist() == [total] * size

@@ -31,6 +31,10 @@ def neutral() -> None:
     assert_type(bagua.gather(x), np.ndarray[Any, Any] | None)
     assert_type(bagua.reduce(torch.zeros(3)), torch.Tensor | None)
     assert_type(bagua.recv(bytearray(4), 0), bytearray)
+    assert_type(bagua.all_gather_object({"rank": 0}, timeout=1.0), list[dict[str, int]])
+    assert_type(group.gather_object("text", 0), list[str] | None)
+    assert_type(bagua.broadcast_object("text" if group.rank == 0 else None), Any)
+    assert_type(bagua.scatter_object([1], src=0), Any)
     assert_type(handle.is_completed(), bool)
     try:
         bagua.barrier()

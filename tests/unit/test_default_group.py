@@ -27,9 +27,11 @@ def test_the_methods_of_a_communicator_have_the_texts_of_the_functions() -> None
         assert inspect.getdoc(function) == inspect.getdoc(method) is not None
 
 
-@pytest.mark.parametrize("file", ["collectives.py", "messages.py", "torch_api/default_collectives.py", "errors.py"])
+@pytest.mark.parametrize(
+    "file", ["collectives.py", "messages.py", "objects.py", "torch_api/default_collectives.py", "errors.py"]
+)
 def test_a_reader_of_the_sources_finds_a_text_for_every_public_name(file: str) -> None:
-    """As IDEs do, which do not import the package. The functions of `bagua` have the texts of the first two."""
+    """As IDEs do, which do not import the package. The functions of `bagua` have the texts of the first three."""
     undocumented = []
     for scope in ast.walk(ast.parse((PACKAGE / file).read_text())):
         if not isinstance(scope, ast.Module | ast.ClassDef):

@@ -166,15 +166,12 @@ def _store(joined: bagua.Group) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-ignore]
 
     limit = timedelta(seconds=joined.timeout)
-    host, message = joined.communicator.listen_host, np.zeros(256, dtype=np.uint8)
+    host = joined.communicator.listen_host
     store = None
     if joined.rank == 0:
         store = TCPStore(host, 0, joined.size, True, limit, wait_for_workers=False)
-        address = json.dumps([host, store.port]).encode()
-        message[: len(address)] = np.frombuffer(address, dtype=np.uint8)
-    joined.broadcast(message, 0)
+    host, port = joined.broadcast_object((host, 0 if store is None else store.port))
     if store is None:
-        host, port = json.loads(message.tobytes().rstrip(b"\0"))
         store = TCPStore(host, port, joined.size, False, limit, wait_for_workers=False)
     return store
 

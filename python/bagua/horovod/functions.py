@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from bagua.torch_api.model_engine.bucketing import split
 from bagua.torch_api.model_engine.consistency import broadcast_optimizer
 from bagua.torch_api.process_group import DTYPES, Communicator, check_on_cpu
 
-from .data_movement import allgather_async, broadcast_, digest, everybody
+from .data_movement import broadcast_, digest, everybody
 from .process_sets import ProcessSet, global_process_set
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
@@ -103,8 +102,4 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
     Unpickling runs what the members have put in their objects, so use it only among ranks that trust each other.
     """
-    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-    lengths = [row[0] for row in everybody(process_set.communicator(), data.numel())]
-    whole: torch.Tensor = allgather_async(data, process_set=process_set).wait()
-    # Unpickling runs code of the sender: every member of the group has proved that it knows the job's secret.
-    return [pickle.loads(part.numpy().tobytes()) for part in torch.split(whole, lengths)]
+    return process_set.communicator().allgather_object(obj)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
 from bagua.errors import BaguaError
 
 from .. import env
@@ -36,20 +34,14 @@ class Coordinator:
             result = work()
         except Exception as found:
             failure = found
-        verdicts = self._gather(failure is None)
+        well = failure is None
+        verdicts = [well] if self._communicator is None else self._communicator.allgather_object(well)
         if failure is not None:
             raise failure
-        wrong = [rank for rank, well in enumerate(verdicts) if not well]
+        wrong = [rank for rank, theirs in enumerate(verdicts) if not theirs]
         if wrong:
             raise BaguaError(f"rank(s) {', '.join(map(str, wrong))} failed to {what}; their own error says why")
         return result  # type: ignore[return-value]
-
-    def _gather(self, well: bool) -> list[bool]:
-        if self._communicator is None:
-            return [well]
-        everybody = torch.empty(self.size, dtype=torch.uint8)
-        self._communicator.allgather(torch.tensor([well], dtype=torch.uint8), everybody)
-        return [bool(value) for value in everybody.tolist()]
 
     def from_first(self, value: T) -> T:
         """Rank 0's value, on every rank."""

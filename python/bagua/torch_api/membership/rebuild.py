@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping
@@ -20,7 +19,7 @@ from .. import communication, default_collectives
 from ..algorithms.base import Algorithm
 from ..model_engine import bucket_engine
 from ..model_engine.bagua_ddp import end_with_group
-from ..model_engine.consistency import broadcast_optimizer, broadcast_tensors, gather_any, is_sharded
+from ..model_engine.consistency import broadcast_optimizer, broadcast_tensors, is_sharded
 from ..model_engine.engine import ModelEngine, Progress
 from ..model_engine.state import model_state
 from ..process_group import Communicator, ProcessGroup
@@ -235,11 +234,7 @@ class _Plan:
 
     def _source(self, communicator: Communicator) -> int:
         """The lowest rank with the most completed steps of all models, whose progress every rank takes over."""
-        own = json.dumps({model.name: model.progress for model in self.models}).encode()
-        everybody = [
-            {name: Progress(*progress) for name, progress in json.loads(said).items()}
-            for said in gather_any(communicator, own)
-        ]
+        everybody = communicator.allgather_object({model.name: model.progress for model in self.models})
         for rank, said in enumerate(everybody):
             if said.keys() != everybody[0].keys():
                 raise MismatchError(

@@ -4,7 +4,6 @@ the ranks that are left of a group.
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,6 @@ from bagua import group as neutral
 from bagua.errors import PeerLostError, PeerRaisedError
 from bagua.tcp_store_requests import StoreRequests
 
-from ..model_engine.consistency import gather_any
 from ..process_group import Communicator
 from . import torch_destroy
 from .state import membership_state
@@ -155,8 +153,8 @@ def _common_store(communicator: Communicator) -> StoreClient | None:
     place, client = next(reversed(membership_state.stores.items()), (None, None))
     if client is None or not client.usable:
         place = client = None
-    said = gather_any(communicator, json.dumps([place, client is not None and client.serves]).encode())
-    places, serves = zip(*map(json.loads, said), strict=True)
+    said = communicator.allgather_object((place, client is not None and client.serves))
+    places, serves = zip(*said, strict=True)
     return client if any(serves) and all(each == places[0] for each in places) else None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -27,13 +26,11 @@ def require_equal(communicator: Communicator, lines: Sequence[str], failure: Exc
     ``failure`` is what this rank found wrong with its own arguments: it is raised here, and its text in the
     MismatchError of the others. The group stays usable.
     """
-    said = [f"{type(failure).__name__}: {failure}"] if failure is not None else list(lines)
-    head = "refused" if failure is not None else "agreed"
-    text = json.dumps([head, *said]).encode()
-    digests = _gather(communicator, hashlib.sha256(text).digest())
+    said = ["agreed", *lines] if failure is None else ["refused", f"{type(failure).__name__}: {failure}"]
+    digests = communicator.allgather_object(hashlib.sha256(repr(said).encode()).digest())
     if failure is None and len(set(digests)) == 1:
         return
-    everybody = [json.loads(other) for other in gather_any(communicator, text)]
+    everybody = communicator.allgather_object(said)
     if failure is not None:
         raise failure
     for rank, (verdict, *theirs) in enumerate(everybody):
@@ -45,21 +42,6 @@ def require_equal(communicator: Communicator, lines: Sequence[str], failure: Exc
             first, other = (side[i] if i < len(side) else "nothing more" for side in (reference, theirs))
             if first != other:
                 raise MismatchError(f"the ranks' models differ: rank 0 has {first}, rank {rank} has {other}")
-
-
-def _gather(communicator: Communicator, data: bytes) -> list[bytes]:
-    """Every rank's bytes; all must be equally many."""
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    everybody = torch.empty(communicator.nranks() * len(data), dtype=torch.uint8)
-    communicator.allgather(mine, everybody)
-    return [piece.numpy().tobytes() for piece in everybody.chunk(communicator.nranks())]
-
-
-def gather_any(communicator: Communicator, data: bytes) -> list[bytes]:
-    """Every rank's bytes."""
-    sizes = [int.from_bytes(size, "little") for size in _gather(communicator, len(data).to_bytes(8, "little"))]
-    padded = _gather(communicator, data.ljust(max(sizes), b"\0"))
-    return [piece[:size] for piece, size in zip(padded, sizes, strict=True)]
 
 
 def describe(kind: str, name: str, tensor: torch.Tensor) -> str:

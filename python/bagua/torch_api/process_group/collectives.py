@@ -2,23 +2,25 @@
 
 ``src`` and ``dst`` are ranks of the group. With ``async_op=True`` a collective returns a handle with
 ``wait(timeout=None)``, ``then(callback)`` and ``is_completed()`` immediately; the tensors must not be read or written
-until it is done. The methods' texts are those of the functions of ``default_collectives``.
+until it is done. A method has the text of the function of its name in ``default_collectives``, where there is one.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from bagua import engine, verbs
+from bagua.group import Group
 from bagua.handle import AnyHandle as Handle
 from bagua.operand import Operand
 from bagua.torch_operand import Adapter, check_kinds, check_pair, operation, reader, will_change
 
 from .reduce_op import ReduceOp, check_op
+
+T = TypeVar("T")
 
 _TENSORS = Adapter()
 _NAMES = ("send_tensor", "recv_tensor")
@@ -43,9 +45,10 @@ def _counts(counts: Sequence[int], displs: Sequence[int], numel: int, n: int, wh
 class Collectives:
     """Base of ``Communicator``: what the ranks of one group do together."""
 
-    def __init__(self, raw: engine.Communicator) -> None:
+    def __init__(self, group: Group) -> None:
+        self.group = group
         #: The collectives by address.
-        self.raw = raw
+        self.raw = group.communicator
 
     def rank(self) -> int:
         """This process's rank in the group."""
@@ -124,19 +127,7 @@ class Collectives:
         return self._begin(verbs.BROADCAST, None, _TENSORS.joined(tensors, "tensors"), async_op, root=src)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        mine = self.rank() == self._peer(src, "src")
-        data = (
-            torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-            if mine
-            else torch.empty(0, dtype=torch.uint8)
-        )
-        size = torch.tensor([data.numel()], dtype=torch.int64)
-        self.broadcast(size, src)
-        if not mine:
-            data = torch.empty(int(size.item()), dtype=torch.uint8)
-        self.broadcast(data, src)
-        # Unpickling runs code of the sender: every member of the group has proved that it knows the job's secret.
-        return obj if mine else pickle.loads(data.numpy().tobytes())
+        return self.group.broadcast_object(obj, src)
 
     # --- reductions ---------------------------------------------------------------------------------------------------
 
@@ -219,6 +210,10 @@ class Collectives:
         if not async_op and self.raw.try_run(engine.ALL_GATHER, reader, None, tensor, 0, 0):
             return None
         return self._run(verbs.ALL_GATHER, None, tensor, async_op)
+
+    def allgather_object(self, obj: T) -> list[T]:
+        """:meth:`bagua.Group.all_gather_object`: every rank gets all ranks' objects, in rank order."""
+        return self.group.all_gather_object(obj)
 
     def gather(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, *, async_op: bool = False

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import torch
 
 from bagua import engine, shared_memory
-from bagua import group as neutral
 from bagua.errors import AbortedError
 from bagua.handle import AnyHandle as Handle
 from bagua.torch_operand import require_dtype
@@ -24,10 +23,6 @@ from .collectives import Collectives
 
 class Communicator(Collectives):
     """The ranks of one group as this member sees them: the collectives on tensors, and by address in ``raw``."""
-
-    def __init__(self, group: neutral.Group) -> None:
-        super().__init__(group.communicator)
-        self.group = group
 
     def members(self, hierarchical: bool) -> list[int]:
         """The ranks that exchange with each other: all, or the first of each host."""
