@@ -33,10 +33,11 @@ class _Failure(NamedTuple):
     """Is sent in place of an object that cannot be pickled."""
 
     host: str
-    #: Class of the exception.
+    """Name of the rank's host."""
     kind: str
-    #: Its text.
+    """Class of the exception."""
     message: str
+    """Its text."""
 
 
 class ObjectCollectives(Collectives):

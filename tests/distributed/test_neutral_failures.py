@@ -190,14 +190,14 @@ def test_ranks_that_disagree_all_get_what_each_was_doing(group: bagua.Group, how
 @on_ranks(3, timeout=30)
 def test_ranks_that_disagree_about_objects_get_a_mismatch(group: bagua.Group, how: str) -> None:
     mine = [None] * group.size
-    ours, different = {
-        "barrier": (group.all_gather_object, lambda _: group.barrier()),
-        "gather_object": (group.all_gather_object, group.gather_object),
-        "another source": (group.broadcast_object, lambda _: group.broadcast_object(None, 2)),
-        "broadcast": (group.scatter_object, lambda _: group.broadcast(np.zeros(2))),
-    }[how]
+    ours_and_different: dict[str, tuple[Step, Step]] = {
+        "barrier": (lambda: group.all_gather_object(mine), group.barrier),
+        "gather_object": (lambda: group.all_gather_object(mine), lambda: group.gather_object(mine)),
+        "another source": (lambda: group.broadcast_object(mine), lambda: group.broadcast_object(mine, 2)),
+        "broadcast": (lambda: group.scatter_object(mine), lambda: group.broadcast(np.zeros(2))),
+    }
     with pytest.raises(bagua.MismatchError, match="rank 2"):
-        for_ever(lambda: (different if group.rank == 2 else ours)(mine))
+        for_ever(ours_and_different[how][group.rank == 2])
 
 
 # --- exceptions -------------------------------------------------------------------------------------------------------
