@@ -186,13 +186,16 @@ def test_ranks_that_disagree_all_get_what_each_was_doing(group: bagua.Group, how
         assert each in str(raised.value)
 
 
-@pytest.mark.parametrize("how", ["barrier", "gather_object", "another source", "broadcast"])
+@pytest.mark.parametrize("how", ["barrier", "gather_object", "another destination", "another source", "broadcast"])
 @on_ranks(3, timeout=30)
 def test_ranks_that_disagree_about_objects_get_a_mismatch(group: bagua.Group, how: str) -> None:
     mine = [None] * group.size
+    # One rank has all the bytes, which travel by all_to_all_v.
+    long = bytes(1 << 20) if group.rank == 0 else None
     ours_and_different: dict[str, tuple[Step, Step]] = {
         "barrier": (lambda: group.all_gather_object(mine), group.barrier),
         "gather_object": (lambda: group.all_gather_object(mine), lambda: group.gather_object(mine)),
+        "another destination": (lambda: group.gather_object(long), lambda: group.gather_object(long, 1)),
         "another source": (lambda: group.broadcast_object(mine), lambda: group.broadcast_object(mine, 2)),
         "broadcast": (lambda: group.scatter_object(mine), lambda: group.broadcast(np.zeros(2))),
     }
