@@ -92,7 +92,7 @@ def broadcast_object(
 ) -> Any:
     """The object of ``root_rank``, a rank of the job, by pickle; the other ranks' is ignored.
 
-    Unpickling runs what that rank has put in its object.
+    Unpickling runs what that rank has put in its object. Errors are those of :func:`bagua.broadcast_object`.
     """
     return process_set.communicator().broadcast_object(obj, process_set.root(root_rank))
 
@@ -100,6 +100,7 @@ def broadcast_object(
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Every rank's object in the order of the ranks, by pickle.
 
-    Unpickling runs what the members have put in their objects, so use it only among ranks that trust each other.
+    Unpickling runs what the members have put in their objects, so use it only among ranks that trust each other. Errors
+    are those of :func:`bagua.all_gather_object`.
     """
     return process_set.communicator().allgather_object(obj)

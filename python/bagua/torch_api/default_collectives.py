@@ -103,7 +103,8 @@ def broadcast_coalesced(
 def broadcast_object(obj: Any, src: int = 0, comm: Comm = None) -> Any:
     """Every rank gets rank ``src``'s object, by pickle. Unpickling runs what that rank has put in it.
 
-    The other ranks' ``obj`` is ignored; on a rank outside the group it is returned.
+    The other ranks' ``obj`` is ignored; on a rank outside the group it is returned. Errors are those of
+    :func:`bagua.broadcast_object`: PeerRaisedError where rank ``src`` cannot pickle its object, which raises why.
     """
     return (_state.world or default_communicator() if comm is None else _of(comm)).broadcast_object(obj, src)
 
