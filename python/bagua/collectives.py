@@ -67,7 +67,7 @@ class Collectives(Messages):
         """Combines all ranks' arrays, element by element in rank order; every rank gets the result.
 
         `x`: a NumPy array, or anything with DLPack or the buffer protocol, of any shape, which is equal on all ranks.
-        Its elements are float16, bfloat16, float32, float64, int8, uint8, int32, int64, bool, complex64 or complex128.
+        Its elements are float16, bfloat16, float32, float64, complex64, complex128, bool, or integers of 8 to 64 bits.
         They are overwritten by the result unless `out` is given.
 
         `op`: "sum" (no bool), "avg" (float and complex), "min", "max" (no complex), "product", "band", "bor" or "bxor"

@@ -22,6 +22,7 @@ __all__ = [
     "check_on_cpu",
     "check_pair",
     "check_place",
+    "divide_integers",
     "dtype_code",
     "operation",
     "reader",
@@ -97,6 +98,18 @@ def require_dtype(dtype: torch.dtype, what: str) -> int:
             f"{what} has dtype {dtype}, which cannot be communicated; these can: {', '.join(engine.DTYPES)}"
         )
     return code
+
+
+def divide_integers(tensor: torch.Tensor, divisor: int) -> None:
+    """Divides a tensor of integers in place, cut towards zero. `divisor` is positive, and less than 2^62."""
+    if tensor.dtype.is_signed or tensor.dtype is torch.uint8:
+        tensor.div_(divisor, rounding_mode="trunc")
+        return
+    # torch divides no wider unsigned integers. As int64 those from 2^63 on are negative, but half of them is not.
+    whole = tensor.to(torch.int64)
+    half = (whole >> 1) & (2**63 - 1)
+    quotient = half.div_(divisor, rounding_mode="trunc") * 2
+    tensor.copy_(quotient + (whole - quotient * divisor >= divisor))
 
 
 def check_on_cpu(tensor: torch.Tensor, what: str) -> None:

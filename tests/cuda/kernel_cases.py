@@ -26,9 +26,10 @@ CONVERSIONS = [(source, target) for source in CODED for target in CODED if (sour
 #: All element types by the kernels' names: as NumPy holds them.
 HELD: dict[str, Any] = {
     "f16": np.uint16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64, "u8": np.uint8, "i8": np.int8,
-    "i32": np.int32, "i64": np.int64, "bool": np.uint8, "c64": np.complex64, "c128": np.complex128,
+    "u16": np.uint16, "i16": np.int16, "u32": np.uint32, "i32": np.int32, "u64": np.uint64, "i64": np.int64, "bool": np.uint8, "c64": np.complex64, "c128": np.complex128,
 }  # fmt: skip
 FLOATS = ("f16", "bf16", "f32", "f64")
+INTEGERS = tuple(name for name in HELD if name[0] in "iu")
 #: Codecs whose records are elements of their name.
 HALVES = ("f16", "bf16")
 
@@ -270,9 +271,12 @@ def arrays(name: str, number: int, count: int, seed: int = 0) -> list[Array]:
     """Sources of a reduction. No place has two NaNs: which of them a sum keeps is not defined."""
     random = np.random.default_rng(seed)
     held = HELD[name]
-    if name in ("u8", "i8", "i32", "i64"):
+    if name in INTEGERS:
         info = np.iinfo(held)
-        return [random.integers(info.min, info.max, count, held, endpoint=True) for _ in range(number)]
+        made = [random.integers(info.min, info.max, count, held, endpoint=True) for _ in range(number)]
+        for values in made:
+            values[::7] = random.choice(np.array([info.min, info.max], held), values[::7].size)
+        return made
     if name == "bool":
         return [
             random.integers(0, 256, count, np.uint8) * random.integers(0, 2, count, np.uint8) for _ in range(number)
@@ -349,7 +353,7 @@ def operations() -> list[tuple[str, str]]:
     """Every element type with each operation that the core defines."""
     order, bits = ["min", "max"], ["bor", "band", "bxor"]
     table = {name: ["sum", "avg", "product", *order] for name in FLOATS}
-    table |= {name: ["sum", "product", *order, *bits] for name in ("u8", "i8", "i32", "i64")}
+    table |= {name: ["sum", "product", *order, *bits] for name in INTEGERS}
     table |= {"bool": ["product", *order, *bits], "c64": ["sum", "avg", "product"], "c128": ["sum", "avg", "product"]}
     return [(name, op) for name, ops in table.items() for op in ops]
 
@@ -359,10 +363,10 @@ def kernel_of(name: str, op: str) -> tuple[str, int]:
     bits = op in ("bor", "band", "bxor")
     if name == "bool" and not bits:
         return "reduce_bool_" + ("bor" if op == "max" else "band"), 1
-    if name in ("i32", "i64") and bits:
+    if name in INTEGERS and bits:
         return f"reduce_u8_{op}", np.dtype(HELD[name]).itemsize
-    if name == "i8" and op not in ("min", "max"):
-        return f"reduce_u8_{op}", 1
+    if name in INTEGERS and op not in ("min", "max"):
+        return f"reduce_u{name[1:]}_{op}", 1
     if name in ("c64", "c128") and op != "product":
         return f"reduce_{'f32' if name == 'c64' else 'f64'}_{op}", 2
     return f"reduce_{name}_{op}", 1

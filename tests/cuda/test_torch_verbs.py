@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import bagua
+from bagua import engine
 from bagua import torch_api as api
 from bagua.torch_api import ReduceOp
 from bagua.torch_api.communication import _get_default_group
@@ -19,7 +20,7 @@ from tests.cuda.ranks import Ranks, on_ranks
 from tests.cuda.torch_on_sim import in_torch, install, joined
 
 SOME = ("float32", "bfloat16", "int64")
-DTYPES = (*SOME, "float16", "float64", "uint8", "int8", "int32", "bool", "complex64", "complex128")
+DTYPES = tuple(engine.DTYPES)
 
 
 def values(rank: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:

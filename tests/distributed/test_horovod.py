@@ -12,12 +12,13 @@ import torch
 
 import bagua.horovod.torch as hvd
 from bagua.errors import BaguaError, MismatchError
+from bagua.torch_api.process_group import DTYPES
 from tests.distributed.torch_ranks import cases_in, each_case, same_everywhere
 from tests.world import make_world
 
 RANKS = 3
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-WHOLE = (torch.uint8, torch.int8, torch.int32, torch.int64)
+WHOLE = tuple(dtype for dtype in DTYPES if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool))
 
 
 def data(rank: int, *shape: int, dtype: torch.dtype = torch.float32, low: int = 0) -> torch.Tensor:
@@ -442,7 +443,7 @@ def wrong_arguments_are_refused_before_anything_is_sent(rank: int) -> None:
         raises(ValueError, "give one of them", hvd.allreduce, one, average=True, op=hvd.Sum)
         raises(TypeError, "op is hvd.Average", hvd.allreduce, one, op=1)
         raises(TypeError, "torch.Tensor", hvd.allreduce, [1.0])
-        raises(TypeError, "int16", hvd.allreduce, one.short())
+        raises(TypeError, "float8", hvd.allreduce, one.to(torch.float8_e4m3fn))
         raises(TypeError, "bool", hvd.allreduce, one.bool())
         raises(TypeError, "compression is", hvd.allreduce, one, compression="fp16")
         raises(TypeError, "process_set is", hvd.allreduce, one, process_set=[0])

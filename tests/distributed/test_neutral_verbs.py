@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 import bagua
+from bagua.engine import DTYPES
 
 SIZES = (0, 1, 7, 1023, (1 << 20) + 3)
 FLOATS = ("float16", "float32", "float64")
 COMPLEX = ("complex64", "complex128")
-INTEGERS = ("uint8", "int8", "int32", "int64")
+INTEGERS = tuple(name for name in DTYPES if name.startswith(("int", "uint")))
 OPS: dict[str, Callable[..., Any]] = {
     "sum": np.add,
     "product": np.multiply,
@@ -35,7 +36,11 @@ def data(seed: int, shape: int | tuple[int, ...], dtype: str, world: int) -> lis
         if dtype == "bool":
             made.append(random.integers(0, 2, shape).astype(bool))
         elif dtype in INTEGERS:
-            made.append(random.integers(0, 5, shape).astype(dtype))
+            info = np.iinfo(dtype)
+            made.append(random.integers(info.min, info.max, shape, dtype, endpoint=True))
+            # Their sums and products wrap around, and the order of extremes depends on the sign.
+            made[-1].flat[:1] = info.max
+            made[-1].flat[1:2] = (info.min, info.max)[rank % 2]
         elif dtype in COMPLEX:
             made.append((random.uniform(0.5, 1.5, shape) + 1j * random.uniform(-1, 1, shape)).astype(dtype))
         else:

@@ -24,7 +24,7 @@ def test_every_numpy_type_that_travels_has_its_code(name: str) -> None:
     assert memory.address == x.ctypes.data
 
 
-@pytest.mark.parametrize("code", ["l", "q", "i", "b", "B", "d", "f"])
+@pytest.mark.parametrize("code", ["l", "q", "i", "h", "b", "L", "Q", "I", "H", "B", "d", "f"])
 def test_array_array_is_used_without_a_copy(code: str) -> None:
     x = array.array(code, [1, 2, 3])
     memory = on_host(x).to_write("x")
@@ -45,7 +45,7 @@ def test_empty_and_zero_dimensional_arrays_are_arrays() -> None:
     assert (scalar.count, scalar.shape) == (1, ())
 
 
-@pytest.mark.parametrize("dtype", ["uint16", "int16", "datetime64[s]", "U3", "O", "longdouble"])
+@pytest.mark.parametrize("dtype", ["datetime64[s]", "U3", "O", "longdouble"])
 def test_types_that_cannot_travel_are_named(dtype: str) -> None:
     with pytest.raises(TypeError, match=r"supported are float16, bfloat16"):
         on_host(np.zeros(2, dtype=dtype))
@@ -179,7 +179,7 @@ def test_read_array_recognises_plain_arrays_and_returns_their_memory() -> None:
         np.ones(3, ">f4"),
         np.frombuffer(b"\0" * 9, "f4", count=2, offset=1),
         np.ones(3, ">c8"),
-        np.ones(3, "i2"),
+        np.ones(3, "longdouble"),
         np.ones(3).view(np.recarray),
         np.array(["a"]),
         [1.0],

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import bagua
+from bagua import engine
 from tests import forks
 from tools.blocks import python_blocks, reason
 
@@ -129,6 +130,17 @@ def test_every_error_class_is_documented() -> None:
     classes = {name for name in bagua.errors.__all__ if issubclass(getattr(bagua.errors, name), bagua.BaguaError)}
     documented = set(re.findall(r"`(?:bagua\.)?(\w+Error)`", (ROOT / "docs" / "reference" / "errors.md").read_text()))
     assert classes - documented == set()
+
+
+def test_the_page_of_the_wire_has_the_codes_of_the_core() -> None:
+    text = (ROOT / "docs" / "reference" / "wire.md").read_text()
+    for field, codes in (("dtype", engine.DTYPES), ("op", engine.OPS)):
+        row = re.search(rf"^\| \d+ \| {field} \| (.*) \|$", text, re.MULTILINE)
+        assert row is not None
+        assert dict(re.findall(r"(\w+) (\d+)", row[1])) == {
+            **{name: str(code) for name, code in codes.items()},
+            **({"none": "255"} if field == "op" else {}),
+        }
 
 
 def test_every_file_that_the_architecture_names_exists() -> None:

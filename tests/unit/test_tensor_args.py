@@ -1,4 +1,4 @@
-"""Tensors that cannot be communicated are refused by the reason: their device, or that they are sparse."""
+"""Tensors of torch: which are refused, and why; the division of those of integers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make setup")
 
-from bagua.torch_api.process_group import check_on_cpu, check_place  # noqa: E402
+from bagua.torch_api.process_group import DTYPES, check_on_cpu, check_place  # noqa: E402
+from bagua.torch_operand import divide_integers  # noqa: E402
+
+INTEGERS = [dtype for dtype in DTYPES if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)]
 
 
 def tensor(device: str, layout: Any) -> Any:
@@ -37,3 +40,13 @@ def test_a_tensor_is_refused_by_its_device_or_its_layout(check: Any, device: str
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
 def test_dense_tensors_of_the_host_and_of_cuda_devices_are_taken(device: str) -> None:
     check_place(tensor(device, torch.strided), "x")
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_integers_of_every_type_are_divided_and_cut_towards_zero(dtype: Any) -> None:
+    info = torch.iinfo(dtype)
+    values = [info.min, info.min + 1, info.min // 2, 0, 1, 5, info.max // 2, info.max // 2 + 1, info.max - 1, info.max]
+    for divisor in (1, 2, 3, 7, 64, 100):
+        tensor = torch.tensor(values, dtype=dtype)
+        divide_integers(tensor, divisor)
+        assert tensor.tolist() == [abs(value) // divisor * (1 if value > 0 else -1) for value in values]

@@ -12,8 +12,9 @@ def test_element_types_have_short_names() -> None:
     assert utils.to_bagua_datatype(torch.float32) == "f32"
     assert utils.to_bagua_datatype(torch.bfloat16) == "bf16"
     assert utils.to_bagua_datatype(torch.int64) == "i64"
-    with pytest.raises(ValueError, match=r"torch.int16 cannot be communicated; these can: torch.float16"):
-        utils.to_bagua_datatype(torch.int16)
+    assert utils.to_bagua_datatype(torch.uint16) == "u16"
+    with pytest.raises(ValueError, match=r"torch.float8_e5m2 cannot be communicated; these can: torch.float16"):
+        utils.to_bagua_datatype(torch.float8_e5m2)
 
 
 def test_contiguous_means_one_after_the_other() -> None:

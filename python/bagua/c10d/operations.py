@@ -13,7 +13,7 @@ import torch
 
 from bagua import engine, verbs
 from bagua.operand import Operand
-from bagua.torch_operand import Adapter, check_kinds, check_pair, operation, will_change
+from bagua.torch_operand import Adapter, check_kinds, check_pair, divide_integers, operation, will_change
 
 from .reductions import Reduction, reduction
 
@@ -91,7 +91,7 @@ def _reduced(mine: Operand, how: Reduction, ranks: int) -> None:
     memory, then = mine.owner, mine.finish
 
     def finish() -> None:
-        memory.copy_(torch.div(memory, ranks, rounding_mode="trunc"))
+        divide_integers(memory, ranks)
         if then is not None:
             then()
 

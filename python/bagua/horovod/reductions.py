@@ -17,7 +17,7 @@ import torch
 from bagua.handle import Handle
 from bagua.torch_api import process_group
 from bagua.torch_api.process_group.reduce_op import check_op
-from bagua.torch_operand import Adapter
+from bagua.torch_operand import Adapter, divide_integers
 
 from .compression import Compression, check_compression
 from .data_movement import allgather
@@ -131,7 +131,7 @@ class Reduction:
     def end(self, tensor: torch.Tensor) -> torch.Tensor:
         """Makes the result of what the core computed, in place."""
         if self.op is Average and _is_whole(tensor.dtype):
-            tensor.div_(self.process_set.size(), rounding_mode="trunc")
+            divide_integers(tensor, self.process_set.size())
         return _scale_(tensor, self.postscale)
 
 

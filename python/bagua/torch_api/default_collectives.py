@@ -146,8 +146,8 @@ def allreduce(
 ) -> Handle | None:
     """Every rank gets the reduction of all ranks' tensors in ``recv_tensor``, whose elements are overwritten.
 
-    Both tensors have one number of elements and one dtype on all ranks (float16, bfloat16, float32, float64, uint8,
-    int8, int32, int64, bool, complex64 or complex128), on the host or on one CUDA device; ``send_tensor`` keeps its
+    Both tensors have one number of elements and one dtype on all ranks (float16, bfloat16, float32, float64, complex64,
+    complex128, bool, or integers of 8 to 64 bits), on the host or on one CUDA device; ``send_tensor`` keeps its
     elements. ``op``: sum by default; TypeError where it is not defined for the dtype.
 
     Returns ``None`` when it is done. With ``async_op`` a handle at once, with ``wait(timeout=None)``,

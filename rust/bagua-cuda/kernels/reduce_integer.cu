@@ -1,18 +1,13 @@
 // Reduction of integers and truth values: see reduce.cuh.
 //
-// Sums, products and bits do not depend on the sign, and bits not on the size: those of i8, i32 and i64 are computed by the kernels of u8.
+// Sums, products and bits do not depend on the sign, and bits not on the size: sums and products of signed types are computed by the
+// kernels of unsigned ones, and the bits of all types by those of u8.
 #include "reduce.cuh"
 
 template <class RawType, class ValueType> struct Integer : Element<RawType, ValueType> {
     DEVICE ValueType load(RawType raw) { return static_cast<ValueType>(raw); }
     DEVICE RawType store(ValueType value) { return static_cast<RawType>(value); }
 };
-typedef Integer<u8, u8> U8;
-typedef Integer<u8, i8> I8;
-typedef Integer<u32, u32> U32;
-typedef Integer<u32, i32> I32;
-typedef Integer<u64, u64> U64;
-typedef Integer<u64, i64> I64;
 
 #define ORDER(name, E)                                                                                                       \
     REDUCE(name##_min, E::Raw, Plain<E COMMA Min>())                                                                         \
@@ -25,14 +20,36 @@ typedef Integer<u64, i64> I64;
     REDUCE(name##_band, u8, Words<And COMMA TRUTHS>())                                                                       \
     REDUCE(name##_bxor, u8, Words<Xor COMMA TRUTHS>())
 
+typedef Integer<u8, u8> U8;
 REDUCE(u8_sum, u8, Words<SumBytes COMMA false>())
 REDUCE(u8_product, u8, Plain<U8 COMMA Product>())
-ARITHMETIC(i32, U32)
-ARITHMETIC(i64, U64)
 ORDER(u8, U8)
-ORDER(i8, I8)
-ORDER(i32, I32)
-ORDER(i64, I64)
 BITS(u8, false)
+
+typedef Integer<u8, i8> I8;
+ORDER(i8, I8)
+
+// Its values are not u16: C++ multiplies those as int, in which 65535 * 65535 overflows.
+typedef Integer<u16, u32> U16;
+ARITHMETIC(u16, U16)
+ORDER(u16, U16)
+
+typedef Integer<u16, i16> I16;
+ORDER(i16, I16)
+
+typedef Integer<u32, u32> U32;
+ARITHMETIC(u32, U32)
+ORDER(u32, U32)
+
+typedef Integer<u32, i32> I32;
+ORDER(i32, I32)
+
+typedef Integer<u64, u64> U64;
+ARITHMETIC(u64, U64)
+ORDER(u64, U64)
+
+typedef Integer<u64, i64> I64;
+ORDER(i64, I64)
+
 // Of 0 and 1 the product and the smaller one are the conjunction, the larger one is the disjunction.
 BITS(bool, true)

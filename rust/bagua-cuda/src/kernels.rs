@@ -108,8 +108,12 @@ programs! {
     "reduce_integer" {
         "reduce_u8": "sum" "product" "min" "max" "bor" "band" "bxor";
         "reduce_i8": "min" "max";
-        "reduce_i32": "sum" "product" "min" "max";
-        "reduce_i64": "sum" "product" "min" "max";
+        "reduce_u16": "sum" "product" "min" "max";
+        "reduce_i16": "min" "max";
+        "reduce_u32": "sum" "product" "min" "max";
+        "reduce_i32": "min" "max";
+        "reduce_u64": "sum" "product" "min" "max";
+        "reduce_i64": "min" "max";
         "reduce_bool": "bor" "band" "bxor";
     }
 }
@@ -128,7 +132,11 @@ pub const fn short_name(dtype: DType) -> &'static str {
         DType::F64 => "f64",
         DType::U8 => "u8",
         DType::I8 => "i8",
+        DType::U16 => "u16",
+        DType::I16 => "i16",
+        DType::U32 => "u32",
         DType::I32 => "i32",
+        DType::U64 => "u64",
         DType::I64 => "i64",
         DType::Bool => "bool",
         DType::C64 => "c64",
@@ -158,6 +166,9 @@ impl Reduce {
             integer if bits && integer != DType::Bool => (DType::U8, integer.size(), op),
             // Wrapping sums and products have the same bits with and without a sign.
             DType::I8 if !ordered => (DType::U8, 1, op),
+            DType::I16 if !ordered => (DType::U16, 1, op),
+            DType::I32 if !ordered => (DType::U32, 1, op),
+            DType::I64 if !ordered => (DType::U64, 1, op),
             DType::C64 if op != ReduceOp::Product => (DType::F32, 2, op),
             DType::C128 if op != ReduceOp::Product => (DType::F64, 2, op),
             own => (own, 1, op),

@@ -66,6 +66,14 @@ coded! {
         C64 = 9, "complex64";
         /// Two IEEE 754 binary64: real and imaginary part.
         C128 = 10, "complex128";
+        /// Signed 16-bit integer.
+        I16 = 11, "int16";
+        /// Unsigned 16-bit integer.
+        U16 = 12, "uint16";
+        /// Unsigned 32-bit integer.
+        U32 = 13, "uint32";
+        /// Unsigned 64-bit integer.
+        U64 = 14, "uint64";
     }
 }
 
@@ -74,9 +82,9 @@ impl DType {
     pub const fn size(self) -> usize {
         match self {
             DType::U8 | DType::I8 | DType::Bool => 1,
-            DType::F16 | DType::BF16 => 2,
-            DType::F32 | DType::I32 => 4,
-            DType::F64 | DType::I64 | DType::C64 => 8,
+            DType::F16 | DType::BF16 | DType::I16 | DType::U16 => 2,
+            DType::F32 | DType::I32 | DType::U32 => 4,
+            DType::F64 | DType::I64 | DType::U64 | DType::C64 => 8,
             DType::C128 => 16,
         }
     }

@@ -53,8 +53,9 @@ fn encode(dtype: DType, value: Value, out: &mut Vec<u8>) {
         (DType::C128, Value::Complex(re, im)) => [re, im].iter().for_each(|x| out.extend(x.to_ne_bytes())),
         (DType::U8, Value::Whole(x)) => out.push(x as u8),
         (DType::I8, Value::Whole(x)) => out.extend((x as i8).to_ne_bytes()),
-        (DType::I32, Value::Whole(x)) => out.extend((x as i32).to_ne_bytes()),
-        (DType::I64, Value::Whole(x)) => out.extend((x as i64).to_ne_bytes()),
+        (DType::U16 | DType::I16, Value::Whole(x)) => out.extend((x as i16).to_ne_bytes()),
+        (DType::U32 | DType::I32, Value::Whole(x)) => out.extend((x as i32).to_ne_bytes()),
+        (DType::U64 | DType::I64, Value::Whole(x)) => out.extend((x as i64).to_ne_bytes()),
         (DType::Bool, Value::Whole(x)) => out.push((x & 1) as u8),
         (dtype, value) => panic!("{value:?} is no {dtype:?}"),
     }
@@ -76,7 +77,11 @@ fn decode(dtype: DType, bytes: &[u8]) -> Value {
         }
         DType::U8 | DType::Bool => Value::Whole(bytes[0].into()),
         DType::I8 => Value::Whole((bytes[0] as i8).into()),
+        DType::U16 => Value::Whole(u16::from_ne_bytes(bytes.try_into().unwrap()).into()),
+        DType::I16 => Value::Whole(i16::from_ne_bytes(bytes.try_into().unwrap()).into()),
+        DType::U32 => Value::Whole(u32::from_ne_bytes(bytes.try_into().unwrap()).into()),
         DType::I32 => Value::Whole(i32::from_ne_bytes(bytes.try_into().unwrap()).into()),
+        DType::U64 => Value::Whole(u64::from_ne_bytes(bytes.try_into().unwrap()).into()),
         DType::I64 => Value::Whole(i64::from_ne_bytes(bytes.try_into().unwrap()).into()),
     }
 }

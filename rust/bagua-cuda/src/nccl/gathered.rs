@@ -1,5 +1,5 @@
-//! What NCCL cannot reduce (bits, truth values, products of complex numbers): its ranks' elements come together by NCCL, and our kernel
-//! reduces them, in the order of the ranks and with the host's bits.
+//! What NCCL cannot reduce (bits, truth values, 16-bit integers, products of complex numbers): its ranks' elements come together by NCCL,
+//! and our kernel reduces them, in the order of the ranks and with the host's bits.
 
 use bagua_core::error::Result;
 use bagua_core::request::{OpContext, Verb};

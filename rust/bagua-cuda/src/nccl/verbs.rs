@@ -11,7 +11,7 @@ use crate::device::OperationDevice;
 use crate::memory::Scratch;
 use crate::shards::Parts;
 
-/// How NCCL reduces; `None` for what it cannot: bits, truth values, products of complex numbers.
+/// How NCCL reduces; `None` for what it cannot: bits, truth values, 16-bit integers, products of complex numbers.
 fn operation(op: ReduceOp, dtype: DType) -> Option<ncclRedOp_t> {
     match op {
         ReduceOp::Sum => Some(ncclRedOp_t::SUM),
@@ -160,7 +160,8 @@ mod tests {
             for op in ReduceOp::ALL {
                 let bits = matches!(op, ReduceOp::Bor | ReduceOp::Band | ReduceOp::Bxor);
                 let product = op == ReduceOp::Product && dtype.is_complex();
-                assert_eq!(serves(Verb::AllReduce(op), dtype), !bits && !product && dtype != DType::Bool);
+                let absent = matches!(dtype, DType::Bool | DType::I16 | DType::U16);
+                assert_eq!(serves(Verb::AllReduce(op), dtype), !bits && !product && !absent);
             }
             assert!(serves(Verb::AllGather, dtype) && serves(Verb::Broadcast { root: 0 }, dtype));
         }

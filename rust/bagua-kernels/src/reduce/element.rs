@@ -102,7 +102,11 @@ element!(F32, 4, f32, 0.0, f32::from_ne_bytes, f32::to_ne_bytes);
 same_on_every_level!(F64, 8, f64, 0.0, f64::from_ne_bytes, f64::to_ne_bytes);
 same_on_every_level!(U8, 1, u8, 0, u8::from_ne_bytes, u8::to_ne_bytes);
 same_on_every_level!(I8, 1, i8, 0, i8::from_ne_bytes, i8::to_ne_bytes);
+same_on_every_level!(U16, 2, u16, 0, u16::from_ne_bytes, u16::to_ne_bytes);
+same_on_every_level!(I16, 2, i16, 0, i16::from_ne_bytes, i16::to_ne_bytes);
+same_on_every_level!(U32, 4, u32, 0, u32::from_ne_bytes, u32::to_ne_bytes);
 same_on_every_level!(I32, 4, i32, 0, i32::from_ne_bytes, i32::to_ne_bytes);
+same_on_every_level!(U64, 8, u64, 0, u64::from_ne_bytes, u64::to_ne_bytes);
 same_on_every_level!(I64, 8, i64, 0, i64::from_ne_bytes, i64::to_ne_bytes);
 // torch writes 0 and 1 only, but any byte may arrive from a buffer: what is not 0 is true.
 same_on_every_level!(Bool, 1, u8, 0, |[byte]: [u8; 1]| u8::from(byte != 0), u8::to_ne_bytes);

@@ -132,8 +132,12 @@ fn work(level: Level, dtype: DType, op: ReduceOp, divisor: usize, work: Work<'_,
         DType::F64 => float::<element::F64>(level, op, divisor, work),
         DType::U8 => integer::<element::U8, element::U8>(level, op, work),
         DType::I8 => integer::<element::I8, element::U8>(level, op, work),
-        DType::I32 => integer::<element::I32, element::I32>(level, op, work),
-        DType::I64 => integer::<element::I64, element::I64>(level, op, work),
+        DType::U16 => integer::<element::U16, element::U16>(level, op, work),
+        DType::I16 => integer::<element::I16, element::U16>(level, op, work),
+        DType::U32 => integer::<element::U32, element::U32>(level, op, work),
+        DType::I32 => integer::<element::I32, element::U32>(level, op, work),
+        DType::U64 => integer::<element::U64, element::U64>(level, op, work),
+        DType::I64 => integer::<element::I64, element::U64>(level, op, work),
         DType::Bool => boolean(level, op, work),
         DType::C64 => complex::<element::C64, element::F32>(level, op, divisor, work),
         DType::C128 => complex::<element::C128, element::F64>(level, op, divisor, work),
@@ -196,7 +200,7 @@ where
     }
 }
 
-/// `W` is the type of the wrapping arithmetic: `E` itself, or one of the same size that gives the same bits and whose loop exists
+/// `W` is the type of the wrapping arithmetic: the unsigned one of the same size, which gives the same bits and whose loop exists
 /// anyway. Bitwise operations work byte by byte for the same reason.
 fn integer<E, W>(level: Level, op: ReduceOp, work: Work<'_, '_>)
 where

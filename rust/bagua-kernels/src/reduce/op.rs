@@ -121,7 +121,7 @@ macro_rules! integer {
     )*};
 }
 
-integer!(u8, i8, i32, i64);
+integer!(u8, i8, u16, i16, u32, i32, u64, i64);
 
 impl Bits for u8 {
     #[inline(always)]

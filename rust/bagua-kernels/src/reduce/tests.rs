@@ -33,14 +33,12 @@ impl Random {
                 DType::BF16 => bytes.extend(bf16::from_f64(value).to_ne_bytes()),
                 DType::F32 => bytes.extend((value as f32).to_ne_bytes()),
                 DType::F64 => bytes.extend(value.to_ne_bytes()),
-                DType::U8 | DType::I8 | DType::I32 | DType::I64 => {
-                    bytes.extend(&(self.next() << 20).rotate_left(32).to_ne_bytes()[..dtype.size()]);
-                }
                 DType::C64 | DType::C128 => {
                     let part = if dtype == DType::C64 { DType::F32 } else { DType::F64 };
                     bytes.extend(self.tame(part, 2));
                 }
                 DType::Bool => bytes.push([0, 1, 1, 2, 255, 0][(self.next() % 6) as usize]),
+                _ => bytes.extend(&(self.next() << 20).rotate_left(32).to_ne_bytes()[..dtype.size()]),
             }
         }
         bytes
@@ -93,7 +91,11 @@ fn integer(dtype: DType, element: &[u8]) -> i128 {
     match dtype {
         DType::U8 => i128::from(element[0]),
         DType::I8 => i128::from(element[0] as i8),
+        DType::U16 => i128::from(u16::from_ne_bytes(element.try_into().unwrap())),
+        DType::I16 => i128::from(i16::from_ne_bytes(element.try_into().unwrap())),
+        DType::U32 => i128::from(u32::from_ne_bytes(element.try_into().unwrap())),
         DType::I32 => i128::from(i32::from_ne_bytes(element.try_into().unwrap())),
+        DType::U64 => i128::from(u64::from_ne_bytes(element.try_into().unwrap())),
         DType::I64 => i128::from(i64::from_ne_bytes(element.try_into().unwrap())),
         DType::Bool => i128::from(element[0] != 0),
         _ => unreachable!("{} is no integer", dtype.name()),
@@ -397,9 +399,27 @@ fn a_nan_of_any_rank_is_the_smallest_and_the_largest() {
 }
 
 #[test]
-fn integers_wrap_as_torch_does() {
-    assert_eq!(over(DType::I8, ReduceOp::Sum, &[vec![127; 40], vec![1; 40]]), vec![0x80; 40]);
-    assert_eq!(over(DType::U8, ReduceOp::Product, &[vec![16; 40], vec![17; 40]]), vec![16; 40]);
+fn integers_wrap_as_torch_does_and_extremes_are_ordered_by_their_sign() {
+    let cases: [(DType, ReduceOp, [i128; 2], i128); 14] = [
+        (DType::I8, ReduceOp::Sum, [127, 1], -128),
+        (DType::U8, ReduceOp::Product, [16, 17], 16),
+        (DType::I16, ReduceOp::Sum, [32767, 1], -32768),
+        (DType::I16, ReduceOp::Product, [-32768, -1], -32768),
+        (DType::I16, ReduceOp::Min, [-32768, 32767], -32768),
+        (DType::U16, ReduceOp::Sum, [65535, 2], 1),
+        (DType::U16, ReduceOp::Product, [65535, 65535], 1),
+        (DType::U16, ReduceOp::Max, [65535, 32767], 65535),
+        (DType::U32, ReduceOp::Sum, [u32::MAX.into(), 2], 1),
+        (DType::U32, ReduceOp::Min, [u32::MAX.into(), 1 << 31], 1 << 31),
+        (DType::U64, ReduceOp::Sum, [u64::MAX.into(), 2], 1),
+        (DType::U64, ReduceOp::Product, [u64::MAX.into(), u64::MAX.into()], 1),
+        (DType::U64, ReduceOp::Min, [u64::MAX.into(), 1 << 63], 1 << 63),
+        (DType::U64, ReduceOp::Max, [(1 << 63) + 1, i64::MAX.into()], (1 << 63) + 1),
+    ];
+    for (dtype, op, inputs, expected) in cases {
+        let held = |value: i128| value.to_le_bytes()[..dtype.size()].repeat(40);
+        assert_eq!(over(dtype, op, &inputs.map(held)), held(expected), "{} of {}", op.name(), dtype.name());
+    }
 }
 
 #[test]
