@@ -1,17 +1,36 @@
-"""Tests that every rank of a group runs, and that check on each rank what they find there."""
+"""Tests that every rank of a group runs, and that check on each rank what they find there; and what happens when a rank
+waits in an operation.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import bagua
+from tests.waits import arrive, until
 from tests.world import World
 
 #: Of these a test takes what it needs.
 GIVEN = ("rank", "group")
+
+
+def when_waiting(act: Callable[[], object]) -> None:
+    """Calls this on another thread when the next operation of this rank has begun, which waits for other ranks."""
+
+    def run() -> None:
+        until(lambda: any(op["state"] == "started" for op in bagua.flight_recorder()[-1:]), "an operation begins")
+        act()
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def arrive_waiting(point: str, rank: int) -> None:
+    """This rank comes to the point, as by `arrive`, when it waits in its next operation."""
+    when_waiting(lambda: arrive(point, rank))
 
 
 def on_ranks(

@@ -176,9 +176,7 @@ class World:
                 for late in ranks:
                     if late.poll() is None:
                         late.send_signal(signal.SIGABRT)
-                return codes + [
-                    None if late.wait(10) == -signal.SIGABRT else late.returncode for late in ranks[len(codes) :]
-                ]
+                return codes + [_aborted(late) for late in ranks[len(codes) :]]
         return codes
 
     def _check(self, ranks: list[Rank], codes: list[int | None], output: Callable[[], list[str]]) -> None:
@@ -189,7 +187,7 @@ class World:
                 wrong.append(f"rank {number} was still running after {self._timeout} s")
             elif code != expected:
                 wrong.append(f"rank {number} ended with {code} instead of {expected}")
-            if left := _running(rank.pid):
+            if left := _left(rank.pid):
                 wrong.append(f"rank {number} left processes behind: {left}")
         if wrong:
             shown = [f"--- rank {rank} ---\n{text}" for rank, text in enumerate(output())]
@@ -230,25 +228,31 @@ def make_world(size: int, **options: Any) -> World:
 
 
 @contextlib.contextmanager
-def free_port(ports: range = _PORTS) -> Iterator[int]:
-    """A port without a listener, that no other run gets as long as this one holds it."""
+def free_port(ports: range = _PORTS, count: int = 1) -> Iterator[int]:
+    """A port without a listener that no other run gets as long as this one holds it. Of several in a row the first."""
     _LOCKS.mkdir(exist_ok=True)
-    start = int.from_bytes(os.urandom(2), "little") % len(ports)
-    for offset in range(len(ports)):
-        port = ports[(start + offset) % len(ports)]
-        with open(_LOCKS / str(port), "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                continue
-            with socket.socket() as probe:
-                try:
-                    probe.bind(("127.0.0.1", port))
-                except OSError:
-                    continue
-            yield port
-            return
+    starts = range(len(ports) - count + 1)
+    begin = int.from_bytes(os.urandom(2), "little") % len(starts)
+    for offset in range(len(starts)):
+        start = starts[(begin + offset) % len(starts)]
+        with contextlib.ExitStack() as held:
+            if all(_hold(port, held) for port in ports[start : start + count]):
+                yield ports[start]
+                return
     raise RuntimeError("every port is taken")
+
+
+def _hold(port: int, held: contextlib.ExitStack) -> bool:
+    """Whether the port is free; then no other run gets it before `held` is closed."""
+    lock = os.open(_LOCKS / str(port), os.O_WRONLY | os.O_CREAT)
+    held.callback(os.close, lock)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+    except OSError:
+        return False
+    return True
 
 
 def _running(group: int) -> list[str]:
@@ -263,6 +267,22 @@ def _running(group: int) -> list[str]:
             if int(process_group) == group and state not in "ZX":
                 running.append(name.replace("(", "", 1))
     return running
+
+
+def _left(group: int) -> list[str]:
+    """Processes of this process group that run on: those that end with their parent do so a moment later."""
+    deadline = time.monotonic() + 10
+    while (running := _running(group)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return running
+
+
+def _aborted(rank: Rank) -> int | None:
+    """The exit code of a rank that SIGABRT was sent to; None for one that it ended, or that is frozen."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        code = rank.wait(10)
+        return None if code == -signal.SIGABRT else code
+    return None
 
 
 def _kill(rank: Rank) -> None:

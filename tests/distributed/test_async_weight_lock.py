@@ -203,9 +203,15 @@ def rounds_go_on_while_a_rank_holds_the_gil(rank: int) -> None:
     rounds_pass(model)
     bagua.barrier()
     if rank == 0:
-        libc, before = ctypes.PyDLL(None), rounds(model)
-        libc.usleep(300_000)
-        assert rounds(model) > before + 4
+        libc = ctypes.PyDLL(None)
+
+        def rounds_meanwhile() -> int:
+            before = rounds(model)
+            libc.usleep(300_000)
+            return rounds(model) - before
+
+        # A busy machine may hold up any one of them.
+        assert any(rounds_meanwhile() > 4 for _ in range(5))
     bagua.barrier()
 
 

@@ -19,8 +19,8 @@ import pytest
 
 import bagua
 from bagua import cli
-from tests.groups import on_ranks
-from tests.waits import meet, until
+from tests.groups import arrive_waiting, on_ranks
+from tests.waits import await_arrival, meet, until
 
 World = Callable[..., Any]
 
@@ -137,8 +137,13 @@ def hangs(rank: int, folder: str) -> tuple[str | None, int]:
         until(lambda: Path(folder, "0").exists() and Path(folder, "1").exists())
         until(lambda: failed(group))
     else:
+        if rank == 0:
+            # Of two whose time passes, one might be too late for the other's.
+            await_arrival("waits", [1])
+        else:
+            arrive_waiting("waits", rank)
         with pytest.raises(bagua.BaguaTimeoutError) as raised:
-            group.all_reduce(x, timeout=1)
+            group.all_reduce(x, timeout=1 if rank == 0 else 60)
         record = record_of(raised.value)
         with pytest.raises(bagua.BaguaTimeoutError) as again:
             group.barrier()
@@ -266,7 +271,10 @@ def trains(rank: int) -> tuple[str, str | None]:
     step()
     meet("after a step", rank, range(2))
     if rank == 1:
+        await_arrival("waits", [0])
         os.kill(os.getpid(), signal.SIGKILL)
+    # The other rank might miss this one before it has anything to communicate.
+    arrive_waiting("waits", rank)
     with pytest.raises(bagua.PeerLostError) as raised:
         step()
     return str(raised.value), raised.value.record

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -17,8 +18,8 @@ import pytest
 import bagua
 from bagua import engine
 from tests.cuda.buckets import Queue, Tensors
-from tests.groups import on_ranks
-from tests.waits import AT_ONCE_S, for_ever, meet
+from tests.groups import on_ranks, when_waiting
+from tests.waits import AT_ONCE_S, for_ever, meet, once_within
 
 World = Callable[..., Any]
 Step = Callable[[], object]
@@ -112,15 +113,21 @@ def test_a_killed_rank_is_named_at_once_and_the_others_go_on(
     world: World, tmp_path: Path, what: str, transport: str
 ) -> None:
     before = shared_memory_files()
-    env = {"BAGUA_TRANSPORT": transport}
-    results = world(3, expect_exit={1: -signal.SIGKILL}, env=env).run(killed_in_a_loop, what, 1, str(tmp_path))
+    once_within(AT_ONCE_S, lambda: named_after(world, tmp_path, what, {"BAGUA_TRANSPORT": transport}))
+    assert shared_memory_files() <= before
+
+
+def named_after(world: World, folder: Path, what: str, env: dict[str, str]) -> float:
+    """Seconds until both others have named rank 1, which was killed; they go on together."""
+    results = world(3, expect_exit={1: -signal.SIGKILL}, env=env).run(
+        killed_in_a_loop, what, 1, tempfile.mkdtemp(dir=folder)
+    )
     assert results[1] is None
     for rank in (0, 2):
-        after, lost, _noticed_by, total = results[rank]
+        _after, lost, _noticed_by, total = results[rank]
         assert lost == 1
-        assert after < AT_ONCE_S
         assert total == 2.0
-    assert shared_memory_files() <= before
+    return max(float(results[rank][0]) for rank in (0, 2))
 
 
 def killed_in_large_broadcasts(rank: int, folder: str) -> float | None:
@@ -154,8 +161,8 @@ def killed_now(folder: str) -> None:
 
 
 def test_a_rank_that_is_killed_while_large_tensors_are_broadcast_is_named_at_once(world: World, tmp_path: Path) -> None:
-    results = world(2, expect_exit={1: -signal.SIGKILL}).run(killed_in_large_broadcasts, str(tmp_path))
-    assert results[0] < AT_ONCE_S
+    run = world(2, expect_exit={1: -signal.SIGKILL})
+    once_within(AT_ONCE_S, lambda: run.run(killed_in_large_broadcasts, tempfile.mkdtemp(dir=tmp_path))[0])
 
 
 # --- disagreement -----------------------------------------------------------------------------------------------------
@@ -312,10 +319,14 @@ def holds_the_gil(rank: int) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_a_rank_that_holds_the_gil_stops_neither_its_peers_nor_its_heartbeats(world: World, transport: str) -> None:
-    env = {"BAGUA_HEARTBEAT_TIMEOUT": "1", "BAGUA_TRANSPORT": transport}
-    took = world(2, env=env).run(holds_the_gil)
-    assert took[0] >= 2.0
-    assert took[1] < 1.5
+    run = world(2, env={"BAGUA_HEARTBEAT_TIMEOUT": "1", "BAGUA_TRANSPORT": transport})
+
+    def of_the_peer() -> float:
+        took: list[float] = run.run(holds_the_gil)
+        assert took[0] >= 2.0
+        return took[1]
+
+    once_within(1.5, of_the_peer)
 
 
 # --- ends -------------------------------------------------------------------------------------------------------------
@@ -349,8 +360,7 @@ def interrupted(rank: int, blocking: bool) -> tuple[str, float]:
         pressed.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
-    timer = threading.Timer(0.3, press)
-    timer.start()
+    when_waiting(press)
     try:
         if blocking:
             group.all_reduce(x)
@@ -365,9 +375,12 @@ def interrupted(rank: int, blocking: bool) -> tuple[str, float]:
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_ctrl_c_ends_a_wait_within_a_second_and_is_reported_to_the_peers(world: World, blocking: bool) -> None:
-    results = world(2).run(interrupted, blocking)
-    assert [kind for kind, _ in results] == ["KeyboardInterrupt", "KeyboardInterrupt"]
-    assert results[0][1] < 1.0
+    def taken() -> float:
+        results = world(2).run(interrupted, blocking)
+        assert [kind for kind, _ in results] == ["KeyboardInterrupt", "KeyboardInterrupt"]
+        return float(results[0][1])
+
+    once_within(1.0, taken)
 
 
 def forks(rank: int) -> list[str]:

@@ -14,7 +14,8 @@ import pytest
 import bagua
 from bagua.lifecycle import process
 from tests.distributed import test_neutral_verbs as verbs
-from tests.groups import on_ranks
+from tests.groups import arrive_waiting, on_ranks
+from tests.waits import await_arrival
 
 World = Callable[..., Any]
 
@@ -173,8 +174,13 @@ def test_a_rank_that_leaves_and_one_that_is_late_are_named_by_their_world_ranks(
     late = group.new_group([1, 2, 0], ordered=True)
     assert late is not None
     late.barrier()
+    if rank == 0:
+        # Rank 1 is there, or it would be missing too.
+        await_arrival("waits", [1])
+    elif rank == 1:
+        arrive_waiting("waits", rank)
     if rank != 2:
         with pytest.raises(bagua.BaguaTimeoutError) as timed_out:
-            late.barrier(timeout=0.5)
+            late.barrier(timeout=0.5 if rank == 0 else 60)
         assert timed_out.value.missing == (2,)
     group.barrier()

@@ -21,7 +21,7 @@ from bagua.torch_api import communication
 from bagua.torch_api.membership import torch_init
 from tests.distributed.torch_ranks import ENVIRONMENT
 from tests.waits import meet
-from tests.world import World
+from tests.world import World, free_port
 
 Runner = Any
 
@@ -57,11 +57,10 @@ def our_threads_end() -> bool:
     return True
 
 
-def joins_again_and_again(rank: int) -> list[float]:
+def joins_again_and_again(rank: int, first: int) -> list[float]:
     assert not bagua.is_initialized()
     sums = []
-    port = int(os.environ["MASTER_PORT"])
-    for _ in range(3):
+    for port in range(first, first + 3):
         # Through one store that outlives the groups.
         store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, timedelta(seconds=30), wait_for_workers=False)
         for _ in range(2):
@@ -88,13 +87,13 @@ def joins_again_and_again(rank: int) -> list[float]:
             model(torch.ones(1, 2)).sum().backward()
             assert our_threads_end(), our_threads()
         del store
-        port += 1
     bagua.destroy_process_group()
     return sums
 
 
 def test_one_process_joins_group_after_group_and_explicit_ranks_win() -> None:
-    assert run(3, joins_again_and_again) == [[6.0] * 6] * 3
+    with free_port(count=3) as port:
+        assert run(3, joins_again_and_again, port) == [[6.0] * 6] * 3
 
 
 def leaves_torch_alone(rank: int) -> float:

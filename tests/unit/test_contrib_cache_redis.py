@@ -33,6 +33,8 @@ from bagua.torch_api.contrib import CachedDataset, CacheLoader  # noqa: E402
 from bagua.torch_api.contrib.utils.redis_server import RedisServer  # noqa: E402
 from bagua.torch_api.contrib.utils.redis_store import RedisStore, start_redis_server_cli  # noqa: E402
 from bagua.torch_api.contrib.utils.store import ClusterStore  # noqa: E402
+from tests.waits import until  # noqa: E402
+from tests.world import free_port  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(
@@ -69,8 +71,8 @@ def hosts(servers: list[RedisServer]) -> list[dict[str, Any]]:
 
 def gone(pid: int, within: float = 20.0) -> bool:
     """True when the process is no more, or is dead and waits to be collected, within so many seconds."""
-    until = time.monotonic() + within
-    while time.monotonic() < until:
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
@@ -124,7 +126,7 @@ def test_a_store_gives_back_what_it_was_given(servers: Callable[..., Any], count
     assert store.num_keys() == 0
     store.shutdown()
     running[-1].stop()
-    assert not RedisStore(hosts(running), timeout=0.3).status() if count > 1 else True
+    assert not RedisStore(hosts(running), timeout=2.0).status() if count > 1 else True
 
 
 def test_without_cluster_mode_a_host_of_the_job_uses_one_server(
@@ -144,23 +146,21 @@ def test_without_cluster_mode_a_host_of_the_job_uses_one_server(
 def redis_cluster() -> Iterator[list[RedisServer]]:
     """Three nodes that form a Redis Cluster, as the cluster specification's commands make one."""
     with_cluster = []
-    folders = []
+    held = contextlib.ExitStack()
     try:
         import tempfile
 
         for _ in range(3):
-            folders.append(tempfile.TemporaryDirectory(prefix="bagua-redis-cluster-"))
+            folder = held.enter_context(tempfile.TemporaryDirectory(prefix="bagua-redis-cluster-"))
+            # A node listens for the others at the port 10000 above, too. Both are below those of outgoing connections.
+            port = held.enter_context(free_port(range(20000, 22000)))
             with_cluster.append(
                 RedisServer(
                     "127.0.0.1",
                     64 * MIB,
-                    port=low_port(),
+                    port=port,
                     password="secret",
-                    settings=[
-                        ("cluster-enabled", "yes"),
-                        ("cluster-node-timeout", "3000"),
-                        ("dir", folders[-1].name),
-                    ],
+                    settings=[("cluster-enabled", "yes"), ("cluster-node-timeout", "3000"), ("dir", folder)],
                 )
             )
         clients = [redis.Redis(port=server.port, password="secret") for server in with_cluster]
@@ -169,36 +169,19 @@ def redis_cluster() -> Iterator[list[RedisServer]]:
             first, last = 16384 * number // 3, 16384 * (number + 1) // 3 - 1
             client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
             client.execute_command("CLUSTER", "MEET", "127.0.0.1", with_cluster[0].port)
-        until = time.monotonic() + 60
-        while not all(
-            client.execute_command("CLUSTER INFO")["cluster_state"] == "ok"
-            and int(client.execute_command("CLUSTER INFO")["cluster_known_nodes"]) == 3
-            for client in clients
-        ):
-            assert time.monotonic() < until, "the nodes did not find each other"
-            time.sleep(0.05)
+
+        def formed() -> bool:
+            found = [client.execute_command("CLUSTER INFO") for client in clients]
+            return all((it["cluster_state"], int(it["cluster_known_nodes"])) == ("ok", 3) for it in found)
+
+        until(formed, "the nodes find each other")
         for client in clients:
             client.close()
         yield with_cluster
     finally:
         for server in with_cluster:
             server.stop()
-        for folder in folders:
-            folder.cleanup()
-
-
-def low_port() -> int:
-    """A free port whose neighbour 10000 above exists too: a cluster node listens there for the others."""
-    for _ in range(200):
-        with socket.socket() as probe, socket.socket() as bus:
-            port = 20000 + int.from_bytes(os.urandom(2), "little") % 20000
-            try:
-                probe.bind(("127.0.0.1", port))
-                bus.bind(("127.0.0.1", port + 10000))
-            except OSError:
-                continue
-            return port
-    raise RuntimeError("every port is taken")
+        held.close()
 
 
 @pytest.mark.slow
@@ -298,9 +281,9 @@ def test_a_server_killed_in_mid_epoch_costs_no_sample_and_one_warning(
     servers: Callable[..., Any], warned: Callable[[], list[str]], workers: int
 ) -> None:
     running = servers(3, password="secret")
-    cached = CachedDataset(Numbers(300), "redis", "d", hosts=hosts(running), timeout=2.0)
+    cached = CachedDataset(Numbers(300), "redis", "d", hosts=hosts(running), timeout=30.0)
     assert cached.warm_up(progress=False) == 300
-    other = CachedDataset(Numbers(300), "redis", "other", hosts=hosts(running), timeout=2.0)
+    other = CachedDataset(Numbers(300), "redis", "other", hosts=hosts(running), timeout=30.0)
     batches = DataLoader(cached, batch_size=10, num_workers=workers, collate_fn=list)
     seen = 0
     for number, batch in enumerate(batches):
@@ -351,7 +334,8 @@ def test_a_server_that_talks_nonsense_counts_as_lost(caplog: pytest.LogCaptureFi
                     connection, _ = listener.accept()
                 except OSError:
                     return
-                with connection:
+                # The store may have closed it.
+                with connection, contextlib.suppress(ConnectionError):
                     connection.recv(1024)
                     connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
@@ -371,7 +355,7 @@ def test_construction_says_which_servers_do_not_answer(servers: Callable[..., An
         with pytest.raises(ConnectionError, match=str(dead["port"])):
             RedisStore([dead], timeout=0.3)
         # One of several is only lost.
-        store = RedisStore([*hosts(servers(1)), dead], timeout=0.3)
+        store = RedisStore([*hosts(servers(1)), dead], timeout=2.0)
         assert not store.status()
         store.mset({f"k{number}": b"x" for number in range(20)})
         assert 0 < store.num_keys() < 20
@@ -491,20 +475,18 @@ def test_a_server_that_cannot_start_says_why(servers: Callable[..., Any]) -> Non
 
 
 def test_the_command_of_the_original_starts_a_server_on_loopback() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = start_redis_server_cli(port, 10_000_000, "--maxclients", "17")
-    try:
-        store = RedisStore([{"host": "127.0.0.1", "port": port}])
-        store.set("a", b"1")
-        assert store.get("a") == b"1"
-        assert store.stores[0].client().config_get("maxclients")["maxclients"] == "17"  # type: ignore[attr-defined]
-        store.shutdown()
-        # A server that was given, not started by the store, goes on.
-        assert RedisStore([{"host": "127.0.0.1", "port": port}]).get("a") == b"1"
-    finally:
-        server.stop()
+    with free_port() as port:
+        server = start_redis_server_cli(port, 10_000_000, "--maxclients", "17")
+        try:
+            store = RedisStore([{"host": "127.0.0.1", "port": port}])
+            store.set("a", b"1")
+            assert store.get("a") == b"1"
+            assert store.stores[0].client().config_get("maxclients")["maxclients"] == "17"  # type: ignore[attr-defined]
+            store.shutdown()
+            # A server that was given, not started by the store, goes on.
+            assert RedisStore([{"host": "127.0.0.1", "port": port}]).get("a") == b"1"
+        finally:
+            server.stop()
     with pytest.raises(ValueError, match="does not follow a setting"):
         start_redis_server_cli(port, 10_000_000, "17")
 

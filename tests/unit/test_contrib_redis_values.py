@@ -6,7 +6,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -195,7 +195,8 @@ def served(answer: Callable[[int, int], bytes]) -> Iterator[Any]:
 
         def talk(connection: socket.socket) -> None:
             mine = count()
-            with connection:
+            # The store may have closed it.
+            with connection, suppress(ConnectionError):
                 while command := connection.recv(4096):
                     others = b"+OK\r\n" * max(1, command.count(b"*"))
                     connection.sendall(answer(next(numbers), next(mine)) if b"MGET" in command else others)
@@ -210,7 +211,7 @@ def served(answer: Callable[[int, int], bytes]) -> Iterator[Any]:
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        store = RedisStore([{"host": "127.0.0.1", "port": listener.getsockname()[1]}], timeout=0.3)
+        store = RedisStore([{"host": "127.0.0.1", "port": listener.getsockname()[1]}], timeout=2.0)
         yield store.stores[0]
         store.shutdown()
         listener.shutdown(socket.SHUT_RDWR)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import pytest
 import bagua
 from bagua import engine
 from tests import forks
+from tests.world import free_port
 from tools.blocks import python_blocks, reason
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,9 +32,11 @@ DEADLINE_S = 150
 
 def run_ranks(code: str, size: int, folder: Path) -> list[str]:
     """Runs the code as ranks of one job; its output per rank. A rank that fails fails the test, in its own words."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with free_port() as port:
+        return run_job(code, size, folder, port)
+
+
+def run_job(code: str, size: int, folder: Path, port: int) -> list[str]:
     script = folder / "block.py"
     script.write_text(code)
     world = {

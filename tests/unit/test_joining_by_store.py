@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 from bagua import engine, group, torch_store
 from bagua.errors import BaguaError, BaguaTimeoutError
 from bagua.metrics import probes
+from tests.waits import until
 
 PATIENCE = 30.0
 
@@ -187,7 +188,8 @@ def test_a_join_that_failed_leaves_no_thread_although_its_error_is_kept() -> Non
     before = probes._switches()
     with pytest.raises(BaguaTimeoutError) as caught:
         join(HashStore(), 0, 2, limit=0.3)
-    assert probes._switches().keys() <= before.keys(), caught.value
+    # A thread that was joined is listed for a moment more.
+    until(lambda: probes._switches().keys() <= before.keys(), f"no thread is left of: {caught.value}")
 
 
 def test_a_rank_that_gave_up_joins_when_it_tries_again_with_the_others() -> None:
@@ -199,8 +201,8 @@ def test_a_rank_that_gave_up_joins_when_it_tries_again_with_the_others() -> None
 
 def test_another_rank_that_does_not_come_is_named_to_those_who_started_first_and_last() -> None:
     store = HashStore()
-    early = begin(join, store, 1, 4, limit=1.0)
-    late = begin(join, store, 0, 4, limit=1.5), begin(join, store, 3, 4, limit=1.5)
+    early = begin(join, store, 1, 4, limit=3.0)
+    late = begin(join, store, 0, 4, limit=3.5), begin(join, store, 3, 4, limit=3.5)
     for rank in (early, *late):
         with pytest.raises(BaguaTimeoutError) as caught:
             rank.result(PATIENCE)
@@ -209,7 +211,7 @@ def test_another_rank_that_does_not_come_is_named_to_those_who_started_first_and
 
 def test_ranks_with_another_secret_do_not_join() -> None:
     store = HashStore()
-    first = begin(join, store, 0, 2, secret=b"one", limit=2.0)
+    first = begin(join, store, 0, 2, secret=b"one", limit=5.0)
     with pytest.raises(BaguaError, match="wrong secret"):
         join(store, 1, 2, secret=b"another")
     with pytest.raises(BaguaTimeoutError, match="it does not have this rank's secret") as caught:

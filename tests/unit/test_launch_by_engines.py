@@ -11,6 +11,7 @@ import pytest
 
 from bagua.distributed import flags, pet, run
 from tests.unit.test_run import NODE_1, RUNS_ON, finish, is_running, pid_of, program, runner, write
+from tests.waits import until
 from tests.world import free_port
 
 pytestmark = pytest.mark.slow
@@ -168,7 +169,7 @@ def test_sigterm_gives_every_rank_the_time_to_save(keeps_going: bool, tmp_path: 
         process.terminate()
         assert finish(process)[0] == 128 + signal.SIGTERM
         assert all((tmp_path / f"saved{rank}").exists() for rank in ranks)
-        assert not any(is_running(pid) for pid in pids)
+        until(lambda: not any(is_running(pid) for pid in pids), "the ranks end")
 
 
 @pytest.mark.parametrize("keeps_going", [True, False], ids=["--keep-going", "torchrun"])
@@ -188,4 +189,4 @@ def test_the_time_after_sigterm_can_be_set(keeps_going: bool, tmp_path: Path) ->
         assert finish(process)[0] == 128 + signal.SIGTERM
         # Without the variable it would take 30 s.
         assert time.monotonic() - began < 20
-        assert not is_running(pid)
+        until(lambda: not is_running(pid), "the rank ends")

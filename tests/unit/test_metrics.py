@@ -105,7 +105,7 @@ def works_and_is_watched(rank: int, port: int) -> list[str]:
 
 @needs_client
 def test_each_rank_serves_its_stats_from_init_on() -> None:
-    with free_port() as port:
+    with free_port(count=2) as port:
         variables = {"BAGUA_METRICS_PORT": str(port), "BAGUA_TRANSPORT": "tcp"}
         assert World(2, env=variables).run(works_and_is_watched, port) == [["world", "world/0,1"]] * 2
 
@@ -126,7 +126,7 @@ def serves_from_torch(rank: int, port: int) -> None:
 @needs_client
 def test_init_process_group_serves_too() -> None:
     pytest.importorskip("torch", reason="torch is not installed: make setup")
-    with free_port() as port:
+    with free_port(count=2) as port:
         World(2, env={"BAGUA_METRICS_PORT": str(port)}, torch=True).run(serves_from_torch, port)
 
 

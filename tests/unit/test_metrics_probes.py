@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +138,20 @@ class OfTwo:
     rank = 0
 
 
+class Clock:
+    """In place of the module `time`: the time passes while `sleep` is called, which also does `meanwhile`."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        self.now, self.meanwhile = 0.0, meanwhile
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.meanwhile()
+
+
 @pytest.fixture
 def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     monkeypatch.setattr(probes, "_TASKS", tmp_path)
@@ -149,26 +165,14 @@ def test_a_control_thread_that_does_not_run_is_not_alive(tasks: Folder) -> None:
     assert probes.alive(0.1) == (False, "control thread 7 did not run for 0.1 s")
 
 
-def test_every_control_thread_has_to_run(tasks: Folder) -> None:
+def test_every_control_thread_has_to_run(tasks: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks.write("7", "bagua-control", 5)
     tasks.write("9", "bagua-control", 5)
-    ended = threading.Event()
-
-    def runs() -> None:
-        count = 6
-        while not ended.wait(0.01):
-            tasks.write("7", "bagua-control", count)
-            count += 1
-
-    thread = threading.Thread(target=runs)
-    thread.start()
-    try:
-        assert probes.alive(0.2) == (False, "control thread 9 did not run for 0.2 s")
-        (tasks.root / "9" / "comm").write_text("another\n")
-        assert probes.alive(30) == (True, "control thread runs: 7")
-    finally:
-        ended.set()
-        thread.join()
+    counts = itertools.count(6)
+    monkeypatch.setattr(probes, "time", Clock(lambda: tasks.write("7", "bagua-control", next(counts))))
+    assert probes.alive(0.2) == (False, "control thread 9 did not run for 0.2 s")
+    (tasks.root / "9" / "comm").write_text("another\n")
+    assert probes.alive(30) == (True, "control thread runs: 7")
 
 
 def test_a_group_without_a_control_thread_is_not_alive(tasks: Folder) -> None:
@@ -182,16 +186,25 @@ def test_threads_that_cannot_be_looked_at_are_not_alive(monkeypatch: pytest.Monk
     assert text.startswith("cannot look at the control thread: ")
 
 
-def test_a_probe_that_waits_holds_up_no_other(tasks: Folder) -> None:
+def test_a_probe_that_waits_holds_up_no_other(tasks: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks.write("7", "bagua-control", 5)
+    looked, answered = threading.Event(), threading.Event()
+
+    def meanwhile() -> None:
+        looked.set()
+        assert answered.wait(30)
+
+    monkeypatch.setattr(probes, "time", Clock(meanwhile))
     port = metrics.serve()
     try:
         slow: list[tuple[int, str]] = []
         thread = threading.Thread(target=lambda: slow.append(ask(port, "/healthz")))
         thread.start()
+        assert looked.wait(30)
         process.default_group = None
         assert ask(port, "/readyz")[0] == 503
         assert slow == []
+        answered.set()
         thread.join()
         assert slow == [(503, "control thread 7 did not run for 3.0 s\n")]
     finally:

@@ -202,14 +202,15 @@ def test_a_server_that_answers_with_an_error_costs_one_warning(
 def test_a_server_that_is_gone_costs_one_warning_and_no_wait(
     server: TrainerServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    monkeypatch.setenv(NAMES[0], f"https://127.0.0.1:{port}/status")
-    metrics.progress(1, 10)
-    until(lambda: warnings_of(caplog) != [])
-    metrics.progress(2, 10)
-    reports = process.packages[trainer._Reports]
-    until(lambda: reports._due is None and not reports._posting)
+    # Bound and not listening: refused, and no other process gets the port.
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        monkeypatch.setenv(NAMES[0], f"https://127.0.0.1:{reserved.getsockname()[1]}/status")
+        metrics.progress(1, 10)
+        until(lambda: warnings_of(caplog) != [])
+        metrics.progress(2, 10)
+        reports = process.packages[trainer._Reports]
+        until(lambda: reports._due is None and not reports._posting)
     (warning,) = warnings_of(caplog)
     assert "Connection refused" in warning
 
@@ -310,9 +311,10 @@ def test_a_metric_that_is_none_is_refused(server: TrainerServer) -> None:
 
 
 ENDS = """
-import sys, time
+import sys
 from bagua import metrics
 from bagua.metrics import trainer
+trainer._EXIT_S = float(sys.argv[2]) or trainer._EXIT_S
 metrics.progress(0, 10)
 if sys.argv[1] == "done":
     metrics.progress(10, 10)
@@ -322,7 +324,8 @@ if sys.argv[1] == "done":
 @pytest.mark.parametrize(("how", "last"), [("done", 100), ("not done", 0)])
 def test_the_exit_of_the_process_waits_for_the_last_post(how: str, last: int, server: TrainerServer) -> None:
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    subprocess.run([sys.executable, "-c", ENDS, how], check=True, timeout=DEADLINE_S, env=env)
+    # Longer than that of a job: a busy machine takes a while for two posts.
+    subprocess.run([sys.executable, "-c", ENDS, how, str(DEADLINE_S)], check=True, timeout=2 * DEADLINE_S, env=env)
     assert server.wait_for(1)[-1]["progressPercentage"] == last
 
 
@@ -330,7 +333,7 @@ def test_the_exit_of_the_process_does_not_wait_for_a_server_that_hangs(server: T
     server.answers.clear()
     began = time.monotonic()
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    subprocess.run([sys.executable, "-c", ENDS, "done"], check=True, timeout=DEADLINE_S, env=env)
+    subprocess.run([sys.executable, "-c", ENDS, "done", "0"], check=True, timeout=DEADLINE_S, env=env)
     # The server answers after 30 s.
     assert time.monotonic() - began < DEADLINE_S / 2
     assert server.wait_for(1)

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,6 +19,8 @@ from torch.distributed import DistError
 
 from bagua.tcp_store_requests import Connection, StoreRequests
 from bagua.torch_api.membership.store_client import connect
+from tests.waits import until
+from tests.world import free_port
 
 HOST = "127.0.0.1"
 
@@ -32,12 +33,6 @@ def silent() -> Iterator[int]:
     """A port where connections are accepted and nothing is ever said."""
     with socket.create_server((HOST, 0), backlog=64) as server:
         yield server.getsockname()[1]
-
-
-def free_port() -> int:
-    with socket.create_server((HOST, 0)) as server:
-        found: int = server.getsockname()[1]
-        return found
 
 
 def threads() -> list[threading.Thread]:
@@ -57,19 +52,12 @@ def connections(port: int) -> int:
     return found
 
 
-def await_that(condition: object, what: str) -> None:
-    until = time.monotonic() + PATIENCE
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < until, what
-        time.sleep(0.01)
-
-
 def test_a_store_that_never_answers_is_given_up_and_nothing_is_left() -> None:
     with silent() as port:
         with pytest.raises((OSError, DistError)):
             connect(HOST, port, 2, 0.5)
-        await_that(lambda: not threads(), "the request goes on")
-        await_that(lambda: connections(port) == 0, "a connection is left")
+        until(lambda: not threads(), "the request goes on")
+        until(lambda: connections(port) == 0, "a connection is left")
 
 
 def test_a_connection_that_a_given_up_request_opens_later_is_ended_too() -> None:
@@ -86,13 +74,13 @@ def test_a_connection_that_a_given_up_request_opens_later_is_ended_too() -> None
             requests.ask(late, 0.05)
         requests.abandon()
         given_up.set()
-        await_that(lambda: not threads(), "the request goes on")
+        until(lambda: not threads(), "the request goes on")
 
 
 def test_a_port_without_a_listener_is_a_plain_error() -> None:
-    with pytest.raises((OSError, DistError)):
-        connect(HOST, free_port(), 2, 0.3)
-    await_that(lambda: not threads(), "the request goes on")
+    with free_port() as port, pytest.raises((OSError, DistError)):
+        connect(HOST, port, 2, 0.3)
+    until(lambda: not threads(), "the request goes on")
 
 
 def test_a_cause_ends_the_attempts() -> None:
@@ -103,20 +91,21 @@ def test_a_cause_ends_the_attempts() -> None:
         if len(calls) > 3:
             raise RuntimeError("rank 1 is gone")
 
-    with pytest.raises(RuntimeError, match="rank 1 is gone"):
-        connect(HOST, free_port(), 2, 60.0, cause)
+    with free_port() as port, pytest.raises(RuntimeError, match="rank 1 is gone"):
+        connect(HOST, port, 2, 60.0, cause)
 
 
 def test_a_store_that_is_served_late_is_reached() -> None:
-    port, served = free_port(), []
+    served = []
 
     def serve() -> None:
         served.append(TCPStore(HOST, port, 2, True, timedelta(seconds=10), wait_for_workers=False))
 
     late = threading.Timer(0.3, serve)
-    late.start()
-    client = connect(HOST, port, 2, PATIENCE)
-    late.join()
+    with free_port() as port:
+        late.start()
+        client = connect(HOST, port, 2, PATIENCE)
+        late.join()
     client.store.set("key", "value")
     assert served[0].get("key") == b"value"
     assert client.usable
@@ -148,7 +137,7 @@ def test_a_frozen_server_costs_only_the_store_that_gave_up() -> None:
             assert client.usable
             assert threads()
             requests.abandon()
-            await_that(lambda: not threads(), "the request goes on")
+            until(lambda: not threads(), "the request goes on")
             assert not client.usable
         finally:
             server.send_signal(signal.SIGCONT)
@@ -167,7 +156,8 @@ def late():
     # A refused connection fails at once: it begins when the request was given up.
     if sys.argv[2] == "absent":
         given_up.wait()
-    return _open("127.0.0.1", port, 2, 1.0)
+    # Until long after the time to give it up, however late the threads run.
+    return _open("127.0.0.1", port, 2, 30.0)
 try:
     StoreRequests(None, Connection(port)).ask(late, 0.3)
 except TimeoutError:
@@ -179,8 +169,7 @@ except TimeoutError:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["silent", "absent"])
 def test_a_process_ends_properly_although_it_gave_a_request_up(how: str, tmp_path: Path) -> None:
-    with silent() as port:
-        port = port if how == "silent" else free_port()
+    with silent() if how == "silent" else free_port() as port:
         command = [sys.executable, "-c", GIVES_UP, str(port), how]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
