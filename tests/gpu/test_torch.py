@@ -13,6 +13,7 @@ from tests.cuda import test_torch_c10d as c10d
 from tests.cuda import test_torch_verbs as verbs
 from tests.cuda.ranks import Ranks, on_ranks
 from tests.cuda.torch_on_sim import in_torch, install, joined
+from tests.waits import once_within
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -146,9 +147,8 @@ def returns_at_once(rank: int, async_op: bool) -> float:
 
 
 def test_a_verb_behind_half_a_second_of_work_returns_within_20_ms_by_nccl(ranks: Ranks) -> None:
-    (taken,) = ranks(1, returns_at_once, False, BAGUA_CUDA_COLLECTIVE="nccl")
-    assert taken < 0.02
+    once_within(0.02, lambda: ranks(1, returns_at_once, False, BAGUA_CUDA_COLLECTIVE="nccl")[0])
 
 
 def test_an_asynchronous_verb_behind_half_a_second_of_work_returns_within_20_ms(ranks: Ranks) -> None:
-    assert max(ranks(2, returns_at_once, True)) < 0.02
+    once_within(0.02, lambda: max(ranks(2, returns_at_once, True)))

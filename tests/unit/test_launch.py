@@ -46,6 +46,11 @@ def reported(path: Path) -> tuple[dict[str, str], list[str]]:
     return variables, arguments
 
 
+def stat_of(pid: int) -> list[str]:
+    """What the kernel says of a process: its state, its parent, and more."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def test_launch_takes_the_originals_flags_and_sets_their_variables(tmp_path: Path, port: str) -> None:
     arguments = [
         "--nproc_per_node",
@@ -233,15 +238,21 @@ def test_every_option_without_a_value_is_known_as_one() -> None:
     assert {text.replace("_", "-") for text in alone} <= flags._ALONE
 
 
-FAILS = """
-import os, signal, sys
+# Rank 1 fails when the test has stopped the launcher.
+FAILS = (
+    STAYS
+    + """
+import time
 import bagua
 bagua.init()
 bagua.barrier()
-if os.environ["RANK"] == "1":
+say(f"{rank}.0")
+if rank == 1:
+    while not (here / "stopped").exists(): time.sleep(0.02)
     FAILURE
 bagua.barrier()
 """
+)
 RAISES = FAILS.replace("FAILURE", 'raise ValueError("bad data in my loader")')
 DECORATED = "".join(
     [
@@ -264,9 +275,18 @@ DECORATED = "".join(
 def test_the_summary_of_a_failed_job_names_the_rank_that_failed_first(
     tmp_path: Path, port: str, script: str, cause: str, follows: str
 ) -> None:
-    # All ranks have failed when the launcher looks.
-    arguments = ["--nproc_per_node", "3", "--master_port", port, "--monitor-interval", "2", write(tmp_path, script)]
+    arguments = ["--nproc_per_node", "3", "--master_port", port, write(tmp_path, script), str(tmp_path)]
     with program("bagua.distributed.launch", *arguments) as process:
+        ranks = [pid_of(tmp_path / f"{rank}.0") for rank in range(3)]
+        agent = int(stat_of(ranks[0])[1])
+        # All ranks have failed when the launcher looks: it would end those that have not.
+        os.kill(agent, signal.SIGSTOP)
+        try:
+            until(lambda: stat_of(agent)[0] == "T", "the launcher stops")
+            (tmp_path / "stopped").touch()
+            until(lambda: not any(is_running(pid) for pid in ranks), "all ranks fail")
+        finally:
+            os.kill(agent, signal.SIGCONT)
         ended, _, errors = finish(process)
     assert ended == 1
     others, root = errors.split("Root Cause (first observed failure):")
