@@ -247,7 +247,7 @@ class Training(Action):
 
 
 #: Seconds until an exception is raised on all ranks, on a machine that does much else.
-RAISED_WITHIN = 5.0
+RAISED_WITHIN = 15.0
 
 
 class Rebuild(Training):

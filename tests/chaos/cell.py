@@ -163,7 +163,7 @@ def run(cell: Cell, network: Network | None, work: Callable[..., None]) -> Row:
         hosts=cell.hosts,
         namespaces=namespaces,
         expect_exit={cell.victim: -9} if fault.kills else {},
-        timeout=5.0,
+        timeout=20.0,
     )
     with tempfile.TemporaryDirectory(prefix="bagua-chaos-") as folder:
         arguments = (cell.ranks, cell.action, folder, fault.harmless)

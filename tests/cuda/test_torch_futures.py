@@ -306,7 +306,7 @@ def default_stream(rank: int) -> None:
 
 def test_other_work_of_the_default_stream_does_not_wait_for_a_future(ranks: Ranks) -> None:
     # By NCCL, whose work is on the stream before the other ranks come.
-    ranks(2, default_stream, BAGUA_CUDA_COLLECTIVE="nccl", BAGUA_TIMEOUT=20)
+    ranks(2, default_stream, BAGUA_CUDA_COLLECTIVE="nccl", BAGUA_TIMEOUT=45)
 
 
 def fails(rank: int) -> None:

@@ -79,7 +79,7 @@ def main() -> None:
     logging.getLogger("bagua").addHandler(warned)
     bagua.init_process_group()
     inner = Squares()
-    cached = CachedDataset(inner, "redis", "d", capacity_per_node=1 << 25, timeout=1.0)
+    cached = CachedDataset(inner, "redis", "d", capacity_per_node=1 << 25, timeout=4.0)
     warmed = cached.warm_up(progress=False)
     bagua.barrier()
     servers = [store._options for store in cached.cache_loader.store.stores]  # type: ignore[attr-defined]

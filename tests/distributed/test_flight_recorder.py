@@ -20,7 +20,7 @@ import pytest
 import bagua
 from bagua import cli
 from tests.groups import arrive_waiting, on_ranks
-from tests.waits import await_arrival, meet, until
+from tests.waits import arrive, await_arrival, meet, until
 
 World = Callable[..., Any]
 
@@ -213,23 +213,21 @@ def test_a_mismatch_shows_what_each_rank_did(world: World, tmp_path: Path, capsy
     assert {event["name"] for event in events} == {"barrier", "all_reduce(sum)", "broadcast(root 1)"}
 
 
-def is_killed(rank: int, folder: str) -> str:
+def is_killed(rank: int) -> str:
     group = bagua.init()
     x = np.ones(4, np.float32)
     for _ in range(5):
         group.all_reduce(x)
     meet("after 5", rank, range(3))
-    waits = Path(folder, "waits")
     if rank == 1:
-        until(waits.exists)
+        await_arrival("in the reduce", (0, 2))
         os.kill(os.getpid(), signal.SIGKILL)
 
     def go_on() -> None:
         handle = group.reduce(x, dst=2, op="max", async_op=True)
-        # A rank that is not the root may be done before rank 1 is missed.
-        if rank == 2:
-            until(lambda: bagua.flight_recorder()[-1]["state"] == "started")
-            waits.touch()
+        # A rank that is not the root may be done before rank 1 is missed; one that has not begun would be missed too.
+        until(lambda: bagua.flight_recorder()[-1]["state"] in ("started", *(["done"] if rank == 0 else [])))
+        arrive("in the reduce", rank)
         handle.wait()
         group.barrier()
 
@@ -244,7 +242,7 @@ def test_a_killed_rank_has_no_record_and_is_named(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], transport: str
 ) -> None:
     env = {"BAGUA_TRACE_DIR": str(tmp_path / "traces"), "BAGUA_TRANSPORT": transport}
-    results = world(3, env=env, expect_exit={1: -signal.SIGKILL}).run(is_killed, str(tmp_path))
+    results = world(3, env=env, expect_exit={1: -signal.SIGKILL}).run(is_killed)
     shown, events = merge(capsys, [results[0], results[2]], tmp_path / "out.json")
     assert any(
         line.endswith("waited for rank 1: reduce(max, root 2) number 5 of group world, channel 0") for line in shown
@@ -296,7 +294,7 @@ def test_a_loss_that_ends_a_backward_has_a_record_with_the_bucket(
 
 def fails(rank: int, how: str) -> tuple[str, str | None]:
     # An engine's operation has the group's time, which is also that to connect; a verb has its own.
-    group = bagua.init(timeout=5 if how == "engine" else 60)
+    group = bagua.init(timeout=10 if how == "engine" else 60)
     limit = None if how == "abort" else 1.0
     x = np.ones(4, np.float32)
     group.barrier()

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.slow
 
 RANK = "tests.distributed.rank_in_a_namespace"
 HEARTBEAT_TIMEOUT_S = 2.0
-#: From the missing heartbeat to the exception, on a machine that is busy with four ranks on two cores.
-SLACK_S = 3.0
+#: From the missing heartbeat to the exception, on a busy machine. Nothing else would end the wait before BAGUA_TIMEOUT.
+SLACK_S = 10.0
 DEADLINE_S = 100.0
 #: In namespaces of our own every port is free.
 PORT = 29500
