@@ -259,7 +259,7 @@ fn all_ranks_name_a_rank_that_is_missing_by_tcp() {
     std::thread::scope(|scope| {
         for rank in [0, 2] {
             scope.spawn(move || {
-                let error = by_tcp(port, rank, 3, b"s", Duration::from_millis(800)).unwrap_err();
+                let error = by_tcp(port, rank, 3, b"s", Duration::from_millis(3000)).unwrap_err();
                 assert!(matches!(&error, Error::Timeout { missing, .. } if missing == &[1]), "{error:?}");
             });
         }
@@ -292,7 +292,7 @@ fn rank_0_names_the_reason_why_it_refused_a_missing_rank() {
     for (secret, size, why) in [(b"S", 2, "does not have this rank's secret"), (b"s", 3, "another world size")] {
         let port = free_port();
         std::thread::scope(|scope| {
-            let first = scope.spawn(move || by_tcp(port, 0, 2, b"s", Duration::from_millis(800)));
+            let first = scope.spawn(move || by_tcp(port, 0, 2, b"s", Duration::from_millis(3000)));
             by_tcp(port, 1, size, secret, PATIENCE).unwrap_err();
             let error = first.join().unwrap().unwrap_err();
             assert!(matches!(&error, Error::Timeout { missing, .. } if missing == &[1]), "{error:?}");

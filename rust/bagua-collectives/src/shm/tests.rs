@@ -256,7 +256,8 @@ fn late_rank_gets_a_timeout_that_names_it() {
         if index == 1 {
             return Ok(rank);
         }
-        rank.limit = Duration::from_millis(150);
+        // Long enough for both threads to have begun.
+        rank.limit = Duration::from_secs(2);
         rank.barrier().map(|()| rank)
     });
     for (index, outcome) in outcomes.into_iter().enumerate().filter(|(index, _)| *index != 1) {
