@@ -357,6 +357,8 @@ def interrupted(rank: int, blocking: bool) -> tuple[str, float]:
     pressed: list[float] = []
 
     def press() -> None:
+        # At first a wait looks for its end, and only then sleeps.
+        time.sleep(0.3)
         pressed.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
