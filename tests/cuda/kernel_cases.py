@@ -26,7 +26,8 @@ CONVERSIONS = [(source, target) for source in CODED for target in CODED if (sour
 #: All element types by the kernels' names: as NumPy holds them.
 HELD: dict[str, Any] = {
     "f16": np.uint16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64, "u8": np.uint8, "i8": np.int8,
-    "u16": np.uint16, "i16": np.int16, "u32": np.uint32, "i32": np.int32, "u64": np.uint64, "i64": np.int64, "bool": np.uint8, "c64": np.complex64, "c128": np.complex128,
+    "u16": np.uint16, "i16": np.int16, "u32": np.uint32, "i32": np.int32, "u64": np.uint64, "i64": np.int64,
+    "bool": np.uint8, "c64": np.complex64, "c128": np.complex128,
 }  # fmt: skip
 FLOATS = ("f16", "bf16", "f32", "f64")
 INTEGERS = tuple(name for name in HELD if name[0] in "iu")

@@ -61,13 +61,14 @@ def all_reduce_equals_gloo_for_every_type_and_operation(pair: Pair) -> None:
 
 
 def integers_that_gloo_lacks_are_reduced_as_numpy_does(pair: Pair) -> None:
-    oracle = zip((*ORDERED, *BITWISE), ("add", "multiply", "minimum", "maximum", "bitwise_and", "bitwise_or", "bitwise_xor"), strict=True)
-    for dtype, (op, name) in itertools.product(WITHOUT_GLOO, list(oracle)):
+    combine = (np.add, np.multiply, np.minimum, np.maximum, np.bitwise_and, np.bitwise_or, np.bitwise_xor)
+    oracle = list(zip((*ORDERED, *BITWISE), combine, strict=True))
+    for dtype, (op, combined) in itertools.product(WITHOUT_GLOO, oracle):
         info = torch.iinfo(dtype)
-        inputs = [torch.tensor([info.max, info.min, info.max - rank, rank + 1], dtype=dtype) for rank in range(pair.size)]
-        mine = inputs[pair.rank].clone()
+        values = [[info.max, info.min, info.max - rank, rank + 1] for rank in range(pair.size)]
+        mine = torch.tensor(values[pair.rank], dtype=dtype)
         dist.all_reduce(mine, op, group=pair.ours)
-        expected = functools.reduce(getattr(np, name), [each.numpy() for each in inputs])
+        expected = functools.reduce(combined, [torch.tensor(each, dtype=dtype).numpy() for each in values])
         assert mine.tolist() == expected.tolist(), f"{dtype} {op}"
 
 

@@ -65,9 +65,10 @@ def buffers_and_frozen_parameters_start_equal(rank: int) -> None:
     model[1].running_mean.fill_(float(rank))
     model[1].num_batches_tracked.fill_(rank)
     model.register_buffer("phase", torch.full((2,), 1j * rank))
-    model.register_buffer("short", torch.full((3,), rank, dtype=torch.int16))
+    model.register_buffer("small", torch.full((3,), rank, dtype=torch.float8_e4m3fn))
     wrapped(model)
-    assert same_everywhere(model[0].weight, model[1].running_mean, model[1].num_batches_tracked, model.short)
+    small = model.small.view(torch.uint8)
+    assert same_everywhere(model[0].weight, model[1].running_mean, model[1].num_batches_tracked, small)
     assert torch.equal(model.phase, torch.zeros(2, dtype=torch.complex64))
 
 
