@@ -102,7 +102,7 @@ pub struct AveragerStats {
     pub wire_bytes_sent: u64,
     /// Bytes read from sockets.
     pub wire_bytes_received: u64,
-    /// Ranks in the job that are away without having left, and why.
+    /// Ranks in the job that are away without having left, and why; of a rank without which the others went on: all of them, until it is back.
     pub lost: BTreeMap<usize, String>,
     /// How often this rank was taken back.
     pub joined: u64,

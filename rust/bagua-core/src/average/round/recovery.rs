@@ -38,15 +38,18 @@ impl Rounds {
             }
             let Some(peers) = self.peers.take() else { return Err(error) };
             let own = peers.world_ranks[peers.group.rank()];
+            let others: Vec<usize> = peers.world_ranks.iter().copied().filter(|rank| *rank != own).collect();
             let named = peers.named(error);
             let peers = match peers.shrink() {
                 Ok((peers, lost)) => {
-                    self.note_lost(&lost, &named);
+                    self.note_lost(&lost, &named, "it was lost together with another rank");
                     peers
                 }
                 Err(Error::Aborted(_)) => return Err(named),
-                // The others went on without this rank.
-                Err(Error::PeerLost { .. }) if self.settings.elastic.is_some() => self.rejoin(own, &named)?,
+                Err(Error::PeerLost { .. }) if self.settings.elastic.is_some() => {
+                    self.note_lost(&others, &named, "it went on without this rank");
+                    self.rejoin(own, &named)?
+                }
                 Err(error) => return Err(error),
             };
             match self.enter(peers) {
@@ -56,12 +59,13 @@ impl Rounds {
         }
     }
 
-    fn note_lost(&self, lost: &[usize], cause: &Error) {
+    /// Notes that these ranks are away: by the reason of the cause if it names the rank, otherwise by this one.
+    fn note_lost(&self, lost: &[usize], cause: &Error, otherwise: &str) {
         let mut control = self.shared.lock();
         for rank in lost {
             let reason = match cause {
                 Error::PeerLost { rank: first, reason, .. } if first == rank => reason.clone(),
-                _ => "it was lost together with another rank".to_owned(),
+                _ => otherwise.to_owned(),
             };
             control.stats.lost.insert(*rank, reason);
         }

@@ -5,27 +5,26 @@
 //! counts a step before and after each; or it runs the verbs of shared memory or TCP, with a step before and after each. At the step of
 //! the script the process kills itself, or reports that the line to a peer broke.
 
-#[path = "../../bagua-group/tests/group_world/mod.rs"]
+#[path = "../../../bagua-group/tests/group_world/mod.rs"]
 mod group_world;
+mod script;
 
 use std::collections::BTreeSet;
 use std::fmt::Debug;
 use std::net::SocketAddr;
 use std::str::FromStr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
 use bagua_core::average::{Averager, Elastic, Model, Settings};
-use bagua_core::collective::{
-    Collective, CollectiveFactory, HostIo, Incoming, Io, OpContext, Outgoing, Verb, over_exchange,
-};
-use bagua_core::error::Result;
 use bagua_core::group::{Bootstrap, Config, JoinServer, TransportChoice};
 use bagua_core::memory::{WeightLock, Weights};
-use bagua_core::types::{DType, ReduceOp};
+use bagua_core::types::DType;
 use bagua_core::wait::{Deadline, Waited};
 use group_world::{Process, config, hex, unhex, until};
+use rustix::process::Signal;
+use script::{Factory, Fate, How, Script, ScriptLine};
 
 const ENTRY: &str = "entry_of_processes";
 
@@ -35,206 +34,8 @@ const INTERVAL: Duration = Duration::from_millis(2);
 
 const LONG: Duration = Duration::from_secs(30);
 
-/// The label of the exchange with which a round begins.
-const STATUS: &str = "status";
-
 /// What a joining rank has before it joins, which must not count.
 const OF_JOINER: f64 = -7000.0;
-
-/// What the collective of a process does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum How {
-    /// Verbs of single messages over TCP.
-    Messages,
-    /// The verbs of TCP.
-    Tcp,
-    /// The verbs of shared memory.
-    Shm,
-}
-
-/// What happens at a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Fate {
-    /// The process ends.
-    Dies,
-    /// The line to the next rank breaks.
-    Breaks,
-}
-
-/// One process's part of a script, a line of its input.
-#[derive(Clone, Copy, Debug)]
-struct ScriptLine {
-    how: How,
-    /// The step, counted from the beginning of the first round, and what happens at it.
-    fate: Option<(usize, Fate)>,
-    /// The process joins later.
-    joins: bool,
-}
-
-impl ScriptLine {
-    fn line(self) -> String {
-        let (step, fate) = self.fate.unwrap_or((usize::MAX, Fate::Dies));
-        format!("{} {step} {} {}", self.how as u8, u8::from(fate == Fate::Breaks), u8::from(self.joins))
-    }
-
-    fn parse(line: &str) -> ScriptLine {
-        let numbers: Vec<usize> = line.split(' ').map(|word| word.parse().unwrap()).collect();
-        let how = [How::Messages, How::Tcp, How::Shm][numbers[0]];
-        let fate = if numbers[2] == 1 { Fate::Breaks } else { Fate::Dies };
-        ScriptLine { how, fate: (numbers[1] < usize::MAX).then_some((numbers[1], fate)), joins: numbers[3] == 1 }
-    }
-}
-
-/// The part of a process, and how far it is. Shared by the collectives of all its lanes.
-#[derive(Debug)]
-struct Script {
-    part: ScriptLine,
-    /// All ranks have started: what the script does is no failure of the start.
-    goes: AtomicBool,
-    /// Exchanges of statuses that have begun.
-    rounds: AtomicUsize,
-    /// Steps since the first round began.
-    steps: AtomicUsize,
-    /// Steps when the second round began.
-    first_round: AtomicUsize,
-}
-
-impl Script {
-    /// Counts a step of a round; at the step of the script this does not return, or returns that a line breaks.
-    fn step(&self) -> bool {
-        if self.rounds.load(SeqCst) == 0 {
-            return false;
-        }
-        let step = self.steps.fetch_add(1, SeqCst);
-        match self.part.fate {
-            Some((at, Fate::Dies)) if at == step => {
-                // SAFETY: ends this process as a kill from outside would: no destructor, no goodbye.
-                unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
-                loop {
-                    std::thread::park();
-                }
-            }
-            Some((at, Fate::Breaks)) => at == step,
-            _ => false,
-        }
-    }
-
-    fn begin(&self, label: &str) {
-        while label == STATUS && !self.goes.load(SeqCst) {
-            std::thread::sleep(INTERVAL);
-        }
-        if label == STATUS && self.rounds.fetch_add(1, SeqCst) == 1 {
-            self.first_round.store(self.steps.load(SeqCst), SeqCst);
-        }
-    }
-}
-
-#[derive(Debug)]
-struct Factory(Arc<Script>);
-
-impl CollectiveFactory for Factory {
-    fn name(&self) -> &'static str {
-        "scripted"
-    }
-
-    fn wrap(&self, inner: Box<dyn Collective>, _hosts: &[Vec<usize>]) -> Box<dyn Collective> {
-        Box::new(Scripted { inner, script: Arc::clone(&self.0) })
-    }
-}
-
-struct Scripted {
-    inner: Box<dyn Collective>,
-    script: Arc<Script>,
-}
-
-impl Scripted {
-    fn step(&self, cx: &OpContext<'_>, peer: usize) -> Result<()> {
-        if self.script.step() {
-            return Err(cx.health.fail(cx.health.peer_lost(peer, "the script breaks the line")));
-        }
-        Ok(())
-    }
-
-    /// Sends `own` to all ranks, one after another, and returns everybody's.
-    fn all(&mut self, cx: &OpContext<'_>, own: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let (rank, size) = (self.rank(), self.size());
-        for peer in (1..size).map(|distance| (rank + distance) % size) {
-            self.step(cx, peer)?;
-            self.inner.exchange(cx, &[Outgoing::new(peer, cx.fingerprint, own)], &mut [])?;
-        }
-        self.step(cx, (rank + 1) % size)?;
-        let mut all = vec![own.to_vec(); size];
-        let of_others = all.iter_mut().enumerate().filter(|(peer, _)| *peer != rank);
-        let mut incoming: Vec<_> = of_others.map(|(peer, data)| Incoming::new(peer, cx.fingerprint, data)).collect();
-        self.inner.exchange(cx, &[], &mut incoming)?;
-        drop(incoming);
-        self.step(cx, (rank + 1) % size)?;
-        Ok(all)
-    }
-}
-
-impl Collective for Scripted {
-    fn name(&self) -> &'static str {
-        "scripted"
-    }
-
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.inner.size()
-    }
-
-    fn transports(&self) -> Vec<&'static str> {
-        self.inner.transports()
-    }
-
-    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
-        if verb.is_over_exchange() {
-            return over_exchange(self, cx, verb, io);
-        }
-        self.script.begin(cx.label);
-        if self.size() == 1 {
-            return self.inner.run(cx, verb, io);
-        }
-        // The data between the members of a new view is more than a connection holds that no peer reads from.
-        if self.script.part.how != How::Messages || matches!(verb, Verb::AllToAll) {
-            let next = (self.rank() + 1) % self.size();
-            self.step(cx, next)?;
-            self.inner.run(cx, verb, io)?;
-            return self.step(cx, next);
-        }
-        let mut io = io.into_host()?;
-        let all = self.all(cx, io.input())?;
-        match verb {
-            Verb::AllGather => match &mut io {
-                HostIo::Split { dst, .. } => dst.copy_from_slice(&all.concat()),
-                HostIo::InPlace(_) => unreachable!("a round gathers into another buffer"),
-            },
-            Verb::AllReduce(ReduceOp::Avg) => io.output().copy_from_slice(&averaged(&all)),
-            Verb::Broadcast { root } => io.output().copy_from_slice(&all[root]),
-            Verb::Barrier => {}
-            other => unreachable!("{other:?} is no part of a round"),
-        }
-        Ok(())
-    }
-
-    fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
-        self.inner.exchange(cx, sends, recvs)
-    }
-}
-
-/// The average of equally long vectors of f64, by element, in rank order.
-fn averaged(all: &[Vec<u8>]) -> Vec<u8> {
-    let mut sum = vec![0.0; all[0].len() / 8];
-    for bytes in all {
-        for (sum, one) in sum.iter_mut().zip(bytes.chunks_exact(8)) {
-            *sum += f64::from_ne_bytes(*one.first_chunk().unwrap());
-        }
-    }
-    sum.iter().flat_map(|sum| (sum / all.len() as f64).to_ne_bytes()).collect()
-}
 
 /// What a rank has at the beginning.
 fn initial(rank: usize) -> f64 {
@@ -268,6 +69,7 @@ impl Rank {
         let (rounds, steps, first_round) = Default::default();
         let script = Arc::new(Script { part, goes: AtomicBool::new(part.joins), rounds, steps, first_round });
         let mut config: Config = config(rank, size);
+        config.heartbeat_timeout = Duration::from_millis(number("GROUP_TEST_HEARTBEAT_MS") as u64);
         config.factories = vec![Arc::new(Factory(Arc::clone(&script)))];
         if part.how != How::Shm {
             config.transport = TransportChoice::Tcp;
@@ -350,6 +152,13 @@ fn entry_of_processes() {
                 rank.with(|weights| weights.iter_mut().for_each(|weight| *weight += what));
                 println!("\nADDED");
             }
+            ("lost", ranks) => {
+                let expected = numbers(ranks);
+                until("these ranks are lost", || {
+                    rank.averager.stats().lost.into_keys().collect::<Vec<usize>>() == expected
+                });
+                println!("\nLOST");
+            }
             ("steps", _) => println!("\nSTEPS {}", rank.script.first_round.load(SeqCst)),
             other => panic!("unknown command {other:?}"),
         }
@@ -368,7 +177,12 @@ struct Job {
 impl Job {
     /// Starts a job in which this happens at these steps of these ranks.
     fn start(how: How, size: usize, fates: &[(usize, usize, Fate)]) -> Job {
-        let mut ranks: Vec<Process> = (0..size).map(|rank| Process::start(ENTRY, rank, size, HEARTBEAT)).collect();
+        Job::start_beating(HEARTBEAT, how, size, fates)
+    }
+
+    /// As [`Job::start`], with this heartbeat timeout.
+    fn start_beating(heartbeat: Duration, how: How, size: usize, fates: &[(usize, usize, Fate)]) -> Job {
+        let mut ranks: Vec<Process> = (0..size).map(|rank| Process::start(ENTRY, rank, size, heartbeat)).collect();
         for (rank, process) in ranks.iter_mut().enumerate() {
             let fate = fates.iter().find(|(who, ..)| *who == rank).map(|(_, step, fate)| (*step, *fate));
             process.write(&ScriptLine { how, fate, joins: false }.line());
@@ -400,11 +214,28 @@ impl Job {
     /// What all living ranks have after a round of them.
     #[track_caller]
     fn settle(&mut self, script: &str) -> f64 {
-        let ranks: Vec<String> = self.living().iter().map(ToString::to_string).collect();
-        self.each(|_, process| process.write(&format!("settle {}", ranks.join(" "))));
-        let values = self.each(|_, process| process.read_after("VALUE ").parse::<f64>().unwrap());
+        let ranks = self.living();
+        self.settle_among(&ranks, script)
+    }
+
+    /// What these ranks have after a round of them.
+    #[track_caller]
+    fn settle_among(&mut self, ranks: &[usize], script: &str) -> f64 {
+        let values = self.ask(ranks, &format!("settle {}", words(ranks)), "VALUE ");
+        let values: Vec<f64> = values.iter().map(|value| value.parse().unwrap()).collect();
         assert!(values.iter().all(|value| *value == values[0]), "{script}: {values:?}");
         values[0]
+    }
+
+    /// Gives these ranks a command, and waits for their answers, the text after this word.
+    fn ask(&mut self, ranks: &[usize], command: &str, word: &str) -> Vec<String> {
+        let is_asked = |rank| ranks.contains(&rank);
+        self.each(|rank, process| is_asked(rank).then(|| process.write(command)));
+        self.each(|rank, process| is_asked(rank).then(|| process.read_after(word))).into_iter().flatten().collect()
+    }
+
+    fn signal(&mut self, ranks: &[usize], signal: Signal) {
+        self.each(|rank, process| ranks.contains(&rank).then(|| process.signal(signal)));
     }
 
     /// Every rank adds something of its own while rounds go on: the divisor is the number of those that take part.
@@ -437,6 +268,10 @@ impl Job {
         process.read_after("CONNECTED");
         self.ranks[rank] = Some(process);
     }
+}
+
+fn words(ranks: &[usize]) -> String {
+    ranks.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ")
 }
 
 fn is_near(a: f64, b: f64) -> bool {
@@ -567,4 +402,21 @@ fn a_second_death_while_the_others_find_out_about_the_first_tears_no_survivor() 
             }
         }
     }
+}
+
+#[test]
+fn to_a_rank_without_which_the_others_went_on_all_of_them_are_lost_until_it_is_back() {
+    let script = "rank 2 freezes";
+    let mut job = Job::start_beating(Duration::from_secs(1), How::Tcp, 3, &[]);
+    job.settle(script);
+    job.signal(&[2], Signal::STOP);
+    job.settle_among(&[0, 1], script);
+    job.ask(&[0, 1], "lost 2", "LOST");
+    // They do not answer when it looks for them.
+    job.signal(&[0, 1], Signal::STOP);
+    job.signal(&[2], Signal::CONT);
+    job.ask(&[2], "lost 0 1", "LOST");
+    job.signal(&[0, 1], Signal::CONT);
+    job.settle(script);
+    job.ask(&[0, 1, 2], "lost ", "LOST");
 }
