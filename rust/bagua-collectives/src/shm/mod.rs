@@ -10,6 +10,7 @@
 //! | `segment` | the layout of the shared memory, and of the fingerprint that a rank publishes for its peers to compare |
 //! | `cico` | all_reduce and reduce through windows |
 //! | `pairwise` | all_gather and all_to_all between two ranks |
+//! | `messages` | the streams of messages |
 //! | `zero_copy` | mapping the peers' arenas; every verb on tensors in an arena |
 //! | `chunks` | how tensors are divided, copied and combined |
 //!
@@ -19,6 +20,7 @@
 
 mod chunks;
 mod cico;
+mod messages;
 mod pairwise;
 mod placement;
 mod protocol;
@@ -35,8 +37,8 @@ use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb, over_ex
 use crate::error::{Error, Result};
 use crate::memory::{Arena, Registry};
 use crate::sync::buffer_len;
+use crate::transport::Transport;
 use crate::transport::shm::ring_links;
-use crate::transport::{Mesh, Transport};
 use crate::types::{Kind, ReduceOp};
 use crate::wait::Doorbell;
 
@@ -45,6 +47,7 @@ pub use zero_copy::PassDescriptors;
 
 use chunks::{Cut, combine_into, copy, copy_and_own, fill_for_each, inputs, others, shifted};
 use cico::Reduction;
+use messages::Messages;
 use pairwise::Pairwise;
 use protocol::{BufferOffer, Phase, Protocol, Route};
 use segment::{ALIGN, Announcement, Buffer, SLOT, Segment};
@@ -57,7 +60,7 @@ const EARLY: usize = 32 << 10;
 pub struct Shm {
     protocol: Protocol,
     /// Streams to the same ranks, for messages (send, recv, exchange).
-    mesh: Mesh,
+    messages: Messages,
     /// Finds and maps the arenas in which tensors lie; without it no operation is zero-copy.
     arenas: Option<LaneArenas>,
     /// The first error. The ranks' arrivals may differ after it, so every later operation returns it.
@@ -72,9 +75,8 @@ impl Shm {
     /// `System` when the segment is too short.
     pub fn new(arena: Arc<Arena>, index: usize, members: Vec<usize>) -> Result<Shm> {
         let segment = Segment::new(arena, index, members.len())?;
-        let (links, bell) = ring_links(segment.arena(), segment.own_rings(), index, members.len());
-        let mesh = Mesh::new(index, members.clone(), links, Some(bell));
-        Ok(Shm { protocol: Protocol::new(segment, members), mesh, arenas: None, broken: None })
+        let messages = Messages::new(Arc::clone(segment.arena()), segment.own_rings(), index, members.clone());
+        Ok(Shm { protocol: Protocol::new(segment, members), messages, arenas: None, broken: None })
     }
 
     /// Operates zero-copy on tensors in arenas, of which this rank's are in `registry`. All ranks do so, or none.
@@ -450,7 +452,7 @@ impl Collective for Shm {
             return Err(error.clone());
         }
         let protocol = &self.protocol;
-        let outcome = self.mesh.exchange_unless(cx, sends, recvs, &|peer| protocol.ahead(peer));
+        let outcome = self.messages.mesh().exchange_unless(cx, sends, recvs, &|peer| protocol.ahead(peer));
         self.broken = outcome.as_ref().err().cloned();
         outcome
     }

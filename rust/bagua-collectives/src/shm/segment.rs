@@ -1,8 +1,9 @@
 //! The layout of the segment that the ranks of one host share, and of the fingerprint that a rank publishes there before it arrives, for
 //! its peers to compare with theirs.
 //!
-//! For each rank in turn: a control block, two slots, two windows. After them two sets of byte rings: one for the messages of
-//! [`super::Shm`], one for the mesh of a group on several hosts, which the same ranks belong to ([`super::spare_links`]).
+//! First the control blocks of all ranks: every rank reads those of all, and a page has several. Then for each rank in turn two slots and two
+//! windows. After them two sets of byte rings: one for the messages of [`super::Shm`], one for the mesh of a group on several hosts, which
+//! the same ranks belong to ([`super::spare_links`]).
 //!
 //! Which rank may access which range when is the protocol of [`super::protocol`]; this file computes offsets and words.
 
@@ -38,13 +39,14 @@ const fn window_len(ranks: usize) -> usize {
     buffer_len(if ranks <= 2 { 256 << 10 } else { 128 << 10 })
 }
 
-const fn rank_len(ranks: usize) -> usize {
-    CONTROL + 2 * SLOT + 2 * window_len(ranks)
+/// Bytes of the slots and windows of one rank.
+const fn buffers_len(ranks: usize) -> usize {
+    2 * SLOT + 2 * window_len(ranks)
 }
 
 /// Bytes of shared memory that one lane of `ranks` ranks on one host needs. The kernel allocates a page when it is first accessed.
 pub const fn segment_len(ranks: usize) -> usize {
-    ranks * rank_len(ranks) + 2 * rings_len(ranks)
+    ranks * (CONTROL + buffers_len(ranks)) + 2 * rings_len(ranks)
 }
 
 /// One of the buffers in which a rank passes data to its peers.
@@ -98,17 +100,17 @@ impl Segment {
 
     /// The arrival word of a rank: its count of arrivals, and flags.
     pub(super) fn arrived(&self, rank: usize) -> &AtomicU32 {
-        self.arena.word(rank * rank_len(self.ranks))
+        self.arena.word(rank * CONTROL)
     }
 
     /// The processor of a rank, as [`super::placement`] writes it; on the line of its arrivals.
     pub(super) fn processor(&self, rank: usize) -> &AtomicU32 {
-        self.arena.word(rank * rank_len(self.ranks) + 4)
+        self.arena.word(rank * CONTROL + 4)
     }
 
     /// A word of the fingerprint of a rank's operation with this parity.
     fn fingerprint(&self, rank: usize, parity: usize, word: usize) -> &AtomicU64 {
-        self.arena.long(rank * rank_len(self.ranks) + (1 + parity) * LINE + 8 * word)
+        self.arena.long(rank * CONTROL + (1 + parity) * LINE + 8 * word)
     }
 
     /// The digest of the fingerprint of a rank's operation with this parity.
@@ -123,16 +125,16 @@ impl Segment {
 
     /// One of the three words per parity that share a cache line with the arrival word.
     fn announced(&self, rank: usize, parity: usize, word: usize) -> &AtomicU64 {
-        self.arena.long(rank * rank_len(self.ranks) + 8 * (1 + 3 * parity + word))
+        self.arena.long(rank * CONTROL + 8 * (1 + 3 * parity + word))
     }
 
     fn place(&self, rank: usize, buffer: Buffer, range: Range<usize>) -> Range<usize> {
         let (begin, len) = match buffer {
-            Buffer::Slot(parity) => (CONTROL + parity * SLOT, SLOT),
-            Buffer::Window(parity) => (CONTROL + 2 * SLOT + parity * self.window(), self.window()),
+            Buffer::Slot(parity) => (parity * SLOT, SLOT),
+            Buffer::Window(parity) => (2 * SLOT + parity * self.window(), self.window()),
         };
         assert!(rank < self.ranks && range.start <= range.end && range.end <= len);
-        let begin = begin + rank * rank_len(self.ranks);
+        let begin = self.ranks * CONTROL + rank * buffers_len(self.ranks) + begin;
         begin + range.start..begin + range.end
     }
 
@@ -163,7 +165,7 @@ impl Segment {
 }
 
 fn own_rings(ranks: usize) -> usize {
-    (ranks * rank_len(ranks)).next_multiple_of(LINE)
+    (ranks * (CONTROL + buffers_len(ranks))).next_multiple_of(LINE)
 }
 
 /// The offset of the second set of rings.
@@ -338,9 +340,9 @@ mod tests {
     #[test]
     fn a_segment_stays_within_a_megabyte_and_some_per_rank_beside_its_rings() {
         for ranks in 1..=64 {
-            assert!(rank_len(ranks) <= (1 << 20) + (64 << 10));
+            assert!(CONTROL + buffers_len(ranks) <= (1 << 20) + (64 << 10));
             assert!(spare_rings(ranks) + rings_len(ranks) <= segment_len(ranks));
-            assert_eq!(rank_len(ranks) % LINE, 0);
+            assert_eq!((CONTROL % LINE, buffers_len(ranks) % LINE), (0, 0));
         }
     }
 

@@ -53,8 +53,7 @@ pub fn ring_links(
 ) -> (Vec<Option<Box<dyn Transport>>>, Doorbell) {
     assert!(index < ranks && offset.is_multiple_of(LINE) && offset + rings_len(ranks) <= arena.len());
     let capacity = capacity(ranks);
-    let bell =
-        |rank: usize| Doorbell::new(Arc::new(ArenaBell { arena: Arc::clone(arena), offset: offset + rank * BLOCK }));
+    let bell = |rank: usize| bell(arena, offset, rank);
     // The ring from `from` to `to` has number from * (ranks - 1) + (index of `to` among the other ranks).
     let ring = |from: usize, to: usize| {
         let number = from * (ranks - 1) + if to > from { to - 1 } else { to };
@@ -73,6 +72,17 @@ pub fn ring_links(
         })
     };
     ((0..ranks).map(link).collect(), bell(index))
+}
+
+/// Closes the ends of rank `index` of rings that it never made by [`ring_links`], as dropping its transports would.
+pub fn close_rings(arena: &Arc<Arena>, offset: usize, index: usize, ranks: usize) {
+    arena.word(offset + index * BLOCK + CLOSED).store(1, Ordering::Release);
+    (0..ranks).filter(|peer| *peer != index).for_each(|peer| bell(arena, offset, peer).ring());
+}
+
+/// The doorbell of a rank.
+fn bell(arena: &Arc<Arena>, offset: usize, rank: usize) -> Doorbell {
+    Doorbell::new(Arc::new(ArenaBell { arena: Arc::clone(arena), offset: offset + rank * BLOCK }))
 }
 
 /// The words of a doorbell in shared memory.
@@ -291,6 +301,18 @@ mod tests {
         assert_eq!(&buffer[..10], b"head body!");
         assert!(right.recv(&mut buffer).is_err());
         assert!(right.send(b"", b"x").is_err());
+    }
+
+    #[test]
+    fn a_rank_that_never_made_its_ends_closes_them_too_and_wakes_its_peer() {
+        let arena = Arc::new(Arena::create("bagua-test", rings_len(2)).unwrap());
+        let (mut links, bell) = ring_links(&arena, 0, 0, 2);
+        let mut link = links[1].take().unwrap();
+        assert_eq!(link.send(b"", b"unread").unwrap(), 6);
+        let seen = bell.rings();
+        close_rings(&arena, 0, 1, 2);
+        assert_ne!(bell.rings(), seen);
+        assert!(link.recv(&mut [0; 8]).is_err() && link.send(b"", b"x").is_err());
     }
 
     #[test]
