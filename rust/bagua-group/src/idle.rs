@@ -5,6 +5,13 @@
 //! connections. A peer closes between two operations of the lane, if no byte is in flight between the two ranks, or refuses; the rules
 //! are in [`StreamTable`](crate::transport::StreamTable). Nothing is asked of a peer while descriptors suffice, so that operations pay
 //! nothing for it. The next operation that needs the streams opens them again.
+//!
+//! The streams of a group's messages ([`MessageStreams`](super::MessageStreams)) stay open. Both ends of a lane's streams know by the order
+//! of operations what is in flight between the two; of messages only the sender knows, because a message may come before its receive is
+//! posted, and its order on the one stream from its sender decides which receive gets it. A stream that is closed and opened again would be
+//! two: the receiver would have to read the first to its end before the second, and the sender to keep back what is posted between its
+//! last frame and the receiver's end of the stream. That is a second order of arrival beside the queue of unexpected messages, for the two
+//! descriptors of a direction that carries nothing; a rank that is short of them has those of its lanes closed instead.
 
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
