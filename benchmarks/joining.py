@@ -3,18 +3,24 @@
     python benchmarks/joining.py
     python benchmarks/joining.py --ranks 256 1024 --hosts 8 --idle 60
     python benchmarks/joining.py --ranks 64 256 --kill 0           # or --kill 5 6, --freeze 9
+    python benchmarks/joining.py --ranks 64 256 --kill 9 --shrink --idle 1
 
 Each rank is a fork of this process, which has imported NumPy and bagua only. It joins, does nothing for `--idle`
 seconds but exchange heartbeats, and sums tensors of `--sizes` with the others. A healthy rank that another one lost is
 an error. `joined_s` is the time from the first fork to the last rank that has joined, `cpu_s` the processor time of all
-ranks until then. `descriptors` are those that joining has added to the rank that has most of them, and after a `+` what
-each size has added. With `--kill` or `--freeze` these ranks end or stop while all others wait for them in an
-all_reduce: `lost_s` is the time until the last one has raised PeerLostError; all must name one of these ranks.
+ranks until then, `root_cpu_s` that of rank 0, with which all register. `descriptors` are those that joining has added
+to the rank that has most of them, and after a `+` what each size has added. With `--kill` or `--freeze` these ranks end
+or stop while all others wait for them in an all_reduce: `lost_s` is the time until the last one has raised
+PeerLostError; all must name one of these ranks. With `--shrink` the others go on in a smaller group: `first_s` and
+`last_s` are the times from the loss until the first and the last of them has it, with a lane that has passed a barrier;
+`messages` and `kbytes` those that they sent to agree, in all, and `view_cpu_s` their processor time from the loss on. A
+rank that raises writes a flight record before, unless `BAGUA_TRACE_DIR` is empty.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import mmap
 import os
@@ -43,11 +49,14 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", type=parse_size, default=[1 << 10], help="bytes to sum, in turn")
     parser.add_argument("--kill", type=int, nargs="+", default=[], help="ranks that end by SIGKILL in the end")
     parser.add_argument("--freeze", type=int, nargs="+", default=[], help="ranks that stop by SIGSTOP in the end")
+    parser.add_argument("--shrink", action="store_true", help="the other ranks go on without those")
     args = parser.parse_args()
     if args.quick:
-        args.ranks, args.idle, args.kill = [4], 0.5, [1]
+        args.ranks, args.idle, args.kill, args.shrink = [4], 0.5, [1], True
     print(machine())
-    columns = ("ranks", "hosts", "joined_s", "cpu_s", "descriptors", "threads", "pss_mib", "reduce_s", "lost_s")
+    columns = ("ranks", "hosts", "joined_s", "cpu_s", "root_cpu_s", "descriptors", "threads", "pss_mib")
+    columns += ("reduce_s", "lost_s")
+    columns += ("first_s", "last_s", "messages", "kbytes", "view_cpu_s") if args.shrink else ()
     print("".join(f"{name:>14}" for name in columns))
     rows = []
     for ranks in args.ranks:
@@ -67,6 +76,8 @@ def measure(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
         port = free.getsockname()[1]
     # A byte for each rank: set when it waits for the ranks that are to be lost.
     waits = mmap.mmap(-1, ranks)
+    # A collection in a rank would copy the pages that it shares with this process; ranks of a job share none.
+    gc.freeze()
     begun, pipes, ids = time.monotonic(), list[int](), list[int]()
     for rank in range(ranks):
         reads, writes = os.pipe()
@@ -96,10 +107,15 @@ def measure(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     row = {key: max(each[key] for each in found) for key in ("threads", "pss_mib", "reduce_s")}
     row |= {"ranks": ranks, "hosts": args.hosts, "joined_s": max(each["joined"] for each in found) - begun}
     row |= {"cpu_s": sum(each["cpu_s"] for each in found)}
+    row |= {"root_cpu_s": found[0]["cpu_s"] if good[0] == 0 else None}
     row["descriptors"] = max((each["descriptors"] for each in found), key=lambda counts: counts[-1] - counts[0])
     first, *later = [after - before for before, after in zip(row["descriptors"], row["descriptors"][1:], strict=False)]
     row["descriptors"] = "+".join(map(str, [first, *later]))
     row["lost_s"] = None if lost_at is None else max(each["raised"] for each in found) - lost_at
+    if lost_at is not None and args.shrink:
+        opened = [each["opened"] - lost_at for each in found]
+        row |= {"first_s": min(opened), "last_s": max(opened)}
+        row |= {key: sum(each[key] for each in found) for key in ("messages", "kbytes", "view_cpu_s")}
     if lost_at is not None and (wrong := {each["named"] for each in found} - victims):
         raise RuntimeError(f"ranks {sorted(wrong)} were named as lost, and {sorted(victims)} are")
     return row
@@ -128,8 +144,7 @@ def run(rank: int, ranks: int, args: argparse.Namespace, port: int, waits: mmap.
             counts = [len(os.listdir("/proc/self/fd"))]
             bagua.init(rank=rank, world_size=ranks, init_method=f"tcp://127.0.0.1:{port}")
             row: dict[str, Any] = {"joined": time.monotonic()}
-            times = resource.getrusage(resource.RUSAGE_SELF)
-            row["cpu_s"] = times.ru_utime + times.ru_stime
+            row["cpu_s"] = processor_time()
             time.sleep(args.idle)
             counts.append(len(os.listdir("/proc/self/fd")))
             for size in args.sizes:
@@ -157,12 +172,29 @@ def wait_for_a_loss(rank: int, args: argparse.Namespace, waits: mmap.mmap) -> di
     if rank in args.kill or rank in args.freeze:
         while True:
             time.sleep(60)
+    group, begun = bagua.group.default(required=True), processor_time()
     waits[rank] = 1
     try:
         bagua.all_reduce(np.ones(256, np.float32), op="sum")
     except bagua.PeerLostError as error:
-        return {"raised": time.monotonic(), "named": error.rank}
-    raise AssertionError("an all_reduce without all ranks has returned")
+        row: dict[str, Any] = {"raised": time.monotonic(), "named": error.rank}
+    else:
+        raise AssertionError("an all_reduce without all ranks has returned")
+    if args.shrink:
+        view = group.shrink(quorum="any")
+        row |= {"opened": time.monotonic(), "view_cpu_s": processor_time() - begun}
+        lost = set(range(group.size)) - set(view.former_ranks or [])
+        if lost != {*args.kill, *args.freeze}:
+            raise AssertionError(f"the view is without {sorted(lost)}")
+        agreement = view.stats()["agreement"]
+        row |= {"messages": agreement["messages"], "kbytes": agreement["bytes"] / 1e3}
+    return row
+
+
+def processor_time() -> float:
+    """Seconds of all threads of this process."""
+    times = resource.getrusage(resource.RUSAGE_SELF)
+    return times.ru_utime + times.ru_stime
 
 
 def proportional_size() -> float:

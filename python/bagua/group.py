@@ -289,7 +289,8 @@ def stats() -> dict[str, Any]:
 
     `stats()["groups"][name]["connections"]` has the numbers of open connections: "control", which all groups of a rank
     share, and "data", those of the group's lanes and messages, of which so many were "opened" and "closed". "join_s" is
-    the time in seconds from when this rank listened until all ranks were connected.
+    the time in seconds from when this rank listened until all ranks were connected. "agreement" has the "messages" and
+    "bytes" that this rank sent to agree on the group, where another one was shrunk to it.
 
     `stats()["elastic"]` is that of an elastic job, None in other jobs: "view", "ranks", "door" ("host:port") and
     "connections_refused".

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::config::Config;
 use super::tls::Tls;
-use super::wire::{Encoding, Malformed, Reader, VERSION, rank, socket, text};
+use super::wire::{Encoding, Malformed, Reader, VERSION, bytes, rank, socket, text};
 use crate::collective::Algorithm;
 use crate::error::{self, Error};
 pub(super) use crate::platform::{host_id, host_name, pid_namespace};
@@ -58,6 +58,7 @@ pub(super) struct Address {
     #[serde(with = "socket")]
     pub(super) tcp: Option<SocketAddr>,
     /// Abstract name of the Unix listener; empty without one.
+    #[serde(with = "bytes")]
     pub(super) unix: Vec<u8>,
     /// Identity of the host: equal on ranks that may share memory.
     #[serde(with = "text")]

@@ -116,7 +116,8 @@ impl Reader<'_> {
 /// A number may be read from more bytes than it needs, so two bodies may be the same message. Nothing compares or authenticates bodies as
 /// bytes, so this does no harm.
 ///
-/// An element of a list may be 1 byte of a body and 24 of memory: each list of anything but bytes is an [`AtMost`], [`Ranks`] or [`Texts`].
+/// An element of a list may be 1 byte of a body and 24 of memory: each list of anything but bytes is an [`AtMost`], [`Ranks`],
+/// [`BytesOf`] or [`Texts`].
 pub(super) trait Encoding: Serialize + DeserializeOwned {
     /// Checks the limits of a decoded message.
     fn check(&self) -> Result<(), Malformed> {
@@ -260,6 +261,38 @@ impl<const N: usize> Texts<N> {
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<String>, D::Error> {
         Ok(AtMost::<N>::deserialize::<Text, D>(from)?.into_iter().map(|text| text.0).collect())
+    }
+}
+
+/// Bytes in one piece, as `#[serde(with = "bytes")]`. serde would write and read a `Vec<u8>` byte by byte, to the same encoding.
+pub(super) mod bytes {
+    use super::*;
+
+    pub(in super::super) fn serialize<S: Serializer>(bytes: &[u8], to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_bytes(bytes)
+    }
+
+    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<u8>, D::Error> {
+        <&[u8]>::deserialize(from).map(<[u8]>::to_vec)
+    }
+}
+
+/// A list of lists of bytes; see [`AtMost`] and [`bytes`].
+pub(super) struct BytesOf<const N: usize>;
+
+#[derive(Serialize)]
+struct Borrowed<'a>(#[serde(with = "bytes")] &'a [u8]);
+
+#[derive(Deserialize)]
+struct Owned(#[serde(with = "bytes")] Vec<u8>);
+
+impl<const N: usize> BytesOf<N> {
+    pub(super) fn serialize<S: Serializer>(list: &[Vec<u8>], to: S) -> Result<S::Ok, S::Error> {
+        to.collect_seq(list.iter().map(|bytes| Borrowed(bytes)))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Vec<u8>>, D::Error> {
+        Ok(AtMost::<N>::deserialize::<Owned, D>(from)?.into_iter().map(|bytes| bytes.0).collect())
     }
 }
 

@@ -111,6 +111,10 @@ pub struct Stats {
     pub data_opened: AtomicU64,
     /// Those of them that were closed.
     pub data_closed: AtomicU64,
+    /// Messages that this rank sent to agree on this group, as a view of another; 0 for one that was joined.
+    pub agreement_messages: AtomicU64,
+    /// Bytes of these messages.
+    pub agreement_bytes: AtomicU64,
 }
 
 impl Stats {

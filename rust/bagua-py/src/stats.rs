@@ -28,10 +28,13 @@ pub fn of<'py>(py: Python<'py>, group: &Group) -> PyResult<Bound<'py, PyDict>> {
     let (opened, closed) = (group.stats().data_opened.load(Relaxed), group.stats().data_closed.load(Relaxed));
     let (control, data) = (group.control_connections() as u64, opened.saturating_sub(closed));
     let connections = [("control", control), ("data", data), ("opened", opened), ("closed", closed)];
+    let agreement = [("messages", &group.stats().agreement_messages), ("bytes", &group.stats().agreement_bytes)];
+    let agreement = agreement.map(|(name, count)| (name, count.load(Relaxed)));
     let stats = PyDict::new(py);
     stats.set_item("rank", group.rank())?;
     stats.set_item("size", group.size())?;
     stats.set_item("connections", connections.into_py_dict(py)?)?;
+    stats.set_item("agreement", agreement.into_py_dict(py)?)?;
     stats.set_item("connections_refused", group.stats().connections_refused.load(Relaxed))?;
     stats.set_item("join_s", group.joined_in().as_secs_f64())?;
     stats.set_item("peers_seen", group.peers_seen())?;

@@ -145,6 +145,7 @@ impl Plane {
         for health in self.healths_except(None) {
             health.fail_from_peer(Error::Aborted(reason.to_owned()));
         }
+        self.views.notify();
     }
 
     pub(super) fn lost(&self, rank: usize, by: usize, reason: &str, source: &Source) {

@@ -226,7 +226,9 @@ impl Plane {
     /// before and did not; no peer was silent then.
     pub(super) fn beat(self: &Arc<Plane>, now: Instant, late: Duration, heartbeat: &[u8]) {
         let timeout = self.config.heartbeat_timeout;
-        let (has_failed, is_over) = (self.has_world_failed(), self.is_over());
+        let (has_failed, is_over, has_left) = (self.has_world_failed(), self.is_over(), self.has_left());
+        // In a large world each rank has enough others that watch it, also while a view is agreed on.
+        let all_are_watched = has_failed && self.config.world_size <= self.config.full_mesh;
         let own = self.config.rank;
         // The next ranks first.
         let (lower, higher): (Vec<_>, Vec<_>) = self.all_peers().into_iter().partition(|(rank, _)| *rank < own);
@@ -243,9 +245,12 @@ impl Plane {
                 Some(process) => {
                     on_host += 1;
                     // Of a group that is over only the loss of those is still found that had stopped before.
-                    let is_watched =
-                        if is_over { peer.stopped.load(Ordering::Relaxed) } else { has_failed || on_host <= WATCHED };
-                    let stopped = is_watched && is_stopped(process);
+                    let is_watched = if is_over {
+                        peer.stopped.load(Ordering::Relaxed)
+                    } else {
+                        all_are_watched || on_host <= WATCHED
+                    };
+                    let stopped = is_watched && !has_left && is_stopped(process);
                     peer.stopped.store(stopped, Ordering::Relaxed);
                     if !stopped {
                         peer.note_arrival(now);

@@ -50,6 +50,9 @@ const RAISING: u32 = 8;
 /// What a rank needs of a processor to open a view, divided by two: leaving costs as much, and would delay the views of the others.
 const OPENING: Duration = Duration::from_micros(500);
 
+/// The longest that a rank with a view waits for those of the others because its own took long.
+const LONGEST_OPENING: Duration = Duration::from_secs(5);
+
 /// How long a leaving rank waits for its last bytes to be acknowledged while none is.
 const STALLED: Duration = Duration::from_secs(1);
 
@@ -281,9 +284,10 @@ impl Plane {
         }
     }
 
-    /// How long this rank, which has a view, waits before it leaves the group: the others of its host get theirs first.
-    pub(in super::super) fn others_open(&self) -> Duration {
-        OPENING * self.ranks_of_host() as u32
+    /// How long this rank, which has a view, waits before it leaves the group: the others of its host get theirs first. `took`: how long
+    /// this rank has built it; where many ranks share a processor the last one has it so long after the first.
+    pub(in super::super) fn others_open(&self, took: Duration) -> Duration {
+        (OPENING * self.ranks_of_host() as u32).max(took.min(LONGEST_OPENING))
     }
 
     /// The number of ranks on this rank's host; 0 before the world is known.

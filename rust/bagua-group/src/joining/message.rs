@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use serde::{Deserialize, Serialize};
 
 use super::super::address::LIMIT;
-use super::super::wire::{AtMost, Encoding, Malformed, Ranks, Texts, check_view, rank, socket, text};
+use super::super::wire::{BytesOf, Encoding, Malformed, Ranks, Texts, bytes, check_view, rank, socket, text};
 
 /// The most models that an answer names, and the most ranks of a membership.
 pub(in super::super) const COUNT_LIMIT: usize = 4096;
@@ -69,9 +69,9 @@ pub enum JoinMessage {
         ranks: Vec<usize>,
     },
     /// To the server: the address in that group; empty where binding failed.
-    Address(Vec<u8>),
+    Address(#[serde(with = "bytes")] Vec<u8>),
     /// From the server: the addresses of all its ranks.
-    Addresses(#[serde(with = "AtMost::<COUNT_LIMIT>")] Vec<Vec<u8>>),
+    Addresses(#[serde(with = "BytesOf::<COUNT_LIMIT>")] Vec<Vec<u8>>),
     /// From the server: every rank has opened the group.
     Joined,
 }

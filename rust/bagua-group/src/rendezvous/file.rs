@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::super::handshake::random;
 use super::super::store::{FileStore, Store};
-use super::super::wire::{AtMost, Encoding, Malformed, VERSION, WORLD_LIMIT, rank};
+use super::super::wire::{BytesOf, Encoding, Malformed, VERSION, WORLD_LIMIT, rank};
 use super::common::{check_arguments, timed_out};
 use crate::error::{Error, Result};
 use crate::wait::Deadline;
@@ -51,7 +51,7 @@ pub(in super::super) struct Content {
     #[serde(with = "rank")]
     pub(in super::super) world_size: usize,
     /// The writer's address, or all addresses.
-    #[serde(with = "AtMost::<WORLD_LIMIT>")]
+    #[serde(with = "BytesOf::<WORLD_LIMIT>")]
     pub(in super::super) addresses: Vec<Vec<u8>>,
 }
 

@@ -18,7 +18,7 @@ use super::super::handshake::{self, Hello, Purpose, ReceivedHello, Refusal};
 use super::super::listen::{Listener, listen};
 use super::super::serve::{Accepted, Service, serve as serve_until};
 use super::super::tls::{Access, Ends, Refused};
-use super::super::wire::{Encoding, FRAME_LIMIT, read_frame, socket};
+use super::super::wire::{Encoding, FRAME_LIMIT, bytes, read_frame, socket};
 use super::common::{Limits, check_arguments, finish_sending, runtime};
 use super::tree::{self, Answer, EXTRA_CONNECTIONS, Event, LINGER, MissingRanks, Proofs};
 use crate::error::{Error, Result, Source};
@@ -87,6 +87,7 @@ impl RendezvousServer {
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(in super::super) struct Registration {
     /// The address to exchange.
+    #[serde(with = "bytes")]
     pub(in super::super) address: Vec<u8>,
     /// Where its children can fetch the list; without it, they get the list from the server.
     #[serde(with = "socket")]

@@ -22,7 +22,7 @@ use super::super::handshake::{self, Failed, Hello, Key, Purpose, ReceivedHello, 
 use super::super::listen::{Listener, listen};
 use super::super::serve::{Accepted, Service, serve};
 use super::super::tls::{Access, Ends};
-use super::super::wire::{AtMost, Encoding, RANKS_LIMIT, Ranks, WORLD_LIMIT, cause, rank, read_frame, socket};
+use super::super::wire::{BytesOf, Encoding, RANKS_LIMIT, Ranks, WORLD_LIMIT, cause, rank, read_frame, socket};
 use super::common::timed_out;
 use crate::error::Error;
 
@@ -80,7 +80,7 @@ impl MissingRanks {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(in super::super) enum Answer {
     /// All addresses, by rank.
-    Complete(#[serde(with = "AtMost::<WORLD_LIMIT>")] Vec<Vec<u8>>),
+    Complete(#[serde(with = "BytesOf::<WORLD_LIMIT>")] Vec<Vec<u8>>),
     /// The deadline passed before these ranks registered.
     Missing(MissingRanks),
     /// All ranks have registered; the rank's parent at this address has the list or will have it.

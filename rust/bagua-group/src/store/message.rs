@@ -2,14 +2,14 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::super::wire::{Encoding, text};
+use super::super::wire::{Encoding, bytes, text};
 
 /// What a client asks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(in super::super) enum Request {
     Get(#[serde(with = "text")] String),
-    Set(#[serde(with = "text")] String, Vec<u8>),
-    SetNew(#[serde(with = "text")] String, Vec<u8>),
+    Set(#[serde(with = "text")] String, #[serde(with = "bytes")] Vec<u8>),
+    SetNew(#[serde(with = "text")] String, #[serde(with = "bytes")] Vec<u8>),
     Add(#[serde(with = "text")] String, i64),
 }
 
@@ -29,7 +29,7 @@ pub(in super::super) enum Reply {
     /// The key has no value.
     Nothing,
     /// The value that the key has now.
-    Value(Vec<u8>),
+    Value(#[serde(with = "bytes")] Vec<u8>),
     /// The store is full.
     Full,
     /// The value is no number, or the sum is out of range.

@@ -2,7 +2,7 @@
 //!
 //! Connecting, and a barrier, exchange packets of less than 200 bytes, and a barrier by hosts not even between every two members. A line
 //! that loses full packets lets them pass, and the first verb of the new view would fail. In a large view most pairs never exchange
-//! anything: there an all_reduce carries data between those that do.
+//! anything: there an all_reduce carries data between those that do. In memory that all members share there are no packets.
 
 use super::super::control::FULL;
 use super::super::lane::{Lane, Options};
@@ -19,12 +19,18 @@ const ALL: usize = 4 << 20;
 /// Numbers of 8 bytes in the all_reduce of a large view: several full packets to each peer, and few enough that they are not divided.
 const NUMBERS: usize = 2048;
 
-/// Sends data from every member to every other, in large views to some others, and checks it. Collective.
+/// The collective of members that all share memory.
+const SHARED: &str = "shm";
+
+/// Sends data from every member to every other, in large views to some others, and checks it, unless all share memory. Collective.
 ///
 /// # Errors
 /// Those of the group; `System` when other bytes have come.
 pub fn carry_data(lane: &mut Lane) -> Result<()> {
     let (own, size) = (lane.rank(), lane.size());
+    if lane.collective() == SHARED {
+        return Ok(());
+    }
     if size > FULL {
         return add_data(lane);
     }

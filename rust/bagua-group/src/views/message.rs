@@ -2,13 +2,16 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::super::wire::{AtMost, Encoding, Malformed, Ranks, check_view, rank, text};
+use super::super::wire::{AtMost, BytesOf, Encoding, FRAME_LIMIT, Malformed, Ranks, bytes, check_view, rank, text};
 
 /// The longest address in a message.
 const ADDRESS_LIMIT: usize = 16 * 1024;
 
-/// The bytes of addresses after which a list of them ends.
-const BATCH: usize = 16 * 1024;
+/// Bytes of a frame with a list of addresses beside these and its receivers.
+const OVERHEAD: usize = 64;
+
+/// The most bytes of a rank, or of the length of an address, in a frame.
+const EACH: usize = 3;
 
 /// The most ranks in a message, and of a group that can be shrunk: the messages fit into a frame of the control plane.
 pub(in super::super) const RANKS_LIMIT: usize = 12 * 1024;
@@ -63,6 +66,7 @@ pub(in super::super) enum ViewMessage {
         /// Number of the view.
         view: u64,
         /// From [`Bootstrap::address`](super::super::Bootstrap::address).
+        #[serde(with = "bytes")]
         address: Vec<u8>,
     },
     /// Of the leader: addresses of members of a view, one after the other.
@@ -73,7 +77,7 @@ pub(in super::super) enum ViewMessage {
         #[serde(with = "rank")]
         first: usize,
         /// The addresses.
-        #[serde(with = "AtMost::<RANKS_LIMIT>")]
+        #[serde(with = "BytesOf::<RANKS_LIMIT>")]
         addresses: Vec<Vec<u8>>,
     },
     /// The sender refuses a view, for all.
@@ -121,13 +125,15 @@ impl Encoding for ViewMessage {
     }
 }
 
-/// Divides the addresses of a view into lists that fit into a frame, with the number of the first of each.
+/// Divides the addresses of a view into lists that fit into a frame together with their receivers, with the number of the first of each.
 pub(super) fn batches(addresses: &[Vec<u8>]) -> impl Iterator<Item = (usize, Vec<Vec<u8>>)> {
     let mut first = 0;
+    // The last one of a list may be the longest.
+    let longest = (FRAME_LIMIT - OVERHEAD - ADDRESS_LIMIT).saturating_sub(EACH * (1 + addresses.len()));
     std::iter::from_fn(move || {
         let (begin, mut bytes) = (first, 0);
-        while first < addresses.len() && bytes < BATCH {
-            bytes += addresses[first].len();
+        while first < addresses.len() && (first == begin || bytes < longest) {
+            bytes += addresses[first].len() + EACH;
             first += 1;
         }
         (begin < first).then(|| (begin, addresses[begin..first].to_vec()))

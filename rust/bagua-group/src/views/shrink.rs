@@ -17,7 +17,7 @@ use super::agreement::{Agreement, Gone, Quorum};
 use super::message::RANKS_LIMIT;
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
-use crate::wait::{Deadline, SLICE, lock, wait_on_for};
+use crate::wait::{Deadline, SLICE, lock, slice_among, wait_on_for};
 
 /// The time after which a rank says again what may have been lost with a rank that passed it on.
 const REMINDER: Duration = Duration::from_secs(1);
@@ -83,7 +83,7 @@ impl Group {
         let _call = Call::begin(plane)?;
         let deadline = Deadline::after(timeout.unwrap_or(plane.config.timeout));
         let agreement = lock_agreement(plane);
-        let view = std::thread::scope(|scope| {
+        let (view, took) = std::thread::scope(|scope| {
             let build = |bootstrap: Bootstrap, addresses: Vec<Vec<u8>>, cancel: Arc<Cancel>| {
                 let (sender, receiver) = mpsc::channel();
                 let (open, barrier) = (&open, &barrier);
@@ -106,13 +106,15 @@ impl Group {
                 losses: collecting(plane.config.world_size),
                 says_at: None,
                 sent: (0, 0),
+                bound_at: None,
                 build,
             };
             let outcome = driver.run(quorum);
+            let took = driver.bound_at.map(|at| at.elapsed()).unwrap_or_default();
             plane.views.lock().agreement = Some(driver.agreement);
-            outcome
+            outcome.map(|view| (view, took))
         })?;
-        self.leave_for(&view.group);
+        self.leave_for(&view.group, took);
         Ok(view)
     }
 }
@@ -239,6 +241,8 @@ struct Driver<'a, T, B> {
     says_at: Option<Instant>,
     /// Messages to the others, and their bytes.
     sent: (u64, u64),
+    /// When it bound for the last proposal.
+    bound_at: Option<Instant>,
     /// Starts the thread of a build.
     build: B,
 }
@@ -255,6 +259,8 @@ where
         let mut last_error = None;
         let mut passed: Option<Instant> = None;
         let mut reminded = Instant::now();
+        // What it waits for wakes it.
+        let slice = slice_among(self.plane.config.world_size);
         loop {
             if self.plane.has_left() {
                 let left = Error::Aborted("this rank left the group".to_owned());
@@ -286,10 +292,10 @@ where
             }
             let state = self.plane.views.lock();
             if state.changes == seen {
-                let slice = if self.deadline.passed() { SLICE } else { SLICE.min(self.deadline.left()) };
+                let longest = if self.deadline.passed() { SLICE } else { slice.min(self.deadline.left()) };
                 let until = self.says_at.map(|at| at.saturating_duration_since(Instant::now()));
-                let slice = until.map_or(slice, |until| until.min(slice));
-                drop(wait_on_for(self.plane.views.changed(), state, slice));
+                let longest = until.map_or(longest, |until| until.min(longest));
+                drop(wait_on_for(self.plane.views.changed(), state, longest));
             }
         }
     }
@@ -355,6 +361,7 @@ where
                 self.plane.publish(Notice::View { from: self.plane.config.rank, message });
             }
             Action::Bind(members) => {
+                self.bound_at = Some(Instant::now());
                 let bound = self.bind(&members).map(|bootstrap| {
                     let address = bootstrap.address().to_vec();
                     self.bootstrap = Some(bootstrap);
@@ -429,6 +436,8 @@ where
                     self.built.take().ok_or_else(|| Error::other("a view is open, but its group is not there"))?;
                 let lost = (0..self.plane.config.world_size).filter(|rank| !ranks.contains(rank)).collect();
                 let (messages, bytes) = self.sent;
+                group.stats().agreement_messages.store(messages, Ordering::Relaxed);
+                group.stats().agreement_bytes.store(bytes, Ordering::Relaxed);
                 Ok(View { group, opened, ranks, lost, messages, bytes })
             }
             Outcome::Excluded(by) => {
@@ -461,7 +470,7 @@ where
 mod tests {
     use super::super::super::control::{Message, Routed};
     use super::super::super::wire::FRAME_LIMIT;
-    use super::super::message::{GoneRank, ViewMessage};
+    use super::super::message::{GoneRank, ViewMessage, batches};
     use super::*;
 
     #[test]
@@ -473,16 +482,22 @@ mod tests {
         let (view, longest) = (super::super::super::wire::VIEWS_LIMIT, super::super::super::address::LIMIT);
         let routed = |body| Message::Routed(Routed { from: RANKS_LIMIT, to: all(), body: Body::View(body) });
         let notice = |message| Message::Notice(Notice::View { from: RANKS_LIMIT, message });
-        let (first, addresses) = (RANKS_LIMIT, vec![vec![0xff; 16 * 1024 - 1], vec![0xff; longest]]);
-        for message in [
+        let lists = [(RANKS_LIMIT, 1), (RANKS_LIMIT, longest), (2, longest)].map(|(ranks, each)| {
+            let (first, addresses) =
+                batches(&vec![vec![0xff; each]; ranks]).max_by_key(|(_, list)| list.len()).unwrap();
+            let to = (0..ranks).collect();
+            let body = Body::View(ViewMessage::Addresses { view, first, addresses });
+            Message::Routed(Routed { from: RANKS_LIMIT, to, body })
+        });
+        let others = [
             routed(ViewMessage::Ready { view, any: true, gone }),
             routed(ViewMessage::Withdrawn { missing: all() }),
             routed(ViewMessage::Propose { view, members: all() }),
             routed(ViewMessage::Address { view, address: vec![0xff; longest] }),
-            routed(ViewMessage::Addresses { view, first, addresses }),
             notice(ViewMessage::Opened { view, members: all() }),
             notice(ViewMessage::Refused { view, text: "é".repeat(FRAME_LIMIT) }),
-        ] {
+        ];
+        for message in lists.into_iter().chain(others) {
             let body = message.encode();
             assert!(body.len() <= FRAME_LIMIT, "{} bytes", body.len());
             assert!(Message::parse(&body).is_ok());

@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, OsStr, OsString, c_char, c_int, c_void};
 use std::fs;
-use std::io;
+use std::io::{self, Read};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
@@ -126,8 +126,12 @@ pub fn pid_namespace() -> u64 {
 }
 
 pub fn is_stopped(process: u32) -> bool {
-    let Ok(stat) = fs::read(format!("/proc/{process}/stat")) else { return false };
+    // One call: the state comes before all numbers but one. A rank looks at several processes in each second.
+    let mut stat = [0; 128];
+    let read = fs::File::open(format!("/proc/{process}/stat")).and_then(|mut file| file.read(&mut stat));
+    let Ok(read) = read else { return false };
     // The state follows the name, which may contain anything.
+    let stat = &stat[..read];
     let state = stat.iter().rposition(|byte| *byte == b')').and_then(|at| stat.get(at + 2));
     matches!(state, Some(b'T' | b't'))
 }
