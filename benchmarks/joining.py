@@ -54,7 +54,16 @@ def main() -> None:
     if args.quick:
         args.ranks, args.idle, args.kill, args.shrink = [4], 0.5, [1], True
     print(machine())
-    columns = ("ranks", "hosts", "joined_s", "cpu_s", "root_cpu_s", "descriptors", "threads", "pss_mib")
+    columns: tuple[str, ...] = (
+        "ranks",
+        "hosts",
+        "joined_s",
+        "cpu_s",
+        "root_cpu_s",
+        "descriptors",
+        "threads",
+        "pss_mib",
+    )
     columns += ("reduce_s", "lost_s")
     columns += ("first_s", "last_s", "messages", "kbytes", "view_cpu_s") if args.shrink else ()
     print("".join(f"{name:>14}" for name in columns))
