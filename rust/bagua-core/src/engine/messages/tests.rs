@@ -404,7 +404,7 @@ fn threads_that_wait_at_the_same_time_and_callbacks_all_get_their_messages() {
                     for round in 0..ROUNDS {
                         let (len, seed) = (if round % 7 == 0 { 50_000 } else { 100 }, thread * ROUNDS + round);
                         let (peer, tag) = (1 - me, thread as u32);
-                        // One receive that nobody waits for, and one that this thread waits for, by turns first and last.
+                        // One receive that no thread waits for, and one that this thread waits for, by turns first and last.
                         let (unwatched, _) = rank.recv(Some(peer), 100 + tag, 4);
                         let called = Arc::clone(&called);
                         let count = move |result: &Result<()>| {
@@ -451,5 +451,5 @@ fn a_waiter_that_ends_leaves_the_progress_to_whoever_is_left() {
     while !last.is_completed() && Instant::now() < until {
         std::thread::yield_now();
     }
-    assert!(last.is_completed(), "nobody waits for it");
+    assert!(last.is_completed(), "no thread waits for it");
 }

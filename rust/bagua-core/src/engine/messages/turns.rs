@@ -2,7 +2,7 @@
 //!
 //! As in MPI, a thread that waits for a message moves the bytes itself. A message then costs one wake-up instead of two, and none where it
 //! comes while the caller spins. The thread of messages rests meanwhile and for [`REST`] afterwards; then it goes on with the messages that
-//! nobody waits for. Where several threads wait, one makes progress, and wakes the thread of messages when it has what it waited for.
+//! no thread waits for. Where several threads wait, one makes progress, and wakes the thread of messages when it has what it waited for.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Condvar, Mutex};
