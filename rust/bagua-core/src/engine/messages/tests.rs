@@ -453,3 +453,20 @@ fn a_waiter_that_ends_leaves_the_progress_to_whoever_is_left() {
     }
     assert!(last.is_completed(), "no thread waits for it");
 }
+
+#[test]
+fn waits_without_any_time_make_progress() {
+    let ranks = world(2);
+    for (round, len) in [100, posted::EAGER + 1, 3 << 20].into_iter().enumerate() {
+        let send = ranks[0].send(1, 0, pattern(len, round));
+        let (posted, memory) = ranks[1].recv(Some(0), 0, len);
+        let until = Instant::now() + LONG;
+        for handle in [&posted.handle, &send] {
+            while handle.wait_for(Duration::ZERO) == Waited::Pending && Instant::now() < until {
+                std::thread::yield_now();
+            }
+            assert!(handle.is_completed());
+        }
+        assert_eq!(memory.bytes(), pattern(len, round));
+    }
+}

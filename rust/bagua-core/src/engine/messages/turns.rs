@@ -151,18 +151,19 @@ impl<T> Turns<T> {
         let mut turn = lock(&self.turn);
         let mut idle = Instant::now();
         while !done() {
-            let left = limit.saturating_sub(start.elapsed());
-            if left.is_zero() {
-                break;
-            }
             let spins = idle.elapsed() < SPIN;
             if !spins {
                 self.waker.clear();
             }
+            let left = limit.saturating_sub(start.elapsed());
             match round(&mut turn, if spins { Duration::ZERO } else { left }) {
                 Round::Moved => idle = Instant::now(),
                 Round::Idle => {}
                 Round::Over => return true,
+            }
+            // Last, so that calls without any time to wait make progress too: the thread rests while they come.
+            if start.elapsed() >= limit {
+                break;
             }
         }
         false
