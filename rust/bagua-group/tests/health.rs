@@ -372,7 +372,8 @@ fn a_group_can_be_built_again_after_a_failure() {
 
 #[test]
 fn missing_ranks_are_named_with_their_addresses() {
-    let short = |rank| Config { connect_timeout: Duration::from_millis(3000), ..config(rank, 3) };
+    // Less than the 2 s after which a rank that refuses connections is lost.
+    let short = |rank| Config { connect_timeout: Duration::from_millis(1500), ..config(rank, 3) };
     let mut bootstraps: Vec<Bootstrap> = (0..3).map(|rank| Bootstrap::bind(short(rank)).unwrap()).collect();
     let addresses: Vec<Vec<u8>> = bootstraps.iter().map(|bootstrap| bootstrap.address().to_vec()).collect();
     drop(bootstraps.remove(1));
@@ -388,7 +389,7 @@ fn missing_ranks_are_named_with_their_addresses() {
 #[test]
 fn a_rank_with_another_secret_is_refused_with_the_reason() {
     let results = try_world(2, |config| {
-        config.connect_timeout = Duration::from_millis(3000);
+        config.connect_timeout = Duration::from_millis(1500);
         if config.rank == 1 {
             config.secret = b"Secret".to_vec();
         }
