@@ -32,7 +32,7 @@ from typing import Any
 
 import pytest
 
-from tests import forks
+from tests import forks, gloo
 from tests.waits import FOLDER
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -329,6 +329,7 @@ def rank_main(call: str, rank: int) -> None:
     for part in qualname.split("."):
         function = getattr(function, part)
     _end_torch_without_deadlock()
+    gloo.end_in_order()
     result = function(rank, *pickle.loads(args))
     whole = Path(call).with_name(f"result{rank}.part")
     whole.write_bytes(pickle.dumps(result))

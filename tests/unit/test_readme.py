@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import gloo
 from tools.blocks import python_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +37,8 @@ def weights(script: str, folder: Path) -> list[list[float]]:
     saved = 'torch.save(weights, f"weights{dist.get_rank()}.pt")'
     assert script.count("dist.destroy_process_group()") == 1
     path.write_text(script.replace("dist.destroy_process_group()", saved + "\ndist.destroy_process_group()"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    program = gloo.arguments(path) if '"gloo"' in script else [str(path)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     shown = subprocess.run(
         command, capture_output=True, text=True, timeout=150, env=environment, check=False, cwd=folder
