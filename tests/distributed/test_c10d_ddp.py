@@ -1,4 +1,5 @@
-"""torch's FSDP2 and compiled programs on the backend "bagua": bit for bit as on gloo, with two ranks.
+"""torch's FSDP2, pipelines, tensor parallelism and compiled programs on the backend "bagua": bit for bit as on gloo,
+with two ranks.
 
 Its DistributedDataParallel is a column of test_front_ends.py.
 """
@@ -13,10 +14,12 @@ from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.c10d_ranks import Pair, cases_in, each_case, run_cases
-from tests.distributed.left_out import needs_backend_class
+from tests.distributed.left_out import needs_backend_class, needs_torch
 
 try:
     from torch.distributed.fsdp import fully_shard
@@ -78,6 +81,42 @@ def sharded_checkpoint(pair: Pair) -> None:
     dist.barrier(pair.ours)
     if pair.rank == 0:
         shutil.rmtree(folder[0])
+
+
+@needs_torch((2, 6), "a stage of its pipelines does not find out the shapes, and gloo's hangs where it is given them")
+def pipelined(pair: Pair) -> None:
+    def trained(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        parts = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(pair.size)]
+        x, target = torch.randn(8, 8), torch.randn(8, 8)
+        stage = PipelineStage(parts[pair.rank], pair.rank, pair.size, torch.device("cpu"), group=group)
+        first, last = pair.rank == 0, pair.rank == pair.size - 1
+        losses: list[torch.Tensor] = []
+        for schedule in (ScheduleGPipe, Schedule1F1B):
+            kept = {"target": target, "losses": losses} if last else {}
+            schedule(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss).step(*([x] if first else []), **kept)
+        if last:
+            whole = nn.functional.mse_loss(nn.Sequential(*parts)(x), target)
+            assert torch.allclose(torch.stack(losses[:4]).mean(), whole)
+        return [*losses, *(parameter.grad for parameter in parts[pair.rank].parameters())]
+
+    pair.both(trained)
+
+
+def tensor_parallel(pair: Pair) -> None:
+    def trained(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        parallelize_module(model, DeviceMesh.from_group(group, "cpu"), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(STEPS):
+            model(torch.full((3, 8), 1.0 + step)).square().sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+    pair.both(trained)
 
 
 def compiled(pair: Pair) -> None:
