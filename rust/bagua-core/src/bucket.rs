@@ -149,10 +149,24 @@ impl Bucket {
         self.ops.iter().find_map(|op| op.choice())
     }
 
-    /// Gives a tensor other memory, of the same count and dtype.
-    pub fn replace(&mut self, tensor: usize, region: Region) -> Result<()> {
-        self.check_idle()?;
-        let described = &self.tensors[tensor];
+    /// The values of a tensor are final. `region` replaces its memory (same count, dtype and place) when it moved. On a device the bucket is
+    /// communicated behind the work that `stream` has now, see [`Device::mark`](crate::memory::Device::mark).
+    ///
+    /// # Errors
+    /// `InvalidArgument` while the bucket is being communicated, and for memory of another size or type; `UnsupportedType` for memory in another
+    /// place; whatever the device reports.
+    pub fn mark_ready(&mut self, tensor: usize, region: Option<Region>, stream: Option<usize>) -> Result<()> {
+        let Some(regions) = &mut self.regions else {
+            let name = &self.tensors[tensor].name;
+            let error = self.in_flight();
+            return Err(Error::InvalidArgument(format!("tensor '{name}' was marked ready, but {error}")));
+        };
+        // First, because it may fail, and has no effect then.
+        if let Some(device) = regions.first().and_then(Region::device) {
+            device.mark(stream)?;
+        }
+        let Some(region) = region else { return Ok(()) };
+        let (described, before) = (&self.tensors[tensor], &regions[tensor]);
         if (region.count(), region.dtype()) != (described.count, self.dtype) {
             return Err(Error::InvalidArgument(format!(
                 "tensor '{}' has {} elements of {}, its new memory has {} of {}",
@@ -163,18 +177,15 @@ impl Bucket {
                 region.dtype().name()
             )));
         }
-        let named = &described.name;
-        if let Some(regions) = &mut self.regions {
-            let before = &regions[tensor];
-            if !same_place(before.device(), region.device()) {
-                return Err(Error::UnsupportedType(format!(
-                    "tensor '{named}' is on {}, its new memory on {}",
-                    name_of(before.device()),
-                    name_of(region.device())
-                )));
-            }
-            regions[tensor] = region;
+        if !same_place(before.device(), region.device()) {
+            return Err(Error::UnsupportedType(format!(
+                "tensor '{}' is on {}, its new memory on {}",
+                described.name,
+                name_of(before.device()),
+                name_of(region.device())
+            )));
         }
+        regions[tensor] = region;
         Ok(())
     }
 
@@ -354,11 +365,11 @@ mod tests {
         let mut bucket = Bucket::new("x", vec![tensor("a", DType::F32, &mut a)]).unwrap();
         let moved = tensor("", DType::F32, &mut b[..8]).region;
         let address = moved.address();
-        bucket.replace(0, moved).unwrap();
+        bucket.mark_ready(0, Some(moved), None).unwrap();
         assert_eq!(bucket.regions().unwrap()[0].address(), address);
-        let error = bucket.replace(0, tensor("", DType::F32, &mut b).region).unwrap_err();
+        let error = bucket.mark_ready(0, Some(tensor("", DType::F32, &mut b).region), None).unwrap_err();
         assert_eq!(error.to_string(), "tensor 'a' has 2 elements of float32, its new memory has 4 of float32");
-        assert!(bucket.replace(0, tensor("", DType::I32, &mut b[..8]).region).is_err());
+        assert!(bucket.mark_ready(0, Some(tensor("", DType::I32, &mut b[..8]).region), None).is_err());
     }
 
     #[test]
@@ -370,6 +381,9 @@ mod tests {
         assert_eq!((checked_out.regions.len(), checked_out.ops.len()), (1, 1));
         assert!(bucket.check_out().err().unwrap().to_string().contains("'x' is still being communicated"));
         assert!(bucket.append(Arc::new(NoOp)).is_err() && bucket.clear_ops().is_err());
+        assert!(
+            bucket.mark_ready(0, None, None).unwrap_err().to_string().starts_with("tensor 'a' was marked ready, but")
+        );
         bucket.check_in(checked_out);
         bucket.clear_ops().unwrap();
         assert!(bucket.ops().is_empty());

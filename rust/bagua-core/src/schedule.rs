@@ -10,7 +10,8 @@
 //! 3. **At once.** The mark that completes the front bucket releases it and every complete bucket behind it.
 //! 4. **Nothing without a mark.** A bucket of padding only is released with the next bucket that has tensors, or, behind the last
 //!    bucket with tensors, together with that one; a schedule of padding only releases nothing.
-//! 5. **Errors change nothing.** Marking an unknown tensor, or one twice before its bucket is released, leaves the state as it was.
+//! 5. **Errors change nothing.** Marking an unknown tensor, one twice before its bucket is released, or one that is not accepted, leaves the
+//!    state as it was.
 
 use std::collections::HashSet;
 
@@ -87,11 +88,12 @@ impl Schedule {
         self.front
     }
 
-    /// The position of the tensor of this number, or the error with which `mark_ready` would refuse it.
+    /// Marks the tensor of this number, if `accept` takes the mark for the tensor at that place, and returns the buckets that this releases, in
+    /// order.
     ///
     /// # Errors
-    /// `InvalidArgument` for a number that no tensor has, and for a tensor that is marked already.
-    pub fn check(&self, number: usize) -> Result<TensorIndex> {
+    /// `InvalidArgument` for a number that no tensor has, and for a tensor that is marked already; what `accept` returns.
+    pub fn mark_ready(&mut self, number: usize, accept: impl FnOnce(TensorIndex) -> Result<()>) -> Result<Vec<usize>> {
         let known = self.indices.len();
         let index = *self.indices.get(number).ok_or_else(|| {
             Error::InvalidArgument(format!("no tensor has number {number}: {known} tensors are registered"))
@@ -102,15 +104,7 @@ impl Schedule {
                 self.name(index)
             )));
         }
-        Ok(index)
-    }
-
-    /// Marks the tensor of this number, and returns the buckets that this releases, in order.
-    ///
-    /// # Errors
-    /// As [`Schedule::check`].
-    pub fn mark_ready(&mut self, number: usize) -> Result<Vec<usize>> {
-        let index = self.check(number)?;
+        accept(index)?;
         let entry = &mut self.entries[index.bucket];
         entry.slots[index.tensor].ready = true;
         entry.missing -= 1;
@@ -187,7 +181,7 @@ mod tests {
     }
 
     fn mark(schedule: &mut Schedule, name: &str) -> Result<Vec<usize>> {
-        schedule.mark_ready(number(schedule, name))
+        schedule.mark_ready(number(schedule, name), |_| Ok(()))
     }
 
     fn marks(schedule: &mut Schedule, tensors: &str) -> Vec<usize> {
@@ -248,7 +242,14 @@ mod tests {
             matches!(&error, Error::InvalidArgument(text) if text.contains("'a'") && text.contains("twice")),
             "{error}"
         );
-        assert!(state.mark_ready(2).unwrap_err().to_string().contains("no tensor has number 2: 2 tensors"));
+        let unknown = state.mark_ready(2, |_| Ok(())).unwrap_err();
+        assert!(unknown.to_string().contains("no tensor has number 2: 2 tensors"));
+        let refused = Error::InvalidArgument("in use".to_owned());
+        let accept = |index| {
+            assert_eq!(index, TensorIndex { bucket: 0, tensor: 1 });
+            Err(refused.clone())
+        };
+        assert_eq!(state.mark_ready(1, accept), Err(refused.clone()));
         assert_eq!(marks(&mut state, "b"), [0]);
     }
 

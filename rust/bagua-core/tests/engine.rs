@@ -17,7 +17,7 @@ use bagua_core::op::{BucketCx, CallbackOp, CentralizedOp, NoOp, Op};
 use bagua_core::stats::Stats;
 use bagua_core::transport::local_mesh;
 use bagua_core::types::DType;
-use bagua_core::wait::Waited;
+use bagua_core::wait::{Waited, wait_in_slices};
 
 const LONG: Option<Duration> = Some(Duration::from_secs(60));
 
@@ -28,6 +28,16 @@ fn lane(health: &Arc<GroupHealth>, collective: impl Collective + 'static) -> Lan
 fn single_rank_engine() -> (Engine, Arc<GroupHealth>) {
     let health = GroupHealth::local(0, 1);
     (Engine::over(lane(&health, Solo::new()), health.clone(), "model").unwrap(), health)
+}
+
+/// As `wait`, in slices of no length.
+fn in_slices<E>(
+    engine: &Engine,
+    timeout: Option<Duration>,
+    between: impl FnMut() -> std::result::Result<(), E>,
+) -> std::result::Result<Result<usize>, E> {
+    let wait = |limit| engine.wait_for(limit, None);
+    wait_in_slices(timeout, Duration::ZERO, wait, between, |after| engine.timed_out(after))
 }
 
 fn single_rank_worker() -> (LaneWorker, Arc<GroupHealth>) {
@@ -259,7 +269,7 @@ fn a_bucket_that_is_done_between_two_slices_of_a_wait_is_no_timeout() {
         }
         Ok::<(), ()>(())
     };
-    assert_eq!(engine.wait_in_slices(LONG, Duration::ZERO, None, finish_both), Ok(Ok(2)));
+    assert_eq!(in_slices(&engine, LONG, finish_both), Ok(Ok(2)));
 }
 
 #[test]
@@ -268,7 +278,7 @@ fn buckets_that_are_done_at_any_moment_of_a_wait_in_slices_are_no_timeout() {
     engine.register(buckets("a b c")).unwrap();
     for step in 0..5000 {
         mark(&engine, "abc");
-        let waited = engine.wait_in_slices(None, Duration::ZERO, None, || Ok::<(), ()>(()));
+        let waited = in_slices(&engine, None, || Ok::<(), ()>(()));
         assert_eq!(waited, Ok(Ok(3)), "step {step}");
     }
 }
@@ -293,7 +303,7 @@ fn a_peer_lost_during_a_wait_in_slices_is_the_error_of_the_wait() {
         }
         Ok::<(), ()>(())
     };
-    assert_eq!(engine.wait_in_slices(None, Duration::ZERO, None, notice_late), Ok(Err(lost)));
+    assert_eq!(in_slices(&engine, None, notice_late), Ok(Err(lost)));
     assert!(slices >= 100);
 }
 

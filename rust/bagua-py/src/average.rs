@@ -12,7 +12,7 @@ use bagua_core::codec::Codec;
 use bagua_core::error::{Error, Progress, Result};
 use bagua_core::group::JoinServer;
 use bagua_core::memory::{self, Device, Owner};
-use bagua_core::wait::{Waited, lock, wait_in_slices};
+use bagua_core::wait::{Waited, lock};
 use bagua_cuda::{Averaging, LaneDevice, OperationDevice, WeightOrder};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -111,10 +111,8 @@ impl WeightLock {
             return Ok(());
         }
         let begin = Instant::now();
-        let taken = interrupt::wait_in_slices(py, None, |slice, between| {
-            let wait = |limit| if request.wait(limit) { Waited::Done(Ok(())) } else { Waited::Pending };
-            wait_in_slices(None, slice, wait, between, |_| Error::other("a wait without a limit"))
-        });
+        let wait = |limit| if request.wait(limit) { Waited::Done(Ok(())) } else { Waited::Pending };
+        let taken = interrupt::wait_in_slices(py, None, None, wait, |_| Error::other("a wait without a limit"));
         self.waited.fetch_add(u64::try_from(begin.elapsed().as_nanos()).unwrap_or(u64::MAX), Relaxed);
         taken
     }
@@ -238,9 +236,7 @@ impl Averager {
         let timeout = seconds("timeout", timeout)?;
         self.core.abort();
         let timed_out = |after| self.timed_out(after, "the end of a round of averaging");
-        interrupt::wait_in_slices(py, None, |slice, between| {
-            wait_in_slices(Some(timeout), slice, |limit| self.core.wait_aborted(limit), between, timed_out)
-        })
+        interrupt::wait_in_slices(py, None, Some(timeout), |limit| self.core.wait_aborted(limit), timed_out)
     }
 
     /// This rank takes part from the next round on.
@@ -253,18 +249,14 @@ impl Averager {
         let timeout = seconds("timeout", timeout)?;
         let call = self.core.synchronize().map_err(|e| errors::raise(py, e))?;
         let timed_out = |after| call.timed_out(after, self.rank);
-        interrupt::wait_in_slices(py, None, |slice, between| {
-            wait_in_slices(Some(timeout), slice, |limit| call.wait(limit), between, timed_out)
-        })
+        interrupt::wait_in_slices(py, None, Some(timeout), |limit| call.wait(limit), timed_out)
     }
 
     /// Waits for at most `timeout` seconds until a joining rank's weights are the average of a round in which its own did not count.
     fn wait_joined(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         let timeout = seconds("timeout", timeout)?;
         let timed_out = |after| self.timed_out(after, "the first round of averaging");
-        interrupt::wait_in_slices(py, None, |slice, between| {
-            wait_in_slices(Some(timeout), slice, |limit| self.core.wait_joined(limit), between, timed_out)
-        })
+        interrupt::wait_in_slices(py, None, Some(timeout), |limit| self.core.wait_joined(limit), timed_out)
     }
 
     /// The caller's count of forwards, which a joining rank takes over from the job.

@@ -139,10 +139,8 @@ impl Engine {
     #[pyo3(signature = (timeout=None, *, stream=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>, stream: Option<usize>) -> PyResult<usize> {
         let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
-        let origin = Some(&self.origin);
-        interrupt::wait_in_slices(py, origin, |slice, between| {
-            self.core.wait_in_slices(timeout, slice, stream, between)
-        })
+        let wait = |limit| self.core.wait_for(limit, stream);
+        interrupt::wait_in_slices(py, Some(&self.origin), timeout, wait, |after| self.core.timed_out(after))
     }
 
     /// The device's side of one operation: see the communicator's.

@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 
 use bagua_core::engine as core;
 use bagua_core::error::{Error, Result};
-use bagua_core::wait::wait_in_slices;
 use bagua_cuda::OperationDevice;
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
@@ -58,8 +57,8 @@ impl Handle {
     }
 
     pub fn finish(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
-        let origin = self.origin.as_ref();
-        interrupt::wait_in_slices(py, origin, |slice, between| self.core.wait_in_slices(timeout, slice, between))
+        let wait = |limit| self.core.wait_for(limit);
+        interrupt::wait_in_slices(py, self.origin.as_ref(), timeout, wait, |after| self.core.timed_out(after))
     }
 }
 
@@ -93,9 +92,7 @@ impl Handle {
             noticed_by: rank,
             progress: None,
         };
-        interrupt::wait_in_slices(py, self.origin.as_ref(), |slice, between| {
-            wait_in_slices(left, slice, |limit| place.wait_for(limit), between, late)
-        })
+        interrupt::wait_in_slices(py, self.origin.as_ref(), left, |limit| place.wait_for(limit), late)
     }
 
     /// Ranks of the group that sent the messages that were received, in the order of the receives; None for a message that has not come.
@@ -178,7 +175,5 @@ pub fn wait_for_callbacks(py: Python<'_>, timeout: f64) -> PyResult<()> {
     let timed_out = |after: Duration| {
         Error::other(format!("a callback of a handle has not returned after {:.1} s", after.as_secs_f64()))
     };
-    interrupt::wait_in_slices(py, None, |slice, between| {
-        wait_in_slices(Some(timeout), slice, core::wait_for_callbacks, between, timed_out)
-    })
+    interrupt::wait_in_slices(py, None, Some(timeout), core::wait_for_callbacks, timed_out)
 }

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use bagua_core::error::{Error, Result};
 use bagua_core::group::{Group, PerProcess};
-use bagua_core::wait::{lengthened, lock};
+use bagua_core::wait::{self, Waited, lengthened, lock};
 use pyo3::prelude::*;
 
 use crate::errors::{self, Origin};
@@ -31,9 +31,6 @@ const GRACE: Duration = Duration::from_millis(200);
 
 /// SIGINT on every Linux.
 const SIGINT: u8 = 2;
-
-/// What runs between two slices of a wait.
-pub type Between<'a> = &'a mut (dyn FnMut() -> PyResult<()> + Send);
 
 /// What the thread that reads the wakeup descriptor has to know.
 #[derive(Default)]
@@ -173,16 +170,18 @@ pub fn run_on_thread<T: Send + 'static>(
     }
 }
 
-/// Runs a wait of the core in slices without the GIL, and Python's signal handlers between the slices. `wait` gets the length of a
-/// slice and what to run between two of them. `origin` is the group that is waited for, if it is one.
+/// Waits for an operation of the core for at most `timeout` (`None`: until it is done), in slices without the GIL, and runs Python's signal
+/// handlers between the slices: see [`bagua_core::wait::wait_in_slices`]. `origin` is the group that is waited for, if it is one.
 pub fn wait_in_slices<T: Send>(
     py: Python<'_>,
     origin: Option<&Origin>,
-    wait: impl FnOnce(Duration, Between<'_>) -> PyResult<Result<T>> + Send,
+    timeout: Option<Duration>,
+    wait: impl FnMut(Duration) -> Waited<T> + Send,
+    timed_out: impl FnOnce(Duration) -> Error + Send,
 ) -> PyResult<T> {
     // An interpreter that is shutting down runs no handlers.
-    let mut check_signals = || Python::try_attach(|py| py.check_signals()).unwrap_or(Ok(()));
-    let result = py.detach(|| wait(SLICE, &mut check_signals))?;
+    let check_signals = || Python::try_attach(|py| py.check_signals()).unwrap_or(Ok(()));
+    let result = py.detach(|| wait::wait_in_slices(timeout, SLICE, wait, check_signals, timed_out))?;
     result.map_err(|error| match origin {
         Some(origin) => origin.raise(py, error),
         None => errors::raise(py, error),

@@ -14,10 +14,10 @@ use crate::health::GroupHealth;
 use crate::memory::{Device, DeviceRef, Region, name_of};
 use crate::op::BucketCx;
 use crate::recorder::{Announced, What};
-use crate::schedule::Schedule;
+use crate::schedule::{Schedule, TensorIndex};
 use crate::sync::AtomicBool;
 use crate::types::DType;
-use crate::wait::{Waited, lock, wait_in_slices, wait_once};
+use crate::wait::{Waited, lock, wait_once};
 
 /// One strictly ordered queue of buckets with a lane and a communication thread of its own.
 pub struct Engine {
@@ -101,22 +101,11 @@ impl Engine {
     pub fn mark_ready(&self, tensor: usize, region: Option<Region>, stream: Option<usize>) -> Result<()> {
         self.worker.check()?;
         let mut state = self.state();
-        let place = state.schedule.check(tensor)?;
-        {
-            let mut bucket = state.buckets[place.bucket].lock();
-            bucket.check_idle().map_err(|error| {
-                let name = bucket.tensors().nth(place.tensor).map_or("", |(name, _)| name);
-                Error::InvalidArgument(format!("tensor '{name}' was marked ready, but {error}"))
-            })?;
-            // First, because it may fail, and has no effect then.
-            if let Some(device) = bucket.device() {
-                device.mark(stream).map_err(|error| self.failed(error))?;
-            }
-            if let Some(region) = region {
-                bucket.replace(place.tensor, region)?;
-            }
-        }
-        for bucket in state.schedule.mark_ready(tensor)? {
+        let BucketProgress { schedule, buckets, .. } = &mut *state;
+        let released = schedule.mark_ready(tensor, |TensorIndex { bucket, tensor }| {
+            buckets[bucket].lock().mark_ready(tensor, region, stream).map_err(|error| self.failed(error))
+        });
+        for bucket in released? {
             // The lock on the state is held, so that two threads' buckets cannot overtake each other.
             if let Err(error) = self.dispatch(&mut state, bucket) {
                 state.schedule.reset();
@@ -164,18 +153,8 @@ impl Engine {
         wait_once(timeout, |limit| self.wait_for(limit, None), |after| self.timed_out(after))
     }
 
-    /// As [`Engine::wait`], in slices: see [`wait_in_slices`]. The results come before the work of `stream`, see [`Device::order`].
-    pub fn wait_in_slices<E>(
-        &self,
-        timeout: Option<Duration>,
-        slice: Duration,
-        stream: Option<usize>,
-        between: impl FnMut() -> std::result::Result<(), E>,
-    ) -> std::result::Result<Result<usize>, E> {
-        wait_in_slices(timeout, slice, |limit| self.wait_for(limit, stream), between, |after| self.timed_out(after))
-    }
-
-    /// As [`Engine::wait`], at most `limit`: `Pending` when a bucket is not done by then. The results come before the work of `stream`.
+    /// As [`Engine::wait`], at most `limit`: `Pending` when a bucket is not done by then. The results come before the work of `stream`, see
+    /// [`Device::order`].
     pub fn wait_for(&self, limit: Duration, stream: Option<usize>) -> Waited<usize> {
         if let Err(error) = self.worker.check_process() {
             return Waited::Done(Err(error));
@@ -187,7 +166,8 @@ impl Engine {
         }
     }
 
-    fn timed_out(&self, after: Duration) -> Error {
+    /// The error of a wait whose timeout passed.
+    pub fn timed_out(&self, after: Duration) -> Error {
         timed_out(after, self.worker.world_rank())
     }
 

@@ -8,7 +8,7 @@ use super::completion::{CompletionThread, PendingCallback};
 use crate::error::{Error, Result};
 use crate::group::OwnerProcess;
 use crate::sync::{Arc, AtomicBool, Condvar, Instant, Mutex, MutexGuard, fence, spin_loop};
-use crate::wait::{Waited, wait_in_slices, wait_once};
+use crate::wait::{Waited, wait_once};
 
 /// How long a waiter spins before it sleeps. A sleep and a wake cost about 5 us; a training thread that spins for longer takes
 /// the time from the communication thread where cores are few.
@@ -87,16 +87,6 @@ impl Handle {
         wait_once(timeout, |limit| self.wait_for(limit), |after| self.timed_out(after))
     }
 
-    /// As [`Handle::wait`], in slices: see [`wait_in_slices`].
-    pub fn wait_in_slices<E>(
-        &self,
-        timeout: Option<Duration>,
-        slice: Duration,
-        between: impl FnMut() -> std::result::Result<(), E>,
-    ) -> std::result::Result<Result<()>, E> {
-        wait_in_slices(timeout, slice, |limit| self.wait_for(limit), between, |after| self.timed_out(after))
-    }
-
     /// Waits until the job is done, at most `limit`. A message makes progress on this thread meanwhile.
     pub fn wait_for(&self, limit: Duration) -> Waited<()> {
         let start = Instant::now();
@@ -132,7 +122,7 @@ impl Handle {
     }
 
     /// The error of a wait whose timeout passed.
-    fn timed_out(&self, after: Duration) -> Error {
+    pub fn timed_out(&self, after: Duration) -> Error {
         timed_out(after, self.outcome.rank)
     }
 
@@ -223,7 +213,10 @@ impl Outcome {
 
     /// Sets the result, wakes all waiters and hands the callbacks to their thread. Called once.
     fn finish(&self, result: Result<()>) {
-        CompletionThread::run_callbacks(self.set_result(result.clone()), &result);
+        let callbacks = self.set_result(result.clone());
+        if !callbacks.is_empty() {
+            CompletionThread::run_callbacks(callbacks, &result);
+        }
     }
 
     /// Sets the result and wakes all waiters. Returns the callbacks, which the caller must have called.
@@ -277,6 +270,17 @@ mod tests {
 
     use super::super::completion::wait_for_callbacks;
     use super::*;
+    use crate::wait::wait_in_slices;
+
+    /// As [`Handle::wait`], in slices.
+    fn in_slices<E>(
+        handle: &Handle,
+        timeout: Option<Duration>,
+        slice: Duration,
+        between: impl FnMut() -> std::result::Result<(), E>,
+    ) -> std::result::Result<Result<()>, E> {
+        wait_in_slices(timeout, slice, |limit| handle.wait_for(limit), between, |after| handle.timed_out(after))
+    }
 
     /// What a job may end with; a timeout of the job among it.
     fn outcomes() -> Vec<Result<()>> {
@@ -309,7 +313,7 @@ mod tests {
                     }
                     Ok::<(), ()>(())
                 };
-                let waited = handle.wait_in_slices(timeout, Duration::ZERO, end_third);
+                let waited = in_slices(&handle, timeout, Duration::ZERO, end_third);
                 assert_eq!((waited, slices), (Ok(outcome.clone()), 3));
             }
         }
@@ -322,7 +326,7 @@ mod tests {
             std::thread::scope(|scope| {
                 scope.spawn(|| handles.iter().for_each(|handle| handle.finish(outcome.clone())));
                 for (job, handle) in handles.iter().enumerate() {
-                    let waited = handle.wait_in_slices(None, Duration::ZERO, || Ok::<(), ()>(()));
+                    let waited = in_slices(handle, None, Duration::ZERO, || Ok::<(), ()>(()));
                     assert_eq!(waited, Ok(outcome.clone()), "job {job}");
                 }
             });
@@ -335,13 +339,13 @@ mod tests {
         let timeout = |after| Error::Timeout { after, missing: vec![], noticed_by: 5, progress: None };
         for limit in [Duration::ZERO, Duration::from_millis(1)] {
             assert_eq!(handle.wait(Some(limit)), Err(timeout(limit)));
-            let waited = handle.wait_in_slices(Some(limit), Duration::from_secs(60), || Ok::<(), ()>(()));
+            let waited = in_slices(&handle, Some(limit), Duration::from_secs(60), || Ok::<(), ()>(()));
             assert_eq!(waited, Ok(Err(timeout(limit))));
         }
-        assert_eq!(handle.wait_in_slices(None, Duration::ZERO, || Err("Ctrl-C")), Err("Ctrl-C"));
+        assert_eq!(in_slices(&handle, None, Duration::ZERO, || Err("Ctrl-C")), Err("Ctrl-C"));
         handle.finish(Ok(()));
         assert_eq!(handle.wait(Some(Duration::ZERO)), Ok(()));
-        assert_eq!(handle.wait_in_slices(Some(Duration::ZERO), Duration::ZERO, || Err("Ctrl-C")), Ok(Ok(())));
+        assert_eq!(in_slices(&handle, Some(Duration::ZERO), Duration::ZERO, || Err("Ctrl-C")), Ok(Ok(())));
     }
 
     #[test]

@@ -19,6 +19,7 @@ use bagua_core::op::{
 use bagua_core::request::PeerSelection;
 use bagua_core::stats::Stats;
 use bagua_core::types::{DType, Kind};
+use bagua_core::wait::Waited;
 
 use crate::toy::{Toy, ToyFactory, ToyMemory};
 use crate::world::local;
@@ -275,10 +276,10 @@ fn a_device_gets_marks_before_the_operations_and_the_streams_of_waits() {
     engine.register(vec![bucket]).unwrap();
     engine.mark_ready(0, None, Some(5)).unwrap();
     engine.mark_ready(1, None, None).unwrap();
-    let refused = engine.wait_in_slices(LONG, Duration::from_secs(1), Some(Toy::REFUSED), || Ok::<(), ()>(()));
-    assert!(matches!(refused, Ok(Err(Error::NotImplemented(_)))), "{refused:?}");
-    let done = engine.wait_in_slices(LONG, Duration::from_secs(1), Some(6), || Ok::<(), ()>(()));
-    assert_eq!(done, Ok(Ok(1)), "the wait that was refused has reported nothing");
+    let long = Duration::from_secs(60);
+    let refused = engine.wait_for(long, Some(Toy::REFUSED));
+    assert!(matches!(refused, Waited::Done(Err(Error::NotImplemented(_)))), "{refused:?}");
+    assert_eq!(engine.wait_for(long, Some(6)), Waited::Done(Ok(1)), "the wait that was refused has reported nothing");
     engine.shutdown();
     let said = ["prepare", "mark 5", "mark own", "order own", "mark own", "finish", "order 6", "end"];
     assert_eq!(Toy::calls(&device), said);
