@@ -19,9 +19,8 @@ use std::arch::x86_64::{
 };
 use std::ops::Range;
 
-use super::element::{BLOCK, Element, element};
+use super::element::{BLOCK, Element, Fraction, Number, Op, Ordered, Pair, element};
 use super::kernel::{PREFETCH, Work};
-use super::op::{Fraction, Number, Op, Ordered, Pair};
 
 /// Proof that the processor has AVX2 and F16C.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -21,9 +21,8 @@ use std::arch::x86_64::{
 };
 use std::ops::Range;
 
-use super::element::{BLOCK, Element, element};
+use super::element::{BLOCK, Element, Fraction, Number, Op, Ordered, Pair, element};
 use super::kernel::{PREFETCH, Work};
-use super::op::{Fraction, Number, Op, Ordered, Pair};
 
 /// Proof that the processor has AVX-512 F and BW.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

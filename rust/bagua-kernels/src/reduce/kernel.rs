@@ -4,8 +4,7 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr;
 
-use super::element::{BLOCK, Element};
-use super::op::Op;
+use super::element::{BLOCK, Element, Op};
 use crate::prefetch::prefetch_write;
 
 /// Bytes between a cache line that is combined and the one prefetched meanwhile, on Intel processors. The kernels of the half types

@@ -1,9 +1,9 @@
 //! Element-wise kernels: how the elements of several ranks become one.
 //!
-//! Read `kernel` first: the loop, written once over an `element` type (its layout in memory, its accumulator) and an `op`. This file
-//! selects the loop of a dtype and an operation, known at run time. `avx2`, `avx512` and `zen4` compile the same loop for wider registers
-//! and add the conversions that compilers cannot vectorise; `neon` adds those of 64-bit ARM processors, whose registers all loops use
-//! anyway. `instruction_set` selects one of them per call, by the processor's features and vendor.
+//! Read `kernel` first: the loop, written once over an `element` type (its layout in memory, its accumulator) and an operation. This file
+//! selects the loop of a dtype and an operation, known at run time, and one of its compilations per call, by the processor's features and
+//! vendor ([`Level`]). `avx2`, `avx512` and `zen4` compile the same loop for wider registers and add the conversions that compilers cannot
+//! vectorise; `neon` adds those of 64-bit ARM processors, whose registers all loops use anyway.
 //!
 //! Results do not depend on that choice: nothing is reassociated, and no multiplication is fused with an addition in a way that
 //! rounds differently. Only the bit pattern of a NaN that arithmetic made from two NaNs may differ.
@@ -13,23 +13,33 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod element;
-mod instruction_set;
 mod kernel;
 #[cfg(target_arch = "aarch64")]
 mod neon;
-mod op;
 #[cfg(test)]
 mod tests;
 mod weight_update;
 #[cfg(target_arch = "x86_64")]
 mod zen4;
 
-use element::{Element, Widen};
-use instruction_set::{Level, run};
+#[cfg(target_arch = "x86_64")]
+use avx2::{Avx2, Bf16x16, F16x8, F32x16};
+#[cfg(target_arch = "x86_64")]
+use avx512::{Avx512, Bf16x32, F16x32};
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+use element::F16 as F16x8;
+#[cfg(not(target_arch = "x86_64"))]
+use element::{
+    Bf16 as Bf16x16, Bf16 as Bf16x32, Bf16 as ZenBf16, F16 as F16x32, F16 as ZenF16, F32 as F32x16, F32 as ZenF32,
+};
+use element::{Bf16, Element, F16, F32, Fraction, Number, Op, Ordered, Widen};
 pub use kernel::Before;
 use kernel::Work;
-use op::{self as ops, Fraction, Number, Ordered};
+#[cfg(target_arch = "aarch64")]
+use neon::F16x8;
 pub use weight_update::{correct, subtract};
+#[cfg(target_arch = "x86_64")]
+use zen4::{Bf16x32 as ZenBf16, F16x32 as ZenF16, F32x16 as ZenF32, Zen4};
 
 use crate::types::{DType, ReduceOp};
 
@@ -126,9 +136,9 @@ fn combine_everywhere_at(
 /// `divisor` is that of an average.
 fn work(level: Level, dtype: DType, op: ReduceOp, divisor: usize, work: Work<'_, '_>) {
     match dtype {
-        DType::F16 => float::<element::F16>(level, op, divisor, work),
-        DType::BF16 => float::<element::Bf16>(level, op, divisor, work),
-        DType::F32 => float::<element::F32>(level, op, divisor, work),
+        DType::F16 => float::<F16>(level, op, divisor, work),
+        DType::BF16 => float::<Bf16>(level, op, divisor, work),
+        DType::F32 => float::<F32>(level, op, divisor, work),
         DType::F64 => float::<element::F64>(level, op, divisor, work),
         DType::U8 => integer::<element::U8, element::U8>(level, op, work),
         DType::I8 => integer::<element::I8, element::U8>(level, op, work),
@@ -139,7 +149,7 @@ fn work(level: Level, dtype: DType, op: ReduceOp, divisor: usize, work: Work<'_,
         DType::U64 => integer::<element::U64, element::U64>(level, op, work),
         DType::I64 => integer::<element::I64, element::U64>(level, op, work),
         DType::Bool => boolean(level, op, work),
-        DType::C64 => complex::<element::C64, element::F32>(level, op, divisor, work),
+        DType::C64 => complex::<element::C64, F32>(level, op, divisor, work),
         DType::C128 => complex::<element::C128, element::F64>(level, op, divisor, work),
     }
 }
@@ -177,11 +187,11 @@ where
     E::Zen: Element<Acc: Fraction + Ordered>,
 {
     match op {
-        ReduceOp::Sum => run::<E, _>(level, ops::Sum, work),
+        ReduceOp::Sum => run::<E, _>(level, element::Sum, work),
         ReduceOp::Avg => average::<E>(level, divisor, work),
-        ReduceOp::Product => run::<E, _>(level, ops::Product, work),
-        ReduceOp::Min => run::<E, _>(level, ops::Min, work),
-        ReduceOp::Max => run::<E, _>(level, ops::Max, work),
+        ReduceOp::Product => run::<E, _>(level, element::Product, work),
+        ReduceOp::Min => run::<E, _>(level, element::Min, work),
+        ReduceOp::Max => run::<E, _>(level, element::Max, work),
         _ => refused(op),
     }
 }
@@ -194,9 +204,9 @@ where
     E::Zen: Element<Acc: Fraction>,
 {
     if divisor.is_power_of_two() {
-        run::<E, _>(level, ops::SumOverPower(divisor), work);
+        run::<E, _>(level, element::SumOverPower(divisor), work);
     } else {
-        run::<E, _>(level, ops::SumOver(divisor), work);
+        run::<E, _>(level, element::SumOver(divisor), work);
     }
 }
 
@@ -208,13 +218,13 @@ where
     W: Widen<Wide = W, Widest = W, Zen = W, Acc: Number>,
 {
     match op {
-        ReduceOp::Sum => run::<W, _>(level, ops::Sum, work),
-        ReduceOp::Product => run::<W, _>(level, ops::Product, work),
-        ReduceOp::Min => run::<E, _>(level, ops::Min, work),
-        ReduceOp::Max => run::<E, _>(level, ops::Max, work),
-        ReduceOp::Bor => run::<element::U8, _>(level, ops::Or, work),
-        ReduceOp::Band => run::<element::U8, _>(level, ops::And, work),
-        ReduceOp::Bxor => run::<element::U8, _>(level, ops::Xor, work),
+        ReduceOp::Sum => run::<W, _>(level, element::Sum, work),
+        ReduceOp::Product => run::<W, _>(level, element::Product, work),
+        ReduceOp::Min => run::<E, _>(level, element::Min, work),
+        ReduceOp::Max => run::<E, _>(level, element::Max, work),
+        ReduceOp::Bor => run::<element::U8, _>(level, element::Or, work),
+        ReduceOp::Band => run::<element::U8, _>(level, element::And, work),
+        ReduceOp::Bxor => run::<element::U8, _>(level, element::Xor, work),
         _ => refused(op),
     }
 }
@@ -229,9 +239,9 @@ where
     R::Zen: Element<Acc: Fraction>,
 {
     match op {
-        ReduceOp::Sum => run::<R, _>(level, ops::Sum, work),
+        ReduceOp::Sum => run::<R, _>(level, element::Sum, work),
         ReduceOp::Avg => average::<R>(level, divisor, work),
-        ReduceOp::Product => run::<E, _>(level, ops::Product, work),
+        ReduceOp::Product => run::<E, _>(level, element::Product, work),
         _ => refused(op),
     }
 }
@@ -239,9 +249,161 @@ where
 /// Of 0 and 1, the product and the smaller are the conjunction, the larger is the disjunction.
 fn boolean(level: Level, op: ReduceOp, work: Work<'_, '_>) {
     match op {
-        ReduceOp::Product | ReduceOp::Min | ReduceOp::Band => run::<element::Bool, _>(level, ops::And, work),
-        ReduceOp::Max | ReduceOp::Bor => run::<element::Bool, _>(level, ops::Or, work),
-        ReduceOp::Bxor => run::<element::Bool, _>(level, ops::Xor, work),
+        ReduceOp::Product | ReduceOp::Min | ReduceOp::Band => run::<element::Bool, _>(level, element::And, work),
+        ReduceOp::Max | ReduceOp::Bor => run::<element::Bool, _>(level, element::Or, work),
+        ReduceOp::Bxor => run::<element::Bool, _>(level, element::Xor, work),
         _ => refused(op),
     }
+}
+
+/// Which compilation of the kernels runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Level {
+    /// The instructions that every processor of the target has.
+    Portable,
+    /// 256-bit registers and the half-precision conversions of x86-64 processors since 2013.
+    #[cfg(target_arch = "x86_64")]
+    Avx2(Avx2),
+    /// 512-bit registers for the half types; the rest as on [`Level::Avx2`].
+    #[cfg(target_arch = "x86_64")]
+    Avx512(Avx512, Avx2),
+    /// 256- and 512-bit registers as AMD's processors execute them fastest.
+    #[cfg(target_arch = "x86_64")]
+    Zen4(Zen4, Avx2),
+    /// The half-precision conversions that every 64-bit ARM processor has.
+    #[cfg(target_arch = "aarch64")]
+    Neon,
+}
+
+impl Level {
+    /// The fastest that this processor has.
+    #[inline]
+    fn best() -> Level {
+        #[cfg(target_arch = "x86_64")]
+        if Zen4::is_best()
+            && let Some(zen4) = Level::zen4()
+        {
+            return zen4;
+        }
+        Level::generic().next().expect("every processor has the portable level")
+    }
+
+    /// All that this processor has.
+    fn available() -> impl Iterator<Item = Level> {
+        #[cfg(target_arch = "x86_64")]
+        let special = Level::zen4();
+        #[cfg(not(target_arch = "x86_64"))]
+        let special = None;
+        Level::generic().chain(special)
+    }
+
+    /// Its name in benchmarks.
+    fn name(self) -> &'static str {
+        match self {
+            Level::Portable => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2(_) => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512(..) => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Level::Zen4(..) => "zen4",
+            #[cfg(target_arch = "aarch64")]
+            Level::Neon => "neon",
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline]
+    fn zen4() -> Option<Level> {
+        Zen4::new().zip(Avx2::new()).map(|(zen4, avx2)| Level::Zen4(zen4, avx2))
+    }
+
+    /// Those for processors of any vendor, the widest first. The standard library caches the detection.
+    #[inline]
+    fn generic() -> impl Iterator<Item = Level> {
+        #[cfg(target_arch = "x86_64")]
+        let wide = {
+            let avx2 = Avx2::new();
+            let avx512 = avx2.zip(Avx512::new()).map(|(avx2, avx512)| Level::Avx512(avx512, avx2));
+            avx512.into_iter().chain(avx2.map(Level::Avx2))
+        };
+        #[cfg(target_arch = "aarch64")]
+        let wide = std::iter::once(Level::Neon);
+        #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+        let wide = std::iter::empty();
+        wide.chain([Level::Portable])
+    }
+}
+
+impl Widen for F16 {
+    type Wide = F16x8;
+    type Widest = F16x32;
+    type Zen = ZenF16;
+}
+
+impl Widen for Bf16 {
+    type Wide = Bf16x16;
+    type Widest = Bf16x32;
+    type Zen = ZenBf16;
+}
+
+impl Widen for F32 {
+    type Wide = F32x16;
+    type Widest = Self;
+    type Zen = ZenF32;
+}
+
+/// Runs the loop at the given level: the widest element as far as it goes, narrower ones for the rest.
+fn run<E, O>(level: Level, op: O, mut work: Work<'_, '_>)
+where
+    E: Widen,
+    O: Op<E::Acc> + Op<<E::Wide as Element>::Acc> + Op<<E::Widest as Element>::Acc> + Op<<E::Zen as Element>::Acc>,
+{
+    let len = work.len();
+    // The sizes are known at compile time: no loop is compiled that would never run.
+    let done = match level {
+        Level::Portable => 0,
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx2(avx2) | Level::Avx512(_, avx2) | Level::Zen4(_, avx2) => {
+            let mut done = 0;
+            match level {
+                Level::Avx512(avx512, _) if size::<E::Widest>() > size::<E>() => {
+                    done = len - len % size::<E::Widest>();
+                    avx512.run::<E::Widest, O>(op, &mut work, 0..done);
+                }
+                // A 64-byte store to an address that is no multiple of 64 writes two cache lines: with float32, whose loop only loads
+                // and stores, that takes 1.2 times as long as two registers of 32 bytes (reduce_scatter of 1 MiB in an arena).
+                Level::Zen4(zen4, _) if size::<E::Zen>() > size::<E>() && (size::<E>() < 4 || work.is_aligned()) => {
+                    done = len - len % size::<E::Zen>();
+                    zen4.run::<E::Zen, O>(op, &mut work, 0..done);
+                }
+                _ => {}
+            }
+            let wide = len - len % size::<E::Wide>();
+            if done < wide {
+                avx2.run::<E::Wide, O>(op, &mut work, done..wide);
+            }
+            if size::<E::Wide>() > size::<E>() && wide < len {
+                avx2.run::<E, O>(op, &mut work, wide..len);
+            }
+            len
+        }
+        #[cfg(target_arch = "aarch64")]
+        Level::Neon if size::<E::Wide>() > size::<E>() => {
+            let wide = len - len % size::<E::Wide>();
+            work.run::<E::Wide, O>(op, 0..wide);
+            wide
+        }
+        #[cfg(target_arch = "aarch64")]
+        Level::Neon => 0,
+    };
+    if done < len {
+        work.run::<E, O>(op, done..len);
+    }
+}
+
+/// Bytes of a unit.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+const fn size<E: Element>() -> usize {
+    size_of::<E::Bytes>()
 }

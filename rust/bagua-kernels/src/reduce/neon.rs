@@ -12,8 +12,7 @@ use std::arch::asm;
 use std::array::from_fn;
 use std::mem::transmute;
 
-use super::element::{BLOCK, Element, element};
-use super::op::{Fraction, Number, Ordered};
+use super::element::{BLOCK, Element, Fraction, Number, Ordered, element};
 
 /// Eight float32: two registers. Arithmetic per element, which the compiler vectorises.
 #[derive(Clone, Copy)]

@@ -31,9 +31,8 @@ use std::sync::OnceLock;
 
 use super::avx2::F32x8;
 use super::avx512::{F32x16 as Acc16, from_bf16, to_bf16};
-use super::element::{BLOCK, Element, element};
+use super::element::{BLOCK, Element, Op, Pair, element};
 use super::kernel::Work;
-use super::op::{Op, Pair};
 
 /// Proof that the processor has what [`run`] is compiled for, and that this thread computes with subnormal numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
