@@ -20,7 +20,7 @@ use super::handshake::Purpose;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
 use crate::stats::Stats;
-use crate::transport::{Broken, OpContext, OpenStreams, Readiness, Tcp, Tls, Transport};
+use crate::transport::{Broken, OpContext, OpenStreams, Readiness, Tls, Transport};
 use crate::wait::Deadline;
 
 /// Bit position of a stream's number in its `index`.
@@ -252,6 +252,7 @@ impl OpenStreams for StreamOpener {
     }
 
     fn name(&self) -> &'static str {
-        if self.conns.control.plane.config.tls.is_some() { Tls::NAME } else { Tcp::NAME }
+        let config = &self.conns.control.plane.config;
+        if config.tls.is_some() { Tls::NAME } else { config.transport.name_over_tcp() }
     }
 }

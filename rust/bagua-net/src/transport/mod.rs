@@ -20,9 +20,64 @@ pub use mesh::{
 pub use tcp::Tcp;
 pub use tls::Tls;
 
+use std::io;
+use std::net::TcpStream;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use bagua_types::coded;
 
 use crate::error::Source;
+use crate::platform::SHARES_MEMORY;
+
+/// [`TransportChoice`] of these transports over a TCP connection that is not encrypted. Each is made with the connection.
+macro_rules! over_tcp {
+    ($($(#[$doc:meta])* $Variant:ident = $code:literal, $name:literal, $Transport:ty;)*) => {
+        coded! {
+            /// The transports that a group may use.
+            #[derive(Default)]
+            TransportChoice {
+                /// Shared memory between ranks of one host where the system has it ([`SHARES_MEMORY`]), TCP between hosts.
+                #[default]
+                Auto = 0, "auto";
+                $($(#[$doc])* $Variant = $code, $name;)*
+            }
+        }
+
+        impl TransportChoice {
+            /// The transport over an authenticated connection that is not encrypted.
+            ///
+            /// # Errors
+            /// When an option of the socket cannot be set.
+            pub fn over_tcp(self, stream: Arc<TcpStream>) -> io::Result<Box<dyn Transport>> {
+                Ok(match self {
+                    TransportChoice::Auto => Box::new(Tcp::new(stream)?),
+                    $(TransportChoice::$Variant => Box::new(<$Transport>::new(stream)?),)*
+                })
+            }
+        }
+    };
+}
+
+over_tcp! {
+    /// TCP between all ranks, also on one host.
+    Tcp = 1, "tcp", Tcp;
+}
+
+impl TransportChoice {
+    /// Name of the transport over a TCP connection, as [`Transport::name`] returns it.
+    pub const fn name_over_tcp(self) -> &'static str {
+        match self {
+            TransportChoice::Auto => Tcp::NAME,
+            chosen => chosen.name(),
+        }
+    }
+
+    /// Whether ranks of one host share memory.
+    pub const fn shares_memory(self) -> bool {
+        SHARES_MEMORY && matches!(self, TransportChoice::Auto)
+    }
+}
 
 /// The error of a transport that can move no more bytes: the peer closed it, or a system call failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
