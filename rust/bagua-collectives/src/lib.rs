@@ -18,7 +18,7 @@
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
 mod compressed;
-pub mod gossip;
+mod gossip;
 mod hier;
 mod net;
 mod over_exchange;
@@ -27,7 +27,7 @@ mod solo;
 
 pub use hier::{ByHost, Hier};
 pub use net::{Algorithm, Net};
-pub use over_exchange::over_exchange;
+pub use over_exchange::{agreed, check_layouts, check_operands, over_exchange};
 pub use shm::Shm;
 pub use solo::Solo;
 

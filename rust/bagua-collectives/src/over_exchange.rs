@@ -1,9 +1,12 @@
-//! The verbs that are made of messages, once for every collective: the `run` of a collective that has nothing faster calls this.
+//! The verbs that are made of messages, once for every collective: the `run` of a collective that has nothing faster calls this. And what their
+//! arguments must satisfy before anything is sent.
 
 use super::{Collective, Incoming, Io, OpContext, Outgoing, Verb, compressed, gossip};
+use crate::codec;
 use crate::error::{Error, Result};
-use crate::memory::BufferMut;
-use crate::request::PartLayout;
+use crate::memory::{BufferMut, name_of, same_place};
+use crate::request::{Compression, Extra, PartLayout, Replicas};
+use crate::types::{DType, ReduceOp};
 
 /// Runs a verb by [`Collective::exchange`], on the host or on a device.
 ///
@@ -67,4 +70,117 @@ fn all_to_all_v(
         .map(|(peer, data)| Incoming { peer, fingerprint, data })
         .collect();
     collective.exchange(cx, &sends, &mut recvs)
+}
+
+/// Refuses operands of a verb that is made of messages, before anything is sent: an element type or a number of members that do not suit it,
+/// layouts that do not fit the buffers and each other, replicas of another length or place than the weights. Nothing for other verbs.
+///
+/// # Errors
+/// `InvalidArgument`, `UnsupportedType`.
+pub fn check_operands(verb: Verb<'_>, dtype: DType, io: &Io<'_>, extra: &Extra<'_>, members: usize) -> Result<()> {
+    match verb {
+        Verb::CompressedAllReduce(Compression { codec, .. }) | Verb::CompressedRing { codec, .. } => {
+            codec.check(dtype)?
+        }
+        Verb::NeighborAverage { peers, .. } => ReduceOp::Avg.check(dtype).and_then(|()| peers.check(members))?,
+        _ => {}
+    }
+    match (verb, io) {
+        (Verb::CompressedRing { .. }, Io::InPlace(weights)) => check_replicas(dtype, weights, extra),
+        _ => Ok(()),
+    }
+}
+
+/// The replicas of the compressed ring are as long as the weights, and in the same place.
+fn check_replicas(dtype: DType, weights: &BufferMut<'_>, extra: &Extra<'_>) -> Result<()> {
+    let Replicas { own, left, right } = extra.replicas.as_ref().ok_or_else(gossip::no_replicas)?;
+    for replica in [own, left, right] {
+        if replica.len() != weights.len() {
+            let (count, elements) = (weights.len() / dtype.size(), replica.len() / dtype.size());
+            return Err(Error::InvalidArgument(format!("{count} elements of weights, {elements} of a replica")));
+        }
+        if !same_place(replica.device(), weights.device()) {
+            let (one, other) = (name_of(weights.device()), name_of(replica.device()));
+            return Err(Error::InvalidArgument(format!("the weights are on {one}, a replica is on {other}")));
+        }
+    }
+    Ok(())
+}
+
+/// Id of the codec, and a digest of the other choices that ranks must agree on, of a verb that is made of messages and has them.
+pub fn agreed(verb: Verb<'_>, extra: &Extra<'_>) -> Option<(u8, u32)> {
+    match verb {
+        Verb::CompressedAllReduce(Compression { codec, divisor, .. }) => {
+            let feedback = if extra.error.is_some() { ", error feedback" } else { "" };
+            let text = format!("{}, divided by {divisor}{feedback}", codec::describe(codec));
+            Some((codec.id(), digest(&text)))
+        }
+        Verb::NeighborAverage { peers, round } => Some((0, digest(&format!("{} in round {round}", peers.name())))),
+        Verb::CompressedRing { codec, .. } => {
+            Some((codec.id(), digest(&format!("compressed ring, {}", codec::describe(codec)))))
+        }
+        _ => None,
+    }
+}
+
+/// FNV-1a, folded to 16 bits: distinguishes options, and protects against nothing.
+fn digest(text: &str) -> u32 {
+    let hash = text.bytes().fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
+    (hash >> 16) ^ (hash & 0xffff)
+}
+
+/// Refuses layouts of an all_to_all_v that do not fit the buffers and each other. Ranks may differ in the number of elements.
+///
+/// # Errors
+/// `InvalidArgument`.
+pub fn check_layouts(
+    dtype: DType,
+    io: &Io<'_>,
+    (send, recv): (&PartLayout<'_>, &PartLayout<'_>),
+    rank: usize,
+    size: usize,
+) -> Result<()> {
+    let (src, dst) = match io {
+        Io::InPlace(data) => (data.len(), data.len()),
+        Io::Split { src, dst } => (src.len(), dst.len()),
+    };
+    check_parts(send, dtype.elements_in(src, "the source")?, size, "send")?;
+    check_parts(recv, dtype.elements_in(dst, "the destination")?, size, "receive")?;
+    check_apart(recv)?;
+    let (given, taken) = (send.counts[rank], recv.counts[rank]);
+    if given != taken {
+        return Err(Error::InvalidArgument(format!(
+            "rank {rank} sends {given} elements to itself and receives {taken}"
+        )));
+    }
+    Ok(())
+}
+
+/// Every rank has a part, and every part lies within the `all` elements of the buffer.
+fn check_parts(parts: &PartLayout<'_>, all: usize, size: usize, what: &str) -> Result<()> {
+    for (name, given) in [("counts", parts.counts.len()), ("displacements", parts.displs.len())] {
+        if given != size {
+            return Err(Error::InvalidArgument(format!("{given} {what} {name} for {size} ranks")));
+        }
+    }
+    for (rank, (count, displ)) in parts.counts.iter().zip(parts.displs).enumerate() {
+        if displ.checked_add(*count).is_none_or(|end| end > all) {
+            return Err(Error::InvalidArgument(format!(
+                "the {what} part of rank {rank}, {count} elements from {displ}, is not within a buffer of {all}"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// No two parts have an element in common. They lie within a buffer, see [`check_parts`].
+fn check_apart(parts: &PartLayout<'_>) -> Result<()> {
+    let order = parts.in_order();
+    let overlap = |pair: &&[usize]| parts.displs[pair[1]] < parts.displs[pair[0]] + parts.counts[pair[0]];
+    match order.windows(2).find(overlap) {
+        None => Ok(()),
+        Some(pair) => {
+            Err(Error::InvalidArgument(format!("the receive parts of ranks {} and {} overlap", pair[0], pair[1])))
+        }
+    }
 }

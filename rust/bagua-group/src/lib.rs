@@ -16,7 +16,7 @@
 //! | `admission` | which connections a listener keeps before they have proved that they belong to the job |
 //! | `tls` | TLS on every TCP connection: keys, and the handshake that precedes that of `handshake` |
 //! | `connection`, `listen` | authenticated connections, and those that wait for their lane; listening sockets |
-//! | `builder`, `lane`, `lanes` | building a lane: shared memory, collective; the operations of a lane; the lanes of an engine |
+//! | `builder`, `lane` | building a lane: shared memory, collective; the operations of a lane, and the lanes of an engine |
 //! | `streams` | the streams of a lane, which open on demand |
 //! | `segment` | memory that the ranks of a host share, and passing descriptors of it |
 //! | `message_streams` | the streams of a group's messages |
@@ -49,7 +49,6 @@ mod handshake;
 mod idle;
 mod joining;
 mod lane;
-mod lanes;
 mod listen;
 mod message_streams;
 mod rendezvous;
@@ -75,8 +74,7 @@ pub use config::{Config, MAX_STREAMS, TransportChoice};
 pub use fork::{OwnerProcess, PerProcess};
 pub use group::{Group, flight_recorder};
 pub use joining::{JobStatus, JoinConnection, JoinMessage, JoinRequest, JoinServer};
-pub use lane::{Lane, Options};
-pub use lanes::Lanes;
+pub use lane::{Lane, Lanes, Options};
 pub use message_streams::MessageStreams;
 pub use rendezvous::{Limits, RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
 pub use store::{FileStore, Store, StoreServer, TcpStore};

@@ -89,6 +89,20 @@ impl DType {
         }
     }
 
+    /// Elements in so many bytes of `what`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when that is not a whole number.
+    pub fn elements_in(self, bytes: usize, what: &str) -> Result<usize> {
+        if !bytes.is_multiple_of(self.size()) {
+            return Err(Error::InvalidArgument(format!(
+                "{what} has {bytes} bytes, not a whole number of {} elements",
+                self.name()
+            )));
+        }
+        Ok(bytes / self.size())
+    }
+
     /// True for the complex types.
     pub const fn is_complex(self) -> bool {
         matches!(self, DType::C64 | DType::C128)

@@ -249,14 +249,14 @@ impl WorkerShared {
         {
             let result = {
                 let mut lanes = self.lanes();
+                lanes.expect(ticket);
                 let checked = self.health.check();
                 if checked.is_ok() {
-                    self.record_start(&mut lanes, ticket);
+                    self.record_start(ticket);
                 }
                 let result = checked.and_then(|()| self.guarded(fatal, || job(&mut lanes)));
-                // A job that had no operation, such as a callback, is one itself; a ticket that was taken over has no effect.
-                lanes.expect(None);
-                self.record_end(ticket, &result);
+                // A job that had no operation, such as a callback, is one itself.
+                self.record_end(lanes.expect(None), &result);
                 result
             };
             let failed = result.is_err();
@@ -275,10 +275,9 @@ impl WorkerShared {
     }
 
     /// Records that the thread takes a job; the first operation of the job takes over the ticket.
-    fn record_start(&self, lanes: &mut Lanes, ticket: Option<Ticket>) {
+    fn record_start(&self, ticket: Option<Ticket>) {
         if let (Some(recorder), Some(ticket)) = (&self.recorder, ticket) {
             recorder.start(ticket);
-            lanes.expect(Some(ticket));
         }
     }
 

@@ -1,9 +1,9 @@
-//! A lane: one strictly ordered sequence of operations of a group, with streams and shared memory of its own.
+//! A lane: one strictly ordered sequence of operations of a group, with streams and shared memory of its own. And the lanes of one engine.
 //!
 //! The one place where arguments are checked, operations are numbered, deadlines are set, calls are counted, and a failure
-//! becomes the group's first cause.
+//! becomes the group's first cause. What `hierarchical` asks for on a flat lane is in `by_host`.
 
-mod check;
+mod by_host;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
@@ -14,13 +14,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
+use super::group::Group;
 use crate::codec::Codec;
-use crate::collective::{Collective, DeviceCodec};
+use crate::collective::{Collective, DeviceCodec, Hier, agreed, check_layouts, check_operands};
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
-use crate::memory::{DeviceRef, kind_of};
+use crate::memory::{Device, DeviceRef, kind_of};
 use crate::recorder::{LaneRecorder, Ticket};
-use crate::request::{Io, OpContext, Operands, Verb};
+use crate::request::{Io, Layout, OpContext, Operands, Uses, Verb};
 use crate::stats::Stats;
 use crate::types::{DType, Fingerprint, Shape, flags};
 use crate::wait::Deadline;
@@ -104,16 +105,6 @@ impl Lane {
         self.recorder.clone()
     }
 
-    /// The next operation is the one that was queued with this ticket.
-    pub(super) fn expect(&mut self, ticket: Option<Ticket>) {
-        self.queued = ticket;
-    }
-
-    /// The ticket that no operation has used yet.
-    pub(super) fn unused_ticket(&mut self) -> Option<Ticket> {
-        self.queued.take()
-    }
-
     /// Rank in the group.
     pub fn rank(&self) -> usize {
         self.collective.rank()
@@ -162,14 +153,14 @@ impl Lane {
     /// # Errors
     /// Those of [`Lane::run`] for buffers that do not fit the verb.
     pub fn check(verb: Verb<'_>, dtype: DType, io: &Io<'_>, rank: usize, size: usize) -> Result<usize> {
-        check::verb(verb, dtype, io, rank, size)
+        count_of(verb, dtype, io, rank, size)
     }
 
     /// The fingerprint of a verb, before the operation has a number. `members`: the ranks, or the hosts where each of them is one member.
     ///
     /// # Errors
     /// Those of [`Lane::run`] before anything is sent.
-    pub(super) fn print_of(
+    fn print_of(
         &self,
         options: &Options<'_>,
         dtype: DType,
@@ -178,16 +169,19 @@ impl Lane {
         members: usize,
     ) -> Result<Fingerprint> {
         self.health.check()?;
-        let count = check::verb(verb, dtype, io, self.rank(), self.size())?;
-        check::members(verb, dtype, members)?;
-        check::extra(verb, dtype, io, extra)?;
-        let root = verb.root().map(|root| check::root(root, self.size())).transpose()?;
+        let count = count_of(verb, dtype, io, self.rank(), self.size())?;
+        let over_exchange = verb.is_over_exchange();
+        if over_exchange {
+            check_operands(verb, dtype, io, extra, members)?;
+        }
+        let root = verb.root().map(|root| check_root(root, self.size())).transpose()?;
         let shape = if verb.compares_shapes() { options.shape.unwrap_or(Shape::flat(count)) } else { Shape::default() };
         // Over exchange, the tensor may be on a device on some ranks and on the host on others.
-        let mixed = verb.is_over_exchange() && options.flags & flags::HIERARCHICAL == 0;
+        let mixed = over_exchange && options.flags & flags::HIERARCHICAL == 0;
         let place = io.device()?;
         let device = if mixed { 0 } else { kind_of(place) };
-        let (codec, tag) = check::agreed(verb, extra).unwrap_or((options.codec, options.tag));
+        let agreed = if over_exchange { agreed(verb, extra) } else { None };
+        let (codec, tag) = agreed.unwrap_or((options.codec, options.tag));
         let (op, flags) = (verb.op(), options.flags);
         Ok(Fingerprint { op, root, shape, device, codec, tag, flags, ..Fingerprint::new(verb.kind(), dtype, count) })
     }
@@ -241,7 +235,7 @@ impl Lane {
     ///
     /// # Errors
     /// As [`Lane::run`].
-    pub(super) fn perform(
+    fn perform(
         &mut self,
         by: Option<&mut dyn Collective>,
         options: &Options<'_>,
@@ -278,6 +272,163 @@ impl Lane {
             recorder.end(running, result.as_ref().err().map(|error| (error, own())));
         }
         result
+    }
+}
+
+/// The lanes of one engine. The collectives by host are connected by the first operation that needs them.
+pub struct Lanes {
+    /// The lane of all ranks.
+    pub global: Lane,
+    /// Connects the collectives by host; `None` for a lane that belongs to no [`Group`].
+    group: Option<Group>,
+    hosts: Option<Hier>,
+    /// Those of the buckets that are communicated on the lanes, which are notified of the end.
+    devices: Vec<Arc<dyn Device>>,
+}
+
+impl From<Lane> for Lanes {
+    /// The lanes of a lane without a group, as tests and benchmarks build it: without lanes by host.
+    fn from(global: Lane) -> Lanes {
+        Lanes { global, group: None, hosts: None, devices: Vec::new() }
+    }
+}
+
+impl Lanes {
+    /// Opens the global lane of a group. Collective.
+    ///
+    /// # Errors
+    /// As [`Group::lane`].
+    pub fn of(group: &Group) -> Result<Lanes> {
+        Ok(Lanes { global: group.lane()?, group: Some(group.clone()), hosts: None, devices: Vec::new() })
+    }
+
+    /// The next operation is the one that was queued with this ticket; `None`: it was not queued. Returns the ticket that no operation has used.
+    pub fn expect(&mut self, ticket: Option<Ticket>) -> Option<Ticket> {
+        std::mem::replace(&mut self.global.queued, ticket)
+    }
+
+    /// The buckets that are communicated from now on are on these devices, which are made ready for that.
+    ///
+    /// # Errors
+    /// Whatever a device reports.
+    pub fn prepare(&mut self, devices: Vec<Arc<dyn Device>>) -> Result<()> {
+        devices.iter().try_for_each(|device| device.prepare())?;
+        self.devices = devices;
+        Ok(())
+    }
+
+    /// See [`crate::collective::Collective::end`] and [`Device::end`].
+    pub fn end(&mut self) {
+        self.devices.drain(..).for_each(|device| device.end());
+        self.global.end();
+        if let Some(hosts) = &mut self.hosts {
+            hosts.end();
+        }
+    }
+
+    /// Whether an all_reduce works on memory of this device, as `hierarchical` says.
+    pub fn reaches(&self, place: DeviceRef<'_>, hierarchical: bool) -> bool {
+        self.global.reaches(place) && (place.is_none() || !hierarchical || self.route_is_hierarchical())
+    }
+
+    /// Runs a verb on all ranks. With [`flags::HIERARCHICAL`] ranks of one host combine first, also where the collective of the global lane is
+    /// flat: the result of an all_reduce then equals that of a hierarchical collective bitwise, and that of a flat one within rounding. In the
+    /// verbs over exchange each host is one member then, see [`crate::collective::ByHost`]; a compressed all_reduce on one host is the plain one,
+    /// bitwise. The result is equal on all ranks.
+    ///
+    /// # Errors
+    /// As [`Lane::run`].
+    pub fn run<'a>(
+        &mut self,
+        options: &Options<'_>,
+        dtype: DType,
+        verb: Verb<'_>,
+        operands: impl Into<Operands<'a>>,
+    ) -> Result<()> {
+        if options.flags & flags::HIERARCHICAL == 0 {
+            self.global.run(options, dtype, verb, operands)
+        } else {
+            self.run_by_host(*options, dtype, verb, operands.into())
+        }
+    }
+}
+
+/// Elements as the fingerprint counts them: of the whole tensor for [`Layout::Equal`], of one shard for the others.
+fn count_of(verb: Verb<'_>, dtype: DType, io: &Io<'_>, rank: usize, size: usize) -> Result<usize> {
+    if let Some(op) = verb.op() {
+        op.check(dtype)?;
+    }
+    if let Some(root) = verb.root() {
+        check_root(root, size)?;
+    }
+    if let Verb::AllToAllV { send, recv } = verb {
+        return check_layouts(dtype, io, (&send, &recv), rank, size).map(|()| 0);
+    }
+    let (layout, uses) = (verb.layout(), verb.uses(rank));
+    let (src, dst) = match io {
+        Io::InPlace(data) => {
+            let all = dtype.elements_in(data.len(), "the buffer")?;
+            return match layout {
+                Layout::Equal | Layout::Parts => Ok(all),
+                Layout::EqualShards | Layout::Grows | Layout::Shrinks => shard(all, size, "the buffer"),
+            };
+        }
+        Io::Split { .. }
+            if matches!(verb, Verb::Broadcast { .. } | Verb::CompressedAllReduce(_) | Verb::CompressedRing { .. }) =>
+        {
+            return Err(Error::InvalidArgument(format!("{} works in place, on one buffer", verb.kind().name())));
+        }
+        Io::Split { src, dst } => (src.len(), dst.len()),
+    };
+    // A buffer that is ignored may have any size, so only the used ones are looked at.
+    let source = |()| dtype.elements_in(src, "the source");
+    let destination = |()| dtype.elements_in(dst, "the destination");
+    match (layout, uses) {
+        (Layout::Equal | Layout::Parts, Uses::SourceOnly) => source(()),
+        (Layout::Equal | Layout::Parts, Uses::DestinationOnly) => destination(()),
+        (Layout::Equal | Layout::EqualShards | Layout::Parts, _) => {
+            let (src, dst) = (source(())?, destination(())?);
+            if src != dst {
+                return Err(Error::InvalidArgument(format!("the source has {src} elements, the destination {dst}")));
+            }
+            if matches!(layout, Layout::Equal) { Ok(src) } else { shard(src, size, "the source") }
+        }
+        (Layout::Grows, Uses::SourceOnly) => source(()),
+        (Layout::Grows, Uses::DestinationOnly) => shard(destination(())?, size, "the destination"),
+        (Layout::Grows, Uses::Both) => {
+            let (one, all) = (source(())?, destination(())?);
+            times(one, all, size, "source", "destination").map(|()| one)
+        }
+        (Layout::Shrinks, Uses::DestinationOnly) => destination(()),
+        (Layout::Shrinks, Uses::SourceOnly) => shard(source(())?, size, "the source"),
+        (Layout::Shrinks, Uses::Both) => {
+            let (all, one) = (source(())?, destination(())?);
+            times(one, all, size, "destination", "source").map(|()| one)
+        }
+    }
+}
+
+fn shard(all: usize, size: usize, what: &str) -> Result<usize> {
+    if !all.is_multiple_of(size) {
+        return Err(Error::InvalidArgument(format!("{what} has {all} elements, not a multiple of the {size} ranks")));
+    }
+    Ok(all / size)
+}
+
+fn times(one: usize, all: usize, size: usize, small: &str, large: &str) -> Result<()> {
+    if one.checked_mul(size) != Some(all) {
+        return Err(Error::InvalidArgument(format!(
+            "the {large} has {all} elements, not {size} times (once per rank) the {one} of the {small}"
+        )));
+    }
+    Ok(())
+}
+
+/// `root` is a rank of a group of `size`.
+fn check_root(root: usize, size: usize) -> Result<u32> {
+    match u32::try_from(root) {
+        Ok(code) if root < size => Ok(code),
+        _ => Err(Error::InvalidArgument(format!("root {root} is not a rank of this group of {size}"))),
     }
 }
 

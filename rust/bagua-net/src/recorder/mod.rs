@@ -4,40 +4,24 @@
 //! counter: some 20 ns. With one ring behind one lock and the kernel's clock it cost 50 ns, 75 beside another rank: 23 for the two locks,
 //! 24 for the clock. So each lane has a ring of its own, which only the thread writes that has the lane; their operations are put in order when they are read.
 //! What is queued costs a thread change anyway, and is kept behind a lock until it begins.
+//!
+//! `lane` is what writes, and this file what reads.
 
+mod lane;
 mod operation;
-mod ring;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex};
 
+use self::lane::{Begun, Ring};
+pub use self::lane::{LaneRecorder, Running, Ticket};
 pub use self::operation::{Announced, CAPACITY, Operation, OperationState, What};
-use self::ring::{Begun, Ring};
 
-use crate::error::Error;
 use crate::sync::{Scale, TickClock};
-use crate::types::{Fingerprint, Kind};
+use crate::types::Kind;
 use crate::wait::lock;
-
-/// The most bytes of a label that are kept.
-const LABEL_LEN: usize = 64;
-
-/// An operation that is or was queued, for its next change.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[must_use = "an operation that is never ended is shown as hanging"]
-pub struct Ticket(u64);
-
-/// An operation that has begun, for its end.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[must_use = "an operation that is never ended is shown as hanging"]
-pub struct Running {
-    /// Its number.
-    n: u64,
-    /// Its place in the ring of its lane.
-    place: u64,
-}
 
 /// The last operations of a process.
 pub struct FlightRecorder {
@@ -177,136 +161,13 @@ impl Job {
     }
 }
 
-/// What one lane records with. A lane does one operation at a time.
-#[derive(Clone)]
-pub struct LaneRecorder {
-    /// The process's.
-    recorder: &'static FlightRecorder,
-    /// Where its operations are.
-    lane: Arc<RecordedLane>,
-}
-
-impl LaneRecorder {
-    /// An operation waits in a queue from now on. `None` while nothing is recorded.
-    pub fn queue(&self, op: &Announced<'_>) -> Option<Ticket> {
-        let LaneRecorder { recorder, lane } = self;
-        if !recorder.on.load(Relaxed) {
-            return None;
-        }
-        let mut queues = lock(&recorder.queues);
-        let n = recorder.next.fetch_add(1, Relaxed);
-        let op = Operation {
-            n,
-            group: Arc::clone(&lane.group),
-            channel: lane.channel,
-            seq: None,
-            what: op.what,
-            label: cut(op.label).to_owned(),
-            dtype: op.dtype,
-            count: op.count as u64,
-            bytes: op.bytes as u64,
-            root: op.root.and_then(|root| u32::try_from(root).ok()),
-            state: OperationState::Queued,
-            begin: None,
-            end: None,
-            missing: Vec::new(),
-        };
-        queues.waiting.insert(n, Job { op, begin: None, end: None });
-        Some(Ticket(n))
-    }
-
-    /// The communication thread takes a queued job; the first operation of the job has the same ticket.
-    pub fn start(&self, ticket: Ticket) {
-        let now = self.recorder.clock.now();
-        if let Some(job) = lock(&self.recorder.queues).waiting.get_mut(&ticket.0) {
-            job.begin = Some(now);
-            job.op.state = OperationState::Started;
-        }
-    }
-
-    /// A job that had no operation of its own ended, or was dropped before it began.
-    pub fn finish(&self, ticket: Ticket, failure: Option<(&Error, usize)>) {
-        let now = self.recorder.clock.now();
-        let mut queues = lock(&self.recorder.queues);
-        let Some(mut job) = queues.waiting.remove(&ticket.0) else { return };
-        job.end = Some(now);
-        job.op.state = if failure.is_none() { OperationState::Done } else { OperationState::Failed };
-        if let Some((error, own)) = failure
-            && job.begin.is_some()
-        {
-            job.op.missing = missing(error, own);
-        }
-        if queues.ended.len() == CAPACITY {
-            queues.ended.pop_front();
-        }
-        queues.ended.push_back(job);
-    }
-
-    /// An operation begins: the one that was queued, or a new one. `None` while nothing is recorded.
-    #[inline]
-    pub fn begin(&self, queued: Option<Ticket>, says: &Fingerprint, payload: usize, label: &str) -> Option<Running> {
-        let LaneRecorder { recorder, lane } = self;
-        let n = match queued {
-            Some(ticket) => ticket.0,
-            None if recorder.on.load(Relaxed) => recorder.next.fetch_add(1, Relaxed),
-            None => return None,
-        };
-        // Of an all_to_all_v a fingerprint has no count, because ranks may differ.
-        let count = if says.kind == Kind::AllToAllV { (payload / says.dtype.size()) as u64 } else { says.count };
-        let place = lane.ring.begin(n, says, count, payload as u64, recorder.clock.now());
-        if !label.is_empty() {
-            lane.ring.label(n, cut(label));
-        }
-        if queued.is_some() {
-            lock(&recorder.queues).waiting.remove(&n);
-        }
-        Some(Running { n, place })
-    }
-
-    /// An operation ended, with an error or well. The number beside the error is this process's rank in the world, which is never missing to itself.
-    #[inline]
-    pub fn end(&self, Running { n, place }: Running, failure: Option<(&Error, usize)>) {
-        let LaneRecorder { recorder, lane } = self;
-        if let Some((error, own)) = failure {
-            let missing = missing(error, own);
-            if !missing.is_empty() {
-                lane.ring.missing(n, missing);
-            }
-        }
-        lane.ring.end(n, place, recorder.clock.now(), failure.is_some());
-    }
-}
-
-/// The part of a label that is kept.
-fn cut(label: &str) -> &str {
-    let end = (0..=LABEL_LEN.min(label.len())).rev().find(|at| label.is_char_boundary(*at));
-    &label[..end.unwrap_or(0)]
-}
-
-/// The world ranks but `own` that had not come, as far as the error says.
-fn missing(error: &Error, own: usize) -> Vec<usize> {
-    let mut ranks = match error {
-        Error::Timeout { missing, .. } => missing.clone(),
-        Error::PeerLost { rank, .. } | Error::PeerRaised { rank, .. } => vec![*rank],
-        Error::Mismatch(_)
-        | Error::Aborted(_)
-        | Error::InvalidArgument(_)
-        | Error::UnsupportedType(_)
-        | Error::NotImplemented(_)
-        | Error::Unavailable(_)
-        | Error::Device(_)
-        | Error::System { .. } => Vec::new(),
-    };
-    ranks.retain(|rank| *rank != own);
-    ranks
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::types::{DType, ReduceOp};
+    use crate::error::Error;
+    use crate::types::{DType, Fingerprint, ReduceOp};
 
     fn recorder() -> &'static FlightRecorder {
         Box::leak(Box::default())

@@ -1,0 +1,87 @@
+//! Operations that combine inside hosts first, on lanes whose own collective is flat: which they are, and the collectives by host.
+
+use super::{Lanes, Options};
+use crate::codec::{Codec, Exchange};
+use crate::collective::Collective;
+use crate::error::{Error, Result};
+use crate::memory::DeviceRef;
+use crate::request::{Operands, Verb};
+use crate::types::{DType, ReduceOp, flags};
+
+impl Lanes {
+    /// Connects the collectives by host, unless they are.
+    ///
+    /// # Errors
+    /// `Mismatch` when another rank runs another operation; otherwise as [`Lane::run`](super::Lane::run) and [`Group::lane`](crate::Group::lane).
+    fn connect_hosts(&mut self) -> Result<()> {
+        if self.hosts.is_some() {
+            return Ok(());
+        }
+        let Some(group) = &self.group else {
+            return Err(Error::InvalidArgument("this lane belongs to no group and has no lanes by host".to_owned()));
+        };
+        // A rank that runs another operation is a mismatch here, instead of a timeout while connecting.
+        let options = Options { flags: flags::HIERARCHICAL, label: "lanes by host", ..Options::DEFAULT };
+        let ticket = self.global.queued.take();
+        let met = self.global.barrier(&options);
+        self.global.queued = ticket;
+        met?;
+        self.hosts = Some(group.by_machine()?);
+        Ok(())
+    }
+
+    /// True when the collective of the global lane reduces inside hosts first, or no two ranks of the group share a host.
+    pub(super) fn route_is_hierarchical(&self) -> bool {
+        let Some(group) = &self.group else { return true };
+        self.global.collective() != "net" || group.machines().iter().all(|machine| machine.len() == 1)
+    }
+
+    /// How many hosts the ranks are on; 1 for a lane that belongs to no group.
+    fn host_count(&self) -> usize {
+        self.group.as_ref().map_or(1, |group| group.machines().len())
+    }
+
+    /// Whether a compressed all_reduce, and the compressed ring, leave the tensor on this device, and encode it there.
+    ///
+    /// # Errors
+    /// As [`Collective::codec_on`].
+    pub fn encodes_on(
+        &mut self,
+        place: DeviceRef<'_>,
+        codec: &dyn Codec,
+        dtype: DType,
+        hierarchical: bool,
+    ) -> Result<bool> {
+        let one_host = hierarchical && self.host_count() == 1;
+        if place.is_none() || codec.exchange() != Exchange::TwoShot || !self.reaches(place, one_host) {
+            return Ok(false);
+        }
+        self.global.codec_on(place, codec, dtype).map(|found| found.is_some())
+    }
+
+    /// [`Lanes::run`] with [`flags::HIERARCHICAL`].
+    pub(super) fn run_by_host(
+        &mut self,
+        mut options: Options<'_>,
+        dtype: DType,
+        mut verb: Verb<'_>,
+        mut operands: Operands<'_>,
+    ) -> Result<()> {
+        if let Verb::CompressedAllReduce(how) = verb
+            && self.host_count() == 1
+        {
+            let print = self.global.print_of(&options, dtype, verb, &operands, 1)?;
+            (options.tag, options.codec) = (print.tag, print.codec);
+            verb = Verb::AllReduce(if how.divisor == 1 { ReduceOp::Sum } else { ReduceOp::Avg });
+        }
+        match verb {
+            Verb::AllReduce(_) if !self.route_is_hierarchical() => operands.io = operands.io.into_host()?.into(),
+            Verb::CompressedAllReduce(_) | Verb::NeighborAverage { .. } | Verb::CompressedRing { .. } => {}
+            _ => return self.global.run(&options, dtype, verb, operands),
+        }
+        let print = self.global.print_of(&options, dtype, verb, &operands, self.host_count())?;
+        self.connect_hosts()?;
+        let hosts = self.hosts.as_mut().map(|hosts| hosts as &mut dyn Collective);
+        self.global.perform(hosts, &options, print, verb, operands)
+    }
+}
