@@ -13,10 +13,10 @@ from bagua import engine, shared_memory
 from bagua.codecs import Compression, raw_codec
 
 from . import devices
-from .bucket_memory import BucketSlice, FlatMemory
+from .bucket_memory import BucketSlice, FlatMemory, layout_of, require_resolved
 from .process_group import Communicator, ProcessGroup, dtype_code
 from .process_group.state import group_state
-from .tensor import BaguaTensor, effective, layout_of, registration, require_resolved
+from .tensor import BaguaTensor, effective, registration
 from .utils import check_contiguous
 
 

@@ -14,10 +14,39 @@ from typing import Any
 
 import torch
 
-from .tensor import is_lazy_value, layout_of
-
 _to_dlpack: Any = torch._C._to_dlpack
 _from_dlpack: Any = torch._C._from_dlpack
+
+
+def is_lazy_value(tensor: torch.Tensor) -> bool:
+    """True if its memory holds the negatives or conjugates of its values, which torch computes when it reads."""
+    return tensor.is_neg() or tensor.is_conj()
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory holds its values: the same one, or a copy where :func:`is_lazy_value`."""
+    return tensor.resolve_conj().resolve_neg()
+
+
+def require_resolved(tensor: torch.Tensor, what: str) -> None:
+    """ValueError where :func:`is_lazy_value`: the core would read the wrong values, and write wrong results."""
+    if is_lazy_value(tensor):
+        relation = "conjugate" if tensor.is_conj() else "negation"
+        raise ValueError(
+            f"{what} is the lazy {relation} of what its memory holds: call resolve_conj() and resolve_neg() on it"
+        )
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides for the tensor's values in contiguous memory: its own if it has no gaps, else row-major ones."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= size
+    return tensor.stride()
 
 
 def over(memory: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,9 @@ from bagua.torch_operand import Adapter
 
 from .. import devices
 from ..bucket import BaguaBucket
+from ..bucket_memory import require_resolved
 from ..process_group import DTYPES, Communicator, Handle, ProcessGroup, ReduceOp
-from ..tensor import effective, registration, require_resolved
+from ..tensor import effective, registration
 from .state import model_state as _models
 
 _TENSORS = Adapter(compares_shapes=False)

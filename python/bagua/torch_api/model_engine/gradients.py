@@ -19,9 +19,9 @@ import torch
 from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
-from ..bucket_memory import BucketSlice, over
+from ..bucket_memory import BucketSlice, is_lazy_value, layout_of, over
 from ..process_group import ReduceOp
-from ..tensor import BaguaTensor, is_lazy_value, layout_of, registration
+from ..tensor import BaguaTensor, registration
 from .exchange_interface import Exchange, Parameters, WrappedModel
 
 

@@ -18,8 +18,8 @@ import torch
 
 from bagua.errors import BaguaError
 
+from ..bucket_memory import resolved
 from ..process_group import ReduceOp
-from ..tensor import resolved
 from .consistency import ALIGN
 from .exchange_interface import Parameters, WrappedModel
 from .gradients import GradientExchange

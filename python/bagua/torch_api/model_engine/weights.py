@@ -32,8 +32,8 @@ from torch.utils._pytree import tree_leaves
 from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
-from ..bucket_memory import BucketSlice
-from ..tensor import BaguaTensor, Getter, effective, is_lazy_value, layout_of, registration, resolved
+from ..bucket_memory import BucketSlice, is_lazy_value, layout_of, resolved
+from ..tensor import BaguaTensor, Getter, effective, registration
 from .exchange_interface import Exchange, Parameters, WrappedModel, always
 from .steps import BetweenSteps
 

@@ -100,10 +100,11 @@ class NonMember:
         """Returns without effect."""
         return engine.Handle.completed() if async_op else None
 
-    send = recv = broadcast = broadcast_coalesced = reduce = reduce_inplace = _no_effect
-    allreduce = allreduce_inplace = allreduce_coalesced_inplace = reduce_scatter = reduce_scatter_inplace = _no_effect
-    allgather = allgather_inplace = gather = gather_inplace = scatter = scatter_inplace = _no_effect
-    alltoall = alltoall_inplace = alltoall_v = alltoall_v_inplace = barrier = _no_effect
+    def __getattr__(self, name: str) -> Callable[..., Handle | None]:
+        """Each collective of a communicator."""
+        if name.startswith("_") or not callable(getattr(Collectives, name, None)):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self._no_effect
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Returns this rank's own object."""

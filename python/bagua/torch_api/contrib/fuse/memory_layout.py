@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from ...bucket_memory import flat_under, window
-from ...tensor import layout_of
+from ...bucket_memory import flat_under, layout_of, window
 
 
 def adjacent(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ...tensor import layout_of
+from ...bucket_memory import layout_of
 from . import memory_layout
 from .elementwise import plain_step, require_elementwise, twin
 from .flat_parameters import FlatParameters, signature
