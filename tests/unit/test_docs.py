@@ -156,6 +156,19 @@ def test_every_file_that_the_architecture_names_exists() -> None:
     assert sorted(name for name in named if not (ROOT / name).exists()) == []
 
 
+def test_the_path_of_a_gradient_numbers_each_file_where_it_comes_first() -> None:
+    text = (ROOT / "docs" / "explain" / "architecture.md").read_text()
+    path = text.split("loss.backward()")[1].split("optimizer.step()")[0]
+    drawn = re.findall(r"^ *(\d+|[│ ↺]*) +((?:rust|python)/[\w/.-]+)", path, re.MULTILINE)
+    first: list[str] = []
+    for number, file in drawn:
+        assert number.isdigit() == (file not in first), file
+        if number.isdigit():
+            first.append(file)
+            assert int(number) == len(first), file
+    assert f"\n{len(first)} files, and {path.count('↺')} returns:" in text
+
+
 def test_the_script_of_the_guide_from_bagua_is_the_example() -> None:
     ((_, marks, code),) = python_blocks(ROOT / "docs" / "how-to" / "from_bagua_0_9.md")
     assert {"runnable", "ranks=2"} <= marks

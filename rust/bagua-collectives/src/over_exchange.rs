@@ -73,7 +73,7 @@ fn all_to_all_v(
 }
 
 /// Refuses operands of a verb that is made of messages, before anything is sent: an element type or a number of members that do not suit it,
-/// layouts that do not fit the buffers and each other, replicas of another length or place than the weights. Nothing for other verbs.
+/// replicas of another length or place than the weights. Nothing for other verbs; for the layouts of an all_to_all_v see [`check_layouts`].
 ///
 /// # Errors
 /// `InvalidArgument`, `UnsupportedType`.

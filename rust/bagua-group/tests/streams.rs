@@ -46,8 +46,10 @@ fn an_invalid_number_of_streams_is_refused_before_any_connection() {
 
 #[test]
 fn an_algorithm_is_found_by_its_name() {
-    assert!(Algorithm::ALL.into_iter().all(|algorithm| Algorithm::named(algorithm.name()) == Some(algorithm)));
-    assert_eq!(Algorithm::named("Ring"), None);
+    let named = |name| Algorithm::by_name("algorithm", name);
+    assert!(Algorithm::ALL.into_iter().all(|algorithm| named(algorithm.name()) == Ok(algorithm)));
+    let unknown = "no algorithm 'Ring'; known: auto, direct, ring, doubling, halving";
+    assert_eq!(named("Ring"), Err(Error::InvalidArgument(unknown.to_owned())));
 }
 
 #[test]

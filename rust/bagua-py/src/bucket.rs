@@ -20,7 +20,7 @@ use pyo3::types::PyTuple;
 use crate::average::WeightLock;
 use crate::call_user::call_user;
 use crate::codec::Codec;
-use crate::cuda_call::{self, CudaDevice};
+use crate::cuda_call::{CudaDevice, SETTING};
 use crate::errors;
 use crate::handle::callable;
 use crate::tensor;
@@ -72,7 +72,7 @@ impl Bucket {
         keep: Option<Py<PyAny>>,
     ) -> PyResult<Bucket> {
         let markable = tensors.iter().filter(|(.., padding)| !padding).count();
-        let requested = cuda_call::requested(collective).map_err(|e| errors::raise(py, e))?;
+        let requested = Requested::by_name(SETTING, collective).map_err(|e| errors::raise(py, e))?;
         let place = device.map(|device| device.of_bucket(requested, check, keep));
         let on = place.as_ref().map(|place| Arc::clone(place) as Arc<dyn Device>);
         let build = || -> Result<bucket::Bucket> {
@@ -154,7 +154,7 @@ impl Bucket {
     /// Raises ValueError for an unknown selection, TypeError for elements without a mean.
     fn append_decentralized(&self, py: Python<'_>, peer_selection_mode: &str, hierarchical: bool) -> PyResult<()> {
         self.append(py, || {
-            let selection = PeerSelection::by_name(peer_selection_mode)?;
+            let selection = PeerSelection::by_name("peer selection mode", peer_selection_mode)?;
             Ok(Arc::new(DecentralizedOp::new(selection, hierarchical)))
         })
     }
@@ -276,7 +276,8 @@ impl AsyncModelAverage {
 /// Refuses a peer selection that does not exist, or does not work among so many members: ValueError.
 #[pyfunction]
 pub fn check_peer_selection(py: Python<'_>, peer_selection_mode: &str, members: usize) -> PyResult<()> {
-    let check = PeerSelection::by_name(peer_selection_mode).and_then(|selection| selection.check(members));
+    let check = PeerSelection::by_name("peer selection mode", peer_selection_mode)
+        .and_then(|selection| selection.check(members));
     check.map_err(|e| errors::raise(py, e))
 }
 

@@ -46,14 +46,8 @@ impl GroupConfig {
             return refuse(format!("rank {rank} is not in a world of {world_size} ranks"));
         }
         let text = |name: &str| settings.getattr(name)?.extract::<String>();
-        let transport = text("transport")?;
-        let Some(transport) = TransportChoice::named(&transport) else {
-            return refuse(format!("there is no transport '{transport}'"));
-        };
-        let algorithm = text("algorithm")?;
-        let Some(algorithm) = Algorithm::named(&algorithm) else {
-            return refuse(format!("there is no algorithm '{algorithm}' for an all_reduce"));
-        };
+        let transport = TransportChoice::by_name("transport", &text("transport")?);
+        let algorithm = Algorithm::by_name("algorithm of all_reduce", &text("algorithm")?);
         let listen_host: IpAddr = match listen_host.parse() {
             Ok(address) => address,
             Err(error) => return refuse(format!("listen_host '{listen_host}' is not an IP address: {error}")),
@@ -69,9 +63,9 @@ impl GroupConfig {
             timeout,
             connect_timeout: timeout,
             heartbeat_timeout: seconds("heartbeat_timeout", settings.getattr("heartbeat_timeout")?.extract()?)?,
-            transport,
+            transport: transport.map_err(|e| errors::raise(py, e))?,
             streams_per_peer: settings.getattr("streams_per_peer")?.extract()?,
-            algorithm,
+            algorithm: algorithm.map_err(|e| errors::raise(py, e))?,
             factories: vec![Arc::new(bagua_cuda::Factory)],
             ..Config::new(rank, world_size)
         };

@@ -4,7 +4,6 @@
 
 use std::sync::{Arc, Mutex};
 
-use bagua_core::error::{Error, Result};
 use bagua_core::group::Group;
 use bagua_core::health::GroupHealth;
 use bagua_core::memory::Device;
@@ -15,6 +14,9 @@ use pyo3::types::PyDict;
 
 use crate::errors::{self, Origin};
 use crate::handle::Handle;
+
+/// The setting that chooses a collective on devices, for errors.
+pub const SETTING: &str = "value of BAGUA_CUDA_COLLECTIVE";
 
 /// A CUDA device of this process, with its primary context: see `CudaLibraries.device`.
 #[pyclass(frozen, module = "bagua._bagua")]
@@ -114,7 +116,7 @@ impl LaneDevices {
         collective: &str,
         check: bool,
     ) -> PyResult<CudaCall> {
-        let requested = requested(collective).map_err(|e| errors::raise(py, e))?;
+        let requested = Requested::by_name(SETTING, collective).map_err(|e| errors::raise(py, e))?;
         let lane_device = self.on(device.context());
         let place = py
             .detach(|| OperationDevice::new(&lane_device, requested, stream, producers))
@@ -130,12 +132,6 @@ pub fn finished(py: Python<'_>, handle: Handle, async_op: bool) -> PyResult<Opti
     }
     handle.finish(py, None)?;
     handle.order(py, None).map(|()| None)
-}
-
-/// The value of BAGUA_CUDA_COLLECTIVE with this name.
-pub fn requested(name: &str) -> Result<Requested> {
-    let text = || format!("BAGUA_CUDA_COLLECTIVE='{name}': expected auto, nccl or staged");
-    Requested::named(name).ok_or_else(|| Error::InvalidArgument(text()))
 }
 
 /// Of several lanes of a group; None before one of them has used a device. Without a collective where the ranks have chosen none so far, and

@@ -33,9 +33,15 @@ macro_rules! coded {
                 }
             }
 
-            /// The value of this name.
-            pub fn named(name: &str) -> Option<$Type> {
-                $Type::ALL.into_iter().find(|value| value.name() == name)
+            /// The value of this name; `what` says what has such names, for the error.
+            ///
+            /// # Errors
+            /// `InvalidArgument` that lists the known names.
+            pub fn by_name(what: &str, name: &str) -> $crate::error::Result<$Type> {
+                $Type::ALL.into_iter().find(|value| value.name() == name).ok_or_else(|| {
+                    let known = $Type::ALL.map($Type::name).join(", ");
+                    $crate::error::Error::InvalidArgument(format!("no {what} '{name}'; known: {known}"))
+                })
             }
         }
     };

@@ -216,7 +216,7 @@ pub fn join() -> Group {
     let number = |name: &str| std::env::var(name).unwrap().parse::<usize>().unwrap();
     let mut config = config(number("GROUP_TEST_RANK"), number("GROUP_TEST_SIZE"));
     config.heartbeat_timeout = Duration::from_millis(number("GROUP_TEST_HEARTBEAT_MS") as u64);
-    config.transport = TransportChoice::named(&std::env::var("GROUP_TEST_TRANSPORT").unwrap()).unwrap();
+    config.transport = TransportChoice::by_name("transport", &std::env::var("GROUP_TEST_TRANSPORT").unwrap()).unwrap();
     let bootstrap = Bootstrap::bind(config).unwrap();
     println!("\nADDRESS {}", hex(bootstrap.address()));
     let line = std::io::stdin().lines().next().unwrap().unwrap();

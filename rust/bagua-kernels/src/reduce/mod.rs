@@ -2,7 +2,7 @@
 //!
 //! Read `kernel` first: the loop, written once over an `element` type (its layout in memory, its accumulator) and an operation. This file
 //! selects the loop of a dtype and an operation, known at run time, and one of its compilations per call, by the processor's features and
-//! vendor ([`Level`]). `avx2`, `avx512` and `zen4` compile the same loop for wider registers and add the conversions that compilers cannot
+//! vendor (`Level`). `avx2`, `avx512` and `zen4` compile the same loop for wider registers and add the conversions that compilers cannot
 //! vectorise; `neon` adds those of 64-bit ARM processors, whose registers all loops use anyway.
 //!
 //! Results do not depend on that choice: nothing is reassociated, and no multiplication is fused with an addition in a way that

@@ -24,17 +24,6 @@ coded! {
 }
 
 impl PeerSelection {
-    /// The selection of this name.
-    ///
-    /// # Errors
-    /// `InvalidArgument` that lists the known ones.
-    pub fn by_name(name: &str) -> Result<PeerSelection> {
-        PeerSelection::named(name).ok_or_else(|| {
-            let known = PeerSelection::ALL.map(PeerSelection::name).join(", ");
-            Error::InvalidArgument(format!("no peer selection mode '{name}'; known: {known}"))
-        })
-    }
-
     /// Whether it works among so many members.
     ///
     /// # Errors
@@ -127,6 +116,11 @@ mod tests {
         assert!(refused.contains("first half with one of the second half") && refused.ends_with("not 5"), "{refused}");
         PeerSelection::ShiftOne.check(1).unwrap();
         PeerSelection::ShiftOne.check(4).unwrap();
-        assert!(PeerSelection::by_name("star").unwrap_err().to_string().contains("one_peer_exponential"));
+        assert!(
+            PeerSelection::by_name("peer selection mode", "star")
+                .unwrap_err()
+                .to_string()
+                .contains("one_peer_exponential")
+        );
     }
 }
