@@ -6,21 +6,17 @@
 use std::sync::Arc;
 
 use super::connection::DataConn;
-use super::fork::{ForkFd, OwnerProcess};
+use super::fork::ForkFd;
 use super::handshake::Purpose;
 use super::idle;
+use super::lane::ProcessBound;
 use super::streams::{LaneConns, StreamOpener};
-use crate::codec::Codec;
 use crate::collective::shm::{segment_len, spare_links};
-use crate::collective::{
-    Collective, CollectiveFactory, DeviceCodec, Hier, Incoming, Io, Net, OpContext, Outgoing, Shm, Solo, Verb,
-};
+use crate::collective::{Collective, Hier, Net, Shm, Solo};
 use crate::error::{Error, Progress, Result};
 use crate::health::LEFT;
-use crate::memory::{Arena, Buffer, BufferMut, Device, DeviceRef, Registry};
-use crate::same_ranks_as;
+use crate::memory::{Arena, Registry};
 use crate::transport::Mesh;
-use crate::types::{DType, ReduceOp};
 use crate::wait::{Deadline, slice_among};
 
 /// `index` of the streams between all ranks.
@@ -128,7 +124,7 @@ impl LaneBuilder<'_> {
         let (unused, at_once): (Vec<_>, Vec<_>) = factories.partition(|factory| factory.device() != 0);
         let inner = at_once.iter().fold(collective, |inner, factory| factory.wrap(inner, hosts));
         let owner = self.conns.control.plane.owner;
-        Box::new(ProcessBound { fork_fds, inner: Some(inner), owner, unused, hosts: hosts.to_vec() })
+        Box::new(ProcessBound::new(inner, unused, hosts.to_vec(), fork_fds, owner))
     }
 
     /// The group ranks on this rank's host, and this rank's index among them.
@@ -184,91 +180,5 @@ impl LaneBuilder<'_> {
         }
         let what = format!("opening {} {} of the group", self.what, self.conns.channel);
         Err(health.timed_out(self.deadline.limit(), &[peer], Progress { what, ..Progress::default() }))
-    }
-}
-
-/// A collective that works only in the process that built it: in forked children its descriptors are closed, so neither may it use them
-/// nor may their owners be dropped. The first operation on memory of a device puts the collective of that device over it.
-struct ProcessBound {
-    /// Unregistered before the collective closes the descriptors.
-    fork_fds: Vec<ForkFd>,
-    /// `None` only during drop.
-    inner: Option<Box<dyn Collective>>,
-    owner: OwnerProcess,
-    /// The factories of devices on which no memory has come yet.
-    unused: Vec<Arc<dyn CollectiveFactory>>,
-    /// The ranks of each host, for those.
-    hosts: Vec<Vec<usize>>,
-}
-
-impl ProcessBound {
-    fn inner(&self) -> &dyn Collective {
-        self.inner.as_deref().expect("there until drop")
-    }
-
-    /// The collective for memory in this place, in the process that built it.
-    fn checked(&mut self, place: DeviceRef<'_>) -> Result<&mut dyn Collective> {
-        self.owner.check()?;
-        if let Some(device) = place {
-            for factory in self.unused.extract_if(.., |factory| factory.device() == device.kind()) {
-                self.inner = self.inner.take().map(|inner| factory.wrap(inner, &self.hosts));
-            }
-        }
-        Ok(self.inner.as_deref_mut().expect("there until drop"))
-    }
-}
-
-impl Drop for ProcessBound {
-    fn drop(&mut self) {
-        if self.owner.is_current() {
-            self.fork_fds.clear();
-        } else {
-            std::mem::forget(self.inner.take());
-        }
-    }
-}
-
-impl Collective for ProcessBound {
-    same_ranks_as!(self => self.inner());
-
-    fn codec_on(
-        &mut self,
-        place: DeviceRef<'_>,
-        codec: &dyn Codec,
-        dtype: DType,
-    ) -> Result<Option<Box<dyn DeviceCodec>>> {
-        self.checked(place)?.codec_on(place, codec, dtype)
-    }
-
-    fn reaches(&self, place: DeviceRef<'_>) -> bool {
-        let serves = |device: &Arc<dyn Device>| self.unused.iter().any(|factory| factory.device() == device.kind());
-        self.inner().reaches(place) || place.is_some_and(serves)
-    }
-
-    fn combine(
-        &mut self,
-        cx: &OpContext<'_>,
-        op: ReduceOp,
-        inputs: &[Option<Buffer<'_>>],
-        into: BufferMut<'_>,
-    ) -> Result<()> {
-        self.checked(into.device())?.combine(cx, op, inputs, into)
-    }
-
-    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
-        self.checked(io.device()?)?.run(cx, verb, io)
-    }
-
-    fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
-        let sent = sends.iter().find_map(|message| message.data.device());
-        let place = sent.or_else(|| recvs.iter().find_map(|message| message.data.device()));
-        let inner = self.checked(place)?;
-        inner.exchange(cx, sends, recvs)
-    }
-
-    fn end(&mut self) {
-        if let Ok(inner) = self.checked(None) {
-            inner.end();
-        }
     }
 }

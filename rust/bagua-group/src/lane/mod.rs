@@ -4,6 +4,7 @@
 //! becomes the group's first cause. What `hierarchical` asks for on a flat lane is in `by_host`.
 
 mod by_host;
+mod options;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
@@ -14,46 +15,22 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
+use super::fork::{ForkFd, OwnerProcess};
 use super::group::Group;
 use crate::codec::Codec;
-use crate::collective::{Collective, DeviceCodec, Hier, agreed, check_layouts, check_operands};
+use crate::collective::{
+    Collective, CollectiveFactory, DeviceCodec, Hier, Incoming, Outgoing, agreed, check_layouts, check_operands,
+};
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
-use crate::memory::{Device, DeviceRef, kind_of};
+use crate::memory::{Buffer, BufferMut, Device, DeviceRef, kind_of};
 use crate::recorder::{LaneRecorder, Ticket};
 use crate::request::{Io, Layout, OpContext, Operands, Uses, Verb};
+use crate::same_ranks_as;
 use crate::stats::Stats;
-use crate::types::{DType, Fingerprint, Shape, flags};
+use crate::types::{DType, Fingerprint, ReduceOp, Shape, flags};
 use crate::wait::Deadline;
-
-/// What a caller may say about one operation.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Options<'a> {
-    /// Deadline; `None`: the group's default.
-    pub timeout: Option<Duration>,
-    /// Bucket or other label for error texts.
-    pub label: &'a str,
-    /// Shape of the tensor where it matters (all_reduce, reduce, broadcast); `None`: flat.
-    pub shape: Option<Shape>,
-    /// A digest of options that ranks must agree on, of 16 bits. A verb over exchange has its own.
-    pub tag: u32,
-    /// Id of the codec of a compressed collective, 0 for none; all ranks must give the same. A verb over exchange has its own.
-    pub codec: u8,
-    /// See [`Fingerprint::flags`].
-    pub flags: u16,
-}
-
-impl Options<'_> {
-    /// The group's deadline, no label, no tag, no codec.
-    pub const DEFAULT: Options<'static> = Options { timeout: None, label: "", shape: None, tag: 0, codec: 0, flags: 0 };
-}
-
-impl<'a> Options<'a> {
-    /// Those of an operation on a bucket; `hierarchical`: inside hosts first.
-    pub fn of_bucket(label: &'a str, hierarchical: bool) -> Options<'a> {
-        Options { label, flags: if hierarchical { flags::HIERARCHICAL } else { 0 }, ..Options::DEFAULT }
-    }
-}
+pub use options::Options;
 
 /// See the module.
 ///
@@ -349,6 +326,103 @@ impl Lanes {
             self.global.run(options, dtype, verb, operands)
         } else {
             self.run_by_host(*options, dtype, verb, operands.into())
+        }
+    }
+}
+
+/// A collective that works only in the process that built it: in forked children its descriptors are closed, so neither may it use them
+/// nor may their owners be dropped. The first operation on memory of a device puts the collective of that device over it.
+pub(super) struct ProcessBound {
+    /// Unregistered before the collective closes the descriptors.
+    fork_fds: Vec<ForkFd>,
+    /// `None` only during drop.
+    inner: Option<Box<dyn Collective>>,
+    owner: OwnerProcess,
+    /// The factories of devices on which no memory has come yet.
+    unused: Vec<Arc<dyn CollectiveFactory>>,
+    /// The ranks of each host, for those.
+    hosts: Vec<Vec<usize>>,
+}
+
+impl ProcessBound {
+    /// The collective of a lane on these hosts, which has these descriptors, in this process.
+    pub(super) fn new(
+        inner: Box<dyn Collective>,
+        unused: Vec<Arc<dyn CollectiveFactory>>,
+        hosts: Vec<Vec<usize>>,
+        fork_fds: Vec<ForkFd>,
+        owner: OwnerProcess,
+    ) -> ProcessBound {
+        ProcessBound { fork_fds, inner: Some(inner), owner, unused, hosts }
+    }
+
+    fn inner(&self) -> &dyn Collective {
+        self.inner.as_deref().expect("there until drop")
+    }
+
+    /// The collective for memory in this place, in the process that built it.
+    fn checked(&mut self, place: DeviceRef<'_>) -> Result<&mut dyn Collective> {
+        self.owner.check()?;
+        if let Some(device) = place {
+            for factory in self.unused.extract_if(.., |factory| factory.device() == device.kind()) {
+                self.inner = self.inner.take().map(|inner| factory.wrap(inner, &self.hosts));
+            }
+        }
+        Ok(self.inner.as_deref_mut().expect("there until drop"))
+    }
+}
+
+impl Drop for ProcessBound {
+    fn drop(&mut self) {
+        if self.owner.is_current() {
+            self.fork_fds.clear();
+        } else {
+            std::mem::forget(self.inner.take());
+        }
+    }
+}
+
+impl Collective for ProcessBound {
+    same_ranks_as!(self => self.inner());
+
+    fn codec_on(
+        &mut self,
+        place: DeviceRef<'_>,
+        codec: &dyn Codec,
+        dtype: DType,
+    ) -> Result<Option<Box<dyn DeviceCodec>>> {
+        self.checked(place)?.codec_on(place, codec, dtype)
+    }
+
+    fn reaches(&self, place: DeviceRef<'_>) -> bool {
+        let serves = |device: &Arc<dyn Device>| self.unused.iter().any(|factory| factory.device() == device.kind());
+        self.inner().reaches(place) || place.is_some_and(serves)
+    }
+
+    fn combine(
+        &mut self,
+        cx: &OpContext<'_>,
+        op: ReduceOp,
+        inputs: &[Option<Buffer<'_>>],
+        into: BufferMut<'_>,
+    ) -> Result<()> {
+        self.checked(into.device())?.combine(cx, op, inputs, into)
+    }
+
+    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
+        self.checked(io.device()?)?.run(cx, verb, io)
+    }
+
+    fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
+        let sent = sends.iter().find_map(|message| message.data.device());
+        let place = sent.or_else(|| recvs.iter().find_map(|message| message.data.device()));
+        let inner = self.checked(place)?;
+        inner.exchange(cx, sends, recvs)
+    }
+
+    fn end(&mut self) {
+        if let Ok(inner) = self.checked(None) {
+            inner.end();
         }
     }
 }

@@ -1,0 +1,34 @@
+//! What a caller may say about one operation.
+
+use std::time::Duration;
+
+use crate::types::{Shape, flags};
+
+/// What a caller may say about one operation.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options<'a> {
+    /// Deadline; `None`: the group's default.
+    pub timeout: Option<Duration>,
+    /// Bucket or other label for error texts.
+    pub label: &'a str,
+    /// Shape of the tensor where it matters (all_reduce, reduce, broadcast); `None`: flat.
+    pub shape: Option<Shape>,
+    /// A digest of options that ranks must agree on, of 16 bits. A verb over exchange has its own.
+    pub tag: u32,
+    /// Id of the codec of a compressed collective, 0 for none; all ranks must give the same. A verb over exchange has its own.
+    pub codec: u8,
+    /// See [`Fingerprint::flags`].
+    pub flags: u16,
+}
+
+impl Options<'_> {
+    /// The group's deadline, no label, no tag, no codec.
+    pub const DEFAULT: Options<'static> = Options { timeout: None, label: "", shape: None, tag: 0, codec: 0, flags: 0 };
+}
+
+impl<'a> Options<'a> {
+    /// Those of an operation on a bucket; `hierarchical`: inside hosts first.
+    pub fn of_bucket(label: &'a str, hierarchical: bool) -> Options<'a> {
+        Options { label, flags: if hierarchical { flags::HIERARCHICAL } else { 0 }, ..Options::DEFAULT }
+    }
+}
