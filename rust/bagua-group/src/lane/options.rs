@@ -17,7 +17,7 @@ pub struct Options<'a> {
     pub tag: u32,
     /// Id of the codec of a compressed collective, 0 for none; all ranks must give the same. A verb over exchange has its own.
     pub codec: u8,
-    /// See [`Fingerprint::flags`].
+    /// See [`Fingerprint::flags`](crate::types::Fingerprint::flags).
     pub flags: u16,
 }
 
