@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import stat
+import threading
 from typing import Any
 
 from bagua import config, engine
@@ -32,6 +33,9 @@ _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 #: Jobs of a user whose records are kept on a host.
 KEPT_JOBS = 50
+
+#: Name of the thread that removes the others.
+REMOVING = "bagua-old-records"
 
 # The identity of a job, see `lifecycle.note_job`.
 _JOB = re.compile(r"[0-9a-f]{16}")
@@ -100,7 +104,7 @@ def _write(directory: str, group: str, rank: int, host: str, error: str) -> str:
         open_folders.callback(os.close, place)
         path = os.path.join(os.path.abspath(directory), _write_new(place, directory, rank, group, text))
     if is_first:
-        _remove_old_jobs(os.path.dirname(directory))
+        _remove_old_jobs_meanwhile(os.path.dirname(directory))
     return path
 
 
@@ -180,6 +184,19 @@ def _job_folders(folder: str) -> list[str]:
                 if about.st_uid == os.geteuid():
                     found.append((about.st_mtime_ns, entry.path))
     return [path for _, path in sorted(found)]
+
+
+def _remove_old_jobs_meanwhile(folder: str) -> None:
+    """As `_remove_old_jobs`, on a thread: all other ranks wait for this one where they go on without one that is lost.
+
+    The process does not end before that has ended, so that old records do not pile up.
+    """
+    thread = threading.Thread(target=_remove_old_jobs, args=(folder,), name=REMOVING)
+    try:
+        thread.start()
+    # An interpreter that is shutting down starts no thread, and keeps no other rank waiting.
+    except RuntimeError:
+        _remove_old_jobs(folder)
 
 
 def _remove_old_jobs(folder: str) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -35,7 +36,12 @@ def tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def record() -> tuple[str | None, str]:
-    return records.of_failure(1, "world", 0, "host", "why")
+    """Writes a record, and waits until old ones are removed."""
+    found = records.of_failure(1, "world", 0, "host", "why")
+    for thread in threading.enumerate():
+        if thread.name == records.REMOVING:
+            thread.join()
+    return found
 
 
 def nothing(path: Path) -> None:
@@ -167,6 +173,36 @@ def test_the_first_record_of_a_job_removes_those_of_all_but_the_newest_jobs(
     assert trace.newest_job(records.folders()) == [Path(path)]
     kept = [str(tmp / "bagua" / job) for job in jobs[2:]]
     assert records.folders() == [str(tmp / "bagua"), *kept, f"{tmp}/bagua-{os.geteuid()}"]
+
+
+def test_a_failure_does_not_wait_until_old_records_are_removed(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp / "bagua" / ("0" * 16)).mkdir(parents=True)
+    monkeypatch.setattr(records, "KEPT_JOBS", 1)
+    has_failed, remove = threading.Event(), records.shutil.rmtree
+
+    def remove_later(path: str, ignore_errors: bool) -> None:
+        assert has_failed.wait(60)
+        remove(path, ignore_errors)
+
+    monkeypatch.setattr(records.shutil, "rmtree", remove_later)
+    path, _ = records.of_failure(1, "world", 0, "host", "why")
+    has_failed.set()
+    record()
+    assert path is not None
+    assert [one.name for one in (tmp / "bagua").iterdir()] == [JOB]
+
+
+def test_an_interpreter_that_shuts_down_removes_old_records_itself(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp / "bagua" / ("0" * 16)).mkdir(parents=True)
+    monkeypatch.setattr(records, "KEPT_JOBS", 1)
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    path, _ = record()
+    assert path is not None
+    assert [one.name for one in (tmp / "bagua").iterdir()] == [JOB]
 
 
 def test_the_other_ranks_of_a_job_look_at_no_other_record(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
