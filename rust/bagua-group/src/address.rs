@@ -2,12 +2,13 @@
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
 use super::config::Config;
 use super::tls::Tls;
-use super::wire::{Encoding, Malformed, Reader, VERSION, bytes, rank, socket, text};
+use super::wire::{Encoding, Malformed, Reader, VERSION, bytes, rank, shared_text, socket};
 use crate::collective::Algorithm;
 use crate::error::{self, Error};
 pub(super) use crate::platform::{host_id, host_name, pid_namespace};
@@ -61,11 +62,11 @@ pub(super) struct Address {
     #[serde(with = "bytes")]
     pub(super) unix: Vec<u8>,
     /// Identity of the host: equal on ranks that may share memory.
-    #[serde(with = "text")]
-    pub(super) host_id: String,
+    #[serde(with = "shared_text")]
+    pub(super) host_id: Arc<str>,
     /// Name of the host, for error texts.
-    #[serde(with = "text")]
-    pub(super) host_name: String,
+    #[serde(with = "shared_text")]
+    pub(super) host_name: Arc<str>,
     /// TCP streams to each peer of a lane, from its configuration.
     pub(super) streams: u8,
     /// Code of the all_reduce algorithm between hosts, from its configuration.
@@ -123,7 +124,7 @@ impl Address {
                     config.rank
                 )));
             }
-            let address = Address::parse(blob)
+            let mut address = Address::parse(blob)
                 .map_err(|why| Error::InvalidArgument(format!("the address of rank {rank} is malformed: {why}")))?;
             if address.rank != rank {
                 let text = format!("address {rank} of the list is the address of rank {}", address.rank);
@@ -162,6 +163,9 @@ impl Address {
             if address.tcp.is_none() && size > 1 {
                 return Err(Error::InvalidArgument(format!("the address of rank {rank} has no TCP listener")));
             }
+            if let Some(before) = all.last() {
+                address.share_texts(before);
+            }
             all.push(address);
         }
         if blobs[config.rank] != own {
@@ -170,6 +174,16 @@ impl Address {
             return Err(Error::InvalidArgument(text));
         }
         Ok(all)
+    }
+
+    /// Keeps the texts of another address where its own are equal: ranks of one host mostly follow each other.
+    fn share_texts(&mut self, other: &Address) {
+        let Address { host_id, host_name, .. } = self;
+        for (own, theirs) in [(host_id, &other.host_id), (host_name, &other.host_name)] {
+            if own == theirs {
+                *own = Arc::clone(theirs);
+            }
+        }
     }
 
     /// Rank, address, host and process, for error texts.
@@ -191,8 +205,8 @@ mod tests {
             pid_namespace: 8,
             tcp: Some(SocketAddr::from(([127, 0, 0, 1], 4000))),
             unix: b"bagua-1".to_vec(),
-            host_id: "a".to_owned(),
-            host_name: "b".to_owned(),
+            host_id: "a".into(),
+            host_name: "b".into(),
             streams: 2,
             algorithm: 0,
             tls: 0,

@@ -1,6 +1,7 @@
 //! Bootstrap of a group: a rank listens, the caller exchanges the addresses, and the rank connects to all others.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -13,6 +14,7 @@ use super::fork::OwnerProcess;
 use super::group::Group;
 use super::handshake;
 use super::tls::{Ends, Tls};
+use super::views::Endpoint;
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
 use crate::wait::{Deadline, lock, slice_among, wait_on_for};
@@ -55,8 +57,7 @@ impl Bootstrap {
             return Err(Error::InvalidArgument(format!("listening on {at} gives peers no address to connect to")));
         }
         if world_size > 1 {
-            descriptors::provide(descriptors::open(), Need::of_world(&config))
-                .map_err(|shortage| shortage.error(&describe(&config)))?;
+            provide_descriptors(&config)?;
         }
         let tls = Ends::of(&config.access())?;
         let mut config = config;
@@ -75,8 +76,8 @@ impl Bootstrap {
             pid_namespace: address::pid_namespace(),
             tcp: listeners.as_ref().map(Listeners::tcp_address).transpose()?,
             unix: listeners.as_ref().map(|listeners| listeners.name.clone()).unwrap_or_default(),
-            host_id: config.host_id.clone(),
-            host_name: config.host_name.clone(),
+            host_id: config.host_id.as_str().into(),
+            host_name: config.host_name.as_str().into(),
             streams: config.streams_per_peer as u8,
             algorithm: config.algorithm as u8,
             tls: Tls::code(config.tls.as_ref()),
@@ -102,42 +103,90 @@ impl Bootstrap {
     /// `InvalidArgument` or `Mismatch` when the addresses contradict each other, `Timeout` naming the ranks that cannot be reached,
     /// `System` or `Mismatch` when a rank refuses the connection, `PeerLost` when a rank ends or leaves meanwhile.
     pub fn connect(self, addresses: &[Vec<u8>]) -> Result<Group> {
-        self.connect_by(&AtomicBool::new(false), addresses, false)
-    }
-
-    /// As [`Bootstrap::connect`], for a view of a running job: in a large world it returns when the ring and the tree of the assembly are
-    /// connected, a few connections for each rank, and the others open within a second. Ends with `Aborted` soon after the flag was set.
-    pub(super) fn connect_view(self, cancelled: &AtomicBool, addresses: &[Vec<u8>]) -> Result<Group> {
-        self.connect_by(cancelled, addresses, true)
-    }
-
-    fn connect_by(self, cancelled: &AtomicBool, addresses: &[Vec<u8>], skips_later: bool) -> Result<Group> {
         let Bootstrap { control, address, begun } = self;
         let plane = Arc::clone(&control.plane);
         plane.owner.check()?;
-        let config = &plane.config;
-        let deadline = Deadline::after(config.connect_timeout);
-        let until = Instant::now() + config.connect_timeout;
-        let parsed = Address::parse_all(addresses, config, &address)?;
-        let hosts = parsed.iter().map(|address| address.host_name.clone()).collect();
-        let health = GroupHealth::new(config.rank, (0..config.world_size).collect(), hosts);
-        let world = World::new(parsed, addresses, &config.secret);
-        plane.register(world.id, &health);
-        let world = plane.set_world(world, skips_later);
-        if config.world_size == 1 {
-            return Group::world(control, health, vec![vec![0]]);
-        }
-        for lower in plane.awaited().into_iter().take_while(|rank| *rank < config.rank) {
-            control.dial_control(lower, until, &health)?;
-        }
-        control.watch(until);
-        let connecting = Connecting { plane: &plane, health: &health, world, deadline, cancelled };
-        let apart = connecting.wait()?;
-        let ids: Vec<&str> = world.addresses.iter().map(|address| address.host_id.as_str()).collect();
-        let shares = |rank: usize| !world.addresses[rank].unix.is_empty() && !apart.contains(&rank);
-        plane.joined_in.get_or_init(|| begun.elapsed());
-        Group::world(control, health, partition(&ids, shares))
+        let parsed = Address::parse_all(addresses, &plane.config, &address)?;
+        let world = World::new(parsed, addresses, &plane.config.secret);
+        connect(control, world, begun, &AtomicBool::new(false), false)
     }
+}
+
+/// Begins to listen for the members of view `view` of a group, which this rank may be in.
+///
+/// # Errors
+/// `System` when a socket cannot be opened, or the hard limit of file descriptors is too low.
+pub(super) fn listen_for_view(former: &Plane, view: u64) -> Result<(Listeners, Endpoint)> {
+    provide_descriptors(&former.config)?;
+    // A port that was asked for is in use by the group itself.
+    let at = SocketAddr::new(former.config.listen.ip(), 0);
+    let (names, own) = (former.world()?.listener_names(view), former.config.rank);
+    let listeners = Listeners::open_at(at, former.config.transport, |port| names(own, port))?;
+    let endpoint = Endpoint { port: listeners.tcp_address()?.port(), unix: !listeners.name.is_empty() };
+    Ok((listeners, endpoint))
+}
+
+/// A view of a group that its members agreed on.
+pub(super) struct NextView {
+    /// Its number.
+    pub(super) view: u64,
+    /// Its members by their ranks in the group, ascending.
+    pub(super) members: Vec<usize>,
+    /// Where each of them listens.
+    pub(super) endpoints: Vec<Endpoint>,
+    /// Those of this rank.
+    pub(super) listeners: Listeners,
+}
+
+/// Connects to the other members of a view, as [`Bootstrap::connect`]. In a large world it returns when the ring and the tree of the assembly
+/// are connected, a few connections for each rank, and the others open within a second. Ends with `Aborted` soon after `cancelled` was set.
+pub(super) fn connect_view(former: &Plane, next: NextView, cancelled: &AtomicBool) -> Result<Group> {
+    let (begun, NextView { view, members, endpoints, listeners }) = (Instant::now(), next);
+    let own = former.config.rank;
+    let rank = members.iter().position(|member| *member == own);
+    let rank = rank.ok_or_else(|| Error::other("this rank is not a member of the view that it accepted"))?;
+    let world_size = members.len();
+    let world = former.world()?.next(view, &members, &endpoints, &former.config.secret);
+    let listen = SocketAddr::new(former.config.listen.ip(), 0);
+    let config = Config { rank, world_size, listen, view, ..former.config.clone() };
+    let tls = Ends::of(&config.access())?;
+    let plane = Plane::new(config, former.owner, tls);
+    let control = match world_size {
+        1 => Control::without_thread(plane),
+        _ => Control::start(plane, listeners)?,
+    };
+    connect(control, world, begun, cancelled, true)
+}
+
+/// Opens the connections of a rank that listens. `skips_later`: few of them before the group is used.
+fn connect(control: Control, world: World, begun: Instant, cancelled: &AtomicBool, skips_later: bool) -> Result<Group> {
+    let plane = Arc::clone(&control.plane);
+    let config = &plane.config;
+    let deadline = Deadline::after(config.connect_timeout);
+    let until = Instant::now() + config.connect_timeout;
+    let hosts = world.addresses.iter().map(|address| address.host_name.to_string()).collect();
+    let health = GroupHealth::new(config.rank, (0..config.world_size).collect(), hosts);
+    plane.register(world.id, &health);
+    let world = plane.set_world(world, skips_later);
+    if config.world_size == 1 {
+        return Group::world(control, health, vec![vec![0]]);
+    }
+    for lower in plane.awaited().into_iter().take_while(|rank| *rank < config.rank) {
+        control.dial_control(lower, until, &health)?;
+    }
+    control.watch(until);
+    let connecting = Connecting { plane: &plane, health: &health, world, deadline, cancelled };
+    let apart = connecting.wait()?;
+    let ids: Vec<&str> = world.addresses.iter().map(|address| &*address.host_id).collect();
+    let shares = |rank: usize| !world.addresses[rank].unix.is_empty() && !apart.contains(&rank);
+    plane.joined_in.get_or_init(|| begun.elapsed());
+    Group::world(control, health, partition(&ids, shares))
+}
+
+/// Raises the soft limit of file descriptors to what a rank of a world needs.
+fn provide_descriptors(config: &Config) -> Result<()> {
+    descriptors::provide(descriptors::open(), Need::of_world(config))
+        .map_err(|shortage| shortage.error(&describe(config)))
 }
 
 /// Who needs file descriptors, for the error text.

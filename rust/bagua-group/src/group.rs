@@ -121,7 +121,7 @@ impl Group {
         let Ok(world) = self.membership.control.plane.world() else { return self.hosts() };
         let mut machines: HashMap<&str, Vec<usize>> = HashMap::new();
         for (rank, world_rank) in self.ranks().iter().enumerate() {
-            machines.entry(world.addresses[*world_rank].host_id.as_str()).or_default().push(rank);
+            machines.entry(&*world.addresses[*world_rank].host_id).or_default().push(rank);
         }
         let mut machines: Vec<Vec<usize>> = machines.into_values().collect();
         machines.sort_unstable();
@@ -173,7 +173,7 @@ impl Group {
         self.membership.control.plane.control_connections()
     }
 
-    /// From when this rank listened until all ranks of the world were connected.
+    /// From when this rank listened, or the view was agreed on, until all ranks of the world were connected.
     pub fn joined_in(&self) -> Duration {
         self.membership.control.plane.joined_in.get().copied().unwrap_or_default()
     }

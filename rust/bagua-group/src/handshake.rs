@@ -85,8 +85,12 @@ impl Key {
 
     /// A number derived from the key, which does not reveal it.
     pub(super) fn number(&self, label: &[u8]) -> u64 {
-        let bytes: [u8; 32] = hmac(&self.0, &[label]).finalize().into_bytes().into();
-        u64::from_le_bytes(*bytes.first_chunk().expect("32 bytes have a first 8"))
+        u64::from_le_bytes(*self.derived(&[label]).first_chunk().expect("32 bytes have a first 8"))
+    }
+
+    /// Bytes derived from the key, which do not reveal it.
+    pub(super) fn derived(&self, label: &[&[u8]]) -> [u8; 32] {
+        hmac(&self.0, label).finalize().into_bytes().into()
     }
 
     /// The proof of one side of a handshake.

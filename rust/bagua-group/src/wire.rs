@@ -7,6 +7,7 @@
 use std::fmt;
 use std::marker::PhantomData;
 use std::net::{IpAddr, SocketAddr, SocketAddrV6};
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::de::{self, DeserializeOwned, Error as _, SeqAccess};
@@ -16,7 +17,7 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 use crate::error::{DeviceFailure, Error, Progress, Source};
 
 /// Version of the protocol of addresses, handshakes, control messages and rendezvous.
-pub(super) const VERSION: u16 = 10;
+pub(super) const VERSION: u16 = 11;
 
 /// The longest frame on a control connection.
 pub(super) const FRAME_LIMIT: usize = 64 * 1024;
@@ -181,6 +182,19 @@ pub(super) mod text {
     /// Where to truncate a text: `str::floor_char_boundary`, which the oldest supported compiler lacks.
     fn limit(text: &str) -> usize {
         (0..=TEXT_LIMIT.min(text.len())).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0)
+    }
+}
+
+/// A text that many values share in memory, in the encoding of [`text`].
+pub(super) mod shared_text {
+    use super::*;
+
+    pub(in super::super) fn serialize<S: Serializer>(text: &Arc<str>, to: S) -> Result<S::Ok, S::Error> {
+        text::serialize(text, to)
+    }
+
+    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Arc<str>, D::Error> {
+        text::deserialize(from).map(Arc::from)
     }
 }
 

@@ -1,9 +1,10 @@
 //! The listening sockets of a rank, and the service behind them: the checks of a hello, and where an accepted connection goes.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::super::config::Config;
+use super::super::config::{Config, TransportChoice};
 use super::super::connection::{AsyncSocket, ConnKey, ControlConn};
 use super::super::descriptors;
 use super::super::handshake::{self, Hello, Purpose, ReceivedHello, Refusal};
@@ -31,13 +32,28 @@ pub(in super::super) struct Listeners {
     pub(in super::super) name: Vec<u8>,
 }
 
+/// The abstract name of a Unix listener.
+pub(super) fn unix_name(number: [u8; 16]) -> Vec<u8> {
+    format!("bagua-{:032x}", u128::from_le_bytes(number)).into_bytes()
+}
+
 impl Listeners {
     /// Opens the sockets. When the Unix socket cannot be opened, all connections use TCP.
     pub(in super::super) fn open(config: &Config) -> Result<Listeners> {
-        let at = config.listen;
-        let tcp = listen(at).map_err(|e| Error::system(&format!("listening on {at}"), e))?;
-        let name = format!("bagua-{:032x}", u128::from_le_bytes(handshake::random()?)).into_bytes();
-        let unix = if config.transport.shares_memory() {
+        let name = unix_name(handshake::random()?);
+        Listeners::open_at(config.listen, config.transport, |_| name)
+    }
+
+    /// Opens the sockets at an address; the name of the Unix socket follows from the port of the other.
+    pub(in super::super) fn open_at(
+        at: SocketAddr,
+        transport: TransportChoice,
+        name: impl FnOnce(u16) -> Vec<u8>,
+    ) -> Result<Listeners> {
+        let failed = |e| Error::system(&format!("listening on {at}"), e);
+        let tcp = listen(at).map_err(failed)?;
+        let name = name(tcp.local_addr().map_err(failed)?.port());
+        let unix = if transport.shares_memory() {
             platform::listen_by_name(&name).and_then(|listener| listener.set_nonblocking(true).map(|()| listener)).ok()
         } else {
             None
@@ -47,7 +63,7 @@ impl Listeners {
     }
 
     /// Address of the TCP listener.
-    pub(in super::super) fn tcp_address(&self) -> Result<std::net::SocketAddr> {
+    pub(in super::super) fn tcp_address(&self) -> Result<SocketAddr> {
         self.sockets.tcp.local_addr().map_err(|e| Error::system("the address of the listening socket", e))
     }
 }

@@ -214,7 +214,8 @@ impl RegisteredRanks {
         let mut ranks = lock(&self.ranks);
         if let Some(RankState::Registered(registration)) = ranks.states.get(&rank) {
             // An address is checked where it is used.
-            let host = Address::parse(&registration.address).map(|address| address.host_name).unwrap_or_default();
+            let host = Address::parse(&registration.address)
+                .map_or_else(|_| String::new(), |address| address.host_name.to_string());
             lock(&self.ended).insert(rank, (Instant::now(), host));
         }
         ranks.set(rank, None);

@@ -45,6 +45,9 @@ pub enum Scenario {
     Slow,
     /// One in a hundred messages is lost and sent again. One rank is killed.
     Loss,
+    /// Two ranks are killed one after the other, while the others agree on the view after a kill: rank 0, which leads that, and one that
+    /// passes on what it sends to a quarter of the others.
+    KillAgreeing,
     /// Rank 0 is killed while the others connect.
     KillRootJoining,
     /// Rank 2, which has children in the tree of the rendezvous and in that of the assembly, is killed while it serves and connects.
@@ -57,12 +60,13 @@ pub enum Scenario {
 
 impl Scenario {
     /// All.
-    pub const ALL: [Scenario; 9] = [
+    pub const ALL: [Scenario; 10] = [
         Scenario::NoFault,
         Scenario::Kill,
         Scenario::KillPercent,
         Scenario::Slow,
         Scenario::Loss,
+        Scenario::KillAgreeing,
         Scenario::KillRootJoining,
         Scenario::KillInnerJoining,
         Scenario::Freeze,
@@ -87,6 +91,7 @@ impl fmt::Display for Scenario {
             Scenario::KillPercent => "kill 1 %",
             Scenario::Slow => "10 % slow, kill",
             Scenario::Loss => "1 % lost, kill",
+            Scenario::KillAgreeing => "kill, then the leader",
             Scenario::KillRootJoining => "kill rank 0, joining",
             Scenario::KillInnerJoining => "kill rank 2, joining",
             Scenario::Freeze => "freeze",

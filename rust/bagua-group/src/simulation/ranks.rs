@@ -8,7 +8,7 @@ use super::super::collecting::Collecting;
 use super::super::control::{Assembly, Body, FULL, Message, Notice, Overlay, Presence, Step};
 use super::super::views::{Agreement, ViewMessage, collecting};
 use super::super::wire::Encoding;
-use super::network::{COST, Event, Item, Network, OPENING, SECOND};
+use super::network::{COST, Event, Item, LATENCY, Network, OPENING, SECOND};
 use super::views::{Build, Building};
 use super::{PerRank, Report, Scenario, Traffic, seconds};
 
@@ -154,8 +154,12 @@ impl World {
         let count = match scenario {
             Scenario::NoFault | Scenario::Cut => 0,
             Scenario::KillPercent => (size / 100).max(1),
+            Scenario::KillAgreeing => 3,
             _ => 1,
         };
+        if scenario == Scenario::KillAgreeing {
+            victims.extend([0, inner(size)]);
+        }
         while victims.len() < count {
             victims.insert(match scenario {
                 Scenario::KillRootJoining => 0,
@@ -257,7 +261,7 @@ impl World {
             Event::List => self.has_list(rank),
             Event::NoList(lost) => self.gives_up(rank, lost),
             Event::Tick => self.tick(rank),
-            Event::Say => self.agree(rank, Agreement::say),
+            Event::Say => self.say(rank),
             Event::Remind => self.remind(rank),
             Event::Connected(build) => self.enter_barrier(rank, build as usize),
             Event::Barrier(build, round) => self.received_round(rank, build as usize, round),
@@ -302,6 +306,7 @@ impl World {
             | Scenario::KillPercent
             | Scenario::Slow
             | Scenario::Loss
+            | Scenario::KillAgreeing
             | Scenario::KillRootJoining
             | Scenario::KillInnerJoining => {
                 (self.nodes[rank].state, self.nodes[rank].ended_at) = (Condition::Ended, now);
@@ -330,7 +335,7 @@ impl World {
     }
 
     pub(super) fn send(&mut self, rank: usize, to: &[usize], message: Message) {
-        let bytes = frame_len(&message);
+        let bytes = message.frame().len();
         let message = Arc::new(message);
         for other in to {
             self.network.send(self.now, rank, *other, bytes, 1, Event::Message(Arc::clone(&message)));
@@ -385,7 +390,9 @@ impl World {
             _ if self.scenario.is_joining() => {}
             _ => {
                 for victim in self.victims.clone() {
-                    self.network.at(self.now + PAUSE, victim, Event::Fault);
+                    let is_later = self.scenario == Scenario::KillAgreeing && [0, inner(self.size())].contains(&victim);
+                    let later = if is_later { self.network.draw(agreeing(self.size())) } else { 0 };
+                    self.network.at(self.now + PAUSE + later, victim, Event::Fault);
                 }
             }
         }
@@ -508,6 +515,16 @@ impl World {
     }
 }
 
+/// A rank that passes on the messages of rank 0 to a quarter of all.
+fn inner(ranks: usize) -> usize {
+    (ranks / 4).next_power_of_two()
+}
+
+/// For how long the ranks agree on a view after a kill, before they connect: the leader handles a message of each, and sends one to each.
+fn agreeing(ranks: usize) -> u64 {
+    4 * LATENCY + 2 * COST * ranks as u64
+}
+
 fn kind_of(message: &Message) -> Kind {
     match message {
         Message::Connected { .. } | Message::Complete { .. } => Kind::Joining,
@@ -516,15 +533,4 @@ fn kind_of(message: &Message) -> Kind {
         Message::Routed(_) => Kind::Repair,
         Message::Notice(_) | Message::Heartbeat | Message::LeaveAck => Kind::Loss,
     }
-}
-
-fn frame_len(message: &Message) -> usize {
-    let left_out = match message {
-        Message::Routed(routed) => match &routed.body {
-            Body::View(ViewMessage::Addresses { addresses, .. }) => addresses.len() * (ADDRESS + 1),
-            _ => 0,
-        },
-        _ => 0,
-    };
-    message.frame().len() + left_out
 }

@@ -4,12 +4,15 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::super::control::{Body, Notice, Presence};
-use super::super::views::{Agreement, Gone, Outcome, Quorum, ViewAction, ViewMessage};
+use super::super::views::{Agreement, Endpoint, Gone, Outcome, Quorum, ViewAction, ViewMessage};
 use super::network::{Event, LATENCY, SECOND};
-use super::ranks::{ADDRESS, End, World};
+use super::ranks::{End, World};
 
 /// As in `views/shrink.rs`.
 const REMINDER: u64 = SECOND;
+
+/// Where every rank listens: as long in a message as most of the ports that a system chooses.
+const PORT: u16 = 40_000;
 
 /// A view whose members connect or are in its barrier, at one of them.
 #[derive(Clone, Copy, Debug)]
@@ -86,8 +89,7 @@ impl World {
     fn act(&mut self, rank: usize, action: ViewAction, out: &mut Vec<ViewAction>) {
         match action {
             ViewAction::Send(to, message) => {
-                let body = Body::View(without_addresses(message));
-                self.control(rank, |overlay, out| overlay.send(&to, body, out));
+                self.control(rank, |overlay, out| overlay.send(&to, Body::View(message), out));
             }
             ViewAction::Publish(message) => {
                 self.control(rank, |overlay, out| overlay.publish(Notice::View { from: rank, message }, out));
@@ -96,8 +98,7 @@ impl World {
                 let wait = self.nodes[rank].losses.wait(self.begun + Duration::from_nanos(self.now));
                 self.network.at(self.now + wait.as_nanos() as u64, rank, Event::Say);
             }
-            ViewAction::Bind(_) => self.nodes[rank].agreement.bound(Ok(vec![0; ADDRESS]), out),
-            ViewAction::Discard | ViewAction::Abandon => {}
+            ViewAction::Abandon => {}
             ViewAction::Build { members, .. } => self.begin_build(rank, members),
             ViewAction::Cancel(_) => {
                 if let Some(Building { entered, .. }) = self.nodes[rank].building.take() {
@@ -123,7 +124,12 @@ impl World {
         }
     }
 
-    /// A member has the addresses of all.
+    /// Says that a rank is ready.
+    pub(super) fn say(&mut self, rank: usize) {
+        self.agree(rank, |agreement, out| agreement.say(|_| Ok(Endpoint { port: PORT, unix: true }), out));
+    }
+
+    /// A member knows where all listen.
     fn begin_build(&mut self, rank: usize, members: Vec<usize>) {
         let view = self.nodes[rank].agreement.view();
         let found = self.builds.iter().rposition(|build| build.view == view && build.members == members);
@@ -183,15 +189,5 @@ impl World {
             self.nodes[rank].building = Some(Building { build, entered: true, round: round + 1, came });
             self.send_round(rank, build, round + 1);
         }
-    }
-}
-
-/// Each rank gets the addresses of all, and all of them have the length of [`ADDRESS`]: they are counted, but not kept.
-fn without_addresses(message: ViewMessage) -> ViewMessage {
-    match message {
-        ViewMessage::Addresses { view, first, addresses } => {
-            ViewMessage::Addresses { view, first, addresses: vec![Vec::new(); addresses.len()] }
-        }
-        message => message,
     }
 }

@@ -2,7 +2,7 @@
 
 #[cfg(doc)]
 use super::agreement::Agreement;
-use super::message::ViewMessage;
+use super::message::{Endpoint, ViewMessage};
 
 /// What the driver has to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -13,14 +13,13 @@ pub(in super::super) enum Action {
     SayLater,
     /// Send a message to all ranks, before the end of this rank's connections is noticed anywhere.
     Publish(ViewMessage),
-    /// Bind for a view of these members and report [`Agreement::bound`].
-    Bind(Vec<usize>),
-    /// Drop what was bound.
-    Discard,
-    /// Connect to the members, open their lanes, make a barrier, and report [`Agreement::passed`] or [`Agreement::failed`].
+    /// Connect to the members of the view for which [`Agreement::say`] has listened last, open their lanes, make a barrier, and
+    /// report [`Agreement::passed`] or [`Agreement::failed`].
     Build {
-        /// The addresses of the members, in the order of their ranks.
-        addresses: Vec<Vec<u8>>,
+        /// Number of the view.
+        view: u64,
+        /// Where the members listen, in the order of their ranks.
+        endpoints: Vec<Endpoint>,
         /// The members.
         members: Vec<usize>,
     },

@@ -5,8 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::action::{Action, Outcome};
-use super::addresses::Addresses;
-use super::message::{GoneRank, Ready, ViewMessage, batches, named};
+use super::message::{Endpoint, GoneRank, Ready, ViewMessage, named};
 
 /// How many views may fail in a row without any rank being lost before the agreement ends with the error.
 const FAILURES_LIMIT: u32 = 4;
@@ -42,8 +41,6 @@ enum Phase {
     Idle,
     /// It is ready for the current view.
     Waiting,
-    /// It has accepted a proposal of the current view, and waits for the members' addresses.
-    Bound(Vec<usize>),
     /// It connects, opens lanes, or waits in the barrier.
     Building(Build),
 }
@@ -53,8 +50,8 @@ enum Phase {
 struct Build {
     view: u64,
     members: Vec<usize>,
-    /// Of the members, on the leader, who sends them again to a member that has not got them.
-    addresses: Vec<Vec<u8>>,
+    /// Of the members, on the leader, who proposes the view again to a member that has not got the proposal.
+    endpoints: Vec<Endpoint>,
     /// The driver was asked to end it.
     cancelled: bool,
     /// A member has passed the barrier: this rank passes it, too, or fails there because of a loss, and uses the view all the same.
@@ -82,8 +79,8 @@ pub(in super::super) struct Agreement {
     awaited: usize,
     /// Whom the leader waited for when it gave up.
     missed: Vec<usize>,
-    /// Of the members of `view`.
-    addresses: Addresses,
+    /// Where this rank listens for the members of `view`: known when `said`.
+    endpoint: Option<Endpoint>,
     phase: Phase,
     /// A view whose barrier this rank has entered but not passed, see invariant 3.
     candidate: Option<(u64, Vec<usize>)>,
@@ -112,7 +109,7 @@ impl Agreement {
             ready: BTreeMap::new(),
             awaited: 0,
             missed: Vec::new(),
-            addresses: Addresses::default(),
+            endpoint: None,
             phase: Phase::Idle,
             candidate: None,
             excluded_by: None,
@@ -135,11 +132,19 @@ impl Agreement {
         self.advance(out);
     }
 
-    /// Says that this rank is ready for the current view.
-    pub(in super::super) fn say(&mut self, out: &mut Vec<Action>) {
+    /// Says that this rank is ready for the current view. `listen` begins to listen for the members of the view of this number; it is called
+    /// at most once for each view.
+    pub(in super::super) fn say(
+        &mut self,
+        listen: impl FnOnce(u64) -> Result<Endpoint, String>,
+        out: &mut Vec<Action>,
+    ) {
         self.says_later = false;
         if matches!(self.phase, Phase::Waiting) && !self.said {
-            self.quiet = 0;
+            match listen(self.view) {
+                Ok(endpoint) => (self.endpoint, self.said, self.quiet) = (Some(endpoint), true, 0),
+                Err(text) => return self.refuse(text, out),
+            }
             self.say_ready(out);
         }
         self.advance(out);
@@ -162,7 +167,6 @@ impl Agreement {
         }
         match &self.phase {
             Phase::Waiting if self.said => self.say_ready(out),
-            Phase::Bound(_) => self.say_address(out),
             Phase::Idle | Phase::Waiting | Phase::Building(_) => {}
         }
     }
@@ -180,14 +184,15 @@ impl Agreement {
             return;
         }
         match message {
-            ViewMessage::Ready { view, any, gone } => self.received_ready(from, Ready { view, any, gone }, out),
+            ViewMessage::Ready { view, any, gone, endpoint } => {
+                self.received_ready(from, Ready { view, any, gone, endpoint }, out);
+            }
             ViewMessage::Withdrawn { missing } => {
                 self.ready.remove(&from);
                 if self.leader() == from {
                     self.missed = missing;
                 }
                 let waits_for_it = match &self.phase {
-                    Phase::Bound(members) => members.contains(&from),
                     Phase::Building(build) => build.members.contains(&from) && !build.cancelled,
                     Phase::Idle | Phase::Waiting => false,
                 };
@@ -195,57 +200,19 @@ impl Agreement {
                     self.raise(self.view + 1, Some(from), out);
                 }
             }
-            ViewMessage::Propose { view, members } => {
-                let living = self.living();
-                let mine = matches!(self.phase, Phase::Waiting) && view == self.view;
-                if mine && living.first() == Some(&from) && members == living {
-                    self.accept(members, out);
+            ViewMessage::Propose { view, gone, endpoints } => {
+                let mine = matches!(self.phase, Phase::Waiting) && view == self.view && self.leader() == from;
+                if mine && self.said && gone.iter().eq(self.gone.keys()) && self.is_of_members(&endpoints) {
+                    self.accept(endpoints, out);
                 }
             }
-            ViewMessage::Address { view, address }
-                if view == self.view && !matches!(self.phase, Phase::Building(_)) =>
-            {
-                self.addresses.insert(from, address);
-            }
-            ViewMessage::Addresses { view, first, addresses } if view == self.view => {
-                if let Phase::Bound(members) = &self.phase
-                    && self.leader() == from
-                {
-                    self.quiet = 0;
-                    let those = members.iter().copied().skip(first);
-                    those.zip(addresses).for_each(|(rank, address)| self.addresses.insert(rank, address));
-                }
-            }
-            // It has not got the addresses of all, and reminds the leader.
-            ViewMessage::Address { view, .. } if self.leader() == self.me => match &self.phase {
-                Phase::Building(build) if build.view == view => {
-                    Agreement::say_addresses(view, &[from], &build.addresses, out);
-                }
-                _ => {}
-            },
-            ViewMessage::Address { .. } | ViewMessage::Addresses { .. } => {}
             ViewMessage::Refused { view, text } => {
                 self.ready.remove(&from);
                 if !matches!(self.phase, Phase::Idle) && view >= self.view {
                     self.refused = Some(text);
                 }
             }
-            ViewMessage::Opened { view, members } => self.received_opened(from, view, &members, out),
-        }
-        self.advance(out);
-    }
-
-    /// What became of [`Action::Bind`]: this rank's address, or the text of the error.
-    pub(in super::super) fn bound(&mut self, outcome: Result<Vec<u8>, String>, out: &mut Vec<Action>) {
-        if !matches!(self.phase, Phase::Bound(_)) {
-            return;
-        }
-        match outcome {
-            Ok(address) => {
-                self.addresses.insert(self.me, address);
-                self.say_address(out);
-            }
-            Err(text) => return self.refuse(text, out),
+            ViewMessage::Opened { view, gone } => self.received_opened(from, view, &gone, out),
         }
         self.advance(out);
     }
@@ -314,7 +281,7 @@ impl Agreement {
         match self.phase {
             // It has said nothing of the current view, or says so of a later one when it takes part.
             Phase::Idle => self.raise(least, Some(rank), out),
-            Phase::Waiting | Phase::Bound(_) | Phase::Building(_) => {
+            Phase::Waiting | Phase::Building(_) => {
                 self.raise(least.max(self.view + 1), Some(rank), out);
             }
         }
@@ -336,15 +303,15 @@ impl Agreement {
         }
         match &self.phase {
             // The proposal was lost with a rank that passed it on.
-            Phase::Bound(members) if view == self.view && members.first() == Some(&self.me) => {
-                out.push(Action::Send(vec![from], ViewMessage::Propose { view, members: members.clone() }));
+            Phase::Building(build) if view == self.view && view == build.view && self.leader() == self.me => {
+                self.send_proposal(vec![from], build.endpoints.clone(), out);
             }
             _ => self.raise(view, Some(from), out),
         }
     }
 
-    fn received_opened(&mut self, from: usize, view: u64, members: &[usize], out: &mut Vec<Action>) {
-        if !members.contains(&self.me) {
+    fn received_opened(&mut self, from: usize, view: u64, gone: &[usize], out: &mut Vec<Action>) {
+        if gone.contains(&self.me) {
             self.excluded_by = Some(from);
             return;
         }
@@ -353,16 +320,13 @@ impl Agreement {
         {
             build.known_open = true;
         } else if let Some((_, members)) = self.candidate.take_if(|(candidate, _)| *candidate == view) {
-            if matches!(self.phase, Phase::Bound(_)) {
-                out.push(Action::Discard);
-            }
             self.open(view, members, out);
         }
     }
 
     fn set_view(&mut self, view: u64) {
         (self.view, self.said, self.quiet) = (view, false, 0);
-        self.addresses = Addresses::default();
+        self.endpoint = None;
     }
 
     /// Gives up the current view for this later one.
@@ -372,12 +336,7 @@ impl Agreement {
         }
         self.set_view(view);
         match &mut self.phase {
-            Phase::Idle => {}
-            Phase::Waiting => {}
-            Phase::Bound(_) => {
-                out.push(Action::Discard);
-                self.phase = Phase::Waiting;
-            }
+            Phase::Idle | Phase::Waiting => {}
             // Invariant 3: it may still pass the barrier, and is ready only when it has not.
             Phase::Building(build) => {
                 if !build.cancelled && !build.known_open {
@@ -388,29 +347,12 @@ impl Agreement {
         }
     }
 
-    fn say_ready(&mut self, out: &mut Vec<Action>) {
-        self.said = true;
+    fn say_ready(&self, out: &mut Vec<Action>) {
+        let Some(endpoint) = self.endpoint else { return };
         let gone = self.gone.iter().map(|(rank, gone)| GoneRank { rank: *rank, ended: *gone == Gone::Ended }).collect();
         let any = self.quorum == Quorum::Any;
         let to = self.to_leader();
-        out.push(Action::Send(to, ViewMessage::Ready { view: self.view, any, gone }));
-    }
-
-    /// Sends this rank's address to the leader, if it is bound.
-    fn say_address(&self, out: &mut Vec<Action>) {
-        let (leader, view) = (self.leader(), self.view);
-        if let Some(address) = self.addresses.get(self.me)
-            && leader != self.me
-        {
-            out.push(Action::Send(vec![leader], ViewMessage::Address { view, address: address.clone() }));
-        }
-    }
-
-    /// Sends these members all addresses.
-    fn say_addresses(view: u64, to: &[usize], addresses: &[Vec<u8>], out: &mut Vec<Action>) {
-        for (first, addresses) in batches(addresses) {
-            out.push(Action::Send(to.to_vec(), ViewMessage::Addresses { view, first, addresses }));
-        }
+        out.push(Action::Send(to, ViewMessage::Ready { view: self.view, any, gone, endpoint }));
     }
 
     /// The leader; if that is this rank, all others that are not gone.
@@ -425,35 +367,14 @@ impl Agreement {
     /// What follows from what is known now.
     fn advance(&mut self, out: &mut Vec<Action>) {
         let ends = self.excluded_by.is_some() || self.refused.is_some() || self.expired;
-        if let Phase::Bound(members) = &self.phase
-            && !ends
-            && !self.addresses.are_of(members)
-        {
-            return;
-        }
         match &mut self.phase {
             Phase::Idle => {}
-            Phase::Waiting | Phase::Bound(_) if ends => self.give_up(out),
+            Phase::Waiting if ends => self.give_up(out),
             Phase::Waiting if self.said => self.propose(out),
             Phase::Waiting => {
                 if !std::mem::replace(&mut self.says_later, true) {
                     out.push(Action::SayLater);
                 }
-            }
-            Phase::Bound(members) => {
-                let members = std::mem::take(members);
-                let addresses: Vec<Vec<u8>> = members.iter().filter_map(|rank| self.addresses.take(*rank)).collect();
-                self.addresses = Addresses::default();
-                let mut kept = Vec::new();
-                if self.leader() == self.me {
-                    let others: Vec<usize> = members.iter().copied().filter(|rank| *rank != self.me).collect();
-                    Agreement::say_addresses(self.view, &others, &addresses, out);
-                    kept = addresses.clone();
-                }
-                let (view, cancelled, known_open) = (self.view, false, false);
-                let build = Build { view, members: members.clone(), addresses: kept, cancelled, known_open };
-                self.phase = Phase::Building(build);
-                out.push(Action::Build { addresses, members });
             }
             Phase::Building(build) => {
                 if ends && !build.cancelled && !build.known_open {
@@ -486,9 +407,6 @@ impl Agreement {
     }
 
     fn finish(&mut self, outcome: Outcome, out: &mut Vec<Action>) {
-        if matches!(self.phase, Phase::Bound(_)) {
-            out.push(Action::Discard);
-        }
         if self.candidate.take().is_some() {
             out.push(Action::Abandon);
         }
@@ -497,18 +415,34 @@ impl Agreement {
     }
 
     fn open(&mut self, view: u64, members: Vec<usize>, out: &mut Vec<Action>) {
-        out.push(Action::Publish(ViewMessage::Opened { view, members: members.clone() }));
+        let gone = (0..self.size).filter(|rank| members.binary_search(rank).is_err()).collect();
+        out.push(Action::Publish(ViewMessage::Opened { view, gone }));
         self.finish(Outcome::Opened(view, members), out);
     }
 
-    /// Accepts a proposal of the current view.
-    fn accept(&mut self, members: Vec<usize>, out: &mut Vec<Action>) {
+    /// Whether this rank is among the members that listen there, and the others are those that are not gone.
+    fn is_of_members(&self, endpoints: &[Endpoint]) -> bool {
+        let before = self.gone.keys().filter(|rank| **rank < self.me).count();
+        endpoints.len() == self.size - self.gone.len() && endpoints.get(self.me - before).copied() == self.endpoint
+    }
+
+    /// Proposes the current view to these ranks.
+    fn send_proposal(&self, to: Vec<usize>, endpoints: Vec<Endpoint>, out: &mut Vec<Action>) {
+        let gone = self.gone.keys().copied().collect();
+        out.push(Action::Send(to, ViewMessage::Propose { view: self.view, gone, endpoints }));
+    }
+
+    /// Accepts a proposal of the current view, whose members listen there.
+    fn accept(&mut self, endpoints: Vec<Endpoint>, out: &mut Vec<Action>) {
         // Invariant 3: every rank that is not gone was ready for this view, so none has passed the barrier of an earlier one.
         if self.candidate.take().is_some() {
             out.push(Action::Abandon);
         }
-        (self.phase, self.quiet) = (Phase::Bound(members.clone()), 0);
-        out.push(Action::Bind(members));
+        let (view, members) = (self.view, self.living());
+        let kept = if self.leader() == self.me { endpoints.clone() } else { Vec::new() };
+        let (cancelled, known_open) = (false, false);
+        self.phase = Phase::Building(Build { view, members: members.clone(), endpoints: kept, cancelled, known_open });
+        out.push(Action::Build { view, endpoints, members });
     }
 
     /// Proposes the current view if that is this rank's part and all are ready for it.
@@ -525,9 +459,14 @@ impl Agreement {
         if let Err(text) = self.check_quorum(&living) {
             return self.refuse(text, out);
         }
-        let others = living.iter().copied().filter(|rank| *rank != self.me).collect();
-        out.push(Action::Send(others, ViewMessage::Propose { view: self.view, members: living.clone() }));
-        self.accept(living, out);
+        let endpoint = |rank: &usize| match self.ready.get(rank) {
+            Some(ready) => Some(ready.endpoint),
+            None => self.endpoint.filter(|_| *rank == self.me),
+        };
+        let endpoints: Vec<Endpoint> = living.iter().filter_map(endpoint).collect();
+        let others = living.into_iter().filter(|rank| *rank != self.me).collect();
+        self.send_proposal(others, endpoints.clone(), out);
+        self.accept(endpoints, out);
     }
 
     /// True when a rank is ready for the current view and knows the same ranks to be gone.
@@ -566,13 +505,10 @@ impl Agreement {
     fn missing(&self) -> Vec<usize> {
         let others = self.living().into_iter().filter(|rank| *rank != self.me);
         match &self.phase {
-            Phase::Waiting | Phase::Bound(_) if !self.missed.is_empty() => {
+            Phase::Waiting if !self.missed.is_empty() => {
                 self.missed.iter().copied().filter(|rank| *rank != self.me).collect()
             }
-            Phase::Waiting | Phase::Bound(_) if self.leader() != self.me => vec![self.leader()],
-            Phase::Bound(members) => {
-                members.iter().copied().filter(|rank| self.addresses.get(*rank).is_none()).collect()
-            }
+            Phase::Waiting if self.leader() != self.me => vec![self.leader()],
             Phase::Waiting => {
                 let others: Vec<usize> = others.collect();
                 let absent: Vec<usize> = others.iter().copied().filter(|rank| !self.ready.contains_key(rank)).collect();

@@ -7,8 +7,7 @@ use super::agreement::Agreement;
 use super::message::ViewMessage;
 use crate::wait::lock;
 
-/// The most messages that are kept of one rank; older ones are dropped first. An agreement takes fewer than ten, and those with the addresses of
-/// the largest group: fewer than 200.
+/// The most messages that are kept of one rank; older ones are dropped first. An agreement takes fewer than ten.
 const KEPT: usize = 512;
 
 /// What waits for an agreement on a control plane.
@@ -77,11 +76,11 @@ mod tests {
         let inbox = Inbox::default();
         inbox.put(1, ViewMessage::Withdrawn { missing: vec![] });
         for view in 0..KEPT as u64 + 5 {
-            inbox.put(2, ViewMessage::Propose { view, members: vec![] });
+            inbox.put(2, ViewMessage::Opened { view, gone: vec![] });
         }
         let kept = inbox.take();
         assert_eq!((kept.len(), &kept[0]), (KEPT + 1, &(1, ViewMessage::Withdrawn { missing: vec![] })));
-        assert_eq!(kept[1], (2, ViewMessage::Propose { view: 5, members: vec![] }));
+        assert_eq!(kept[1], (2, ViewMessage::Opened { view: 5, gone: vec![] }));
         assert!(inbox.take().is_empty());
     }
 }

@@ -1,17 +1,10 @@
 //! The messages by which ranks agree on a view.
 
+use std::num::TryFromIntError;
+
 use serde::{Deserialize, Serialize};
 
-use super::super::wire::{AtMost, BytesOf, Encoding, FRAME_LIMIT, Malformed, Ranks, bytes, check_view, rank, text};
-
-/// The longest address in a message.
-const ADDRESS_LIMIT: usize = 16 * 1024;
-
-/// Bytes of a frame with a list of addresses beside these and its receivers.
-const OVERHEAD: usize = 64;
-
-/// The most bytes of a rank, or of the length of an address, in a frame.
-const EACH: usize = 3;
+use super::super::wire::{AtMost, Encoding, Malformed, Ranks, check_view, rank, text};
 
 /// The most ranks in a message, and of a group that can be shrunk: the messages fit into a frame of the control plane.
 pub(in super::super) const RANKS_LIMIT: usize = 12 * 1024;
@@ -26,12 +19,38 @@ pub(in super::super) struct GoneRank {
     pub(in super::super) ended: bool,
 }
 
+/// Where a rank listens for the members of a view. The rest of its address there is that of its address in the group, or follows from it:
+/// see [`World::next`](super::super::control::World::next). Three bytes in a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "u32", into = "u32")]
+pub(in super::super) struct Endpoint {
+    /// Port of its TCP listener.
+    pub(in super::super) port: u16,
+    /// It has a Unix listener, too.
+    pub(in super::super) unix: bool,
+}
+
+impl TryFrom<u32> for Endpoint {
+    type Error = TryFromIntError;
+
+    fn try_from(encoded: u32) -> Result<Endpoint, TryFromIntError> {
+        Ok(Endpoint { port: (encoded >> 1).try_into()?, unix: encoded & 1 == 1 })
+    }
+}
+
+impl From<Endpoint> for u32 {
+    fn from(endpoint: Endpoint) -> u32 {
+        u32::from(endpoint.port) << 1 | u32::from(endpoint.unix)
+    }
+}
+
 /// The last `Ready` of another rank.
 #[derive(Clone, Debug)]
 pub(super) struct Ready {
     pub(super) view: u64,
     pub(super) any: bool,
     pub(super) gone: Vec<GoneRank>,
+    pub(super) endpoint: Endpoint,
 }
 
 /// A message about a view. Ranks are those of the group on whose control plane it travels.
@@ -46,6 +65,8 @@ pub(in super::super) enum ViewMessage {
         /// Ranks that are gone as far as the sender knows, ascending.
         #[serde(with = "AtMost::<RANKS_LIMIT>")]
         gone: Vec<GoneRank>,
+        /// Where the sender listens for the members.
+        endpoint: Endpoint,
     },
     /// The sender takes part no longer: its call raised.
     Withdrawn {
@@ -53,32 +74,16 @@ pub(in super::super) enum ViewMessage {
         #[serde(with = "Ranks::<RANKS_LIMIT>")]
         missing: Vec<usize>,
     },
-    /// The sender, the lowest rank that is not gone, proposes a view of these ranks, ascending.
+    /// The sender, the lowest rank that is not gone, proposes a view of all ranks that are not gone.
     Propose {
         /// Number of the view.
         view: u64,
-        /// The members.
+        /// The ranks that are gone, ascending.
         #[serde(with = "Ranks::<RANKS_LIMIT>")]
-        members: Vec<usize>,
-    },
-    /// To the leader: the address at which the sender listens for the members of a view.
-    Address {
-        /// Number of the view.
-        view: u64,
-        /// From [`Bootstrap::address`](super::super::Bootstrap::address).
-        #[serde(with = "bytes")]
-        address: Vec<u8>,
-    },
-    /// Of the leader: addresses of members of a view, one after the other.
-    Addresses {
-        /// Number of the view.
-        view: u64,
-        /// Whose the first one is, by its rank in the view.
-        #[serde(with = "rank")]
-        first: usize,
-        /// The addresses.
-        #[serde(with = "BytesOf::<RANKS_LIMIT>")]
-        addresses: Vec<Vec<u8>>,
+        gone: Vec<usize>,
+        /// Where the members listen, in the order of their ranks.
+        #[serde(with = "AtMost::<RANKS_LIMIT>")]
+        endpoints: Vec<Endpoint>,
     },
     /// The sender refuses a view, for all.
     Refused {
@@ -92,52 +97,27 @@ pub(in super::super) enum ViewMessage {
     Opened {
         /// Number of the view.
         view: u64,
-        /// Its members, ascending.
+        /// The ranks that are no members, ascending.
         #[serde(with = "Ranks::<RANKS_LIMIT>")]
-        members: Vec<usize>,
+        gone: Vec<usize>,
     },
 }
 
 impl Encoding for ViewMessage {
     fn check(&self) -> Result<(), Malformed> {
         match self {
-            ViewMessage::Ready { view, any: _, gone } => {
+            ViewMessage::Ready { view, gone, .. } => {
                 check_view(*view)?;
                 ascending(gone.iter().map(|gone| gone.rank))
             }
-            ViewMessage::Propose { view, members } | ViewMessage::Opened { view, members } => {
+            ViewMessage::Propose { view, gone, .. } | ViewMessage::Opened { view, gone } => {
                 check_view(*view)?;
-                ascending(members.iter().copied())
+                ascending(gone.iter().copied())
             }
-            ViewMessage::Address { view: _, address } if address.len() > ADDRESS_LIMIT => {
-                Err(Malformed("an address is too long"))
-            }
-            ViewMessage::Addresses { view: _, first: _, addresses }
-                if addresses.iter().any(|address| address.len() > ADDRESS_LIMIT) =>
-            {
-                Err(Malformed("an address is too long"))
-            }
-            ViewMessage::Address { view, .. }
-            | ViewMessage::Addresses { view, .. }
-            | ViewMessage::Refused { view, .. } => check_view(*view),
+            ViewMessage::Refused { view, .. } => check_view(*view),
             ViewMessage::Withdrawn { .. } => Ok(()),
         }
     }
-}
-
-/// Divides the addresses of a view into lists that fit into a frame together with their receivers, with the number of the first of each.
-pub(super) fn batches(addresses: &[Vec<u8>]) -> impl Iterator<Item = (usize, Vec<Vec<u8>>)> {
-    let mut first = 0;
-    // The last one of a list may be the longest.
-    let longest = (FRAME_LIMIT - OVERHEAD - ADDRESS_LIMIT).saturating_sub(EACH * (1 + addresses.len()));
-    std::iter::from_fn(move || {
-        let (begin, mut bytes) = (first, 0);
-        while first < addresses.len() && (first == begin || bytes < longest) {
-            bytes += addresses[first].len() + EACH;
-            first += 1;
-        }
-        (begin < first).then(|| (begin, addresses[begin..first].to_vec()))
-    })
 }
 
 /// "rank 1" or "ranks 1, 2".
@@ -157,8 +137,8 @@ mod tests {
 
     #[test]
     fn a_number_of_a_view_that_the_next_ones_would_overflow_is_malformed() {
-        let members = vec![0, 1];
-        let parse = |view| ViewMessage::parse(&ViewMessage::Propose { view, members: members.clone() }.encode());
+        let propose = |view| ViewMessage::Propose { view, gone: vec![0, 1], endpoints: Vec::new() };
+        let parse = |view| ViewMessage::parse(&propose(view).encode());
         assert!(parse(VIEWS_LIMIT).is_ok());
         for view in [VIEWS_LIMIT + 1, u64::MAX] {
             assert_eq!(parse(view), Err(Malformed("the number of a view is out of range")));
@@ -167,9 +147,21 @@ mod tests {
 
     #[test]
     fn unordered_ranks_are_malformed() {
-        for members in [vec![1, 0], vec![1, 1]] {
-            let unordered = ViewMessage::Opened { view: 1, members }.encode();
+        for gone in [vec![1, 0], vec![1, 1]] {
+            let unordered = ViewMessage::Opened { view: 1, gone }.encode();
             assert_eq!(ViewMessage::parse(&unordered), Err(Malformed("ranks are not ascending")));
         }
+    }
+    #[test]
+    fn an_endpoint_is_encoded_in_three_bytes_at_most_and_a_number_beyond_those_of_ports_is_malformed() {
+        for (port, length) in [(0, 1), (80, 2), (29_500, 3), (u16::MAX, 3)] {
+            for unix in [false, true] {
+                let endpoint = Endpoint { port, unix };
+                let bytes = postcard::to_allocvec(&endpoint).unwrap();
+                assert_eq!((bytes.len(), postcard::from_bytes(&bytes)), (length, Ok(endpoint)));
+            }
+        }
+        let beyond = postcard::to_allocvec(&(1u32 << 17)).unwrap();
+        assert!(postcard::from_bytes::<Endpoint>(&beyond).is_err());
     }
 }

@@ -6,7 +6,6 @@
 //! | file | what it is |
 //! |---|---|
 //! | `message` | the messages, and their encoding |
-//! | `addresses` | the addresses of the members, as they come |
 //! | `action` | what an agreement asks its driver for, and how it ends |
 //! | `agreement` | the state machine: events in, actions out; no I/O, clock or socket |
 //! | `inbox` | messages that arrived, also before this rank takes part |
@@ -14,16 +13,18 @@
 //!
 //! The protocol, for view v of the ranks 0 to n - 1 of the group:
 //!
-//! 1. Each rank that takes part sends `Ready` with v and the ranks that it knows to be gone, to the leader: the lowest rank that is not gone.
-//!    The leader sends its own to all. A rank collects losses for a moment before: each of those that come together would make all ready anew.
-//! 2. When all ranks that are not gone are ready for v and agree on who is gone, the leader checks the quorum and sends `Propose`.
-//! 3. The members bind and send their `Address` to the leader, which sends them all, in `Addresses`. They connect, open their lanes, and make
-//!    a barrier in the new group. In a large one each connects only to the ranks beside it and along the tree of the assembly before that; the
-//!    skips of the overlay are opened within a second, as connections are that replace others.
+//! 1. Each rank that takes part listens for the members of v, and sends `Ready` with v, the ranks that it knows to be gone, and where it
+//!    listens, to the leader: the lowest rank that is not gone. The leader sends its own to all. A rank collects losses for a moment before:
+//!    each of those that come together would make all ready anew.
+//! 2. When all ranks that are not gone are ready for v and agree on who is gone, the leader checks the quorum and sends `Propose`, with where
+//!    all of them listen: a port, because each knows the rest of the others' addresses from this group.
+//! 3. The members connect, open their lanes, and make a barrier in the new group. In a large one each connects only to the ranks beside it
+//!    and along the tree of the assembly before that; the skips of the overlay are opened within a second, as connections are that replace
+//!    others.
 //! 4. A rank that has passed the barrier, or learns that another has, publishes `Opened` and uses the view. It leaves the old group a little
 //!    later: that is as much work as a view, and would delay those of the others.
 //!
-//! All but `Opened` and `Refused` are messages to one rank, or of the leader to all: some 4 n in all, which travel along a tree. `Opened`
+//! All but `Opened` and `Refused` are messages to one rank, or of the leader to all: some 3 n in all, which travel along a tree. `Opened`
 //! is a notice, which each rank passes on once (see the control plane): whoever learns of it has it before the end of any rank that
 //! has opened the view. A rank to which nothing has come for a second or two says again what may have been lost with one that passed it on.
 //!
@@ -39,7 +40,6 @@
 //!    end: ends of connections after that are no sign that processes ended.
 
 mod action;
-mod addresses;
 mod agreement;
 mod carry;
 mod inbox;
@@ -55,9 +55,8 @@ pub use carry::carry_data;
 pub(super) use inbox::Inbox;
 #[cfg(all(test, not(model)))]
 pub(super) use message::GoneRank;
-pub(super) use message::RANKS_LIMIT;
-pub(super) use message::ViewMessage;
+pub(super) use message::{Endpoint, RANKS_LIMIT, ViewMessage};
 pub use shrink::View;
 pub(super) use shrink::collecting;
 #[cfg(all(test, not(model)))]
-pub(super) use tests::replay::replay;
+pub(super) use tests::replay::{ENDPOINT, replay};

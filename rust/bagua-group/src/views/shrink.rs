@@ -1,20 +1,19 @@
 //! [`Group::shrink`]: runs the agreement on the control plane of a group, and builds the next view.
 
-use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use super::super::bootstrap::Bootstrap;
+use super::super::bootstrap::{NextView, connect_view, listen_for_view};
 use super::super::collecting::Collecting;
 use super::super::config::Config;
-use super::super::control::{Body, Loss, Notice, Plane};
+use super::super::control::{Body, Listeners, Loss, Notice, Plane};
 use super::super::group::Group;
 use super::super::wire::Encoding;
 use super::action::{Action, Outcome};
 use super::agreement::{Agreement, Gone, Quorum};
-use super::message::RANKS_LIMIT;
+use super::message::{Endpoint, RANKS_LIMIT};
 use crate::error::{Error, Progress, Result};
 use crate::health::GroupHealth;
 use crate::wait::{Deadline, SLICE, lock, slice_among, wait_on_for};
@@ -84,11 +83,11 @@ impl Group {
         let deadline = Deadline::after(timeout.unwrap_or(plane.config.timeout));
         let agreement = lock_agreement(plane);
         let (view, took) = std::thread::scope(|scope| {
-            let build = |bootstrap: Bootstrap, addresses: Vec<Vec<u8>>, cancel: Arc<Cancel>| {
+            let build = |next: NextView, cancel: Arc<Cancel>| {
                 let (sender, receiver) = mpsc::channel();
                 let (open, barrier) = (&open, &barrier);
                 let thread = std::thread::Builder::new().name("bagua-view".to_owned()).spawn_scoped(scope, move || {
-                    let built = build(bootstrap, &addresses, &cancel, open, barrier);
+                    let built = build(plane, next, &cancel, open, barrier);
                     // The receiver is there until this thread has ended.
                     let _ = sender.send(built);
                     plane.views.notify();
@@ -100,17 +99,17 @@ impl Group {
                 plane,
                 deadline,
                 agreement,
-                bootstrap: None,
+                listeners: None,
                 building: None,
                 built: None,
                 losses: collecting(plane.config.world_size),
                 says_at: None,
                 sent: (0, 0),
-                bound_at: None,
+                built_at: None,
                 build,
             };
             let outcome = driver.run(quorum);
-            let took = driver.bound_at.map(|at| at.elapsed()).unwrap_or_default();
+            let took = driver.built_at.map(|at| at.elapsed()).unwrap_or_default();
             plane.views.lock().agreement = Some(driver.agreement);
             outcome.map(|view| (view, took))
         })?;
@@ -198,13 +197,13 @@ struct Built<T> {
 
 /// Connects to the members of a view, opens their lanes and makes a barrier.
 fn build<T>(
-    bootstrap: Bootstrap,
-    addresses: &[Vec<u8>],
+    former: &Plane,
+    next: NextView,
     cancel: &Cancel,
     open: &(impl Fn(&Group) -> Result<T> + Sync),
     barrier: &(impl Fn(&mut T) -> Result<()> + Sync),
 ) -> Built<T> {
-    let opened = bootstrap.connect_view(&cancel.flag, addresses).and_then(|group| {
+    let opened = connect_view(former, next, &cancel.flag).and_then(|group| {
         cancel.connected(group.health());
         open(&group).map(|opened| (group, opened))
     });
@@ -230,8 +229,8 @@ struct Driver<'a, T, B> {
     plane: &'a Arc<Plane>,
     deadline: Deadline,
     agreement: Agreement,
-    /// A proposal's, until all addresses are there.
-    bootstrap: Option<Bootstrap>,
+    /// Of the view that this rank is ready for.
+    listeners: Option<Listeners>,
     building: Option<Building<T>>,
     /// The group whose barrier was entered last.
     built: Option<(Group, T)>,
@@ -241,15 +240,15 @@ struct Driver<'a, T, B> {
     says_at: Option<Instant>,
     /// Messages to the others, and their bytes.
     sent: (u64, u64),
-    /// When it bound for the last proposal.
-    bound_at: Option<Instant>,
+    /// When it began to build the last view that was proposed.
+    built_at: Option<Instant>,
     /// Starts the thread of a build.
     build: B,
 }
 
 impl<T, B> Driver<'_, T, B>
 where
-    B: Fn(Bootstrap, Vec<Vec<u8>>, Arc<Cancel>) -> Result<Receiver<Built<T>>>,
+    B: Fn(NextView, Arc<Cancel>) -> Result<Receiver<Built<T>>>,
 {
     fn run(&mut self, quorum: Quorum) -> Result<View<T>> {
         let mut out = Vec::new();
@@ -273,7 +272,7 @@ where
             self.learn(&mut out);
             self.collect(&mut out, &mut last_error);
             if self.says_at.take_if(|at| *at <= Instant::now()).is_some() {
-                self.agreement.say(&mut out);
+                self.say(&mut out);
             }
             if reminded.elapsed() > REMINDER {
                 reminded = Instant::now();
@@ -318,6 +317,17 @@ where
         }
     }
 
+    /// Listens for the members of a view, and says so.
+    fn say(&mut self, out: &mut Vec<Action>) {
+        let Driver { plane, agreement, listeners, .. } = self;
+        let mut listen = |view| -> Result<Endpoint> {
+            let (opened, endpoint) = listen_for_view(plane, view)?;
+            *listeners = Some(opened);
+            Ok(endpoint)
+        };
+        agreement.say(|view| listen(view).map_err(|error| error.to_string()), out);
+    }
+
     /// Takes the result of a build that has ended.
     fn collect(&mut self, out: &mut Vec<Action>, last_error: &mut Option<Error>) {
         let Some(building) = &self.building else { return };
@@ -360,21 +370,15 @@ where
                 *bytes += (to * message.encode().len()) as u64;
                 self.plane.publish(Notice::View { from: self.plane.config.rank, message });
             }
-            Action::Bind(members) => {
-                self.bound_at = Some(Instant::now());
-                let bound = self.bind(&members).map(|bootstrap| {
-                    let address = bootstrap.address().to_vec();
-                    self.bootstrap = Some(bootstrap);
-                    address
-                });
-                self.agreement.bound(bound.map_err(|error| error.to_string()), out);
-            }
-            Action::Discard => self.bootstrap = None,
-            Action::Build { addresses, members } => {
+            Action::Build { view, endpoints, members } => {
+                self.built_at = Some(Instant::now());
                 let cancel = Arc::new(Cancel::default());
-                let started = match self.bootstrap.take() {
-                    Some(bootstrap) => (self.build)(bootstrap, addresses, Arc::clone(&cancel)),
-                    None => Err(Error::other("a view is built before its sockets are bound")),
+                let started = match self.listeners.take() {
+                    Some(listeners) => {
+                        let next = NextView { view, members: members.clone(), endpoints, listeners };
+                        (self.build)(next, Arc::clone(&cancel))
+                    }
+                    None => Err(Error::other("a view is built before this rank listens for its members")),
                 };
                 match started {
                     Ok(outcome) => self.building = Some(Building { members, cancel, outcome }),
@@ -390,16 +394,6 @@ where
             Action::Finish(outcome) => return Some(outcome),
         }
         None
-    }
-
-    /// Listens for the members of a view.
-    fn bind(&self, members: &[usize]) -> Result<Bootstrap> {
-        let old = &self.plane.config;
-        let rank = members.iter().position(|member| *member == old.rank);
-        let rank = rank.ok_or_else(|| Error::other("this rank is not a member of the view that it accepted"))?;
-        // A port that was asked for is in use by the old group.
-        let listen = SocketAddr::new(old.listen.ip(), 0);
-        Bootstrap::bind(Config { rank, world_size: members.len(), listen, view: self.agreement.view(), ..old.clone() })
     }
 
     /// The error of waits in a group that is not needed any more: a member is lost, or has given this view up. Ranks of errors are those of
@@ -470,7 +464,7 @@ where
 mod tests {
     use super::super::super::control::{Message, Routed};
     use super::super::super::wire::FRAME_LIMIT;
-    use super::super::message::{GoneRank, ViewMessage, batches};
+    use super::super::message::{GoneRank, ViewMessage};
     use super::*;
 
     #[test]
@@ -479,25 +473,19 @@ mod tests {
         assert!(matches!(check_size(RANKS_LIMIT + 1), Err(Error::InvalidArgument(_))));
         let all = || (0..RANKS_LIMIT).collect::<Vec<_>>();
         let gone = all().into_iter().map(|rank| GoneRank { rank, ended: true }).collect();
-        let (view, longest) = (super::super::super::wire::VIEWS_LIMIT, super::super::super::address::LIMIT);
+        let view = super::super::super::wire::VIEWS_LIMIT;
+        let endpoint = Endpoint { port: u16::MAX, unix: true };
         let routed = |body| Message::Routed(Routed { from: RANKS_LIMIT, to: all(), body: Body::View(body) });
         let notice = |message| Message::Notice(Notice::View { from: RANKS_LIMIT, message });
-        let lists = [(RANKS_LIMIT, 1), (RANKS_LIMIT, longest), (2, longest)].map(|(ranks, each)| {
-            let (first, addresses) =
-                batches(&vec![vec![0xff; each]; ranks]).max_by_key(|(_, list)| list.len()).unwrap();
-            let to = (0..ranks).collect();
-            let body = Body::View(ViewMessage::Addresses { view, first, addresses });
-            Message::Routed(Routed { from: RANKS_LIMIT, to, body })
-        });
-        let others = [
-            routed(ViewMessage::Ready { view, any: true, gone }),
+        let messages = [
+            routed(ViewMessage::Ready { view, any: true, gone, endpoint }),
             routed(ViewMessage::Withdrawn { missing: all() }),
-            routed(ViewMessage::Propose { view, members: all() }),
-            routed(ViewMessage::Address { view, address: vec![0xff; longest] }),
-            notice(ViewMessage::Opened { view, members: all() }),
+            routed(ViewMessage::Propose { view, gone: Vec::new(), endpoints: vec![endpoint; RANKS_LIMIT] }),
+            routed(ViewMessage::Propose { view, gone: all(), endpoints: Vec::new() }),
+            notice(ViewMessage::Opened { view, gone: all() }),
             notice(ViewMessage::Refused { view, text: "é".repeat(FRAME_LIMIT) }),
         ];
-        for message in lists.into_iter().chain(others) {
+        for message in messages {
             let body = message.encode();
             assert!(body.len() <= FRAME_LIMIT, "{} bytes", body.len());
             assert!(Message::parse(&body).is_ok());

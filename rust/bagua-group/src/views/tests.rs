@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::action::{Action, Outcome};
 use super::agreement::{Agreement, Gone, Quorum};
-use super::message::{GoneRank, ViewMessage};
+use super::message::{Endpoint, GoneRank, ViewMessage};
 use script::{Event, Script};
 
 /// An agreement that gets messages that no correct rank sends.
@@ -210,6 +210,11 @@ fn who_has_not_called_is_named_and_a_second_call_goes_on_when_it_has() {
     script.check_together("the second call");
 }
 
+/// Where a rank listens.
+fn at(port: u16) -> Endpoint {
+    Endpoint { port, unix: true }
+}
+
 /// The messages among these actions.
 fn sent(out: &[Action]) -> Vec<&ViewMessage> {
     let messages = out.iter().filter_map(|action| match action {
@@ -228,9 +233,9 @@ fn losses_that_come_together_are_said_together() {
     agreement.lost([(4, Gone::Silent)], &mut out);
     assert_eq!(out, [Action::SayLater]);
     out.clear();
-    agreement.say(&mut out);
+    agreement.say(|view| Ok(at(view as u16)), &mut out);
     let gone = [(4, false), (6, true), (7, true)].map(|(rank, ended)| GoneRank { rank, ended }).to_vec();
-    assert_eq!(out, [Action::Send(vec![0], ViewMessage::Ready { view: 4, any: false, gone })]);
+    assert_eq!(out, [Action::Send(vec![0], ViewMessage::Ready { view: 4, any: false, gone, endpoint: at(4) })]);
     // The next loss makes it ready anew, later again.
     out.clear();
     agreement.lost([(3, Gone::Ended)], &mut out);
@@ -241,7 +246,7 @@ fn losses_that_come_together_are_said_together() {
 fn a_rank_to_which_nothing_comes_reminds_the_leader_less_and_less_often_and_one_to_which_something_came_does_not() {
     let (mut agreement, mut out) = (Agreement::new(1, 3, 1), Vec::new());
     agreement.call(Quorum::Majority, &mut out);
-    agreement.say(&mut out);
+    agreement.say(|_| Ok(at(7)), &mut out);
     let reminds = |agreement: &mut Agreement| {
         let mut out = Vec::new();
         agreement.remind(&mut out);
@@ -249,10 +254,74 @@ fn a_rank_to_which_nothing_comes_reminds_the_leader_less_and_less_often_and_one_
     };
     let times: Vec<usize> = (0..20).filter(|_| reminds(&mut agreement) > 0).collect();
     assert_eq!(times, [1, 2, 4, 8, 16]);
-    agreement.received(0, ViewMessage::Propose { view: 2, members: vec![0, 1, 2] }, &mut out);
-    agreement.bound(Ok(vec![1]), &mut out);
-    agreement.received(0, ViewMessage::Addresses { view: 2, first: 0, addresses: vec![vec![0]] }, &mut out);
+    // The leader is ready for a later view, and so is this rank again.
+    let ready = ViewMessage::Ready { view: 3, any: false, gone: Vec::new(), endpoint: at(3) };
+    agreement.received(0, ready, &mut out);
+    agreement.say(|_| Ok(at(8)), &mut out);
     assert_eq!([0; 2].map(|_| reminds(&mut agreement)), [0, 1]);
+}
+
+/// Rank 0 of three, which has proposed view 2, or rank 1, to which it is proposed: each is ready.
+fn ready_agreement(me: usize) -> (Agreement, Vec<Action>) {
+    let (mut agreement, mut out) = (Agreement::new(me, 3, 1), Vec::new());
+    agreement.call(Quorum::Majority, &mut out);
+    agreement.say(|_| Ok(at(me as u16)), &mut out);
+    for other in (0..3).filter(|other| *other != me) {
+        let ready = ViewMessage::Ready { view: 2, any: false, gone: Vec::new(), endpoint: at(other as u16) };
+        agreement.received(other, ready, &mut out);
+    }
+    (agreement, out)
+}
+
+#[test]
+fn a_proposal_says_where_all_listen_and_is_made_again_to_a_rank_that_is_still_ready_for_it() {
+    let (mut leader, out) = ready_agreement(0);
+    let endpoints: Vec<Endpoint> = [0, 1, 2].map(at).to_vec();
+    let proposal = ViewMessage::Propose { view: 2, gone: Vec::new(), endpoints: endpoints.clone() };
+    let build = Action::Build { view: 2, endpoints, members: vec![0, 1, 2] };
+    assert_eq!(out[2..], [Action::Send(vec![1, 2], proposal.clone()), build]);
+    let mut out = Vec::new();
+    let ready = |view| ViewMessage::Ready { view, any: false, gone: Vec::new(), endpoint: at(2) };
+    leader.received(2, ready(2), &mut out);
+    assert_eq!(out, [Action::Send(vec![2], proposal)]);
+    // Not to one that has given the view up.
+    out.clear();
+    leader.received(2, ready(3), &mut out);
+    assert_eq!(out, [Action::Cancel(Some(2))]);
+    out.clear();
+    leader.received(1, ready(2), &mut out);
+    assert_eq!(out, []);
+}
+
+#[test]
+fn a_rank_accepts_a_proposal_only_of_the_leader_for_all_ranks_that_are_not_gone_with_where_it_listens_itself() {
+    let propose = |view, gone: &[usize], ports: &[u16]| {
+        let endpoints = ports.iter().copied().map(at).collect();
+        ViewMessage::Propose { view, gone: gone.to_vec(), endpoints }
+    };
+    let builds = |from, proposal| {
+        let (mut agreement, mut out) = ready_agreement(1);
+        agreement.received(from, proposal, &mut out);
+        out.iter().any(|action| matches!(action, Action::Build { .. }))
+    };
+    assert!(builds(0, propose(2, &[], &[0, 1, 2])));
+    assert!(!builds(2, propose(2, &[], &[0, 1, 2])), "it is not the leader's");
+    assert!(!builds(0, propose(3, &[], &[0, 1, 2])), "of another view");
+    assert!(!builds(0, propose(2, &[2], &[0, 1])), "without a rank that is not gone");
+    assert!(!builds(0, propose(2, &[], &[0, 1])), "too few");
+    assert!(!builds(0, propose(2, &[], &[0, 1, 2, 3])), "too many");
+    assert!(!builds(0, propose(2, &[], &[0, 9, 2])), "it listens elsewhere");
+}
+
+#[test]
+fn a_rank_that_cannot_listen_refuses_the_view_for_all() {
+    let (mut agreement, mut out) = (Agreement::new(1, 3, 1), Vec::new());
+    agreement.call(Quorum::Majority, &mut out);
+    out.clear();
+    agreement.say(|_| Err("no descriptor".to_owned()), &mut out);
+    let refused = ViewMessage::Refused { view: 2, text: "no descriptor".to_owned() };
+    let finished = Action::Finish(Outcome::Refused("no descriptor".to_owned()));
+    assert_eq!(out, [Action::Publish(refused), finished]);
 }
 
 #[test]
@@ -268,6 +337,27 @@ fn a_rank_that_the_others_left_behind_is_excluded_when_it_continues() {
         script.nodes[1].frozen = false;
         script.run(Vec::new());
         assert!(matches!(script.nodes[1].outcome, Some(Outcome::Excluded(0 | 2))), "{:?}", script.nodes[1].outcome);
+    }
+}
+
+#[test]
+fn deaths_of_the_leader_of_its_successor_and_of_a_rank_that_passes_messages_on_leave_the_survivors_in_one_view() {
+    for seed in 0..24 {
+        let size = 8 + seed as usize % 7;
+        let sparse = || Script::connected(size, seed, Quorum::Majority, 2);
+        let mut whole = sparse();
+        whole.run(Vec::new());
+        for at in (seed as usize % 97..whole.steps).step_by(97) {
+            // It has the connection to the leader over which the ranks behind it reach that.
+            let (inner, later) = (2 << (at % 2), at + at % 60);
+            for who in [vec![0, inner], vec![inner, 0], vec![0, 1], vec![0, 1, inner]] {
+                let mut script = sparse();
+                let text = format!("{size} ranks, seed {seed}, {who:?} die at steps {at} and {later}");
+                let deaths = who.iter().enumerate().map(|(nth, who)| death(if nth == 0 { at } else { later }, *who));
+                script.run(deaths.collect());
+                script.check_together(&text);
+            }
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! Ranks and the lines between them, on which messages travel in any order.
 
+use super::super::super::views::Endpoint;
 use super::*;
 
 /// Connections that carry messages in order, by (from, to).
@@ -243,7 +244,14 @@ fn a_message_avoids_a_rank_that_another_reports_as_lost_while_the_own_connection
 
 #[test]
 fn departures_that_were_not_passed_on_go_before_the_first_message_about_a_view_by_invariant_3() {
-    let ready = || Body::View(ViewMessage::Ready { view: 1, any: true, gone: Vec::new() });
+    let ready = || {
+        Body::View(ViewMessage::Ready {
+            view: 1,
+            any: true,
+            gone: Vec::new(),
+            endpoint: Endpoint { port: 1, unix: true },
+        })
+    };
     let left = |ranks: &[usize]| Message::Notice(Notice::Left { ranks: ranks.to_vec(), moved: false });
     for is_own in [true, false] {
         let mut overlay = Overlay::new(0, 64, 4);
@@ -291,7 +299,8 @@ fn what_makes_no_sense_has_no_effect() {
         overlay.received_notice(1, Notice::Lost { rank, by, ended: true, reason: String::new() }, &mut out);
     }
     overlay.received_notice(1, Notice::Left { ranks: vec![7, 0], moved: false }, &mut out);
-    let opened = ViewMessage::Ready { view: 1, any: true, gone: Vec::new() };
+    let opened =
+        ViewMessage::Ready { view: 1, any: true, gone: Vec::new(), endpoint: Endpoint { port: 1, unix: true } };
     overlay.received_notice(1, Notice::View { from: 1, message: opened }, &mut out);
     overlay.received_routed(Routed { from: 1, to: vec![3, 99], body: Body::Connect }, &mut out);
     assert_eq!((out, overlay.gone().count()), (vec![], 0));

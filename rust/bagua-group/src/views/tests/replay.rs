@@ -3,10 +3,16 @@
 use super::super::super::wire::Encoding;
 use super::super::action::Action;
 use super::super::agreement::{Agreement, Gone, Quorum};
-use super::super::message::ViewMessage;
+use super::super::message::{Endpoint, ViewMessage};
 
 /// Ranks of the group.
 const SIZE: usize = 4;
+
+/// Where this rank listens.
+pub(in super::super::super) const ENDPOINT: Endpoint = Endpoint { port: 9, unix: true };
+
+/// The event after which it cannot.
+const UNABLE: u8 = 0x1f;
 
 /// Drives the agreement of rank 1 by a sequence of events: a byte that says which, and for a message its length (u32) and its bytes.
 /// Returns how many messages were parsed. Bytes that are no event end the sequence.
@@ -41,23 +47,22 @@ pub(in super::super::super) fn replay(mut bytes: &[u8]) -> usize {
     parsed
 }
 
+/// Where this rank listens, unless it cannot.
+fn listen(how: u8) -> Result<Endpoint, String> {
+    if how == UNABLE { Err(String::new()) } else { Ok(ENDPOINT) }
+}
+
 /// Performs the actions; `how` chooses what becomes of them.
 fn settle(agreement: &mut Agreement, out: &mut Vec<Action>, how: u8) {
     // More rounds than any event causes: a refusal ends the call, and the next one is made once.
     for _ in 0..16 {
         for action in std::mem::take(out) {
             match action {
-                Action::Bind(_) => agreement.bound(if how & 8 == 0 { Ok(vec![how]) } else { Err(String::new()) }, out),
-                Action::SayLater => agreement.say(out),
+                Action::SayLater => agreement.say(|_| listen(how), out),
                 Action::Build { .. } if how & 8 == 0 => agreement.failed(how & 1 == 1, "", out),
                 Action::Build { .. } => agreement.passed(out),
                 Action::Finish(_) if how & 4 == 0 => agreement.call(Quorum::Majority, out),
-                Action::Finish(_)
-                | Action::Send(..)
-                | Action::Publish(_)
-                | Action::Discard
-                | Action::Cancel(_)
-                | Action::Abandon => {}
+                Action::Finish(_) | Action::Send(..) | Action::Publish(_) | Action::Cancel(_) | Action::Abandon => {}
             }
         }
         if out.is_empty() {

@@ -6,7 +6,7 @@ use super::super::super::control::{Action as ControlAction, Body, FULL, Message,
 use super::super::super::wire::Encoding;
 use super::super::action::{Action, Outcome};
 use super::super::agreement::{Agreement, Gone, Quorum};
-use super::super::message::ViewMessage;
+use super::super::message::{Endpoint, ViewMessage};
 
 /// A run that takes more steps than this hangs in a loop.
 const STEPS_LIMIT: usize = 100_000;
@@ -40,8 +40,8 @@ pub(super) enum Known {
     Excluded(usize),
 }
 
-/// The addresses of a view, by which two views of equal numbers are distinguished.
-pub(super) type Key = Vec<Vec<u8>>;
+/// Where the members of a view listen, by which two views of equal numbers are distinguished: each rank listens at a new port for each.
+pub(super) type Key = Vec<u16>;
 
 /// One rank.
 pub(super) struct Node {
@@ -97,7 +97,8 @@ pub(super) struct Script {
     cut: BTreeSet<(usize, usize)>,
     /// By view: its members, and those that began to build it, entered its barrier, and gave up.
     builds: BTreeMap<Key, [BTreeSet<usize>; 4]>,
-    addresses: usize,
+    /// The port at which a rank has begun to listen last.
+    port: u16,
     pub(super) steps: usize,
 }
 
@@ -130,7 +131,7 @@ impl Script {
             lines: BTreeMap::new(),
             cut: BTreeSet::new(),
             builds: BTreeMap::new(),
-            addresses: 0,
+            port: 0,
             steps: 0,
         };
         for rank in 0..size {
@@ -253,7 +254,8 @@ impl Script {
             Step::Say(rank) => {
                 let Node { agreement, says_later, .. } = &mut self.nodes[rank];
                 *says_later = false;
-                agreement.say(&mut out);
+                self.port += 1;
+                agreement.say(|_| Ok(Endpoint { port: self.port, unix: true }), &mut out);
                 rank
             }
             Step::Take(rank) => {
@@ -365,24 +367,16 @@ impl Script {
             Action::Publish(message) => {
                 self.control(rank, |overlay, out| overlay.publish(Notice::View { from: rank, message }, out));
             }
-            Action::Bind(_) => {
-                self.addresses += 1;
-                let mut out = Vec::new();
-                self.nodes[rank].agreement.bound(Ok(self.addresses.to_le_bytes().to_vec()), &mut out);
-                // The actions that follow from binding come before those that were queued: the driver reports it at once.
-                let later = std::mem::take(&mut self.nodes[rank].todo);
-                self.nodes[rank].todo.extend(out);
-                self.nodes[rank].todo.extend(later);
-            }
             Action::SayLater => self.nodes[rank].says_later = true,
-            Action::Discard | Action::Abandon => {}
-            Action::Build { addresses, members } => {
+            Action::Abandon => {}
+            Action::Build { view: _, endpoints, members } => {
+                let key: Key = endpoints.iter().map(|endpoint| endpoint.port).collect();
                 let members: BTreeSet<usize> = members.into_iter().collect();
-                let entry = self.builds.entry(addresses.clone()).or_default();
+                let entry = self.builds.entry(key.clone()).or_default();
                 assert!(entry[0].is_empty() || entry[0] == members, "two member lists for one view");
                 entry[0] = members;
                 entry[1].insert(rank);
-                self.nodes[rank].build = Some((addresses, false, false));
+                self.nodes[rank].build = Some((key, false, false));
             }
             Action::Cancel(_) => {
                 if let Some((_, _, cancelled)) = &mut self.nodes[rank].build {
