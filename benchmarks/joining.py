@@ -9,12 +9,13 @@ Each rank is a fork of this process, which has imported NumPy and bagua only. It
 seconds but exchange heartbeats, and sums tensors of `--sizes` with the others. A healthy rank that another one lost is
 an error. `joined_s` is the time from the first fork to the last rank that has joined, `cpu_s` the processor time of all
 ranks until then, `root_cpu_s` that of rank 0, with which all register. `descriptors` are those that joining has added
-to the rank that has most of them, and after a `+` what each size has added. With `--kill` or `--freeze` these ranks end
-or stop while all others wait for them in an all_reduce: `lost_s` is the time until the last one has raised
-PeerLostError; all must name one of these ranks. With `--shrink` the others go on in a smaller group: `first_s` and
-`last_s` are the times from the loss until the first and the last of them has it, with a lane that has passed a barrier;
-`messages` and `kbytes` those that they sent to agree, in all, and `view_cpu_s` their processor time from the loss on. A
-rank that raises writes a flight record before, unless `BAGUA_TRACE_DIR` is empty.
+to the rank that has most of them, and after a `+` what each size has added. `own_mib` is the memory that joining and
+the operations have added to the rank that has most of it: pages of its own, and its part of those that ranks share.
+With `--kill` or `--freeze` these ranks end or stop while all others wait for them in an all_reduce: `lost_s` is the
+time until the last one has raised PeerLostError; all must name one of these ranks. With `--shrink` the others go on in
+a smaller group: `first_s` and `last_s` are the times from the loss until the first and the last of them has it, with a
+lane that has passed a barrier; `messages` and `kbytes` those that they sent to agree, in all, and `view_cpu_s` their
+processor time from the loss on. A rank that raises writes a flight record before, unless `BAGUA_TRACE_DIR` is empty.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main() -> None:
         "root_cpu_s",
         "descriptors",
         "threads",
-        "pss_mib",
+        "own_mib",
     )
     columns += ("reduce_s", "lost_s")
     columns += ("first_s", "last_s", "messages", "kbytes", "view_cpu_s") if args.shrink else ()
@@ -87,6 +88,7 @@ def measure(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     waits = mmap.mmap(-1, ranks)
     # A collection in a rank would copy the pages that it shares with this process; ranks of a job share none.
     gc.freeze()
+    before = memory_of_python()
     begun, pipes, ids = time.monotonic(), list[int](), list[int]()
     for rank in range(ranks):
         reads, writes = os.pipe()
@@ -113,7 +115,8 @@ def measure(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     if bad:
         raise RuntimeError(f"{len(bad)} of {ranks} ranks failed:\n" + "\n".join(bad[:5]))
     found = [json.loads(said[rank]) for rank in good]
-    row = {key: max(each[key] for each in found) for key in ("threads", "pss_mib", "reduce_s")}
+    row = {key: max(each[key] for each in found) for key in ("threads", "own_mib", "reduce_s")}
+    row["own_mib"] -= before
     row |= {"ranks": ranks, "hosts": args.hosts, "joined_s": max(each["joined"] for each in found) - begun}
     row |= {"cpu_s": sum(each["cpu_s"] for each in found)}
     row |= {"root_cpu_s": found[0]["cpu_s"] if good[0] == 0 else None}
@@ -164,7 +167,7 @@ def run(rank: int, ranks: int, args: argparse.Namespace, port: int, waits: mmap.
                     raise AssertionError(f"{x[0]} is not the sum of {ranks} ones")
                 counts.append(len(os.listdir("/proc/self/fd")))
             row |= {"descriptors": counts, "threads": len(os.listdir("/proc/self/task"))}
-            row["pss_mib"] = proportional_size()
+            row["own_mib"] = own_memory()
             if args.kill or args.freeze:
                 row |= wait_for_a_loss(rank, args, waits)
             bagua.shutdown()
@@ -206,10 +209,25 @@ def processor_time() -> float:
     return times.ru_utime + times.ru_stime
 
 
-def proportional_size() -> float:
-    """MiB of this process, where a page that n processes map counts as an n-th."""
-    line = next(line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
-    return int(line.split()[1]) / 1024
+def own_memory() -> float:
+    """MiB that only this process has, and its part of what processes share: of a page that n of them map an n-th."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    kib = {name: int(value.split()[0]) for name, value in (line.split(":") for line in lines)}
+    return (kib["Private_Dirty"] + kib["Pss_Shmem"]) / 1024
+
+
+def memory_of_python() -> float:
+    """`own_memory` of a fork of this process that has not joined: the pages that Python has written to there."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.listdir("/proc/self/fd")
+        os.write(writes, repr(own_memory()).encode())
+        os._exit(0)
+    os.close(writes)
+    os.waitpid(child, 0)
+    with open(reads) as said:
+        return float(said.read())
 
 
 if __name__ == "__main__":
