@@ -13,9 +13,10 @@ to the rank that has most of them, and after a `+` what each size has added. `ow
 the operations have added to the rank that has most of it: pages of its own, and its part of those that ranks share.
 With `--kill` or `--freeze` these ranks end or stop while all others wait for them in an all_reduce: `lost_s` is the
 time until the last one has raised PeerLostError; all must name one of these ranks. With `--shrink` the others go on in
-a smaller group: `first_s` and `last_s` are the times from the loss until the first and the last of them has it, with a
-lane that has passed a barrier; `messages` and `kbytes` those that they sent to agree, in all, and `view_cpu_s` their
-processor time from the loss on. A rank that raises writes a flight record before, unless `BAGUA_TRACE_DIR` is empty.
+a smaller group, and end when all have it: `first_s` and `last_s` are the times from the loss until the first and the
+last of them has it, with a lane that has passed a barrier; `messages` and `kbytes` those that they sent to agree, in
+all, and `view_cpu_s` their processor time from the loss on. A rank that raises writes a flight record before, unless
+`BAGUA_TRACE_DIR` is empty.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ import numpy as np
 from common import add_output_options, machine, parse_size, save_if_asked
 
 import bagua
+
+#: How far a rank is: it waits for those that are to be lost; it is in the smaller group, or has failed.
+WAITS, SMALLER = 1, 2
 
 
 def main() -> None:
@@ -84,8 +88,9 @@ def measure(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     """Forks the ranks and waits for them; RuntimeError when one of them failed."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    # A byte for each rank: set when it waits for the ranks that are to be lost.
+    # A byte for each rank, how far it is: see `WAITS`.
     waits = mmap.mmap(-1, ranks)
+    leaves, may_leave = os.pipe()
     # A collection in a rank would copy the pages that it shares with this process; ranks of a job share none.
     gc.freeze()
     before = memory_of_python()
@@ -94,15 +99,18 @@ def measure(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
         reads, writes = os.pipe()
         child = os.fork()
         if child == 0:
-            os.close(reads)
-            for other in pipes:
+            for other in (reads, may_leave, *pipes):
                 os.close(other)
-            os._exit(run(rank, ranks, args, port, waits, writes))
+            os._exit(run(rank, ranks, args, port, waits, leaves, writes))
         os.close(writes)
         pipes.append(reads)
         ids.append(child)
     victims = {*args.kill, *args.freeze}
     lost_at = lose(ids, args, waits) if victims else None
+    if victims and args.shrink:
+        wait_for(SMALLER, ids, args, waits)
+    os.close(may_leave)
+    os.close(leaves)
     said = []
     for rank, pipe in enumerate(pipes):
         with open(pipe) as lines:
@@ -135,9 +143,7 @@ def measure(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
 
 def lose(ids: list[int], args: argparse.Namespace, waits: mmap.mmap) -> float:
     """Ends and stops the ranks of the command line, when all others wait for them; the time at which it did."""
-    victims = {*args.kill, *args.freeze}
-    while sum(waits[rank] for rank in range(len(ids)) if rank not in victims) < len(ids) - len(victims):
-        time.sleep(0.001)
+    wait_for(WAITS, ids, args, waits)
     time.sleep(0.5)
     begun = time.monotonic()
     for rank in args.kill:
@@ -147,7 +153,14 @@ def lose(ids: list[int], args: argparse.Namespace, waits: mmap.mmap) -> float:
     return begun
 
 
-def run(rank: int, ranks: int, args: argparse.Namespace, port: int, waits: mmap.mmap, pipe: int) -> int:
+def wait_for(state: int, ids: list[int], args: argparse.Namespace, waits: mmap.mmap) -> None:
+    """Waits until all but the ranks of the command line are so far, or for two minutes."""
+    victims, limit = {*args.kill, *args.freeze}, time.monotonic() + 120
+    while any(waits[rank] < state for rank in range(len(ids)) if rank not in victims) and time.monotonic() < limit:
+        time.sleep(0.001)
+
+
+def run(rank: int, ranks: int, args: argparse.Namespace, port: int, waits: mmap.mmap, leaves: int, pipe: int) -> int:
     """One rank: writes what it saw into a pipe, and returns its exit code."""
     with open(pipe, "w") as says:
         try:
@@ -170,12 +183,17 @@ def run(rank: int, ranks: int, args: argparse.Namespace, port: int, waits: mmap.
             row["own_mib"] = own_memory()
             if args.kill or args.freeze:
                 row |= wait_for_a_loss(rank, args, waits)
+            if args.shrink:
+                # Who leaves needs a processor, which the others need for their views.
+                waits[rank] = SMALLER
+                os.read(leaves, 1)
             bagua.shutdown()
             json.dump(row, says)
             return 0
         except BaseException:
             traceback.print_exc(file=says)
             sys.stderr.flush()
+            waits[rank] = SMALLER
             return 1
 
 
@@ -185,7 +203,7 @@ def wait_for_a_loss(rank: int, args: argparse.Namespace, waits: mmap.mmap) -> di
         while True:
             time.sleep(60)
     group, begun = bagua.group.default(required=True), processor_time()
-    waits[rank] = 1
+    waits[rank] = WAITS
     try:
         bagua.all_reduce(np.ones(256, np.float32), op="sum")
     except bagua.PeerLostError as error:

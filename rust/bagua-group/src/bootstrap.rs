@@ -139,7 +139,7 @@ pub(super) struct NextView {
 }
 
 /// Connects to the other members of a view, as [`Bootstrap::connect`]. In a large world it returns when the ring and the tree of the assembly
-/// are connected, a few connections for each rank, and the others open within a second. Ends with `Aborted` soon after `cancelled` was set.
+/// are connected, a few connections for each rank, and the others open later. Ends with `Aborted` soon after `cancelled` was set.
 pub(super) fn connect_view(former: &Plane, next: NextView, cancelled: &AtomicBool) -> Result<Group> {
     let (begun, NextView { view, members, endpoints, listeners }) = (Instant::now(), next);
     let own = former.config.rank;

@@ -334,9 +334,11 @@ impl Group {
     }
 
     /// Leaves this group for its next view: the control thread announces that and ends while the caller goes on, when the others of the host
-    /// have their view too, and at the latest when `next` is left. `took`: how long this rank has built that.
+    /// have their view too, and at the latest when `next` is left. Then the skips of `next` open, too. `took`: how long this rank has built
+    /// that.
     pub(super) fn leave_for(&self, next: &Group, took: Duration) {
         let others_open = self.membership.control.plane.others_open(took);
+        next.membership.control.connect_skips(others_open);
         *lock(&next.membership.former) = self.membership.begin_leave(others_open);
     }
 }

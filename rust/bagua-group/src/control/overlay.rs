@@ -224,10 +224,9 @@ impl Overlay {
         &self.neighbours() - &self.links
     }
 
-    /// Opens what is missing: the higher rank of a pair connects, and is asked to. Called from time to time.
-    pub(in super::super) fn connect(&mut self, out: &mut Vec<Action>) {
-        let (lower, higher): (Vec<usize>, Vec<usize>) =
-            self.not_connected().into_iter().partition(|rank| *rank < self.me);
+    /// Opens missing connections: the higher rank of a pair connects, and is asked to. Called from time to time.
+    pub(in super::super) fn connect(&mut self, missing: BTreeSet<usize>, out: &mut Vec<Action>) {
+        let (lower, higher): (Vec<usize>, Vec<usize>) = missing.into_iter().partition(|rank| *rank < self.me);
         out.extend(lower.into_iter().map(Action::Dial));
         if !higher.is_empty() && !self.links.is_empty() {
             self.pass_on(Routed { from: self.me, to: higher, body: Body::Connect }, out);

@@ -88,13 +88,13 @@ pub(super) struct Connections {
     pub(super) dialling: BTreeSet<usize>,
     /// How many ranks were gone when connections were last to be replaced.
     pub(super) were_gone: usize,
-    /// The group is used as soon as the ring and the tree of the assembly are connected: see [`Connections::awaited`].
+    /// The group is used as soon as the ring and the tree of the assembly are connected, and only these are: see [`Connections::awaited`].
+    /// Until [`Plane::connect_skips`].
     pub(super) skips_later: bool,
 }
 
 impl Connections {
-    /// The neighbours that must be connected before the group is used, and are not. Where the skips come later, messages pass along the tree,
-    /// and [`Plane::repair`] opens the others.
+    /// The neighbours that have to be connected now, and are not. Where the skips come later, messages pass along the tree.
     pub(super) fn awaited(&self) -> BTreeSet<usize> {
         let missing = self.overlay.not_connected();
         if !self.skips_later {
@@ -182,20 +182,21 @@ impl Plane {
         }
         let (limit, period) = (self.config.heartbeat_timeout * 2, session::period(self));
         let late: Vec<usize> = self.change(&Source::default(), |connections, out| {
+            let wanted = connections.awaited();
             let Connections { overlay, were_connected, missing, were_gone, .. } = connections;
             let mut late = Vec::new();
             if !*were_connected {
                 return late;
             }
-            let (now, wanted) = (Instant::now(), overlay.not_connected());
+            let now = Instant::now();
             // Where many leave, their successors are about to leave too. Half of the connections keep this rank reachable meanwhile.
             let gone = overlay.gone().count();
             let many_leave = gone > std::mem::replace(were_gone, gone) + (self.config.world_size / MANY).max(LEAST);
-            if many_leave && 2 * wanted.len() <= overlay.neighbours().len() {
+            if many_leave && 2 * overlay.not_connected().len() <= overlay.neighbours().len() {
                 return late;
             }
             missing.retain(|rank, _| wanted.contains(rank));
-            for rank in wanted {
+            for rank in wanted.iter().copied() {
                 let since = now - *missing.entry(rank).or_insert(now);
                 if since > limit {
                     overlay.lost(rank, false, &format!("no connection to it for {:.1} s", limit.as_secs_f64()), out);
@@ -203,11 +204,16 @@ impl Plane {
                     late.push(rank);
                 }
             }
-            overlay.connect(out);
+            overlay.connect(wanted, out);
             late
         });
         // Those that are lower are asked when they are connected to.
         late.into_iter().filter(|rank| *rank > self.config.rank).for_each(|rank| self.dial_neighbour(rank));
+    }
+
+    /// The skips do not come later any more: [`Plane::repair`] opens them.
+    pub(super) fn connect_skips(self: &Arc<Plane>) {
+        self.change(&Source::default(), |connections, _| connections.skips_later = false);
     }
 
     /// Opens a connection that replaces another, or asks a higher rank whether it runs, unless that is in progress.

@@ -115,6 +115,15 @@ impl Control {
         }
     }
 
+    /// Opens the skips of a view after this time, within a second.
+    pub(in super::super) fn connect_skips(&self, after: Duration) {
+        let plane = Arc::clone(&self.plane);
+        self.spawn(async move {
+            tokio::time::sleep(after).await;
+            plane.connect_skips();
+        });
+    }
+
     /// Leaves the group, closes all connections and ends the thread. Idempotent; does nothing in a forked child.
     pub(in super::super) fn leave(&self, reason: &str) {
         drop(self.begin_leave(reason, Duration::ZERO));

@@ -198,7 +198,7 @@ impl World {
                 node.overlay.lost(other, false, "no connection to it", &mut out);
             }
         }
-        node.overlay.connect(&mut out);
+        node.overlay.connect(node.overlay.not_connected(), &mut out);
         self.perform(rank, out);
     }
 

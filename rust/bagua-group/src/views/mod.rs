@@ -19,10 +19,10 @@
 //! 2. When all ranks that are not gone are ready for v and agree on who is gone, the leader checks the quorum and sends `Propose`, with where
 //!    all of them listen: a port, because each knows the rest of the others' addresses from this group.
 //! 3. The members connect, open their lanes, and make a barrier in the new group. In a large one each connects only to the ranks beside it
-//!    and along the tree of the assembly before that; the skips of the overlay are opened within a second, as connections are that replace
-//!    others.
+//!    and along the tree of the assembly before that.
 //! 4. A rank that has passed the barrier, or learns that another has, publishes `Opened` and uses the view. It leaves the old group a little
-//!    later: that is as much work as a view, and would delay those of the others.
+//!    later, and then opens the skips of the overlay of the new one, as connections are that replace others: each of the two is as much work
+//!    as a view, and would delay those of the others.
 //!
 //! All but `Opened` and `Refused` are messages to one rank, or of the leader to all: some 3 n in all, which travel along a tree. `Opened`
 //! is a notice, which each rank passes on once (see the control plane): whoever learns of it has it before the end of any rank that

@@ -151,7 +151,8 @@ fn a_death_is_known_to_all_by_one_report_and_the_ranks_beside_it_connect() {
     let missing = all.ranks[8].not_connected();
     assert!(missing.contains(&10) || all.ranks[8].links().contains(&10));
     let mut out = Vec::new();
-    all.ranks[10].connect(&mut out);
+    let missing = all.ranks[10].not_connected();
+    all.ranks[10].connect(missing, &mut out);
     let dialled = |rank: usize| out.contains(&Action::Dial(rank));
     assert!(all.ranks[10].not_connected().into_iter().filter(|rank| *rank < 10).all(dialled));
 }
