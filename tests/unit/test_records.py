@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import tempfile
 import threading
@@ -178,13 +179,13 @@ def test_the_first_record_of_a_job_removes_those_of_all_but_the_newest_jobs(
 def test_a_failure_does_not_wait_until_old_records_are_removed(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp / "bagua" / ("0" * 16)).mkdir(parents=True)
     monkeypatch.setattr(records, "KEPT_JOBS", 1)
-    has_failed, remove = threading.Event(), records.shutil.rmtree
+    has_failed, remove = threading.Event(), shutil.rmtree
 
     def remove_later(path: str, ignore_errors: bool) -> None:
         assert has_failed.wait(60)
         remove(path, ignore_errors)
 
-    monkeypatch.setattr(records.shutil, "rmtree", remove_later)
+    monkeypatch.setattr(shutil, "rmtree", remove_later)
     path, _ = records.of_failure(1, "world", 0, "host", "why")
     has_failed.set()
     record()

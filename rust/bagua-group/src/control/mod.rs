@@ -5,6 +5,7 @@
 //! | `overlay` | which ranks are connected, how messages reach the others, who is gone; a state machine |
 //! | `assembly` | how joining ranks learn that all are connected; a state machine |
 //! | `plane` | the state of the rank: runs the state machines, and notes in the groups what they find |
+//! | `world` | the addresses of all ranks, and the key and the ids that follow from them |
 //! | `message` | the messages, and their encoding |
 //! | `thread`, `accept`, `dial`, `session` | the thread; opening connections, reading and writing them, heartbeats |
 //! | `probe`, `silence` | whether a rank runs, while it is not connected, and while it is |
@@ -31,6 +32,7 @@ mod probe;
 mod session;
 mod silence;
 mod thread;
+mod world;
 
 pub(super) use accept::Listeners;
 pub(super) use assembly::{Assembly, Step};
@@ -39,5 +41,6 @@ pub(super) use dial::Dial;
 pub(super) use message::Routed;
 pub(super) use message::{Body, Closing, MeshId, Message, Notice};
 pub(super) use overlay::{Action, FULL, Overlay, Presence};
-pub(super) use plane::{ConnectState, Loss, Plane, World};
+pub(super) use plane::{ConnectState, Loss, Plane};
 pub(super) use thread::{Control, Leaving};
+pub(super) use world::World;

@@ -428,7 +428,9 @@ where
             Outcome::Opened(_, ranks) => {
                 let (group, opened) =
                     self.built.take().ok_or_else(|| Error::other("a view is open, but its group is not there"))?;
-                let lost = (0..self.plane.config.world_size).filter(|rank| !ranks.contains(rank)).collect();
+                // They are ascending.
+                let is_lost = |rank: &usize| ranks.binary_search(rank).is_err();
+                let lost = (0..self.plane.config.world_size).filter(is_lost).collect();
                 let (messages, bytes) = self.sent;
                 group.stats().agreement_messages.store(messages, Ordering::Relaxed);
                 group.stats().agreement_bytes.store(bytes, Ordering::Relaxed);
