@@ -70,16 +70,26 @@ $(VENV)/.packages: $(VENV)/.made requirements/develop.in requirements/constraint
 		$(UV) pip install --python $(BIN)/python $(BACKEND) --constraint requirements/constraints.txt --requirement requirements/develop.in
 	@touch $@
 
+# One of two extensions is in place, and each takes away the stamp of the other: the optimized one, or, after `make test`, that of the
+# profile `dev`, which consists of what Rust's tests consist of. Benchmarks refuse the latter: benchmarks/common.py.
+MATURIN := MAKEFLAGS= VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH"
+
 $(VENV)/.extension: $(VENV)/.packages pyproject.toml $(RUST_SOURCES)
-	@MAKEFLAGS= VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH" \
-		tools/step "Compiling the Rust core, optimized: 2 to 3 minutes with two idle processors, the last crate alone for a minute of it" \
+	@$(MATURIN) tools/step "Compiling the Rust core, optimized: 2 to 3 minutes with two idle processors, the last crate alone for a minute of it" \
 		$(BIN)/maturin develop --release --uv
-	@MAKEFLAGS= VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH" \
-		tools/step "Writing the extension's stub, from the extension" $(BIN)/maturin generate-stubs --profile release --out python
+	@$(MATURIN) tools/step "Writing the extension's stub, from the extension" $(BIN)/maturin generate-stubs --profile release --out python
+	@rm -f $(VENV)/.extension-of-tests
+	@touch $@
+
+$(VENV)/.extension-of-tests: $(VENV)/.packages pyproject.toml $(RUST_SOURCES)
+	@$(MATURIN) tools/step "Making the extension for the tests" $(BIN)/maturin develop --profile dev --uv
+	@$(MATURIN) tools/step "Writing the extension's stub, from the extension" $(BIN)/maturin generate-stubs --profile dev --out python
+	@rm -f $(VENV)/.extension
 	@touch $@
 
 ##@ Checks: what every change needs
 
+# `make test` uses the extension of the profile `dev`, which also finds an overflow of integers, and `make test-all` the optimized one.
 # The Python tests go file by file to two processes: a test starts ranks of its own, and waits for them for much of its time. In the order
 # of their names, so that the end has no file with a few long tests.
 PYTEST_PROCESSES ?= 2
@@ -95,18 +105,20 @@ endef
 .PHONY: test
 test: $(VENV)/.packages ## Runs what every change needs, Rust and Python: each verb, algorithm, codec and error in small worlds
 	tools/system_packages test
-	$(MAKE) --jobs=$(shell nproc) rust-programs python-programs
-	$(MAKE) target/.tested
+	$(MAKE) --jobs=$(shell nproc) rust-programs cuda-programs
+	$(MAKE) $(VENV)/.extension-of-tests target/.tested
 	$(BIN)/python $(PYTEST) -m "not slow"
+	@echo "python/bagua has the extension for the tests now: make setup builds the optimized one"
 
-target/.tested: $(RUST_SOURCES) $(shell find rust -path '*/tests/*') .config/nextest.toml
-	$(call RUST_TESTS,quick)
+# The contract of device memory runs on the simulated driver. One test more at a time than there are processors, because some wait.
+target/.tested: $(RUST_SOURCES) $(shell find rust -type f -not -name '*.md') $(wildcard tests/cuda/sim/*) .cargo/config.toml .config/nextest.toml
+	export NEXTEST_TEST_THREADS=$$(($(shell nproc) + 1)); $(call RUST_TESTS,quick)
 	@touch $@
 
 .PHONY: test-all
 test-all: $(VENV)/.packages ## Runs every test: those of make test, and large worlds, examples, launchers, chaos, quality of training
 	tools/system_packages test
-	$(MAKE) --jobs=$(shell nproc) rust-programs python-programs model-programs
+	$(MAKE) --jobs=$(shell nproc) setup rust-programs cuda-programs model-programs
 	$(call RUST_TESTS,default)
 	cargo test --workspace --doc
 	$(MODEL) -- model::
@@ -124,7 +136,7 @@ PORTABLE := RUSTFLAGS="--cfg bagua_portable -D warnings" CARGO_TARGET_DIR=target
 PROSE := python docs deploy examples rust tests tools .github $(wildcard *.md)
 
 .PHONY: lint
-lint: setup ## Layers, words, licences, workflows, formatting, clippy, rustdoc, ruff, mypy, and the extension's stub against the extension
+lint: installed ## Layers, words, licences, workflows, formatting, clippy, rustdoc, ruff, mypy, and the extension's stub against the extension
 	$(BIN)/python tools/check_layers.py
 	$(BIN)/python tools/check_lengths.py
 	$(BIN)/python tools/check_words.py $(PROSE)
@@ -141,13 +153,13 @@ lint: setup ## Layers, words, licences, workflows, formatting, clippy, rustdoc, 
 	$(BIN)/python -m mypy.stubtest bagua._bagua
 
 .PHONY: format
-format: setup ## Formats Rust and Python, and applies the fixes of ruff that are safe
+format: installed ## Formats Rust and Python, and applies the fixes of ruff that are safe
 	cargo fmt --all
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 .PHONY: docs
-docs: setup $(DOCS)/.packages ## Builds the documentation site into site/, without a network, and checks it
+docs: installed $(DOCS)/.packages ## Builds the documentation site into site/, without a network, and checks it
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 	$(BIN)/python -m tools.check_site site
 	$(BIN)/python -m tools.check_pages site
@@ -297,10 +309,13 @@ constraints: $(VENV)/.made ## Pins the newest versions of requirements/*.in for 
 check-python: ## Refuses a PYTHON of another version than .venv has
 	@$(if $(filter file,$(origin PYTHON)),true,PYTHON=$(PYTHON) tools/environment same-python $(BIN)/python)
 
+.PHONY: installed
+installed: check-python $(or $(wildcard $(VENV)/.extension-of-tests),$(VENV)/.extension) ## As setup, but keeps the extension for the tests where that is in place
+
 # Each of the programs of the tests is idle on all processors but one for a part of its time: cargo while it reads the largest crate, g++
 # always. Each cargo has jobs of its own, since `make --dry-run` would run a recipe that shares those of make.
-.PHONY: python-programs
-python-programs: setup $(if $(shell command -v g++),cuda-sim cuda-kernels-host) ## Builds what the tests of Python run
+.PHONY: cuda-programs
+cuda-programs: $(if $(shell command -v g++),cuda-sim cuda-kernels-host) ## Builds what the tests of Python have instead of CUDA
 
 .PHONY: rust-programs
 rust-programs: $(VENV)/.packages ## Builds the tests of Rust

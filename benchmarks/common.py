@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib.util
 import itertools
 import json
 import mmap
@@ -191,6 +192,21 @@ def commit(folder: Path = HERE) -> str:
     return shown.stdout.strip() or "unknown"
 
 
+def refuse_extension_of_tests(sources: Path | None = None) -> None:
+    """Ends the program where the extension is not optimized, because `make test` built it. `sources` is the directory
+    that `bagua` is in; without it, the one that this program would import. `--quick` takes any extension.
+    """
+    if "--quick" in sys.argv:
+        return
+    if sources is None:
+        spec = importlib.util.find_spec("bagua")
+        if spec is None or spec.origin is None:
+            return
+        sources = Path(spec.origin).resolve().parents[1]
+    if (sources.parent / ".venv" / ".extension-of-tests").exists():
+        sys.exit(f"{sources}/bagua has the extension for the tests, which is not optimized: make setup")
+
+
 def save(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> Path:
     """Writes rows as CSV, each with machine, date and commit. Returns the file, which did not exist before."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -227,7 +243,8 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """The options of every benchmark."""
+    """The options of every benchmark, which ends here where its extension is that for the tests."""
+    refuse_extension_of_tests()
     parser.add_argument("--quick", action="store_true", help="run for a few seconds to test the benchmark itself")
     parser.add_argument("--record", action="store_true", help="save the figures in benchmarks/record/")
     parser.add_argument("--csv", type=Path, help="a folder for the figures as CSV, and for plots")

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from collectives import Shape, Way, copies_of, shape_of, timed_turn, turn
-from common import add_output_options, commit, machine, save_if_asked, show_size
+from common import add_output_options, commit, machine, refuse_extension_of_tests, save_if_asked, show_size
 from contenders import OURS, VERBS
 from rank_set import RankSet
 from train import MODELS
@@ -127,6 +127,7 @@ def main() -> None:
     for folder in folders.values():
         if not list(folder.glob("bagua/_bagua*.so")):
             parser.error(f"there is no built extension in {folder}/bagua")
+        refuse_extension_of_tests(folder)
     print(machine())
     for name in BUILDS:
         print(f"{name}: {folders[name]}, commit {commit(folders[name])}")

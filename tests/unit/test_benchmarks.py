@@ -111,10 +111,23 @@ def test_two_builds_are_compared_in_every_case_and_their_losses_are_equal(tmp_pa
 
 
 def test_a_folder_without_a_built_extension_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "compare.py"), str(tmp_path), str(tmp_path)]
+    command = [sys.executable, str(BENCHMARKS / "compare.py"), "--quick", str(tmp_path), str(tmp_path)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=60)
     assert done.returncode == 2
     assert f"there is no built extension in {tmp_path}/bagua" in done.stdout
+
+
+def test_an_extension_for_the_tests_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    for file in ("python/bagua/__init__.py", ".venv/.extension-of-tests"):
+        tmp_path.joinpath(file).parent.mkdir(parents=True)
+        tmp_path.joinpath(file).touch()
+    command = [sys.executable, str(BENCHMARKS / "overhead.py")]
+    env = os.environ | {"PYTHONPATH": str(tmp_path / "python")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert (
+        done.stderr == f"{tmp_path}/python/bagua has the extension for the tests, which is not optimized: make setup\n"
+    )
 
 
 def test_element_types_are_timed_on_ordinary_tensors_and_in_an_arena(tmp_path: Path) -> None:
