@@ -97,11 +97,12 @@ def test_a_device_combines_to_the_bits_of_the_host(ranks: Ranks, size: int) -> N
     ranks(size, every_kind, "float32", [1, 5, 1000])
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_half_types_too(ranks: Ranks, dtype: str) -> None:
     ranks(2, every_kind, dtype, [3, 1001])
 
 
+@pytest.mark.slow
 @on_ranks(9, timeout=120.0)
 def test_more_than_eight_ranks_too(rank: int, cuda: Cuda) -> None:
     chosen = [

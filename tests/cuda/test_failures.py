@@ -191,11 +191,11 @@ def one_dies(rank: int, cuda: Cuda, group: bagua.Group, folder: str, operation: 
     [
         ("staged", "verb", 8 << 20),
         ("staged", "message", 1 << 20),
-        ("staged", "summed", 8 << 20),
+        pytest.param("staged", "summed", 8 << 20, marks=pytest.mark.slow),
         ("staged", "compressed", 8 << 20),
         ("nccl", "verb", 1 << 20),
         ("nccl", "transposed", 1 << 20),
-        ("nccl", "compressed", 8 << 20),
+        pytest.param("nccl", "compressed", 8 << 20, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_is_killed_in_the_middle_is_lost_at_once(

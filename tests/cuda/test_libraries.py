@@ -216,6 +216,7 @@ def test_devices_are_described_and_what_a_driver_does_not_report_is_null(compile
     assert second == {"name": "x" * 255, "capability": None, "memory": None, "uuid": None}
 
 
+@pytest.mark.slow
 def test_a_file_that_is_named_is_tried_alone(compiled: Compile, tmp_path: Path) -> None:
     compiled(DRIVER, "-DINIT=0", "-DDEVICES=1", "-Wl,-soname,libcuda.so.1", name="libcuda.so.1")
     empty = tmp_path / "empty.so"
@@ -225,6 +226,7 @@ def test_a_file_that_is_named_is_tried_alone(compiled: Compile, tmp_path: Path) 
     assert "file too short" in why
 
 
+@pytest.mark.slow
 def test_a_file_without_a_folder_is_one_of_the_current_folder(compiled: Compile, tmp_path: Path) -> None:
     compiled(DRIVER, "-DINIT=100", "-DDEVICES=1", name="mine.so")
     why, _ = asked("import os, sys; os.chdir(sys.argv[1])\n" + PROGRAM, tmp_path, BAGUA_LIBCUDA="mine.so")
@@ -237,6 +239,7 @@ def test_the_loader_finds_the_driver_by_its_name(compiled: Compile, tmp_path: Pa
     assert (why, info["driver"]["path"]) == (None, str(library))
 
 
+@pytest.mark.slow
 def test_a_library_that_is_loaded_comes_before_those_that_the_loader_finds(compiled: Compile, tmp_path: Path) -> None:
     compiled(NVRTC, "-DMAJOR=13", "-Wl,-soname,libnvrtc.so.13", name="libnvrtc.so.13")
     assert asked(LD_LIBRARY_PATH=tmp_path)[1]["nvrtc"]["version"] == "13.8"
@@ -246,6 +249,7 @@ def test_a_library_that_is_loaded_comes_before_those_that_the_loader_finds(compi
     assert info["nvrtc"] == {"path": str(loaded), "version": "12.8", "architectures": [70, 90]}
 
 
+@pytest.mark.slow
 def test_the_folders_of_site_packages_come_last(compiled: Compile, tmp_path: Path) -> None:
     site, loaders = tmp_path / "site", tmp_path / "loader"
     folder = site / "nvidia" / "cuda_nvrtc" / "lib"
@@ -324,6 +328,7 @@ def test_nvrtc_and_nccl_are_reported_without_a_driver() -> None:
     assert info["nccl"]["version"] == f"{major}.{rest // 100}.{rest % 100}"
 
 
+@pytest.mark.slow
 def test_the_packages_of_this_python_are_found_without_variables() -> None:
     packaged("libnvrtc.so.1[0-9]"), packaged("libnccl.so.2")
     _, info = asked()
@@ -356,6 +361,7 @@ def test_a_missing_nvrtc_and_nccl_are_null_and_raise_nothing(contents: str | Non
     assert info["nccl"] == {"path": None, "version": None}
 
 
+@pytest.mark.slow
 def test_the_cache_is_in_the_users_folder_of_caches(tmp_path: Path) -> None:
     program = "import bagua.cuda; print(bagua.cuda.info()['cache'])"
     assert run(program, XDG_CACHE_HOME=tmp_path) == f"{tmp_path}/bagua/cuda\n"

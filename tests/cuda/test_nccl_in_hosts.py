@@ -269,7 +269,7 @@ def dies(rank: int, dying: int, folder: str) -> Any:
     return lost, after
 
 
-@pytest.mark.parametrize("dying", [2, 3], ids=["first-rank", "other-rank"])
+@pytest.mark.parametrize("dying", [2, pytest.param(3, marks=pytest.mark.slow)], ids=["first-rank", "other-rank"])
 def test_a_rank_that_is_killed_in_the_middle_is_lost_on_both_hosts(ranks: Ranks, tmp_path: Path, dying: int) -> None:
     named = {"BAGUA_CUDA_COLLECTIVE": "auto", "OWN_DEVICE": 1, "BAGUA_SIM_DEVICES": 4}
 

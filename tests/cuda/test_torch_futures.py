@@ -270,7 +270,7 @@ def test_a_future_of_an_operation_on_a_device_keeps_to_the_rules_of_torch(
     run_by(by).check(name)
 
 
-@BY
+@pytest.mark.parametrize("by", ["staged", pytest.param("nccl", marks=pytest.mark.slow)])
 def test_futures_make_no_fault_leave_nothing_and_do_not_wait_for_the_device(
     run_by: Callable[[str], Ended], by: str
 ) -> None:

@@ -484,4 +484,4 @@ def in_a_sub_group(rank: int) -> dict[str, str]:
 
 
 test_in_the_world = each_case(CASES, 3, run=in_the_world)
-test_in_a_sub_group = each_case(CASES, 3, run=in_a_sub_group)
+test_in_a_sub_group = pytest.mark.slow(each_case(CASES, 3, run=in_a_sub_group))

@@ -65,6 +65,7 @@ def counts_its_connections(rank: int) -> list[dict[str, int]]:
     return shown
 
 
+@pytest.mark.slow
 def test_a_rank_of_many_has_few_connections_and_those_for_data_open_when_they_are_needed(world: World) -> None:
     for idle, small, large in world(RANKS, env=TCP).run(counts_its_connections):
         # The distances 1, 2, 4 and 8 in both directions.

@@ -407,6 +407,7 @@ def test_every_verb_equals_the_oracle_and_shm_equals_tcp(world: Callable[..., An
         assert result["stats"]["ops"]["all_reduce"]["wire_bytes_sent"] > 0
 
 
+@pytest.mark.slow
 def test_two_hosts_of_two_ranks_add_inside_the_hosts_first(world: Callable[..., Any]) -> None:
     results = world(4, hosts=[[0, 1], [2, 3]]).run(everything)
     assert {result["stats"]["collective"] for result in results} == {"hier"}

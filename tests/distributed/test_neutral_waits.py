@@ -95,7 +95,7 @@ def waits_for_a_frozen_peer(rank: int) -> list[str]:
     return raised
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_a_frozen_peer_is_a_lost_peer_for_every_wait_beside_a_busy_thread(world: World, transport: str) -> None:
     env = {"BAGUA_HEARTBEAT_TIMEOUT": "1", "BAGUA_TRANSPORT": transport}
     raised, _ = world(2, env=env, expect_exit={1: -signal.SIGKILL}).run(waits_for_a_frozen_peer)

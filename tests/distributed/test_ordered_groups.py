@@ -20,14 +20,14 @@ from tests.waits import await_arrival
 World = Callable[..., Any]
 
 #: One host, TCP alone, and two hosts, of 3 and 4 ranks: the options of a world, and orders of its ranks.
-PLACES: list[tuple[int, dict[str, Any]]] = [
+PLACES = [
     (3, {}),
-    (3, {"env": {"BAGUA_TRANSPORT": "tcp"}}),
     (3, {"hosts": [[0, 2], [1]]}),
-    (4, {}),
-    (4, {"env": {"BAGUA_TRANSPORT": "tcp"}}),
-    (4, {"hosts": [[0, 1], [2, 3]]}),
-    (4, {"hosts": [[0, 3], [1, 2]]}),
+    pytest.param(3, {"env": {"BAGUA_TRANSPORT": "tcp"}}, marks=pytest.mark.slow),
+    pytest.param(4, {}, marks=pytest.mark.slow),
+    pytest.param(4, {"env": {"BAGUA_TRANSPORT": "tcp"}}, marks=pytest.mark.slow),
+    pytest.param(4, {"hosts": [[0, 1], [2, 3]]}, marks=pytest.mark.slow),
+    pytest.param(4, {"hosts": [[0, 3], [1, 2]]}, marks=pytest.mark.slow),
 ]
 ORDERS = {3: [[2, 0, 1], [1, 2, 0], [2, 0]], 4: [[3, 1, 0, 2], [2, 3, 0, 1], [3, 0, 2]]}
 

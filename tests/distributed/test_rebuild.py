@@ -162,7 +162,7 @@ def lose_one_by_one(rank: int, optimizer: str, ends: dict[int, int], how: int) -
     return *result, seen
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("momentum", marks=pytest.mark.slow)])
 def test_four_ranks_become_three_two_and_one_by_kills(world: World, optimizer: str) -> None:
     ends = {2: 1, 4: 0, 6: 3}
     run = world(4, expect_exit=dict.fromkeys(ends.values(), -signal.SIGKILL))
@@ -173,7 +173,7 @@ def test_four_ranks_become_three_two_and_one_by_kills(world: World, optimizer: s
     assert results[2][2] == expected
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("momentum", marks=pytest.mark.slow)])
 def test_the_survivors_of_kills_are_bitwise_equal(world: World, optimizer: str) -> None:
     ends = {3: 0}
     results = world(4, expect_exit={0: -signal.SIGKILL}).run(lose_one_by_one, optimizer, ends, signal.SIGKILL)
@@ -254,7 +254,7 @@ def for_ever_until(check: Callable[[], None]) -> None:
         for_ever(check)
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("ahead", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_rank_that_is_one_step_ahead_gives_its_state_to_the_others(world: World, ahead: int) -> None:
     results = world(3, expect_exit={0: -signal.SIGKILL}).run(one_step_apart, ahead)
     check_against_plain(results, [1, 2], "adam", [3] * 4 + [2] * 2)

@@ -36,6 +36,7 @@ def test_every_verb_over_tls_equals_the_same_without(world: Callable[..., Any], 
         assert result["stats"]["ops"]["all_reduce"]["wire_bytes_sent"] > 0
 
 
+@pytest.mark.slow
 def test_hosts_of_two_ranks_use_tls_between_them_and_memory_inside(world: Callable[..., Any]) -> None:
     results = world(4, hosts=[[0, 1], [2, 3]], env={**TLS, "BAGUA_TRANSPORT": "auto"}).run(everything)
     assert {result["stats"]["collective"] for result in results} == {"hier"}

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 import bagua.torch_api as bagua
@@ -72,6 +73,7 @@ def trains_until_a_peer_freezes(rank: int) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_a_peer_that_freezes_during_backward_is_a_lost_peer_beside_a_busy_thread(world: World) -> None:
     run = world(2, env={"BAGUA_HEARTBEAT_TIMEOUT": "1"}, expect_exit={1: -signal.SIGKILL})
     text, _ = run.run(trains_until_a_peer_freezes)

@@ -127,7 +127,7 @@ def assert_equal_states(one: Any, other: Any, where: str = "state") -> None:
         assert one == other, where
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_alternating_fused_and_plain_steps_equal_plain_steps(name: str, set_to_none: bool) -> None:
     plain, first, fused, second = twins(CONFIGURATIONS[name])
