@@ -242,9 +242,9 @@ class _EndOfRank:
 def _end_early(code: int) -> None:
     """Lets this process end with what it did itself, and leave as it is what all forks have in common.
 
-    That would be copied to be destroyed, 0.1 s of processor of the 0.17 s that a rank of torch costs. What comes before happens
-    as in every program: Python's exit hooks, the clearing of bagua's modules and of those that the rank imported, and
-    what libraries do that are loaded from now on.
+    That would be copied to be destroyed, 0.1 s of processor of the 0.17 s that a rank of torch costs. What comes before
+    happens as in every program: Python's exit hooks, the clearing of bagua's modules and of those that the rank
+    imported, and what libraries do that are loaded from now on.
     """
     # Python clears this module after all others.
     vars(sys)["_end_of_rank"] = _EndOfRank(code)
