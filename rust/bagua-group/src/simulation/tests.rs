@@ -53,7 +53,7 @@ fn ranks_that_die_at_once_are_all_named_and_left_out() {
 #[test]
 fn when_the_leader_and_a_rank_that_passes_its_messages_on_die_during_the_agreement_the_others_are_in_one_view() {
     for ranks in SIZES {
-        for report in runs(Scenario::KillAgreeing, ranks, 40) {
+        for report in runs(Scenario::KillAgreeing, ranks, 20) {
             assert!(report.view < Some(0.1) && report.different == 1, "{report:?}");
         }
     }

@@ -347,7 +347,7 @@ fn deaths_of_the_leader_of_its_successor_and_of_a_rank_that_passes_messages_on_l
         let sparse = || Script::connected(size, seed, Quorum::Majority, 2);
         let mut whole = sparse();
         whole.run(Vec::new());
-        for at in (seed as usize % 97..whole.steps).step_by(97) {
+        for at in (seed as usize * 41 % 197..whole.steps).step_by(197) {
             // It has the connection to the leader over which the ranks behind it reach that.
             let (inner, later) = (2 << (at % 2), at + at % 60);
             for who in [vec![0, inner], vec![inner, 0], vec![0, 1], vec![0, 1, inner]] {
