@@ -253,7 +253,7 @@ def _end_early(code: int) -> None:
 def _forget_common_modules() -> None:
     """The last exit hook: Python clears only modules that it finds."""
     if hasattr(sys, "_end_of_rank"):
-        common = [sys.modules.pop(name) for name in _COMMON]
+        common = [sys.modules.pop(name, None) for name in _COMMON]
         # For ever.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(common))
 

@@ -88,6 +88,17 @@ def test_every_front_end_is_in_make_test(module: str) -> None:
     assert module in QUICK
 
 
+def test_what_the_quick_part_of_rust_leaves_out_exists() -> None:
+    quick = (TESTS.parent / ".config/nextest.toml").read_text().partition("[profile.quick]")[2]
+    rust = TESTS.parent / "rust"
+    sources = "\n".join(path.read_text() for path in rust.rglob("*.rs"))
+    tests, programs = (re.findall(rf"{kind}\((\w+)\)", quick) for kind in ("test", "binary"))
+    assert tests
+    assert programs
+    assert [name for name in tests if f"fn {name}(" not in sources] == []
+    assert [name for name in programs if not list(rust.glob(f"*/tests/{name}*"))] == []
+
+
 def test_slow_modules_and_slow_tests_are_not_in_make_test() -> None:
     assert "distributed/test_digits.py" not in QUICK
     assert "test_a_frozen_rank_is_left_behind" not in QUICK["distributed/test_elastic.py"]
