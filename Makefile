@@ -110,8 +110,10 @@ test: $(VENV)/.packages ## Runs what every change needs, Rust and Python: each v
 	$(BIN)/python $(PYTEST) -m "not slow"
 	@echo "python/bagua has the extension for the tests now: make setup builds the optimized one"
 
-# The contract of device memory runs on the simulated driver. One test more at a time than there are processors, because some wait.
-target/.tested: $(RUST_SOURCES) $(shell find rust -type f -not -name '*.md') $(wildcard tests/cuda/sim/*) .cargo/config.toml .config/nextest.toml
+# The contract of device memory runs on the simulated driver; bagua-py has no tests of its own. One test more at a time than there are
+# processors, because some wait.
+target/.tested: Cargo.toml Cargo.lock $(shell find rust -type f -not -name '*.md' -not -path 'rust/bagua-py/*') $(wildcard tests/cuda/sim/*) \
+		.cargo/config.toml .config/nextest.toml
 	export NEXTEST_TEST_THREADS=$$(($(shell nproc) + 1)); $(call RUST_TESTS,quick)
 	@touch $@
 
