@@ -169,7 +169,7 @@ def test_a_missing_function_of_a_library_is_named(flags: list[str], function: st
     assert info["driver"]["path"] == str(library)
 
 
-@pytest.mark.parametrize("only_init", [False, True])
+@pytest.mark.parametrize("only_init", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("code", "name"),
     [

@@ -36,7 +36,9 @@ COLLECTIVES = {each.name: each for each in ROWS}
 PLACES = [(each.name, size) for each in ROWS for size in each.sizes]
 
 
-@pytest.mark.parametrize(("name", "size"), PLACES)
+@pytest.mark.parametrize(
+    ("name", "size"), [pytest.param(*place, marks=[pytest.mark.slow] * (place[1] == 1)) for place in PLACES]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_reduction_of_a_type_is_equal_on_all_ranks_and_as_the_hosts(
     ranks: Ranks, compiler: dict[str, str], name: str, size: int, dtype: str

@@ -173,7 +173,7 @@ def test_a_trial_that_fails_is_a_problem() -> None:
     assert "BAGUA_ALGORITHM='bruck'" in problems(found)["trial of two processes"]
 
 
-@pytest.mark.parametrize("option", ["--version", "-V"])
+@pytest.mark.parametrize("option", ["--version", pytest.param("-V", marks=pytest.mark.slow)])
 def test_the_version_is_shown(option: str) -> None:
     ended = command(option)
     assert (ended.returncode, ended.stdout) == (0, f"bagua {bagua.__version__}\n")
