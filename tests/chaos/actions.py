@@ -20,8 +20,9 @@ from bagua import lifecycle
 from bagua.torch_api.membership.state import membership_state
 from tests.distributed import test_rebuild as training
 
-#: Elements per rank: what fits a slot of shared memory and one packet, and what goes in chunks through both.
-SIZES = (48, 12_000)
+#: Elements per rank: what fits a slot of shared memory and one packet, and what goes in chunks through both. 2, 4 and
+#: 20 ranks have equal parts of them.
+SIZES = (60, 12_000)
 
 
 class Wrong(Exception):

@@ -204,19 +204,22 @@ class CloseStream(Fault):
 
     def strike(self, stage: RunningCell) -> float:
         cell = stage.cell
-        first, second = cell.victim, (cell.victim + 1) % cell.ranks
+        pairs = [(cell.victim, (cell.victim + 1) % cell.ranks)]
         if cell.transport == "hier":
-            first, second = (ranks[0] for ranks in cell.hosts)
-        self._ends = {first, second}
+            one, other = cell.hosts[:2]
+            # The second has a connection in a world where not every two ranks have one.
+            pairs = [(one[0], other[0]), (one[-1], other[0])]
         # Sockets come and go while groups are made.
         until = time.monotonic() + 5.0
         while time.monotonic() < until:
-            for stream in _between(stage, first, second):
-                at = time.monotonic()
-                with stream, contextlib.suppress(OSError):
-                    stream.shutdown(socket.SHUT_RDWR)
-                    return at
-        raise RuntimeError(f"ranks {first} and {second} have no connection")
+            for pair in pairs:
+                for stream in _between(stage, *pair):
+                    self._ends = set(pair)
+                    at = time.monotonic()
+                    with stream, contextlib.suppress(OSError):
+                        stream.shutdown(socket.SHUT_RDWR)
+                        return at
+        raise RuntimeError(f"ranks {pairs} have no connection")
 
     def may_be_named(self, cell: Cell, by: int) -> set[int]:
         return self._ends
