@@ -118,7 +118,7 @@ impl Bootstrap {
 /// `System` when a socket cannot be opened, or the hard limit of file descriptors is too low.
 pub(super) fn listen_for_view(former: &Plane, view: u64) -> Result<(Listeners, Endpoint)> {
     provide_descriptors(&former.config)?;
-    // A port that was asked for is in use by the group itself.
+    // The group itself uses the port of the configuration.
     let at = SocketAddr::new(former.config.listen.ip(), 0);
     let (names, own) = (former.world()?.listener_names(view), former.config.rank);
     let listeners = Listeners::open_at(at, former.config.transport, |port| names(own, port))?;
