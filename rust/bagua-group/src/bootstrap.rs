@@ -261,8 +261,7 @@ impl Connecting<'_> {
             let failure = state.last_failures.get(rank).map(|how| format!(": {how}")).unwrap_or_default();
             format!("{}{failure}", self.world.addresses[*rank].describe())
         });
-        let refusal = state.last_refusal.iter().map(|why| format!("; a connection was refused: {why}"));
-        let what = format!("connecting to {}{}", each.collect::<Vec<_>>().join("; "), refusal.collect::<String>());
+        let what = format!("connecting to {}{}", each.collect::<Vec<_>>().join("; "), state.refusal());
         let progress = Progress { what, label: String::new(), done: 0, total: 0 };
         let (after, noticed_by) = (self.deadline.limit(), self.plane.config.rank);
         Error::Timeout { after, missing, noticed_by, progress: Some(Box::new(progress)) }

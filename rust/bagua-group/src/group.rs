@@ -359,12 +359,16 @@ impl Membership {
             return None;
         }
         if self.parent.is_none() {
-            self.control.plane.flush(|| self.health.check().is_ok());
-            return self.control.begin_leave(LEAVING, after);
+            let streams = self.control.plane.flush(None, || self.health.check().is_ok());
+            let leaving = self.control.begin_leave(LEAVING, after);
+            Plane::end_streams(&streams);
+            return leaving;
         }
+        let streams = self.control.plane.flush(Some(self.id), || self.health.check().is_ok());
         // Not reported to the members: leaving is not a failure.
         self.health.fail_from_peer(Error::Aborted(LEAVING.to_owned()));
         self.control.plane.leave_subgroup(self.id);
+        Plane::end_streams(&streams);
         None
     }
 }

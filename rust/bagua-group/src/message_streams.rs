@@ -29,13 +29,13 @@ pub struct MessageStreams {
 }
 
 /// The stream over a connection, and a second descriptor of it to wait on.
-fn stream(conn: DataConn, plane: &Plane, stats: &Arc<Stats>) -> Result<(DataStream, OwnedFd)> {
+fn stream(conn: DataConn, group: u64, plane: &Plane, stats: &Arc<Stats>) -> Result<(DataStream, OwnedFd)> {
     let Some(tcp) = conn.socket.tcp() else {
         return Err(Error::other("a stream of messages that is not a TCP connection"));
     };
     let second = tcp.as_fd().try_clone_to_owned().map_err(|e| Error::system("preparing a stream of messages", e))?;
     let registered = ForkFd::new(&second);
-    Ok((DataStream::new(conn, Some(registered), plane, stats)?, second))
+    Ok((DataStream::new(conn, Some(registered), (group, Purpose::Messages), plane, stats)?, second))
 }
 
 impl MessageStreams {
@@ -64,10 +64,10 @@ impl MessageStreams {
             &[peer],
             crate::error::Progress { what: "opening a stream of messages".to_owned(), ..Default::default() },
         );
-        let (plane, stats) = (Arc::clone(&self.control.plane), Arc::clone(&self.stats));
+        let (plane, stats, group) = (Arc::clone(&self.control.plane), Arc::clone(&self.stats), self.group);
         self.control.dial_messages(dial, need, what, Instant::now() + self.limit, move |outcome| {
             done(match outcome {
-                Some(Ok(conn)) => stream(conn, &plane, &stats),
+                Some(Ok(conn)) => stream(conn, group, &plane, &stats),
                 Some(Err(how)) => Err(Error::other(format!("connecting a stream of messages to rank {rank}: {how}"))),
                 None => Err(timed_out),
             });
@@ -79,7 +79,8 @@ impl MessageStreams {
         let plane = &self.control.plane;
         let found = plane.pending.take_messages(self.group);
         let rank_of = |key: &ConnKey| self.health.world_ranks().iter().position(|rank| *rank == key.from);
-        found.into_iter().filter_map(|(key, conn)| Some((rank_of(&key)?, stream(conn, plane, &self.stats)))).collect()
+        let stream = |conn| stream(conn, self.group, plane, &self.stats);
+        found.into_iter().filter_map(|(key, conn)| Some((rank_of(&key)?, stream(conn)))).collect()
     }
 
     /// Calls `wake` whenever a peer has opened a stream, until [`MessageStreams::unwatch`].

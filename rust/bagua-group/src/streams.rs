@@ -37,9 +37,16 @@ pub struct DataStream {
 
 impl DataStream {
     /// The stream over a connection. `more`: registrations of further descriptors of it.
-    pub(super) fn new(conn: DataConn, more: Option<ForkFd>, plane: &Plane, stats: &Arc<Stats>) -> Result<DataStream> {
+    pub(super) fn new(
+        conn: DataConn,
+        more: Option<ForkFd>,
+        (group, purpose): (u64, Purpose),
+        plane: &Plane,
+        stats: &Arc<Stats>,
+    ) -> Result<DataStream> {
         let DataConn { fork_fd, socket } = conn;
-        let stream = plane.transport(socket).map_err(|e| Error::system("preparing a data stream", e))?;
+        let stream =
+            plane.transport(socket, group, purpose).map_err(|e| Error::system("preparing a data stream", e))?;
         stats.data_opened.fetch_add(1, Relaxed);
         let fork_fds = std::iter::once(fork_fd).chain(more).collect();
         Ok(DataStream { _fork_fds: fork_fds, stream, stats: Arc::clone(stats) })
@@ -244,8 +251,9 @@ impl OpenStreams for StreamOpener {
         let Some(Opening { open, awaited }) = self.opening.get_mut(&peer) else { return Ok(None) };
         while let Some(next) = awaited.front() {
             let Some(conn) = self.conns.wait(self.members[peer], next, Duration::ZERO)? else { return Ok(None) };
-            let LaneConns { control, stats, .. } = &self.conns;
-            open.push(Box::new(DataStream::new(conn, None, &control.plane, stats)?));
+            let LaneConns { control, stats, group, .. } = &self.conns;
+            let stream = DataStream::new(conn, None, (*group, Purpose::Stream), &control.plane, stats)?;
+            open.push(Box::new(stream));
             awaited.pop_front();
         }
         Ok(self.opening.remove(&peer).map(|opening| opening.open))

@@ -263,3 +263,21 @@ fn a_waiting_operation_ends_when_a_peer_raises_or_leaves() {
         }
     }
 }
+
+#[test]
+fn who_leaves_ends_its_streams_so_that_no_peer_waits_for_more_from_it() {
+    // Less than a rank waits for bytes on a long line that come from one that has left.
+    const LIMIT: Duration = Duration::from_secs(4);
+    for of_subgroup in [false, true] {
+        let worlds = world_with(2, |config| config.transport = TransportChoice::Tcp);
+        let subgroups = || worlds.iter().map(|group| group.subgroup(&[0, 1], "pair").unwrap().unwrap()).collect();
+        let groups: Vec<Group> = if of_subgroup { subgroups() } else { worlds.clone() };
+        let mut lanes = lanes(&groups);
+        // Opens the streams; rank 1 keeps its lane.
+        exercise(&mut lanes);
+        groups[1].leave();
+        let error = lanes[0].barrier(&Options { timeout: Some(LIMIT), ..Options::default() }).unwrap_err();
+        let Error::PeerLost { rank: 1, reason, .. } = &error else { panic!("{error:?}") };
+        assert_eq!(reason, "it left the group");
+    }
+}

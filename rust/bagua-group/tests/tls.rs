@@ -89,6 +89,19 @@ fn another_secret_is_an_error_on_both_ranks_of_a_group() {
 }
 
 #[test]
+fn a_rank_that_gave_up_because_of_another_secret_is_lost_for_that_reason() {
+    let limited = |config: &mut Config| {
+        encrypted(config);
+        // Rank 0 finds that the other does not listen any more.
+        config.connect_timeout = if config.rank == 0 { PATIENCE } else { LIMIT };
+        config.secret = vec![b's', config.rank as u8];
+    };
+    let outcomes = try_world(2, limited);
+    let Some(Err(error @ Error::PeerLost { rank: 1, .. })) = outcomes.first() else { panic!("rank 1 is not lost") };
+    assert!(error.to_string().contains("secret"), "{error}");
+}
+
+#[test]
 fn tls_without_a_secret_is_an_invalid_argument_before_anything_listens() {
     let config = Config { tls: Some(Tls::Secret), ..Config::new(0, 2) };
     assert!(matches!(Bootstrap::bind(config).map(drop), Err(Error::InvalidArgument(text)) if text.contains("secret")));

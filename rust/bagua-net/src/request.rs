@@ -477,8 +477,20 @@ impl OpContext<'_> {
     /// caller still waits for; one of them having left the group is an error too. Call it after looking once more for what is
     /// waited for, so that a peer that did its part and left is not blamed.
     pub fn check(&self, missing: &[usize], done: u64, total: u64) -> Result<()> {
+        self.check_unless(|_| false, missing, done, total)
+    }
+
+    /// [`OpContext::check`], where a rank that has left may still have bytes on the way: then that is no error.
+    pub fn check_unless(
+        &self,
+        is_on_the_way: impl Fn(usize) -> bool,
+        missing: &[usize],
+        done: u64,
+        total: u64,
+    ) -> Result<()> {
         self.health.check().map_err(|e| e.during(self.progress(done, total)))?;
-        if let Some(gone) = missing.iter().find(|rank| self.health.has_departed(**rank)) {
+        let is_gone = |rank: usize| self.health.has_departed(rank) && !is_on_the_way(rank);
+        if let Some(gone) = missing.iter().find(|rank| is_gone(**rank)) {
             return Err(self.health.attribute_disconnect(*gone, LEFT).during(self.progress(done, total)));
         }
         if self.deadline.passed() {

@@ -112,17 +112,42 @@ fn a_peer_that_sent_its_part_and_left_is_not_blamed() {
 }
 
 #[test]
-fn a_wait_for_a_rank_that_says_goodbye_ends_although_its_stream_is_open() {
-    for ends in [local_ends, tcp_ends, tls_ends] as [Ends; 3] {
-        let (mut rank, _peer) = rank_and_raw_peer(ends);
-        let health = rank.health.clone();
+fn what_a_peer_sent_before_it_left_is_waited_for_however_late_it_comes() {
+    for ends in [tcp_ends, tls_ends] as [Ends; 2] {
+        let (mut rank, mut peer) = rank_and_raw_peer(ends);
+        send_all(peer.as_mut(), &header(Kind::Send, 3, 3).encode());
+        send_all(peer.as_mut(), &[7]);
+        rank.health.depart(1);
         std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| receive(&mut rank, &mut [0; 3]));
-            scope.spawn(move || health.depart(1));
-            let error = waiting.join().unwrap().unwrap_err();
-            assert!(matches!(error, Error::PeerLost { rank: 1, .. }), "{error}");
+            let waiting = scope.spawn(|| {
+                let mut into = [0; 3];
+                receive(&mut rank, &mut into).map(|()| into)
+            });
+            // The rest is on a long line.
+            std::thread::sleep(Duration::from_millis(300));
+            send_all(peer.as_mut(), &[8, 9]);
+            drop(peer);
+            assert_eq!(waiting.join().unwrap(), Ok([7, 8, 9]));
         });
+        let error = receive(&mut rank, &mut [0; 3]).unwrap_err();
+        assert!(error.to_string().contains("lost rank 1 on localhost: it left the group"), "{error}");
     }
+}
+
+#[test]
+fn a_wait_for_a_rank_that_says_goodbye_ends_although_its_stream_is_open() {
+    std::thread::scope(|scope| {
+        for ends in [local_ends, tcp_ends, tls_ends] as [Ends; 3] {
+            scope.spawn(move || {
+                let (mut rank, _peer) = rank_and_raw_peer(ends);
+                let health = rank.health.clone();
+                let waiting = std::thread::spawn(move || receive(&mut rank, &mut [0; 3]));
+                health.depart(1);
+                let error = waiting.join().unwrap().unwrap_err();
+                assert!(matches!(error, Error::PeerLost { rank: 1, .. }), "{error}");
+            });
+        }
+    });
 }
 
 #[test]

@@ -53,6 +53,11 @@ impl Peer {
         *lock(&self.silence) = Silence::from(now);
     }
 
+    /// Whether the connection is inside this host.
+    pub(super) fn is_here(&self) -> bool {
+        self.by_unix
+    }
+
     /// Queues a message for it.
     pub(super) fn send(&self, message: &Message) {
         self.queue(message.frame());
@@ -172,7 +177,7 @@ impl Plane {
 
     /// Whether the connection to a peer is a Unix socket; `None` without one.
     pub(super) fn by_unix(&self, rank: usize) -> Option<bool> {
-        self.peer(rank).map(|peer| peer.by_unix)
+        self.peer(rank).map(|peer| peer.is_here())
     }
 
     /// Replaces the connections to ranks that are gone, once this rank was connected.

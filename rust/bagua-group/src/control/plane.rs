@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -14,6 +14,7 @@ use super::super::collecting::Collecting;
 use super::super::config::Config;
 use super::super::connection::{ConnKey, PendingConns, Socket};
 use super::super::fork::OwnerProcess;
+use super::super::handshake::Purpose;
 use super::super::idle;
 use super::super::tls::Ends;
 use super::super::views::Inbox;
@@ -52,8 +53,13 @@ const OPENING: Duration = Duration::from_micros(500);
 /// The longest that a rank with a view waits for those of the others because its own took long.
 const LONGEST_OPENING: Duration = Duration::from_secs(5);
 
-/// How long a leaving rank waits for its last bytes to be acknowledged while none is.
+/// How long a leaving rank waits for its last bytes to be acknowledged while none is, and for peers on other hosts to acknowledge that it
+/// leaves while none does: on a lossy line that takes longer than [`LINGER`]. A kernel drops what it holds for a process that has ended when
+/// more comes from the peer, a heartbeat for instance, and the rank would be taken for lost.
 const STALLED: Duration = Duration::from_secs(1);
+
+/// The longest that a leaving rank waits for peers on other hosts.
+pub(super) const LONGEST_FAREWELL: Duration = Duration::from_secs(5);
 
 /// The reason of `PeerLost` for a peer that is silent.
 pub(super) fn no_heartbeat(timeout: Duration) -> String {
@@ -84,6 +90,13 @@ pub(in super::super) struct ConnectState {
     pub(in super::super) last_failures: HashMap<usize, String>,
     /// Why the last connection was refused, if that may explain why a rank is missing: another secret, or TLS.
     pub(in super::super) last_refusal: Option<String>,
+}
+
+impl ConnectState {
+    /// What an error says of the last refused connection.
+    pub(in super::super) fn refusal(&self) -> String {
+        self.last_refusal.iter().map(|why| format!("; a connection was refused: {why}")).collect()
+    }
 }
 
 /// The state that the control thread shares with the other threads of a rank.
@@ -121,7 +134,15 @@ pub(in super::super) struct Plane {
     /// How long this rank collects who has left.
     departures: Mutex<Collecting>,
     /// The connections of lanes and messages.
-    streams: Mutex<Vec<Weak<TcpStream>>>,
+    streams: Mutex<Vec<OpenStream>>,
+}
+
+/// A connection of a lane or of messages.
+struct OpenStream {
+    group: u64,
+    purpose: Purpose,
+    /// Dangling when it is closed.
+    stream: Weak<TcpStream>,
 }
 
 impl Plane {
@@ -364,29 +385,49 @@ impl Plane {
         self.admission.count() + self.pending.count(awaited)
     }
 
-    /// The transport over a connection to a rank. While it is open, [`Plane::flush`] waits for its bytes.
-    pub(in super::super) fn transport(&self, socket: Socket) -> io::Result<Box<dyn Transport>> {
+    /// The transport over a connection to a rank, for a lane or the messages of this group. While it is open, [`Plane::flush`] waits for its
+    /// bytes.
+    pub(in super::super) fn transport(
+        &self,
+        socket: Socket,
+        group: u64,
+        purpose: Purpose,
+    ) -> io::Result<Box<dyn Transport>> {
         socket.into_transport(self.config.transport, |stream| {
             let mut streams = lock(&self.streams);
-            streams.retain(|stream| stream.strong_count() > 0);
-            streams.push(Arc::downgrade(stream));
+            streams.retain(|open| open.stream.strong_count() > 0);
+            streams.push(OpenStream { group, purpose, stream: Arc::downgrade(stream) });
         })
     }
 
-    /// Waits until the peers' kernels have acknowledged what was sent to them, as long as bytes arrive and `goes_on`. Otherwise the message that this
-    /// rank leaves, on a connection of its own, comes before them on a slow line.
-    pub(in super::super) fn flush(&self, goes_on: impl Fn() -> bool) {
-        let streams = std::mem::take(&mut *lock(&self.streams));
+    /// Waits until the peers' kernels have acknowledged what this rank sent them in a group (`None`: in any), as long as bytes arrive and
+    /// `goes_on`: what a kernel holds for a process that has ended may be lost. The streams of the group's lanes, for
+    /// [`end_streams`](Plane::end_streams).
+    pub(in super::super) fn flush(&self, group: Option<u64>, goes_on: impl Fn() -> bool) -> Vec<Weak<TcpStream>> {
+        let is_left = |open: &mut OpenStream| group.is_none_or(|group| open.group == group);
+        let streams: Vec<OpenStream> = lock(&self.streams).extract_if(.., is_left).collect();
         let (mut least, mut moved) = (usize::MAX, Instant::now());
         while goes_on() && moved.elapsed() < STALLED {
-            let left = streams.iter().filter_map(Weak::upgrade).filter_map(|stream| unsent(&stream)).sum();
+            let left =
+                streams.iter().filter_map(|open| open.stream.upgrade()).filter_map(|stream| unsent(&stream)).sum();
             if left == 0 {
-                return;
+                break;
             }
             if left < least {
                 (least, moved) = (left, Instant::now());
             }
             std::thread::sleep(Duration::from_millis(1));
+        }
+        let of_lanes = streams.into_iter().filter(|open| open.purpose == Purpose::Stream);
+        of_lanes.map(|open| open.stream).collect()
+    }
+
+    /// Sends nothing more on these streams. Peers that wait for bytes of a rank that has left get them, and then the end of the stream, however
+    /// long the line is.
+    pub(in super::super) fn end_streams(streams: &[Weak<TcpStream>]) {
+        for stream in streams.iter().filter_map(Weak::upgrade) {
+            // The peer may have closed it.
+            let _ = stream.shutdown(Shutdown::Write);
         }
     }
 
@@ -463,6 +504,26 @@ impl Plane {
         }
     }
 
+    /// Waits until the peers on other hosts have acknowledged that this rank leaves, as long as some do. Where the group has failed, none takes
+    /// a rank for lost that leaves.
+    async fn elsewhere_settled(&self, peers: &[(usize, Arc<Peer>)]) {
+        let is_awaited = |rank: usize, peer: &Peer| {
+            !peer.is_here() && !peer.settled.load(Ordering::Acquire) && !self.presence(rank).is_lost()
+        };
+        let awaited = || peers.iter().filter(|(rank, peer)| is_awaited(*rank, peer)).count();
+        loop {
+            let before = awaited();
+            let some_settle = async {
+                while before > 0 && awaited() == before {
+                    self.settled.notified().await;
+                }
+            };
+            if before == 0 || tokio::time::timeout(STALLED, some_settle).await.is_err() {
+                break;
+            }
+        }
+    }
+
     /// Announces that this rank leaves, when others have raised what ended the group ([`others_raise`]), and waits up to [`LINGER`] for the
     /// acknowledgements of its peers.
     pub(super) async fn announce_leave(self: &Arc<Plane>) {
@@ -488,8 +549,11 @@ impl Plane {
                 }
             }
         };
-        // A peer that does not answer in time still gets the message.
+        // A peer on this host that does not answer in time still gets the message.
         let _ = tokio::time::timeout(LINGER, all_settled).await;
+        if !self.has_world_failed() {
+            let _ = tokio::time::timeout(LONGEST_FAREWELL, self.elsewhere_settled(&peers)).await;
+        }
         // What this rank passes on for others must not end with it.
         self.change(&Source::default(), |connections, out| connections.overlay.pass_departures(out));
         let writes = |(rank, peer): &(usize, Arc<Peer>)| peer.is_writing() && !self.presence(*rank).is_lost();

@@ -15,6 +15,7 @@ use super::plane::{Loss, Plane, no_heartbeat};
 use super::session;
 use super::thread::Control;
 use crate::error::Source;
+use crate::wait::lock;
 
 /// The most ranks that are asked at a time.
 const AT_A_TIME: usize = 8;
@@ -53,7 +54,9 @@ async fn run(plane: Arc<Plane>, deadline: Instant) {
             asked.into_iter().map(|rank| (rank, tokio::spawn(probe(Arc::clone(&plane), rank)))).collect();
         for (rank, probe) in probes {
             if let Ok(Verdict::Lost(reason, source, loss)) = probe.await {
-                plane.peer_lost(rank, &reason, &source, loss);
+                // It may have given up because of that.
+                let refusal = lock(&plane.connecting).refusal();
+                plane.peer_lost(rank, &(reason + &refusal), &source, loss);
             }
         }
     }

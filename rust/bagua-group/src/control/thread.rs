@@ -10,7 +10,7 @@ use tokio::sync::mpsc;
 use super::super::fork::OwnerProcess;
 use super::super::serve::serve;
 use super::accept::Listeners;
-use super::plane::{LINGER, Plane};
+use super::plane::{LINGER, LONGEST_FAREWELL, Plane};
 use crate::error::{Error, Result};
 use crate::wait::lock;
 
@@ -143,8 +143,9 @@ impl Control {
             // The thread cannot join itself; it ends when it returns to its event loop.
             return None;
         }
-        // The thread ends within LINGER, when others have raised. After ten times that long, it is detached.
-        Some(Leaving { end: Some(end), owner, limit: self.plane.others_raise() + LINGER * 10 })
+        // The thread ends soon after LINGER, when others have raised. After ten times that long, and what a long line takes, it is detached.
+        let limit = self.plane.others_raise() + LINGER * 10 + LONGEST_FAREWELL;
+        Some(Leaving { end: Some(end), owner, limit })
     }
 }
 

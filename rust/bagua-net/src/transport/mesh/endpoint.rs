@@ -12,8 +12,8 @@ use crate::transport::frame::{Header, LEN};
 use crate::transport::{Broken, Readiness, Transport};
 
 /// How long one of several streams may be broken, between two chunks, while the others receive nothing: they may still carry bytes that
-/// the peer sent before it closed all streams.
-const LINGER: Duration = Duration::from_millis(200);
+/// the peer sent before it closed all streams. Longer than a round trip around the world.
+const LINGER: Duration = Duration::from_secs(1);
 
 /// The most bytes sent on a stream before the rank receives again. Alternating at this size keeps few bytes in flight between two ranks,
 /// and these in the cache; filling the sockets first took 1.3 times as long (16 MiB in each direction on one machine).
@@ -65,7 +65,7 @@ struct Stream {
     in_head_len: usize,
     /// Bytes sent on this stream since [`Endpoint::begin`].
     carried: u64,
-    /// The error of `recv`, and when it occurred.
+    /// The error of `recv`, and when it occurred, or any of the streams received bytes since.
     broken: Option<(Broken, Instant)>,
 }
 
@@ -300,6 +300,10 @@ impl Endpoint {
         let limit = counts.received + RECV_QUANTUM;
         for at in 0..self.streams.len() {
             while counts.received < limit && frames.expects(self.peer) && self.recv_by(at, frames, counts, &mut any)? {}
+        }
+        if any {
+            let broken = self.streams.iter_mut().filter_map(|stream| stream.broken.as_mut());
+            broken.for_each(|(_, since)| *since = Instant::now());
         }
         if any || !frames.expects(self.peer) {
             return Ok(any);

@@ -59,6 +59,10 @@ const COMPLETE: &str = "an opener where streams are missing";
 /// Rounds of progress over all peers after which the health and the deadline are checked, also while every round moves bytes.
 const BUSY_ROUNDS: u32 = 64;
 
+/// How long no bytes may move while a rank waits for what a member that has left sent before: it ends its streams, unless its host or the line
+/// has failed.
+const FAREWELL: Duration = Duration::from_secs(5);
+
 /// Number of runs in this process: the streams of the lowest were used least recently.
 static RUNS: AtomicU64 = AtomicU64::new(0);
 
@@ -417,7 +421,7 @@ impl Mesh {
 
     /// Checks the health, the deadline, and the operations of peers. The missing ranks are those that owe a message; if there are none,
     /// those with messages to send, otherwise those with messages to receive; and those whose streams are not open.
-    fn check(&mut self, transfer: &Transfer<'_, '_>, run: &Run<'_>) -> Result<()> {
+    fn check(&mut self, transfer: &mut Transfer<'_, '_>, run: &Run<'_>) -> Result<()> {
         let plan = &*run.plan;
         let senders = || self.active.iter().filter(|peer| run.expects(**peer));
         self.missing.clear();
@@ -431,7 +435,13 @@ impl Mesh {
         self.missing.extend(self.opening.iter().map(|peer| self.members[*peer]));
         self.missing.sort_unstable();
         self.missing.dedup();
-        transfer.cx.check(&self.missing, transfer.done(), transfer.total)?;
+        let waits = transfer.idle_for() < FAREWELL;
+        let is_on_the_way = |rank: usize| {
+            let from =
+                |peer: &usize| self.members[*peer] == rank && run.expects(*peer) && self.endpoints[*peer].is_wire();
+            waits && self.active.iter().any(from)
+        };
+        transfer.cx.check_unless(is_on_the_way, &self.missing, transfer.done(), transfer.total)?;
         match self.active.iter().find_map(|peer| Some((*peer, plan.elsewhere(*peer)?))) {
             Some((peer, theirs)) => Err(transfer.cx.mismatch(self.members[peer], &theirs)),
             None => Ok(()),
