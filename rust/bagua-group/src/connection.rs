@@ -16,6 +16,7 @@ use super::config::{MAX_STREAMS, TransportChoice};
 use super::fork::ForkFd;
 use super::handshake::{Failed, Hello, Purpose, Refusal};
 use super::tls::{Ends, Refused, TlsSocket};
+use crate::platform;
 use crate::transport::tls::Session;
 use crate::transport::{Tls, Transport};
 use crate::wait::{Deadline, lock, wait_on_for};
@@ -244,6 +245,17 @@ impl ControlConn {
 
     pub(super) fn is_unix(&self) -> bool {
         matches!(self.socket, AsyncSocket::Unix(_))
+    }
+
+    /// Its packets go before those of data, which can fill the line for longer than a heartbeat may take.
+    pub(super) fn expedite(&self) {
+        let stream = match &self.socket {
+            AsyncSocket::Tcp(stream) => stream.as_fd(),
+            AsyncSocket::Tls(socket) => socket.as_fd(),
+            AsyncSocket::Unix(_) => return,
+        };
+        // Where the kernel refuses it, heartbeats take longer.
+        let _ = platform::expedite(stream);
     }
 
     /// The same connection for use outside the control thread, blocking.

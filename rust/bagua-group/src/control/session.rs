@@ -23,6 +23,7 @@ const READ: usize = 2048;
 /// Starts reading from a peer and writing to it, on the control thread. False when the peer is connected already.
 pub(super) fn start(plane: &Arc<Plane>, rank: usize, conn: ControlConn) -> bool {
     let Some((peer, frames)) = plane.connected(rank, conn.is_unix()) else { return false };
+    conn.expedite();
     tokio::spawn(read_loop(Arc::clone(plane), rank, conn, peer, frames));
     true
 }

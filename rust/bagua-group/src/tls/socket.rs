@@ -2,6 +2,7 @@
 
 use std::future::poll_fn;
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
@@ -20,6 +21,11 @@ pub(in super::super) struct TlsSocket {
 }
 
 impl TlsSocket {
+    /// The connection.
+    pub(in super::super) fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+
     pub(super) fn new(stream: TcpStream, session: Session) -> TlsSocket {
         TlsSocket { stream, session: Box::new(session), ended: false }
     }

@@ -80,6 +80,13 @@ pub fn limit_stream(stream: &TcpStream, unacknowledged: Duration, unsent: u32) -
     socket2::SockRef::from(stream).set_tcp_notsent_lowat(unsent)
 }
 
+pub fn expedite(stream: BorrowedFd<'_>) -> io::Result<()> {
+    /// TC_PRIO_INTERACTIVE: the first band of pfifo_fast and prio (linux/pkt_sched.h, tc-prio(8)).
+    const INTERACTIVE: u32 = 6;
+    sockopt::set_tcp_thin_linear_timeouts(stream, true)?;
+    socket2::SockRef::from(&stream).set_priority(INTERACTIVE)
+}
+
 pub fn unsent(stream: &TcpStream) -> Option<usize> {
     const OUTQ: Opcode = libc::TIOCOUTQ as Opcode;
     // SAFETY: on a socket, this request writes one int (tcp(7), SIOCOUTQ).

@@ -119,6 +119,15 @@ pub fn limit_stream(stream: &TcpStream, unacknowledged: Duration, unsent: u32) -
     system::limit_stream(stream, unacknowledged, unsent)
 }
 
+/// For a connection that carries few bytes, which should not wait for the many of others: this host sends its packets first, and those that
+/// are lost again and again after the same time, not after ever longer ones (tcp(7), TCP_THIN_LINEAR_TIMEOUTS). Linux only.
+///
+/// # Errors
+/// When the kernel refuses an option.
+pub fn expedite(stream: BorrowedFd<'_>) -> io::Result<()> {
+    system::expedite(stream)
+}
+
 /// Bytes that were sent on a connection and that the peer has not acknowledged; `None` where the kernel does not say.
 pub fn unsent(stream: &TcpStream) -> Option<usize> {
     system::unsent(stream)
