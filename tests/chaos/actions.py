@@ -254,6 +254,8 @@ RAISED_WITHIN = 15.0
 class Rebuild(Training):
     """A rank reports an exception, and all ranks, or those that are left, rebuild the group and go on training."""
 
+    #: gloo's group is formed anew, by ever more round trips the more ranks there are.
+    timeout = 20.0
     #: After the loss of ranks that may still run.
     errors = ("PeerLostError", "GoesOn", "quorum")
 

@@ -142,8 +142,8 @@ def _goes_on(stage: RunningCell, fault: Fault, row: Row, at: float) -> None:
     """Waits until those that are left have made a round, and notes whom they call lost and since when."""
     cell = stage.cell
     # One that is left out looks for the job, and does not say so.
-    gone = cell.victim if cell.action == "join" else fault.left_out(cell)
-    others = [rank for rank in range(cell.ranks) if rank != gone]
+    gone = fault.left_out(cell) | ({cell.victim} if cell.action == "join" else set())
+    others = [rank for rank in range(cell.ranks) if rank not in gone]
 
     def apart(rank: int) -> dict[str, Any] | None:
         later = (words for words in stage.all_said(rank, "ranks") if words["at"] > at)

@@ -49,9 +49,9 @@ class Fault:
         """The ranks that the error of rank `by` may name."""
         return {cell.victim}
 
-    def left_out(self, cell: Cell) -> int:
-        """The rank that the others go on without."""
-        return cell.victim
+    def left_out(self, cell: Cell) -> set[int]:
+        """The ranks that the others go on without, and that may not notice that before the fault is over."""
+        return {cell.victim}
 
 
 class Kill(Fault):
@@ -131,10 +131,10 @@ class OneLine(OnTheNetwork):
     def may_be_named(self, cell: Cell, by: int) -> set[int]:
         return {*cell.hosts[cell.host_of(cell.victim)], *cell.hosts[_next_host(cell)]}
 
-    def left_out(self, cell: Cell) -> int:
-        ends = self.may_be_named(cell, cell.victim)
-        # Of two ranks that do not reach each other the higher goes. Of two hosts, each goes on without the other.
-        return max(ends) if len(ends) == 2 < cell.ranks else cell.victim
+    def left_out(self, cell: Cell) -> set[int]:
+        # Of two hosts that do not reach each other the higher goes. Without a third, each goes on without the other.
+        higher = max(cell.host_of(cell.victim), _next_host(cell))
+        return set(cell.hosts[higher]) if len(cell.hosts) > 2 else {cell.victim}
 
 
 class OneWayLoss(OneLine):
