@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bagua_group::{Bootstrap, Config, Group};
 use bagua_types::error::Error;
-use group_world::{Process, cause, config, connect_all, run_commands, until};
+use group_world::{Process, cause, config, connect_all, run_commands, sockets, until};
 use rustix::process::Signal;
 
 const ENTRY: &str = "entry_of_processes";
@@ -53,11 +53,14 @@ fn join(signal: Signal, moment: Moment) -> Vec<Result<(), Error>> {
         Moment::PartlyConnected => {
             // It listens, and is late.
             let _last = others.pop();
-            let before = victim.sockets();
-            victim.connect(&addresses);
+            let own = std::process::id();
+            let before = (victim.sockets(), sockets(own));
             std::thread::scope(|scope| {
                 let joining = scope.spawn(|| connect_all(others, &addresses));
-                until("it is connected to the lower ranks", || victim.sockets() >= before + 2);
+                // A rank that connects after another has given up would name that one.
+                until("the lower ranks are connected", || sockets(own) >= before.1 + 2);
+                victim.connect(&addresses);
+                until("it is connected to them", || victim.sockets() >= before.0 + 2);
                 victim.signal(signal);
                 joining.join().unwrap().into_iter().map(|group| group.map(drop)).collect()
             })

@@ -167,9 +167,7 @@ impl Process {
 
     /// How many sockets it has open.
     pub fn sockets(&self) -> usize {
-        let open = std::fs::read_dir(format!("/proc/{}/fd", self.child.id())).unwrap();
-        let targets = open.filter_map(|entry| std::fs::read_link(entry.unwrap().path()).ok());
-        targets.filter(|target| target.to_string_lossy().starts_with("socket:")).count()
+        sockets(self.child.id())
     }
 
     /// Waits for its end and returns the signal that caused it.
@@ -280,4 +278,11 @@ pub fn exit_code(child: i32) -> i32 {
     assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
     assert!(libc::WIFEXITED(status), "the child was killed: {status:x}");
     libc::WEXITSTATUS(status)
+}
+
+/// How many sockets a process has open.
+pub fn sockets(process: u32) -> usize {
+    let open = std::fs::read_dir(format!("/proc/{process}/fd")).unwrap();
+    let targets = open.filter_map(|entry| std::fs::read_link(entry.unwrap().path()).ok());
+    targets.filter(|target| target.to_string_lossy().starts_with("socket:")).count()
 }
