@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.chaos.faults import Fault
     from tests.chaos.rank import Notes
 
-#: Seconds until all are in the averaging again once a fault is over.
+#: Seconds until all of a few ranks are in the averaging again once a fault is over: they come one after the other.
 BACK_WITHIN = 15.0
 #: Rounds that a harmless fault must let pass.
 ROUNDS = 3
@@ -98,7 +98,7 @@ def play(stage: RunningCell, fault: Fault, row: Row) -> None:
             row.wrong.append(f"ranks {hung} never left")
         _judge_errors(stage, fault, row, ended, at)
         return
-    if not stage.until(lambda: all_in(stage, again, again), BACK_WITHIN):
+    if not stage.until(lambda: all_in(stage, again, again), BACK_WITHIN * cell.slowness):
         row.wrong.append(f"not all are in again: {[last(stage, rank) for rank in again]}")
     row.took = time.monotonic() - at
     (stage.folder / "stop").touch()
