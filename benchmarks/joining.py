@@ -40,7 +40,8 @@ from common import add_output_options, machine, parse_size, save_if_asked
 
 import bagua
 
-#: How far a rank is: it waits for those that are to be lost; it is in the smaller group, or has failed.
+#: How far a rank is: it has counted its descriptors, and waits for the end or for those that are to be lost; it is in
+#: the smaller group, or has failed.
 WAITS, SMALLER = 1, 2
 
 
@@ -107,8 +108,7 @@ def measure(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
         ids.append(child)
     victims = {*args.kill, *args.freeze}
     lost_at = lose(ids, args, waits) if victims else None
-    if victims and args.shrink:
-        wait_for(SMALLER, ids, args, waits)
+    wait_for(SMALLER if victims and args.shrink else WAITS, ids, args, waits)
     os.close(may_leave)
     os.close(leaves)
     said = []
@@ -181,11 +181,12 @@ def run(rank: int, ranks: int, args: argparse.Namespace, port: int, waits: mmap.
                 counts.append(len(os.listdir("/proc/self/fd")))
             row |= {"descriptors": counts, "threads": len(os.listdir("/proc/self/task"))}
             row["own_mib"] = own_memory()
-            if args.kill or args.freeze:
+            loses = bool(args.kill or args.freeze)
+            if loses:
                 row |= wait_for_a_loss(rank, args, waits)
-            if args.shrink:
-                # Who leaves needs a processor, which the others need for their views.
-                waits[rank] = SMALLER
+            if args.shrink or not loses:
+                # Who leaves needs a processor, which the others need for their views, and they replace its connections.
+                waits[rank] = SMALLER if args.shrink else WAITS
                 os.read(leaves, 1)
             bagua.shutdown()
             json.dump(row, says)
