@@ -1,10 +1,12 @@
 //! The streams of a lane, which open on demand, and what every stream of data is wrapped in.
 //!
-//! Two ranks have a few streams in a lane, the smaller of the numbers in their addresses. They open in the first operation that has
-//! messages between the two: the rank with the higher world rank dials, the other one accepts. A dial ends at the control thread of the
-//! other rank, which keeps the connection until its lane asks for it, so that no dial waits for the other rank's operation.
+//! Two ranks have a few streams in a lane, the smaller of the numbers in their addresses. The first opens in the first operation that has
+//! messages between the two, the others in the first that has one which is divided between streams: the rank with the higher world rank
+//! dials, the other one accepts. A dial ends at the control thread of the other rank, which keeps the connection until its lane asks for it,
+//! so that no dial waits for the other rank's operation.
 
 use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -20,7 +22,7 @@ use super::handshake::Purpose;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
 use crate::stats::Stats;
-use crate::transport::{Broken, OpContext, OpenStreams, Readiness, Tls, Transport};
+use crate::transport::{Batch, Broken, OpContext, OpenStreams, Opened, Readiness, Tls, Transport};
 use crate::wait::Deadline;
 
 /// Bit position of a stream's number in its `index`.
@@ -152,8 +154,8 @@ pub(super) struct StreamOpener {
     index: u32,
     /// Group ranks by index of the mesh.
     members: Vec<usize>,
-    /// By index of the mesh: the streams that are being opened.
-    opening: HashMap<usize, Opening>,
+    /// By index of the mesh: the streams that are being opened, in the order of their numbers.
+    opening: HashMap<usize, VecDeque<Awaited>>,
     /// Those for which there are no file descriptors yet.
     waiting: Vec<Waiting>,
 }
@@ -162,17 +164,10 @@ pub(super) struct StreamOpener {
 struct Waiting {
     /// The outcome of that.
     room: oneshot::Receiver<Result<()>>,
-    /// Indices of the mesh, and the number of streams to each.
-    streams: Vec<(usize, u32)>,
+    /// Indices of the mesh, and the numbers of the streams to each.
+    streams: Vec<(usize, Range<u32>)>,
     /// Of the operation.
     deadline: Deadline,
-}
-
-/// The streams to one peer, in the order of their numbers.
-struct Opening {
-    open: Vec<Box<dyn Transport>>,
-    /// Those that follow.
-    awaited: VecDeque<Awaited>,
 }
 
 impl StreamOpener {
@@ -180,14 +175,18 @@ impl StreamOpener {
         StreamOpener { conns: conns.clone(), index, members, opening: HashMap::new(), waiting: Vec::new() }
     }
 
-    /// The number of streams to each of these peers.
-    fn numbers(&self, peers: &[usize]) -> Result<Vec<(usize, u32)>> {
+    /// The numbers of the streams of these batches, each of a peer.
+    fn numbers(&self, batches: &[(usize, Batch)]) -> Result<Vec<(usize, Range<u32>)>> {
         let LaneConns { control, health, .. } = &self.conns;
         let addresses = &control.plane.world()?.addresses;
         let configured = |member: usize| addresses[health.world_rank(member)].streams;
         let own = configured(health.rank());
-        let number = |peer: usize| u32::from(own.min(configured(self.members[peer])).max(1));
-        Ok(peers.iter().map(|peer| (*peer, number(*peer))).collect())
+        let count = |peer: usize| u32::from(own.min(configured(self.members[peer])).max(1));
+        let numbers = |(peer, batch): &(usize, Batch)| match batch {
+            Batch::First => (*peer, 0..1),
+            Batch::Others => (*peer, 1..count(*peer)),
+        };
+        Ok(batches.iter().map(numbers).collect())
     }
 
     /// `index` of a stream.
@@ -196,12 +195,12 @@ impl StreamOpener {
     }
 
     /// Begins to connect these streams.
-    fn connect(&mut self, streams: &[(usize, u32)], deadline: Deadline) {
-        for (peer, count) in streams {
+    fn connect(&mut self, streams: Vec<(usize, Range<u32>)>, deadline: Deadline) {
+        for (peer, numbers) in streams {
             let begin =
-                |number| self.conns.begin(self.members[*peer], Purpose::Stream, self.index(number), deadline.left());
-            let awaited = (0..*count).map(begin).collect();
-            self.opening.insert(*peer, Opening { open: Vec::new(), awaited });
+                |number| self.conns.begin(self.members[peer], Purpose::Stream, self.index(number), deadline.left());
+            let awaited: Vec<_> = numbers.map(begin).collect();
+            self.opening.entry(peer).or_default().extend(awaited);
         }
     }
 
@@ -216,27 +215,27 @@ impl StreamOpener {
             };
             made?;
             let Waiting { streams, deadline, .. } = self.waiting.swap_remove(at);
-            self.connect(&streams, deadline);
+            self.connect(streams, deadline);
         }
         Ok(())
     }
 }
 
 impl OpenStreams for StreamOpener {
-    fn begin(&mut self, cx: &OpContext<'_>, peers: &[usize]) -> Result<()> {
+    fn begin(&mut self, cx: &OpContext<'_>, batches: &[(usize, Batch)]) -> Result<()> {
         let LaneConns { control, health, channel, .. } = &self.conns;
-        let streams = self.numbers(peers)?;
+        let streams = self.numbers(batches)?;
         let key =
             |peer: usize, number: u32| self.conns.accepted_key(self.members[peer], Purpose::Stream, self.index(number));
-        let keys = streams.iter().flat_map(|(peer, count)| (0..*count).filter_map(|number| key(*peer, number)));
+        let keys = streams.iter().flat_map(|(peer, numbers)| numbers.clone().filter_map(|number| key(*peer, number)));
         let keys: Vec<ConnKey> = keys.collect();
         control.plane.pending.expect(&keys);
-        let all: u32 = streams.iter().map(|(_, count)| count).sum();
+        let all: usize = streams.iter().map(|(_, numbers)| numbers.len()).sum();
         let plane = Arc::clone(&control.plane);
-        let need = move || Need::of_streams(all as usize, plane.arrived(&keys));
+        let need = move || Need::of_streams(all, plane.arrived(&keys));
         let open = descriptors::open();
         if descriptors::provide(open, need()).is_ok() {
-            self.connect(&streams, cx.deadline);
+            self.connect(streams, cx.deadline);
         } else {
             let rank = health.world_rank(health.rank());
             let what = format!("rank {rank}, which opens {all} streams of lane {channel},");
@@ -246,17 +245,20 @@ impl OpenStreams for StreamOpener {
         Ok(())
     }
 
-    fn opened(&mut self, peer: usize) -> Result<Option<Vec<Box<dyn Transport>>>> {
+    fn opened(&mut self, peer: usize) -> Result<Opened> {
         self.connect_waiting()?;
-        let Some(Opening { open, awaited }) = self.opening.get_mut(&peer) else { return Ok(None) };
+        let mut opened = Opened { streams: Vec::new(), all: false };
+        let Some(awaited) = self.opening.get_mut(&peer) else { return Ok(opened) };
         while let Some(next) = awaited.front() {
-            let Some(conn) = self.conns.wait(self.members[peer], next, Duration::ZERO)? else { return Ok(None) };
+            let Some(conn) = self.conns.wait(self.members[peer], next, Duration::ZERO)? else { return Ok(opened) };
             let LaneConns { control, stats, group, .. } = &self.conns;
             let stream = DataStream::new(conn, None, (*group, Purpose::Stream), &control.plane, stats)?;
-            open.push(Box::new(stream));
+            opened.streams.push(Box::new(stream));
             awaited.pop_front();
         }
-        Ok(self.opening.remove(&peer).map(|opening| opening.open))
+        self.opening.remove(&peer);
+        opened.all = true;
+        Ok(opened)
     }
 
     fn name(&self) -> &'static str {

@@ -33,9 +33,9 @@ impl Pair {
         self.sum_with(&options, value)
     }
 
-    /// Both ranks have the same value.
+    /// Both ranks have the same value. The message is divided between streams, so that both open.
     fn sum_with(&mut self, options: &Options<'_>, value: i32) -> Result<()> {
-        let mut data = value.to_le_bytes().repeat(1000);
+        let mut data = value.to_le_bytes().repeat(20_000);
         self.lane.run(options, DType::I32, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut data))?;
         assert!(data.chunks(4).all(|element| element == (2 * value).to_le_bytes()), "a wrong sum");
         Ok(())

@@ -4,9 +4,11 @@ mod group_world;
 
 use std::time::Instant;
 
+use bagua_collectives::{Io, Verb};
 use bagua_group::{Bootstrap, Config, Group, Lane, Options, TransportChoice};
 use bagua_net::platform::OPEN_DESCRIPTORS;
-use bagua_types::error::Error;
+use bagua_types::error::{Error, Result};
+use bagua_types::types::{DType, ReduceOp};
 use group_world::{config, world_with};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -29,10 +31,16 @@ fn lanes(groups: &[Group]) -> Vec<Lane> {
     })
 }
 
+/// An all_reduce with messages that are divided between streams, so that all open.
+fn sum(lane: &mut Lane) -> Result<()> {
+    let mut data = vec![0; 400_000];
+    lane.run(&Options::default(), DType::F32, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut data))
+}
+
 fn meet(lanes: &mut [Lane]) {
     std::thread::scope(|scope| {
         for lane in lanes {
-            scope.spawn(|| lane.barrier(&Options::default()).unwrap());
+            scope.spawn(|| sum(lane).unwrap());
         }
     });
 }
@@ -84,7 +92,7 @@ fn a_rank_raises_the_soft_limit_as_far_as_its_world_needs_and_fails_at_the_hard_
     let start = Instant::now();
     let mut lanes = lanes(&groups);
     let errors: Vec<Error> = std::thread::scope(|scope| {
-        let fails = |lane: &mut Lane| lane.barrier(&Options::default()).unwrap_err();
+        let fails = |lane: &mut Lane| sum(lane).unwrap_err();
         let threads: Vec<_> = lanes.iter_mut().map(|lane| scope.spawn(move || fails(lane))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });

@@ -112,11 +112,57 @@ fn a_lane_has_no_stream_before_its_first_operation_and_closes_its_streams_when_i
     assert_eq!(used[0].transports(), ["self", "tcp", "tcp"]);
     for _ in 0..2 {
         together(&mut used, |_, lane| lane.barrier(&Options::default()).unwrap());
-        assert!(groups.iter().all(|group| streams(group) == (4, 0)), "two streams to each of two peers, once");
+        assert!(groups.iter().all(|group| streams(group) == (2, 0)), "a stream to each of two peers, once");
     }
     drop(unused);
     drop(used);
-    assert!(groups.iter().all(|group| streams(group) == (4, 4)));
+    assert!(groups.iter().all(|group| streams(group) == (2, 2)));
+}
+
+#[test]
+fn streams_beyond_the_first_open_with_the_first_message_that_is_divided_between_streams() {
+    let groups = world_with(3, |config| {
+        config.transport = TransportChoice::Tcp;
+        config.streams_per_peer = 3;
+    });
+    let mut lanes = lanes(&groups);
+    let mut broadcast = |bytes: usize| {
+        together(&mut lanes, |rank, lane| {
+            let sent: Vec<u8> = (0..bytes).map(|at| (at % 251) as u8).collect();
+            let mut data = if rank == 0 { sent.clone() } else { vec![0; bytes] };
+            lane.run(&Options::default(), DType::U8, Verb::Broadcast { root: 0 }, Io::in_place(&mut data)).unwrap();
+            assert!(data == sent);
+        });
+        groups.iter().map(streams).collect::<Vec<_>>()
+    };
+    let undivided = 48 << 10;
+    for bytes in [0, undivided] {
+        assert_eq!(broadcast(bytes), [(2, 0), (1, 0), (1, 0)], "{bytes}");
+    }
+    for bytes in [undivided + 1, 10 << 20, 1] {
+        assert_eq!(broadcast(bytes), [(6, 0), (3, 0), (3, 0)], "{bytes}");
+    }
+}
+
+#[test]
+fn an_all_reduce_of_many_ranks_opens_further_streams_along_the_ring_only() {
+    let ranks = 17;
+    let groups = tcp_world(ranks);
+    let mut lanes = lanes(&groups);
+    let mut sum = |bytes: usize| {
+        together(&mut lanes, |_, lane| {
+            let mut data = 1u32.to_le_bytes().repeat(bytes / 4);
+            lane.run(&Options::default(), DType::U32, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut data)).unwrap();
+            assert!(data.chunks(4).all(|element| element == (ranks as u32).to_le_bytes()));
+        });
+        groups.iter().map(|group| streams(group).0).max().unwrap()
+    };
+    // Doubling: a stream to each of log2 n ranks and to those beside this one, and to the one whose values are added first.
+    let small = sum(4 << 10);
+    assert!(small <= 4 + 2 + 1, "{small}");
+    // A ring: the second to two of them.
+    let large = sum(ranks * (64 << 10));
+    assert!(large <= small + 2, "{large} after {small}");
 }
 
 #[test]
@@ -131,10 +177,10 @@ fn an_all_reduce_along_a_ring_opens_streams_to_two_peers_only() {
         lane.run(&Options::default(), DType::F32, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut data)).unwrap();
         assert!(data.chunks(4).all(|element| element == 15f32.to_le_bytes()));
     });
-    assert!(groups.iter().all(|group| streams(group) == (2 * 2, 0)));
+    assert!(groups.iter().all(|group| streams(group) == (2, 0)));
     // The streams to the others open when they are needed, beside those that are open.
     together(&mut lanes, |_, lane| lane.barrier(&Options::default()).unwrap());
-    assert!(groups.iter().all(|group| streams(group) == (2 * 4, 0)));
+    assert!(groups.iter().all(|group| streams(group) == (4, 0)));
 }
 
 #[test]
@@ -196,7 +242,7 @@ fn a_rank_that_is_killed_while_streams_open_is_named_at_once() {
         std::thread::scope(|scope| {
             let waiting = scope.spawn(move || lane.barrier(&Options::default()));
             if survivor > killed {
-                until("the stream has been opened to the peer", || streams(&groups[0]).0 == 2);
+                until("the stream has been opened to the peer", || streams(&groups[0]).0 == 1);
             }
             let start = Instant::now();
             processes[0].signal(Signal::KILL);

@@ -165,6 +165,10 @@ impl Plan for DirectReduce<'_, '_> {
         (to, mine + if self.gets(self.rank) { theirs } else { 0 })
     }
 
+    fn longest(&self, peer: usize) -> usize {
+        self.partition.range(peer, 0).len().max(self.partition.range(self.rank, 0).len())
+    }
+
     fn next(&mut self, peer: usize) -> Option<usize> {
         let inputs = self.pieces(peer);
         let gets = self.gets(peer);

@@ -95,6 +95,10 @@ impl Plan for Ring<'_, '_> {
         (if next { self.messages() } else { 0 }, if before { self.messages() } else { 0 })
     }
 
+    fn longest(&self, _peer: usize) -> usize {
+        self.piece
+    }
+
     fn next(&mut self, _peer: usize) -> Option<usize> {
         let number = self.begun;
         // The first round sends own values; later ones send on what came a round before.

@@ -14,7 +14,9 @@ use bagua_core::health::GroupHealth;
 use bagua_core::memory::Arena;
 use bagua_core::stats::Stats;
 use bagua_core::transport::shm::{ring_links, rings_len};
-use bagua_core::transport::{Fault, Faults, Local, Mesh, OpenStreams, StreamTable, Tcp, Transport, local_mesh};
+use bagua_core::transport::{
+    Batch, Fault, Faults, Local, Mesh, OpenStreams, Opened, StreamTable, Tcp, Transport, local_mesh,
+};
 use bagua_core::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 use bagua_core::wait::{Deadline, Doorbell, lock};
 
@@ -207,7 +209,7 @@ pub fn closing(size: usize) -> Vec<Box<dyn Collective>> {
 /// See [`on_demand`]; also the streams of each rank.
 fn opening(size: usize) -> (Vec<Box<dyn Collective>>, Vec<Weak<StreamTable>>) {
     let asked = Arc::new(Mutex::default());
-    let opener = |rank| Box::new(Pairs { rank, asked: Arc::clone(&asked) });
+    let opener = |rank| Box::new(Pairs { rank, awaited: Vec::new(), asked: Arc::clone(&asked) });
     let net = |(rank, (links, bell)): (usize, (Links, Doorbell))| {
         let bundles = links.into_iter().map(|link| link.into_iter().collect()).collect();
         let mesh = Mesh::on_demand(rank, (0..size).collect(), bundles, Some(bell), opener(rank));
@@ -217,50 +219,59 @@ fn opening(size: usize) -> (Vec<Box<dyn Collective>>, Vec<Weak<StreamTable>>) {
     links(size, |a, b| if a % 2 == b % 2 { Some(true) } else { None }).into_iter().enumerate().map(net).unzip()
 }
 
-/// Two TCP connections between two ranks, from when both have asked for them.
+/// Two TCP connections between two ranks, one in each batch, from when both have asked for it.
 struct Pairs {
     rank: usize,
-    /// By both ranks: which of them has asked, then the ends that were not fetched, by rank.
-    asked: Arc<Mutex<HashMap<(usize, usize), Asked>>>,
+    /// Those that this rank has asked for and not fetched: peers and batches.
+    awaited: Vec<(usize, Batch)>,
+    /// By both ranks and batch: which of them has asked, then the ends that were not fetched, by rank.
+    asked: Arc<Mutex<HashMap<Pair, Asked>>>,
 }
+
+/// Two ranks, the lower first, and a batch.
+type Pair = (usize, usize, u8);
 
 enum Asked {
     By(usize),
-    Ends(HashMap<usize, Vec<Box<dyn Transport>>>),
+    Ends(HashMap<usize, Box<dyn Transport>>),
 }
 
 impl Pairs {
-    fn with(&self, peer: usize) -> (usize, usize) {
-        (self.rank.min(peer), self.rank.max(peer))
+    fn with(&self, (peer, batch): (usize, Batch)) -> Pair {
+        (self.rank.min(peer), self.rank.max(peer), batch as u8)
     }
 }
 
 impl OpenStreams for Pairs {
-    fn begin(&mut self, _: &OpContext<'_>, peers: &[usize]) -> Result<()> {
-        for peer in peers {
+    fn begin(&mut self, _: &OpContext<'_>, batches: &[(usize, Batch)]) -> Result<()> {
+        self.awaited.extend(batches);
+        for batch in batches {
             let mut asked = lock(&self.asked);
-            let first = asked.insert(self.with(*peer), Asked::By(self.rank));
+            let first = asked.insert(self.with(*batch), Asked::By(self.rank));
             let are_fetched = |first: &Asked| !matches!(first, Asked::Ends(ends) if !ends.is_empty());
             assert!(first.as_ref().is_none_or(are_fetched), "asked twice");
             if let Some(Asked::By(other)) = first {
-                assert_eq!(other, *peer);
-                let mut ends: HashMap<usize, Vec<Box<dyn Transport>>> = HashMap::new();
-                for _ in 0..2 {
-                    let (left, right) = sockets();
-                    ends.entry(self.rank).or_default().push(Box::new(Tcp::new(left).unwrap()));
-                    ends.entry(other).or_default().push(Box::new(Tcp::new(right).unwrap()));
-                }
-                asked.insert(self.with(*peer), Asked::Ends(ends));
+                assert_eq!(other, batch.0);
+                let (left, right) = sockets();
+                let end = |socket| Box::new(Tcp::new(socket).unwrap()) as Box<dyn Transport>;
+                let ends = HashMap::from([(self.rank, end(left)), (other, end(right))]);
+                asked.insert(self.with(*batch), Asked::Ends(ends));
             }
         }
         Ok(())
     }
 
-    fn opened(&mut self, peer: usize) -> Result<Option<Vec<Box<dyn Transport>>>> {
-        Ok(match lock(&self.asked).get_mut(&self.with(peer)) {
-            Some(Asked::Ends(ends)) => ends.remove(&self.rank),
-            _ => None,
-        })
+    fn opened(&mut self, peer: usize) -> Result<Opened> {
+        let (own, of_others) = std::mem::take(&mut self.awaited).into_iter().partition(|(other, _)| *other == peer);
+        self.awaited = of_others;
+        let (own, mut streams): (Vec<_>, _) = (own, Vec::new());
+        for batch in own {
+            match lock(&self.asked).get_mut(&self.with(batch)) {
+                Some(Asked::Ends(ends)) => streams.extend(ends.remove(&self.rank)),
+                _ => self.awaited.push(batch),
+            }
+        }
+        Ok(Opened { streams, all: self.awaited.iter().all(|(other, _)| *other != peer) })
     }
 
     fn name(&self) -> &'static str {

@@ -15,7 +15,8 @@ pub use crate::request::{Incoming, OpContext, Outgoing};
 pub use fault::{Clock, Fault, Faults};
 pub use local::{Local, local_mesh};
 pub use mesh::{
-    ByteCounts, CloseRequest, Endpoint, Frames, IdleStreams, Mesh, OpenStreams, PeerFault, Plan, Step, StreamTable,
+    Batch, ByteCounts, CloseRequest, Endpoint, Frames, IdleStreams, Mesh, OpenStreams, Opened, PeerFault, Plan, Step,
+    StreamTable,
 };
 pub use tcp::Tcp;
 pub use tls::Tls;

@@ -3,6 +3,9 @@
 /// The shortest chunk: below this length a header and a system call cost as much as the bytes.
 pub(super) const SHORTEST: usize = 32 << 10;
 
+/// The longest message that travels as one chunk, however many streams there are.
+const UNDIVIDED: usize = SHORTEST + SHORTEST / 2;
+
 /// The longest chunk when there are several streams.
 pub(super) const LONGEST: usize = 256 << 10;
 
@@ -36,6 +39,11 @@ impl Pace {
     }
 }
 
+/// Whether a message of this length is divided between several streams.
+pub(super) fn is_divided(len: usize) -> bool {
+    len > UNDIVIDED
+}
+
 /// Length of the next chunk of a message with `left` unsent bytes, which `after` bytes of other messages follow. Guided self-scheduling
 /// (Polychronopoulos and Kuck, 1987): chunks become shorter towards the end of all messages, and a slow stream gets short chunks from the
 /// start, so that the wait for the last chunk is short. `None` for a slow stream that would still be sending the chunk after the other
@@ -48,7 +56,7 @@ pub(super) fn next_len(left: usize, after: usize, streams: usize, pace: Pace) ->
     if pace.is_slow() && pace.share(rest) < HELD {
         return None;
     }
-    if left <= SHORTEST + SHORTEST / 2 {
+    if !is_divided(left) {
         return Some(left);
     }
     Some((rest / (2 * streams)).clamp(SHORTEST, pace.share(LONGEST).max(SHORTEST)).min(left))

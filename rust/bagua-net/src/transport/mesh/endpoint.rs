@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::chunk::{self, Pace};
 use super::frames::Frames;
+use super::open::{Batch, Opened};
 use crate::transport::frame::{Header, LEN};
 use crate::transport::{Broken, Readiness, Transport};
 
@@ -69,6 +70,21 @@ struct Stream {
     broken: Option<(Broken, Instant)>,
 }
 
+impl Stream {
+    fn new(link: Box<dyn Transport>) -> Stream {
+        Stream {
+            link,
+            out: None,
+            out_head: [0; LEN],
+            into: None,
+            in_head: [0; LEN],
+            in_head_len: 0,
+            carried: 0,
+            broken: None,
+        }
+    }
+}
+
 /// See the module.
 pub struct Endpoint {
     /// Index of the peer.
@@ -77,6 +93,10 @@ pub struct Endpoint {
     streams: Vec<Stream>,
     /// The streams that the peer was asked to close, see [`super::table`].
     held: Vec<Stream>,
+    /// How many batches of streams were asked for; 0 before the first, and after they were closed.
+    batches: usize,
+    /// Streams that were asked for are missing.
+    opening: bool,
     /// Of all runs in this process, the number of the last one that used the streams.
     last_run: u64,
     /// The frame of which streams take the next chunks, and the bytes that they have taken.
@@ -86,20 +106,40 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
-    /// The streams to the peer with this index.
+    /// All streams to the peer with this index, or none yet.
     pub fn new(peer: usize, links: Vec<Box<dyn Transport>>) -> Endpoint {
-        let stream = |link| Stream {
-            link,
-            out: None,
-            out_head: [0; LEN],
-            into: None,
-            in_head: [0; LEN],
-            in_head_len: 0,
-            carried: 0,
-            broken: None,
-        };
-        let streams = links.into_iter().map(stream).collect();
-        Endpoint { peer, streams, held: Vec::new(), last_run: 0, current: None, send_broken: None }
+        let streams: Vec<Stream> = links.into_iter().map(Stream::new).collect();
+        let batches = if streams.is_empty() { 0 } else { Batch::Others as usize + 1 };
+        Endpoint {
+            peer,
+            streams,
+            held: Vec::new(),
+            batches,
+            opening: false,
+            last_run: 0,
+            current: None,
+            send_broken: None,
+        }
+    }
+
+    /// The batches up to the one that is wanted that were not asked for. They count as asked for from now on.
+    pub(super) fn ask_for(&mut self, wanted: impl FnOnce() -> Batch) -> &'static [Batch] {
+        const ALL: [Batch; 2] = [Batch::First, Batch::Others];
+        let asked = self.batches;
+        if asked < ALL.len() {
+            self.batches = asked.max(wanted() as usize + 1);
+        }
+        self.opening |= self.batches > asked;
+        &ALL[asked..self.batches]
+    }
+
+    /// Streams that were asked for have been opened. What each has carried is compared from now on.
+    pub(super) fn add(&mut self, opened: Opened) {
+        self.opening = !opened.all;
+        if !opened.streams.is_empty() {
+            self.streams.extend(opened.streams.into_iter().map(Stream::new));
+            self.streams.iter_mut().for_each(|stream| stream.carried = 0);
+        }
     }
 
     /// Forgets how fast each stream was.
@@ -161,6 +201,7 @@ impl Endpoint {
     pub(super) fn shut(&mut self) {
         self.streams.clear();
         self.held.clear();
+        self.batches = 0;
     }
 
     /// Name of the transport; `None` without a stream.
@@ -185,7 +226,9 @@ impl Endpoint {
         let len = frame.length as usize;
         let best = self.streams.iter().map(|stream| stream.carried).max().unwrap_or(0);
         let after = following.saturating_mul(len);
-        chunk::next_len(len - moved, after, self.streams.len(), Pace { own: stream.carried, best })
+        // A message that is long enough for several is divided also while they open.
+        let streams = self.streams.len() + usize::from(self.opening);
+        chunk::next_len(len - moved, after, streams, Pace { own: stream.carried, best })
     }
 
     /// True while a frame has begun and is not sent.

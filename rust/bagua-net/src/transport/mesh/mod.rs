@@ -8,7 +8,7 @@
 //! | `endpoint` | the streams to one peer: moves the bytes of frames, also those of tagged messages |
 //! | `frames` | what it asks of whoever has the messages |
 //! | `chunk` | how long a frame is when there are several streams |
-//! | `open` | opens the streams to a peer in the first run that needs them |
+//! | `open` | opens the streams to a peer in the first runs that need them |
 //! | `table` | the streams between two runs, in which two ranks may close those between them |
 //! | `plan` | the messages of one operation |
 //! | `run` | the frames of a plan |
@@ -33,7 +33,7 @@ use crate::error::{Error, Result};
 use crate::wait::{Doorbell, SLICE};
 pub use endpoint::{ByteCounts, Endpoint, PeerFault};
 pub use frames::Frames;
-pub use open::OpenStreams;
+pub use open::{Batch, OpenStreams, Opened};
 pub use plan::Plan;
 pub use plan::Step;
 use plan::{Listed, Lists};
@@ -293,7 +293,7 @@ impl Mesh {
         self.active.clear();
         self.opening.clear();
         self.number = RUNS.fetch_add(1, Relaxed);
-        let n = self.size();
+        let (n, mut missing) = (self.size(), Vec::new());
         for peer in (1..n).map(|distance| (self.rank + distance) % n) {
             let endpoint = &mut self.endpoints[peer];
             endpoint.begin();
@@ -301,13 +301,18 @@ impl Mesh {
             if !messages[peer].is_done() {
                 endpoint.use_in(self.number);
                 self.active.push(peer);
-                if !endpoint.is_open() {
+                let before = missing.len();
+                // Whether the peer closes those on hold it has not answered yet.
+                if !endpoint.is_held() {
+                    missing.extend(endpoint.ask_for(|| wanted(plan, peer)).iter().map(|batch| (peer, *batch)));
+                }
+                if endpoint.is_held() || missing.len() > before {
                     self.opening.push(peer);
                 }
             }
         }
-        if !self.opening.is_empty() {
-            self.begin_to_open(cx)?;
+        if !missing.is_empty() {
+            self.opener.as_mut().expect(COMPLETE).begin(cx, &missing)?;
         }
         let counts_sends = self.active.iter().all(|peer| plan.counts(*peer).1 == 0);
         let (before, total) = plan.progress();
@@ -322,16 +327,6 @@ impl Mesh {
         outcome
     }
 
-    /// Begins to open the missing streams, except those on hold: the peer has not answered yet whether it closes these.
-    fn begin_to_open(&mut self, cx: &OpContext<'_>) -> Result<()> {
-        let missing: Vec<usize> =
-            self.opening.iter().copied().filter(|peer| !self.endpoints[*peer].is_held()).collect();
-        if missing.is_empty() {
-            return Ok(());
-        }
-        self.opener.as_mut().expect(COMPLETE).begin(cx, &missing)
-    }
-
     fn transfer(&mut self, transfer: &mut Transfer<'_, '_>, run: &mut Run<'_>) -> Result<()> {
         let cx = transfer.cx;
         let mut busy = 0u32;
@@ -339,7 +334,8 @@ impl Mesh {
             // Read before the streams are polled, so that a ring in between is not missed.
             let rings = self.bell.as_ref().map_or(0, Doorbell::rings);
             let moved = self.progress(transfer, run)?;
-            if self.active.is_empty() {
+            // Between two runs both ends of a pair have the same streams.
+            if self.active.is_empty() && self.opening.is_empty() {
                 return Ok(());
             }
             if moved {
@@ -366,31 +362,40 @@ impl Mesh {
 
     /// Takes the streams that have been opened, and those on hold that the peer has not closed; true when there are some.
     fn take_opened(&mut self, cx: &OpContext<'_>, run: &mut Run<'_>) -> Result<bool> {
-        let (before, mut at) = (self.opening.len(), 0);
-        while let Some(&peer) = self.opening.get(at) {
-            if self.endpoints[peer].is_held() {
-                match self.table.settle(peer, &mut self.endpoints[peer]) {
-                    Some(false) => {
-                        self.endpoints[peer].begin();
-                        self.opening.swap_remove(at);
-                    }
-                    Some(true) => self.opener.as_mut().expect(COMPLETE).begin(cx, &[peer])?,
-                    None => at += 1,
+        let Mesh { endpoints, opening, opener, table, bundled, .. } = self;
+        let opener = opener.as_mut().expect(COMPLETE);
+        let (mut any, mut at) = (false, 0);
+        while let Some(&peer) = opening.get(at) {
+            let endpoint = &mut endpoints[peer];
+            if endpoint.is_held() {
+                let Some(closed) = table.settle(peer, endpoint) else {
+                    at += 1;
+                    continue;
+                };
+                any |= !closed;
+                endpoint.begin();
+                let asked = endpoint.ask_for(|| wanted(run.plan, peer));
+                let missing: Vec<_> = asked.iter().map(|batch| (peer, *batch)).collect();
+                if missing.is_empty() {
+                    opening.swap_remove(at);
+                } else {
+                    opener.begin(cx, &missing)?;
                 }
                 continue;
             }
-            let Some(bundle) = self.opener.as_mut().expect(COMPLETE).opened(peer)? else {
+            let opened = opener.opened(peer)?;
+            any |= !opened.streams.is_empty();
+            table.note_opened(opened.streams.len());
+            if opened.all {
+                opening.swap_remove(at);
+            } else {
                 at += 1;
-                continue;
-            };
-            self.bundled |= bundle.len() > 1;
-            self.table.note_opened(bundle.len());
-            self.endpoints[peer] = Endpoint::new(peer, bundle);
-            self.endpoints[peer].use_in(self.number);
-            self.opening.swap_remove(at);
+            }
+            endpoint.add(opened);
+            *bundled |= endpoint.count() > 1;
         }
-        run.overtaken = self.bundled;
-        Ok(self.opening.len() < before)
+        run.overtaken = *bundled;
+        Ok(any)
     }
 
     /// Makes progress with every peer; true when bytes moved, or streams have been opened. Calls on all peers before it returns an error for
@@ -482,6 +487,11 @@ impl Mesh {
             }
         }
     }
+}
+
+/// The streams to a peer that a run needs.
+fn wanted(plan: &dyn Plan, peer: usize) -> Batch {
+    if chunk::is_divided(plan.longest(peer)) { Batch::Others } else { Batch::First }
 }
 
 /// The progress of one exchange.

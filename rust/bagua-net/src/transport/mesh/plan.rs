@@ -24,6 +24,9 @@ pub trait Plan {
     /// The number of messages to a peer, and from it.
     fn counts(&self, peer: usize) -> (usize, usize);
 
+    /// At least the length of the longest message to the peer or from it; equal on both sides. Called only while not all streams are open.
+    fn longest(&self, peer: usize) -> usize;
+
     /// The next message to the peer, each once; `None` while none is ready.
     fn next(&mut self, peer: usize) -> Option<usize>;
 
@@ -94,6 +97,12 @@ impl Plan for Listed<'_, '_, '_> {
 
     fn counts(&self, peer: usize) -> (usize, usize) {
         (self.lists[peer].0.len(), self.lists[peer].1.len())
+    }
+
+    fn longest(&self, peer: usize) -> usize {
+        let (to, from) = &self.lists[peer];
+        let lengths = to.iter().map(|index| self.sends[*index].data.len());
+        lengths.chain(from.iter().map(|index| self.recvs[*index].data.len())).max().unwrap_or(0)
     }
 
     fn next(&mut self, peer: usize) -> Option<usize> {
