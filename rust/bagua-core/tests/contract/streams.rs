@@ -14,7 +14,7 @@ use bagua_core::transport::{Clock, Fault, Faults, Local, Mesh, Transport};
 use bagua_core::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 use bagua_core::wait::Doorbell;
 
-use crate::world::{Rank, Say, each};
+use crate::world::{Rank, Say, each, on_demand, world};
 
 type Bundle = Vec<Box<dyn Transport>>;
 
@@ -53,6 +53,29 @@ fn receive(rank: &mut Rank, into: &mut [[u8; 100]]) -> Result<()> {
 
 fn counted() -> [u8; 100] {
     std::array::from_fn(|at| at as u8)
+}
+
+#[test]
+fn a_rank_that_receives_in_one_run_what_its_peer_sends_in_several_runs_opens_the_same_streams() {
+    let outcomes = each(&mut world(on_demand, 2), |index, rank| {
+        rank.call(Say::new(Kind::Exchange, DType::U8, 10), |x, cx| {
+            let print = cx.fingerprint;
+            let (mut short, mut long, mut answer) = ([0; 10], vec![0; 200_000], [0; 10]);
+            if index == 0 {
+                x.exchange(cx, &[Outgoing::new(1, print, &[1; 10])], &mut [])?;
+                x.exchange(cx, &[], &mut [Incoming::new(1, print, &mut answer)])?;
+                // The first message that is divided between streams.
+                x.exchange(cx, &[Outgoing::new(1, print, &[2; 200_000])], &mut [])?;
+                assert_eq!(answer, [3; 10]);
+            } else {
+                let mut recvs = [Incoming::new(0, print, &mut short), Incoming::new(0, print, &mut long)];
+                x.exchange(cx, &[Outgoing::new(0, print, &[3; 10])], &mut recvs)?;
+                assert!(short == [1; 10] && long == [2; 200_000]);
+            }
+            Ok(())
+        })
+    });
+    assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
 }
 
 #[test]
