@@ -10,9 +10,16 @@ from typing import Any
 
 import pytest
 
+from tests import forks
 from tests.world import world
 
 __all__ = ["world"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The processes of one run start their ranks from the same processes."""
+    if (run := getattr(config, "workerinput", None)) is not None:
+        forks.run_name = run["testrunuid"]
 
 
 @pytest.fixture(autouse=True, scope="session")

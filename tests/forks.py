@@ -3,13 +3,16 @@ only NumPy and bagua, 0.4 s.
 
 What a fork shares with its peers and a fresh process would not, an order of sets and the addresses of libraries, hides
 mistakes. So there are two such processes, and neighbouring ranks come from different ones. A rank that does not use
-torch comes from two others, which have not imported it: bagua behaves differently in a process that has.
+torch comes from two others, which have not imported it: bagua behaves differently in a process that has. All processes
+of a run of pytest have these four in common.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import errno
 import functools
 import gc
 import importlib
@@ -22,6 +25,7 @@ import socket
 import struct
 import subprocess
 import sys
+import uuid
 import weakref
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -36,6 +40,12 @@ _NUMBER = struct.Struct("=i")
 
 #: What the libraries of all forks are loaded with. Their threads would fight for the cores that the ranks have.
 LOADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+
+#: Processes with the same name here start ranks from the same four: tests/conftest.py gives one to all of pytest.
+run_name = uuid.uuid4().hex
+
+#: What Linux says of the other end of a socket: process, user and group.
+_PEER = struct.Struct("=iii")
 
 #: Names of the modules that all forks of this process have in common.
 _COMMON: list[str] = []
@@ -98,26 +108,47 @@ class Fork:
 
 @functools.cache
 def _parent(number: int, torch: bool) -> socket.socket:
-    """A process, with or without torch, that forks ranks when it is asked to through this socket."""
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """A connection to a process, with or without torch, that forks ranks when it is asked to. The first who needs it
+    starts it; it ends when the last connection is closed.
+    """
+    # No file, and free again when the process has ended.
+    address = f"\0bagua-tests-{run_name}-{number}-{torch}"
+    while True:
+        here = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            here.connect(address)
+        except ConnectionRefusedError:
+            here.close()
+        else:
+            return here
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            try:
+                listener.bind(address)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue  # another process of the run starts it
+            listener.listen()
+            _start_parent(listener, number, torch)
+
+
+def _start_parent(listener: socket.socket, number: int, torch: bool) -> None:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with there:
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "tests.forks", str(there.fileno()), *(["torch"] if torch else [])],
-            cwd=ROOT,
-            env=os.environ | LOADED | {"PYTHONPATH": path, "PYTHONHASHSEED": str(number)},
-            stdin=subprocess.DEVNULL,
-            pass_fds=[there.fileno()],
-            # Ctrl-C is for the tests; this process ends when its socket closes.
-            start_new_session=True,
-        )
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "tests.forks", str(listener.fileno()), *(["torch"] if torch else [])],
+        cwd=ROOT,
+        env=os.environ | LOADED | {"PYTHONPATH": path, "PYTHONHASHSEED": str(number)},
+        stdin=subprocess.DEVNULL,
+        pass_fds=[listener.fileno()],
+        # Ctrl-C is for the tests.
+        start_new_session=True,
+    )
 
     def end() -> None:
-        here.close()
+        _parent(number, torch).close()
         process.wait()
 
     atexit.register(end)
-    return here
 
 
 def start(
@@ -184,24 +215,36 @@ def _enter(namespace: str) -> None:
             raise OSError(ctypes.get_errno(), f"setns({namespace})")
 
 
-def _serve(requests: socket.socket) -> _Request | None:
+def _serve(listener: socket.socket) -> _Request | None:
     """Forks a rank for each request. Returns the request in the rank, and None in the parent, in the end."""
+    clients: dict[int, socket.socket] = {}
     pipes: dict[int, tuple[int, int]] = {}
     poll = select.poll()
-    poll.register(requests, select.POLLIN)
+    poll.register(listener, select.POLLIN)
     while True:
         for ready, _ in poll.poll():
+            if ready == listener.fileno():
+                client, _ = listener.accept()
+                if _PEER.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1] == os.getuid():
+                    clients[client.fileno()] = client
+                    poll.register(client, select.POLLIN)
+                continue
             if ready in pipes:
                 pid, pipe = pipes.pop(ready)
                 poll.unregister(ready)
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                os.write(pipe, _NUMBER.pack(code))
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(pipe, _NUMBER.pack(code))
                 os.close(pipe)
                 os.close(ready)
                 continue
-            text, passed, _, _ = socket.recv_fds(requests, 1 << 20, 4)
+            text, passed, _, _ = socket.recv_fds(clients[ready], 1 << 20, 4)
             if not text:
-                return None
+                poll.unregister(ready)
+                clients.pop(ready).close()
+                if not clients:
+                    return None
+                continue
             pipe, *standard = passed
             pid = os.fork()
             if pid == 0:
@@ -210,8 +253,9 @@ def _serve(requests: socket.socket) -> _Request | None:
                 for number, file in enumerate(standard):
                     os.dup2(file, number)
                 os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
-                # Its number is among those that were closed.
-                requests.detach()
+                # Their numbers are among those that were closed.
+                for each in (listener, *clients.values()):
+                    each.detach()
                 request: _Request = pickle.loads(text)
                 if request.namespace is not None:
                     _enter(request.namespace)

@@ -3,12 +3,15 @@
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from bagua.distributed import processes
+from tests import forks
+from tests.world import ROOT, World
 
 NO_PS = "needs the command ps, which this system does not have"
 NO_PROC = "needs /proc, which this system does not have"
@@ -29,3 +32,22 @@ def test_a_child_is_listed_with_its_parent(listed: Callable[[], Iterator[tuple[i
             assert (child.pid, os.getpid()) in set(listed())
         finally:
             child.kill()
+
+
+def parent(rank: int) -> int:
+    return os.getppid()
+
+
+def test_the_processes_of_a_run_fork_their_ranks_from_the_same_two() -> None:
+    ours = World(2).run(parent)
+    code = (
+        "from tests import forks\nfrom tests.unit.test_processes import parent\nfrom tests.world import World\n"
+        f"forks.run_name = {forks.run_name!r}\nprint(World(2).run(parent))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout == f"{ours}\n", done.stderr
+    assert ours[0] != ours[1]
+    # They are there for the others when one of the run has ended.
+    assert World(2).run(parent) == ours
