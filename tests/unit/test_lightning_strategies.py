@@ -7,23 +7,36 @@ import pickle
 import subprocess
 import sys
 from datetime import timedelta
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.importorskip("lightning", reason="lightning is not installed: make setup")
-pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed: make setup")
+pytest.importorskip("torch", reason="torch is not installed: make setup")
 
 import torch
 
-import bagua.lightning
+import bagua
 from bagua.metrics import StepMeter
+
+if TYPE_CHECKING:
+    import bagua.lightning
+
+pytestmark = pytest.mark.skipif(
+    not (find_spec("lightning") and find_spec("pytorch_lightning")), reason="Lightning is not installed: make setup"
+)
 
 NAMESPACES = {
     "lightning": ("lightning.pytorch", "lightning.fabric"),
     "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
 }
 START = {"bagua": "popen", "bagua_spawn": "spawn", "bagua_fork": "fork", "bagua_notebook": "fork"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _lightning() -> None:
+    """Imports it. Not at the top: it takes 3 s, and every process of pytest imports this module."""
+    importlib.import_module("bagua.lightning")
 
 
 @pytest.fixture(params=NAMESPACES)

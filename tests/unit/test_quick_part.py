@@ -6,6 +6,7 @@ Which modules it runs tests of is read from their markers. To collect them would
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -51,11 +52,15 @@ def quick_part(path: Path) -> str:
     return "\n".join(map(ast.unparse, kept)) if has_tests else ""
 
 
-QUICK = {
-    str(path.relative_to(TESTS)): source
-    for path in sorted([*TESTS.glob("distributed/test_*.py"), *TESTS.glob("cuda/test_*.py"), *TESTS.glob("unit/*.py")])
-    if path != Path(__file__) and (source := quick_part(path))
-}
+@functools.cache
+def quick() -> dict[str, str]:
+    """The sources by name. In a test, because every process of pytest imports this module: they take seconds."""
+    folders = ("distributed/test_*.py", "cuda/test_*.py", "unit/*.py")
+    return {
+        str(path.relative_to(TESTS)): source
+        for path in sorted(path for folder in folders for path in TESTS.glob(folder))
+        if path != Path(__file__) and (source := quick_part(path))
+    }
 
 
 def codecs() -> list[str]:
@@ -80,12 +85,12 @@ def patterns() -> dict[str, str]:
 
 @pytest.mark.parametrize(("thing", "pattern"), patterns().items(), ids=patterns())
 def test_everything_that_bagua_offers_is_in_make_test(thing: str, pattern: str) -> None:
-    assert any(re.search(pattern, source) for source in QUICK.values()), thing
+    assert any(re.search(pattern, source) for source in quick().values()), thing
 
 
 @pytest.mark.parametrize("module", FRONT_ENDS.values(), ids=FRONT_ENDS)
 def test_every_front_end_is_in_make_test(module: str) -> None:
-    assert module in QUICK
+    assert module in quick()
 
 
 def test_what_the_quick_part_of_rust_leaves_out_exists() -> None:
@@ -100,5 +105,5 @@ def test_what_the_quick_part_of_rust_leaves_out_exists() -> None:
 
 
 def test_slow_modules_and_slow_tests_are_not_in_make_test() -> None:
-    assert "distributed/test_digits.py" not in QUICK
-    assert "test_a_frozen_rank_is_left_behind" not in QUICK["distributed/test_elastic.py"]
+    assert "distributed/test_digits.py" not in quick()
+    assert "test_a_frozen_rank_is_left_behind" not in quick()["distributed/test_elastic.py"]
