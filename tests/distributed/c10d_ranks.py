@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tests.cases import attempt, each_case
+from tests.cases import attempt, each_case, is_run
 from tests.distributed.left_out import cases_in, is_left_out
 
 __all__ = ["LIMIT", "Case", "Pair", "cases_in", "each_case", "run_cases", "same"]
@@ -74,7 +74,9 @@ def run_cases(rank: int, cases: Sequence[Case], members: Sequence[int] | None = 
             torch.manual_seed(17 + rank)
             case(pair)
 
-        run = {case.__name__: functools.partial(seeded, case) for case in cases if not is_left_out(case)}
+        run = {
+            case.__name__: functools.partial(seeded, case) for case in cases if is_run(case) and not is_left_out(case)
+        }
         outcome = attempt(run, lambda: dist.barrier(ours))
     dist.destroy_process_group()
     return outcome

@@ -99,6 +99,7 @@ def a22_positions_travel_as_int64(rank: int) -> None:
     assert collectives(lambda: top.agg_grad(by_layer=True)(model, "avg_world")) == {"all_gather": 2}
 
 
+@pytest.mark.slow
 def a22_positions_beyond_what_float32_can_count_are_exact(rank: int) -> None:
     if bagua.get_world_size() != 2:
         return

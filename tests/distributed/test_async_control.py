@@ -264,6 +264,7 @@ class Net(torch.nn.Module):
         return torch.nn.functional.softmax(self.fc3(torch.relu(self.fc2(torch.relu(self.fc1(x))))), dim=1)
 
 
+@pytest.mark.slow
 def the_originals_training_ends_with_equal_weights_that_learned(rank: int) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

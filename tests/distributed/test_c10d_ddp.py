@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -46,6 +47,7 @@ def fully_sharded(pair: Pair) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 @needs_backend_class("its fully_shard is for CUDA alone, or averages by other means than on gloo")
 def sharded_checkpoint(pair: Pair) -> None:
     def begun(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -103,6 +105,7 @@ def pipelined(pair: Pair) -> None:
     pair.both(trained)
 
 
+@pytest.mark.slow
 def tensor_parallel(pair: Pair) -> None:
     def trained(group: dist.ProcessGroup) -> list[torch.Tensor]:
         torch.manual_seed(3)
@@ -119,6 +122,7 @@ def tensor_parallel(pair: Pair) -> None:
     pair.both(trained)
 
 
+@pytest.mark.slow
 def compiled(pair: Pair) -> None:
     @torch.compile(fullgraph=True, backend="aot_eager")
     def doubled(x: torch.Tensor) -> torch.Tensor:

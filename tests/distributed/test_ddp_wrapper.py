@@ -331,6 +331,7 @@ def a_hook_that_raises_ends_the_backward(rank: int) -> None:
     assert same_everywhere(model.module.weight.grad)
 
 
+@pytest.mark.slow
 def a_compiled_wrapper_and_a_wrapper_of_a_compiled_model_train(rank: int) -> None:
     for made in (
         torch.compile(DistributedDataParallel(Net()), backend="eager"),

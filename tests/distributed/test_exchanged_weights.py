@@ -219,6 +219,7 @@ def resumable() -> Iterator[tuple[Algorithm, Callable[[], Net], Sequence[str]]]:
             yield algorithm, functools.partial(Net, other=torch.float16), tuple(REPLICAS)
 
 
+@pytest.mark.slow
 def a_run_resumes_to_the_bit(rank: int) -> None:
     for (algorithm, net, remembered), do_flatten in itertools.product(resumable(), (True, False)):
         what = f"{algorithm.describe()} {do_flatten=}"
