@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,6 +19,26 @@ from bagua.torch_api.data_parallel import DistributedDataParallel
 
 Optimizers = Callable[[list[nn.Parameter]], Any]
 Options = Mapping[str, Any]
+
+#: The rows that `make test` trains by every front end. It leaves the others out where they show little more: torch's
+#: DistributedDataParallel on the backend "bagua" is torch's own code on operations that test_c10d.py compares with
+#: gloo's, and Lightning's strategies train by our wrapper.
+BRIEF = (
+    "all_ranks_begin_as_rank_0",
+    "evaluation_between_steps",
+    "no_sync_with_clipping",
+    "gradients_accumulate_under_no_sync",
+    "ranks_take_different_branches",
+    "outputs_of_which_the_loss_takes_some",
+    "one_parameter_at_the_root",
+    "sparse_gradients",
+    "ignored_and_frozen_parameters",
+    "tied_weights",
+    "two_models_in_turn",
+    "nan_stays_nan",
+    "join_ends_early",
+    "bf16_hook",
+)
 
 
 class Training:
@@ -41,6 +61,8 @@ class FrontEnd:
     lacks: Mapping[str, str] = {}
     #: Whether the buffers are those of rank 0 before each training forward.
     has_buffers = True
+    #: The rows that `make test` trains by it, if not all.
+    quick: Collection[str] | None = None
 
     def begin(self, module: nn.Module, optimizers: Optimizers, options: Options) -> Training:
         """Wraps the model, with the options as torch's DistributedDataParallel names them."""
@@ -49,6 +71,10 @@ class FrontEnd:
     def why_not(self, needs: frozenset[str]) -> str:
         """The reason if something of this is not offered, else nothing."""
         return "; ".join(self.lacks[need] for need in sorted(needs) if need in self.lacks)
+
+    def is_slow(self, name: str, row_is: bool) -> bool:
+        """Whether `make test` does not train this row by it."""
+        return row_is or (self.quick is not None and name not in self.quick)
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
@@ -60,6 +86,7 @@ class Wrapper(FrontEnd):
 
     def __init__(self, name: str, made: Callable[..., Any], backend: str = "gloo") -> None:
         self.name, self._made, self.backend = name, made, backend
+        self.quick = None if backend == "gloo" else BRIEF
         self._defaults = {"gradient_as_bucket_view": True} if made is TorchDDP else {}
 
     def begin(self, module: nn.Module, optimizers: Optimizers, options: Options) -> Training:
@@ -136,6 +163,7 @@ class Fabric(FrontEnd):
     """Lightning's Fabric with Bagua's strategy; `kit` has the classes of one of its two names."""
 
     name = "Lightning"
+    quick = BRIEF
     lacks = _ONLY_WRAPPERS | {
         "scaler": "Fabric scales losses by its precision plugins",
         "dtypes": "Fabric converts inputs to the dtype of its precision",

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bagua.lightning.process_group import fail, leave
 from tests.distributed.front_ends import REFERENCE, Fabric
 from tests.distributed.lightning_kit import SAMPLES, Kit, loader, weights
 from tests.distributed.training_rows import ROWS, train_rows
@@ -42,6 +41,16 @@ PARITY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"validated": True, "val_check_interval": 3, "accumulate_grad_batches": 2, "max_steps": 2},
     ),
 }
+#: Of these `make test` trains those that pass something on of each kind: a schedule, clipping, a loop of the user, a
+#: precision, unused parameters, a validation.
+QUICK = (
+    "momentum with a schedule",
+    "accumulated and clipped",
+    "manual with a local pass",
+    "bf16-mixed",
+    "unused",
+    "validated",
+)
 
 #: Rows of the table that Fabric trains.
 FABRIC = [name for name, row in ROWS.items() if 2 in row.sizes and row.of(Fabric()) and not (row.slow or row.left_out)]
@@ -49,20 +58,25 @@ FABRIC = [name for name, row in ROWS.items() if 2 in row.sizes and row.of(Fabric
 Case = Callable[[int, Kit, Path], Any]
 
 
-def run(rank: int, namespace: str, cases: list[str]) -> dict[str, Any]:
-    """The weights after each training of PARITY with both strategies, and what became of the cases."""
+def run(rank: int, namespace: str, trainings: list[str], rows: list[str], cases: list[str]) -> dict[str, Any]:
+    """The weights after each of these trainings of PARITY with both strategies, what Fabric trained, and what became of
+    the cases.
+    """
+    # It imports Lightning, which the process that collects the tests need not.
+    from bagua.lightning.process_group import fail, leave
+
     torch.set_num_threads(1)
     kit = Kit(namespace)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        for name in PARITY:
+        for name in trainings:
             found[f"ddp: {name}"] = parity(kit, folder, name, "ddp_find_unused_parameters_true")
-        found[REFERENCE.name] = train_rows(REFERENCE, rank, FABRIC)
+        found[REFERENCE.name] = train_rows(REFERENCE, rank, rows)
         dist.destroy_process_group()
-        for name in PARITY:
+        for name in trainings:
             found[name] = parity(kit, folder, name, kit.strategy(find_unused_parameters=name == "unused"))
-        found[Fabric.name] = train_rows(Fabric(kit), rank, FABRIC)
+        found[Fabric.name] = train_rows(Fabric(kit), rank, rows)
         for name in cases:
             torch.manual_seed(rank)
             try:
@@ -164,6 +178,7 @@ def accumulation_communicates_half_as_often(rank: int, kit: Kit, folder: Path) -
     assert counts == [[1, 2, 3, 4], [0, 1, 1, 2]]
 
 
+@pytest.mark.slow
 def checkpoints_fit_everywhere(rank: int, kit: Kit, folder: Path) -> None:
     """B14."""
     shared = Path(kit.strategy().broadcast(str(folder)))
@@ -302,6 +317,7 @@ def qadam_has_its_optimizer(rank: int, kit: Kit, folder: Path) -> None:
     assert is_equal(parameters(model))
 
 
+@pytest.mark.slow
 def qadam_goes_on_after_its_warm_up(rank: int, kit: Kit, folder: Path) -> None:
     """B7."""
     shared = Path(kit.strategy().broadcast(str(folder)))

@@ -6,6 +6,7 @@ Bit for bit with two ranks. The points are those of ddp_parity.md; Lightning's c
 from __future__ import annotations
 
 import functools
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,20 @@ from tests.distributed.training_rows import ROWS, compare, train_rows
 from tests.world import make_world
 
 
-def train(rank: int, backend: str, names: list[str]) -> dict[str, dict[str, Any]]:
+def train(rank: int, backend: str, slow: bool) -> dict[str, dict[str, Any]]:
     """By front end and row."""
+    size = int(os.environ["WORLD_SIZE"])
+    rows = {name: row.slow for name, row in ROWS.items() if size in row.sizes and not row.left_out}
     torch.set_num_threads(1)
     if backend == "gloo":
         bagua.init_process_group()
     else:
         dist.init_process_group(backend)
     front_ends = [each for each in (REFERENCE, *FRONT_ENDS.values()) if each.backend == backend]
-    found = {each.name: train_rows(each, rank, names) for each in front_ends}
+    found = {
+        each.name: train_rows(each, rank, [name for name in rows if each.is_slow(name, rows[name]) == slow])
+        for each in front_ends
+    }
     if backend == "gloo":
         bagua.destroy_process_group()
     else:
@@ -40,16 +46,15 @@ def train(rank: int, backend: str, names: list[str]) -> dict[str, dict[str, Any]
 @functools.cache
 def outcomes(size: int, backend: str, slow: bool) -> list[dict[str, dict[str, Any]]]:
     """By rank. Runs once for all tests of a part."""
-    names = [name for name, row in ROWS.items() if row.slow == slow and size in row.sizes and not row.left_out]
     world = make_world(size, env=ENVIRONMENT, timeout=240.0)
-    found: list[dict[str, dict[str, Any]]] = world.run(train, backend, names)
+    found: list[dict[str, dict[str, Any]]] = world.run(train, backend, slow)
     return found
 
 
 @pytest.mark.parametrize(
     ("name", "size", "front_end"),
     [
-        pytest.param(name, size, front_end, marks=[pytest.mark.slow] if row.slow else [])
+        pytest.param(name, size, front_end, marks=[pytest.mark.slow] * FRONT_ENDS[front_end].is_slow(name, row.slow))
         for name, row in ROWS.items()
         for size in row.sizes
         for front_end in FRONT_ENDS
@@ -60,7 +65,7 @@ def test_a_front_end_trains_as_ddp_on_gloo_does(name: str, size: int, front_end:
     if ROWS[name].left_out:
         pytest.skip(ROWS[name].left_out)
     column = FRONT_ENDS[front_end]
-    ours, gloos = (outcomes(size, each.backend, ROWS[name].slow) for each in (column, REFERENCE))
+    ours, gloos = (outcomes(size, each.backend, each.is_slow(name, ROWS[name].slow)) for each in (column, REFERENCE))
     for found, expected in zip(ours, gloos, strict=True):
         # Two summands have one order only; with more, gloo's differs from ours.
         compare(column, name, found[front_end][name], expected[REFERENCE.name][name], exact=size == 2)
@@ -68,7 +73,8 @@ def test_a_front_end_trains_as_ddp_on_gloo_does(name: str, size: int, front_end:
 
 @pytest.mark.parametrize("front_end", [*FRONT_ENDS.values(), Fabric()], ids=lambda each: each.name)
 def test_a_front_end_has_rows_in_make_test_and_needs_each_of_its_reasons(front_end: Any) -> None:
-    assert sum(bool(row.of(front_end)) and not row.slow for row in ROWS.values()) >= 10
+    quick = [name for name, row in ROWS.items() if row.of(front_end) and not front_end.is_slow(name, row.slow)]
+    assert len(quick) >= 10
     needs = {need for row in ROWS.values() for variant in row.variants for need in variant.needed()}
     assert set(front_end.lacks) - needs == set()
 

@@ -6,56 +6,76 @@ import functools
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("lightning", reason="lightning is not installed: make setup")
-pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed: make setup")
-
-from tests.cases import check_outcomes
+from tests.cases import check_outcomes, is_slow
 from tests.distributed.front_ends import REFERENCE, Fabric
-from tests.distributed.lightning_ranks import CASES, FABRIC, PARITY, run
-from tests.distributed.training_rows import compare
+from tests.distributed.lightning_ranks import CASES, FABRIC, PARITY, QUICK, run
+from tests.distributed.training_rows import ROWS, compare
 from tests.world import ROOT, World
 
-#: The second name has the same code: a part of the cases shows that it runs there.
+# Ranks import it: it takes 3 s, and every process of pytest imports this module.
+pytestmark = pytest.mark.skipif(
+    not (find_spec("lightning") and find_spec("pytorch_lightning")), reason="Lightning is not installed: make setup"
+)
+
+#: The second name has the same code: these cases, and the trainings and rows of `make test`, show that it runs there.
 SHORT = ["reductions", "checkpoints_fit_everywhere", "the_monitor_logs_to_every_logger", "fabric_trains"]
 
 
+Table = Mapping[str, bool]
+
+#: By name of a training, row or case, whether `make test` leaves it out; the second namespace is slow as a whole.
+TRAININGS = {name: name not in QUICK for name in PARITY}
+ROWS_OF_FABRIC = {name: Fabric().is_slow(name, ROWS[name].slow) for name in FABRIC}
+BRIEF_OF_FABRIC = [name for name, slow in ROWS_OF_FABRIC.items() if not slow]
+CHECKS = {name: is_slow(case) for name, case in CASES.items()}
+
+
+def each_of(table: Table, second: Iterable[str]) -> pytest.MarkDecorator:
+    """Parameters `namespace` and `name`; `second` are the names in the second namespace."""
+    first = [pytest.param("lightning", name, marks=[pytest.mark.slow] * slow) for name, slow in table.items()]
+    more = [pytest.param("pytorch_lightning", name, marks=pytest.mark.slow) for name in second]
+    return pytest.mark.parametrize(("namespace", "name"), [*first, *more])
+
+
 @functools.cache
-def outcomes(namespace: str) -> list[dict[str, Any]]:
-    """What both ranks found. Runs once for all tests."""
-    cases = list(CASES) if namespace == "lightning" else SHORT
-    found: list[dict[str, Any]] = World(2, timeout=280.0).run(run, namespace, cases)
+def of_part(namespace: str, slow: bool) -> list[dict[str, Any]]:
+    """What both ranks found. Runs once for all tests of a part."""
+    if namespace == "lightning":
+        parts = [[name for name in table if table[name] == slow] for table in (TRAININGS, ROWS_OF_FABRIC, CHECKS)]
+    else:
+        parts = [list(QUICK), list(BRIEF_OF_FABRIC), SHORT]
+    found: list[dict[str, Any]] = World(2, timeout=280.0).run(run, namespace, *parts)
     return found
 
 
-@pytest.mark.parametrize("name", PARITY)
-@pytest.mark.parametrize("namespace", ["lightning", pytest.param("pytorch_lightning", marks=pytest.mark.slow)])
+def outcomes(namespace: str, name: str, table: Table) -> list[dict[str, Any]]:
+    """What both ranks found in the part with this training, row or case."""
+    return of_part(namespace, table[name] or namespace != "lightning")
+
+
+@each_of(TRAININGS, QUICK)
 def test_a_training_is_bitwise_that_of_ddp(namespace: str, name: str) -> None:
-    for found in outcomes(namespace):
+    for found in outcomes(namespace, name, TRAININGS):
         assert found[name] == found[f"ddp: {name}"]
         assert found[name][1], "the gradients of the ranks differ"
 
 
-@pytest.mark.parametrize("name", FABRIC)
-@pytest.mark.parametrize("namespace", ["lightning", pytest.param("pytorch_lightning", marks=pytest.mark.slow)])
+@each_of(ROWS_OF_FABRIC, BRIEF_OF_FABRIC)
 def test_fabric_trains_as_ddp_on_gloo_does(namespace: str, name: str) -> None:
-    for found in outcomes(namespace):
+    for found in outcomes(namespace, name, ROWS_OF_FABRIC):
         compare(Fabric(), name, found[Fabric.name][name], found[REFERENCE.name][name], exact=True)
 
 
-@pytest.mark.parametrize(
-    ("namespace", "name"),
-    [
-        *(("lightning", name) for name in CASES),
-        *(pytest.param("pytorch_lightning", name, marks=pytest.mark.slow) for name in SHORT),
-    ],
-)
+@each_of(CHECKS, SHORT)
 def test_the_strategy(namespace: str, name: str) -> None:
-    check_outcomes(outcomes(namespace), name)
+    check_outcomes(outcomes(namespace, name, CHECKS), name)
 
 
 @pytest.mark.slow
