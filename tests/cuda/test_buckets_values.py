@@ -12,6 +12,7 @@ import pytest
 import bagua
 from bagua import engine
 from bagua.cuda.arrays import device_of
+from tests.cases import slow_but
 from tests.cuda import kernel_cases as cases
 from tests.cuda.buckets import Queue, Sides, Tensors
 from tests.cuda.device_arrays import Cuda
@@ -88,7 +89,7 @@ def test_an_operation_on_a_device_has_the_bits_of_the_host(ranks: Ranks, operati
     ranks(2, equals_the_host, operation, False, ["float32", "float16"])
 
 
-@pytest.mark.parametrize("operation", BY_MESSAGES)
+@pytest.mark.parametrize("operation", slow_but(["compressed"], BY_MESSAGES))
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_by_nccl_an_operation_has_the_bits_of_the_host_and_none_pass_through_it(
     ranks: Ranks, size: int, operation: str
@@ -97,7 +98,7 @@ def test_by_nccl_an_operation_has_the_bits_of_the_host_and_none_pass_through_it(
     ranks.check_no_copies()
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", slow_but(["centralized", "compressed"], OPERATIONS))
 def test_a_hierarchical_operation_on_a_device_has_the_bits_of_the_host(ranks: Ranks, operation: str) -> None:
     ranks(3, equals_the_host, operation, True, ["float32"], hosts=HALVES)
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import bagua
+from tests.cases import slow_but
 from tests.cuda import kernel_cases as cases
 from tests.cuda.device_arrays import LEGACY, Cuda, DeviceArray
 from tests.cuda.ranks import Ranks, arrays, on_ranks
@@ -81,7 +82,7 @@ def check(
         array.free()
 
 
-@pytest.mark.parametrize("name", cases.CODED)
+@pytest.mark.parametrize("name", slow_but(["f32"], cases.CODED))
 @on_ranks(1, arrays, compiler=True)
 def test_records_and_values_are_those_of_the_host(cuda: Cuda, name: str) -> None:
     for kind in cases.KINDS:
@@ -90,7 +91,7 @@ def test_records_and_values_are_those_of_the_host(cuda: Cuda, name: str) -> None
                 check(cuda, name, cases.elements(kind, name, count, seed=count), by=by)
 
 
-@pytest.mark.parametrize("name", cases.CODED)
+@pytest.mark.parametrize("name", slow_but(["f32"], cases.CODED))
 @on_ranks(1, arrays, compiler=True)
 def test_arrays_may_be_at_any_address_and_cut_into_any_chunks(cuda: Cuda, name: str) -> None:
     for by in CODECS:

@@ -192,7 +192,7 @@ def one_dies(rank: int, cuda: Cuda, group: bagua.Group, folder: str, operation: 
         ("staged", "verb", 8 << 20),
         ("staged", "message", 1 << 20),
         pytest.param("staged", "summed", 8 << 20, marks=pytest.mark.slow),
-        ("staged", "compressed", 8 << 20),
+        pytest.param("staged", "compressed", 8 << 20, marks=pytest.mark.slow),
         ("nccl", "verb", 1 << 20),
         ("nccl", "transposed", 1 << 20),
         pytest.param("nccl", "compressed", 8 << 20, marks=pytest.mark.slow),

@@ -151,6 +151,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(nvrtc: Pretended, tmp_path:
         assert nvrtc.cubin(locked) == CODE
 
 
+@pytest.mark.slow
 def test_processes_that_compile_and_delete_at_once_all_get_whole_code(nvrtc: Pretended, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     program = (

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from bagua import config
+from tests.cases import slow_but
 from tools import elf
 
 #: A driver: what cuInit returns, and how many devices there are, is defined when it is compiled.
@@ -139,7 +140,12 @@ def test_without_a_driver_the_loaders_message_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("contents", "said"), [(None, "No such file"), ("", "file too short"), ("no library\n" * 100, "invalid ELF header")]
+    ("contents", "said"),
+    [
+        (None, "No such file"),
+        pytest.param("", "file too short", marks=pytest.mark.slow),
+        pytest.param("no library\n" * 100, "invalid ELF header", marks=pytest.mark.slow),
+    ],
 )
 def test_a_file_that_is_no_library_is_named_with_the_loaders_words(
     contents: str | None, said: str, tmp_path: Path
@@ -157,8 +163,8 @@ def test_a_file_that_is_no_library_is_named_with_the_loaders_words(
 @pytest.mark.parametrize(
     ("flags", "function"),
     [
-        (["-DEMPTY"], "cuInit"),
-        (["-DINIT=0", "-DONLY_INIT"], "cuDeviceGetCount"),
+        pytest.param(["-DEMPTY"], "cuInit", marks=pytest.mark.slow),
+        pytest.param(["-DINIT=0", "-DONLY_INIT"], "cuDeviceGetCount", marks=pytest.mark.slow),
         (["-DINIT=0", "-DDEVICES=1", "-DNO_UUID"], "cuDeviceGetUuid"),
     ],
 )
@@ -174,8 +180,8 @@ def test_a_missing_function_of_a_library_is_named(flags: list[str], function: st
     ("code", "name"),
     [
         (100, "CUDA_ERROR_NO_DEVICE"),
-        (803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
-        (-5, "an error that the driver"),
+        pytest.param(803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", marks=pytest.mark.slow),
+        pytest.param(-5, "an error that the driver", marks=pytest.mark.slow),
     ],
 )
 def test_a_cu_init_that_fails_is_reported_with_name_and_number(
@@ -278,7 +284,7 @@ def test_what_was_found_first_holds_until_the_process_ends(compiled: Compile) ->
     assert run(program, library, BAGUA_LIBCUDA="/nowhere.so").startswith("True libcuda (BAGUA_LIBCUDA=/nowhere.so)")
 
 
-@pytest.mark.parametrize("used_before", [False, True])
+@pytest.mark.parametrize("used_before", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_forked_child_has_no_cuda_and_its_parent_keeps_it(used_before: bool, compiled: Compile) -> None:
     library = compiled(DRIVER, "-DINIT=0", "-DDEVICES=1")
     program = (
@@ -351,7 +357,7 @@ def test_an_nccl_that_is_too_old_for_the_table_is_reported_with_its_version(comp
     assert info["nccl"] == {"path": str(library), "version": "2.14.3"}
 
 
-@pytest.mark.parametrize("contents", [None, "", "text"])
+@pytest.mark.parametrize("contents", slow_but([None], [None, "", "text"]))
 def test_a_missing_nvrtc_and_nccl_are_null_and_raise_nothing(contents: str | None, tmp_path: Path) -> None:
     file = tmp_path / "file"
     if contents is not None:
@@ -369,7 +375,7 @@ def test_the_cache_is_in_the_users_folder_of_caches(tmp_path: Path) -> None:
     assert run(program, XDG_CACHE_HOME="relative", HOME=tmp_path) == f"{tmp_path}/.cache/bagua/cuda\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["info"]])
+@pytest.mark.parametrize("arguments", slow_but([[]], [[], ["info"]]))
 def test_the_command_prints_the_info_as_json(arguments: list[str], tmp_path: Path) -> None:
     environment = os.environ | {"BAGUA_LIBCUDA": str(tmp_path / "none")}
     command = [sys.executable, "-m", "bagua.cuda", *arguments]

@@ -216,8 +216,8 @@ def fails(rank: int, failing: int, variable: str, fault: str, timeout: float) ->
     ("rank", "variable", "fault"),
     [
         (2, "BAGUA_SIM_FAIL", "ncclGetUniqueId:1:3"),
-        (3, "BAGUA_SIM_FAIL", "ncclCommInitRankConfig:1:3"),
-        (1, "BAGUA_SIM_FAIL", "ncclReduce:2:3"),
+        pytest.param(3, "BAGUA_SIM_FAIL", "ncclCommInitRankConfig:1:3", marks=pytest.mark.slow),
+        pytest.param(1, "BAGUA_SIM_FAIL", "ncclReduce:2:3", marks=pytest.mark.slow),
         (0, "BAGUA_SIM_NCCL", "later:ncclReduce:2:3"),
         (2, "BAGUA_SIM_FAIL", f"cuMemcpyDtoHAsync:2:{UNKNOWN}"),
     ],
@@ -241,6 +241,7 @@ def test_a_failing_call_is_a_device_error_here_and_an_exception_of_this_rank_on_
     assert all(report["faults"] == [] for report in ranks.reports)
 
 
+@pytest.mark.slow
 def test_work_that_never_ends_on_one_host_is_ended_on_both_by_the_deadline(ranks: Ranks) -> None:
     for errors in run(ranks, fails, 3, "BAGUA_SIM_NCCL", "stuck:ncclBroadcast:1", 1.0, clean=False):
         assert [error["class"] for error in errors] == ["BaguaTimeoutError"] * 2
@@ -269,7 +270,8 @@ def dies(rank: int, dying: int, folder: str) -> Any:
     return lost, after
 
 
-@pytest.mark.parametrize("dying", [2, pytest.param(3, marks=pytest.mark.slow)], ids=["first-rank", "other-rank"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dying", [2, 3], ids=["first-rank", "other-rank"])
 def test_a_rank_that_is_killed_in_the_middle_is_lost_on_both_hosts(ranks: Ranks, tmp_path: Path, dying: int) -> None:
     named = {"BAGUA_CUDA_COLLECTIVE": "auto", "OWN_DEVICE": 1, "BAGUA_SIM_DEVICES": 4}
 

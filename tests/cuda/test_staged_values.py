@@ -38,7 +38,9 @@ def test_arrays_of_many_pieces_have_the_bits_of_the_host_within_32_mib_of_pinned
         assert 0 < cuda["pinned_bytes"] <= 32 << 20
 
 
-@pytest.mark.parametrize("variables", [{"BAGUA_TRANSPORT": "tcp"}, {}], ids=["tcp", "shm"])
+@pytest.mark.parametrize(
+    "variables", [{"BAGUA_TRANSPORT": "tcp"}, pytest.param({}, marks=pytest.mark.slow)], ids=["tcp", "shm"]
+)
 def test_the_transport_makes_no_difference(ranks: Ranks, variables: dict[str, str]) -> None:
     ranks(2, move_everything, "float32", True, (5,), **variables)
     ranks(2, reduce_everything, "float16", True, **variables)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cases import slow_but
 from tests.cuda.ranks import Ranks, on_ranks
 from tests.cuda.torch_on_sim import install, installed
 
@@ -84,7 +85,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["mlp", "cnn", pytest.param("transformer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", slow_but(["cnn"], ["mlp", "cnn", "transformer"]))
 @on_ranks(1, installed)
 def test_training_on_the_device_ends_with_the_weights_of_the_cpu_bit_for_bit(name: str, optimizer: str) -> None:
     torch.manual_seed(1)

@@ -232,7 +232,7 @@ def all_cases(rank: int, hosts: list[list[int]] | None) -> dict[str, int]:
     return {kind: counts["calls"] for kind, counts in ops.items()}
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_flat_results_equal_the_oracle(size: int, transport: str) -> None:
     world = make_world(size, env={"BAGUA_TRANSPORT": transport}, timeout=2 * DEADLINE)

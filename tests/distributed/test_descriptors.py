@@ -91,6 +91,7 @@ def joins_with_a_low_hard_limit(rank: int) -> tuple[str, float]:
     return str(raised.value), took
 
 
+@pytest.mark.slow
 def test_a_hard_limit_that_is_too_low_is_an_error_on_every_rank_at_once(world: World) -> None:
     def longest() -> float:
         results = world(RANKS, env=TCP).run(joins_with_a_low_hard_limit)

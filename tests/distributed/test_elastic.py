@@ -157,7 +157,7 @@ def set_all(ranks: list[Rank], values: list[float]) -> None:
         assert rank.ask("unlock") == "unlocked"
 
 
-@pytest.mark.parametrize("victim", [0, 1, 3])
+@pytest.mark.parametrize("victim", [0, 1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_killed_rank_is_left_behind_and_its_restart_gets_the_average(job: Any, victim: int) -> None:
     made = job(4)
     ranks = made.form()

@@ -67,7 +67,7 @@ def test_tags_are_received_out_of_order_and_a_receive_from_any_source_names_its_
     group.barrier()
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
 @on_ranks(3)
 def test_messages_and_collectives_do_not_wait_for_each_other(rank: int, group: bagua.Group, transport: str) -> None:
     x = np.ones(1000, np.float32)

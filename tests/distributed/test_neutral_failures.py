@@ -270,7 +270,8 @@ def test_an_object_that_cannot_travel_raises_where_it_is_wanted_and_the_group_go
     assert group.all_gather_object(rank) == list(range(size))
 
 
-@pytest.mark.parametrize("transport", [pytest.param("auto", marks=pytest.mark.slow), "tcp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
 @on_ranks(3)
 def test_an_object_of_64_mib_travels_from_one_rank(rank: int, group: bagua.Group, transport: str) -> None:
     array = np.arange(64 << 17) if rank == 1 else None

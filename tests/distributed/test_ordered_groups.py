@@ -22,7 +22,7 @@ World = Callable[..., Any]
 #: One host, TCP alone, and two hosts, of 3 and 4 ranks: the options of a world, and orders of its ranks.
 PLACES = [
     (3, {}),
-    (3, {"hosts": [[0, 2], [1]]}),
+    pytest.param(3, {"hosts": [[0, 2], [1]]}, marks=pytest.mark.slow),
     pytest.param(3, {"env": {"BAGUA_TRANSPORT": "tcp"}}, marks=pytest.mark.slow),
     pytest.param(4, {}, marks=pytest.mark.slow),
     pytest.param(4, {"env": {"BAGUA_TRANSPORT": "tcp"}}, marks=pytest.mark.slow),

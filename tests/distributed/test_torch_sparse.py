@@ -411,7 +411,7 @@ def run_on_hosts(rank: int) -> dict[str, str]:
     return run_cases(rank, [gradients_accumulate_as_under_torch])
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_rows_travel_between_hosts_too(transport: str) -> None:
     world = World(3, hosts=[[0, 1], [2]], env=ENVIRONMENT | {"BAGUA_TRANSPORT": transport})
     for outcome in world.run(run_on_hosts):
@@ -498,7 +498,12 @@ def failing(rank: int, kind: type[torch.nn.Module]) -> tuple[type[Exception], st
 @pytest.mark.parametrize(
     ("kind", "error", "words"),
     [
-        (Functional, NotImplementedError, "the gradient of 'table' of model 'Functional"),
+        pytest.param(
+            Functional,
+            NotImplementedError,
+            "the gradient of 'table' of model 'Functional",
+            marks=pytest.mark.slow,
+        ),
         (Tied, NotImplementedError, "the gradient of 'table.weight' of model 'Tied"),
         (Removed, BaguaError, "the gradient of 'table.weight' was removed by another hook"),
         (Unused, BaguaError, "no gradient for 'table.weight' of model 'Unused"),

@@ -48,6 +48,7 @@ def trains_with_buffers(rank: int) -> list[float]:
     return parameters
 
 
+@pytest.mark.slow
 def test_a_training_with_buffers_goes_on_beside_a_busy_thread(world: World) -> None:
     first, second = world(2, env={"BAGUA_TIMEOUT": "60"}).run(trains_with_buffers)
     assert first == second

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.cuda.ranks import Ranks
 from tests.gpu.kernels import check_all
 
 
+@pytest.mark.slow
 def test_every_kernel_computes_what_the_core_computes(anywhere: Ranks, compiler: Any) -> None:
     # The compiler, a process of its own, writes a report too.
     assert anywhere(1, check_all, clean=False, timeout=200, **compiler)[0] > 200

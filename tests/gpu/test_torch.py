@@ -120,6 +120,7 @@ def dropped(rank: int) -> None:
             assert out.eq(2.0 * k).all().item()
 
 
+@pytest.mark.slow
 def test_tensors_that_are_dropped_during_an_operation_keep_their_values(anywhere: Ranks) -> None:
     anywhere(2, dropped)
 

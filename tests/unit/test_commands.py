@@ -22,6 +22,7 @@ import bagua
 from bagua.cli import main
 from bagua.commands import bench, machine, top
 from bagua.config import VARIABLES
+from tests.cases import slow_but
 from tests.world import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,9 +123,9 @@ def test_a_spoiled_environment_is_named_piece_by_piece() -> None:
     ("variables", "why"),
     [
         ({"WORLD_SIZE": "2"}, "RANK"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 is not in a world of 2"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not an integer"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT is not set"),
+        pytest.param({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 is not in a world of 2", marks=pytest.mark.slow),
+        pytest.param({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not an integer", marks=pytest.mark.slow),
+        pytest.param({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT is not set", marks=pytest.mark.slow),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "mpiexec -genv MASTER_ADDR"),
     ],
     ids=["half", "outside", "no number", "no port", "mpich"],
@@ -285,7 +286,11 @@ def test_heads_are_bold_on_a_terminal_only(variables: dict[str, str]) -> None:
     assert "\x1b" not in command("doctor", "--no-trial", limit=None, **variables).stdout
 
 
-@pytest.mark.parametrize("arguments", [(), ("trace",), ("doctor", "--jsn"), ("bench", "--ranks", "two")], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    slow_but([(), ("doctor", "--jsn")], [(), ("trace",), ("doctor", "--jsn"), ("bench", "--ranks", "two")]),
+    ids=str,
+)
 def test_a_command_line_that_cannot_be_used_is_answered_by_help_or_by_one_line(arguments: tuple[str, ...]) -> None:
     ended = command(*arguments)
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -393,6 +398,7 @@ def test_bench_measures_the_job_that_it_is_a_rank_of() -> None:
     assert shown[1:] == ["", ""]
 
 
+@pytest.mark.slow
 def test_bench_ends_with_1_when_a_rank_fails(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch is not installed: make setup")
     figures = tmp_path / "figures.json"

@@ -16,6 +16,7 @@ from torch import optim
 
 from bagua.torch_api.contrib import fuse_optimizer
 from bagua.torch_api.contrib.fuse import is_fused_optimizer
+from tests.cases import slow_but
 
 Make = Callable[[Any], optim.Optimizer]
 
@@ -49,6 +50,8 @@ CONFIGURATIONS: dict[str, Make] = {
         "sgd momentum decay": (optim.SGD, {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.1}),
     }.items()
 }
+#: One of each kind of state: none, one tensor, two and a step, with all options, and steps of each parameter.
+QUICK = ("sgd", "sgd nesterov", "adam", "adamw amsgrad", "adagrad decay", "rprop", "asgd averaging")
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +131,7 @@ def assert_equal_states(one: Any, other: Any, where: str = "state") -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("name", slow_but(QUICK, CONFIGURATIONS))
 def test_alternating_fused_and_plain_steps_equal_plain_steps(name: str, set_to_none: bool) -> None:
     plain, first, fused, second = twins(CONFIGURATIONS[name])
     for step in range(STEPS):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import slow_but
+
 PARTS = ("bagua.torch_api", "bagua.c10d", "bagua.horovod.torch", "bagua.aggregation", "bagua.torch_api.contrib")
 
 
@@ -31,13 +33,13 @@ def imports(part: str, before: str, folder: Path | None = None) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", slow_but(["bagua.torch_api"], PARTS))
 def test_without_torch_an_import_says_what_to_install(part: str) -> None:
     said = imports(part, "import sys; sys.modules['torch'] = None")
     assert said == f'ModuleNotFoundError: {named(part)} needs torch: pip install "bagua[torch]"'
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", slow_but(["bagua.torch_api"], PARTS))
 def test_a_torch_that_is_too_old_is_named_by_its_version(part: str, tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("__version__ = '2.4.1+cpu'")
