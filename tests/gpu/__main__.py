@@ -60,13 +60,15 @@ def suites() -> list[Suite]:
     """Those that run at once, longest first."""
     here = "tests/gpu/"
     large = "hundred_million"
+    gradients = "gradient or bytegrad or qadam"
     return [
         *(Suite(f"codec 10^8 {name}", [f"{here}test_codec.py"], 240, f"{large} and device-{name}") for name in CODED),
         Suite("torch", [f"{here}test_torch.py"], 300, f"not ({ALONE})"),
         Suite("torch ddp", [f"{here}test_torch_ddp.py"], 300),
         Suite("staged values", [f"{here}test_staged.py"], 300, "bits_of_the_host"),
         Suite("staged order", [f"{here}test_staged.py"], 300, f"not ({ALONE} or bits_of_the_host)"),
-        Suite("training", [f"{here}test_training.py"], 300),
+        Suite("training gradients", [f"{here}test_training.py"], 300, gradients),
+        Suite("training weights", [f"{here}test_training.py"], 300, f"not ({gradients})"),
         Suite("nccl", [f"{here}test_nccl.py"], 200),
         Suite("codec", [f"{here}test_codec.py"], 200, f"not {large}"),
         Suite("kernels", [f"{here}test_kernels.py"], 200),
