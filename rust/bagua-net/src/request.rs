@@ -480,16 +480,16 @@ impl OpContext<'_> {
         self.check_unless(|_| false, missing, done, total)
     }
 
-    /// [`OpContext::check`], where a rank that has left may still have bytes on the way: then that is no error.
+    /// [`OpContext::check`], where bytes of a rank that has left may be in flight: then that is no error.
     pub fn check_unless(
         &self,
-        is_on_the_way: impl Fn(usize) -> bool,
+        is_in_flight: impl Fn(usize) -> bool,
         missing: &[usize],
         done: u64,
         total: u64,
     ) -> Result<()> {
         self.health.check().map_err(|e| e.during(self.progress(done, total)))?;
-        let is_gone = |rank: usize| self.health.has_departed(rank) && !is_on_the_way(rank);
+        let is_gone = |rank: usize| self.health.has_departed(rank) && !is_in_flight(rank);
         if let Some(gone) = missing.iter().find(|rank| is_gone(**rank)) {
             return Err(self.health.attribute_disconnect(*gone, LEFT).during(self.progress(done, total)));
         }

@@ -441,12 +441,12 @@ impl Mesh {
         self.missing.sort_unstable();
         self.missing.dedup();
         let waits = transfer.idle_for() < FAREWELL;
-        let is_on_the_way = |rank: usize| {
+        let is_in_flight = |rank: usize| {
             let from =
                 |peer: &usize| self.members[*peer] == rank && run.expects(*peer) && self.endpoints[*peer].is_wire();
             waits && self.active.iter().any(from)
         };
-        transfer.cx.check_unless(is_on_the_way, &self.missing, transfer.done(), transfer.total)?;
+        transfer.cx.check_unless(is_in_flight, &self.missing, transfer.done(), transfer.total)?;
         match self.active.iter().find_map(|peer| Some((*peer, plan.elsewhere(*peer)?))) {
             Some((peer, theirs)) => Err(transfer.cx.mismatch(self.members[peer], &theirs)),
             None => Ok(()),
