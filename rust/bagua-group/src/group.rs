@@ -358,18 +358,19 @@ impl Membership {
         if self.left.swap(true, Ordering::AcqRel) {
             return None;
         }
-        if self.parent.is_none() {
-            let streams = self.control.plane.flush(None, || self.health.check().is_ok());
-            let leaving = self.control.begin_leave(LEAVING, after);
-            Plane::end_streams(&streams);
-            return leaving;
-        }
-        let streams = self.control.plane.flush(Some(self.id), || self.health.check().is_ok());
-        // Not reported to the members: leaving is not a failure.
-        self.health.fail_from_peer(Error::Aborted(LEAVING.to_owned()));
-        self.control.plane.leave_subgroup(self.id);
+        let Membership { control, health, .. } = self;
+        let subgroup = self.parent.is_some().then_some(self.id);
+        let streams = control.plane.flush(subgroup, || health.check().is_ok());
+        let leaving = if let Some(id) = subgroup {
+            // Not reported to the members: leaving is not a failure.
+            health.fail_from_peer(Error::Aborted(LEAVING.to_owned()));
+            control.plane.leave_subgroup(id);
+            None
+        } else {
+            control.begin_leave(LEAVING, after)
+        };
         Plane::end_streams(&streams);
-        None
+        leaving
     }
 }
 

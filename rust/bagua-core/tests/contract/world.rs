@@ -219,10 +219,10 @@ fn opening(size: usize) -> (Vec<Box<dyn Collective>>, Vec<Weak<StreamTable>>) {
     links(size, |a, b| if a % 2 == b % 2 { Some(true) } else { None }).into_iter().enumerate().map(net).unzip()
 }
 
-/// Two TCP connections between two ranks, one in each batch, from when both have asked for it.
+/// Two TCP connections between two ranks, one in each batch, from when both have requested it.
 struct Pairs {
     rank: usize,
-    /// Those that this rank has asked for and not fetched: peers and batches.
+    /// Those that this rank has requested and not fetched: peers and batches.
     awaited: Vec<(usize, Batch)>,
     /// By both ranks and batch: which of them has asked, then the ends that were not fetched, by rank.
     asked: Arc<Mutex<HashMap<Pair, Asked>>>,

@@ -93,9 +93,9 @@ pub struct Endpoint {
     streams: Vec<Stream>,
     /// The streams that the peer was asked to close, see [`super::table`].
     held: Vec<Stream>,
-    /// How many batches of streams were asked for; 0 before the first, and after they were closed.
+    /// How many batches of streams were requested; 0 before the first, and after they were closed.
     batches: usize,
-    /// Streams that were asked for are missing.
+    /// Requested streams are missing.
     opening: bool,
     /// Of all runs in this process, the number of the last one that used the streams.
     last_run: u64,
@@ -122,7 +122,7 @@ impl Endpoint {
         }
     }
 
-    /// The batches up to the one that is wanted that were not asked for. They count as asked for from now on.
+    /// The batches up to the one that is wanted that were not requested. They count as requested from now on.
     pub(super) fn ask_for(&mut self, wanted: impl FnOnce() -> Batch) -> &'static [Batch] {
         const ALL: [Batch; 2] = [Batch::First, Batch::Others];
         let asked = self.batches;
@@ -133,7 +133,7 @@ impl Endpoint {
         &ALL[asked..self.batches]
     }
 
-    /// Streams that were asked for have been opened. What each has carried is compared from now on.
+    /// Requested streams have been opened. What each has carried is compared from now on.
     pub(super) fn add(&mut self, opened: Opened) {
         self.opening = !opened.all;
         if !opened.streams.is_empty() {

@@ -61,7 +61,7 @@ const BUSY_ROUNDS: u32 = 64;
 
 /// How long no bytes may move while a rank waits for what a member that has left sent before: it ends its streams, unless its host or the line
 /// has failed.
-const FAREWELL: Duration = Duration::from_secs(5);
+const LAST_BYTES: Duration = Duration::from_secs(5);
 
 /// Number of runs in this process: the streams of the lowest were used least recently.
 static RUNS: AtomicU64 = AtomicU64::new(0);
@@ -440,7 +440,7 @@ impl Mesh {
         self.missing.extend(self.opening.iter().map(|peer| self.members[*peer]));
         self.missing.sort_unstable();
         self.missing.dedup();
-        let waits = transfer.idle_for() < FAREWELL;
+        let waits = transfer.idle_for() < LAST_BYTES;
         let is_in_flight = |rank: usize| {
             let from =
                 |peer: &usize| self.members[*peer] == rank && run.expects(*peer) && self.endpoints[*peer].is_wire();

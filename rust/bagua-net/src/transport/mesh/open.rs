@@ -18,7 +18,7 @@ pub enum Batch {
     Others,
 }
 
-/// What has become of the streams to a peer that were asked for.
+/// What has become of the requested streams to a peer.
 pub struct Opened {
     /// Those that have been opened since the last call.
     pub streams: Vec<Box<dyn Transport>>,
