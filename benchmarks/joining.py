@@ -6,17 +6,18 @@
     python benchmarks/joining.py --ranks 64 256 --kill 9 --shrink --idle 1
 
 Each rank is a fork of this process, which has imported NumPy and bagua only. It joins, does nothing for `--idle`
-seconds but exchange heartbeats, and sums tensors of `--sizes` with the others. A healthy rank that another one lost is
-an error. `joined_s` is the time from the first fork to the last rank that has joined, `cpu_s` the processor time of all
-ranks until then, `root_cpu_s` that of rank 0, with which all register. `descriptors` are those that joining has added
-to the rank that has most of them, and after a `+` what each size has added. `own_mib` is the memory that joining and
-the operations have added to the rank that has most of it: pages of its own, and its part of those that ranks share.
-With `--kill` or `--freeze` these ranks end or stop while all others wait for them in an all_reduce: `lost_s` is the
-time until the last one has raised PeerLostError; all must name one of these ranks. With `--shrink` the others go on in
-a smaller group, and end when all have it: `first_s` and `last_s` are the times from the loss until the first and the
-last of them has it, with a lane that has passed a barrier; `messages` and `kbytes` those that they sent to agree, in
-all, and `view_cpu_s` their processor time from the loss on. A rank that raises writes a flight record before, unless
-`BAGUA_TRACE_DIR` is empty.
+seconds but exchange heartbeats, and sums tensors of `--sizes` with the others, each twice: `first_ms` and `second_ms`
+are the times of the slowest rank, and the first opens the streams that there are not yet. A healthy rank that another
+one lost is an error. `joined_s` is the time from the first fork to the last rank that has joined, `cpu_s` the processor
+time of all ranks until then, `root_cpu_s` that of rank 0, with which all register. `descriptors` are those that joining
+has added to the rank that has most of them, and after a `+` what each size has added. `own_mib` is the memory that
+joining and the operations have added to the rank that has most of it: pages of its own, and its part of those that
+ranks share. With `--kill` or `--freeze` these ranks end or stop while all others wait for them in an all_reduce:
+`lost_s` is the time until the last one has raised PeerLostError; all must name one of these ranks. With `--shrink` the
+others go on in a smaller group, and end when all have it: `view_first_s` and `view_last_s` are the times from the loss
+until the first and the last of them has it, with a lane that has passed a barrier; `messages` and `kbytes` those that
+they sent to agree, in all, and `view_cpu_s` their processor time from the loss on. A rank that raises writes a flight
+record before, unless `BAGUA_TRACE_DIR` is empty.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ import resource
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import add_output_options, machine, parse_size, save_if_asked
+from common import Barrier, add_output_options, machine, parse_size, save_if_asked
 
 import bagua
 
@@ -70,12 +72,13 @@ def main() -> None:
         "threads",
         "own_mib",
     )
-    columns += ("reduce_s", "lost_s")
-    columns += ("first_s", "last_s", "messages", "kbytes", "view_cpu_s") if args.shrink else ()
+    columns += ("first_ms", "second_ms", "lost_s")
+    columns += ("view_first_s", "view_last_s", "messages", "kbytes", "view_cpu_s") if args.shrink else ()
     print("".join(f"{name:>14}" for name in columns))
     rows = []
     for ranks in args.ranks:
-        rows.append(measure(ranks, args))
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(measure(ranks, args, folder))
         print("".join(f"{shown(rows[-1][name]):>14}" for name in columns), flush=True)
     save_if_asked(args, Path(__file__).stem, rows)
 
@@ -85,7 +88,7 @@ def shown(value: Any) -> str:
     return value if isinstance(value, str) else "" if value is None else f"{value:.4g}"
 
 
-def measure(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
+def measure(ranks: int, args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Forks the ranks and waits for them; RuntimeError when one of them failed."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -102,7 +105,7 @@ def measure(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
         if child == 0:
             for other in (reads, may_leave, *pipes):
                 os.close(other)
-            os._exit(run(rank, ranks, args, port, waits, leaves, writes))
+            os._exit(run(rank, ranks, args, port, folder, waits, leaves, writes))
         os.close(writes)
         pipes.append(reads)
         ids.append(child)
@@ -123,8 +126,11 @@ def measure(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     if bad:
         raise RuntimeError(f"{len(bad)} of {ranks} ranks failed:\n" + "\n".join(bad[:5]))
     found = [json.loads(said[rank]) for rank in good]
-    row = {key: max(each[key] for each in found) for key in ("threads", "own_mib", "reduce_s")}
+    row = {key: max(each[key] for each in found) for key in ("threads", "own_mib")}
     row["own_mib"] -= before
+    for call in ("first_ms", "second_ms"):
+        times = zip(*(each[call] for each in found), strict=True)
+        row[call] = "+".join(f"{max(of_ranks):.3g}" for of_ranks in times)
     row |= {"ranks": ranks, "hosts": args.hosts, "joined_s": max(each["joined"] for each in found) - begun}
     row |= {"cpu_s": sum(each["cpu_s"] for each in found)}
     row |= {"root_cpu_s": found[0]["cpu_s"] if good[0] == 0 else None}
@@ -134,7 +140,7 @@ def measure(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     row["lost_s"] = None if lost_at is None else max(each["raised"] for each in found) - lost_at
     if lost_at is not None and args.shrink:
         opened = [each["opened"] - lost_at for each in found]
-        row |= {"first_s": min(opened), "last_s": max(opened)}
+        row |= {"view_first_s": min(opened), "view_last_s": max(opened)}
         row |= {key: sum(each[key] for each in found) for key in ("messages", "kbytes", "view_cpu_s")}
     if lost_at is not None and (wrong := {each["named"] for each in found} - victims):
         raise RuntimeError(f"ranks {sorted(wrong)} were named as lost, and {sorted(victims)} are")
@@ -160,24 +166,37 @@ def wait_for(state: int, ids: list[int], args: argparse.Namespace, waits: mmap.m
         time.sleep(0.001)
 
 
-def run(rank: int, ranks: int, args: argparse.Namespace, port: int, waits: mmap.mmap, leaves: int, pipe: int) -> int:
+def run(
+    rank: int,
+    ranks: int,
+    args: argparse.Namespace,
+    port: int,
+    folder: str,
+    waits: mmap.mmap,
+    leaves: int,
+    pipe: int,
+) -> int:
     """One rank: writes what it saw into a pipe, and returns its exit code."""
     with open(pipe, "w") as says:
         try:
             if args.hosts > 1:
                 os.environ["BAGUA_HOST_ID"] = f"pretended-host-{rank * args.hosts // ranks}"
+            meeting = Barrier(folder, rank, ranks)
             counts = [len(os.listdir("/proc/self/fd"))]
             bagua.init(rank=rank, world_size=ranks, init_method=f"tcp://127.0.0.1:{port}")
             row: dict[str, Any] = {"joined": time.monotonic()}
-            row["cpu_s"] = processor_time()
+            row |= {"cpu_s": processor_time(), "first_ms": [], "second_ms": []}
             time.sleep(args.idle)
             counts.append(len(os.listdir("/proc/self/fd")))
             for size in args.sizes:
-                x, begun = np.ones(size // 4, np.float32), time.monotonic()
-                bagua.all_reduce(x, op="sum")
-                row["reduce_s"] = time.monotonic() - begun
-                if not (x == ranks).all():
-                    raise AssertionError(f"{x[0]} is not the sum of {ranks} ones")
+                for call in ("first_ms", "second_ms"):
+                    x = np.ones(max(1, size // 4), np.float32)
+                    meeting.wait()
+                    begun = time.monotonic()
+                    bagua.all_reduce(x, op="sum")
+                    row[call].append(1e3 * (time.monotonic() - begun))
+                    if not (x == ranks).all():
+                        raise AssertionError(f"{x[0]} is not the sum of {ranks} ones")
                 counts.append(len(os.listdir("/proc/self/fd")))
             row |= {"descriptors": counts, "threads": len(os.listdir("/proc/self/task"))}
             row["own_mib"] = own_memory()
