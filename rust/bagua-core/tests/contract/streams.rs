@@ -10,7 +10,7 @@ use bagua_core::error::{Error, Result};
 use bagua_core::health::GroupHealth;
 use bagua_core::stats::Stats;
 use bagua_core::transport::frame::{self, Header};
-use bagua_core::transport::{Clock, Fault, Faults, Local, Mesh, Transport};
+use bagua_core::transport::{Batch, Clock, Fault, Faults, Local, Mesh, OpContext, OpenStreams, Opened, Transport};
 use bagua_core::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 use bagua_core::wait::Doorbell;
 
@@ -21,15 +21,23 @@ type Bundle = Vec<Box<dyn Transport>>;
 fn rank(index: usize, bundle: Bundle, bell: Doorbell) -> Rank {
     let mut bundles = vec![Vec::new(), Vec::new()];
     bundles[1 - index] = bundle;
-    let net = Net::new(Mesh::bundled(index, vec![0, 1], bundles, Some(bell)));
-    Rank { collective: Box::new(net), health: GroupHealth::local(index, 2), stats: Stats::default(), seq: 0 }
+    over(index, Mesh::bundled(index, vec![0, 1], bundles, Some(bell)))
+}
+
+fn over(index: usize, mesh: Mesh) -> Rank {
+    let collective = Box::new(Net::new(mesh));
+    Rank { collective, health: GroupHealth::local(index, 2), stats: Stats::default(), seq: 0 }
 }
 
 /// A rank 0 of 2, joined by two streams to the test itself.
 fn rank_and_raw_peer() -> (Rank, [Local; 2]) {
+    rank_and_raw_peer_with(|links, bell| Mesh::bundled(0, vec![0, 1], vec![Vec::new(), links], Some(bell)))
+}
+
+fn rank_and_raw_peer_with(mesh: impl FnOnce(Bundle, Doorbell) -> Mesh) -> (Rank, [Local; 2]) {
     let bells = (Doorbell::local(), Doorbell::local());
     let [(a, x), (b, y)] = [0, 1].map(|_| Local::pair(bells.clone(), 1 << 16));
-    (rank(0, vec![Box::new(a), Box::new(b)], bells.0), [x, y])
+    (over(0, mesh(vec![Box::new(a), Box::new(b)], bells.0)), [x, y])
 }
 
 /// Chunk `offset..offset + length` of a message of `body` bytes.
@@ -38,7 +46,7 @@ fn chunk(message: u64, body: usize, offset: u64, length: u64) -> Vec<u8> {
     let fingerprint = Fingerprint { epoch: 1, shape, ..Fingerprint::new(kind, dtype, body) };
     let header = Header { offset, length, ..Header::whole(fingerprint, 0, body, message) };
     let mut bytes = header.encode().to_vec();
-    bytes.extend((offset..offset.saturating_add(length).min(offset.saturating_add(1000))).map(|at| at as u8));
+    bytes.extend((offset..offset.saturating_add(length).min(offset.saturating_add(1 << 16))).map(|at| at as u8));
     bytes
 }
 
@@ -110,6 +118,50 @@ fn a_chunk_of_a_later_operation_waits_for_it() {
         let mut into = [[0; 100]];
         receive(&mut rank, &mut into).unwrap();
         assert_eq!(into, [counted()]);
+    }
+}
+
+/// Has the first stream at once, and the second after some calls.
+struct OneAfterTheOther(Vec<Box<dyn Transport>>, u32);
+
+impl OpenStreams for OneAfterTheOther {
+    fn begin(&mut self, _: &OpContext<'_>, batches: &[(usize, Batch)]) -> Result<()> {
+        assert_eq!(batches, [(1, Batch::First), (1, Batch::Others)]);
+        Ok(())
+    }
+
+    fn opened(&mut self, _peer: usize) -> Result<Opened> {
+        self.1 += 1;
+        let now = matches!(self.1, 1 | 100);
+        let streams: Vec<_> = now.then(|| self.0.remove(0)).into_iter().collect();
+        Ok(Opened { streams, all: self.0.is_empty() })
+    }
+
+    fn name(&self) -> &'static str {
+        "local"
+    }
+}
+
+#[test]
+fn a_chunk_of_a_later_operation_waits_for_it_also_where_the_stream_that_it_overtook_opens_later() {
+    const LONG: usize = 60_000;
+    let (mut rank, mut peer) = rank_and_raw_peer_with(|links, bell| {
+        let opener = Box::new(OneAfterTheOther(links, 0));
+        Mesh::on_demand(0, vec![0, 1], vec![Vec::new(), Vec::new()], Some(bell), opener)
+    });
+    let later = chunk(1, LONG, 0, LONG as u64);
+    let mut later_header = later[..frame::LEN].to_vec();
+    later_header[24] = 1;
+    assert_eq!(peer[0].send(&later_header, &later[frame::LEN..]), Ok(later.len()));
+    let first = chunk(0, LONG, 0, LONG as u64);
+    assert_eq!(peer[1].send(&first, &[]), Ok(first.len()));
+    for _ in 0..2 {
+        let mut into = vec![0; LONG];
+        let outcome = rank.call(Say::new(Kind::Exchange, DType::U8, LONG), |x, cx| {
+            x.exchange(cx, &[], &mut [Incoming::new(1, cx.fingerprint, &mut into)])
+        });
+        outcome.unwrap();
+        assert_eq!(into, first[frame::LEN..]);
     }
 }
 

@@ -318,7 +318,8 @@ impl Mesh {
         let (before, total) = plan.progress();
         let mut transfer =
             Transfer { cx, before, total, counts: ByteCounts::default(), counts_sends, idle: None, pauses: 0 };
-        let mut run = Run { plan, peers: messages, overtaken: self.bundled };
+        let overtaken = self.bundled || !self.opening.is_empty();
+        let mut run = Run { plan, peers: messages, overtaken };
         let outcome = self.transfer(&mut transfer, &mut run);
         messages.iter_mut().for_each(PeerMessages::end);
         transfer.end_wait();
@@ -394,7 +395,7 @@ impl Mesh {
             endpoint.add(opened);
             *bundled |= endpoint.count() > 1;
         }
-        run.overtaken = *bundled;
+        run.overtaken = *bundled || !opening.is_empty();
         Ok(any)
     }
 

@@ -57,7 +57,8 @@ pub(super) struct Run<'p> {
     pub(super) plan: &'p mut dyn Plan,
     /// By index of the peer.
     pub(super) peers: &'p mut [PeerMessages],
-    /// Whether there are several streams to a peer, so that a frame of the next run may overtake the last of this one.
+    /// Whether there are several streams to a peer, or there may be at the peer's end of those that open here, so that a frame of the next run
+    /// may overtake the last of this one.
     pub(super) overtaken: bool,
 }
 
