@@ -172,6 +172,15 @@ struct LinkMap {
 /// The request of `dlinfo` for the entry of a library, of glibc and of musl. The crate libc has both for glibc alone.
 const RTLD_DI_LINKMAP: c_int = 2;
 
+pub fn release_memory() {
+    // Only glibc has it; its answer says whether there was any.
+    #[cfg(target_env = "gnu")]
+    // SAFETY: no memory that is in use is given back.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
 unsafe extern "C" {
     fn dlinfo(handle: *mut c_void, request: c_int, into: *mut c_void) -> c_int;
 }

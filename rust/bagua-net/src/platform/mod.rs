@@ -210,6 +210,11 @@ pub fn random(bytes: &mut [u8]) -> io::Result<()> {
     system::random(bytes)
 }
 
+/// Gives memory back to the system that the allocator of C keeps for later, where it can.
+pub fn release_memory() {
+    system::release_memory();
+}
+
 /// The file that a handle of `dlopen` belongs to; `None` where the loader does not say.
 ///
 /// # Safety

@@ -73,3 +73,20 @@ fn a_set_of_processors_has_what_was_added_and_not_removed() {
     assert_eq!((set.count(), set.contains(3), set.contains(64)), (2, false, true));
     assert_eq!(Processors::NONE.iter().count(), 0);
 }
+
+#[cfg(all(target_os = "linux", target_env = "gnu", not(bagua_portable)))]
+#[test]
+fn memory_that_was_freed_below_some_that_is_in_use_goes_back_to_the_system() {
+    let resident = || {
+        let counts = std::fs::read_to_string("/proc/self/statm").unwrap();
+        counts.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * rustix::param::page_size()
+    };
+    // Blocks that the allocator does not map one by one, of which the last stays.
+    let mut blocks: Vec<Vec<u8>> = (0..1000).map(|_| vec![1; 64 << 10]).collect();
+    let last = blocks.pop();
+    drop(blocks);
+    let kept = resident();
+    release_memory();
+    let released = kept.saturating_sub(resident());
+    assert!(released > 32 << 20, "{released} of 64 MB; {last:?} is in use", last = last.map(|last| last[0]));
+}
