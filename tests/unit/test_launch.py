@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from bagua.distributed import flags
+from bagua.distributed import flags, processes
 from tests.unit.test_run import RUNS_ON, finish, is_running, pid_of, program, write
 from tests.waits import once_within, until
 from tests.world import free_port
@@ -200,6 +201,19 @@ def test_ranks_end_with_a_killed_launcher(tmp_path: Path, port: str) -> None:
         pid = pid_of(tmp_path / "0.0")
         process.kill()
         until(lambda: not is_running(pid), "the rank ends with its launcher")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives a process the orphans of its descendants")
+def test_ranks_end_when_the_agent_of_their_launcher_is_killed(tmp_path: Path) -> None:
+    script = write(tmp_path, STAYS + "run_on()")
+    with program("bagua.distributed.run", "--nproc_per_node", "2", script, str(tmp_path)) as process:
+        pids = [pid_of(tmp_path / name) for name in ("0.0", "1.0")]
+        [agent] = (pid for pid, parent in processes._from_proc() if parent == process.pid)
+        os.kill(agent, signal.SIGKILL)
+        code, _, errors = finish(process)
+        assert code == 128 + signal.SIGKILL
+        assert "torchrun's agent was killed by SIGKILL: all its ranks are ended" in errors
+        assert not any(is_running(pid) for pid in pids)
 
 
 def test_an_error_about_arguments_names_the_program() -> None:

@@ -1,15 +1,49 @@
-"""Trees of processes."""
+"""Trees of processes, and what a launcher says of them."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["descendants", "kill_tree"]
+__all__ = ["adopt_orphans", "collect_orphans", "descendants", "how", "kill_orphans", "kill_tree", "say"]
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """From now on a descendant whose parent ends becomes a child of this process. Only Linux has it."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)
+
+
+def collect_orphans(own: int) -> None:
+    """Collects the children that have ended, up to `own`, which its owner collects."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != own:
+            os.waitpid(ended.si_pid, 0)
+
+
+def kill_orphans() -> None:
+    """SIGKILL to every child of this process, by which the kernel replaced their parents, and to their descendants."""
+    own = os.getpid()
+    refused: set[int] = set()
+    # What they start meanwhile becomes a child of this process, too.
+    while orphans := {process for process, parent in _on_linux() if parent == own} - refused:
+        for orphan in orphans:
+            kill_tree(orphan)
+            try:
+                os.kill(orphan, signal.SIGKILL)
+            except PermissionError:
+                refused.add(orphan)
+            else:
+                os.waitpid(orphan, 0)
 
 
 def descendants(pid: int) -> list[int]:
@@ -22,6 +56,10 @@ def descendants(pid: int) -> list[int]:
     for child in found:
         found.extend(children.get(child, ()))
     return found
+
+
+def _on_linux() -> Iterator[tuple[int, int]]:
+    return _from_proc() if sys.platform == "linux" else iter(())
 
 
 def _from_proc() -> Iterator[tuple[int, int]]:
@@ -38,6 +76,24 @@ def _from_ps() -> Iterator[tuple[int, int]]:
     for line in listed.stdout.splitlines():
         process, parent = line.split()
         yield int(process), int(parent)
+
+
+def how(code: int) -> str:
+    """How a process with that exit code ended: -N after signal N."""
+    if code > 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def say(text: str) -> None:
+    """One line at once, so that those of several programs on one terminal do not mix."""
+    # A job does not end because its messages are not read any more.
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def kill_tree(pid: int) -> None:

@@ -14,7 +14,6 @@ job's secret where BAGUA_JOB_SECRET is not set, so that no other process of the 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import ipaddress
 import math
@@ -33,6 +32,7 @@ from typing import IO
 from bagua import config
 from bagua.commands.parser import Parser
 from bagua.distributed import end_with_parent, flags, pet, store
+from bagua.distributed.processes import how, say
 from bagua.distributed.signals import Signals
 from bagua.distributed.supervise import supervise
 
@@ -181,7 +181,7 @@ class _Runner:
                 self._grace = self._options.shutdown_timeout
             return 128 + interrupted.signal
         except OSError as error:
-            _say(f"cannot start a process: {error}")
+            say(f"cannot start a process: {error}")
             return 1
         finally:
             self._end([*(rank.process for rank in self._ranks), self._book])
@@ -225,7 +225,7 @@ class _Runner:
     def _watch_book(self, where: str, port: int) -> None:
         """Starts the address book again, at the same port and with its entries, a moment after it has ended."""
         if self._book is not None and (code := self._book.code()) is not None:
-            _say(f"the address book {where} {_how(code)}: it is started again in {_BOOK_DELAY} s")
+            say(f"the address book {where} {how(code)}: it is started again in {_BOOK_DELAY} s")
             self._book, self._book_due = None, time.monotonic() + _BOOK_DELAY
         if self._book_due is not None and self._book_due <= time.monotonic():
             self._book_due = None
@@ -237,14 +237,14 @@ class _Runner:
         rank.process = None
         if code == 0:
             return True
-        what = f"rank {rank.rank} (pid {pid}) {_how(code)}"
+        what = f"rank {rank.rank} (pid {pid}) {how(code)}"
         if rank.restarts == self._options.max_restarts:
-            _say(f"{what}: no restart of {self._options.max_restarts} is left, so the runner ends all its ranks")
+            say(f"{what}: no restart of {self._options.max_restarts} is left, so the runner ends all its ranks")
             return False
         rank.restarts += 1
         rank.due = time.monotonic() + self._options.restart_delay
         which = f"restart {rank.restarts} of {self._options.max_restarts}"
-        _say(f"{what}: {which} in {self._options.restart_delay} s")
+        say(f"{what}: {which} in {self._options.restart_delay} s")
         return True
 
     def _variables(self, rank: _Rank, where: str) -> dict[str, str]:
@@ -292,24 +292,6 @@ class _Interrupted(Exception):
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number)
         self.signal = number
-
-
-def _how(code: int) -> str:
-    """How a process with that exit code ended."""
-    if code > 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
-
-
-def _say(text: str) -> None:
-    """One line at once, so that those of several runners on one terminal do not mix."""
-    # A job does not end because its messages are not read any more.
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
 
 
 def _is_numeric(host: str) -> bool:

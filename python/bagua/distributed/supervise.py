@@ -1,8 +1,8 @@
 """Runs torchrun's agent as a child, so that every rank has ended a few seconds after Ctrl-C.
 
 The agent forwards a signal to its ranks and waits for half a minute. This process waits for `_GRACE` seconds, after
-SIGTERM for as long as the agent does, and then ends the agent with all that it has started. It has one thread and
-imports no torch.
+SIGTERM for as long as the agent does, and then ends the agent with all that it has started. Where a signal has killed
+the agent, it ends the ranks, whose parent it has become. It has one thread and imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from bagua import config
 from bagua.distributed import flags, pet
-from bagua.distributed.processes import kill_tree
+from bagua.distributed.processes import adopt_orphans, collect_orphans, how, kill_orphans, kill_tree, say
 from bagua.distributed.signals import Signals
 
 __all__ = ["supervise"]
@@ -37,6 +37,7 @@ def supervise(which: str, arguments: Sequence[str], *, end_with_stdin: bool = Fa
     """
     watched = sys.stdin.buffer if end_with_stdin and _is_pipe(0) else None
     command = [sys.executable, "-m", "bagua.distributed.agent", str(os.getpid()), which, *arguments]
+    adopt_orphans()
     with Signals(signal.SIGCHLD, *_ENDING) as signals:
         # A session of its own: Ctrl-C reaches the ranks through this process alone.
         agent = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL if end_with_stdin else None)
@@ -49,7 +50,12 @@ def supervise(which: str, arguments: Sequence[str], *, end_with_stdin: bool = Fa
                 if ending is not None:
                     _end(agent, ending, signals, _grace(ending, arguments))
                     return 128 + ending
-            return code if code >= 0 else 128 - code
+                collect_orphans(agent.pid)
+            if code >= 0:
+                return code
+            say(f"python -m bagua.distributed.{which}: torchrun's agent {how(code)}: all its ranks are ended")
+            kill_orphans()
+            return 128 - code
         finally:
             if agent.poll() is None:
                 kill_tree(agent.pid)
