@@ -302,6 +302,17 @@ def unused_parameters_stay_and_take_part_where_another_rank_uses_them(rank: int)
             close(found["matrix"], expected.step(used), step, 3e-5)
 
 
+def what_no_rank_used_decides_nothing(rank: int) -> None:
+    model = Given()
+    wrapped(model, find_unused_parameters=True)
+    if rank == 0:
+        model.bias.grad = torch.full((5,), float("nan"))
+    model({"matrix": gradients(rank, 0)["matrix"]}).backward()
+    state = model.bagua_algorithm.state_dict()
+    assert state["round"] == (0 if size() == 1 else 1)
+    assert same_everywhere(state["q"]["matrix"])
+
+
 def gradients_accumulate_under_no_sync(rank: int) -> None:
     if size() == 1:
         return

@@ -135,7 +135,8 @@ class PowerSGDExchange(GradientExchange):
         finite = all(
             is_finite(slot.param.grad)
             for slot in self._slots.values()
-            if slot.name not in self.matrices and slot.param.grad is not None
+            # What no rank used is still this rank's own.
+            if slot.name not in self.matrices and slot.name not in nowhere and slot.param.grad is not None
         )
         for matrix in matrices:
             grad, basis = grad_of(matrix.param).data, bases[matrix.name]
