@@ -19,7 +19,7 @@ from .. import communication, default_collectives
 from ..algorithms.base import Algorithm
 from ..model_engine import bucket_engine
 from ..model_engine.bagua_ddp import end_with_group
-from ..model_engine.consistency import broadcast_optimizer, broadcast_tensors, is_sharded
+from ..model_engine.consistency import broadcast_optimizer, broadcast_tensors, is_sharded, restore_types
 from ..model_engine.engine import ModelEngine, Progress
 from ..model_engine.state import model_state
 from ..process_group import Communicator, ProcessGroup
@@ -168,6 +168,7 @@ class _Model:
                 tensor.copy_(values)
             for optimizer, state in optimizers:
                 optimizer.load_state_dict(state)
+                restore_types(optimizer, state)
 
         return restore
 

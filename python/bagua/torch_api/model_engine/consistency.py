@@ -201,7 +201,24 @@ def broadcast_optimizer(
         broadcast_tensors(broadcast, rank, leaves, root)
         kept = {param: entry for param, entry in optimizer.state.items() if id(param) in apart}
         optimizer.load_state_dict(state)
+        restore_types(optimizer, state)
         optimizer.state.update(kept)
+
+
+def restore_types(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Gives the tensors of an optimizer that was loaded with this state the state's dtypes again.
+
+    ``load_state_dict`` converts all but "step" to the dtype of their parameter. The rank whose state it is keeps its
+    own (NAdam's ``mu_product``, a float32 copy of a bfloat16 weight), and the ranks' weights would drift apart.
+    """
+    for number, param in _numbered(optimizer, state):
+        loaded, received = optimizer.state.get(param), state["state"].get(number)
+        if not (isinstance(loaded, dict) and isinstance(received, dict)):
+            continue
+        for key, value in received.items():
+            now = loaded.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype is not value.dtype:
+                loaded[key] = value.to(now.device)
 
 
 def _numbered(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
