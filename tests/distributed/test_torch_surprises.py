@@ -260,6 +260,27 @@ def a_queue_of_weights_does_not_disturb_averaging(rank: int) -> None:
     model.bagua_algorithm.abort(model)
 
 
+def a_functional_call_trains_what_it_is_computed_from(rank: int) -> None:
+    expected = net()
+    models = [copy.deepcopy(expected), DistributedDataParallel(copy.deepcopy(expected))]
+    patched(True)(models[0])
+    for wrapped in models:
+        given = {name: param * 0.5 for name, param in wrapped.named_parameters()}
+        torch.func.functional_call(wrapped, given, (inputs(),)).sum().backward()
+        assert same_everywhere(*gradients(wrapped))
+        # What trains nothing is no change either.
+        torch.func.functional_call(wrapped, {name: value.detach() for name, value in given.items()}, (inputs(),))
+    alone = net()
+    alone.load_state_dict(expected.state_dict())
+    given = {name: param * 0.5 for name, param in alone.named_parameters()}
+    torch.func.functional_call(alone, given, (inputs(),)).sum().backward()
+    for own, first, second in zip(*map(gradients, (alone, *models)), strict=True):
+        mean = own.clone()
+        bagua.allreduce_inplace(mean, op=bagua.ReduceOp.AVG)
+        assert torch.equal(mean, first)
+        assert torch.equal(mean, second)
+
+
 def a_model_whose_group_has_ended_is_not_trained(rank: int) -> None:
     models = [net() for _ in OURS]
     wrappers = [wrap(model) for wrap, model in zip(OURS, models, strict=True)]
@@ -341,6 +362,28 @@ def two_threads(rank: int) -> str:
 def test_two_threads_in_the_backward_of_one_model_are_an_error_on_all_ranks() -> None:
     found = make_world(RANKS, env=ENVIRONMENT).run(two_threads)
     assert any("two threads on rank" in said for said in found)
+
+
+def steps_in_a_hook(rank: int, is_given: bool) -> str:
+    bagua.init_process_group()
+    model = net()
+    optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+    for param, optimizer in optimizers.items():
+        param.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    wrapped = DistributedDataParallel(model, optimizers=list(optimizers.values()) if is_given else ())
+    meet("wrapped", rank, range(RANKS))
+    before = model[0].weight.detach().clone()
+    with pytest.raises(BaguaError) as caught:
+        wrapped(inputs(rank)).sum().backward()
+    assert torch.equal(before, model[0].weight)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_step_in_a_hook_of_a_backward_is_an_error_on_all_ranks(is_given: bool) -> None:
+    for said in make_world(RANKS, env=ENVIRONMENT).run(steps_in_a_hook, is_given):
+        assert "inside a backward, before the gradients of model" in said
 
 
 @needs_torch((2, 10), "a gradient has the dtype of its parameter")  # type: ignore[type-var]

@@ -277,6 +277,21 @@ def optimizer_state_becomes_that_of_rank_0(rank: int) -> None:
             assert same_everywhere(model.weight)
 
 
+def optimizer_state_keeps_its_dtypes(rank: int) -> None:
+    model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    optimizer = torch.optim.NAdam(model.parameters(), lr=0.1)
+    for _ in range(2):
+        # Again with a state.
+        model.with_bagua([optimizer], allreduce())
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(2, 3, dtype=torch.bfloat16)).square().sum().backward()
+            optimizer.step()
+    # torch's load_state_dict would have made it bfloat16 on the ranks that receive it.
+    assert optimizer.state[model.weight]["mu_product"].dtype is torch.float32
+    assert same_everywhere(optimizer.state[model.weight]["mu_product"], model.weight.float())
+
+
 def _plain(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return (str(value.dtype), tuple(value.shape), value.tolist())
@@ -313,6 +328,15 @@ def models_that_cannot_be_wrapped_are_refused(rank: int) -> None:
         wrapped(torch.nn.Linear(2, 2, device="meta"))
     with pytest.raises(TypeError, match="algorithm must be an Algorithm"):
         torch.nn.Linear(2, 2).with_bagua([], "gradient_allreduce")
+    for buffer, error, text in (
+        (torch.arange(3.0).expand(2, 3), ValueError, r"buffer 'extra' of shape \[2, 3\] is expanded"),
+        (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), NotImplementedError, "'extra' is quantized"),
+        (torch.nn.parameter.UninitializedBuffer(), ValueError, "buffer 'extra' has no shape yet"),
+    ):
+        model = torch.nn.Linear(2, 2)
+        model.register_buffer("extra", buffer)
+        with pytest.raises(error, match=text):
+            wrapped(model)
     shared = torch.nn.Linear(2, 2)
     wrapped(shared)
     with pytest.raises(ValueError, match=r"'0.weight' is already communicated by model 'Linear"):
@@ -328,7 +352,7 @@ def parameters_that_come_or_change_later_are_named(rank: int) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     optimizer = wrapped(model)
     model[0].bias.requires_grad_(False)
-    with pytest.raises(BaguaError, match=r"\['0.bias'\] no longer do"):
+    with pytest.raises(BaguaError, match=r"\['0.bias'\] no longer do.*or pass find_unused_parameters=True to freeze"):
         model(torch.ones(1, 3))
     model[0].bias.requires_grad_(True)
     model.append(torch.nn.Linear(3, 3))
@@ -337,6 +361,9 @@ def parameters_that_come_or_change_later_are_named(rank: int) -> None:
     model.with_bagua([optimizer], allreduce())
     model(torch.ones(1, 3)).sum().backward()
     assert same_everywhere(model[2].weight.grad)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    with pytest.raises(BaguaError, match=r"'2.bias'\] is \(are\) other Parameter objects"):
+        model(torch.ones(1, 3))
 
 
 def a_backward_that_broke_off_is_forgotten(rank: int) -> None:

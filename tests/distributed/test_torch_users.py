@@ -216,6 +216,8 @@ def reaches_no_parameter(rank: int, how: str) -> tuple[str, bool]:
             before = model.weight.detach().clone()
         optimizer.zero_grad()
         loss = model(torch.ones(1, 3)).sum()
+        if how == "closure":
+            optimizer.step(lambda: torch.zeros(1, requires_grad=True).sum().backward())
         if how == "constant":
             torch.zeros(1, requires_grad=True).sum().backward()
         else:
@@ -232,7 +234,7 @@ def reaches_no_parameter(rank: int, how: str) -> tuple[str, bool]:
     return str(caught.value), torch.equal(before if before.numel() else first, model.weight)
 
 
-@pytest.mark.parametrize("how", ["constant", "autograd.grad"])
+@pytest.mark.parametrize("how", ["constant", "autograd.grad", pytest.param("closure", marks=pytest.mark.slow)])
 def test_a_step_without_a_gradient_of_the_model_is_an_error_on_every_rank(how: str) -> None:
     for text, unchanged in make_world(2, env=ENVIRONMENT, timeout=150.0).run(reaches_no_parameter, how):
         assert "optimizer.step() on rank 0, but no gradient of model 'Linear_0'" in text
@@ -258,6 +260,16 @@ def steps_again_and_evaluates(rank: int) -> bool:
     model(torch.ones(1, 3)).sum().backward()
     model(torch.ones(1, 3))
     optimizer.step()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.randn(2, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    # The loss is shown before the step computes it again, with gradients.
+    model(torch.ones(1, 3)).sum().item()
+    optimizer.step(closure)
     same = same_everywhere(*model.parameters())
     bagua.destroy_process_group()
     return same

@@ -308,6 +308,31 @@ CASES = cases_in(globals())
 test = each_case(CASES, 2, 3, "2+1")
 
 
+def trains_outside_of_steps(rank: int, name: str, how: str) -> str:
+    bagua.init_process_group()
+    model = net()
+    (optimizer,) = whole(model)
+    model.with_bagua([optimizer], next(entry for entry in ALL if entry.name == name).make())
+    backward(model, rank, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    if how == "eval":
+        model.eval()
+    (model(data(rank, 1)) if how == "eval" else model.forward(data(rank, 1))).square().mean().backward()
+    with pytest.raises(BaguaError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["eval", "forward"])
+@pytest.mark.parametrize("name", ["local_sgd", "low_precision_decentralized", "decentralized"])
+def test_a_step_without_a_training_forward_is_an_error(name: str, how: str) -> None:
+    # Its weights would never be communicated.
+    for said in make_world(2, timeout=120.0).run(trains_outside_of_steps, name, how):
+        assert f"no training forward since its last step: with {name} a step begins with a call of the model" in said
+
+
 def ends_inside_a_step(rank: int, name: str, half: str, ranks: int) -> float:
     torch.set_num_threads(1)
     bagua.init_process_group()

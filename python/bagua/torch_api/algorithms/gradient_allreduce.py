@@ -29,7 +29,9 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
 
 @dataclass(eq=False, repr=False)
 class GradientAllReduceAlgorithm(Algorithm):
-    """``hierarchical``: add inside hosts first, then between them. ``average``: divide by the number of ranks."""
+    """``hierarchical``: add inside hosts first, then between them. ``average``: divide by the number of ranks; without,
+    gradients accumulate under ``no_sync`` only, as each other backward sums over the ranks all that ``.grad`` holds.
+    """
 
     _implementation = GradientAllReduceAlgorithmImpl
 

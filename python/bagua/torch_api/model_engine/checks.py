@@ -31,13 +31,15 @@ class Tracked:
         self._parameters = list(parameters)
         self._kinds = [(param.dtype, param.shape) for _, param in parameters]
 
-    def check(self, current: Sequence[tuple[str, torch.nn.Parameter]], may_go: bool) -> None:
+    def check(self, module: torch.nn.Module, current: Sequence[tuple[str, torch.nn.Parameter]], may_go: bool) -> None:
         """A change is an error here, rather than ranks that silently differ. ``may_go``: parameters may need a gradient
-        no longer.
+        no longer. None is one for the time of ``torch.func.functional_call``, which puts plain tensors in place of
+        parameters.
         """
-        if len(current) != len(self._parameters) or any(
+        differs = len(current) != len(self._parameters) or any(
             mine is not theirs for (_, mine), (_, theirs) in zip(current, self._parameters, strict=True)
-        ):
+        )
+        if differs and all(isinstance(param, torch.nn.Parameter) for param in module.parameters()):
             self._refuse(dict(current), may_go)
         for (name, param), (dtype, shape) in zip(self._parameters, self._kinds, strict=True):
             if param.dtype is not dtype or param.shape != shape:
@@ -49,15 +51,22 @@ class Tracked:
 
     def _refuse(self, after: dict[str, torch.nn.Parameter], may_go: bool) -> None:
         before = dict(self._parameters)
-        new = [name for name, param in after.items() if before.get(name) is not param]
+        new = [name for name in after if name not in before]
+        replaced = [name for name, param in after.items() if before.get(name, param) is not param]
         gone = [name for name in before if name not in after]
         # Without a gradient it counts as unused, and a caller that allows this can go on.
-        if not new and may_go:
+        if not new and not replaced and may_go:
             return
-        parts = [f"{names} {what}" for names, what in ((new, "now need(s) one"), (gone, "no longer do(es)")) if names]
+        changes = (
+            (new, "now need(s) one"),
+            (gone, "no longer do(es)"),
+            (replaced, "is (are) other Parameter objects, as after load_state_dict(assign=True)"),
+        )
+        parts = [f"{names} {what}" for names, what in changes if names]
+        hint = "" if new or replaced else ", or pass find_unused_parameters=True to freeze and unfreeze parameters"
         raise BaguaError(
             f"the parameters of model {self._model_name!r} that need a gradient changed since it was wrapped: "
-            f"{'; '.join(parts)}; wrap the model again after such a change"
+            f"{'; '.join(parts)}; wrap the model again after such a change{hint}"
         )
 
 
@@ -81,6 +90,23 @@ def allow_training(wrapped: torch.nn.Module) -> None:
     _, handle = _ended.pop(wrapped, ("", None))
     if handle is not None:
         handle.remove()
+
+
+def step_without_forward(rank: int, model_name: str, algorithm: str) -> BaguaError:
+    """The error of an optimizer's step that no training forward came before, where weights travel."""
+    return BaguaError(
+        f"optimizer.step() on rank {rank} after a backward of model {model_name!r}, but no training forward since its "
+        f"last step: with {algorithm} a step begins with a call of the model itself, model(...), in training mode; "
+        "call model.train() before, and neither model.forward(...) nor a part or another method of the model instead"
+    )
+
+
+def step_inside_backward(rank: int, model_name: str) -> BaguaError:
+    """The error of an optimizer's step in a hook of a backward, where gradients travel."""
+    return BaguaError(
+        f"optimizer.step() on rank {rank} inside a backward, before the gradients of model {model_name!r} are "
+        "communicated: step when backward() has returned, not in a hook"
+    )
 
 
 def ignored_names(module: torch.nn.Module) -> frozenset[str]:
@@ -120,10 +146,24 @@ def check_module(module: torch.nn.Module, ignored: frozenset[str]) -> None:
                 )
     for name, buffer in module.named_buffers():
         if name not in ignored:
-            devices.check_place(buffer, f"buffer {name!r}")
+            _check_buffer(name, buffer)
             # One on the host beside parameters on a device is broadcast by itself.
             if first is not None and buffer.is_cuda:
                 _check_same_place(first, f"buffer {name!r}", buffer)
+
+
+def _check_buffer(name: str, buffer: torch.Tensor) -> None:
+    """Refuses what the ranks cannot receive rank 0's values in."""
+    if is_lazy(buffer):
+        raise ValueError(f"buffer {name!r} has no shape yet: run one forward before it is wrapped")
+    devices.check_place(buffer, f"buffer {name!r}")
+    if buffer.is_quantized:
+        raise NotImplementedError(f"buffer {name!r} is quantized, {buffer.dtype}: such tensors are not communicated")
+    if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
+        raise ValueError(
+            f"buffer {name!r} of shape {list(buffer.shape)} is expanded: several of its elements are one place in "
+            "memory, which cannot be written; register expanded.clone()"
+        )
 
 
 def _check_same_place(first: tuple[str, torch.device], what: str, tensor: torch.Tensor) -> None:

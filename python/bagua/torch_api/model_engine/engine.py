@@ -23,7 +23,15 @@ from ..process_group import Communicator, ProcessGroup
 from ..tensor import forget
 from . import bucket_engine as backends
 from . import bucketing
-from .checks import Tracked, allow_training, check_module, ignored_names, refuse_training
+from .checks import (
+    Tracked,
+    allow_training,
+    check_module,
+    ignored_names,
+    refuse_training,
+    step_inside_backward,
+    step_without_forward,
+)
 from .consistency import (
     broadcast_optimizer,
     broadcast_tensors,
@@ -184,6 +192,9 @@ class ModelEngine:
         # Backwards that reached a parameter; and how many there were when each optimizer stepped last.
         self._backwards = 0
         self._stepped_at: MutableMapping[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        # A communicating one came outside of a step since the last training forward; forwards at each optimizer's step.
+        self._outside = False
+        self._forwards_at: MutableMapping[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
         self._communicator = communicator
 
@@ -309,16 +320,19 @@ class ModelEngine:
         """Whether the optimizer holds parameters that this engine communicates for."""
         return bool(self._handles) and any(id(param) in self._tracked_ids for param in parameters_of(optimizer))
 
-    def before_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
+    def before_optimizer(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> bool:
         """Before each step of an optimizer. Whether :meth:`optimizer_returned` has to be called."""
-        # torch's DDP, which is given no optimizers, allows a step without a backward.
-        if not self.exchange.needs_gradients or any(optimizer is given for given in self.bagua_optimizers):
+        if self.exchange.needs_gradients:
+            self._check_outside_of_backward()
+        if not has_closure:
             self._check_step(optimizer)
         self.bagua_algorithm.before_optimizer_step(self, optimizer)
         return self.bagua_algorithm.hears_forward_and_backward
 
-    def after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_optimizer(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """After each step of an optimizer that did not raise."""
+        if has_closure:
+            self._check_step(optimizer)
         if self.bagua_optimizers and optimizer is self.bagua_optimizers[0]:
             self.progress = Progress(self.progress.steps + 1, self.step + 1, self.bagua_train_step_counter)
         self._post_step_hook(optimizer)
@@ -341,8 +355,9 @@ class ModelEngine:
             return
         if self._in_backward:
             self._end_broken_backward()
-        self._unchanged.check(self.bagua_build_params(), may_go=self.find_unused_parameters)
+        self._unchanged.check(module, self.bagua_build_params(), may_go=self.find_unused_parameters)
         self.bagua_train_step_counter += 1
+        self._outside = False
         counts = self.require_backward_grad_sync and torch.is_grad_enabled()
         self._forward_waits = self._forward_waits or counts
         begins = counts and not self._in_step
@@ -448,6 +463,7 @@ class ModelEngine:
         self._forward_waits = False
         if not self._in_backward:
             self._in_backward = True
+            self._outside = self._outside or not self._in_step
             self._thread = get_ident()
             self._backwards += 1
             _at_end_of_backward(self._after_backward)
@@ -468,6 +484,10 @@ class ModelEngine:
 
         Without this, the next gradients of this rank would be combined with those of the others' last step.
         """
+        if not self.exchange.needs_gradients:
+            self._check_forward(optimizer)
+        elif not any(optimizer is given for given in self.bagua_optimizers):
+            return  # torch's DDP, which is given no optimizers, allows a step without a backward.
         before, self._stepped_at[optimizer] = self._stepped_at.get(optimizer, 0), self._backwards
         if not (self._forward_waits and self._tracked and before == self._backwards):
             return
@@ -483,6 +503,18 @@ class ModelEngine:
         )
         # The others wait for this rank's gradients.
         raise self.backend.reported(error)
+
+    def _check_forward(self, optimizer: torch.optim.Optimizer) -> None:
+        """Where weights travel, a step begins with a training forward: without one the ranks would train alone."""
+        before, self._forwards_at[optimizer] = self._forwards_at.get(optimizer, 0), self.bagua_train_step_counter
+        if self._outside and before == self.bagua_train_step_counter:
+            name = self.bagua_algorithm.name
+            raise self.backend.reported(step_without_forward(self.backend.rank, self.bagua_module_name, name))
+
+    def _check_outside_of_backward(self) -> None:
+        """Gradients are communicated when backward returns: a hook that steps before would use this rank's own."""
+        if torch._C._current_graph_task_id() != -1 and self._backward_communicates():
+            raise self.backend.reported(step_inside_backward(self.backend.rank, self.bagua_module_name))
 
     def _after_backward(self) -> None:
         # None outside of any node, which its type does not say.

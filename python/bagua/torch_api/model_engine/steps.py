@@ -30,10 +30,10 @@ class Follower(Protocol):
     def holds_parameters_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer holds parameters that the engine communicates for."""
 
-    def before_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
+    def before_optimizer(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> bool:
         """Before a step. Whether :meth:`optimizer_returned` has to be called."""
 
-    def after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_optimizer(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """After a step that did not raise."""
 
     def optimizer_returned(self) -> None:
@@ -53,8 +53,14 @@ class _StepArguments(dict[str, Any]):
                 engine.optimizer_returned()
 
 
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """Whether a step computes its gradients itself; the first argument is the optimizer."""
+    return any(callable(each) for each in (*args[1:], kwargs.get("closure")))
+
+
 def _begin(engines: Sequence[Follower], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    notified = [engine for engine in engines if engine.before_optimizer(optimizer)]
+    has_closure = _has_closure(args, kwargs)
+    notified = [engine for engine in engines if engine.before_optimizer(optimizer, has_closure=has_closure)]
     return (args, _StepArguments(notified, kwargs)) if notified else None
 
 
@@ -67,7 +73,7 @@ def follow_given(engine: Follower, optimizers: Sequence[torch.optim.Optimizer]) 
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if (engine := this()) is not None:
-            engine.after_optimizer(optimizer)
+            engine.after_optimizer(optimizer, has_closure=_has_closure(args, kwargs))
 
     handles = []
     for optimizer in optimizers:
@@ -103,7 +109,7 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _after_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for engine in _engines_of_other(optimizer):
-        engine.after_optimizer(optimizer)
+        engine.after_optimizer(optimizer, has_closure=_has_closure(args, kwargs))
 
 
 def gradients_are_finite(params: Sequence[torch.Tensor]) -> bool:
