@@ -243,6 +243,27 @@ def parameters_that_are_added_later_are_reduced_too(rank: int) -> None:
     assert same_everywhere(*model.parameters())
 
 
+def parameters_that_are_unfrozen_later_are_reduced_and_frozen_ones_left_alone(rank: int) -> None:
+    model, plain = Branches(), Branches()
+    model.left.requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()))
+    alone = OPTIMIZERS["sgd"](plain.parameters())
+    for step in range(3 * STEPS):
+        for either in (model, plain):
+            either.left.requires_grad_(step >= STEPS)
+            either.last.requires_grad_(step < 2 * STEPS)
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        alone.zero_grad()
+        for other in range(RANKS):
+            (loss_of(plain, other, step) / RANKS).backward()
+        for param in plain.right.parameters():
+            param.grad = torch.zeros_like(param)
+        alone.step()
+    close([param.detach() for param in model.parameters()], [param.detach() for param in plain.parameters()])
+
+
 def an_optimizer_that_is_gone_reduces_nothing(rank: int) -> None:
     model = Branches()
     optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()))

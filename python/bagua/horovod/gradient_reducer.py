@@ -42,7 +42,6 @@ class GradientReducer:
         self._groups = groups
         _check_groups(groups)
         self._names: dict[torch.Tensor, str] = {}
-        self._params: list[torch.Tensor] = []
         self._units: list[list[torch.Tensor]] = []
         # Parameter -> the number of its unit, and of the backward passes of this step that gave it a gradient.
         self._unit_of: dict[torch.Tensor, int] = {}
@@ -82,16 +81,34 @@ class GradientReducer:
             return
         self.forget()
         params = [param for group in param_groups for param in group["params"] if param.requires_grad]
+        self._check(params)
+        self._units = _units(params, self._groups)
+        self._number()
+        self._reset()
+
+    def _watch_unfrozen(self, param_groups: list[dict[str, Any]]) -> None:
+        """Watches parameters that need gradients only now. They are sent in units of their own, behind the others."""
+        if not self.how.process_set.included():
+            return
+        params = [param for group in param_groups for param in group["params"]]
+        new = [param for param in params if param.requires_grad and param not in self._unit_of]
+        if new:
+            self._check(new)
+            self._units += split(new[::-1], env.get_default_bucket_size())
+            self._number()
+
+    def _check(self, params: list[torch.Tensor]) -> None:
         for param in params:
             what = f"the gradient of {self._called(param)}"
             check_on_cpu(param, what)
             self.how.core_op(param, what)
-        self._units = _units(params, self._groups)
-        self._params = params
+
+    def _number(self) -> None:
+        """Numbers the units, and watches those of their parameters that are not watched yet."""
         self._unit_of = {param: number for number, unit in enumerate(self._units) for param in unit}
-        self._reset()
         reference = weakref.ref(self)
-        for param in params:
+        param: Any  # torch's method has no types
+        for param in self._unit_of:
             if param not in self._hooks:
                 self._hooks[param] = param.register_post_accumulate_grad_hook(_Arrived(reference))
 
@@ -101,7 +118,7 @@ class GradientReducer:
         return f"a parameter of shape {list(param.shape)}"
 
     def _reset(self) -> None:
-        self._arrived = dict.fromkeys(self._params, 0)
+        self._arrived = dict.fromkeys(self._unit_of, 0)
         self._waiting = [len(unit) for unit in self._units]
         self._sent = []
 
@@ -124,9 +141,10 @@ class GradientReducer:
             self._send()
 
     def _send(self) -> None:
-        """Starts the next unit's reduction."""
-        unit = self._units[len(self._sent)]
-        self._sent.append((unit, reduce_all([self._dense(param) for param in unit], self.how, None)))
+        """Starts the next unit's reduction, without parameters that are frozen since."""
+        unit = [param for param in self._units[len(self._sent)] if param.requires_grad]
+        grads = [self._dense(param) for param in unit]
+        self._sent.append((unit, reduce_all(grads, self.how, None) if grads else Handle([], list)))
 
     def _dense(self, param: torch.Tensor) -> torch.Tensor:
         grad = param.grad
@@ -142,8 +160,9 @@ class GradientReducer:
         return grad
 
     @torch.no_grad()
-    def synchronize(self) -> None:
+    def synchronize(self, param_groups: list[dict[str, Any]]) -> None:
         """Sends what was not sent, waits for all, and puts the results into ``.grad``."""
+        self._watch_unfrozen(param_groups)
         while len(self._sent) < len(self._units):
             self._send()
         sent = self._sent

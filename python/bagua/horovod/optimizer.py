@@ -30,7 +30,7 @@ class _Distributed(torch.optim.Optimizer):
 
         For what reads gradients before :meth:`step`, such as clipping; step() follows in :meth:`skip_synchronize`.
         """
-        self._bagua_reducer.synchronize()
+        self._bagua_reducer.synchronize(self.param_groups)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -54,7 +54,7 @@ class _Distributed(torch.optim.Optimizer):
 
             def closure() -> Any:
                 loss = inner()
-                reducer.synchronize()
+                reducer.synchronize(self.param_groups)
                 return loss
 
         elif reducer.step_synchronizes:
@@ -64,7 +64,7 @@ class _Distributed(torch.optim.Optimizer):
                     "`with optimizer.skip_synchronize():`",
                     stacklevel=2,
                 )
-            reducer.synchronize()
+            reducer.synchronize(self.param_groups)
         reducer.synchronized = False
         result = super().step(closure)
         reducer.synchronized = False
@@ -99,8 +99,9 @@ def DistributedOptimizer(
     """An optimizer of a subclass of ``optimizer``'s class, with its parameters, options and state.
 
     Gradients are reduced by ``op`` while backward runs, in an order that is equal on all ranks, and waited for in
-    ``step()``. A parameter without a gradient on a rank counts as zeros there. On a rank outside ``process_set``
-    nothing is reduced.
+    ``step()``. A parameter without a gradient on a rank counts as zeros there. One that all ranks freeze
+    (``requires_grad`` False) is left alone, and one that they unfreeze is reduced from then on. On a rank outside
+    ``process_set`` nothing is reduced.
 
     - ``named_parameters``: names for errors; all of the optimizer's parameters have one then.
     - ``compression``: ``hvd.Compression.fp16`` sends half of the bytes of float32.
