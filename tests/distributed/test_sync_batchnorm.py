@@ -172,6 +172,14 @@ def converting_keeps_parameters_and_buffers(rank: int) -> None:
         SyncBatchNorm.convert_sync_batchnorm(nn.LazyBatchNorm1d())
 
 
+def one_normalisation_in_several_places_stays_one(rank: int) -> None:
+    norm = nn.BatchNorm1d(CHANNELS)
+    model = nn.ModuleDict({"first": norm, "second": norm, "other": nn.Sequential(nn.Linear(2, CHANNELS), norm)})
+    SyncBatchNorm.convert_sync_batchnorm(model)
+    assert isinstance(model["first"], SyncBatchNorm)
+    assert model["first"] is model["second"] is model["other"][1]
+
+
 def copies_share_the_group_and_pickles_leave_it(rank: int) -> None:
     module = SyncBatchNorm(CHANNELS, process_group=bagua.new_group())
     assert copy.deepcopy(module).process_group is module.process_group

@@ -119,15 +119,27 @@ class SyncBatchNorm(_BatchNorm):
         """``module`` with every batch normalisation in it replaced by a SyncBatchNorm.
 
         Parameters and buffers stay the same objects, so an optimizer that knows them goes on working. Returns the
-        module, or its replacement where it is a batch normalisation itself.
+        module, or its replacement where it is a batch normalisation itself. One that is in several places has one
+        replacement in all of them.
         """
+        return cls._converted(module, process_group, {})
+
+    @classmethod
+    def _converted(
+        cls, module: torch.nn.Module, process_group: Group, done: dict[torch.nn.Module, torch.nn.Module]
+    ) -> torch.nn.Module:
+        if module in done:
+            return done[module]
         converted = module
         if isinstance(module, _BatchNorm):
             if any(t is not None and is_lazy(t) for t in (module.weight, module.running_mean)):
                 raise ValueError("a lazy batch normalisation has no shape yet: run one forward before converting")
             converted = cls._like(module, process_group)
-        for name, child in module.named_children():
-            converted.add_module(name, cls.convert_sync_batchnorm(child, process_group))
+        done[module] = converted
+        # Not named_children, which leaves out the second name of a child.
+        for name, child in list(module._modules.items()):
+            if child is not None:
+                converted.add_module(name, cls._converted(child, process_group, done))
         return converted
 
     @classmethod
