@@ -474,6 +474,18 @@ def again(rank: int, kit: Kit, folder: Path) -> None:
     assert is_equal(parameters(model))
 
 
+def all_raise_in_a_world_of_gloo(rank: int, namespace: str, folder: str) -> bool:
+    """B16: the next fit has another group beside torch's world. Not a case, because that world stays."""
+    kit = Kit(namespace)
+    model, _ = kit.fit(kit.strategy(process_group_backend="gloo"), Path(folder))
+    for _ in range(2):
+        model.fail_at = 2
+        raises(FloatingPointError, "batch 2", lambda: kit.fit(kit.strategy(), Path(folder), model))
+        model.fail_at = None
+        kit.fit(kit.strategy(), Path(folder), model)
+    return dist.get_backend() == "gloo" and is_equal(parameters(model))
+
+
 def fabric_trains(rank: int, kit: Kit, folder: Path) -> None:
     """F1."""
     reference, _ = _fabric_fit(kit, kit.fabric_strategy())

@@ -15,7 +15,7 @@ import pytest
 
 from tests.cases import check_outcomes, is_slow
 from tests.distributed.front_ends import REFERENCE, Fabric
-from tests.distributed.lightning_ranks import CASES, FABRIC, PARITY, QUICK, run
+from tests.distributed.lightning_ranks import CASES, FABRIC, PARITY, QUICK, all_raise_in_a_world_of_gloo, run
 from tests.distributed.training_rows import ROWS, compare
 from tests.world import ROOT, World
 
@@ -76,6 +76,11 @@ def test_fabric_trains_as_ddp_on_gloo_does(namespace: str, name: str) -> None:
 @each_of(CHECKS, SHORT)
 def test_the_strategy(namespace: str, name: str) -> None:
     check_outcomes(outcomes(namespace, name, CHECKS), name)
+
+
+@pytest.mark.slow
+def test_ranks_that_raised_in_a_world_of_gloo_train_again(tmp_path: Path) -> None:
+    assert World(2).run(all_raise_in_a_world_of_gloo, "lightning", str(tmp_path)) == [True, True]
 
 
 @pytest.mark.slow

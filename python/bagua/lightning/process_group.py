@@ -66,7 +66,12 @@ def leave() -> None:
     """Ends a failed world, so that the next fit of this process can have another one."""
     import bagua.torch_api as bagua
 
-    if not dist.is_initialized() or dist.get_backend() != "bagua":
+    if not dist.is_initialized():
+        return
+    if dist.get_backend() != "bagua":
+        # torch's world goes on; the group of Bagua beside it has failed.
+        if dist.get_world_size() > 1 and bagua.is_initialized():
+            bagua.destroy_process_group()
         return
     # The store goes on: a rank that is early would reach that of the failed world at the same port.
     store: Any = dist.distributed_c10d._get_default_store()
