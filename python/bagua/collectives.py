@@ -32,10 +32,17 @@ Op = Literal["sum", "avg", "min", "max", "product", "band", "bor", "bxor"] | int
 
 
 def op_code(op: str | int) -> int:
-    """The number of a reduce operation, by name or number. ValueError names the ones that exist."""
+    """The number of a reduce operation, by name or number. ValueError and TypeError name the ones that exist."""
     if type(op) is str and (known := engine.OPS.get(op)) is not None:
         return known
-    code = engine.OPS.get(op.lower(), -1) if isinstance(op, str) else int(op)
+    # Of an enumeration the name counts: torch's MIN has the number of our "max", Horovod's Sum that of our "product".
+    name = op if isinstance(op, str) else getattr(op, "name", None)
+    if isinstance(name, str):
+        code = engine.OPS.get(name.lower(), -1)
+    elif isinstance(op, int | np.integer) and not isinstance(op, bool):
+        code = int(op)
+    else:
+        raise TypeError(f"op={op!r} is a {type(op).__name__}, not one of {', '.join(engine.OPS)}")
     if code not in engine.OPS.values():
         raise ValueError(f"op={op!r} is none of {', '.join(engine.OPS)}")
     return code
@@ -112,7 +119,7 @@ class Collectives(Messages):
                 async_op=True,
                 keep=x,
             )
-            return outcome(done, x)
+            return outcome(done, x, self)
         src, dst, result = self._pair(x, out, stream)
         return self._begin(verbs.ALL_REDUCE, src, dst, result, async_op, timeout, op=code)
 
@@ -374,7 +381,7 @@ class Collectives(Messages):
         done = self._communicator.run(
             engine.BARRIER, None, None, 0, engine.DTYPES["uint8"], timeout=timeout, async_op=async_op
         )
-        return outcome(done, None)
+        return outcome(done, None, self)
 
     def _begin(
         self,
@@ -388,7 +395,7 @@ class Collectives(Messages):
     ) -> Any:
         """Begins a verb and returns its result, or its handle. The options are those of `verbs.operation`."""
         ready = verbs.operation(self._communicator, verb, src, dst, **options)
-        return outcome(ready.begin(async_op, timeout), result)
+        return outcome(ready.begin(async_op, timeout), result, self)
 
     # --- checks -------------------------------------------------------------------------------------------------------
 

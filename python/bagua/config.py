@@ -233,6 +233,9 @@ def settings(*, timeout: float | None = None, secret: str | bytes | None = None)
     """Arguments where they are given, then the environment, then the defaults."""
     if secret is None:
         secret = _secret()
+    if not isinstance(secret, str | bytes | bytearray | memoryview):
+        # Of an integer `bytes` makes so many zeros.
+        raise TypeError(f"the secret is a {type(secret).__name__}, not text or bytes")
     return Settings(
         timeout=_timeout() if timeout is None else _positive("timeout", float(timeout)),
         secret=secret.encode() if isinstance(secret, str) else bytes(secret),

@@ -95,6 +95,9 @@ class CapsuleMemory:
 
 def capsule_of(x: Any, what: str, **arguments: Any) -> Any:
     """The capsule that an array gives; TypeError when it gives none."""
+    # torch exports such a view, of the imaginary part of a conjugate for instance, without the sign.
+    if hasattr(x, "is_neg") and x.is_neg():
+        raise TypeError(f"{what} ({type(x).__name__}) is the negation of its memory: give its resolve_neg()")
     try:
         try:
             # The newer capsule says whether the memory may be written.

@@ -42,7 +42,10 @@ class Handle(Generic[T]):
         finish: Callable[[], T] | None = None,
         *,
         result: Any = None,
+        keep: Any = None,
     ) -> None:
+        # The group: a sub-group without another reference leaves, and its operations fail.
+        self._keep = keep
         # None is one that was done when it began. The core's have what a device asks for, too: streams, `synchronize`.
         self._parts: list[Any] = [part for part in parts if part is not None]
         # None once it ran.

@@ -88,12 +88,20 @@ def _rendezvous(
     init_method: str, place: launcher.RankInfo, chosen: config.Settings
 ) -> tuple[Spread | None, tuple[str, int] | None]:
     """How to spread an address (None: by the launcher's store), and in whose direction to listen."""
-    parts = urlsplit(init_method)
+    try:
+        parts = urlsplit(init_method)
+        host, port = (parts.hostname, parts.port) if parts.scheme == "tcp" else (None, None)
+    except ValueError as error:
+        raise ValueError(f"init_method {init_method!r}: {error}") from None
     if parts.scheme not in ("env", "tcp", "file"):
         raise ValueError(f"init_method {init_method!r} starts with none of env://, tcp:// and file://")
+    if parts.query or parts.fragment:
+        what = f"{'?' + parts.query if parts.query else ''}{'#' + parts.fragment if parts.fragment else ''}"
+        instead = "write %3F for ? and %23 for #" if parts.scheme == "file" else "pass rank and world_size as arguments"
+        raise ValueError(f"init_method {init_method!r}: {what} has no meaning here; {instead}")
     if parts.scheme == "file" and not parts.netloc + parts.path:
         raise ValueError(f"init_method {init_method!r} names no file")
-    if parts.scheme == "tcp" and (parts.hostname is None or parts.port is None):
+    if parts.scheme == "tcp" and (host is None or port is None or parts.path not in ("", "/")):
         raise ValueError(f"init_method {init_method!r} is not tcp://host:port")
     if place.world_size == 1:
         return lambda address: [address], None
@@ -104,17 +112,13 @@ def _rendezvous(
             return engine.rendezvous_file(path, place.rank, place.world_size, address, chosen.timeout)
 
         return by_file, None
-    if parts.scheme == "env":
-        host, port = launcher.master()
-        if config.agent_serves_store():
-            return None, (host, port)
-    else:
-        host, port = cast(str, parts.hostname), cast(int, parts.port)
+    place_of_rank_0 = launcher.master() if parts.scheme == "env" else (cast(str, host), cast(int, port))
+    if parts.scheme == "env" and config.agent_serves_store():
+        return None, place_of_rank_0
 
     def by_tcp(address: bytes) -> list[bytes]:
         return engine.rendezvous_tcp(
-            host,
-            port,
+            *place_of_rank_0,
             place.rank,
             place.world_size,
             address,
@@ -124,7 +128,7 @@ def _rendezvous(
             chosen.heartbeat_timeout,
         )
 
-    return by_tcp, (host, port)
+    return by_tcp, place_of_rank_0
 
 
 def _agent_store(host: str, port: int, limit: float) -> Any:

@@ -135,7 +135,7 @@ def place(
 def known_master() -> tuple[str | None, int | None]:
     """Where rank 0 can be reached as far as the environment says, or a job of Slurm or OpenMPI lets derive it."""
     host = config.text("MASTER_ADDR")
-    port = None if config.text("MASTER_PORT") is None else config.integer("MASTER_PORT", 0)
+    port = None if config.text("MASTER_PORT") is None else config.integer("MASTER_PORT", 0, 0, 65535)
     # Also where RANK is set: init_process_group sets it, and may be called again.
     if config.text("SLURM_STEP_ID") is not None:
         nodes, job = config.text("SLURM_STEP_NODELIST"), config.text("SLURM_JOB_ID")

@@ -40,9 +40,9 @@ __all__ = ["Messages", "outcome"]
 _OUT_OF_MEMORY = 2
 
 
-def outcome(handle: AnyHandle | None, result: Any) -> Any:
-    """What a verb returns: its result, or the handle of an asynchronous one."""
-    return result if handle is None else Handle([handle], result=result)
+def outcome(handle: AnyHandle | None, result: Any, group: Messages) -> Any:
+    """What a verb of the group returns: its result, or the handle of an asynchronous one."""
+    return result if handle is None else Handle([handle], result=result, keep=group)
 
 
 class Messages:
@@ -127,7 +127,7 @@ class Messages:
         dst = self._operand(room, "out", stream)
         dst = same_kind(src, dst, dst.shape)
         call = verbs.all_to_all_v(self._communicator, src, (sends, send_at), dst, (recvs, recv_at))
-        return outcome(call.begin(async_op, timeout), room)
+        return outcome(call.begin(async_op, timeout), room, self)
 
     @overload
     def exchange(
@@ -175,7 +175,7 @@ class Messages:
             raise TypeError(f"exchange: the arrays have different element types: {', '.join(sorted(kinds))}")
         if len(places := {memory.where for memory in memories}) > 1:
             raise TypeError(f"exchange: the arrays are in different places: {', '.join(sorted(places))}")
-        return outcome(verbs.exchange(self._communicator, given, wanted, tag).begin(async_op, timeout), result)
+        return outcome(verbs.exchange(self._communicator, given, wanted, tag).begin(async_op, timeout), result, self)
 
     @overload
     def send(
@@ -197,8 +197,9 @@ class Messages:
     ) -> Any:
         """Sends the array to rank `dst`, whose receive has the same `tag` (0 to 2**32 - 1).
 
-        Messages do not wait for collectives of the group, nor collectives for messages. One of up to 16 KiB is done
-        when it is sent, a longer one when the receiver has it. An array on a CUDA device is copied through host
+        Messages do not wait for collectives of the group, nor collectives for messages. One of up to 64 KiB is done
+        when it is sent, as long as the receiver keeps at most 1 MiB of this rank's for receives to come; others when
+        it has them. An array on a CUDA device is copied through host
         memory, and may be received on the host.
 
         Returns None. `x` may be any array that `all_reduce` takes, also a read-only one; `async_op`, `timeout`,
@@ -206,7 +207,7 @@ class Messages:
         """
         to = self._peer(dst, "dst")
         src = self._operand(x, "the array", stream).to_read()
-        return outcome(verbs.send(self._communicator, src, to, tag).begin(async_op, timeout), None)
+        return outcome(verbs.send(self._communicator, src, to, tag).begin(async_op, timeout), None, self)
 
     @overload
     def recv(
@@ -232,13 +233,13 @@ class Messages:
         overwritten. MismatchError where it has not. `async_op`, `timeout`, `stream` and the other errors are as in
         `all_reduce`; `x` may be on a CUDA device.
         """
-        return outcome(self._receive(x, self._peer(src, "src"), tag, async_op, timeout, stream), x)
+        return outcome(self._receive(x, self._peer(src, "src"), tag, async_op, timeout, stream), x, self)
 
     def recv_any(
         self, x: ArrayT, *, tag: int = 0, timeout: float | None = None, stream: int | None = None
     ) -> tuple[ArrayT, int]:
         """As :meth:`recv`, from whichever rank's message comes first: `(x, its rank)`."""
-        handle = outcome(self._receive(x, None, tag, True, timeout, stream), x)
+        handle = outcome(self._receive(x, None, tag, True, timeout, stream), x, self)
         handle.wait()
         (sender,) = handle.senders()
         assert sender is not None, "the message has come"
@@ -264,11 +265,13 @@ class Messages:
         return self._operand(x, "the array", stream).to_write("the array")
 
     def _rank(self, rank: int, name: str) -> int:
-        if not 0 <= rank < self.size:
-            raise ValueError(f"{name}={rank} is not a rank of a group of {self.size}")
-        return int(rank)
+        found = verbs.whole(rank, name)
+        if not 0 <= found < self.size:
+            raise ValueError(f"{name}={found} is not a rank of a group of {self.size}")
+        return found
 
     def _peer(self, rank: int, name: str) -> int:
-        if self._rank(rank, name) == self.rank:
-            raise ValueError(f"{name}={rank} is this rank itself")
-        return int(rank)
+        found = self._rank(rank, name)
+        if found == self.rank:
+            raise ValueError(f"{name}={found} is this rank itself")
+        return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -219,16 +220,25 @@ def exchange(
     return Operation(raw, partial(raw.exchange, sent, received, dtype, tag=check_tag(tag)), operands, is_message=True)
 
 
+def whole(number: int, name: str) -> int:
+    """The number as an int. TypeError for one that is none, of which `int` would cut off a part."""
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name}={number!r} is not an integer") from None
+
+
 def check_tag(tag: int) -> int:
     """The tag of a message. ValueError for one that the core has no room for."""
-    if not 0 <= tag < 2**32:
-        raise ValueError(f"tag={tag} is not between 0 and 2**32 - 1")
-    return int(tag)
+    found = whole(tag, "tag")
+    if not 0 <= found < 2**32:
+        raise ValueError(f"tag={found} is not between 0 and 2**32 - 1")
+    return found
 
 
 def check_counts(counts: Sequence[int], name: str, ranks: int) -> list[int]:
     """One number for each rank. ValueError for another number of them, and for negative ones."""
-    found = [int(count) for count in counts]
+    found = [whole(count, name) for count in counts]
     if len(found) != ranks or min(found, default=0) < 0:
         raise ValueError(f"{name}={found} must be {ranks} numbers, none of them negative")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -231,10 +232,26 @@ def test_under_torchrun_its_own_store_is_used(world: World) -> None:
     assert world(2).run(starts_under_torchrun) == [[0, 1]] * 2
 
 
-@pytest.mark.parametrize("method", ["http://x", "tcp://host", "file://", "somewhere"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "http://x",
+        "tcp://host",
+        "file://",
+        "somewhere",
+        "tcp://host:99999",
+        "tcp://[::1:5",
+        "tcp://host:1/path",
+        "tcp://host:1?rank=0&world_size=2",
+        "env://?world_size=2",
+        "file:///shared/group#2",
+    ],
+)
 def test_a_method_that_is_none_is_refused(method: str) -> None:
-    with pytest.raises(ValueError, match="init_method"):
-        bagua.init(0, 2, method)
+    # Also in a world of one, which a rank would be in whose method were read without its end.
+    for size in (1, 2):
+        with pytest.raises(ValueError, match=re.escape(f"init_method {method!r}")):
+            bagua.init(0, size, method)
 
 
 @pytest.mark.slow

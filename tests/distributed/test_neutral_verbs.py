@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import array
+import gc
 import hashlib
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,13 @@ OPS: dict[str, Callable[..., Any]] = {
     "band": np.bitwise_and,
     "bxor": np.bitwise_xor,
 }
+
+
+class OtherOp(IntEnum):
+    """Operations of another library, with numbers of its own: these are "product" and "max" here."""
+
+    AVERAGE = 1
+    MIN = 3
 
 
 def data(seed: int, shape: int | tuple[int, ...], dtype: str, world: int) -> list[np.ndarray]:
@@ -132,6 +141,8 @@ def reductions(group: bagua.Group, note: Callable[[np.ndarray], None]) -> None:
     assert group.reduce_scatter(given, "avg", out=given[part]) is not None
     assert (given[part] == result).all()
     note(group.all_gather(result))
+    x = np.full(3, rank, np.int32)
+    assert (group.all_reduce(x, OtherOp.MIN) == 0).all()
 
 
 def movements(group: bagua.Group) -> None:
@@ -298,6 +309,13 @@ def refusals(group: bagua.Group) -> None:
         (TypeError, "bor of float32", lambda: group.all_reduce(floats, "bor")),
         (ValueError, "op='mean' is none of", lambda: group.all_reduce(floats, "mean")),
         (ValueError, "op=5", lambda: group.all_reduce(floats, 5)),
+        (ValueError, "op=.*AVERAGE.* is none of", lambda: group.all_reduce(floats, OtherOp.AVERAGE)),
+        (TypeError, "op=1.5 is a float", lambda: group.all_reduce(floats, 1.5)),  # type: ignore[arg-type]
+        (TypeError, "op=True is a bool", lambda: group.all_reduce(floats, True)),
+        (TypeError, "src=0.5 is not an integer", lambda: group.broadcast(floats, 0.5)),  # type: ignore[arg-type]
+        (TypeError, "src='0' is not an integer", lambda: group.broadcast(floats, "0")),  # type: ignore[arg-type]
+        (TypeError, "tag=1.5", lambda: group.exchange([], [], tag=1.5)),  # type: ignore[call-overload]
+        (TypeError, "send_counts=0.5", lambda: group.all_to_all_v(floats, [0.5] * world, [0] * world)),  # type: ignore[list-item]
         (TypeError, "min of complex64", lambda: group.all_reduce(np.zeros(3, np.complex64), "min")),
         (TypeError, "bxor of complex128", lambda: group.all_reduce(np.zeros(3, np.complex128), "bxor")),
         (TypeError, "complex256", lambda: group.all_reduce(np.zeros(3, np.clongdouble))),
@@ -363,6 +381,10 @@ def subgroups(group: bagua.Group) -> None:
         assert second is not None
         assert second.name != part.name
         second.barrier()
+        # A handle keeps its group.
+        handles = [part.new_group(range(part.size)).all_reduce(np.ones(5000), async_op=True) for _ in range(3)]
+        gc.collect()
+        assert all((handle.wait() == part.size).all() for handle in handles)
     group.barrier()
 
 

@@ -143,6 +143,15 @@ def test_torch_tensors_come_by_dlpack_bfloat16_included() -> None:
         on_host(torch.ones(2, requires_grad=True))
 
 
+def test_a_torch_view_that_negates_its_memory_is_refused() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x = torch.tensor([1 + 2j]).conj().imag
+    assert x.is_neg()
+    with pytest.raises(TypeError, match="is the negation of its memory"):
+        on_host(x)
+    assert on_host(x.resolve_neg()).to_read().owner.tolist() == [-2.0]
+
+
 def test_a_new_array_has_the_type_asked_for() -> None:
     assert empty_like(on_host(np.zeros(2, np.float16)), (3, 2)).dtype == np.float16
 

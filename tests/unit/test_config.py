@@ -27,6 +27,9 @@ def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert config.settings(timeout=3).timeout == 3.0
     assert config.settings(secret="given").secret == b"given"
     assert config.settings(secret=b"\x00\xff").secret == b"\x00\xff"
+    with pytest.raises(TypeError, match="the secret is a int") as refused:
+        config.settings(secret=12345)  # type: ignore[arg-type]
+    assert "12345" not in str(refused.value)
     assert config.settings().secret == b"from the environment"
 
 

@@ -117,6 +117,13 @@ def test_a_variable_that_is_no_number_is_named_with_its_value(monkeypatch: pytes
         launcher.place()
 
 
+@pytest.mark.parametrize("port", ["70000", "-5", "http"])
+def test_a_port_that_is_none_is_named_with_its_value(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, MASTER | {"MASTER_PORT": port})
+    with pytest.raises(ValueError, match=f"MASTER_PORT.*{port}"):
+        launcher.master()
+
+
 def test_the_address_of_rank_0_is_derived_in_a_slurm_step(monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, SLURM)
     assert launcher.master() == ("gpu07", 19567)
