@@ -6,6 +6,8 @@
 //! they go over one flat mesh with the best link per pair.
 //!
 //! Sums are made inside hosts first, so results equal those of the flat collectives within rounding, and themselves bit for bit.
+//! The sum of a host may exceed the largest float16, 65504, where the average of all ranks does not: the average of float16 is one of
+//! the hosts' averages, weighted by their ranks.
 //! Every phase runs under the fingerprint of the whole operation. The leaders see a difference between hosts; the other ranks get
 //! it as the group's first cause.
 //!
@@ -19,9 +21,9 @@ use std::sync::atomic::Ordering::Relaxed;
 use super::over_exchange::in_place;
 use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb, gossip};
 use crate::error::{Error, Result};
-use crate::reduce::divide;
+use crate::reduce::{divide, sum_over};
 use crate::same_ranks_as;
-use crate::types::ReduceOp;
+use crate::types::{DType, ReduceOp};
 
 /// Bytes that go through all phases at a time: a few times the chunk of the collectives below.
 const CHUNK: usize = 512 << 10;
@@ -33,7 +35,8 @@ const LEADER: usize = 0;
 pub struct ByHost<'a> {
     /// The ranks of this host, by their index on it.
     pub intra: &'a mut dyn Collective,
-    /// The leaders, by the index of their host; on leaders only. Its averages are over the ranks of all hosts.
+    /// The leaders, by the index of their host; on leaders only. Its averages are over the ranks of all hosts, and it gets what
+    /// [`inside_hosts`] makes of these.
     pub inter: Option<&'a mut dyn Collective>,
 }
 
@@ -48,7 +51,7 @@ impl ByHost<'_> {
                 // A collective for memory of a device cuts that itself.
                 let width = if io.device()?.is_none() { CHUNK.min(io.len()) } else { io.len() };
                 let (chunk, rest) = io.split_at(width);
-                self.by_leaders(cx, verb, op.undivided(), chunk)?;
+                self.by_leaders(cx, verb, inside_hosts(op, cx.dtype()), chunk)?;
                 if rest.is_empty() {
                     return Ok(());
                 }
@@ -81,11 +84,47 @@ impl ByHost<'_> {
     }
 }
 
+/// How the ranks of a host combine what the leaders combine by `op`.
+fn inside_hosts(op: ReduceOp, dtype: DType) -> ReduceOp {
+    if dtype == DType::F16 { op } else { op.undivided() }
+}
+
 /// The collective of leaders, each with the result of all ranks of its host: an average is over these ranks.
 struct Leaders {
     inner: Box<dyn Collective>,
     /// The ranks of all hosts.
     ranks: usize,
+    /// The ranks of this host.
+    here: usize,
+    /// The ranks of the host that has most of them.
+    most: usize,
+}
+
+impl Leaders {
+    /// The average over all ranks of float16 elements, of which each leader has the average over its host. No step exceeds the largest of the
+    /// ranks' values: hosts with fewer ranks count less, and the average over the hosts becomes larger for that again.
+    fn average_averages(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
+        let weighed = self.most * self.size();
+        if weighed == self.ranks {
+            return self.inner.run(cx, verb, io);
+        }
+        let mut io = io.into_host()?;
+        let mut scratch = io.input().to_vec();
+        multiply(&scratch, io.output(), self.here, self.most);
+        self.inner.run(cx, verb, Io::in_place(io.output()))?;
+        if verb.root().is_none_or(|root| root == self.rank()) {
+            scratch.copy_from_slice(io.output());
+            multiply(&scratch, io.output(), weighed, self.ranks);
+        }
+        Ok(())
+    }
+}
+
+/// `out = from * times / divisor` of float16, rounded once.
+fn multiply(from: &[u8], out: &mut [u8], times: usize, divisor: usize) {
+    let common =
+        (1..=times).rev().find(|common| times.is_multiple_of(*common) && divisor.is_multiple_of(*common)).unwrap_or(1);
+    sum_over(DType::F16, &vec![Some(from); times / common], out, divisor / common);
 }
 
 impl Collective for Leaders {
@@ -97,6 +136,9 @@ impl Collective for Leaders {
             Verb::Reduce { op: ReduceOp::Avg, root } => Verb::Reduce { op: ReduceOp::Sum, root },
             _ => return self.inner.run(cx, verb, io),
         };
+        if cx.dtype() == DType::F16 {
+            return self.average_averages(cx, verb, io);
+        }
         self.inner.run(cx, sum, io.reborrow())?;
         if verb.root().is_none_or(|root| root == self.rank()) {
             divide(cx.dtype(), io.into_output().into_host()?, self.ranks);
@@ -147,7 +189,8 @@ impl Hier {
         assert_eq!(inter.is_some(), intra.rank() == LEADER);
         assert!(inter.as_ref().is_none_or(|inter| (inter.size(), inter.rank()) == (hosts.len(), here)));
         let size = hosts.iter().map(Vec::len).sum();
-        let inter = inter.map(|inner| Leaders { inner, ranks: size });
+        let most = hosts.iter().map(Vec::len).max().unwrap_or(1);
+        let inter = inter.map(|inner| Leaders { inner, ranks: size, here: hosts[here].len(), most });
         Hier { intra, inter, flat: None, hosts, rank, size, scratch: Vec::new() }
     }
 
@@ -194,7 +237,7 @@ impl Hier {
         scratch.resize(len.min(CHUNK), 0);
         for range in chunks(len) {
             let sum = &mut scratch[..range.len()];
-            let to_leader = Verb::Reduce { op: op.undivided(), root: LEADER };
+            let to_leader = Verb::Reduce { op: inside_hosts(op, cx.dtype()), root: LEADER };
             self.intra.run(cx, to_leader, Io::split(&io.input()[range.clone()], sum))?;
             if let Some(inter) = &mut self.inter {
                 inter.run(cx, Verb::Reduce { op, root: root_host }, Io::in_place(sum))?;
@@ -295,249 +338,4 @@ impl Collective for Hier {
 
 // Without memory that processes share there is nothing to test.
 #[cfg(all(test, not(bagua_portable)))]
-mod tests {
-    use std::cell::RefCell;
-    use std::sync::Arc;
-    use std::time::Duration;
-
-    use super::*;
-    use crate::error::Error;
-    use crate::health::GroupHealth;
-    use crate::memory::Arena;
-    use crate::shm::{Shm, segment_len, spare_links};
-    use crate::stats::OpStats;
-    use crate::transport::{Mesh, local_mesh};
-    use crate::types::{DType, Fingerprint, Kind, Shape};
-    use crate::wait::Deadline;
-    use crate::{Algorithm, Net};
-
-    /// One `Hier` per rank, hosts as segments, networks as streams between threads.
-    fn hiers(hosts: &[&[usize]], algorithm: Algorithm) -> Vec<Hier> {
-        let world = hosts.iter().map(|host| host.len()).sum();
-        let mut flats: Vec<Option<Mesh>> = local_mesh(world).into_iter().map(Some).collect();
-        let mut ranks: Vec<(usize, Hier)> = Vec::new();
-        for (host, leaders) in hosts.iter().zip(local_mesh(hosts.len())) {
-            let arena = Arc::new(Arena::create("bagua-test", segment_len(host.len())).unwrap());
-            let mut leaders = Some(leaders);
-            for (index, rank) in host.iter().enumerate() {
-                let intra = Box::new(Shm::new(Arc::clone(&arena), index, host.to_vec()).unwrap());
-                let inter = leaders.take().map(|mesh| Box::new(Net::new(mesh).with(algorithm)) as Box<dyn Collective>);
-                let flat = Net::new(flats[*rank].take().unwrap());
-                let hosts = hosts.iter().map(|host| host.to_vec()).collect();
-                ranks.push((*rank, Hier::new(intra, inter, hosts, *rank).with_flat(flat)));
-            }
-        }
-        ranks.sort_by_key(|(rank, _)| *rank);
-        ranks.into_iter().map(|(_, hier)| hier).collect()
-    }
-
-    /// Runs `act` as every rank; a collective lives until all are done.
-    fn on_all<T: Send>(hosts: &[&[usize]], act: impl Fn(usize, &mut Hier, &GroupHealth) -> T + Sync) -> Vec<T> {
-        on_all_by(hosts, Algorithm::Auto, act)
-    }
-
-    /// The same with an algorithm between the hosts.
-    fn on_all_by<T: Send>(
-        hosts: &[&[usize]],
-        algorithm: Algorithm,
-        act: impl Fn(usize, &mut Hier, &GroupHealth) -> T + Sync,
-    ) -> Vec<T> {
-        let mut hiers = hiers(hosts, algorithm);
-        let world = hiers.len();
-        std::thread::scope(|scope| {
-            let act = &act;
-            let start = |(rank, hier)| scope.spawn(move || act(rank, hier, &GroupHealth::local(rank, world)));
-            let threads: Vec<_> = hiers.iter_mut().enumerate().map(start).collect();
-            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-        })
-    }
-
-    fn print(kind: Kind, seq: u64, count: usize) -> Fingerprint {
-        Fingerprint { epoch: 1, seq, shape: Shape::flat(count), ..Fingerprint::new(kind, DType::F32, count) }
-    }
-
-    fn with<T>(health: &GroupHealth, fingerprint: Fingerprint, run: impl FnOnce(&OpContext<'_>) -> T) -> T {
-        within(60_000, health, fingerprint, run)
-    }
-
-    fn within<T>(
-        millis: u64,
-        health: &GroupHealth,
-        fingerprint: Fingerprint,
-        run: impl FnOnce(&OpContext<'_>) -> T,
-    ) -> T {
-        let deadline = Deadline::after(Duration::from_millis(millis));
-        let extra = &RefCell::default();
-        run(&OpContext { fingerprint, deadline, health, stats: &OpStats::default(), label: "", extra })
-    }
-
-    /// Whole numbers, so that every order of adding gives the same.
-    fn values(rank: usize, count: usize) -> Vec<f32> {
-        (0..count).map(|at| ((at * 13 + rank * 7) % 64) as f32).collect()
-    }
-
-    fn bytes(values: &[f32]) -> Vec<u8> {
-        values.iter().flat_map(|value| value.to_le_bytes()).collect()
-    }
-
-    const WORLDS: [&[&[usize]]; 6] = [
-        &[&[0, 1], &[2, 3]],
-        &[&[0, 2], &[1, 3, 4]],
-        &[&[0], &[1, 2]],
-        &[&[0], &[1]],
-        &[&[0, 1, 2]],
-        &[&[0, 3], &[1], &[2, 4]],
-    ];
-    const COUNTS: [usize; 5] = [0, 7, 20_000, 300_001, 6 * CHUNK / 4 - 1];
-
-    #[test]
-    fn reductions_in_stages_equal_the_sum_over_all_hosts() {
-        for hosts in WORLDS {
-            on_all(hosts, |rank, hier, health| {
-                let n = hier.size();
-                for (seq, count) in COUNTS.into_iter().enumerate() {
-                    let sum: Vec<f32> =
-                        (0..count).map(|at| (0..n).map(|r| ((at * 13 + r * 7) % 64) as f32).sum()).collect();
-                    let mean: Vec<f32> = sum.iter().map(|sum| sum / n as f32).collect();
-                    for (op, expected) in [(ReduceOp::Sum, bytes(&sum)), (ReduceOp::Avg, bytes(&mean))] {
-                        let src = bytes(&values(rank, count));
-                        let mut data = src.clone();
-                        let all_reduce = print(Kind::AllReduce, seq as u64, count);
-                        with(health, all_reduce, |cx| hier.run(cx, Verb::AllReduce(op), Io::in_place(&mut data)))
-                            .unwrap();
-                        assert!(data == expected, "all_reduce of {count} in place over {hosts:?}");
-                        let mut dst = vec![1; src.len()];
-                        with(health, all_reduce, |cx| hier.run(cx, Verb::AllReduce(op), Io::split(&src, &mut dst)))
-                            .unwrap();
-                        assert!(dst == expected, "all_reduce of {count} over {hosts:?}");
-                        for root in 0..n {
-                            let reduce =
-                                Fingerprint { root: Some(root as u32), ..print(Kind::Reduce, seq as u64, count) };
-                            let mut data = src.clone();
-                            with(health, reduce, |cx| hier.run(cx, Verb::Reduce { op, root }, Io::in_place(&mut data)))
-                                .unwrap();
-                            assert!(
-                                data == *if rank == root { &expected } else { &src },
-                                "reduce to {root} over {hosts:?}"
-                            );
-                        }
-                        let mut dst = vec![1; if rank == n - 1 { src.len() } else { 0 }];
-                        let reduce = print(Kind::Reduce, seq as u64, count);
-                        with(health, reduce, |cx| {
-                            hier.run(cx, Verb::Reduce { op, root: n - 1 }, Io::split(&src, &mut dst))
-                        })
-                        .unwrap();
-                        assert!(rank != n - 1 || dst == expected);
-                    }
-                }
-            });
-        }
-    }
-
-    #[test]
-    fn a_hierarchy_of_the_parts_of_another_has_its_bits() {
-        for hosts in WORLDS {
-            on_all(hosts, |rank, hier, health| {
-                let (count, avg) = (4 * CHUNK / 4 + 5, Verb::AllReduce(ReduceOp::Avg));
-                let src: Vec<u8> = bytes(&values(rank, count).iter().map(|value| value / 3.0).collect::<Vec<f32>>());
-                let (mut whole, mut parts) = (vec![0; src.len()], vec![0; src.len()]);
-                let say = print(Kind::AllReduce, 0, count);
-                with(health, say, |cx| hier.run(cx, avg, Io::split(&src, &mut whole))).unwrap();
-                let mut split = hier.split().unwrap();
-                assert_eq!(split.inter.is_some(), split.intra.rank() == LEADER);
-                with(health, say, |cx| split.run(cx, avg, Io::split(&src, &mut parts))).unwrap();
-                assert!(whole == parts, "over {hosts:?}");
-                let gather = print(Kind::AllGather, 1, 1);
-                let refused = with(health, gather, |cx| split.run(cx, Verb::AllGather, Io::none()));
-                assert!(matches!(refused, Err(Error::NotImplemented(_))));
-            });
-        }
-    }
-
-    #[test]
-    fn every_algorithm_between_hosts_takes_chunks_in_stages() {
-        for algorithm in Algorithm::ALL {
-            on_all_by(WORLDS[5], algorithm, |rank, hier, health| {
-                let count = 4 * CHUNK / 4 + 5;
-                let mut data = bytes(&values(rank, count));
-                let say = print(Kind::AllReduce, 0, count);
-                with(health, say, |cx| hier.run(cx, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut data))).unwrap();
-                let sum = |at| (0..5).map(|r| ((at * 13 + r * 7) % 64) as f32).sum();
-                assert!(data == bytes(&(0..count).map(sum).collect::<Vec<f32>>()), "{}", algorithm.name());
-            });
-        }
-    }
-
-    #[test]
-    fn every_rank_can_be_the_root_of_a_broadcast() {
-        for hosts in WORLDS {
-            on_all(hosts, |rank, hier, health| {
-                for (seq, count) in COUNTS.into_iter().enumerate() {
-                    for root in 0..hier.size() {
-                        let mut data = bytes(&values(rank, count));
-                        let say = Fingerprint { root: Some(root as u32), ..print(Kind::Broadcast, seq as u64, count) };
-                        with(health, say, |cx| hier.run(cx, Verb::Broadcast { root }, Io::in_place(&mut data)))
-                            .unwrap();
-                        assert!(data == bytes(&values(root, count)), "from {root} over {hosts:?}");
-                    }
-                }
-            });
-        }
-    }
-
-    #[test]
-    fn no_rank_passes_a_barrier_before_the_last_has_come() {
-        use std::sync::atomic::{AtomicUsize, Ordering};
-        let come = AtomicUsize::new(0);
-        on_all(WORLDS[1], |_, hier, health| {
-            for round in 1..=50 {
-                come.fetch_add(1, Ordering::SeqCst);
-                with(health, print(Kind::Barrier, round as u64, 0), |cx| hier.run(cx, Verb::Barrier, Io::none()))
-                    .unwrap();
-                assert!(come.load(Ordering::SeqCst) >= round * hier.size());
-            }
-        });
-    }
-
-    #[test]
-    fn a_difference_between_hosts_is_seen_by_the_leaders() {
-        let outcomes = on_all(WORLDS[0], |rank, hier, health| {
-            let count = if rank < 2 { 100 } else { 200 };
-            let mut data = bytes(&values(rank, count));
-            let say = print(Kind::AllReduce, 0, count);
-            // Without a control plane, ranks that wait for their leader run into a short deadline.
-            within(300, health, say, |cx| hier.run(cx, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut data)))
-        });
-        for leader in [0, 2] {
-            assert!(matches!(outcomes[leader], Err(Error::Mismatch(_))), "{:?}", outcomes[leader]);
-        }
-    }
-
-    #[test]
-    fn a_segment_carries_streams_of_its_own_beside_the_collective() {
-        let arena = Arc::new(Arena::create("bagua-test", segment_len(2)).unwrap());
-        std::thread::scope(|scope| {
-            for index in 0..2 {
-                let arena = Arc::clone(&arena);
-                scope.spawn(move || {
-                    let mut shm = Shm::new(Arc::clone(&arena), index, vec![0, 1]).unwrap();
-                    let (links, bell) = spare_links(&arena, index, 2);
-                    let mut flat = Net::new(Mesh::new(index, vec![0, 1], links, Some(bell)));
-                    let health = GroupHealth::local(index, 2);
-                    for round in 0..20 {
-                        for collective in [&mut shm as &mut dyn Collective, &mut flat] {
-                            let mut data = bytes(&values(index, 50_000));
-                            let say = print(Kind::AllReduce, round, 50_000);
-                            with(&health, say, |cx| {
-                                collective.run(cx, Verb::AllReduce(ReduceOp::Max), Io::in_place(&mut data))
-                            })
-                            .unwrap();
-                            let both = values(0, 50_000).into_iter().zip(values(1, 50_000));
-                            assert!(data == bytes(&both.map(|(left, right)| left.max(right)).collect::<Vec<_>>()));
-                        }
-                    }
-                });
-            }
-        });
-    }
-}
+mod tests;
