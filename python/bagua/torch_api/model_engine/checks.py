@@ -92,12 +92,42 @@ def allow_training(wrapped: torch.nn.Module) -> None:
         handle.remove()
 
 
+class OwnSteps:
+    """Where weights travel: which steps of optimizers had no training forward. One is this rank's own until the next
+    communication; ranks that take two in a row would train alone.
+    """
+
+    def __init__(self) -> None:
+        self._forwards = 0
+        # A backward that communicates came outside of a step since the last training forward.
+        self._outside = False
+        # The forwards at each optimizer's last step, and whether it was such a step.
+        self._last: MutableMapping[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+
+    def forward_begins(self) -> None:
+        """Before each training forward."""
+        self._forwards += 1
+        self._outside = False
+
+    def backward_begins(self, in_step: bool) -> None:
+        """Before each backward that communicates; ``in_step``: a training forward has begun a step."""
+        self._outside = self._outside or not in_step
+
+    def are_two(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Before each step of the optimizer. Whether it and the one before are such steps."""
+        before, was = self._last.get(optimizer, (0, False))
+        now = self._outside and before == self._forwards
+        self._last[optimizer] = (self._forwards, now)
+        return now and was
+
+
 def step_without_forward(rank: int, model_name: str, algorithm: str) -> BaguaError:
-    """The error of an optimizer's step that no training forward came before, where weights travel."""
+    """The error of an optimizer's second step in a row that had no training forward, where weights travel."""
     return BaguaError(
-        f"optimizer.step() on rank {rank} after a backward of model {model_name!r}, but no training forward since its "
-        f"last step: with {algorithm} a step begins with a call of the model itself, model(...), in training mode; "
-        "call model.train() before, and neither model.forward(...) nor a part or another method of the model instead"
+        f"optimizer.step() on rank {rank}, for the second time in a row after a backward of model {model_name!r} "
+        f"without a training forward: with {algorithm} a step begins with a call of the model itself, model(...), in "
+        "training mode; call model.train() before, and neither model.forward(...) nor a part or another method of the "
+        "model instead"
     )
 
 

@@ -24,6 +24,7 @@ from ..tensor import forget
 from . import bucket_engine as backends
 from . import bucketing
 from .checks import (
+    OwnSteps,
     Tracked,
     allow_training,
     check_module,
@@ -192,9 +193,7 @@ class ModelEngine:
         # Backwards that reached a parameter; and how many there were when each optimizer stepped last.
         self._backwards = 0
         self._stepped_at: MutableMapping[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        # A communicating one came outside of a step since the last training forward; forwards at each optimizer's step.
-        self._outside = False
-        self._forwards_at: MutableMapping[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._own_steps = OwnSteps()
         self._handles: list[RemovableHandle] = []
         self._communicator = communicator
 
@@ -357,7 +356,7 @@ class ModelEngine:
             self._end_broken_backward()
         self._unchanged.check(module, self.bagua_build_params(), may_go=self.find_unused_parameters)
         self.bagua_train_step_counter += 1
-        self._outside = False
+        self._own_steps.forward_begins()
         counts = self.require_backward_grad_sync and torch.is_grad_enabled()
         self._forward_waits = self._forward_waits or counts
         begins = counts and not self._in_step
@@ -463,7 +462,7 @@ class ModelEngine:
         self._forward_waits = False
         if not self._in_backward:
             self._in_backward = True
-            self._outside = self._outside or not self._in_step
+            self._own_steps.backward_begins(self._in_step)
             self._thread = get_ident()
             self._backwards += 1
             _at_end_of_backward(self._after_backward)
@@ -485,7 +484,9 @@ class ModelEngine:
         Without this, the next gradients of this rank would be combined with those of the others' last step.
         """
         if not self.exchange.needs_gradients:
-            self._check_forward(optimizer)
+            if self._own_steps.are_two(optimizer):
+                name, algorithm = self.bagua_module_name, self.bagua_algorithm.name
+                raise self.backend.reported(step_without_forward(self.backend.rank, name, algorithm))
         elif not any(optimizer is given for given in self.bagua_optimizers):
             return  # torch's DDP, which is given no optimizers, allows a step without a backward.
         before, self._stepped_at[optimizer] = self._stepped_at.get(optimizer, 0), self._backwards
@@ -503,13 +504,6 @@ class ModelEngine:
         )
         # The others wait for this rank's gradients.
         raise self.backend.reported(error)
-
-    def _check_forward(self, optimizer: torch.optim.Optimizer) -> None:
-        """Where weights travel, a step begins with a training forward: without one the ranks would train alone."""
-        before, self._forwards_at[optimizer] = self._forwards_at.get(optimizer, 0), self.bagua_train_step_counter
-        if self._outside and before == self.bagua_train_step_counter:
-            name = self.bagua_algorithm.name
-            raise self.backend.reported(step_without_forward(self.backend.rank, self.bagua_module_name, name))
 
     def _check_outside_of_backward(self) -> None:
         """Gradients are communicated when backward returns: a hook that steps before would use this rank's own."""
