@@ -36,7 +36,7 @@ pub struct ByHost<'a> {
     /// The ranks of this host, by their index on it.
     pub intra: &'a mut dyn Collective,
     /// The leaders, by the index of their host; on leaders only. Its averages are over the ranks of all hosts, and it gets what
-    /// [`inside_hosts`] makes of these.
+    /// `inside_hosts` makes of these.
     pub inter: Option<&'a mut dyn Collective>,
 }
 
