@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib.util
 import itertools
 import json
 import mmap
@@ -198,13 +197,13 @@ def refuse_extension_of_tests(sources: Path | None = None) -> None:
     """
     if "--quick" in sys.argv:
         return
-    if sources is None:
-        spec = importlib.util.find_spec("bagua")
-        if spec is None or spec.origin is None:
-            return
-        sources = Path(spec.origin).resolve().parents[1]
-    if (sources.parent / ".venv" / ".extension-of-tests").exists():
-        sys.exit(f"{sources}/bagua has the extension for the tests, which is not optimized: make setup")
+    # Builds from before the constant are optimized. Other programs than ours may lack bagua.
+    program = "import bagua.engine as it; print(it.__file__ if not getattr(it, 'IS_OPTIMIZED', True) else '')"
+    env = os.environ | ({} if sources is None else {"PYTHONPATH": str(sources)})
+    shown = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    if shown.stdout.strip():
+        folder = Path(shown.stdout.strip()).parent
+        sys.exit(f"{folder} has the extension for the tests, which is not optimized: make setup")
 
 
 def save(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> Path:

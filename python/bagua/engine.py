@@ -32,6 +32,8 @@ MAX_STREAMS: int = _tables["MAX_STREAMS"]
 CUDA_KERNELS: dict[str, list[str]] = _tables["CUDA_KERNELS"]
 #: Those that kernels are compiled for in advance, where NVRTC knows them.
 CUDA_ARCHITECTURES: list[int] = _tables["CUDA_ARCHITECTURES"]
+#: False in a build for tests or of `maturin develop` without `--release`, which is many times slower.
+IS_OPTIMIZED: bool = _tables["IS_OPTIMIZED"]
 
 # Codes of the verbs that have a path of their own for small calls. The others are in `bagua.verbs`.
 ALL_REDUCE, REDUCE, BROADCAST, BARRIER = VERBS["all_reduce"], VERBS["reduce"], VERBS["broadcast"], VERBS["barrier"]

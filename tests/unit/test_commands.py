@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import bagua
+from bagua import engine
 from bagua.cli import main
 from bagua.commands import bench, machine, top
 from bagua.config import VARIABLES
@@ -360,6 +361,8 @@ def test_bench_writes_checked_figures_of_ranks_that_it_starts(tmp_path: Path) ->
     assert ended.returncode == 0, ended.stderr
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert (figures["ranks"], figures["collective"]) == (2, "shm")
+    assert figures["optimized"] is engine.IS_OPTIMIZED
+    assert ("NOT OPTIMIZED" in ended.stdout) is not engine.IS_OPTIMIZED
     assert [row["bytes"] for row in figures["all_reduce"]] == [4096, 1 << 20]
     for row in figures["all_reduce"]:
         assert set(row) == {"bytes", "seconds", "gb_per_s", "gloo_seconds", "ratio"}

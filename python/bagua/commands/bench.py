@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 import bagua
-from bagua import config, launcher
+from bagua import config, engine, launcher
 from bagua.commands import tables
 from bagua.distributed import end_with_parent
 from bagua.errors import BaguaError
@@ -158,7 +158,7 @@ def _measure(joined: bagua.Group, sizes: Sequence[int]) -> dict[str, Any]:
         joined.barrier()
     finally:
         torch_destroy.destroy()
-    return {"ranks": joined.size, "collective": joined.collective, "all_reduce": rows}
+    return {"ranks": joined.size, "collective": joined.collective, "optimized": engine.IS_OPTIMIZED, "all_reduce": rows}
 
 
 def _store(joined: bagua.Group) -> Any:
@@ -232,4 +232,6 @@ def _report(figures: dict[str, Any], path: Path | None) -> None:
         for row in figures["all_reduce"]
     ]
     title = f"all_reduce, {figures['ranks']} ranks, {figures['collective']}"
+    if not figures["optimized"]:
+        title += ", NOT OPTIMIZED: build with make setup, or maturin develop --release"
     tables.show(tables.table(("bytes", "us", "GB/s", "gloo us", "gloo / bagua"), rows, title=title, left=0))

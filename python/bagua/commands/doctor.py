@@ -88,7 +88,7 @@ def _versions() -> dict[str, str | None]:
         return None
 
     return {
-        "bagua": engine.version(),
+        "bagua": engine.version() + ("" if engine.IS_OPTIMIZED else ", not optimized"),
         "python": platform.python_version(),
         "numpy": of("numpy"),
         "torch": of("torch"),

@@ -34,5 +34,6 @@ pub fn tables(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     PROGRAMS.iter().try_for_each(|program| kernels.set_item(program.name, program.kernels))?;
     all.set_item("CUDA_KERNELS", kernels)?;
     all.set_item("CUDA_ARCHITECTURES", ARCHITECTURES)?;
+    all.set_item("IS_OPTIMIZED", !cfg!(debug_assertions))?;
     Ok(all)
 }
