@@ -10,6 +10,7 @@ import torch
 
 import bagua as neutral
 import bagua.torch_api as bagua
+from bagua.errors import BaguaError
 from bagua.torch_api.algorithms import Algorithm, DiLoCoAlgorithm, LocalSGDAlgorithm
 from tests.distributed.compressed_oracle import CompressedAllReduce
 from tests.distributed.local_sgd_simulation import (
@@ -237,6 +238,26 @@ def a_model_can_go_back_to_an_earlier_state(rank: int) -> None:
     load(model, optimizer, states)
     local_step(model, optimizer, data(rank, 1))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), after, strict=True))
+
+
+def weights_that_are_loaded_after_wrapping_do_not_count_as_training(rank: int) -> None:
+    for algorithm, outer in variants():
+        model = net()
+        optimizer = sgd(model)
+        model.with_bagua([optimizer], algorithm)
+        states = states_of(model, optimizer)
+        with torch.no_grad():
+            model[0].weight.add_(1.0)
+        loaded = copy.deepcopy(model.state_dict())
+        model.eval()(data(rank, 0))
+        model.train()
+        if outer != PLAIN:
+            for _ in range(2):
+                with pytest.raises(BaguaError, match=r"parameter '0\.weight' .* changed between with_bagua and the"):
+                    model(data(rank, 0))
+        model.bagua_algorithm.load_state_dict(states[2])
+        model.load_state_dict(loaded)
+        local_step(model, optimizer, data(rank, 0))
 
 
 def frozen_and_ignored_parameters_stay(rank: int) -> None:
