@@ -17,7 +17,9 @@ from torch import nn
 
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError, PeerLostError
+from bagua.torch_api.algorithms import AsyncModelAverageAlgorithm
 from bagua.torch_api.checkpoint import load_checkpoint, save_checkpoint, saving
+from tests.distributed.async_ranks import rounds_pass
 from tests.waits import meet
 from tests.world import World
 
@@ -172,6 +174,57 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     for one, other in zip(first[0].parameters(), second[0].parameters(), strict=True):
         assert torch.equal(one, other)
     assert second[2].get_last_lr() == first[2].get_last_lr()
+
+
+class Averaged(nn.Linear):
+    """A layer whose weights are averaged beside the training. Rank 1 loads after rank 0, and after rounds if it is in
+    any.
+    """
+
+    #: Whether the weights were locked in each `state_dict()`.
+    locked: list[bool]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.locked.append(self.bagua_algorithm._lock.is_used_here())
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if bagua.get_rank() == 0:
+            found = super().load_state_dict(*args, **kwargs)
+            meet("rank 0 has loaded", 0, range(2))
+            return found
+        meet("rank 0 has loaded", 1, range(2))
+        if self.bagua_algorithm.stats()["state"] == "running":
+            rounds_pass(self)
+        return super().load_state_dict(*args, **kwargs)
+
+
+def a_checkpoint_of_averaged_weights(rank: int, path: str) -> list[float]:
+    bagua.init_process_group()
+    save_checkpoint(1, path, model_of(5))
+    model = Averaged(2, 2)
+    model.locked = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=1))
+    assert load_checkpoint(path, model) == 1
+    assert model.bagua_algorithm.stats()["state"] == "running"
+    bagua.barrier()
+    rounds_pass(model)
+    save_checkpoint(2, path, model)
+    assert model.locked == ([True] if rank == 0 else [])
+    model.bagua_algorithm.abort(model)
+    assert load_checkpoint(path, model_of(0)) == 2
+    found = model.weight.flatten().tolist() + model.bias.tolist()
+    bagua.destroy_process_group()
+    return found
+
+
+@pytest.mark.slow
+def test_weights_that_are_loaded_are_not_averaged_with_those_before(
+    world: Callable[..., World], tmp_path: Path
+) -> None:
+    assert world(2).run(a_checkpoint_of_averaged_weights, str(tmp_path)) == [[5.0] * 6] * 2
+    assert value_of(tmp_path) == (2, 5)
 
 
 def test_files_lie_where_the_original_put_them(tmp_path: Path) -> None:

@@ -353,6 +353,11 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     # --- control ----------------------------------------------------------------------------------------------------
 
+    @property
+    def is_aborted(self) -> bool:
+        """Whether :meth:`abort` was called since the last :meth:`resume`."""
+        return self._aborted
+
     def abort(self, bagua_module: Any, timeout: float | None = None) -> None:
         """This rank steps out: when this returns, its round in progress has ended, and nothing writes to its weights
         any more. The others go on. Not collective; without effect when it is out already.

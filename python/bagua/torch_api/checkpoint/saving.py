@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .averaged import state_of
 from .coordination import Coordinator
 from .layout import (
     REPLACED,
@@ -73,7 +74,7 @@ def _contents(
     keys = ExpertKeys(model, rank)
     if not keys and rank != 0:
         return {}
-    shared, experts = keys.split(model.state_dict())
+    shared, experts = keys.split(state_of(model))
     whole: dict[str, Any] = {"iteration": iteration, "model": shared}
     if lr_scheduler is not None:
         whole["lr_scheduler"] = lr_scheduler.state_dict()
