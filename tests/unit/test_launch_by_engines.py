@@ -116,6 +116,28 @@ def test_the_launcher_ends_with_the_name_of_the_variable() -> None:
         assert "Traceback" not in errors
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "env", "complaint"),
+    [
+        (("--nnodes", "2:1"), {}, "--nnodes or PET_NNODES: from 2 to 1 nodes: it must be a number from 1, or MIN:MAX"),
+        ((), {"PET_NNODES": "3:2"}, "--nnodes or PET_NNODES: from 3 to 2 nodes"),
+        (("--nnodes", "0"), {}, "--nnodes or PET_NNODES: from 0 to 0 nodes"),
+        (("--nproc_per_node", "0"), {}, "--nproc_per_node or PET_NPROC_PER_NODE: 0: it must be at least 1"),
+        (("--max_restarts", "-1"), {}, "--max_restarts or PET_MAX_RESTARTS: -1: it must be at least 0"),
+    ],
+)
+def test_numbers_that_no_job_can_have_are_refused_by_name(
+    arguments: tuple[str, ...], env: dict[str, str], complaint: str
+) -> None:
+    pytest.importorskip("torch", reason="torch is not installed: make setup")
+    with program("bagua.distributed.run", *arguments, "script.py", env=env) as process:
+        code, _, errors = finish(process)
+    assert code == 2
+    assert complaint in errors
+    assert "Traceback" not in errors
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("PET_NNODES", "1:4"), ("PET_NPROC_PER_NODE", "auto"), ("PET_SHUTDOWN_TIMEOUT", "long")]
 )

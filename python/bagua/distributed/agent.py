@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bagua import config
@@ -39,10 +39,15 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     parser = torchrun.get_args_parser()
     options = _parse(parser, which, given)
-    for option, check in (
-        ("nnodes", torchrun.parse_min_max_nnodes),
-        ("nproc_per_node", torchrun.determine_local_world_size),
-    ):
+    # torchrun's functions have no types.
+    nodes: Any = torchrun.parse_min_max_nnodes
+    local_ranks: Any = torchrun.determine_local_world_size
+    checks: dict[str, Callable[[Any], None]] = {
+        "nnodes": lambda value: _check_nodes(*nodes(value)),
+        "nproc_per_node": lambda value: _check_least(local_ranks(value), 1),
+        "max_restarts": lambda value: _check_least(value, 0),
+    }
+    for option, check in checks.items():
         try:
             check(getattr(options, option))
         except (ValueError, RuntimeError) as error:
@@ -60,6 +65,16 @@ def main(arguments: Sequence[str]) -> int:
     except SignalException as ended:
         return 128 + ended.sigval
     return 0
+
+
+def _check_nodes(least: int, most: int) -> None:
+    if not 0 < least <= most:
+        raise ValueError(f"from {least} to {most} nodes: it must be a number from 1, or MIN:MAX with MAX from MIN")
+
+
+def _check_least(value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{value}: it must be at least {least}")
 
 
 def _parse(parser: argparse.ArgumentParser, which: str, given: Sequence[str]) -> argparse.Namespace:
