@@ -213,6 +213,18 @@ def test_a_probe_that_waits_holds_up_no_other(tasks: Folder, monkeypatch: pytest
         server.server_close()
 
 
+@pytest.mark.parametrize("path", ["/ready", "/healthz/", "/live", "/metrics/readyz"])
+def test_a_misspelt_path_is_no_answer(path: str) -> None:
+    port = metrics.serve()
+    try:
+        assert ask(port, path) == (404, "there are /metrics, /healthz and /readyz here\n")
+        assert [ask(port, known)[0] for known in ("/", "/metrics", "/healthz")] == [200] * 3
+    finally:
+        server = process.metrics_servers.pop()
+        server.shutdown()
+        server.server_close()
+
+
 def test_an_address_of_ipv6_is_served() -> None:
     try:
         port = metrics.serve(addr="::1")

@@ -41,15 +41,20 @@ class _Silent(WSGIRequestHandler):
 
 
 def start(port: int, addr: str, metrics: Callable[..., Iterable[bytes]]) -> Server:
-    """Serves the probes, and `metrics` (a WSGI application) at every other path, on a thread of its own.
+    """Serves the probes, and `metrics` (a WSGI application) at / and /metrics, on a thread of its own. Every other path
+    is status 404: a misspelt one of a probe would be 200 for ever.
 
     OSError where the address cannot be used, OverflowError for a port that is none.
     """
 
     def answer(environ: dict[str, Any], begin: Callable[..., Any]) -> Iterable[bytes]:
-        probe = _PROBES.get(environ["PATH_INFO"])
-        if probe is None:
+        path = environ["PATH_INFO"]
+        probe = _PROBES.get(path)
+        if probe is None and path in ("", "/", "/metrics", "/metrics/"):
             return metrics(environ, begin)
+        if probe is None:
+            begin("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
+            return [f"there are /metrics, {' and '.join(_PROBES)} here\n".encode()]
         found = probe()
         begin(
             "200 OK" if found.ok else "503 Service Unavailable",
