@@ -27,6 +27,22 @@ _MESSAGES = ("send/recv", "exchange")
 _EQUAL = ("kind", "root", "dtype", "count")
 
 
+# What the values of an operation may be, besides those that are only compared or shown.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "group": (str,),
+    "channel": (int,),
+    "seq": (int, type(None)),
+    "state": (str,),
+    "begin": (int, float, type(None)),
+    "end": (int, float, type(None)),
+    "missing": (list,),
+    "kind": (str,),
+    "root": (int, type(None)),
+    "dtype": (str, type(None)),
+    "count": (int, type(None)),
+}
+
+
 @dataclass
 class Record:
     """What is known of one rank."""
@@ -115,8 +131,10 @@ def _jobs(files: Iterable[tuple[Path, Record]]) -> list[list[tuple[Path, Record]
 def _read_one(path: Path) -> Record:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        if data["version"] != VERSION:
-            raise ValueError(f"its version is {data['version']!r}, and this program reads version {VERSION}")
+        if not isinstance(data, dict):
+            raise ValueError(f"it holds a {type(data).__name__}, and a record is an object")
+        if data.get("version") != VERSION:
+            raise ValueError(f"its version is {data.get('version')!r}, and this program reads version {VERSION}")
         ops = {op["n"]: op for op in sorted(data["ops"], key=lambda op: int(op["n"]))}
         for op in ops.values():
             absent = [
@@ -124,6 +142,9 @@ def _read_one(path: Path) -> Record:
             ]
             if absent:
                 raise ValueError(f"operation {op['n']} has no {absent[0]!r}")
+            wrong = [key for key, types in _TYPES.items() if not isinstance(op[key], types)]
+            if wrong:
+                raise ValueError(f"operation {op['n']} has {op[wrong[0]]!r} as {wrong[0]!r}")
         jobs = set(map(str, data.get("jobs", ())))
         return Record(int(data["rank"]), str(data["host"]), int(data["pid"]), jobs, [str(data["error"])], ops)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,9 @@ def test_records_of_two_processes_of_one_rank_are_refused_by_name(
     ("text", "says"),
     [
         ("", "Expecting value"),
-        ("[]", "is no flight record"),
+        ("[]", "it holds a list, and a record is an object"),
+        ("null", "it holds a NoneType, and a record is an object"),
+        ("{}", "its version is None"),
         ('{"version": 2}', "its version is 2, and this program reads version 1"),
         (
             '{"version": 1, "rank": 0, "host": "a", "pid": 1, "error": "", "ops": [{"n": 3}]}',
@@ -131,6 +134,17 @@ def test_a_file_that_is_no_record_is_named(
     assert says in shown
     assert cli.main(["trace", "merge", str(tmp_path / "none.json")]) == 2
     assert "none.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("kind", ["x"]), ("missing", None), ("group", [1]), ("begin", "soon"), ("seq", "1")]
+)
+def test_a_value_of_another_type_is_named(tmp_path: Path, key: str, value: Any) -> None:
+    path = write(tmp_path, 0, [op(0, 0, "started") | {key: value}])
+    with pytest.raises(
+        ValueError, match=re.escape(f"{path} is no flight record: operation 0 has {value!r} as {key!r}")
+    ):
+        trace.read([path])
 
 
 def test_an_operation_without_end_lasts_until_the_end_of_the_trace(tmp_path: Path) -> None:
