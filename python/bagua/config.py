@@ -58,6 +58,9 @@ def seconds(name: str, default: float) -> float:
 def _positive(name: str, value: float) -> float:
     if not value > 0:
         raise ValueError(f"{name} is {value} s; it must be positive")
+    # The core counts nanoseconds.
+    if value < 1e-9:
+        raise ValueError(f"{name} is {value} s; it must be at least 1e-09")
     return value
 
 
