@@ -267,6 +267,21 @@ def all_to_all_equals_gloo(pair: Pair) -> None:
     assert same(outputs, [data(rank, pair.rank + 1) for rank in range(pair.size)])
 
 
+def all_to_all_refuses_rows_that_the_ranks_cannot_divide(pair: Pair) -> None:
+    # The elements of each can be divided evenly.
+    few, enough = torch.zeros(pair.size + 1, pair.size), torch.zeros(pair.size, pair.size + 1)
+    for group, error in ((pair.ours, ValueError), (pair.gloo, RuntimeError)):
+        for output, tensor, async_op in itertools.product((few, enough), (few, enough), (False, True)):
+            if output is enough is tensor:
+                continue
+            with pytest.raises(error, match="divide"):
+                dist.all_to_all_single(output, tensor, group=group, async_op=async_op)
+        with pytest.raises(error, match="divide"):
+            dist.all_to_all_single(few, enough, None, [1] * pair.size, group=group)
+    # No rank has sent anything: the next operation is the first that the ranks compare.
+    dist.barrier(group=pair.ours)
+
+
 def coalesced_forms_equal_their_single_ones(pair: Pair) -> None:
     for device in (None, torch.device("cpu")):
         tensors = [data(pair.rank, 3), data(pair.rank, 5)]

@@ -31,6 +31,7 @@ __all__ = [
     "broadcast",
     "gather",
     "gather_list",
+    "has_equal_parts",
     "receive",
     "reduce",
     "reduce_scatter",
@@ -229,13 +230,22 @@ def _reduce_scatter(raw: engine.Communicator, room: Operand, mine: Operand, outp
     return Operation("reduce_scatter", operation(raw, verbs.REDUCE_SCATTER, src, dst, op=how.code), [output])
 
 
+def _rows(tensor: torch.Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else 1
+
+
+def has_equal_parts(tensors: Sequence[Any], ranks: int) -> bool:
+    """Whether all are tensors whose rows the ranks can divide evenly."""
+    return all(isinstance(tensor, torch.Tensor) and _rows(tensor) % ranks == 0 for tensor in tensors)
+
+
 def _counts(splits: Sequence[int], tensor: torch.Tensor, room: Operand, ranks: int, what: str) -> list[int]:
     """Elements (bytes where the core has no code) to or from each rank."""
+    rows = _rows(tensor)
     if not splits:
-        if room.count % ranks:
-            raise ValueError(f"{what} has {tensor.numel()} elements, which {ranks} ranks cannot divide evenly")
+        if rows % ranks:
+            raise ValueError(f"{what} has {rows} rows, which {ranks} ranks cannot divide evenly")
         return [room.count // ranks] * ranks
-    rows = tensor.shape[0] if tensor.dim() else 1
     sizes = [int(size) for size in splits]
     if len(sizes) != ranks or min(sizes) < 0 or sum(sizes) != rows:
         raise ValueError(f"{what} has {rows} rows: the splits {sizes} do not divide them among {ranks} ranks")

@@ -242,6 +242,8 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
     ) -> Work:
         """Rank r gets the r-th part of every rank's tensor."""
         alike = not (timeout or output_splits or input_splits)
+        # The core divides elements, and torch rows.
+        alike = alike and operations.has_equal_parts((tensor, output), self._raw.size)
         if alike and (done := self._at_once(verbs.ALL_TO_ALL, opts, tensor, output)):
             return done
         call = self._call(opts, timeout=timeout)
