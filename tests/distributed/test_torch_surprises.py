@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Torchs
 
 import bagua.torch_api as bagua
-from bagua.errors import BaguaError
+from bagua.errors import BaguaError, MismatchError
 from bagua.torch_api.algorithms import Algorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from tests.distributed.left_out import needs_torch, skip_if_left_out
@@ -404,3 +404,37 @@ def test_a_gradient_of_another_dtype_is_an_error_on_all_ranks() -> None:
     for said in make_world(RANKS, env=ENVIRONMENT).run(a_gradient_of_another_dtype):
         assert "the gradient of '1.weight' of model" in said
         assert "is torch.float64[4, 4]" in said
+
+
+#: What one rank does with its buffers after the model was wrapped, and what the error says of it.
+CHANGES: list[tuple[Callable[[nn.Module], None], str]] = [
+    (lambda layer: layer.register_buffer("extra", torch.ones(3)), "buffer 'extra' float32[3] is new"),
+    (lambda layer: layer.register_buffer("seen", torch.ones(9)), "buffer 'seen' float32[9] was buffer 'seen' int64[2]"),
+    (lambda layer: delattr(layer, "seen"), "buffer 'seen' int64[2] is gone"),
+]
+
+
+def changes_its_buffers(rank: int) -> list[str]:
+    found = []
+    for change, _ in CHANGES:
+        bagua.init_process_group()
+        model = nn.Linear(4, 4)
+        model.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+        patched(True)(model)
+        model(inputs()).sum().backward()
+        if rank == 1:
+            change(model)
+        with pytest.raises(MismatchError) as caught:
+            model(inputs()).sum().backward()
+        assert caught.value.record
+        found.append(str(caught.value))
+        bagua.destroy_process_group()
+    return found
+
+
+@pytest.mark.slow
+def test_a_buffer_that_one_rank_changes_later_is_named_in_its_error() -> None:
+    _, found = make_world(RANKS, env=ENVIRONMENT).run(changes_its_buffers)
+    for said, (_, change) in zip(found, CHANGES, strict=True):
+        assert "rank 1 changed the buffers of model 'Linear" in said
+        assert f"after it was wrapped: {change};" in said

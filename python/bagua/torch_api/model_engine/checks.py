@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from bagua.errors import BaguaError
+from bagua.errors import BaguaError, MismatchError
 from bagua.lifecycle import process
 
 from .. import devices
 from ..process_group import dtype_code
 from ..process_group.state import group_state
+from .consistency import describe
 from .state import model_state
 
 _owners: MutableMapping[torch.Tensor, weakref.ref[Any]] = model_state.gradient_owners
@@ -68,6 +70,42 @@ class Tracked:
             f"the parameters of model {self._model_name!r} that need a gradient changed since it was wrapped: "
             f"{'; '.join(parts)}; wrap the model again after such a change{hint}"
         )
+
+
+class WrappedBuffers:
+    """The buffers that are communicated, as they were when the model was wrapped. Later they may change on all ranks
+    alike; a rank cannot know whether the others changed theirs before they communicate.
+    """
+
+    def __init__(self, model_name: str, module: torch.nn.Module, ignored: frozenset[str]) -> None:
+        self._model_name = model_name
+        self._ignored = ignored
+        self._before = self._described(module)
+
+    def _described(self, module: torch.nn.Module) -> dict[str, str]:
+        named = module.named_buffers()
+        return {name: describe("buffer", name, buffer) for name, buffer in named if name not in self._ignored}
+
+    def _changes(self, module: torch.nn.Module) -> Iterator[str]:
+        before, after = self._before, self._described(module)
+        yield from (f"{line} is new" for name, line in after.items() if name not in before)
+        yield from (f"{line} is gone" for name, line in before.items() if name not in after)
+        yield from (f"{line} was {before[name]}" for name, line in after.items() if before.get(name, line) != line)
+
+    @contextlib.contextmanager
+    def explain(self, rank: int, module: torch.nn.Module) -> Iterator[None]:
+        """Adds this rank's changes to a MismatchError inside, whose text has the numbers of bytes alone."""
+        try:
+            yield
+        except MismatchError as error:
+            changes = "; ".join(self._changes(module))
+            if not changes:
+                raise
+            text = (
+                f"{error}; rank {rank} changed the buffers of model {self._model_name!r} after it was wrapped: "
+                f"{changes}; such a change must be the same on all ranks"
+            )
+            raise MismatchError(text, record=error.record) from error
 
 
 def refuse_training(wrapped: torch.nn.Module) -> None:

@@ -26,6 +26,7 @@ from . import bucketing
 from .checks import (
     OwnSteps,
     Tracked,
+    WrappedBuffers,
     allow_training,
     check_module,
     ignored_names,
@@ -201,6 +202,7 @@ class ModelEngine:
         self._tracked_ids = {id(param) for _, param in self._tracked}
         self._agree(module, algorithm)
         self._unchanged = Tracked(name, self._tracked)
+        self._wrapped_buffers = WrappedBuffers(name, module, self.parameters_to_ignore)
         self.backend = backends.BucketEngine(name, process_group)
         backends.adopt(self.backend)
         try:
@@ -428,7 +430,8 @@ class ModelEngine:
 
     def send_buffers(self) -> None:
         """Every rank gets the buffers of :attr:`root`, unless ``broadcast_buffers`` is False. Collective."""
-        self.broadcast(self.buffers())
+        with self._wrapped_buffers.explain(self.backend.rank, self.module):
+            self.broadcast(self.buffers())
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Every rank gets the values that :attr:`root` has. Collective."""
@@ -441,7 +444,8 @@ class ModelEngine:
         def start(room: torch.Tensor) -> Callable[[], None]:
             return self.backend.start_broadcast(room, 0).wait
 
-        return start_broadcast(start, self.backend.rank, self.buffers())
+        wait = start_broadcast(start, self.backend.rank, self.buffers())
+        return self._wrapped_buffers.explain(self.backend.rank, self.module)(wait)
 
     def buffers(self) -> list[torch.Tensor]:
         """The buffers that :attr:`root` sends."""
@@ -529,7 +533,8 @@ class ModelEngine:
             self._backward_hook(name, param)
         self._in_backward = False
         self._in_step = False
-        self._post_backward_hook()
+        with self._wrapped_buffers.explain(self.backend.rank, self.module):
+            self._post_backward_hook()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
