@@ -6,11 +6,12 @@ import copy
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import bagua as neutral
 import bagua.torch_api as bagua
-from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
+from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm, LocalSGDAlgorithm
 from bagua.torch_api.bucket import BaguaBucket
 from tests.distributed.compressed_oracle import CompressedAllReduce, Values
 from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, hosts, same_everywhere
@@ -126,6 +127,18 @@ def without_a_codec_it_is_gradient_allreduce(rank: int) -> None:
         found.append(model)
     for mine, theirs in zip(found[0].parameters(), found[1].parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def a_parameter_that_the_codec_cannot_encode_is_named(rank: int) -> None:
+    for algorithm in (
+        ByteGradAlgorithm(),
+        ByteGradAlgorithm(compression="auto"),
+        LocalSGDAlgorithm(compression="minmax_u8"),
+    ):
+        model = net()
+        model[2].double()
+        with pytest.raises(TypeError, match=r"tensor '2\.bias' and 1 more: codec minmax_u8 cannot encode float64"):
+            model.with_bagua([sgd(model)], algorithm)
 
 
 CASES = cases_in(globals())

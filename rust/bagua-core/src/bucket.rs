@@ -126,7 +126,7 @@ impl Bucket {
     /// Adds an operation; they run in the order in which they were added. Refuses one that cannot work on this bucket's type.
     pub fn append(&mut self, op: Arc<dyn Op>) -> Result<()> {
         self.check_idle()?;
-        op.check(self.dtype, self.elements()).map_err(|error| self.named(error))?;
+        op.check(self.dtype, self.elements()).map_err(|error| self.named(self.with_tensors(error)))?;
         self.extra.iter().try_for_each(|extra| self.check_extra(&*op, extra))?;
         self.ops.push(op);
         Ok(())
@@ -256,6 +256,18 @@ impl Bucket {
 
     fn check_extra(&self, op: &dyn Op, extra: &ExtraTensor) -> Result<()> {
         op.check_extra(extra, self.dtype, self.elements(), self.padding()).map_err(|error| self.named(error))
+    }
+
+    /// An error about the bucket's element type with the name of a tensor that has it: a bucket's name may be a number.
+    fn with_tensors(&self, error: Error) -> Error {
+        let Error::UnsupportedType(text) = error else { return error };
+        let mut names = self.tensors.iter().filter(|tensor| !tensor.padding).map(|tensor| &tensor.name);
+        let first = names.next().map_or("", String::as_str);
+        let more = match names.count() {
+            0 => String::new(),
+            count => format!(" and {count} more"),
+        };
+        Error::UnsupportedType(format!("tensor '{first}'{more}: {text}"))
     }
 
     /// An error about an argument with the bucket's name in front.
@@ -391,10 +403,18 @@ mod tests {
 
     #[test]
     fn the_average_of_integers_is_refused_when_the_operation_is_added() {
-        let mut a = [0u8; 8];
+        let (mut a, mut b) = ([0u8; 8], [0u8; 8]);
         let mut bucket = Bucket::new("counts", vec![tensor("a", DType::I32, &mut a)]).unwrap();
-        let error = bucket.append(Arc::new(CentralizedOp::new(true, false, false))).unwrap_err();
-        assert_eq!(error, Error::UnsupportedType("bucket 'counts': avg of int32 is not defined".into()));
+        let average = || Arc::new(CentralizedOp::new(true, false, false));
+        let error = bucket.append(average()).unwrap_err();
+        assert_eq!(error, Error::UnsupportedType("bucket 'counts': tensor 'a': avg of int32 is not defined".into()));
+        let mut two =
+            Bucket::new("two", vec![tensor("a", DType::I32, &mut a), tensor("b", DType::I32, &mut b)]).unwrap();
+        let error = two.append(average()).unwrap_err();
+        assert_eq!(
+            error,
+            Error::UnsupportedType("bucket 'two': tensor 'a' and 1 more: avg of int32 is not defined".into())
+        );
         bucket.append(Arc::new(CentralizedOp::new(false, false, false))).unwrap();
         assert_eq!(bucket.ops(), ["centralized"]);
     }

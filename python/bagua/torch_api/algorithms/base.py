@@ -12,15 +12,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from bagua.codecs import Codec
+from bagua.codecs import Codec, Compression, raw_codec
 from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
+from ..model_engine import bucketing
 from ..model_engine.exchange_interface import Exchange
 from ..model_engine.exchange_interface import WrappedModel as WrappedModel
 from ..model_engine.gradients import GradientExchange
 from ..model_engine.sparse import SparseGradientExchange, sparse_parameters
-from ..process_group import Communicator, ProcessGroup, ReduceOp
+from ..process_group import DTYPES, Communicator, ProcessGroup, ReduceOp
 from ..tensor import effective
 
 
@@ -226,6 +227,22 @@ class AlgorithmImpl:
     def _tensors_of_state(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of :meth:`state_dict` themselves, by kind and parameter name."""
         return tensors_of_buckets(self.bagua_ddp.bagua_buckets, {"error": "error"})
+
+
+def check_codec(compression: Compression, bagua_ddp: WrappedModel) -> None:
+    """TypeError for elements that the codec does not encode, and ValueError for a number of them that its options do
+    not fit; both with the name of a parameter.
+    """
+    codec = raw_codec(compression)
+    if codec is None:
+        return
+    parameters = bagua_ddp.bagua_build_params()
+    names = {id(param): name for name, param in parameters}
+    for bucket in bucketing.split([param for _, param in reversed(parameters)], bagua_ddp.bucket_size):
+        try:
+            codec.encoded_bytes(sum(param.numel() for param in bucket), DTYPES[bucket[0].dtype], 1)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"parameter {names[id(bucket[0])]!r}: {error}") from error
 
 
 def one_bucket_per_dtype(

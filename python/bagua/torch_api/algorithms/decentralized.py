@@ -18,15 +18,15 @@ from bagua import engine
 from bagua.codecs import Compression, raw_codec
 
 from ..bucket import BaguaBucket
-from ..model_engine import bucketing
 from ..model_engine.steps import parameters_of
 from ..model_engine.weights import WeightAverage, WeightUpdate, check_floating
-from ..process_group import DTYPES, Communicator, ReduceOp
+from ..process_group import Communicator, ReduceOp
 from .base import (
     Algorithm,
     AlgorithmImpl,
     GlobalAlgorithmRegistry,
     WrappedModel,
+    check_codec,
     one_bucket_per_dtype,
     tensors_of_buckets,
 )
@@ -110,14 +110,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
                 f"no optimizer given to with_bagua has the parameters {missing}: their weights would be communicated "
                 "after a step that never comes"
             )
-        codec = raw_codec(self.compression)
-        names = {id(param): name for name, param in parameters}
-        for bucket in bucketing.split([param for _, param in reversed(parameters)], bagua_ddp.bucket_size):
-            try:
-                if codec is not None:
-                    codec.encoded_bytes(sum(param.numel() for param in bucket), DTYPES[bucket[0].dtype], 1)
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"parameter {names[id(bucket[0])]!r}: {error}") from error
+        check_codec(self.compression, bagua_ddp)
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> WeightUpdate:
         """The weights."""

@@ -29,12 +29,11 @@ from bagua.codecs import Compression, raw_codec
 from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
-from ..model_engine import bucketing
 from ..model_engine.exchange_interface import Exchange, always
 from ..model_engine.gradients import GradientExchange, Slot
-from ..process_group import DTYPES, ProcessGroup
+from ..process_group import ProcessGroup
 from ..tensor import BaguaTensor
-from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
+from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel, check_codec
 
 
 class QAdamOptimizer(torch.optim.Optimizer):
@@ -343,7 +342,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     def check(self, bagua_ddp: WrappedModel) -> None:
         """ValueError unless the optimizer has all parameters and was given to ``with_bagua``; TypeError for elements
-        that the codec does not encode.
+        that the codec does not encode, with the name of their parameter.
         """
         known = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
         parameters = bagua_ddp.bagua_build_params()
@@ -352,11 +351,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             raise ValueError(f"q_adam_optimizer does not have the parameters {missing} of the model")
         if not any(optimizer is self.optimizer for optimizer in bagua_ddp.bagua_optimizers):
             raise ValueError("with_bagua needs the algorithm's q_adam_optimizer among its optimizers")
-        codec = raw_codec(self.compression)
-        if codec is not None:
-            # The first use comes after the warm-up, which is late for the error.
-            for bucket in bucketing.split([param for _, param in reversed(parameters)], bagua_ddp.bucket_size):
-                codec.encoded_bytes(sum(param.numel() for param in bucket), DTYPES[bucket[0].dtype], 1)
+        # The first use comes after the warm-up, which is late for the error.
+        check_codec(self.compression, bagua_ddp)
         self.algorithm.check_free(bagua_ddp.module)
 
     def need_reset(self) -> bool:
