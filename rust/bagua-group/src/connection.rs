@@ -77,6 +77,15 @@ impl AsyncSocket {
             AsyncSocket::Unix(_) => Err(io::ErrorKind::Unsupported.into()),
         }
     }
+
+    /// The peer's address of a TCP connection.
+    pub(super) fn peer_addr(&self) -> io::Result<std::net::SocketAddr> {
+        match self {
+            AsyncSocket::Tcp(stream) => stream.peer_addr(),
+            AsyncSocket::Tls(socket) => socket.stream().peer_addr(),
+            AsyncSocket::Unix(_) => Err(io::ErrorKind::Unsupported.into()),
+        }
+    }
 }
 
 impl AsyncRead for AsyncSocket {

@@ -35,6 +35,9 @@ pub struct RendezvousServer {
     pub(super) name: String,
 }
 
+/// The most ranks with a second process of which an error text says more than their number.
+const NAMED_DUPLICATES: usize = 8;
+
 impl RendezvousServer {
     /// Listens at `address`; port 0 takes any free port. The caller must publish [`RendezvousServer::address`] to the other ranks.
     ///
@@ -123,6 +126,14 @@ impl Ranks {
         free
     }
 
+    /// The process that registered with a rank, for error texts; empty while that is not known.
+    fn holder(&self, rank: usize) -> String {
+        let Some(RankState::Registered(registration)) = self.states.get(&rank) else { return String::new() };
+        // An address is checked where it is used.
+        let address = Address::parse(&registration.address);
+        address.map_or_else(|_| String::new(), |found| format!(" (process {} on {})", found.pid, found.host_name))
+    }
+
     fn register(&mut self, rank: usize, registration: Registration) {
         self.set(rank, Some(RankState::Registered(registration)));
     }
@@ -181,6 +192,8 @@ struct RegisteredRanks {
     ended: Mutex<BTreeMap<usize, (Instant, String)>>,
     /// By rank: why the last process with this rank was refused.
     refused: Mutex<BTreeMap<usize, &'static str>>,
+    /// By rank: the last process that was refused because another one has its rank, until that one has ended and a third one registers.
+    duplicates: Mutex<BTreeMap<usize, String>>,
     /// Why the last process was refused that did not get as far as to say its rank.
     stranger: Mutex<Option<String>>,
     /// Notified after every registration, and when the connection of a registered rank has ended.
@@ -194,8 +207,11 @@ impl RegisteredRanks {
         lock(&self.ranks).registered == self.world_size
     }
 
-    fn missing(&self) -> Vec<usize> {
-        lock(&self.ranks).missing(self.world_size)
+    fn missing(&self) -> MissingRanks {
+        let ranks = lock(&self.ranks);
+        let missing = ranks.missing(self.world_size);
+        let details = self.details(&ranks, &missing);
+        MissingRanks::new(missing, details)
     }
 
     /// Handles a rank whose deadline has passed: the ranks that are missing, or `None` when all have registered meanwhile.
@@ -205,8 +221,9 @@ impl RegisteredRanks {
             return None;
         }
         let missing = ranks.missing(self.world_size);
+        let details = self.details(&ranks, &missing);
         ranks.set(rank, Some(RankState::TimedOut));
-        Some(MissingRanks::new(missing))
+        Some(MissingRanks::new(missing, details))
     }
 
     /// Notes that the connection of a registered rank has ended.
@@ -230,15 +247,18 @@ impl RegisteredRanks {
     }
 
     /// Details on missing ranks, for the error text.
-    fn details(&self, missing: &[usize]) -> String {
-        let (ranks, refused) = (lock(&self.ranks), lock(&self.refused));
+    fn details(&self, ranks: &Ranks, missing: &[usize]) -> String {
+        let (refused, duplicates) = (lock(&self.refused), lock(&self.duplicates));
         let detail = |rank: &usize| match (ranks.states.get(rank), refused.get(rank)) {
             (Some(RankState::TimedOut), _) => Some(format!("; rank {rank} had registered and timed out")),
             (_, Some(why)) => Some(format!("; a process with rank {rank} was refused: {why}")),
             _ => None,
         };
         let stranger = lock(&self.stranger).as_ref().map(|why| format!("; a process was refused: {why}"));
-        missing.iter().filter_map(detail).chain(stranger).collect()
+        let named = duplicates.values().take(NAMED_DUPLICATES).cloned();
+        let others = duplicates.len().saturating_sub(NAMED_DUPLICATES);
+        let others = (others > 0).then(|| format!("; and {others} more ranks had a second process"));
+        named.chain(others).chain(missing.iter().filter_map(detail)).chain(stranger).collect()
     }
 
     /// All addresses, and the addresses of the relays.
@@ -272,6 +292,7 @@ async fn serve(
         ranks: Mutex::new(ranks),
         ended: Mutex::default(),
         refused: Mutex::default(),
+        duplicates: Mutex::default(),
         stranger: Mutex::default(),
         changed: Notify::new(),
         outcome: watch::Sender::new(None),
@@ -301,9 +322,7 @@ async fn serve(
         }
         Ok(Some(lost)) => (Outcome::Ended(Answer::Failed(lost.clone()).frame()), Err(lost)),
         Err(_) => {
-            let missing = state.missing();
-            let what = format!("the rendezvous at {name}{}", state.details(&missing));
-            let missing = MissingRanks::new(missing);
+            let (missing, what) = (state.missing(), format!("the rendezvous at {name}"));
             (Outcome::Ended(Answer::Missing(missing.clone()).frame()), Err(missing.timed_out(limits.timeout, 0, what)))
         }
     };
@@ -399,8 +418,15 @@ impl Service for RegisteredRanks {
 
 /// Registers the rank of a client.
 async fn register(state: &RegisteredRanks, from: usize, stream: &mut AsyncSocket) -> std::result::Result<(), Refusal> {
-    if !lock(&state.ranks).claim(from) {
-        return Err(Refusal::Duplicate);
+    {
+        let mut ranks = lock(&state.ranks);
+        if !ranks.claim(from) {
+            let host = stream.peer_addr().map_or_else(|_| String::new(), |peer| format!(" from {}", peer.ip()));
+            let holder = ranks.holder(from);
+            let text = format!("; a process{host} was refused because another one{holder} had joined as rank {from}");
+            lock(&state.duplicates).insert(from, text);
+            return Err(Refusal::Duplicate);
+        }
     }
     let body = async {
         handshake::accept(stream).await?;
@@ -413,6 +439,7 @@ async fn register(state: &RegisteredRanks, from: usize, stream: &mut AsyncSocket
     };
     lock(&state.ranks).register(from, registration);
     lock(&state.ended).remove(&from);
+    lock(&state.duplicates).remove(&from);
     state.changed.notify_one();
     Ok(())
 }

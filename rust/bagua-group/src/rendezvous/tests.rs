@@ -27,6 +27,13 @@ fn address(rank: usize) -> Vec<u8> {
     format!("address {rank}").into_bytes()
 }
 
+/// An address that says which process has it.
+fn address_of(rank: usize) -> Vec<u8> {
+    let mut own = super::super::tests::examples::address(1);
+    own.rank = rank;
+    own.encode()
+}
+
 fn expected() -> Vec<Vec<u8>> {
     (0..SIZE).map(address).collect()
 }
@@ -98,7 +105,7 @@ fn every_rank_but_rank_0_is_a_child_of_its_parent_and_no_rank_has_more_children_
 
 #[test]
 fn of_very_many_missing_ranks_some_are_named_and_the_others_counted() {
-    let missing = MissingRanks::new((0..RANKS_LIMIT + 500).collect());
+    let missing = MissingRanks::new((0..RANKS_LIMIT + 500).collect(), String::new());
     let answer = Answer::Missing(missing.clone());
     assert!(answer.encode().len() <= 4 * RANKS_LIMIT + 32);
     assert_eq!(Answer::parse(&answer.encode()), Ok(answer));
@@ -162,11 +169,6 @@ fn the_children_of_a_rank_that_dies_before_it_sends_the_list_name_it() {
 fn a_rank_that_ends_after_it_has_registered_is_lost_on_every_rank_that_waits_for_others() {
     let port = free_port();
     let limits = Limits { timeout: PATIENCE, lost_after: Duration::from_millis(300) };
-    let address_of = |rank: usize| {
-        let mut own = super::super::tests::examples::address(1);
-        own.rank = rank;
-        own.encode()
-    };
     std::thread::scope(|scope| {
         let join =
             |rank| scope.spawn(move || rendezvous_tcp((&host(), port), rank, SIZE, &address_of(rank), b"s", limits));
@@ -179,6 +181,42 @@ fn a_rank_that_ends_after_it_has_registered_is_lost_on_every_rank_that_waits_for
             let error = other.join().unwrap().unwrap_err();
             let is_named = matches!(&error, Error::PeerLost { rank: 2, host, noticed_by: 0, .. } if host == "node-é");
             assert!(is_named, "{error:?}");
+        }
+    });
+}
+
+#[test]
+fn a_rank_that_times_out_reads_which_rank_two_processes_have() {
+    let (port, size) = (free_port(), 4);
+    let (outcomes, results) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let join = |rank| {
+            let outcomes = outcomes.clone();
+            scope.spawn(move || {
+                let all = rendezvous_tcp((&host(), port), rank, size, &address_of(rank), b"s", PATIENCE);
+                outcomes.send((rank, all)).unwrap();
+            });
+        };
+        [0, 1, 1].into_iter().for_each(join);
+        let (rank, refused) = results.recv_timeout(PATIENCE).unwrap();
+        assert!(matches!((rank, &refused), (1, Err(Error::Mismatch(_)))), "{rank}: {refused:?}");
+        // Rank 2 does not wait for rank 3.
+        let hello = Hello { world_size: size, ..hello(2, 0) };
+        let is_registered = Cell::default();
+        let answer = run(register((&host(), port), &hello, &key(b"s"), &address_of(2), Instant::now(), &is_registered));
+        let Ok((Answer::Missing(missing), None)) = answer else { panic!("rank 0 answers with the missing ranks") };
+        let text = missing.timed_out(PATIENCE, 2, "the rendezvous".to_owned()).to_string();
+        let address = super::super::tests::examples::address(1);
+        let said = format!(
+            "; a process from 127.0.0.1 was refused because another one (process {} on {}) had joined as rank 1",
+            address.pid, address.host_name
+        );
+        assert!(text.contains(&said), "{text}");
+        // The world completes in spite of it.
+        [2, 3].into_iter().for_each(join);
+        for _ in 0..size {
+            let (rank, all) = results.recv_timeout(PATIENCE).unwrap();
+            assert_eq!(all, Ok((0..size).map(address_of).collect()), "rank {rank}");
         }
     });
 }

@@ -22,7 +22,7 @@ use super::super::handshake::{self, Failed, Hello, Key, Purpose, ReceivedHello, 
 use super::super::listen::{Listener, listen};
 use super::super::serve::{Accepted, Service, serve};
 use super::super::tls::{Access, Ends};
-use super::super::wire::{BytesOf, Encoding, RANKS_LIMIT, Ranks, WORLD_LIMIT, cause, rank, read_frame, socket};
+use super::super::wire::{BytesOf, Encoding, RANKS_LIMIT, Ranks, WORLD_LIMIT, cause, rank, read_frame, socket, text};
 use super::common::timed_out;
 use crate::error::Error;
 
@@ -58,17 +58,21 @@ pub(in super::super) struct MissingRanks {
     /// How many more there are.
     #[serde(with = "rank")]
     others: usize,
+    /// What may explain it, for the error text: processes that were refused, for instance.
+    #[serde(with = "text")]
+    details: String,
 }
 
 impl MissingRanks {
-    pub(in super::super) fn new(mut all: Vec<usize>) -> MissingRanks {
+    pub(in super::super) fn new(mut all: Vec<usize>, details: String) -> MissingRanks {
         let others = all.len().saturating_sub(RANKS_LIMIT);
         all.truncate(RANKS_LIMIT);
-        MissingRanks { named: all, others }
+        MissingRanks { named: all, others, details }
     }
 
     /// The error that names the missing ranks.
     pub(super) fn timed_out(self, after: Duration, noticed_by: usize, mut what: String) -> Error {
+        what.push_str(&self.details);
         if self.others > 0 {
             what = format!("{what}; {} more ranks are missing", self.others);
         }

@@ -226,7 +226,7 @@ fn messages() -> Vec<Any> {
     let alone = Address { tcp: None, unix: Vec::new(), ..address(0) };
     let addresses = || vec![address(0).encode(), address(1).encode(), Vec::new()];
     let registration = |relay| Registration { address: address(1).encode(), relay };
-    let missing = MissingRanks::new((1..3000).step_by(40).collect());
+    let missing = MissingRanks::new((1..3000).step_by(40).collect(), "; a process was refused".to_owned());
     let lost = Error::PeerLost {
         rank: 3,
         host: "node-1".to_owned(),
