@@ -139,6 +139,15 @@ impl Plane {
         others.filter_map(|(_, entry)| entry.health.upgrade()).collect()
     }
 
+    /// The groups that have failed.
+    pub(super) fn failed_groups(&self) -> HashSet<u64> {
+        let groups = lock(&self.groups);
+        let known = groups.known.iter().filter_map(|(id, entry)| Some((*id, entry.health.upgrade()?)));
+        let known: Vec<_> = known.collect();
+        drop(groups);
+        known.into_iter().filter(|(_, health)| health.check().is_err()).map(|(id, _)| id).collect()
+    }
+
     /// Ends all waits of this rank before it leaves, without a message to the peers.
     pub(in super::super) fn abort_waits(&self, reason: &str) {
         self.leaving.store(true, Ordering::Release);
@@ -220,5 +229,55 @@ fn depart(entry: &Entry, rank: usize) {
         && let Some(health) = entry.health.upgrade()
     {
         health.depart(member);
+    }
+}
+
+// Elsewhere a kernel does not say what it has not sent.
+#[cfg(all(test, target_os = "linux", not(bagua_portable)))]
+mod tests {
+    use std::cell::Cell;
+    use std::io::Write;
+    use std::net::{TcpListener, TcpStream};
+
+    use super::super::super::TransportChoice;
+    use super::super::super::config::Config;
+    use super::super::super::connection::Socket;
+    use super::super::super::fork::OwnerProcess;
+    use super::super::super::handshake::Purpose;
+    use super::*;
+
+    /// A connection whose peer reads nothing, with bytes that its kernel has not taken.
+    fn stalled(listener: &TcpListener) -> (TcpStream, TcpStream) {
+        let mut ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (theirs, _) = listener.accept().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        while ours.write(&[0; 1 << 16]).is_ok() {}
+        ours.set_nonblocking(false).unwrap();
+        (ours, theirs)
+    }
+
+    #[test]
+    fn a_rank_that_leaves_waits_for_the_bytes_of_groups_that_have_not_failed() {
+        let config = Config { transport: TransportChoice::Tcp, ..Config::new(0, 2) };
+        let plane = Arc::new(Plane::new(config, OwnerProcess::current(), None));
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let (healthy, failed) = (7, 8);
+        let opened = [healthy, failed].map(|id| {
+            let health = GroupHealth::new(0, vec![0, 1], vec!["a".to_owned(), "b".to_owned()]);
+            plane.register(id, &health);
+            let (ours, theirs) = stalled(&listener);
+            let transport = plane.transport(Socket::Tcp(ours), id, Purpose::Stream).unwrap();
+            (health, transport, theirs)
+        });
+        opened[1].0.fail_from_peer(Error::Aborted("the step was cut off".to_owned()));
+        // How often it looks for bytes, up to three times.
+        let looks = |group| {
+            let looks = Cell::new(0);
+            let streams = plane.flush(group, || looks.replace(looks.get() + 1) < 2);
+            assert_eq!(streams.len(), 1, "the streams of both groups are ended");
+            looks.get()
+        };
+        assert_eq!(looks(Some(healthy)), 3, "it waits for these");
+        assert_eq!(looks(None), 1, "that of the failed group is left, and nothing to wait for");
     }
 }

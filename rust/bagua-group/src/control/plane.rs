@@ -401,15 +401,16 @@ impl Plane {
     }
 
     /// Waits until the peers' kernels have acknowledged what this rank sent them in a group (`None`: in any), as long as bytes arrive and
-    /// `goes_on`: what a kernel holds for a process that has ended may be lost. The streams of the group's lanes, for
-    /// [`end_streams`](Plane::end_streams).
+    /// `goes_on`: what a kernel holds for a process that has ended may be lost. Not for the bytes of groups that have failed, which no
+    /// member reads. The streams of the group's lanes, for [`end_streams`](Plane::end_streams).
     pub(in super::super) fn flush(&self, group: Option<u64>, goes_on: impl Fn() -> bool) -> Vec<Weak<TcpStream>> {
         let is_left = |open: &mut OpenStream| group.is_none_or(|group| open.group == group);
         let streams: Vec<OpenStream> = lock(&self.streams).extract_if(.., is_left).collect();
         let (mut least, mut moved) = (usize::MAX, Instant::now());
         while goes_on() && moved.elapsed() < STALLED {
-            let left =
-                streams.iter().filter_map(|open| open.stream.upgrade()).filter_map(|stream| unsent(&stream)).sum();
+            let failed = self.failed_groups();
+            let awaited = streams.iter().filter(|open| !failed.contains(&open.group));
+            let left = awaited.filter_map(|open| open.stream.upgrade()).filter_map(|stream| unsent(&stream)).sum();
             if left == 0 {
                 break;
             }
