@@ -258,7 +258,8 @@ def synchronize_makes_ranks_equal_at_once_or_names_who_never_called(rank: int) -
     bagua.barrier()
     if rank:
         with pytest.raises(BaguaTimeoutError, match=r"synchronize.*rank 0|rank 0.*synchronize") as caught:
-            impl.synchronize(model, timeout=2.0)
+            # The other ranks that call do so long before, also on a busy machine.
+            impl.synchronize(model, timeout=8.0)
         assert list(caught.value.missing) == [0]
     bagua.barrier()
     # It did no harm.
