@@ -393,12 +393,12 @@ fn a_rank_that_is_missing_by_file_is_named() {
 fn a_file_of_another_version_is_no_file_of_a_rank_and_the_timeout_names_both_versions() {
     let folder = Folder::new("versions");
     // Version 6 did not say which it was; a later one does.
-    for (content, version) in [(&b"BGrv0123456789abcdef"[..], 6), (b"BGrf\x0c\0anything", 12)] {
+    for (content, version) in [(&b"BGrv0123456789abcdef"[..], 6), (b"BGrf\x0d\0anything", 13)] {
         for (rank, suffix) in [(0, "1"), (1, "0")] {
             std::fs::write(folder.0.join(format!("rendezvous.{suffix}")), content).unwrap();
             let error = by_file(&folder.path(), rank, 2, "a", Duration::from_millis(100)).unwrap_err();
             assert!(matches!(&error, Error::Timeout { missing, .. } if *missing == [1 - rank]), "{error}");
-            let named = format!("rendezvous.{suffix} is of version {version} of the protocol, this rank runs 11");
+            let named = format!("rendezvous.{suffix} is of version {version} of the protocol, this rank runs 12");
             assert!(error.to_string().contains(&named), "{error}");
         }
     }
