@@ -135,7 +135,7 @@ fn hellos_with_wrong_fields_are_refused_with_the_code_of_the_field() {
         stream.write_all(bytes).unwrap();
         let answer = answer(stream);
         // The server's version follows the code that refuses a version.
-        let version: &[u8] = if *code == 1 { &[11, 0] } else { &[] };
+        let version: &[u8] = if *code == 1 { &[12, 0] } else { &[] };
         assert_eq!(answer, [&[1, *code], version].concat());
     }
     target.still_works(codes.len() as u64);
