@@ -97,7 +97,7 @@ class Ranks:
         return self(size, function, *arguments, **named | options)
 
     def check(self, leaking: int = 0) -> None:
-        """No fault and no wait for the device on the thread that calls in any report; leaks in `leaking` of them at most."""
+        """No report has a fault or a wait for the device on the thread that calls, and at most `leaking` have leaks."""
         assert sum(report["leaked"] > 0 for report in self.reports) <= leaking
         for report in self.reports:
             assert report["faults"] == []
