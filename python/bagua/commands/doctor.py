@@ -88,7 +88,7 @@ def _versions() -> dict[str, str | None]:
         return None
 
     return {
-        "bagua": engine.version() + ("" if engine.IS_OPTIMIZED else ", not optimized"),
+        "bagua": engine.version(),
         "python": platform.python_version(),
         "numpy": of("numpy"),
         "torch": of("torch"),
@@ -224,6 +224,8 @@ def _text(found: dict[str, Any], with_defaults: bool) -> str:
         tables.pairs(name, [_shown(key, value) for key, value in found[name].items()])
         for name in ("versions", "machine", "limits", "network", "launcher")
     ]
+    if not engine.IS_OPTIMIZED:
+        parts.append("This build of the extension is not optimized: make setup, or maturin develop --release")
     channels = found["transports"] | {"cuda": found["cuda"]}
     parts.append(
         tables.pairs("transports", [(*_shown(name, each["available"]), each["why"]) for name, each in channels.items()])
