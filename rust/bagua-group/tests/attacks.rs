@@ -53,7 +53,7 @@ impl Target {
 /// The hello of rank 1 of 2, with a change.
 fn hello(change: impl FnOnce(&mut [u8])) -> Vec<u8> {
     let mut bytes = b"BGhello\n".to_vec();
-    bytes.extend(11u16.to_le_bytes());
+    bytes.extend(12u16.to_le_bytes());
     for rank in [2u32, 1, 0] {
         bytes.extend(rank.to_le_bytes());
     }
