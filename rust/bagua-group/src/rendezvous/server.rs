@@ -192,7 +192,7 @@ struct RegisteredRanks {
     ended: Mutex<BTreeMap<usize, (Instant, String)>>,
     /// By rank: why the last process with this rank was refused.
     refused: Mutex<BTreeMap<usize, &'static str>>,
-    /// By rank: the last process that was refused because another one has its rank, until that one has ended and a third one registers.
+    /// By rank: where the last process was that was refused because another one has its rank, until that one has ended and a third one joins.
     duplicates: Mutex<BTreeMap<usize, String>>,
     /// Why the last process was refused that did not get as far as to say its rank.
     stranger: Mutex<Option<String>>,
@@ -255,7 +255,11 @@ impl RegisteredRanks {
             _ => None,
         };
         let stranger = lock(&self.stranger).as_ref().map(|why| format!("; a process was refused: {why}"));
-        let named = duplicates.values().take(NAMED_DUPLICATES).cloned();
+        let duplicate = |(rank, host): (&usize, &String)| {
+            let holder = ranks.holder(*rank);
+            format!("; a process{host} was refused because another one{holder} had joined as rank {rank}")
+        };
+        let named = duplicates.iter().take(NAMED_DUPLICATES).map(duplicate);
         let others = duplicates.len().saturating_sub(NAMED_DUPLICATES);
         let others = (others > 0).then(|| format!("; and {others} more ranks had a second process"));
         named.chain(others).chain(missing.iter().filter_map(detail)).chain(stranger).collect()
@@ -422,11 +426,10 @@ async fn register(state: &RegisteredRanks, from: usize, stream: &mut AsyncSocket
         let mut ranks = lock(&state.ranks);
         if !ranks.claim(from) {
             let host = stream.peer_addr().map_or_else(|_| String::new(), |peer| format!(" from {}", peer.ip()));
-            let holder = ranks.holder(from);
-            let text = format!("; a process{host} was refused because another one{holder} had joined as rank {from}");
-            lock(&state.duplicates).insert(from, text);
+            lock(&state.duplicates).insert(from, host);
             return Err(Refusal::Duplicate);
         }
+        lock(&state.duplicates).remove(&from);
     }
     let body = async {
         handshake::accept(stream).await?;
@@ -439,7 +442,6 @@ async fn register(state: &RegisteredRanks, from: usize, stream: &mut AsyncSocket
     };
     lock(&state.ranks).register(from, registration);
     lock(&state.ended).remove(&from);
-    lock(&state.duplicates).remove(&from);
     state.changed.notify_one();
     Ok(())
 }

@@ -5,6 +5,7 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::Duration;
 
+use tokio::io::AsyncWriteExt;
 use tokio::time::Instant;
 
 use super::super::handshake::{self, Failed, Hello, Purpose, Refusal};
@@ -12,7 +13,7 @@ use super::super::wire::{Encoding, RANKS_LIMIT};
 use super::client::{register, rendezvous_tcp};
 use super::common::Limits;
 use super::server::Registration;
-use super::tree::{Answer, FANOUT, MissingRanks, Proofs, children, fetch, parent};
+use super::tree::{Answer, FANOUT, MissingRanks, Proofs, children, connect, fetch, parent};
 use crate::error::{Error, Result};
 
 /// The longest that a test waits for one event.
@@ -188,36 +189,50 @@ fn a_rank_that_ends_after_it_has_registered_is_lost_on_every_rank_that_waits_for
 #[test]
 fn a_rank_that_times_out_reads_which_rank_two_processes_have() {
     let (port, size) = (free_port(), 4);
-    let (outcomes, results) = std::sync::mpsc::channel();
+    let all: Vec<_> = (0..size).map(address_of).collect();
+    let attempt = async |rank| {
+        let hello = Hello { world_size: size, ..hello(rank, 0) };
+        register((&host(), port), &hello, &key(b"s"), &address_of(rank), Instant::now(), &Cell::default()).await
+    };
     std::thread::scope(|scope| {
-        let join = |rank| {
-            let outcomes = outcomes.clone();
-            scope.spawn(move || {
-                let all = rendezvous_tcp((&host(), port), rank, size, &address_of(rank), b"s", PATIENCE);
-                outcomes.send((rank, all)).unwrap();
-            });
+        let join =
+            |rank| scope.spawn(move || rendezvous_tcp((&host(), port), rank, size, &address_of(rank), b"s", PATIENCE));
+        let root = join(0);
+        let ranks = async {
+            let hello = Hello { world_size: size, ..hello(1, 0) };
+            let mut first = loop {
+                match connect((host().as_str(), port), &hello, &key(b"s")).await {
+                    Ok(first) => break first,
+                    // Rank 0 does not listen yet.
+                    Err(_) => tokio::time::sleep(Duration::from_millis(5)).await,
+                }
+            };
+            // The second process comes before the first one has said where it is.
+            let second = attempt(1).await;
+            assert!(matches!(second, Err(Failed::Refused(Refusal::Duplicate))), "the second process is refused");
+            let text = async || {
+                // Rank 2 does not wait for rank 3.
+                let Ok((Answer::Missing(missing), None)) = attempt(2).await else { panic!("ranks are missing") };
+                missing.timed_out(PATIENCE, 2, "the rendezvous".to_owned()).to_string()
+            };
+            let said = "; a process from 127.0.0.1 was refused because another one had joined as rank 1";
+            let before = text().await;
+            assert!(before.contains(said), "{before}");
+            let registration = Registration { address: address_of(1), relay: None };
+            first.write_all(&registration.frame()).await.unwrap();
+            let address = super::super::tests::examples::address(1);
+            let holder = format!("another one (process {} on {}) had", address.pid, address.host_name);
+            let said = said.replace("another one had", &holder);
+            // Until rank 0 has read it.
+            while !text().await.contains(&said) {}
+            // The world completes in spite of it.
+            let others = [2, 3].map(join);
+            assert_eq!(Answer::read(&mut first).await, Ok(Answer::Complete(all.clone())));
+            others
         };
-        [0, 1, 1].into_iter().for_each(join);
-        let (rank, refused) = results.recv_timeout(PATIENCE).unwrap();
-        assert!(matches!((rank, &refused), (1, Err(Error::Mismatch(_)))), "{rank}: {refused:?}");
-        // Rank 2 does not wait for rank 3.
-        let hello = Hello { world_size: size, ..hello(2, 0) };
-        let is_registered = Cell::default();
-        let answer = run(register((&host(), port), &hello, &key(b"s"), &address_of(2), Instant::now(), &is_registered));
-        let Ok((Answer::Missing(missing), None)) = answer else { panic!("rank 0 answers with the missing ranks") };
-        let text = missing.timed_out(PATIENCE, 2, "the rendezvous".to_owned()).to_string();
-        let address = super::super::tests::examples::address(1);
-        let said = format!(
-            "; a process from 127.0.0.1 was refused because another one (process {} on {}) had joined as rank 1",
-            address.pid, address.host_name
-        );
-        assert!(text.contains(&said), "{text}");
-        // The world completes in spite of it.
-        [2, 3].into_iter().for_each(join);
-        for _ in 0..size {
-            let (rank, all) = results.recv_timeout(PATIENCE).unwrap();
-            assert_eq!(all, Ok((0..size).map(address_of).collect()), "rank {rank}");
-        }
+        let named = run(async { tokio::time::timeout(PATIENCE, ranks).await });
+        let others = named.expect("every timeout names the rank and the process that has it");
+        others.into_iter().chain([root]).for_each(|rank| assert_eq!(rank.join().unwrap().as_ref(), Ok(&all)));
     });
 }
 
