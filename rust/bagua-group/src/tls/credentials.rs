@@ -65,6 +65,14 @@ impl Tls {
             }
         };
         let chain = all(certificate, "the certificate")?;
+        // PKCS #8 says it in its label (RFC 7468, section 11), the older formats in a header (RFC 1421, section 4.6.1.1).
+        let is_encrypted = ["-----BEGIN ENCRYPTED PRIVATE KEY-----", "Proc-Type: 4,ENCRYPTED"]
+            .iter()
+            .any(|mark| key.windows(mark.len()).any(|window| window == mark.as_bytes()));
+        if is_encrypted {
+            let why = "it is encrypted, and there is no passphrase to give (openssl pkey -in KEY -out FILE writes it without)";
+            return Err(invalid("the private key", why.to_owned()));
+        }
         let private = PrivateKeyDer::from_pem_slice(key).map_err(|why| {
             let why = match why {
                 rustls::pki_types::pem::Error::NoItemsFound => "no private key in PEM".to_owned(),
