@@ -363,6 +363,11 @@ def async_pauses_in_validation_and_ends(rank: int, kit: Kit, folder: Path) -> No
             """Looks."""
             self.ranks.append(trainer.strategy.model.bagua_algorithm._aborted)
 
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            """Loads, as the search for a learning rate does."""
+            if batch_idx == 1:
+                trainer.strategy.load_model_state_dict({"state_dict": trainer.strategy.lightning_module_state_dict()})
+
     recorder, watch = kit.recorder(hold), Watch()
     trainer = kit.trainer(
         kit.strategy("async", sync_interval_ms=2), folder, callbacks=[recorder, watch], val_check_interval=6

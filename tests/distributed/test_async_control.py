@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import bagua.torch_api as bagua
+from bagua.errors import BaguaError
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgorithm
 from bagua.torch_api.bucket import BaguaBucket
@@ -306,6 +307,34 @@ def the_originals_aborts_and_resumes_end(rank: int) -> None:
     impl.resume(model)
     bagua.barrier()
     assert same_bits(*rest(model))
+
+
+def weights_are_loaded_while_this_rank_is_out_of_the_rounds(rank: int) -> None:
+    model, _, impl = wrapped(interval=NEVER)
+    loaded = {name: torch.full_like(value, 7.0) for name, value in model.state_dict().items()}
+    before = values(model)
+    outer = torch.nn.Sequential(model)
+    of_outer = {f"0.{name}": value for name, value in loaded.items()}
+    for load, state in ((model.load_state_dict, loaded), (outer.load_state_dict, of_outer)):
+        with pytest.raises(BaguaError, match=r"while async averages its weights .*abort"):
+            load(state)
+        with impl.lock(model), pytest.raises(BaguaError, match="while async averages its weights"):
+            load(state)
+    assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
+    impl.abort(model)
+    bagua.barrier()
+    model.load_state_dict(loaded)
+    copy.deepcopy(model).load_state_dict(loaded)
+    pickle.loads(pickle.dumps(model)).load_state_dict(loaded)
+    bagua.barrier()
+    impl.resume(model)
+    impl.synchronize(model)
+    assert all_are(model, 7.0)
+    impl.abort(model)
+    # Gradients travel in the warm-up.
+    model, _, _ = wrapped(warmup_steps=1)
+    model.load_state_dict(loaded)
+    bagua.unwrap(model).load_state_dict(loaded)
 
 
 CASES = cases_in(globals())

@@ -227,6 +227,24 @@ def test_weights_that_are_loaded_are_not_averaged_with_those_before(
     assert value_of(tmp_path) == (2, 5)
 
 
+def a_checkpoint_of_tied_weights(rank: int, path: str) -> None:
+    bagua.init_process_group()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    model.with_bagua([], AsyncModelAverageAlgorithm(sync_interval_ms=1))
+    save_checkpoint(1, path, model)
+    bagua.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_tied_weights_that_are_averaged_are_saved_once(world: Callable[..., World], tmp_path: Path) -> None:
+    world(2).run(a_checkpoint_of_tied_weights, str(tmp_path))
+    model = torch.load(tmp_path / "iter_0000001" / "mp_rank_00_model_states.pt", weights_only=True)["model"]
+    places = {name: value.data_ptr() for name, value in model.items()}
+    assert places["0.weight"] == places["1.weight"] != places["0.bias"]
+    assert model["0.weight"].untyped_storage().nbytes() == 16
+
+
 def test_files_lie_where_the_original_put_them(tmp_path: Path) -> None:
     save_checkpoint(12, tmp_path, *training())
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "12"

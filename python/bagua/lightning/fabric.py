@@ -120,12 +120,5 @@ class FabricStrategyMethods(CommonMethods):
         Fabric has no hook for the end of a training or an evaluation: ``with fabric.strategy.paused(model)``.
         """
         wrapped: Any = getattr(module, "_forward_module", module)
-        algorithm: Any = wrapped.bagua_algorithm if ddp_wrapper.is_wrapped(wrapped) else None
-        if not hasattr(algorithm, "synchronize"):
+        with wrapped.bagua_algorithm.paused() if ddp_wrapper.is_wrapped(wrapped) else contextlib.nullcontext():
             yield
-            return
-        algorithm.abort(wrapped)
-        try:
-            yield
-        finally:
-            algorithm.resume(wrapped)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
 from typing import Any
 
 import torch
+
+from bagua.errors import BaguaError
 
 from . import ddp_wrapper, process_group
 from .strategy_base import CommonMethods
@@ -68,6 +70,8 @@ class StrategyMethods(CommonMethods):
         )
         # An exception was reported to the other ranks.
         self._failed = False
+        # Of a validation.
+        self._paused = contextlib.ExitStack()
 
     # --- the ranks ----------------------------------------------------------------------------------------------------
 
@@ -104,47 +108,47 @@ class StrategyMethods(CommonMethods):
     def pre_backward(self, closure_loss: Any) -> None:
         """With manual optimization a backward runs inside the forward, and no_sync may differ between two of them."""
         super().pre_backward(closure_loss)
-        if ddp_wrapper.is_wrapped(self.model) and not self.lightning_module.automatic_optimization:
+        if self._is_wrapped() and not self.lightning_module.automatic_optimization:
             self.model.bagua_ddp.decide_now()
 
+    def _is_wrapped(self) -> bool:
+        return ddp_wrapper.is_wrapped(self.model)
+
     def _unwrap(self) -> None:
-        if ddp_wrapper.is_wrapped(self.model):
+        if self._is_wrapped():
+            # After a validation that raised; the error of a group was raised already.
+            with contextlib.suppress(BaguaError):
+                self._paused.close()
             ddp_wrapper.unwrap(self.model)
             self.model = self.lightning_module
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state of the LightningModule, without a wrapper's prefix; copied between two rounds of ``async``."""
-        with self._still():
-            state: dict[str, Any] = super().lightning_module_state_dict()
-            return {name: _copy(value) for name, value in state.items()} if self._averager() is not None else state
+        read = super().lightning_module_state_dict
+        state: dict[str, Any] = self.model.bagua_algorithm.model_state_dict(read) if self._is_wrapped() else read()
+        return state
 
-    # --- asynchronous averaging ---------------------------------------------------------------------------------------
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Loads it on all ranks together, outside of the rounds of ``async``."""
+        load = functools.partial(super().load_model_state_dict, checkpoint, strict)
+        if not self._is_wrapped():
+            load()
+            return
+        from bagua.torch_api.checkpoint.coordination import Coordinator
+        from bagua.torch_api.checkpoint.weights import load_weights
 
-    def _averager(self) -> Any:
-        """The algorithm at work if it changes the weights at times of its own."""
-        if not ddp_wrapper.is_wrapped(self.model):
-            return None
-        algorithm = self.model.bagua_algorithm
-        return algorithm if hasattr(algorithm, "synchronize") else None
-
-    @contextlib.contextmanager
-    def _still(self) -> Iterator[None]:
-        """Inside, no round of asynchronous averaging changes the weights."""
-        averager = self._averager()
-        with contextlib.nullcontext() if averager is None else averager.lock(self.model):
-            yield
+        load_weights(self.lightning_module, Coordinator(), load)
 
     def on_validation_start(self) -> None:
         """This rank steps out of asynchronous averaging: all batches see the same weights."""
         super().on_validation_start()
-        if (averager := self._averager()) is not None:
-            averager.abort(self.model)
+        if self._is_wrapped():
+            self._paused.enter_context(self.model.bagua_algorithm.paused())
 
     def on_validation_end(self) -> None:
         """This rank takes part in asynchronous averaging again."""
         super().on_validation_end()
-        if (averager := self._averager()) is not None:
-            averager.resume(self.model)
+        self._paused.close()
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -166,7 +170,3 @@ class StrategyMethods(CommonMethods):
         if self._failed:
             self._failed = False
             process_group.leave()
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value

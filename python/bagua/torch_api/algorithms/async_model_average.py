@@ -351,6 +351,31 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         finally:
             self._lock.unlock(**self._stream)
 
+    def model_state_dict(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """See :meth:`AlgorithmImpl.model_state_dict`: copied between two rounds, tied weights once."""
+        copies: dict[Any, torch.Tensor] = {}
+        with self.lock(self.bagua_ddp):
+            state = read()
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    place = value.data_ptr(), value.dtype, value.shape, value.stride()
+                    if place not in copies:
+                        copies[place] = value.detach().clone()
+                    state[name] = copies[place]
+        return state
+
+    def before_load(self, bagua_ddp: WrappedModel) -> None:
+        """BaguaError while this rank takes part in rounds: ranks do not load at the same moment, and what one has
+        loaded would be averaged with what another one still has.
+        """
+        if self._averager is not None and not self._aborted:
+            raise BaguaError(
+                f"load_state_dict of model {bagua_ddp.bagua_module_name!r} while {self.name} averages its weights with "
+                "those that other ranks have not loaded yet: load before with_bagua, use "
+                "bagua.torch_api.checkpoint.load_checkpoint, or call model.bagua_algorithm.abort(model) and barrier() "
+                "on all ranks, load, and call barrier() and model.bagua_algorithm.resume(model)"
+            )
+
     # --- control ----------------------------------------------------------------------------------------------------
 
     @property
@@ -382,6 +407,17 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             # Without rounds the weights may have been used without the lock.
             self._lock.mark(**self._stream)
             self._averager.resume()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """See :meth:`AlgorithmImpl.paused`: :meth:`abort`, and :meth:`resume` at the end if this rank took part."""
+        took_part = not self._aborted
+        self.abort(self.bagua_ddp)
+        try:
+            yield
+        finally:
+            if took_part:
+                self.resume(self.bagua_ddp)
 
     def synchronize(self, bagua_module: Any, timeout: float | None = None) -> None:
         """One round with the locks of all ranks held throughout: then all that take part hold the same bits.

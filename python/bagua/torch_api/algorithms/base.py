@@ -6,6 +6,7 @@ arrived. An algorithm replaces what it does differently.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -40,6 +41,10 @@ class AlgorithmImpl:
     #: Whether :meth:`forward_ends`, :meth:`backward_begins`, :meth:`backward_ends` and :meth:`optimizer_step_ends` are
     #: called.
     hears_forward_and_backward = False
+    #: Whether it keeps what it derived from the weights: others that are loaded without its state are then an error.
+    keeps_weights = False
+    #: Whether that is also so for weights that are assigned between ``with_bagua`` and the first step.
+    begins_equal = False
     # Whether buckets are padded to a multiple of the group's ranks.
     _pads_buckets = False
 
@@ -121,6 +126,20 @@ class AlgorithmImpl:
 
     def backward_ends(self, bagua_ddp: WrappedModel) -> None:
         """Called when a backward that has begun so is over, also when it raised."""
+
+    def before_load(self, bagua_ddp: WrappedModel) -> None:
+        """Called before ``load_state_dict`` of the model. BaguaError, before anything is changed, where this is no time
+        for it.
+        """
+        bagua_ddp.exchange.before_load()
+
+    def model_state_dict(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The state of the model, which ``read`` returns; copies, where weights also change beside the training."""
+        return read()
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, this rank's weights do not change beside the training. Not collective."""
+        return contextlib.nullcontext()
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
         """What travels: the gradients, unless this is replaced. Called before :meth:`init_tensors`, each time."""

@@ -95,6 +95,9 @@ class DecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
 class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
     """Encoded differences of the weights go to both neighbours of a ring after each step's optimizers."""
 
+    # The replicas.
+    keeps_weights = True
+
     compression: Compression
 
     def check(self, bagua_ddp: WrappedModel) -> None:

@@ -25,14 +25,12 @@ delays the round until the next step begins.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 import torch
 
 from bagua.codecs import Compression, raw_codec
-from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
 from ..model_engine.exchange_interface import always
@@ -72,17 +70,6 @@ class OuterExchange(BetweenSteps):
             tensors.append(BaguaTensor.ensure_bagua_tensor(param, name, self._module_name, always(difference)))
         return tensors
 
-    def require_anchors(self) -> None:
-        """BaguaError unless the weights are the anchors."""
-        for name, param in self._parameters:
-            if not torch.allclose(param.detach(), self.anchors[name], rtol=0, atol=0, equal_nan=True):
-                raise BaguaError(
-                    f"parameter {name!r} of model {self._module_name!r} changed between with_bagua and the first "
-                    f"step, which the outer optimizer of {self._algorithm.name} would take for training: load a "
-                    "checkpoint before with_bagua, or after it the algorithm's state too "
-                    "(model.bagua_algorithm.load_state_dict)"
-                )
-
     def abandon(self) -> None:
         """A step whose backward never came has no round on this rank."""
         self._open = False
@@ -110,6 +97,8 @@ class OuterExchange(BetweenSteps):
                 # Not sub(alpha=): it may round the product and the difference together.
                 anchor.copy_(anchor.to(move.dtype).sub_(move.mul(algorithm.outer_lr)))
                 param.copy_(anchor)
+                # Or weights that are loaded in place of those that are not finite would not be, after the next round.
+                anchor.nan_to_num_(0.0, 0.0, 0.0)
         self._forget()
 
     def _forget(self) -> None:
@@ -135,9 +124,13 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
     outer_lr = 1.0
     outer_momentum = 0.0
     nesterov = False
+    begins_equal = True
     _pads_buckets = True
-    # A training forward has come since with_bagua, or a state was loaded.
-    _begun = False
+
+    @property
+    def keeps_weights(self) -> bool:  # type: ignore[override]
+        """The anchors. The mean of the weights does not depend on them, unless it is encoded."""
+        return bool(self.outer_momentum or self.outer_lr != 1.0 or self.compression is not None)
 
     def communicates(self, step: int) -> bool:
         """Whether a round is at the end of this step."""
@@ -155,23 +148,6 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
         """The differences to the weights of the last round, which are now those that all ranks begin with."""
         return OuterExchange(bagua_ddp, self)
 
-    def init_forward_pre_hook(self, bagua_ddp: WrappedModel) -> Callable[[Any], None]:
-        """BaguaError before the first training forward if weights have changed since ``with_bagua``, without a state
-        that was loaded. Local SGD averages them as they are.
-        """
-
-        def hook(inputs: Any) -> None:
-            if not self._begun and (self.outer_momentum or self.outer_lr != 1.0):
-                self._outer().require_anchors()
-            self._begun = True
-
-        return hook
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See :meth:`AlgorithmImpl.load_state_dict`."""
-        super().load_state_dict(state)
-        self._begun = True
-
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
         """Averages the bucket, through the codec if there is one."""
         bucket.clear_ops()
@@ -184,13 +160,9 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
             error_feedback=self.error_feedback,
         )
 
-    def _outer(self) -> OuterExchange:
+    def _tensors_of_state(self) -> dict[str, dict[str, torch.Tensor]]:
         exchange = self.bagua_ddp.exchange
         assert isinstance(exchange, OuterExchange)
-        return exchange
-
-    def _tensors_of_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        exchange = self._outer()
         tensors = {**super()._tensors_of_state(), "anchor": exchange.anchors}
         if self.outer_momentum:
             tensors["outer_momentum"] = exchange.momenta

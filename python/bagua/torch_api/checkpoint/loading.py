@@ -12,9 +12,9 @@ import torch
 
 from bagua.errors import BaguaError
 
-from .averaged import outside_of_rounds
 from .coordination import Coordinator
 from .layout import RELEASE, ExpertKeys, expert_file, find, model_file, optimizer_file, read_tracker, tracker_file
+from .weights import load_weights
 
 
 def load_checkpoint(
@@ -65,8 +65,7 @@ def load_checkpoint(
             raise BaguaError(f"{tracker_file(path)} says {iteration}, and the file in {folder} {whole['iteration']}")
         return int(iteration)
 
-    with outside_of_rounds(model, ranks):
-        return ranks.together("load a checkpoint", load)
+    return load_weights(model, ranks, load)
 
 
 def _read_optimizer(folder: Path, ranks: Coordinator) -> dict[str, Any]:

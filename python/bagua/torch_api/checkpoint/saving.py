@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from .averaged import state_of
 from .coordination import Coordinator
 from .layout import (
     REPLACED,
@@ -24,6 +23,7 @@ from .layout import (
     sync_directory,
     tracker_file,
 )
+from .weights import state_of
 
 # What torch.load reads with weights_only=True, besides tensors and containers.
 _SAFE = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)

@@ -72,6 +72,48 @@ class Tracked:
         )
 
 
+class KeptWeights:
+    """The weights as they were, where an algorithm keeps what it derived from them: anchors, or replicas of neighbours.
+
+    Weights that other code changes, without the algorithm's state for them, would count as training.
+    """
+
+    def __init__(
+        self, model_name: str, algorithm_name: str, parameters: Sequence[tuple[str, torch.nn.Parameter]]
+    ) -> None:
+        self._model_name = model_name
+        self._algorithm_name = algorithm_name
+        self._parameters = list(parameters)
+        # By name, from before the first change since the last training forward.
+        self._before: dict[str, torch.Tensor] | None = None
+        #: The algorithm's state was loaded since the last training forward.
+        self.state_is_loaded = False
+
+    def remember(self) -> None:
+        """Weights are about to change."""
+        if self._before is None:
+            self._before = {name: param.detach().clone() for name, param in self._parameters}
+
+    def accept(self) -> None:
+        """The algorithm has derived what it keeps from the weights as they are."""
+        self._before, self.state_is_loaded = None, False
+
+    def check(self) -> None:
+        """Before each training forward: BaguaError where weights have changed, and the algorithm's state was not
+        loaded. Weights that were put back, as after an evaluation of averaged ones, have not.
+        """
+        before = {} if self._before is None or self.state_is_loaded else self._before
+        for name, param in self._parameters if before else ():
+            if not torch.allclose(param.detach(), before[name], rtol=0, atol=0, equal_nan=True):
+                raise BaguaError(
+                    f"parameter {name!r} of model {self._model_name!r} was changed outside of training, which "
+                    f"{self._algorithm_name} would take for training: after load_state_dict load the algorithm's state "
+                    "too (model.bagua_algorithm.load_state_dict), use bagua.torch_api.checkpoint.load_checkpoint, or "
+                    "call with_bagua again on all ranks"
+                )
+        self.accept()
+
+
 class WrappedBuffers:
     """The buffers that are communicated, as they were when the model was wrapped. Later they may change on all ranks
     alike; a rank cannot know whether the others changed theirs before they communicate.

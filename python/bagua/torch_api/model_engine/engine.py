@@ -24,6 +24,7 @@ from ..tensor import forget
 from . import bucket_engine as backends
 from . import bucketing
 from .checks import (
+    KeptWeights,
     OwnSteps,
     Tracked,
     WrappedBuffers,
@@ -42,6 +43,7 @@ from .consistency import (
     require_equal,
     start_broadcast,
 )
+from .hooks import EndOfBackward, GradHook, at_end_of_backward, follow_loads
 from .sparse import sparse_parameters
 from .state import model_state
 from .steps import follow_given, parameters_of
@@ -87,41 +89,6 @@ def name_of(module: torch.nn.Module) -> str:
         _names[module] = f"{type(module).__name__}_{model_state.wrapped_count}"
         model_state.wrapped_count += 1
     return _names[module]
-
-
-class _GradHook:
-    """Calls it when a parameter's gradient has its final local value."""
-
-    def __init__(self, ddp: ModelEngine, name: str, param: torch.nn.Parameter) -> None:
-        self._ddp = weakref.ref(ddp)
-        self._name = name
-        self.handle: RemovableHandle = param.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
-
-    def __call__(self, param: torch.Tensor) -> None:
-        if (ddp := self._ddp()) is None or not isinstance(param, torch.nn.Parameter):
-            return
-        hooks: Any = param._post_accumulate_grad_hooks
-        key = self.handle.id
-        if len(hooks) > 1 and next(reversed(hooks)) != key:
-            # A hook of the user's comes after this one in this backward, and before it from now on.
-            hooks[key] = hooks.pop(key)
-            ddp.on_gradient(self._name, param, is_final=False)
-        else:
-            ddp.on_gradient(self._name, param)
-
-
-class _EndOfBackward:
-    """Calls it when a backward is over, also when it raised: the engine of autograd then lets go of this object."""
-
-    def __init__(self, ddp: ModelEngine) -> None:
-        self._ddp = weakref.ref(ddp)
-
-    def __call__(self) -> None:
-        """The backward came to its end; what is to do follows at once."""
-
-    def __del__(self) -> None:
-        if (ddp := self._ddp()) is not None:
-            ddp.after_any_backward()
 
 
 class Progress(NamedTuple):
@@ -203,12 +170,15 @@ class ModelEngine:
         self._agree(module, algorithm)
         self._unchanged = Tracked(name, self._tracked)
         self._wrapped_buffers = WrappedBuffers(name, module, self.parameters_to_ignore)
+        self._kept = KeptWeights(name, self.bagua_algorithm.name, self._tracked)
         self.backend = backends.BucketEngine(name, process_group)
         backends.adopt(self.backend)
         try:
             if broadcast_state:
                 self._broadcast_state()
             self._init_algorithm()
+            if self.bagua_algorithm.begins_equal:
+                self._weights_change()
             self._hook(module)
             for child in module.modules():
                 allow_training(child)
@@ -312,9 +282,10 @@ class ModelEngine:
 
     def _hook(self, module: torch.nn.Module) -> None:
         for name, param in self._tracked:
-            self._handles.append(_GradHook(self, name, param).handle)
+            self._handles.append(GradHook(self, name, param).handle)
             _owners[param] = weakref.ref(self)
         self._hook_forward(module)
+        self._handles += follow_loads(self, module)
         self._handles += follow_given(self, self.bagua_optimizers)
 
     def holds_parameters_of(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -338,6 +309,25 @@ class ModelEngine:
             self.progress = Progress(self.progress.steps + 1, self.step + 1, self.bagua_train_step_counter)
         self._post_step_hook(optimizer)
 
+    def before_load(self) -> None:
+        """Before ``load_state_dict`` of the model, or of a module in it."""
+        self.bagua_algorithm.before_load(self)
+        self._weights_change()
+
+    def _weights_change(self) -> None:
+        """Weights may change from now until the next training forward, other than by training."""
+        if self.bagua_algorithm.keeps_weights:
+            self._kept.remember()
+
+    def begin_anew(self) -> None:
+        """All ranks have loaded weights: an algorithm that keeps some begins with those of :attr:`root`, unless its own
+        state was loaded too. Collective.
+        """
+        if self.bagua_algorithm.keeps_weights and not self._kept.state_is_loaded:
+            self.broadcast([tensor for _, _, tensor in self._state(self.module)])
+            self._init_algorithm()
+            self._kept.accept()
+
     def optimizer_returned(self) -> None:
         """After each step of an optimizer, also when it raised."""
         self.bagua_algorithm.optimizer_step_ends(self)
@@ -357,6 +347,7 @@ class ModelEngine:
         if self._in_backward:
             self._end_broken_backward()
         self._unchanged.check(module, self.bagua_build_params(), may_go=self.find_unused_parameters)
+        self._kept.check()
         self.bagua_train_step_counter += 1
         self._own_steps.forward_begins()
         counts = self.require_backward_grad_sync and torch.is_grad_enabled()
@@ -419,6 +410,7 @@ class ModelEngine:
         """The next training forward begins the step of this number."""
         if self._in_step:
             self._end_broken_step()
+        self._kept.state_is_loaded = True
         self.step = step - 1
         self.progress = self.progress._replace(next_step=step)
 
@@ -458,7 +450,7 @@ class ModelEngine:
         if self.bagua_algorithm.hears_forward_and_backward and not self._in_any_backward:
             self._in_any_backward = True
             self.bagua_algorithm.backward_begins(self)
-            _at_end_of_backward(_EndOfBackward(self))
+            at_end_of_backward(EndOfBackward(self))
         if not self._backward_communicates():
             self._backwards += 1
             self.exchange.accumulated(name)
@@ -469,7 +461,7 @@ class ModelEngine:
             self._own_steps.backward_begins(self._in_step)
             self._thread = get_ident()
             self._backwards += 1
-            _at_end_of_backward(self._after_backward)
+            at_end_of_backward(self._after_backward)
         elif self._thread != get_ident():
             error = BaguaError(
                 f"two threads on rank {self.backend.rank} run a backward of model {self.bagua_module_name!r} at the "
@@ -524,7 +516,7 @@ class ModelEngine:
 
             def in_outer(*_: Any) -> None:
                 handles.pop().remove()
-                _at_end_of_backward(self._after_backward)
+                at_end_of_backward(self._after_backward)
 
             handles.append(node.register_hook(in_outer))
             return
@@ -589,8 +581,10 @@ class ModelEngine:
             self.close(collected=True)
 
 
-def _at_end_of_backward(callback: Any) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+def engines_of(model: torch.nn.Module) -> list[ModelEngine]:
+    """What communicates for the model, or for modules in it."""
+    owners = {id(owner): owner for param in model.parameters() if (owner := owner_of(param)) is not None}
+    return list(owners.values())
 
 
 def owner_of(param: torch.Tensor) -> ModelEngine | None:

@@ -111,6 +111,9 @@ class Exchange(ABC):
     def before_step(self) -> None:  # noqa: B027
         """Before a step begins, and before the model is closed: does what the last step left undone."""
 
+    def before_load(self) -> None:  # noqa: B027
+        """Before other weights are loaded: takes over the results of what was sent, which they replace."""
+
     def drop(self) -> bool:
         """Instead of :meth:`before_step` when the model was collected: waits for what was begun, and begins nothing.
         Whether something was left undone.

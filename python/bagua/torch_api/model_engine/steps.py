@@ -270,6 +270,10 @@ class BetweenSteps(Exchange):
         """Communicates, if a step's backward has ended since the last time. Collective then."""
         if self._due:
             self._start(waits=True)
+        self.before_load()
+
+    def before_load(self) -> None:
+        """See :meth:`Exchange.before_load`: the next step would put them in place of the weights that are loaded."""
         if self._waited_for_sent():
             self._take_over()
 

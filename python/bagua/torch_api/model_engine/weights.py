@@ -202,6 +202,10 @@ class WeightAverage(WeightTensors):
             # A failure of the group is raised by the next call to the engine.
             self._backend.wait_pending_comm_ops()
 
+    def before_load(self) -> None:
+        """The mean of the weights of before does not count."""
+        self.abandon()
+
 
 class WeightUpdate(BetweenSteps, WeightTensors):
     """Weights that are communicated between two steps, in place."""

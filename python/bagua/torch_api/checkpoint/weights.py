@@ -1,0 +1,43 @@
+"""The weights of a model whose algorithm changes them beside the training, or keeps what it derived from them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from ..model_engine.engine import engines_of
+from .coordination import Coordinator
+
+T = TypeVar("T")
+
+
+def state_of(model: torch.nn.Module) -> dict[str, Any]:
+    """The model's ``state_dict()``, see :meth:`AlgorithmImpl.model_state_dict`."""
+    read: Callable[[], dict[str, Any]] = model.state_dict
+    for engine in engines_of(model):
+        read = partial(engine.bagua_algorithm.model_state_dict, read)
+    return read()
+
+
+def load_weights(model: torch.nn.Module, ranks: Coordinator, load: Callable[[], T]) -> T:
+    """Runs ``load``, which replaces the model's weights by the same ones on all ranks, while no thread averages them:
+    with those of a rank that has not loaded yet, both would keep a mixture. Collective.
+    """
+    engines = engines_of(model)
+
+    def step_out() -> None:
+        for engine in engines:
+            engine.bagua_algorithm.before_step(engine)
+            paused.enter_context(engine.bagua_algorithm.paused())
+
+    with contextlib.ExitStack() as paused:
+        if engines:
+            ranks.together("end the last step", step_out)
+        loaded = ranks.together("load a checkpoint", load)
+        for engine in engines:
+            engine.begin_anew()
+    return loaded

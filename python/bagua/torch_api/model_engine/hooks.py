@@ -1,0 +1,96 @@
+"""What torch calls for the engine of a model: for a gradient, at the end of a backward, before weights are loaded."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+
+class Hooked(Protocol):
+    """The engine of a model."""
+
+    def on_gradient(self, name: str, param: torch.nn.Parameter, is_final: bool = True) -> None:
+        """A parameter's gradient has its final local value; otherwise it has when the backward ends."""
+
+    def after_any_backward(self) -> None:
+        """A backward is over, however it ended."""
+
+    def before_load(self) -> None:
+        """Before ``load_state_dict`` of the model, or of a module in it."""
+
+
+class GradHook:
+    """Calls it when a parameter's gradient has its final local value."""
+
+    def __init__(self, ddp: Hooked, name: str, param: torch.nn.Parameter) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._name = name
+        self.handle: RemovableHandle = param.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
+
+    def __call__(self, param: torch.Tensor) -> None:
+        if (ddp := self._ddp()) is None or not isinstance(param, torch.nn.Parameter):
+            return
+        hooks: Any = param._post_accumulate_grad_hooks
+        key = self.handle.id
+        if len(hooks) > 1 and next(reversed(hooks)) != key:
+            # A hook of the user's comes after this one in this backward, and before it from now on.
+            hooks[key] = hooks.pop(key)
+            ddp.on_gradient(self._name, param, is_final=False)
+        else:
+            ddp.on_gradient(self._name, param)
+
+
+class EndOfBackward:
+    """Calls it when a backward is over, also when it raised: the engine of autograd then lets go of this object."""
+
+    def __init__(self, ddp: Hooked) -> None:
+        self._ddp = weakref.ref(ddp)
+
+    def __call__(self) -> None:
+        """The backward came to its end; what is to do follows at once."""
+
+    def __del__(self) -> None:
+        if (ddp := self._ddp()) is not None:
+            ddp.after_any_backward()
+
+
+def at_end_of_backward(callback: Any) -> None:
+    """Calls it when the backward that runs has come to its end."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _unwrapped(*_: Any) -> None:
+    """The hook of a copy of a wrapped model: without effect, as the copy trains alone."""
+
+
+def _unwrapped_hook() -> Any:
+    """The hook of a model that was pickled."""
+    return _unwrapped
+
+
+class _LoadHook:
+    """Calls it before a module of the model gets weights from ``load_state_dict``."""
+
+    def __init__(self, ddp: Hooked) -> None:
+        self._ddp = weakref.ref(ddp)
+
+    def __call__(self, *_: Any) -> None:
+        if (ddp := self._ddp()) is not None:
+            ddp.before_load()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _unwrapped
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unwrapped_hook, ()
+
+
+def follow_loads(ddp: Hooked, module: torch.nn.Module) -> list[RemovableHandle]:
+    """Calls it before ``load_state_dict`` of the model, of a module in it, and of one that it is in."""
+    hook = _LoadHook(ddp)
+    # A scripted module takes no hook; the model's own is called first.
+    children = [child for child in module.modules() if not isinstance(child, torch.jit.ScriptModule)]
+    return [child._register_load_state_dict_pre_hook(hook) for child in children]  # type: ignore[no-untyped-call]

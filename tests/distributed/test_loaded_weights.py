@@ -1,0 +1,147 @@
+"""Weights that are loaded in the middle of a training: what an algorithm keeps of those before does not reach them."""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import bagua as neutral
+import bagua.torch_api as bagua
+from bagua.errors import BaguaError
+from bagua.torch_api.algorithms import (
+    Algorithm,
+    DecentralizedAlgorithm,
+    DiLoCoAlgorithm,
+    LocalSGDAlgorithm,
+    LowPrecisionDecentralizedAlgorithm,
+)
+from bagua.torch_api.checkpoint import load_checkpoint, save_checkpoint
+from tests.distributed.local_sgd_simulation import data, equal, local_step, net, sgd
+from tests.distributed.states import load, saved
+from tests.distributed.torch_ranks import cases_in, each_case
+
+#: Of the differences to what the ranks know, most are not sent.
+FEW = neutral.Codec("top_k", k=0.1)
+
+
+def that_keep_weights() -> list[Algorithm]:
+    return [
+        DiLoCoAlgorithm(2),
+        LocalSGDAlgorithm(2, hierarchical=False, compression=FEW),
+        LowPrecisionDecentralizedAlgorithm(hierarchical=False, communication_interval=2, compression=FEW),
+    ]
+
+
+def trained(
+    rank: int, algorithm: Algorithm, steps: int = 4
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
+    """A model after some steps, its optimizer, and its weights of before."""
+    model = net()
+    optimizer = sgd(model)
+    model.with_bagua([optimizer], algorithm)
+    start = copy.deepcopy(model.state_dict())
+    for step in range(steps):
+        local_step(model, optimizer, data(rank, step))
+    return model, optimizer, start
+
+
+def without_the_algorithms_state_they_are_an_error(rank: int) -> None:
+    for algorithm in that_keep_weights():
+        model, optimizer, start = trained(rank, algorithm)
+        states = saved(model, optimizer)
+        local_step(model, optimizer, data(rank, 4))
+        # Of a part of the model.
+        model[0].load_state_dict({name: start[f"0.{name}"] for name in ("weight", "bias")})
+        model.eval()(data(rank, 5))
+        model.train()
+        for _ in range(2):
+            with pytest.raises(
+                BaguaError, match=rf"parameter '0\.\w+' .* which {model.bagua_algorithm.name} would take"
+            ):
+                model(data(rank, 5))
+        load(model, optimizer, states)
+        local_step(model, optimizer, data(rank, 4))
+        model.bagua_algorithm.load_state_dict(states[2])
+        model.load_state_dict(states[0])
+        local_step(model, optimizer, data(rank, 4))
+        # Wrapped again, all begin with them.
+        model.load_state_dict(start)
+        model.with_bagua([optimizer], algorithm)
+        local_step(model, optimizer, data(rank, 5))
+    bagua.barrier()
+
+
+def weights_that_are_put_back_are_no_change(rank: int) -> None:
+    for algorithm in that_keep_weights():
+        model, optimizer, start = trained(rank, algorithm)
+        own = copy.deepcopy(model.state_dict())
+        model.load_state_dict(start)
+        model.eval()(data(rank, 5))
+        model.load_state_dict(own)
+        model.train()
+        local_step(model, optimizer, data(rank, 5))
+
+
+def load_checkpoint_has_all_ranks_begin_with_them(rank: int) -> None:
+    folder = Path(bagua.broadcast_object(tempfile.mkdtemp() if rank == 0 else None))
+    for number, algorithm in enumerate(that_keep_weights()):
+        model, optimizer, _ = trained(rank, algorithm)
+        path = folder / str(number)
+        save_checkpoint(1, path, model, optimizer)
+        local_step(model, optimizer, data(rank, 7))
+        local_step(model, optimizer, data(rank, 8))
+        assert load_checkpoint(path, model, optimizer) == 1
+        fresh = net()
+        other = sgd(fresh)
+        assert load_checkpoint(path, fresh, other) == 1
+        fresh.with_bagua([other], algorithm)
+        for step in range(4):
+            local_step(model, optimizer, data(rank, step))
+            local_step(fresh, other, data(rank, step))
+            assert equal(model, fresh), f"{algorithm.describe()} step {step}"
+        # With its own state it goes on from there, in either order.
+        states = saved(model, optimizer)
+        model.bagua_algorithm.load_state_dict(states[2])
+        load_checkpoint(path, model, optimizer)
+        assert str(model.bagua_algorithm.state_dict()) == str(states[2])
+
+
+def what_was_sent_before_does_not_replace_them(rank: int) -> None:
+    # After gradients that are not finite the weights are sent at once.
+    model, optimizer, start = trained(rank, LocalSGDAlgorithm(1))
+    optimizer.zero_grad()
+    (model(data(rank, 4)).sum() * math.inf).backward()
+    model.load_state_dict(start)
+    model(data(rank, 5))
+    assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
+    # They are averaged during forward and backward.
+    model, optimizer, start = trained(rank, DecentralizedAlgorithm())
+    model(data(rank, 4))
+    model.load_state_dict(start)
+    model(data(rank, 4)).sum().backward()
+    assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
+
+
+def local_sgd_goes_on_from_them_after_weights_that_were_not_finite(rank: int) -> None:
+    model, optimizer, start = trained(rank, LocalSGDAlgorithm(1))
+    with torch.no_grad():
+        model[0].weight.fill_(math.nan)
+    local_step(model, optimizer, data(rank, 4))
+    assert model[0].weight.isnan().all()
+    model.load_state_dict(start)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.state.clear()
+    local_step(model, optimizer, data(rank, 5))
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, start[name])
+
+
+CASES = cases_in(globals())
+
+test = each_case(CASES, 2, 3)
