@@ -19,8 +19,8 @@ from .communication import to_bagua_process_group
 from .membership.state import membership_state
 from .model_engine import bagua_ddp
 from .model_engine.bagua_ddp import BaguaDistributedDataParallel
-from .model_engine.engine import ModelEngine, name_of
-from .model_engine.state import model_state
+from .model_engine.engine import ModelEngine
+from .model_engine.state import model_state, name_of
 from .process_group import ProcessGroup
 
 _wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .checks import allow_training
-from .engine import ModelEngine, call_after_forward, call_before_forward, is_recorded
+from .checks import allow_training, is_recorded
+from .engine import ModelEngine, call_after_forward, call_before_forward
 from .state import model_state
 
 _wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped

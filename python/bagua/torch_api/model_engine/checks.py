@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,20 @@ _owners: MutableMapping[torch.Tensor, weakref.ref[Any]] = model_state.gradient_o
 
 # By what was wrapped: name of a model whose group has ended, and the hook that refuses its training, if it needs one.
 _ended = model_state.ended
+
+
+def _never() -> bool:
+    return False
+
+
+# torch before 2.7 does not distinguish an export from a compilation.
+_is_exporting = getattr(torch.compiler, "is_exporting", _never)
+_is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+
+
+def is_recorded() -> bool:
+    """Whether a forward makes a program, which holds the forward and not the communication of one training step."""
+    return _is_exporting() or _is_tracing()
 
 
 class Tracked:

@@ -43,28 +43,13 @@ from .consistency import (
     require_equal,
     start_broadcast,
 )
-from .hooks import EndOfBackward, GradHook, at_end_of_backward, follow_loads
+from .hooks import EndOfBackward, at_end_of_backward, follow_loads
 from .sparse import sparse_parameters
 from .state import model_state
 from .steps import follow_given, parameters_of
 
 # The wrapped model that communicates a parameter's gradient.
 _owners: MutableMapping[torch.Tensor, weakref.ref[ModelEngine]] = model_state.gradient_owners
-_names = model_state.module_names
-
-
-def _never() -> bool:
-    return False
-
-
-# torch before 2.7 does not distinguish an export from a compilation.
-_is_exporting = getattr(torch.compiler, "is_exporting", _never)
-_is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
-
-
-def is_recorded() -> bool:
-    """Whether a forward makes a program, which holds the forward and not the communication of one training step."""
-    return _is_exporting() or _is_tracing()
 
 
 # Not compiled: communication has no graph. The first call imports the compiler, as making an optimizer does.
@@ -83,12 +68,25 @@ def call_after_forward(ddp: Callable[[], ModelEngine | None], output: Any) -> No
         present.after_forward(output)
 
 
-def name_of(module: torch.nn.Module) -> str:
-    """The name under which a model communicates: the user's, else its class and a number."""
-    if module not in _names:
-        _names[module] = f"{type(module).__name__}_{model_state.wrapped_count}"
-        model_state.wrapped_count += 1
-    return _names[module]
+class _GradHook:
+    """Calls it when a parameter's gradient has its final local value."""
+
+    def __init__(self, ddp: ModelEngine, name: str, param: torch.nn.Parameter) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._name = name
+        self.handle: RemovableHandle = param.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
+
+    def __call__(self, param: torch.Tensor) -> None:
+        if (ddp := self._ddp()) is None or not isinstance(param, torch.nn.Parameter):
+            return
+        hooks: Any = param._post_accumulate_grad_hooks
+        key = self.handle.id
+        if len(hooks) > 1 and next(reversed(hooks)) != key:
+            # A hook of the user's comes after this one in this backward, and before it from now on.
+            hooks[key] = hooks.pop(key)
+            ddp.on_gradient(self._name, param, is_final=False)
+        else:
+            ddp.on_gradient(self._name, param)
 
 
 class Progress(NamedTuple):
@@ -282,7 +280,7 @@ class ModelEngine:
 
     def _hook(self, module: torch.nn.Module) -> None:
         for name, param in self._tracked:
-            self._handles.append(GradHook(self, name, param).handle)
+            self._handles.append(_GradHook(self, name, param).handle)
             _owners[param] = weakref.ref(self)
         self._hook_forward(module)
         self._handles += follow_loads(self, module)

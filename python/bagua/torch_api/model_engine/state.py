@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from bagua.lifecycle import Record, record
 
-__all__ = ["ModelState", "model_state"]
+__all__ = ["ModelState", "model_state", "name_of"]
 
 
 class ModelState(Record):
@@ -37,3 +37,11 @@ class ModelState(Record):
 
 
 model_state = record(ModelState)
+
+
+def name_of(module: torch.nn.Module) -> str:
+    """The name under which a model communicates: the user's, else its class and a number."""
+    if module not in (names := model_state.module_names):
+        names[module] = f"{type(module).__name__}_{model_state.wrapped_count}"
+        model_state.wrapped_count += 1
+    return names[module]
