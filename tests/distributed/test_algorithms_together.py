@@ -249,6 +249,39 @@ def a_state_of_another_algorithm_is_refused(rank: int) -> None:
     assert len(found) > 3
 
 
+def a_state_of_another_number_of_ranks_is_refused_where_it_belongs_to_one_rank(rank: int) -> None:
+    """Only what all ranks have alike, as the momentum of DiLoCo, is of use to other ranks."""
+    of_one_rank = {"error", "weight", "left_peer_weight", "right_peer_weight"}
+    size = bagua.get_world_size()
+    refused = []
+    for entry in TABLE:
+        model = net()
+        optimizer = entry.optimizer(model)
+        model.with_bagua([optimizer], entry.make(optimizer), bucket_size=SMALL)
+        algorithm = model.bagua_algorithm
+        state = algorithm.state_dict()
+        assert (state["rank"], state["world_size"]) == (rank, size), entry.name
+        before = copy.deepcopy(state)
+        for other, pattern in (
+            (
+                {"world_size": size + 1},
+                rf"state of rank {rank} of {size + 1}, and this is rank {rank} of {size}: its '",
+            ),
+            ({"rank": rank + 1}, rf"state of rank {rank + 1} of {size}, and this is rank {rank} of {size}: its '"),
+            ({"members": [0, 1, 2, 3, 4]}, rf"state of rank {rank} of {size} with 5 hosts, and this is it with \d: "),
+        ):
+            if of_one_rank & state.keys():
+                with pytest.raises(ValueError, match=pattern):
+                    algorithm.load_state_dict({**state, **other})
+                assert _same(algorithm.state_dict(), before), entry.name
+                refused.append(entry.name)
+            else:
+                algorithm.load_state_dict({**state, **other})
+    if size > 1:
+        assert {"powersgd", "low_precision_decentralized", "diloco minmax_u8 feedback"} <= {*refused}
+        assert not {"qadam", "local_sgd", "diloco", "decentralized"} & {*refused}
+
+
 def one_object_serves_two_models(rank: int) -> None:
     for entry in TABLE:
         if not (entry.several_models and entry.repeatable):

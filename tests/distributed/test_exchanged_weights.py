@@ -232,7 +232,7 @@ def a_run_resumes_to_the_bit(rank: int) -> None:
         rounds = 0 if bagua.get_world_size() == 1 and not remembered else 2
         assert (state["algorithm"], state["step"], state["round"]) == (whole.bagua_algorithm.name, 5, rounds)
         names = {name for name, _ in whole.named_parameters()}
-        assert state.keys() == {"algorithm", "step", "round", *remembered}
+        assert state.keys() == {"algorithm", "step", "round", "rank", "world_size", "members", *remembered}
         assert all(state[kind].keys() == names for kind in remembered)
         # Another bucket size takes the same state.
         resumed, other = wrapped(rank, algorithm, net, do_flatten=do_flatten, bucket_size=None if remembered else 16)

@@ -208,9 +208,16 @@ def a_resumed_run_goes_on_to_the_bit(rank: int) -> None:
                 if step == saved:
                     states = states_of(model, optimizer)
                     state = states[2]
-                    assert state.keys() == {"algorithm", "step", "round", "anchor", "outer_momentum"} | (
-                        {"error"} if feedback else set()
-                    )
+                    assert state.keys() == {
+                        "algorithm",
+                        "step",
+                        "round",
+                        "rank",
+                        "world_size",
+                        "members",
+                        "anchor",
+                        "outer_momentum",
+                    } | ({"error"} if feedback else set())
                     assert (state["algorithm"], state["step"], state["round"]) == ("diloco", saved, saved // 4)
                 local_step(model, optimizer, data(rank, step))
             resumed = net()

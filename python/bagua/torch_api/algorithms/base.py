@@ -47,6 +47,8 @@ class AlgorithmImpl:
     begins_equal = False
     # Whether buckets are padded to a multiple of the group's ranks.
     _pads_buckets = False
+    # Entries of its state that are of use to the rank that saved them only, among the same members.
+    _kinds_of_one_rank: ClassVar[tuple[str, ...]] = ("error",)
 
     # The first algorithm that it is the implementation of.
     _algorithm: ClassVar[type[Algorithm] | None] = None
@@ -192,7 +194,8 @@ class AlgorithmImpl:
         """What a resumed run needs beside the model's and the optimizers' states: numbers and tensors that
         ``torch.load(weights_only=True)`` takes.
 
-        "algorithm" is the algorithm's name, "step" how many steps began, "round" how often a bucket was communicated;
+        "algorithm" is the algorithm's name, "step" how many steps began, "round" how often a bucket was communicated,
+        "rank" and "world_size" are this rank's in the group, and "members" the ranks that exchange with each other;
         other entries are dictionaries by parameter name, such as "error" with error feedback. It differs by rank: each
         rank saves and loads its own, after ``with_bagua`` and with the states of model and optimizers.
         """
@@ -203,18 +206,20 @@ class AlgorithmImpl:
             "algorithm": self.name,
             "step": ddp.step + 1,
             "round": buckets[0].backend_bucket.step if buckets else 0,
+            **self._ranks(),
         }
         for kind, tensors in self._tensors_of_state().items():
             state[kind] = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` returned. ValueError for another algorithm's, which it names, and for
-        entries that do not fit the model. Not collective.
+        """Takes over what :meth:`state_dict` returned. ValueError for another algorithm's, which it names, for entries
+        that do not fit the model, and for entries that belong to another rank, or to other ranks. Not collective.
         """
         if state.get("algorithm") != self.name:
             raise ValueError(f"this is a state of algorithm {state.get('algorithm')!r}, not of {self.name!r}")
         own = self._tensors_of_state()
+        self._require_own(state, [kind for kind in own if kind in self._kinds_of_one_rank])
         unknown = sorted(kind for kind, value in state.items() if isinstance(value, Mapping) and kind not in own)
         if unknown:
             raise ValueError(f"the state has {unknown}, for which this model's algorithm has other options")
@@ -242,6 +247,36 @@ class AlgorithmImpl:
         ddp.restart(int(state["step"]))
         for bucket in ddp.bagua_buckets:
             bucket.backend_bucket.set_step(int(state["round"]))
+
+    def _ranks(self) -> dict[str, Any]:
+        """Whose state this is: rank, size and members of the group."""
+        communicator = self.process_group.get_global_communicator()
+        assert isinstance(communicator, Communicator)
+        return {
+            "rank": communicator.rank(),
+            "world_size": communicator.nranks(),
+            # An option that some algorithms have.
+            "members": communicator.members(getattr(self, "hierarchical", False)),
+        }
+
+    def _require_own(self, state: Mapping[str, Any], kinds: Sequence[str]) -> None:
+        """ValueError unless the entries `kinds` of the state are those of this rank, among the same members.
+
+        Another rank's would be wrong without a sign: a replica of a neighbour that is another rank now, for instance,
+        keeps the weights apart for good.
+        """
+        mine = self._ranks()
+        theirs = {**mine, **{name: state[name] for name in mine if name in state}}
+        if not kinds or theirs == mine:
+            return
+        whose, own = (f"rank {each['rank']} of {each['world_size']}" for each in (theirs, mine))
+        if whose == own:
+            whose, own = f"{whose} with {len(theirs['members'])} hosts", f"it with {len(mine['members'])}"
+        raise ValueError(
+            f"this is the state of {whose}, and this is {own}: its {', '.join(map(repr, kinds))} fit no other rank and "
+            "no other number of ranks or hosts; leave the algorithm's state out, and load the states of model and "
+            "optimizers before with_bagua"
+        )
 
     def _tensors_of_state(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of :meth:`state_dict` themselves, by kind and parameter name."""

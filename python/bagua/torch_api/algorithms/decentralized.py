@@ -97,6 +97,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
 
     # The replicas.
     keeps_weights = True
+    _kinds_of_one_rank = ("weight", "left_peer_weight", "right_peer_weight")
 
     compression: Compression
 
@@ -129,8 +130,8 @@ class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
         )
 
     def _tensors_of_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        kinds = ("weight", "left_peer_weight", "right_peer_weight")
-        return tensors_of_buckets(self.bagua_ddp.bagua_buckets, {kind: f"_{kind}" for kind in kinds})
+        attributes = {kind: f"_{kind}" for kind in self._kinds_of_one_rank}
+        return tensors_of_buckets(self.bagua_ddp.bagua_buckets, attributes)
 
 
 @dataclass(eq=False, repr=False)
