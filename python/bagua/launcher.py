@@ -165,6 +165,11 @@ def master() -> tuple[str, int]:
         host = "127.0.0.1"
     if host is None or port is None:
         missing = "MASTER_ADDR" if host is None else "MASTER_PORT"
+        if config.text("BAGUA_ELASTIC") is not None:
+            raise BaguaError(
+                f"{missing} is not set, because this is an elastic job (BAGUA_ELASTIC): join it by "
+                "bagua.torch_api.init_process_group, or start the ranks without --keep-going"
+            )
         how = _HOW.get(launcher.name, _HOW_ELSE)
         raise BaguaError(f"{missing} is not set: {how}, or give bagua.init an init_method")
     return host, port

@@ -174,6 +174,7 @@ def test_a_list_that_is_none_is_refused(text: str) -> None:
     [
         (["--nproc_per_node", "1", "s.py"], "--host_list is missing"),
         (["--host_list", "a", "s.py"], "--nproc"),
+        (["--host_list", "a", "--nproc_per_node", "1"], "the following arguments are required: script;"),
         (["--host_list", "a", "--nproc_per_node", "1", "-x", "1A=2", "s.py"], "'1A=2' is neither NAME nor NAME=VALUE"),
         (["--host_list", "a", "--nproc_per_node", "1", "-x", "A;b=2", "s.py"], "neither NAME"),
         (["--host_list", "a", "--nproc_per_node", "1", "-x", "NOT_SET_HERE", "s.py"], "no such variable"),

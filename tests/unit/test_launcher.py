@@ -148,8 +148,12 @@ def test_the_port_of_a_slurm_job_is_lightnings(job: str, port: int, monkeypatch:
         (OPENMPI | {"MASTER_ADDR": "host0"}, "MASTER_PORT is not set: .*mpirun -x"),
         (MPICH, "MASTER_ADDR is not set: .*mpiexec -genv MASTER_ADDR host0 -genv MASTER_PORT 29500"),
         ({"SLURM_STEP_ID": "0"}, "MASTER_ADDR is not set: .*MASTER_ADDR=host0 MASTER_PORT=29500 srun"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "BAGUA_ELASTIC": "tcp://127.0.0.1:29500"},
+            "MASTER_PORT is not set, because this is an elastic job .*: join it by bagua.torch_api.init_process_group",
+        ),
     ],
-    ids=["rank", "openmpi", "openmpi port", "mpich", "slurm"],
+    ids=["rank", "openmpi", "openmpi port", "mpich", "slurm", "elastic"],
 )
 def test_a_missing_address_of_rank_0_says_how_to_pass_it(
     variables: dict[str, str], complaint: str, monkeypatch: pytest.MonkeyPatch

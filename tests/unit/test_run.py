@@ -370,6 +370,21 @@ def test_a_script_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.
     assert "none.py" in capsys.readouterr().err
 
 
+def test_a_directory_is_a_script_only_with_a_main(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run.main(["--keep-going", "--nproc-per-node", "1", str(tmp_path)])
+    assert ended.value.code == 2
+    assert f"{str(tmp_path)!r} is a directory without a __main__.py" in capsys.readouterr().err
+    (tmp_path / "__main__.py").write_text("")
+    assert run.main(["--keep-going", "--nproc-per-node", "1", str(tmp_path)]) == 0
+
+
+def test_arguments_of_the_script_are_not_among_those_that_are_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["--keep-going", "--nproc-per-node", "1"])
+    assert "the following arguments are required: script;" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize(("listen", "host"), [("127.0.0.1:0", "127.0.0.1"), (":0", socket.gethostname())])
 def test_the_store_prints_where_it_serves_until_a_signal(

@@ -121,6 +121,9 @@ def test_records_of_two_processes_of_one_rank_are_refused_by_name(
             '{"version": 1, "rank": 0, "host": "a", "pid": 1, "error": "", "ops": [{"n": 3}]}',
             "operation 3 has no 'group'",
         ),
+        ('{"version": 1}', "is no flight record: there is no 'ops' where a record has one"),
+        ('{"version": 1, "ops": [{}]}', "is no flight record: there is no 'n' where a record has one"),
+        ("[" * 200_000, "is no flight record: "),
     ],
 )
 def test_a_file_that_is_no_record_is_named(

@@ -332,7 +332,8 @@ def _parse(arguments: Sequence[str]) -> _Options:
     )
     parser.add_argument("-m", action="store_true", dest="is_module", help="the script is the name of a module")
     parser.add_argument("script", help="the Python program that every rank runs")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    # argparse would name it among the arguments that are missing.
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False
     # argparse converts the variables as it does arguments.
     parser.set_defaults(**variables)
     given = parser.parse_args(arguments)
@@ -372,8 +373,10 @@ def _problem(given: argparse.Namespace) -> str | None:
         # Only the outermost package: looking further would run its code in the runner.
         if not given.script or importlib.util.find_spec(given.script.partition(".")[0]) is None:
             return f"no module named {given.script!r}"
-    elif not Path(given.script).exists():
+    elif not (script := Path(given.script)).exists():
         return f"no file {given.script!r}"
+    elif script.is_dir() and not (script / "__main__.py").exists():
+        return f"{given.script!r} is a directory without a __main__.py"
     return None
 
 

@@ -184,7 +184,8 @@ def parser() -> Parser:
     parser.add_argument("--logdir", help="directory for the output of the ranks, on each host")
     flags.add(parser)
     parser.add_argument("script", help="the program that every rank runs")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    # argparse would name it among the arguments that are missing.
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False
     return parser
 
 
