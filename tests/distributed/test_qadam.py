@@ -27,6 +27,7 @@ from tests.distributed.qadam_oracle import (
 )
 from tests.distributed.states import load, saved
 from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, same_everywhere
+from tests.distributed.training_models import ChosenLayers
 
 
 def moments_of(optimizer: QAdamOptimizer) -> list[torch.Tensor]:
@@ -164,23 +165,10 @@ def clipping_acts_in_the_warm_up_and_not_after_it(rank: int) -> None:
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
-class Branches(torch.nn.Module):
-    """Layers, of which a forward uses those that its arguments name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(8)
-        self.left = torch.nn.Linear(4, 3)
-        self.right = torch.nn.Linear(4, 3)
-        self.never = torch.nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor, *names: str) -> torch.Tensor:
-        return sum((getattr(self, name)(x) for name in names), torch.zeros(len(x), 3))
-
-
 def unused_parameters_stay_where_no_rank_uses_them(rank: int) -> None:
     for do_flatten in (True, False):
-        model = Branches()
+        torch.manual_seed(8)
+        model = ChosenLayers(4, 3)
         optimizer = wrapped(model, do_flatten=do_flatten, find_unused_parameters=True)
         initial = copy.deepcopy(model.never.state_dict())
         for step in range(W + 1):
@@ -218,7 +206,8 @@ def unused_parameters_stay_where_no_rank_uses_them(rank: int) -> None:
 
 
 def a_layer_that_only_other_ranks_used_is_stepped_here_too(rank: int) -> None:
-    model = Branches()
+    torch.manual_seed(8)
+    model = ChosenLayers(4, 3)
     optimizer = wrapped(model, find_unused_parameters=True)
     size = bagua_torch.get_world_size()
     for step in range(2 * W):

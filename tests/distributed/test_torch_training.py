@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError, MismatchError
 from tests.distributed.torch_ranks import cases_in, each_case, same_everywhere
+from tests.distributed.training_models import ChosenLayers
 from tests.waits import until
 
 
@@ -37,19 +38,6 @@ def wrapped(model: torch.nn.Module, **options: object) -> torch.optim.Optimizer:
     optimizer = sgd(model)
     model.with_bagua([optimizer], allreduce(), **options)
     return optimizer
-
-
-class Branches(torch.nn.Module):
-    """Two layers, of which a forward uses those that its argument names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = torch.nn.Linear(3, 2)
-        self.right = torch.nn.Linear(3, 2)
-        self.never = torch.nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor, *names: str) -> torch.Tensor:
-        return sum((getattr(self, name)(x) for name in names), torch.zeros(len(x), 2))
 
 
 def a_sum_is_not_divided(rank: int) -> None:
@@ -105,7 +93,7 @@ def ignored_parameters_and_buffers_stay_apart(rank: int) -> None:
 
 
 def an_old_gradient_of_an_unused_parameter_does_not_change(rank: int) -> None:
-    model = Branches()
+    model = ChosenLayers(3, 2)
     wrapped(model, find_unused_parameters=True)
     model(torch.full((1, 3), 1.1), "left", "right").sum().backward()
     before = model.right.weight.grad.clone()
@@ -126,7 +114,7 @@ def a_second_backward_without_a_forward_is_communicated_too(rank: int) -> None:
 
 
 def a_parameter_used_only_under_no_sync_is_sent_by_the_next_backward(rank: int) -> None:
-    model = Branches()
+    model = ChosenLayers(3, 2)
     del model.never
     wrapped(model)
     with model.bagua_ddp.no_sync():

@@ -48,6 +48,18 @@ class Buffered(nn.Module):
         return found
 
 
+class ChosenLayers(nn.Module):
+    """Three layers, of which a forward uses those that its arguments name."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.left, self.right, self.never = (nn.Linear(inputs, outputs) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *names: str) -> torch.Tensor:
+        zeros = x.new_zeros(len(x), self.left.out_features)
+        return sum((getattr(self, name)(x) for name in names), zeros)
+
+
 class Branches(nn.Module):
     """Two layers, of which each rank takes one by its own number, and one that no rank takes."""
 
