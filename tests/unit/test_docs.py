@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 import bagua
 from bagua import engine
-from tests import forks, gloo
-from tests.world import free_port
+from tests import forks, gloo, scripts
 from tools.blocks import python_blocks, reason
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,49 +23,17 @@ DOCUMENTS = sorted(
     ]
 )
 BLOCKS = [(document, *block) for document in DOCUMENTS for block in python_blocks(document)]
-DEADLINE_S = 150
 
 
-def run_ranks(code: str, size: int, folder: Path) -> list[str]:
-    """Runs the code as ranks of one job; its output per rank. A rank that fails fails the test, in its own words."""
-    with free_port() as port:
-        return run_job(code, size, folder, port)
-
-
-def run_job(code: str, size: int, folder: Path, port: int) -> list[str]:
-    script = folder / "block.py"
-    script.write_text(code)
-    world = {
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    outputs = [folder / f"output{rank}" for rank in range(size)]
-    ranks: list[subprocess.Popen[bytes] | forks.Fork] = []
-    try:
-        for rank, output in enumerate(outputs):
-            environment = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            # Rank 0 is a new process, which finds names that a block uses without importing them. The others are forks
-            # where they need torch, which takes seconds of processor to import.
-            if rank > 0 and "torch" in code:
-                ranks.append(forks.start_script(script, rank=rank, environment=environment, output=output))
-                continue
-            # What is torch's alone needs help to end: see `gloo`.
-            program = [str(script)] if "bagua" in code else gloo.arguments(script)
-            with open(output, "wb") as file:
-                command = [sys.executable, *program]
-                ranks.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
-        until = time.monotonic() + DEADLINE_S
-        codes = [process.wait(max(0.0, until - time.monotonic())) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    shown = [output.read_text() for output in outputs]
-    assert codes == [0] * size, "\n".join(shown)
-    return shown
+def start(rank: int, script: Path, environment: dict[str, str], output: Path) -> subprocess.Popen[bytes] | forks.Fork:
+    """Rank 0 is a new process, which finds names that a block uses without importing them. The others are forks where
+    they need torch, which takes seconds of processor to import."""
+    code = script.read_text()
+    if rank > 0 and "torch" in code:
+        return forks.start_script(script, rank=rank, environment=environment, output=output)
+    # What is torch's alone needs help to end: see `gloo`.
+    runner = [] if "bagua" in code else gloo.arguments(script)[:1]
+    return scripts.processes(*runner)(rank, script, environment, output)
 
 
 def size_of(marks: frozenset[str]) -> int:
@@ -90,7 +54,7 @@ def test_a_block_that_is_marked_runnable_runs(marks: frozenset[str], code: str, 
         pytest.importorskip("torch", reason="torch is not installed: make setup")
     if "lightning" in code:
         pytest.importorskip("lightning", reason="lightning is not installed: make setup")
-    run_ranks(code, size_of(marks), tmp_path)
+    scripts.run_ranks(code, size_of(marks), tmp_path, start)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +148,7 @@ def test_diloco_by_hand_and_as_an_algorithm_end_with_the_same_weights(tmp_path: 
     for number, code in enumerate(codes):
         folder = tmp_path / str(number)
         folder.mkdir()
-        shown = "".join(run_ranks(code, 2, folder))
+        shown = "".join(scripts.run_ranks(code, 2, folder, start))
         first, second = [float(value) for value in re.findall(r"weights (-?[\d.]+)", shown)]
         assert first == second
         ends.append(first)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests import gloo
-from tests.world import free_port
+from tests import gloo, scripts
 
 #: What each rank does first. `late()` lets the threads that there are by then run only when the main thread sleeps: on
 #: its own processor, in the class of the kernel that any other thread interrupts.
@@ -79,27 +75,7 @@ for step in range(4):
 
 def ends(script: str, folder: Path, *runner: str) -> None:
     """Runs it on two ranks, each of which must end with exit code 0."""
-    path = folder / "script.py"
-    path.write_text(LATE + script)
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    with free_port() as port:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, *runner, str(path)],
-                env=os.environ | world | {"MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        try:
-            shown = [process.communicate(timeout=120)[0] for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(shown)
+    scripts.run_ranks(LATE + script, 2, folder, scripts.processes(*runner))
 
 
 def test_callbacks_that_are_late(tmp_path: Path) -> None:
