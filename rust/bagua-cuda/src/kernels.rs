@@ -24,7 +24,7 @@
 //! | `feedback_keep_f32` | error, error afterwards, count, nonfinite |
 //! | `reduce_T_OP` | eight sources (a struct of addresses, by value), number of them (u32), out, count, divisor (f64, for avg) |
 
-use bagua_core::types::{DType, ReduceOp};
+use bagua_core::types::{DType, ElementTypes, ReduceOp};
 
 /// Threads of a block, for every kernel.
 pub const THREADS: u32 = 256;
@@ -157,8 +157,8 @@ impl Reduce {
     /// The kernel of an operation; `None` where [`ReduceOp::check`] refuses it.
     pub fn new(dtype: DType, op: ReduceOp) -> Option<Reduce> {
         op.check(dtype).ok()?;
-        let bits = matches!(op, ReduceOp::Bor | ReduceOp::Band | ReduceOp::Bxor);
-        let ordered = matches!(op, ReduceOp::Min | ReduceOp::Max);
+        let bits = op.element_types() == ElementTypes::Bits;
+        let ordered = op.element_types() == ElementTypes::Ordered;
         let (element, times, op) = match dtype {
             DType::Bool if op == ReduceOp::Max => (DType::Bool, 1, ReduceOp::Bor),
             // Of 0 and 1, the product and the smaller one are the conjunction.

@@ -120,25 +120,59 @@ impl DType {
     }
 }
 
-coded! {
+/// The element types that a reduction is defined for. What has no single meaning is left out: the average of integers or
+/// bool, the sum of bool, bits of floats, an order of complex numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ElementTypes {
+    /// Every type.
+    All,
+    /// Numbers: all but bool.
+    Numbers,
+    /// Types whose values have an order: all but complex.
+    Ordered,
+    /// Integers and bool.
+    Bits,
+    /// Real and complex floating-point types.
+    Inexact,
+}
+
+/// Declares the reductions, each with its element types.
+macro_rules! reductions {
+    ($(#[$about:meta])* $Type:ident {
+        $($(#[$doc:meta])* $Variant:ident = $code:literal, $name:literal, $element_types:ident;)*
+    }) => {
+        coded! { $(#[$about])* $Type { $($(#[$doc])* $Variant = $code, $name;)* } }
+
+        impl $Type {
+            /// What it is defined for.
+            pub const fn element_types(self) -> ElementTypes {
+                match self {
+                    $($Type::$Variant => ElementTypes::$element_types,)*
+                }
+            }
+        }
+    };
+}
+
+reductions! {
     /// How elements of several ranks become one. The numbers are those of the original's `ReduceOp`.
     ReduceOp {
         /// x0 + x1 + …, in rank order.
-        Sum = 0, "sum";
+        Sum = 0, "sum", Numbers;
         /// x0 * x1 * …, in rank order; complex: (a + bi)(c + di) = (ac - bd) + (ad + bc)i, each product and sum rounded.
-        Product = 1, "product";
+        Product = 1, "product", All;
         /// The smallest. A NaN in any rank's element gives NaN.
-        Min = 2, "min";
+        Min = 2, "min", Ordered;
         /// The largest. A NaN in any rank's element gives NaN.
-        Max = 3, "max";
+        Max = 3, "max", Ordered;
         /// Bitwise or; for bool, any.
-        Bor = 7, "bor";
+        Bor = 7, "bor", Bits;
         /// Bitwise and; for bool, all.
-        Band = 8, "band";
+        Band = 8, "band", Bits;
         /// Bitwise exclusive or; for bool, parity.
-        Bxor = 9, "bxor";
+        Bxor = 9, "bxor", Bits;
         /// The sum divided by the number of ranks, once, after the sum.
-        Avg = 10, "avg";
+        Avg = 10, "avg", Inexact;
     }
 }
 
@@ -152,19 +186,18 @@ impl ReduceOp {
         }
     }
 
-    /// Refuses what has no single meaning: the average of integers or bool, the sum of bool, bits of floats, an order of complex
-    /// numbers.
+    /// Refuses the types that it is not defined for.
     ///
     /// # Errors
     /// `UnsupportedType`, naming operation and type.
     pub fn check(self, dtype: DType) -> Result<()> {
-        let divides = dtype.is_float() || dtype.is_complex();
-        let refused = match self {
-            ReduceOp::Avg => !divides,
-            ReduceOp::Sum => dtype == DType::Bool,
-            ReduceOp::Bor | ReduceOp::Band | ReduceOp::Bxor => divides,
-            ReduceOp::Min | ReduceOp::Max => dtype.is_complex(),
-            ReduceOp::Product => false,
+        let inexact = dtype.is_float() || dtype.is_complex();
+        let refused = match self.element_types() {
+            ElementTypes::All => false,
+            ElementTypes::Numbers => dtype == DType::Bool,
+            ElementTypes::Ordered => dtype.is_complex(),
+            ElementTypes::Bits => inexact,
+            ElementTypes::Inexact => !inexact,
         };
         if refused {
             return Err(Error::UnsupportedType(format!("{} of {} is not defined", self.name(), dtype.name())));

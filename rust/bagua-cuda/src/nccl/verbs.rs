@@ -152,13 +152,15 @@ impl Communicator {
 
 #[cfg(test)]
 mod tests {
+    use bagua_core::types::ElementTypes;
+
     use super::*;
 
     #[test]
     fn serves_is_false_for_what_nccl_cannot_reduce() {
         for dtype in DType::ALL {
             for op in ReduceOp::ALL {
-                let bits = matches!(op, ReduceOp::Bor | ReduceOp::Band | ReduceOp::Bxor);
+                let bits = op.element_types() == ElementTypes::Bits;
                 let product = op == ReduceOp::Product && dtype.is_complex();
                 let absent = matches!(dtype, DType::Bool | DType::I16 | DType::U16);
                 assert_eq!(serves(Verb::AllReduce(op), dtype), !bits && !product && !absent);
