@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::admission::Refused;
 use super::peers::Peers;
@@ -209,21 +209,10 @@ impl Averager {
     }
 
     fn wait(&self, limit: Duration, done: impl Fn(&Control) -> bool) -> Waited<()> {
-        let start = Instant::now();
-        let mut control = self.shared.lock();
-        loop {
-            if let Some(failure) = &control.failure {
-                return Waited::Done(Err(failure.clone()));
-            }
-            if done(&control) {
-                return Waited::Done(Ok(()));
-            }
-            let left = limit.saturating_sub(start.elapsed());
-            if left.is_zero() {
-                return Waited::Pending;
-            }
-            control = self.shared.wait(control, left);
-        }
+        self.shared.wait_until(limit, |control| {
+            let failed = control.failure.clone().map(Err);
+            failed.or_else(|| done(control).then_some(Ok(())))
+        })
     }
 }
 
@@ -243,21 +232,10 @@ pub struct Synchronization {
 impl Synchronization {
     /// Waits for at most `limit`.
     pub fn wait(&self, limit: Duration) -> Waited<()> {
-        let start = Instant::now();
-        let mut control = self.shared.lock();
-        loop {
-            if control.synchronized >= self.call {
-                return Waited::Done(Ok(()));
-            }
-            if let Some(failure) = &control.failure {
-                return Waited::Done(Err(failure.clone()));
-            }
-            let left = limit.saturating_sub(start.elapsed());
-            if left.is_zero() {
-                return Waited::Pending;
-            }
-            control = self.shared.wait(control, left);
-        }
+        self.shared.wait_until(limit, |control| {
+            let served = (control.synchronized >= self.call).then_some(Ok(()));
+            served.or_else(|| control.failure.clone().map(Err))
+        })
     }
 
     /// The error for a deadline that passed: it names the ranks that take part and have not called.

@@ -6,9 +6,10 @@ use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use super::{AveragerState, AveragerStats};
-use crate::error::Error;
+use crate::error::{Error, Result};
 use crate::group::{Group, OwnerProcess};
 use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::wait::Waited;
 
 /// What ends the waits of a thread in a group; a model has groups of its own.
 pub(super) trait Leave: Clone {
@@ -107,6 +108,22 @@ impl<G: Leave> SharedControl<G> {
     /// Waits for a change, for at most `limit`. May return early.
     pub(super) fn wait<'a>(&self, control: MutexGuard<'a, Control>, limit: Duration) -> MutexGuard<'a, Control> {
         self.changed.wait_timeout(control, limit).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    /// Waits for at most `limit` until `outcome` sees one.
+    pub(super) fn wait_until(&self, limit: Duration, outcome: impl Fn(&Control) -> Option<Result<()>>) -> Waited<()> {
+        let start = Instant::now();
+        let mut control = self.lock();
+        loop {
+            if let Some(outcome) = outcome(&control) {
+                return Waited::Done(outcome);
+            }
+            let left = limit.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                return Waited::Pending;
+            }
+            control = self.wait(control, left);
+        }
     }
 
     pub(super) fn group(&self) -> MutexGuard<'_, G> {
