@@ -219,7 +219,7 @@ fn the_error_of_a_callback_names_its_bucket_and_is_returned_by_this_and_every_la
     assert_eq!(health.cause(), Some(expected.clone()));
     assert_eq!(engine.mark_ready(number(&engine, "b"), None, None), Err(expected.clone()));
     assert_eq!(engine.wait(LONG), Err(expected.clone()));
-    assert_eq!(engine.submit(|_| Ok(())).err(), Some(expected));
+    assert_eq!(engine.worker().submit("a job", Box::new(|_| Ok(()))).err(), Some(expected));
     // The bucket is no longer in use.
     buckets[0].lock().clear_ops().unwrap();
 }
@@ -265,7 +265,7 @@ fn a_bucket_that_is_done_between_two_slices_of_a_wait_is_no_timeout() {
     let finish_both = || {
         if open.take().is_some() {
             // In order with the buckets: they are done when this job is.
-            engine.submit(|_| Ok(())).unwrap().wait(LONG).unwrap();
+            engine.worker().submit("a job", Box::new(|_| Ok(()))).unwrap().wait(LONG).unwrap();
         }
         Ok::<(), ()>(())
     };
@@ -374,7 +374,7 @@ fn dropping_an_idle_engine_does_not_poison_its_group() {
     let (engine, health) = single_rank_engine();
     engine.register(buckets("a b")).unwrap();
     mark(&engine, "a");
-    engine.submit(|_| Ok(())).unwrap().wait(LONG).unwrap();
+    engine.worker().submit("a job", Box::new(|_| Ok(()))).unwrap().wait(LONG).unwrap();
     engine.shutdown();
     assert_eq!(text(engine.mark_ready(number(&engine, "b"), None, None)), "aborted: engine 'model' was shut down");
     drop(engine);
@@ -534,7 +534,7 @@ fn a_completed_step_is_not_failed_by_a_later_failure() {
     engine.register(buckets("a")).unwrap();
     engine.mark_ready(number(&engine, "a"), None, None).unwrap();
     // Runs after the bucket, so the bucket is done when this is.
-    engine.submit(|_| Ok(())).unwrap().wait(LONG).unwrap();
+    engine.worker().submit("a job", Box::new(|_| Ok(()))).unwrap().wait(LONG).unwrap();
     let _ = health.fail(Error::Aborted("a peer failed in its next step".to_owned()));
     assert_eq!(engine.wait(LONG).unwrap(), 1);
     assert!(matches!(engine.mark_ready(number(&engine, "a"), None, None), Err(Error::Aborted(_))));

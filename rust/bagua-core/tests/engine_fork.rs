@@ -34,7 +34,7 @@ fn in_a_forked_child_calls_are_errors_and_drop_returns_and_the_parent_continues(
         let refused = |result: Result<(), Error>| matches!(result, Err(Error::System { message, .. }) if message.contains("forked"));
         let marked = refused(engine.mark_ready(0, None, None));
         let waited = refused(engine.wait(Some(Duration::from_secs(1))).map(drop));
-        let submitted = refused(engine.submit(|_| Ok(())).map(drop));
+        let submitted = refused(engine.worker().submit("a job", Box::new(|_| Ok(()))).map(drop));
         drop(engine);
         // SAFETY: ends the child at once, without the parent's exit handlers.
         unsafe { libc::_exit(i32::from(!(marked && waited && submitted))) };

@@ -6,9 +6,8 @@ use std::sync::{Arc, Mutex};
 
 use bagua_core::engine as core;
 use bagua_core::error::{Error, Result};
-use bagua_core::group::{Group, Lane};
+use bagua_core::group::Group;
 use bagua_core::memory::Device;
-use bagua_core::recorder::Announced;
 use bagua_core::types::DType;
 use bagua_core::wait::lock;
 use bagua_cuda::OperationDevice;
@@ -52,12 +51,8 @@ impl CommunicationThread for Engine {
         &self.origin
     }
 
-    fn submit_op(
-        &self,
-        op: &Announced<'_>,
-        job: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static,
-    ) -> Result<core::Handle> {
-        self.core.submit_op(op, job)
+    fn worker(&self) -> &core::LaneWorker {
+        self.core.worker()
     }
 }
 

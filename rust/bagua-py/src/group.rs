@@ -135,12 +135,8 @@ impl CommunicationThread for Communicator {
         &self.origin
     }
 
-    fn submit_op(
-        &self,
-        op: &Announced<'_>,
-        job: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static,
-    ) -> Result<core::Handle> {
-        self.core.submit_op(op, job)
+    fn worker(&self) -> &core::LaneWorker {
+        self.core.worker()
     }
 }
 

@@ -50,12 +50,8 @@ pub trait CommunicationThread: Sync {
     /// The group, for its errors.
     fn origin(&self) -> &Origin;
 
-    /// Hands it a job, which `op` describes while it is queued.
-    fn submit_op(
-        &self,
-        op: &Announced<'_>,
-        job: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static,
-    ) -> Result<core::Handle>;
+    /// The core's.
+    fn worker(&self) -> &core::LaneWorker;
 
     /// Hands it a verb, on memory of a device with `place`, and waits for the host's part unless it is asynchronous. The calling thread never
     /// waits for the device.
@@ -84,7 +80,7 @@ pub trait CommunicationThread: Sync {
         if let Some(device) = &device {
             py.detach(|| device.start()).map_err(|e| self.origin().fail(py, e))?;
         }
-        let core = py.detach(|| self.submit_op(op, job)).map_err(|e| self.origin().raise(py, e))?;
+        let core = py.detach(|| self.worker().submit_op(op, job)).map_err(|e| self.origin().raise(py, e))?;
         let mut handle = Handle::of(core, Some(self.origin().clone()));
         if let Some(device) = device {
             handle = handle.on_device(device);

@@ -254,18 +254,9 @@ impl Engine {
         waiting.flat_map(|bucket| state.schedule.missing_in(bucket)).map(str::to_owned).collect()
     }
 
-    /// Runs a job on the communication thread, in order with the buckets.
-    pub fn submit(&self, job: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static) -> Result<Handle> {
-        self.submit_op(&Announced::job("a job"), job)
-    }
-
-    /// See [`LaneWorker::submit_op`].
-    pub fn submit_op(
-        &self,
-        op: &Announced<'_>,
-        job: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static,
-    ) -> Result<Handle> {
-        self.worker.submit_op("an asynchronous operation", op, Box::new(move |lanes| job(&mut lanes.global)))
+    /// The communication thread, whose jobs are in order with the buckets.
+    pub fn worker(&self) -> &LaneWorker {
+        &self.worker
     }
 
     /// Runs a job on this thread, after every bucket that went before.

@@ -38,7 +38,6 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::group::{Group, Lane, Lanes, Options, Quorum, View, carry_data};
 use crate::memory::same_place;
-use crate::recorder::Announced;
 use crate::wait::lock;
 
 /// A group's messages, and its main lane, shared by blocking calls (on the calling thread) and asynchronous ones (on a communication thread that
@@ -87,18 +86,9 @@ impl Communicator {
         self.worker.run(|lanes| job(&mut lanes.global))
     }
 
-    /// See [`LaneWorker::submit`].
-    pub fn submit(&self, job: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static) -> Result<Handle> {
-        self.submit_op(&Announced::job("a job"), job)
-    }
-
-    /// See [`LaneWorker::submit_op`].
-    pub fn submit_op(
-        &self,
-        op: &Announced<'_>,
-        job: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static,
-    ) -> Result<Handle> {
-        self.worker.submit_op("an asynchronous operation", op, Box::new(move |lanes| job(&mut lanes.global)))
+    /// Its communication thread, on the lane.
+    pub fn worker(&self) -> &LaneWorker {
+        &self.worker
     }
 
     /// The communicator of the ranks that are left; this one's group is left. See [`Group::shrink`].

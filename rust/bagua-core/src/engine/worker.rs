@@ -11,7 +11,7 @@ use super::completion::{CompletionThread, WorkerRegistration};
 use super::handle::{Handle, forked};
 use super::job_queue::Jobs;
 use crate::error::{Error, Result};
-use crate::group::{Lanes, OwnerProcess};
+use crate::group::{Lane, Lanes, OwnerProcess};
 use crate::health::GroupHealth;
 use crate::recorder::{Announced, LaneRecorder, Ticket};
 use crate::sync;
@@ -130,12 +130,16 @@ impl LaneWorker {
 
     /// Hands a job to the communication thread. `what` says what it is, for error texts.
     pub fn submit(&self, what: &str, job: Job) -> Result<Handle> {
-        self.submit_op(what, &Announced::job("a job"), job)
+        self.enqueue(what, &Announced::job("a job"), false, job)
     }
 
-    /// As `submit`; `op` says what the first operation of the job will be, for the flight recorder.
-    pub fn submit_op(&self, what: &str, op: &Announced<'_>, job: Job) -> Result<Handle> {
-        self.enqueue(what, op, false, job)
+    /// As `submit`, for an operation on the global lane, which `op` describes to the flight recorder.
+    pub fn submit_op(
+        &self,
+        op: &Announced<'_>,
+        job: impl FnOnce(&mut Lane) -> Result<()> + Send + 'static,
+    ) -> Result<Handle> {
+        self.enqueue("an asynchronous operation", op, false, Box::new(move |lanes| job(&mut lanes.global)))
     }
 
     /// As `submit`, for a job whose every error poisons the group.
