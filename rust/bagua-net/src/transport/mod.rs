@@ -15,8 +15,8 @@ pub use crate::request::{Incoming, OpContext, Outgoing};
 pub use fault::{Clock, Fault, Faults};
 pub use local::{Local, local_mesh};
 pub use mesh::{
-    Batch, ByteCounts, CloseRequest, Endpoint, Frames, IdleStreams, Mesh, OpenStreams, Opened, PeerFault, Plan, Step,
-    StreamTable,
+    Batch, ByteCounts, CloseRequest, Endpoint, Frames, IdleStreams, Mesh, OpenStreams, Opened, PeerFault, Plan, SPIN,
+    Step, StreamTable,
 };
 pub use tcp::Tcp;
 pub use tls::Tls;

@@ -10,13 +10,11 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 use crate::platform::Waker;
+use crate::transport::SPIN;
 use crate::wait::{SLICE, lock, wait_on_for};
 
 /// How long after a caller the thread of messages rests: callers that send and receive in turn come back sooner.
 const REST: Duration = Duration::from_millis(2);
-
-/// How long a caller looks for bytes before it sleeps, as in a collective.
-const SPIN: Duration = Duration::from_micros(30);
 
 /// What came of an attempt to make progress.
 #[derive(PartialEq)]

@@ -43,7 +43,7 @@ pub use table::{CloseRequest, IdleStreams, StreamTable};
 
 /// How long an idle rank polls its streams before it sleeps: longer than a round trip on one host, too short to slow down a computing
 /// thread on the same core.
-const SPIN: Duration = Duration::from_micros(30);
+pub const SPIN: Duration = Duration::from_micros(30);
 
 /// Shortest and longest sleep when no single wait covers all streams: some notify by descriptor and others by doorbell, or one has no
 /// notification.
