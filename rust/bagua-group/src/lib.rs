@@ -80,3 +80,4 @@ pub use rendezvous::{Limits, RendezvousServer, local_address_towards, rendezvous
 pub use store::{FileStore, Store, StoreServer, TcpStore};
 pub use tls::{Access, Tls, tls_pair};
 pub use views::{Quorum, View, carry_data};
+pub use wire::VERSION;

@@ -7,7 +7,7 @@ use std::net::TcpStream;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use bagua_group::{Bootstrap, Group};
+use bagua_group::{Bootstrap, Group, VERSION};
 use bagua_types::error::Error;
 use group_world::{PATIENCE, cause, config, connect_all, port, until};
 
@@ -53,7 +53,7 @@ impl Target {
 /// The hello of rank 1 of 2, with a change.
 fn hello(change: impl FnOnce(&mut [u8])) -> Vec<u8> {
     let mut bytes = b"BGhello\n".to_vec();
-    bytes.extend(12u16.to_le_bytes());
+    bytes.extend(VERSION.to_le_bytes());
     for rank in [2u32, 1, 0] {
         bytes.extend(rank.to_le_bytes());
     }
@@ -135,7 +135,8 @@ fn hellos_with_wrong_fields_are_refused_with_the_code_of_the_field() {
         stream.write_all(bytes).unwrap();
         let answer = answer(stream);
         // The server's version follows the code that refuses a version.
-        let version: &[u8] = if *code == 1 { &[12, 0] } else { &[] };
+        let version = VERSION.to_le_bytes();
+        let version: &[u8] = if *code == 1 { &version } else { &[] };
         assert_eq!(answer, [&[1, *code], version].concat());
     }
     target.still_works(codes.len() as u64);

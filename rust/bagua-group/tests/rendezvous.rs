@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use bagua_group::{RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
+use bagua_group::{RendezvousServer, VERSION, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
 use bagua_types::error::{Error, Result};
 use group_world::{PATIENCE, until};
 
@@ -393,12 +393,14 @@ fn a_rank_that_is_missing_by_file_is_named() {
 fn a_file_of_another_version_is_no_file_of_a_rank_and_the_timeout_names_both_versions() {
     let folder = Folder::new("versions");
     // Version 6 did not say which it was; a later one does.
-    for (content, version) in [(&b"BGrv0123456789abcdef"[..], 6), (b"BGrf\x0d\0anything", 13)] {
+    let later = [b"BGrf", &(VERSION + 1).to_le_bytes()[..], b"anything"].concat();
+    for (content, version) in [(&b"BGrv0123456789abcdef"[..], 6), (&later, VERSION + 1)] {
         for (rank, suffix) in [(0, "1"), (1, "0")] {
             std::fs::write(folder.0.join(format!("rendezvous.{suffix}")), content).unwrap();
             let error = by_file(&folder.path(), rank, 2, "a", Duration::from_millis(100)).unwrap_err();
             assert!(matches!(&error, Error::Timeout { missing, .. } if *missing == [1 - rank]), "{error}");
-            let named = format!("rendezvous.{suffix} is of version {version} of the protocol, this rank runs 12");
+            let named =
+                format!("rendezvous.{suffix} is of version {version} of the protocol, this rank runs {VERSION}");
             assert!(error.to_string().contains(&named), "{error}");
         }
     }

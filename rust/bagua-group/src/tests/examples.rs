@@ -10,25 +10,39 @@ use super::super::joining::{COUNT_LIMIT, JobStatus, JoinMessage, JoinRequest};
 use super::super::rendezvous::{Answer, Content, MissingRanks, Registration};
 use super::super::store::{Reply, Request};
 use super::super::views::{ENDPOINT, Endpoint, GoneRank, RANKS_LIMIT as SHRINK_LIMIT, ViewMessage};
-use super::super::wire::{Encoding, RANKS_LIMIT, WORLD_LIMIT, framed};
+use super::super::wire::{Encoding, RANKS_LIMIT, VERSION, WORLD_LIMIT, framed};
 use super::allocations::peak;
 use super::targets::{AT_LEAST, Any, TARGETS, Target};
 use crate::error::{Error, Progress, Source};
 use crate::transport::frame::Header;
 use crate::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 
-/// The committed corpus.
+/// The committed corpus. [`AT_VERSION`] is this build's version of the protocol.
 const CORPUS: &str = include_str!("corpus.txt");
+
+/// The two bytes of the version, in the corpus.
+const AT_VERSION: &str = "VVVV";
 
 /// The committed corpus: index in [`TARGETS`] and bytes.
 pub(super) fn corpus() -> Vec<(usize, Vec<u8>)> {
+    let version = hex(&VERSION.to_le_bytes());
     let entry = |line: &str| {
         let (name, hex) = line.split_once(' ').expect("a kind and hex");
         let target = TARGETS.iter().position(|target| target.name == name).expect("a known kind");
+        let hex = hex.replace(AT_VERSION, &version);
         let byte = |at: usize| u8::from_str_radix(&hex[at..at + 2], 16).expect("hex");
         (target, (0..hex.len()).step_by(2).map(byte).collect())
     };
     CORPUS.lines().map(entry).collect()
+}
+
+/// Bytes as the corpus has them: behind the first bytes of addresses and of handshakes comes the version.
+fn line(bytes: &[u8]) -> String {
+    let version = hex(&VERSION.to_le_bytes());
+    ["BGad", "BGhello\n"]
+        .map(|magic| hex(magic.as_bytes()))
+        .iter()
+        .fold(hex(bytes), |line, magic| line.replace(&format!("{magic}{version}"), &format!("{magic}{AT_VERSION}")))
 }
 
 /// The hex of some bytes.
@@ -293,7 +307,7 @@ fn the_corpus_has_what_the_encoders_write_and_every_entry_parses() {
         .into_iter()
         .flat_map(|(name, all)| all.into_iter().map(move |bytes| (name, bytes)))
         .filter(|(name, bytes)| !corpus.iter().any(|(at, entry)| TARGETS[*at].name == *name && entry == bytes))
-        .map(|(name, bytes)| format!("{name} {}\n", hex(&bytes)))
+        .map(|(name, bytes)| format!("{name} {}\n", line(&bytes)))
         .collect();
     assert!(missing.is_empty(), "corpus.txt lacks these lines, in place of those of an older encoding:\n{missing}");
     for (at, entry) in &corpus {
