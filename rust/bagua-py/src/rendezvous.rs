@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Mutex;
 
-use bagua_core::error::Error;
+use bagua_core::error::{Error, Result};
 use bagua_core::group::{self, Access, Limits};
 use bagua_core::wait::lock;
 use pyo3::prelude::*;
@@ -14,8 +14,10 @@ use crate::errors;
 use crate::interrupt;
 use crate::tls::{Tls, tls_of};
 
-fn blobs(py: Python<'_>, addresses: Vec<Vec<u8>>) -> Vec<Py<PyBytes>> {
-    addresses.iter().map(|blob| PyBytes::new(py, blob).unbind()).collect()
+/// Runs an exchange of addresses on another thread, while this one notices Ctrl-C; the blobs of all ranks.
+fn exchange(py: Python<'_>, run: impl FnOnce() -> Result<Vec<Vec<u8>>> + Send + 'static) -> PyResult<Vec<Py<PyBytes>>> {
+    let addresses = interrupt::run_on_thread(py, run)?;
+    Ok(addresses.iter().map(|blob| PyBytes::new(py, blob).unbind()).collect())
 }
 
 /// The time limits of an exchange, from seconds.
@@ -46,11 +48,10 @@ pub fn rendezvous_tcp(
     heartbeat_timeout: f64,
 ) -> PyResult<Vec<Py<PyBytes>>> {
     let (limits, tls) = (limits(timeout, heartbeat_timeout)?, tls_of(tls.as_ref()));
-    let addresses = interrupt::run_on_thread(py, move || {
+    exchange(py, move || {
         let access = Access { secret: &secret, tls: tls.as_ref() };
         group::rendezvous_tcp((&host, port), rank, world_size, &address, access, limits)
-    })?;
-    Ok(blobs(py, addresses))
+    })
 }
 
 /// The socket address of an IP address and a port.
@@ -102,11 +103,10 @@ impl RendezvousServer {
         let server = lock(&self.server).take();
         let called_twice = || errors::raise(py, Error::other("this rendezvous has been served already"));
         let server = server.ok_or_else(called_twice)?;
-        let addresses = interrupt::run_on_thread(py, move || {
+        exchange(py, move || {
             let access = Access { secret: &secret, tls: tls.as_ref() };
             server.serve(world_size, &address, access, limits)
-        })?;
-        Ok(blobs(py, addresses))
+        })
     }
 }
 
@@ -130,11 +130,10 @@ pub fn rendezvous_at(
 ) -> PyResult<Vec<Py<PyBytes>>> {
     let (server, limits) = (socket_address(py, host, port)?, limits(timeout, heartbeat_timeout)?);
     let tls = tls_of(tls.as_ref());
-    let addresses = interrupt::run_on_thread(py, move || {
+    exchange(py, move || {
         let access = Access { secret: &secret, tls: tls.as_ref() };
         group::rendezvous_at(server, rank, world_size, &address, access, limits)
-    })?;
-    Ok(blobs(py, addresses))
+    })
 }
 
 /// Exchanges addresses through files next to `path`, on a file system that all ranks share. `timeout` is in seconds.
@@ -151,9 +150,7 @@ pub fn rendezvous_file(
     timeout: f64,
 ) -> PyResult<Vec<Py<PyBytes>>> {
     let timeout = errors::seconds("timeout", timeout)?;
-    let addresses =
-        interrupt::run_on_thread(py, move || group::rendezvous_file(&path, rank, world_size, &address, timeout))?;
-    Ok(blobs(py, addresses))
+    exchange(py, move || group::rendezvous_file(&path, rank, world_size, &address, timeout))
 }
 
 /// The local address of the route to `host:port`. Sends nothing.
