@@ -96,21 +96,8 @@ impl OperationDevice {
         lane_device.release();
         lane_device.context().refuse_capture(&[stream])?;
         lane_device.context().refuse_capture(&producers)?;
-        Ok(OperationDevice {
-            name: format!("cuda:{}", lane_device.context().device()),
-            requested,
-            stream,
-            producers,
-            marks: Mutex::default(),
-            done: Mutex::new(Some(Arc::new(Event::new(lane_device.context())?))),
-            lane_device: Mutex::new(Arc::clone(lane_device)),
-            next_lane_device: Mutex::default(),
-            state: AtomicU8::new(NOTHING_BEGAN),
-            owner: Mutex::default(),
-            failure: Arc::default(),
-            check: false,
-            registration: AtomicU64::new(0),
-        })
+        let done = Arc::new(Event::new(lane_device.context())?);
+        Ok(OperationDevice::unused(lane_device, requested, (stream, producers), Some(done), Vec::new()))
     }
 
     /// The device of a bucket's tensors, which `owner` has: it is dropped when the device is done with them. Touches nothing of the device.
@@ -119,17 +106,28 @@ impl OperationDevice {
         requested: Requested,
         owner: Box<dyn Any + Send>,
     ) -> OperationDevice {
+        OperationDevice::unused(lane_device, requested, (LEGACY, Vec::new()), None, vec![owner])
+    }
+
+    /// One on which nothing has begun.
+    fn unused(
+        lane_device: &Arc<LaneDevice>,
+        requested: Requested,
+        (stream, producers): (usize, Vec<usize>),
+        done: Option<Arc<Event>>,
+        owner: Vec<Box<dyn Any + Send>>,
+    ) -> OperationDevice {
         OperationDevice {
             name: format!("cuda:{}", lane_device.context().device()),
             requested,
-            stream: LEGACY,
-            producers: Vec::new(),
+            stream,
+            producers,
             marks: Mutex::default(),
-            done: Mutex::default(),
+            done: Mutex::new(done),
             lane_device: Mutex::new(Arc::clone(lane_device)),
             next_lane_device: Mutex::default(),
             state: AtomicU8::new(NOTHING_BEGAN),
-            owner: Mutex::new(vec![owner]),
+            owner: Mutex::new(owner),
             failure: Arc::default(),
             check: false,
             registration: AtomicU64::new(0),
