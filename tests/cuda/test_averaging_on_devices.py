@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tests.cuda.driver import until
 from tests.cuda.failing_calls import UNKNOWN, blocked, die_in_the_middle, fields_of, is_lost_at_once, only, run
 from tests.cuda.kernel_cases import narrowed, widened
 from tests.cuda.ranks import Ended, Ranks, ended
-from tests.cuda.test_cuda_training import Net, adamw, batch, same_bits, tensors_in
+from tests.cuda.test_cuda_training import Variant, adamw, same_bits, train
 from tests.cuda.torch_on_sim import install, joined
 
 #: Seconds: no round without a request; and many in a short test.
@@ -218,29 +219,11 @@ def arrays(rank: int) -> dict[str, str]:
 Algorithm = algorithms.AsyncModelAverageAlgorithm
 
 
-def train(rank: int, place: str, interval: float, options: dict[str, Any]) -> list[torch.Tensor]:
-    """The weights and the states after some steps, each followed by a round of all ranks."""
-    torch.manual_seed(1 + rank)
-    model = Net().to(place)
-    optimizer = adamw(model)
-    model.with_bagua([optimizer], Algorithm(sync_interval_ms=interval * 1000, **options))
-    runtime = install()
-    data = [batch(rank, step, place) for step in range(5)]
-    reads = runtime.reads_to_the_host
-    for x, y in data:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        model.bagua_algorithm.synchronize(model)
-    assert runtime.reads_to_the_host == reads
-    found = tensors_in([model.state_dict(), optimizer.state_dict(), model.bagua_algorithm.state_dict()])
-    model.bagua_ddp.close()
-    return found
-
-
 def ends_with_the_weights_of_the_cpu(rank: int) -> None:
     for options in ({}, {"warmup_steps": 2}, {"compression": "minmax_u8"}):
-        assert same_bits(*(train(rank, place, NEVER, options) for place in ("cpu", "cuda"))), options
+        new = partial(Algorithm, sync_interval_ms=NEVER * 1000, **options)
+        variant = Variant(lambda _, new=new: new(), adamw, waits_not=True, rounds=True)
+        assert same_bits(*(train(rank, variant, place) for place in ("cpu", "cuda"))), options
 
 
 class Slopes(nn.Module):

@@ -66,6 +66,8 @@ class Variant(NamedTuple):
     unused: bool = False
     #: Nothing of a step is read by the host.
     waits_not: bool = False
+    #: A round of all ranks' averaging follows each step.
+    rounds: bool = False
 
 
 def all_reduce(optimizer: Any) -> Algorithm:
@@ -158,6 +160,8 @@ def train(rank: int, variant: Variant, place: str) -> list[torch.Tensor]:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
+        if variant.rounds:
+            model.bagua_algorithm.synchronize(model)
     if variant.waits_not:
         assert runtime.reads_to_the_host == reads
     states = model.state_dict(), optimizer.state_dict(), model.bagua_algorithm.state_dict()
