@@ -69,14 +69,13 @@ fn run<T>(task: impl Future<Output = T>) -> T {
 
 /// Registers as a rank and returns the answer. Its relay is closed when this returns.
 async fn register_as(port: u16, rank: usize) -> Answer {
-    register_as_with(port, rank, address(rank)).await
+    register_until(port, rank, &address(rank), Instant::now() + PATIENCE).await
 }
 
-/// The same, with this address.
-async fn register_as_with(port: u16, rank: usize, address: Vec<u8>) -> Answer {
-    let deadline = Instant::now() + PATIENCE;
+/// The same with this address, as a rank that asks at the deadline which ranks are missing.
+async fn register_until(port: u16, rank: usize, address: &[u8], deadline: Instant) -> Answer {
     loop {
-        match register((&host(), port), &hello(rank, 0), &key(b"s"), &address, deadline, &Cell::default()).await {
+        match register((&host(), port), &hello(rank, 0), &key(b"s"), address, deadline, &Cell::default()).await {
             Ok((answer, _relay)) => return answer,
             // Rank 0 does not listen yet: retry.
             Err(Failed::Broken { .. }) => tokio::time::sleep(Duration::from_millis(5)).await,
@@ -174,9 +173,24 @@ fn a_rank_that_ends_after_it_has_registered_is_lost_on_every_rank_that_waits_for
         let join =
             |rank| scope.spawn(move || rendezvous_tcp((&host(), port), rank, SIZE, &address_of(rank), b"s", limits));
         let others: Vec<_> = (0..SIZE / 2).filter(|rank| *rank != 2).map(join).collect();
+        let all_others_have_registered = async {
+            let last = SIZE - 1;
+            loop {
+                let answer = register_until(port, last, &address(last), Instant::now()).await;
+                let Answer::Missing(missing) = answer else { panic!("{answer:?}") };
+                let error = missing.timed_out(PATIENCE, last, String::new());
+                let Error::Timeout { missing, .. } = error else { panic!("{error:?}") };
+                if missing == (SIZE / 2..last).collect::<Vec<_>>() {
+                    break;
+                }
+            }
+        };
         run(async {
-            let register = register_as_with(port, 2, address_of(2));
-            tokio::time::timeout(Duration::from_millis(300), register).await.unwrap_err();
+            let address = address_of(2);
+            tokio::select! {
+                answer = register_until(port, 2, &address, Instant::now() + PATIENCE) => panic!("{answer:?}"),
+                () = all_others_have_registered => {}
+            }
         });
         for other in others {
             let error = other.join().unwrap().unwrap_err();
