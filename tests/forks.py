@@ -41,6 +41,9 @@ _NUMBER = struct.Struct("=i")
 #: What the libraries of all forks are loaded with. Their threads would fight for the cores that the ranks have.
 LOADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
+#: What a process that forks ranks sends to each that connects, once it has imported everything.
+_READY = b"ready"
+
 #: Processes with the same name here start ranks from the same four: tests/conftest.py gives one to all of pytest.
 run_name = uuid.uuid4().hex
 
@@ -77,7 +80,7 @@ class Fork:
     def _read(self) -> int:
         said = os.read(self._pipe, _NUMBER.size)
         if len(said) < _NUMBER.size:
-            raise ChildProcessError("the process that ranks are forked from is gone")
+            raise _gone()
         return int(_NUMBER.unpack(said)[0])
 
     def poll(self) -> int | None:
@@ -130,6 +133,21 @@ def _parent(number: int, torch: bool) -> socket.socket:
                 continue  # another process of the run starts it
             listener.listen()
             _start_parent(listener, number, torch)
+
+
+@functools.cache
+def _parents(torch: bool) -> list[socket.socket]:
+    """Both such processes, once they can fork. A rank that ran while the other process still imports torch would wait
+    for its peers meanwhile, and on a busy machine time out.
+    """
+    both = [_parent(number, torch) for number in range(2)]
+    if not all(parent.recv(len(_READY)) for parent in both):
+        raise _gone()
+    return both
+
+
+def _gone() -> ChildProcessError:
+    return ChildProcessError("the process that ranks are forked from is gone")
 
 
 def _start_parent(listener: socket.socket, number: int, torch: bool) -> None:
@@ -201,7 +219,7 @@ def _start(request: _Request, rank: int, *standard: int, torch: bool = True) -> 
     """A fork with these files as its standard input, output and error output."""
     reading, writing = os.pipe()
     try:
-        socket.send_fds(_parent(rank % 2, torch), [pickle.dumps(request)], [writing, *standard])
+        socket.send_fds(_parents(torch)[rank % 2], [pickle.dumps(request)], [writing, *standard])
     finally:
         os.close(writing)
     return Fork(reading)
@@ -228,6 +246,8 @@ def _serve(listener: socket.socket) -> _Request | None:
                 if _PEER.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1] == os.getuid():
                     clients[client.fileno()] = client
                     poll.register(client, select.POLLIN)
+                    with contextlib.suppress(BrokenPipeError):
+                        client.send(_READY)
                 continue
             if ready in pipes:
                 pid, pipe = pipes.pop(ready)

@@ -51,3 +51,28 @@ def test_the_processes_of_a_run_fork_their_ranks_from_the_same_two() -> None:
     assert ours[0] != ours[1]
     # They are there for the others when one of the run has ended.
     assert World(2).run(parent) == ours
+
+
+def exists(rank: int, path: str) -> bool:
+    return Path(path).exists()
+
+
+@pytest.mark.slow
+def test_no_rank_runs_before_every_one_can_be_forked(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    # The second of the two processes that fork ranks takes longer to start than the first rank would.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, pathlib, time\n"
+        "if os.environ.get('PYTHONHASHSEED') == '1':\n"
+        f"    time.sleep(0.5)\n    pathlib.Path({str(started)!r}).touch()\n"
+    )
+    code = (
+        "from tests.unit.test_processes import exists\nfrom tests.world import World\n"
+        f"print(World(2).run(exists, {str(started)!r}))"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONHASHSEED"} | {"PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout == "[True, True]\n", done.stderr
