@@ -8,10 +8,12 @@
 //!
 //! 1. Each half of the table, that of the connections whose hello is awaited and that of the others, has a limit of its own: neither
 //!    can crowd out the other.
-//! 2. A connection that is accepted has [`FIRST_BYTES`] for its hello, however many wait behind it.
+//! 2. A connection that is accepted has [`FIRST_BYTES`] for its hello, however many wait behind it; and a hello that has come by then
+//!    counts, although the thread that reads it had no processor.
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -49,15 +51,17 @@ impl Admission {
         lock(&self.table).entries.len()
     }
 
-    /// Waits until one more connection may be accepted: at most [`FIRST_BYTES`]. Ends the oldest connection if there is no place.
+    /// Waits until one more connection may be accepted: [`FIRST_BYTES`] and a turn of the runtime. Ends the oldest connection if there is
+    /// no place.
     pub(super) async fn place(&self) {
         loop {
             let freed = self.freed.notified();
-            let until = match lock(&self.table).place(Instant::now()) {
+            let vacancy = lock(&self.table).place(Instant::now());
+            match vacancy {
                 Vacancy::Free => return,
-                Vacancy::FreeAt(until) => until,
-            };
-            let _ = tokio::time::timeout_at(until, freed).await;
+                Vacancy::FreeAt(until) => _ = tokio::time::timeout_at(until, freed).await,
+                Vacancy::Ending => freed.await,
+            }
         }
     }
 
@@ -75,16 +79,30 @@ impl Admission {
 pub(super) struct Candidate {
     admission: Arc<Admission>,
     id: u64,
-    /// Notified when another connection gets its place.
+    /// Notified when another connection is to get its place.
     ended: Arc<Notify>,
 }
 
 impl Candidate {
-    /// Runs the steps by which it proves itself; `None` when another connection got its place first.
+    /// Runs the steps by which it proves itself; `None` when another connection gets its place first.
     pub(super) async fn prove<T>(&self, steps: impl Future<Output = T>) -> Option<T> {
-        tokio::select! {
-            outcome = steps => Some(outcome),
-            () = self.ended.notified() => None,
+        let mut steps = pin!(steps);
+        loop {
+            tokio::select! {
+                biased;
+                outcome = &mut steps => return Some(outcome),
+                () = self.ended.notified() => {}
+            }
+            // The runtime looks at all sockets before it goes on here. Then the steps see what came while this thread had no processor.
+            tokio::task::yield_now().await;
+            tokio::select! {
+                biased;
+                outcome = &mut steps => return Some(outcome),
+                () = std::future::ready(()) => {}
+            }
+            if !lock(&self.admission.table).keeps(self.id) {
+                return None;
+            }
         }
     }
 
@@ -113,6 +131,8 @@ enum Vacancy {
     Free,
     /// Then at the latest.
     FreeAt(Instant),
+    /// When the oldest one has left, unless its hello has come.
+    Ending,
 }
 
 #[derive(Debug)]
@@ -131,6 +151,8 @@ struct Entry {
     since: Instant,
     /// It is in the half of those whose hello has come.
     sent_hello: bool,
+    /// It has had its time for the hello.
+    is_due: bool,
     /// See [`Candidate::ended`].
     ended: Arc<Notify>,
 }
@@ -139,29 +161,39 @@ impl Table {
     fn enter(&mut self, source: Source, since: Instant, ended: Arc<Notify>) -> u64 {
         let id = self.next;
         self.next += 1;
-        self.entries.insert(id, Entry { source, since, sent_hello: false, ended });
+        self.entries.insert(id, Entry { source, since, sent_hello: false, is_due: false, ended });
         id
     }
 
     /// Moves an entry to the other half, whose oldest one makes room.
     fn has_sent_hello(&mut self, id: u64) {
-        if let Some(ended) = self.oldest(true) {
-            self.end(ended);
+        if let Some(entry) = self.oldest(true).and_then(|oldest| self.entries.remove(&oldest)) {
+            entry.ended.notify_one();
         }
         if let Some(entry) = self.entries.get_mut(&id) {
             entry.sent_hello = true;
+            entry.is_due = false;
         }
+    }
+
+    /// Whether an entry has its place still.
+    fn keeps(&self, id: u64) -> bool {
+        self.entries.get(&id).is_some_and(|entry| !entry.is_due)
     }
 
     /// Makes room for one more connection, if the oldest one has had its time.
     fn place(&mut self, now: Instant) -> Vacancy {
         let Some(oldest) = self.oldest(false) else { return Vacancy::Free };
-        let until = self.entries[&oldest].since + FIRST_BYTES;
+        let entry = self.entries.get_mut(&oldest).expect("the entry that was found");
+        let until = entry.since + FIRST_BYTES;
         if until > now {
             return Vacancy::FreeAt(until);
         }
-        self.end(oldest);
-        Vacancy::Free
+        if !entry.is_due {
+            entry.is_due = true;
+            entry.ended.notify_one();
+        }
+        Vacancy::Ending
     }
 
     /// Of a half that is full, the oldest entry of the source that has the most there.
@@ -174,12 +206,6 @@ impl Table {
         }
         let most = counts.values().copied().max()?;
         half().find(|(_, entry)| counts[&entry.source] == most).map(|(id, _)| *id)
-    }
-
-    fn end(&mut self, id: u64) {
-        if let Some(entry) = self.entries.remove(&id) {
-            entry.ended.notify_one();
-        }
     }
 }
 
@@ -198,21 +224,23 @@ mod tests {
     }
 
     fn kept(table: &Table) -> Vec<u64> {
-        table.entries.keys().copied().collect()
+        table.entries.keys().copied().filter(|id| table.keeps(*id)).collect()
     }
 
     #[test]
     fn the_oldest_connection_of_the_source_with_the_most_loses_its_place() {
         let (start, later) = (Instant::now(), Instant::now() + 2 * FIRST_BYTES);
-        for (sources, expected) in [
-            (&[1, 2][..], vec![0, 1]),
-            (&[1, 1, 1], vec![1, 2]),
-            (&[1, 2, 2], vec![0, 2]),
-            (&[1, 2, 3], vec![1, 2]),
-            (&[1, 2, 2, 1, 2], vec![0, 2, 3, 4]),
+        for (sources, vacancy, expected) in [
+            (&[1, 2][..], Vacancy::Free, vec![0, 1]),
+            (&[1, 1, 1], Vacancy::Ending, vec![1, 2]),
+            (&[1, 2, 2], Vacancy::Ending, vec![0, 2]),
+            (&[1, 2, 3], Vacancy::Ending, vec![1, 2]),
+            (&[1, 2, 2, 1, 2], Vacancy::Ending, vec![0, 2, 3, 4]),
         ] {
             let mut table = table(sources, start);
-            assert_eq!(table.place(later), Vacancy::Free);
+            for _ in 0..2 {
+                assert_eq!(table.place(later), vacancy, "until that one has left");
+            }
             assert_eq!(kept(&table), expected, "{sources:?}");
         }
     }
@@ -224,8 +252,37 @@ mod tests {
         let until = start + Duration::from_millis(1) + FIRST_BYTES;
         assert_eq!(table.place(start + FIRST_BYTES), Vacancy::FreeAt(until));
         assert_eq!(kept(&table), [0, 1, 2]);
-        assert_eq!(table.place(until), Vacancy::Free);
+        assert_eq!(table.place(until), Vacancy::Ending);
         assert_eq!(kept(&table), [0, 2]);
+        table.has_sent_hello(1);
+        assert_eq!(kept(&table), [0, 1, 2], "the hello has come after all");
+        assert_eq!(table.place(until), Vacancy::Free);
+    }
+
+    /// A connection that waits for its hello in the only place, on a thread that has had no processor for its time.
+    fn late(sent: &[u8]) -> Option<Result<ReceivedHello, Refusal>> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let (mut client, server) = tokio::net::UnixStream::pair().unwrap();
+            let admission = Admission::new(2);
+            let candidate = admission.enter(None);
+            let proved = tokio::spawn(async move {
+                let mut server = server;
+                candidate.prove(candidate.read_hello(&mut server)).await
+            });
+            tokio::io::AsyncWriteExt::write_all(&mut client, sent).await.unwrap();
+            std::thread::sleep(2 * FIRST_BYTES);
+            admission.place().await;
+            let outcome = proved.await.unwrap();
+            drop(client);
+            outcome
+        })
+    }
+
+    #[test]
+    fn a_hello_that_came_while_its_reader_had_no_processor_counts_by_invariant_2() {
+        assert!(late(b"").is_none(), "nothing came: another connection gets the place");
+        assert!(matches!(late(&[b'?'; 256]), Some(Err(_))), "what came was read, and is no hello");
     }
 
     #[test]
