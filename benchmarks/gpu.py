@@ -42,7 +42,7 @@ CHUNKS = (4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 AGAINST_TORCH = (16 * MIB, 256 * MIB)
 #: Width and number of the layers of the model: 100,663,296 parameters.
 WIDTH, LAYERS, BATCH = 4096, 6, 1024
-#: Name, ranks, options and variables, seconds.
+#: Name, ranks, options and variables, seconds on a device.
 PARTS: tuple[tuple[str, int, dict[str, Any], dict[str, str], float], ...] = (
     ("codec", 1, {}, {}, 210.0),
     ("all_reduce", 2, {"collective": "staged"}, {"BAGUA_CUDA_COLLECTIVE": "staged"}, 60.0),
@@ -485,7 +485,8 @@ def main() -> None:
         if args.parts and name not in args.parts:
             continue
         given = {"part": name, **common, **options}
-        left = min(limit, until - time.monotonic())
+        # A driver on processors that others use too may be slow.
+        left = until - time.monotonic() if args.simulated else min(limit, until - time.monotonic())
         try:
             if left < 10:
                 raise RuntimeError("no time was left")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import tempfile
@@ -85,6 +86,20 @@ def weights_that_are_put_back_are_no_change(rank: int) -> None:
         model.load_state_dict(own)
         model.train()
         local_step(model, optimizer, data(rank, 5))
+
+
+def what_is_loaded_between_a_backward_and_its_step_is_not_taken_for_the_step(rank: int) -> None:
+    for algorithm in that_keep_weights():
+        for others in (False, True):
+            model, optimizer, start = trained(rank, algorithm)
+            optimizer.zero_grad()
+            model(data(rank, 5)).square().mean().backward()
+            model.load_state_dict(start if others else copy.deepcopy(model.state_dict()))
+            optimizer.step()
+            refused = pytest.raises(BaguaError, match="outside of training") if others else contextlib.nullcontext()
+            with refused:
+                model(data(rank, 6))
+    bagua.barrier()
 
 
 def load_checkpoint_has_all_ranks_begin_with_them(rank: int) -> None:

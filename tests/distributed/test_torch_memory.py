@@ -272,12 +272,20 @@ def channels_last(model: nn.Module) -> None:
     model.to(memory_format=torch.channels_last)
 
 
+def at_rest(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Inside, the weights are not averaged beside the training, as a load demands."""
+    algorithm = getattr(model, "bagua_algorithm", None)
+    return contextlib.nullcontext() if algorithm is None else algorithm.paused()
+
+
 def reload(model: nn.Module) -> None:
-    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    with at_rest(model):
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
 
 
 def reload_with_assign(model: nn.Module) -> None:
-    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    with at_rest(model):
+        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
 
 
 def swap_parameters(model: nn.Module) -> None:

@@ -58,17 +58,17 @@ def test_files_that_cannot_be_used_are_named_with_the_reason(monkeypatch: pytest
     good = ca.issue("rank")
     garbage = tmp_path / "garbage.pem"
     garbage.write_text("no PEM")
-    encrypted, encrypted_pkcs1 = tmp_path / "encrypted.pem", tmp_path / "encrypted_pkcs1.pem"
-    for file, *form in ((encrypted,), (encrypted_pkcs1, "-traditional")):
-        options = ["-aes128", "-passout", "pass:word", "-in", good["BAGUA_TLS_KEY"], "-out", file]
-        subprocess.run(["openssl", "pkey", *form, *options], check=True)
+    encrypted, encrypted_pkcs1 = str(tmp_path / "encrypted.pem"), str(tmp_path / "encrypted_pkcs1.pem")
+    for form in ([encrypted], [encrypted_pkcs1, "-traditional"]):
+        options = ["-aes128", "-passout", "pass:word", "-in", good["BAGUA_TLS_KEY"]]
+        subprocess.run(["openssl", "pkey", *options, "-out", *form], check=True)
     cases = [
         ({"BAGUA_TLS_CERT": str(tmp_path / "none")}, r"BAGUA_TLS_CERT='.*none' cannot be read: No such file"),
         ({"BAGUA_TLS_KEY": str(tmp_path)}, r"BAGUA_TLS_KEY='.*' cannot be read: Is a directory"),
         ({"BAGUA_TLS_CERT": str(garbage)}, "the certificate: no certificate in PEM"),
         ({"BAGUA_TLS_KEY": str(garbage)}, "the private key: no private key in PEM"),
-        ({"BAGUA_TLS_KEY": str(encrypted)}, "the private key: it is encrypted"),
-        ({"BAGUA_TLS_KEY": str(encrypted_pkcs1)}, "the private key: it is encrypted"),
+        ({"BAGUA_TLS_KEY": encrypted}, "the private key: it is encrypted"),
+        ({"BAGUA_TLS_KEY": encrypted_pkcs1}, "the private key: it is encrypted"),
         ({"BAGUA_TLS_CA": str(garbage)}, "the CA: no certificate in PEM"),
         ({"BAGUA_TLS_KEY": ca.issue("second")["BAGUA_TLS_KEY"]}, "the private key: it is not that of the certificate"),
         ({"BAGUA_TLS_CA": str(other.certificate)}, "the certificate: the other ranks would refuse it"),

@@ -98,8 +98,10 @@ class KeptWeights:
         self._model_name = model_name
         self._algorithm_name = algorithm_name
         self._parameters = list(parameters)
-        # By name, from before the first change since the last training forward.
+        # By name, from before the first change since the last training forward or step.
         self._before: dict[str, torch.Tensor] | None = None
+        # A parameter that a step has found changed.
+        self._changed: str | None = None
         #: The algorithm's state was loaded since the last training forward.
         self.state_is_loaded = False
 
@@ -108,24 +110,36 @@ class KeptWeights:
         if self._before is None:
             self._before = {name: param.detach().clone() for name, param in self._parameters}
 
+    def before_step(self) -> None:
+        """Before a step of an optimizer, which changes them too."""
+        if self._before is not None:
+            self._changed, self._before = self._find(), None
+
     def accept(self) -> None:
         """The algorithm has derived what it keeps from the weights as they are."""
-        self._before, self.state_is_loaded = None, False
+        self._before, self._changed, self.state_is_loaded = None, None, False
 
     def check(self) -> None:
         """Before each training forward: BaguaError where weights have changed, and the algorithm's state was not
         loaded. Weights that were put back, as after an evaluation of averaged ones, have not.
         """
-        before = {} if self._before is None or self.state_is_loaded else self._before
-        for name, param in self._parameters if before else ():
-            if not torch.allclose(param.detach(), before[name], rtol=0, atol=0, equal_nan=True):
-                raise BaguaError(
-                    f"parameter {name!r} of model {self._model_name!r} was changed outside of training, which "
-                    f"{self._algorithm_name} would take for training: after load_state_dict load the algorithm's state "
-                    "too (model.bagua_algorithm.load_state_dict), use bagua.torch_api.checkpoint.load_checkpoint, or "
-                    "call with_bagua again on all ranks"
-                )
+        name = None if self.state_is_loaded else self._find()
+        if name is not None:
+            raise BaguaError(
+                f"parameter {name!r} of model {self._model_name!r} was changed outside of training, which "
+                f"{self._algorithm_name} would take for training: after load_state_dict load the algorithm's state "
+                "too (model.bagua_algorithm.load_state_dict), use bagua.torch_api.checkpoint.load_checkpoint, or "
+                "call with_bagua again on all ranks"
+            )
         self.accept()
+
+    def _find(self) -> str | None:
+        """The first parameter that has changed."""
+        before = self._before or {}
+        for name, param in self._parameters if before and self._changed is None else ():
+            if not torch.allclose(param.detach(), before[name], rtol=0, atol=0, equal_nan=True):
+                return name
+        return self._changed
 
 
 class WrappedBuffers:

@@ -296,6 +296,7 @@ class ModelEngine:
             self._check_outside_of_backward()
         if not has_closure:
             self._check_step(optimizer)
+        self._kept.before_step()
         self.bagua_algorithm.before_optimizer_step(self, optimizer)
         return self.bagua_algorithm.hears_forward_and_backward
 
