@@ -260,10 +260,12 @@ class Rebuild(Training):
     errors = ("PeerLostError", "GoesOn", "quorum")
 
     def once(self, step: int) -> None:
-        if step > 0 and self.rank == step % self.size:
-            lifecycle.report(ValueError, ValueError("bad number"))
+        # All agree on it: a rank whose rebuild began again, because another failed meanwhile, calls this once less.
+        reporter = self.steps % self.size
         try:
             super().once(step)
+            if step > 0 and self.rank == reporter:
+                lifecycle.report(ValueError, ValueError("bad number"))
             # Which ranks make the step that one of them reports an exception in is not said, nor how many more.
             until = time.monotonic() + RAISED_WITHIN
             while step > 0:
