@@ -271,7 +271,7 @@ class AlgorithmImpl:
             return
         whose, own = (f"rank {each['rank']} of {each['world_size']}" for each in (theirs, mine))
         if whose == own:
-            whose, own = f"{whose} with {len(theirs['members'])} hosts", f"it with {len(mine['members'])}"
+            whose, own = f"{whose} among {list(theirs['members'])}", f"it among {list(mine['members'])}"
         raise ValueError(
             f"this is the state of {whose}, and this is {own}: its {', '.join(map(repr, kinds))} fit no other rank and "
             "no other number of ranks or hosts; leave the algorithm's state out, and load the states of model and "
