@@ -14,7 +14,8 @@ import pytest
 from tests.cuda.simulated import built
 from tests.gpu import __main__ as runner
 from tests.gpu.place import why_not
-from tests.unit.test_run import is_running, pid_of, until
+from tests.processes import is_running, pid_of
+from tests.waits import until
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,9 @@ import pytest
 import bagua
 from bagua.script import baguarun
 from bagua.script.baguarun import Host, hosts_of
+from tests.processes import is_running, pid_of
 from tests.unit.test_launch import PROMISE_S, STAYS
-from tests.unit.test_run import finish, is_running, pid_of, program, write
+from tests.unit.test_run import finish, program, write
 from tests.waits import once_within, until
 from tests.world import free_port
 

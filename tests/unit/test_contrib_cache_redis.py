@@ -33,6 +33,7 @@ from bagua.torch_api.contrib import CachedDataset, CacheLoader  # noqa: E402
 from bagua.torch_api.contrib.utils.redis_server import RedisServer  # noqa: E402
 from bagua.torch_api.contrib.utils.redis_store import RedisStore, start_redis_server_cli  # noqa: E402
 from bagua.torch_api.contrib.utils.store import ClusterStore  # noqa: E402
+from tests.processes import is_running  # noqa: E402
 from tests.waits import until  # noqa: E402
 from tests.world import free_port  # noqa: E402
 
@@ -72,15 +73,9 @@ def hosts(servers: list[RedisServer]) -> list[dict[str, Any]]:
 def gone(pid: int, within: float = 20.0) -> bool:
     """True when the process is no more, or is dead and waits to be collected, within so many seconds."""
     deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state in "ZX":
-            return True
+    while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return False
+    return not is_running(pid)
 
 
 class Numbers(Dataset):  # type: ignore[type-arg]

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from bagua.distributed import flags, processes
-from tests.unit.test_run import RUNS_ON, finish, is_running, pid_of, program, write
+from tests.processes import is_running, pid_of, stat_of
+from tests.unit.test_run import RUNS_ON, finish, program, write
 from tests.waits import once_within, until
 from tests.world import free_port
 
@@ -45,11 +46,6 @@ def port() -> Iterator[str]:
 def reported(path: Path) -> tuple[dict[str, str], list[str]]:
     variables, arguments = json.loads(path.read_text())
     return variables, arguments
-
-
-def stat_of(pid: int) -> list[str]:
-    """What the kernel says of a process: its state, its parent, and more."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def test_launch_takes_the_originals_flags_and_sets_their_variables(tmp_path: Path, port: str) -> None:
@@ -292,11 +288,13 @@ def test_the_summary_of_a_failed_job_names_the_rank_that_failed_first(
     arguments = ["--nproc_per_node", "3", "--master_port", port, write(tmp_path, script), str(tmp_path)]
     with program("bagua.distributed.launch", *arguments) as process:
         ranks = [pid_of(tmp_path / f"{rank}.0") for rank in range(3)]
-        agent = int(stat_of(ranks[0])[1])
+        rank_0 = stat_of(ranks[0])
+        assert rank_0 is not None
+        agent = int(rank_0[1])
         # All ranks have failed when the launcher looks: it would end those that have not.
         os.kill(agent, signal.SIGSTOP)
         try:
-            until(lambda: stat_of(agent)[0] == "T", "the launcher stops")
+            until(lambda: (stat_of(agent) or " ")[0] == "T", "the launcher stops")
             (tmp_path / "stopped").touch()
             until(lambda: not any(is_running(pid) for pid in ranks), "all ranks fail")
         finally:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from bagua.distributed import flags, pet, run
-from tests.unit.test_run import NODE_1, RUNS_ON, finish, is_running, pid_of, program, runner, write
+from tests.processes import is_running, pid_of
+from tests.unit.test_run import NODE_1, RUNS_ON, finish, program, runner, write
 from tests.waits import until
 from tests.world import free_port
 

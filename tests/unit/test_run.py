@@ -17,6 +17,7 @@ import pytest
 from bagua import engine
 from bagua.distributed import end_with_parent, run, store
 from bagua.errors import BaguaError
+from tests.processes import is_running, pid_of
 from tests.waits import until
 
 pytestmark = pytest.mark.slow
@@ -78,20 +79,6 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Exit code, output and error output."""
     output, errors = process.communicate(timeout=DEADLINE_S)
     return process.returncode, output, errors
-
-
-def pid_of(path: Path) -> int:
-    """The process that a rank has named, once it has."""
-    until(path.exists, f"{path.name} is written")
-    return int(path.read_text())
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process exists and is no zombie, which only waits for whoever adopted it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 def write(folder: Path, code: str) -> str:
