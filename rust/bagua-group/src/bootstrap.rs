@@ -182,7 +182,7 @@ fn connect(control: Control, world: World, begun: Instant, cancelled: &AtomicBoo
     }
     control.watch(until);
     let connecting = Connecting { plane: &plane, health: &health, world, deadline, cancelled };
-    let apart = connecting.wait()?;
+    let apart = connecting.wait().inspect_err(|why| connecting.explain(why, skips_later))?;
     let ids: Vec<&str> = world.addresses.iter().map(|address| &*address.host_id).collect();
     let shares = |rank: usize| !world.addresses[rank].unix.is_empty() && !apart.contains(&rank);
     plane.joined_in.get_or_init(|| begun.elapsed());
@@ -251,6 +251,18 @@ impl Connecting<'_> {
                 }
             }
             state = wait_on_for(&self.plane.connect_changed, state, slice.min(self.deadline.left()));
+        }
+    }
+
+    /// Stays where late ranks find it until all that run are connected, and have the loss of another rank that ends this group: to those that
+    /// come later a rank that gave up is the one that is lost. In a next view they have it from the former group.
+    fn explain(&self, why: &Error, is_next_view: bool) {
+        if is_next_view || !matches!(why, Error::PeerLost { .. } | Error::PeerRaised { .. }) {
+            return;
+        }
+        let until = Instant::now() + self.plane.config.heartbeat_timeout / 2;
+        while !self.plane.awaited().is_empty() && Instant::now() < until {
+            std::thread::sleep(slice_among(self.plane.config.world_size));
         }
     }
 

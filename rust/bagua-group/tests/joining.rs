@@ -2,7 +2,7 @@
 
 mod group_world;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bagua_group::{Bootstrap, Config, Group};
 use bagua_types::error::Error;
@@ -57,7 +57,6 @@ fn join(signal: Signal, moment: Moment) -> Vec<Result<(), Error>> {
             let before = (victim.sockets(), sockets(own));
             std::thread::scope(|scope| {
                 let joining = scope.spawn(|| connect_all(others, &addresses));
-                // A rank that connects after another has given up would name that one.
                 until("the lower ranks are connected", || sockets(own) >= before.1 + 2);
                 victim.connect(&addresses);
                 until("it is connected to them", || victim.sockets() >= before.0 + 2);
@@ -88,5 +87,31 @@ fn a_rank_that_ends_or_freezes_at_any_moment_of_joining_is_named_by_all_others()
                 assert!(named, "{signal:?}, {moment:?}: {outcome:?}");
             }
         }
+    }
+}
+
+#[test]
+fn a_rank_that_connects_when_the_others_have_found_a_loss_names_the_lost_rank_and_none_that_gave_up() {
+    let heartbeat_timeout = Duration::from_secs(60);
+    let mut victim = Process::start(ENTRY, VICTIM, SIZE, heartbeat_timeout);
+    let bind = |rank| Bootstrap::bind(Config { heartbeat_timeout, ..config(rank, SIZE) }).unwrap();
+    let mut ranks: Vec<Bootstrap> = [0, 1, 3].map(bind).into();
+    let mut addresses: Vec<Vec<u8>> = ranks.iter().map(|bootstrap| bootstrap.address().to_vec()).collect();
+    addresses.insert(VICTIM, victim.address());
+    let late = ranks.split_off(2);
+    let before = victim.sockets();
+    victim.connect(&addresses);
+    let outcomes = std::thread::scope(|scope| {
+        let early = scope.spawn(|| connect_all(ranks, &addresses));
+        until("the lower ranks are connected to it", || victim.sockets() >= before + 2);
+        victim.signal(Signal::KILL);
+        // A rank that did not wait for the last one would have given up by then.
+        let killed = Instant::now();
+        until("they find it", || early.is_finished() || killed.elapsed() > Duration::from_millis(500));
+        let late = connect_all(late, &addresses);
+        early.join().unwrap().into_iter().chain(late)
+    });
+    for outcome in outcomes.map(|group| group.map(drop)) {
+        assert!(matches!(&outcome, Err(Error::PeerLost { rank: VICTIM, .. })), "{outcome:?}");
     }
 }
