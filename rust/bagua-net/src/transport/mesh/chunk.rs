@@ -44,6 +44,13 @@ pub(super) fn is_divided(len: usize) -> bool {
     len > UNDIVIDED
 }
 
+/// Whether a message of this length between two of so many ranks is worth more than one stream: beyond 48 ranks it has a KiB for each.
+/// Halving among n ranks has long messages for many peers, and the descriptors of a rank grow as log n only if few of them have further
+/// streams.
+pub(super) fn wants_several(len: usize, ranks: usize) -> bool {
+    is_divided(len) && len > ranks << 10
+}
+
 /// Length of the next chunk of a message with `left` unsent bytes, which `after` bytes of other messages follow. Guided self-scheduling
 /// (Polychronopoulos and Kuck, 1987): chunks become shorter towards the end of all messages, and a slow stream gets short chunks from the
 /// start, so that the wait for the last chunk is short. `None` for a slow stream that would still be sending the chunk after the other
@@ -65,6 +72,13 @@ pub(super) fn next_len(left: usize, after: usize, streams: usize, pace: Pace) ->
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_more_ranks_there_are_the_longer_is_the_message_that_is_worth_more_than_one_stream() {
+        for (ranks, longest) in [(2, 48 << 10), (48, 48 << 10), (64, 64 << 10), (1024, 1 << 20)] {
+            assert!(!wants_several(longest, ranks) && wants_several(longest + 1, ranks), "{ranks} ranks");
+        }
+    }
 
     const FIRST: Pace = Pace { own: 0, best: 0 };
 

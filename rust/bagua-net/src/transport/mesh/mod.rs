@@ -304,7 +304,7 @@ impl Mesh {
                 let before = missing.len();
                 // Whether the peer closes those on hold it has not answered yet.
                 if !endpoint.is_held() {
-                    missing.extend(endpoint.ask_for(|| wanted(plan, peer)).iter().map(|batch| (peer, *batch)));
+                    missing.extend(endpoint.ask_for(|| wanted(plan, peer, n)).iter().map(|batch| (peer, *batch)));
                 }
                 if endpoint.is_held() || missing.len() > before {
                     self.opening.push(peer);
@@ -363,6 +363,7 @@ impl Mesh {
 
     /// Takes the streams that have been opened, and those on hold that the peer has not closed; true when there are some.
     fn take_opened(&mut self, cx: &OpContext<'_>, run: &mut Run<'_>) -> Result<bool> {
+        let ranks = self.size();
         let Mesh { endpoints, opening, opener, table, bundled, .. } = self;
         let opener = opener.as_mut().expect(COMPLETE);
         let (mut any, mut at) = (false, 0);
@@ -375,7 +376,7 @@ impl Mesh {
                 };
                 any |= !closed;
                 endpoint.begin();
-                let asked = endpoint.ask_for(|| wanted(run.plan, peer));
+                let asked = endpoint.ask_for(|| wanted(run.plan, peer, ranks));
                 let missing: Vec<_> = asked.iter().map(|batch| (peer, *batch)).collect();
                 if missing.is_empty() {
                     opening.swap_remove(at);
@@ -490,9 +491,9 @@ impl Mesh {
     }
 }
 
-/// The streams to a peer that a run needs.
-fn wanted(plan: &dyn Plan, peer: usize) -> Batch {
-    if chunk::is_divided(plan.longest(peer)) { Batch::Others } else { Batch::First }
+/// The streams to a peer that a run among so many ranks needs.
+fn wanted(plan: &dyn Plan, peer: usize, ranks: usize) -> Batch {
+    if chunk::wants_several(plan.longest(peer), ranks) { Batch::Others } else { Batch::First }
 }
 
 /// The progress of one exchange.
