@@ -177,12 +177,18 @@ fn connect(control: Control, world: World, begun: Instant, cancelled: &AtomicBoo
     if config.world_size == 1 {
         return Group::world(control, health, vec![vec![0]]);
     }
-    for lower in plane.awaited().into_iter().take_while(|rank| *rank < config.rank) {
-        control.dial_control(lower, until, &health)?;
+    let neighbours = plane.awaited();
+    for lower in neighbours.iter().take_while(|rank| **rank < config.rank) {
+        control.dial_control(*lower, until, &health)?;
     }
     control.watch(until);
     let connecting = Connecting { plane: &plane, health: &health, world, deadline, cancelled };
-    let apart = connecting.wait().inspect_err(|why| connecting.explain(why, skips_later))?;
+    let apart = connecting.wait().inspect_err(|why| {
+        // In a next view ranks have it from the former group.
+        if !skips_later && matches!(why, Error::PeerLost { .. } | Error::PeerRaised { .. }) {
+            connecting.stay_for(&neighbours);
+        }
+    })?;
     let ids: Vec<&str> = world.addresses.iter().map(|address| &*address.host_id).collect();
     let shares = |rank: usize| !world.addresses[rank].unix.is_empty() && !apart.contains(&rank);
     plane.joined_in.get_or_init(|| begun.elapsed());
@@ -254,14 +260,11 @@ impl Connecting<'_> {
         }
     }
 
-    /// Stays where late ranks find it until all that run are connected, and have the loss of another rank that ends this group: to those that
-    /// come later a rank that gave up is the one that is lost. In a next view they have it from the former group.
-    fn explain(&self, why: &Error, is_next_view: bool) {
-        if is_next_view || !matches!(why, Error::PeerLost { .. } | Error::PeerRaised { .. }) {
-            return;
-        }
+    /// Stays where late ranks find it until those of its neighbours that run are connected, and have the loss of another rank that ends this
+    /// group: to those that come later a rank that gave up is the one that is lost.
+    fn stay_for(&self, neighbours: &[usize]) {
         let until = Instant::now() + self.plane.config.heartbeat_timeout / 2;
-        while !self.plane.awaited().is_empty() && Instant::now() < until {
+        while neighbours.iter().any(|rank| self.plane.is_missing(*rank)) && Instant::now() < until {
             std::thread::sleep(slice_among(self.plane.config.world_size));
         }
     }

@@ -18,7 +18,7 @@ use super::handshake::Purpose;
 use super::streams::LaneConns;
 use crate::collective::shm::PassDescriptors;
 use crate::collective::{OpContext, Shm};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Source};
 use crate::memory::{Arena, Registry};
 use crate::platform;
 use crate::wait::{blocking_wait, slice_among};
@@ -194,11 +194,10 @@ impl Passing<'_> {
             });
             Ok((message.bytes, found))
         })?;
-        if bytes == 0 {
-            let how = "it closed the connection for shared memory";
-            return Err(self.builder.conns.health.attribute_disconnect(self.peer, how));
+        match bytes {
+            0 => Err(self.closed(&Source::default())),
+            _ => Ok((byte[0], found)),
         }
-        Ok((byte[0], found))
     }
 
     /// Repeats a call that gave up after a slice, until the group has failed or the deadline has passed.
@@ -209,9 +208,44 @@ impl Passing<'_> {
                 Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {
                     self.builder.check(self.peer)?;
                 }
-                // The control plane reports a lost peer.
+                Err(e) if matches!(e.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => {
+                    return Err(self.closed(&e.into()));
+                }
                 Err(e) => return Err(Error::system(what, e)),
             }
+        }
+    }
+
+    /// The error when the peer has closed the connection.
+    fn closed(&self, source: &Source) -> Error {
+        let how = "it closed the connection for shared memory";
+        self.builder.conns.health.attribute_broken_stream(self.peer, how, source)
+    }
+}
+
+#[cfg(all(test, target_os = "linux", not(any(bagua_portable, model))))]
+mod tests {
+    use super::super::config::Config;
+    use super::super::control::{Control, Plane};
+    use super::super::fork::OwnerProcess;
+    use super::*;
+    use crate::health::GroupHealth;
+    use crate::wait::Deadline;
+
+    #[test]
+    fn a_peer_that_closes_the_connection_for_descriptors_is_lost_whether_this_rank_sends_or_receives() {
+        let health = GroupHealth::new(0, vec![4, 7], vec!["a".to_owned(), "b".to_owned()]);
+        let plane = Plane::new(Config::new(4, 8), OwnerProcess::current(), None);
+        let control = Arc::new(Control::without_thread(plane));
+        let conns = LaneConns { control, health, stats: Arc::default(), group: 1, channel: 0 };
+        let (deadline, registry) = (Deadline::after(std::time::Duration::from_secs(60)), Arc::default());
+        let builder = LaneBuilder { conns: &conns, what: "lane", hosts: &[vec![0, 1]], deadline, registry: &registry };
+        let (stream, theirs) = UnixStream::pair().unwrap();
+        let line = Passing { _fork_fd: ForkFd::new(&stream), stream, peer: 1, builder: &builder };
+        drop(theirs);
+        for error in [line.send([line.stream.as_fd()]).unwrap_err(), line.receive().map(drop).unwrap_err()] {
+            let Error::PeerLost { rank, reason, .. } = error else { panic!("{error:?}") };
+            assert_eq!((rank, &*reason), (7, "it closed the connection for shared memory"));
         }
     }
 }

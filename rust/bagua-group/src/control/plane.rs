@@ -314,6 +314,13 @@ impl Plane {
         self.look(|connections| connections.peers.len())
     }
 
+    /// Whether a rank takes part, and there is no connection to it.
+    pub(in super::super) fn is_missing(&self, rank: usize) -> bool {
+        self.look(|connections| {
+            !connections.peers.contains_key(&rank) && connections.overlay.presence(rank) == Presence::Present
+        })
+    }
+
     pub(super) fn presence(&self, rank: usize) -> Presence {
         let connections = self.connections.get();
         connections.map_or(Presence::Present, |connections| lock(connections).overlay.presence(rank))
