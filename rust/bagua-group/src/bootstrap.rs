@@ -23,6 +23,9 @@ use crate::wait::{Deadline, lock, slice_among, wait_on_for};
 /// How long before the deadline of joining a rank reports to the others which ranks it could not connect to.
 const GRACE: Duration = Duration::from_millis(500);
 
+/// The longest that a rank that gives up because of a loss stays for late ranks, at most half of the heartbeat timeout.
+const STAY: Duration = Duration::from_millis(2500);
+
 /// A rank that listens and has an address, but is not connected to any peer.
 pub struct Bootstrap {
     control: Control,
@@ -263,7 +266,7 @@ impl Connecting<'_> {
     /// Stays where late ranks find it until those of its neighbours that run are connected, and have the loss of another rank that ends this
     /// group: to those that come later a rank that gave up is the one that is lost.
     fn stay_for(&self, neighbours: &[usize]) {
-        let until = Instant::now() + self.plane.config.heartbeat_timeout / 2;
+        let until = Instant::now() + STAY.min(self.plane.config.heartbeat_timeout / 2);
         while neighbours.iter().any(|rank| self.plane.is_missing(*rank)) && Instant::now() < until {
             std::thread::sleep(slice_among(self.plane.config.world_size));
         }
