@@ -102,7 +102,9 @@ class Fork:
     def send_signal(self, number: int) -> None:
         """Nothing when it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            # The process that forked it may have collected it, and not yet sent its exit code.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """SIGKILL."""

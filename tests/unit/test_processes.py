@@ -53,6 +53,18 @@ def test_the_processes_of_a_run_fork_their_ranks_from_the_same_two() -> None:
     assert World(2).run(parent) == ours
 
 
+def test_a_signal_to_a_rank_whose_exit_code_is_on_its_way_has_no_effect() -> None:
+    ended = subprocess.run(("sh", "-c", "echo $$"), capture_output=True, check=True)
+    reading, writing = os.pipe()
+    with open(writing, "wb", buffering=0) as pipe:
+        pipe.write(forks._NUMBER.pack(int(ended.stdout)))
+        rank = forks.Fork(reading)
+        # It asks only whether the process is there: another one may have its number by now.
+        rank.send_signal(0)
+        pipe.write(forks._NUMBER.pack(0))
+    assert rank.wait() == 0
+
+
 def exists(rank: int, path: str) -> bool:
     return Path(path).exists()
 
