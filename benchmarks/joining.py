@@ -77,8 +77,11 @@ def main() -> None:
     print("".join(f"{name:>14}" for name in columns))
     rows = []
     for ranks in args.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            rows.append(measure(ranks, args, folder))
+        with tempfile.TemporaryDirectory() as folder, socket.socket() as reserved:
+            # Bound and not listening: no other process gets the port before rank 0 listens there.
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(("127.0.0.1", 0))
+            rows.append(measure(ranks, args, reserved.getsockname()[1], folder))
         print("".join(f"{shown(rows[-1][name]):>14}" for name in columns), flush=True)
     save_if_asked(args, Path(__file__).stem, rows)
 
@@ -88,10 +91,8 @@ def shown(value: Any) -> str:
     return value if isinstance(value, str) else "" if value is None else f"{value:.4g}"
 
 
-def measure(ranks: int, args: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Forks the ranks and waits for them; RuntimeError when one of them failed."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def measure(ranks: int, args: argparse.Namespace, port: int, folder: str) -> dict[str, Any]:
+    """Forks the ranks, which join at this port, and waits for them; RuntimeError when one of them failed."""
     # A byte for each rank, how far it is: see `WAITS`.
     waits = mmap.mmap(-1, ranks)
     leaves, may_leave = os.pipe()

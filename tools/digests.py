@@ -211,10 +211,11 @@ def run_world(world: str) -> dict[str, str]:
     """The digest of each case in a world. RuntimeError when a rank failed."""
     sizes, _, transport = world.partition("/")
     hosts = [(host, local, int(size)) for host, size in enumerate(sizes.split("+")) for local in range(int(size))]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory(prefix="bagua-digests-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bagua-digests-") as folder, socket.socket() as reserved:
+        # Bound and not listening: no other process gets the port before rank 0 listens there.
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
         command = [sys.executable, __file__, "--rank", folder]
         started = []
         for rank, (host, local, size) in enumerate(hosts):

@@ -149,8 +149,8 @@ def test_a_port_that_is_taken_costs_the_metrics_and_not_the_job() -> None:
     assert f"BAGUA_METRICS_PORT: no metrics at 127.0.0.1:{port}: " in world.output[0]
 
 
-def leaves_its_port_to_no_child(rank: int) -> bool:
-    port = metrics.serve()
+def leaves_its_port_to_no_child(rank: int, port: int) -> bool:
+    assert metrics.serve(port) == port
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -175,7 +175,9 @@ def leaves_its_port_to_no_child(rank: int) -> bool:
 
 @needs_client
 def test_a_forked_child_does_not_hold_the_port() -> None:
-    assert World(1).run(leaves_its_port_to_no_child) == [True]
+    # One that no outgoing connection gets in between.
+    with free_port() as port:
+        assert World(1).run(leaves_its_port_to_no_child, port) == [True]
 
 
 @pytest.mark.parametrize("port", ["0", "-1", "65536", "http"])
