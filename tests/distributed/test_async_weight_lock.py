@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -73,7 +74,15 @@ def a_thread_that_does_not_hold_the_lock_cannot_unlock_it(rank: int) -> None:
     with ThreadPoolExecutor(1) as other, impl.lock(model):
         with pytest.raises(RuntimeError, match="does not hold the weight lock"):
             other.submit(operation.unlock_weight).result(20)
-        taken = other.submit(operation.lock_weight)
+        begun = threading.Event()
+
+        def take() -> None:
+            begun.set()
+            operation.lock_weight()
+
+        # It has to wait, or there is no time that it has waited.
+        taken = other.submit(take)
+        begun.wait()
         time.sleep(WHILE)
         assert not taken.done()
         operation.lock_weight()

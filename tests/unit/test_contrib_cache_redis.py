@@ -155,7 +155,7 @@ def redis_cluster() -> Iterator[list[RedisServer]]:
                     64 * MIB,
                     port=port,
                     password="secret",
-                    settings=[("cluster-enabled", "yes"), ("cluster-node-timeout", "3000"), ("dir", folder)],
+                    settings=[("cluster-enabled", "yes"), ("cluster-node-timeout", "30000"), ("dir", folder)],
                 )
             )
         clients = [redis.Redis(port=server.port, password="secret") for server in with_cluster]
@@ -207,7 +207,7 @@ def test_a_real_redis_cluster_holds_the_samples(redis_cluster: list[RedisServer]
 def test_a_node_of_a_redis_cluster_killed_in_mid_epoch_costs_no_sample(
     redis_cluster: list[RedisServer], warned: Callable[[], list[str]]
 ) -> None:
-    cached = CachedDataset(Numbers(200), "redis", "d", hosts=hosts(redis_cluster[:2]), redis_cluster=True, timeout=1.0)
+    cached = CachedDataset(Numbers(200), "redis", "d", hosts=hosts(redis_cluster[:2]), redis_cluster=True, timeout=10.0)
     assert cached.warm_up(progress=False) == 200
     for index in range(200):
         if index == 50:
@@ -307,7 +307,7 @@ def test_a_server_that_hangs_counts_as_lost_after_its_timeout(
     servers: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     (server,) = servers(1)
-    loader = CacheLoader("redis", "d", hosts=hosts([server]), timeout=0.5)
+    loader = CacheLoader("redis", "d", hosts=hosts([server]), timeout=2.0)
     assert loader.get(0, lambda key: key) == 0
     os.kill(server.pid, signal.SIGSTOP)
     try:

@@ -188,7 +188,7 @@ def test_threads_read_their_own_values(node: RedisNode) -> None:
 
 
 @contextmanager
-def served(answer: Callable[[int, int], bytes]) -> Iterator[Any]:
+def served(answer: Callable[[int, int], bytes], timeout: float) -> Iterator[Any]:
     """A store on a server that replies to MGET by ``answer(number of the MGET, its number on this connection)``."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         numbers = count()
@@ -211,7 +211,7 @@ def served(answer: Callable[[int, int], bytes]) -> Iterator[Any]:
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        store = RedisStore([{"host": "127.0.0.1", "port": listener.getsockname()[1]}], timeout=2.0)
+        store = RedisStore([{"host": "127.0.0.1", "port": listener.getsockname()[1]}], timeout=timeout)
         yield store.stores[0]
         store.shutdown()
         listener.shutdown(socket.SHUT_RDWR)
@@ -227,7 +227,7 @@ def test_a_server_that_stops_in_the_middle_of_a_reply_is_lost_and_the_rest_is_no
         rest = b"*1\r\n$5\r\nwrong\r\n\r\n" if of_connection else b""
         return rest + b"*1\r\n$5\r\nright\r\n"
 
-    with served(answer) as node:
+    with served(answer, timeout=2.0) as node:
         assert node.get("k") is None
         assert node.lost
         node._again = 0.0
@@ -238,8 +238,8 @@ def test_a_server_that_stops_in_the_middle_of_a_reply_is_lost_and_the_rest_is_no
     "announced", [b"*1000000000\r\n", b"*4294967295\r\n", b"*1\r\n" * 1000, b"*1\r\n$1000000000\r\n", b"-" * 100000]
 )
 def test_a_server_that_announces_more_than_the_limits_is_lost(announced: bytes) -> None:
-    with served(lambda *_: announced) as node:
-        # hiredis would wait for the rest, until the timeout, or run out of memory.
+    # hiredis would wait for the rest, until the timeout, or run out of memory.
+    with served(lambda *_: announced, timeout=60.0) as node:
         with pytest.raises(redis.exceptions.InvalidResponse):
             node._read(["k"])
         assert node.get("k") is None
