@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import json
 import os
@@ -41,8 +42,13 @@ def built(target: str = "cuda-sim") -> Path:
     """The folder with the libraries that a target of the Makefile makes; skips where they cannot be made."""
     if shutil.which("g++") is None or shutil.which("make") is None:
         pytest.skip("the simulated driver is made by make and g++, and one of them is absent")
-    subprocess.run(["make", "--no-print-directory", "--silent", "--jobs=2", target], cwd=ROOT, check=True)
-    return ROOT / "target" / "cuda-sim"
+    made = ROOT / "target" / "cuda-sim"
+    made.mkdir(parents=True, exist_ok=True)
+    # Each process of a run of pytest comes here, and an object that one compiles is none that another can link.
+    with open(made / "making", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run(["make", "--no-print-directory", "--silent", "--jobs=2", target], cwd=ROOT, check=True)
+    return made
 
 
 class Simulator:
