@@ -360,7 +360,7 @@ fn shutdown_fails_queued_buckets_and_ends_a_running_operation() {
     let start = Instant::now();
     engine.shutdown();
     engine.shutdown();
-    assert!(start.elapsed() < Duration::from_secs(5));
+    assert!(start.elapsed() < Duration::from_secs(30));
     let cause = "aborted: engine 'model' was shut down while bucket '0' was running";
     assert_eq!(health.cause().unwrap().to_string(), cause);
     assert_eq!(text(engine.wait(LONG)), cause);

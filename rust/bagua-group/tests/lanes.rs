@@ -231,7 +231,7 @@ fn a_failure_of_the_group_ends_opening_a_lane_with_the_first_cause() {
 #[test]
 #[cfg_attr(bagua_portable, ignore = "opening a lane waits for peers only where they share memory")]
 fn a_rank_that_does_not_open_a_lane_is_named_in_a_timeout_on_all_ranks() {
-    let groups = world_with(2, |config| config.connect_timeout = Duration::from_secs(1));
+    let groups = world_with(2, |config| config.connect_timeout = Duration::from_secs(3));
     let Err(Error::Timeout { missing, .. }) = groups[0].lane().map(|_| ()) else { panic!("no timeout") };
     assert_eq!(missing, [1]);
     assert!(matches!(cause(&groups[1]), Error::Timeout { noticed_by: 0, .. }));

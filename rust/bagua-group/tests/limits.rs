@@ -96,7 +96,8 @@ fn a_rank_raises_the_soft_limit_as_far_as_its_world_needs_and_fails_at_the_hard_
         let threads: Vec<_> = lanes.iter_mut().map(|lane| scope.spawn(move || fails(lane))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
-    assert!(start.elapsed().as_secs() < 6, "{:?}", start.elapsed());
+    // Where idle streams could be closed it would wait for 30 s.
+    assert!(start.elapsed().as_secs() < 20, "{:?}", start.elapsed());
     for error in errors {
         assert!(refusal(error, allowed).contains("64 streams"));
     }

@@ -11,21 +11,14 @@ use std::time::Duration;
 
 use bagua_group::{RendezvousServer, VERSION, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
 use bagua_types::error::{Error, Result};
-use group_world::{PATIENCE, until};
-
-/// A loopback address of this process alone: a port that is free there is not taken by another test, nor by an outgoing connection,
-/// whose local address is 127.0.0.1.
-fn host() -> String {
-    let [.., high, middle, low] = std::process::id().to_be_bytes();
-    format!("127.{}.{middle}.{low}", 64 | high)
-}
+use group_world::{PATIENCE, own_host, until};
 
 fn free_port() -> u16 {
-    TcpListener::bind((host().as_str(), 0)).unwrap().local_addr().unwrap().port()
+    TcpListener::bind((own_host().as_str(), 0)).unwrap().local_addr().unwrap().port()
 }
 
 fn by_tcp(port: u16, rank: usize, size: usize, secret: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
-    rendezvous_tcp((&host(), port), rank, size, format!("address {rank}").as_bytes(), secret, timeout)
+    rendezvous_tcp((&own_host(), port), rank, size, format!("address {rank}").as_bytes(), secret, timeout)
 }
 
 /// A server on a port that the system chooses.
@@ -134,7 +127,7 @@ fn on_timeout_a_rank_gets_the_missing_ranks_from_rank_0_and_another_process_may_
     let (server, address) = listening();
     std::thread::scope(|scope| {
         let first = scope.spawn(move || server.serve(3, b"address 0", b"s", PATIENCE));
-        let error = at(address, 1, 3, b"s", Duration::from_millis(100)).unwrap_err();
+        let error = at(address, 1, 3, b"s", Duration::from_secs(1)).unwrap_err();
         assert!(matches!(&error, Error::Timeout { missing, noticed_by: 1, .. } if missing == &[2]), "{error:?}");
         let others: Vec<_> = [1, 2].map(|rank| scope.spawn(move || at(address, rank, 3, b"s", PATIENCE))).into();
         others.into_iter().chain([first]).for_each(|rank| assert_eq!(rank.join().unwrap(), Ok(expected(3))));
@@ -146,8 +139,8 @@ fn ranks_that_timed_out_are_named_only_when_no_other_rank_is_missing() {
     for (size, named) in [(4, vec![3]), (3, vec![1, 2])] {
         let (server, address) = listening();
         std::thread::scope(|scope| {
-            let first = scope.spawn(move || server.serve(size, b"address 0", b"s", Duration::from_secs(2)));
-            let short = Duration::from_millis(50);
+            let first = scope.spawn(move || server.serve(size, b"address 0", b"s", Duration::from_secs(6)));
+            let short = Duration::from_millis(500);
             let time_out = |rank, missing: &[usize]| {
                 let error = at(address, rank, size, b"s", short).unwrap_err();
                 assert!(matches!(&error, Error::Timeout { missing: named, .. } if named == missing), "{error:?}");
@@ -186,7 +179,7 @@ struct Proxy {
 
 impl Proxy {
     fn before(server: u16) -> Proxy {
-        let listener = TcpListener::bind((host().as_str(), 0)).unwrap();
+        let listener = TcpListener::bind((own_host().as_str(), 0)).unwrap();
         let port = listener.local_addr().unwrap().port();
         let (sent, ended) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
         let (count, end) = (Arc::clone(&sent), Arc::clone(&ended));
@@ -196,7 +189,7 @@ impl Proxy {
                     return;
                 }
                 // Before the server listens, the connection is closed, and the client tries again.
-                let Ok(server) = TcpStream::connect((host().as_str(), server)) else { continue };
+                let Ok(server) = TcpStream::connect((own_host().as_str(), server)) else { continue };
                 let (from, to) = (client.try_clone().unwrap(), server.try_clone().unwrap());
                 std::thread::spawn(move || forward(from, to, &AtomicUsize::new(0)));
                 let count = Arc::clone(&count);
@@ -210,7 +203,7 @@ impl Proxy {
 impl Drop for Proxy {
     fn drop(&mut self) {
         self.ended.store(true, Ordering::SeqCst);
-        TcpStream::connect((host().as_str(), self.port)).unwrap();
+        TcpStream::connect((own_host().as_str(), self.port)).unwrap();
         self.accepting.take().unwrap().join().unwrap();
     }
 }
@@ -238,7 +231,7 @@ fn the_bytes_that_rank_0_sends_grow_linearly_with_the_number_of_ranks() {
                 .map(|rank| {
                     let port = if rank == 0 { port } else { proxy.port };
                     let address = [rank as u8; ADDRESS];
-                    scope.spawn(move || rendezvous_tcp((&host(), port), rank, size, &address, b"s", PATIENCE))
+                    scope.spawn(move || rendezvous_tcp((&own_host(), port), rank, size, &address, b"s", PATIENCE))
                 })
                 .collect();
             for thread in threads {
@@ -278,7 +271,7 @@ fn wrong_clients_of_the_tcp_server_are_refused_with_the_reason_and_the_exchange_
         assert!(matches!(&secret, Error::System { message, .. } if message.contains("wrong secret")), "{secret:?}");
         let size = by_tcp(port, 2, 4, b"s", PATIENCE).unwrap_err();
         assert!(matches!(&size, Error::Mismatch(text) if text.contains("world size 4")), "{size:?}");
-        let silent = TcpStream::connect((host().as_str(), port)).unwrap();
+        let silent = TcpStream::connect((own_host().as_str(), port)).unwrap();
         let third = scope.spawn(move || by_tcp(port, 2, 3, b"s", PATIENCE));
         for joined in [first, second, third] {
             assert_eq!(joined.join().unwrap(), Ok(expected(3)));
@@ -359,12 +352,13 @@ fn a_rank_that_gives_up_by_file_before_rank_0_does_names_the_missing_rank_and_no
     let folder = Folder::new("gives-up");
     let path = folder.path();
     std::thread::scope(|scope| {
-        let root = scope.spawn(|| by_file(&path, 0, 4, "a", Duration::from_secs(3)));
+        let root = scope.spawn(|| by_file(&path, 0, 4, "a", Duration::from_secs(6)));
+        until("the others can answer rank 0", || folder.0.join("rendezvous.0").exists());
         let others: Vec<_> = [1, 2]
             .map(|rank| {
                 scope.spawn({
                     let path = &path;
-                    move || by_file(path, rank, 4, "b", Duration::from_secs(1))
+                    move || by_file(path, rank, 4, "b", Duration::from_secs(2))
                 })
             })
             .into();
@@ -411,7 +405,8 @@ fn different_world_sizes_by_file_are_a_mismatch_on_both_sides() {
     let folder = Folder::new("sizes");
     let path = folder.path();
     std::thread::scope(|scope| {
-        let other = scope.spawn(|| by_file(&path, 1, 3, "b", Duration::from_secs(1)));
+        // By then it has seen rank 0's file.
+        let other = scope.spawn(|| by_file(&path, 1, 3, "b", Duration::from_secs(3)));
         assert!(matches!(by_file(&path, 0, 2, "a", PATIENCE), Err(Error::Mismatch(text)) if text.contains("rank 1")));
         assert!(matches!(other.join().unwrap(), Err(Error::Mismatch(_))));
     });

@@ -11,7 +11,7 @@ use bagua_group::{
     Access, Bootstrap, Config, RendezvousServer, Store, StoreServer, TcpStore, Tls, TransportChoice, rendezvous_at,
 };
 use bagua_types::error::{Error, Result};
-use group_world::{PATIENCE, port, try_world, until, world_with};
+use group_world::{PATIENCE, own_host, port, try_world, until, world_with};
 
 /// How long ranks wait for one that cannot come.
 const LIMIT: Duration = Duration::from_secs(2);
@@ -30,13 +30,13 @@ fn encrypted(config: &mut Config) {
     config.transport = TransportChoice::Tcp;
 }
 
-/// The rendezvous of two ranks; what each of them gets.
-fn meet(first: Member, second: Member) -> [Result<Vec<Vec<u8>>>; 2] {
+/// The rendezvous of two ranks within this time; what each of them gets.
+fn meet(first: Member, second: Member, limit: Duration) -> [Result<Vec<Vec<u8>>>; 2] {
     let server = RendezvousServer::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
     let at = server.address().unwrap();
     std::thread::scope(|scope| {
-        let zero = scope.spawn(move || server.serve(2, b"0", access(first), LIMIT));
-        let one = scope.spawn(move || rendezvous_at(at, 1, 2, b"1", access(second), LIMIT));
+        let zero = scope.spawn(move || server.serve(2, b"0", access(first), limit));
+        let one = scope.spawn(move || rendezvous_at(at, 1, 2, b"1", access(second), limit));
         [zero.join().unwrap(), one.join().unwrap()]
     })
 }
@@ -53,20 +53,20 @@ fn both_say<T: std::fmt::Debug>(word: &str, outcomes: impl IntoIterator<Item = R
 #[test]
 fn ranks_with_one_secret_meet_over_tls() {
     assert_eq!(
-        meet((b"s", TLS), (b"s", TLS)),
+        meet((b"s", TLS), (b"s", TLS), PATIENCE),
         [Ok(vec![b"0".to_vec(), b"1".to_vec()]), Ok(vec![b"0".to_vec(), b"1".to_vec()])]
     );
 }
 
 #[test]
 fn another_secret_is_an_error_at_both_ends_of_a_rendezvous() {
-    both_say("secret", meet((b"s", TLS), (b"S", TLS)));
+    both_say("secret", meet((b"s", TLS), (b"S", TLS), LIMIT));
 }
 
 #[test]
 fn tls_on_one_rank_only_is_an_error_at_both_ends_of_a_rendezvous() {
-    both_say("TLS", meet((b"s", TLS), (b"s", None)));
-    both_say("TLS", meet((b"s", None), (b"s", TLS)));
+    both_say("TLS", meet((b"s", TLS), (b"s", None), LIMIT));
+    both_say("TLS", meet((b"s", None), (b"s", TLS), LIMIT));
 }
 
 #[test]
@@ -156,14 +156,16 @@ fn garbage_at_an_encrypted_port_is_refused_and_counted() {
 fn a_store_keeps_values_for_who_has_the_secret() {
     for tls in [None, TLS] {
         let server = StoreServer::start("127.0.0.1", 0, &access((b"s", tls)), None).unwrap();
-        let connect = |member: Member| TcpStore::connect("127.0.0.1", server.address().port(), &access(member), LIMIT);
-        let (one, other) = (connect((b"s", tls)).unwrap(), connect((b"s", tls)).unwrap());
+        let connect =
+            |member: Member, limit| TcpStore::connect("127.0.0.1", server.address().port(), &access(member), limit);
+        // Also the time after which a store whose server has ended is given up.
+        let [one, other] = [(); 2].map(|()| connect((b"s", tls), 2 * LIMIT).unwrap());
         assert_eq!(one.get("name"), Ok(None));
         assert_eq!(one.set_new("name", b"first"), Ok(b"first".to_vec()));
         assert_eq!(other.set_new("name", b"second"), Ok(b"first".to_vec()));
         other.set("name", b"third").unwrap();
         assert_eq!(one.get("name"), Ok(Some(b"third".to_vec())));
-        let refusal = |member| connect(member).map(drop).unwrap_err().to_string();
+        let refusal = |member| connect(member, LIMIT).map(drop).unwrap_err().to_string();
         let text = refusal((b"S", tls));
         assert!(text.contains("secret"), "{text}");
         let text = refusal((b"s", if tls.is_some() { None } else { TLS }));
@@ -175,9 +177,8 @@ fn a_store_keeps_values_for_who_has_the_secret() {
 
 #[test]
 fn no_server_at_the_address_of_a_store_is_a_timeout() {
-    let free = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
-    let port = free.local_addr().unwrap().port();
-    drop(free);
-    let outcome = TcpStore::connect("127.0.0.1", port, &access((b"s", TLS)), Duration::from_millis(200));
+    let host = own_host();
+    let port = std::net::TcpListener::bind((host.as_str(), 0)).unwrap().local_addr().unwrap().port();
+    let outcome = TcpStore::connect(&host, port, &access((b"s", TLS)), Duration::from_millis(200));
     assert!(matches!(outcome.map(drop), Err(Error::Timeout { .. })));
 }

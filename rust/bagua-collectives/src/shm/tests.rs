@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use super::*;
@@ -252,11 +252,12 @@ fn ten_thousand_operations_of_random_verbs_and_sizes_stay_in_step() {
 
 #[test]
 fn late_rank_gets_a_timeout_that_names_it() {
+    let begun = Barrier::new(2);
     let outcomes = on_all(3, |index, mut rank| {
         if index == 1 {
             return Ok(rank);
         }
-        // Long enough for both threads to have begun.
+        begun.wait();
         rank.limit = Duration::from_secs(2);
         rank.barrier().map(|()| rank)
     });
@@ -334,7 +335,7 @@ fn a_message_that_cannot_come_because_its_peer_is_in_a_collective_is_a_disagreem
         let outcomes = on_all(2, |index, mut rank| {
             one(&mut rank, Kind::AllReduce, DType::F32, ReduceOp::Sum, 1000, 0, false);
             // A group's control plane would notify the one in the collective, which here runs into a short deadline.
-            rank.limit = Duration::from_millis(500);
+            rank.limit = Duration::from_secs(1);
             let mut data = vec![0; 4 << 20];
             if index == 0 {
                 rank.barrier()

@@ -228,11 +228,13 @@ fn ranks_that_are_out_of_step_both_see_it() {
 fn a_late_rank_gets_named_in_a_timeout() {
     for ranks in EVERY {
         for count in [1, 1 << 20] {
-            // Long enough for both threads to have begun.
-            let limit = Duration::from_secs(1);
-            let outcomes = each(&mut world(ranks, 3), |r, rank| match r {
-                2 => Ok(()),
-                _ => all_reduce(rank, Say { limit, ..floats(count) }),
+            let (limit, begun) = (Duration::from_secs(1), Barrier::new(2));
+            let outcomes = each(&mut world(ranks, 3), |r, rank| {
+                if r == 2 {
+                    return Ok(());
+                }
+                begun.wait();
+                all_reduce(rank, Say { limit, ..floats(count) })
             });
             for outcome in &outcomes[..2] {
                 let Err(Error::Timeout { after, missing, progress, .. }) = outcome else { panic!("{outcome:?}") };

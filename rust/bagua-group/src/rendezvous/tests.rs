@@ -9,6 +9,7 @@ use tokio::io::AsyncWriteExt;
 use tokio::time::Instant;
 
 use super::super::handshake::{self, Failed, Hello, Purpose, Refusal};
+use super::super::tests::own_host;
 use super::super::wire::{Encoding, RANKS_LIMIT};
 use super::client::{register, rendezvous_tcp};
 use super::common::Limits;
@@ -39,19 +40,12 @@ fn expected() -> Vec<Vec<u8>> {
     (0..SIZE).map(address).collect()
 }
 
-/// A loopback address of this process alone: a port that is free there is not taken by another test, nor by an outgoing connection,
-/// whose local address is 127.0.0.1.
-fn host() -> String {
-    let [.., high, middle, low] = std::process::id().to_be_bytes();
-    format!("127.{}.{middle}.{low}", 64 | high)
-}
-
 fn free_port() -> u16 {
-    TcpListener::bind((host().as_str(), 0)).unwrap().local_addr().unwrap().port()
+    TcpListener::bind((own_host().as_str(), 0)).unwrap().local_addr().unwrap().port()
 }
 
 fn join<'s>(scope: &'s Scope<'s, '_>, port: u16, rank: usize, limit: Duration) -> ScopedJoinHandle<'s, Outcome> {
-    scope.spawn(move || rendezvous_tcp((&host(), port), rank, SIZE, &address(rank), b"s", limit))
+    scope.spawn(move || rendezvous_tcp((&own_host(), port), rank, SIZE, &address(rank), b"s", limit))
 }
 
 fn key(secret: &[u8]) -> Proofs {
@@ -75,7 +69,7 @@ async fn register_as(port: u16, rank: usize) -> Answer {
 /// The same with this address, as a rank that asks at the deadline which ranks are missing.
 async fn register_until(port: u16, rank: usize, address: &[u8], deadline: Instant) -> Answer {
     loop {
-        match register((&host(), port), &hello(rank, 0), &key(b"s"), address, deadline, &Cell::default()).await {
+        match register((&own_host(), port), &hello(rank, 0), &key(b"s"), address, deadline, &Cell::default()).await {
             Ok((answer, _relay)) => return answer,
             // Rank 0 does not listen yet: retry.
             Err(Failed::Broken { .. }) => tokio::time::sleep(Duration::from_millis(5)).await,
@@ -170,8 +164,9 @@ fn a_rank_that_ends_after_it_has_registered_is_lost_on_every_rank_that_waits_for
     let port = free_port();
     let limits = Limits { timeout: PATIENCE, lost_after: Duration::from_millis(300) };
     std::thread::scope(|scope| {
-        let join =
-            |rank| scope.spawn(move || rendezvous_tcp((&host(), port), rank, SIZE, &address_of(rank), b"s", limits));
+        let join = |rank| {
+            scope.spawn(move || rendezvous_tcp((&own_host(), port), rank, SIZE, &address_of(rank), b"s", limits))
+        };
         let others: Vec<_> = (0..SIZE / 2).filter(|rank| *rank != 2).map(join).collect();
         let all_others_have_registered = async {
             let last = SIZE - 1;
@@ -206,16 +201,17 @@ fn a_rank_that_times_out_reads_which_rank_two_processes_have() {
     let all: Vec<_> = (0..size).map(address_of).collect();
     let attempt = async |rank| {
         let hello = Hello { world_size: size, ..hello(rank, 0) };
-        register((&host(), port), &hello, &key(b"s"), &address_of(rank), Instant::now(), &Cell::default()).await
+        register((&own_host(), port), &hello, &key(b"s"), &address_of(rank), Instant::now(), &Cell::default()).await
     };
     std::thread::scope(|scope| {
-        let join =
-            |rank| scope.spawn(move || rendezvous_tcp((&host(), port), rank, size, &address_of(rank), b"s", PATIENCE));
+        let join = |rank| {
+            scope.spawn(move || rendezvous_tcp((&own_host(), port), rank, size, &address_of(rank), b"s", PATIENCE))
+        };
         let root = join(0);
         let ranks = async {
             let hello = Hello { world_size: size, ..hello(1, 0) };
             let mut first = loop {
-                match connect((host().as_str(), port), &hello, &key(b"s")).await {
+                match connect((own_host().as_str(), port), &hello, &key(b"s")).await {
                     Ok(first) => break first,
                     // Rank 0 does not listen yet.
                     Err(_) => tokio::time::sleep(Duration::from_millis(5)).await,
@@ -273,7 +269,7 @@ fn the_children_of_a_rank_that_cannot_listen_get_the_list_from_rank_0() {
         let without_relay = scope.spawn(move || {
             run(async {
                 let mut stream = loop {
-                    match tokio::net::TcpStream::connect((host(), port)).await {
+                    match tokio::net::TcpStream::connect((own_host(), port)).await {
                         Ok(stream) => break stream,
                         Err(_) => tokio::time::sleep(Duration::from_millis(5)).await,
                     }

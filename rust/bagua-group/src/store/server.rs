@@ -214,6 +214,7 @@ impl Service for StoreService {
 mod tests {
     use std::time::Duration;
 
+    use super::super::super::tests::own_host;
     use super::super::{Store, TcpStore};
     use super::*;
 
@@ -221,10 +222,12 @@ mod tests {
     fn values_outlive_a_server_that_ended_within_a_set_and_a_client_asks_the_next_one() {
         let path = std::env::temp_dir().join(format!("bagua-store-{}", std::process::id()));
         let access = Access::from(b"secret");
-        let start = |port| StoreServer::start("127.0.0.1", port, &access, Some(&path)).unwrap();
+        // Where no other socket takes the port between two servers.
+        let host = own_host();
+        let start = |port| StoreServer::start(&host, port, &access, Some(&path)).unwrap();
         let server = start(0);
         let port = server.address().port();
-        let store = TcpStore::connect("127.0.0.1", port, &access, Duration::from_secs(30)).unwrap();
+        let store = TcpStore::connect(&host, port, &access, Duration::from_secs(30)).unwrap();
         for value in [b"first", b"other"] {
             store.set("rank-0", value).unwrap();
         }

@@ -14,3 +14,10 @@ pub(super) mod examples;
 mod fuzz;
 mod mutate;
 mod targets;
+
+/// A loopback address of this process alone: a port that is free there is not taken by another test, nor by an outgoing connection,
+/// whose local address is 127.0.0.1.
+pub(super) fn own_host() -> String {
+    let [.., high, middle, low] = std::process::id().to_be_bytes();
+    format!("127.{}.{middle}.{low}", 64 | high)
+}

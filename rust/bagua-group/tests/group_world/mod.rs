@@ -73,6 +73,13 @@ pub fn cause(group: &Group) -> Error {
     group.health().cause().unwrap()
 }
 
+/// A loopback address of this process alone: a port that is free there is not taken by another test, nor by an outgoing connection,
+/// whose local address is 127.0.0.1.
+pub fn own_host() -> String {
+    let [.., high, middle, low] = std::process::id().to_be_bytes();
+    format!("127.{}.{middle}.{low}", 64 | high)
+}
+
 /// The TCP port in an address: behind the IP address, with 7 bits to a byte.
 pub fn port(address: &[u8]) -> u16 {
     let ip = address.windows(4).position(|bytes| bytes == [127, 0, 0, 1]).expect("listens on loopback");
