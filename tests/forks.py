@@ -25,6 +25,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import uuid
 import weakref
 from pathlib import Path
@@ -49,6 +50,10 @@ run_name = uuid.uuid4().hex
 
 #: What Linux says of the other end of a socket: process, user and group.
 _PEER = struct.Struct("=iii")
+
+#: Held while this process connects to those that fork ranks: threads that did so at once would have connections of
+#: their own, and the exit would wait for a process that one of them still keeps.
+_connecting = threading.Lock()
 
 #: Names of the modules that all forks of this process have in common.
 _COMMON: list[str] = []
@@ -221,7 +226,9 @@ def _start(request: _Request, rank: int, *standard: int, torch: bool = True) -> 
     """A fork with these files as its standard input, output and error output."""
     reading, writing = os.pipe()
     try:
-        socket.send_fds(_parents(torch)[rank % 2], [pickle.dumps(request)], [writing, *standard])
+        with _connecting:
+            parent = _parents(torch)[rank % 2]
+        socket.send_fds(parent, [pickle.dumps(request)], [writing, *standard])
     finally:
         os.close(writing)
     return Fork(reading)

@@ -53,6 +53,22 @@ def test_the_processes_of_a_run_fork_their_ranks_from_the_same_two() -> None:
     assert World(2).run(parent) == ours
 
 
+@pytest.mark.slow
+def test_threads_that_start_ranks_at_once_have_them_forked_by_the_same_two_and_the_process_ends() -> None:
+    code = (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from tests.unit.test_processes import parent\nfrom tests.world import World\n"
+        "with ThreadPoolExecutor(4) as pool:\n"
+        "    print(len({tuple(each) for each in pool.map(lambda _: World(2).run(parent), range(4))}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", "-c", code],
+        cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.stdout == "1\n", done.stderr
+    assert "unclosed" not in done.stderr
+
+
 def test_a_signal_to_a_rank_whose_exit_code_is_on_its_way_has_no_effect() -> None:
     ended = subprocess.run(("sh", "-c", "echo $$"), capture_output=True, check=True)
     reading, writing = os.pipe()
