@@ -58,10 +58,19 @@ class Browser:
         self._number = 0
         self._bytes = b""
         self._session: str | None = None
-        page = next(each for each in self.call("Target.getTargets")["targetInfos"] if each["type"] == "page")
-        attached = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)
+        attached = self.call("Target.attachToTarget", targetId=self._first_page(), flatten=True)
         self._session = attached["sessionId"]
         self.call("Page.enable")
+
+    def _first_page(self) -> str:
+        """The page that the browser opens by itself, a moment after it answers the first command."""
+        until = time.monotonic() + self.deadline_s
+        while time.monotonic() < until:
+            for each in self.call("Target.getTargets")["targetInfos"]:
+                if each["type"] == "page":
+                    return str(each["targetId"])
+            time.sleep(0.01)
+        raise RuntimeError(f"no page within {self.deadline_s} s")
 
     def __enter__(self) -> Browser:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,28 @@ def test_a_page_that_is_wider_than_the_window_or_ignores_dark_mode_is_found(tmp_
         "wide.html: at 390 pixels, light",
         "wide.html: at 390 pixels, dark",
     ]
+
+
+#: A browser that answers at once, and has a page only when it is asked for its pages again.
+LATE_BROWSER = """#!{python} -IS
+import json, os
+rest, asked = b"", 0
+while more := os.read(3, 65536):
+    *commands, rest = (rest + more).split(b"\\0")
+    for command in map(json.loads, commands):
+        asked += command["method"] == "Target.getTargets"
+        pages = [{{"type": "page", "targetId": "7"}}] if asked > 1 else []
+        result = {{"targetInfos": pages, "sessionId": "of the page"}}
+        os.write(4, json.dumps({{"id": command["id"], "result": result}}).encode() + b"\\0")
+"""
+
+
+def test_the_first_page_of_a_browser_may_come_after_its_first_answer(tmp_path: Path) -> None:
+    program = tmp_path / "browser"
+    program.write_text(LATE_BROWSER.format(python=sys.executable))
+    program.chmod(0o755)
+    with Browser(str(program)) as browser:
+        assert browser.call("Page.enable")["sessionId"] == "of the page"
 
 
 def test_every_module_with_an_all_is_public_or_internal() -> None:
