@@ -11,7 +11,6 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -61,7 +60,7 @@ class TrainerServer:
                 with ours.came:
                     ours.posts.append((self.path, self.headers["Authorization"], json.loads(body)))
                     ours.came.notify_all()
-                ours.answers.wait(DEADLINE_S)
+                ours.answers.wait(10 * DEADLINE_S)
                 self.send_response(ours.status)
                 if ours.status == 307:
                     self.send_header("Location", "/elsewhere")
@@ -330,12 +329,10 @@ def test_the_exit_of_the_process_waits_for_the_last_post(how: str, last: int, se
 
 
 def test_the_exit_of_the_process_does_not_wait_for_a_server_that_hangs(server: TrainerServer) -> None:
+    # It answers when the test is over.
     server.answers.clear()
-    began = time.monotonic()
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    subprocess.run([sys.executable, "-c", ENDS, "done", "0"], check=True, timeout=DEADLINE_S, env=env)
-    # The server answers after 30 s.
-    assert time.monotonic() - began < DEADLINE_S / 2
+    subprocess.run([sys.executable, "-c", ENDS, "done", "0"], check=True, timeout=2 * DEADLINE_S, env=env)
     assert server.wait_for(1)
 
 
