@@ -262,7 +262,7 @@ def _running(group: int) -> list[str]:
         if not entry.name.isdigit():
             continue
         with contextlib.suppress(OSError):
-            name, _, rest = entry.joinpath("stat").read_text().rpartition(")")
+            name, _, rest = entry.joinpath("stat").read_text(errors="replace").rpartition(")")
             state, _, process_group = rest.split()[:3]
             if int(process_group) == group and state not in "ZX":
                 running.append(name.replace("(", "", 1))

@@ -164,7 +164,7 @@ def descendants(parent: int) -> set[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                fields = entry.joinpath("stat").read_text().rpartition(")")[2].split()
+                fields = entry.joinpath("stat").read_text(errors="replace").rpartition(")")[2].split()
             except OSError:
                 continue
             children.setdefault(int(fields[1]), []).append(int(entry.name))

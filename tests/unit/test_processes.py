@@ -11,7 +11,7 @@ import pytest
 
 from bagua.distributed import processes
 from tests import forks
-from tests.world import ROOT, World
+from tests.world import ROOT, World, _running
 
 NO_PS = "needs the command ps, which this system does not have"
 NO_PROC = "needs /proc, which this system does not have"
@@ -30,6 +30,22 @@ def test_a_child_is_listed_with_its_parent(listed: Callable[[], Iterator[tuple[i
     with subprocess.Popen(("sleep", "60")) as child:
         try:
             assert (child.pid, os.getpid()) in set(listed())
+        finally:
+            child.kill()
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason=NO_PROC)
+def test_a_process_on_this_machine_may_have_a_name_that_is_no_text() -> None:
+    # As of a thread or process whose name was cut within a character: 15 is PR_SET_NAME.
+    code = "import ctypes; ctypes.CDLL(None).prctl(15, b'\\xff', 0, 0, 0); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as child:
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            assert child.pid in processes.descendants(os.getpid())
+            assert _running(child.pid) == [f"{child.pid} \ufffd"]
         finally:
             child.kill()
 

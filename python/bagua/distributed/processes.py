@@ -67,7 +67,8 @@ def _from_proc() -> Iterator[tuple[int, int]]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                yield int(entry.name), int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                # The name of any process is among them, and may be no text.
+                yield int(entry.name), int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
 
 
 def _from_ps() -> Iterator[tuple[int, int]]:
