@@ -116,13 +116,17 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
+def _address(number: int, torch: bool) -> str:
+    """No file, and free again when the process has ended."""
+    return f"\0bagua-tests-{run_name}-{number}-{torch}"
+
+
 @functools.cache
 def _parent(number: int, torch: bool) -> socket.socket:
     """A connection to a process, with or without torch, that forks ranks when it is asked to. The first who needs it
     starts it; it ends when the last connection is closed.
     """
-    # No file, and free again when the process has ended.
-    address = f"\0bagua-tests-{run_name}-{number}-{torch}"
+    address = _address(number, torch)
     while True:
         here = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -267,7 +271,10 @@ def _serve(listener: socket.socket) -> _Request | None:
                 os.close(pipe)
                 os.close(ready)
                 continue
-            text, passed, _, _ = socket.recv_fds(clients[ready], 1 << 20, 4)
+            text, passed = b"", list[int]()
+            # A process that has ended before it read what it was sent.
+            with contextlib.suppress(ConnectionResetError):
+                text, passed, _, _ = socket.recv_fds(clients[ready], 1 << 20, 4)
             if not text:
                 poll.unregister(ready)
                 clients.pop(ready).close()

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -66,6 +67,15 @@ def test_the_processes_of_a_run_fork_their_ranks_from_the_same_two() -> None:
     assert done.stdout == f"{ours}\n", done.stderr
     assert ours[0] != ours[1]
     # They are there for the others when one of the run has ended.
+    assert World(2).run(parent) == ours
+
+
+def test_a_process_that_ends_before_it_has_read_that_it_may_start_ranks_ends_those_of_no_other() -> None:
+    ours = World(2).run(parent)
+    for number in range(2):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as ending:
+            ending.connect(forks._address(number, torch=False))
+            assert ending.recv(1, socket.MSG_PEEK)
     assert World(2).run(parent) == ours
 
 
