@@ -453,7 +453,8 @@ def one_that_raises_ends_both(rank: int, kit: Kit, folder: Path) -> None:
     begun = time.monotonic()
     wanted: tuple[type[Exception], str] = (FloatingPointError, "batch 2") if rank == 1 else (PeerRaisedError, "rank 1")
     raises(*wanted, lambda: kit.fit("bagua", folder, model))
-    assert time.monotonic() - begun < 30
+    # Far below the time of an operation, 300 s.
+    assert time.monotonic() - begun < 100
     assert not dist.is_initialized()
     again(rank, kit, folder)
     model.fail_at = 0
