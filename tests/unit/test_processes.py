@@ -95,7 +95,7 @@ def test_threads_that_start_ranks_at_once_have_them_forked_by_the_same_two_and_t
     assert "unclosed" not in done.stderr
 
 
-def test_a_signal_to_a_rank_whose_exit_code_is_on_its_way_has_no_effect() -> None:
+def test_a_signal_to_a_rank_whose_exit_code_has_not_come_has_no_effect() -> None:
     ended = subprocess.run(("sh", "-c", "echo $$"), capture_output=True, check=True)
     reading, writing = os.pipe()
     with open(writing, "wb", buffering=0) as pipe:
