@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from multiprocessing import util
 from typing import Any
 
@@ -29,9 +30,11 @@ class CacheState(Record):
         # (http://www.lmdb.tech/doc/ on mdb_env_open), so loaders share it.
         self.lmdb_environments: dict[str, tuple[Any, int]] = {}
         self.lmdb_lock = threading.Lock()
-        # The job's Redis servers and the index of this host's, as the first call found them; the server that this
-        # process started for the job, if it did; the servers that a user started by start_redis_server_cli.
+        # The job's Redis servers and the index of this host's, as the first call in a world found them; the server that
+        # this process started for the job, if it did; the servers that a user started by start_redis_server_cli.
         self.job_servers: tuple[list[dict[str, Any]], int] | None = None
+        # torch.distributed's world in which that call was made, while it exists.
+        self.job_world: Callable[[], Any] = lambda: None
         self.own_server: Any = None
         self.job_lock = threading.Lock()
         self.cli_servers: list[Any] = []

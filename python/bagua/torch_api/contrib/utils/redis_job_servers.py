@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,19 +29,21 @@ _state = cache_state()
 
 
 def job_servers(capacity: int) -> tuple[list[Server], int]:
-    """The job's servers, ordered by host, and the index of this host's; started at the first call.
+    """The job's servers, ordered by host, and the index of this host's; started at the first call in a world.
 
-    Collective over torch.distributed's world when that is initialised. ``capacity`` is in bytes per host.
+    Collective over torch.distributed's world when that is initialised. ``capacity`` is in bytes per host. In another
+    world than that of the last call, as after a rebuild, the hosts keep the servers whose owner is left.
     RuntimeError on every rank, with the reason, if a host cannot start its server; BaguaTimeoutError names ranks that
     did not come.
     """
     with _state.job_lock:
-        if _state.job_servers is None:
-            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if _state.job_servers is None or (world is not None and world is not _state.job_world()):
+            if world is not None and world.size() > 1:
                 _state.job_servers = _together(capacity)
             else:
-                _state.own_server = RedisServer("127.0.0.1", capacity, password=new_password())
-                _state.job_servers = [_described(_state.own_server)], 0
+                _state.job_servers = [_described(_own_server("127.0.0.1", capacity))], 0
+            _state.job_world = _no_world if world is None else weakref.ref(world)
         return _state.job_servers
 
 
@@ -50,6 +53,18 @@ def stop_job_servers() -> None:
         if _state.own_server is not None:
             _state.own_server.stop()
         _state.job_servers = _state.own_server = None
+
+
+def _no_world() -> None:
+    """The world where torch.distributed is not initialised."""
+
+
+def _own_server(address: str, capacity: int) -> RedisServer:
+    """The server that this process has started already, where others reach it as they do ``address``; or a new one."""
+    known: RedisServer | None = _state.own_server
+    if known is None or (known.host != address and ipaddress.ip_address(known.host).is_loopback):
+        known = _state.own_server = RedisServer(address, capacity, password=new_password())
+    return known
 
 
 def _described(server: RedisServer) -> Server:
@@ -65,8 +80,7 @@ def _together(capacity: int) -> tuple[list[Server], int]:
     if board.rank in leaders:
         try:
             address = _own_address(board, leaders)
-            _state.own_server = RedisServer(address, capacity, password=new_password())
-            said: dict[str, Any] = _described(_state.own_server)
+            said: dict[str, Any] = _described(_own_server(address, capacity))
         except Exception as failure:
             # The others wait for a word, not for a deadline.
             said = {"error": f"rank {board.rank}: {failure}"}
