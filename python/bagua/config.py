@@ -55,13 +55,17 @@ def seconds(name: str, default: float) -> float:
     return _positive(name, number(name, default))
 
 
+#: A hundred years, also for an infinite time: the core's longest, and one that torch's stores can count.
+_LONGEST = 100.0 * 365 * 24 * 3600
+
+
 def _positive(name: str, value: float) -> float:
     if not value > 0:
         raise ValueError(f"{name} is {value} s; it must be positive")
     # The core counts nanoseconds.
     if value < 1e-9:
         raise ValueError(f"{name} is {value} s; it must be at least 1e-09")
-    return value
+    return min(value, _LONGEST)
 
 
 def choice(name: str, choices: Sequence[str], default: str) -> str:

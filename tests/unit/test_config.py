@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 
@@ -91,6 +92,15 @@ def test_every_setting_takes_any_text_or_has_values_that_are_refused(monkeypatch
 def test_a_timeout_that_is_not_positive_is_refused(timeout: float) -> None:
     with pytest.raises(ValueError, match="positive"):
         config.settings(timeout=timeout)
+
+
+@pytest.mark.parametrize("given", ["inf", "1e23"])
+def test_a_timeout_without_end_is_one_that_torch_can_count(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("BAGUA_TIMEOUT", given)
+    monkeypatch.setenv("BAGUA_HEARTBEAT_TIMEOUT", given)
+    read = config.settings()
+    for seconds in (read.timeout, read.heartbeat_timeout, config.settings(timeout=float(given)).timeout):
+        assert timedelta(seconds=seconds) == timedelta(days=36500)
 
 
 def test_streams_and_algorithm_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
