@@ -18,7 +18,10 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit code: 0, 1 for problems and failed ranks, 2 for what cannot be used or is missing."""
+    """Runs one command.
+
+    The exit code: 0, 1 for problems and failed ranks, 2 for what cannot be used or is missing, 130 after Ctrl-C.
+    """
     parser = _parser()
     options = parser.parse(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -29,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BaguaError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return code
 
 

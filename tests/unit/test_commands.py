@@ -24,6 +24,8 @@ from bagua.cli import main
 from bagua.commands import bench, machine, top
 from bagua.config import VARIABLES
 from tests.cases import slow_but
+from tests.processes import is_running
+from tests.waits import until
 from tests.world import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -494,6 +496,32 @@ def test_top_runs_until_ctrl_c() -> None:
             process.kill()
             process.wait()
     assert (process.returncode, errors) == (0, b"")
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_bench_and_its_ranks_without_a_traceback() -> None:
+    pytest.importorskip("torch", reason="torch is not installed: make setup")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bagua", "bench", "--ranks", "2"],
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    try:
+        until(lambda: len(children.read_text().split()) == 2, "bench starts its ranks")
+        ranks = [int(pid) for pid in children.read_text().split()]
+        # As a terminal does: to each process of its group.
+        os.killpg(process.pid, signal.SIGINT)
+        ended = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, *ended) == (130, b"", b"")
+    assert not any(is_running(rank) for rank in ranks)
 
 
 def test_rates_are_differences_over_time() -> None:

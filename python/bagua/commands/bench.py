@@ -112,7 +112,11 @@ def _start(ranks: int, options: argparse.Namespace) -> int:
                     "LOCAL_WORLD_SIZE": str(ranks),
                     "OMP_NUM_THREADS": "1",
                 }
-                processes.append(subprocess.Popen([*wrapper, *command], env=config.environment(variables)))
+                # In sessions of their own: Ctrl-C reaches this process alone, which ends them.
+                started = subprocess.Popen(
+                    [*wrapper, *command], env=config.environment(variables), start_new_session=True
+                )
+                processes.append(started)
             return _wait(processes)
         finally:
             for process in processes:
