@@ -42,6 +42,21 @@ def a21_a_resumed_run_equals_one_that_was_not_interrupted(rank: int) -> None:
             make(Several((2, 2))).load_state_dict(whole.state_dict())
 
 
+def a_state_of_another_rank_or_of_another_number_of_ranks_is_refused(rank: int) -> None:
+    size = bagua.get_world_size()
+    for name, make in AGGREGATIONS.items():
+        model = Several((6, 8))
+        state = make(model).state_dict()
+        assert (state["rank"], state["world_size"]) == (rank, size), name
+        for whose in ({"rank": rank + 1}, {"world_size": size + 1}):
+            other = state | whose
+            text = f"the state of rank {other['rank']} of {other['world_size']}, and this is rank {rank} of {size}"
+            with pytest.raises(ValueError, match=f"{text}: its 'memories' fit no other"):
+                make(model).load_state_dict(other)
+        # One of an older version does not say whose it is.
+        make(model).load_state_dict({key: value for key, value in state.items() if key not in ("rank", "world_size")})
+
+
 def an_overflow_is_everybodys_and_leaves_the_memory_alone(rank: int) -> None:
     for name, make in AGGREGATIONS.items():
         model = Several((6, 8))

@@ -13,7 +13,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from bagua.errors import BaguaError
 from bagua.linalg import wide
+from bagua.torch_api.rank_state import require_own
 
 from .aggregation import Aggregation, Closure, Denominator, gradient_of, put_gradient
 from .peers import Group, Peers, find
@@ -41,6 +43,14 @@ class CompressingAggregation(Aggregation):
 
     def _peers(self) -> Peers:
         return find(self.group)
+
+    def _rank(self) -> dict[str, Any]:
+        """Whose memories these are; nothing as long as there is no group."""
+        try:
+            peers = self._peers()
+        except BaguaError:
+            return {}
+        return {"rank": peers.rank, "world_size": peers.size}
 
     @abstractmethod
     def _combine(self, chosen: Sequence[int], gradients: Gradients, op: str, denom: Denominator) -> None:
@@ -105,10 +115,13 @@ class CompressingAggregation(Aggregation):
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on bit for bit. It differs from rank to rank: save it on each."""
-        return {"memories": [memory.clone() for memory in self.memories]}
+        return {"memories": [memory.clone() for memory in self.memories], **self._rank()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` returned on this rank. ValueError if it is that of another model."""
+        """Takes over what :meth:`state_dict` returned on this rank. ValueError if it is that of another model, another
+        rank, or another number of ranks.
+        """
+        require_own(state, self._rank(), ["memories"], "leave it out: a new aggregation has nothing that was not sent")
         memories = state["memories"]
         found, expected = [tuple(m.shape) for m in memories], [tuple(m.shape) for m in self.memories]
         if found != expected:

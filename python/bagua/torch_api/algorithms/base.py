@@ -23,6 +23,7 @@ from ..model_engine.exchange_interface import WrappedModel as WrappedModel
 from ..model_engine.gradients import GradientExchange
 from ..model_engine.sparse import SparseGradientExchange, sparse_parameters
 from ..process_group import DTYPES, Communicator, ProcessGroup, ReduceOp
+from ..rank_state import require_own
 from ..tensor import effective
 
 
@@ -219,7 +220,8 @@ class AlgorithmImpl:
         if state.get("algorithm") != self.name:
             raise ValueError(f"this is a state of algorithm {state.get('algorithm')!r}, not of {self.name!r}")
         own = self._tensors_of_state()
-        self._require_own(state, [kind for kind in own if kind in self._kinds_of_one_rank])
+        remedy = "leave the algorithm's state out, and load the states of model and optimizers before with_bagua"
+        require_own(state, self._ranks(), [kind for kind in own if kind in self._kinds_of_one_rank], remedy)
         unknown = sorted(kind for kind, value in state.items() if isinstance(value, Mapping) and kind not in own)
         if unknown:
             raise ValueError(f"the state has {unknown}, for which this model's algorithm has other options")
@@ -258,25 +260,6 @@ class AlgorithmImpl:
             # An option that some algorithms have.
             "members": communicator.members(getattr(self, "hierarchical", False)),
         }
-
-    def _require_own(self, state: Mapping[str, Any], kinds: Sequence[str]) -> None:
-        """ValueError unless the entries `kinds` of the state are those of this rank, among the same members.
-
-        Another rank's would be wrong without a sign: a replica of a neighbour that is another rank now, for instance,
-        keeps the weights apart for good.
-        """
-        mine = self._ranks()
-        theirs = {**mine, **{name: state[name] for name in mine if name in state}}
-        if not kinds or theirs == mine:
-            return
-        whose, own = (f"rank {each['rank']} of {each['world_size']}" for each in (theirs, mine))
-        if whose == own:
-            whose, own = f"{whose} among {list(theirs['members'])}", f"it among {list(mine['members'])}"
-        raise ValueError(
-            f"this is the state of {whose}, and this is {own}: its {', '.join(map(repr, kinds))} fit no other rank and "
-            "no other number of ranks or hosts; leave the algorithm's state out, and load the states of model and "
-            "optimizers before with_bagua"
-        )
 
     def _tensors_of_state(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of :meth:`state_dict` themselves, by kind and parameter name."""
