@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bagua import records, trace
 from bagua.commands import bench, doctor, tables, top
-from bagua.commands.parser import SHELLS, Parser, completion
+from bagua.commands.parser import SHELLS, Parser, completion, output_file
 from bagua.errors import BaguaError
 from bagua.script import baguarun
 
@@ -57,7 +57,7 @@ def _parser() -> Parser:
         "files", nargs="*", metavar="FILE", type=Path, help="records, one or more of each rank (the newest job's here)"
     )
     merge.add_argument(
-        "--out", type=Path, metavar="FILE", help="write all operations as a trace for Perfetto or Chrome"
+        "--out", type=output_file, metavar="FILE", help="write all operations as a trace for Perfetto or Chrome"
     )
     merge.set_defaults(run=_merge)
     for command in (doctor, bench, top):

@@ -147,6 +147,8 @@ def _read_one(path: Path) -> Record:
                 raise ValueError(f"operation {op['n']} has {op[wrong[0]]!r} as {wrong[0]!r}")
         jobs = set(map(str, data.get("jobs", ())))
         return Record(int(data["rank"]), str(data["host"]), int(data["pid"]), jobs, [str(data["error"])], ops)
+    except IsADirectoryError as error:
+        raise ValueError(f"{path} is a directory: pass the records in it, {path / '*.json'}") from error
     except KeyError as error:
         raise ValueError(f"{path} is no flight record: there is no {error} where a record has one") from error
     # A file may be nested deeper than the parser goes.

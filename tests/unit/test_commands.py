@@ -428,6 +428,30 @@ def test_a_size_that_cannot_be_one_is_refused(text: str) -> None:
     assert ended is None or (ended.returncode == 2 and "multiple of 4" in ended.stderr)
 
 
+@pytest.mark.parametrize(("ranks", "share"), [(None, 8), (3, 12)])
+def test_a_size_that_does_not_fit_the_memory_of_the_host_is_refused(
+    ranks: int | None, share: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "_start", lambda started, _: started)
+    memory = machine.machine()["memory_bytes"]
+    options = ["bench", *([] if ranks is None else ["--ranks", str(ranks)]), "--sizes"]
+    assert main([*options, f"4K,{memory // share // 4 * 4 + 4}"]) == 2
+    assert re.search(rf"--sizes: [\d,]+ bytes need .* each of {share // 4} ranks, and it has", capsys.readouterr().err)
+    assert main([*options, str(memory // share // 4 * 4)]) == share // 4
+
+
+@pytest.mark.parametrize("arguments", [("bench", "--json"), ("trace", "merge", "--out")])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "missing" / "figures.json"
+    for path, reason in ((tmp_path, "is a directory: name a file in it"), (missing, "there is no directory")):
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, str(path)])
+        assert ended.value.code == 2
+        assert re.search(rf"argument {arguments[-1]}: .*{reason}", capsys.readouterr().err)
+
+
 # --- top --------------------------------------------------------------------------------------------------------------
 
 WORKS = """

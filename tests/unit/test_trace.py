@@ -137,6 +137,8 @@ def test_a_file_that_is_no_record_is_named(
     assert says in shown
     assert cli.main(["trace", "merge", str(tmp_path / "none.json")]) == 2
     assert "none.json" in capsys.readouterr().err
+    assert cli.main(["trace", "merge", str(tmp_path)]) == 2
+    assert f"{tmp_path} is a directory: pass the records in it, {tmp_path}/*.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,15 @@ import numpy as np
 
 import bagua
 from bagua import config, engine, launcher
-from bagua.commands import tables
+from bagua.commands import machine, tables
+from bagua.commands.parser import output_file
 from bagua.distributed import end_with_parent
 from bagua.errors import BaguaError
 
 __all__ = ["add", "sizes_of"]
+
+# Tensors of a size that each rank has at once.
+_TENSORS = 4
 
 # Seconds for all sizes, and for one of them.
 _BUDGET, _BUDGET_OF_ONE = 6.0, 2.0
@@ -50,7 +54,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks to start on this host (2)")
     parser.add_argument("--sizes", default="4K,1M,16M", metavar="LIST", help="bytes, such as 4K,1M,16M, the default")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to a file")
     # The file by which ranks that the command itself has started find each other.
     parser.add_argument("--rendezvous", help=argparse.SUPPRESS)
     parser.set_defaults(run=_run)
@@ -72,16 +76,16 @@ def sizes_of(text: str) -> list[int]:
 
 def _run(options: argparse.Namespace) -> int:
     sizes = sizes_of(options.sizes)
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise ValueError(f"--json: there is no directory {str(options.json.absolute().parent)!r}")
+    place = launcher.place()
+    starts = options.rendezvous is None and place.world_size == 1
+    ranks = (2 if options.ranks is None else options.ranks) if starts else place.local_world_size or 1
+    _check_memory(max(sizes), ranks)
     if importlib.util.find_spec("torch") is None:
         raise ImportError('bagua bench needs torch, whose gloo it measures too: pip install "bagua[torch]"')
-    if options.rendezvous is None:
-        place = launcher.place()
-        if place.world_size == 1:
-            return _start(2 if options.ranks is None else options.ranks, options)
-        if options.ranks not in (None, place.world_size):
-            raise ValueError(f"--ranks is {options.ranks}, but this is a rank of a job of {place.world_size}")
+    if starts:
+        return _start(ranks, options)
+    if options.ranks not in (None, place.world_size):
+        raise ValueError(f"--ranks is {options.ranks}, but this is a rank of a job of {place.world_size}")
     joined = bagua.init(init_method="env://" if options.rendezvous is None else f"file://{options.rendezvous}")
     try:
         figures = _measure(joined, sizes)
@@ -90,6 +94,16 @@ def _run(options: argparse.Namespace) -> int:
     if joined.rank == 0:
         _report(figures, options.json)
     return 0
+
+
+def _check_memory(size: int, ranks: int) -> None:
+    """ValueError for a size of which the ranks of this host cannot hold their tensors."""
+    needed, there = _TENSORS * size * ranks, machine.machine()["memory_bytes"]
+    if needed > there:
+        raise ValueError(
+            f"--sizes: {size:,} bytes need {tables.amount(needed)} on this host, {_TENSORS} tensors on each of "
+            f"{ranks} ranks, and it has {tables.amount(there)}"
+        )
 
 
 def _start(ranks: int, options: argparse.Namespace) -> int:

@@ -1,15 +1,16 @@
-"""The parser of a command line: one line for what it refuses, and completion for shells."""
+"""The parser of a command line: one line for what it refuses, files to write, and completion for shells."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from bagua import engine
 
-__all__ = ["SHELLS", "Parser", "completion"]
+__all__ = ["SHELLS", "Parser", "completion", "output_file"]
 
 #: Shells that `completion` knows.
 SHELLS = ("bash", "zsh", "fish")
@@ -31,6 +32,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exits with code 2."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def output_file(text: str) -> Path:
+    """The type of an argument that names a file to write. What it refuses would be known after the work otherwise."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a directory: name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {str(path.absolute().parent)!r}")
+    return path
 
 
 def completion(shell: str, parsers: Sequence[argparse.ArgumentParser]) -> str:
