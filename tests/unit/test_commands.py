@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import json
 import os
+import pty
 import re
 import resource
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -545,7 +549,24 @@ def test_ctrl_c_ends_bench_and_its_ranks_without_a_traceback() -> None:
         process.kill()
         process.wait()
     assert (process.returncode, *ended) == (130, b"", b"")
-    assert not any(is_running(rank) for rank in ranks)
+    until(lambda: not any(is_running(rank) for rank in ranks), "its ranks end")
+
+
+def test_top_cuts_its_lines_to_the_width_of_the_terminal() -> None:
+    terminal, ranks = pty.openpty()
+    try:
+        fcntl.ioctl(ranks, termios.TIOCSWINSZ, struct.pack("4H", 24, 30, 0, 0))
+        with free_port() as unused:
+            arguments = [sys.executable, "-m", "bagua", "top", "--once", f"127.0.0.1:{unused}"]
+            subprocess.run(
+                arguments, env=environment(NO_COLOR="1"), cwd=ROOT, stdout=ranks, timeout=DEADLINE_S, check=False
+            )
+        lines = os.read(terminal, 4096).decode().splitlines()
+    finally:
+        os.close(terminal)
+        os.close(ranks)
+    assert [line.split()[0] for line in lines] == ["endpoint", f"127.0.0.1:{unused}"]
+    assert max(map(len, lines)) == 30
 
 
 def test_rates_are_differences_over_time() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from bagua import config
 
-__all__ = ["amount", "bold", "pairs", "red", "show", "table"]
+__all__ = ["amount", "bold", "pairs", "red", "show", "table", "width"]
 
 
 def show(text: str) -> bool:
@@ -38,11 +38,28 @@ def _styled(text: str, style: int) -> str:
     return text if plain else f"\x1b[{style}m{text}\x1b[0m"
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", left: int = 1) -> str:
-    """A table whose first `left` columns are aligned to the left and whose others to the right."""
+def width() -> int | None:
+    """Columns of the terminal that standard output is; None where it is none, or does not know its size."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+    except (OSError, ValueError):
+        return None
+
+
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    title: str = "",
+    left: int = 1,
+    within: int | None = None,
+) -> str:
+    """A table whose first `left` columns are aligned to the left and whose others to the right; its lines are cut to
+    `within` characters.
+    """
     cells = [list(columns), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    head, *lines = (_line(row, widths, left) for row in cells)
+    head, *lines = (_line(row, widths, left)[:within] for row in cells)
     return "\n".join([*([bold(title), ""] if title else []), bold(head), *lines])
 
 

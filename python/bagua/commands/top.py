@@ -164,4 +164,5 @@ def rows(endpoint: str, before: Reading, now: Reading) -> list[tuple[str, ...]]:
 
 def _table(endpoints: Sequence[str], before: Sequence[Reading], now: Sequence[Reading]) -> str:
     found = [row for each in zip(endpoints, before, now, strict=True) for row in rows(*each)]
-    return tables.table((*_COLUMNS, *_RATES), found, left=4)
+    # A line that is longer than the terminal is wide would take two, and the table would not replace the one before.
+    return tables.table((*_COLUMNS, *_RATES), found, left=4, within=tables.width())
