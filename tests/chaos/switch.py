@@ -31,8 +31,8 @@ IFF_TUN_NO_PI = 0x1001
 MTU = 9000
 #: Seconds of packets that wait before a line of limited rate; what comes then is dropped, as by any router.
 QUEUE_S = 0.1
-#: Begin of the header of a message between ranks (docs/reference/wire.md).
-MAGIC = b"BGW2"
+#: Begin of the header of a message between ranks, of every version (docs/reference/wire.md).
+MAGIC = b"BGW"
 #: Longer than any single write to a TUN device can wait for.
 _FOREVER = 3600.0
 
