@@ -5,23 +5,32 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import re
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import bagua as neutral
 import bagua.torch_api as bagua
-from bagua.errors import BaguaError
+from bagua.errors import BaguaError, MismatchError
 from bagua.torch_api.algorithms import (
     Algorithm,
+    AsyncModelAverageAlgorithm,
     DecentralizedAlgorithm,
     DiLoCoAlgorithm,
     LocalSGDAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
+    QAdamAlgorithm,
+    QAdamOptimizer,
 )
 from bagua.torch_api.checkpoint import load_checkpoint, save_checkpoint
+from bagua.torch_api.process_group import ProcessGroup
 from tests.distributed.local_sgd_simulation import data, equal, local_step, net, sgd
 from tests.distributed.states import load, saved
 from tests.distributed.torch_ranks import cases_in, each_case
@@ -155,6 +164,58 @@ def local_sgd_goes_on_from_them_after_weights_that_were_not_finite(rank: int) ->
     local_step(model, optimizer, data(rank, 5))
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, start[name])
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A training whose ranks must make the same steps."""
+
+    algorithm: Callable[[Any], Algorithm]
+    #: After how many steps one rank loads the state.
+    steps: int
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
+
+    def begin(self, group: ProcessGroup) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = net()
+        optimizer = self.optimizer(model.parameters(), lr=0.01)
+        model.with_bagua([optimizer], self.algorithm(optimizer), process_group=group)
+        return model, optimizer
+
+
+STEPPED = [
+    Stepped(lambda _: LocalSGDAlgorithm(3), 4),
+    Stepped(lambda _: LocalSGDAlgorithm(3, hierarchical=False, compression="f16"), 3),
+    Stepped(lambda _: DiLoCoAlgorithm(2), 2),
+    Stepped(lambda _: DecentralizedAlgorithm(communication_interval=2), 1),
+    Stepped(lambda _: DecentralizedAlgorithm(hierarchical=False, peer_selection_mode="ring"), 2),
+    Stepped(lambda _: LowPrecisionDecentralizedAlgorithm(communication_interval=2), 1),
+    Stepped(lambda own: QAdamAlgorithm(own, False, compression=None), 3, partial(QAdamOptimizer, warmup_steps=2)),
+    Stepped(lambda _: AsyncModelAverageAlgorithm(warmup_steps=4), 2),
+]
+
+
+def train(rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        local_step(model, optimizer, data(rank, step))
+
+
+def a_state_that_one_rank_alone_has_loaded_is_an_error_of_all(rank: int) -> None:
+    for row in STEPPED:
+        # The error ends the group.
+        group = bagua.new_group()
+        model, optimizer = row.begin(group)
+        train(rank, model, optimizer, row.steps)
+        states = saved(model, optimizer)
+        model, optimizer = row.begin(group)
+        if rank == 0:
+            load(model, optimizer, states)
+        # No rank fails while another still begins.
+        bagua.barrier()
+        with pytest.raises(MismatchError) as caught:
+            train(rank, model, optimizer, 6)
+        steps_of = dict(re.findall(r"rank (\d) does .*? in step (\d+)", str(caught.value)))
+        assert len(set(steps_of.values())) == 2, f"{model.bagua_algorithm.name}: {caught.value}"
+        assert "load the same checkpoint on every rank" in str(caught.value), model.bagua_algorithm.name
 
 
 CASES = cases_in(globals())

@@ -508,7 +508,13 @@ impl OpContext<'_> {
     pub fn mismatch(&self, peer: usize, theirs: &dyn std::fmt::Display) -> Error {
         let label = in_bucket(self.label);
         let (ours, theirs) = (self.fingerprint.to_string(), theirs.to_string());
-        let apart = if ours == theirs { " in another group" } else { "" };
+        let apart = if ours == theirs {
+            " in another group"
+        } else if self.fingerprint.is_of_another_step(&theirs) {
+            ": one of them has loaded the state of another step; load the same checkpoint on every rank"
+        } else {
+            ""
+        };
         Error::Mismatch(format!(
             "rank {} does {ours}{label}, rank {} does {theirs}{apart}",
             self.health.world_rank(self.health.rank()),

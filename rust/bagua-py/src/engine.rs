@@ -77,6 +77,12 @@ impl Engine {
         Ok(self.core.tensors())
     }
 
+    /// Buckets that go from now on belong to this step of a training, counted from 1: MismatchError where another rank communicates them in
+    /// another one. 0, as in the beginning: the steps are not compared.
+    fn set_step(&self, py: Python<'_>, step: u32) {
+        py.detach(|| self.core.set_step(step));
+    }
+
     /// The values of the tensor with this number are final for this step. `address` and `count` say where it is now, if it moved; in the same
     /// place as before.
     ///

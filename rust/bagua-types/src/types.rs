@@ -284,6 +284,8 @@ pub struct Fingerprint {
     pub device: u8,
     /// How the operation is done, where ranks could differ: a sum of the constants of [`flags`].
     pub flags: u16,
+    /// The step of a training that it belongs to, from 1 on; 0 where steps are not compared.
+    pub step: u32,
 }
 
 /// Values of [`Fingerprint::flags`].
@@ -309,9 +311,19 @@ impl Fingerprint {
             codec: 0,
             device: 0,
             flags: 0,
+            step: 0,
         }
     }
+
+    /// True when `theirs`, the text of a peer's, has another step.
+    pub fn is_of_another_step(&self, theirs: &str) -> bool {
+        let step = theirs.rsplit_once(IN_STEP).map(|(_, step)| step);
+        self.step > 0 && step.is_some_and(|step| step != self.step.to_string())
+    }
 }
+
+/// Before the step, at the end of a fingerprint's text.
+const IN_STEP: &str = " in step ";
 
 impl std::fmt::Display for Fingerprint {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -334,6 +346,9 @@ impl std::fmt::Display for Fingerprint {
         let hierarchical = if self.flags & flags::HIERARCHICAL == 0 { "" } else { ", hierarchical" };
         write!(f, "{hierarchical}")?;
         // The first lane is the group's own. No user knows the number of an epoch.
-        if self.lane > 0 { write!(f, " (lane {})", self.lane) } else { Ok(()) }
+        if self.lane > 0 {
+            write!(f, " (lane {})", self.lane)?;
+        }
+        if self.step > 0 { write!(f, "{IN_STEP}{}", self.step) } else { Ok(()) }
     }
 }

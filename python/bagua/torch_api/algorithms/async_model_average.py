@@ -183,6 +183,10 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         """True when the warm-up is over: the weights take the place of the gradients."""
         return self._warming and self._steps >= self.warmup_steps
 
+    def compared_step(self, bagua_ddp: WrappedModel) -> int:
+        """Of the warm-up, which all ranks end together."""
+        return self._steps + 1
+
     def communicates(self, step: int) -> bool:
         """Gradients in the warm-up; afterwards nothing that belongs to a step."""
         return self._warming

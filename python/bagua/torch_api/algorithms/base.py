@@ -91,6 +91,12 @@ class AlgorithmImpl:
         """
         return False
 
+    def compared_step(self, bagua_ddp: WrappedModel) -> int:
+        """Number, from 1 on, of a step that communicates, which is a MismatchError where it is another one on another
+        rank, as after a state that was loaded on some ranks only; 0 where it may be. Here: of each exchange of weights.
+        """
+        return 0 if bagua_ddp.exchange.needs_gradients else bagua_ddp.step + 1
+
     def communicates(self, step: int) -> bool:
         """Whether the step of this number, counted from 0, communicates."""
         return True

@@ -359,6 +359,10 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         """True when the exchange is not the one for the optimizer's number of steps."""
         return self.optimizer.warmed_up == (self._moments is None)
 
+    def compared_step(self, bagua_ddp: WrappedModel) -> int:
+        """The optimizer's, which decides about the warm-up."""
+        return self.optimizer.steps + 1
+
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
         """Gradients, or moments after the warm-up."""
         self.algorithm.serve(bagua_ddp.module)

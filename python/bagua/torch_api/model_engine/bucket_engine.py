@@ -113,6 +113,12 @@ class BucketEngine:
             raise ValueError(f"no registered bucket holds a tensor named {name!r}")
         return number
 
+    def set_step(self, step: int) -> None:
+        """Buckets that go from now on belong to this step of the training, counted from 1: MismatchError where another
+        rank communicates them in another one. 0: the steps are not compared.
+        """
+        self._engine.set_step(step)
+
     def mark_communication_ready(self, tensor: torch.Tensor) -> None:
         """A registered tensor has its final values for this step. ValueError for a lazy negation or conjugate."""
         values, name = effective(tensor), registration(tensor).name

@@ -361,6 +361,7 @@ class ModelEngine:
         if self.bagua_algorithm.buffers_due(self.step) and self._buffers_are_due(begins):
             self.send_buffers()
         if begins and self.bagua_algorithm.communicates(self.step):
+            self.backend.set_step(self.bagua_algorithm.compared_step(self))
             self.exchange.begin()
         self._forward_pre_hook(inputs)
         self.bagua_algorithm.forward_begins(self, with_grad=torch.is_grad_enabled())

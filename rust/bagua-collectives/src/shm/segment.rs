@@ -31,7 +31,7 @@ pub(super) const SLOT: usize = buffer_len(16 << 10);
 /// Ranges of a window that different ranks access begin on different cache lines.
 pub(super) const ALIGN: usize = 64;
 /// Words of a fingerprint.
-const WORDS: usize = 8;
+const WORDS: usize = 9;
 
 /// Bytes of a window. Measured: 256 KiB with two ranks. With four ranks on two cores 64 and 128 KiB are equal, and twice that
 /// takes 1.2 times as long at 1 MiB.
@@ -211,6 +211,7 @@ impl Announcement {
                 | u64::from(it.flags) << 32
                 | u64::from(it.tag) << 48,
             self.bytes,
+            u64::from(it.step),
         ]
     }
 
@@ -237,6 +238,7 @@ impl Announcement {
             codec: byte(6, 2),
             device: byte(6, 3),
             flags: high(6) as u16,
+            step: low(8),
         };
         Some(Announcement { fingerprint, verb: Kind::from_code(byte(6, 1))?, bytes: words[7] })
     }
@@ -308,6 +310,7 @@ mod tests {
                 codec: 255,
                 device: 254,
                 flags: u16::MAX,
+                step: u32::MAX,
             },
             verb: Kind::Broadcast,
             bytes: 1 << 50,
@@ -323,7 +326,7 @@ mod tests {
 
     #[test]
     fn a_fingerprint_with_any_one_or_two_bits_changed_has_another_digest() {
-        let words = [7 | 1 << 32, 0x0203, 1234, 256, 256, 0, 1 | 0x0100, 1024];
+        let words = [7 | 1 << 32, 0x0203, 1234, 256, 256, 0, 1 | 0x0100, 1024, 8];
         let mut seen = std::collections::HashSet::from([digest(&words)]);
         for one in 0..64 * WORDS {
             let mut once = words;

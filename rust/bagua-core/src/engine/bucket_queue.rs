@@ -41,6 +41,8 @@ struct BucketProgress {
     written: Vec<Arc<dyn Device>>,
     /// Buckets that went so far.
     sent: u64,
+    /// The step of the training that buckets belong to, which all ranks compare; 0 for none.
+    step: u32,
 }
 
 /// A bucket that went.
@@ -83,9 +85,15 @@ impl Engine {
         }
         buckets.iter().try_for_each(|bucket| bucket.lock().set_step(0))?;
         let mut state = self.state();
-        let BucketProgress { pending, written, sent, .. } = std::mem::take(&mut *state);
-        *state = BucketProgress { schedule, went: vec![false; buckets.len()], buckets, pending, written, sent };
+        let went = vec![false; buckets.len()];
+        *state = BucketProgress { schedule, went, buckets, ..std::mem::take(&mut *state) };
         Ok(())
+    }
+
+    /// Buckets that go from now on belong to this step of a training, from 1 on: a rank that communicates them in another one is a
+    /// mismatch. 0, as in the beginning: the steps are not compared.
+    pub fn set_step(&self, step: u32) {
+        self.state().step = step;
     }
 
     /// Names of the registered tensors by their number, padding left out.
@@ -135,7 +143,13 @@ impl Engine {
             label: &name,
         };
         let stopping = self.worker.stopping();
-        let job: Job = Box::new(move |lanes| run_ops(in_flight, &stopping, lanes));
+        let step = state.step;
+        let job: Job = Box::new(move |lanes| {
+            lanes.global.set_step(step);
+            let done = run_ops(in_flight, &stopping, lanes);
+            lanes.global.set_step(0);
+            done
+        });
         let handle = self.worker.submit_fatal(&what, &op, job)?;
         state.sent += 1;
         let number = state.sent;

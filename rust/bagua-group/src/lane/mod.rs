@@ -51,6 +51,8 @@ pub struct Lane {
     timeout: Duration,
     /// Collective operations begun; equal on all ranks that are in step.
     seq: u64,
+    /// See [`Fingerprint::step`], of the operations that begin now.
+    step: u32,
     /// Records the operations; `None` for a lane without a process of its own, as in tests.
     recorder: Option<LaneRecorder>,
     /// The record of the next operation, which was queued.
@@ -67,7 +69,7 @@ impl Lane {
         number: u32,
         timeout: Duration,
     ) -> Lane {
-        Lane { collective, health, stats, epoch, number, timeout, seq: 0, recorder: None, queued: None }
+        Lane { collective, health, stats, epoch, number, timeout, seq: 0, step: 0, recorder: None, queued: None }
     }
 
     /// The same lane, whose operations are recorded.
@@ -163,6 +165,11 @@ impl Lane {
         Ok(Fingerprint { op, root, shape, device, codec, tag, flags, ..Fingerprint::new(verb.kind(), dtype, count) })
     }
 
+    /// Operations belong to this step from now on, see [`Fingerprint::step`].
+    pub fn set_step(&mut self, step: u32) {
+        self.step = step;
+    }
+
     /// Returns when every rank has called it.
     ///
     /// # Errors
@@ -221,7 +228,8 @@ impl Lane {
         Operands { io, extra }: Operands<'_>,
     ) -> Result<()> {
         // Takes a number, so it comes after all checks.
-        let fingerprint = Fingerprint { epoch: self.epoch, lane: self.number, seq: next(&mut self.seq), ..print };
+        let Lane { epoch, number: lane, step, .. } = *self;
+        let fingerprint = Fingerprint { epoch, lane, step, seq: next(&mut self.seq), ..print };
         let payload = io.len();
         let stats = self.stats.of(fingerprint.kind);
         stats.calls.fetch_add(1, Relaxed);

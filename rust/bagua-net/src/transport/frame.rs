@@ -2,7 +2,7 @@
 //!
 //! | bytes | field | |
 //! |---|---|---|
-//! | 0..4 | magic | `BGW3` |
+//! | 0..4 | magic | `BGW4` |
 //! | 4 | kind | code of [`Kind`] |
 //! | 5 | dtype | code of [`DType`] |
 //! | 6 | op | code of [`ReduceOp`], 255 for none |
@@ -20,7 +20,8 @@
 //! | 69 | device | kind of the device, 0 for the host |
 //! | 70..72 | flags | see [`crate::types::flags`] |
 //! | 72 | frame | code of [`FrameKind`] |
-//! | 73..80 | reserved | 0 |
+//! | 73..76 | reserved | 0 |
+//! | 76..80 | step | of a training; 0 where steps are not compared |
 //! | 80..88 | message | number of the message among all of its sender to this peer |
 //! | 88..96 | offset | of the bytes that follow, in the message |
 //! | 96..104 | length | bytes that follow |
@@ -31,7 +32,7 @@ use crate::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 pub const LEN: usize = 104;
 
 /// The first four bytes of every header; the digit is the version of the wire format.
-pub const MAGIC: u32 = u32::from_le_bytes(*b"BGW3");
+pub const MAGIC: u32 = u32::from_le_bytes(*b"BGW4");
 
 const NO_OP: u8 = 255;
 const NO_ROOT: u32 = u32::MAX;
@@ -137,6 +138,7 @@ impl Header {
         out[69] = f.device;
         out[70..72].copy_from_slice(&f.flags.to_le_bytes());
         out[72] = self.frame as u8;
+        out[76..80].copy_from_slice(&f.step.to_le_bytes());
         for (slot, value) in out[80..].chunks_exact_mut(8).zip([self.message, self.offset, self.length]) {
             slot.copy_from_slice(&value.to_le_bytes());
         }
@@ -171,9 +173,10 @@ impl Header {
             codec: bytes[68],
             device: bytes[69],
             flags: u16::from_le_bytes([bytes[70], bytes[71]]),
+            step: u32_at(bytes, 76),
         };
         let frame = *FrameKind::ALL.get(usize::from(bytes[72])).ok_or(BadFrame::Frame(bytes[72]))?;
-        if bytes[73..80] != [0; 7] {
+        if bytes[73..76] != [0; 3] {
             return Err(BadFrame::Reserved);
         }
         let [message, offset, length] = [80, 88, 96].map(|at| u64_at(bytes, at));
@@ -211,6 +214,7 @@ mod tests {
                 codec: 11,
                 device: 12,
                 flags: 0x5152,
+                step: 0x6162_6364,
             },
             part: 10,
             body: 0x3132_3334_3536_3738,
@@ -224,11 +228,11 @@ mod tests {
     #[test]
     fn the_golden_bytes_of_a_header_never_change() {
         let golden: [u8; LEN] = [
-            b'B', b'G', b'W', b'3', 2, 1, 10, 3, 4, 3, 2, 1, 5, 0, 0, 0, //
+            b'B', b'G', b'W', b'4', 2, 1, 10, 3, 4, 3, 2, 1, 5, 0, 0, 0, //
             6, 0, 0, 0, 10, 0, 0, 0, 0x18, 0x17, 0x16, 0x15, 0x14, 0x13, 0x12, 0x11, //
             0x28, 0x27, 0x26, 0x25, 0x24, 0x23, 0x22, 0x21, 0x38, 0x37, 0x36, 0x35, 0x34, 0x33, 0x32, 0x31, //
             7, 0, 0, 0, 8, 0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0, //
-            0x44, 0x43, 0x42, 0x41, 11, 12, 0x52, 0x51, 2, 0, 0, 0, 0, 0, 0, 0, //
+            0x44, 0x43, 0x42, 0x41, 11, 12, 0x52, 0x51, 2, 0, 0, 0, 0x64, 0x63, 0x62, 0x61, //
             8, 7, 6, 5, 4, 3, 2, 1, 60, 0, 0, 0, 0, 0, 0, 0, 40, 0, 0, 0, 0, 0, 0, 0,
         ];
         assert_eq!(example().encode(), golden);
@@ -248,7 +252,7 @@ mod tests {
         assert_eq!(spoiled(5, 99), Err(BadFrame::DType(99)));
         assert_eq!(spoiled(6, 4), Err(BadFrame::Op(4)));
         assert_eq!(spoiled(72, 5), Err(BadFrame::Frame(5)));
-        assert_eq!(spoiled(79, 1), Err(BadFrame::Reserved));
+        assert_eq!(spoiled(75, 1), Err(BadFrame::Reserved));
     }
 
     #[test]
@@ -264,7 +268,7 @@ mod tests {
         #[test]
         fn every_header_survives_the_wire(
             codes in (0usize..Kind::ALL.len(), 0usize..DType::ALL.len(), 0usize..=ReduceOp::ALL.len()),
-            words in any::<[u32; 3]>(),
+            words in any::<[u32; 4]>(),
             longs in any::<[u64; 6]>(),
             frame in 0usize..FrameKind::ALL.len(),
             root in proptest::option::of(0..u32::MAX),
@@ -285,6 +289,7 @@ mod tests {
                 codec: added.1,
                 device: added.2,
                 flags: added.3,
+                step: words[3],
             };
             let [.., body, message, offset, length] = longs;
             let header =
@@ -301,7 +306,7 @@ mod tests {
             let mut bytes: [u8; LEN] = bytes.try_into().expect("as many as a header has");
             if !with_reserved {
                 bytes[72] %= 8;
-                bytes[73..80].fill(0);
+                bytes[73..76].fill(0);
             }
             if with_magic {
                 bytes[..4].copy_from_slice(&MAGIC.to_le_bytes());
