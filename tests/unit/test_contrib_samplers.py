@@ -127,6 +127,12 @@ def test_complexities_are_computed_once_and_can_be_handed_on(tmp_path: Path) -> 
         LoadBalancingDistributedSampler([3, 1], complexity, 1, 0, complexity_cache=file)
 
 
+def test_a_complexity_that_is_no_integer_is_refused_and_not_cut_off() -> None:
+    assert LoadBalancingDistributedSampler([3.0, 1.0], lambda cost: cost, 1, 0).complexities.tolist() == [3, 1]
+    with pytest.raises(TypeError, match=r"returned 0\.3 for sample 2 instead of an integer"):
+        LoadBalancingDistributedSampler([1, 2, 0.3], lambda cost: cost, 1, 0)
+
+
 def test_complexities_may_be_tensors_of_one_element() -> None:
     data = TensorDataset(torch.randn(6, 2), torch.tensor([5, 0, 4, 1, 3, 2]))
     sampler = LoadBalancingDistributedSampler(data, lambda sample: sample[1], 1, 0, shuffle=False)

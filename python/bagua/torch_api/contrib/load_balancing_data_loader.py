@@ -29,7 +29,7 @@ class LoadBalancingDistributedSampler(Sampler[int]):
 
     Args:
         dataset: A map-style data set of constant size.
-        complexity_fn: The computational cost of a sample, an integer; called once per sample.
+        complexity_fn: The computational cost of a sample, an integer; called once per sample. TypeError for a fraction.
         num_replicas, rank: How many ranks share the data set, and which this is. By default those of
             torch.distributed where it is initialised, else WORLD_SIZE and RANK.
         shuffle: Shuffles the steps, and which of equally complex samples goes where; see ``random_level``.
@@ -283,6 +283,9 @@ def _complexities(
     share, shares = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
     mine = [function(dataset[index]) for index in range(share, length, shares)]
     found = np.empty(length, dtype=np.int64)
+    for index, cost in zip(range(share, length, shares), mine, strict=True):
+        if int(cost) != cost:
+            raise TypeError(f"complexity_fn returned {cost!r} for sample {index} instead of an integer")
     found[share::shares] = _integers([int(cost) for cost in mine], len(mine), "what complexity_fn returned")
     if group is not None:
         parts: list[Any] = [None] * shares
