@@ -354,6 +354,10 @@ impl MessengerShared {
             match link.endpoint.recv(posted, &mut counts) {
                 Ok(any) => moved |= any,
                 Err(PeerFault::Mismatch(how)) => drop(wrong.get_or_insert(Error::Mismatch(how))),
+                Err(PeerFault::Unreadable(bad)) => {
+                    let how = format!("rank {} sent what cannot be read: {bad}", self.health.world_rank(at.peer));
+                    wrong.get_or_insert(Error::Mismatch(how));
+                }
                 // Whether a message needs the stream is looked at when no bytes move.
                 Err(PeerFault::Lost(_)) => {}
             }

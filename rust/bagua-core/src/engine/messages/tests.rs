@@ -303,15 +303,15 @@ fn a_message_of_another_length_or_type_is_a_mismatch_with_both_in_it() {
 
 #[test]
 fn a_frame_that_a_peer_cannot_have_sent_is_an_error_that_names_it() {
-    let outcome = |frames: &[Header]| {
+    let outcome_of = |headers: Vec<u8>| {
         let ranks = world(2);
         // Before the frames, which the thread could otherwise see first.
         let posted = ranks[0].recv(Some(1), 3, 8).0;
         let mut stream = TcpStream::connect(ranks[0].address).unwrap();
-        let headers: Vec<u8> = frames.iter().flat_map(Header::encode).collect();
         std::io::Write::write_all(&mut stream, &[&[1][..], &headers, &[0; 8]].concat()).unwrap();
         posted.handle.wait(Some(LONG)).unwrap_err()
     };
+    let outcome = |frames: &[Header]| outcome_of(frames.iter().flat_map(Header::encode).collect());
     let said = Fingerprint { tag: 3, ..Fingerprint::new(Kind::Send, DType::U8, 8) };
     let whole = Header::whole(said, 0, 8, 1);
     let eager = Header { frame: FrameKind::Eager, ..whole };
@@ -332,6 +332,10 @@ fn a_frame_that_a_peer_cannot_have_sent_is_an_error_that_names_it() {
         let error = outcome(&[offer, bytes]);
         assert!(error.to_string().contains("more bytes than its message has"), "{error}");
     }
+    let mut changed = eager.encode();
+    changed[4] = 74;
+    let text = outcome_of(changed.to_vec()).to_string();
+    assert!(text.ends_with("rank 1 sent what cannot be read: an unknown operation (code 74)"), "{text}");
 }
 
 #[test]

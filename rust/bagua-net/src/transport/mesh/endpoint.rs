@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::chunk::{self, Pace};
 use super::frames::Frames;
 use super::open::{Batch, Opened};
-use crate::transport::frame::{Header, LEN};
+use crate::transport::frame::{BadFrame, Header, LEN};
 use crate::transport::{Broken, Readiness, Transport};
 
 /// How long one of several streams may be broken, between two chunks, while the others receive nothing: they may still carry bytes that
@@ -42,6 +42,8 @@ pub enum PeerFault {
     Lost(Broken),
     /// It runs another operation, which the text names, or sent what it should not.
     Mismatch(String),
+    /// It sent what is no header.
+    Unreadable(BadFrame),
 }
 
 /// A frame, and how many of its bytes were sent or received: for one that is sent, its header's too.
@@ -374,7 +376,7 @@ impl Endpoint {
     ) -> Result<bool, PeerFault> {
         let stream = &mut self.streams[at];
         if stream.into.is_none() && stream.in_head_len == LEN {
-            let frame = Header::decode(&stream.in_head).map_err(|bad| PeerFault::Mismatch(bad.to_string()))?;
+            let frame = Header::decode(&stream.in_head).map_err(PeerFault::Unreadable)?;
             if !frames.begin(self.peer, &frame).map_err(PeerFault::Mismatch)? {
                 return Ok(false);
             }

@@ -411,6 +411,7 @@ impl Mesh {
                 Ok(moved) => any |= moved,
                 Err(PeerFault::Lost(broken)) => drop(lost.get_or_insert((peer, broken))),
                 Err(PeerFault::Mismatch(theirs)) => drop(mismatch.get_or_insert((peer, theirs))),
+                Err(PeerFault::Unreadable(bad)) => drop(mismatch.get_or_insert((peer, bad.to_string()))),
             }
         }
         if let Some((peer, theirs)) = mismatch {
