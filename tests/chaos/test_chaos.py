@@ -73,7 +73,7 @@ def test_a_header_that_is_changed_on_the_line_is_noticed(action: str, hosts: Net
         assert not row.wrong, "\n".join(row.wrong)
         if row.kinds:
             return
-    raise AssertionError("five times nobody noticed anything")
+    raise AssertionError("five times no rank noticed it")
 
 
 def shrinks(rank: int, folder: str) -> str:
