@@ -43,7 +43,7 @@ def job_servers(capacity: int) -> tuple[list[Server], int]:
                 _state.job_servers = _together(capacity)
             else:
                 _state.job_servers = [_described(_own_server("127.0.0.1", capacity))], 0
-            _state.job_world = _no_world if world is None else weakref.ref(world)
+            _state.job_world = (lambda: None) if world is None else weakref.ref(world)
         return _state.job_servers
 
 
@@ -53,10 +53,6 @@ def stop_job_servers() -> None:
         if _state.own_server is not None:
             _state.own_server.stop()
         _state.job_servers = _state.own_server = None
-
-
-def _no_world() -> None:
-    """The world where torch.distributed is not initialised."""
 
 
 def _own_server(address: str, capacity: int) -> RedisServer:
