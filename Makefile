@@ -89,15 +89,14 @@ $(VENV)/.extension-of-tests: $(VENV)/.packages pyproject.toml $(RUST_SOURCES)
 
 ##@ Checks: what every change needs
 
-# `make test` uses the extension of the profile `dev`, which also finds an overflow of integers, and `make test-all` the optimized one.
-# The Python tests go file by file to two processes: a test starts ranks of its own, and waits for them for much of its time. In the order
-# of their names, so that the end has no file with a few long tests.
+# `make test` uses the extension of the profile `dev`, which also detects integer overflow; `make test-all` uses the optimized one.
+# pytest runs the Python tests in two processes, one file at a time each: a test spends much of its time waiting for the ranks that it
+# started. Files run in the order of their names, so that a file with a few long tests does not come last.
 PYTEST_PROCESSES ?= 2
 PYTEST := -m pytest --numprocesses $(PYTEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-# What is slow has the marker `slow` in Python, and is left out by the profile `quick` of .config/nextest.toml in Rust; cargo without
-# nextest runs all of Rust's tests. `make test` does not repeat those of Rust while no file of Rust changes, and leaves the models of the
-# lock-free parts to `make test-all`.
+# Slow Python tests have the marker `slow`. The profile `quick` of .config/nextest.toml names the slow Rust tests; without nextest, cargo
+# runs all of them. `make test` repeats the Rust tests only after a Rust file changed.
 define RUST_TESTS
 if $(NEXTEST); then cargo nextest run --workspace --profile $(1); else cargo test --workspace --lib --tests; fi
 endef
@@ -108,23 +107,34 @@ test: $(VENV)/.packages ## Runs what every change needs, Rust and Python: each v
 	$(MAKE) --jobs=$(shell nproc) rust-programs cuda-programs
 	$(MAKE) $(VENV)/.extension-of-tests target/.tested
 	$(BIN)/python $(PYTEST) -m "not slow"
-	@echo "python/bagua has the extension for the tests now: make setup builds the optimized one"
+	@echo "python/bagua now contains the extension built for tests. To build the optimized one: make setup"
 
-# The contract of device memory runs on the simulated driver; bagua-py has no tests of its own. One test more at a time than there are
-# processors, because some wait.
+# The contract of device memory runs on the simulated driver; bagua-py has no tests of its own. One test more runs at a time than there are
+# processors, because some tests wait.
 target/.tested: Cargo.toml Cargo.lock $(shell find rust -type f -not -name '*.md' -not -path 'rust/bagua-py/*') $(wildcard tests/cuda/sim/*) \
 		.cargo/config.toml .config/nextest.toml
 	export NEXTEST_TEST_THREADS=$$(($(shell nproc) + 1)); $(call RUST_TESTS,quick)
 	@touch $@
 
 .PHONY: test-all
-test-all: $(VENV)/.packages ## Runs every test: those of make test, and large worlds, examples, launchers, chaos, quality of training
-	tools/system_packages test
-	$(MAKE) --jobs=$(shell nproc) setup rust-programs cuda-programs model-programs
+test-all: test-rust test-python ## Runs every test: those of make test, and large worlds, examples, launchers, chaos, quality of training
+
+.PHONY: test-rust
+test-rust: $(VENV)/.packages ## Runs every Rust test, the doc tests too, and checks the Rust documentation
+	$(MAKE) --jobs=$(shell nproc) rust-programs cuda-programs
 	$(call RUST_TESTS,default)
 	cargo test --workspace --doc
-	$(MODEL) -- model::
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
+
+.PHONY: test-python
+test-python: setup ## Runs every Python test with the optimized extension
+	tools/system_packages test
+	$(MAKE) --jobs=$(shell nproc) cuda-programs
 	$(BIN)/python $(PYTEST)
+
+.PHONY: nightly
+nightly: ## Runs everything that make test, lint and docs leave out, and prints a table; PART="chaos wheel" runs those parts
+	$(PYTHON) tools/nightly.py $(PART)
 
 NEXTEST := cargo nextest --version >/dev/null 2>&1
 
@@ -132,23 +142,14 @@ NEXTEST := cargo nextest --version >/dev/null 2>&1
 # is in Cargo.toml.
 MODEL := RUSTFLAGS="--cfg model -D warnings" cargo test --profile model --target-dir target/model -p bagua-net -p bagua-collectives -p bagua-core --lib
 
-# With the half of rust/bagua-net/src/platform that needs no Linux, in a target directory of its own: every crate is compiled again.
-PORTABLE := RUSTFLAGS="--cfg bagua_portable -D warnings" CARGO_TARGET_DIR=target/portable
-
-PROSE := python docs deploy examples rust tests tools .github $(wildcard *.md)
-
 .PHONY: lint
-lint: installed ## Layers, words, licences, workflows, formatting, clippy, rustdoc, ruff, mypy, and the extension's stub against the extension
+lint: installed ## Layers, licences, workflows, formatting, clippy, ruff, mypy, and the extension's stub against the extension
 	$(BIN)/python tools/check_layers.py
-	$(BIN)/python tools/check_lengths.py
-	$(BIN)/python tools/check_words.py $(PROSE)
 	$(BIN)/python tools/release.py versions licences
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
-	$(PORTABLE) cargo check --workspace --all-targets --quiet
-	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -161,9 +162,12 @@ format: installed ## Formats Rust and Python, and applies the fixes of ruff that
 	$(BIN)/ruff format .
 
 .PHONY: docs
-docs: installed $(DOCS)/.packages ## Builds the documentation site into site/, without a network, and checks it
+docs: installed $(DOCS)/.packages ## Builds the documentation site into site/, without a network, and checks its links
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 	$(BIN)/python -m tools.check_site site
+
+.PHONY: docs-in-a-browser
+docs-in-a-browser: docs ## Opens the site's pages in Chromium: they must fit wide and narrow windows, and the search must work
 	$(BIN)/python -m tools.check_pages site
 
 # mkdocs reads the sources, and asks the Python of .venv what functions are when they are imported: its own environment has no torch.
@@ -174,8 +178,13 @@ $(DOCS)/.packages: $(VENV)/.made requirements/docs.in requirements/constraints.t
 
 ##@ Checks: further ones, each for its purpose
 
+.PHONY: test-models
+test-models: ## Explores the models of the lock-free parts, for about two minutes
+	MAKEFLAGS= $(MODEL) --no-run
+	$(MODEL) -- model::
+
 .PHONY: model
-model: ## Explores the models of the lock-free parts further than make test does: for minutes
+model: ## Explores the models of the lock-free parts further than make test-models does
 	LOOM_MAX_PREEMPTIONS=$${LOOM_MAX_PREEMPTIONS:-3} LOOM_MAX_DURATION=600 CARGO_PROFILE_MODEL_OPT_LEVEL=1 $(MODEL) -- model:: --nocapture
 
 # One seed, one run: FUZZ_SEED=… repeats a run that failed.
@@ -206,17 +215,12 @@ $(VENV)/.ray: $(VENV)/.packages requirements/ray.in requirements/constraints.txt
 test-oldest: wheel $(OLDEST)/.packages ## Installs the wheel beside the oldest torch that is supported, and runs the Python tests there
 	tools/system_packages test
 	$(UV) pip install --python $(OLDEST)/bin/python --reinstall-package bagua --constraint requirements/oldest.txt dist/*manylinux_2_17_$(shell uname -m)*.whl
-	$(OLDEST)/bin/python $(PYTEST) --ignore tests/typing --ignore tests/unit/test_layers.py
+	$(OLDEST)/bin/python $(PYTEST) --ignore tests/typing
 
 $(OLDEST)/.packages: $(VENV)/.made requirements/oldest.txt
 	$(UV) venv --allow-existing --python '>=3.10,<3.13' $(OLDEST)
 	$(UV) pip install --python $(OLDEST)/bin/python $(BACKEND) --requirement requirements/oldest.txt
 	touch $@
-
-.PHONY: test-portable
-test-portable: ## Runs the tests of connections and groups with what macOS has instead of Linux's system calls: TCP is the only transport
-	if $(NEXTEST); then $(PORTABLE) cargo nextest run -p bagua-net -p bagua-group; \
-		else $(PORTABLE) cargo test -p bagua-net -p bagua-group --lib --tests; fi
 
 ARM := aarch64-unknown-linux-gnu
 # They ask the kernel which pages are there; the emulator drops the advice to get them, and shows smaps of its own.
@@ -322,10 +326,6 @@ cuda-programs: $(if $(shell command -v g++),cuda-sim cuda-kernels-host) ## Build
 .PHONY: rust-programs
 rust-programs: $(VENV)/.packages ## Builds the tests of Rust
 	if $(NEXTEST); then MAKEFLAGS= cargo nextest run --workspace --no-run; else MAKEFLAGS= cargo test --workspace --lib --tests --no-run; fi
-
-.PHONY: model-programs
-model-programs: ## Builds the models of the lock-free parts
-	MAKEFLAGS= $(MODEL) --no-run
 
 # The kernels of CUDA as functions of the host, for the simulated driver and the tests, and again with AddressSanitizer and
 # UndefinedBehaviorSanitizer. SIM is the folder of the results.

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import bagua
-from tools import check_lengths, crates, elf, smoke, wheel
+from tools import crates, elf, smoke, wheel
 
 HERE = f"manylinux_2_17_{platform.machine()}"
 GOOD = f"bagua-0.1.0-cp310-abi3-{HERE}.manylinux2014_{platform.machine()}.whl"
@@ -202,21 +202,3 @@ def test_a_smoke_program_whose_rank_ends_otherwise_than_expected_is_a_problem(
 def test_the_smoke_test_raises_every_error_of_communication() -> None:
     without_a_device = set(bagua.errors.__all__) - {"BaguaError", "DeviceError"}
     assert without_a_device <= {program.name for program in smoke.PROGRAMS}
-
-
-def test_a_file_that_is_too_long_is_named_with_its_length(tmp_path: Path) -> None:
-    (tmp_path / "python").mkdir()
-    (tmp_path / "python" / "long.py").write_text("pass\n" * 601)
-    (tmp_path / "python" / "short.py").write_text("pass\n" * 600)
-    assert check_lengths.long_files(tmp_path) == ["python/long.py: 601 lines, more than 600: make it a folder"]
-
-
-def test_a_line_of_markdown_that_is_too_long_and_can_be_broken_is_named(tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    longest, link, row = "word " * 27 + "words", f"[a]({'x' * 150})", f"| {'word ' * 30}|"
-    (tmp_path / "docs" / "page.md").write_text(f"{longest}\n{link}\n{row}\n```\n{longest}!\n```\n- {longest}\n")
-    (tmp_path / "README.md").write_text(f"{longest[1:]}é\n{longest}é\n")
-    assert check_lengths.long_lines(tmp_path) == [
-        "README.md:2: 141 characters, more than 140",
-        "docs/page.md:7: 142 characters, more than 140",
-    ]
