@@ -140,7 +140,7 @@ class Horovod(FrontEnd):
     lacks = _ONLY_WRAPPERS | {
         "no_sync": "gradients accumulate by backward_passes_per_step",
         "find_unused_parameters": "a parameter that no rank used has a gradient of zeros",
-        "bucket_cap_mb": "gradients are fused by groups",
+        "bucket_cap_mb": "BAGUA_DEFAULT_BUCKET_SIZE is the size of messages",
         "gradient_as_bucket_view": "no such option",
         "ignored": "scripts name what is reduced by named_parameters",
         "hooks": "compression is an argument",
@@ -155,7 +155,7 @@ class Horovod(FrontEnd):
     def begin(self, module: nn.Module, optimizers: Optimizers, options: Options) -> Training:
         hvd.init()
         hvd.broadcast_parameters(module.state_dict(), root_rank=0)
-        optimizer = hvd.DistributedOptimizer(optimizers(trainable(module)), sparse_as_dense=True, **options)
+        optimizer = hvd.DistributedOptimizer(optimizers(trainable(module)), **options)
         return Training(module, module, optimizer, contextlib.nullcontext)
 
 

@@ -18,9 +18,7 @@ from . import (
     functions,
     handles,
     optimizer,
-    process_sets,
     reductions,
-    sync_batch_norm,
     unsupported,
 )
 from .basics import *  # noqa: F403
@@ -29,9 +27,7 @@ from .data_movement import *  # noqa: F403
 from .functions import *  # noqa: F403
 from .handles import *  # noqa: F403
 from .optimizer import *  # noqa: F403
-from .process_sets import *  # noqa: F403
 from .reductions import *  # noqa: F403
-from .sync_batch_norm import *  # noqa: F403
 from .unsupported import *  # noqa: F403
 
 # Each module lists its own.
@@ -42,7 +38,5 @@ __all__ += data_movement.__all__
 __all__ += functions.__all__
 __all__ += handles.__all__
 __all__ += optimizer.__all__
-__all__ += process_sets.__all__
 __all__ += reductions.__all__
-__all__ += sync_batch_norm.__all__
 __all__ += unsupported.__all__

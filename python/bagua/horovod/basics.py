@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from bagua.torch_api import communication
 
 from . import global_state
-from .process_sets import ProcessSet, add_process_set
 
 __all__ = [
     "ccl_built",
@@ -34,25 +32,21 @@ __all__ = [
 ]
 
 
-def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Joins the job, as ``bagua.torch_api.init_process_group`` does, or adopts the default process group that there is.
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Joins the job, as ``bagua.torch_api.init_process_group`` does, or adopts an existing default process group.
 
-    Called again, it has no effect. ``process_sets`` are registered; "dynamic" registers none, as more can always be
-    added. NotImplementedError for ``comm``, ValueError for other words.
+    Has no effect if called again. Raises NotImplementedError for ``comm`` and for ``process_sets``.
     """
-    if comm is not None:
-        raise NotImplementedError("hvd.init takes no comm: name the ranks of a part of the job by hvd.ProcessSet")
-    if isinstance(process_sets, str) and process_sets != "dynamic":
-        raise ValueError(f'process_sets is a list of hvd.ProcessSet or "dynamic", not {process_sets!r}')
+    if comm is not None or process_sets is not None:
+        raise NotImplementedError(
+            "hvd.init takes neither comm nor process_sets: for a part of the ranks use bagua.torch_api.new_group(ranks)"
+        )
     if global_state.is_begun():
         return
     joined = not communication.is_initialized()
     if joined:
         communication.init_process_group()
     global_state.begin(joined)
-    if process_sets is not None and not isinstance(process_sets, str):
-        for process_set in process_sets:
-            add_process_set(process_set)
 
 
 def shutdown() -> None:

@@ -18,8 +18,7 @@ from bagua.handle import Handle
 from bagua.torch_api.process_group import DTYPES, Communicator, ReduceOp, check_on_cpu
 from bagua.verbs import starts
 
-from .handles import together
-from .process_sets import ProcessSet, global_process_set
+from . import global_state
 
 __all__ = [
     "allgather",
@@ -31,23 +30,26 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
-    "grouped_allgather",
-    "grouped_allgather_async",
 ]
 
 
-def _check(tensor: Any, what: str, process_set: Any) -> Communicator:
-    """The communicator for a tensor, if it can be communicated."""
+def check_root(rank: int) -> int:
+    """Returns the rank. Raises ValueError if the job has no such rank."""
+    if rank not in range(size := global_state.world().nranks()):
+        raise ValueError(f"root_rank must be a rank of the job, from 0 to {size - 1}; got {rank}")
+    return rank
+
+
+def _check(tensor: Any, what: str) -> Communicator:
+    """Returns the communicator for a tensor that can be communicated."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what} takes a torch.Tensor, not {type(tensor).__name__}")
-    if not isinstance(process_set, ProcessSet):
-        raise TypeError(f"process_set is a hvd.ProcessSet, not {process_set!r}")
     check_on_cpu(tensor, f"the tensor of {what}")
-    return process_set.communicator()
+    return global_state.world()
 
 
-def _check_rows(tensor: Any, what: str, process_set: Any) -> Communicator:
-    communicator = _check(tensor, what, process_set)
+def _check_rows(tensor: Any, what: str) -> Communicator:
+    communicator = _check(tensor, what)
     if tensor.dim() == 0:
         raise ValueError(f"{what} needs a tensor of at least one dimension")
     return communicator
@@ -84,12 +86,12 @@ def everybody(communicator: Communicator, *numbers: int) -> list[list[int]]:
 # --- allgather --------------------------------------------------------------------------------------------------------
 
 
-def _gather(tensor: torch.Tensor, what: str, process_set: ProcessSet) -> tuple[Handle[Any], list[int]]:
+def _gather(tensor: torch.Tensor) -> tuple[Handle[Any], list[int]]:
     """Starts an allgather; also each rank's number of rows."""
-    communicator = _check_rows(tensor, what, process_set)
+    communicator = _check_rows(tensor, "allgather")
     table = everybody(communicator, len(tensor), digest(tensor.dtype, tensor.shape[1:]))
     rows, digests = [row[0] for row in table], [row[1] for row in table]
-    _agree(digests, communicator.rank(), what, tensor)
+    _agree(digests, communicator.rank(), "allgather", tensor)
     sent = _elements(tensor)
     result = tensor.detach().new_empty(sum(rows), *tensor.shape[1:])
     received = _elements(result)
@@ -110,67 +112,45 @@ class _AllGather(torch.autograd.Function):
     """The gradient of a rank's rows is their gradient's average over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, what: str, process_set: ProcessSet) -> Any:
-        handle, rows = _gather(tensor, what, process_set)
-        rank = process_set.rank()
-        ctx.process_set, ctx.mine = process_set, slice(sum(rows[:rank]), sum(rows[: rank + 1]))
+    def forward(ctx: Any, tensor: torch.Tensor) -> Any:
+        handle, rows = _gather(tensor)
+        rank = global_state.world().rank()
+        ctx.mine = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
         return handle.wait()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _average(grad, ctx.process_set)[ctx.mine], None, None
+        return _average(grad)[ctx.mine]
 
 
-def _average(grad: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
+def _average(grad: torch.Tensor) -> torch.Tensor:
     mean = grad.clone(memory_format=torch.contiguous_format)
-    process_set.communicator().allreduce_inplace(mean, ReduceOp.AVG)
+    global_state.world().allreduce_inplace(mean, ReduceOp.AVG)
     return mean
 
 
-def allgather_async(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle[Any]:
+def allgather_async(tensor: torch.Tensor, name: str | None = None) -> Handle[Any]:
     """Starts :func:`allgather`, without gradient."""
-    return _gather(tensor, "allgather", process_set)[0]
+    return _gather(tensor)[0]
 
 
-def allgather(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
+def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     """All ranks' tensors, joined along the first dimension, in which alone they may differ.
 
     ValueError for a tensor without dimensions, MismatchError on every rank where the other dimensions or dtypes differ.
     """
-    result: torch.Tensor = _AllGather.apply(tensor, "allgather", process_set)
+    result: torch.Tensor = _AllGather.apply(tensor)
     return result
-
-
-def grouped_allgather_async(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle[Any]:
-    """Starts :func:`grouped_allgather`, without gradient."""
-    for tensor in tensors:
-        _check_rows(tensor, "grouped_allgather", process_set)
-    return together([_gather(tensor, "grouped_allgather", process_set)[0] for tensor in tensors])
-
-
-def grouped_allgather(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[torch.Tensor]:
-    """:func:`allgather` of several tensors, one after the other."""
-    for tensor in tensors:
-        _check_rows(tensor, "grouped_allgather", process_set)
-    return [_AllGather.apply(tensor, "grouped_allgather", process_set) for tensor in tensors]
 
 
 # --- broadcast --------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def _spread(tensor: torch.Tensor, root_rank: int, process_set: ProcessSet, output: torch.Tensor | None) -> Handle[Any]:
-    communicator = _check(tensor, "broadcast", process_set)
-    root = process_set.root(root_rank)
+def _spread(tensor: torch.Tensor, root_rank: int, output: torch.Tensor | None) -> Handle[Any]:
+    communicator = _check(tensor, "broadcast")
+    root = check_root(root_rank)
     values = tensor.detach().resolve_conj().resolve_neg()
     # In place where the memory is the tensor's own and has no gaps.
     direct = output is not None and values.is_contiguous() and values.data_ptr() == tensor.data_ptr()
@@ -191,45 +171,36 @@ class _Broadcast(torch.autograd.Function):
     """The gradient of the root's tensor is the average over the ranks; that of the others' is zero."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, process_set: ProcessSet) -> Any:
-        handle = _spread(tensor, root_rank, process_set, None)
-        ctx.process_set, ctx.root = process_set, process_set.root(root_rank)
-        return handle.wait()
+    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int) -> Any:
+        ctx.root = root_rank
+        return _spread(tensor, root_rank, None).wait()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        mean = _average(grad, ctx.process_set)
-        return (mean if ctx.process_set.rank() == ctx.root else mean.zero_()), None, None
+        mean = _average(grad)
+        return (mean if global_state.world().rank() == ctx.root else mean.zero_()), None
 
 
-def broadcast_async(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle[Any]:
+def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Handle[Any]:
     """Starts :func:`broadcast`, without gradient."""
-    return _spread(tensor, root_rank, process_set, None)
+    return _spread(tensor, root_rank, None)
 
 
-def broadcast(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """A new tensor with the values of ``root_rank``, a rank of the job. ValueError for one outside the process set."""
-    result: torch.Tensor = _Broadcast.apply(tensor, root_rank, process_set)
+def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+    """A new tensor with the values of ``root_rank``, a rank of the job."""
+    result: torch.Tensor = _Broadcast.apply(tensor, root_rank)
     return result
 
 
-def broadcast_async_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle[Any]:
+def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Handle[Any]:
     """Starts :func:`broadcast_`. The tensor has the values after ``synchronize``."""
-    return _spread(tensor, root_rank, process_set, tensor)
+    return _spread(tensor, root_rank, tensor)
 
 
-def broadcast_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
+def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
     """:func:`broadcast` in place, without a gradient; returns the tensor."""
-    result: torch.Tensor = broadcast_async_(tensor, root_rank, name, process_set).wait()
+    result: torch.Tensor = broadcast_async_(tensor, root_rank, name).wait()
     return result
 
 
@@ -252,9 +223,9 @@ def _check_splits(tensor: torch.Tensor, splits: Any, ranks: int) -> list[int]:
     return found
 
 
-def _exchange(tensor: torch.Tensor, splits: Any, process_set: ProcessSet) -> tuple[Handle[Any], list[int], list[int]]:
+def _exchange(tensor: torch.Tensor, splits: Any) -> tuple[Handle[Any], list[int], list[int]]:
     """Starts an alltoall; also the rows that go to each rank, and those that come from each."""
-    communicator = _check_rows(tensor, "alltoall", process_set)
+    communicator = _check_rows(tensor, "alltoall")
     ranks = communicator.nranks()
     rows = _check_splits(tensor, splits, ranks)
     mark = digest(tensor.dtype, tensor.shape[1:])
@@ -275,9 +246,9 @@ class _AllToAll(torch.autograd.Function):
     """The gradient of a row is that of the row where it went; zero for rows that went nowhere."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, splits: Any, process_set: ProcessSet) -> Any:
-        handle, rows, coming = _exchange(tensor, splits, process_set)
-        ctx.process_set, ctx.coming, ctx.shape, ctx.sent = process_set, coming, tensor.shape, sum(rows)
+    def forward(ctx: Any, tensor: torch.Tensor, splits: Any) -> Any:
+        handle, rows, coming = _exchange(tensor, splits)
+        ctx.coming, ctx.shape, ctx.sent = coming, tensor.shape, sum(rows)
         received = torch.tensor(coming, dtype=torch.int32)
         ctx.mark_non_differentiable(received)
         return handle.wait(), received
@@ -285,20 +256,19 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
-        back = _exchange(grad, ctx.coming, ctx.process_set)[0].wait()
+        back = _exchange(grad, ctx.coming)[0].wait()
         whole = back.new_zeros(ctx.shape)
         whole[: ctx.sent] = back
-        return whole, None, None
+        return whole, None
 
 
 def alltoall_async(
     tensor: torch.Tensor,
     splits: torch.Tensor | Sequence[int] | None = None,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
 ) -> Handle[Any]:
     """Starts :func:`alltoall`, without gradient."""
-    handle, _, coming = _exchange(tensor, splits, process_set)
+    handle, _, coming = _exchange(tensor, splits)
     if splits is None:
         return handle
     received = torch.tensor(coming, dtype=torch.int32)
@@ -309,7 +279,6 @@ def alltoall(
     tensor: torch.Tensor,
     splits: torch.Tensor | Sequence[int] | None = None,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The rows that all ranks sent to this one, in the order of the ranks.
 
@@ -317,10 +286,10 @@ def alltoall(
     a pair: the rows, and how many came from each rank (int32). ValueError for splits that do not fit, MismatchError on
     every rank where the other dimensions or dtypes differ.
     """
-    result, received = _AllToAll.apply(tensor, splits, process_set)
+    result, received = _AllToAll.apply(tensor, splits)
     return result if splits is None else (result, received)
 
 
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Returns when every rank of the process set has called it."""
-    process_set.communicator().barrier()
+def barrier() -> None:
+    """Blocks until every rank has called it."""
+    global_state.world().barrier()

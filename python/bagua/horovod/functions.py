@@ -14,21 +14,21 @@ from bagua.torch_api.model_engine.bucketing import split
 from bagua.torch_api.model_engine.consistency import broadcast_optimizer
 from bagua.torch_api.process_group import DTYPES, Communicator, check_on_cpu
 
-from .data_movement import broadcast_, digest, everybody
-from .process_sets import ProcessSet, global_process_set
+from . import global_state
+from .data_movement import broadcast_, check_root, digest, everybody
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
 
-def _broadcast_all(tensors: Sequence[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:
+def _broadcast_all(tensors: Sequence[torch.Tensor], root_rank: int) -> None:
     """The root's values for tensors of the same shapes and dtypes on all ranks, in place; several in one message."""
-    communicator, root = process_set.communicator(), process_set.root(root_rank)
+    communicator = global_state.world()
     plain = [tensor.detach() for tensor in tensors]
     for bucket in split([tensor for tensor in plain if tensor.dtype in DTYPES], env.get_default_bucket_size()):
-        communicator.broadcast_coalesced(bucket, root)
+        communicator.broadcast_coalesced(bucket, root_rank)
     for tensor in plain:
         if tensor.dtype not in DTYPES:
-            broadcast_(tensor, root_rank, process_set=process_set)
+            broadcast_(tensor, root_rank)
 
 
 def _check_equal(communicator: Communicator, what: str, value: object) -> None:
@@ -44,7 +44,6 @@ def _check_equal(communicator: Communicator, what: str, value: object) -> None:
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor | None]],
     root_rank: int,
-    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Gives parameters and buffers the values of ``root_rank``, a rank of the job, in place.
 
@@ -64,20 +63,18 @@ def broadcast_parameters(
             raise TypeError(f"parameter {name!r} is a {type(tensor).__name__}, not a tensor")
         check_on_cpu(tensor, f"parameter {name!r}")
         named.append((name, tensor))
-    process_set.root(root_rank)
+    check_root(root_rank)
     signature = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named]
-    _check_equal(process_set.communicator(), "the parameters", signature)
-    _broadcast_all([tensor for _, tensor in named], root_rank, process_set)
+    _check_equal(global_state.world(), "the parameters", signature)
+    _broadcast_all([tensor for _, tensor in named], root_rank)
 
 
-def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, process_set: ProcessSet = global_process_set
-) -> None:
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
     """Gives an optimizer the state and the options of ``root_rank``'s. Its state may be empty on any rank."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"broadcast_optimizer_state takes an optimizer, not {type(optimizer).__name__}")
-    communicator = process_set.communicator()
-    root = process_set.root(root_rank)
+    communicator = global_state.world()
+    root = check_root(root_rank)
     shapes = [[tuple(param.shape) for param in group["params"]] for group in optimizer.param_groups]
     _check_equal(communicator, "the optimizer's parameters", shapes)
     if communicator.rank() == root:
@@ -87,20 +84,18 @@ def broadcast_optimizer_state(
     broadcast_optimizer(communicator, lambda room: communicator.broadcast(room, root), optimizer, root=root)
 
 
-def broadcast_object(
-    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
     """The object of ``root_rank``, a rank of the job, by pickle; the other ranks' is ignored.
 
     Unpickling runs what that rank has put in its object. Errors are those of :func:`bagua.broadcast_object`.
     """
-    return process_set.communicator().broadcast_object(obj, process_set.root(root_rank))
+    return global_state.world().broadcast_object(obj, check_root(root_rank))
 
 
-def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Every rank's object in the order of the ranks, by pickle.
 
     Unpickling runs what the members have put in their objects, so use it only among ranks that trust each other. Errors
     are those of :func:`bagua.all_gather_object`.
     """
-    return process_set.communicator().allgather_object(obj)
+    return global_state.world().allgather_object(obj)

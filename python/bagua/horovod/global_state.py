@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from bagua.lifecycle import Record, record
 from bagua.torch_api import communication
 from bagua.torch_api.process_group import Communicator
@@ -14,12 +12,8 @@ class Job:
     """What ``hvd.init`` joined."""
 
     def __init__(self, joined: bool) -> None:
-        #: Whether init joined the default process group, so that shutdown leaves it.
+        #: True if init joined the default process group; shutdown then leaves it.
         self.joined = joined
-        #: Id -> ProcessSet that add_process_set has registered.
-        self.process_sets: dict[int, Any] = {}
-        #: The id that the next process set gets. Ids count up in the order of the calls, which is equal on all ranks.
-        self.next_id = 1
 
 
 class _HorovodState(Record):
@@ -52,16 +46,9 @@ def is_begun() -> bool:
     return _state.job is not None
 
 
-def current() -> Job:
-    """The job. ValueError before ``hvd.init``."""
-    found = _state.job
-    if found is None:
-        raise ValueError("Horovod's API is not initialised: call hvd.init() first")
-    return found
-
-
 def world() -> Communicator:
-    """The communicator of all ranks. ValueError before ``hvd.init``."""
-    current()
+    """Returns the communicator of all ranks. Raises ValueError before ``hvd.init``."""
+    if _state.job is None:
+        raise ValueError("Horovod's API is not initialised: call hvd.init() first")
     assert group_state.world is not None
     return group_state.world

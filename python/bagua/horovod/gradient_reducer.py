@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,19 +27,15 @@ class GradientReducer:
     whichever gradients it has.
     """
 
-    def __init__(self, how: Reduction, passes: int, groups: int | Sequence[Sequence[torch.Tensor]] | None) -> None:
+    def __init__(self, how: Reduction, passes: int) -> None:
         #: How gradients are reduced.
         self.how = how
         #: Whether step() calls synchronize().
         self.step_synchronizes = True
         #: Whether synchronize() was called since the last step.
         self.synchronized = False
-        #: Whether sparse gradients are made dense.
-        self.sparse_as_dense = False
         # Backward passes per step.
         self._passes = 1
-        self._groups = groups
-        _check_groups(groups)
         self._names: dict[torch.Tensor, str] = {}
         self._units: list[list[torch.Tensor]] = []
         # Parameter -> the number of its unit, and of the backward passes of this step that gave it a gradient.
@@ -76,20 +71,16 @@ class GradientReducer:
             raise ValueError(f"named_parameters lacks {nameless} of the optimizer's parameters")
 
     def watch(self, param_groups: list[dict[str, Any]]) -> None:
-        """Divides the parameters of an optimizer into units, and watches their gradients. ValueError for bad groups."""
-        if not self.how.process_set.included():
-            return
+        """Divides the parameters of an optimizer into units, and watches their gradients."""
         self.forget()
         params = [param for group in param_groups for param in group["params"] if param.requires_grad]
         self._check(params)
-        self._units = _units(params, self._groups)
+        self._units = split(params[::-1], env.get_default_bucket_size())
         self._number()
         self._reset()
 
     def _watch_unfrozen(self, param_groups: list[dict[str, Any]]) -> None:
         """Watches parameters that need gradients only now. They are sent in units of their own, behind the others."""
-        if not self.how.process_set.included():
-            return
         params = [param for group in param_groups for param in group["params"]]
         new = [param for param in params if param.requires_grad and param not in self._unit_of]
         if new:
@@ -151,12 +142,10 @@ class GradientReducer:
         if grad is None:
             return torch.zeros_like(param, memory_format=torch.contiguous_format)
         if grad.layout != torch.strided:
-            if not self.sparse_as_dense:
-                raise NotImplementedError(
-                    f"the gradient of {self._called(param)} is sparse: pass sparse_as_dense=True to "
-                    "DistributedOptimizer"
-                )
-            return grad.to_dense()
+            raise NotImplementedError(
+                f"the gradient of {self._called(param)} is sparse: use nn.Embedding(sparse=False), or "
+                "bagua.torch_api.with_bagua"
+            )
         return grad
 
     @torch.no_grad()
@@ -200,42 +189,3 @@ class _Arrived:
         reducer = self._reducer()
         if reducer is not None:
             reducer.arrived(param)
-
-
-def _check_groups(groups: Any) -> None:
-    if groups is None:
-        return
-    if isinstance(groups, int):
-        if groups < 1:
-            raise ValueError(f"groups is {groups}, which is not positive")
-        return
-    if not isinstance(groups, Sequence) or not all(isinstance(group, (list, tuple)) for group in groups):
-        raise TypeError("groups is a number, or a list of lists of parameters")
-
-
-def _units(
-    params: list[torch.Tensor], groups: int | Sequence[Sequence[torch.Tensor]] | None
-) -> list[list[torch.Tensor]]:
-    """The messages of some parameters, in the order in which they are sent."""
-    backwards = params[::-1]
-    if groups is None:
-        return split(backwards, env.get_default_bucket_size())
-    if isinstance(groups, int):
-        count = max(1, min(groups, len(backwards)))
-        edges = [len(backwards) * number // count for number in range(count + 1)]
-        return [backwards[start:end] for start, end in itertools.pairwise(edges) if end > start]
-    known = set(params)
-    group_of: dict[torch.Tensor, int] = {}
-    for number, group in enumerate(groups):
-        for param in group:
-            if not isinstance(param, torch.Tensor):
-                raise TypeError(f"groups[{number}] has a {type(param).__name__} among its parameters")
-            if param in group_of:
-                raise ValueError(f"a parameter of shape {list(param.shape)} is in groups twice")
-            if param not in known and param.requires_grad:
-                raise ValueError(f"a parameter of shape {list(param.shape)} in groups is not the optimizer's")
-            group_of[param] = number
-    made: dict[int, list[torch.Tensor]] = {}
-    for position, param in enumerate(backwards):
-        made.setdefault(group_of.get(param, -1 - position), []).append(param)
-    return list(made.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from bagua.handle import Handle
@@ -18,11 +17,6 @@ def poll(handle: Handle[Any]) -> bool:
 def synchronize(handle: Handle[Any]) -> Any:
     """Waits for an asynchronous operation, and returns what its synchronous form returns, or raises its error."""
     return _checked(handle).wait()
-
-
-def together(handles: Sequence[Handle[Any]]) -> Handle[list[Any]]:
-    """The handle of several operations, whose result is the list of theirs."""
-    return Handle(handles, lambda: [handle.wait() for handle in handles])
 
 
 def _checked(handle: Any) -> Handle[Any]:

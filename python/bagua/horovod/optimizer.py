@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 
 from .compression import Compression
 from .gradient_reducer import GradientReducer
-from .process_sets import ProcessSet, global_process_set
 from .reductions import Average, ReduceOp, Reduction
 
 __all__ = ["DistributedOptimizer"]
@@ -91,17 +90,16 @@ def DistributedOptimizer(
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    num_groups: Any = 0,
+    groups: Any = None,
     sparse_as_dense: bool = False,
-    process_set: ProcessSet = global_process_set,
+    process_set: Any = None,
 ) -> Optimizer:
     """An optimizer of a subclass of ``optimizer``'s class, with its parameters, options and state.
 
-    Gradients are reduced by ``op`` while backward runs, in an order that is equal on all ranks, and waited for in
-    ``step()``. A parameter without a gradient on a rank counts as zeros there. One that all ranks freeze
-    (``requires_grad`` False) is left alone, and one that they unfreeze is reduced from then on. On a rank outside
-    ``process_set`` nothing is reduced.
+    Gradients are reduced by ``op`` while backward runs, in the same order on all ranks; ``step()`` waits for them. If a
+    parameter has no gradient on a rank, that rank contributes zeros. A parameter that all ranks freeze
+    (``requires_grad`` False) is not reduced, and one that they unfreeze is reduced from then on.
 
     - ``named_parameters``: names for errors; all of the optimizer's parameters have one then.
     - ``compression``: ``hvd.Compression.fp16`` sends half of the bytes of float32.
@@ -109,10 +107,9 @@ def DistributedOptimizer(
       divided by that number.
     - ``gradient_predivide_factor``: with Average, gradients are divided by it before they are added, and by
       size / factor afterwards.
-    - ``groups`` (or the older ``num_groups``): into how many messages gradients are put, or the parameters of each.
-    - ``sparse_as_dense``: sparse gradients are made dense; without, they are a NotImplementedError in backward.
 
-    Raises ValueError or TypeError for arguments that cannot be used, before any communication.
+    Raises ValueError or TypeError for bad arguments, before any communication. Raises NotImplementedError for the other
+    arguments of Horovod's function, and in backward for sparse gradients.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"DistributedOptimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
@@ -122,12 +119,16 @@ def DistributedOptimizer(
         raise ValueError("gradient_predivide_factor is for op=hvd.Average")
     if not gradient_predivide_factor > 0:
         raise ValueError(f"gradient_predivide_factor is {gradient_predivide_factor}, which is not positive")
-    if num_groups and groups is not None:
-        raise ValueError("num_groups is the older form of groups: give one of them")
+    for name, given, instead in (
+        ("groups", groups, "set BAGUA_DEFAULT_BUCKET_SIZE for the size of messages"),
+        ("num_groups", num_groups, "set BAGUA_DEFAULT_BUCKET_SIZE for the size of messages"),
+        ("sparse_as_dense", sparse_as_dense, "use nn.Embedding(sparse=False), or bagua.torch_api.with_bagua"),
+        ("process_set", process_set, "use bagua.torch_api.with_bagua with a process group"),
+    ):
+        if given:
+            raise NotImplementedError(f"DistributedOptimizer({name}=...) is not supported: {instead}")
     factor = float(gradient_predivide_factor)
-    how = Reduction(op, 1.0 / factor, factor, compression, process_set)
-    reducer = GradientReducer(how, backward_passes_per_step, groups if groups is not None else num_groups or None)
-    reducer.sparse_as_dense = sparse_as_dense
+    reducer = GradientReducer(Reduction(op, 1.0 / factor, factor, compression), backward_passes_per_step)
     if named_parameters is not None:
         reducer.name(named_parameters, optimizer.param_groups)
     reducer.watch(optimizer.param_groups)

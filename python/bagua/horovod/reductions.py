@@ -1,7 +1,7 @@
-"""Operations that combine the ranks' tensors: allreduce and reducescatter, with gradients.
+"""allreduce, and how DistributedOptimizer reduces gradients.
 
-``average`` is the older word for ``op``; ``name`` is accepted for the scripts' sake, as operations match by
-their order. Averages of whole numbers, and whole numbers times a factor, are cut towards zero.
+``average`` is the older spelling of ``op``. ``name`` is accepted and ignored, because operations match by their order.
+Averages of integers, and integers times a factor, are truncated towards zero.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from bagua.torch_api import process_group
 from bagua.torch_api.process_group.reduce_op import check_op
 from bagua.torch_operand import Adapter, divide_integers
 
+from . import global_state
 from .compression import Compression, check_compression
-from .data_movement import allgather
-from .handles import together
-from .process_sets import ProcessSet, global_process_set
 
 __all__ = [
     "Adasum",
@@ -36,14 +34,6 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "reducescatter",
-    "reducescatter_async",
 ]
 
 
@@ -58,11 +48,11 @@ class ReduceOp(IntEnum):
     Product = 5
 
 
-#: The mean; that of integers is cut towards zero.
+#: The mean; that of integers is truncated towards zero.
 Average = ReduceOp.Average
 #: The sum.
 Sum = ReduceOp.Sum
-#: Refused everywhere: it does not exist here.
+#: Not supported: every operation refuses it.
 Adasum = ReduceOp.Adasum
 #: The smallest.
 Min = ReduceOp.Min
@@ -81,110 +71,86 @@ _CORE = {
 }
 
 
-def _is_whole(dtype: torch.dtype) -> bool:
+def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
-
-
-def check_reduce_op(op: Any) -> ReduceOp:
-    """The operation. TypeError for what is none, NotImplementedError for Adasum."""
-    if not isinstance(op, ReduceOp):
-        raise TypeError(f"op is hvd.Average, Sum, Min, Max or Product, not {op!r}")
-    if op is Adasum:
-        raise NotImplementedError("Adasum does not exist here: use op=hvd.Average")
-    return op
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How tensors are reduced. Raises for what cannot be, when it is made."""
+    """How tensors are reduced. The constructor raises TypeError, ValueError or NotImplementedError for bad options."""
 
     op: ReduceOp
-    #: Each rank's elements are multiplied by it before they are combined.
+    #: Factor for each rank's elements before they are combined.
     prescale: float
-    #: The result is multiplied by it.
+    #: Factor for the result.
     postscale: float
-    #: Has compress and decompress.
+    #: A class with compress and decompress.
     compression: Any
-    #: Whose ranks take part.
-    process_set: ProcessSet
 
     def __post_init__(self) -> None:
-        check_reduce_op(self.op)
+        if not isinstance(self.op, ReduceOp):
+            raise TypeError(f"op must be hvd.Average, Sum, Min, Max or Product, got {self.op!r}")
+        if self.op is Adasum:
+            raise NotImplementedError("hvd.Adasum is not supported: use op=hvd.Average")
         check_compression(self.compression)
-        if not isinstance(self.process_set, ProcessSet):
-            raise TypeError(f"process_set is a hvd.ProcessSet, not {self.process_set!r}")
         for name, factor in (("prescale_factor", self.prescale), ("postscale_factor", self.postscale)):
             if not math.isfinite(factor):
-                raise ValueError(f"{name} is {factor}, which is not finite")
+                raise ValueError(f"{name} must be finite, got {factor}")
 
     def core_op(self, tensor: torch.Tensor, what: str) -> process_group.ReduceOp:
-        """What the core does with a tensor, after all checks of it."""
+        """Returns the core's operation for a tensor. Raises TypeError for a dtype that cannot be reduced by it."""
         code = _TENSORS.check(tensor, what)
-        # Whole numbers are summed, and divided afterwards.
-        core = _CORE[Sum if self.op is Average and _is_whole(tensor.dtype) else self.op]
+        # Integers are summed, and divided afterwards.
+        core = _CORE[Sum if self.op is Average and _is_integer(tensor.dtype) else self.op]
         return process_group.ReduceOp(check_op(core, code))
 
     def begin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Multiplies in place by the first factor."""
+        """Applies the prescale factor in place."""
         return _scale_(tensor, self.prescale)
 
     def end(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Makes the result of what the core computed, in place."""
-        if self.op is Average and _is_whole(tensor.dtype):
-            divide_integers(tensor, self.process_set.size())
+        """Turns the core's result into the reduction's, in place."""
+        if self.op is Average and _is_integer(tensor.dtype):
+            divide_integers(tensor, global_state.world().nranks())
         return _scale_(tensor, self.postscale)
 
 
 def _scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     if factor == 1.0:
         return tensor
-    if _is_whole(tensor.dtype):
+    if _is_integer(tensor.dtype):
         return tensor.copy_((tensor.double() * factor).trunc_())
     return tensor.mul_(factor)
 
 
-def reduction(
+def _reduction(
     average: bool | None,
     op: ReduceOp | None,
     prescale_factor: float,
     postscale_factor: float,
-    compression: Any,
-    process_set: ProcessSet,
+    compression: Any = Compression.none,
 ) -> Reduction:
-    """The reduction that a call's arguments say. ValueError for both ``average`` and ``op``."""
     if op is not None and average is not None:
-        raise ValueError("op and average say the same: give one of them")
+        raise ValueError("op and average are two names of one option: give one of them")
     if op is None:
         op = Sum if average is False else Average
-    return Reduction(op, float(prescale_factor), float(postscale_factor), compression, process_set)
+    return Reduction(op, float(prescale_factor), float(postscale_factor), compression)
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor without gradient, in contiguous memory that may be its own."""
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the values of a tensor without gradient, in contiguous memory that may be the tensor's own."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    values = plain(tensor)
+    values = _plain(tensor)
     return values.clone() if values.data_ptr() == tensor.data_ptr() else values
-
-
-def check_tensors(tensors: Any, what: str) -> list[torch.Tensor]:
-    """The tensors of a grouped operation. TypeError unless it is a list of tensors, ValueError if it is empty."""
-    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
-        raise TypeError(f"{what} takes a list of tensors, not {type(tensors).__name__}")
-    if not tensors:
-        raise ValueError(f"{what}: the list of tensors is empty")
-    for number, tensor in enumerate(tensors):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{what}: tensors[{number}] is a {type(tensor).__name__}")
-    return list(tensors)
 
 
 @torch.no_grad()
 def reduce_all(tensors: Sequence[torch.Tensor], how: Reduction, outputs: Sequence[torch.Tensor] | None) -> Handle[Any]:
-    """Starts one allreduce of several tensors, or one per dtype. Results go to ``outputs``, None for new tensors."""
-    communicator = how.process_set.communicator()
+    """Starts one allreduce per dtype of some tensors. Results go to ``outputs``, or to new tensors if it is None."""
+    communicator = global_state.world()
     for number, tensor in enumerate(tensors):
         how.core_op(tensor, f"tensors[{number}]" if len(tensors) > 1 else "tensor")
     compressed, contexts = zip(*(how.compression.compress(tensor.detach()) for tensor in tensors), strict=True)
@@ -196,7 +162,7 @@ def reduce_all(tensors: Sequence[torch.Tensor], how: Reduction, outputs: Sequenc
     flats: list[tuple[list[int], torch.Tensor]] = []
     for dtype, members in by_dtype.items():
         if len(members) > 1:
-            flat = torch.cat([plain(compressed[number]).reshape(-1) for number in members])
+            flat = torch.cat([_plain(compressed[number]).reshape(-1) for number in members])
         else:
             flat = _copy(compressed[members[0]])
         parts.append(communicator.allreduce_inplace(how.begin(flat), ops[dtype], async_op=True))
@@ -216,35 +182,30 @@ def reduce_all(tensors: Sequence[torch.Tensor], how: Reduction, outputs: Sequenc
     return Handle(parts, finish)
 
 
-def _first(handle: Handle[Any]) -> Handle[Any]:
-    """The handle of the only tensor of a group."""
+def _reduce_one(tensor: torch.Tensor, how: Reduction, output: torch.Tensor | None) -> Handle[Any]:
+    handle = reduce_all([tensor], how, None if output is None else [output])
     return Handle([handle], lambda: handle.wait()[0])
 
 
-def _must_be_differentiable(op: ReduceOp, what: str) -> None:
-    if op not in (Average, Sum):
-        raise NotImplementedError(f"{what} with {op.name} has no gradient: use Average or Sum, or a detached tensor")
-
-
 class _AllReduce(torch.autograd.Function):
-    """The gradient of an allreduce is reduced as the tensor was."""
+    """Reduces the gradient in the same way as the tensor."""
 
     @staticmethod
-    def forward(ctx: Any, how: Reduction, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, how: Reduction, tensor: torch.Tensor) -> Any:
         ctx.how = how
-        results = reduce_all(tensors, how, None).wait()
-        ctx.whole = [not (result.is_floating_point() or result.is_complex()) for result in results]
-        ctx.mark_non_differentiable(*(result for result, whole in zip(results, ctx.whole, strict=True) if whole))
-        return tuple(results)
+        result: torch.Tensor = _reduce_one(tensor, how, None).wait()
+        if not (result.is_floating_point() or result.is_complex()):
+            ctx.mark_non_differentiable(result)
+        return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        _must_be_differentiable(ctx.how.op, "allreduce")
-        reduced = iter(
-            reduce_all([grad for grad, whole in zip(grads, ctx.whole, strict=True) if not whole], ctx.how, None).wait()
-        )
-        return None, *(None if whole else next(reduced) for whole in ctx.whole)
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if ctx.how.op not in (Average, Sum):
+            raise NotImplementedError(
+                f"allreduce with {ctx.how.op.name} has no gradient: use Average or Sum, or a detached tensor"
+            )
+        return None, _reduce_one(grad, ctx.how, None).wait()
 
 
 def allreduce_async(
@@ -254,11 +215,9 @@ def allreduce_async(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
 ) -> Handle[Any]:
     """Starts :func:`allreduce`, without compression and gradient."""
-    how = reduction(average, op, prescale_factor, postscale_factor, Compression.none, process_set)
-    return _first(reduce_all([tensor], how, None))
+    return _reduce_one(tensor, _reduction(average, op, prescale_factor, postscale_factor), None)
 
 
 def allreduce(
@@ -269,15 +228,14 @@ def allreduce(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """A new tensor with the reduction of all ranks' tensors, by Average unless ``op`` says otherwise.
+    """Returns a new tensor with the reduction of all ranks' tensors; the default ``op`` is Average.
 
-    The gradient is reduced in the same way; that of Min, Max and Product is a NotImplementedError. TypeError for a
-    dtype that cannot be communicated or reduced.
+    The gradient is reduced in the same way; Min, Max and Product raise NotImplementedError in backward. Raises
+    TypeError for a dtype that cannot be communicated or reduced.
     """
-    how = reduction(average, op, prescale_factor, postscale_factor, compression, process_set)
-    result: torch.Tensor = _AllReduce.apply(how, tensor)[0]
+    how = _reduction(average, op, prescale_factor, postscale_factor, compression)
+    result: torch.Tensor = _AllReduce.apply(how, tensor)
     return result
 
 
@@ -288,11 +246,9 @@ def allreduce_async_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
 ) -> Handle[Any]:
     """Starts :func:`allreduce_`. The tensor has the result after ``synchronize``."""
-    how = reduction(average, op, prescale_factor, postscale_factor, Compression.none, process_set)
-    return _first(reduce_all([tensor], how, [tensor]))
+    return _reduce_one(tensor, _reduction(average, op, prescale_factor, postscale_factor), tensor)
 
 
 def allreduce_(
@@ -302,180 +258,7 @@ def allreduce_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """:func:`allreduce` in place, without a gradient; returns the tensor."""
-    result: torch.Tensor = allreduce_async_(
-        tensor, average, name, op, prescale_factor, postscale_factor, process_set
-    ).wait()
+    """Replaces a tensor by the reduction of all ranks' tensors, without a gradient. Returns the tensor."""
+    result: torch.Tensor = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor).wait()
     return result
-
-
-def grouped_allreduce_async(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle[Any]:
-    """Starts :func:`grouped_allreduce`, without compression and gradient."""
-    how = reduction(average, op, prescale_factor, postscale_factor, Compression.none, process_set)
-    return reduce_all(check_tensors(tensors, "grouped_allreduce"), how, None)
-
-
-def grouped_allreduce(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
-    """:func:`allreduce` of several tensors in one message per dtype."""
-    how = reduction(average, op, prescale_factor, postscale_factor, compression, process_set)
-    return list(_AllReduce.apply(how, *check_tensors(tensors, "grouped_allreduce")))
-
-
-def grouped_allreduce_async_(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle[Any]:
-    """Starts :func:`grouped_allreduce_`. The tensors have the results after ``synchronize``."""
-    how = reduction(average, op, prescale_factor, postscale_factor, Compression.none, process_set)
-    found = check_tensors(tensors, "grouped_allreduce_")
-    return reduce_all(found, how, found)
-
-
-def grouped_allreduce_(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
-    """:func:`grouped_allreduce` in place, without a gradient; returns the tensors."""
-    result: list[torch.Tensor] = grouped_allreduce_async_(
-        tensors, average, name, op, prescale_factor, postscale_factor, process_set
-    ).wait()
-    return result
-
-
-# --- reducescatter ----------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def _reduce_scatter(tensor: torch.Tensor, how: Reduction) -> Handle[Any]:
-    communicator = how.process_set.communicator()
-    how.core_op(tensor, "tensor")
-    if tensor.dim() == 0:
-        raise ValueError("reducescatter needs a tensor of at least one dimension")
-    compressed, context = how.compression.compress(tensor.detach())
-    op = how.core_op(compressed, "tensor")
-    ranks, rank = communicator.nranks(), communicator.rank()
-    rows, longer = divmod(len(compressed), ranks)
-    mine = rows + (rank < longer)
-    if longer:
-        # The core's shards are equal: the last ranks get a row more, of zeros, which they drop.
-        sent = compressed.new_zeros(ranks, rows + 1, *compressed.shape[1:])
-        cut = longer * (rows + 1)
-        sent[:longer] = compressed[:cut].view(longer, rows + 1, *compressed.shape[1:])
-        sent[longer:, :rows] = compressed[cut:].view(ranks - longer, rows, *compressed.shape[1:])
-    else:
-        sent = _copy(compressed)
-    received = compressed.new_empty(rows + bool(longer), *compressed.shape[1:])
-    part = communicator.reduce_scatter(how.begin(sent), received, op, async_op=True)
-
-    @torch.no_grad()
-    def finish() -> torch.Tensor:
-        result: torch.Tensor = how.compression.decompress(how.end(received)[:mine], context)
-        return result
-
-    return Handle([part], finish)
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """The gradient of a row is that of its result on the rank that got it; for Sum, times the number of ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, how: Reduction, tensor: torch.Tensor) -> Any:
-        ctx.how = how
-        return _reduce_scatter(tensor, how).wait()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        how: Reduction = ctx.how
-        _must_be_differentiable(how.op, "reducescatter")
-        factor = how.prescale * how.postscale * (how.process_set.size() if how.op is Sum else 1)
-        return None, allgather(grad, process_set=how.process_set) * factor
-
-
-def reducescatter_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handle[Any]:
-    """Starts :func:`reducescatter`, without compression and gradient."""
-    return _reduce_scatter(
-        tensor, reduction(None, op, prescale_factor, postscale_factor, Compression.none, process_set)
-    )
-
-
-def reducescatter(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> torch.Tensor:
-    """This rank's rows of the reduction of all ranks' tensors, which have one shape.
-
-    Rows are shared out in the order of the ranks; where they cannot be equally, the first ranks get one more.
-    ValueError for a tensor without dimensions.
-    """
-    how = reduction(None, op, prescale_factor, postscale_factor, compression, process_set)
-    result: torch.Tensor = _ReduceScatter.apply(how, tensor)
-    return result
-
-
-def grouped_reducescatter_async(
-    tensors: Sequence[torch.Tensor],
-    name: str | None = None,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handle[Any]:
-    """Starts :func:`grouped_reducescatter`, without compression and gradient."""
-    how = reduction(None, op, prescale_factor, postscale_factor, Compression.none, process_set)
-    return together([_reduce_scatter(tensor, how) for tensor in check_tensors(tensors, "grouped_reducescatter")])
-
-
-def grouped_reducescatter(
-    tensors: Sequence[torch.Tensor],
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[torch.Tensor]:
-    """:func:`reducescatter` of several tensors, one after the other."""
-    how = reduction(None, op, prescale_factor, postscale_factor, compression, process_set)
-    return [_ReduceScatter.apply(how, tensor) for tensor in check_tensors(tensors, "grouped_reducescatter")]

@@ -11,7 +11,5 @@ from bagua.horovod.data_movement import *  # noqa: F403
 from bagua.horovod.functions import *  # noqa: F403
 from bagua.horovod.handles import *  # noqa: F403
 from bagua.horovod.optimizer import *  # noqa: F403
-from bagua.horovod.process_sets import *  # noqa: F403
 from bagua.horovod.reductions import *  # noqa: F403
-from bagua.horovod.sync_batch_norm import *  # noqa: F403
 from bagua.horovod.unsupported import *  # noqa: F403
