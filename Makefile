@@ -140,7 +140,7 @@ NEXTEST := cargo nextest --version >/dev/null 2>&1
 
 # --cfg model replaces the atomics of the lock-free parts by those of the model checker, hence the separate target directory. The profile
 # is in Cargo.toml.
-MODEL := RUSTFLAGS="--cfg model -D warnings" cargo test --profile model --target-dir target/model -p bagua-net -p bagua-collectives -p bagua-core --lib
+MODEL := RUSTFLAGS="--cfg model -D warnings" cargo test --profile model --target-dir target/model -p bagua-net -p bagua-collectives --lib
 
 .PHONY: lint
 lint: installed ## Layers, licences, workflows, formatting, clippy, ruff, mypy, and the extension's stub against the extension
@@ -214,7 +214,7 @@ $(VENV)/.ray: $(VENV)/.packages requirements/ray.in requirements/constraints.txt
 .PHONY: test-oldest
 test-oldest: wheel $(OLDEST)/.packages ## Installs the wheel beside the oldest torch that is supported, and runs the Python tests there
 	tools/system_packages test
-	$(UV) pip install --python $(OLDEST)/bin/python --reinstall-package bagua --constraint requirements/oldest.txt dist/*manylinux_2_17_$(shell uname -m)*.whl
+	$(UV) pip install --python $(OLDEST)/bin/python --reinstall-package bagua-rs --constraint requirements/oldest.txt dist/*manylinux_2_17_$(shell uname -m)*.whl
 	$(OLDEST)/bin/python $(PYTEST) --ignore tests/typing
 
 $(OLDEST)/.packages: $(VENV)/.made requirements/oldest.txt

@@ -163,6 +163,3 @@ impl<G: Leave> SharedControl<G> {
         }
     }
 }
-
-#[cfg(all(test, model))]
-mod model;

@@ -141,18 +141,6 @@ pub(super) struct PendingCallback {
     completion: &'static CompletionThread,
 }
 
-#[cfg(all(test, model))]
-impl PendingCallback {
-    /// A callback that a model calls, not the completion thread.
-    pub(super) fn without_thread(callback: Callback) -> PendingCallback {
-        PendingCallback { callback, completion: CompletionThread::of_process() }
-    }
-
-    pub(super) fn call(self, result: &Result<()>) {
-        (self.callback)(result);
-    }
-}
-
 /// A worker that is not shut down.
 pub(super) struct WorkerRegistration {
     completion: &'static CompletionThread,

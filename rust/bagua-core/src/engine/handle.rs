@@ -260,9 +260,6 @@ pub(super) fn forked() -> Error {
     Error::other("this process was forked from the one that built the group; build a group of its own")
 }
 
-#[cfg(all(test, model))]
-mod model;
-
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::AtomicUsize;

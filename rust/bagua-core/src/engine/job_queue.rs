@@ -1,6 +1,6 @@
 //! The queue between those who submit jobs and the thread that runs them.
 //!
-//! Invariants, quoted by the models:
+//! Invariants:
 //!
 //! 1. A job that was taken is handed out once: by [`Jobs::next`], in the order of submission, or by [`Jobs::stop`].
 //! 2. A stopped queue takes no job and starts no thread, and its thread is handed out once.
@@ -176,6 +176,3 @@ impl<J, T> Jobs<J, T> {
         state.running.clone()
     }
 }
-
-#[cfg(all(test, model))]
-mod model;

@@ -1,6 +1,6 @@
 //! The lock between the threads that use weights and the thread that averages them: first come, first served.
 //!
-//! Invariants, quoted by the tests and models:
+//! Invariants, quoted by the tests:
 //!
 //! 1. At most one owner holds the lock. The same owner may take it again; it is free when it was given back as often.
 //! 2. Who asks first is served first, whatever it asks for.
@@ -232,10 +232,7 @@ impl Drop for WeightGuard {
     }
 }
 
-#[cfg(all(test, model))]
-mod model;
-
-#[cfg(all(test, not(model)))]
+#[cfg(test)]
 mod tests {
     use std::sync::mpsc;
     use std::thread;

@@ -25,7 +25,7 @@ mod matching;
 mod posted;
 mod progress;
 mod streams;
-#[cfg(all(test, not(model)))]
+#[cfg(test)]
 mod tests;
 mod turns;
 

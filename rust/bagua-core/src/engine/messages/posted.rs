@@ -308,7 +308,7 @@ impl PostedMessages {
     }
 
     /// True when a message has come that no receive has taken.
-    #[cfg(all(test, not(model)))]
+    #[cfg(test)]
     pub(super) fn keeps_messages(&self) -> bool {
         !self.kept.is_empty()
     }

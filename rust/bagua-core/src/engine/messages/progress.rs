@@ -183,7 +183,7 @@ impl MessengerShared {
     }
 
     /// True when a message has come that no receive has taken.
-    #[cfg(all(test, not(model)))]
+    #[cfg(test)]
     pub(super) fn keeps_messages(&self) -> bool {
         lock(&self.state).posted.keeps_messages()
     }
