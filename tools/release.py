@@ -196,7 +196,7 @@ def step_sdist(release: Release) -> None:
 
 def sdist() -> Path:
     """Where maturin writes that of this version."""
-    return DIST / f"bagua-{version()}.tar.gz"
+    return DIST / f"bagua_rs-{version()}.tar.gz"
 
 
 def contents(path: Path) -> list[str]:
@@ -221,7 +221,7 @@ def contents(path: Path) -> list[str]:
 
 def step_links(release: Release) -> None:
     """The links of wheels and of the sdist are absolute; crates.io takes the repository from each crate."""
-    files = [path for path in (*sorted(DIST.glob("bagua-*.whl")), sdist()) if path.exists()]
+    files = [path for path in (*sorted(DIST.glob("bagua_rs-*.whl")), sdist()) if path.exists()]
     found = {path.name: description.of(path) for path in files}
     repository = next((one.repository for one in found.values()), "")
     problems = [] if files else ["links: neither a wheel nor an sdist is in dist/"]
@@ -373,7 +373,7 @@ def obstacles(release: Release) -> list[str]:
 def publish() -> list[str]:
     """Publishes what is in dist/; what failed."""
     uv = Path(sys.executable).parent / "uv"
-    files = [*DIST.glob("bagua-*.whl"), sdist()]
+    files = [*DIST.glob("bagua_rs-*.whl"), sdist()]
     problems = []
     commands = [[str(uv), "publish", *map(str, files)], ["cargo", "publish", "--workspace", "--locked"]]
     for command in commands:

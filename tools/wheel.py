@@ -111,7 +111,7 @@ def stub() -> None:
 def build(target: Target) -> Path:
     """Builds the wheel of a target into dist/, instead of one that is there. CalledProcessError where that fails."""
     stub()
-    for old in DIST.glob(f"bagua-*{target.platform}_{target.machine}*.whl"):
+    for old in DIST.glob(f"bagua_rs-*{target.platform}_{target.machine}*.whl"):
         old.unlink()
     folder = Path(sys.executable).parent
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
@@ -123,7 +123,7 @@ def build(target: Target) -> Path:
     command += ["--target", target.triple, "--compatibility", target.platform, "--compression-level", "9"]
     command.append("--no-default-features")
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
-    (wheel,) = DIST.glob(f"bagua-*{target.platform}_{target.machine}*.whl")
+    (wheel,) = DIST.glob(f"bagua_rs-*{target.platform}_{target.machine}*.whl")
     description.complete(wheel)
     return wheel
 

@@ -19,6 +19,7 @@ Nothing here imports torch; `bagua.torch_api` does.
 """
 
 from bagua import default_group as _default_group
+from bagua import distributions as _distributions
 from bagua import engine as _engine
 from bagua import group
 from bagua.buckets import Bucket, Engine
@@ -39,6 +40,7 @@ from bagua.joining import init
 from bagua.records import flight_recorder
 
 __version__ = _engine.version()
+_distributions.warn()
 
 __all__ = [
     "AbortedError",

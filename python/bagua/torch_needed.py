@@ -17,7 +17,7 @@ def require(part: str) -> None:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise ModuleNotFoundError(f'{part} needs torch: pip install "bagua[torch]"', name="torch") from None
+        raise ModuleNotFoundError(f'{part} needs torch: pip install "torch>=2.5"', name="torch") from None
     if why := too_old(part, torch.__version__):
         raise ImportError(why)
 

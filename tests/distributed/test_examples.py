@@ -30,7 +30,7 @@ def run_example(rank: int, name: str, arguments: list[str]) -> int:
 def test_the_example_ends_well_on_every_rank(name: str) -> None:
     if name == "cached_dataset.py":
         for package in ("hiredis", "lmdb", "msgpack", "redis", "xxhash"):
-            pytest.importorskip(package, reason=f"{package} is not installed: pip install 'bagua[cache]'")
+            pytest.importorskip(package, reason=f"{package} is not installed: make setup")
     world = World(2, timeout=240.0)
     assert world.run(run_example, name, []) == [0, 0]
     assert world.output[0].strip()

@@ -174,6 +174,41 @@ def test_a_torch_that_is_too_old_is_a_problem(tmp_path: Path) -> None:
     assert problems(found) == {"torch": "bagua.torch_api needs torch 2.5 or newer, this is 2.4.1"}
 
 
+@pytest.mark.parametrize(
+    ("record", "name"),
+    [
+        ("bagua-0.9.2.dist-info", "bagua"),
+        ("bagua_cuda111-0.9.2-py3.8.egg-info", "bagua-cuda111"),
+        ("bagua_rs-0.1.0.dist-info", None),
+        ("bagua_core-0.4.1.dist-info", None),
+    ],
+)
+def test_the_original_in_the_same_folder_is_named_by_the_import_and_by_doctor(
+    tmp_path: Path, record: str, name: str | None
+) -> None:
+    package = tmp_path / "bagua"
+    package.symlink_to(Path(bagua.__file__).parent)
+    (tmp_path / record).mkdir()
+    why = f"{name} 0.9.2 (the original Bagua) and bagua-rs both own {package} and replace each other's files"
+    fix = f"pip uninstall {name} bagua-rs, then install bagua-rs again"
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    code = "import warnings\nwarnings.simplefilter('always')\n\nimport bagua.errors\nimport bagua"
+    imported = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(PYTHONPATH=path),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=True,
+    )
+    assert imported.stderr == (f"<string>:4: UserWarning: {why}: {fix}\n" if name else "")
+    if name is None:
+        return
+    ended = command("doctor", "--json", "--no-trial", PYTHONPATH=path, PYTHONWARNINGS="ignore")
+    assert json.loads(ended.stdout)["problems"] == [{"what": "installation", "why": why, "fix": fix}]
+
+
 def test_a_trial_that_fails_is_a_problem() -> None:
     code, found = examined(BAGUA_ALGORITHM="bruck")
     assert code == 1

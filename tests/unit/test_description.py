@@ -28,23 +28,23 @@ def metadata(url: str = URL, readme: str = README) -> str:
 
 
 def wheel(folder: Path, text: str) -> Path:
-    path = folder / "bagua-0.1.0-cp310-abi3-any.whl"
+    path = folder / "bagua_rs-0.1.0-cp310-abi3-any.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("bagua/__init__.py", "x = 1\n")
-        archive.writestr("bagua-0.1.0.dist-info/METADATA", text)
+        archive.writestr("bagua_rs-0.1.0.dist-info/METADATA", text)
         record = (
-            "bagua/__init__.py,sha256=0,6\nbagua-0.1.0.dist-info/METADATA,sha256=0,1\nbagua-0.1.0.dist-info/RECORD,,\n"
+            "bagua/__init__.py,sha256=0,6\nbagua_rs-0.1.0.dist-info/METADATA,sha256=0,1\nbagua_rs-0.1.0.dist-info/RECORD,,\n"
         )
-        archive.writestr("bagua-0.1.0.dist-info/RECORD", record)
+        archive.writestr("bagua_rs-0.1.0.dist-info/RECORD", record)
     return path
 
 
 def sdist(folder: Path, text: str) -> Path:
-    path = folder / "bagua-0.1.0.tar.gz"
+    path = folder / "bagua_rs-0.1.0.tar.gz"
     with tarfile.open(path, "w:gz") as archive:
         for name, content in {"README.md": README, "PKG-INFO": text}.items():
             data = content.encode()
-            entry = tarfile.TarInfo(f"bagua-0.1.0/{name}")
+            entry = tarfile.TarInfo(f"bagua_rs-0.1.0/{name}")
             entry.size, entry.mode, entry.mtime = len(data), 0o644, 1_700_000_000
             archive.addfile(entry, io.BytesIO(data))
     return path
@@ -91,12 +91,12 @@ def test_in_a_wheel_the_description_changes_and_its_digest_with_it(tmp_path: Pat
     assert description.of(path).relative() == []
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
-        text = archive.read("bagua-0.1.0.dist-info/METADATA")
+        text = archive.read("bagua_rs-0.1.0.dist-info/METADATA")
         digest = base64.urlsafe_b64encode(hashlib.sha256(text).digest()).rstrip(b"=").decode()
-        assert archive.read("bagua-0.1.0.dist-info/RECORD").decode().splitlines() == [
+        assert archive.read("bagua_rs-0.1.0.dist-info/RECORD").decode().splitlines() == [
             "bagua/__init__.py,sha256=0,6",
-            f"bagua-0.1.0.dist-info/METADATA,sha256={digest},{len(text)}",
-            "bagua-0.1.0.dist-info/RECORD,,",
+            f"bagua_rs-0.1.0.dist-info/METADATA,sha256={digest},{len(text)}",
+            "bagua_rs-0.1.0.dist-info/RECORD,,",
         ]
         assert archive.read("bagua/__init__.py") == b"x = 1\n"
     assert sorted(tmp_path.iterdir()) == [path]
@@ -107,8 +107,8 @@ def test_in_an_sdist_the_description_changes_and_the_files_stay(tmp_path: Path) 
     description.complete(path)
     assert description.of(path).text == description.Description.parse(metadata()).absolute()
     with tarfile.open(path) as archive:
-        assert archive.getnames() == ["bagua-0.1.0/README.md", "bagua-0.1.0/PKG-INFO"]
-        readme = archive.extractfile("bagua-0.1.0/README.md")
+        assert archive.getnames() == ["bagua_rs-0.1.0/README.md", "bagua_rs-0.1.0/PKG-INFO"]
+        readme = archive.extractfile("bagua_rs-0.1.0/README.md")
         assert readme is not None
         assert readme.read().decode() == README
         assert {(one.mode, one.mtime) for one in archive} == {(0o644, 1_700_000_000)}

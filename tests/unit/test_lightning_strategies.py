@@ -205,7 +205,7 @@ except ImportError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
-    assert done.stdout.strip() == 'lightning is not installed: pip install "bagua[lightning]"', done.stderr
+    assert done.stdout.strip() == 'lightning is not installed: pip install "lightning>=2.6.4"', done.stderr
 
 
 @pytest.mark.slow

@@ -110,13 +110,13 @@ def test_of_several_licences_that_of_mit_is_enough(tmp_path: Path) -> None:
 
 
 def test_what_an_sdist_lacks_or_has_too_much_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "bagua-0.2.0.tar.gz"
+    path = tmp_path / "bagua_rs-0.2.0.tar.gz"
     with tarfile.open(path, "w:gz") as archive:
         for name in ("Cargo.lock", "python/bagua/_bagua.abi3.so", "python/bagua/__init__.py"):
-            archive.addfile(tarfile.TarInfo(f"bagua-0.2.0/{name}"), io.BytesIO())
+            archive.addfile(tarfile.TarInfo(f"bagua_rs-0.2.0/{name}"), io.BytesIO())
     problems = release.contents(path)
-    assert "bagua-0.2.0.tar.gz has python/bagua/_bagua.abi3.so" in problems
-    assert "bagua-0.2.0.tar.gz lacks LICENSE" in problems
+    assert "bagua_rs-0.2.0.tar.gz has python/bagua/_bagua.abi3.so" in problems
+    assert "bagua_rs-0.2.0.tar.gz lacks LICENSE" in problems
     assert not any("Cargo.lock" in problem or "__init__" in problem for problem in problems)
 
 
@@ -256,6 +256,17 @@ def test_the_page_about_versions_names_the_wire_version_and_the_oldest_python_an
         assert python in page, python
 
 
+def test_what_an_error_or_a_page_tells_to_install_is_what_the_distribution_requires() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    assert '\nname = "bagua-rs"\n' in project
+    files = [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md"), *(ROOT / "python").glob("**/*.py")]
+    told = re.findall(r"pip install ([^`\n]*)", "\n".join(map(Path.read_text, files)))
+    assert told
+    assert not [one for one in told if re.search(r"\bbagua\b(?!-rs)", one) and "*.whl" not in one]
+    for requirement in (one for line in told for one in re.findall(r'"([a-z][^"{]*=[^"{]*)"', line)):
+        assert f'"{requirement}"' in project, requirement
+
+
 def test_pre_commit_runs_the_checks_of_make_lint_that_compile_nothing() -> None:
     recipe = re.search(r"^lint: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert recipe is not None
@@ -273,7 +284,7 @@ def test_pre_commit_runs_the_checks_of_make_lint_that_compile_nothing() -> None:
 def test_workflows_call_targets_and_steps_that_exist_and_say_that_they_have_never_run() -> None:
     targets = set(re.findall(r"^\.PHONY: (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
     workflows = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-    assert [path.stem for path in workflows] == ["docs", "release", "test"]
+    assert [path.stem for path in workflows] == ["docs", "nightly", "release", "test"]
     for path in workflows:
         text = path.read_text()
         assert "has never run" in text, path

@@ -17,8 +17,8 @@ import bagua
 from tools import crates, elf, smoke, wheel
 
 HERE = f"manylinux_2_17_{platform.machine()}"
-GOOD = f"bagua-0.1.0-cp310-abi3-{HERE}.manylinux2014_{platform.machine()}.whl"
-INFO = "bagua-0.1.0.dist-info"
+GOOD = f"bagua_rs-0.1.0-cp310-abi3-{HERE}.manylinux2014_{platform.machine()}.whl"
+INFO = "bagua_rs-0.1.0.dist-info"
 FILES = ("bagua/__init__.py", "bagua/py.typed", "bagua/_bagua.pyi", f"{INFO}/licenses/LICENSE")
 ENTRIES = f"{INFO}/entry_points.txt"
 TEXTS = f"{INFO}/licenses/{crates.LICENCES.name}"
@@ -72,10 +72,10 @@ def test_a_wheel_with_everything_in_place_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        (f"bagua-0.1.0-cp311-cp311-{HERE}.whl", "not one wheel for every Python"),
-        (f"bagua-0.1.0-cp310-abi3-linux_{platform.machine()}.whl", "not for every Linux"),
-        ("bagua-0.1.0-cp310-abi3-manylinux_2_36_x86_64.whl", "not for every Linux"),
-        ("bagua-0.1.0-cp310-abi3-musllinux_1_1_x86_64.whl", "not for every Linux"),
+        (f"bagua_rs-0.1.0-cp311-cp311-{HERE}.whl", "not one wheel for every Python"),
+        (f"bagua_rs-0.1.0-cp310-abi3-linux_{platform.machine()}.whl", "not for every Linux"),
+        ("bagua_rs-0.1.0-cp310-abi3-manylinux_2_36_x86_64.whl", "not for every Linux"),
+        ("bagua_rs-0.1.0-cp310-abi3-musllinux_1_1_x86_64.whl", "not for every Linux"),
     ],
 )
 def test_a_wheel_for_too_few_machines_is_refused(tmp_path: Path, name: str, complaint: str) -> None:
@@ -84,7 +84,7 @@ def test_a_wheel_for_too_few_machines_is_refused(tmp_path: Path, name: str, comp
 
 def test_an_extension_for_another_processor_than_the_tag_says_is_refused(tmp_path: Path) -> None:
     other = next(one for one in wheel.TARGETS if one.machine != platform.machine() and one.glibc)
-    path = build(tmp_path, f"bagua-0.1.0-cp310-abi3-{other.platform}_{other.machine}.whl")
+    path = build(tmp_path, f"bagua_rs-0.1.0-cp310-abi3-{other.platform}_{other.machine}.whl")
     assert any(f"is for {platform.machine()}, not {other.machine}" in problem for problem in audit(path))
 
 
@@ -95,7 +95,7 @@ def test_an_extension_that_needs_a_newer_glibc_than_the_tag_says_is_refused(tmp_
 
 
 def test_an_extension_for_musl_that_needs_glibc_is_refused(tmp_path: Path) -> None:
-    path = build(tmp_path, f"bagua-0.1.0-cp310-abi3-musllinux_1_2_{platform.machine()}.whl", code="int main(void);")
+    path = build(tmp_path, f"bagua_rs-0.1.0-cp310-abi3-musllinux_1_2_{platform.machine()}.whl", code="int main(void);")
     problems = audit(path)
     assert any("its tag says musllinux_1_2" in problem for problem in problems), problems
     assert any("not every system with musl" in problem for problem in problems), problems

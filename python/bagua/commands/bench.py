@@ -81,7 +81,7 @@ def _run(options: argparse.Namespace) -> int:
     ranks = (2 if options.ranks is None else options.ranks) if starts else place.local_world_size or 1
     _check_memory(max(sizes), ranks)
     if importlib.util.find_spec("torch") is None:
-        raise ImportError('bagua bench needs torch, whose gloo it measures too: pip install "bagua[torch]"')
+        raise ImportError('bagua bench needs torch, whose gloo it measures too: pip install "torch>=2.5"')
     if starts:
         return _start(ranks, options)
     if options.ranks not in (None, place.world_size):

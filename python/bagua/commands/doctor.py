@@ -9,7 +9,7 @@ import socket
 from importlib import metadata
 from typing import Any
 
-from bagua import config, cuda, engine, group, launcher, torch_needed
+from bagua import config, cuda, distributions, engine, group, launcher, torch_needed
 from bagua.commands import all_reduce_check, machine, tables
 from bagua.errors import BaguaError
 
@@ -56,8 +56,10 @@ def examine(*, with_trial: bool = True) -> dict[str, Any]:
     }
     place = _place(problems)
     found["launcher"] = _launcher(place)
+    if conflict := distributions.conflict():
+        problems.add("installation", *conflict)
     if why := torch_needed.too_old("bagua.torch_api", found["versions"]["torch"] or ""):
-        problems.add("torch", why, 'pip install "bagua[torch]"')
+        problems.add("torch", why, 'pip install "torch>=2.5"')
     found["network"] = _network(place, problems)
     _check_limits(place, problems)
     found["cuda"] = _cuda()

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     except ImportError as error:
-        print(f'python -m bagua.distributed.{which} needs torch: pip install "bagua[torch]" ({error})', file=sys.stderr)
+        print(f'python -m bagua.distributed.{which} needs torch: pip install "torch>=2.5" ({error})', file=sys.stderr)
         return 1
     if problem := pet.problem(given):
         print(f"python -m bagua.distributed.{which}: {problem}", file=sys.stderr)

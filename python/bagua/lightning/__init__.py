@@ -43,7 +43,7 @@ def _installed() -> list[str]:
 
 def _classes(namespace: str) -> Any:
     if namespace not in _installed():
-        raise ImportError(f'{namespace} is not installed: pip install "bagua[lightning]"')
+        raise ImportError(f'{namespace} is not installed: pip install "{namespace.replace("_", "-")}>=2.6.4"')
     return importlib.import_module(f"{__name__}.{namespace}_classes")
 
 

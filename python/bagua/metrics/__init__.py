@@ -1,8 +1,7 @@
 """The counters of `bagua.stats()` for Prometheus and per training step, probes for a supervisor, and progress.
 
 `serve()`, or BAGUA_METRICS_PORT, answers Prometheus and the probes over HTTP; each answer is `bagua.stats()` at that
-moment, in the text format that `prometheus_client` writes (`pip install "bagua[metrics]"`). `StepMeter` and `progress`
-do without it.
+moment, in the text format that `prometheus_client` writes. `StepMeter` and `progress` do without it.
 """
 
 from __future__ import annotations
@@ -147,7 +146,8 @@ def _client() -> ModuleType:
     try:
         import prometheus_client
     except ImportError as error:
-        raise ImportError(f'bagua.metrics needs prometheus_client: pip install "bagua[metrics]" ({error})') from None
+        install = 'pip install "prometheus_client>=0.20"'
+        raise ImportError(f"bagua.metrics needs prometheus_client: {install} ({error})") from None
     return prometheus_client
 
 

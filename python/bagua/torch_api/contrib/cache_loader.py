@@ -52,8 +52,8 @@ class CacheLoader:
     server, in a process and its DataLoader workers together, and counted in :meth:`stats`. May be used from several
     threads and in DataLoader workers, forked or spawned.
 
-    Raises ValueError and TypeError for arguments that cannot be used, ImportError for a missing package
-    (``pip install bagua[cache]``), ConnectionError if no server answers.
+    Raises ValueError and TypeError for arguments that cannot be used, ImportError for a missing package, and
+    ConnectionError if no server answers.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ class LmdbStore(LossyStore):
             import lmdb
         except ImportError as absent:
             raise ImportError(
-                "the cache backend 'lmdb' needs the package lmdb, which is not installed: pip install bagua[cache]"
+                'the cache backend "lmdb" needs the package lmdb, which is not installed: pip install "lmdb>=1.4"'
             ) from absent
         if capacity <= 0:
             raise ValueError(f"the capacity is {capacity} bytes; it must be positive")

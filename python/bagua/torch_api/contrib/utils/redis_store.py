@@ -26,7 +26,7 @@ def _redis() -> Any:
     except ImportError as absent:
         raise ImportError(
             f"the cache backend 'redis' needs the package {absent.name}, which is not installed: "
-            "pip install bagua[cache]"
+            'pip install "redis[hiredis]>=5.3"'
         ) from absent
     return redis
 

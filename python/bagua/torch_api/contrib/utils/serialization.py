@@ -90,7 +90,7 @@ class Serializer:
             import msgpack
         except ImportError as absent:
             raise ImportError(
-                "the cache needs the package msgpack, which is not installed: pip install bagua[cache]"
+                'the cache needs the package msgpack, which is not installed: pip install "msgpack>=1"'
             ) from absent
         if allow_pickle and not secret:
             raise ValueError("allow_pickle=True needs a secret: set BAGUA_JOB_SECRET, the same on all ranks")

@@ -149,7 +149,7 @@ class ClusterStore(Store):
                 from xxhash import xxh64_intdigest
             except ImportError as absent:
                 raise ImportError(
-                    "several cache stores are routed by xxhash, which is not installed: pip install bagua[cache]"
+                    'several cache stores are routed by xxhash, which is not installed: pip install "xxhash>=3"'
                 ) from absent
             self._hash = xxh64_intdigest
 

@@ -1,0 +1,51 @@
+"""Finds distributions of the original Bagua that share this package's folder.
+
+The original Bagua is published as `bagua`, `bagua-cuda102`, `bagua-cuda111` and so on; this package as `bagua-rs`. All
+of them own the folder `bagua`: whichever pip installs last replaces files of the other, and uninstalling one deletes
+files of the other.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from typing import NamedTuple
+
+__all__ = ["Conflict", "conflict", "warn"]
+
+# The folder, or the file of an old installer, that records an installed distribution.
+_RECORD = re.compile(r"(bagua(?:_cuda\d+)?)-(\d[^-]*)(?:-py[\d.]+)?\.(?:dist|egg)-info")
+
+
+class Conflict(NamedTuple):
+    """Distributions that own one folder."""
+
+    #: Their names and the folder.
+    why: str
+    #: What to do about it.
+    fix: str
+
+
+def conflict() -> Conflict | None:
+    """Returns the conflict with distributions of the original Bagua; None if there are none beside this package."""
+    package = os.path.dirname(os.path.abspath(__file__))
+    try:
+        beside = os.listdir(os.path.dirname(package))
+    except OSError:
+        # A folder that may be entered but not listed.
+        return None
+    found = {each[1].replace("_", "-"): each[2] for each in map(_RECORD.fullmatch, beside) if each}
+    if not found:
+        return None
+    originals = " and ".join(f"{name} {version}" for name, version in sorted(found.items()))
+    return Conflict(
+        f"{originals} (the original Bagua) and bagua-rs both own {package} and replace each other's files",
+        f"pip uninstall {' '.join(sorted(found))} bagua-rs, then install bagua-rs again",
+    )
+
+
+def warn() -> None:
+    """Warns the importer of `bagua` of a conflict."""
+    if found := conflict():
+        warnings.warn(f"{found.why}: {found.fix}", UserWarning, stacklevel=3)
