@@ -240,10 +240,6 @@ test-arm: ## Runs the core's tests for 64-bit ARM in an emulator (not part of ma
 gpu-test: setup ## Runs the tests of tests/gpu on this machine's GPU, and prints a table; "skipped: …" without one
 	$(BIN)/python -m tests.gpu
 
-.PHONY: cuda-breaks
-cuda-breaks: setup cuda-sim ## For each fault that the simulated CUDA driver can have, prints a test that notices
-	$(BIN)/python -m tests.cuda.breaks
-
 ##@ Benchmarks
 
 .PHONY: bench

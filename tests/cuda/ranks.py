@@ -75,8 +75,6 @@ class Ranks:
                 "BAGUA_SIM_REPORT": Path(folder, "report"),
                 **self.compiler,
             }
-            if broken := os.environ.get("BAGUA_SIM_BREAK"):
-                named["BAGUA_SIM_BREAK"] = broken  # by `make cuda-breaks`
             try:
                 yield {name: str(value) for name, value in named.items()}
             finally:
