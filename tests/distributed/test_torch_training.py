@@ -21,6 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError, MismatchError
+from bagua.torch_api.bucket import BaguaBucket
+from bagua.torch_api.communication import BaguaProcessGroup
+from bagua.torch_api.data_parallel import DistributedDataParallel
+from bagua.torch_api.data_parallel.bagua_distributed import BaguaDistributedDataParallel
 from tests.distributed.torch_ranks import cases_in, each_case, same_everywhere
 from tests.distributed.training_models import ChosenLayers
 from tests.waits import until
@@ -437,6 +441,30 @@ def the_original_names_are_there(rank: int) -> None:
     with contextlib.suppress(AttributeError):
         assert torch.nn.Linear(2, 2).bagua_ddp is None
     assert bagua.communication.get_backend("net_0") is model.bagua_ddp.backend
+
+
+class OfTheOriginal(bagua.algorithms.AlgorithmImpl):
+    """Annotates as the algorithms of the original do."""
+
+    def init_operations(self, bagua_ddp: BaguaDistributedDataParallel, bucket: BaguaBucket) -> None:
+        assert isinstance(bagua_ddp, BaguaDistributedDataParallel)
+        bucket.append_centralized_synchronous_op(hierarchical=False, average=True, group=self.process_group)
+
+
+class OfTheOriginalAlgorithm(bagua.algorithms.Algorithm):
+    def reify(self, process_group: BaguaProcessGroup) -> OfTheOriginal:
+        return OfTheOriginal(process_group)
+
+
+def an_algorithm_of_the_original_meets_the_class_that_it_imports(rank: int) -> None:
+    for wrap in (
+        lambda model: model.with_bagua([sgd(model)], OfTheOriginalAlgorithm()),
+        lambda model: DistributedDataParallel(model, optimizers=[sgd(model)], algorithm=OfTheOriginalAlgorithm()),
+    ):
+        model = wrap(torch.nn.Linear(3, 2))
+        assert isinstance(model.bagua_ddp, BaguaDistributedDataParallel)
+        model(torch.full((1, 3), float(rank))).sum().backward()
+        assert same_everywhere(*(param.grad for param in model.parameters()))
 
 
 CASES = cases_in(globals())

@@ -18,7 +18,7 @@ from .bucket import BaguaBucket
 from .communication import to_bagua_process_group
 from .membership.state import membership_state
 from .model_engine import bagua_ddp
-from .model_engine.bagua_ddp import BaguaDistributedDataParallel
+from .model_engine.bagua_ddp import InPlaceEngine
 from .model_engine.engine import ModelEngine
 from .model_engine.state import model_state, name_of
 from .process_group import ProcessGroup
@@ -72,7 +72,7 @@ def with_bagua(
         with contextlib.suppress(BaguaError):
             before.bagua_algorithm.before_step(before)
     unwrap(module)
-    _wrapped[module] = BaguaDistributedDataParallel(
+    _wrapped[module] = InPlaceEngine(
         module,
         optimizers,
         algorithm,

@@ -98,7 +98,7 @@ def hidden_forward_hooks(module: torch.nn.Module) -> Iterator[None]:
                     hooks[later] = hooks.pop(later)
 
 
-class BaguaDistributedDataParallel(ModelEngine):
+class InPlaceEngine(ModelEngine):
     """What ``model.with_bagua(...)`` puts at ``model.bagua_ddp``.
 
     Ends with its model, its group, or the next ``with_bagua``.
@@ -125,6 +125,6 @@ def end_with_group(wrapped: torch.nn.Module) -> None:
     ddp = _wrapped.pop(wrapped)
     ddp.close(at_exit=True)
     # A wrapper of ours asks by itself.
-    by_hook = isinstance(ddp, BaguaDistributedDataParallel)
+    by_hook = isinstance(ddp, InPlaceEngine)
     handle = wrapped.register_forward_pre_hook(_ForwardHook(None)) if by_hook else None
     _ended[wrapped] = ddp.bagua_module_name, handle

@@ -1,0 +1,5 @@
+"""The class that algorithms written for the original Bagua import, to annotate the model that they communicate for."""
+
+from ..model_engine.engine import ModelEngine as BaguaDistributedDataParallel
+
+__all__ = ["BaguaDistributedDataParallel"]
