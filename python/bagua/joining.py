@@ -113,6 +113,8 @@ def _rendezvous(
 
         return by_file, None
     place_of_rank_0 = launcher.master() if parts.scheme == "env" else (cast(str, host), cast(int, port))
+    given_by = "MASTER_ADDR" if parts.scheme == "env" else "init_method"
+    launcher.require_name(place_of_rank_0[0], "init", chosen.timeout, given_by=given_by)
     if parts.scheme == "env" and config.agent_serves_store():
         return None, place_of_rank_0
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import socket
+import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from bagua import config
 from bagua.errors import BaguaError
 
-__all__ = ["Found", "RankInfo", "expand", "found", "known_master", "master", "place"]
+__all__ = ["Found", "RankInfo", "expand", "found", "known_master", "master", "place", "require_name", "unresolved"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,9 @@ _HOW = {
     "openmpi": "pass it to every rank, as in mpirun -x MASTER_ADDR=host0 -x MASTER_PORT=29500 ...",
     "mpich": "pass it to every rank, as in mpiexec -genv MASTER_ADDR host0 -genv MASTER_PORT 29500 ...",
 }
+# Seconds between two attempts to resolve a name.
+_PAUSE = 0.5
+
 _HOW_ELSE = "start the ranks with a launcher such as torchrun, set it"
 
 
@@ -173,6 +178,31 @@ def master() -> tuple[str, int]:
         how = _HOW.get(launcher.name, _HOW_ELSE)
         raise BaguaError(f"{missing} is not set: {how}, or give bagua.init an init_method")
     return host, port
+
+
+def unresolved(host: str) -> str:
+    """Returns why a host name cannot be resolved; "" if it can."""
+    try:
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return ""
+
+
+def require_name(host: str, what: str, limit: float, *, given_by: str = "MASTER_ADDR") -> None:
+    """Raises BaguaError if rank 0's host name cannot be resolved; `what` is the function that the user called.
+
+    Raises at once, because a misspelt name stays wrong. In a Kubernetes pod, raises after `limit` seconds: the name of
+    another pod exists only once that pod has an address.
+    """
+    until = time.monotonic() + limit
+    while why := unresolved(host):
+        if config.text("KUBERNETES_SERVICE_HOST") is None or time.monotonic() >= until:
+            raise BaguaError(
+                f"{what}: cannot resolve {host!r}, the host of rank 0: {why}; give {given_by} a name or an address "
+                "that this host can look up"
+            )
+        time.sleep(_PAUSE)
 
 
 def expand(nodes: str) -> Iterator[str]:

@@ -120,8 +120,8 @@ def test_a_spoiled_environment_is_named_piece_by_piece() -> None:
     assert "from 1 to 64" in named["BAGUA_STREAMS_PER_PEER"]
     assert "from 1 to 65535" in named["BAGUA_METRICS_PORT"]
     assert "WORLD_SIZE" in named["launcher"]
-    assert named["MASTER_ADDR"] == "the host name 'no-such-host.invalid' leads nowhere"
-    assert named["BAGUA_ELASTIC"] == "the host name 'neither-this.invalid' leads nowhere"
+    assert named["MASTER_ADDR"].startswith("cannot resolve host name 'no-such-host.invalid': ")
+    assert named["BAGUA_ELASTIC"].startswith("cannot resolve host name 'neither-this.invalid': ")
     assert found["settings"]["BAGUA_TIMEOUT"] == {"value": "soon", "source": "environment"}
     assert found["trial"] is None
 
@@ -259,8 +259,8 @@ def test_the_text_has_the_problems_first_and_only_the_settings_that_are_set() ->
         "  BAGUA_TIMEOUT='soon' is not a number",
         "    correct it, or unset it; its default is 300",
     ]
-    named = command("doctor", "--no-trial", MASTER_ADDR="no-such-host.invalid").stdout.splitlines()
-    assert "  MASTER_ADDR: the host name 'no-such-host.invalid' leads nowhere" in named
+    named = command("doctor", "--no-trial", MASTER_ADDR="no-such-host.invalid").stdout
+    assert "  MASTER_ADDR: cannot resolve host name 'no-such-host.invalid': " in named
     assert re.search(r"BAGUA_TIMEOUT +soon +environment", ended.stdout)
     assert "BAGUA_HEARTBEAT_TIMEOUT" not in ended.stdout
     assert re.search(r"memory +[0-9.]+ [GT]B", ended.stdout)

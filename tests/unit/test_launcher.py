@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import socket
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import pytest
 
+import bagua
 from bagua import launcher
 from bagua.errors import BaguaError
 from bagua.launcher import RankInfo
@@ -34,6 +38,7 @@ MASTER = {"MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "29500"}
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     others = ("GROUP_RANK", "NODE_RANK", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+    others += ("KUBERNETES_SERVICE_HOST", "TORCHELASTIC_USE_AGENT_STORE")
     for name in (*TORCHRUN, *PYTORCHJOB, *SLURM, *OPENMPI, *MPICH, *others):
         monkeypatch.delenv(name, raising=False)
 
@@ -237,3 +242,64 @@ def test_a_job_id_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) ->
     put(monkeypatch, SLURM | {"SLURM_JOB_ID": "12_3"})
     with pytest.raises(ValueError, match="SLURM_JOB_ID='12_3'"):
         launcher.master()
+
+
+def init(init_method: str = "env://") -> None:
+    bagua.init(init_method=init_method)
+
+
+def init_process_group() -> None:
+    import bagua.torch_api
+
+    bagua.torch_api.init_process_group()
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(
+    ("join", "agent_store", "given_by"),
+    [
+        (init, None, "MASTER_ADDR"),
+        (init, "True", "MASTER_ADDR"),
+        (lambda: init("tcp://no-such-host.invalid:29500"), None, "init_method"),
+        (init_process_group, None, "MASTER_ADDR"),
+        (init_process_group, "True", "MASTER_ADDR"),
+    ],
+)
+def test_a_misspelt_host_of_rank_0_ends_the_join_at_once(
+    monkeypatch: pytest.MonkeyPatch, rank: str, join: Callable[[], None], agent_store: str | None, given_by: str
+) -> None:
+    put(monkeypatch, MASTER, {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "no-such-host.invalid"})
+    if agent_store is not None:
+        put(monkeypatch, {"TORCHELASTIC_USE_AGENT_STORE": agent_store})
+    asked = []
+
+    def getaddrinfo(host: str, *_: Any, **__: Any) -> NoReturn:
+        asked.append(host)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    with pytest.raises(BaguaError) as caught:
+        join()
+    why = "cannot resolve 'no-such-host.invalid', the host of rank 0: Name or service not known"
+    what = "init_process_group" if join is init_process_group else "init"
+    fix = f"give {given_by} a name or an address that this host can look up"
+    assert str(caught.value) == f"{what}: {why}; {fix}"
+    assert asked == ["no-such-host.invalid"]
+
+
+def test_in_a_pod_the_name_of_another_pod_may_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    monkeypatch.setattr(launcher, "_PAUSE", 0.0)
+    missing = ["Name or service not known"] * 2
+
+    def getaddrinfo(host: str, *_: Any, **__: Any) -> list[str]:
+        if missing:
+            raise socket.gaierror(socket.EAI_NONAME, missing.pop())
+        return [host]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    launcher.require_name("train-0.train", "init", 300.0)
+    assert not missing
+    missing.append("Name or service not known")
+    with pytest.raises(BaguaError, match=r"cannot resolve 'train-0\.train', the host of rank 0: Name or service"):
+        launcher.require_name("train-0.train", "init", 0.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import socket
 from importlib import metadata
 from typing import Any
 
@@ -161,9 +160,9 @@ def _network(place: launcher.RankInfo | None, problems: _Problems) -> dict[str, 
         # Named by the launcher's problem already.
         host, port = None, None
     for name, wanted in (("MASTER_ADDR", host), ("BAGUA_ELASTIC", _book_host())):
-        if wanted is not None and not _resolves(wanted):
+        if wanted is not None and (why := launcher.unresolved(wanted)):
             fix = f"give {name} a name or an address that this host can look up"
-            problems.add(name, f"the host name {wanted!r} leads nowhere", fix)
+            problems.add(name, f"cannot resolve host name {wanted!r}: {why}", fix)
             host = None
     address = None
     try:
@@ -181,13 +180,6 @@ def _book_host() -> str | None:
     except ValueError:
         return None
     return place[0] if isinstance(place, tuple) else None
-
-
-def _resolves(host: str) -> bool:
-    try:
-        return bool(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
-    except (OSError, UnicodeError):
-        return False
 
 
 def _check_limits(place: launcher.RankInfo | None, problems: _Problems) -> None:

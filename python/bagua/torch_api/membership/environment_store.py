@@ -29,6 +29,7 @@ def environment_store(rank: int, world_size: int) -> StoreClient:
 
 def _open_store(host: str, port: int, rank: int, world_size: int) -> StoreClient:
     limit = config.settings().timeout
+    launcher.require_name(host, "init_process_group", limit)
     if config.agent_serves_store():
         return StoreClient(next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=limit)))[0])
     if rank == 0:
