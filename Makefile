@@ -112,7 +112,7 @@ test: $(VENV)/.packages ## Runs what every change needs, Rust and Python: each v
 # The contract of device memory runs on the simulated driver; bagua-py has no tests of its own. One test more runs at a time than there are
 # processors, because some tests wait.
 target/.tested: Cargo.toml Cargo.lock $(shell find rust -type f -not -name '*.md' -not -path 'rust/bagua-py/*') $(wildcard tests/cuda/sim/*) \
-		.cargo/config.toml .config/nextest.toml
+		.config/nextest.toml
 	export NEXTEST_TEST_THREADS=$$(($(shell nproc) + 1)); $(call RUST_TESTS,quick)
 	@touch $@
 

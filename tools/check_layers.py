@@ -41,15 +41,6 @@ RUST = (
         )
         for crate in ("types", "kernels", "net", "collectives")
     ),
-    *(
-        (
-            f"rust/bagua-{files}*.rs",
-            r"\btarget_os\b|\bos\s*::\s*linux\b"
-            r"|\b(?:memfd_create|eventfd|epoll|sched_\w+|getrandom|NOSIGNAL|CMSG_CLOEXEC|LinuxPopulateWrite)\b",
-            "only platform of bagua-net knows the system that it is compiled for, and calls what Linux alone has",
-        )
-        for files in ("types/", "kernels/", "net/src/[!p]", "collectives/", "group/", "core/", "cuda/", "py/")
-    ),
 )
 
 # The only Python file that keeps process-wide state by `global` and installs fork and exit hooks.

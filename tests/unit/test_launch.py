@@ -199,7 +199,6 @@ def test_ranks_end_with_a_killed_launcher(tmp_path: Path, port: str) -> None:
         until(lambda: not is_running(pid), "the rank ends with its launcher")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives a process the orphans of its descendants")
 def test_ranks_end_when_the_agent_of_their_launcher_is_killed(tmp_path: Path) -> None:
     script = write(tmp_path, STAYS + "run_on()")
     with program("bagua.distributed.run", "--nproc_per_node", "2", script, str(tmp_path)) as process:

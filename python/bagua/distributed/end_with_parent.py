@@ -5,8 +5,6 @@
 PID is the parent's. It is run as a file, so that it imports no package. prctl(PR_SET_PDEATHSIG) is kept across execve
 and acts when the thread that started the process ends: parents start it on their main thread. It is a program
 of its own because `preexec_fn` would run Python in a fork of a process that may have threads.
-
-Only Linux has it. Elsewhere the command runs all the same, and outlives a parent that ends without ending it.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ def main(arguments: list[str]) -> None:
 def ask(parent: int, number: signal.Signals) -> None:
     """Asks the kernel for the signal when the parent ends. OSError when it refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "prctl") and libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     # The parent ended before the kernel was asked: another process has adopted this one.
     if os.getppid() != parent:

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +16,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """From now on a descendant whose parent ends becomes a child of this process. Only Linux has it."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)
+    """Makes this process the parent of every descendant whose own parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)
 
 
 def collect_orphans(own: int) -> None:
@@ -35,7 +32,7 @@ def kill_orphans() -> None:
     own = os.getpid()
     refused: set[int] = set()
     # What they start meanwhile becomes a child of this process, too.
-    while orphans := {process for process, parent in _on_linux() if parent == own} - refused:
+    while orphans := {process for process, parent in _all_processes() if parent == own} - refused:
         for orphan in orphans:
             kill_tree(orphan)
             try:
@@ -49,7 +46,7 @@ def kill_orphans() -> None:
 def descendants(pid: int) -> list[int]:
     """The processes that a process has started, and those that they have, also in other sessions."""
     children: dict[int, list[int]] = {}
-    for process, parent in _from_proc() if Path("/proc/self/stat").exists() else _from_ps():
+    for process, parent in _all_processes():
         children.setdefault(parent, []).append(process)
     found = list(children.get(pid, ()))
     # Grows while it is walked.
@@ -58,25 +55,13 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def _on_linux() -> Iterator[tuple[int, int]]:
-    return _from_proc() if sys.platform == "linux" else iter(())
-
-
-def _from_proc() -> Iterator[tuple[int, int]]:
-    """Every process of this system with its parent, as Linux shows them."""
+def _all_processes() -> Iterator[tuple[int, int]]:
+    """Yields every process of this system with its parent."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 # The name of any process is among them, and may be no text.
                 yield int(entry.name), int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
-
-
-def _from_ps() -> Iterator[tuple[int, int]]:
-    """The same by POSIX's command. OSError without it."""
-    listed = subprocess.run(("ps", "-A", "-o", "pid=", "-o", "ppid="), capture_output=True, text=True, check=False)
-    for line in listed.stdout.splitlines():
-        process, parent = line.split()
-        yield int(process), int(parent)
 
 
 def how(code: int) -> str:

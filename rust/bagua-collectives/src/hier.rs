@@ -337,5 +337,5 @@ impl Collective for Hier {
 }
 
 // Without memory that processes share there is nothing to test.
-#[cfg(all(test, not(bagua_portable)))]
+#[cfg(test)]
 mod tests;

@@ -223,7 +223,7 @@ impl Passing<'_> {
     }
 }
 
-#[cfg(all(test, target_os = "linux", not(any(bagua_portable, model))))]
+#[cfg(all(test, not(model)))]
 mod tests {
     use super::super::config::Config;
     use super::super::control::{Control, Plane};

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use bagua_collectives::{Io, Verb};
 use bagua_group::{Config, Group, Lane, Options, TransportChoice};
 use bagua_net::memory::SharedArena;
-use bagua_net::platform::{OPEN_DESCRIPTORS, SHARES_MEMORY};
+use bagua_net::platform::OPEN_DESCRIPTORS;
 use bagua_net::wait::lock;
 use bagua_types::error::Error;
 use bagua_types::types::{DType, Kind, ReduceOp};
@@ -90,7 +90,6 @@ fn valid_pairs() -> impl Iterator<Item = (DType, ReduceOp)> {
 }
 
 #[test]
-#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn zero_copy_results_equal_those_of_windows_and_streams_bitwise_in_every_type_and_op() {
     for n in 2..=5 {
         on_all(n, |me, mut rank| {
@@ -117,7 +116,6 @@ fn zero_copy_results_equal_those_of_windows_and_streams_bitwise_in_every_type_an
 }
 
 #[test]
-#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn zero_copy_handles_large_and_odd_sizes() {
     on_all(3, |me, mut rank| {
         let arena = rank.group.arena(3_000_000, "test").unwrap();
@@ -133,7 +131,6 @@ fn zero_copy_handles_large_and_odd_sizes() {
 }
 
 #[test]
-#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn zero_copy_verbs_with_chunks_and_roots_work_in_place_and_split() {
     for n in 2..=4 {
         on_all(n, |me, mut rank| {
@@ -195,7 +192,6 @@ fn zero_copy_verbs_with_chunks_and_roots_work_in_place_and_split() {
 }
 
 #[test]
-#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn any_mixture_of_arenas_offsets_and_ordinary_memory_gives_the_same_result() {
     on_all(3, |me, mut rank| {
         let bytes = 700_004;
@@ -228,7 +224,6 @@ fn any_mixture_of_arenas_offsets_and_ordinary_memory_gives_the_same_result() {
 }
 
 #[test]
-#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn arenas_may_be_freed_and_allocated_again_and_one_rank_may_keep_its_part() {
     on_all(2, |me, mut rank| {
         let bytes = 300_000;
@@ -254,7 +249,6 @@ fn arenas_may_be_freed_and_allocated_again_and_one_rank_may_keep_its_part() {
 }
 
 #[test]
-#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn random_operations_inside_and_outside_arenas_give_correct_results() {
     on_all(4, |me, mut rank| {
         let arena = rank.group.arena(400_000, "test").unwrap();
@@ -285,7 +279,6 @@ fn random_operations_inside_and_outside_arenas_give_correct_results() {
 }
 
 #[test]
-#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn other_lanes_and_sub_groups_are_zero_copy_on_an_arena_of_the_world() {
     on_all(3, |me, mut rank| {
         let bytes = 100_000;
@@ -310,11 +303,9 @@ fn other_lanes_and_sub_groups_are_zero_copy_on_an_arena_of_the_world() {
 fn without_shared_memory_an_arena_is_private_and_all_reduce_works() {
     let two_hosts = |config: &mut Config| config.host_id = ["a", "a", "b"][config.rank].to_owned();
     let by_tcp = |config: &mut Config| config.transport = TransportChoice::Tcp;
-    for (groups, shared) in [
-        (world_with(3, two_hosts), [SHARES_MEMORY, SHARES_MEMORY, false]),
-        (world_with(3, by_tcp), [false; 3]),
-        (world(1), [false; 3]),
-    ] {
+    for (groups, shared) in
+        [(world_with(3, two_hosts), [true, true, false]), (world_with(3, by_tcp), [false; 3]), (world(1), [false; 3])]
+    {
         let size = groups.len();
         std::thread::scope(|scope| {
             for (rank, group) in groups.iter().enumerate() {
@@ -333,7 +324,6 @@ fn without_shared_memory_an_arena_is_private_and_all_reduce_works() {
 }
 
 #[test]
-#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn one_rank_makes_and_frees_arenas_while_the_others_do_something_else() {
     on_all(3, |me, mut rank| {
         if me == 1 {
@@ -350,7 +340,6 @@ fn one_rank_makes_and_frees_arenas_while_the_others_do_something_else() {
 }
 
 #[test]
-#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn tensors_in_arenas_of_different_sizes_and_in_any_combination_are_zero_copy() {
     on_all(3, |me, mut rank| {
         let bytes = 200_000;
@@ -375,7 +364,6 @@ fn tensors_in_arenas_of_different_sizes_and_in_any_combination_are_zero_copy() {
 }
 
 #[test]
-#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn an_arena_has_one_descriptor_and_its_peers_have_none() {
     let _alone = lock(&DESCRIPTORS);
     on_all(3, |me, mut rank| {
@@ -401,7 +389,6 @@ fn descriptors(label: &str) -> usize {
 }
 
 #[test]
-#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn a_rank_that_cannot_map_the_arenas_of_its_peers_copies_with_them() {
     let ranks = [0, 1];
     let (_, processes) = mixed("entry_of_few_descriptors", 2, &ranks, Duration::from_secs(5));
@@ -458,7 +445,6 @@ fn resident(label: &str) -> (usize, usize) {
 }
 
 #[test]
-#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn an_arena_is_populated_at_once_and_may_outlive_its_group() {
     let groups = world(2);
     let arenas: Vec<SharedArena> = std::thread::scope(|scope| {
@@ -478,7 +464,6 @@ fn an_arena_is_populated_at_once_and_may_outlive_its_group() {
 }
 
 #[test]
-#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn the_memory_of_peers_goes_with_the_own_arena_and_with_the_lane() {
     let _alone = lock(&DESCRIPTORS);
     for by_lane in [false, true] {
@@ -528,7 +513,6 @@ fn entry_of_processes() {
 }
 
 #[test]
-#[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
 fn a_rank_that_is_killed_during_zero_copy_operations_is_lost_at_once_and_no_other_crashes() {
     for _ in 0..3 {
         let ranks = [0, 1, 2];

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use bagua_group::{Group, Options, PerProcess, TransportChoice};
-use bagua_net::platform::{OPEN_DESCRIPTORS, SHARES_MEMORY};
+use bagua_net::platform::OPEN_DESCRIPTORS;
 use bagua_net::wait::lock;
 use bagua_types::error::Error;
 use group_world::{AT_ONCE, NEVER_SILENT, cause, exit_code, fork, mixed, run_commands, until, world_with};
@@ -47,7 +47,7 @@ fn a_forked_child_gets_errors_closes_its_copies_and_does_not_affect_the_group() 
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
         let streams = groups[0].stats().data_opened.load(Relaxed);
-        assert_eq!(streams > 0, transport == TransportChoice::Tcp || !SHARES_MEMORY);
+        assert_eq!(streams > 0, transport == TransportChoice::Tcp);
         assert!(sockets() > 0);
         let (inherited_groups, mut inherited_lanes) = (groups.clone(), lanes);
         let child = fork(move || {

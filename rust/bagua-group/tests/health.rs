@@ -5,7 +5,6 @@ mod group_world;
 use std::time::Duration;
 
 use bagua_group::{Bootstrap, Config, TransportChoice};
-use bagua_net::platform::SHARES_MEMORY;
 use bagua_types::error::Error;
 use group_world::{
     AT_ONCE, NEVER_SILENT, PATIENCE, cause, config, connect_all, mixed, mixed_over, run_commands, try_world, until,
@@ -15,15 +14,8 @@ use rustix::process::Signal;
 
 const ENTRY: &str = "entry_of_processes";
 
-/// How the reason of a killed rank of this host begins: a connection by TCP may also have broken.
-const DIED: &str =
-    if SHARES_MEMORY { "its process died on this host" } else { "its process died or its connection broke" };
-
-/// The hosts where ranks share memory, else those of a world by TCP.
-fn hosts(sharing: Vec<Vec<usize>>) -> Vec<Vec<usize>> {
-    let size = sharing.concat().len();
-    if SHARES_MEMORY { sharing } else { (0..size).map(|rank| vec![rank]).collect() }
-}
+/// The start of the reason for a killed rank of this host.
+const DIED: &str = "its process died on this host";
 
 #[test]
 #[ignore = "the other tests start processes that run this"]
@@ -38,7 +30,7 @@ fn worlds_of_one_to_four_ranks_are_built() {
         for (rank, group) in groups.iter().enumerate() {
             assert_eq!((group.rank(), group.size(), group.peers_seen(), group.name()), (rank, size, size, "world"));
             assert_eq!(group.ranks(), (0..size).collect::<Vec<_>>());
-            assert_eq!(group.hosts(), hosts(vec![(0..size).collect()]));
+            assert_eq!(group.hosts(), [(0..size).collect::<Vec<_>>()]);
             group.health().check().unwrap();
         }
     }
@@ -47,7 +39,7 @@ fn worlds_of_one_to_four_ranks_are_built() {
 #[test]
 fn ranks_with_equal_host_ids_form_a_host_and_with_tcp_every_rank_is_its_own_host() {
     let two_hosts = world_with(4, |config| config.host_id = ["a", "b"][config.rank % 2].to_owned());
-    assert!(two_hosts.iter().all(|group| group.hosts() == hosts(vec![vec![0, 2], vec![1, 3]])));
+    assert!(two_hosts.iter().all(|group| group.hosts() == vec![vec![0, 2], vec![1, 3]]));
     let by_tcp = world_with(3, |config| config.transport = TransportChoice::Tcp);
     assert!(by_tcp.iter().all(|group| group.hosts() == [[0], [1], [2]]));
     let one_by_tcp = |config: &mut Config| {
@@ -111,7 +103,7 @@ const SPARSE: usize = 24;
 #[test]
 fn a_rank_is_connected_to_few_others_and_a_killed_one_is_lost_on_all_at_once() {
     let (groups, processes) = mixed(ENTRY, SPARSE, &[11, 17], NEVER_SILENT);
-    let together = hosts(vec![(0..SPARSE).collect()]);
+    let together = vec![(0..SPARSE).collect::<Vec<_>>()];
     assert!(groups.iter().all(|group| group.peers_seen() == SPARSE && group.hosts() == together));
     // A rank of 24 has 2 * 5 control connections, two listeners and the descriptors of its event loop.
     assert!(processes[0].sockets() <= 10 + 4, "{}", processes[0].sockets());
@@ -307,7 +299,7 @@ fn a_lost_rank_fails_the_groups_of_which_it_is_a_member_and_no_others() {
     let (groups, processes) = mixed(ENTRY, 4, &[3], Duration::from_secs(5));
     let without: Vec<_> = [0, 1].map(|rank| groups[rank].subgroup(&[0, 1], "without").unwrap().unwrap()).into();
     let with = groups[2].subgroup(&[3, 2], "with").unwrap().unwrap();
-    assert_eq!((with.ranks(), with.rank(), with.hosts()), ([3, 2].as_slice(), 1, hosts(vec![vec![0, 1]])));
+    assert_eq!((with.ranks(), with.rank(), with.hosts()), ([3, 2].as_slice(), 1, vec![vec![0, 1]]));
     processes[0].signal(Signal::KILL);
     for group in groups.iter().chain([&with]) {
         assert!(matches!(cause(group), Error::PeerLost { rank: 3, .. }));

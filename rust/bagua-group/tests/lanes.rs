@@ -10,7 +10,6 @@ use std::time::Duration;
 use bagua_collectives::{Collective, CollectiveFactory, Io, Verb};
 use bagua_group::{Config, Group, Lane, Options, TransportChoice};
 use bagua_net::memory::{Device, Region};
-use bagua_net::platform::SHARES_MEMORY;
 use bagua_net::request::PartLayout;
 use bagua_types::error::{Error, Result};
 use bagua_types::types::{DType, ReduceOp};
@@ -71,12 +70,6 @@ fn the_hosts_of_a_group_determine_its_collective() {
             vec!["self", "tcp", "tcp"],
         ),
     ] {
-        let shares = SHARES_MEMORY || name == "solo";
-        let (name, transports) = if shares {
-            (name, transports)
-        } else {
-            ("net", std::iter::once("self").chain(groups[1..].iter().map(|_| "tcp")).collect())
-        };
         let mut lanes = lanes(&groups);
         assert!(lanes.iter().all(|lane| lane.collective() == name), "{name}");
         assert_eq!(lanes[0].transports(), transports, "{name}");
@@ -116,7 +109,7 @@ impl CollectiveFactory for Unused {
     }
 
     fn wrap(&self, inner: Box<dyn Collective>, hosts: &[Vec<usize>]) -> Box<dyn Collective> {
-        assert_eq!(hosts, if SHARES_MEMORY { vec![vec![0, 1]] } else { vec![vec![0], vec![1]] });
+        assert_eq!(hosts, vec![vec![0, 1]]);
         self.0.fetch_add(1, SeqCst);
         inner
     }
@@ -159,8 +152,7 @@ fn sub_groups_have_lanes_of_their_own() {
     let on_host: Vec<Group> =
         [2, 3].into_iter().map(|rank: usize| groups[rank].subgroup(&[2, 3], "on one host").unwrap().unwrap()).collect();
     let (mut across_lanes, mut host_lanes) = (lanes(&across), lanes(&on_host));
-    let on_host = if SHARES_MEMORY { "shm" } else { "net" };
-    assert_eq!((across_lanes[0].collective(), host_lanes[0].collective()), ("net", on_host));
+    assert_eq!((across_lanes[0].collective(), host_lanes[0].collective()), ("net", "shm"));
     exercise(&mut across_lanes);
     exercise(&mut host_lanes);
 }
@@ -217,7 +209,6 @@ fn a_rank_may_open_streams_before_its_peer_has_built_the_group() {
 }
 
 #[test]
-#[cfg_attr(bagua_portable, ignore = "opening a lane waits for peers only where they share memory")]
 fn a_failure_of_the_group_ends_opening_a_lane_with_the_first_cause() {
     let groups = world(2);
     std::thread::scope(|scope| {
@@ -229,7 +220,6 @@ fn a_failure_of_the_group_ends_opening_a_lane_with_the_first_cause() {
 }
 
 #[test]
-#[cfg_attr(bagua_portable, ignore = "opening a lane waits for peers only where they share memory")]
 fn a_rank_that_does_not_open_a_lane_is_named_in_a_timeout_on_all_ranks() {
     let groups = world_with(2, |config| config.connect_timeout = Duration::from_secs(3));
     let Err(Error::Timeout { missing, .. }) = groups[0].lane().map(|_| ()) else { panic!("no timeout") };

@@ -5,7 +5,6 @@ mod group_world;
 use std::time::Duration;
 
 use bagua_group::{Config, Group, Lane, Options, Quorum, TransportChoice, View};
-use bagua_net::platform::SHARES_MEMORY;
 use bagua_types::error::{Error, Result};
 use group_world::{cause, join, mixed, until, world, world_with};
 use rustix::process::Signal;
@@ -281,6 +280,6 @@ fn every_host_of_the_new_view_keeps_its_ranks() {
     let mut groups = world_with(4, hosts);
     groups.remove(0).leave();
     let views: Vec<_> = shrink_all(&groups, Quorum::Majority).into_iter().map(Result::unwrap).collect();
-    let expected = if SHARES_MEMORY { vec![vec![0], vec![1, 2]] } else { vec![vec![0], vec![1], vec![2]] };
+    let expected = vec![vec![0], vec![1, 2]];
     assert!(views.iter().all(|view| view.group.hosts() == expected));
 }

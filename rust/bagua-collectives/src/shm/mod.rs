@@ -26,7 +26,7 @@ mod placement;
 mod protocol;
 mod segment;
 // Without memory that processes share there is nothing to test.
-#[cfg(all(test, not(bagua_portable)))]
+#[cfg(test)]
 mod tests;
 mod zero_copy;
 

@@ -368,7 +368,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
     fn a_rank_leaves_a_shared_processor_at_the_second_wait_in_a_row() {
         let arena = Arc::new(Arena::create("bagua-test", segment_len(2)).unwrap());
         let segment = Segment::new(arena, 1, 2).unwrap();
@@ -421,7 +420,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(bagua_portable, ignore = "needs threads that can be kept to processors")]
     fn the_mask_of_a_sleep_ends_with_it() {
         let own = || processors(0).ok();
         let before = own().unwrap();
@@ -434,7 +432,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(bagua_portable, ignore = "needs threads that can be kept to processors")]
     fn a_thread_that_moves_runs_there_and_keeps_its_affinity_mask() {
         let before = allowed();
         assert!(!before.is_empty());

@@ -350,7 +350,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(bagua_portable, ignore = "needs memory that processes share")]
     fn a_segment_that_is_too_short_is_refused() {
         let arena = Arc::new(Arena::create("bagua-test", segment_len(2)).unwrap());
         assert!(Segment::new(Arc::clone(&arena), 1, 2).is_ok());

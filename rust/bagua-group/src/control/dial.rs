@@ -100,7 +100,7 @@ impl Plane {
         hello: &Hello,
     ) -> std::result::Result<ControlConn, Failed> {
         let mut conn = match (kind, address.tcp) {
-            (SocketKind::Unix, _) => ControlConn::unix(UnixStream::connect(path_of_name(&address.unix)?).await?)?,
+            (SocketKind::Unix, _) => ControlConn::unix(UnixStream::connect(path_of_name(&address.unix)).await?)?,
             (SocketKind::Tcp, Some(tcp)) => {
                 let connecting = tokio::time::timeout(STEP_TIMEOUT, TcpStream::connect(tcp)).await;
                 let stream = connecting.map_err(|_| Failed::broken("no answer"))??;
@@ -153,7 +153,7 @@ impl Plane {
     }
 
     async fn unix_name_exists(&self, address: &Address) -> bool {
-        let Ok(path) = path_of_name(&address.unix) else { return false };
+        let path = path_of_name(&address.unix);
         match UnixStream::connect(path).await {
             Ok(_) => true,
             Err(error) => error.kind() == ErrorKind::WouldBlock,

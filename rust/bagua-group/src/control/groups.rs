@@ -1,10 +1,12 @@
 //! The groups of a rank: what the control plane finds, and what other ranks report, becomes their first cause or a departure.
 
 use std::collections::{HashMap, HashSet};
+use std::io::Write;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Instant;
 
+use super::super::fork::PerProcess;
 use super::super::wire::RANKS_LIMIT;
 use super::message::{Body, Message, Notice};
 use super::overlay::Presence;
@@ -15,6 +17,9 @@ use crate::wait::lock;
 
 /// The most messages that are kept for groups that this rank has not built yet.
 const MAX_EARLY: usize = 4096;
+
+/// The losses that this process has printed: its rank, and the lost rank with its host and process.
+static REPORTED: PerProcess<Mutex<HashSet<(usize, usize, String, u32)>>> = PerProcess::new();
 
 /// A group of which this rank is a member.
 pub(super) struct Entry {
@@ -67,12 +72,18 @@ impl Plane {
             }
         });
         let plane = Arc::downgrade(self);
-        let noted = health.subscribe(move |_| {
+        let weak = Arc::downgrade(health);
+        let noted = health.subscribe(move |cause| {
             if let Some(plane) = plane.upgrade()
-                && plane.world.get().is_some_and(|world| world.id == id)
+                && plane.owner.is_current()
                 && !plane.has_left()
             {
-                let _ = plane.failed_at.set(Instant::now());
+                if plane.world.get().is_some_and(|world| world.id == id) {
+                    let _ = plane.failed_at.set(Instant::now());
+                }
+                if let Some(health) = weak.upgrade() {
+                    plane.report(cause, &health);
+                }
             }
         });
         let mut groups = lock(&self.groups);
@@ -95,6 +106,22 @@ impl Plane {
                 let _ = health.fail(health.peer_lost(member, "it was lost before the group was built"));
             }
         }
+    }
+
+    /// Prints that a rank is lost, unless it has left in order or this process has printed it for another group. A launcher may end this
+    /// process before Python raises the error.
+    fn report(&self, cause: &Error, health: &GroupHealth) {
+        let Error::PeerLost { rank, host, reason, noticed_by, .. } = cause else { return };
+        let own = self.config.rank;
+        let has_left = group_rank(health.world_ranks(), *rank).is_none_or(|member| health.has_departed(member));
+        let process = self.world.get().and_then(|world| Some(world.addresses.get(*rank)?.pid)).unwrap_or_default();
+        if *rank == own || has_left || !lock(REPORTED.get()).insert((own, *rank, host.clone(), process)) {
+            return;
+        }
+        let by = if *noticed_by == own { String::new() } else { format!(" (noticed by rank {noticed_by})") };
+        let line = format!("bagua: rank {own} lost rank {rank} (host {host}): {reason}{by}\n");
+        // One write, so that the lines of several ranks do not mix. Without a standard error there is nobody to tell.
+        let _ = std::io::stderr().write_all(line.as_bytes());
     }
 
     /// Leaves a sub-group, and announces that to its members.
@@ -233,11 +260,11 @@ fn depart(entry: &Entry, rank: usize) {
 }
 
 // Elsewhere a kernel does not say what it has not sent.
-#[cfg(all(test, target_os = "linux", not(bagua_portable)))]
+#[cfg(test)]
 mod tests {
     use std::cell::Cell;
-    use std::io::Write;
     use std::net::{TcpListener, TcpStream};
+    use std::time::Duration;
 
     use super::super::super::TransportChoice;
     use super::super::super::config::Config;
@@ -254,6 +281,21 @@ mod tests {
         while ours.write(&[0; 1 << 16]).is_ok() {}
         ours.set_nonblocking(false).unwrap();
         (ours, theirs)
+    }
+
+    #[test]
+    fn the_kernel_gives_up_a_peer_no_earlier_than_its_heartbeats() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        for (heartbeat, expected) in [(5, 30), (120, 120), (1 << 32, i32::MAX as u64 / 1000)] {
+            let heartbeat_timeout = Duration::from_secs(heartbeat);
+            let config = Config { transport: TransportChoice::Tcp, heartbeat_timeout, ..Config::new(0, 2) };
+            let plane = Plane::new(config, OwnerProcess::current(), None);
+            let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let copy = stream.try_clone().unwrap();
+            let _transport = plane.transport(Socket::Tcp(stream), 7, Purpose::Stream).unwrap();
+            let millis = rustix::net::sockopt::tcp_user_timeout(&copy).unwrap();
+            assert_eq!(u64::from(millis) / 1000, expected);
+        }
     }
 
     #[test]

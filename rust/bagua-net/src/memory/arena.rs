@@ -23,7 +23,7 @@ impl Arena {
     /// New zeroed memory of `len` bytes (rounded up to whole pages). `label` shows in `/proc/<pid>/maps`.
     ///
     /// # Errors
-    /// `System` when the kernel refuses, and where processes share no memory ([`platform::SHARES_MEMORY`]).
+    /// `System` when the kernel refuses.
     pub fn create(label: &str, len: usize) -> Result<Arena> {
         let len = len.max(1).next_multiple_of(rustix::param::page_size());
         let fd = platform::shared_file(label, len);
@@ -121,7 +121,7 @@ impl Arena {
 }
 
 // Without memory that processes share there is nothing to test.
-#[cfg(all(test, not(bagua_portable)))]
+#[cfg(test)]
 mod tests {
     use super::*;
     use std::sync::atomic::Ordering;

@@ -334,7 +334,7 @@ impl Finder {
 }
 
 // Without memory that processes share there is nothing to test.
-#[cfg(all(test, not(bagua_portable)))]
+#[cfg(test)]
 mod tests {
     use rustix::param::page_size;
 

@@ -1,249 +1,318 @@
-//! What this project takes from the operating system beyond POSIX. All that is specific to Linux is here.
-//!
-//! | file | what it is |
-//! |---|---|
-//! | `linux` | Linux |
-//! | `portable` | every other system, macOS for one: POSIX alone |
-//! | `processors` | a set of processors |
-//!
-//! The functions here say what each of the two gives. Where POSIX has nothing, `portable` says so by what it returns, and the caller does
-//! without: ranks of one host share no memory there, and use TCP ([`SHARES_MEMORY`]). No other file asks for which system it is compiled.
-//! `--cfg bagua_portable` takes `portable` on Linux too, so that it is compiled and tested there:
-//! `RUSTFLAGS="--cfg bagua_portable" cargo nextest run -p bagua-net -p bagua-group --target-dir target/portable`.
+//! The calls to Linux that the standard library and rustix do not offer in the form that this project needs.
 
 #![allow(unsafe_code)]
 
-#[cfg(all(target_os = "linux", not(bagua_portable)))]
-mod linux;
-#[cfg(all(target_os = "linux", not(bagua_portable)))]
-use linux as system;
-
-#[cfg(any(not(target_os = "linux"), bagua_portable))]
-mod portable;
-#[cfg(any(not(target_os = "linux"), bagua_portable))]
-use portable as system;
+#[cfg(not(target_os = "linux"))]
+compile_error!("Bagua runs on Linux only: it needs memfd, futexes on shared memory and abstract sockets");
 
 mod processors;
 
-use std::ffi::c_void;
-use std::io;
+use std::ffi::{CStr, OsStr, OsString, c_char, c_int, c_void};
+use std::fs;
+use std::io::{self, Read};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixListener;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::{SocketAddr, UnixListener};
 use std::path::PathBuf;
-use std::ptr::NonNull;
+use std::ptr::{self, NonNull};
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
-use rustix::net::{RecvFlags, SendFlags};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::ioctl::{Getter, Opcode, ioctl};
+use rustix::net::{RecvFlags, SendFlags, sockopt};
+use rustix::rand::{GetRandomFlags, getrandom};
+use rustix::thread::futex;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 pub use processors::Processors;
 
-/// Whether the ranks of a host can share memory: they pass its descriptor to each other, and a store wakes a thread of another process.
-pub const SHARES_MEMORY: bool = system::SHARES_MEMORY;
+/// Flags for every send on a socket. Sending on a closed connection returns an error instead of raising SIGPIPE.
+pub const NO_SIGNAL: SendFlags = SendFlags::NOSIGNAL;
 
-/// Flags of every send on a socket: a closed connection is an error, independent of the program's handling of SIGPIPE. None where that is an
-/// option of sockets, which std, tokio and socket2 set when they make one (SO_NOSIGPIPE of macOS).
-pub const NO_SIGNAL: SendFlags = system::NO_SIGNAL;
+/// Flags for receiving descriptors. Programs that this process starts do not inherit them.
+pub const CLOSE_ON_EXEC: RecvFlags = RecvFlags::CMSG_CLOEXEC;
 
-/// Flags of a receive of descriptors: programs that this one starts do not get them.
-pub const CLOSE_ON_EXEC: RecvFlags = system::CLOSE_ON_EXEC;
+/// The directory with one entry per open descriptor of this process, including the descriptor that reads it.
+pub const OPEN_DESCRIPTORS: &str = "/proc/self/fd";
 
-/// The directory with an entry for each open descriptor of this process, the one by which it is read among them.
-pub const OPEN_DESCRIPTORS: &str = system::OPEN_DESCRIPTORS;
-
-/// The number of open descriptors of this process. Linux 6.2 and later know it; elsewhere [`OPEN_DESCRIPTORS`] is read, which takes as long as
-/// there are many.
+/// Returns the number of open descriptors of this process.
 ///
 /// # Errors
-/// When that directory cannot be read.
+/// When [`OPEN_DESCRIPTORS`] cannot be read.
 pub fn open_descriptors() -> io::Result<usize> {
-    match system::open_descriptors() {
-        Some(open) => Ok(open),
-        // One of them is that of the directory.
-        None => Ok(std::fs::read_dir(OPEN_DESCRIPTORS)?.count().saturating_sub(1)),
+    // Since Linux 6.2 the size of the directory is the number of its entries; before, it was 0.
+    match fs::metadata(OPEN_DESCRIPTORS)?.len() {
+        // One of the entries is the descriptor that reads the directory.
+        0 => Ok(fs::read_dir(OPEN_DESCRIPTORS)?.count().saturating_sub(1)),
+        open => Ok(usize::try_from(open).unwrap_or(usize::MAX)),
     }
 }
 
-/// Sleeps while `*word == seen`, at most `timeout`. May return early.
-///
-/// Linux: a futex, which works across processes on shared memory. Elsewhere a sleep of at most a millisecond, which nothing ends.
+/// Sleeps while `*word == seen`, for at most `timeout`. May return early. Works across processes on shared memory.
 #[inline]
 pub fn futex_wait(word: &AtomicU32, seen: u32, timeout: Duration) {
-    system::futex_wait(word, seen, timeout);
+    let timeout = futex::Timespec {
+        tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: timeout.subsec_nanos().into(),
+    };
+    // Every outcome (woken, changed, timed out, interrupted) means the same to the caller: look again.
+    let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&timeout));
 }
 
 /// Wakes every thread that sleeps on `word`, in every process.
 #[inline]
 pub fn futex_wake(word: &AtomicU32) {
-    system::futex_wake(word);
+    // No sleeper is not an error.
+    let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
 }
 
-/// A new anonymous file of `len` zeros, for memory that processes share. No process can change its size from here on: one that shrank it
-/// would let the others die of SIGBUS. `label` shows in `/proc/<pid>/maps`.
+/// Creates an anonymous file of `len` zeros, for memory that processes share. `label` shows in `/proc/<pid>/maps`.
+///
+/// The size is sealed, because a process that shrank the file would make the others die of SIGBUS.
 ///
 /// # Errors
-/// What the kernel says; `Unsupported` without [`SHARES_MEMORY`].
+/// The kernel's error.
 pub fn shared_file(label: &str, len: usize) -> io::Result<OwnedFd> {
-    system::shared_file(label, len)
+    let file = rustix::fs::memfd_create(label, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    rustix::fs::ftruncate(&file, len as u64)?;
+    rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    Ok(file)
 }
 
-/// The size of a file that another process made by [`shared_file`]; `None` of one that could shrink.
+/// Returns the size of a file that another process created with [`shared_file`], or `None` if the file could shrink.
 ///
 /// # Errors
-/// As [`shared_file`].
+/// The kernel's error.
 pub fn sealed_len(file: BorrowedFd<'_>) -> io::Result<Option<usize>> {
-    system::sealed_len(file)
+    if !rustix::fs::fcntl_get_seals(file)?.contains(SealFlags::SHRINK) {
+        return Ok(None);
+    }
+    Ok(Some(usize::try_from(rustix::fs::fstat(file)?.st_size).unwrap_or(0)))
 }
 
-/// Gives every page its memory and its place in this process's page table, which would otherwise cost 1 to 2.5 us per page when it is
-/// first touched. Linux before 5.14 and other systems do it at first touch.
+/// Allocates and maps every page now. Otherwise the first access to each page costs 1 to 2.5 us.
+///
+/// Has no effect before Linux 5.14.
 ///
 /// # Errors
 /// When there is not enough memory.
 ///
 /// # Safety
-/// The bytes are mapped, readable and writable, from the beginning of a page on.
+/// The range is mapped, readable and writable, and starts at a page boundary.
 pub unsafe fn populate(begin: *mut c_void, len: usize) -> io::Result<()> {
-    // SAFETY: by this function's promise.
-    unsafe { system::populate(begin, len) }
+    // SAFETY: mapped, by this function's promise; the advice leaves the contents as they are.
+    match unsafe { rustix::mm::madvise(begin, len, rustix::mm::Advice::LinuxPopulateWrite) } {
+        Ok(()) | Err(rustix::io::Errno::INVAL) => Ok(()),
+        Err(e) => Err(e.into()),
+    }
 }
 
-/// Limits how long the kernel retransmits unacknowledged bytes of a connection before it closes it, and the unsent bytes in its buffer. Linux
-/// only: elsewhere the heartbeat of a group finds a lost peer, and buffers grow.
+/// Limits how long the kernel retransmits unacknowledged bytes before it closes the connection.
 ///
 /// # Errors
-/// When the kernel refuses an option.
-pub fn limit_stream(stream: &TcpStream, unacknowledged: Duration, unsent: u32) -> io::Result<()> {
-    system::limit_stream(stream, unacknowledged, unsent)
+/// When the kernel refuses the option.
+pub fn limit_unacknowledged(stream: &TcpStream, time: Duration) -> io::Result<()> {
+    // The kernel reads a signed number.
+    let millis = time.as_millis().min(i32::MAX as u128) as u32;
+    Ok(sockopt::set_tcp_user_timeout(stream, millis)?)
 }
 
-/// For a connection that carries few bytes, which should not wait for the many of others: this host sends its packets first, and those that
-/// are lost again and again after the same time, not after ever longer ones (tcp(7), TCP_THIN_LINEAR_TIMEOUTS). Linux only.
+/// Limits how many unsent bytes the buffer of a connection holds.
+///
+/// # Errors
+/// When the kernel refuses the option.
+pub fn limit_unsent(stream: &TcpStream, bytes: u32) -> io::Result<()> {
+    socket2::SockRef::from(stream).set_tcp_notsent_lowat(bytes)
+}
+
+/// Prefers the packets of a connection that carries few bytes. This host sends them before those of other connections, and
+/// retransmits lost ones at a constant interval instead of a growing one (tcp(7), TCP_THIN_LINEAR_TIMEOUTS).
 ///
 /// # Errors
 /// When the kernel refuses an option.
 pub fn expedite(stream: BorrowedFd<'_>) -> io::Result<()> {
-    system::expedite(stream)
+    /// TC_PRIO_INTERACTIVE: the first band of pfifo_fast and prio (linux/pkt_sched.h, tc-prio(8)).
+    const INTERACTIVE: u32 = 6;
+    sockopt::set_tcp_thin_linear_timeouts(stream, true)?;
+    socket2::SockRef::from(&stream).set_priority(INTERACTIVE)
 }
 
-/// Bytes that were sent on a connection and that the peer has not acknowledged; `None` where the kernel does not say.
+/// Returns the number of bytes sent on a connection that the peer has not acknowledged, or `None` if the kernel refuses.
 pub fn unsent(stream: &TcpStream) -> Option<usize> {
-    system::unsent(stream)
+    const OUTQ: Opcode = libc::TIOCOUTQ as Opcode;
+    // SAFETY: on a socket, this request writes one int (tcp(7), SIOCOUTQ).
+    let bytes = unsafe { ioctl(stream.as_fd(), Getter::<OUTQ, c_int>::new()) };
+    bytes.ok().and_then(|bytes| usize::try_from(bytes).ok())
 }
 
-/// The number of the processor on which this thread runs; `None` where the kernel does not say.
+/// Returns the number of the processor on which this thread runs.
 #[inline]
 pub fn processor() -> Option<u32> {
-    system::processor()
+    Some(rustix::thread::sched_getcpu() as u32)
 }
 
-/// The number of this thread for [`processors`]; 0 without [`processors`].
+/// Returns the number of this thread for [`processors`].
 pub fn thread_number() -> i32 {
-    system::thread_number()
+    rustix::thread::gettid().as_raw_nonzero().get()
 }
 
-/// The processors that a thread may use, which is a [`thread_number`], or 0 for this one.
+/// Returns the processors that a thread may use. `thread` is a [`thread_number`], or 0 for the calling thread.
 ///
 /// # Errors
-/// What the kernel says; `Unsupported` where threads cannot be kept to processors.
+/// The kernel's error.
 pub fn processors(thread: i32) -> io::Result<Processors> {
-    system::processors(thread)
+    let mut set = Processors::NONE;
+    // SAFETY: writes at most so many bytes, of which any is a set.
+    let code = unsafe { libc::sched_getaffinity(thread, size_of::<Processors>(), (&raw mut set).cast()) };
+    if code == 0 { Ok(set) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Keeps this thread to some processors.
+/// Restricts the calling thread to some processors.
 ///
 /// # Errors
-/// As [`processors`].
+/// The kernel's error.
 pub fn set_processors(set: &Processors) -> io::Result<()> {
-    system::set_processors(set)
+    // SAFETY: reads so many bytes.
+    let code = unsafe { libc::sched_setaffinity(0, size_of::<Processors>(), ptr::from_ref(set).cast()) };
+    if code == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Identity of the host: equal on processes that can connect to each other by [`listen_by_name`]. Linux: the boot id and the network
-/// namespace; elsewhere the host name.
+/// Returns the identity of the host: the boot id and the network namespace. Processes with the same identity can connect to
+/// each other through [`listen_by_name`].
 ///
 /// # Errors
-/// `System` when the kernel does not say.
+/// `System` when the kernel's files cannot be read.
 pub fn host_id() -> Result<String> {
-    system::host_id()
+    let path = "/proc/sys/kernel/random/boot_id";
+    let boot = fs::read_to_string(path).map_err(|e| Error::system(path, e))?;
+    let path = "/proc/self/ns/net";
+    let namespace = fs::metadata(path).map_err(|e| Error::system(path, e))?;
+    Ok(format!("{}:{}:{}", boot.trim(), namespace.dev(), namespace.ino()))
 }
 
-/// The host name of the system.
+/// Returns the host name of the system.
 pub fn host_name() -> String {
-    let name = system::host_name();
+    let name = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     if name.trim().is_empty() { "localhost".to_owned() } else { name.trim().to_owned() }
 }
 
-/// Number of this process's namespace of process ids on its host; 0 where other processes must not draw conclusions from its process id.
+/// Returns the number of this process's PID namespace, or 0 if it is unknown. Processes in different namespaces must not
+/// compare process ids.
 pub fn pid_namespace() -> u64 {
-    system::pid_namespace()
+    fs::metadata("/proc/self/ns/pid").map_or(0, |namespace| namespace.ino())
 }
 
-/// True when a process of this host is stopped, by SIGSTOP or by a debugger. False as well where it has ended, which its connections show,
-/// and where the kernel does not say.
+/// Returns true if a process of this host is stopped by SIGSTOP or by a debugger. Returns false if it has ended.
 pub fn is_stopped(process: u32) -> bool {
-    system::is_stopped(process)
+    // The state is near the start of the file, so one read suffices.
+    let mut stat = [0; 128];
+    let read = fs::File::open(format!("/proc/{process}/stat")).and_then(|mut file| file.read(&mut stat));
+    let Ok(read) = read else { return false };
+    // The state follows the name, which may contain anything.
+    let stat = &stat[..read];
+    let state = stat.iter().rposition(|byte| *byte == b')').and_then(|at| stat.get(at + 2));
+    matches!(state, Some(b'T' | b't'))
 }
 
-/// Listens at a name of this host that is in no file system, and ends with its process.
+/// Listens at an abstract name (unix(7)), which is in no file system and disappears with the process.
 ///
 /// # Errors
-/// What the kernel says; `Unsupported` without [`SHARES_MEMORY`].
+/// The kernel's error.
 pub fn listen_by_name(name: &[u8]) -> io::Result<UnixListener> {
-    system::listen_by_name(name)
+    UnixListener::bind_addr(&SocketAddr::from_abstract_name(name)?)
 }
 
-/// The path to connect to for a name of [`listen_by_name`].
-///
-/// # Errors
-/// `Unsupported` without [`SHARES_MEMORY`].
-pub fn path_of_name(name: &[u8]) -> io::Result<PathBuf> {
-    system::path_of_name(name)
+/// Returns the path to connect to for a name of [`listen_by_name`].
+pub fn path_of_name(name: &[u8]) -> PathBuf {
+    // The zero byte in front makes it abstract (unix(7)).
+    OsString::from_vec([&[0], name].concat()).into()
 }
 
-/// Fills memory with random bytes of the system.
+/// Fills memory with random bytes from the kernel.
 ///
 /// # Errors
-/// What the kernel says.
+/// The kernel's error.
 pub fn random(bytes: &mut [u8]) -> io::Result<()> {
-    system::random(bytes)
+    let mut filled = 0;
+    while filled < bytes.len() {
+        filled += getrandom(&mut bytes[filled..], GetRandomFlags::empty())?;
+    }
+    Ok(())
 }
 
-/// Gives memory back to the system that the allocator of C keeps for later, where it can.
+/// Returns memory that glibc's allocator has cached to the system. Other allocators keep theirs.
 pub fn release_memory() {
-    system::release_memory();
+    #[cfg(target_env = "gnu")]
+    // SAFETY: no memory that is in use is given back.
+    unsafe {
+        libc::malloc_trim(0);
+    }
 }
 
-/// The file that a handle of `dlopen` belongs to; `None` where the loader does not say.
+/// The beginning of `struct link_map` of the dynamic loader.
+#[repr(C)]
+struct LinkMap {
+    /// Difference between the addresses in the file and those in memory.
+    base: usize,
+    /// NUL-terminated path of the file.
+    name: *const c_char,
+}
+
+/// The request of `dlinfo` for the entry of a library, in glibc and musl. The crate libc defines it for glibc only.
+const RTLD_DI_LINKMAP: c_int = 2;
+
+unsafe extern "C" {
+    fn dlinfo(handle: *mut c_void, request: c_int, into: *mut c_void) -> c_int;
+}
+
+/// Returns the file that a handle of `dlopen` belongs to, or `None` if the loader does not know it.
 ///
 /// # Safety
 /// The handle is open, and never closed.
 pub unsafe fn file_of_library(handle: NonNull<c_void>) -> Option<PathBuf> {
-    // SAFETY: by this function's promise.
-    unsafe { system::file_of_library(handle) }
+    let mut map: *const LinkMap = ptr::null();
+    // SAFETY: the handle is open, by this function's promise, and this request writes one pointer.
+    let code = unsafe { dlinfo(handle.as_ptr(), RTLD_DI_LINKMAP, (&raw mut map).cast()) };
+    if code != 0 || map.is_null() {
+        return None;
+    }
+    // SAFETY: dlinfo succeeded, and the entry lives as long as the library, which is never closed.
+    let name = unsafe { (*map).name };
+    if name.is_null() {
+        return None;
+    }
+    // SAFETY: the loader's names are NUL-terminated and live as long as the entry.
+    let name = unsafe { CStr::from_ptr(name) }.to_bytes();
+    (!name.is_empty()).then(|| PathBuf::from(OsStr::from_bytes(name)))
 }
 
-/// Wakes a thread that waits for its descriptor, among others, by `poll`.
-pub struct Waker(system::Waker);
+/// Wakes a thread that waits in `poll` for this descriptor among others.
+pub struct Waker(OwnedFd);
 
 impl Waker {
-    /// One without a call of [`Waker::wake`] so far.
+    /// Creates a waker whose descriptor is not readable.
     ///
     /// # Errors
-    /// When descriptors are short.
+    /// When this process has no descriptor left.
     pub fn new() -> io::Result<Waker> {
-        system::Waker::new().map(Waker)
+        Ok(Waker(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
     }
 
     /// Makes the descriptor readable until the next [`Waker::clear`].
     pub fn wake(&self) {
-        self.0.wake();
+        // The write fails only if the counter is full, which makes the descriptor readable too.
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 
-    /// Forgets the calls of [`Waker::wake`] before this one.
+    /// Makes the descriptor unreadable until the next [`Waker::wake`].
     pub fn clear(&self) {
-        self.0.clear();
+        let mut count = [0; 8];
+        let _ = rustix::io::read(&self.0, &mut count);
     }
 }
 

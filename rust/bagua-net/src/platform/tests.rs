@@ -1,10 +1,12 @@
-//! What both halves must do, on whichever this is compiled for.
+//! Tests of the calls to Linux.
 
+use std::io::{Read, Write};
 use std::net::TcpListener;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::*;
+use crate::memory::Arena;
 
 #[test]
 fn a_waker_is_readable_from_the_first_wake_to_the_next_clear() {
@@ -54,14 +56,6 @@ fn open_descriptors_are_counted_and_are_those_of_a_directory() {
 }
 
 #[test]
-fn memory_and_names_of_a_host_are_offered_together() {
-    assert_eq!(shared_file("bagua-test", 4096).is_ok(), SHARES_MEMORY);
-    let name = format!("bagua-test-{}", std::process::id());
-    assert_eq!(listen_by_name(name.as_bytes()).is_ok(), SHARES_MEMORY);
-    assert_eq!(path_of_name(name.as_bytes()).is_ok(), SHARES_MEMORY);
-}
-
-#[test]
 fn a_set_of_processors_has_what_was_added_and_not_removed() {
     let mut set = Processors::only(3);
     set.add(Processors::MAX - 1);
@@ -74,7 +68,7 @@ fn a_set_of_processors_has_what_was_added_and_not_removed() {
     assert_eq!(Processors::NONE.iter().count(), 0);
 }
 
-#[cfg(all(target_os = "linux", target_env = "gnu", not(bagua_portable)))]
+#[cfg(target_env = "gnu")]
 #[test]
 fn memory_that_was_freed_below_some_that_is_in_use_goes_back_to_the_system() {
     let resident = || {
@@ -89,4 +83,48 @@ fn memory_that_was_freed_below_some_that_is_in_use_goes_back_to_the_system() {
     release_memory();
     let released = kept.saturating_sub(resident());
     assert!(released > 32 << 20, "{released} of 64 MB; {last:?} is in use", last = last.map(|last| last[0]));
+}
+
+#[test]
+fn memory_that_could_shrink_under_us_is_refused() {
+    let file = rustix::fs::memfd_create("bagua-test", MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, 4096).unwrap();
+    assert_eq!(sealed_len(file.as_fd()).unwrap(), None);
+    assert!(Arena::from_fd(file).is_err());
+}
+
+#[test]
+fn bytes_count_until_the_peer_has_room_for_them() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut own = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (mut peer, _) = listener.accept().unwrap();
+    assert_eq!(unsent(&own), Some(0));
+    own.set_nonblocking(true).unwrap();
+    let block = vec![1; 1 << 20];
+    let mut sent = 0;
+    while let Ok(count) = own.write(&block) {
+        sent += count;
+    }
+    assert!(unsent(&own).unwrap() > 0, "{sent} bytes fill both buffers");
+    let mut taken = vec![0; sent];
+    peer.read_exact(&mut taken).unwrap();
+    let deadline = std::time::Instant::now() + Duration::from_secs(60);
+    while unsent(&own).unwrap() > 0 {
+        assert!(std::time::Instant::now() < deadline);
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_thread_is_kept_to_processors_and_no_other_with_it() {
+    let own = processors(0).unwrap();
+    let one = own.iter().next().unwrap();
+    let kept = move || {
+        set_processors(&Processors::only(one)).unwrap();
+        assert_eq!(processor(), Some(one as u32));
+        assert_eq!(processors(thread_number()).unwrap(), Processors::only(one));
+        set_processors(&Processors::NONE).unwrap_err();
+    };
+    std::thread::spawn(kept).join().unwrap();
+    assert_eq!(processors(0).unwrap(), own);
 }

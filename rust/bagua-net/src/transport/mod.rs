@@ -18,7 +18,7 @@ pub use mesh::{
     Batch, ByteCounts, CloseRequest, Endpoint, Frames, IdleStreams, Mesh, OpenStreams, Opened, PeerFault, Plan, SPIN,
     Step, StreamTable,
 };
-pub use tcp::Tcp;
+pub use tcp::{Tcp, USER_TIMEOUT};
 pub use tls::Tls;
 
 use std::io;
@@ -29,7 +29,6 @@ use std::sync::Arc;
 use bagua_types::coded;
 
 use crate::error::Source;
-use crate::platform::SHARES_MEMORY;
 
 /// [`TransportChoice`] of these transports over a TCP connection that is not encrypted. Each is made with the connection.
 macro_rules! over_tcp {
@@ -38,7 +37,7 @@ macro_rules! over_tcp {
             /// The transports that a group may use.
             #[derive(Default)]
             TransportChoice {
-                /// Shared memory between ranks of one host where the system has it ([`SHARES_MEMORY`]), TCP between hosts.
+                /// Shared memory between ranks of one host, TCP between hosts.
                 #[default]
                 Auto = 0, "auto";
                 $($(#[$doc])* $Variant = $code, $name;)*
@@ -74,9 +73,9 @@ impl TransportChoice {
         }
     }
 
-    /// Whether ranks of one host share memory.
+    /// True if ranks of one host share memory.
     pub const fn shares_memory(self) -> bool {
-        SHARES_MEMORY && matches!(self, TransportChoice::Auto)
+        matches!(self, TransportChoice::Auto)
     }
 }
 

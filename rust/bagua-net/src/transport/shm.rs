@@ -244,7 +244,7 @@ impl Drop for ShmLink {
 mod model;
 
 // Without memory that processes share there is nothing to test.
-#[cfg(all(test, not(bagua_portable)))]
+#[cfg(test)]
 mod tests {
     use super::*;
     use std::time::{Duration, Instant};

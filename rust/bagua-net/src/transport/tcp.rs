@@ -12,8 +12,8 @@ use super::{Broken, Readiness, Transport};
 use crate::platform;
 
 /// How long the kernel retransmits unacknowledged bytes before it closes the connection. The heartbeat of a group usually detects a
-/// lost peer earlier; this is for a mesh without a control plane.
-const USER_TIMEOUT: Duration = Duration::from_secs(30);
+/// lost peer earlier; this is for a mesh without a control plane. A group whose heartbeat timeout is longer sets that instead.
+pub const USER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The most unsent bytes in a socket's buffer. The buffer grows to megabytes otherwise, and no other stream can take over the bytes in it:
 /// with one of two streams at a tenth of the other's rate, the two reached 0.4 of the sum of their rates without this limit, 0.9 with it.
@@ -44,7 +44,8 @@ pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
     stream.set_nonblocking(true)?;
     // Every send passes all bytes that are ready, so Nagle's algorithm would only delay them.
     stream.set_nodelay(true)?;
-    platform::limit_stream(stream, USER_TIMEOUT, UNSENT)
+    platform::limit_unacknowledged(stream, USER_TIMEOUT)?;
+    platform::limit_unsent(stream, UNSENT)
 }
 
 impl Transport for Tcp {
