@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -203,7 +202,7 @@ def test_ranks_end_when_the_agent_of_their_launcher_is_killed(tmp_path: Path) ->
     script = write(tmp_path, STAYS + "run_on()")
     with program("bagua.distributed.run", "--nproc_per_node", "2", script, str(tmp_path)) as process:
         pids = [pid_of(tmp_path / name) for name in ("0.0", "1.0")]
-        [agent] = (pid for pid, parent in processes._from_proc() if parent == process.pid)
+        [agent] = (pid for pid, parent in processes._all_processes() if parent == process.pid)
         os.kill(agent, signal.SIGKILL)
         code, _, errors = finish(process)
         assert code == 128 + signal.SIGKILL

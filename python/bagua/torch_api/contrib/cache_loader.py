@@ -245,13 +245,12 @@ class CacheLoader:
 
 
 def default_path(dataset_name: str) -> Path:
-    """Where the LMDB file of a data set lies by default: in the user's cache folder, as the platform knows it."""
-    if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        # https://specifications.freedesktop.org/basedir-spec/latest/
-        given = config.text("XDG_CACHE_HOME")
-        base = Path(given) if given and Path(given).is_absolute() else Path.home() / ".cache"
+    """Returns the default path of a data set's LMDB file, in the user's cache folder.
+
+    Source: https://specifications.freedesktop.org/basedir-spec/latest/.
+    """
+    given = config.text("XDG_CACHE_HOME")
+    base = Path(given) if given and Path(given).is_absolute() else Path.home() / ".cache"
     name = quote(dataset_name, safe="")
     if len(name) > 100:
         name = hashlib.sha256(dataset_name.encode()).hexdigest()
