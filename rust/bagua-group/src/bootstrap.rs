@@ -13,6 +13,7 @@ use super::descriptors::{self, Need};
 use super::fork::OwnerProcess;
 use super::group::Group;
 use super::handshake;
+use super::rendezvous::Awaited;
 use super::tls::{Ends, Tls};
 use super::views::Endpoint;
 use crate::error::{Error, Progress, Result};
@@ -98,6 +99,18 @@ impl Bootstrap {
     /// This rank's address for its peers: a few hundred opaque bytes.
     pub fn address(&self) -> &[u8] {
         &self.address
+    }
+
+    /// The ranks that [`Bootstrap::connect`] waits for, for another thread.
+    pub fn awaited(&self) -> Awaited {
+        let awaited = Awaited::default();
+        let plane = Arc::downgrade(&self.control.plane);
+        awaited.found_by(move || {
+            let Some(plane) = plane.upgrade() else { return Vec::new() };
+            let missing = plane.awaited();
+            if missing.is_empty() { plane.not_assembled() } else { missing }
+        });
+        awaited
     }
 
     /// Second step: connects to the peers. `addresses[r]` is the address of rank r. Returns when every rank has its control connections: one to

@@ -76,7 +76,9 @@ pub use group::{Group, flight_recorder};
 pub use joining::{JobStatus, JoinConnection, JoinMessage, JoinRequest, JoinServer};
 pub use lane::{Lane, Lanes, Options};
 pub use message_streams::MessageStreams;
-pub use rendezvous::{Limits, RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
+pub use rendezvous::{
+    Awaited, Limits, RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp,
+};
 pub use store::{FileStore, Store, StoreServer, TcpStore};
 pub use tls::{Access, Tls, tls_pair};
 pub use views::{Quorum, View, carry_data};

@@ -45,8 +45,15 @@ impl Bootstrap {
 
     /// Connects to all peers and opens the group's main lane. `addresses[r]` is the address of rank r. May be called once.
     ///
-    /// Raises BaguaTimeoutError naming the ranks that did not connect within `connect_timeout`.
-    fn connect(&self, py: Python<'_>, addresses: Vec<Vec<u8>>) -> PyResult<Communicator> {
+    /// `waiting` is called with the ranks that this rank waits for, every 50 to 200 ms. Raises BaguaTimeoutError naming the ranks that did not
+    /// connect within `connect_timeout`.
+    #[pyo3(signature = (addresses, waiting=None))]
+    fn connect(
+        &self,
+        py: Python<'_>,
+        addresses: Vec<Vec<u8>>,
+        waiting: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<Communicator> {
         let raise = |error| errors::raise(py, error);
         if addresses.len() != self.world_size {
             let text = format!("{} addresses for a world of {} ranks", addresses.len(), self.world_size);
@@ -54,8 +61,10 @@ impl Bootstrap {
         }
         let bootstrap = lock(&self.core).take();
         let bootstrap = bootstrap.ok_or_else(|| raise(Error::other("this rank has connected already")))?;
-        let core =
-            interrupt::run_on_thread(py, move || core::Communicator::new(bootstrap.into_inner().connect(&addresses)?))?;
+        let awaited = bootstrap.awaited();
+        let waiting = waiting.as_ref().map(|function| (function, &awaited));
+        let connect = move || core::Communicator::new(bootstrap.into_inner().connect(&addresses)?);
+        let core = interrupt::run_and_report(py, waiting, connect)?;
         Ok(Communicator::of(core))
     }
     /// Listens no longer, and ends the control thread, unless `connect` was called.

@@ -17,7 +17,7 @@ use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use bagua_core::error::{Error, Result};
-use bagua_core::group::{Group, PerProcess};
+use bagua_core::group::{Awaited, Group, PerProcess};
 use bagua_core::wait::{self, Waited, lengthened, lock};
 use pyo3::prelude::*;
 
@@ -150,6 +150,15 @@ pub fn run_on_thread<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> PyResult<T> {
+    run_and_report(py, None, work)
+}
+
+/// As [`run_on_thread`]. Between two slices the caller calls the function of `waiting` with the ranks that the work waits for, if there are any.
+pub fn run_and_report<T: Send + 'static>(
+    py: Python<'_>,
+    waiting: Option<(&Bound<'_, PyAny>, &Awaited)>,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> PyResult<T> {
     let (sender, receiver) = mpsc::sync_channel(1);
     std::thread::Builder::new()
         .name("bagua-joining".to_owned())
@@ -162,7 +171,15 @@ pub fn run_on_thread<T: Send + 'static>(
         let received = py.detach(|| lock(&receiver).recv_timeout(slice));
         match received {
             Ok(result) => return result.map_err(|e| errors::raise(py, e)),
-            Err(RecvTimeoutError::Timeout) => py.check_signals()?,
+            Err(RecvTimeoutError::Timeout) => {
+                py.check_signals()?;
+                if let Some((function, awaited)) = waiting
+                    && let ranks = awaited.ranks()
+                    && !ranks.is_empty()
+                {
+                    function.call1((ranks,))?;
+                }
+            }
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(errors::raise(py, Error::other("the joining thread panicked")));
             }

@@ -14,26 +14,32 @@ use crate::errors;
 use crate::interrupt;
 use crate::tls::{Tls, tls_of};
 
-/// Runs an exchange of addresses on another thread, while this one notices Ctrl-C; the blobs of all ranks.
-fn exchange(py: Python<'_>, run: impl FnOnce() -> Result<Vec<Vec<u8>>> + Send + 'static) -> PyResult<Vec<Py<PyBytes>>> {
-    let addresses = interrupt::run_on_thread(py, run)?;
+/// Runs an exchange of addresses on another thread, while this one notices Ctrl-C and calls `waiting`; the blobs of all ranks.
+fn exchange(
+    py: Python<'_>,
+    waiting: Option<Bound<'_, PyAny>>,
+    limits: &Limits,
+    run: impl FnOnce() -> Result<Vec<Vec<u8>>> + Send + 'static,
+) -> PyResult<Vec<Py<PyBytes>>> {
+    let addresses =
+        interrupt::run_and_report(py, waiting.as_ref().map(|function| (function, &limits.awaited)), run)?;
     Ok(addresses.iter().map(|blob| PyBytes::new(py, blob).unbind()).collect())
 }
 
 /// The time limits of an exchange, from seconds.
 fn limits(timeout: f64, heartbeat_timeout: f64) -> PyResult<Limits> {
-    let (timeout, lost_after) =
-        (errors::seconds("timeout", timeout)?, errors::seconds("heartbeat_timeout", heartbeat_timeout)?);
-    Ok(Limits { timeout, lost_after })
+    let lost_after = errors::seconds("heartbeat_timeout", heartbeat_timeout)?;
+    Ok(Limits { lost_after, ..errors::seconds("timeout", timeout)?.into() })
 }
 
 /// Exchanges addresses through a TCP server that rank 0 runs on `host:port` until every rank has all of them.
 ///
 /// `address` is this rank's blob from `Bootstrap.address()`, `timeout` is in seconds. Returns the blobs of all ranks, by rank.
-/// A rank whose process ends after it came is lost unless another one takes its rank within `heartbeat_timeout` seconds.
+/// A rank whose process ends after it came is lost unless another one takes its rank within `heartbeat_timeout` seconds. `waiting` is called
+/// with the ranks that this rank waits for, every 50 to 200 ms while it knows of any.
 /// Raises BaguaTimeoutError naming the missing ranks, PeerLostError naming a lost one, or another BaguaError.
 #[pyfunction]
-#[pyo3(signature = (host, port, rank, world_size, address, secret, timeout, tls=None, heartbeat_timeout=5.0))]
+#[pyo3(signature = (host, port, rank, world_size, address, secret, timeout, tls=None, heartbeat_timeout=5.0, waiting=None))]
 #[expect(clippy::too_many_arguments, reason = "the signature is Python's")]
 pub fn rendezvous_tcp(
     py: Python<'_>,
@@ -46,9 +52,10 @@ pub fn rendezvous_tcp(
     timeout: f64,
     tls: Option<Bound<'_, Tls>>,
     heartbeat_timeout: f64,
+    waiting: Option<Bound<'_, PyAny>>,
 ) -> PyResult<Vec<Py<PyBytes>>> {
     let (limits, tls) = (limits(timeout, heartbeat_timeout)?, tls_of(tls.as_ref()));
-    exchange(py, move || {
+    exchange(py, waiting, &limits.clone(), move || {
         let access = Access { secret: &secret, tls: tls.as_ref() };
         group::rendezvous_tcp((&host, port), rank, world_size, &address, access, limits)
     })
@@ -88,7 +95,7 @@ impl RendezvousServer {
     ///
     /// Returns the blobs of all ranks, by rank. Raises BaguaTimeoutError and PeerLostError as `rendezvous_tcp`.
     #[expect(clippy::too_many_arguments, reason = "those of the call from Python")]
-    #[pyo3(signature = (world_size, address, secret, timeout, tls=None, heartbeat_timeout=5.0))]
+    #[pyo3(signature = (world_size, address, secret, timeout, tls=None, heartbeat_timeout=5.0, waiting=None))]
     fn serve(
         &self,
         py: Python<'_>,
@@ -98,12 +105,13 @@ impl RendezvousServer {
         timeout: f64,
         tls: Option<Bound<'_, Tls>>,
         heartbeat_timeout: f64,
+        waiting: Option<Bound<'_, PyAny>>,
     ) -> PyResult<Vec<Py<PyBytes>>> {
         let (limits, tls) = (limits(timeout, heartbeat_timeout)?, tls_of(tls.as_ref()));
         let server = lock(&self.server).take();
         let called_twice = || errors::raise(py, Error::other("this rendezvous has been served already"));
         let server = server.ok_or_else(called_twice)?;
-        exchange(py, move || {
+        exchange(py, waiting, &limits.clone(), move || {
             let access = Access { secret: &secret, tls: tls.as_ref() };
             server.serve(world_size, &address, access, limits)
         })
@@ -114,7 +122,7 @@ impl RendezvousServer {
 ///
 /// Raises PeerLostError when the connection to the server fails or breaks.
 #[pyfunction]
-#[pyo3(signature = (host, port, rank, world_size, address, secret, timeout, tls=None, heartbeat_timeout=5.0))]
+#[pyo3(signature = (host, port, rank, world_size, address, secret, timeout, tls=None, heartbeat_timeout=5.0, waiting=None))]
 #[expect(clippy::too_many_arguments, reason = "the signature is Python's")]
 pub fn rendezvous_at(
     py: Python<'_>,
@@ -127,10 +135,11 @@ pub fn rendezvous_at(
     timeout: f64,
     tls: Option<Bound<'_, Tls>>,
     heartbeat_timeout: f64,
+    waiting: Option<Bound<'_, PyAny>>,
 ) -> PyResult<Vec<Py<PyBytes>>> {
     let (server, limits) = (socket_address(py, host, port)?, limits(timeout, heartbeat_timeout)?);
     let tls = tls_of(tls.as_ref());
-    exchange(py, move || {
+    exchange(py, waiting, &limits.clone(), move || {
         let access = Access { secret: &secret, tls: tls.as_ref() };
         group::rendezvous_at(server, rank, world_size, &address, access, limits)
     })
@@ -140,7 +149,7 @@ pub fn rendezvous_at(
 ///
 /// Returns the blobs of all ranks, by rank. Raises BaguaTimeoutError naming the missing ranks, or another BaguaError.
 #[pyfunction]
-#[pyo3(signature = (path, rank, world_size, address, timeout))]
+#[pyo3(signature = (path, rank, world_size, address, timeout, waiting=None))]
 pub fn rendezvous_file(
     py: Python<'_>,
     path: PathBuf,
@@ -148,9 +157,10 @@ pub fn rendezvous_file(
     world_size: usize,
     address: Vec<u8>,
     timeout: f64,
+    waiting: Option<Bound<'_, PyAny>>,
 ) -> PyResult<Vec<Py<PyBytes>>> {
-    let timeout = errors::seconds("timeout", timeout)?;
-    exchange(py, move || group::rendezvous_file(&path, rank, world_size, &address, timeout))
+    let limits = Limits::from(errors::seconds("timeout", timeout)?);
+    exchange(py, waiting, &limits.clone(), move || group::rendezvous_file(&path, rank, world_size, &address, limits))
 }
 
 /// The local address of the route to `host:port`. Sends nothing.

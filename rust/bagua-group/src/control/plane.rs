@@ -27,9 +27,9 @@ use super::session;
 use super::silence::is_stopped;
 use super::world::World;
 use crate::error::{Error, Result, Source};
-use crate::platform::unsent;
+use crate::platform::{limit_unacknowledged, unsent};
 use crate::stats::Stats;
-use crate::transport::Transport;
+use crate::transport::{Transport, USER_TIMEOUT};
 use crate::wait::{SLICE, lock, slice_among};
 
 /// How long a leaving rank waits for acknowledgements.
@@ -60,6 +60,9 @@ const STALLED: Duration = Duration::from_secs(1);
 
 /// The longest that a leaving rank waits for peers on other hosts.
 pub(super) const LONGEST_FAREWELL: Duration = Duration::from_secs(5);
+
+/// The longest that a leaving rank waits for its last bytes, however many of them the peers acknowledge meanwhile.
+const LONGEST_FLUSH: Duration = Duration::from_secs(30);
 
 /// The reason of `PeerLost` for a peer that is silent.
 pub(super) fn no_heartbeat(timeout: Duration) -> String {
@@ -143,6 +146,28 @@ struct OpenStream {
     purpose: Purpose,
     /// Dangling when it is closed.
     stream: Weak<TcpStream>,
+}
+
+/// The bytes that a leaving rank has sent and its peers have not acknowledged.
+struct Unread {
+    begun: Instant,
+    /// The fewest so far, and since when there are no fewer.
+    least: usize,
+    moved: Instant,
+}
+
+impl Unread {
+    fn new(now: Instant) -> Unread {
+        Unread { begun: now, least: usize::MAX, moved: now }
+    }
+
+    /// True while the rank waits for the `left` bytes.
+    fn is_awaited(&mut self, left: usize, now: Instant) -> bool {
+        if left < self.least {
+            (self.least, self.moved) = (left, now);
+        }
+        left > 0 && now - self.moved < STALLED && now - self.begun < LONGEST_FLUSH
+    }
 }
 
 impl Plane {
@@ -400,29 +425,33 @@ impl Plane {
         group: u64,
         purpose: Purpose,
     ) -> io::Result<Box<dyn Transport>> {
-        socket.into_transport(self.config.transport, |stream| {
+        let mut connected = None;
+        let transport = socket.into_transport(self.config.transport, |stream| {
             let mut streams = lock(&self.streams);
             streams.retain(|open| open.stream.strong_count() > 0);
             streams.push(OpenStream { group, purpose, stream: Arc::downgrade(stream) });
-        })
+            connected = Some(Arc::clone(stream));
+        })?;
+        // The kernel must not give up a peer before its heartbeats do.
+        if let Some(stream) = connected.filter(|_| self.config.heartbeat_timeout > USER_TIMEOUT) {
+            limit_unacknowledged(&stream, self.config.heartbeat_timeout)?;
+        }
+        Ok(transport)
     }
 
     /// Waits until the peers' kernels have acknowledged what this rank sent them in a group (`None`: in any), as long as bytes arrive and
-    /// `goes_on`: what a kernel holds for a process that has ended may be lost. Not for the bytes of groups that have failed, which no
-    /// member reads. The streams of the group's lanes, for [`end_streams`](Plane::end_streams).
+    /// `goes_on`, up to [`LONGEST_FLUSH`]: what a kernel holds for a process that has ended may be lost. Not for the bytes of groups that have
+    /// failed, which no member reads. The streams of the group's lanes, for [`end_streams`](Plane::end_streams).
     pub(in super::super) fn flush(&self, group: Option<u64>, goes_on: impl Fn() -> bool) -> Vec<Weak<TcpStream>> {
         let is_left = |open: &mut OpenStream| group.is_none_or(|group| open.group == group);
         let streams: Vec<OpenStream> = lock(&self.streams).extract_if(.., is_left).collect();
-        let (mut least, mut moved) = (usize::MAX, Instant::now());
-        while goes_on() && moved.elapsed() < STALLED {
+        let mut unread = Unread::new(Instant::now());
+        while goes_on() {
             let failed = self.failed_groups();
             let awaited = streams.iter().filter(|open| !failed.contains(&open.group));
             let left = awaited.filter_map(|open| open.stream.upgrade()).filter_map(|stream| unsent(&stream)).sum();
-            if left == 0 {
+            if !unread.is_awaited(left, Instant::now()) {
                 break;
-            }
-            if left < least {
-                (least, moved) = (left, Instant::now());
             }
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -577,6 +606,20 @@ impl Plane {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_leaving_rank_waits_while_bytes_are_acknowledged_but_not_for_ever() {
+        let begun = Instant::now();
+        let at = |tenths: u64| begun + Duration::from_millis(100 * tenths);
+        let mut stalled = Unread::new(begun);
+        let waits: Vec<bool> = [0, 9, 10].map(|tenths| stalled.is_awaited(7, at(tenths))).into();
+        assert_eq!(waits, [true, true, false]);
+        assert!(!Unread::new(begun).is_awaited(0, begun));
+        // The peer acknowledges one byte each 100 ms.
+        let mut slow = Unread::new(begun);
+        let waited = (0..1000).take_while(|tenths| slow.is_awaited(1000 - *tenths as usize, at(*tenths))).count();
+        assert_eq!(waited, 300);
+    }
 
     #[test]
     fn a_rank_that_shares_its_processor_with_many_leaves_a_failed_group_after_them_and_another_at_once() {

@@ -1,9 +1,10 @@
 //! The exchange of addresses through a TCP server on rank 0: every rank registers its address and gets the list of all addresses, most
 //! of them from other ranks.
 
-use std::cell::Cell;
 use std::io;
 use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use tokio::io::AsyncWriteExt;
@@ -122,7 +123,7 @@ async fn register_and_fetch(
 ) -> Result<(Vec<Vec<u8>>, JoinSet<()>)> {
     let (host, port) = server;
     let rendezvous = format!("the rendezvous at {host}:{port}");
-    let Limits { timeout, lost_after } = limits;
+    let Limits { timeout, lost_after, awaited } = limits;
     let deadline = Instant::now() + timeout;
     let hello = Hello {
         world_size,
@@ -141,7 +142,10 @@ async fn register_and_fetch(
         Error::PeerLost { rank: lost, host, reason, noticed_by: rank, progress: None, source: why.source() }
     };
     let attempts = async {
-        let is_registered = Cell::new(false);
+        let is_registered = Arc::new(AtomicBool::new(false));
+        let registered = Arc::clone(&is_registered);
+        // Once this rank has registered, only rank 0 knows who is missing.
+        awaited.found_by(move || if registered.load(Ordering::Relaxed) { Vec::new() } else { vec![0] });
         let mut ended: Option<Instant> = None;
         let (answer, relay) = loop {
             match register(server, &hello, &proofs, address, deadline, &is_registered).await {
@@ -151,11 +155,11 @@ async fn register_and_fetch(
                 Err(why @ Failed::Broken { .. }) => {
                     // A server that has ended the connection had too many, or has ended itself: the next attempt shows which.
                     let until = ended.get_or_insert_with(Instant::now);
-                    let is_over = must_listen || is_registered.get() && until.elapsed() > lost_after;
+                    let is_over = must_listen || is_registered.load(Ordering::Relaxed) && until.elapsed() > lost_after;
                     if is_over && !why.ended_by_server() {
                         return Err(lost(0, host.to_owned(), &rendezvous, &why));
                     }
-                    if !is_registered.get() {
+                    if !is_registered.load(Ordering::Relaxed) {
                         ended = None;
                     }
                     last_failure = why.to_string();
@@ -170,6 +174,7 @@ async fn register_and_fetch(
             Answer::Fetch(parent) => parent,
         };
         awaited_rank = tree::parent(rank);
+        awaited.found_by(move || vec![awaited_rank]);
         last_failure = format!("rank {awaited_rank} at {parent}: no answer");
         loop {
             // Rank 0 has accepted this rank, so a process that refuses it now is not of this job: keep trying.
@@ -232,13 +237,13 @@ pub(super) async fn register(
     proofs: &Proofs,
     address: &[u8],
     deadline: Instant,
-    is_registered: &Cell<bool>,
+    is_registered: &AtomicBool,
 ) -> std::result::Result<(Answer, Option<Relay>), Failed> {
     let mut stream = tree::connect(server, hello, proofs).await?;
     let relay = Relay::listen(&stream, hello, proofs).await;
     let registration = Registration { address: address.to_vec(), relay: relay.as_ref().map(|relay| relay.address) };
     stream.write_all(&registration.frame()).await?;
-    is_registered.set(true);
+    is_registered.store(true, Ordering::Relaxed);
     let (mut from, mut to) = tokio::io::split(stream);
     let mut answer = std::pin::pin!(Answer::read(&mut from));
     let answer = tokio::select! {

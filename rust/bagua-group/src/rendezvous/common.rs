@@ -1,6 +1,7 @@
 //! The common parts of the exchanges of addresses: argument checks, time limits, the runtime, the pause between attempts, and the timeout
 //! error.
 
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::runtime::Runtime;
@@ -9,23 +10,50 @@ use tokio::time::{Instant, timeout_at};
 
 use super::super::wire::{FRAME_LIMIT, WORLD_LIMIT};
 use crate::error::{Error, Progress, Result};
+use crate::wait::lock;
 
 /// Pause between two attempts.
 pub(super) const RETRY_PAUSE: Duration = Duration::from_millis(20);
 
+/// The ranks that a joining rank waits for at this moment. Another thread may ask meanwhile.
+#[derive(Clone, Default)]
+pub struct Awaited(Arc<Mutex<Option<FindRanks>>>);
+
+type FindRanks = Box<dyn Fn() -> Vec<usize> + Send>;
+
+impl Awaited {
+    /// Ascending. Empty if only other ranks know: rank 0 counts those that have come.
+    pub fn ranks(&self) -> Vec<usize> {
+        lock(&self.0).as_ref().map_or_else(Vec::new, |find| find())
+    }
+
+    /// Sets how they are found from now on.
+    pub(in super::super) fn found_by(&self, find: impl Fn() -> Vec<usize> + Send + 'static) {
+        *lock(&self.0) = Some(Box::new(find));
+    }
+}
+
+impl std::fmt::Debug for Awaited {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Awaited").field(&self.ranks()).finish()
+    }
+}
+
 /// How long an exchange of addresses waits.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Limits {
     /// For all ranks to come.
     pub timeout: Duration,
     /// For another process to take the rank of one that had registered and whose connection ended.
     pub lost_after: Duration,
+    /// The exchange reports there whom it waits for.
+    pub awaited: Awaited,
 }
 
 impl From<Duration> for Limits {
     /// With the default heartbeat timeout.
     fn from(timeout: Duration) -> Limits {
-        Limits { timeout, lost_after: Duration::from_secs(5) }
+        Limits { timeout, lost_after: Duration::from_secs(5), awaited: Awaited::default() }
     }
 }
 

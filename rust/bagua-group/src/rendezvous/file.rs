@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::super::handshake::random;
 use super::super::store::{FileStore, Store};
 use super::super::wire::{BytesOf, Encoding, Malformed, VERSION, WORLD_LIMIT, rank};
-use super::common::{check_arguments, timed_out};
+use super::common::{Awaited, Limits, check_arguments, timed_out};
 use crate::error::{Error, Result};
 use crate::wait::Deadline;
 
@@ -35,11 +35,12 @@ pub fn rendezvous_file(
     rank: usize,
     world_size: usize,
     address: &[u8],
-    timeout: Duration,
+    limits: impl Into<Limits>,
 ) -> Result<Vec<Vec<u8>>> {
     check_arguments(rank, world_size, address)?;
+    let Limits { timeout, awaited, .. } = limits.into();
     let (store, deadline) = (FileStore::next_to(path), Deadline::after(timeout));
-    let exchange = FileExchange { path, store, rank, world_size, deadline, other: Cell::default() };
+    let exchange = FileExchange { path, store, rank, world_size, deadline, awaited, other: Cell::default() };
     if rank == 0 { exchange.run_as_root(address) } else { exchange.run_as_peer(address) }
 }
 
@@ -87,6 +88,7 @@ struct FileExchange<'a> {
     rank: usize,
     world_size: usize,
     deadline: Deadline,
+    awaited: Awaited,
     /// A file of another version, for the error. It may be from an earlier job, which does no harm.
     other: Cell<Option<(PathBuf, u16)>>,
 }
@@ -138,11 +140,14 @@ impl FileExchange<'_> {
                 }
                 found[rank] = content.addresses.pop();
             }
-            if found.iter().all(Option::is_some) {
+            let missing: Vec<usize> = (0..world_size).filter(|rank| found[*rank].is_none()).collect();
+            if missing.is_empty() {
                 break;
             }
+            let awaited = missing.clone();
+            self.awaited.found_by(move || awaited.clone());
             if !self.pause(polls) {
-                return Err(self.timed_out((0..world_size).filter(|rank| found[*rank].is_none()).collect()));
+                return Err(self.timed_out(missing));
             }
         }
         let addresses: Vec<Vec<u8>> = found.into_iter().flatten().collect();
@@ -153,6 +158,7 @@ impl FileExchange<'_> {
     fn run_as_peer(&self, address: &[u8]) -> Result<Vec<Vec<u8>>> {
         let own = self.rank.to_string();
         let mut answered = None;
+        self.awaited.found_by(|| vec![0]);
         let mut mismatch = None;
         for polls in 1.. {
             if let Some(first) = self.read("0")? {
@@ -163,6 +169,8 @@ impl FileExchange<'_> {
                         addresses: vec![address.to_vec()],
                     };
                     self.write(&own, &content)?;
+                    // Rank 0 knows who is missing.
+                    self.awaited.found_by(Vec::new);
                     answered = Some(first.number);
                 }
                 // Both mismatches may come from the files of an earlier job, and are errors only at the deadline.

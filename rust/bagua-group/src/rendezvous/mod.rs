@@ -18,7 +18,7 @@ mod tests;
 mod tree;
 
 pub use client::{rendezvous_at, rendezvous_tcp};
-pub use common::Limits;
+pub use common::{Awaited, Limits};
 pub(super) use common::runtime;
 #[cfg(all(test, not(model)))]
 pub(super) use file::Content;

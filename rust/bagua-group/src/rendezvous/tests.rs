@@ -1,7 +1,7 @@
 //! The distribution tree of a rendezvous, with clients and ranks that misbehave.
 
-use std::cell::Cell;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::AtomicBool;
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::Duration;
 
@@ -69,7 +69,7 @@ async fn register_as(port: u16, rank: usize) -> Answer {
 /// The same with this address, as a rank that asks at the deadline which ranks are missing.
 async fn register_until(port: u16, rank: usize, address: &[u8], deadline: Instant) -> Answer {
     loop {
-        match register((&own_host(), port), &hello(rank, 0), &key(b"s"), address, deadline, &Cell::default()).await {
+        match register((&own_host(), port), &hello(rank, 0), &key(b"s"), address, deadline, &AtomicBool::default()).await {
             Ok((answer, _relay)) => return answer,
             // Rank 0 does not listen yet: retry.
             Err(Failed::Broken { .. }) => tokio::time::sleep(Duration::from_millis(5)).await,
@@ -162,10 +162,10 @@ fn the_children_of_a_rank_that_dies_before_it_sends_the_list_name_it() {
 #[test]
 fn a_rank_that_ends_after_it_has_registered_is_lost_on_every_rank_that_waits_for_others() {
     let port = free_port();
-    let limits = Limits { timeout: PATIENCE, lost_after: Duration::from_millis(300) };
+    let limits = || Limits { lost_after: Duration::from_millis(300), ..PATIENCE.into() };
     std::thread::scope(|scope| {
         let join = |rank| {
-            scope.spawn(move || rendezvous_tcp((&own_host(), port), rank, SIZE, &address_of(rank), b"s", limits))
+            scope.spawn(move || rendezvous_tcp((&own_host(), port), rank, SIZE, &address_of(rank), b"s", limits()))
         };
         let others: Vec<_> = (0..SIZE / 2).filter(|rank| *rank != 2).map(join).collect();
         let all_others_have_registered = async {
@@ -201,7 +201,7 @@ fn a_rank_that_times_out_reads_which_rank_two_processes_have() {
     let all: Vec<_> = (0..size).map(address_of).collect();
     let attempt = async |rank| {
         let hello = Hello { world_size: size, ..hello(rank, 0) };
-        register((&own_host(), port), &hello, &key(b"s"), &address_of(rank), Instant::now(), &Cell::default()).await
+        register((&own_host(), port), &hello, &key(b"s"), &address_of(rank), Instant::now(), &AtomicBool::default()).await
     };
     std::thread::scope(|scope| {
         let join = |rank| {
