@@ -313,13 +313,13 @@ def attempt() -> str:
 
 
 _metrics_port = _declared("BAGUA_METRICS_PORT", None, partial(integer, "BAGUA_METRICS_PORT", 0, 1, 65535))
-_metrics_host = _text("BAGUA_METRICS_ADDR", "127.0.0.1")
+metrics_host = _text("BAGUA_METRICS_ADDR", "127.0.0.1")
 
 
 def metrics_address() -> tuple[str, int] | None:
     """Where local rank 0 serves its metrics, each further rank of a host one port higher; None: nowhere."""
     port = _metrics_port()
-    return (_metrics_host(), port) if port else None
+    return (metrics_host(), port) if port else None
 
 
 def trace_dir() -> str | None:

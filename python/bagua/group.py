@@ -268,20 +268,22 @@ def parameters(
     )
 
 
-# An address that is reserved for documentation: the route to it is the default route, and nothing is sent.
-_ELSEWHERE = ("192.0.2.1", 9)
+# Addresses that are reserved for documentation: the routes to them are the default routes, and nothing is sent.
+_ELSEWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
+
+# The second one counts on a host without IPv4.
+_LOOPBACK = (("127.0.0.1", 9), ("::1", 9))
 
 
 def listen_host(towards: tuple[str, int] | None, world_size: int, local_world_size: int | None) -> str:
     """The address that this rank listens on, as `join` says."""
     if towards is not None:
         return engine.local_address_towards(*towards)
-    if world_size == 1 or local_world_size == world_size:
-        return "127.0.0.1"
-    try:
-        return engine.local_address_towards(*_ELSEWHERE)
-    except BaguaError:
-        return "127.0.0.1"
+    on_one_host = world_size == 1 or local_world_size == world_size
+    for place in _LOOPBACK if on_one_host else (*_ELSEWHERE, *_LOOPBACK):
+        with contextlib.suppress(BaguaError):
+            return engine.local_address_towards(*place)
+    return "127.0.0.1"
 
 
 def stats() -> dict[str, Any]:

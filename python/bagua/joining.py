@@ -53,7 +53,7 @@ def init(
         return adopted
     place = launcher.place(rank, world_size, local_rank, local_world_size)
     chosen = config.settings(timeout=timeout, secret=secret)
-    metrics.check()
+    metrics.begin(place.local_rank)
     spread, towards = _rendezvous(init_method, place, chosen)
     if spread is None:
         host, port = launcher.master()

@@ -21,7 +21,18 @@ from dataclasses import dataclass
 from bagua import config
 from bagua.errors import BaguaError
 
-__all__ = ["Found", "RankInfo", "expand", "found", "known_master", "master", "place", "require_name", "unresolved"]
+__all__ = [
+    "Found",
+    "RankInfo",
+    "expand",
+    "found",
+    "known_master",
+    "local_rank_of",
+    "master",
+    "place",
+    "require_name",
+    "unresolved",
+]
 
 
 @dataclass(frozen=True)
@@ -135,6 +146,15 @@ def place(
         local_rank = launcher.local_rank if local_rank is None else local_rank
         local_world_size = launcher.local_world_size if local_world_size is None else local_world_size
     return RankInfo(found_rank, found_size, local_rank, local_world_size)
+
+
+def local_rank_of(rank: int, world_size: int) -> int | None:
+    """Returns the local rank that the launcher gave to this rank; None if it started another rank or says nothing."""
+    try:
+        started = found()
+    except ValueError:
+        return None
+    return started.local_rank if (started.rank, started.world_size) == (rank, world_size) else None
 
 
 def known_master() -> tuple[str | None, int | None]:

@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -124,6 +125,53 @@ def test_a_spoiled_environment_is_named_piece_by_piece() -> None:
     assert named["BAGUA_ELASTIC"].startswith("cannot resolve host name 'neither-this.invalid': ")
     assert found["settings"]["BAGUA_TIMEOUT"] == {"value": "soon", "source": "environment"}
     assert found["trial"] is None
+
+
+@pytest.mark.parametrize(
+    ("folder", "no_records", "address", "no_metrics"),
+    [
+        ("{}/file/records", "Not a directory", "192.0.2.1", "Cannot assign requested address"),
+        # Nobody can make a folder there, not even root.
+        ("/proc/records", "", "no-such-host.invalid", ""),
+        ("{}/new/records", None, "0.0.0.0", None),
+    ],
+)
+def test_a_folder_of_records_and_an_address_of_metrics_that_cannot_be_used_are_problems(
+    tmp_path: Path, folder: str, no_records: str | None, address: str, no_metrics: str | None
+) -> None:
+    (tmp_path / "file").touch()
+    folder = folder.format(tmp_path)
+    code, found = examined("--no-trial", BAGUA_TRACE_DIR=folder, BAGUA_METRICS_ADDR=address, BAGUA_METRICS_PORT="9400")
+    named = problems(found)
+    assert code == bool(named)
+    expected = {"BAGUA_TRACE_DIR": (folder, no_records), "BAGUA_METRICS_ADDR": (address, no_metrics)}
+    assert set(named) == {name for name, (_, why) in expected.items() if why is not None}
+    for name, text in named.items():
+        assert all(str(part) in text for part in expected[name])
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_host_with_ipv6_alone_has_no_problems() -> None:
+    in_namespace = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c"]
+    loopback = (
+        'ip link set lo up && ip address del 127.0.0.1/8 dev lo && ip address show dev lo | grep -q ::1 && exec "$@"'
+    )
+    run = [*in_namespace, loopback, "sh"]
+    if shutil.which("ip") is None or subprocess.run([*run, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("this user may not make network namespaces with IPv6 here")
+    ended = subprocess.run(
+        [*run, sys.executable, "-m", "bagua", "doctor", "--json"],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    found = json.loads(ended.stdout)
+    assert (ended.returncode, found["problems"]) == (0, [])
+    assert found["network"]["address"] == "::1"
+    assert found["trial"]["ok"] is True
 
 
 @pytest.mark.parametrize(

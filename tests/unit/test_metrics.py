@@ -130,7 +130,7 @@ def test_init_process_group_serves_too() -> None:
         World(2, env={"BAGUA_METRICS_PORT": str(port)}, torch=True).run(serves_from_torch, port)
 
 
-def inits_where_the_port_is_taken(rank: int) -> float:
+def inits_without_metrics(rank: int) -> float:
     x = np.ones(1, dtype=np.float32)
     bagua.init()
     bagua.all_reduce(x)
@@ -145,8 +145,17 @@ def test_a_port_that_is_taken_costs_the_metrics_and_not_the_job() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         world = World(1, env={"BAGUA_METRICS_PORT": str(port)})
-        assert world.run(inits_where_the_port_is_taken) == [1.0]
+        assert world.run(inits_without_metrics) == [1.0]
     assert f"BAGUA_METRICS_PORT: no metrics at 127.0.0.1:{port}: " in world.output[0]
+
+
+@needs_client
+@pytest.mark.parametrize("address", ["no-such-host.invalid", "192.0.2.1", "a" * 64])
+def test_an_address_that_is_not_this_hosts_costs_the_metrics_and_not_the_job(address: str) -> None:
+    with free_port() as port:
+        world = World(1, env={"BAGUA_METRICS_PORT": str(port), "BAGUA_METRICS_ADDR": address})
+        assert world.run(inits_without_metrics) == [1.0]
+    assert f"BAGUA_METRICS_ADDR: no metrics at {address}:{port}: " in world.output[0]
 
 
 def leaves_its_port_to_no_child(rank: int, port: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -19,8 +20,8 @@ from bagua import metrics
 from bagua.lifecycle import process
 from bagua.metrics import probes
 from tests.unit.test_metrics import needs_client
-from tests.waits import meet
-from tests.world import World
+from tests.waits import meet, until
+from tests.world import World, free_port
 
 pytestmark = needs_client
 
@@ -117,6 +118,45 @@ def test_a_rank_whose_group_has_failed_is_not_ready_and_says_why() -> None:
     assert what.startswith("control thread runs: ")
 
 
+def by_neutral_api() -> None:
+    bagua.init()
+
+
+def by_torch_api() -> None:
+    import bagua.torch_api
+
+    bagua.torch_api.init_process_group()
+
+
+def waits_for_rank_1(rank: int, join: Callable[[], None], port: int) -> list[tuple[int, str]]:
+    found = []
+    if rank == 1:
+        # Rank 0 cannot have joined, because this rank has not called it yet.
+        until(lambda: is_open(port), "rank 0 serves no probes while it joins")
+        found = [ask(port, "/healthz"), ask(port, "/readyz")]
+    join()
+    bagua.barrier()
+    return found
+
+
+def is_open(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("join", [by_neutral_api, pytest.param(by_torch_api, marks=pytest.mark.slow)])
+def test_a_rank_that_waits_for_others_to_join_answers_already(join: Callable[[], None]) -> None:
+    with free_port(count=2) as port:
+        variables = {"BAGUA_METRICS_PORT": str(port)}
+        _, found = World(2, env=variables, torch=join is by_torch_api).run(waits_for_rank_1, join, port)
+    (health, _), (ready, why) = found
+    assert (health, ready) == (200, 503)
+    assert why == "not joined: there is no default group, not yet or not any more\n"
+
+
 class Folder:
     """In place of /proc/self/task."""
 
@@ -136,6 +176,11 @@ class OfTwo:
     size = 2
     name = "world"
     rank = 0
+
+    class _communicator:
+        @staticmethod
+        def cause() -> None:
+            """Raises nothing, as that of a group that has not failed."""
 
 
 class Clock:
@@ -201,8 +246,7 @@ def test_a_probe_that_waits_holds_up_no_other(tasks: Folder, monkeypatch: pytest
         thread = threading.Thread(target=lambda: slow.append(ask(port, "/healthz")))
         thread.start()
         assert looked.wait(30)
-        process.default_group = None
-        assert ask(port, "/readyz")[0] == 503
+        assert ask(port, "/readyz") == (200, "joined: rank 0 of 2\n")
         assert slow == []
         answered.set()
         thread.join()

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from bagua import config, metrics, torch_store
+from bagua import config, launcher, metrics, torch_store
 from bagua.errors import BaguaError
 from bagua.group import Group
 from bagua.lifecycle import process
@@ -117,7 +117,7 @@ def _has_failed(group: Group) -> bool:
 
 def _join(store: Any, rank: int, size: int, timeout: timedelta) -> Group:
     chosen = config.settings(timeout=timeout.total_seconds())
-    metrics.check()
+    metrics.begin(launcher.local_rank_of(rank, size))
     group, _ = torch_store.join(
         store,
         rank,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import tempfile
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from bagua import config, cuda, distributions, engine, group, launcher, torch_needed
 from bagua.commands import all_reduce_check, machine, tables
 from bagua.errors import BaguaError
+from bagua.metrics.server import why_not_local
 
 __all__ = ["add", "examine"]
 
@@ -126,10 +129,30 @@ def _settings(problems: _Problems) -> dict[str, Any]:
         if name == config.SECRET and value is not None:
             value = "(not shown)"
         found[name] = {"value": value, "source": source}
+    if (why := _why_no_records()) is not None:
+        fix = "name a directory that this user can write to, or unset it"
+        problems.add("BAGUA_TRACE_DIR", f"flight records cannot be written to {config.trace_dir()}: {why}", fix)
+    if config.text("BAGUA_METRICS_PORT") is not None and (error := why_not_local(config.metrics_host())) is not None:
+        fix = "give an address of this host, or 0.0.0.0 for all of them"
+        problems.add("BAGUA_METRICS_ADDR", f"metrics cannot be served at {config.metrics_host()!r}: {error}", fix)
     for name, nearest in config.unknown():
         advice = "unset it: bagua doctor --all lists all settings" if nearest is None else f"rename it to {nearest}"
         problems.add(name, f"{name} is no setting of Bagua", advice)
     return found
+
+
+def _why_no_records() -> OSError | None:
+    """Why no file can be created in BAGUA_TRACE_DIR, or in the directory above in which ranks would create it; None if
+    one can, or if the variable is not set.
+    """
+    if config.text("BAGUA_TRACE_DIR") is None:
+        return None
+    directory = Path(config.trace_dir() or "").absolute()
+    try:
+        with tempfile.TemporaryFile(dir=next(path for path in (directory, *directory.parents) if path.exists())):
+            return None
+    except OSError as error:
+        return error
 
 
 def _place(problems: _Problems) -> launcher.RankInfo | None:

@@ -100,12 +100,16 @@ def shm() -> tuple[bool, str]:
 
 def tcp() -> tuple[bool, str]:
     """Whether a connection to this host can be made, and why."""
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5.0):
-            pass
-    except OSError as error:
-        return False, f"no connection over loopback: {error}"
-    return True, "a connection over loopback works"
+    why = []
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        try:
+            with socket.create_server((address, 0), family=family) as server:
+                socket.create_connection(server.getsockname()[:2], 5.0).close()
+        except OSError as error:
+            why.append(f"{address}: {error}")
+        else:
+            return True, f"a connection over loopback ({address}) works"
+    return False, f"no connection over loopback: {'; '.join(why)}"
 
 
 def interface_of(address: str) -> str | None:

@@ -15,10 +15,10 @@ from typing import Any
 
 from bagua import config, engine, group
 from bagua.lifecycle import process
-from bagua.metrics.server import start
+from bagua.metrics.server import start, why_not_local
 from bagua.metrics.trainer import progress
 
-__all__ = ["StepMeter", "begin", "check", "progress", "serve"]
+__all__ = ["StepMeter", "begin", "progress", "serve"]
 
 _log = logging.getLogger(__name__)
 
@@ -33,14 +33,14 @@ def serve(port: int = 0, addr: str = "127.0.0.1") -> int:
     A group that was left is no longer shown.
 
     `/healthz` has status 200 when each control thread of this process ran while it was asked, which takes up to a
-    second, and 503 when one did not for 3 s. Without a group of two ranks or more there is none: 200, and the text says
-    that none was looked at. That an answer comes at all shows that the interpreter runs threads. `/readyz` has 200
-    while the default group (or torch.distributed's world of the backend "bagua") has been joined and has not failed,
-    and 503 before and afterwards. Both answer with one line of text.
+    second, and 503 when one did not for 3 s. Without a group of two ranks or more, or while one is being joined, none
+    runs: 200, and the text says that none was looked at. That an answer comes at all shows that the interpreter runs
+    threads.
+    `/readyz` has 200 while the default group (or torch.distributed's world of the backend "bagua") has been joined and
+    has not failed, and 503 before and afterwards. Both answer with one line of text.
 
     Every process that can connect can read the counters, host, process and version in `bagua_info`, and the error
-    of a failed group. ImportError
-    without prometheus_client, OSError where the address cannot be used.
+    of a failed group. ImportError without prometheus_client, OSError where the address cannot be used.
     """
     client = _client()
     registry = client.CollectorRegistry(auto_describe=False)
@@ -50,23 +50,27 @@ def serve(port: int = 0, addr: str = "127.0.0.1") -> int:
     return int(server.server_port)
 
 
-def check() -> None:
-    """ValueError or ImportError where BAGUA_METRICS_PORT is set and cannot be served: before a group is joined."""
-    if config.metrics_address() is not None:
-        _client()
+def begin(local_rank: int | None) -> None:
+    """Serves as BAGUA_METRICS_PORT says, unless this process serves already.
 
+    Called before a group is joined, so that a supervisor can ask a rank that waits for others. Where `local_rank` is
+    not known yet (None), only checks the setting; called again when the group has been joined.
 
-def begin(local_rank: int) -> None:
-    """Serves as BAGUA_METRICS_PORT says, unless this process serves already. Called when a group has been joined."""
+    Raises ValueError for a port that cannot be used, and ImportError without prometheus_client.
+    """
     address = config.metrics_address()
     if address is None or process.metrics_servers:
+        return
+    _client()
+    if local_rank is None:
         return
     host, port = address
     try:
         serve(port + local_rank, host)
-    except (OSError, OverflowError) as error:
-        # The job is worth more than its metrics, and the other ranks have joined already.
-        _log.warning("BAGUA_METRICS_PORT: no metrics at %s:%d: %s", host, port + local_rank, error)
+    except (OSError, OverflowError, UnicodeError) as error:
+        # The job is worth more than its metrics.
+        name = "BAGUA_METRICS_PORT" if why_not_local(host) is None else "BAGUA_METRICS_ADDR"
+        _log.warning("%s: no metrics at %s:%d: %s", name, host, port + local_rank, error)
 
 
 class StepMeter:

@@ -40,8 +40,8 @@ def alive(limit: float = LIMIT_S) -> Answer:
     often. So `ok` means that each ran while this function did. It does not mean that the training makes progress, nor
     that a peer can be reached.
 
-    A world of one rank has no control thread, and a process outside a group has none: `ok`, and the text says that none
-    was looked at. Then it shows only that this function was called.
+    A world of one rank has no control thread, and that of a group that is being joined does not run yet: `ok`, and the
+    text says that none was looked at. Then it shows only that this function was called.
     """
     deadline = time.monotonic() + limit
     before: dict[str, int] = {}
@@ -51,7 +51,9 @@ def alive(limit: float = LIMIT_S) -> Answer:
         except OSError as error:
             return Answer(False, f"cannot look at the control thread: {error}")
         group = joined()
-        if not now and (group is None or group.size == 1):
+        # The control thread of a group that is being joined sends no heartbeats yet.
+        joins = group is None and not process.live_groups()
+        if joins or (not now and (group is None or group.size == 1)):
             what = "no group has been joined" if group is None else "a world of one rank has none"
             return Answer(True, f"this server answers; no control thread was looked at: {what}")
         # One that has ended meanwhile is not in `now`, and one that began counts from here.

@@ -11,7 +11,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from bagua.metrics import probes
 
-__all__ = ["Server", "start"]
+__all__ = ["Server", "start", "why_not_local"]
 
 _PROBES: dict[str, Callable[[], probes.Answer]] = {"/healthz": probes.alive, "/readyz": probes.ready}
 
@@ -40,6 +40,20 @@ class _Silent(WSGIRequestHandler):
         return str(self.client_address[0])
 
 
+def why_not_local(addr: str) -> Exception | None:
+    """Returns the error of listening at an address of this host, at any port; None if that works."""
+    try:
+        family = _family(addr, 0)
+        with socket.create_server((addr, 0), family=family):
+            return None
+    except (OSError, UnicodeError) as error:
+        return error
+
+
+def _family(addr: str, port: int) -> socket.AddressFamily:
+    return socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+
+
 def start(port: int, addr: str, metrics: Callable[..., Iterable[bytes]]) -> Server:
     """Serves the probes, and `metrics` (a WSGI application) at / and /metrics, on a thread of its own. Every other path
     is status 404: a misspelt one of a probe would be 200 for ever.
@@ -63,7 +77,7 @@ def start(port: int, addr: str, metrics: Callable[..., Iterable[bytes]]) -> Serv
         return [f"{found.text}\n".encode()]
 
     class Family(Server):
-        address_family = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        address_family = _family(addr, port)
 
     server = Family((addr, port), _Silent)
     server.set_app(answer)

@@ -250,7 +250,7 @@ def init_process_group(
         local_rank, local_size = found.local_rank, found.local_world_size
     if local_size is not None and not 0 <= (local_rank or 0) < local_size:
         raise ValueError(f"local rank {local_rank or 0} is not one of {local_size} ranks on this host")
-    metrics.check()
+    metrics.begin(local_rank)
     config.announce(RANK=str(rank), WORLD_SIZE=str(world_size))
 
     if book is not None:
