@@ -11,7 +11,7 @@ import torch
 
 import bagua as neutral
 import bagua.torch_api as bagua
-from bagua.errors import BaguaError, BaguaTimeoutError, PeerRaisedError
+from bagua.errors import BaguaError, BaguaTimeoutError, MismatchError, PeerRaisedError
 from tests.distributed.torch_ranks import ENVIRONMENT, cases_in, each_case, same_everywhere
 from tests.waits import until
 from tests.world import make_world
@@ -200,7 +200,7 @@ def test_a_forked_child_can_evaluate_a_wrapped_model_and_not_train_it() -> None:
         assert "this process was forked" in said
 
 
-def reaches_no_parameter(rank: int, how: str) -> tuple[str, bool]:
+def steps_with_its_own_gradients(rank: int, how: str) -> tuple[str, bool]:
     bagua.init_process_group()
     model = torch.nn.Linear(3, 1)
     optimizer = wrapped(model)
@@ -214,17 +214,16 @@ def reaches_no_parameter(rank: int, how: str) -> tuple[str, bool]:
         while rank != 0:
             step(model, optimizer)
             before = model.weight.detach().clone()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=how != "in place")
         loss = model(torch.ones(1, 3)).sum()
         if how == "closure":
             optimizer.step(lambda: torch.zeros(1, requires_grad=True).sum().backward())
-        if how == "constant":
-            torch.zeros(1, requires_grad=True).sum().backward()
-        else:
-            for param, grad in zip(
-                model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
-            ):
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        for param, grad in zip(model.parameters(), gradients, strict=True):
+            if param.grad is None:
                 param.grad = grad
+            else:
+                param.grad.copy_(grad)
         optimizer.step()
 
     first = model.weight.detach().clone()
@@ -234,11 +233,35 @@ def reaches_no_parameter(rank: int, how: str) -> tuple[str, bool]:
     return str(caught.value), torch.equal(before if before.numel() else first, model.weight)
 
 
-@pytest.mark.parametrize("how", ["constant", "autograd.grad", pytest.param("closure", marks=pytest.mark.slow)])
-def test_a_step_without_a_gradient_of_the_model_is_an_error_on_every_rank(how: str) -> None:
-    for text, unchanged in make_world(2, env=ENVIRONMENT, timeout=150.0).run(reaches_no_parameter, how):
-        assert "optimizer.step() on rank 0, but no gradient of model 'Linear_0'" in text
+@pytest.mark.parametrize(
+    "how", ["autograd.grad", *(pytest.param(each, marks=pytest.mark.slow) for each in ("in place", "closure"))]
+)
+def test_a_step_with_gradients_of_one_rank_alone_is_an_error_on_every_rank(how: str) -> None:
+    for text, unchanged in make_world(2, env=ENVIRONMENT, timeout=150.0).run(steps_with_its_own_gradients, how):
+        assert (
+            "optimizer.step() on rank 0 would use a gradient of 'weight' of model 'Linear_0' that no backward" in text
+        )
         assert unchanged
+
+
+def leaves_out_a_backward_alone(rank: int) -> str:
+    bagua.init_process_group()
+    model = torch.nn.Linear(3, 1)
+    optimizer = wrapped(model)
+    step(model, optimizer)
+    if rank == 0:
+        optimizer.zero_grad()
+        model(torch.ones(1, 3))
+        optimizer.step()
+    with pytest.raises(MismatchError) as caught:
+        step(model, optimizer)
+    return str(caught.value)
+
+
+def test_a_rank_that_leaves_out_a_backward_alone_is_noticed_at_the_next_exchange() -> None:
+    for rank, text in enumerate(make_world(2, env=ENVIRONMENT, timeout=150.0).run(leaves_out_a_backward_alone)):
+        assert f"rank {rank} has called optimizer.step() {1 - rank} times after a forward of model 'Linear_0'" in text
+        assert "if a rank leaves out a backward, all ranks must" in text
 
 
 def steps_again_and_evaluates(rank: int) -> bool:

@@ -93,12 +93,15 @@ class AlgorithmImpl:
 
     def compared_step(self, bagua_ddp: WrappedModel) -> int:
         """Number, from 1 on, of a step that communicates, which is a MismatchError where it is another one on another
-        rank, as after a state that was loaded on some ranks only; 0 where it may be. Here: of each exchange of weights.
+        rank, as after a state that was loaded on some ranks only; 0 where it may be. Here: of each exchange of weights;
+        of gradients, how often a rank's optimizer stepped without a backward.
         """
-        return 0 if bagua_ddp.exchange.needs_gradients else bagua_ddp.step + 1
+        return bagua_ddp.empty_steps if bagua_ddp.exchange.needs_gradients else bagua_ddp.step + 1
 
     def communicates(self, step: int) -> bool:
-        """Whether the step of this number, counted from 0, communicates."""
+        """Whether the step of this number, counted from 0, communicates. If so, each bucket has to be communicated in
+        it: BaguaError if one was not.
+        """
         return True
 
     def buffers_due(self, step: int) -> bool:

@@ -261,6 +261,8 @@ class MomentExchange(GradientExchange):
 
     def bind(self, buckets: Sequence[BaguaBucket]) -> None:
         """Counts rounds from ``first_round`` on. A bucket moves a candidate's memory; it stays the same tensor."""
+        for slot in self._slots.values():
+            slot.number = self._backend.number(slot.name)
         for bucket in buckets:
             bucket.backend_bucket.set_step(self._first_round)
 

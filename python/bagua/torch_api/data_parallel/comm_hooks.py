@@ -125,6 +125,8 @@ class _Bucket:
 class HookExchange(GradientExchange):
     """Gradients whose buckets a hook communicates instead of the engine."""
 
+    uses_buckets = False
+
     def __init__(self, bagua_ddp: WrappedModel, hook: CommHook, state: Any, as_views: bool) -> None:
         super().__init__(bagua_ddp)
         self._hook = hook

@@ -113,6 +113,10 @@ class BucketEngine:
             raise ValueError(f"no registered bucket holds a tensor named {name!r}")
         return number
 
+    def unready(self) -> set[int]:
+        """Numbers of the tensors that are not ready, of buckets that were not communicated since the last wait."""
+        return {self.number(name) for name in self._engine.unready()}
+
     def set_step(self, step: int) -> None:
         """Buckets that go from now on belong to this step of the training, counted from 1: MismatchError where another
         rank communicates them in another one. 0: the steps are not compared.

@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from bagua.errors import BaguaError, MismatchError
 from bagua.lifecycle import process
 
 from .. import devices
+from ..bucket import BaguaBucket
 from ..process_group import dtype_code
 from ..process_group.state import group_state
 from .consistency import describe
+from .exchange_interface import WrappedModel
 from .state import model_state
 
 _owners: MutableMapping[torch.Tensor, weakref.ref[Any]] = model_state.gradient_owners
@@ -47,6 +50,13 @@ class Tracked:
         self._parameters = list(parameters)
         self._kinds = [(param.dtype, param.shape) for _, param in parameters]
 
+    def is_frozen(self, current: Callable[[], Sequence[object]]) -> bool:
+        """True if no parameter needs a gradient now, as when another model is trained through this one: a forward then
+        counts as evaluation. ``current`` returns the parameters that do.
+        """
+        frozen = not any(param.requires_grad for _, param in self._parameters)
+        return bool(self._parameters) and frozen and not current()
+
     def check(self, module: torch.nn.Module, current: Sequence[tuple[str, torch.nn.Parameter]], may_go: bool) -> None:
         """A change is an error here, rather than ranks that silently differ. ``may_go``: parameters may need a gradient
         no longer. None is one for the time of ``torch.func.functional_call``, which puts plain tensors in place of
@@ -74,12 +84,14 @@ class Tracked:
         if not new and not replaced and may_go:
             return
         changes = (
-            (new, "now need(s) one"),
-            (gone, "no longer do(es)"),
-            (replaced, "is (are) other Parameter objects, as after load_state_dict(assign=True)"),
+            (new, "now needs one", "now need one"),
+            (gone, "no longer does", "no longer do"),
+            (replaced, "is another Parameter object", "are other Parameter objects"),
         )
-        parts = [f"{names} {what}" for names, what in changes if names]
-        hint = "" if new or replaced else ", or pass find_unused_parameters=True to freeze and unfreeze parameters"
+        parts = [f"{names} {one if len(names) == 1 else more}" for names, one, more in changes if names]
+        if replaced:
+            parts[-1] += ", as after load_state_dict(assign=True)"
+        hint = "" if new or replaced else ", or pass find_unused_parameters=True to freeze and unfreeze some of them"
         raise BaguaError(
             f"the parameters of model {self._model_name!r} that need a gradient changed since it was wrapped: "
             f"{'; '.join(parts)}; wrap the model again after such a change{hint}"
@@ -200,6 +212,36 @@ def allow_training(wrapped: torch.nn.Module) -> None:
         handle.remove()
 
 
+class Rounds:
+    """How often each bucket had been communicated when a training step began."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[BaguaBucket, int]] = []
+
+    def begin(self, buckets: Sequence[BaguaBucket]) -> None:
+        """A step begins in which each of these buckets has to be communicated."""
+        self._before = [(bucket, bucket.backend_bucket.step) for bucket in buckets]
+
+    def forget(self) -> None:
+        """The step did not come to its end."""
+        self._before = []
+
+    def end(self, model: WrappedModel) -> None:
+        """The step has ended: BaguaError if a bucket was not communicated since :meth:`begin`."""
+        before, self._before = self._before, []
+        buckets = [bucket.name for bucket, step in before if bucket.backend_bucket.step == step]
+        if not buckets:
+            return
+        which = f"bucket {buckets[0]!r} was" if len(buckets) == 1 else f"buckets {buckets} were"
+        error = BaguaError(
+            f"{which} not communicated in step {model.step} of model {model.bagua_module_name!r} on rank "
+            f"{model.backend.rank}, so that the ranks train apart: an algorithm has to mark each tensor of a bucket "
+            "ready in each step (tensor.bagua_mark_communication_ready()), unless its communicates(step) returns False"
+        )
+        # The other ranks may wait for these buckets.
+        raise model.backend.reported(error)
+
+
 class OwnSteps:
     """Where weights travel: which steps of optimizers had no training forward. One is this rank's own until the next
     communication; ranks that take two in a row would train alone.
@@ -229,6 +271,41 @@ class OwnSteps:
         return now and was
 
 
+class PassingForwards:
+    """Where weights travel: finds forwards through which another model is trained, such as those of a GAN's
+    discriminator for the loss of the generator. Their backward reaches the parameters, but no step follows it.
+
+    An input of such a forward needs a gradient. So does an input in a chain of models that are trained together: what
+    follows the first backward of such forwards decides. It is the same on all ranks, which run one program.
+    """
+
+    def __init__(self) -> None:
+        # Inputs of the forwards since the last backward: whether each forward had one that needs a gradient.
+        self._passing: list[bool] = []
+        # The last backward was one of such forwards alone, and no optimizer of the model has stepped since.
+        self._pending = False
+        # No step of the model follows such a backward; None if that is not known yet.
+        self._no_step_follows: bool | None = None
+
+    def are_of_another(self, inputs: Any) -> bool:
+        """Before each training forward. True if it belongs to the training of another model."""
+        if self._pending and self._no_step_follows is None:
+            self._no_step_follows = True
+        passing = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(inputs))
+        self._passing.append(passing)
+        return passing and self._no_step_follows is True
+
+    def backward_ends(self) -> None:
+        """After each backward that communicates."""
+        self._pending = bool(self._passing) and all(self._passing)
+        self._passing = []
+
+    def stepped(self) -> None:
+        """After each step of an optimizer of the model."""
+        if self._pending:
+            self._no_step_follows = self._pending = False
+
+
 def step_without_forward(rank: int, model_name: str, algorithm: str) -> BaguaError:
     """The error of an optimizer's second step in a row that had no training forward, where weights travel."""
     return BaguaError(
@@ -237,6 +314,39 @@ def step_without_forward(rank: int, model_name: str, algorithm: str) -> BaguaErr
         "training mode; call model.train() before, and neither model.forward(...) nor a part or another method of the "
         "model instead"
     )
+
+
+def require_exchanged(model: WrappedModel, optimizer: torch.optim.Optimizer) -> None:
+    """No backward came since the optimizer's last step: BaguaError if there is a gradient all the same. Not of an
+    optimizer that the wrapper was not given, as torch's DDP is given none: its program may average gradients itself.
+    """
+    if not any(optimizer is given for given in model.bagua_optimizers):
+        return
+    name = model.exchange.given_gradient({id(param) for group in optimizer.param_groups for param in group["params"]})
+    if name is not None:
+        error = BaguaError(
+            f"optimizer.step() on rank {model.backend.rank} would use a gradient of {name!r} of model "
+            f"{model.bagua_module_name!r} that no backward() has brought, so that the ranks did not average it: "
+            "torch.autograd.grad computed it, or it was assigned or changed since; call backward(), or average such "
+            "gradients yourself and do not give the optimizer to the wrapper"
+        )
+        # The other ranks wait for this rank's gradients.
+        raise model.backend.reported(error)
+
+
+@contextlib.contextmanager
+def explain_empty_steps(model: WrappedModel) -> Iterator[None]:
+    """Adds to a MismatchError inside what the number of a step means if gradients are exchanged."""
+    try:
+        yield
+    except MismatchError as error:
+        if not model.exchange.needs_gradients or " in step " not in str(error):
+            raise
+        text = (
+            f"{error}; rank {model.backend.rank} has called optimizer.step() {model.empty_steps} times after a forward "
+            f"of model {model.bagua_module_name!r} without a backward: if a rank leaves out a backward, all ranks must"
+        )
+        raise MismatchError(text, record=error.record) from error
 
 
 def step_inside_backward(rank: int, model_name: str) -> BaguaError:

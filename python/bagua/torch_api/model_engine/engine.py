@@ -26,12 +26,16 @@ from . import bucketing
 from .checks import (
     KeptWeights,
     OwnSteps,
+    PassingForwards,
+    Rounds,
     Tracked,
     WrappedBuffers,
     allow_training,
     check_module,
+    explain_empty_steps,
     ignored_names,
     refuse_training,
+    require_exchanged,
     step_inside_backward,
     step_without_forward,
 )
@@ -43,7 +47,7 @@ from .consistency import (
     require_equal,
     start_broadcast,
 )
-from .hooks import EndOfBackward, at_end_of_backward, follow_loads
+from .hooks import EndOfBackward, GradHook, at_end_of_backward, follow_loads
 from .sparse import sparse_parameters
 from .state import model_state
 from .steps import follow_given, parameters_of
@@ -66,27 +70,6 @@ def call_after_forward(ddp: Callable[[], ModelEngine | None], output: Any) -> No
     """:meth:`ModelEngine.after_forward` of an engine that may have ended."""
     if (present := ddp()) is not None:
         present.after_forward(output)
-
-
-class _GradHook:
-    """Calls it when a parameter's gradient has its final local value."""
-
-    def __init__(self, ddp: ModelEngine, name: str, param: torch.nn.Parameter) -> None:
-        self._ddp = weakref.ref(ddp)
-        self._name = name
-        self.handle: RemovableHandle = param.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
-
-    def __call__(self, param: torch.Tensor) -> None:
-        if (ddp := self._ddp()) is None or not isinstance(param, torch.nn.Parameter):
-            return
-        hooks: Any = param._post_accumulate_grad_hooks
-        key = self.handle.id
-        if len(hooks) > 1 and next(reversed(hooks)) != key:
-            # A hook of the user's comes after this one in this backward, and before it from now on.
-            hooks[key] = hooks.pop(key)
-            ddp.on_gradient(self._name, param, is_final=False)
-        else:
-            ddp.on_gradient(self._name, param)
 
 
 class Progress(NamedTuple):
@@ -139,6 +122,7 @@ class ModelEngine:
         self.require_backward_grad_sync = True
         self.bagua_train_step_counter = 0
         self.step = -1
+        self.empty_steps = 0
         #: The rank whose buffers all ranks get.
         self.root = 0
         #: At the end of the last completed step.
@@ -160,6 +144,8 @@ class ModelEngine:
         self._backwards = 0
         self._stepped_at: MutableMapping[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._own_steps = OwnSteps()
+        self._passing = PassingForwards()
+        self._rounds = Rounds()
         self._handles: list[RemovableHandle] = []
         self._communicator = communicator
 
@@ -169,7 +155,8 @@ class ModelEngine:
         self._unchanged = Tracked(name, self._tracked)
         self._wrapped_buffers = WrappedBuffers(name, module, self.parameters_to_ignore)
         self._kept = KeptWeights(name, self.bagua_algorithm.name, self._tracked)
-        self.backend = backends.BucketEngine(name, process_group)
+        # The second name is the original's, which algorithms written for it use.
+        self.backend = self._bagua_backend = backends.BucketEngine(name, process_group)
         backends.adopt(self.backend)
         try:
             if broadcast_state:
@@ -280,7 +267,7 @@ class ModelEngine:
 
     def _hook(self, module: torch.nn.Module) -> None:
         for name, param in self._tracked:
-            self._handles.append(_GradHook(self, name, param).handle)
+            self._handles.append(GradHook(self, name, param).handle)
             _owners[param] = weakref.ref(self)
         self._hook_forward(module)
         self._handles += follow_loads(self, module)
@@ -306,6 +293,7 @@ class ModelEngine:
             self._check_step(optimizer)
         if self.bagua_optimizers and optimizer is self.bagua_optimizers[0]:
             self.progress = Progress(self.progress.steps + 1, self.step + 1, self.bagua_train_step_counter)
+        self._passing.stepped()
         self._post_step_hook(optimizer)
 
     def before_load(self) -> None:
@@ -343,6 +331,13 @@ class ModelEngine:
         if not self._trains(module):
             self.bagua_algorithm.forward_begins(self, with_grad=False)
             return
+        if self._unchanged.is_frozen(self.bagua_build_params):
+            # As with torch's DDP, buffers are sent before this forward too. async keeps its lock for a backward through
+            # the model.
+            if self.bagua_algorithm.buffers_due(self.step) and self._buffers_are_due(False):
+                self.send_buffers()
+            self.bagua_algorithm.forward_begins(self, with_grad=torch.is_grad_enabled())
+            return
         if self._in_backward:
             self._end_broken_backward()
         self._unchanged.check(module, self.bagua_build_params(), may_go=self.find_unused_parameters)
@@ -350,9 +345,13 @@ class ModelEngine:
         self.bagua_train_step_counter += 1
         self._own_steps.forward_begins()
         counts = self.require_backward_grad_sync and torch.is_grad_enabled()
+        if counts and not self.exchange.needs_gradients:
+            counts = not self._passing.are_of_another(inputs)
         self._forward_waits = self._forward_waits or counts
         begins = counts and not self._in_step
         if begins:
+            # The hooks of an algorithm may communicate until now.
+            self._rounds.end(self)
             self.step += 1
             self._in_step = True
         self._forward_is_announced()
@@ -362,6 +361,8 @@ class ModelEngine:
             self.send_buffers()
         if begins and self.bagua_algorithm.communicates(self.step):
             self.backend.set_step(self.bagua_algorithm.compared_step(self))
+            if self.exchange.uses_buckets and self.backend.size > 1:
+                self._rounds.begin(self.bagua_buckets)
             self.exchange.begin()
         self._forward_pre_hook(inputs)
         self.bagua_algorithm.forward_begins(self, with_grad=torch.is_grad_enabled())
@@ -404,10 +405,12 @@ class ModelEngine:
         """Ends a step whose backward raised or never came."""
         self._in_backward = self._in_step = self._forward_waits = False
         self._late = []
+        self._rounds.forget()
         self.exchange.abandon()
 
     def restart(self, step: int) -> None:
         """The next training forward begins the step of this number."""
+        self._rounds.forget()
         if self._in_step:
             self._end_broken_step()
         self._kept.state_is_loaded = True
@@ -475,31 +478,27 @@ class ModelEngine:
             self._late.append((name, param))
 
     def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """A backward that reaches no parameter calls no hook of ours: here it is noticed that one is missing.
-
-        Without this, the next gradients of this rank would be combined with those of the others' last step.
+        """Ends a step whose backward was left out, or reached no parameter. BaguaError if the optimizer would step with
+        gradients of this rank alone.
         """
-        if not self.exchange.needs_gradients:
-            if self._own_steps.are_two(optimizer):
-                name, algorithm = self.bagua_module_name, self.bagua_algorithm.name
-                raise self.backend.reported(step_without_forward(self.backend.rank, name, algorithm))
-        elif not any(optimizer is given for given in self.bagua_optimizers):
-            return  # torch's DDP, which is given no optimizers, allows a step without a backward.
+        needs_gradients = self.exchange.needs_gradients
+        if not needs_gradients and self._own_steps.are_two(optimizer):
+            name, algorithm = self.bagua_module_name, self.bagua_algorithm.name
+            raise self.backend.reported(step_without_forward(self.backend.rank, name, algorithm))
         before, self._stepped_at[optimizer] = self._stepped_at.get(optimizer, 0), self._backwards
         if not (self._forward_waits and self._tracked and before == self._backwards):
             return
-        if not self.exchange.needs_gradients:
+        if not needs_gradients:
             # The step ends here as after a backward, or this rank would begin the next one later than the others.
             self._forward_waits = self._in_step = False
             self._post_backward_hook()
             return
-        error = BaguaError(
-            f"optimizer.step() on rank {self.backend.rank}, but no gradient of model {self.bagua_module_name!r} came "
-            "since its last step: the loss depends on none of its parameters, or torch.autograd.grad computed what "
-            "only backward() communicates"
-        )
-        # The others wait for this rank's gradients.
-        raise self.backend.reported(error)
+        require_exchanged(self, optimizer)
+        if self._in_step:
+            # A rank that leaves out a backward alone is noticed at the next exchange.
+            self._in_step = False
+            self._rounds.forget()
+            self.empty_steps += 1
 
     def _check_outside_of_backward(self) -> None:
         """Gradients are communicated when backward returns: a hook that steps before would use this rank's own."""
@@ -523,10 +522,13 @@ class ModelEngine:
         late, self._late = self._late, []
         for name, param in late:
             self._backward_hook(name, param)
-        self._in_backward = False
-        self._in_step = False
-        with self._wrapped_buffers.explain(self.backend.rank, self.module):
+        self._passing.backward_ends()
+        ends = self._in_step
+        self._in_backward = self._in_step = False
+        with self._wrapped_buffers.explain(self.backend.rank, self.module), explain_empty_steps(self):
             self._post_backward_hook()
+        if ends and self.exchange.needs_gradients and self._post_backward_hook == self.exchange.finish:
+            self._rounds.end(self)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -47,6 +47,8 @@ class WrappedModel(Protocol):
     #: Number of the last step that began; -1 before the first. A step begins with the first training forward (grad
     #: enabled, outside ``no_sync``) after the last step's backward; nothing else begins one.
     step: int
+    #: Optimizer steps after a training forward without a backward, if gradients are exchanged; equal on all ranks.
+    empty_steps: int
 
     @property
     def module(self) -> torch.nn.Module:
@@ -73,6 +75,8 @@ class Exchange(ABC):
 
     #: Other ranks wait for the gradients of every backward: one that never comes is an error on this rank.
     needs_gradients = False
+    #: The engine communicates the buckets.
+    uses_buckets = True
 
     def __init__(self, bagua_ddp: WrappedModel) -> None:
         # Not the object itself: it has this one.
@@ -101,6 +105,12 @@ class Exchange(ABC):
 
     def abandon(self) -> None:  # noqa: B027
         """Forgets a backward that never came to its end."""
+
+    def given_gradient(self, params: Collection[int]) -> str | None:
+        """Called if no backward came since the last step of an optimizer that holds the parameters with these ids: the
+        name of one whose gradient the ranks have not exchanged. Zeros do not count.
+        """
+        return None
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
         """Before each step of an optimizer that holds parameters of the model."""

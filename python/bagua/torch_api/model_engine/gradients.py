@@ -21,7 +21,7 @@ from bagua.errors import BaguaError
 from ..bucket import BaguaBucket
 from ..bucket_memory import BucketSlice, is_lazy_value, layout_of, over
 from ..process_group import ReduceOp
-from ..tensor import BaguaTensor, registration
+from ..tensor import BaguaTensor, effective, registration
 from .exchange_interface import Exchange, Parameters, WrappedModel
 
 
@@ -69,7 +69,7 @@ class Slot:
     sent: bool = False
     grad: torch.Tensor | None = None
     version: int = 0
-    # The engine's number of it, from the first backward on.
+    # The engine's number of it; None if it is in no bucket.
     number: int | None = None
     # In a static graph: gradients that came in this backward, and how many come in each (0: not known yet).
     came: int = 0
@@ -107,15 +107,19 @@ class GradientExchange(Exchange):
         self.is_static = False
         #: A gradient to which a backward brought nothing is communicated: the user may have put it there.
         self.takes_given = False
+        # A hook of the algorithm's own marks tensors ready, and with them memory that may be elsewhere.
+        self._has_other_marks = False
+        # Before init_tensors gives all of them one.
+        self._had_grad = {name for name, param in self._parameters if param.grad is not None}
         self._slots: dict[str, Slot] = {}
         self._now = _Backward()
 
     def register(self) -> list[torch.Tensor]:
         """The parameters as Bagua tensors whose effective tensor is their gradient, the last of the model first."""
-        self._slots = {}
+        self._make_slots()
         tensors = []
-        for name, param in reversed(self._parameters):
-            slot = self._slots[name] = Slot(name, param, param.grad is not None, layout_of(param), param.dtype)
+        for slot in self._slots.values():
+            name, param = slot.name, slot.param
             BaguaTensor.bagua_ensure_grad(param)
             grad = grad_of(param)
             if is_lazy_value(grad) or grad.stride() != slot.strides:
@@ -123,13 +127,25 @@ class GradientExchange(Exchange):
             tensors.append(BaguaTensor.ensure_bagua_tensor(param, name, self._module_name, grad_of, _set_grad))
         return tensors
 
+    def _make_slots(self) -> None:
+        self._slots = {
+            name: Slot(name, param, name in self._had_grad, layout_of(param), param.dtype)
+            for name, param in reversed(self._parameters)
+        }
+
     def bind(self, buckets: Sequence[BaguaBucket]) -> None:
         """Takes over what the buckets made of the gradients; called when they are registered with the engine."""
+        if not self._slots:
+            # The algorithm has an init_tensors of its own, which registers gradients as the original Bagua's does.
+            self._make_slots()
+        of_grad = {id(slot.param.grad): slot for slot in self._slots.values() if slot.param.grad is not None}
         for bucket in buckets:
             for number, tensor in enumerate(bucket.tensors):
-                slot = self._slots.get(registration(tensor).name)
+                slot = of_grad.get(id(effective(tensor)))
                 if slot is None:
                     continue
+                slot.number = self._backend.number(registration(tensor).name)
+                slot.strides = layout_of(grad_of(slot.param))
                 slot.place = bucket.places[number] if bucket.flatten else None
                 if not slot.had_grad:
                     # An optimizer steps where there is a gradient, even of zeros: none until backward brings one.
@@ -218,9 +234,16 @@ class GradientExchange(Exchange):
     def _mark(self, slot: Slot, wire: torch.Tensor | None) -> None:
         if self._now.failure is not None:
             return
+        if slot.number is None:
+            self._now.failure = BaguaError(
+                f"no bucket has the gradient of {slot.name!r} of model {self._module_name!r}, so that the ranks would "
+                "not exchange it: an init_tensors of your own has to return it, or the algorithm needs its own "
+                "init_backward_hook for what it returns instead"
+            )
+            return
+        if self._has_other_marks and slot.place is not None:
+            wire = slot.place.own
         try:
-            if slot.number is None:
-                slot.number = self._backend.number(slot.name)
             self._backend.mark_ready(slot.number, wire)
         except (BaguaError, ValueError) as failure:
             self._now.failure = failure
@@ -318,9 +341,13 @@ class GradientExchange(Exchange):
 
     def _rest(self) -> list[Slot]:
         """Sends what was accumulated under no_sync and got nothing now; returns what has no gradient to send."""
-        unused = []
-        for slot in self._slots.values():
-            if slot.sent:
+        unused: list[Slot] = []
+        rest = [slot for slot in self._slots.values() if not slot.sent]
+        # An algorithm's own hook may have marked a tensor ready by itself.
+        unready = self._backend.unready() if rest else set()
+        for slot in rest:
+            if slot.number is not None and slot.number not in unready:
+                self._has_other_marks = True
                 continue
             came = self.takes_given or slot.came > 0 or slot.name in self._now.touched
             if came and slot.param.grad is not None:
@@ -328,6 +355,24 @@ class GradientExchange(Exchange):
             else:
                 unused.append(slot)
         return unused
+
+    def given_gradient(self, params: Collection[int]) -> str | None:
+        """See :meth:`Exchange.given_gradient`."""
+        for name, param in self._all_parameters():
+            if id(param) in params and param.grad is not None and not self._is_result(name, param.grad):
+                values = param.grad._values() if param.grad.layout == torch.sparse_coo else param.grad
+                if bool((values != 0).any()):
+                    return name
+        return None
+
+    def _is_result(self, name: str, grad: torch.Tensor) -> bool:
+        """True if a gradient lies where the last exchange left its result, and was not changed since."""
+        slot = self._slots.get(name)
+        if slot is None or grad._version != slot.version:
+            return False
+        if slot.place is not None:
+            return slot.place.holds(grad)
+        return slot.wire is not None and slot.wire.data_ptr() == grad.data_ptr()
 
     def _unused(self, unused: Sequence[str]) -> Exception:
         names = ", ".join(map(repr, unused))

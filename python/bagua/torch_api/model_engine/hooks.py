@@ -1,4 +1,4 @@
-"""What torch calls for a model's engine, besides for a gradient: when a backward ends, before weights are loaded."""
+"""What torch calls for a model's engine: for a gradient, when a backward ends, before weights are loaded."""
 
 from __future__ import annotations
 
@@ -12,11 +12,35 @@ from torch.utils.hooks import RemovableHandle
 class Hooked(Protocol):
     """The engine of a model."""
 
+    def on_gradient(self, name: str, param: torch.nn.Parameter, is_final: bool = True) -> None:
+        """A parameter's gradient has its final local value; otherwise it has when the backward ends."""
+
     def after_any_backward(self) -> None:
         """A backward is over, however it ended."""
 
     def before_load(self) -> None:
         """Before ``load_state_dict`` of the model, or of a module in it."""
+
+
+class GradHook:
+    """Calls it when a parameter's gradient has its final local value."""
+
+    def __init__(self, ddp: Hooked, name: str, param: torch.nn.Parameter) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._name = name
+        self.handle: RemovableHandle = param.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
+
+    def __call__(self, param: torch.Tensor) -> None:
+        if (ddp := self._ddp()) is None or not isinstance(param, torch.nn.Parameter):
+            return
+        hooks: Any = param._post_accumulate_grad_hooks
+        key = self.handle.id
+        if len(hooks) > 1 and next(reversed(hooks)) != key:
+            # A hook of the user's comes after this one in this backward, and before it from now on.
+            hooks[key] = hooks.pop(key)
+            ddp.on_gradient(self._name, param, is_final=False)
+        else:
+            ddp.on_gradient(self._name, param)
 
 
 class EndOfBackward:

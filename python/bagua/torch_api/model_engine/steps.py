@@ -227,6 +227,8 @@ class BetweenSteps(Exchange):
         self._due = False
         # The part was sent, and the result has not been taken over.
         self._sent = False
+        # An optimizer has stepped since this rank sent its part.
+        self._changed = False
 
     @abstractmethod
     def _send(self, *, waits: bool) -> None:
@@ -257,6 +259,7 @@ class BetweenSteps(Exchange):
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped; after the last one the ranks communicate. Collective then."""
+        self._changed = True
         if self._steps.is_last(optimizer) and self._due:
             self.before_step()
             self._steps.communicated()
@@ -278,14 +281,14 @@ class BetweenSteps(Exchange):
             self._take_over()
 
     def drop(self) -> bool:
-        """The model was collected: waits for what was sent, and sends nothing. Whether an exchange was due."""
+        """The model was collected: waits for what was sent, and sends nothing. Whether changes were due to be sent."""
         if self._waited_for_sent():
             self._forget()
-        return self._due
+        return self._due and self._changed
 
     def _start(self, *, waits: bool) -> None:
         # First: after a failure the group is of no more use, and the state can still be saved.
-        self._due = False
+        self._due = self._changed = False
         self._send(waits=waits)
         self._sent = True
 
