@@ -386,6 +386,16 @@ def cuda_cache() -> str | None:
     return os.path.join(caches, "bagua", "cuda") if os.path.isabs(caches) else None
 
 
+#: Values of BAGUA_LOG.
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_log_level = _declared("BAGUA_LOG", None, lambda: choice("BAGUA_LOG", LOG_LEVELS, "") if text("BAGUA_LOG") else None)
+
+
+def log_level() -> str | None:
+    """The level of the logger "bagua"; None leaves it alone."""
+    return _log_level()
+
+
 #: Whether ranks compare each call on CUDA arrays before it is put on a device.
 cuda_check = _flag("BAGUA_CUDA_CHECK")
 

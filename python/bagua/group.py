@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from bagua import config, engine, lifecycle, shared_memory
+from bagua import config, engine, lifecycle, log, shared_memory
 from bagua.errors import BaguaError
 from bagua.handle import Handle
 from bagua.lifecycle import process
@@ -106,7 +106,10 @@ class Group(ObjectCollectives):
         number = self._subgroups[tuple(chosen)] = self._subgroups.get(tuple(chosen), 0) + 1
         name = f"{self.name}/{','.join(map(str, chosen))}" + (f"#{number}" if number > 1 else "")
         communicator = self._communicator.subgroup(chosen, name)
-        return None if communicator is None else Group(communicator)
+        if communicator is None:
+            return None
+        log.log.debug("rank %d of %d made group %r of ranks %s", self.rank, self.size, name, chosen)
+        return Group(communicator)
 
     subgroup = new_group
     """The same as `new_group`."""
@@ -143,6 +146,7 @@ class Group(ObjectCollectives):
         machine = next(ranks for ranks in communicator.machines if communicator.rank in ranks)
         shrunk = Group(communicator, local_rank=machine.index(communicator.rank), local_world_size=len(machine))
         shrunk._former_ranks = former
+        log.joined(shrunk)
         if was_default:
             process.default_group = shrunk
         return shrunk
@@ -225,6 +229,7 @@ def join(
     local_world_size: int | None = None,
     secret: str | bytes | None = None,
     timeout: float | None = None,
+    waiting: log.Waiting | None = None,
 ) -> Group:
     """Builds a group with whatever the caller has to spread addresses.
 
@@ -232,8 +237,10 @@ def join(
     host and a port in whose direction the peers are: this rank listens on the interface of that route; None listens on
     loopback, or on the default route when other hosts take part according to `local_world_size`. `timeout` is in
     seconds, for joining and as the default of operations. `secret` proves to the others that this rank belongs to the
-    job.
+    job. `waiting` warns of ranks that do not come, and counts the time since it was made.
     """
+    log.configure()
+    waiting = waiting or log.Waiting(rank, world_size)
     chosen = config.settings(timeout=timeout, secret=secret)
     lifecycle.install(_leave_all)
     if not process.settings_checked and not local_rank:
@@ -245,7 +252,10 @@ def join(
     with contextlib.closing(listening) as bootstrap:
         addresses = [bytes(address) for address in spread(bootstrap.address())]
         lifecycle.note_job(b"".join(addresses))
-        return Group(bootstrap.connect(addresses), local_rank=local_rank, local_world_size=local_world_size)
+        communicator = bootstrap.connect(addresses, waiting)
+    group = Group(communicator, local_rank=local_rank, local_world_size=local_world_size)
+    log.joined(group)
+    return group
 
 
 def parameters(

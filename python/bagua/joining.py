@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
-from bagua import config, engine, group, launcher, lifecycle, metrics, torch_store
+from bagua import config, engine, group, launcher, lifecycle, log, metrics, torch_store
 from bagua.errors import BaguaError
 
 __all__ = ["init"]
@@ -54,7 +54,9 @@ def init(
     place = launcher.place(rank, world_size, local_rank, local_world_size)
     chosen = config.settings(timeout=timeout, secret=secret)
     metrics.begin(place.local_rank)
-    spread, towards = _rendezvous(init_method, place, chosen)
+    log.configure()
+    waiting = log.Waiting(place.rank, place.world_size)
+    spread, towards = _rendezvous(init_method, place, chosen, waiting)
     if spread is None:
         host, port = launcher.master()
         joined, _ = torch_store.join(
@@ -67,6 +69,7 @@ def init(
             local_world_size=place.local_world_size,
             secret=chosen.secret,
             timeout=chosen.timeout,
+            waiting=waiting,
         )
     else:
         joined = group.join(
@@ -78,6 +81,7 @@ def init(
             local_world_size=place.local_world_size,
             secret=chosen.secret,
             timeout=chosen.timeout,
+            waiting=waiting,
         )
     group.set_default(joined)
     metrics.begin(joined.local_rank)
@@ -85,7 +89,7 @@ def init(
 
 
 def _rendezvous(
-    init_method: str, place: launcher.RankInfo, chosen: config.Settings
+    init_method: str, place: launcher.RankInfo, chosen: config.Settings, waiting: log.Waiting
 ) -> tuple[Spread | None, tuple[str, int] | None]:
     """How to spread an address (None: by the launcher's store), and in whose direction to listen."""
     try:
@@ -109,7 +113,7 @@ def _rendezvous(
         path = unquote(parts.netloc + parts.path)
 
         def by_file(address: bytes) -> list[bytes]:
-            return engine.rendezvous_file(path, place.rank, place.world_size, address, chosen.timeout)
+            return engine.rendezvous_file(path, place.rank, place.world_size, address, chosen.timeout, waiting)
 
         return by_file, None
     place_of_rank_0 = launcher.master() if parts.scheme == "env" else (cast(str, host), cast(int, port))
@@ -128,6 +132,7 @@ def _rendezvous(
             chosen.timeout,
             chosen.tls,
             chosen.heartbeat_timeout,
+            waiting,
         )
 
     return by_tcp, place_of_rank_0

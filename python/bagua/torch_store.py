@@ -18,10 +18,9 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from bagua import config, engine, group
+from bagua import config, engine, group, log, tcp_store_requests
 from bagua.errors import BaguaError, BaguaTimeoutError, PeerLostError
 from bagua.lifecycle import process
-from bagua.tcp_store_requests import Connection, StoreRequests
 
 __all__ = ["join"]
 
@@ -48,15 +47,16 @@ def join(
     local_world_size: int | None,
     secret: bytes,
     timeout: float,
-    connection: Connection | None = None,
+    waiting: log.Waiting | None = None,
 ) -> tuple[group.Group, int]:
     """The group of all ranks that join by this store, and a number that no group had in it before.
 
     `what` is what the user called, for error texts. `towards` is as in `group.join` on rank 0; the others listen
-    towards rank 0. `timeout` is in seconds. `connection` is the store's, where it may be ended when the store does not
-    answer. Raises BaguaTimeoutError naming the ranks that did not come, BaguaError
-    when the store does not answer.
+    towards rank 0. `timeout` is in seconds. `waiting` is as in `group.join`. Raises BaguaTimeoutError naming the ranks
+    that did not come, BaguaError when the store does not answer.
     """
+    log.configure()
+    found = waiting or log.Waiting(rank, world_size)
 
     def build(
         towards: tuple[str, int] | None, token: str, spread: Callable[[bytes, bytes], list[bytes]]
@@ -72,11 +72,12 @@ def join(
             local_world_size=local_world_size,
             secret=both,
             timeout=timeout,
+            waiting=found,
         )
 
     chosen = config.settings(secret=secret)
     tls, heartbeat = chosen.tls, chosen.heartbeat_timeout
-    entries = _Entries(store, what, timeout, connection)
+    entries = _Entries(store, what, timeout, look=(lambda: found([0])) if rank else (lambda: None))
     if world_size == 1:
         return build(towards, "", lambda address, _: [address]), entries.count(1)
     if rank == 0:
@@ -86,7 +87,7 @@ def join(
         number = entries.announce(entry)
 
         def serve(address: bytes, both: bytes) -> list[bytes]:
-            return server.serve(world_size, address, both, timeout, tls, heartbeat)
+            return server.serve(world_size, address, both, timeout, tls, heartbeat, found)
 
         return build(towards, entry.token, serve), number
 
@@ -96,7 +97,9 @@ def join(
         def fetch(address: bytes, both: bytes, at: _Server = at) -> list[bytes]:
             left = max(entries.left(), 0.0)
             try:
-                return engine.rendezvous_at(at.host, at.port, rank, world_size, address, both, left, tls, heartbeat)
+                return engine.rendezvous_at(
+                    at.host, at.port, rank, world_size, address, both, left, tls, heartbeat, found
+                )
             except PeerLostError as lost:
                 if lost.rank != 0:
                     raise
@@ -109,7 +112,6 @@ def join(
         else:
             process.joined_places[rank] = at.token
             return joined, number
-    entries.abandon()
     text = f"{what}: timed out after {timeout:.1f} s waiting for rank(s) 0{trouble}"
     raise BaguaTimeoutError(text, missing=(0,), after=timeout, noticed_by=rank)
 
@@ -131,19 +133,14 @@ class _Server:
 class _Entries:
     """The entries in the store, which the ranks write and read until the timeout."""
 
-    def __init__(self, store: Any, what: str, limit: float, connection: Connection | None = None) -> None:
-        self._store, self._what = store, what
-        self._requests = StoreRequests(connection=connection)
+    def __init__(self, store: Any, what: str, limit: float, look: Callable[[], object] = lambda: None) -> None:
+        self._store, self._what, self._look = store, what, look
         # Each attempt of the launcher has counters of its own.
         self._prefix = f"bagua/{config.attempt()}"
         self._until = time.monotonic() + limit
 
     def left(self) -> float:
         return self._until - time.monotonic()
-
-    def abandon(self) -> None:
-        """Ends the connection if a request waits for its answer."""
-        self._requests.abandon()
 
     def count(self, more: int) -> int:
         """The number of entries after adding `more`."""
@@ -179,7 +176,7 @@ class _Entries:
         began = time.monotonic()
         try:
             key, limit = [self._key(number)], timedelta(seconds=patience)
-            self._requests.ask(lambda: self._store.wait(key, limit), patience + _GRACE)
+            tcp_store_requests.ask(lambda: self._store.wait(key, limit), patience + _GRACE, self._look)
         except TimeoutError:
             return None
         except Exception as failure:
@@ -191,10 +188,9 @@ class _Entries:
 
     def _ask(self, request: Callable[[], _T]) -> _T:
         try:
-            return self._requests.ask(request, max(self.left(), 0.0))
+            return tcp_store_requests.ask(request, max(self.left(), 0.0), self._look)
         except Exception as failure:
             raise self._silent(failure) from failure
 
     def _silent(self, failure: Exception) -> BaguaError:
-        self._requests.abandon()
         return BaguaError(f"{self._what}: the store does not answer: {failure}")

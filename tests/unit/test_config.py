@@ -42,6 +42,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], Callable[[], object]]] = {
     "BAGUA_DEFAULT_BUCKET_SIZE": (("large", "0", "-1"), config.default_bucket_size),
     "BAGUA_ELASTIC": (("host:1", "file://here", "file:///", "tcp://host", "tcp://host:1/path"), config.address_book),
     "BAGUA_HEARTBEAT_TIMEOUT": (("soon", "0", "-1", "nan", "1e-300"), config.settings),
+    "BAGUA_LOG": (("loud",), config.log_level),
     "BAGUA_METRICS_PORT": (("any", "0", "65536"), config.metrics_address),
     "BAGUA_SSH_PORT": (("any", "0", "65536"), config.ssh_port),
     "BAGUA_STREAMS_PER_PEER": (("many", "0", "-1", "65"), config.settings),

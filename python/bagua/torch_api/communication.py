@@ -309,7 +309,6 @@ def _join(client: StoreClient, rank: int, world_size: int, local_rank: int | Non
         local_world_size=local_world_size,
         secret=chosen.secret,
         timeout=chosen.timeout,
-        connection=client.connection,
     )
     config.announce(LOCAL_RANK=str(world.local_rank), LOCAL_WORLD_SIZE=str(world.local_world_size))
     _adopt(world)

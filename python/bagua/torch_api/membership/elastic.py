@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bagua import config, engine
+from bagua import config, engine, log
 from bagua import group as neutral
 from bagua.errors import BaguaError, BaguaTimeoutError
 from bagua.lifecycle import note_job, process
@@ -105,6 +105,8 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
     BaguaError when a running process has this rank, BaguaTimeoutError after ``BAGUA_TIMEOUT`` seconds.
     """
     chosen = config.settings()
+    log.configure()
+    waiting = log.Waiting(rank, world_size)
     book = _AddressBook(url)
     until = time.monotonic() + chosen.timeout
     token = str(book.write_new("token", {"token": secrets.token_hex(16)}).get("token", "")).encode()
@@ -136,7 +138,9 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
 
             def spread(address: bytes, server: Any = server, place: Any = place, left: float = left) -> list[bytes]:
                 if server is not None:
-                    return list(server.serve(world_size, address, secret, left, chosen.tls, chosen.heartbeat_timeout))
+                    return list(
+                        server.serve(world_size, address, secret, left, chosen.tls, chosen.heartbeat_timeout, waiting)
+                    )
                 return engine.rendezvous_at(
                     place[0],
                     place[1],
@@ -147,6 +151,7 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
                     left,
                     chosen.tls,
                     chosen.heartbeat_timeout,
+                    waiting,
                 )
 
             group = (
@@ -161,6 +166,7 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
                     local_world_size=local_world_size,
                     secret=secret,
                     timeout=chosen.timeout,
+                    waiting=waiting,
                 )
             )
             # The others may have written their entries since.
@@ -169,8 +175,9 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
         if any(answer["in_job"] for answer in answers.values()):
             group = alone()
             break
+        missing = tuple(sorted(set(range(world_size)) - set(answers) - {rank}))
+        waiting(missing)
         if time.monotonic() > until:
-            missing = tuple(sorted(set(range(world_size)) - set(answers) - {rank}))
             ranks = ", ".join(map(str, missing))
             text = f"init_process_group: timed out after {chosen.timeout:.1f} s waiting for rank(s) {ranks}"
             raise BaguaTimeoutError(text, missing=missing, after=chosen.timeout, noticed_by=rank)

@@ -22,7 +22,7 @@ def environment_store(rank: int, world_size: int) -> StoreClient:
         return StoreClient(HashStore())
     place = launcher.master()
     known = membership_state.stores.get(place)
-    if known is None or not known.usable:
+    if known is None:
         known = membership_state.stores[place] = _open_store(*place, rank, world_size)
     return known
 

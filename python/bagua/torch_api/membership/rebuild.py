@@ -79,17 +79,34 @@ def rebuild(timeout: float | None = None, *, quorum: Literal["majority", "any"] 
                 f"rebuild: an optimizer of model {ddp.bagua_module_name!r} has a part of its state on each rank, and "
                 "that of the lost rank is gone: start the job again from its last checkpoint"
             )
+    # What this rank raised while the group failed. The loss of a rank explains it, unless rebuilding fails after all.
+    own: Exception | None = None
     while True:
-        world = world._shrink(max(until - time.monotonic(), 0.001), quorum)
-        if membership_state.rebuilding is None:
-            membership_state.rebuilding = _Plan(default)
-        plan: _Plan = membership_state.rebuilding
-        plan.take_over(world)
+        try:
+            world = world._shrink(max(until - time.monotonic(), 0.001), quorum)
+            if membership_state.rebuilding is None:
+                membership_state.rebuilding = _Plan(default)
+            plan: _Plan = membership_state.rebuilding
+            plan.take_over(world)
+        except Exception as error:
+            _chain(error, own)
+            raise
         try:
             return plan.carry_out(world)
-        except Exception:
+        except Exception as error:
+            _chain(error, own)
             if torch_init.cause_of_failure(world) is None:
                 raise
+            own = error
+
+
+def _chain(error: Exception, cause: Exception | None) -> None:
+    """Makes `cause`, if there is one, the first cause of an error."""
+    first: BaseException = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    if cause is not None and first is not cause:
+        first.__cause__ = cause
 
 
 @dataclass
@@ -223,9 +240,13 @@ class _Plan:
             except Exception as error:
                 # On all ranks, or the group has failed, which the next call finds.
                 refusal = refusal or error
-        # A barrier is a few small packets; the verbs that follow are not.
-        communicator.alltoall_inplace(torch.zeros(communicator.nranks(), _CARRIED, dtype=torch.uint8))
-        communicator.barrier()
+        try:
+            # A barrier is a few small packets; the verbs that follow are not.
+            communicator.alltoall_inplace(torch.zeros(communicator.nranks(), _CARRIED, dtype=torch.uint8))
+            communicator.barrier()
+        except Exception as error:
+            _chain(error, refusal)
+            raise
         membership_state.rebuilding = None
         if refusal is not None:
             raise refusal

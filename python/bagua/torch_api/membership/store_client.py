@@ -12,7 +12,7 @@ from functools import partial
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 
-from bagua.tcp_store_requests import Connection, StoreRequests
+from bagua import tcp_store_requests
 
 __all__ = ["StoreClient", "connect"]
 
@@ -26,17 +26,11 @@ _PAUSE, _LONGEST_PAUSE = 0.02, 0.25
 
 @dataclass(frozen=True)
 class StoreClient:
-    """A store, and its connection to the process that serves it; None where that is this process, or not known."""
+    """A store of torch.distributed."""
 
     store: Store
-    connection: Connection | None = None
-    #: Whether this process serves it.
+    #: True if this process serves it.
     serves: bool = False
-
-    @property
-    def usable(self) -> bool:
-        """Whether its connection was not ended."""
-        return self.connection is None or not self.connection.ended
 
 
 def connect(
@@ -50,11 +44,9 @@ def connect(
     until = time.monotonic() + limit
     attempt, pause = min(_ATTEMPT, limit), _PAUSE
     while True:
-        connection = Connection(port)
-        requests = StoreRequests(cause, connection)
         try:
             open_store = partial(_open, host, port, world_size, attempt)
-            store = requests.ask(open_store, max(until - time.monotonic(), 0.0))
+            store = tcp_store_requests.ask(open_store, max(until - time.monotonic(), 0.0), cause)
         except DistError:
             attempt *= 2
             if time.monotonic() > until:
@@ -67,11 +59,8 @@ def connect(
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE)
         else:
-            connection.opened()
             store.set_timeout(timedelta(seconds=limit))
-            return StoreClient(store, connection)
-        finally:
-            requests.abandon()
+            return StoreClient(store)
 
 
 def _open(host: str, port: int, world_size: int, limit: float) -> TCPStore:

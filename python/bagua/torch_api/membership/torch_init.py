@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from bagua import group as neutral
+from bagua import tcp_store_requests
 from bagua.errors import PeerLostError, PeerRaisedError
-from bagua.tcp_store_requests import StoreRequests
 
 from ..process_group import Communicator
 from . import torch_destroy
@@ -48,18 +48,14 @@ class _Watched(Store):
         super().__init__()
         self._inner = client.store
         self._limit = limit
-        self._requests = StoreRequests(lambda: world.communicator.cause(), client.connection)
+        self._look: Callable[[], object] = lambda: world.communicator.cause()
 
     def let_go(self) -> None:
         """Requests no longer look at the group, which ends when its owners leave it."""
-        self._requests.let_go()
-
-    def abandon(self) -> None:
-        """Ends the connection if a request waits for its answer."""
-        self._requests.abandon()
+        self._look = lambda: None
 
     def _ask(self, request: Callable[[], _T]) -> _T:
-        return self._requests.ask(request, self._limit.total_seconds())
+        return tcp_store_requests.ask(request, self._limit.total_seconds(), self._look)
 
     def set(self, key: str, value: Any) -> None:
         """Sets a key."""
@@ -114,7 +110,6 @@ def begin(client: StoreClient, world: neutral.Group) -> None:
     try:
         begin_gloo(watched, world.rank, world.size, limit)
     except BaseException:
-        watched.abandon()
         core._world.group_count = groups
         raise
     finally:
@@ -151,8 +146,6 @@ def _common_store(communicator: Communicator) -> StoreClient | None:
     the name of the peer, and answers no request meanwhile: at 20 ranks 5 s where the name server drops questions.
     """
     place, client = next(reversed(membership_state.stores.items()), (None, None))
-    if client is None or not client.usable:
-        place = client = None
     said = communicator.allgather_object((place, client is not None and client.serves))
     places, serves = zip(*said, strict=True)
     return client if any(serves) and all(each == places[0] for each in places) else None
