@@ -259,6 +259,8 @@ class GradientExchange(Exchange):
             if names and not self._find_unused:
                 raise self._unused(names)
             if self._now.failure is not None:
+                # Other ranks take part in what this one has begun.
+                self._wait_for_begun()
                 raise self._now.failure
             nowhere: set[str] = set()
             if self._find_unused:
@@ -414,10 +416,14 @@ class GradientExchange(Exchange):
 
     def abandon(self) -> None:
         """Forgets a backward that never came to its end."""
+        self._wait_for_begun()
+        self._reset()
+
+    def _wait_for_begun(self) -> None:
+        """Waits for what was begun in a backward that has failed."""
         with contextlib.suppress(BaguaError, ValueError):
             # Incomplete buckets would be a second error after the one that ended the backward, which was raised there.
             self._backend.wait_pending_comm_ops()
-        self._reset()
 
     def _reset(self) -> None:
         self._now = _Backward()
