@@ -153,6 +153,30 @@ def test_buckets_that_differ_are_a_mismatch_on_all_ranks_after_each_registration
         assert "1001" in text
 
 
+@device_rank
+def steps_apart(rank: int, cuda: Cuda, later: int) -> str:
+    buckets = [Tensors(cuda, name, sizes=(1000,)) for name in ("one", "two")]
+    for bucket in buckets:
+        bucket.raw.append_centralized(False, False, True)
+    queue = Queue("engine", *buckets)
+    found = ""
+    try:
+        for step in (1, 2, later + rank):
+            queue.raw.set_step(step)
+            queue.step()
+    except bagua.BaguaError as error:
+        found = f"{type(error).__name__}: {error}"
+    queue.raw.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("later", [0, 3])
+def test_ranks_in_different_steps_are_a_mismatch_at_any_exchange(ranks: Ranks, later: int) -> None:
+    for text in ranks.by("nccl", 2, steps_apart, later):
+        assert text.startswith("MismatchError: "), text
+        assert f" in step {later + 1}" in text
+
+
 def test_calls_that_differ_and_are_not_compared_time_out_with_each_ranks_call(ranks: Ranks) -> None:
     texts = ranks.by("nccl", 2, disagree, 2.0, BAGUA_SIM_NCCL_HANG=1)
     assert all(text.startswith("BaguaTimeoutError: ") for text in texts), texts

@@ -1,6 +1,5 @@
 //! A lane's collective: hands host memory on to the host's, and arrays on devices to the collective that the ranks choose at the first one.
 
-use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -43,7 +42,7 @@ impl CollectiveFactory for Factory {
 
     fn wrap(&self, inner: Box<dyn Collective>, hosts: &[Vec<usize>]) -> Box<dyn Collective> {
         let hosts = hosts.to_vec();
-        let (lane_devices, compared) = (Vec::new(), HashSet::new());
+        let (lane_devices, compared) = (Vec::new(), Compared::default());
         let memory = [Vec::new(), Vec::new()];
         Box::new(OnDevices { inner, hosts, chosen: None, nccl: None, lane_devices, compared, memory })
     }
@@ -61,10 +60,29 @@ struct OnDevices {
     nccl: Option<Communicator>,
     /// What the lane has on devices that it has used.
     lane_devices: Vec<Arc<LaneDevice>>,
-    /// Registrations of buckets whose first operation the ranks have compared.
-    compared: HashSet<u64>,
+    /// Which operations of buckets the ranks have compared.
+    compared: Compared,
     /// Where messages of devices pass through the host, out and in.
     memory: [Vec<u8>; 2],
+}
+
+/// Registrations of a lane's buckets, numbered in the order in which the buckets go.
+#[derive(Default)]
+struct Compared {
+    /// The highest number so far.
+    highest: u64,
+    /// That of the last operation.
+    last: u64,
+}
+
+impl Compared {
+    /// True for the first operation after a registration, and for one that is not behind the last operation in the order: a new step begins.
+    fn is_due(&mut self, number: u64) -> bool {
+        let is_due = number > self.highest || number <= self.last;
+        self.highest = self.highest.max(number);
+        self.last = number;
+        is_due
+    }
 }
 
 impl Collective for OnDevices {
@@ -286,16 +304,16 @@ fn connect(
     Communicator::new(nccl, context, cx, (host.rank(), host.size()), id)
 }
 
-/// All ranks compare their calls, over the host's collective: the first operation of a bucket after each of its registrations, and each one
-/// where the caller wants that. NCCL does not notice calls that differ.
+/// All ranks compare their calls, over the host's collective: the first operation of each bucket after its registration, the operations of the
+/// bucket that goes first in a step, and each one where the caller wants that. NCCL does not notice calls that differ.
 fn compare(
     inner: &mut dyn Collective,
-    compared: &mut HashSet<u64>,
+    compared: &mut Compared,
     cx: &OpContext<'_>,
     place: &OperationDevice,
 ) -> Result<()> {
-    let first = place.registration().is_some_and(|number| compared.insert(number));
-    if !place.check && !first {
+    let is_due = place.registration().is_some_and(|number| compared.is_due(number));
+    if !place.check && !is_due {
         return Ok(());
     }
     let mut all = vec![0; inner.size() * CHECK];
