@@ -16,7 +16,7 @@ from typing import Any
 
 from bagua.records import VERSION
 
-__all__ = ["Record", "chrome_trace", "findings", "newest_job", "read"]
+__all__ = ["Finding", "Record", "chrome_trace", "find", "findings", "newest_job", "read"]
 
 Operation = dict[str, Any]
 
@@ -26,6 +26,9 @@ _MESSAGES = ("send/recv", "exchange")
 # Fields that must be equal on all ranks of one operation.
 _EQUAL = ("kind", "root", "dtype", "count")
 
+
+# What `Finding.as_json` has of each rank's operation.
+_SHOWN = (*_EQUAL, "label", "state", "begin", "end")
 
 # What the values of an operation may be, besides those that are only compared or shown.
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -156,27 +159,62 @@ def _read_one(path: Path) -> Record:
         raise ValueError(f"{path} is no flight record: {error}") from error
 
 
+@dataclass(frozen=True)
+class Finding:
+    """An operation that hung, failed, or differed among ranks."""
+
+    kind: str
+    """"missing" if ranks waited for others, "failed" if no rank was missing, "disagreement" if the ranks' operations
+    differ."""
+    lines: list[str]
+    """The finding as text."""
+    group: str
+    channel: int
+    seq: int
+    """Number of the operation in its channel."""
+    waiting: list[int]
+    """World ranks for which the operation did not end."""
+    missing: list[int]
+    """World ranks that did not come to the operation."""
+    operations: dict[int, Operation]
+    """The operation in the record of each rank that began it."""
+
+    def as_json(self) -> dict[str, Any]:
+        """What `bagua trace merge --json` prints of it."""
+        fields = {key: value for key, value in vars(self).items() if key not in ("lines", "operations")}
+        shown = {rank: {key: op.get(key) for key in _SHOWN} for rank, op in sorted(self.operations.items())}
+        return {**fields, "operations": shown, "text": "\n".join(self.lines)}
+
+
 def findings(records: Sequence[Record]) -> list[str]:
     """One line for each operation that hung, and one for each rank's part in an operation that differed."""
-    lines: list[str] = []
+    return [line for finding in find(records) for line in finding.lines]
+
+
+def find(records: Sequence[Record]) -> list[Finding]:
+    """Returns the operations that hung, failed or differed, in the order in which they began; messages last."""
+    found: list[Finding] = []
     places, messages = _by_key(records)
     for place, ops in sorted(places.items(), key=lambda item: _first_begin(item[1].values())):
         if all(op["state"] == "done" for op in ops.values()):
             continue
-        if len({tuple(op[key] for key in _EQUAL) for op in ops.values()}) > 1:
-            lines += _disagreement(place, ops)
-            continue
         waiting = sorted(rank for rank, op in ops.items() if op["state"] != "done")
         missing = _missing(place, ops, records)
-        if missing:
-            lines.append(_waited(waiting, missing, ops[waiting[0]], str(place)))
+        if len({tuple(op[key] for key in _EQUAL) for op in ops.values()}) > 1:
+            kind, lines = "disagreement", _disagreement(place, ops)
+        elif missing:
+            kind, lines = "missing", [_waited(waiting, missing, ops[waiting[0]], str(place))]
         else:
-            lines.append(f"{_ranks(waiting)} failed, and no rank was missing: {_name(ops[waiting[0]])} {place}")
+            lines = [f"{_ranks(waiting)} failed, and no rank was missing: {_name(ops[waiting[0]])} {place}"]
+            kind = "failed"
+        found.append(Finding(kind, lines, place.group, place.channel, place.seq, waiting, missing, ops))
     for rank, op in messages:
         if op["missing"]:
             at = _OperationKey(op["group"], op["channel"], op["seq"])
-            lines.append(_waited([rank], sorted(op["missing"]), op, str(at)))
-    return lines
+            missing = sorted(op["missing"])
+            lines = [_waited([rank], missing, op, str(at))]
+            found.append(Finding("missing", lines, at.group, at.channel, at.seq, [rank], missing, {rank: op}))
+    return found
 
 
 def _by_key(

@@ -391,6 +391,24 @@ def test_a_command_line_that_cannot_be_used_is_answered_by_help_or_by_one_line(a
         assert "example: bagua doctor" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["docter"], "bagua: argument COMMAND: invalid choice: 'docter'; did you mean 'doctor'?; see bagua --help\n"),
+        (["trace", "merg"], "did you mean 'merge'?"),
+        (["completion", "bsh"], "did you mean 'bash'?"),
+        (["zzz"], "invalid choice: 'zzz' (choose from "),
+    ],
+)
+def test_a_misspelt_command_is_answered_by_the_nearest(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["doctor", "bench", "top", "trace", "trace merge", "completion"])
 def test_the_help_of_each_command_has_an_example(name: str) -> None:
@@ -444,17 +462,21 @@ def test_commands_need_no_optional_package(modules: tuple[str, ...], tmp_path: P
 
 
 @pytest.mark.slow
-def test_bench_writes_checked_figures_of_ranks_that_it_starts(tmp_path: Path) -> None:
+def test_bench_prints_checked_figures_of_ranks_that_it_starts() -> None:
     pytest.importorskip("torch", reason="torch is not installed: make setup")
-    ended = command("bench", "--ranks", "2", "--sizes", "4K,1MiB", "--json", str(tmp_path / "figures.json"))
+    ended = command("bench", "--ranks", "2", "--sizes", "4K,1MiB", "--json")
     assert ended.returncode == 0, ended.stderr
-    figures = json.loads((tmp_path / "figures.json").read_text())
+    figures = json.loads(ended.stdout)
     assert (figures["ranks"], figures["collective"]) == (2, "shm")
     assert figures["optimized"] is engine.IS_OPTIMIZED
-    assert ("NOT OPTIMIZED" in ended.stdout) is not engine.IS_OPTIMIZED
     assert [row["bytes"] for row in figures["all_reduce"]] == [4096, 1 << 20]
     for row in figures["all_reduce"]:
-        assert set(row) == {"bytes", "seconds", "gb_per_s", "gloo_seconds", "ratio"}
+        assert set(row) == {
+            *("bytes", "seconds", "gb_per_s", "single_seconds", "gloo_seconds", "gloo_single_seconds", "ratio"),
+            "shared_processor",
+        }
+        assert 0 <= row["shared_processor"] <= 1
+        assert min(row["single_seconds"], row["gloo_single_seconds"]) > 0
         assert row["ratio"] == pytest.approx(row["gloo_seconds"] / row["seconds"])
         assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
 
@@ -486,18 +508,18 @@ def test_bench_measures_the_job_that_it_is_a_rank_of() -> None:
                 rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0, 0]
     assert "all_reduce, 3 ranks, net" in shown[0]
+    assert ("NOT OPTIMIZED" in shown[0]) is not engine.IS_OPTIMIZED
+    assert re.search(r"\bus .*single us", shown[0])
     assert "65,536" in shown[0]
     assert shown[1:] == ["", ""]
 
 
 @pytest.mark.slow
-def test_bench_ends_with_1_when_a_rank_fails(tmp_path: Path) -> None:
+def test_bench_ends_with_1_when_a_rank_fails() -> None:
     pytest.importorskip("torch", reason="torch is not installed: make setup")
-    figures = tmp_path / "figures.json"
-    ended = command("bench", "--json", str(figures), BAGUA_TIMEOUT="20", BAGUA_ALGORITHM="bruck")
-    assert ended.returncode == 1
+    ended = command("bench", "--json", BAGUA_TIMEOUT="20", BAGUA_ALGORITHM="bruck")
+    assert (ended.returncode, ended.stdout) == (1, "")
     assert "BAGUA_ALGORITHM='bruck'" in ended.stderr
-    assert not figures.exists()
 
 
 @pytest.mark.parametrize(
@@ -527,11 +549,11 @@ def test_a_size_that_does_not_fit_the_memory_of_the_host_is_refused(
     assert main([*options, str(memory // share // 4 * 4)]) == share // 4
 
 
-@pytest.mark.parametrize("arguments", [("bench", "--json"), ("trace", "merge", "--out")])
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
-    arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    missing = tmp_path / "missing" / "figures.json"
+    arguments = ("trace", "merge", "--out")
+    missing = tmp_path / "missing" / "trace.json"
     for path, reason in ((tmp_path, "is a directory: name a file in it"), (missing, "there is no directory")):
         with pytest.raises(SystemExit) as ended:
             main([*arguments, str(path)])
@@ -579,6 +601,22 @@ def test_top_has_a_row_per_rank_and_op_and_one_for_a_rank_that_does_not_answer()
     assert [row[1:4] for row in rows if "broadcast" in row] == [["0", "world", "broadcast"]]
     (silent,) = [line for line in ended.stdout.splitlines() if f":{unused}" in line]
     assert "does not answer: " in silent
+
+
+@needs_client
+def test_top_prints_each_reading_as_a_line_of_json() -> None:
+    with served() as port, free_port() as unused:
+        ended = command("top", "--once", "--json", f"127.0.0.1:{port}", f"127.0.0.1:{unused}")
+    assert (ended.returncode, ended.stderr, ended.stdout.count("\n")) == (0, "", 1)
+    answered, silent = json.loads(ended.stdout)["ranks"]
+    assert (answered["endpoint"], answered["rank"], answered["trouble"]) == (f"127.0.0.1:{port}", 0, None)
+    assert [(op["group"], op["op"]) for op in answered["ops"]] == [("world", "all_reduce"), ("world", "broadcast")]
+    reduce = answered["ops"][0]
+    assert (reduce["calls"], reduce["payload_bytes"]) == (1, 1000)
+    # Nothing was communicated between the two readings.
+    assert set(reduce["per_second"].values()) == {0}
+    assert (silent["rank"], silent["ops"]) == (None, [])
+    assert "does not answer: " in silent["trouble"]
 
 
 @pytest.mark.slow

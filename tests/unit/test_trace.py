@@ -90,6 +90,25 @@ def test_an_operation_that_failed_with_all_ranks_in_it_says_so(tmp_path: Path) -
     ]
 
 
+def test_findings_are_printed_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hung = op(1, 1, "failed", missing=[1])
+    differs = op(2, 0, "failed", channel=1)
+    records = [[op(0, 0), hung, differs], [op(0, 0), differs | {"count": 5}], [op(0, 0), hung, differs]]
+    files = [str(write(tmp_path, rank, ops)) for rank, ops in enumerate(records)]
+    assert cli.main(["trace", "merge", "--json", *files]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["files"] == files
+    missing, disagreement = printed["findings"]
+    assert (missing["kind"], missing["waiting"], missing["missing"]) == ("missing", [0, 2], [1])
+    assert (missing["group"], missing["channel"], missing["seq"]) == ("world", 0, 1)
+    assert missing["text"] == "ranks 0, 2 waited for rank 1: all_reduce(sum) number 1 of group world, channel 0"
+    assert list(missing["operations"]) == ["0", "2"]
+    assert missing["operations"]["0"] == {key: hung[key] for key in missing["operations"]["0"]}
+    assert (disagreement["kind"], disagreement["channel"]) == ("disagreement", 1)
+    assert [operation["count"] for operation in disagreement["operations"].values()] == [4, 5, 4]
+    assert disagreement["text"].startswith("ranks disagree on number 0 of group world, channel 1:\n")
+
+
 def test_two_records_of_one_process_are_one_and_the_later_knows_the_end(tmp_path: Path) -> None:
     early = write(tmp_path, 0, [op(0, 0), op(1, 1, "started")], "early")
     late = write(tmp_path, 0, [op(1, 1, "failed", missing=[1]), op(2, 2)], "late")

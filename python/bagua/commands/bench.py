@@ -1,13 +1,15 @@
 """`bagua bench`: all_reduce beside gloo's, in one run, with every answer checked.
 
 Ranks of a job measure that job. Without a launcher the command starts its own ranks on this host. Both contenders work
-in place on the same plain tensor, alternately, after a barrier; the time of a size is the median of its rounds on the
-slowest rank.
+in place on the same plain tensors, in turns of a few batches. A batch is one call, or up to 200 calls on small tensors,
+each on a tensor of its own; the ranks sleep before each batch. benchmarks/collectives.py, which made the table in the
+README, measures in the same way.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import json
 import os
@@ -20,14 +22,13 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import bagua
 from bagua import config, engine, launcher
 from bagua.commands import machine, tables
-from bagua.commands.parser import output_file
 from bagua.distributed import end_with_parent
 from bagua.errors import BaguaError
 
@@ -37,9 +38,20 @@ __all__ = ["add", "sizes_of"]
 _TENSORS = 4
 
 # Seconds for all sizes, and for one of them.
-_BUDGET, _BUDGET_OF_ONE = 6.0, 2.0
+_BUDGET, _BUDGET_OF_ONE = 12.0, 3.0
 
-_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 200
+# Below this many bytes several calls are timed together, because one is shorter than the skew of its start; their
+# tensors together stay in the caches.
+_SMALL, _CALLS_TOGETHER, _BYTES_TOGETHER = 64 << 10, 200, 1 << 20
+
+# Seconds after which a batch or a turn is long enough.
+_LONG = 0.02
+
+# Timed batches of a turn, and batches before them: the caches hold the data of the other contender.
+_BATCHES, _UNTIMED = 5, 2
+
+# Seconds that the ranks sleep before a batch, as between the steps of a program, and before they check its sums.
+_PAUSE, _PAUSE_OF_CHECK = 0.05, 0.01
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -54,7 +66,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks to start on this host (2)")
     parser.add_argument("--sizes", default="4K,1M,16M", metavar="LIST", help="bytes, such as 4K,1M,16M, the default")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to a file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     # The file by which ranks that the command itself has started find each other.
     parser.add_argument("--rendezvous", help=argparse.SUPPRESS)
     parser.set_defaults(run=_run)
@@ -114,8 +126,8 @@ def _start(ranks: int, options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="bagua-bench-") as folder:
         command = [sys.executable, "-m", "bagua", "bench", "--sizes", options.sizes]
         command += ["--rendezvous", str(Path(folder, "rendezvous"))]
-        if options.json is not None:
-            command += ["--json", str(options.json.absolute())]
+        if options.json:
+            command.append("--json")
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(ranks):
@@ -163,16 +175,7 @@ def _measure(joined: bagua.Group, sizes: Sequence[int]) -> dict[str, Any]:
     try:
         rows = []
         for size in sizes:
-            ours, gloos = _race(joined, size, min(_BUDGET / len(sizes), _BUDGET_OF_ONE))
-            rows.append(
-                {
-                    "bytes": size,
-                    "seconds": ours,
-                    "gb_per_s": size / ours / 1e9,
-                    "gloo_seconds": gloos,
-                    "ratio": gloos / ours,
-                }
-            )
+            rows.append({"bytes": size, **_race(joined, size, min(_BUDGET / len(sizes), _BUDGET_OF_ONE))})
         joined.barrier()
     finally:
         torch_destroy.destroy()
@@ -194,51 +197,148 @@ def _store(joined: bagua.Group) -> Any:
     return store
 
 
-def _race(joined: bagua.Group, size: int, budget: float) -> tuple[float, float]:
-    """Seconds of one all_reduce of `size` bytes: ours and gloo's. BaguaError for a wrong sum."""
-    import torch
+class _Batch(NamedTuple):
+    """One batch of this rank: seconds of its clock, and the processors before and after."""
+
+    begun: float
+    ended: float
+    first: int
+    last: int
+
+
+class _Contender:
+    """One library's all_reduce on the tensors of a size."""
+
+    def __init__(self, joined: bagua.Group, name: str, call: Callable[[Any], object], tensors: _Tensors) -> None:
+        self._joined, self._name, self._call, self._tensors = joined, name, call, tensors
+        self._batches: list[_Batch] = []
+        # Batches of one call.
+        self._singles: list[_Batch] = []
+        self._turn(1, 1)  # opens connections and maps memory
+        (first,) = self._turn(min(5, len(tensors.x)), 1)
+        seconds = _maximum(joined, [first.ended - first.begun])[0] / min(5, len(tensors.x))
+        self._calls = max(1, min(len(tensors.x), int(_LONG / seconds)))
+        self._number = max(1, min(_BATCHES, int(_LONG / seconds / self._calls)))
+
+    def play(self) -> None:
+        """Plays one turn: batches, and single calls if a batch has several."""
+        untimed = _UNTIMED if self._number > 1 else 0
+        batches = self._turn(self._calls, self._number + untimed)[untimed:]
+        self._batches += batches
+        self._singles += batches if self._calls == 1 else self._turn(1, self._number)
+
+    def _turn(self, calls: int, batches: int) -> list[_Batch]:
+        """Times batches of `calls` calls. BaguaError for a wrong sum."""
+        clock, processor, call = time.perf_counter, _processor(), self._call
+        found = []
+        for _ in range(batches):
+            self._tensors.rewrite(calls)
+            chosen = self._tensors.x[:calls]
+            time.sleep(_PAUSE)
+            first, begun = processor(), clock()
+            for x in chosen:
+                call(x)
+            found.append(_Batch(begun, clock(), first, processor()))
+            time.sleep(_PAUSE_OF_CHECK)
+            if not self._tensors.right(calls):
+                raise BaguaError(f"all_reduce of {self._tensors.size} bytes: {self._name} gave a wrong sum")
+        return found
+
+    def seconds(self) -> float:
+        """Median seconds of a call in a batch, from when the last rank begins the batch until the last rank ends it."""
+        begun, ended = ([getattr(batch, name) for batch in self._batches] for name in ("begun", "ended"))
+        if len(self._joined.communicator.machines) > 1:
+            # Hosts have no clock in common.
+            begun, ended = [0.0] * len(begun), [end - begin for begin, end in zip(begun, ended, strict=True)]
+        pairs = zip(_maximum(self._joined, begun), _maximum(self._joined, ended), strict=True)
+        return statistics.median(end - begin for begin, end in pairs) / self._calls
+
+    def single_seconds(self) -> float:
+        """Median seconds of one call by itself on the slowest rank, with its wait for the ranks that begin later."""
+        return statistics.median(_maximum(self._joined, [batch.ended - batch.begun for batch in self._singles]))
+
+    def shared_processor(self) -> float:
+        """Share of batches in which two ranks of a host were on one processor although another one was free."""
+        own = np.array([(batch.first, batch.last) for batch in self._batches], dtype=np.int64)
+        found = self._joined.all_gather(own.reshape(1, -1)).reshape(self._joined.size, -1, 2)
+        processors = machine.machine()["cores"]
+        shared = np.zeros(len(self._batches), dtype=bool)
+        for ranks in self._joined.communicator.machines:
+            for batch in range(len(shared)):
+                sides = found[list(ranks), batch].T.tolist()
+                shared[batch] |= any(len(set(side)) < min(len(side), processors) for side in sides)
+        return float(shared.mean())
+
+
+class _Tensors:
+    """The tensors of one size: as many as a batch has calls."""
+
+    def __init__(self, joined: bagua.Group, size: int) -> None:
+        import torch
+
+        self.size = size
+        base = torch.arange(size // 4, dtype=torch.float32) % 1000
+        # Whole numbers below 2^24, so sums are exact in any order.
+        self._own = base + joined.rank
+        self._expected = base * joined.size + joined.size * (joined.size - 1) / 2
+        copies = min(_CALLS_TOGETHER, _BYTES_TOGETHER // size) if size < _SMALL else 1
+        self.x = [torch.empty_like(self._own) for _ in range(copies)]
+
+    def rewrite(self, count: int) -> None:
+        """Makes the first tensors this rank's."""
+        for x in self.x[:count]:
+            x.copy_(self._own)
+
+    def right(self, count: int) -> bool:
+        """Returns True if the first tensors are the sums of all ranks'."""
+        import torch
+
+        return all(torch.equal(x, self._expected) for x in self.x[:count])
+
+
+def _processor() -> Callable[[], int]:
+    """The function that returns the processor of the calling thread."""
+    return ctypes.CDLL(None).sched_getcpu
+
+
+def _maximum(joined: bagua.Group, values: Sequence[float]) -> list[float]:
+    """The maximum over all ranks of each value."""
+    found = np.array(values, dtype=np.float64)
+    joined.all_reduce(found, op="max")
+    return list(map(float, found))
+
+
+def _race(joined: bagua.Group, size: int, budget: float) -> dict[str, float]:
+    """The figures of all_reduce of `size` bytes, ours and gloo's. BaguaError for a wrong sum."""
     import torch.distributed as dist
 
-    base = torch.arange(size // 4, dtype=torch.float32) % 1000
-    # Whole numbers below 2^24, so sums are exact in any order.
-    own, expected = base + joined.rank, base * joined.size + joined.size * (joined.size - 1) / 2
-    x = torch.empty_like(own)
-    contenders: list[tuple[str, Callable[[], object]]] = [
-        ("bagua", lambda: joined.all_reduce(x)),
-        ("gloo", lambda: dist.all_reduce(x)),
-    ]
-    times: list[list[float]] = [[], []]
-
-    def play() -> None:
-        for (name, call), found in zip(contenders, times, strict=True):
-            x.copy_(own)
-            joined.barrier()
-            began = time.perf_counter()
-            call()
-            found.append(time.perf_counter() - began)
-            if not torch.equal(x, expected):
-                raise BaguaError(f"all_reduce of {size} bytes: {name} gave a wrong sum")
-
-    # The first round opens connections and maps memory.
-    play()
-    for found in times:
-        found.clear()
+    tensors = _Tensors(joined, size)
+    ours = _Contender(joined, "bagua", joined.all_reduce, tensors)
+    gloo = _Contender(joined, "gloo", dist.all_reduce, tensors)
     until = time.monotonic() + budget
     more = np.ones(1, dtype=np.uint8)
     while more[0]:
-        play()
-        done = len(times[0])
-        more[0] = done < _FEWEST_ROUNDS or (done < _MOST_ROUNDS and time.monotonic() < until)
+        ours.play()
+        gloo.play()
+        more[0] = time.monotonic() < until
         # All go on for as long as rank 0 does.
         joined.broadcast(more, 0)
-    medians = np.array([statistics.median(found) for found in times])
-    joined.all_reduce(medians, op="max")
-    return float(medians[0]), float(medians[1])
+    seconds, gloo_seconds = ours.seconds(), gloo.seconds()
+    return {
+        "seconds": seconds,
+        "gb_per_s": size / seconds / 1e9,
+        "single_seconds": ours.single_seconds(),
+        "gloo_seconds": gloo_seconds,
+        "gloo_single_seconds": gloo.single_seconds(),
+        "ratio": gloo_seconds / seconds,
+        "shared_processor": ours.shared_processor(),
+    }
 
 
-def _report(figures: dict[str, Any], path: Path | None) -> None:
-    if path is not None:
-        path.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+def _report(figures: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        tables.show(json.dumps(figures, indent=2, allow_nan=False))
+        return
     rows = [
         (
             f"{row['bytes']:,}",
@@ -246,10 +346,24 @@ def _report(figures: dict[str, Any], path: Path | None) -> None:
             f"{row['gb_per_s']:.3f}",
             f"{row['gloo_seconds'] * 1e6:,.1f}",
             f"{row['ratio']:.2f}",
+            f"{row['single_seconds'] * 1e6:,.1f}",
+            f"{row['gloo_single_seconds'] * 1e6:,.1f}",
         )
         for row in figures["all_reduce"]
     ]
     title = f"all_reduce, {figures['ranks']} ranks, {figures['collective']}"
     if not figures["optimized"]:
         title += ", NOT OPTIMIZED: build with make setup, or maturin develop --release"
-    tables.show(tables.table(("bytes", "us", "GB/s", "gloo us", "gloo / bagua"), rows, title=title, left=0))
+    columns = ("bytes", "us", "GB/s", "gloo us", "gloo / bagua", "single us", "gloo single us")
+    lines = [
+        tables.table(columns, rows, title=title, left=0),
+        "",
+        "us: a call in a batch, as in the README; single us: one call by itself, with the wait for the last rank",
+    ]
+    lines += [
+        f"{row['bytes']:,} bytes: two ranks shared a processor in {row['shared_processor']:.0%} of batches; "
+        "on an idle machine it is faster"
+        for row in figures["all_reduce"]
+        if row["shared_processor"] > 0.05
+    ]
+    tables.show("\n".join(lines))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,6 +29,13 @@ class Parser(argparse.ArgumentParser):
         if not arguments:
             self.exit(2, self.format_help())
         return self.parse_args(arguments)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse's, with the choice that was probably meant."""
+        near = difflib.get_close_matches(str(value), map(str, action.choices or ()), n=1)
+        if near and value not in (action.choices or ()):
+            raise argparse.ArgumentError(action, f"invalid choice: {str(value)!r}; did you mean {near[0]!r}?")
+        super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
         """Exits with code 2."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import http.client
+import json
 import re
 import sys
 import time
@@ -60,6 +61,7 @@ def add(commands: Any) -> None:
         epilog="example: bagua top host0:9400 host0:9401 host1:9400",
     )
     parser.add_argument("--once", action="store_true", help="print one table, of two readings a second apart, and end")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line, for each reading")
     parser.add_argument("endpoints", nargs="+", metavar="HOST:PORT", help="where a rank serves its metrics")
     parser.set_defaults(run=_run)
 
@@ -77,7 +79,8 @@ def _run(options: argparse.Namespace) -> int:
             now = _read_all(endpoints)
             # On a terminal each table replaces the one before.
             clear = "" if options.once or not sys.stdout.isatty() else "\x1b[H\x1b[J"
-            if not tables.show(clear + _table(endpoints, before, now)) or options.once:
+            shown = _json(endpoints, before, now) if options.json else clear + _table(endpoints, before, now)
+            if not tables.show(shown) or options.once:
                 return 1 if all(reading.trouble for reading in now) else 0
             before = now
     except KeyboardInterrupt:
@@ -132,17 +135,47 @@ def _unescaped(escaped: re.Match[str]) -> str:
     return "\n" if escaped[1] == "n" else escaped[1]
 
 
+def _rates(key: tuple[str, str], before: Reading, now: Reading) -> list[float] | None:
+    """The growth of each counter of a group and op per second; None if it is not known."""
+    span, old, values = now.at - before.at, before.ops.get(key), now.ops[key]
+    # Counters that went back are those of another group with this name.
+    if span <= 0 or before.trouble or (old is not None and old[0] > values[0]):
+        return None
+    return [(value - (old[i] if old else 0)) / span for i, value in enumerate(values)]
+
+
+def _json(endpoints: Sequence[str], before: Sequence[Reading], now: Sequence[Reading]) -> str:
+    """What `--json` prints of one reading, in one line."""
+    names = [sample.removeprefix("bagua_op_").removesuffix("_total") for sample in _SAMPLES]
+    found = [
+        {
+            "endpoint": endpoint,
+            "rank": int(new.rank) if new.rank else None,
+            "trouble": new.trouble or None,
+            "ops": [
+                {
+                    "group": group,
+                    "op": op,
+                    **dict(zip(names, values, strict=True)),
+                    "per_second": None
+                    if (rates := _rates((group, op), old, new)) is None
+                    else dict(zip(names, rates, strict=True)),
+                }
+                for (group, op), values in sorted(new.ops.items())
+            ],
+        }
+        for endpoint, old, new in zip(endpoints, before, now, strict=True)
+    ]
+    return json.dumps({"time": time.time(), "ranks": found}, allow_nan=False)
+
+
 def rows(endpoint: str, before: Reading, now: Reading) -> list[tuple[str, ...]]:
     """The rows of one endpoint: one per op, or one that says why there is none."""
     if now.trouble or not now.ops:
         return [(endpoint, now.rank, "", now.trouble or "no operation yet", *[""] * 10)]
-    span = now.at - before.at
     found = []
     for (group, op), values in sorted(now.ops.items()):
-        old = before.ops.get((group, op))
-        # Counters that went back are those of another group with this name.
-        known = span > 0 and not before.trouble and (old is None or old[0] <= values[0])
-        rates = [(value - (old[i] if old else 0)) / span for i, value in enumerate(values)] if known else None
+        rates = _rates((group, op), before, now)
         found.append(
             (
                 endpoint,
