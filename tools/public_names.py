@@ -87,6 +87,7 @@ INTERNAL = (
     "bagua.distributed.processes",
     "bagua.distributed.signals",
     "bagua.distributed.torchrun",
+    "bagua.distributions",
     "bagua.default_group",
     "bagua.deprecation",
     "bagua.dlpack",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["FLAGS", "add", "both", "given", "has_keep_going", "value", "variables", "warning"]
+__all__ = ["FLAGS", "add", "both", "given", "variables", "warning"]
 
 
 class Flag(NamedTuple):
@@ -41,23 +40,6 @@ FLAGS = (
     Flag("report_metrics", "BAGUA_REPORT_METRICS", None, "1", False, "report to the tuning service"),
     Flag("enable_bagua_net", "BAGUA_NET_IMPLEMENT", None, "BASIC", False, "bagua-net below NCCL"),
 )
-
-# Options of torchrun and of the original without a value; every other one takes one.
-_ALONE = {
-    "--enable-bagua-net",
-    "--help",
-    "--is-output-autotune-log",
-    "--module",
-    "--no-python",
-    "--report-metrics",
-    "--run-path",
-    "--set-additional-flag",
-    "--standalone",
-    "--use-env",
-    "--virtual-local-rank",
-    "-h",
-    "-m",
-}
 
 
 def both(name: str) -> tuple[str, ...]:
@@ -101,29 +83,3 @@ def warning(options: argparse.Namespace) -> str:
     if not idle:
         return ""
     return f"{', '.join(idle)}: set for the ranks, but without effect; there is no tuning service and no bagua-net here"
-
-
-def has_keep_going(arguments: Sequence[str]) -> bool:
-    """Whether --keep-going is among the launcher's own arguments, before the script."""
-    return any(option == "--keep-going" for option, _ in _own(arguments))
-
-
-def value(arguments: Sequence[str], name: str) -> str | None:
-    """The last value of an option among the launcher's own arguments; None where it has none."""
-    found = [value for option, value in _own(arguments) if option in both(name)]
-    return found[-1] if found else None
-
-
-def _own(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The launcher's own options, before the script, each with its value; "" for those without one."""
-    rest = iter(arguments)
-    for argument in rest:
-        if not argument.startswith("-") or argument == "--":
-            return
-        option, has_value, text = argument.partition("=")
-        # -r3 and --name=value bring their values along.
-        attached = bool(has_value) or (not argument.startswith("--") and len(argument) > 2)
-        if argument == "--keep-going" or argument.replace("_", "-") in _ALONE or attached:
-            yield option, text
-        else:
-            yield option, next(rest, "")

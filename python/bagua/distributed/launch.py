@@ -8,20 +8,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from bagua.distributed.supervise import supervise
+from bagua.distributed import torchrun
 
 __all__ = ["main"]
 
-#: Of `baguarun`, as the first argument: the job ends with the connection that started it.
+#: `baguarun` passes this as the first argument: the job ends with the connection that started it.
 END_WITH_STDIN = "--end-with-stdin"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one node's ranks to their end; the exit code, as `supervise` says."""
+    """Runs the ranks of one node to their end. Returns the exit code of `torchrun.run`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == [END_WITH_STDIN]:
-        return supervise("launch", given[1:], end_with_stdin=True)
-    return supervise("launch", given)
+    ends = given[:1] == [END_WITH_STDIN]
+    return torchrun.run("launch", given[ends:], end_with_stdin=ends)
 
 
 if __name__ == "__main__":

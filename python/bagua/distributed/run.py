@@ -3,8 +3,8 @@
     python -m bagua.distributed.run --nproc_per_node N [...] script [arguments]
     python -m bagua.distributed.run --keep-going --nproc-per-node N [...] script [arguments]
 
-The first is torchrun with the original's flags (`supervise.py`). The second is the runner of elastic jobs, in this
-file: it starts a rank that fails again, alone. Both read torchrun's PET_ variables (`pet.py`); arguments win over them.
+The first is torchrun with the original's flags (`torchrun.py`). The second is the runner of elastic jobs, in this file:
+it starts a rank that fails again, alone. Its options take their defaults from torchrun's PET_ variables.
 
 Every rank runs under `end_with_parent.py` and in a session of its own, so that the runner can end what it has started
 and the kernel does when the runner is killed. The runner has one thread, and imports no torch. On one node it draws the
@@ -31,15 +31,28 @@ from typing import IO
 
 from bagua import config
 from bagua.commands.parser import Parser
-from bagua.distributed import end_with_parent, flags, pet, store
+from bagua.distributed import end_with_parent, store, torchrun
 from bagua.distributed.processes import how, say
 from bagua.distributed.signals import Signals
-from bagua.distributed.supervise import supervise
 
 __all__ = ["main"]
 
 # Seconds between SIGTERM and SIGKILL, other than after SIGTERM to the runner.
 _GRACE = 5.0
+
+# Seconds that ranks have after SIGTERM to the runner, as with torchrun.
+_SHUTDOWN_TIMEOUT_S = 30
+
+# Options that torchrun has too.
+_OF_TORCHRUN = (
+    "nproc_per_node",
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "max_restarts",
+    "shutdown_timeout",
+)
 
 # Seconds between the end of the address book and its next start.
 _BOOK_DELAY = 1.0
@@ -54,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     2 for arguments that cannot be used; 130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if not flags.has_keep_going(given):
-        return supervise("run", given)
+    if given[:1] != ["--keep-going"]:
+        return torchrun.run("run", given)
     options = _parse(given)
     with Signals(signal.SIGCHLD, *_ENDING) as signals:
         return _Runner(options, signals).run()
@@ -311,11 +324,8 @@ def _parse(arguments: Sequence[str]) -> _Options:
         epilog="example: python -m bagua.distributed.run --keep-going --nproc-per-node 4 train.py",
         allow_abbrev=False,
     )
-    variables = pet.defaults(pet.KEEP_GOING)
-    if problem := pet.problem(arguments, integers=pet.KEEP_GOING):
-        parser.error(problem)
     parser.add_argument("--keep-going", action="store_true", help=argparse.SUPPRESS)
-    needed = "nproc_per_node" not in variables
+    needed = config.text("PET_NPROC_PER_NODE") is None
     parser.add_argument("--nproc-per-node", type=int, required=needed, metavar="N", help="ranks on each node")
     parser.add_argument("--nnodes", type=int, default=1, metavar="M", help="number of nodes")
     parser.add_argument("--node-rank", type=int, metavar="K", help="number of this node, from 0")
@@ -326,7 +336,7 @@ def _parse(arguments: Sequence[str]) -> _Options:
     parser.add_argument(
         "--shutdown-timeout",
         type=int,
-        default=pet.SHUTDOWN_TIMEOUT_S,
+        default=_SHUTDOWN_TIMEOUT_S,
         metavar="S",
         help="seconds that ranks have after SIGTERM",
     )
@@ -334,8 +344,10 @@ def _parse(arguments: Sequence[str]) -> _Options:
     parser.add_argument("script", help="the Python program that every rank runs")
     # argparse would name it among the arguments that are missing.
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False
-    # argparse converts the variables as it does arguments.
-    parser.set_defaults(**variables)
+    # Kubeflow Trainer sets torchrun's variables instead of arguments. argparse converts them as it does arguments.
+    for name in _OF_TORCHRUN:
+        if (value := config.text(f"PET_{name.upper()}")) is not None:
+            parser.set_defaults(**{name: value})
     given = parser.parse_args(arguments)
     if problem := _problem(given):
         parser.error(problem)

@@ -24,12 +24,11 @@ from bagua import config
 from bagua.commands.parser import Parser
 from bagua.distributed import flags
 from bagua.distributed.launch import END_WITH_STDIN
-from bagua.distributed.processes import kill_tree
 from bagua.distributed.signals import Signals
 
 __all__ = ["hosts_of", "main", "parser"]
 
-# Seconds in which the launchers end by themselves: longer than one takes for its ranks.
+# Seconds in which the launchers may end by themselves. Those that need longer go on without a connection.
 _GRACE = 3.0
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -112,7 +111,7 @@ def _end(connections: Sequence[subprocess.Popen[bytes]], signals: Signals) -> No
             break
     for connection in connections:
         if connection.poll() is None:
-            kill_tree(connection.pid)
+            connection.kill()
             connection.wait()
 
 

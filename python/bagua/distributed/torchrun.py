@@ -1,10 +1,4 @@
-"""torchrun's agent with the flags of the original's launchers: what `supervise.py` runs.
-
-    python -m bagua.distributed.agent PID launch|run ARGUMENT ...
-
-PID is the supervisor's. torchrun stays the launcher: the flags that it does not have become variables or arguments of
-the ranks.
-"""
+"""torchrun with the flags of the original's launchers. The flags that torchrun lacks become variables of the ranks."""
 
 from __future__ import annotations
 
@@ -12,21 +6,24 @@ import argparse
 import os
 import signal
 import sys
+import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from bagua import config
-from bagua.distributed import end_with_parent, flags, pet
+from bagua.distributed import flags
 
-__all__ = ["main"]
+__all__ = ["run"]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the ranks of this node; the exit code, as `supervise` says."""
-    parent, which, *given = arguments
-    # torchrun ends its ranks in order then.
-    end_with_parent.ask(int(parent), signal.SIGTERM)
+def run(which: str, arguments: Sequence[str], *, end_with_stdin: bool = False) -> int:
+    """Runs the ranks of this node with torchrun's agent. `which` is "launch" or "run".
+
+    Returns 0 if every rank ended with 0, 1 if one failed or torch is missing, and 128 + N if signal N ended the job.
+    Raises SystemExit with code 2 for bad arguments. With `end_with_stdin`, the end of standard input ends the job as
+    SIGHUP does: ssh closes it when its connection ends.
+    """
     try:
         from torch.distributed import run as torchrun
         from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -34,29 +31,14 @@ def main(arguments: Sequence[str]) -> int:
     except ImportError as error:
         print(f'python -m bagua.distributed.{which} needs torch: pip install "torch>=2.5" ({error})', file=sys.stderr)
         return 1
-    if problem := pet.problem(given):
-        print(f"python -m bagua.distributed.{which}: {problem}", file=sys.stderr)
-        return 2
-    parser = torchrun.get_args_parser()
-    options = _parse(parser, which, given)
-    # torchrun's functions have no types.
-    nodes: Any = torchrun.parse_min_max_nnodes
-    local_ranks: Any = torchrun.determine_local_world_size
-    checks: dict[str, Callable[[Any], None]] = {
-        "nnodes": lambda value: _check_nodes(*nodes(value)),
-        "nproc_per_node": lambda value: _check_least(local_ranks(value), 1),
-        "max_restarts": lambda value: _check_least(value, 0),
-    }
-    for option, check in checks.items():
-        try:
-            check(getattr(options, option))
-        except (ValueError, RuntimeError) as error:
-            parser.error(f"--{option} or {pet.name(option)}: {error}")
+    options = _parse(torchrun.get_args_parser(), which, arguments)
     if (said := flags.warning(options)) and options.node_rank == 0:
         print(f"python -m bagua.distributed.{which}: {said}", file=sys.stderr)
     config.announce(**flags.variables(options))
     if which == "launch":
         config.announce(NODE_RANK=str(options.node_rank))
+    if end_with_stdin:
+        threading.Thread(target=_hang_up_after_stdin, daemon=True).start()
     try:
         record(_launch)(torchrun, options)
     except ChildFailedError as error:
@@ -67,18 +49,14 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _check_nodes(least: int, most: int) -> None:
-    if not 0 < least <= most:
-        raise ValueError(f"from {least} to {most} nodes: it must be a number from 1, or MIN:MAX with MAX from MIN")
-
-
-def _check_least(value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{value}: it must be at least {least}")
+def _hang_up_after_stdin() -> None:
+    while os.read(0, 65536):
+        pass
+    os.kill(os.getpid(), signal.SIGHUP)
 
 
 def _parse(parser: argparse.ArgumentParser, which: str, given: Sequence[str]) -> argparse.Namespace:
-    """torchrun's options and ours; SystemExit with code 2 and a message for those that cannot be used."""
+    """Returns torchrun's options and ours."""
     parser.prog = f"python -m bagua.distributed.{which}"
     parser.description = "Starts the ranks of a job on this node, as torchrun does."
     flags.add(parser)
@@ -90,14 +68,17 @@ def _parse(parser: argparse.ArgumentParser, which: str, given: Sequence[str]) ->
         parser.add_argument(*flags.both("host_list"), help="of baguarun; has no effect here")
         parser.add_argument(*flags.both("ssh_port"), help="of baguarun; has no effect here")
         # As in the original, also on one node.
-        if not pet.defaults(["master_port"]):
+        if config.text("PET_MASTER_PORT") is None:
             parser.set_defaults(master_port=29500)
     else:
-        parser.epilog = "--keep-going starts another runner, of elastic jobs, with its own --keep-going --help"
+        keep_going = "start a rank that fails again, alone; must be the first argument, and has its own --help"
+        parser.add_argument("--keep-going", action="store_true", help=keep_going)
         parser.add_argument(
             *flags.both("use_env"), action="store_true", default=True, help="the default: LOCAL_RANK is a variable"
         )
     options = parser.parse_args(given)
+    if getattr(options, "keep_going", False):
+        parser.error("--keep-going must be the first argument")
     options.logdir = getattr(options, "logdir", None)
     if getattr(options, "set_additional_flag", False):
         from torch.distributed.elastic.utils.api import macros
@@ -119,7 +100,7 @@ def _launch(torchrun: Any, options: argparse.Namespace) -> None:
 
 
 def _node_logs(folder: str, node_rank: int) -> Any:
-    """torchrun's description of the files for output, with the names of the original."""
+    """Returns torchrun's description of the output files, with the original's names."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
     class NodeLogs(DefaultLogsSpecs):
@@ -133,7 +114,3 @@ def _node_logs(folder: str, node_rank: int) -> Any:
             return destination
 
     return NodeLogs()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
