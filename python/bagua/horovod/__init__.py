@@ -4,6 +4,8 @@ Scripts write ``import bagua.horovod.torch as hvd`` in place of ``import horovod
 Names and meaning are those of Horovod's documented API. Operations match by their order, not by their names.
 """
 
+from typing import TYPE_CHECKING
+
 from bagua.torch_needed import require
 
 require("bagua.horovod")
@@ -28,7 +30,6 @@ from .functions import *  # noqa: F403
 from .handles import *  # noqa: F403
 from .optimizer import *  # noqa: F403
 from .reductions import *  # noqa: F403
-from .unsupported import *  # noqa: F403
 
 # Each module lists its own.
 __all__ = ["Handle", "HorovodInternalError"]
@@ -39,4 +40,6 @@ __all__ += functions.__all__
 __all__ += handles.__all__
 __all__ += optimizer.__all__
 __all__ += reductions.__all__
-__all__ += unsupported.__all__
+
+if not TYPE_CHECKING:
+    __getattr__ = unsupported.find

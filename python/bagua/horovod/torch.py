@@ -1,5 +1,7 @@
 """The name under which scripts import the API: ``import bagua.horovod.torch as hvd``."""
 
+from typing import TYPE_CHECKING
+
 from bagua.horovod import Handle as Handle
 from bagua.horovod import HorovodInternalError as HorovodInternalError
 from bagua.horovod import __all__ as __all__
@@ -12,4 +14,8 @@ from bagua.horovod.functions import *  # noqa: F403
 from bagua.horovod.handles import *  # noqa: F403
 from bagua.horovod.optimizer import *  # noqa: F403
 from bagua.horovod.reductions import *  # noqa: F403
-from bagua.horovod.unsupported import *  # noqa: F403
+
+if not TYPE_CHECKING:
+    from bagua.horovod.unsupported import find
+
+    __getattr__ = find

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+__all__ = ["find"]
+
 _GROUPS = "for a part of the ranks use bagua.torch_api.new_group(ranks), and the collectives of bagua.torch_api with it"
 _GROUPED = "call the function for each tensor; DistributedOptimizer puts gradients into few messages by itself"
 _SCATTER = "use bagua.torch_api.reduce_scatter"
@@ -51,5 +53,8 @@ class Unsupported:
         raise NotImplementedError(self._error)
 
 
-globals().update({name: Unsupported(name, instead) for name, instead in UNSUPPORTED.items()})
-__all__ = list(UNSUPPORTED)
+def find(name: str) -> Unsupported:
+    """Returns the object for a name in `UNSUPPORTED`. Raises AttributeError for other names."""
+    if name not in UNSUPPORTED:
+        raise AttributeError(f"module 'bagua.horovod.torch' has no attribute {name!r}")
+    return Unsupported(name, UNSUPPORTED[name])
