@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -120,14 +122,14 @@ def nothing(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
 # --- a frozen model ---------------------------------------------------------------------------------------------------
 
 
-def in_turn(through: Callable[[nn.Module], object], back: Callable[[nn.Module], object]) -> Program:
+def in_turn(through: Callable[[nn.Module], object], back: Callable[[nn.Module], object], steps: int = 4) -> Program:
     """A generator and a discriminator, which is frozen while the generator is trained through it."""
 
     def train(wrap: Wrap) -> list[nn.Module]:
         maker, judge = net(3, 4), net(4, 3, 1, normalizes=True)
         optimizers = sgd(maker), sgd(judge)
         make, judges = wrap(maker, optimizers[0]), wrap(judge, optimizers[1])
-        for step in range(4):
+        for step in range(steps):
             optimizers[1].zero_grad()
             (judges(make(inputs(step, 3)).detach()).mean() - judges(inputs(step)).mean()).backward()
             optimizers[1].step()
@@ -227,7 +229,6 @@ def a_forward_of_a_frozen_model_is_as_with_torch(rank: int) -> None:
         compare_with_ddp(name)
 
 
-@pytest.mark.slow  # type: ignore[misc]
 def no_other_algorithm_refuses_such_programs(rank: int) -> None:
     for program in PROGRAMS.values():
         for algorithm, options in OTHERS.items():
@@ -256,6 +257,52 @@ def a_part_that_is_frozen_later_is_named(rank: int) -> None:
         model.append(nn.Linear(2, 2))
         with pytest.raises(BaguaError, match=r"\['4.weight', '4.bias'\] now need one; \['0.weight', .*\] no longer do"):
             wrapped(inputs(0))
+
+
+# --- a model that another one is trained through ----------------------------------------------------------------------
+
+
+def a_discriminator_is_counted_once_per_iteration(rank: int) -> None:
+    for algorithm, rounds in (("local_sgd", 4), ("decentralized", 5)):
+        for wrap in doors(lambda: Algorithm.init(algorithm, communication_interval=2)):  # noqa: B023
+            wrapped: list[Any] = []
+
+            def keep(model: nn.Module, optimizer: torch.optim.Optimizer, wrap: Wrap = wrap) -> Any:
+                wrapped.append(wrap(model, optimizer))  # noqa: B023
+                return wrapped[-1]  # noqa: B023
+
+            in_turn(lambda model: None, lambda model: None, steps=8)(keep)
+            maker, judge = (each.bagua_ddp for each in wrapped)
+            # The first backward for the other model counts: what follows it shows that it is not a step.
+            assert (maker.step, judge.step) == (7, 8)
+            assert judge.bagua_buckets[0].backend_bucket.step == rounds
+            for each in wrapped:
+                bagua.unwrap(each)
+
+
+def the_second_of_two_models_in_a_chain_is_counted_in_each_step(rank: int) -> None:
+    for wrap in doors(lambda: Algorithm.init("local_sgd", communication_interval=1)):
+        models = net(4, 3), net(3, 2)
+        optimizers = [sgd(model) for model in models]
+        first, second = map(wrap, models, optimizers)
+        for step in range(4):
+            second(first(inputs(step))).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            assert second.bagua_ddp.step == step
+            assert same_everywhere(*models[1].parameters())
+        for each in (first, second):
+            bagua.unwrap(each)
+
+
+def a_discriminator_that_is_collected_after_its_last_step_is_silent(rank: int) -> None:
+    for steps in (1, 3):
+        for wrap in doors(lambda: Algorithm.init("local_sgd", communication_interval=1)):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                in_turn(lambda model: None, lambda model: None, steps=steps)(wrap)
+                gc.collect()
+            assert not [str(each.message) for each in caught if "was collected before" in str(each.message)]
 
 
 # --- algorithms of users ----------------------------------------------------------------------------------------------
