@@ -165,6 +165,36 @@ def test_a_rank_that_is_killed_while_large_tensors_are_broadcast_is_named_at_onc
     once_within(AT_ONCE_S, lambda: run.run(killed_in_large_broadcasts, tempfile.mkdtemp(dir=tmp_path))[0])
 
 
+def printed_by_rank_0(rank: int, how: str, file: str) -> str:
+    group = bagua.init(timeout=60)
+    groups = [group, group.new_group([0, 1])]
+    if rank == 0:
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), 2)
+    meet("the groups are there", rank, range(2))
+    if rank == 1 and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        for each in groups:
+            assert each is not None
+            with pytest.raises(bagua.PeerLostError):
+                for_ever(all_reduce(each))
+    # The thread that noticed it has ended then.
+    bagua.shutdown()
+    return Path(file).read_text() if rank == 0 else ""
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("how", ["killed", "leaves"])
+def test_a_lost_rank_is_one_line_on_stderr_and_a_rank_that_leaves_is_none(
+    world: World, tmp_path: Path, how: str, transport: str
+) -> None:
+    ends = {1: -signal.SIGKILL} if how == "killed" else {}
+    run = world(2, expect_exit=ends, env={"BAGUA_TRANSPORT": transport})
+    lines = run.run(printed_by_rank_0, how, str(tmp_path / "stderr"))[0].splitlines()
+    assert len(lines) == (how == "killed"), lines
+    assert all(line.startswith("bagua: rank 0 lost rank 1 (host ") for line in lines)
+
+
 # --- disagreement -----------------------------------------------------------------------------------------------------
 
 

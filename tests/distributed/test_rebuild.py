@@ -344,6 +344,40 @@ def test_a_rank_that_is_lost_during_rebuild_is_left_behind_too(world: World, pla
         assert results[rank][2].lost == (victim, 3)
 
 
+def fails_while_another_is_lost(rank: int) -> list[str]:
+    module: Any = sys.modules["bagua.torch_api.membership.rebuild"]
+    model, steps = begin()
+    meet("before it dies", rank, range(3))
+    if rank == 2:
+        die()
+    with pytest.raises(PeerLostError):
+        make_step(model, steps, 0)
+    errors = iter((KeyError("its own"), ValueError("at last")))
+
+    def wrap(*args: Any) -> None:
+        if rank == 1:
+            die()
+        raise next(errors)
+
+    module._Model.wrap = wrap
+    with pytest.raises(ValueError, match="at last") as raised:
+        bagua.rebuild()
+    chain: list[str] = []
+    error: BaseException | None = raised.value
+    while error is not None:
+        chain.append(type(error).__name__)
+        error = error.__cause__
+    bagua.destroy_process_group()
+    return chain
+
+
+@pytest.mark.slow
+def test_what_a_rank_raised_while_the_group_failed_is_the_cause_of_a_later_error(world: World) -> None:
+    ends = {1: -signal.SIGKILL, 2: -signal.SIGKILL}
+    results = world(3, expect_exit=ends, timeout=150).run(fails_while_another_is_lost)
+    assert results[0] == ["ValueError", "PeerLostError", "KeyError"]
+
+
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 
