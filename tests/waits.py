@@ -1,6 +1,4 @@
-"""How tests wait: for a condition with a deadline, for each other, and for an error that ends a loop; and how they
-compare a time with a limit.
-"""
+"""How tests wait: for a condition with a deadline, for each other, and for an error that ends a loop."""
 
 from __future__ import annotations
 
@@ -10,9 +8,9 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-#: Seconds within which a death is named that is noticed, and not found by silence: below the heartbeat timeout, 5 s.
-#: How fast it is, `benchmarks/` measures. See `once_within`.
-AT_ONCE_S = 4.5
+#: With these variables a rank notices the death of another one by its connections or not at all: silence counts only
+#: after the deadline of every test.
+NOT_BY_SILENCE = {"BAGUA_HEARTBEAT_TIMEOUT": "600"}
 
 #: The variable with the folder of a run of ranks (`tests.world`).
 FOLDER = "TEST_WORLD_FOLDER"
@@ -24,16 +22,6 @@ def until(condition: Callable[[], bool], what: str = "a condition", seconds: flo
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
         time.sleep(0.001)
-
-
-def once_within(limit: float, measure: Callable[[], float], tries: int = 5) -> None:
-    """Measures seconds until they are below the limit, at most so many times: a busy machine may delay any one of them,
-    and what is too slow is too slow each time.
-    """
-    taken: list[float] = []
-    while not taken or taken[-1] >= limit:
-        assert len(taken) < tries, f"each time {limit} s or longer: {taken}"
-        taken.append(measure())
 
 
 def for_ever(call: Callable[[], object]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from tests.cuda.device_arrays import Cuda
 from tests.cuda.driver import HOST_FUNCTION
 from tests.cuda.ranks import Ranks
 from tests.cuda.simulated import NEVER
-from tests.waits import AT_ONCE_S, once_within
+from tests.waits import NOT_BY_SILENCE
 from tests.world import World
 
 __all__ = [
@@ -28,7 +27,7 @@ __all__ = [
     "count_calls",
     "die_in_the_middle",
     "fields_of",
-    "is_lost_at_once",
+    "is_lost",
     "only",
     "run",
     "two_errors",
@@ -143,10 +142,8 @@ def check_each(
         assert all(end in OUTCOMES or end.startswith("test: ") for end in found), (fail, found)
 
 
-def die_in_the_middle(
-    rank: int, folder: str, begin: Callable[[], object], step: Callable[[], object]
-) -> tuple[int | None, float]:
-    """Rank 1 begins and kills itself; the other one steps until it loses it: which, and after how many seconds.
+def die_in_the_middle(rank: int, folder: str, begin: Callable[[], object], step: Callable[[], object]) -> int | None:
+    """Rank 1 begins and kills itself; the other one steps until it loses a rank, and returns which.
 
     Rank 1 waits for the other one before it dies: what it has completed itself may still be in progress there.
     """
@@ -155,7 +152,6 @@ def die_in_the_middle(
         begin()
         while not here.exists():
             time.sleep(0.001)
-        Path(folder, "dying").touch()
         os.kill(os.getpid(), signal.SIGKILL)
     here.touch()
     while True:
@@ -163,20 +159,14 @@ def die_in_the_middle(
             # The first of these meets the one that rank 1 has begun.
             step()
         except bagua.PeerLostError as error:
-            return error.rank, time.time() - Path(folder, "dying").stat().st_mtime
+            return error.rank
 
 
-def is_lost_at_once(
-    ranks: Ranks, scenario: Callable[..., Any], folder: Path, *arguments: object, **variables: object
-) -> None:
+def is_lost(ranks: Ranks, scenario: Callable[..., Any], folder: Path, *arguments: object, **variables: object) -> None:
     """In `scenario(rank, folder, …)` rank 1 of two kills itself; rank 0 returns what `die_in_the_middle` did."""
 
-    def seconds() -> float:
-        with ranks.world(2, **variables) as world:
-            world._expect_exit = {1: -signal.SIGKILL}
-            (lost, after), _ = world.run(scenario, tempfile.mkdtemp(dir=folder), *arguments)
-        assert lost == 1
-        ranks.check()
-        return float(after)
-
-    once_within(AT_ONCE_S, seconds)
+    with ranks.world(2, **variables, **NOT_BY_SILENCE) as world:
+        world._expect_exit = {1: -signal.SIGKILL}
+        lost, _ = world.run(scenario, str(folder), *arguments)
+    assert lost == 1
+    ranks.check()

@@ -25,7 +25,7 @@ from tests.cases import attempt
 from tests.cuda.buckets import Memory, Queue, Tensors
 from tests.cuda.device_arrays import LEGACY, Cuda
 from tests.cuda.driver import until
-from tests.cuda.failing_calls import UNKNOWN, blocked, die_in_the_middle, fields_of, is_lost_at_once, only, run
+from tests.cuda.failing_calls import UNKNOWN, blocked, die_in_the_middle, fields_of, is_lost, only, run
 from tests.cuda.kernel_cases import narrowed, widened
 from tests.cuda.ranks import Ended, Ranks, ended
 from tests.cuda.test_cuda_training import Variant, adamw, same_bits, train
@@ -384,7 +384,7 @@ def test_the_next_forward_raises_a_failure_of_the_device_on_all_ranks(ranks: Ran
     assert (there["class"], there["rank"], there["kind"]) == ("PeerRaisedError", 1, "DeviceError")
 
 
-def dies(rank: int, folder: str) -> tuple[int | None, float]:
+def dies(rank: int, folder: str) -> int | None:
     cuda = Cuda()
     bagua.init()
     averaged = Averaged(cuda, "dying", np.full(COUNT, float(rank), np.float32), OFTEN)
@@ -397,8 +397,8 @@ def dies(rank: int, folder: str) -> tuple[int | None, float]:
     return found
 
 
-def test_a_rank_that_is_killed_is_lost_at_once(ranks: Ranks, tmp_path: Path) -> None:
-    is_lost_at_once(ranks, dies, tmp_path)
+def test_a_rank_that_is_killed_is_lost(ranks: Ranks, tmp_path: Path) -> None:
+    is_lost(ranks, dies, tmp_path)
 
 
 def waits_for_a_producer(rank: int, folder: str) -> str:

@@ -24,7 +24,7 @@ from tests.cuda.failing_calls import (
     UNKNOWN,
     blocked,
     die_in_the_middle,
-    is_lost_at_once,
+    is_lost,
     only,
     run,
     two_errors,
@@ -198,10 +198,10 @@ def one_dies(rank: int, cuda: Cuda, group: bagua.Group, folder: str, operation: 
         pytest.param("nccl", "compressed", 8 << 20, marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_is_killed_in_the_middle_is_lost_at_once(
+def test_a_rank_that_is_killed_in_the_middle_is_lost(
     ranks: Ranks, tmp_path: Path, collective: str, operation: str, count: int
 ) -> None:
-    is_lost_at_once(ranks, one_dies, tmp_path, operation, count, BAGUA_CUDA_COLLECTIVE=collective)
+    is_lost(ranks, one_dies, tmp_path, operation, count, BAGUA_CUDA_COLLECTIVE=collective)
 
 
 @device_rank

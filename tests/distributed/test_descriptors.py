@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import bagua
-from tests.waits import meet, once_within, until
+from tests.waits import meet, until
 
 World = Callable[..., Any]
 
@@ -76,33 +76,26 @@ def test_a_rank_of_many_has_few_connections_and_those_for_data_open_when_they_ar
         assert (large["control"], large["closed"]) == (8, 0)
 
 
-def joins_with_a_low_hard_limit(rank: int) -> tuple[str, float]:
+def joins_with_a_low_hard_limit(rank: int) -> str:
     # However long the processes took to start.
     meet("have started", rank, range(RANKS))
     resource.setrlimit(resource.RLIMIT_NOFILE, (FEW, FEW))
-    start = time.monotonic()
     with pytest.raises(bagua.BaguaError) as raised:
         bagua.init(timeout=50)
-    took = time.monotonic() - start
     # The process goes on: it can still build a group that the limit allows.
     alone = bagua.init(0, 1)
     alone.all_reduce(np.ones(3))
     bagua.shutdown()
-    return str(raised.value), took
+    return str(raised.value)
 
 
 @pytest.mark.slow
 def test_a_hard_limit_that_is_too_low_is_an_error_on_every_rank_at_once(world: World) -> None:
-    def longest() -> float:
-        results = world(RANKS, env=TCP).run(joins_with_a_low_hard_limit)
-        for rank, (text, _) in enumerate(results):
-            assert f"rank {rank} of {RANKS}" in text
-            assert "file descriptors" in text
-            assert f"may have {FEW}" in text
-            assert "ulimit" in text
-        return max(float(took) for _, took in results)
-
-    once_within(6.0, longest)
+    for rank, text in enumerate(world(RANKS, env=TCP).run(joins_with_a_low_hard_limit)):
+        assert f"rank {rank} of {RANKS}" in text
+        assert "file descriptors" in text
+        assert f"may have {FEW}" in text
+        assert "ulimit" in text
 
 
 def joins_with_hard_limit(rank: int, hard: int) -> int:

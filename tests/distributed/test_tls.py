@@ -16,9 +16,9 @@ import pytest
 
 import bagua
 from tests.certificates import Authority
-from tests.distributed.test_neutral_failures import named_after
+from tests.distributed.test_neutral_failures import is_named
 from tests.distributed.test_neutral_verbs import everything
-from tests.waits import AT_ONCE_S, for_ever, meet, once_within
+from tests.waits import for_ever, meet
 from tests.world import make_world
 
 TCP = {"BAGUA_TRANSPORT": "tcp"}
@@ -44,7 +44,7 @@ def test_hosts_of_two_ranks_use_tls_between_them_and_memory_inside(world: Callab
 
 
 def test_a_killed_rank_is_named_over_tls(world: Callable[..., Any], tmp_path: Path) -> None:
-    once_within(AT_ONCE_S, lambda: named_after(world, tmp_path, "all_reduce", TLS))
+    is_named(world, tmp_path, "all_reduce", TLS)
 
 
 def frozen(rank: int, folder: str) -> tuple[int, str] | None:

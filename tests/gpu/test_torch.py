@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from tests.cuda import test_torch_c10d as c10d
 from tests.cuda import test_torch_verbs as verbs
 from tests.cuda.ranks import Ranks, on_ranks
 from tests.cuda.torch_on_sim import in_torch, install, joined
-from tests.waits import once_within
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -125,7 +123,7 @@ def test_tensors_that_are_dropped_during_an_operation_keep_their_values(anywhere
     anywhere(2, dropped)
 
 
-def returns_at_once(rank: int, async_op: bool) -> float:
+def returns_at_once(rank: int, async_op: bool) -> None:
     with joined():
         x = torch.ones(1 << 20, device="cuda")
         for _ in range(2):
@@ -136,20 +134,17 @@ def returns_at_once(rank: int, async_op: bool) -> float:
         sleep(0.5)
         busy = torch.cuda.Event()
         busy.record()
-        begun = time.perf_counter()
         handle = api.allreduce_inplace(x, async_op=async_op)
-        taken = time.perf_counter() - begun
-        # Otherwise nothing was shown.
+        # The call returned before the work that it waits for on the device.
         assert not busy.query()
         if handle is not None:
             handle.wait()
         assert x.sum().item() == api.get_world_size() * (1 << 20)
-        return taken
 
 
-def test_a_verb_behind_half_a_second_of_work_returns_within_20_ms_by_nccl(ranks: Ranks) -> None:
-    once_within(0.02, lambda: ranks(1, returns_at_once, False, BAGUA_CUDA_COLLECTIVE="nccl")[0])
+def test_a_verb_behind_half_a_second_of_work_returns_before_it_by_nccl(ranks: Ranks) -> None:
+    ranks(1, returns_at_once, False, BAGUA_CUDA_COLLECTIVE="nccl")
 
 
-def test_an_asynchronous_verb_behind_half_a_second_of_work_returns_within_20_ms(ranks: Ranks) -> None:
-    once_within(0.02, lambda: max(ranks(2, returns_at_once, True)))
+def test_an_asynchronous_verb_behind_half_a_second_of_work_returns_before_it(ranks: Ranks) -> None:
+    ranks(2, returns_at_once, True)
