@@ -286,7 +286,9 @@ wheel: $(VENV)/.wheel$(TARGET:%=-%) ## Builds the wheel that a user installs int
 $(VENV)/.wheel$(TARGET:%=-%): $(VENV)/.packages tools/wheel.py tools/elf.py tools/crates.py tools/description.py tools/smoke.py README.md LICENSE \
 		LICENSE-THIRD-PARTY.txt $(PYTHON_SOURCES) $(RUST_SOURCES)
 	@tools/step "Compiling the wheel as small as it gets: some minutes, most of them in the last crate" \
-		$(BIN)/python tools/wheel.py all $(TARGET)
+		$(BIN)/python tools/wheel.py build $(TARGET)
+	@echo "== Auditing the wheel, and running two ranks from it: some seconds"
+	@$(BIN)/python tools/wheel.py check $(TARGET)
 	@touch $@
 
 # A dry run that publishes nothing; `make release RELEASE=yes` publishes, and RELEASE=check says whether that would.

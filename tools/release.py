@@ -178,7 +178,6 @@ def step_sdist(release: Release) -> None:
     DIST.mkdir(exist_ok=True)
     begin = time.monotonic()
     maturin = Path(sys.executable).parent / "maturin"
-    wheel.stub()
     subprocess.run([maturin, "sdist", "--out", DIST], cwd=ROOT, check=True)
     path = sdist()
     description.complete(path)

@@ -23,8 +23,8 @@ rank = int(os.environ["RANK"])
 def raises(kind):
     try:
         yield
-    except kind as error:
-        print(f"rank {rank}: {type(error).__name__}: {str(error).split('; flight record')[0]}")
+    except kind:
+        pass
     else:
         raise SystemExit(f"rank {rank}: no {kind.__name__}")
     bagua.shutdown()
@@ -42,8 +42,6 @@ assert (large == 3).all(), large
 assert "torch" not in sys.modules
 used = bagua.stats()["groups"]["world"]["transports"][1 - rank]
 assert used == os.environ["EXPECTED_TRANSPORT"], used
-if rank == 0:
-    print(f"bagua {bagua.__version__} from {bagua.__file__}: two ranks agree by {used}")
 bagua.shutdown()
 """
 

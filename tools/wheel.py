@@ -1,9 +1,9 @@
 """Builds the wheel of a target, and checks a wheel as a user would meet it.
 
 usage: tools/wheel.py build [TARGET]           builds it into dist/; for this machine without TARGET
+       tools/wheel.py check [TARGET]           audits it, and runs it unless it is for another machine
        tools/wheel.py audit WHEEL              its tags, its size, what its extension links, licences and SBOM
        tools/wheel.py smoke WHEEL [PYTHON]     installs it into an empty environment and runs two ranks there
-       tools/wheel.py all [TARGET]             all three; a wheel for another machine is not run
 """
 
 from __future__ import annotations
@@ -100,18 +100,14 @@ def missing(target: Target) -> str:
     return ""
 
 
-def stub() -> None:
-    """Writes the extension's stub where it is missing, as after `git clone`. That of a wheel has none in it."""
-    if not (ROOT / "python/bagua/_bagua.pyi").exists():
-        folder = Path(sys.executable).parent
-        command: list[str | Path] = [folder / "maturin", "generate-stubs", "--profile", "release", "--out", "python"]
-        subprocess.run(command, cwd=ROOT, check=True)
+def built(target: Target) -> list[Path]:
+    """The wheels of a target in dist/."""
+    return list(DIST.glob(f"bagua_rs-*{target.platform}_{target.machine}*.whl"))
 
 
 def build(target: Target) -> Path:
     """Builds the wheel of a target into dist/, instead of one that is there. CalledProcessError where that fails."""
-    stub()
-    for old in DIST.glob(f"bagua_rs-*{target.platform}_{target.machine}*.whl"):
+    for old in built(target):
         old.unlink()
     folder = Path(sys.executable).parent
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
@@ -123,7 +119,7 @@ def build(target: Target) -> Path:
     command += ["--target", target.triple, "--compatibility", target.platform, "--compression-level", "9"]
     command.append("--no-default-features")
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
-    (wheel,) = DIST.glob(f"bagua_rs-*{target.platform}_{target.machine}*.whl")
+    (wheel,) = built(target)
     description.complete(wheel)
     return wheel
 
@@ -173,7 +169,6 @@ def audit(wheel: Path, linked: Iterable[crates.Crate] | None = None) -> list[str
         with tempfile.TemporaryDirectory() as folder:
             for name in extensions:
                 problems += [f"{name} {problem}" for problem in links(archive.extract(name, folder), target)]
-    print(f"{wheel.name}: {mebibytes(size)}, {', '.join(problems) or 'nothing wrong'}")
     return problems
 
 
@@ -248,26 +243,36 @@ def smoke_test(what: Path, python: str = sys.executable) -> list[str]:
             return [f"{what.name} could not be installed: exit status {error.returncode}"]
 
 
+def success(wheel: Path, target: Target) -> str:
+    """What is said of a wheel without problems."""
+    ran = "smoke test passed: pip install it" if target == here() else f"for {target.triple}, not run on this machine"
+    return f"wheel: {wheel.parent.name}/{wheel.name}, {wheel.stat().st_size / 2**20:.1f} MiB, {ran}"
+
+
 def main(arguments: list[str]) -> int:
     """Command line."""
     match arguments:
-        case ["build" | "all" as action, *triple] if len(triple) < 2:
+        case ["build", *triple] if len(triple) < 2:
             target = by_triple(*triple) if triple else here()
             if reason := missing(target):
                 print(f"{target.triple} is not built: {reason}", file=sys.stderr)
                 return 1
-            wheel = build(target)
+            build(target)
             problems = []
-            if action == "all":
-                problems = audit(wheel)
-                if target == here():
-                    problems += smoke_test(wheel)
-                else:
-                    print(f"{wheel.name} is for another machine, and was not run here")
-        case ["audit", wheel]:
-            problems = audit(Path(wheel))
-        case ["smoke", wheel, *python] if len(python) < 2:
-            problems = smoke_test(Path(wheel), *python)
+        case ["check", *triple] if len(triple) < 2:
+            target = by_triple(*triple) if triple else here()
+            (wheel,) = built(target)
+            problems = [*audit(wheel), *(smoke_test(wheel) if target == here() else [])]
+            if not problems:
+                print(success(wheel, target))
+        case ["audit", name]:
+            problems = audit(Path(name))
+            if not problems:
+                print(f"{name}: {mebibytes(Path(name).stat().st_size)}, nothing wrong")
+        case ["smoke", name, *python] if len(python) < 2:
+            problems = smoke_test(Path(name), *python)
+            if not problems:
+                print(f"{name}: smoke test passed with {' '.join(python) or sys.executable}")
         case _:
             print(__doc__, file=sys.stderr)
             return 2

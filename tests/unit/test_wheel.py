@@ -154,6 +154,25 @@ def test_a_wheel_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytes
     assert any(f"{wheel.EXTENSION} has 0." in problem for problem in problems), problems
 
 
+@pytest.mark.parametrize("is_here", [True, False])
+def test_the_check_ends_with_the_wheel_and_what_to_do_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_here: bool
+) -> None:
+    target = wheel.here() if is_here else next(one for one in wheel.TARGETS if one.machine != platform.machine())
+    name = f"bagua_rs-0.1.0-cp310-abi3-{target.platform}_{target.machine}.whl"
+    (tmp_path / name).write_bytes(bytes(13 << 18))
+    monkeypatch.setattr(wheel, "DIST", tmp_path)
+    found: list[str] = []
+    monkeypatch.setattr(wheel, "audit", lambda _: found)
+    monkeypatch.setattr(wheel, "smoke_test", lambda _: [])
+    assert wheel.main(["check", target.triple]) == 0
+    end = "smoke test passed: pip install it" if is_here else f"for {target.triple}, not run on this machine"
+    assert capsys.readouterr() == (f"wheel: {tmp_path.name}/{name}, 3.2 MiB, {end}\n", "")
+    found.append("a problem")
+    assert wheel.main(["check", target.triple]) == 1
+    assert capsys.readouterr() == ("", "a problem\n")
+
+
 def test_no_wheel_is_built_for_a_target_that_is_not_known() -> None:
     with pytest.raises(ValueError, match="no wheel is built for riscv64gc-unknown-linux-gnu"):
         wheel.by_triple("riscv64gc-unknown-linux-gnu")
