@@ -32,9 +32,7 @@ def wheel(folder: Path, text: str) -> Path:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("bagua/__init__.py", "x = 1\n")
         archive.writestr("bagua_rs-0.1.0.dist-info/METADATA", text)
-        record = (
-            "bagua/__init__.py,sha256=0,6\nbagua_rs-0.1.0.dist-info/METADATA,sha256=0,1\nbagua_rs-0.1.0.dist-info/RECORD,,\n"
-        )
+        record = "bagua/__init__.py,sha256=0,6\nbagua_rs-0.1.0.dist-info/METADATA,sha256=0,1\nbagua_rs-0.1.0.dist-info/RECORD,,\n"
         archive.writestr("bagua_rs-0.1.0.dist-info/RECORD", record)
     return path
 

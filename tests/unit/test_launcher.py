@@ -38,8 +38,8 @@ MASTER = {"MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "29500"}
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     others = ("GROUP_RANK", "NODE_RANK", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-    others += ("KUBERNETES_SERVICE_HOST", "TORCHELASTIC_USE_AGENT_STORE")
-    for name in (*TORCHRUN, *PYTORCHJOB, *SLURM, *OPENMPI, *MPICH, *others):
+    read = ("KUBERNETES_SERVICE_HOST", "TORCHELASTIC_USE_AGENT_STORE")
+    for name in (*TORCHRUN, *PYTORCHJOB, *SLURM, *OPENMPI, *MPICH, *others, *read):
         monkeypatch.delenv(name, raising=False)
 
 

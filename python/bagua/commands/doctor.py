@@ -132,9 +132,9 @@ def _settings(problems: _Problems) -> dict[str, Any]:
     if (why := _why_no_records()) is not None:
         fix = "name a directory that this user can write to, or unset it"
         problems.add("BAGUA_TRACE_DIR", f"flight records cannot be written to {config.trace_dir()}: {why}", fix)
-    if config.text("BAGUA_METRICS_PORT") is not None and (error := why_not_local(config.metrics_host())) is not None:
+    if config.text("BAGUA_METRICS_PORT") is not None and (no_server := why_not_local(config.metrics_host())):
         fix = "give an address of this host, or 0.0.0.0 for all of them"
-        problems.add("BAGUA_METRICS_ADDR", f"metrics cannot be served at {config.metrics_host()!r}: {error}", fix)
+        problems.add("BAGUA_METRICS_ADDR", f"metrics cannot be served at {config.metrics_host()!r}: {no_server}", fix)
     for name, nearest in config.unknown():
         advice = "unset it: bagua doctor --all lists all settings" if nearest is None else f"rename it to {nearest}"
         problems.add(name, f"{name} is no setting of Bagua", advice)
