@@ -231,14 +231,15 @@ def a_model_that_is_collected_with_a_due_exchange_begins_none_and_says_so(rank: 
     for entry in AFTER_OPTIMIZERS:
         for order in (range(size), range(size - 1, -1, -1)):
             model = net()
-            (optimizer,) = whole(model)
-            model.with_bagua([optimizer], entry.make())
+            optimizers = halves(model)
+            model.with_bagua(optimizers, entry.make())
             for step in range(2):
                 backward(model, rank, step)
-                if step == 0:
+                # The last step waits for its second optimizer.
+                for optimizer in optimizers[: 2 - step]:
                     optimizer.step()
             left = [model]
-            del model, optimizer
+            del model, optimizer, optimizers
             found = collected_in_turn(left, order, rank)
             assert len(found) == 1, f"{entry.name}: {found}"
             assert "state_dict()" in found[0]
