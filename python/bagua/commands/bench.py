@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,8 +48,9 @@ _SMALL, _CALLS_TOGETHER, _BYTES_TOGETHER = 64 << 10, 200, 1 << 20
 # Seconds after which a batch or a turn is long enough.
 _LONG = 0.02
 
-# Timed batches of a turn, and batches before them: the caches hold the data of the other contender.
-_BATCHES, _UNTIMED = 5, 2
+# Timed batches of a turn, and batches before them: the caches hold the data of the other contender. Then the calls by
+# themselves.
+_BATCHES, _UNTIMED, _SINGLES = 10, 2, 3
 
 # Seconds that the ranks sleep before a batch, as between the steps of a program, and before they check its sums.
 _PAUSE, _PAUSE_OF_CHECK = 0.05, 0.01
@@ -209,8 +211,9 @@ class _Batch(NamedTuple):
 class _Contender:
     """One library's all_reduce on the tensors of a size."""
 
-    def __init__(self, joined: bagua.Group, name: str, call: Callable[[Any], object], tensors: _Tensors) -> None:
-        self._joined, self._name, self._call, self._tensors = joined, name, call, tensors
+    def __init__(self, joined: bagua.Group, name: str, calls: list[Callable[[], object]], tensors: _Tensors) -> None:
+        # One call for each tensor.
+        self._joined, self._name, self._functions, self._tensors = joined, name, calls, tensors
         self._batches: list[_Batch] = []
         # Batches of one call.
         self._singles: list[_Batch] = []
@@ -225,19 +228,18 @@ class _Contender:
         untimed = _UNTIMED if self._number > 1 else 0
         batches = self._turn(self._calls, self._number + untimed)[untimed:]
         self._batches += batches
-        self._singles += batches if self._calls == 1 else self._turn(1, self._number)
+        self._singles += batches if self._calls == 1 else self._turn(1, _SINGLES)
 
     def _turn(self, calls: int, batches: int) -> list[_Batch]:
         """Times batches of `calls` calls. BaguaError for a wrong sum."""
-        clock, processor, call = time.perf_counter, _processor(), self._call
+        clock, processor, functions = time.perf_counter, _processor(), self._functions[:calls]
         found = []
         for _ in range(batches):
             self._tensors.rewrite(calls)
-            chosen = self._tensors.x[:calls]
             time.sleep(_PAUSE)
             first, begun = processor(), clock()
-            for x in chosen:
-                call(x)
+            for function in functions:
+                function()
             found.append(_Batch(begun, clock(), first, processor()))
             time.sleep(_PAUSE_OF_CHECK)
             if not self._tensors.right(calls):
@@ -313,8 +315,9 @@ def _race(joined: bagua.Group, size: int, budget: float) -> dict[str, float]:
     import torch.distributed as dist
 
     tensors = _Tensors(joined, size)
-    ours = _Contender(joined, "bagua", joined.all_reduce, tensors)
-    gloo = _Contender(joined, "gloo", dist.all_reduce, tensors)
+    # An array in a tensor's memory costs a call what a tensor costs a call of bagua.torch_api.
+    ours = _Contender(joined, "bagua", [partial(joined.all_reduce, x.numpy()) for x in tensors.x], tensors)
+    gloo = _Contender(joined, "gloo", [partial(dist.all_reduce, x) for x in tensors.x], tensors)
     until = time.monotonic() + budget
     more = np.ones(1, dtype=np.uint8)
     while more[0]:
