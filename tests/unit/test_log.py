@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ def test_a_waiting_rank_warns_after_ten_seconds_and_then_less_and_less_often(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr(log.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     waiting = log.Waiting(0, 6)
     heard = []
     for second in range(100):
@@ -99,8 +100,8 @@ def test_ranks_that_join_by_a_store_warn_of_the_missing_ones(
     ranks[1].start()
     until(lambda: heard("rank 1 of 2 has waited 0 s to join: waiting for rank 0"), "rank 1 warns")
     ranks[0].start()
-    for rank in ranks:
-        rank.join(LIMIT)
+    for each in ranks:
+        each.join(LIMIT)
     for rank in range(2):
         assert heard(f"rank {rank} of 2 joined group 'world' in ")
         assert heard(f"rank {rank} of 2: view 1, ranks by host [[0, 1]], transport to each rank [")

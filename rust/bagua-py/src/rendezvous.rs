@@ -21,8 +21,7 @@ fn exchange(
     limits: &Limits,
     run: impl FnOnce() -> Result<Vec<Vec<u8>>> + Send + 'static,
 ) -> PyResult<Vec<Py<PyBytes>>> {
-    let addresses =
-        interrupt::run_and_report(py, waiting.as_ref().map(|function| (function, &limits.awaited)), run)?;
+    let addresses = interrupt::run_and_report(py, waiting.as_ref().map(|function| (function, &limits.awaited)), run)?;
     Ok(addresses.iter().map(|blob| PyBytes::new(py, blob).unbind()).collect())
 }
 

@@ -18,8 +18,11 @@ use crate::wait::lock;
 /// The most messages that are kept for groups that this rank has not built yet.
 const MAX_EARLY: usize = 4096;
 
-/// The losses that this process has printed: its rank, and the lost rank with its host and process.
-static REPORTED: PerProcess<Mutex<HashSet<(usize, usize, String, u32)>>> = PerProcess::new();
+/// This process's rank, and a lost rank with its host and process.
+type LostProcess = (usize, usize, String, u32);
+
+/// The losses that this process has printed.
+static REPORTED: PerProcess<Mutex<HashSet<LostProcess>>> = PerProcess::new();
 
 /// A group of which this rank is a member.
 pub(super) struct Entry {

@@ -18,8 +18,8 @@ mod tests;
 mod tree;
 
 pub use client::{rendezvous_at, rendezvous_tcp};
-pub use common::{Awaited, Limits};
 pub(super) use common::runtime;
+pub use common::{Awaited, Limits};
 #[cfg(all(test, not(model)))]
 pub(super) use file::Content;
 pub use file::rendezvous_file;

@@ -302,9 +302,9 @@ async fn serve(
         outcome: watch::Sender::new(None),
     });
     let ranks = Arc::downgrade(&state);
-    limits.awaited.found_by(move || {
-        ranks.upgrade().map_or_else(Vec::new, |state| lock(&state.ranks).missing(state.world_size))
-    });
+    limits
+        .awaited
+        .found_by(move || ranks.upgrade().map_or_else(Vec::new, |state| lock(&state.ranks).missing(state.world_size)));
     let all_registered = async {
         loop {
             let changed = state.changed.notified();

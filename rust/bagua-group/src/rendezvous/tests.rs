@@ -69,7 +69,9 @@ async fn register_as(port: u16, rank: usize) -> Answer {
 /// The same with this address, as a rank that asks at the deadline which ranks are missing.
 async fn register_until(port: u16, rank: usize, address: &[u8], deadline: Instant) -> Answer {
     loop {
-        match register((&own_host(), port), &hello(rank, 0), &key(b"s"), address, deadline, &AtomicBool::default()).await {
+        match register((&own_host(), port), &hello(rank, 0), &key(b"s"), address, deadline, &AtomicBool::default())
+            .await
+        {
             Ok((answer, _relay)) => return answer,
             // Rank 0 does not listen yet: retry.
             Err(Failed::Broken { .. }) => tokio::time::sleep(Duration::from_millis(5)).await,
@@ -201,7 +203,8 @@ fn a_rank_that_times_out_reads_which_rank_two_processes_have() {
     let all: Vec<_> = (0..size).map(address_of).collect();
     let attempt = async |rank| {
         let hello = Hello { world_size: size, ..hello(rank, 0) };
-        register((&own_host(), port), &hello, &key(b"s"), &address_of(rank), Instant::now(), &AtomicBool::default()).await
+        register((&own_host(), port), &hello, &key(b"s"), &address_of(rank), Instant::now(), &AtomicBool::default())
+            .await
     };
     std::thread::scope(|scope| {
         let join = |rank| {
