@@ -146,7 +146,7 @@ class Group(ObjectCollectives):
         machine = next(ranks for ranks in communicator.machines if communicator.rank in ranks)
         shrunk = Group(communicator, local_rank=machine.index(communicator.rank), local_world_size=len(machine))
         shrunk._former_ranks = former
-        log.joined(shrunk)
+        log.joined(communicator)
         if was_default:
             process.default_group = shrunk
         return shrunk
@@ -253,9 +253,8 @@ def join(
         addresses = [bytes(address) for address in spread(bootstrap.address())]
         lifecycle.note_job(b"".join(addresses))
         communicator = bootstrap.connect(addresses, waiting)
-    group = Group(communicator, local_rank=local_rank, local_world_size=local_world_size)
-    log.joined(group)
-    return group
+    log.joined(communicator)
+    return Group(communicator, local_rank=local_rank, local_world_size=local_world_size)
 
 
 def parameters(

@@ -10,12 +10,8 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from bagua import config
-
-if TYPE_CHECKING:
-    from bagua.group import Group
+from bagua import config, engine
 
 __all__ = ["Waiting", "configure", "joined", "log"]
 
@@ -70,11 +66,11 @@ class Waiting:
         )
 
 
-def joined(group: Group) -> None:
+def joined(group: engine.Communicator) -> None:
     """Reports how this rank reaches the other ranks of a group that it has joined."""
     if not log.isEnabledFor(logging.INFO):
         return
-    host = group.communicator.listen_host
+    host = group.listen_host
     interface = _interface(host)
     transports = Counter(group.transports)
     del transports["self"]
