@@ -542,10 +542,10 @@ class Engine:
         """
         A verb: see the communicator's; in order with the buckets.
         """
-    def set_step(self, /, step: SupportsIndex) -> None:
+    def set_step(self, /, step: SupportsIndex, after_load: bool = False) -> None:
         """
         Buckets that go from now on belong to this step of a training, counted from 1: MismatchError where another rank communicates them in
-        another one. 0, as in the beginning: the steps are not compared.
+        another one, or has not loaded a state before it as this one (`after_load`). 0, as in the beginning: the steps are not compared.
         """
     def shutdown(self, /) -> None:
         """

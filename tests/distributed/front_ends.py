@@ -95,7 +95,6 @@ class Wrapper(FrontEnd):
 
 
 _ONLY_WRAPPERS = {
-    "buffers under no_sync": "buffers are broadcast before each training forward, under no_sync too",
     "forward decides": "gradients accumulate where the backward runs under no_sync",
     "gradients of unused parameters": "a gradient that no backward of a rank touched stays as it is there",
     "sharded optimizers": "the optimizer's state becomes rank 0's, and must be whole there",

@@ -30,6 +30,7 @@ PARITY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "manual": ({"manual": True}, {}),
     "manual with a local pass": ({"manual": True, "local_first": True}, {}),
     "manual adam": ({"manual": True, "optimizer": "adam"}, {}),
+    "manual and validated": ({"manual": True}, {"validated": True, "val_check_interval": 2, "max_steps": 5}),
     "64-true": ({}, {"precision": "64-true"}),
     "bf16-mixed": ({}, {"precision": "bf16-mixed"}),
     "bf16-true": ({}, {"precision": "bf16-true"}),
@@ -71,7 +72,7 @@ def run(rank: int, namespace: str, trainings: list[str], rows: list[str], cases:
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         for name in trainings:
-            found[f"ddp: {name}"] = parity(kit, folder, name, "ddp_find_unused_parameters_true")
+            found[f"ddp: {name}"] = parity(kit, folder, name, "ddp_find_unused_parameters_true", sends_buffers=True)
         found[REFERENCE.name] = train_rows(REFERENCE, rank, rows)
         dist.destroy_process_group()
         for name in trainings:
@@ -92,14 +93,17 @@ def run(rank: int, namespace: str, trainings: list[str], rows: list[str], cases:
     return found
 
 
-def parity(kit: Kit, folder: Path, name: str, strategy: Any) -> tuple[bytes, bool]:
-    """The weights, and whether the logged extremes of the gradients over the ranks were equal."""
+def parity(kit: Kit, folder: Path, name: str, strategy: Any, *, sends_buffers: bool = False) -> tuple[bytes, bool]:
+    """The weights and buffers, and whether the logged extremes of the gradients over the ranks were equal.
+
+    ``sends_buffers``: rank 0's are sent at the end, as torch's DDP does before an evaluation.
+    """
     model, options = PARITY[name]
     trained, trainer = kit.fit(strategy, folder, kit.model(**model), **options)
     logged = trainer.callback_metrics
-    # With manual optimization Lightning's DDP does not broadcast buffers.
-    found = weights(trained) if trained.automatic_optimization else parameters(trained)
-    return found.numpy().tobytes(), bool(logged.get("gmin", 0) == logged.get("gmax", 0))
+    for buffer in trained.buffers() if sends_buffers else ():
+        dist.broadcast(buffer, 0)
+    return weights(trained).numpy().tobytes(), bool(logged.get("gmin", 0) == logged.get("gmax", 0))
 
 
 def calls() -> int:

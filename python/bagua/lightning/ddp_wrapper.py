@@ -23,7 +23,7 @@ def wrap(
     """The module in a ``DistributedDataParallel`` of Bagua. Collective. ``bucket_size`` in bytes."""
     from bagua.torch_api.data_parallel import DistributedDataParallel
 
-    wrapped = DistributedDataParallel(
+    return DistributedDataParallel(
         module,
         bucket_cap_mb=None if bucket_size is None else bucket_size / 2**20,
         find_unused_parameters=find_unused_parameters,
@@ -32,10 +32,6 @@ def wrap(
         optimizers=optimizers,
         algorithm=algorithm,
     )
-    engine: Any = wrapped.bagua_ddp
-    # All ranks evaluate under Lightning.
-    engine.evaluates_together = True
-    return wrapped
 
 
 def is_wrapped(module: Any) -> bool:

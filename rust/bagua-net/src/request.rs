@@ -511,7 +511,7 @@ impl OpContext<'_> {
         let apart = if ours == theirs {
             " in another group"
         } else if self.fingerprint.is_of_another_step(&theirs) {
-            ": one of them has loaded the state of another step; load the same checkpoint on every rank"
+            ": one of them has loaded another state; load the same checkpoint on every rank"
         } else {
             ""
         };

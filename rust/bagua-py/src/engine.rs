@@ -78,9 +78,10 @@ impl Engine {
     }
 
     /// Buckets that go from now on belong to this step of a training, counted from 1: MismatchError where another rank communicates them in
-    /// another one. 0, as in the beginning: the steps are not compared.
-    fn set_step(&self, py: Python<'_>, step: u32) {
-        py.detach(|| self.core.set_step(step));
+    /// another one, or has not loaded a state before it as this one (`after_load`). 0, as in the beginning: the steps are not compared.
+    #[pyo3(signature = (step, after_load=false))]
+    fn set_step(&self, py: Python<'_>, step: u32, after_load: bool) {
+        py.detach(|| self.core.set_step(step, after_load));
     }
 
     /// The values of the tensor with this number are final for this step. `address` and `count` say where it is now, if it moved; in the same

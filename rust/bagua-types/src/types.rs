@@ -284,8 +284,18 @@ pub struct Fingerprint {
     pub device: u8,
     /// How the operation is done, where ranks could differ: a sum of the constants of [`flags`].
     pub flags: u16,
-    /// The step of a training that it belongs to, from 1 on; 0 where steps are not compared.
+    /// The step of a training that it belongs to, from 1 on, see [`compared_step`]; 0 where steps are not compared.
     pub step: u32,
+}
+
+/// Added to a step, see [`compared_step`].
+const AFTER_LOAD: u32 = 1 << 31;
+
+/// The step as ranks compare it. `after_load`: this rank has loaded a state since it communicated last, so that a rank in a step of the
+/// same number that has loaded none differs.
+#[must_use]
+pub fn compared_step(step: u32, after_load: bool) -> u32 {
+    if after_load && step > 0 { step | AFTER_LOAD } else { step }
 }
 
 /// Values of [`Fingerprint::flags`].
@@ -318,7 +328,12 @@ impl Fingerprint {
     /// True when `theirs`, the text of a peer's, has another step.
     pub fn is_of_another_step(&self, theirs: &str) -> bool {
         let step = theirs.rsplit_once(IN_STEP).map(|(_, step)| step);
-        self.step > 0 && step.is_some_and(|step| step != self.step.to_string())
+        self.step > 0 && step.is_some_and(|step| step != self.step_text())
+    }
+
+    fn step_text(&self) -> String {
+        let after = if self.step & AFTER_LOAD == 0 { "" } else { ", the first after a state was loaded" };
+        format!("{}{after}", self.step & !AFTER_LOAD)
     }
 }
 
@@ -349,6 +364,6 @@ impl std::fmt::Display for Fingerprint {
         if self.lane > 0 {
             write!(f, " (lane {})", self.lane)?;
         }
-        if self.step > 0 { write!(f, "{IN_STEP}{}", self.step) } else { Ok(()) }
+        if self.step > 0 { write!(f, "{IN_STEP}{}", self.step_text()) } else { Ok(()) }
     }
 }

@@ -105,7 +105,9 @@ class AlgorithmImpl:
         return True
 
     def buffers_due(self, step: int) -> bool:
-        """Whether rank 0's buffers travel before a training forward of this step."""
+        """Whether rank 0's buffers travel in this step: after its backward if gradients are exchanged, else before its
+        first forward.
+        """
         return self.communicates(step)
 
     def before_step(self, bagua_ddp: WrappedModel) -> None:

@@ -20,7 +20,8 @@ from ..algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from ..bucket import BaguaBucket
 from ..communication import group_of
 from ..model_engine.checks import is_recorded, refuse_training
-from ..model_engine.engine import ModelEngine, call_after_forward, call_before_forward
+from ..model_engine.engine import ModelEngine
+from ..model_engine.hooks import call_after_forward, call_before_forward
 from ..model_engine.state import model_state, name_of
 from ..process_group import ProcessGroup
 from .comm_hooks import CommHook
@@ -163,14 +164,16 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             inputs, kwargs = _moved((inputs, kwargs), self._device)
         if is_recorded():
             return self.module(*inputs, **kwargs)
-        if not self._before_forward(inputs):
-            return self.module(*inputs, **kwargs)
         output = None
-        try:
+        if self._before_forward(inputs):
+            try:
+                output = self.module(*inputs, **kwargs)
+            finally:
+                call_after_forward(lambda: self._engine, output)
+        else:
             output = self.module(*inputs, **kwargs)
-            return output
-        finally:
-            call_after_forward(lambda: self._engine, output)
+        self._forward_returned()
+        return output
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before_forward(self, inputs: Any) -> bool:
@@ -183,6 +186,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             return False
         call_before_forward(lambda: engine, self.module, inputs)
         return engine.bagua_algorithm.hears_forward_and_backward
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _forward_returned(self) -> None:
+        if (engine := self._engine) is not None:
+            engine.forward_returned()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -209,7 +217,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward, if it is one of training, begins with rank 0's buffers."""
         engine = self._engine
-        return engine is not None and engine.synchronized and bool(engine.buffers())
+        return engine is not None and engine.buffer_schedule.wait and bool(engine.buffers())
 
     # --- uneven inputs ------------------------------------------------------------------------------------------------
 

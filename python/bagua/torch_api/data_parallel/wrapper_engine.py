@@ -28,7 +28,6 @@ class WrapperEngine(ModelEngine):
         comm_hook: tuple[Any, CommHook] | None = None,
         cap: int | None = None,
         static_graph: bool = False,
-        evaluates_together: bool = False,
         **options: Any,
     ) -> None:
         # The wrapper, which torch's Join configures for uneven inputs.
@@ -42,11 +41,10 @@ class WrapperEngine(ModelEngine):
         self.divide_by_initial_world_size = True
         # Whether the last forward with gradients was to be communicated.
         self._armed = True
-        #: Every rank evaluates: rank 0's buffers travel before a forward in evaluation too, as with torch's DDP.
-        #: Without it one rank may evaluate alone.
-        self.evaluates_together = evaluates_together
-        #: Whether the last training forward was outside no_sync: then the next one begins with the buffers of one rank.
-        self.synchronized = True
+        # A forward runs.
+        self._in_forward = False
+        # Gradients were exchanged inside it.
+        self._exchanged_in_forward = False
         super().__init__(*args, **options)
         if comm_hook is not None:
             self.register_comm_hook(*comm_hook)
@@ -54,7 +52,6 @@ class WrapperEngine(ModelEngine):
     def options(self) -> dict[str, Any]:
         """See :meth:`ModelEngine.options`."""
         own = {"owner": self._owner, "cap": self._cap, "static_graph": self._static_graph}
-        own["evaluates_together"] = self.evaluates_together
         return {**super().options(), **own, "comm_hook": self._comm_hook}
 
     def _trains(self, module: torch.nn.Module) -> bool:
@@ -69,12 +66,24 @@ class WrapperEngine(ModelEngine):
             elif not self._in_step:
                 self._armed = False
         super().before_forward(module, inputs)
-        # Where the ranks' weights differ, each has the buffers that belong to its own.
-        if self.evaluates_together and not self._trains(module) and self.exchange.needs_gradients:
-            # As torch's DDP: they travel once after a training forward outside no_sync.
-            before, self.synchronized = self.synchronized, False
-            if before:
-                self.send_buffers()
+        if torch._C._current_graph_task_id() == -1:
+            self._in_forward, self._exchanged_in_forward = True, False
+
+    def forward_returned(self) -> None:
+        """After each forward that did not raise."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        self._in_forward = False
+        if self._exchanged_in_forward:
+            self._exchanged_in_forward = False
+            self._gradients_are_exchanged()
+
+    def _gradients_are_exchanged(self) -> None:
+        if self._in_forward:
+            # With Lightning's manual optimization backwards run inside a forward, whose rest may change buffers.
+            self._exchanged_in_forward = True
+        elif not self._joins():
+            super()._gradients_are_exchanged()
 
     def _backward_communicates(self) -> bool:
         return self._armed
@@ -116,18 +125,19 @@ class WrapperEngine(ModelEngine):
 
     def _forward_is_announced(self) -> None:
         self.root = self._active = 0
-        owner = self._owner()
-        if owner is None or not owner._join_config.enable:
+        if not self._joins():
             return
-        work = Join.notify_join_context(owner)
+        work = Join.notify_join_context(self._owner())
         if work is not None:
             work.wait()
         self._count(True, self.require_backward_grad_sync)
 
-    def _buffers_are_due(self, begins: bool) -> bool:
-        # As torch's DDP: what the last forward was decides.
-        before, self.synchronized = self.synchronized, self.require_backward_grad_sync
-        return before if self.exchange.needs_gradients else super()._buffers_are_due(begins)
+    def _joins(self) -> bool:
+        """True in training with uneven inputs. Buffers are then those of the last rank that has inputs for the next
+        forward, so that they are sent before it.
+        """
+        owner = self._owner()
+        return owner is not None and bool(owner._join_config.enable)
 
     def _count(self, is_one: bool, syncs: bool = False) -> bool:
         """How many ranks have inputs; the last of them sends what all ranks get. Whether a backward communicates."""
@@ -139,10 +149,10 @@ class WrapperEngine(ModelEngine):
 
     def shadow(self) -> None:
         """Takes part in a forward of the ranks that still have inputs, and in its backward. Collective."""
-        before, self.synchronized = self.synchronized, self._count(False)
-        if before:
+        syncs = self._count(False)
+        if self.buffer_schedule.forward_begins(syncs=syncs):
             self.send_buffers()
-        if self.synchronized:
+        if syncs:
             assert isinstance(self.exchange, GradientExchange)
             self.exchange.shadow()
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from .checks import allow_training, is_recorded
-from .engine import ModelEngine, call_after_forward, call_before_forward
+from .engine import ModelEngine
+from .hooks import call_after_forward, call_before_forward
 from .state import model_state
 
 _wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped

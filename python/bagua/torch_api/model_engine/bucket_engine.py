@@ -117,11 +117,12 @@ class BucketEngine:
         """Numbers of the tensors that are not ready, of buckets that were not communicated since the last wait."""
         return {self.number(name) for name in self._engine.unready()}
 
-    def set_step(self, step: int) -> None:
+    def set_step(self, step: int, *, after_load: bool = False) -> None:
         """Buckets that go from now on belong to this step of the training, counted from 1: MismatchError where another
-        rank communicates them in another one. 0: the steps are not compared.
+        rank communicates them in another one, or has not loaded a state before it as this one (``after_load``). 0: the
+        steps are not compared.
         """
-        self._engine.set_step(step)
+        self._engine.set_step(step, after_load)
 
     def mark_communication_ready(self, tensor: torch.Tensor) -> None:
         """A registered tensor has its final values for this step. ValueError for a lazy negation or conjugate."""

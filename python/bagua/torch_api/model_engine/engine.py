@@ -23,6 +23,7 @@ from ..process_group import Communicator, ProcessGroup
 from ..tensor import forget
 from . import bucket_engine as backends
 from . import bucketing
+from .buffers import BufferSchedule
 from .checks import (
     KeptWeights,
     OwnSteps,
@@ -34,7 +35,6 @@ from .checks import (
     check_module,
     explain_empty_steps,
     ignored_names,
-    refuse_training,
     require_exchanged,
     step_inside_backward,
     step_without_forward,
@@ -54,22 +54,6 @@ from .steps import follow_given, parameters_of
 
 # The wrapped model that communicates a parameter's gradient.
 _owners: MutableMapping[torch.Tensor, weakref.ref[ModelEngine]] = model_state.gradient_owners
-
-
-# Not compiled: communication has no graph. The first call imports the compiler, as making an optimizer does.
-@torch._disable_dynamo  # type: ignore[attr-defined]
-def call_before_forward(ddp: Callable[[], ModelEngine | None], module: torch.nn.Module, inputs: Any) -> None:
-    """:meth:`ModelEngine.before_forward` of an engine that may have ended. BaguaError if it did with its group."""
-    refuse_training(module)
-    if (present := ddp()) is not None:
-        present.before_forward(module, inputs)
-
-
-@torch._disable_dynamo  # type: ignore[attr-defined]
-def call_after_forward(ddp: Callable[[], ModelEngine | None], output: Any) -> None:
-    """:meth:`ModelEngine.after_forward` of an engine that may have ended."""
-    if (present := ddp()) is not None:
-        present.after_forward(output)
 
 
 class Progress(NamedTuple):
@@ -125,6 +109,7 @@ class ModelEngine:
         self.empty_steps = 0
         #: The rank whose buffers all ranks get.
         self.root = 0
+        self.buffer_schedule = BufferSchedule()
         #: At the end of the last completed step.
         self.progress = Progress()
         self.algorithm = algorithm
@@ -146,8 +131,11 @@ class ModelEngine:
         self._own_steps = OwnSteps()
         self._passing = PassingForwards()
         self._rounds = Rounds()
+        # The algorithm's state was loaded since the last step that communicated.
+        self._state_is_loaded = False
         self._handles: list[RemovableHandle] = []
         self._communicator = communicator
+        self._ending: weakref.finalize[..., Any] | None = None
 
         self._tracked = self.bagua_build_params()
         self._tracked_ids = {id(param) for _, param in self._tracked}
@@ -334,8 +322,7 @@ class ModelEngine:
         if self._unchanged.is_frozen(self.bagua_build_params):
             # As with torch's DDP, buffers are sent before this forward too. async keeps its lock for a backward through
             # the model.
-            if self.bagua_algorithm.buffers_due(self.step) and self._buffers_are_due(False):
-                self.send_buffers()
+            self._send_waiting_buffers(False)
             self.bagua_algorithm.forward_begins(self, with_grad=torch.is_grad_enabled())
             return
         if self._in_backward:
@@ -357,10 +344,12 @@ class ModelEngine:
         self._forward_is_announced()
         if self.bagua_algorithm.need_reset():
             self._init_algorithm()
-        if self.bagua_algorithm.buffers_due(self.step) and self._buffers_are_due(begins):
-            self.send_buffers()
+        self._send_waiting_buffers(begins)
         if begins and self.bagua_algorithm.communicates(self.step):
-            self.backend.set_step(self.bagua_algorithm.compared_step(self))
+            # Where gradients travel, a state has no weights from which the ranks could drift apart.
+            after_load = self._state_is_loaded and not self.exchange.needs_gradients
+            self.backend.set_step(self.bagua_algorithm.compared_step(self), after_load=after_load)
+            self._state_is_loaded = False
             if self.exchange.uses_buckets and self.backend.size > 1:
                 self._rounds.begin(self.bagua_buckets)
             self.exchange.begin()
@@ -374,10 +363,18 @@ class ModelEngine:
     def _forward_is_announced(self) -> None:
         """Called before a training forward, in which nothing was communicated yet; decides :attr:`root`."""
 
-    def _buffers_are_due(self, begins: bool) -> bool:
-        """Whether :attr:`root` sends its buffers before a training forward, by which a step may begin."""
-        # With gradients before each forward.
-        return self.require_backward_grad_sync and (begins or self.exchange.needs_gradients)
+    def _send_waiting_buffers(self, begins: bool) -> None:
+        """Sends the buffers of :attr:`root` before a training forward, by which a step may begin, if they are due."""
+        syncs = self.require_backward_grad_sync
+        if not self.bagua_algorithm.buffers_due(self.step):
+            return
+        if self.buffer_schedule.forward_begins(syncs=syncs) if self.exchange.needs_gradients else syncs and begins:
+            self.send_buffers()
+
+    def _gradients_are_exchanged(self) -> None:
+        """A backward in which the ranks exchanged gradients has ended: :attr:`root` sends its buffers."""
+        if self.bagua_algorithm.buffers_due(self.step) and self.buffer_schedule.gradients_are_exchanged():
+            self.send_buffers()
 
     def _backward_communicates(self) -> bool:
         """Whether a gradient that comes now is communicated; otherwise it only accumulates."""
@@ -413,7 +410,7 @@ class ModelEngine:
         self._rounds.forget()
         if self._in_step:
             self._end_broken_step()
-        self._kept.state_is_loaded = True
+        self._kept.state_is_loaded = self._state_is_loaded = True
         self.step = step - 1
         self.progress = self.progress._replace(next_step=step)
 
@@ -422,6 +419,7 @@ class ModelEngine:
         self.progress = progress
         self.bagua_train_step_counter = progress.forwards
         self.restart(progress.next_step)
+        self._state_is_loaded = False
 
     def send_buffers(self) -> None:
         """Every rank gets the buffers of :attr:`root`, unless ``broadcast_buffers`` is False. Collective."""
@@ -527,8 +525,11 @@ class ModelEngine:
         self._in_backward = self._in_step = False
         with self._wrapped_buffers.explain(self.backend.rank, self.module), explain_empty_steps(self):
             self._post_backward_hook()
-        if ends and self.exchange.needs_gradients and self._post_backward_hook == self.exchange.finish:
+        if not self.exchange.needs_gradients:
+            return
+        if ends and self._post_backward_hook == self.exchange.finish:
             self._rounds.end(self)
+        self._gradients_are_exchanged()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -540,6 +541,11 @@ class ModelEngine:
         finally:
             self.require_backward_grad_sync = before
 
+    def end_with(self, wrapped: torch.nn.Module) -> None:
+        """Closes this engine when the last reference to ``wrapped`` is gone."""
+        self._ending = weakref.finalize(wrapped, self.close, collected=True)
+        self._ending.atexit = False
+
     def close(self, *, at_exit: bool = False, collected: bool = False) -> None:
         """Removes every hook and ends the engine. The model stays as it is and trains alone. May be called twice.
 
@@ -547,6 +553,8 @@ class ModelEngine:
         open step is cut off. Where the model was ``collected``, which each rank does at a moment of its own, what was
         begun comes to its end, and nothing begins.
         """
+        if self._ending is not None:
+            self._ending.detach()
         undone = False
         # An error of the group was raised where it happened, or will be where the group is used next.
         with contextlib.suppress(BaguaError, ValueError):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
+
+from .checks import refuse_training
 
 
 class Hooked(Protocol):
@@ -20,6 +23,28 @@ class Hooked(Protocol):
 
     def before_load(self) -> None:
         """Before ``load_state_dict`` of the model, or of a module in it."""
+
+    def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Before each forward of the model."""
+
+    def after_forward(self, output: Any) -> None:
+        """After each forward; ``output`` is None when it raised."""
+
+
+# Not compiled: communication has no graph. The first call imports the compiler, as making an optimizer does.
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def call_before_forward(ddp: Callable[[], Hooked | None], module: torch.nn.Module, inputs: Any) -> None:
+    """:meth:`Hooked.before_forward` of an engine that may have ended. BaguaError if it did with its group."""
+    refuse_training(module)
+    if (present := ddp()) is not None:
+        present.before_forward(module, inputs)
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def call_after_forward(ddp: Callable[[], Hooked | None], output: Any) -> None:
+    """:meth:`Hooked.after_forward` of an engine that may have ended."""
+    if (present := ddp()) is not None:
+        present.after_forward(output)
 
 
 class GradHook:

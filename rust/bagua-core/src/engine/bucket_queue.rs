@@ -16,7 +16,7 @@ use crate::op::BucketCx;
 use crate::recorder::{Announced, What};
 use crate::schedule::{Schedule, TensorIndex};
 use crate::sync::AtomicBool;
-use crate::types::DType;
+use crate::types::{DType, compared_step};
 use crate::wait::{Waited, lock, wait_once};
 
 /// One strictly ordered queue of buckets with a lane and a communication thread of its own.
@@ -90,10 +90,10 @@ impl Engine {
         Ok(())
     }
 
-    /// Buckets that go from now on belong to this step of a training, from 1 on: a rank that communicates them in another one is a
-    /// mismatch. 0, as in the beginning: the steps are not compared.
-    pub fn set_step(&self, step: u32) {
-        self.state().step = step;
+    /// Buckets that go from now on belong to this step of a training, from 1 on: a rank that communicates them in another one, or that has
+    /// not loaded a state before it as this one (`after_load`), is a mismatch. 0, as in the beginning: the steps are not compared.
+    pub fn set_step(&self, step: u32, after_load: bool) {
+        self.state().step = compared_step(step, after_load);
     }
 
     /// Names of the registered tensors by their number, padding left out.
