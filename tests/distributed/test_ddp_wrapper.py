@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import bagua as neutral
 import bagua.torch_api as bagua
@@ -159,6 +161,89 @@ def evaluation_communicates_nothing(rank: int) -> None:
     step(model, optimizer)
     assert calls() > before
     assert same_everywhere(*model.parameters())
+
+
+class BackwardInside(nn.Module):
+    """A forward with its backward, as with Lightning's manual optimization, and one more use of the buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net(x)
+        if self.training:
+            found.square().mean().backward()
+            with torch.no_grad():
+                self.net(x + 1)
+        return found
+
+
+def trains_in_two_micro_batches(model: Any) -> None:
+    with bagua.no_sync(model):
+        model(torch.randn(4, 8)).sum().backward()
+    model(torch.randn(4, 8)).sum().backward()
+
+
+def trains_by_two_forwards(model: Any) -> None:
+    (model(torch.randn(4, 8)) + model(torch.randn(4, 8))).sum().backward()
+
+
+def trains_by_two_backwards(model: Any) -> None:
+    first, second = (checkpoint(model.body, torch.randn(4, 8), use_reentrant=False) for _ in range(2))
+    first.sum().backward()
+    second.sum().backward()
+
+
+def fails_and_trains(model: Any) -> None:
+    with pytest.raises(RuntimeError, match="mat1"):
+        model(torch.randn(4, 9))
+    model(torch.randn(4, 8)).sum().backward()
+
+
+STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
+    "plain": (Net, lambda model: model(torch.randn(4, 8)).sum().backward()),
+    "two micro-batches": (Net, trains_in_two_micro_batches),
+    "two forwards": (Net, trains_by_two_forwards),
+    "a checkpointed model": (
+        Net,
+        lambda model: checkpoint(model, torch.randn(4, 8), use_reentrant=False).sum().backward(),
+    ),
+    "two backwards of checkpoints": (Net, trains_by_two_backwards),
+    "a forward that raises": (Net, fails_and_trains),
+    "a backward inside the forward": (BackwardInside, lambda model: model(torch.randn(4, 8))),
+}
+
+
+def all_ranks_evaluate_alike_after_a_step(rank: int) -> None:
+    for name, (make, trains) in STEPS.items():
+        for wraps in (True, False):
+            model: Any = make()
+            options = {"find_unused_parameters": True}
+            if wraps:
+                model = DistributedDataParallel(model, **options)
+            elif make is Net:
+                model = model.with_bagua([], Algorithm.init("gradient_allreduce"), **options)
+            else:
+                continue
+            for _ in range(2):
+                trains(model)
+                before = calls()
+                model.eval()
+                with torch.no_grad():
+                    found = model(torch.ones(2, 8))
+                assert calls() == before, name
+                model.train()
+                assert same_everywhere(found, *model.buffers()), (name, wraps)
+
+
+def buffers_that_rank_0_changes_arrive_with_the_next_step(rank: int) -> None:
+    model = DistributedDataParallel(Net(), find_unused_parameters=True)
+    seen = next(name for name, buffer in model.named_buffers() if buffer.dtype == torch.int64)
+    for step in range(2):
+        model.get_buffer(seen).fill_(100 * step + rank)
+        model(torch.randn(4, 8)).sum().backward()
+        assert model.get_buffer(seen).item() == 100 * step + 1
 
 
 def accumulation_communicates_nothing_but_buffers(rank: int) -> None:

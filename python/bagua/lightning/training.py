@@ -21,7 +21,7 @@ class StrategyMethods(CommonMethods):
 
     ``algorithm``: its name (the page "Algorithms"), with its options as further keyword arguments, or an ``Algorithm``.
     ``flatten``: gradients are views of their buckets' memory. ``find_unused_parameters``: parameters that take no part
-    in a step are not an error. ``broadcast_buffers``: rank 0's buffers before each training forward. ``bucket_size``:
+    in a step are not an error. ``broadcast_buffers``: each step ends with rank 0's buffers. ``bucket_size``:
     bytes that are communicated at once (default: the environment's). The other arguments are those of ``DDPStrategy``;
     ``process_group_backend`` is "bagua" by default.
 

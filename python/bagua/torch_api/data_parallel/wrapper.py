@@ -43,7 +43,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     gradient_allreduce), in buckets of ``bucket_cap_mb`` MiB (``None``: the environment's). With
     ``gradient_as_bucket_view`` a gradient is a view of its bucket's memory, which every backward overwrites.
 
-    ``broadcast_buffers``, or ``forward_sync_buffers`` where it is given: rank 0's buffers before each training forward.
+    ``broadcast_buffers``, or ``forward_sync_buffers`` where it is given: rank 0's buffers at the end of each
+    backward that exchanges gradients.
     ``find_unused_parameters``: parameters that do not take part in a step are not an error; nor are they with
     ``static_graph``. ``process_group``: one of bagua or of torch.distributed (``None``: the default group of bagua, or
     torch.distributed's world where its backend is "bagua"); or a ``device_mesh`` of one dimension.
