@@ -263,12 +263,19 @@ class OwnSteps:
         """Before each backward that communicates; ``in_step``: a training forward has begun a step."""
         self._outside = self._outside or not in_step
 
-    def are_two(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Before each step of the optimizer. Whether it and the one before are such steps."""
+    def check(self, model: WrappedModel, algorithm: str, optimizer: torch.optim.Optimizer) -> None:
+        """Before each step of the optimizer: BaguaError if it and the one before are such steps."""
         before, was = self._last.get(optimizer, (0, False))
         now = self._outside and before == self._forwards
         self._last[optimizer] = (self._forwards, now)
-        return now and was
+        if now and was:
+            error = BaguaError(
+                f"optimizer.step() on rank {model.backend.rank}, for the second time in a row after a backward of "
+                f"model {model.bagua_module_name!r} without a training forward: with {algorithm} a step begins with a "
+                "call of the model itself, model(...), in training mode; call model.train() before, and neither "
+                "model.forward(...) nor a part or another method of the model instead"
+            )
+            raise model.backend.reported(error)
 
 
 class PassingForwards:
@@ -304,16 +311,6 @@ class PassingForwards:
         """After each step of an optimizer of the model."""
         if self._pending:
             self._no_step_follows = self._pending = False
-
-
-def step_without_forward(rank: int, model_name: str, algorithm: str) -> BaguaError:
-    """The error of an optimizer's second step in a row that had no training forward, where weights travel."""
-    return BaguaError(
-        f"optimizer.step() on rank {rank}, for the second time in a row after a backward of model {model_name!r} "
-        f"without a training forward: with {algorithm} a step begins with a call of the model itself, model(...), in "
-        "training mode; call model.train() before, and neither model.forward(...) nor a part or another method of the "
-        "model instead"
-    )
 
 
 def require_exchanged(model: WrappedModel, optimizer: torch.optim.Optimizer) -> None:
@@ -369,7 +366,27 @@ def ignored_names(module: torch.nn.Module) -> frozenset[str]:
     return frozenset(names)
 
 
+def refuse_torchs_wrapper(module: torch.nn.Module, model_name: str, inside: Any) -> None:
+    """Raises BaguaError in a forward of a wrapped model inside that of torch's DistributedDataParallel, ``inside``, if
+    that sends gradients of the same parameters.
+    """
+    own = {id(param) for param in module.parameters() if param.requires_grad}
+    for name, param in inside.module.named_parameters():
+        if id(param) in own and name not in inside.parameters_to_ignore and not getattr(param, "_ddp_ignored", False):
+            raise BaguaError(
+                f"model {model_name!r} is wrapped by Bagua and by torch's DistributedDataParallel, so that the ranks "
+                "would send each gradient twice: keep one of them. To keep Bagua's, do not pass the model to torch's "
+                "DistributedDataParallel (accelerate: call prepare() without the model; Lightning: use the strategy "
+                '"bagua" instead of "ddp"). To keep torch\'s, do not call with_bagua'
+            )
+
+
 def check_module(module: torch.nn.Module, ignored: frozenset[str]) -> None:
+    if any(isinstance(child, torch.nn.parallel.DistributedDataParallel) for child in module.modules()):
+        raise ValueError(
+            "the model is, or holds, torch's DistributedDataParallel, which sends the gradients too: wrap its .module "
+            "instead, and do not use torch's wrapper"
+        )
     # The first tensor, and its place.
     first: tuple[str, torch.device] | None = None
     for name, param in module.named_parameters():
@@ -389,8 +406,8 @@ def check_module(module: torch.nn.Module, ignored: frozenset[str]) -> None:
             other = None if owner is None else getattr(owner(), "bagua_module_name", None)
             if other is not None:
                 raise ValueError(
-                    f"parameter {name!r} is already communicated by model {other!r}: "
-                    "a parameter can belong to one wrapped model"
+                    f"parameter {name!r} is already communicated by model {other!r}, and can belong to one wrapped "
+                    "model: drop the other wrapper first (del model), or call bagua.torch_api.unwrap on it"
                 )
     for name, buffer in module.named_buffers():
         if name not in ignored:

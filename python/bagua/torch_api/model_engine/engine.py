@@ -37,7 +37,6 @@ from .checks import (
     ignored_names,
     require_exchanged,
     step_inside_backward,
-    step_without_forward,
 )
 from .consistency import (
     broadcast_optimizer,
@@ -320,8 +319,7 @@ class ModelEngine:
             self.bagua_algorithm.forward_begins(self, with_grad=False)
             return
         if self._unchanged.is_frozen(self.bagua_build_params):
-            # As with torch's DDP, buffers are sent before this forward too. async keeps its lock for a backward through
-            # the model.
+            # torch's DDP sends buffers here too, and async keeps its lock for a backward through the model.
             self._send_waiting_buffers(False)
             self.bagua_algorithm.forward_begins(self, with_grad=torch.is_grad_enabled())
             return
@@ -480,9 +478,8 @@ class ModelEngine:
         gradients of this rank alone.
         """
         needs_gradients = self.exchange.needs_gradients
-        if not needs_gradients and self._own_steps.are_two(optimizer):
-            name, algorithm = self.bagua_module_name, self.bagua_algorithm.name
-            raise self.backend.reported(step_without_forward(self.backend.rank, name, algorithm))
+        if not needs_gradients:
+            self._own_steps.check(self, self.bagua_algorithm.name, optimizer)
         before, self._stepped_at[optimizer] = self._stepped_at.get(optimizer, 0), self._backwards
         if not (self._forward_waits and self._tracked and before == self._backwards):
             return
