@@ -5,6 +5,7 @@
 //! | `overlay` | which ranks are connected, how messages reach the others, who is gone; a state machine |
 //! | `assembly` | how joining ranks learn that all are connected; a state machine |
 //! | `plane` | the state of the rank: runs the state machines, and notes in the groups what they find |
+//! | `open_streams` | the connections of lanes and messages |
 //! | `world` | the addresses of all ranks, and the key and the ids that follow from them |
 //! | `message` | the messages, and their encoding |
 //! | `thread`, `accept`, `dial`, `session` | the thread; opening connections, reading and writing them, heartbeats |
@@ -25,6 +26,7 @@ mod assembly;
 mod dial;
 mod groups;
 mod message;
+mod open_streams;
 mod overlay;
 mod peers;
 mod plane;

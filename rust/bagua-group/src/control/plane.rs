@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
-use std::net::{Shutdown, TcpStream};
+use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -21,15 +21,15 @@ use super::super::views::Inbox;
 use super::assembly::Assembly;
 use super::groups::Groups;
 use super::message::{Body, Notice, Routed};
+use super::open_streams::{OpenStreams, STALLED, end};
 use super::overlay::{Action, Overlay, Presence};
 use super::peers::{Connections, Peer};
 use super::session;
 use super::silence::is_stopped;
 use super::world::World;
 use crate::error::{Error, Result, Source};
-use crate::platform::{limit_unacknowledged, unsent};
 use crate::stats::Stats;
-use crate::transport::{Transport, USER_TIMEOUT};
+use crate::transport::Transport;
 use crate::wait::{SLICE, lock, slice_among};
 
 /// How long a leaving rank waits for acknowledgements.
@@ -53,16 +53,8 @@ const OPENING: Duration = Duration::from_micros(500);
 /// The longest that a rank with a view waits for those of the others because its own took long.
 const LONGEST_OPENING: Duration = Duration::from_secs(5);
 
-/// How long a leaving rank waits for its last bytes to be acknowledged while none is, and for peers on other hosts to acknowledge that it
-/// leaves while none does: on a lossy line that takes longer than [`LINGER`]. A kernel drops what it holds for a process that has ended when
-/// more comes from the peer, a heartbeat for instance, and the rank would be taken for lost.
-const STALLED: Duration = Duration::from_secs(1);
-
 /// The longest that a leaving rank waits for peers on other hosts.
 pub(super) const LONGEST_FAREWELL: Duration = Duration::from_secs(5);
-
-/// The longest that a leaving rank waits for its last bytes, however many of them the peers acknowledge meanwhile.
-const LONGEST_FLUSH: Duration = Duration::from_secs(30);
 
 /// The reason of `PeerLost` for a peer that is silent.
 pub(super) fn no_heartbeat(timeout: Duration) -> String {
@@ -137,37 +129,7 @@ pub(in super::super) struct Plane {
     /// How long this rank collects who has left.
     departures: Mutex<Collecting>,
     /// The connections of lanes and messages.
-    streams: Mutex<Vec<OpenStream>>,
-}
-
-/// A connection of a lane or of messages.
-struct OpenStream {
-    group: u64,
-    purpose: Purpose,
-    /// Dangling when it is closed.
-    stream: Weak<TcpStream>,
-}
-
-/// The bytes that a leaving rank has sent and its peers have not acknowledged.
-struct Unread {
-    begun: Instant,
-    /// The fewest so far, and since when there are no fewer.
-    least: usize,
-    moved: Instant,
-}
-
-impl Unread {
-    fn new(now: Instant) -> Unread {
-        Unread { begun: now, least: usize::MAX, moved: now }
-    }
-
-    /// True while the rank waits for the `left` bytes.
-    fn is_awaited(&mut self, left: usize, now: Instant) -> bool {
-        if left < self.least {
-            (self.least, self.moved) = (left, now);
-        }
-        left > 0 && now - self.moved < STALLED && now - self.begun < LONGEST_FLUSH
-    }
+    streams: OpenStreams,
 }
 
 impl Plane {
@@ -194,7 +156,7 @@ impl Plane {
             moved: AtomicBool::new(false),
             joined_in: OnceLock::new(),
             departures: Mutex::new(Collecting::new(TOGETHER[0], TOGETHER[1])),
-            streams: Mutex::default(),
+            streams: OpenStreams::default(),
         }
     }
 
@@ -425,47 +387,20 @@ impl Plane {
         group: u64,
         purpose: Purpose,
     ) -> io::Result<Box<dyn Transport>> {
-        let mut connected = None;
-        let transport = socket.into_transport(self.config.transport, |stream| {
-            let mut streams = lock(&self.streams);
-            streams.retain(|open| open.stream.strong_count() > 0);
-            streams.push(OpenStream { group, purpose, stream: Arc::downgrade(stream) });
-            connected = Some(Arc::clone(stream));
-        })?;
-        // The kernel must not give up a peer before its heartbeats do.
-        if let Some(stream) = connected.filter(|_| self.config.heartbeat_timeout > USER_TIMEOUT) {
-            limit_unacknowledged(&stream, self.config.heartbeat_timeout)?;
-        }
-        Ok(transport)
+        self.streams.transport(&self.config, socket, group, purpose)
     }
 
     /// Waits until the peers' kernels have acknowledged what this rank sent them in a group (`None`: in any), as long as bytes arrive and
-    /// `goes_on`, up to [`LONGEST_FLUSH`]: what a kernel holds for a process that has ended may be lost. Not for the bytes of groups that have
+    /// `goes_on`, for a limited time: what a kernel holds for a process that has ended may be lost. Not for the bytes of groups that have
     /// failed, which no member reads. The streams of the group's lanes, for [`end_streams`](Plane::end_streams).
     pub(in super::super) fn flush(&self, group: Option<u64>, goes_on: impl Fn() -> bool) -> Vec<Weak<TcpStream>> {
-        let is_left = |open: &mut OpenStream| group.is_none_or(|group| open.group == group);
-        let streams: Vec<OpenStream> = lock(&self.streams).extract_if(.., is_left).collect();
-        let mut unread = Unread::new(Instant::now());
-        while goes_on() {
-            let failed = self.failed_groups();
-            let awaited = streams.iter().filter(|open| !failed.contains(&open.group));
-            let left = awaited.filter_map(|open| open.stream.upgrade()).filter_map(|stream| unsent(&stream)).sum();
-            if !unread.is_awaited(left, Instant::now()) {
-                break;
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        let of_lanes = streams.into_iter().filter(|open| open.purpose == Purpose::Stream);
-        of_lanes.map(|open| open.stream).collect()
+        self.streams.flush(group, || self.failed_groups(), goes_on)
     }
 
     /// Sends nothing more on these streams. Peers that wait for bytes of a rank that has left get them, and then the end of the stream, however
     /// long the line is.
     pub(in super::super) fn end_streams(streams: &[Weak<TcpStream>]) {
-        for stream in streams.iter().filter_map(Weak::upgrade) {
-            // The peer may have closed it.
-            let _ = stream.shutdown(Shutdown::Write);
-        }
+        end(streams);
     }
 
     /// The connection to a peer has ended; how, and what that says, unless it had never been ready.
@@ -606,20 +541,6 @@ impl Plane {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_leaving_rank_waits_while_bytes_are_acknowledged_but_not_for_ever() {
-        let begun = Instant::now();
-        let at = |tenths: u64| begun + Duration::from_millis(100 * tenths);
-        let mut stalled = Unread::new(begun);
-        let waits: Vec<bool> = [0, 9, 10].map(|tenths| stalled.is_awaited(7, at(tenths))).into();
-        assert_eq!(waits, [true, true, false]);
-        assert!(!Unread::new(begun).is_awaited(0, begun));
-        // The peer acknowledges one byte each 100 ms.
-        let mut slow = Unread::new(begun);
-        let waited = (0..1000).take_while(|tenths| slow.is_awaited(1000 - *tenths as usize, at(*tenths))).count();
-        assert_eq!(waited, 300);
-    }
 
     #[test]
     fn a_rank_that_shares_its_processor_with_many_leaves_a_failed_group_after_them_and_another_at_once() {
