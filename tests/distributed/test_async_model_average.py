@@ -41,6 +41,7 @@ STATS = {
     "rounds": int,
     "round_s": float,
     "staleness": int,
+    "unaveraged_steps": int,
     "lock_wait_s": float,
     "lost": dict,
     "joined": int,

@@ -80,7 +80,6 @@ def a_parameter_has_one_wrapper(rank: int) -> None:
     layer = nn.Linear(2, 2)
     first = DistributedDataParallel(layer)
     for again in (
-        lambda: DistributedDataParallel(layer),
         lambda: DistributedDataParallel(nn.Sequential(layer, nn.Linear(2, 2))),
         lambda: layer.with_bagua([], Algorithm.init("gradient_allreduce")),
     ):

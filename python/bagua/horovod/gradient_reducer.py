@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -63,7 +64,7 @@ class GradientReducer:
             if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
                 raise ValueError("named_parameters are pairs of a name and a parameter, as model.named_parameters()")
         names = [name for name, _ in pairs]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        if twice := sorted(name for name, times in Counter(names).items() if times > 1):
             raise ValueError(f"named_parameters has these names twice: {', '.join(twice)}")
         self._names = {param: name for name, param in pairs}
         nameless = sum(param not in self._names for group in param_groups for param in group["params"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -159,7 +160,7 @@ class BaguaBucket:
 
     def _check(self) -> None:
         names = [registration(tensor).name for tensor in self.tensors]
-        repeated = sorted({name for name in names if names.count(name) > 1})
+        repeated = sorted(name for name, times in Counter(names).items() if times > 1)
         if repeated:
             raise ValueError(f"bucket {self.name!r}: {repeated} appear(s) twice")
         first = effective(self.tensors[0])

@@ -296,6 +296,7 @@ impl Averager {
         dict.set_item("rounds", stats.rounds)?;
         dict.set_item("round_s", stats.round.as_secs_f64())?;
         dict.set_item("staleness", stats.staleness)?;
+        dict.set_item("unaveraged_steps", stats.unaveraged_steps)?;
         dict.set_item("payload_bytes", stats.payload_bytes)?;
         dict.set_item("wire_bytes_sent", stats.wire_bytes_sent)?;
         dict.set_item("wire_bytes_received", stats.wire_bytes_received)?;

@@ -20,7 +20,7 @@ import torch
 
 from bagua import engine
 from bagua.codecs import Compression, raw_codec
-from bagua.errors import BaguaError, DeviceError
+from bagua.errors import BaguaError, DeviceError, PeerLostError
 
 from .. import devices
 from ..bucket import BaguaBucket
@@ -138,6 +138,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._averager: engine.Averager | None = None
         # Aborted before the averaging began.
         self._aborted = False
+        self._ended = False
         # Completed steps of the first optimizer.
         self._steps = 0
         # Forwards with gradients whose backward has not ended, and until when they keep the lock (time.monotonic): None
@@ -242,10 +243,38 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
                 self._averager.abort(limit)
 
     def end(self) -> None:
-        """Stops the averaging; a round in progress ends first."""
+        """Stops the averaging; a round in progress ends first. Warns if the ranks' weights differ because of steps that
+        no round averaged.
+        """
         self._lock.end_training(**self._stream)
-        if self._averager is not None:
-            self._averager.stop(_PAUSE * 10)
+        if self._averager is None or self._ended:
+            return
+        self._ended = True
+        has_failed = self._has_failed()
+        self._averager.stop(_PAUSE * 10)
+        found = self._averager.stats()
+        if found["unaveraged_steps"] and len(self._communicator().ranks) > 1 and not has_failed:
+            warnings.warn(
+                f"{self.name} ended after {found['rounds']} averaging rounds, none of which averaged the last "
+                f"{found['unaveraged_steps']} optimizer steps of this rank, so the ranks' weights differ: to end a "
+                "training, call model.bagua_algorithm.synchronize(model) and model.bagua_algorithm.abort(model) on all "
+                "ranks",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _has_failed(self) -> bool:
+        """True if the averaging or its group has failed, which is an error elsewhere. Ranks that have ended before this
+        one are no failure.
+        """
+        assert self._averager is not None
+        for check in (self._averager.check, self._communicator().cause):
+            try:
+                check()
+            except BaguaError as error:
+                if not (isinstance(error, PeerLostError) and "left the group" in error.reason):
+                    return True
+        return False
 
     @property
     def _stream(self) -> dict[str, Any]:
@@ -319,12 +348,14 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self._release()
 
     def init_post_optimizer_step_hook(self, bagua_ddp: WrappedModel) -> Callable[[torch.optim.Optimizer], None]:
-        """Counts the steps of the first optimizer."""
+        """Counts the steps of the first optimizer for the warm-up, and those of all for :meth:`stats`."""
 
         def stepped(optimizer: torch.optim.Optimizer) -> None:
-            first = bool(bagua_ddp.bagua_optimizers) and bagua_ddp.bagua_optimizers[0] is optimizer
+            # Not by the argument: the model has this function, and would be in a cycle with it.
+            optimizers = self.bagua_ddp.bagua_optimizers
+            first = bool(optimizers) and optimizers[0] is optimizer
             self._steps += first
-            if first and self._averager is not None:
+            if self._averager is not None and not self._aborted:
                 self._averager.count_step()
 
         return stepped
@@ -441,7 +472,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def stats(self) -> dict[str, Any]:
         """ "state" ("warmup", "running", "stopped"), "view" (grows with each change of membership), "ranks" (sorted
         world ranks that take part), "rounds" (completed by this rank), "round_s" and "staleness" (of the last round, in
-        seconds and in optimizer steps between snapshot and update), "lock_wait_s" (of the threads of this rank, in
+        seconds and in optimizer steps between snapshot and update), "unaveraged_steps" (of the optimizers, while this
+        rank took part, that no round has averaged yet), "lock_wait_s" (of the threads of this rank, in
         all), "lost" ({rank: reason}), "joined" (how often this rank was taken back), "payload_bytes" (of weights in
         rounds), "wire_bytes_sent", "wire_bytes_received" (on sockets).
         """
@@ -452,6 +484,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             "rounds": 0,
             "round_s": 0.0,
             "staleness": 0,
+            "unaveraged_steps": 0,
             "payload_bytes": 0,
             "wire_bytes_sent": 0,
             "wire_bytes_received": 0,

@@ -19,6 +19,7 @@ from ..algorithms.base import Algorithm, AlgorithmImpl
 from ..algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from ..bucket import BaguaBucket
 from ..communication import group_of
+from ..model_engine.bagua_ddp import unwrap
 from ..model_engine.checks import is_recorded, refuse_training
 from ..model_engine.engine import ModelEngine
 from ..model_engine.hooks import call_after_forward, call_before_forward
@@ -122,7 +123,17 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._syncs = True
         # A copy communicates from its first training forward on.
         self._is_copy = False
+        # A newer wrapper of the same module communicates instead.
+        self._is_replaced = False
+        self._replace_older()
         self._open(optimizers, init_sync)
+
+    def _replace_older(self) -> None:
+        """Ends an older wrapper of the very same module, as when a cell of a notebook runs again. Collective."""
+        for older in list(_engines):
+            if isinstance(older, DistributedDataParallel) and older.module is self.module:
+                unwrap(older)
+                older._is_replaced = True
 
     def _open(self, optimizers: Sequence[torch.optim.Optimizer], init_sync: bool) -> WrapperEngine:
         engine = _engines[self] = WrapperEngine(
@@ -179,6 +190,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before_forward(self, inputs: Any) -> bool:
         """Whether the algorithm has to be called at the forward's end."""
+        if self._is_replaced:
+            raise BaguaError(
+                f"a newer DistributedDataParallel wraps the same {type(self.module).__name__}: call that one, this "
+                "wrapper communicates nothing"
+            )
         engine = self._engine
         if engine is None and self._is_copy and self.module.training and torch.is_grad_enabled():
             engine = self._open([], True)

@@ -9,11 +9,13 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .checks import refuse_training
+from .checks import refuse_torchs_wrapper, refuse_training
 
 
 class Hooked(Protocol):
     """The engine of a model."""
+
+    bagua_module_name: str
 
     def on_gradient(self, name: str, param: torch.nn.Parameter, is_final: bool = True) -> None:
         """A parameter's gradient has its final local value; otherwise it has when the backward ends."""
@@ -37,6 +39,10 @@ def call_before_forward(ddp: Callable[[], Hooked | None], module: torch.nn.Modul
     """:meth:`Hooked.before_forward` of an engine that may have ended. BaguaError if it did with its group."""
     refuse_training(module)
     if (present := ddp()) is not None:
+        # torch sets it during the forward of its wrapper.
+        inside = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+        if inside is not None and torch.is_grad_enabled():
+            refuse_torchs_wrapper(module, present.bagua_module_name, inside)
         present.before_forward(module, inputs)
 
 

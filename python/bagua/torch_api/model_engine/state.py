@@ -15,6 +15,16 @@ from bagua.lifecycle import Record, record
 __all__ = ["ModelState", "model_state", "name_of"]
 
 
+class _Engines(WeakIdKeyDictionary):
+    """Module -> its ModelEngine. The engine ends with the last reference to the module: at once, although a hook of its
+    algorithm may hold the engine in a cycle that only the garbage collector finds.
+    """
+
+    def __setitem__(self, module: torch.nn.Module, engine: Any) -> None:
+        super().__setitem__(module, engine)
+        engine.end_with(module)
+
+
 class ModelState(Record):
     """Kept beside the modules and tensors and not in them, so that a copied or pickled one is plain."""
 
@@ -27,7 +37,7 @@ class ModelState(Record):
         #: Parameter -> the ModelEngine that communicates its gradient.
         self.gradient_owners: MutableMapping[torch.Tensor, weakref.ref[Any]] = WeakTensorKeyDictionary()
         #: Module -> its ModelEngine, and module -> its name.
-        self.wrapped: MutableMapping[torch.nn.Module, Any] = WeakIdKeyDictionary()
+        self.wrapped: MutableMapping[torch.nn.Module, Any] = _Engines()
         self.module_names: MutableMapping[torch.nn.Module, str] = WeakIdKeyDictionary()
         #: What was wrapped for a group that has ended -> the model's name, and the hook that refuses its training, if
         #: it needs one.

@@ -186,7 +186,9 @@ impl Averager {
 
     /// The numbers at this moment.
     pub fn stats(&self) -> AveragerStats {
-        self.shared.lock().stats.clone()
+        let steps = self.shared.steps.load(Relaxed);
+        let unaveraged_steps = steps.saturating_sub(self.shared.averaged_steps.load(Relaxed));
+        AveragerStats { unaveraged_steps, ..self.shared.lock().stats.clone() }
     }
 
     /// Ends the thread: a round in which this rank takes part may end first, for at most `limit`; then this rank leaves the group.

@@ -96,6 +96,8 @@ pub struct AveragerStats {
     pub round: Duration,
     /// Optimizer steps between snapshot and update of the last round.
     pub staleness: u64,
+    /// Optimizer steps of this rank that no round has averaged yet.
+    pub unaveraged_steps: u64,
     /// Bytes of weights in all rounds.
     pub payload_bytes: u64,
     /// Bytes written to sockets.

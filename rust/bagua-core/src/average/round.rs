@@ -394,6 +394,7 @@ impl Rounds {
                     part.last.extend_from_slice(&part.average.bytes()[..part.snapshot.len()]);
                 }
             }
+            self.shared.averaged_steps.store(steps, Relaxed);
         }
         Ok(passed)
     }

@@ -30,6 +30,8 @@ pub(super) struct SharedControl<G = Group> {
     changed: Condvar,
     /// Steps of the optimizer that [`Averager::count_step`] has counted.
     pub(super) steps: AtomicU64,
+    /// Value of `steps` at the snapshot of the last completed round.
+    pub(super) averaged_steps: AtomicU64,
     /// The caller's count of forwards, which a joining rank takes over.
     pub(super) forwards: AtomicU64,
     pub(super) owner: OwnerProcess,
@@ -73,6 +75,7 @@ impl<G: Leave> SharedControl<G> {
             rounds: 0,
             round: Duration::ZERO,
             staleness: 0,
+            unaveraged_steps: 0,
             payload_bytes: 0,
             wire_bytes_sent: 0,
             wire_bytes_received: 0,
@@ -95,6 +98,7 @@ impl<G: Leave> SharedControl<G> {
             }),
             changed: Condvar::new(),
             steps: AtomicU64::new(0),
+            averaged_steps: AtomicU64::new(0),
             forwards: AtomicU64::new(0),
             owner: OwnerProcess::current(),
             group: Mutex::new(group),
