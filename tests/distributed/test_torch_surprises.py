@@ -425,7 +425,9 @@ def changes_its_buffers(rank: int) -> list[str]:
         if rank == 1:
             change(model)
         with pytest.raises(MismatchError) as caught:
-            model(inputs()).sum().backward()
+            # A rank without any buffer sends none at the end of the first step.
+            for _ in range(2):
+                model(inputs()).sum().backward()
         assert caught.value.record
         found.append(str(caught.value))
         bagua.destroy_process_group()

@@ -125,9 +125,10 @@ class WrapperEngine(ModelEngine):
 
     def _forward_is_announced(self) -> None:
         self.root = self._active = 0
-        if not self._joins():
+        owner = self._owner()
+        if owner is None or not self._joins():
             return
-        work = Join.notify_join_context(self._owner())
+        work = Join.notify_join_context(owner)
         if work is not None:
             work.wait()
         self._count(True, self.require_backward_grad_sync)
