@@ -27,6 +27,7 @@ __all__ = [
     "operation",
     "reader",
     "require_dtype",
+    "silent_reader",
     "will_change",
 ]
 
@@ -58,20 +59,22 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
     return tensor.is_neg() or tensor.is_conj()
 
 
-def _new_reader() -> engine.TensorReader:
+def _new_reader(changed: Callable[[tuple[torch.Tensor]], None]) -> engine.TensorReader:
     # The lazy negative and conjugate flags of a tensor. Tensor.is_neg releases the GIL, and another thread may keep it.
     lazy_flags = getattr(torch._C, "_get_tensor_metadata", _is_lazy)
     try:
-        return engine.TensorReader([torch.Tensor, torch.nn.Parameter], lazy_flags, _count_version)
+        return engine.TensorReader([torch.Tensor, torch.nn.Parameter], lazy_flags, changed)
     except (AttributeError, TypeError):  # torch before 2.10 does not export a tensor's address to C
-        return engine.TensorReader([], lazy_flags, _count_version)
+        return engine.TensorReader([], lazy_flags, changed)
 
 
 # Increments a tensor's version counter, by which autograd detects that a saved tensor was written.
 _count_version = _version_counter()
 
 #: Reads address, count and dtype of torch's tensors.
-reader = _new_reader()
+reader = _new_reader(_count_version)
+#: The same, without counting. torch.distributed's collectives do not move the version counters of tensors in place.
+silent_reader = _new_reader(lambda _: None)
 
 
 def will_change(operand: Operand) -> None:
@@ -171,6 +174,10 @@ class Adapter:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
         check_place(tensor, what)
+        if type(tensor) is not torch.Tensor and not _has_memory(tensor):
+            raise TypeError(
+                f"{what} is a {type(tensor).__name__}, which has no memory of its own: pass the tensor that it holds"
+            )
         return DTYPES.get(tensor.dtype, _BYTES) if self.sends_bytes else dtype_code(tensor, what)
 
     def read(self, tensor: Any, what: str) -> Operand:
@@ -252,6 +259,17 @@ class Adapter:
 
             place = TensorStream(memory.device, self.then_orders)
         return Operand(memory.data_ptr(), count, code, dims, memory, place, finish=finish, results=results)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """False for a subclass whose values are elsewhere: in tensors that it holds, or nowhere."""
+    # A FakeTensor only warns if it is asked.
+    if hasattr(tensor, "fake_mode"):
+        return False
+    try:
+        return tensor.numel() == 0 or tensor.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -399,6 +399,19 @@ def a_continuation_may_wait_for_another_future(pair: Pair) -> None:
     assert torch.equal(first.get_future().then(again).wait(), torch.full((3,), float(pair.size**2)))
 
 
+def futures_that_continuations_ask_for_share_one_thread(pair: Pair) -> None:
+    chained = []
+
+    def chain(done: torch.futures.Future[Any]) -> None:
+        for _ in range(20):
+            work = dist.all_reduce(torch.ones(3), group=pair.ours, async_op=True)
+            chained.append(work.get_future().then(lambda future: future.value()[0].sum().item()))
+
+    dist.all_reduce(torch.ones(3), group=pair.ours, async_op=True).get_future().then(chain).wait()
+    assert [future.wait() for future in chained] == [3.0 * pair.size] * 20
+    assert [thread.name for thread in threading.enumerate()].count("bagua-future") == 1
+
+
 def a_wait_whose_time_passes_leaves_the_operation_running(pair: Pair) -> None:
     if pair.rank == 0:
         tensor = torch.zeros(2)

@@ -50,3 +50,17 @@ def test_integers_of_every_type_are_divided_and_cut_towards_zero(dtype: Any) -> 
         tensor = torch.tensor(values, dtype=dtype)
         divide_integers(tensor, divisor)
         assert tensor.tolist() == [abs(value) // divisor * (1 if value > 0 else -1) for value in values]
+
+
+def test_a_tensor_without_memory_of_its_own_is_refused_by_its_class() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    import bagua.torch_api as bagua
+
+    bagua.init_process_group()
+    for found in (TwoTensor(torch.ones(3), torch.ones(3)), FakeTensorMode().from_tensor(torch.ones(3))):
+        for verb in (bagua.allreduce_inplace, bagua.broadcast):
+            with pytest.raises(TypeError, match=f"is a {type(found).__name__}, which has no memory of its own"):
+                verb(found)
+    bagua.destroy_process_group()

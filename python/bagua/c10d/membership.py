@@ -20,6 +20,7 @@ from bagua.lifecycle import process
 
 from .process_group import BaguaProcessGroup
 from .state import c10d_state as _state
+from .torch_bindings import device_types
 
 __all__ = ["create", "open_group", "register"]
 
@@ -65,12 +66,12 @@ class _Tree:
 
 
 def register() -> None:
-    """Makes "bagua" a backend of torch.distributed, for CPU and CUDA tensors. Idempotent.
+    """Makes "bagua" a backend of torch.distributed, for the devices of this machine. Idempotent.
 
     Importing `bagua.c10d` calls it.
     """
     if "BAGUA" not in dist.Backend._plugins:
-        dist.Backend.register_backend("bagua", create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend("bagua", create, extended_api=True, devices=device_types())
 
 
 def create(options: Any, _: Any = None) -> BaguaProcessGroup:

@@ -1,6 +1,8 @@
 """The verbs of c10d as operations of the core: arguments are checked here, and nothing is sent.
 
-What has to be copied (lists of tensors, tensors that are not contiguous) goes through one contiguous memory.
+What has to be copied (lists of tensors, tensors that are not contiguous) goes through one contiguous memory. As with
+gloo, only the version counters of tensors that are nothing but outputs move, so that a program may make views of a
+parameter before it is broadcast.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import torch
 
 from bagua import engine, verbs
 from bagua.operand import Operand
-from bagua.torch_operand import Adapter, check_kinds, check_pair, divide_integers, operation, will_change
+from bagua.torch_operand import Adapter, check_kinds, check_pair, divide_integers, will_change
 
 from .reductions import Reduction, reduction
 
@@ -119,7 +121,7 @@ def all_reduce(raw: engine.Communicator, tensor: Any, op: Any) -> Operation:
     how = reduction(op, getattr(tensor, "dtype", None) or torch.uint8)
     mine = _TENSORS.write(tensor, "the tensor")
     _reduced(mine, how, raw.size)
-    return Operation("all_reduce", operation(raw, verbs.ALL_REDUCE, None, mine, op=how.code), [tensor])
+    return Operation("all_reduce", verbs.operation(raw, verbs.ALL_REDUCE, None, mine, op=how.code), [tensor])
 
 
 def reduce(raw: engine.Communicator, tensor: Any, op: Any, root: int) -> Operation:
@@ -130,7 +132,7 @@ def reduce(raw: engine.Communicator, tensor: Any, op: Any, root: int) -> Operati
         _reduced(mine, how, raw.size)
     else:
         mine = _TENSORS.read(tensor, "the tensor")
-    return Operation("reduce", operation(raw, verbs.REDUCE, None, mine, op=how.code, root=root), [tensor])
+    return Operation("reduce", verbs.operation(raw, verbs.REDUCE, None, mine, op=how.code, root=root), [tensor])
 
 
 def broadcast(raw: engine.Communicator, tensor: Any, root: int) -> Operation:
@@ -140,18 +142,19 @@ def broadcast(raw: engine.Communicator, tensor: Any, root: int) -> Operation:
         mine = _TENSORS.read(tensor, "the tensor")
     else:
         mine = _TENSORS.write(tensor, "the tensor", reads=False)
-    return Operation("broadcast", operation(raw, verbs.BROADCAST, None, mine, root=root), [tensor])
+    return Operation("broadcast", verbs.operation(raw, verbs.BROADCAST, None, mine, root=root), [tensor])
 
 
 def _gather_all(raw: engine.Communicator, mine: Operand, room: Operand, result: list[Any]) -> Operation:
     src, dst = verbs.ALL_GATHER.in_place(mine, room, raw.rank)
-    return Operation("all_gather", operation(raw, verbs.ALL_GATHER, src, dst), result)
+    return Operation("all_gather", verbs.operation(raw, verbs.ALL_GATHER, src, dst), result)
 
 
 def all_gather(raw: engine.Communicator, output: Any, tensor: Any) -> Operation:
     """Every rank gets every rank's tensor, one after the other in `output`."""
     mine, room = _TENSORS.read(tensor, _INPUT), _TENSORS.write(output, _OUTPUT, reads=False)
     check_pair(verbs.ALL_GATHER, tensor, output, raw.size, _NAMES)
+    will_change(room)
     return _gather_all(raw, mine, room, [output])
 
 
@@ -197,7 +200,7 @@ def gather_list(raw: engine.Communicator, outputs: Sequence[Any], tensor: Any, r
 
 def _gather(raw: engine.Communicator, mine: Operand, room: Operand | None, root: int, result: list[Any]) -> Operation:
     src, dst = (mine, room) if room is None else verbs.GATHER.in_place(mine, room, root)
-    return Operation("gather", operation(raw, verbs.GATHER, src, dst, root=root), result)
+    return Operation("gather", verbs.operation(raw, verbs.GATHER, src, dst, root=root), result)
 
 
 def scatter(raw: engine.Communicator, output: Any, tensors: Sequence[Any], root: int) -> Operation:
@@ -205,7 +208,7 @@ def scatter(raw: engine.Communicator, output: Any, tensors: Sequence[Any], root:
     root = _root(raw, root)
     mine = _TENSORS.write(output, _OUTPUT, reads=False)
     held = _joined(tensors, output, raw.size, _INPUT, reads=True) if raw.rank == root else mine.nothing()
-    return Operation("scatter", operation(raw, verbs.SCATTER, held, mine, root=root), [output])
+    return Operation("scatter", verbs.operation(raw, verbs.SCATTER, held, mine, root=root), [output])
 
 
 def reduce_scatter(raw: engine.Communicator, output: Any, tensor: Any, op: Any) -> Operation:
@@ -217,17 +220,48 @@ def reduce_scatter(raw: engine.Communicator, output: Any, tensor: Any, op: Any) 
 
 
 def reduce_scatter_list(raw: engine.Communicator, output: Any, tensors: Sequence[Any], op: Any) -> Operation:
-    """As :func:`reduce_scatter`, of a list by rank."""
+    """As :func:`reduce_scatter`, of a list by rank. The parts of the ranks may have different sizes."""
     how = reduction(op, getattr(output, "dtype", None) or torch.uint8)
     mine = _TENSORS.write(output, _OUTPUT, reads=False)
+    if len({tensor.numel() for tensor in tensors if isinstance(tensor, torch.Tensor)}) > 1:
+        return _reduce_scatter_v(raw, output, tensors, how)
     return _reduce_scatter(raw, _joined(tensors, output, raw.size, _INPUT, reads=True), mine, output, how)
+
+
+def _reduce_scatter_v(
+    raw: engine.Communicator, output: torch.Tensor, tensors: Sequence[Any], how: Reduction
+) -> Operation:
+    """Parts of different sizes, which every rank has alike: each in as much room as the largest needs."""
+    if len(tensors) != raw.size:
+        raise ValueError(f"{_INPUT} has {len(tensors)} tensors for a group of {raw.size} ranks")
+    for i, tensor in enumerate(tensors):
+        _TENSORS.check(tensor, f"{_INPUT}[{i}]")
+        check_kinds(tensor, output, (f"{_INPUT}[{i}]", _OUTPUT))
+    own = tensors[raw.rank].numel()
+    if own != output.numel():
+        raise ValueError(f"{_INPUT}[{raw.rank}] has {own} elements, {_OUTPUT} {output.numel()}")
+    width = max(tensor.numel() for tensor in tensors)
+    room = torch.zeros(raw.size, width, dtype=output.dtype, device=output.device)
+    part = torch.empty(width, dtype=output.dtype, device=output.device)
+    with torch.no_grad():
+        for row, tensor in zip(room, tensors, strict=True):
+            row[: tensor.numel()].copy_(tensor.reshape(-1))
+
+    def finish() -> None:
+        with torch.no_grad():
+            output.detach().copy_(part[:own].view(output.shape))
+
+    mine = _TENSORS.write(part, _OUTPUT, reads=False)
+    mine.finish = finish
+    return _reduce_scatter(raw, _TENSORS.read(room, _INPUT), mine, output, how)
 
 
 def _reduce_scatter(raw: engine.Communicator, room: Operand, mine: Operand, output: Any, how: Reduction) -> Operation:
     _reduced(mine, how, raw.size)
     src, dst = verbs.REDUCE_SCATTER.in_place(room, mine, raw.rank)
     dst.results, dst.finish = mine.results, mine.finish
-    return Operation("reduce_scatter", operation(raw, verbs.REDUCE_SCATTER, src, dst, op=how.code), [output])
+    will_change(dst)
+    return Operation("reduce_scatter", verbs.operation(raw, verbs.REDUCE_SCATTER, src, dst, op=how.code), [output])
 
 
 def _rows(tensor: torch.Tensor) -> int:
@@ -263,7 +297,7 @@ def all_to_all(
     recvs = _counts(output_splits, output, room, raw.size, _OUTPUT)
     if not output_splits and not input_splits:
         check_pair(verbs.ALL_TO_ALL, tensor, output, raw.size, _NAMES)
-        return Operation("all_to_all", operation(raw, verbs.ALL_TO_ALL, mine, room), [output])
+        return Operation("all_to_all", verbs.operation(raw, verbs.ALL_TO_ALL, mine, room), [output])
     return _all_to_all_v(raw, mine, (sends, verbs.starts(sends)), room, recvs, [output])
 
 
@@ -292,13 +326,12 @@ def _all_to_all_v(
     *,
     name: str = "all_to_all",
 ) -> Operation:
-    will_change(room)
     return Operation(name, verbs.all_to_all_v(raw, mine, sends, room, (recvs, verbs.starts(recvs))), result)
 
 
 def barrier(raw: engine.Communicator) -> Operation:
     """Done when every rank has called it."""
-    return Operation("barrier", operation(raw, verbs.BARRIER, None, None), [])
+    return Operation("barrier", verbs.operation(raw, verbs.BARRIER, None, None), [])
 
 
 def send(raw: engine.Communicator, tensor: Any, to: int, tag: int) -> Operation:
@@ -312,5 +345,4 @@ def receive(raw: engine.Communicator, tensor: Any, sender: int | None, tag: int)
     """The next message of a rank, None for any, with this tag."""
     tag = verbs.check_tag(tag)
     room = _TENSORS.write(tensor, "the tensor", reads=False)
-    will_change(room)
     return Operation("recvAnySource" if sender is None else "recv", verbs.recv(raw, room, sender, tag), [tensor])

@@ -20,23 +20,24 @@ from bagua import verbs
 from bagua.group import Group
 from bagua.handle import Handle
 from bagua.lifecycle import at_exit
-from bagua.torch_operand import reader
+from bagua.torch_operand import reader, silent_reader
 
 from . import operations, sparse
 from .compiler_disable import uncompiled
+from .dispatch import HAS_SINGLE, PLAIN, dispatched, waited_for
 from .operations import Operation
 from .profiling import event, profiled
 from .reductions import CODES
-from .torch_bindings import BACKEND_HAS_CONSTRUCTOR, c10d
+from .torch_bindings import BACKEND_HAS_CONSTRUCTOR, c10d, device_types
 from .work import DoneWork, Work, seconds
 
 __all__ = ["BaguaProcessGroup", "GroupFactory"]
 
 _NO_TIME = timedelta(0)
-#: Classes of tensors that the core reads by itself.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _REDUCING = (verbs.ALL_REDUCE, verbs.REDUCE, verbs.REDUCE_SCATTER)
 _ROOTED = (verbs.REDUCE, verbs.BROADCAST)
+#: Verbs that increment the version counter of their output, as gloo's do.
+_COUNTED = (verbs.ALL_GATHER, verbs.REDUCE_SCATTER)
 #: So many Works are kept at most that no thread waits for.
 _MOST_KEPT = 1000
 
@@ -115,6 +116,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     # --- every rank combines ------------------------------------------------------------------------------------------
 
+    @dispatched
     def allreduce(self, tensors: Any, opts: Any = None, *, op: Any = None, timeout: Any = None) -> Work:
         """Every rank gets the reduction of all tensors, in place; a sparse one by SUM."""
         tensor = _one(tensors, "all_reduce")
@@ -134,11 +136,13 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         """As :meth:`allreduce`."""
         return self.allreduce(tensors, opts)
 
+    @dispatched
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> Work:
         """As :meth:`allreduce` of each tensor."""
         call = self._call(opts)
         return self._start(call, *(operations.all_reduce(self._raw, tensor, call.op) for tensor in tensors))
 
+    @dispatched
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: int | None = None
     ) -> Work:
@@ -148,6 +152,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         call = self._call(opts, op=op, root=root, timeout=timeout)
         return self._start(call, operations.reduce(self._raw, _one(tensors, "reduce"), call.op, call.root))
 
+    @dispatched
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, *, op: Any = None, timeout: Any = None
     ) -> Work:
@@ -157,6 +162,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         output = _one(outputs, "reduce_scatter")
         return self._start(call, operations.reduce_scatter_list(self._raw, output, lists, call.op))
 
+    @dispatched
     def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
         """Rank r gets the reduction of every rank's r-th part."""
         if done := self._at_once(verbs.REDUCE_SCATTER, opts, tensor, output):
@@ -164,6 +170,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         call = self._call(opts)
         return self._start(call, operations.reduce_scatter(self._raw, output, tensor, call.op))
 
+    @dispatched
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Work:
         """As :meth:`reduce_scatter_single` of each pair."""
         call = self._call(opts)
@@ -172,6 +179,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     # --- tensors move -------------------------------------------------------------------------------------------------
 
+    @dispatched
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None) -> Work:
         """Every rank gets the root's tensor, in place."""
         if timeout is root and (done := self._at_once(verbs.BROADCAST, opts, None, _one(tensors, "broadcast"))):
@@ -179,18 +187,21 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         call = self._call(opts, root=root, timeout=timeout)
         return self._start(call, operations.broadcast(self._raw, _one(tensors, "broadcast"), call.root))
 
+    @dispatched
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         """Every rank gets every rank's tensor, in a list by rank."""
         call = self._call(opts, timeout=timeout)
         lists = outputs if isinstance(inputs, torch.Tensor) else _one(outputs, "all_gather")
         return self._start(call, operations.all_gather_list(self._raw, lists, _one(inputs, "all_gather")))
 
+    @dispatched
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
         """Every rank gets every rank's tensor, one after the other."""
         if done := self._at_once(verbs.ALL_GATHER, opts, tensor, output):
             return done
         return self._start(self._call(opts), operations.all_gather(self._raw, output, tensor))
 
+    @dispatched
     def allgather_coalesced(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = None) -> Work:
         """As :meth:`allgather` of each input; `outputs` has a list for each rank."""
         if any(len(of_rank) != len(inputs) for of_rank in outputs):
@@ -199,11 +210,13 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         pairs = zip(by_input, inputs, strict=True)
         return self._start(self._call(opts), *(operations.all_gather_list(self._raw, out, x) for out, x in pairs))
 
+    @dispatched
     def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Work:
         """As :meth:`all_gather_single` of each pair."""
         pairs = zip(outputs, inputs, strict=True)
         return self._start(self._call(opts), *(operations.all_gather(self._raw, out, x) for out, x in pairs))
 
+    @dispatched
     def gather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None
     ) -> Work:
@@ -213,11 +226,13 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         lists: Sequence[Any] = (outputs[0] if outputs else []) if nested else outputs
         return self._start(call, operations.gather_list(self._raw, lists, _one(inputs, "gather"), call.root))
 
+    @dispatched
     def gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
         """The root gets every rank's tensor, one after the other."""
         call = self._call(opts)
         return self._start(call, operations.gather(self._raw, output, tensor, call.root))
 
+    @dispatched
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None
     ) -> Work:
@@ -227,10 +242,12 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         lists: Sequence[Any] = (inputs[0] if inputs else []) if nested else inputs
         return self._start(call, operations.scatter(self._raw, _one(outputs, "scatter"), lists, call.root))
 
+    @dispatched
     def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Work:
         """Rank r gets every rank's r-th tensor, in a list by rank."""
         return self._start(self._call(opts), operations.all_to_all_list(self._raw, outputs, inputs))
 
+    @dispatched
     def all_to_all_single(
         self,
         output: Any,
@@ -249,6 +266,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         call = self._call(opts, timeout=timeout)
         return self._start(call, operations.all_to_all(self._raw, output, tensor, output_splits, input_splits))
 
+    @dispatched
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
         """Done when every rank has called it."""
         return self._start(self._call(opts, timeout=timeout), operations.barrier(self._raw))
@@ -262,15 +280,18 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
+    @dispatched
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
         """Sends a tensor to a rank, beside the collectives."""
         peer = self._peer(dst)
         return self._message(operations.send(self._raw, _one(tensors, "send"), peer, tag))
 
+    @dispatched
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
         """Receives a rank's next message with this tag."""
         return self._receive(_one(tensors, "recv"), self._peer(src), tag)
 
+    @dispatched
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         """Receives the next message with this tag from any rank, which is the Work's `source_rank`."""
         return self._receive(_one(tensors, "recv"), None, tag)
@@ -421,14 +442,11 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
             or self._coalescing is not None
             or self._backend is None
             or profiled()
-            or type(dst) not in _PLAIN
+            or type(dst) not in PLAIN
         ):
             return None
         op = CODES.get(opts.reduceOp.op) if verb in _REDUCING else 0
         root = opts.rootRank if verb in _ROOTED else 0
-        if verb is verbs.REDUCE and root != self._raw.rank:
-            # The core would report a change of the tensor.
-            return None
         tensor = dst
         if verb.compares_shapes and dst.dim() != 1:
             # Shapes may differ between ranks.
@@ -436,7 +454,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
                 return None
             dst = dst.detach().view(-1)
         self._sequence += 1
-        if self._raw.try_run(verb.code, reader, src, dst, op, root):
+        if self._raw.try_run(verb.code, reader if verb in _COUNTED else silent_reader, src, dst, op, root):
             return DoneWork(tensor)
         self._sequence -= 1
         return None
@@ -470,13 +488,14 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         self._kept[work] = None
         work.on_asked = self._asked.append
 
-    # torch's names before 2.12, which its C++ code calls too.
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    gather_into_tensor = gather_single
-    alltoall_base = all_to_all_single
+    if not HAS_SINGLE:
+        # torch's names before 2.12. Newer releases have both, of which one calls the other.
+        _allgather_base = all_gather_single
+        allgather_into_tensor_coalesced = all_gather_single_coalesced
+        _reduce_scatter_base = reduce_scatter_single
+        reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+        gather_into_tensor = gather_single
+        alltoall_base = all_to_all_single
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
 
 
@@ -562,9 +581,23 @@ class _Backend(c10d.Backend):  # type: ignore[misc]
         return group
 
 
+#: torch's names before 2.12.
+_NEWER = {
+    "_allgather_base": "all_gather_single",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "alltoall_base": "all_to_all_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+}
+
+
 def _forward(verb: str) -> Callable[..., Any]:
+    # Not the method that dispatches: the dispatcher makes this call.
+    method = getattr(BaguaProcessGroup, _NEWER.get(verb, verb))
+    method = getattr(method, "__wrapped__", method)
+
     def call(self: _Backend, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._of(), verb)(*args, **kwargs)
+        return method(self._of(), *waited_for(args), **kwargs)
 
     call.__name__ = verb
     return call
@@ -589,7 +622,7 @@ def _register(group: BaguaProcessGroup) -> _Backend | None:
         return None
     backend = _Backend(group)
     kind = c10d.ProcessGroup.BackendType.CUSTOM
-    for device in ("cpu", "cuda"):
+    for device in device_types():
         group._register_backend(torch.device(device), kind, backend)
     group._set_default_backend(kind)
     return backend

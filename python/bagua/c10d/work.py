@@ -7,6 +7,7 @@ which DDP's reducer takes for the reduced tensor.
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.futures
+
+from bagua.lifecycle import Record, record
 
 from .compiler_disable import uncompiled
 from .profiling import event
@@ -28,13 +31,47 @@ __all__ = ["DoneWork", "Work", "seconds"]
 
 
 class _Completing(threading.local):
-    """Of each thread: whether it runs the continuations of a future."""
+    """What each thread does for futures."""
 
     def __init__(self) -> None:
+        #: True while it runs the continuations of a future.
         self.now = False
+        #: True on the thread of `_Nested`.
+        self.nested = False
 
 
 _completing = _Completing()
+
+
+class _Nested(Record):
+    """Completes the futures that continuations of other futures ask for, in order, on one thread."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] | None = None
+
+    def complete(self, call: Callable[[], None]) -> None:
+        """Calls it when those before it have returned."""
+        if _completing.nested:
+            # Inside such a call, which may wait for this one.
+            threading.Thread(target=call, name="bagua-future", daemon=True).start()
+            return
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            threading.Thread(target=self._run, args=(self._calls,), name="bagua-future", daemon=True).start()
+        self._calls.put(call)
+
+    @staticmethod
+    def _run(calls: queue.SimpleQueue[Callable[[], None]]) -> None:
+        _completing.nested = True
+        while True:
+            calls.get()()
+
+    def after_fork_in_child(self) -> None:
+        """The thread is the parent's."""
+        self._calls = None
+
+
+_nested = record(_Nested)
 
 
 def seconds(limit: timedelta | float | None) -> float | None:
@@ -185,7 +222,7 @@ class Work(c10d.Work):  # type: ignore[misc]
                     error = failure
                 complete(error)
 
-            threading.Thread(target=complete_here, name="bagua-future", daemon=True).start()
+            _nested.complete(complete_here)
 
     def asked(self) -> None:
         """Reports that a thread has waited for it, or that its future is done."""
