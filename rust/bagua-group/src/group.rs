@@ -242,7 +242,7 @@ impl Group {
     fn builder<'a>(&'a self, conns: &'a LaneConns) -> LaneBuilder<'a> {
         let Membership { hosts, control, registry, .. } = &*self.membership;
         let deadline = Deadline::after(control.plane.config.connect_timeout);
-        LaneBuilder { conns, what: "lane", hosts, deadline, registry }
+        LaneBuilder { conns, what: "channel", hosts, deadline, registry }
     }
 
     /// Builds the sub-group of some members, given as ranks of this group: its rank r is `ranks[r]`. `None` when this rank is not among

@@ -92,7 +92,7 @@ impl PassDescriptors for BetweenRanks {
     fn pass(&mut self, cx: &OpContext<'_>, own: &[BorrowedFd<'_>]) -> Result<Vec<Received>> {
         let builder = LaneBuilder {
             conns: &self.conns,
-            what: "the arenas of lane",
+            what: "the arenas of channel",
             hosts: &self.hosts,
             deadline: cx.deadline,
             registry: &self.registry,

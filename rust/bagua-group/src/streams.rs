@@ -140,7 +140,7 @@ impl LaneConns {
             Ok(Ok(conn)) => Ok(Some(conn)),
             Ok(Err(how)) => {
                 let rank = self.health.world_rank(peer);
-                Err(Error::other(format!("connecting a lane to rank {rank}: {how}")))
+                Err(Error::other(format!("connecting a channel to rank {rank}: {how}")))
             }
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => Ok(None),
         }
@@ -238,7 +238,7 @@ impl OpenStreams for StreamOpener {
             self.connect(streams, cx.deadline);
         } else {
             let rank = health.world_rank(health.rank());
-            let what = format!("rank {rank}, which opens {all} streams of lane {channel},");
+            let what = format!("rank {rank}, which opens {all} streams of channel {channel},");
             let room = control.make_room(self.conns.mesh(self.index), need, what, cx.deadline.left());
             self.waiting.push(Waiting { room, streams, deadline: cx.deadline });
         }

@@ -251,6 +251,12 @@ impl Shape {
     pub fn flat(count: usize) -> Shape {
         Shape::new(&[count])
     }
+
+    /// True if all dimensions are known and a tensor of this shape has `count` elements.
+    fn has(&self, count: u64) -> bool {
+        let known = self.dims.get(..usize::from(self.ndim));
+        known.is_some_and(|dims| dims.iter().map(|dim| u128::from(*dim)).product::<u128>() == u128::from(count))
+    }
 }
 
 /// What an operation says of itself to the other ranks: the part of a message header that must be equal on both sides.
@@ -353,17 +359,43 @@ impl std::fmt::Display for Fingerprint {
         let shown = usize::from(self.shape.ndim).min(4);
         let dims: Vec<String> = self.shape.dims[..shown].iter().map(u32::to_string).collect();
         let more = if self.shape.ndim > 4 { ", …" } else { "" };
-        write!(f, "[{}{more}], {} elements", dims.join(", "), self.count)?;
+        write!(f, "[{}{more}]", dims.join(", "))?;
+        if !self.shape.has(self.count) {
+            write!(f, ", {} elements", self.count)?;
+        }
         let extras = [("tag", self.tag), ("codec", self.codec.into()), ("device kind", self.device.into())];
         for (name, value) in extras.into_iter().filter(|(_, value)| *value > 0) {
             write!(f, ", {name} {value}")?;
         }
         let hierarchical = if self.flags & flags::HIERARCHICAL == 0 { "" } else { ", hierarchical" };
         write!(f, "{hierarchical}")?;
-        // The first lane is the group's own. No user knows the number of an epoch.
+        // Flight records and traces call a lane a channel. The first lane is the group's own. No user knows the number of an epoch.
         if self.lane > 0 {
-            write!(f, " (lane {})", self.lane)?;
+            write!(f, " (channel {})", self.lane)?;
         }
         if self.step > 0 { write!(f, "{IN_STEP}{}", self.step_text()) } else { Ok(()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_operation_shows_its_channel_and_a_count_only_if_the_shape_does_not_give_it() {
+        let shown = |dims: &[usize], count, lane| {
+            let shape = Shape::new(dims);
+            Fingerprint { lane, shape, ..Fingerprint::new(Kind::Barrier, DType::F32, count) }.to_string()
+        };
+        for (dims, count, lane, text) in [
+            (&[2, 3][..], 6, 0, "[2, 3]"),
+            (&[], 1, 0, "[]"),
+            (&[6], 6, 2, "[6] (channel 2)"),
+            (&[6], 2, 1, "[6], 2 elements (channel 1)"),
+            (&[1, 1, 1, 1, 2], 2, 0, "[1, 1, 1, 1, …], 2 elements"),
+            (&[1 << 32], 1 << 32, 0, "[4294967295], 4294967296 elements"),
+        ] {
+            assert_eq!(shown(dims, count, lane), format!("barrier number 0 of float32{text}"));
+        }
     }
 }
