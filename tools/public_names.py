@@ -92,6 +92,7 @@ INTERNAL = (
     "bagua.deprecation",
     "bagua.dlpack",
     "bagua.handle",
+    "bagua.hints",
     "bagua.horovod.*",
     "bagua.joining",
     "bagua.launcher",

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from bagua import engine
+from bagua import engine, hints
 from bagua.arrays import Array, operand
 from bagua.engine import DTYPES
 from bagua.operand import Operand, check_beside
@@ -50,7 +50,7 @@ class Codec:
     __slots__ = ("_raw",)
 
     def __init__(self, name: str, **options: float) -> None:
-        self._raw = engine.Codec(name, options)
+        self._raw = _raw(name, options)
 
     @property
     def name(self) -> str:
@@ -156,6 +156,16 @@ def _named(name: str, options: dict[str, float]) -> Codec:
     return Codec(name, **options)
 
 
+def _raw(name: str, options: dict[str, float]) -> engine.Codec:
+    """Returns the extension's codec. ValueError for an unknown name suggests the one that was probably meant."""
+    try:
+        return engine.Codec(name, options)
+    except ValueError:
+        if name in engine.CODECS:
+            raise
+        raise ValueError(hints.unknown_name("codec", name, engine.CODECS)) from None
+
+
 def _beside(one: Operand, other: Operand, what: str, beside: str) -> Operand:
     """`other`, if it is in the same place as `one`."""
     check_beside(one, other, what, beside)
@@ -186,7 +196,7 @@ def raw_codec(compression: Compression) -> engine.Codec | None:
     if compression is None:
         return None
     if isinstance(compression, str):
-        return engine.Codec(compression, {})
+        return _raw(compression, {})
     if not isinstance(compression, Codec):
         raise TypeError(f"a compression is a codec's name, a bagua.Codec or None, not {type(compression).__name__}")
     return compression._raw

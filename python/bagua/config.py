@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import site
 import sysconfig
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
+from bagua import hints
 from bagua.engine import ALGORITHMS, MAX_STREAMS, TRANSPORTS, Tls
 
 
@@ -131,8 +130,8 @@ def unknown() -> list[tuple[str, str | None]]:
     names = {name.removeprefix(_PREFIX): name for name in VARIABLES}
     found = []
     for name in sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in VARIABLES):
-        near = difflib.get_close_matches(name.removeprefix(_PREFIX), names, n=1, cutoff=0.75)
-        found.append((name, names[near[0]] if near else None))
+        near = hints.nearest(name.removeprefix(_PREFIX), names, 0.75)
+        found.append((name, names[near] if near else None))
     return found
 
 
@@ -140,7 +139,7 @@ def warn_of_misspelt() -> None:
     """Warns of each variable whose name is nearly that of a setting."""
     for name, nearest in unknown():
         if nearest is not None:
-            warnings.warn(f"{name} is no setting of Bagua, and has no effect; {nearest} is one", stacklevel=3)
+            hints.warn(f"unknown setting {name} is ignored; did you mean {nearest}?")
 
 
 T = TypeVar("T")

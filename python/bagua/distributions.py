@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from typing import NamedTuple
+
+from bagua import hints
 
 __all__ = ["Conflict", "conflict", "warn"]
 
@@ -48,4 +49,4 @@ def conflict() -> Conflict | None:
 def warn() -> None:
     """Warns the importer of `bagua` of a conflict."""
     if found := conflict():
-        warnings.warn(f"{found.why}: {found.fix}", UserWarning, stacklevel=3)
+        hints.warn(f"{found.why}: {found.fix}")

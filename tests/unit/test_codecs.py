@@ -12,6 +12,7 @@ import pytest
 
 import bagua
 from bagua import engine
+from bagua.codecs import raw_codec
 from tests.unit.codec_oracle import ORACLES, bits_of, to_bits, to_values
 
 GOLDEN = Path(__file__).resolve().parents[2] / "rust/bagua-kernels/src/codec/golden.txt"
@@ -230,6 +231,14 @@ def test_random_k_draws_anew_at_each_call_and_the_same_in_every_object() -> None
 def test_an_unknown_name_is_answered_with_the_known_ones(name: str) -> None:
     with pytest.raises(ValueError, match="minmax_u8, f16, bf16, block_i8, top_k, random_k, onebit"):
         bagua.Codec(name)
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest_one() -> None:
+    for misspelt, meant in (("minmaxu8", "minmax_u8"), ("BF16", "bf16"), ("topk", "top_k"), ("1bit", "onebit")):
+        with pytest.raises(ValueError, match=f"^no codec '{misspelt}'; did you mean '{meant}'"):
+            bagua.Codec(misspelt)
+        with pytest.raises(ValueError, match=f"did you mean '{meant}'"):
+            raw_codec(misspelt)
 
 
 @pytest.mark.parametrize(

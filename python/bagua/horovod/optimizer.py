@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
+
+from bagua import hints
 
 from .compression import Compression
 from .gradient_reducer import GradientReducer
@@ -58,10 +59,9 @@ class _Distributed(torch.optim.Optimizer):
 
         elif reducer.step_synchronizes:
             if reducer.synchronized:
-                warnings.warn(
+                hints.warn(
                     "optimizer.step() after optimizer.synchronize() reduces the gradients again: call it in "
                     "`with optimizer.skip_synchronize():`",
-                    stacklevel=2,
                 )
             reducer.synchronize(self.param_groups)
         reducer.synchronized = False

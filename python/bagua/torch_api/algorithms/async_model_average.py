@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bagua import engine
+from bagua import engine, hints
 from bagua.codecs import Compression, raw_codec
 from bagua.errors import BaguaError, DeviceError, PeerLostError
 
@@ -83,12 +82,11 @@ class _AveragedWeights(WeightTensors):
     def _warn_of_sharing(self, name: str, param: torch.Tensor) -> None:
         if not self._warned and not param.is_cuda and param.untyped_storage().is_shared():
             self._warned = True
-            warnings.warn(
+            hints.warn(
                 f"parameter {name!r} of model {self._module_name!r} was moved to memory that other processes share "
                 "(share_memory(), or a queue of torch.multiprocessing), and is back in its bucket now: they keep the "
                 "values that it had; send them a copy each time",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
 
@@ -254,13 +252,12 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._averager.stop(_PAUSE * 10)
         found = self._averager.stats()
         if found["unaveraged_steps"] and len(self._communicator().ranks) > 1 and not has_failed:
-            warnings.warn(
+            hints.warn(
                 f"{self.name} ended after {found['rounds']} averaging rounds, none of which averaged the last "
                 f"{found['unaveraged_steps']} optimizer steps of this rank, so the ranks' weights differ: to end a "
                 "training, call model.bagua_algorithm.synchronize(model) and model.bagua_algorithm.abort(model) on all "
                 "ranks",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     def _has_failed(self) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from bagua import config
+from bagua import config, hints
 from bagua import group as neutral
 from bagua.errors import MismatchError
 from bagua.lifecycle import forget_groups
@@ -205,7 +204,7 @@ class _Plan:
             else:
                 end_with_group(module)
                 text = f"model {ddp.bagua_module_name!r} is unwrapped: {ddp.process_group} is gone"
-                warnings.warn(text, RuntimeWarning, stacklevel=3)
+                hints.warn(text, RuntimeWarning)
         self.models.sort(key=lambda model: model.name)
 
     def take_over(self, world: neutral.Group) -> None:

@@ -1,0 +1,52 @@
+"""Texts that show a user where a mistake is: the name that was probably meant, and the line of a warning."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import warnings
+from collections.abc import Iterable
+
+__all__ = ["nearest", "unknown_name", "warn"]
+
+# Packages between a user's line and a warning of ours: torch calls our hooks, and Lightning calls our strategy.
+_INSIDE = (
+    "bagua",
+    "torch",
+    "lightning",
+    "lightning_fabric",
+    "pytorch_lightning",
+    "contextlib",
+    "functools",
+    "importlib",
+    "weakref",
+)
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Returns the known name that is most like `name`, in any case; None if all of them differ more than `cutoff`."""
+    by_text = {each.lower(): each for each in known}
+    found = difflib.get_close_matches(name.lower(), by_text, n=1, cutoff=cutoff)
+    return by_text[found[0]] if found else None
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
+    """Returns the text of an error: there is no `what` of this name, which one was probably meant, and which exist."""
+    known = list(known)
+    near = nearest(name, known)
+    suggestion = f"; did you mean {near!r}?" if near is not None else ";"
+    return f"no {what} {name!r}{suggestion} known: {', '.join(known) or 'none'}"
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the innermost line of the call stack that is not in this package, torch or Lightning.
+
+    The frames between the caller and the warning differ in number, so a `stacklevel` cannot name that line.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
+        frame = frame.f_back
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    module = frame.f_globals.get("__name__") or os.path.splitext(frame.f_code.co_filename)[0]
+    warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
