@@ -21,7 +21,11 @@ __all__ = ["Group", "Handle", "default", "join", "rank", "set_default", "shutdow
 
 
 class Group(ObjectCollectives):
-    """Ranks that work together. Ranks in its methods are ranks of the group."""
+    """Ranks that work together. Ranks in its methods are ranks of the group.
+
+    A `with` block leaves the group at its end: `with bagua.init() as group:` ends as `shutdown` does, also after a
+    `shrink` inside it. If the block raises, the other ranks get PeerRaisedError with the exception's text.
+    """
 
     def __init__(
         self, communicator: engine.Communicator, *, local_rank: int | None = None, local_world_size: int | None = None
@@ -32,6 +36,8 @@ class Group(ObjectCollectives):
         self._former_ranks: list[int] | None = None
         self.used_by_torch = False
         """Whether a process group of torch.distributed uses it: destroying that leaves it, `shutdown()` does not."""
+        # True in a `with` block that was entered when this was the default group.
+        self._ends_job = False
         self.is_world_of_torch_api = False
         """Whether it is that of `bagua.torch_api`, which replaces it by `rebuild()`."""
         # How often ranks in an order became a sub-group, so that the members name theirs alike.
@@ -42,6 +48,18 @@ class Group(ObjectCollectives):
 
     def __repr__(self) -> str:
         return f"<bagua.Group {self.name!r}: rank {self.rank} of {self.size}>"
+
+    def __enter__(self) -> Group:
+        self._ends_job = process.default_group is self
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._ends_job:
+            end_job(error)
+            return
+        if error is not None and not isinstance(error, SystemExit):
+            self._communicator.raise_(type(error).__name__, str(error))
+        self.leave()
 
     @property
     def name(self) -> str:
@@ -316,6 +334,20 @@ def shutdown() -> None:
     Groups of torch.distributed's backend "bagua" go on until torch destroys them.
     """
     _leave_all(torchs=False)
+
+
+def end_job(error: BaseException | None) -> None:
+    """Does what `shutdown` does at the end of a `with` block, which `error` has ended unless it is None.
+
+    The other ranks do not wait for a rank that raised: they get the error first, as they get an uncaught exception.
+    """
+    if error is None or isinstance(error, SystemExit):
+        shutdown()
+        return
+    lifecycle.report(type(error), error)
+    # The group has failed, so that leaving it may raise too. The caller gets the error of the block.
+    with contextlib.suppress(Exception):
+        shutdown()
 
 
 def _leave_all(torchs: bool = True) -> None:

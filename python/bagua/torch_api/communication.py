@@ -6,6 +6,7 @@ outside the group every collective returns without effect.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
@@ -200,6 +201,16 @@ def get_backend(model_name: str, group: ProcessGroup | None = None) -> BucketEng
     return found
 
 
+class _Job(contextlib.AbstractContextManager[ProcessGroup]):
+    """What :func:`init_process_group` returns. The end of its ``with`` block leaves the job."""
+
+    def __enter__(self) -> ProcessGroup:
+        return _get_default_group()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        neutral.end_job(error)
+
+
 # --- joining and leaving ----------------------------------------------------------------------------------------------
 
 
@@ -210,8 +221,9 @@ def init_process_group(
     local_world_size: int = -1,
     *,
     elastic: str | None = None,
-) -> None:
-    """Joins the job as one of its ranks.
+) -> contextlib.AbstractContextManager[ProcessGroup]:
+    """Joins the job as one of its ranks. As ``with init_process_group():`` the end of the block is
+    :func:`destroy_process_group`, and if the block raises, the other ranks get PeerRaisedError with its text.
 
     Rank and world size come from the launcher (page "Launchers"); arguments win, and RANK, WORLD_SIZE, LOCAL_RANK and
     LOCAL_WORLD_SIZE are written back to the environment.
@@ -256,11 +268,11 @@ def init_process_group(
     if book is not None:
         config.announce(LOCAL_RANK=str(local_rank or 0), LOCAL_WORLD_SIZE=str(local_size or 1))
         _adopt(elastic_job.enter(book, rank, world_size, local_rank or 0, local_size or 1))
-        return
+        return _Job()
     if store is None and (adopted := process.torchs_world) is not None:
         config.announce(LOCAL_RANK=str(adopted.local_rank), LOCAL_WORLD_SIZE=str(adopted.local_world_size))
         _adopt(adopted)
-        return
+        return _Job()
     if store is None and foreign:
         store = dist.distributed_c10d._get_default_store()
     client = environment_store(rank, world_size) if store is None else StoreClient(store)
@@ -280,6 +292,7 @@ def init_process_group(
             if cause is not None:
                 raise cause from failure
             raise
+    return _Job()
 
 
 def _consistent(what: str, given: int, torchs: int) -> int:
