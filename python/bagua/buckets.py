@@ -67,6 +67,9 @@ class Bucket:
             **options,
         )
 
+    def __repr__(self) -> str:
+        return f"<bagua.Bucket {self.name!r}: tensors={self.tensors}, bytes={self.bytes}, ops={self.ops}>"
+
     @property
     def name(self) -> str:
         """Its name."""

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import sys
+import warnings
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +17,7 @@ import torch
 import bagua as neutral
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError, BaguaTimeoutError, MismatchError, PeerRaisedError
+from bagua.torch_api.data_parallel import DistributedDataParallel
 from tests.distributed.torch_ranks import ENVIRONMENT, cases_in, each_case, same_everywhere
 from tests.waits import until
 from tests.world import make_world
@@ -113,6 +119,64 @@ def a_sub_group_that_is_forgotten_is_left(rank: int) -> None:
     assert list(neutral.stats()["groups"]) == ["world"]
     # Each held at least one: some may be about to be freed.
     until(lambda: len(os.listdir("/proc/self/fd")) < before + 10, "descriptors of the groups are closed")
+
+
+def an_algorithm_is_given_by_its_name(rank: int) -> None:
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for holder in (
+        bagua.with_bagua(model, [optimizer], "bytegrad"),
+        DistributedDataParallel(torch.nn.Linear(3, 1), algorithm="bytegrad"),
+    ):
+        algorithm = bagua.algorithm_of(holder)
+        assert algorithm is holder.bagua_algorithm
+        assert bagua.algorithm_of(holder, type(algorithm)) is algorithm
+        shown = "ByteGradAlgorithm(hierarchical=True, average=True, compression='MinMaxUInt8', error_feedback=False)"
+        assert repr(algorithm) == f"<ByteGradAlgorithmImpl of model '{holder.bagua_module_name}': {shown}>"
+        with pytest.raises(TypeError, match=f"is {re.escape(shown)}, not a AsyncModelAverageAlgorithmImpl"):
+            bagua.algorithm_of(holder, bagua.algorithms.AsyncModelAverageAlgorithmImpl)
+    step(model, optimizer)
+    assert same_everywhere(*model.parameters())
+    adam = bagua.algorithms.QAdamOptimizer(model.parameters())
+    assert bagua.algorithm_of(bagua.with_bagua(model, [adam], "qadam")).algorithm.q_adam_optimizer is adam
+    bagua.unwrap(model)
+
+
+def a_wrong_algorithm_of_one_rank_is_an_error_on_all(rank: int) -> None:
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for wrong, text in (
+        ("bytegrd", "no algorithm 'bytegrd'; did you mean 'bytegrad'"),
+        ("qadam", r"qadam needs one QAdamOptimizer among the optimizers; they are \['SGD'\]"),
+        (8, "algorithm must be an Algorithm or the name of one, not int"),
+    ):
+        given: Any = wrong if rank == 0 else "gradient_allreduce"
+        with pytest.raises((ValueError, TypeError) if rank == 0 else MismatchError, match=text):
+            bagua.with_bagua(model, [optimizer], given)
+
+
+def a_warning_names_the_line_of_the_user(rank: int) -> None:
+    def previous_line() -> int:
+        return sys._getframe(1).f_lineno - 1
+
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    # No round becomes due by itself.
+    bagua.with_bagua(model, [optimizer], bagua.algorithms.Algorithm.init("async", sync_interval_ms=1e9))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        DistributedDataParallel(torch.nn.Linear(1, 1), check_reduction=True)
+        lines = [previous_line()]
+        model.share_memory()
+        # The warning comes from a hook, which torch calls.
+        model(torch.ones(1, 3)).sum().backward()
+        lines.append(previous_line())
+        optimizer.step()
+        bagua.unwrap(model)
+        lines.append(previous_line())
+    assert [(Path(found.filename).name, found.lineno) for found in caught] == [
+        (Path(__file__).name, at) for at in lines
+    ]
 
 
 def a_second_start_is_refused_whoever_made_the_first(rank: int) -> None:

@@ -10,8 +10,10 @@ from typing_extensions import assert_type
 
 import bagua
 import bagua.torch_api
+from bagua.torch_api.algorithms import AsyncModelAverageAlgorithmImpl
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel, functional
+from bagua.torch_api.process_group import ProcessGroup
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float32]]
 Matrix = np.ndarray[tuple[int, int], np.dtype[np.float32]]
@@ -45,6 +47,8 @@ def neutral() -> None:
     except bagua.BaguaTimeoutError as error:
         assert_type(error.missing, tuple[int, ...])
     bagua.shutdown()
+    with bagua.init() as block:
+        assert_type(block, bagua.Group)
 
 
 def torch_layer() -> None:
@@ -55,10 +59,19 @@ def torch_layer() -> None:
     assert_type(wrapped, torch.nn.Linear)
     assert_type(wrapped(torch.zeros(1, 4)), Any)
     assert_type(bagua.torch_api.unwrap(wrapped), torch.nn.Linear)
+    bagua.torch_api.with_bagua(model, [optimizer], "bytegrad")
+    assert_type(bagua.torch_api.algorithm_of(wrapped).state_dict(), dict[str, Any])
+    asynchronous = bagua.torch_api.algorithm_of(wrapped, AsyncModelAverageAlgorithmImpl)
+    assert_type(asynchronous, AsyncModelAverageAlgorithmImpl)
+    asynchronous.synchronize(wrapped)
+    asynchronous.abort(wrapped, timeout=1.0)
     with bagua.torch_api.no_sync(wrapped):
         wrapped(torch.zeros(1, 4)).sum().backward()
     bagua.torch_api.allreduce_inplace(torch.zeros(3), op=bagua.torch_api.ReduceOp.SUM)
     assert_type(bagua.torch_api.get_rank(), int)
+
+    with bagua.torch_api.init_process_group() as group:
+        assert_type(group, ProcessGroup)
 
 
 def wrapper() -> None:

@@ -78,7 +78,7 @@ def test_the_classes_of_the_package_are_those_of_lightning() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"algorithm": "gossip"}, "no algorithm 'gossip'; there are .*gradient_allreduce"),
+        ({"algorithm": "gossip"}, "no algorithm 'gossip'; known: .*gradient_allreduce"),
         ({"algorithm": 3}, "algorithm is the name of one or an Algorithm, not 3"),
         ({"find_unused": True}, "'gradient_allreduce' has no option 'find_unused'; it has hierarchical, average"),
         ({"algorithm": "bytegrad", "compression": "zip"}, "zip"),

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import bagua
+from bagua import torch_api
 from bagua.torch_api import algorithms
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.model_engine.bucketing import split
@@ -167,7 +170,39 @@ def test_algorithms_are_found_by_name() -> None:
     made = algorithms.Algorithm.init("gradient_allreduce", hierarchical=True)
     assert isinstance(made, algorithms.GradientAllReduceAlgorithm)
     assert (made.hierarchical, made.average) == (True, True)
-    with pytest.raises(KeyError, match=r"no algorithm 'nothing'; registered: .*gradient_allreduce"):
+    with pytest.raises(ValueError, match=r"^no algorithm 'nothing'; known: .*gradient_allreduce"):
         registry.get("nothing")
+    for misspelt in ("bytegrd", "ByteGrad", "byte_grad"):
+        with pytest.raises(ValueError, match="; did you mean 'bytegrad'"):
+            algorithms.Algorithm.init(misspelt)
     with pytest.raises(ValueError, match="already registered"):
         registry.register("gradient_allreduce", algorithms.GradientAllReduceAlgorithm)
+
+
+def test_algorithms_and_buckets_show_their_options() -> None:
+    made = algorithms.Algorithm.init("bytegrad", hierarchical=False)
+    shown = "ByteGradAlgorithm(hierarchical=False, average=True, compression='MinMaxUInt8', error_feedback=False)"
+    assert repr(made) == shown
+    optimizer = algorithms.QAdamOptimizer([torch.nn.Parameter(torch.zeros(1))])
+    assert repr(algorithms.QAdamAlgorithm(optimizer)).startswith("QAdamAlgorithm(q_adam_optimizer=QAdamOptimizer, ")
+    bucket = BaguaBucket(named(torch.zeros(2, 3), torch.zeros(1)), "b", flatten=True, alignment=4)
+    bucket.append_centralized_synchronous_op()
+    assert repr(bucket) == (
+        "<BaguaBucket 'b' of model 'net': tensors=2, elements=8, dtype=torch.float32, device='cpu', flatten=True, "
+        "alignment=4, ops=['centralized']>"
+    )
+    arrays = bagua.Bucket("grads", {"w": np.zeros(4, np.float32)}).append_centralized()
+    assert repr(arrays) == "<bagua.Bucket 'grads': tensors=['w'], bytes=16, ops=['centralized']>"
+
+
+def test_tab_completion_shows_the_public_names_of_the_torch_layer() -> None:
+    names = {name for name in dir(torch_api) if not name.startswith("_")}
+    assert names == set(torch_api.__all__)
+    for private in ("require", "patches", "devices", "rank_state", "membership", "model_engine", "bucket_memory"):
+        assert private not in names
+        assert hasattr(torch_api, private)
+
+
+def test_an_algorithm_of_a_model_that_is_not_wrapped_is_an_error() -> None:
+    with pytest.raises(ValueError, match="this Linear is not wrapped: call with_bagua first"):
+        torch_api.algorithm_of(torch.nn.Linear(1, 1))

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, device, nn, optim, zeros
 
+from bagua import hints
+
 __all__ = ["QADAM", "Refused", "check", "check_device", "make", "needs_optimizers"]
 
 #: What qadam says of other optimizers, word for word as Lightning 1.9 did.
@@ -38,7 +40,7 @@ def check(algorithm: Any, options: Mapping[str, Any]) -> None:
         raise Refused(f"algorithm is the name of one or an Algorithm, not {algorithm!r}")
     names = GlobalAlgorithmRegistry.available_algorithms()
     if algorithm not in names:
-        raise Refused(f"there is no algorithm {algorithm!r}; there are {', '.join(names)}")
+        raise Refused(hints.unknown_name("algorithm", algorithm, names))
     made = GlobalAlgorithmRegistry[algorithm]["algorithm"]
     taken = inspect.signature(made).parameters
     unknown = [name for name in options if name not in taken or name == "q_adam_optimizer"]

@@ -31,7 +31,7 @@ from .communication import (
     new_group,
 )
 from .default_collectives import *  # noqa: F403 - the collectives, which are listed there
-from .distributed import BaguaModule, no_sync, unwrap, with_bagua
+from .distributed import BaguaModule, algorithm_of, no_sync, unwrap, with_bagua
 from .env import get_local_rank, get_local_size, get_rank, get_world_size
 from .membership.elastic import rejoined
 from .membership.rebuild import Rebuilt, rebuild
@@ -44,6 +44,7 @@ __all__ = [
     "BaguaTensor",
     "Rebuilt",
     "ReduceOp",
+    "algorithm_of",
     "algorithms",
     "bucket",
     "checkpoint",
@@ -74,3 +75,8 @@ __all__ = [
     "with_bagua",
 ]
 __all__ += default_collectives.__all__
+
+
+def __dir__() -> list[str]:
+    """Shows the public names only: the other modules of the package are its own."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -158,6 +158,21 @@ class BaguaBucket:
         keep = None if self.device is None else [values.detach() for values in self._registered]
         self.backend_bucket = engine.Bucket(name, self._described(), **devices.bucket_options(self.device, keep))
 
+    def __repr__(self) -> str:
+        first = self._registered[0]
+        count = sum(values.numel() for values in self._registered)
+        options = {
+            "tensors": len(self.tensors),
+            "elements": count,
+            "dtype": first.dtype,
+            "device": str(first.device),
+            "flatten": self.flatten,
+            "alignment": self.alignment,
+            "ops": self.backend_bucket.ops(),
+        }
+        shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        return f"<BaguaBucket {self.name!r} of model {self.bagua_module_name!r}: {shown}>"
+
     def _check(self) -> None:
         names = [registration(tensor).name for tensor in self.tensors]
         repeated = sorted(name for name, times in Counter(names).items() if times > 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,13 @@ _names = model_state.module_names
 
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
+ImplT = TypeVar("ImplT", bound=AlgorithmImpl)
 
 
 def with_bagua(
     module: ModuleT,
     optimizers: Sequence[torch.optim.Optimizer],
-    algorithm: Algorithm,
+    algorithm: Algorithm | str,
     process_group: ProcessGroup | dist.ProcessGroup | None = None,
     do_flatten: bool = True,
     *,
@@ -50,8 +51,9 @@ def with_bagua(
 
     ``module``: on the CPU or on one CUDA device; it is changed itself. ``optimizers``: all that change its parameters,
     in a list; of a ``ZeroRedundancyOptimizer`` each rank keeps its own state. ``algorithm``: one of
-    ``bagua.torch_api.algorithms``, such as ``GradientAllReduceAlgorithm()``. ``process_group``: the ranks that train
-    together, of Bagua or torch.distributed; ``None`` is all ranks.
+    ``bagua.torch_api.algorithms``, such as ``ByteGradAlgorithm(hierarchical=False)``, or its name, such as
+    ``"bytegrad"``, for its default options. ``process_group``: the ranks that train together, of Bagua or
+    torch.distributed; ``None`` is all ranks.
 
     With ``do_flatten`` a gradient is a view of its bucket's memory, which every backward overwrites: clone what must
     outlive ``zero_grad()``.
@@ -90,6 +92,25 @@ def unwrap(module: ModuleT) -> ModuleT:
     """Makes a model train alone again. Nothing happens to one that does already."""
     bagua_ddp.unwrap(module)
     return module
+
+
+@overload
+def algorithm_of(module: torch.nn.Module) -> AlgorithmImpl: ...
+@overload
+def algorithm_of(module: torch.nn.Module, kind: type[ImplT]) -> ImplT: ...
+def algorithm_of(module: torch.nn.Module, kind: type[Any] = AlgorithmImpl) -> Any:
+    """Returns the algorithm that communicates for a wrapped model, as ``module.bagua_algorithm`` does, with a type.
+
+    ``module``: a model of :func:`with_bagua`, or a ``DistributedDataParallel`` of Bagua. ``kind``: the class whose
+    members the caller uses, such as ``AsyncModelAverageAlgorithmImpl``. ValueError for a model that is not wrapped,
+    TypeError if the algorithm is not of this class.
+    """
+    ddp = _wrapped.get(module)
+    if ddp is None:
+        raise ValueError(f"this {type(module).__name__} is not wrapped: call with_bagua first")
+    if not isinstance(ddp.bagua_algorithm, kind):
+        raise TypeError(f"the algorithm of this {type(module).__name__} is {ddp.algorithm!r}, not a {kind.__name__}")
+    return ddp.bagua_algorithm
 
 
 def no_sync(module: torch.nn.Module) -> AbstractContextManager[None]:

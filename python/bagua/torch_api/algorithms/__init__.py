@@ -1,6 +1,7 @@
 """How a model's ranks stay in step: one file per algorithm, each registered under its name."""
 
 from .async_model_average import AsyncModelAverageAlgorithm as AsyncModelAverageAlgorithm
+from .async_model_average import AsyncModelAverageAlgorithmImpl as AsyncModelAverageAlgorithmImpl
 from .base import Algorithm as Algorithm
 from .base import AlgorithmImpl as AlgorithmImpl
 from .base import GlobalAlgorithmRegistry as GlobalAlgorithmRegistry

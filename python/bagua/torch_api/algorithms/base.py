@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from bagua import hints
 from bagua.codecs import Codec, Compression, raw_codec
 from bagua.errors import BaguaError
 
@@ -65,6 +66,14 @@ class AlgorithmImpl:
         elif options or named:
             raise TypeError(f"{type(self).__name__} has no options")
         self.__dict__.update({} if self.algorithm is None else _options_of(self.algorithm))
+
+    def __repr__(self) -> str:
+        model = self._model() if self._model is not None else None
+        # An implementation for the original's interface was not given its algorithm.
+        algorithm = self.algorithm or getattr(model, "algorithm", None)
+        options = "" if algorithm is None else f": {algorithm!r}"
+        where = "" if model is None else f" of model {model.bagua_module_name!r}"
+        return f"<{type(self).__name__}{where}{options}>"
 
     def attach(self, bagua_ddp: WrappedModel, name: str) -> None:
         """Called once, with the model that it communicates for and the algorithm's name."""
@@ -324,6 +333,12 @@ def _options_of(algorithm: Algorithm) -> dict[str, Any]:
     return {name: value for name, value in vars(algorithm).items() if not name.startswith("_")}
 
 
+def _shown(options: Mapping[str, Any]) -> str:
+    """Options as arguments of a call. Of an optimizer only its class is shown."""
+    texts = {name: type(v).__name__ if hasattr(v, "param_groups") else repr(v) for name, v in options.items()}
+    return ", ".join(f"{name}={text}" for name, text in texts.items())
+
+
 class Algorithm:
     """What a user chooses; :meth:`reify` puts it to work on a process group. One object may serve several models."""
 
@@ -361,12 +376,21 @@ class Algorithm:
         if isinstance(codec := options.get("compression"), str) and codec != "auto":
             # One codec has one description, by whichever of its names it was given.
             options["compression"] = Codec(codec)
-        shown = [f"{name}={type(v).__name__ if hasattr(v, 'param_groups') else repr(v)}" for name, v in options.items()]
-        return f"{self.registered_name}({', '.join(shown)})"
+        return f"{self.registered_name}({_shown(options)})"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({_shown(_options_of(self))})"
+
+    @classmethod
+    def options_from(cls, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+        """Returns the options that an algorithm takes from the model's optimizers when it is chosen by its name alone.
+        ValueError if they do not fit.
+        """
+        return {}
 
     @classmethod
     def init(cls, name: str, **kwargs: Any) -> Algorithm:
-        """The algorithm registered under a name."""
+        """The algorithm registered under a name. ValueError for an unknown name."""
         made = GlobalAlgorithmRegistry.get(name)(**kwargs)
         if not isinstance(made, Algorithm):
             raise TypeError(f"{name!r} is registered with {made!r}, which is not an Algorithm")
@@ -385,13 +409,13 @@ class _Registry(dict[str, dict[str, Any]]):
         self[name] = {"algorithm": algorithm, "description": description or ""}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The class or function that makes the algorithm of this name."""
+        """The class or function that makes the algorithm of this name. ValueError without it or a default."""
         found = super().get(name)
         if found is not None:
             return found["algorithm"]
         if default is not None:
             return default
-        raise KeyError(f"no algorithm {name!r}; registered: {', '.join(self.available_algorithms()) or 'none'}")
+        raise ValueError(hints.unknown_name("algorithm", str(name), self))
 
     def available_algorithms(self) -> list[str]:
         """The registered names."""
@@ -403,3 +427,15 @@ class _Registry(dict[str, dict[str, Any]]):
 
 #: The algorithms by their names: `register` adds one, `Algorithm.init` makes one.
 GlobalAlgorithmRegistry = _Registry()
+
+
+def chosen(algorithm: Algorithm | str, optimizers: Sequence[torch.optim.Optimizer]) -> Algorithm:
+    """Returns the algorithm that a user has chosen for a model with these optimizers: an object, or a registered name.
+    ValueError for an unknown name, TypeError for anything else.
+    """
+    if isinstance(algorithm, str):
+        options_from = getattr(GlobalAlgorithmRegistry.get(algorithm), "options_from", Algorithm.options_from)
+        return Algorithm.init(algorithm, **options_from(optimizers))
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(f"algorithm must be an Algorithm or the name of one, not {type(algorithm).__name__}")
+    return algorithm

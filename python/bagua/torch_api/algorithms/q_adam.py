@@ -433,6 +433,15 @@ class QAdamAlgorithm(Algorithm):
         raw_codec(self.compression)
         self._model: weakref.ref[torch.nn.Module] | None = None
 
+    @classmethod
+    def options_from(cls, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+        """See :meth:`Algorithm.options_from`: the QAdamOptimizer, of which there must be one."""
+        found = [optimizer for optimizer in optimizers if isinstance(optimizer, QAdamOptimizer)]
+        if len(found) != 1:
+            given = [type(optimizer).__name__ for optimizer in optimizers]
+            raise ValueError(f"qadam needs one QAdamOptimizer among the optimizers; they are {given}")
+        return {"q_adam_optimizer": found[0]}
+
     def check_free(self, module: torch.nn.Module) -> None:
         """ValueError when it serves another model."""
         served = None if self._model is None else self._model()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
+from bagua import hints
 from bagua.errors import BaguaError
 
 from ..algorithms.base import Algorithm, AlgorithmImpl
@@ -40,8 +40,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     ranks of the group.
 
     Parameters, buffers and the state of ``optimizers`` become rank 0's (``init_sync=False``: they stay). From then on
-    ``loss.backward()`` returns with gradients that are communicated as ``algorithm`` says (``None``:
-    gradient_allreduce), in buckets of ``bucket_cap_mb`` MiB (``None``: the environment's). With
+    ``loss.backward()`` returns with gradients that are communicated as ``algorithm`` says, an ``Algorithm`` or the name
+    of one (``None``: gradient_allreduce), in buckets of ``bucket_cap_mb`` MiB (``None``: the environment's). With
     ``gradient_as_bucket_view`` a gradient is a view of its bucket's memory, which every backward overwrites.
 
     ``broadcast_buffers``, or ``forward_sync_buffers`` where it is given: rank 0's buffers at the end of each
@@ -83,7 +83,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         param_to_hook_all_reduce: Any = None,
         forward_sync_buffers: bool | None = None,
         optimizers: Sequence[torch.optim.Optimizer] = (),
-        algorithm: Algorithm | None = None,
+        algorithm: Algorithm | str | None = None,
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -99,7 +99,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             if is_given:
                 raise NotImplementedError(f"DistributedDataParallel: {name} is not supported")
         if check_reduction:
-            warnings.warn("check_reduction has no effect, as in torch", DeprecationWarning, stacklevel=2)
+            hints.warn("check_reduction has no effect, as in torch", DeprecationWarning)
         device = _device_of(module, device_ids, output_device)
         if bucket_cap_mb is not None and not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}; it must be positive")

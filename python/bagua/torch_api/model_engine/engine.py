@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from threading import get_ident
@@ -13,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from bagua import hints
 from bagua.errors import BaguaError
 
 from .. import env
-from ..algorithms.base import Algorithm
+from ..algorithms.base import Algorithm, chosen
 from ..bucket import BaguaBucket
 from ..membership import elastic
 from ..process_group import Communicator, ProcessGroup
@@ -77,7 +77,7 @@ class ModelEngine:
         self,
         module: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        algorithm: Algorithm,
+        algorithm: Algorithm | str,
         process_group: ProcessGroup,
         do_flatten: bool,
         *,
@@ -111,7 +111,6 @@ class ModelEngine:
         self.buffer_schedule = BufferSchedule()
         #: At the end of the last completed step.
         self.progress = Progress()
-        self.algorithm = algorithm
         # From the first forward of a step until its backward has ended.
         self._in_step = False
         self.bagua_buckets: list[BaguaBucket] = []
@@ -182,13 +181,12 @@ class ModelEngine:
             if param.requires_grad and name not in self.parameters_to_ignore
         ]
 
-    def _agree(self, module: torch.nn.Module, algorithm: Algorithm) -> None:
+    def _agree(self, module: torch.nn.Module, given: Algorithm | str) -> None:
         """Compares the ranks' models and settings: a difference is an error with a name, not garbage or a hang."""
         failure: Exception | None = None
         lines: list[str] = []
         try:
-            if not isinstance(algorithm, Algorithm):
-                raise TypeError(f"algorithm must be an Algorithm, not {type(algorithm).__name__}")
+            self.algorithm = algorithm = chosen(given, self.bagua_optimizers)
             check_module(module, self.parameters_to_ignore)
             self.bagua_algorithm = algorithm.reify(self.process_group)
             self.bagua_algorithm.attach(self, algorithm.registered_name)
@@ -575,11 +573,10 @@ class ModelEngine:
         self.bagua_algorithm.end()
         backends.release(self.backend)
         if undone:
-            warnings.warn(
+            hints.warn(
                 f"model {self.bagua_module_name!r} was collected before the ranks communicated its last step: their "
                 "weights differ; call model.bagua_algorithm.state_dict() on all ranks after the last step",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     def __del__(self) -> None:
