@@ -17,7 +17,16 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from .torch_bindings import BACKEND_HAS_CONSTRUCTOR, c10d
 
-__all__ = ["HAS_SINGLE", "PLAIN", "dispatched", "is_observed", "waited_for"]
+__all__ = [
+    "HAS_SINGLE",
+    "PLAIN",
+    "dispatched",
+    "is_observed",
+    "keywords",
+    "needs_dispatcher",
+    "positional",
+    "waited_for",
+]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -31,14 +40,28 @@ HAS_SINGLE = hasattr(c10d.ProcessGroup, "all_to_all_single")
 is_observed: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
-def _needs_dispatcher(arguments: Any) -> bool:
-    """True if one of the tensors in some arguments, or in lists of them, is not plain."""
+def needs_dispatcher(*arguments: Any) -> bool:
+    """True if torch has to dispatch a call with these arguments, of which some may be lists of tensors."""
+    return BACKEND_HAS_CONSTRUCTOR and (is_observed() > 0 or not _are_plain(arguments))
+
+
+def _are_plain(arguments: Any) -> bool:
     for each in arguments:
         if type(each) in PLAIN:
             continue
-        if isinstance(each, torch.Tensor) or (isinstance(each, (list, tuple)) and _needs_dispatcher(each)):
-            return True
-    return False
+        if isinstance(each, torch.Tensor) or (isinstance(each, (list, tuple)) and not _are_plain(each)):
+            return False
+    return True
+
+
+def positional(opts: Any) -> list[Any]:
+    """Returns the options of a call to pass on."""
+    return [] if opts is None else [opts]
+
+
+def keywords(**options: Any) -> dict[str, Any]:
+    """Returns those of torch's short forms of options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def waited_for(arguments: Any) -> list[Any]:
@@ -55,8 +78,8 @@ def waited_for(arguments: Any) -> list[Any]:
 
 
 def dispatched(method: _Method) -> _Method:
-    """A method of the process group that calls torch's own method of that name, which dispatches, if that is needed.
-    The dispatcher then calls this method again, with plain tensors.
+    """Returns a method of the process group that calls torch's own method of that name, which dispatches, if needed.
+    The dispatcher then calls ours, with plain tensors. Verbs with a fast path ask `needs_dispatcher` behind it.
     """
     name = method.__name__
     of_torch = getattr(c10d.ProcessGroup, name, None)
@@ -65,7 +88,7 @@ def dispatched(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_observed() or _needs_dispatcher(args):
+        if needs_dispatcher(*args):
             return of_torch(self, *args, **kwargs)
         return method(self, *args, **kwargs)
 

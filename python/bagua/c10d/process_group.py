@@ -24,7 +24,7 @@ from bagua.torch_operand import reader, silent_reader
 
 from . import operations, sparse
 from .compiler_disable import uncompiled
-from .dispatch import HAS_SINGLE, PLAIN, dispatched, waited_for
+from .dispatch import HAS_SINGLE, PLAIN, dispatched, is_observed, keywords, needs_dispatcher, positional, waited_for
 from .operations import Operation
 from .profiling import event, profiled
 from .reductions import CODES
@@ -116,12 +116,14 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     # --- every rank combines ------------------------------------------------------------------------------------------
 
-    @dispatched
     def allreduce(self, tensors: Any, opts: Any = None, *, op: Any = None, timeout: Any = None) -> Work:
         """Every rank gets the reduction of all tensors, in place; a sparse one by SUM."""
         tensor = _one(tensors, "all_reduce")
         if op is timeout and (done := self._at_once(verbs.ALL_REDUCE, opts, None, tensor)):
             return done
+        if needs_dispatcher(tensor):
+            work: Work = super().allreduce(tensors, *positional(opts), **keywords(op=op, timeout=timeout))
+            return work
         call = self._call(opts, op=op, timeout=timeout)
         if isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo:
             with event("sparse_all_reduce"):
@@ -142,13 +144,15 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         call = self._call(opts)
         return self._start(call, *(operations.all_reduce(self._raw, tensor, call.op) for tensor in tensors))
 
-    @dispatched
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: int | None = None
     ) -> Work:
         """The root gets the reduction of all tensors, in place."""
         if op is timeout is root and (done := self._at_once(verbs.REDUCE, opts, None, _one(tensors, "reduce"))):
             return done
+        if needs_dispatcher(tensors):
+            work: Work = super().reduce(tensors, *positional(opts), **keywords(op=op, root=root, timeout=timeout))
+            return work
         call = self._call(opts, op=op, root=root, timeout=timeout)
         return self._start(call, operations.reduce(self._raw, _one(tensors, "reduce"), call.op, call.root))
 
@@ -162,11 +166,13 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         output = _one(outputs, "reduce_scatter")
         return self._start(call, operations.reduce_scatter_list(self._raw, output, lists, call.op))
 
-    @dispatched
     def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
         """Rank r gets the reduction of every rank's r-th part."""
         if done := self._at_once(verbs.REDUCE_SCATTER, opts, tensor, output):
             return done
+        if needs_dispatcher(output, tensor):
+            work: Work = super().reduce_scatter_single(output, tensor, *positional(opts))
+            return work
         call = self._call(opts)
         return self._start(call, operations.reduce_scatter(self._raw, output, tensor, call.op))
 
@@ -179,11 +185,13 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     # --- tensors move -------------------------------------------------------------------------------------------------
 
-    @dispatched
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None) -> Work:
         """Every rank gets the root's tensor, in place."""
         if timeout is root and (done := self._at_once(verbs.BROADCAST, opts, None, _one(tensors, "broadcast"))):
             return done
+        if needs_dispatcher(tensors):
+            work: Work = super().broadcast(tensors, *positional(opts), **keywords(root=root, timeout=timeout))
+            return work
         call = self._call(opts, root=root, timeout=timeout)
         return self._start(call, operations.broadcast(self._raw, _one(tensors, "broadcast"), call.root))
 
@@ -194,11 +202,13 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         lists = outputs if isinstance(inputs, torch.Tensor) else _one(outputs, "all_gather")
         return self._start(call, operations.all_gather_list(self._raw, lists, _one(inputs, "all_gather")))
 
-    @dispatched
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
         """Every rank gets every rank's tensor, one after the other."""
         if done := self._at_once(verbs.ALL_GATHER, opts, tensor, output):
             return done
+        if needs_dispatcher(output, tensor):
+            work: Work = super().all_gather_single(output, tensor, *positional(opts))
+            return work
         return self._start(self._call(opts), operations.all_gather(self._raw, output, tensor))
 
     @dispatched
@@ -247,7 +257,6 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         """Rank r gets every rank's r-th tensor, in a list by rank."""
         return self._start(self._call(opts), operations.all_to_all_list(self._raw, outputs, inputs))
 
-    @dispatched
     def all_to_all_single(
         self,
         output: Any,
@@ -263,6 +272,12 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         alike = alike and operations.has_equal_parts((tensor, output), self._raw.size)
         if alike and (done := self._at_once(verbs.ALL_TO_ALL, opts, tensor, output)):
             return done
+        if needs_dispatcher(output, tensor):
+            splits = output_splits, input_splits
+            work: Work = super().all_to_all_single(
+                output, tensor, *splits, *positional(opts), **keywords(timeout=timeout)
+            )
+            return work
         call = self._call(opts, timeout=timeout)
         return self._start(call, operations.all_to_all(self._raw, output, tensor, output_splits, input_splits))
 
@@ -443,6 +458,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
             or self._backend is None
             or profiled()
             or type(dst) not in PLAIN
+            or is_observed()
         ):
             return None
         op = CODES.get(opts.reduceOp.op) if verb in _REDUCING else 0
