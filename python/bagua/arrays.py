@@ -108,8 +108,7 @@ def _from_dlpack(x: Any, what: str) -> Operand:
     if device not in dlpack.ON_HOST:
         where = dlpack.DEVICES.get(device, f"DLPack device {device}")
         raise TypeError(f"{what} is on {where}; only host memory can be communicated here: copy it to the CPU first")
-    capsule = dlpack.capsule_of(x, what)
-    memory = dlpack.memory_of(capsule, what)
+    capsule, memory = dlpack.export(x, what)
     numpy_type = np.dtype(memory.typestr)
     if 0 in memory.shape:
         array = np.empty(memory.shape, numpy_type)

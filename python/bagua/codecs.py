@@ -102,7 +102,7 @@ class Codec:
         expected = self._raw.encoded_bytes(memory.count, memory.dtype, chunks)
         memory = memory.to_read("x")
         if out is None and memory.place is not None:
-            raise TypeError(f"x is on {memory.where}: give out= with an array of uint8 there")
+            raise TypeError(f"x is on {memory.where}: pass out= with an array of uint8 there")
         made = np.empty(expected, np.uint8) if out is None else out
         data = _beside(memory, _bytes(made, "out", stream), "out", "x").to_write("out")
         records = data.address, data.count

@@ -403,7 +403,7 @@ class Collectives(Messages):
         """Source (None in place), destination, and what to return, of a verb whose result has the shape of `x`."""
         memory = self._operand(x, "the array", stream)
         if out is None or out is x:
-            return None, memory.to_write("the array"), x
+            return None, memory.to_write("the array", has_out=True), x
         target = same_kind(memory, self._operand(out, "out", stream), memory.shape)
         return *verbs.ALL_REDUCE.in_place(memory.to_read(), target, self.rank), out
 

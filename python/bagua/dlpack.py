@@ -13,7 +13,7 @@ import numpy as np
 
 from bagua.engine import DTYPES
 
-__all__ = ["CUDA", "DEVICES", "ON_HOST", "CapsuleMemory", "capsule_of", "contiguous", "memory_of"]
+__all__ = ["CUDA", "DEVICES", "ON_HOST", "CapsuleMemory", "contiguous", "export"]
 
 #: Device types of host memory, and of host memory pinned for CUDA or ROCm.
 ON_HOST = (1, 3, 11)
@@ -50,6 +50,8 @@ class _Versioned(ctypes.Structure):
 
 
 _READ_ONLY = 1
+# Packages whose arrays never change. They may export unversioned capsules, which have no read-only flag.
+_IMMUTABLE = {"jax", "jaxlib", "pyarrow", "tensorflow"}
 # DLPack's codes of the kinds of elements.
 _KINDS = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "complex": 5, "bool": 6}
 
@@ -89,12 +91,20 @@ class CapsuleMemory:
     typestr: str
     #: Name of the element type.
     dtype_name: str
-    #: Whether it may be written, as far as the capsule says.
+    #: False if the capsule or the class of the array says that the memory is read-only.
     writable: bool
 
 
-def capsule_of(x: Any, what: str, **arguments: Any) -> Any:
-    """The capsule that an array gives; TypeError when it gives none."""
+def export(x: Any, what: str, **arguments: Any) -> tuple[Any, CapsuleMemory]:
+    """Returns the capsule that an array exports, and the memory that the capsule describes.
+
+    Raises TypeError if the array exports none, or if its elements cannot be communicated.
+    """
+    capsule = _capsule_of(x, what, **arguments)
+    return capsule, _memory_of(x, capsule, what)
+
+
+def _capsule_of(x: Any, what: str, **arguments: Any) -> Any:
     # torch exports such a view, of the imaginary part of a conjugate for instance, without the sign.
     if hasattr(x, "is_neg") and x.is_neg():
         raise TypeError(f"{what} ({type(x).__name__}) is the negation of its memory: give its resolve_neg()")
@@ -108,15 +118,14 @@ def capsule_of(x: Any, what: str, **arguments: Any) -> Any:
         raise TypeError(f"{what} ({type(x).__name__}) does not export its memory: {error}") from error
 
 
-def memory_of(capsule: Any, what: str) -> CapsuleMemory:
-    """The memory that a capsule describes; TypeError for elements that cannot be communicated."""
-    writable = True
+def _memory_of(x: Any, capsule: Any, what: str) -> CapsuleMemory:
     if _is_valid(capsule, b"dltensor_versioned"):
         versioned = _Versioned.from_address(_pointer(capsule, b"dltensor_versioned"))
         writable = not versioned.flags & _READ_ONLY
         tensor = versioned.tensor
     else:
         tensor = _Tensor.from_address(_pointer(capsule, b"dltensor"))
+        writable = _IMMUTABLE.isdisjoint(kind.__module__.partition(".")[0] for kind in type(x).__mro__)
     form = _DLPACK.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if form is None:
         kind = f"type code {tensor.code} with {tensor.bits} bits and {tensor.lanes} lanes"

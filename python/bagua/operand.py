@@ -104,17 +104,15 @@ class Operand:
         """The place, for error texts."""
         return "the host" if self.place is None else str(self.place.where)
 
-    def to_write(self, what: str) -> Operand:
-        """Itself; ValueError when it cannot hold a result where it is."""
-        if self.place is not None:
-            return self._writable(what).to_read(what)
-        if not self.contiguous:
-            raise ValueError(f"{what} is not contiguous in C order: give out= with an array that is")
-        return self._writable(what)
-
-    def _writable(self, what: str) -> Operand:
+    def to_write(self, what: str, *, has_out: bool = False) -> Operand:
+        """Returns itself. Raises ValueError if it cannot hold a result. `has_out`: the caller takes `out=`."""
+        instead = "pass out= with an array" if has_out else "pass an array"
         if not self.writable:
-            raise ValueError(f"{what} is read-only: give out= with an array to write to")
+            raise ValueError(f"{what} is read-only: {instead} that can be written")
+        if self.place is not None:
+            return self.to_read(what)
+        if not self.contiguous:
+            raise ValueError(f"{what} is not contiguous in C order: {instead} that is")
         return self
 
     def to_read(self, what: str = "the array") -> Operand:
@@ -150,13 +148,13 @@ def check_beside(one: Operand, other: Operand, what: str, beside: str) -> None:
 def empty_like(one: Operand, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """A new NumPy array of this type. TypeError for a bfloat16 that NumPy has no type for, and on a device."""
     if one.place is not None:
-        raise TypeError(f"the array is on {one.where}, and the result has another shape: give out= with an array there")
+        raise TypeError(f"the array is on {one.where}, and the result has another shape: pass out= with an array there")
     if one.dtype in _NUMPY:
         return np.empty(shape, _NUMPY[one.dtype])
     try:
         import ml_dtypes  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
-        raise TypeError("NumPy has no bfloat16 without the package ml_dtypes: give out=") from None
+        raise TypeError("NumPy has no bfloat16 without the package ml_dtypes: pass out=") from None
     return np.empty(shape, ml_dtypes.bfloat16)
 
 

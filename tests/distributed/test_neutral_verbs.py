@@ -14,6 +14,8 @@ import pytest
 
 import bagua
 from bagua.engine import DTYPES
+from tests.groups import on_ranks
+from tests.immutable_arrays import IMMUTABLE
 
 SIZES = (0, 1, 7, 1023, (1 << 20) + 3)
 FLOATS = ("float16", "float32", "float64")
@@ -325,7 +327,7 @@ def refusals(group: bagua.Group) -> None:
         (ValueError, "dst=-1 is not a rank", lambda: group.gather_object(None, -1)),
         (ValueError, f"{world + 1} objects for {world} ranks", lambda: group.scatter_object([0] * (world + 1), rank)),
         (ValueError, f"no objects for {world} ranks", lambda: group.scatter_object(src=rank)),
-        (ValueError, "read-only: give out=", lambda: group.all_reduce(frozen)),
+        (ValueError, "read-only: pass out=", lambda: group.all_reduce(frozen)),
         (ValueError, "not contiguous", lambda: group.all_reduce(np.zeros((3, 4)).T)),
         (ValueError, "out has shape", lambda: group.all_reduce(floats, out=np.zeros(4, np.float32))),
         (TypeError, "out has elements", lambda: group.all_reduce(floats, out=np.zeros(3))),
@@ -362,6 +364,51 @@ def refusals(group: bagua.Group) -> None:
     x = np.ones(2)
     group.all_reduce(x)
     assert (x == world).all()
+
+
+@pytest.mark.parametrize("kind", IMMUTABLE)
+@on_ranks(2)
+def test_nothing_writes_into_an_immutable_array(group: bagua.Group, kind: str) -> None:
+    memory, peer, codec = np.arange(2, dtype=np.float32), 1 - group.rank, bagua.Codec("bf16")
+    x: Any = IMMUTABLE[kind](memory)
+    plain, row = np.ones(2, np.float32), np.ones((2, 2), np.float32)
+    one = np.float32(1)
+    bucket = bagua.Bucket("plain", {"w": plain})
+    engine = bagua.Engine(group=group)
+    engine.register([bucket])
+    written: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: group.all_reduce(x),
+        "all_reduce out": lambda: group.all_reduce(plain, out=x),
+        "async all_reduce": lambda: group.all_reduce(x, async_op=True),
+        "reduce": lambda: group.reduce(x, group.rank),
+        "broadcast": lambda: group.broadcast(x, peer),
+        "all_gather": lambda: group.all_gather(one, out=x),
+        "gather": lambda: group.gather(one, group.rank, out=x),
+        "reduce_scatter": lambda: group.reduce_scatter(np.ones(4, np.float32), out=x),
+        "scatter on the source": lambda: group.scatter(row, group.rank, out=x),
+        "scatter": lambda: group.scatter(src=peer, out=x),
+        "all_to_all": lambda: group.all_to_all(x),
+        "all_to_all_v": lambda: group.all_to_all_v(plain, [1, 1], [1, 1], out=x),
+        "recv": lambda: group.recv(x, peer),
+        "recv_any": lambda: group.recv_any(x),
+        "exchange": lambda: group.exchange([], [(peer, x)]),
+        "the default group": lambda: bagua.all_reduce(x),
+        "a bucket": lambda: bagua.Bucket("b", {"w": x}),
+        "a bucket's other array": lambda: bucket.attach("error", x),
+        "a gradient elsewhere": lambda: engine.mark_ready("w", x),
+        "decode": lambda: codec.decode(codec.encode(plain), x),
+    }
+    for name, write in written.items():
+        with pytest.raises(ValueError, match=r"is read-only: pass (out= with )?an array that can be written"):
+            write()
+        assert memory.tolist() == [0, 1], name
+    # Every verb may read it.
+    result = np.zeros(2, np.float32)
+    assert group.all_reduce(x, out=result) is result
+    assert result.tolist() == [0, 2]
+    assert group.all_gather(x).tolist() == [[0, 1]] * 2
+    group.exchange([(peer, x)], [(peer, result)])
+    assert result.tolist() == memory.tolist() == [0, 1]
 
 
 def subgroups(group: bagua.Group) -> None:

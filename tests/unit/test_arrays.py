@@ -12,6 +12,7 @@ import pytest
 from bagua.arrays import on_host
 from bagua.engine import DTYPES, read_array
 from bagua.operand import empty_like
+from tests.immutable_arrays import IMMUTABLE, Flagged
 
 NUMPY_TYPES = [name for name in DTYPES if name != "bfloat16"]
 
@@ -67,7 +68,7 @@ def test_read_only_memory_can_be_read_and_not_written() -> None:
     frozen.flags.writeable = False
     for x in (frozen, b"abc", np.float32(3), mmap.mmap(-1, 16, prot=mmap.PROT_READ)):
         on_host(x).to_read()
-        with pytest.raises(ValueError, match="x is read-only: give out="):
+        with pytest.raises(ValueError, match="x is read-only: pass an array"):
             on_host(x).to_write("x")
 
 
@@ -123,6 +124,18 @@ def test_dlpack_that_says_read_only_is_not_written() -> None:
         on_host(Lender(x)).to_write("x")
 
 
+@pytest.mark.parametrize("kind", IMMUTABLE)
+def test_immutable_arrays_are_read_and_not_written(kind: str) -> None:
+    x = IMMUTABLE[kind](np.arange(3, dtype=np.float32))
+    assert on_host(x).to_read().owner.tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match="x is read-only: pass out= with an array"):
+        on_host(x).to_write("x", has_out=True)
+
+
+def test_an_array_whose_flags_allow_it_is_written() -> None:
+    on_host(Flagged(np.zeros(3, np.float32), flags=0)).to_write("x")
+
+
 def test_other_devices_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match="is on CUDA; only host memory"):
         on_host(Lender(np.zeros(2), device=2))
@@ -162,7 +175,7 @@ def test_a_new_bfloat16_array_needs_a_numpy_type_for_it() -> None:
     try:
         import ml_dtypes
     except ImportError:
-        with pytest.raises(TypeError, match="give out="):
+        with pytest.raises(TypeError, match="pass out="):
             empty_like(memory, (2,))
     else:
         made = empty_like(memory, (2,))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from bagua import config, engine, lifecycle
-from bagua.dlpack import capsule_of, contiguous, memory_of
+from bagua.dlpack import contiguous, export
 from bagua.engine import DTYPES, Communicator, CudaCall, CudaDevice
 from bagua.operand import Operand, numpy_code
 
@@ -73,8 +73,7 @@ def operand(x: Any, what: str, stream: int | None) -> Operand:
         return _from_interface(x, what, stream)
     device = device_of(int(x.__dlpack_device__()[1]))
     device.refuse_capture([stream])
-    capsule = capsule_of(x, what, stream=stream)
-    memory = memory_of(capsule, what)
+    capsule, memory = export(x, what, stream=stream)
     plain = contiguous(memory.shape, memory.strides)
     count, dtype = math.prod(memory.shape), DTYPES[memory.dtype_name]
     place = ArrayStream(device, stream)
