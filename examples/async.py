@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import bagua.torch_api as bagua
-from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgorithm
+from bagua.torch_api.algorithms import AsyncModelAverageAlgorithm, AsyncModelAverageAlgorithmImpl
 
 
 def main() -> int:
@@ -26,8 +26,8 @@ def main() -> int:
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     # Gradients are averaged in the first ten steps, weights every 20 ms afterwards.
-    model.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=20, warmup_steps=10))
-    algorithm = model.bagua_algorithm
+    bagua.with_bagua(model, [optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=20, warmup_steps=10))
+    algorithm = bagua.algorithm_of(model, AsyncModelAverageAlgorithmImpl)
 
     wanted = torch.arange(8.0).unsqueeze(1) / 8
     samples = torch.Generator().manual_seed(rank)

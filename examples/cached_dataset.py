@@ -20,7 +20,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 import bagua.torch_api as bagua
-from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.torch_api.contrib import (
     CachedDataset,
     LoadBalancingDistributedBatchSampler,
@@ -84,7 +83,7 @@ def main() -> None:
         batches = LoadBalancingDistributedBatchSampler(sampler, batches_of(2000, inner.lengths))
         model = torch.nn.Linear(8, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model = model.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        model = bagua.with_bagua(model, [optimizer], "gradient_allreduce")
         for epoch in range(2):
             batches.set_epoch(epoch)
             begun = time.perf_counter()

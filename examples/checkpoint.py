@@ -25,7 +25,7 @@ def main() -> int:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     start = load_checkpoint(arguments.folder, model, optimizer, schedule)
-    model.with_bagua([optimizer], bagua.algorithms.GradientAllReduceAlgorithm())
+    bagua.with_bagua(model, [optimizer], "gradient_allreduce")
     loss = torch.zeros(())
     for _ in range(start, start + arguments.iterations):
         x = torch.randn(32, 8)

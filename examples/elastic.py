@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import bagua.torch_api as bagua
-from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgorithm
+from bagua.torch_api.algorithms import AsyncModelAverageAlgorithm, AsyncModelAverageAlgorithmImpl
 
 
 def main() -> int:
@@ -30,8 +30,8 @@ def main() -> int:
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     # In a process that came back this returns with the average of the others' weights.
-    model.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=20))
-    algorithm = model.bagua_algorithm
+    bagua.with_bagua(model, [optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=20))
+    algorithm = bagua.algorithm_of(model, AsyncModelAverageAlgorithmImpl)
     came = "came back" if bagua.rejoined() else "began"
     print(f"rank {rank} {came} at forward {model.bagua_ddp.bagua_train_step_counter}", flush=True)
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 import bagua.torch_api as bagua
-from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.torch_api.contrib import fuse_optimizer
 
 
@@ -25,7 +24,7 @@ def train(layers: int, steps: int, fused: bool) -> tuple[torch.Tensor, float]:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     if fused:
         fuse_optimizer(optimizer)
-    model = model.with_bagua([optimizer], GradientAllReduceAlgorithm())
+    model = bagua.with_bagua(model, [optimizer], "gradient_allreduce")
     step = optimizer.fuse_step if fused else optimizer.step
     spent = 0.0
     draw = torch.Generator().manual_seed(1 + bagua.get_rank())

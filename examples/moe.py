@@ -41,7 +41,7 @@ def main() -> int:
     torch.manual_seed(bagua.get_rank())
     model = Model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    model.with_bagua([optimizer], bagua.algorithms.GradientAllReduceAlgorithm())
+    bagua.with_bagua(model, [optimizer], "gradient_allreduce")
     for step in range(200):
         x = torch.randn(64, 4)
         predicted, balance = model(x)

@@ -36,7 +36,7 @@ def train() -> int:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(10, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    model.with_bagua([optimizer], bagua.algorithms.GradientAllReduceAlgorithm())
+    bagua.with_bagua(model, [optimizer], "gradient_allreduce")
     loss, step = torch.zeros(()), 0
     while step < STEPS:
         if ends and step == STEPS // 3:

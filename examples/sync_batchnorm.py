@@ -23,7 +23,7 @@ def main() -> int:
     # Before with_bagua, which registers the parameters.
     model = SyncBatchNorm.convert_sync_batchnorm(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    model.with_bagua([optimizer], bagua.algorithms.GradientAllReduceAlgorithm())
+    bagua.with_bagua(model, [optimizer], "gradient_allreduce")
     torch.manual_seed(rank)
     loss = torch.zeros(())
     for _ in range(30):

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import bagua
 import bagua.torch_api as bt
-from bagua.torch_api.algorithms import Algorithm, GlobalAlgorithmRegistry
+from bagua.torch_api.algorithms import Algorithm, AsyncModelAverageAlgorithmImpl, GlobalAlgorithmRegistry
 from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 
 #: Algorithms whose ranks have different weights between, or also after, their communications.
@@ -127,7 +127,7 @@ def main() -> int:
     model = network()
     optimizer, algorithm = training(model, arguments)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.epochs)
-    model.with_bagua([optimizer], algorithm)
+    bt.with_bagua(model, [optimizer], algorithm)
 
     sampler = DistributedSampler(train, ranks, rank, drop_last=True)
     loader = DataLoader(train, arguments.batch, sampler=sampler, drop_last=True)
@@ -148,8 +148,9 @@ def main() -> int:
 
     if arguments.algorithm == "async":
         # The ranks have made their last steps, each at its time: one round more makes their weights equal.
-        model.bagua_algorithm.synchronize(model)
-        model.bagua_algorithm.abort(model)
+        asynchronous = bt.algorithm_of(model, AsyncModelAverageAlgorithmImpl)
+        asynchronous.synchronize(model)
+        asynchronous.abort(model)
     equal, apart = weights_are_equal(model), arguments.algorithm.endswith(APART)
     right = accuracy(model, test)
     stats = bagua.stats()["groups"]["world"]
