@@ -136,8 +136,9 @@ class Bucket:
     def append_callback(self, function: Callable[[str], object]) -> Bucket:
         """Adds a call of `function(bucket name)` on the communication thread. Returns the bucket.
 
-        An exception in it fails the engine, here and on the other ranks. It is the only operation that waits for the
-        GIL. Of arrays on a CUDA device, what it puts on the legacy stream there comes between the other operations.
+        An exception in it fails the engine: the next call here raises BaguaError from it, and the other ranks get
+        PeerRaisedError. It is the only operation that waits for the GIL. Of arrays on a CUDA device, what it puts on
+        the legacy stream there comes between the other operations.
         """
         self._raw.append_callback(function)
         return self

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,7 @@ def test_ranks_that_differ_in_hierarchical_get_a_mismatch(rank: int, transport: 
 
 
 @on_ranks(2)
-def test_an_exception_in_a_callback_is_named_on_every_rank(rank: int, group: bagua.Group) -> None:
+def test_an_exception_in_a_callback_is_kept_on_its_rank_and_named_on_the_others(rank: int, group: bagua.Group) -> None:
     x = np.ones(3)
     bucket = bagua.Bucket("b", {"x": x}).append_centralized()
 
@@ -184,8 +185,16 @@ def test_an_exception_in_a_callback_is_named_on_every_rank(rank: int, group: bag
 
     with pytest.raises(bagua.BaguaError) as raised:
         step()
-    assert "KeyError: 'nothing for b'" in str(raised.value)
-    assert "bucket 'b'" in str(raised.value)
+    error = raised.value
+    assert "KeyError: 'nothing for b'" in str(error)
+    assert "bucket 'b'" in str(error)
+    if rank == 0:
+        assert type(error) is bagua.BaguaError
+        assert isinstance(error.__cause__, KeyError)
+        assert [frame.name for frame in traceback.extract_tb(error.__cause__.__traceback__)] == ["fail"]
+    else:
+        assert isinstance(error, bagua.PeerRaisedError)
+        assert (error.rank, error.kind) == (0, "KeyError")
     engine.shutdown()
 
 

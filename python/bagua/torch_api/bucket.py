@@ -301,7 +301,8 @@ class BaguaBucket:
         """Runs ``python_function(bucket name)`` on the communication thread. Of a bucket on a CUDA device its work on
         the default stream comes between that of the other operations.
 
-        What it raises, the wait for the bucket raises.
+        If it raises, backward on this rank raises BaguaError from that exception, and the other ranks get
+        PeerRaisedError.
         """
         self._group = group or self._group
         self.backend_bucket.append_callback(python_function)

@@ -5,7 +5,7 @@ mod group_world;
 use std::time::Duration;
 
 use bagua_group::{Bootstrap, Config, TransportChoice};
-use bagua_types::error::Error;
+use bagua_types::error::{Error, Exception};
 use group_world::{
     AT_ONCE, NEVER_SILENT, PATIENCE, cause, config, connect_all, mixed, mixed_over, run_commands, try_world, until,
     world, world_with,
@@ -190,6 +190,18 @@ fn an_exception_of_one_rank_reaches_every_other() {
     }
     groups[0].raise("TypeError", "too late");
     assert!(matches!(cause(&groups[1]), Error::PeerRaised { rank: 1, .. }));
+}
+
+#[test]
+fn a_rank_whose_user_code_raised_is_named_on_every_other() {
+    let groups = world(2);
+    let (kind, message) = ("ValueError".to_owned(), "no".to_owned());
+    let exception = Exception { kind: kind.clone(), message: message.clone(), original: Box::new(17) };
+    let own = groups[1].health().fail(Error::raised("in a callback: no", exception));
+    assert_eq!(own, Error::other("in a callback: no"));
+    assert_eq!(own.exception().and_then(|exception| exception.original.downcast_ref()), Some(&17));
+    let host = groups[0].health().host(1).to_owned();
+    assert_eq!(cause(&groups[0]), Error::PeerRaised { rank: 1, host, kind, message });
 }
 
 #[test]

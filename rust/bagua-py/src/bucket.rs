@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use bagua_core::bucket;
 use bagua_core::engine as core;
-use bagua_core::error::{Error, Result};
+use bagua_core::error::{Error, Exception, Result};
 use bagua_core::memory::Device;
 use bagua_core::op::{
     AsyncModelAverageOp, AutoOp, CallbackOp, CentralizedOp, CompressedOp, DecentralizedOp, ExtraTensor,
@@ -205,13 +205,14 @@ impl Bucket {
 
     /// Adds a call of `function(bucket name)` on the communication thread: the one operation that waits for the GIL.
     ///
-    /// An exception in it fails the engine and the group, naming its class and text. `clear_ops` lets go of the function.
+    /// An exception in it fails the engine and the group: the next call of the engine on this rank raises BaguaError from it, and the other
+    /// ranks get PeerRaisedError with its class and text. `clear_ops` lets go of the function.
     fn append_callback(&self, py: Python<'_>, function: Bound<'_, PyAny>) -> PyResult<()> {
         let function = callable(&function)?;
         let op = CallbackOp::new(move |bucket| {
             let called = Python::try_attach(|py| {
                 let called = PyTuple::new(py, [bucket]).and_then(|name| call_user(function.bind(py), &name));
-                called.map_err(|e| as_core_error(py, &e))
+                called.map_err(|raised| as_core_error(py, bucket, raised))
             });
             called.unwrap_or_else(|| Err(Error::Aborted("the interpreter is shutting down".to_owned())))
         });
@@ -281,8 +282,9 @@ pub fn check_peer_selection(py: Python<'_>, peer_selection_mode: &str, members: 
     check.map_err(|e| errors::raise(py, e))
 }
 
-/// A Python exception as an error that the core can send to other threads and ranks.
-fn as_core_error(py: Python<'_>, raised: &PyErr) -> Error {
-    let class = raised.get_type(py).name().map_or_else(|_| "an exception".to_owned(), |name| name.to_string());
-    Error::other(format!("{class}: {}", raised.value(py)))
+/// The error of an operation whose function raised an exception.
+fn as_core_error(py: Python<'_>, bucket: &str, raised: PyErr) -> Error {
+    let (kind, text) = errors::described(py, &raised);
+    let message = format!("{text} (in the callback of bucket '{bucket}')");
+    Error::raised(format!("{kind}: {text}"), Exception { kind, message, original: errors::keep_exception(raised) })
 }

@@ -1,11 +1,13 @@
 //! The mapping from the core's errors to the Python classes of `bagua.errors`.
 
-use std::sync::Arc;
+use std::any::Any;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bagua_core::error::{Error, Progress, Result};
 use bagua_core::group::Group;
 use bagua_core::health::GroupHealth;
+use bagua_core::wait::lock;
 use pyo3::exceptions::{PyException, PyNotImplementedError, PyOSError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -80,8 +82,8 @@ impl Origin {
     }
 }
 
-/// The exception for a core error, created as `cls(message, **fields)` for classes of `bagua.errors`. The operating system's error, if
-/// there is one, becomes its `__cause__`.
+/// The exception for a core error, created as `cls(message, **fields)` for classes of `bagua.errors`. The operating system's error or the
+/// exception of a user's function that led to it becomes its `__cause__`.
 pub fn raise(py: Python<'_>, error: Error) -> PyErr {
     raise_with(py, error, (None, String::new()))
 }
@@ -89,11 +91,23 @@ pub fn raise(py: Python<'_>, error: Error) -> PyErr {
 /// As [`raise`], with the path of a flight record and what the text says of it.
 fn raise_with(py: Python<'_>, error: Error, record: (Option<String>, String)) -> PyErr {
     let code = error.os_error().and_then(std::io::Error::raw_os_error);
+    let original = error.exception().and_then(|exception| take_exception(&*exception.original));
     let raised = exception(py, error, record).unwrap_or_else(|while_raising| while_raising);
-    if let Some(cause) = code.and_then(|code| os_error(py, code).ok()) {
+    if let Some(cause) = original.or_else(|| code.and_then(|code| os_error(py, code).ok())) {
         raised.set_cause(py, Some(cause));
     }
     raised
+}
+
+/// An exception for [`bagua_core::error::Exception`]. The first error that is raised because of it takes it: a failed group, which keeps its
+/// cause, would keep the objects that the traceback refers to, and some of those may keep the group.
+pub fn keep_exception(raised: PyErr) -> Box<dyn Any + Send + Sync> {
+    Box::new(Mutex::new(Some(raised)))
+}
+
+fn take_exception(kept: &(dyn Any + Send + Sync)) -> Option<PyErr> {
+    let kept = kept.downcast_ref::<Mutex<Option<PyErr>>>()?;
+    lock(kept).take()
 }
 
 /// The `OSError` with this number; Python chooses its subclass, such as `ConnectionResetError`.
@@ -149,6 +163,12 @@ fn exception(py: Python<'_>, error: Error, (record, note): (Option<String>, Stri
     };
     let module = ERRORS.get_or_try_init(py, || py.import("bagua.errors").map(Bound::unbind))?;
     Ok(PyErr::from_value(module.bind(py).getattr(class)?.call((text,), Some(&fields))?))
+}
+
+/// Class name and text of an exception, for other threads and ranks.
+pub fn described(py: Python<'_>, raised: &PyErr) -> (String, String) {
+    let class = raised.get_type(py).name().map_or_else(|_| "an exception".to_owned(), |name| name.to_string());
+    (class, raised.value(py).to_string())
 }
 
 fn set_progress(fields: &Bound<'_, PyDict>, progress: Option<Box<Progress>>) -> PyResult<()> {

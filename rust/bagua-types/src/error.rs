@@ -1,5 +1,6 @@
 //! The errors of the core, one variant for each way in which a caller may react.
 
+use std::any::Any;
 use std::fmt;
 use std::io;
 use std::sync::Arc;
@@ -21,7 +22,26 @@ pub struct Progress {
     pub total: u64,
 }
 
-/// The operating system's error that led to an [`Error`], if there was one. It does not travel: an error that another rank reported has
+/// An exception of the user's code on this rank. It is the source of an [`Error::System`] here; the other ranks get [`Error::PeerRaised`].
+#[derive(Debug)]
+pub struct Exception {
+    /// Class of the exception, e.g. "ValueError".
+    pub kind: String,
+    /// What the other ranks are told about it.
+    pub message: String,
+    /// The exception itself, for the binding that made this.
+    pub original: Box<dyn Any + Send + Sync>,
+}
+
+impl fmt::Display for Exception {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.kind, self.message)
+    }
+}
+
+impl std::error::Error for Exception {}
+
+/// The operating system's error, or the user's [`Exception`], that led to an [`Error`], if there was one. It does not travel: an error that another rank reported has
 /// none. Two sources always compare equal, because the text of the error contains their text.
 #[derive(Clone, Debug, Default)]
 pub struct Source(Option<Arc<io::Error>>);
@@ -125,7 +145,7 @@ pub enum Error {
     System {
         /// What failed, and why.
         message: String,
-        /// The error of the system call.
+        /// The error of the system call, or the user's exception.
         source: Source,
     },
 }
@@ -180,6 +200,16 @@ impl Error {
     /// `System` without an error of a system call.
     pub fn other(message: impl Into<String>) -> Error {
         Error::System { message: message.into(), source: Source::default() }
+    }
+
+    /// `System` because of an exception of the user's code.
+    pub fn raised(message: impl Into<String>, exception: Exception) -> Error {
+        Error::System { message: message.into(), source: io::Error::other(exception).into() }
+    }
+
+    /// The exception of the user's code on this rank that led to this error.
+    pub fn exception(&self) -> Option<&Exception> {
+        self.os_error()?.get_ref()?.downcast_ref()
     }
 
     /// Adds the operating system's error, if the variant has that field and it is empty.

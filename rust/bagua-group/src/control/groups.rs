@@ -64,11 +64,12 @@ impl Plane {
                     let (kind, message) = (kind.to_owned(), message.to_owned());
                     Error::PeerRaised { rank, host: host.clone(), kind, message }
                 };
-                // A call of a driver or a library fails, or a library is missing, on this rank alone: peers name the rank.
-                let for_peers = match cause {
-                    Error::Device(failure) => raised("DeviceError", &failure.message),
-                    Error::Unavailable(text) => raised("BaguaError", text),
-                    _ => cause.clone(),
+                // The user's code or a call of a driver or a library fails, or a library is missing, on this rank alone: peers name the rank.
+                let for_peers = match (cause, cause.exception()) {
+                    (_, Some(exception)) => raised(&exception.kind, &exception.message),
+                    (Error::Device(failure), None) => raised("DeviceError", &failure.message),
+                    (Error::Unavailable(text), None) => raised("BaguaError", text),
+                    (_, None) => cause.clone(),
                 };
                 plane.publish(Notice::Failed { group: id, members: members.clone(), cause: for_peers });
                 plane.fail_subgroups(id, cause);
