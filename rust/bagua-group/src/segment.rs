@@ -45,7 +45,7 @@ impl LaneBuilder<'_> {
         if first != rank {
             let mut descriptors = self.passing(first, LANE_SEGMENT)?.receive()?;
             let descriptor = descriptors.pop().flatten();
-            return Arena::from_fd(descriptor.ok_or_else(|| Error::other("no descriptor of the lane's segment"))?);
+            return Arena::from_fd(descriptor.ok_or_else(|| Error::other("no descriptor of the channel's segment"))?);
         }
         let arena = Arena::create("bagua-lane", len)?;
         for peer in host.iter().filter(|peer| **peer != rank) {
