@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from bagua.c10d import dispatch
 from tests.cuda import device_arrays, pretended_futures, torch_streams
 from tests.cuda.torch_streams import Runtime
 
@@ -559,6 +560,8 @@ def install() -> Runtime:
             library.impl("empty.memory_format", _empty, "CUDA", **options)
             library.impl("empty_strided", _empty_strided, "CUDA", **options)
         _library.append(library)
+        # A true CUDA tensor has no class of its own.
+        dispatch.PLAIN += (CudaTensor,)
         tensor: Any = torch.Tensor
         tensor.to, tensor.cuda, tensor.cpu = _to, _cuda, _cpu
         tensor.type_as = _to

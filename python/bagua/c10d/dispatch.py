@@ -31,7 +31,7 @@ __all__ = [
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 #: Classes of tensors that the core reads by itself.
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
 
 #: True if torch's ProcessGroup has the names `all_gather_single` and so on.
 HAS_SINGLE = hasattr(c10d.ProcessGroup, "all_to_all_single")
