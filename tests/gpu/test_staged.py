@@ -16,7 +16,7 @@ from tests.cuda import test_failures as failures
 from tests.cuda import test_staged_values as values
 from tests.cuda import test_verb_order as order
 from tests.cuda.device_arrays import Cuda
-from tests.cuda.failing_calls import is_lost_at_once
+from tests.cuda.failing_calls import is_lost
 from tests.cuda.ranks import Ranks, device_rank
 from tests.cuda.verb_contract import move_everything, reduce_everything
 
@@ -151,8 +151,8 @@ def test_buckets_behave_on_a_device_as_on_the_simulated_driver(ranks: Ranks, sce
     ranks(2, scenario)
 
 
-def test_a_rank_that_is_killed_in_the_middle_is_lost_at_once(ranks: Ranks, tmp_path: Path) -> None:
-    is_lost_at_once(ranks, failures.one_dies, tmp_path, "verb", 8 << 20)
+def test_a_rank_that_is_killed_in_the_middle_is_lost(ranks: Ranks, tmp_path: Path) -> None:
+    is_lost(ranks, failures.one_dies, tmp_path, "verb", 8 << 20)
 
 
 def test_a_deadline_names_the_rank_that_did_not_come(ranks: Ranks) -> None:

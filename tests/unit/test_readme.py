@@ -68,8 +68,9 @@ def test_the_second_diff_of_the_page_sends_encoded_gradients(tmp_path: Path) -> 
     (script,) = [code for _, _, code in python_blocks(ROOT / page)]
     first, second = diffs(page)
     exact = patched(script, first)
-    encoded = patched("from bagua.torch_api.algorithms import Algorithm\n" + exact, second)
-    encoded = encoded.replace('"bytegrad"', '"bytegrad", hierarchical=False')  # or one host would encode nothing
+    # The page says how: one host would encode nothing otherwise.
+    encoded = "from bagua.torch_api.algorithms import Algorithm\n" + patched(exact, second)
+    encoded = encoded.replace('"bytegrad"', 'Algorithm.init("bytegrad", hierarchical=False)')
     near, far = weights(exact, tmp_path)[0], weights(encoded, tmp_path)
     assert far[0] == far[1] != near
     assert max(abs(a - b) for a, b in zip(near, far[0], strict=True)) < 0.05
