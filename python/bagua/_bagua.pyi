@@ -7,7 +7,7 @@ from datetime import timedelta
 from os import PathLike
 from typing import Any, SupportsFloat, SupportsIndex, final
 
-__all__ = ["Arena", "AsyncModelAverage", "Averager", "Bootstrap", "Bucket", "Codec", "Communicator", "CudaCall", "CudaDevice", "CudaLibraries", "Engine", "GroupConfig", "Handle", "JoinServer", "RendezvousServer", "Store", "StoreServer", "TensorReader", "Tls", "WeightLock", "check_peer_selection", "flight_recorder", "listen_for_interrupts", "local_address_towards", "read_array", "rendezvous_at", "rendezvous_file", "rendezvous_tcp", "set_recording", "tables", "version", "wait_for_callbacks"]
+__all__ = ["Arena", "AsyncModelAverage", "Averager", "Bootstrap", "Bucket", "Codec", "Communicator", "CudaCall", "CudaDevice", "CudaLibraries", "Engine", "GroupConfig", "Handle", "JoinServer", "RendezvousServer", "Store", "StoreServer", "TensorReader", "Tls", "WeightLock", "check_peer_selection", "flight_recorder", "local_address_towards", "read_array", "rendezvous_at", "rendezvous_file", "rendezvous_tcp", "set_recording", "tables", "version", "wait_for_callbacks"]
 
 @final
 class Arena:
@@ -149,7 +149,8 @@ class Bucket:
         """
         Adds a call of `function(bucket name)` on the communication thread: the one operation that waits for the GIL.
 
-        An exception in it fails the engine and the group, naming its class and text. `clear_ops` lets go of the function.
+        An exception in it fails the engine and the group: the next call of the engine on this rank raises BaguaError from it, and the other
+        ranks get PeerRaisedError with its class and text. `clear_ops` lets go of the function.
         """
     def append_centralized(self, /, average: bool, hierarchical: bool, scattergather: bool) -> None:
         """
@@ -826,14 +827,6 @@ def check_peer_selection(peer_selection_mode: str, members: SupportsIndex) -> No
 def flight_recorder() -> list[dict]:
     """
     The last operations of this process as dicts, oldest first; times in seconds since the epoch. See `bagua.flight_recorder`.
-    """
-
-def listen_for_interrupts() -> int:
-    """
-    Starts listening and returns the descriptor for `signal.set_wakeup_fd`. Call it on the main thread.
-
-    The first call starts a thread that never ends and never holds the GIL for longer than it takes to ask which handler
-    SIGINT has. Later calls return the same descriptor; a forked child has a thread and a descriptor of its own.
     """
 
 def local_address_towards(host: str, port: SupportsIndex) -> str:

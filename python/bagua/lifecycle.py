@@ -1,4 +1,4 @@
-"""Process-wide state, the fork hook, the exit hooks, and Ctrl-C.
+"""Process-wide state, the fork hook, and the exit hooks.
 
 Other modules keep no mutable module-level state of their own: each package has a typed record of it, which is
 registered here. So one file decides what a forked child inherits. The child is no rank of its parent's groups: it
@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -145,10 +144,7 @@ def cuda_libraries() -> engine.CudaLibraries:
 
 
 def install(shutdown: Callable[[], None]) -> None:
-    """Installs the exit hooks once per process, with `shutdown` as that of a normal exit; and, at every call on the
-    main thread, the wakeup descriptor for Ctrl-C.
-    """
-    _watch_for_interrupts()
+    """Installs the exit hooks once per process, with `shutdown` as that of a normal exit."""
     if process.owner_pid == os.getpid():
         return
     inherited = process.owner_pid != 0
@@ -213,17 +209,6 @@ def _write_error_file(error: BaseException) -> None:
         json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
 
 
-def _watch_for_interrupts() -> None:
-    """Lets Ctrl-C end a blocking call of the main thread, unless other code uses the wakeup descriptor."""
-    foreign = process.owner_pid not in (0, os.getpid())
-    if foreign or threading.current_thread() is not threading.main_thread():
-        return
-    descriptor = engine.listen_for_interrupts()
-    previous = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
-    if previous not in (-1, descriptor):
-        signal.set_wakeup_fd(previous)
-
-
 def _before_fork() -> None:
     for package in process.packages.values():
         package.before_fork()
@@ -243,9 +228,6 @@ def _after_fork_in_child() -> None:
     process.torchs_world = None
     for package in process.packages.values():
         package.after_fork_in_child()
-    # The descriptor leads to the parent's interrupt pipe.
-    if process.owner_pid and threading.current_thread() is threading.main_thread():
-        signal.set_wakeup_fd(-1)
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)

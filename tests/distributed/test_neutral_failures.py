@@ -17,7 +17,7 @@ import pytest
 import bagua
 from bagua import engine
 from tests.cuda.buckets import Queue, Tensors
-from tests.groups import on_ranks, when_waiting
+from tests.groups import on_ranks
 from tests.waits import NOT_BY_SILENCE, for_ever, meet
 
 World = Callable[..., Any]
@@ -357,39 +357,6 @@ def leaves_an_operation_behind(rank: int) -> str:
 
 def test_the_interpreter_ends_although_an_operation_is_pending(world: World) -> None:
     assert world(2).run(leaves_an_operation_behind) == ["done", "done"]
-
-
-def interrupted(rank: int, blocking: bool) -> str:
-    # A shell that starts the tests in the background has SIGINT ignored, and Python then keeps that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    group = bagua.init(timeout=300)
-    group.barrier()
-    if rank == 1:
-        with pytest.raises(bagua.PeerRaisedError) as raised:
-            for_ever(group.communicator.cause)
-        return raised.value.kind
-    x = np.ones(1000)
-
-    def press() -> None:
-        # At first a wait looks for its end, and only then sleeps.
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    when_waiting(press)
-    try:
-        if blocking:
-            group.all_reduce(x)
-        else:
-            group.all_reduce(x, async_op=True).wait()
-    except KeyboardInterrupt:
-        group.communicator.raise_("KeyboardInterrupt", "")
-        return "KeyboardInterrupt"
-    raise AssertionError("rank 1 never took part")
-
-
-@pytest.mark.parametrize("blocking", [True, False])
-def test_ctrl_c_ends_a_wait_and_is_reported_to_the_peers(world: World, blocking: bool) -> None:
-    assert world(2).run(interrupted, blocking) == ["KeyboardInterrupt", "KeyboardInterrupt"]
 
 
 def forks(rank: int) -> list[str]:

@@ -38,13 +38,13 @@ def summed(rank: int) -> float:
 
 
 def our_threads() -> set[str]:
-    """Threads of the core, but for the one that waits for Ctrl-C: it starts with the first long wait and stays."""
+    """Names of the core's threads."""
     names = set()
     for task in Path("/proc/self/task").iterdir():
         # A thread may end while it is looked at.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             names.add(Path(task, "comm").read_text(encoding="utf-8").strip())
-    return {name for name in names if name.startswith("bagua-")} - {"bagua-interrupt"}
+    return {name for name in names if name.startswith("bagua-")}
 
 
 def our_threads_end() -> bool:

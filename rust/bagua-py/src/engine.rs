@@ -69,7 +69,8 @@ impl Engine {
         for place in buckets.iter().filter_map(|bucket| bucket.place.as_ref()) {
             place.move_to(self.lane_devices.on(place.lane_device().context()));
         }
-        gil::run_released(py, &self.group, &self.origin, || self.core.register(cores))?;
+        let core = Arc::clone(&self.core);
+        gil::run_released(py, &self.group, &self.origin, move || core.register(cores))?;
         let described = buckets
             .iter()
             .flat_map(|bucket| std::iter::repeat_n((bucket.core.dtype(), bucket.place.clone()), bucket.markable));

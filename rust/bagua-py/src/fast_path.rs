@@ -12,9 +12,9 @@ use bagua_core::types::{DType, Kind, ReduceOp, Shape};
 use pyo3::prelude::*;
 use pyo3::types::PyInt;
 
+use crate::gil::Failure;
 use crate::group::Communicator;
 use crate::handle::Handle;
-use crate::interrupt;
 use crate::request::{Call, CommunicationThread, Request};
 use crate::tensor::{self, Operands};
 use crate::tensor_reader::{self, TensorReader};
@@ -37,15 +37,15 @@ impl Communicator {
         let bytes = operands.bytes();
         let outcome = self.here(dst.py(), bytes, |lane| lane.run(&options, dtype, verb, operands.io()));
         match outcome {
-            Err(error) if error.is_argument() => return Ok(false),
-            // Also after a failure, which may have come when half of it was written.
-            outcome if !reads_only => {
-                reader.changed(dst)?;
-                interrupt::py_result(dst.py(), self.origin(), outcome)?;
+            Err(Failure::Failed(error)) if error.is_argument() => Ok(false),
+            outcome => {
+                // Also after a failure, which may have come when half of it was written.
+                if !reads_only {
+                    reader.changed(dst)?;
+                }
+                outcome.map(|()| true).map_err(|failure| failure.raise(dst.py(), self.origin()))
             }
-            outcome => interrupt::py_result(dst.py(), self.origin(), outcome)?,
         }
-        Ok(true)
     }
 
     /// See `try_begin` there, of a verb from `src`, which may be None, to `dst`.

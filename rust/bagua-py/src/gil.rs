@@ -1,67 +1,146 @@
 //! Releasing the GIL around blocking operations and drops of the core.
 //!
-//! A blocking verb runs on the calling thread, because a hand-over to another thread costs more than a small all_reduce:
-//! - [`release`]: the GIL is released for the whole verb.
-//! - [`release_when_blocked`]: a verb on little memory keeps the GIL while it spins, some tens of microseconds at most, and releases
-//!   it only to sleep. Beside a busy Python thread, taking the GIL back costs up to 5 ms; without one, releasing it and being ready
-//!   for Ctrl-C cost as much as the rest of the call.
+//! A blocking verb runs on the calling thread, because a hand-over to another thread costs more than a small all_reduce. [`run_verb`] does
+//! one of two things:
+//! - A verb that may take long releases the GIL until it is done.
+//! - A verb on little memory keeps the GIL while it spins, some tens of microseconds at most, and releases it only to sleep. Taking the GIL
+//!   back takes up to 5 ms if another Python thread is busy. If none is, releasing the GIL costs as much as the rest of the call.
 //!
-//! In both, Ctrl-C ends the verb: see [`crate::interrupt`].
+//! In both cases a verb that sleeps runs Python's signal handlers now and then: see [`crate::interrupt`].
+//!
+//! What is rare and takes longer than starting a thread ([`run_released`]) runs on another thread, while the caller waits in slices.
 
 use std::cell::RefCell;
+use std::time::Instant;
 
-use bagua_core::error::Result;
+use bagua_core::error::{Error, Result};
 use bagua_core::group::Group;
-use bagua_core::wait::with_blocking_hook;
+use bagua_core::wait::{lengthened, with_blocking_hook};
 use pyo3::prelude::*;
 
 use crate::errors::Origin;
-use crate::interrupt::{self, Interruptible};
+use crate::interrupt::{self, SLICE};
 
-/// Runs a blocking operation of a group on this thread, without the GIL.
-pub fn release<T: Send>(py: Python<'_>, group: &Group, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
-    let _interruptible = Interruptible::new(group);
-    py.detach(work)
+/// Why a blocking verb has no result.
+pub enum Failure {
+    /// A signal handler raised this while the verb waited.
+    Raised(PyErr),
+    /// The verb failed.
+    Failed(Error),
 }
 
-/// As [`release`], with the result as Python gets it.
-pub fn run_released<T: Send>(
-    py: Python<'_>,
-    group: &Group,
-    origin: &Origin,
-    work: impl FnOnce() -> Result<T> + Send,
-) -> PyResult<T> {
-    let result = release(py, group, work);
-    interrupt::py_result(py, origin, result)
+impl Failure {
+    /// The exception for Python. What a pending signal's handler raises comes before the error of the verb.
+    pub fn raise(self, py: Python<'_>, origin: &Origin) -> PyErr {
+        match self {
+            Failure::Raised(raised) => raised,
+            Failure::Failed(error) => {
+                interrupt::run_signal_handlers(py).err().unwrap_or_else(|| origin.raise(py, error))
+            }
+        }
+    }
+}
+
+/// The blocking verb that a thread is in.
+struct RunningVerb {
+    group: Group,
+    /// True if the verb keeps the GIL except while it sleeps.
+    keeps_gil: bool,
+    /// When the verb slept first, and when it last ran the signal handlers. `None` before the first sleep.
+    slept: Option<(Instant, Instant)>,
+    /// What a signal handler has raised.
+    raised: Option<PyErr>,
 }
 
 thread_local! {
-    /// The group of the operation that runs in [`release_when_blocked`] on this thread, and from its first sleep on the guard that
-    /// lets Ctrl-C end it.
-    static SHORT_OPERATION: RefCell<Option<(Group, Option<Interruptible>)>> = const { RefCell::new(None) };
+    /// Also set while the verb runs a signal handler.
+    static RUNNING: RefCell<Option<RunningVerb>> = const { RefCell::new(None) };
 }
 
-/// As [`release`], for an operation that is not expected to sleep: it keeps the GIL until its first sleep.
-pub fn release_when_blocked<T>(group: &Group, work: impl FnOnce() -> Result<T>) -> Result<T> {
+/// Runs a blocking verb of a group on this thread. `is_brief`: with the GIL, which it releases only to sleep.
+///
+/// If a signal handler raises an exception, the group fails on all ranks, which ends the verb.
+pub fn run_verb<T: Send>(
+    py: Python<'_>,
+    group: &Group,
+    is_brief: bool,
+    work: impl FnOnce() -> Result<T> + Send,
+) -> std::result::Result<T, Failure> {
     struct Clear;
     impl Drop for Clear {
         fn drop(&mut self) {
-            drop(SHORT_OPERATION.take());
+            drop(RUNNING.take());
         }
     }
-    SHORT_OPERATION.set(Some((group.clone(), None)));
+    refuse_inside_verb(group).map_err(Failure::Failed)?;
+    RUNNING.set(Some(RunningVerb { group: group.clone(), keeps_gil: is_brief, slept: None, raised: None }));
     let _clear = Clear;
-    with_blocking_hook(release_around, work)
+    let run = || with_blocking_hook(sleep_in_slices, work);
+    let result = if is_brief { run() } else { py.detach(run) };
+    match RUNNING.with_borrow_mut(|verb| verb.as_mut().and_then(|verb| verb.raised.take())) {
+        Some(raised) => Err(Failure::Raised(raised)),
+        None => result.map_err(Failure::Failed),
+    }
 }
 
-/// The hook of [`release_when_blocked`]: runs the wait without the GIL.
-fn release_around(wait: &mut (dyn FnMut() + Send)) {
-    SHORT_OPERATION.with_borrow_mut(|operation| {
-        if let Some((group, interruptible)) = operation {
-            interruptible.get_or_insert_with(|| Interruptible::new(group));
+/// Refuses an operation of a signal handler that runs inside a blocking verb of this thread: the verb has the lane, and waits for the
+/// handler's end.
+pub fn refuse_inside_verb(group: &Group) -> Result<()> {
+    let refusal = |verb: &RunningVerb| {
+        Error::other(format!(
+            "a signal handler called an operation of the group '{}' while this thread was inside a blocking one of the group '{}': \
+             let the handler raise an exception, which ends that, or set a flag and act on it afterwards",
+            group.name(),
+            verb.group.name()
+        ))
+    };
+    RUNNING.with_borrow(|verb| verb.as_ref().map_or(Ok(()), |verb| Err(refusal(verb))))
+}
+
+/// The hook around each sleep of a verb: without the GIL, and once in a slice followed by the signal handlers.
+fn sleep_in_slices(wait: &mut (dyn FnMut() + Send)) {
+    let keeps_gil = RUNNING.with_borrow_mut(|verb| {
+        verb.as_mut().is_some_and(|verb| {
+            let now = Instant::now();
+            verb.slept.get_or_insert((now, now));
+            verb.keeps_gil
+        })
+    });
+    if keeps_gil {
+        Python::attach(|py| py.detach(wait));
+    } else {
+        wait();
+    }
+    let due = RUNNING.with_borrow(|verb| {
+        let verb = verb.as_ref().filter(|verb| verb.raised.is_none())?;
+        let (first, checked) = verb.slept?;
+        (checked.elapsed() >= lengthened(SLICE, first.elapsed())).then(|| verb.group.clone())
+    });
+    let Some(group) = due else { return };
+    // An interpreter that is shutting down runs no handlers.
+    let ran = Python::try_attach(|py| {
+        interrupt::run_signal_handlers(py).inspect_err(|raised| interrupt::fail_group(py, &group, raised))
+    });
+    RUNNING.with_borrow_mut(|verb| {
+        if let Some(verb) = verb {
+            verb.slept = verb.slept.map(|(first, _)| (first, Instant::now()));
+            verb.raised = ran.and_then(PyResult::err);
         }
     });
-    Python::attach(|py| py.detach(wait));
+}
+
+/// Runs an operation of a group on another thread, while this thread waits without the GIL and runs Python's signal handlers. If one raises
+/// an exception, the group fails on all ranks, which ends the operation.
+pub fn run_released<T: Send + 'static>(
+    py: Python<'_>,
+    group: &Group,
+    origin: &Origin,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> PyResult<T> {
+    refuse_inside_verb(group).map_err(|e| origin.raise(py, e))?;
+    let outcome = interrupt::on_thread(py, None, work);
+    let result = outcome.inspect_err(|raised| interrupt::fail_group(py, group, raised))?;
+    result.map_err(|e| origin.raise(py, e))
 }
 
 /// A value of the core whose drop may wait for a thread that itself waits for the GIL, to run a Python callback: it is dropped

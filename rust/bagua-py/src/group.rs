@@ -26,7 +26,7 @@ use crate::codec::Codec;
 use crate::cuda_call::{self, CudaCall, CudaDevice, LaneDevices};
 use crate::engine::Engine;
 use crate::errors::{Origin, seconds, with};
-use crate::gil::{self, DropWithoutGil};
+use crate::gil::{self, DropWithoutGil, Failure};
 use crate::handle::Handle;
 use crate::interrupt;
 use crate::joining::JoinServer;
@@ -72,13 +72,13 @@ impl Communicator {
     }
 
     /// Runs a verb on so many bytes on this thread.
-    pub fn here(&self, py: Python<'_>, bytes: usize, verb: impl FnOnce(&mut Lane) -> Result<()> + Send) -> Result<()> {
-        let run = || self.core.run(verb);
-        if self.spins && bytes <= BRIEF {
-            gil::release_when_blocked(self.group(), run)
-        } else {
-            gil::release(py, self.group(), run)
-        }
+    pub fn here(
+        &self,
+        py: Python<'_>,
+        bytes: usize,
+        verb: impl FnOnce(&mut Lane) -> Result<()> + Send,
+    ) -> std::result::Result<(), Failure> {
+        gil::run_verb(py, self.group(), self.spins && bytes <= BRIEF, || self.core.run(verb))
     }
 
     /// Runs a verb on so many bytes here, or hands it to the communication thread, which runs all on a device; `op` describes it while it is
@@ -93,11 +93,12 @@ impl Communicator {
         verb: impl FnOnce(&mut Lane, &Options<'_>) -> Result<()> + Send + 'static,
     ) -> PyResult<Option<Handle>> {
         if call.async_op || place.is_some() {
+            gil::refuse_inside_verb(self.group()).map_err(|e| self.origin.raise(py, e))?;
             return self.submit(py, call, place, op, verb);
         }
         let options = call.options();
         let outcome = self.here(py, bytes, |lane| verb(lane, &options));
-        interrupt::py_result(py, &self.origin, outcome).map(|()| None)
+        outcome.map(|()| None).map_err(|failure| failure.raise(py, &self.origin))
     }
 
     fn lane_devices(&self) -> Vec<Arc<LaneDevices>> {
@@ -386,7 +387,8 @@ impl Communicator {
     /// The group of some members, given as ranks of this group: its rank r is `ranks[r]`. None when this rank is not among them. The
     /// members call it in the same order, with the same ranks and name.
     fn subgroup(&self, py: Python<'_>, ranks: Vec<usize>, name: &str) -> PyResult<Option<Communicator>> {
-        let open = || self.group().subgroup(&ranks, name)?.map(core::Communicator::new).transpose();
+        let (group, name) = (self.group().clone(), name.to_owned());
+        let open = move || group.subgroup(&ranks, &name)?.map(core::Communicator::new).transpose();
         Ok(gil::run_released(py, self.group(), &self.origin, open)?.map(Communicator::of))
     }
 
@@ -418,7 +420,11 @@ impl Communicator {
     /// An engine with a lane and a thread of its own. Every rank of the group calls it, in the same order.
     fn engine(&self, py: Python<'_>, name: &str) -> PyResult<Engine> {
         let group = self.group().clone();
-        let engine = gil::run_released(py, self.group(), &self.origin, || core::Engine::new(&group, name))?;
+        let open = {
+            let (group, name) = (group.clone(), name.to_owned());
+            move || core::Engine::new(&group, &name)
+        };
+        let engine = gil::run_released(py, self.group(), &self.origin, open)?;
         let lane_devices = Arc::new(LaneDevices::new(&group));
         sync::lock(&self.lane_devices).push(Arc::clone(&lane_devices));
         Ok(Engine::of(engine, group, self.origin.clone(), lane_devices))
@@ -461,7 +467,8 @@ impl Communicator {
         // SAFETY: the caller's promise in the docstring of this method.
         let model = unsafe { average::model(py, (weights, buffers), lock, device, on_device) }
             .map_err(|e| self.origin.fail(py, e))?;
-        let start = || self.core.run(|lane| core_average::Averager::start(group, lane, model, settings));
+        let core = Arc::clone(&self.core);
+        let start = move || core.run(|lane| core_average::Averager::start(core.group(), lane, model, settings));
         let core = gil::run_released(py, group, &self.origin, start)?;
         Ok(Averager::of(core, group.ranks()[group.rank()]))
     }

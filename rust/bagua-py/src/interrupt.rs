@@ -1,148 +1,63 @@
-//! Ctrl-C during waits.
+//! Signals during waits.
 //!
-//! Python runs signal handlers on its main thread, between two bytecodes: never while that thread is inside the extension. So:
-//! - a wait for a handle or an engine ([`wait_in_slices`]) returns to Python every [`SLICE`], when it is long less often, and runs the handlers;
-//! - work that has no group yet ([`run_on_thread`]) runs on another thread, and the caller waits for it in slices;
-//! - a blocking verb (an [`Interruptible`] on the calling thread) cannot return to Python before it ends. A thread reads Python's
-//!   wakeup descriptor (`signal.set_wakeup_fd`; no GIL, no cost per verb but one uncontended lock) and poisons the verb's group
-//!   when the verb has not ended [`GRACE`] after SIGINT. The verb then fails, and [`py_result`] raises the pending
-//!   `KeyboardInterrupt` instead of its error.
+//! Python runs signal handlers on its main thread, between two bytecodes: never while that thread is inside the extension. So every wait
+//! that may be long runs them itself ([`run_signal_handlers`]) once in a [`SLICE`], and less often when it lasts longer:
+//! - A wait for a handle or an engine ([`wait_in_slices`]). An exception of a handler ends the wait, not the operation.
+//! - Work that runs on another thread ([`run_on_thread`]). An exception of a handler ends the wait for it.
+//! - A blocking verb on the calling thread ([`crate::gil::run_verb`]). The verb uses the caller's memory, so an exception of a handler has
+//!   to end it: the group fails on all ranks ([`fail_group`]).
 
-use std::io::Read;
-use std::os::fd::AsRawFd;
-use std::os::unix::net::UnixStream;
+use std::sync::Mutex;
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Mutex, MutexGuard};
-use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use bagua_core::error::{Error, Result};
-use bagua_core::group::{Awaited, Group, PerProcess};
+use bagua_core::group::{Awaited, Group};
 use bagua_core::wait::{self, Waited, lengthened, lock};
+use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::errors::{self, Origin};
 
-/// How long a thread sleeps before it lets Python's signal handlers run; in a long wait up to four times as long, see [`lengthened`].
-const SLICE: Duration = Duration::from_millis(50);
+/// How long a thread waits before it runs Python's signal handlers; in a long wait up to four times as long, see [`lengthened`].
+pub const SLICE: Duration = Duration::from_millis(50);
 
-/// How long a blocking verb may go on after Ctrl-C: a verb that is about to end by itself must not poison its group.
-const GRACE: Duration = Duration::from_millis(200);
-
-/// SIGINT on every Linux.
-const SIGINT: u8 = 2;
-
-/// What the thread that reads the wakeup descriptor has to know.
-#[derive(Default)]
-struct InterruptState {
-    /// The thread on which Python runs signal handlers; `None` before [`listen_for_interrupts`].
-    main_thread: Option<ThreadId>,
-    /// The end of the socket pair that Python writes signal numbers to. Never closed, because Python keeps its number.
-    wakeup: Option<UnixStream>,
-    /// Blocking verbs of the main thread so far: equal as long as it is still in the same one.
-    verbs: u64,
-    /// Group of the blocking verb that the main thread is in.
-    group: Option<Group>,
-}
-
-/// A fork may come while the thread that reads has the lock, and there is no such thread in the child.
-static STATE: PerProcess<Mutex<InterruptState>> = PerProcess::new();
-
-fn state() -> MutexGuard<'static, InterruptState> {
-    lock(STATE.get())
-}
-
-/// Starts listening and returns the descriptor for `signal.set_wakeup_fd`. Call it on the main thread.
-///
-/// The first call starts a thread that never ends and never holds the GIL for longer than it takes to ask which handler
-/// SIGINT has. Later calls return the same descriptor; a forked child has a thread and a descriptor of its own.
-#[pyfunction]
-pub fn listen_for_interrupts(py: Python<'_>) -> PyResult<i32> {
-    let start = || -> Result<i32> {
-        let mut state = state();
-        if let Some(wakeup) = &state.wakeup {
-            return Ok(wakeup.as_raw_fd());
-        }
-        let failed = |e: std::io::Error| Error::system("listening for interrupts", e);
-        let (wakeup, signals) = UnixStream::pair().map_err(failed)?;
-        wakeup.set_nonblocking(true).map_err(failed)?;
-        std::thread::Builder::new()
-            .name("bagua-interrupts".to_owned())
-            .spawn(move || read_signals(signals))
-            .map_err(failed)?;
-        state.main_thread = Some(std::thread::current().id());
-        Ok(state.wakeup.insert(wakeup).as_raw_fd())
-    };
-    start().map_err(|e| errors::raise(py, e))
-}
-
-/// The thread that reads the wakeup descriptor.
-fn read_signals(mut signals: UnixStream) {
-    let mut signal = [0u8];
-    while matches!(signals.read(&mut signal), Ok(1)) {
-        if signal != [SIGINT] {
-            continue;
-        }
-        let interrupted = {
-            let state = state();
-            if state.group.is_none() {
-                continue;
-            }
-            state.verbs
-        };
-        std::thread::sleep(GRACE);
-        let group = {
-            let state = state();
-            if state.verbs == interrupted { state.group.clone() } else { None }
-        };
-        if let Some(group) = group
-            && sigint_raises_keyboard_interrupt()
-        {
-            group.raise("KeyboardInterrupt", "interrupted by the user");
-        }
+/// Runs the handlers of pending signals, on Python's main thread. Returns what a handler raised, and `CancelledError` if the asyncio task of
+/// this thread was cancelled: that is all that the handler of `asyncio.run` does for the first Ctrl-C.
+pub fn run_signal_handlers(py: Python<'_>) -> PyResult<()> {
+    py.check_signals()?;
+    if is_cancelled(py)? {
+        let class = py.import("asyncio")?.getattr("CancelledError")?;
+        return Err(PyErr::from_value(class.call1(("the task was cancelled while it waited for other ranks",))?));
     }
+    Ok(())
 }
 
-/// False when the program has its own SIGINT handler, which may not want to end anything; that one runs when the verb returns.
-fn sigint_raises_keyboard_interrupt() -> bool {
-    let asked = Python::try_attach(|py| -> PyResult<bool> {
-        let signal = py.import("signal")?;
-        let handler = signal.getattr("getsignal")?.call1((SIGINT,))?;
-        Ok(handler.is(signal.getattr("default_int_handler")?))
-    });
-    matches!(asked, Some(Ok(true)))
-}
-
-/// While it lives, Ctrl-C ends the waits of the group, if it was made on the main thread.
-pub struct Interruptible {
-    on_main_thread: bool,
-}
-
-impl Interruptible {
-    pub fn new(group: &Group) -> Interruptible {
-        let mut state = state();
-        let on_main_thread = state.main_thread == Some(std::thread::current().id());
-        if on_main_thread {
-            state.verbs += 1;
-            state.group = Some(group.clone());
-        }
-        Interruptible { on_main_thread }
+/// True if the asyncio task that runs on this thread was cancelled and has not got its `CancelledError` yet. A handler may also run, and raise,
+/// in the Python code that is called here.
+fn is_cancelled(py: Python<'_>) -> PyResult<bool> {
+    let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
+    // Not imported here: without it there is no task.
+    let asyncio = modules.call_method1(intern!(py, "get"), (intern!(py, "asyncio"),))?;
+    if asyncio.is_none() {
+        return Ok(false);
     }
-}
-
-impl Drop for Interruptible {
-    fn drop(&mut self) {
-        if self.on_main_thread {
-            // Taken under the lock and dropped after it: dropping the last clone of a group leaves the group.
-            let group = state().group.take();
-            drop(group);
-        }
+    let running = asyncio.call_method0(intern!(py, "_get_running_loop"))?;
+    if running.is_none() {
+        return Ok(false);
     }
+    let task = asyncio.call_method1(intern!(py, "current_task"), (running,))?;
+    // Every task of CPython's asyncio has it.
+    task.getattr_opt(intern!(py, "_must_cancel"))?.map_or(Ok(false), |cancelled| cancelled.is_truthy())
 }
 
-/// The result of a blocking operation as Python gets it: an exception that is pending, as after Ctrl-C, comes before its error.
-pub fn py_result<T>(py: Python<'_>, origin: &Origin, result: Result<T>) -> PyResult<T> {
-    result.map_err(|error| py.check_signals().err().unwrap_or_else(|| origin.raise(py, error)))
+/// Fails the group on all ranks, because a signal handler of this rank raised an exception: the other ranks get PeerRaisedError.
+pub fn fail_group(py: Python<'_>, group: &Group, raised: &PyErr) {
+    let (kind, mut text) = errors::described(py, raised);
+    if text.is_empty() {
+        "interrupted by a signal".clone_into(&mut text);
+    }
+    py.detach(|| group.raise(&kind, &text));
 }
 
 /// Runs work on a thread of its own. An exception of a signal handler ends the wait, not the work, which ends by its deadline.
@@ -159,20 +74,36 @@ pub fn run_and_report<T: Send + 'static>(
     waiting: Option<(&Bound<'_, PyAny>, &Awaited)>,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> PyResult<T> {
+    on_thread(py, waiting, work)?.map_err(|e| errors::raise(py, e))
+}
+
+/// As [`run_and_report`], with the result of the work itself. The error is what a signal handler or the function of `waiting` raised.
+pub fn on_thread<T: Send + 'static>(
+    py: Python<'_>,
+    waiting: Option<(&Bound<'_, PyAny>, &Awaited)>,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> PyResult<Result<T>> {
     let (sender, receiver) = mpsc::sync_channel(1);
-    std::thread::Builder::new()
+    let spawned = std::thread::Builder::new()
         .name("bagua-joining".to_owned())
         // After an interrupt there is no receiver; what was built is then dropped on that thread.
-        .spawn(move || drop(sender.send(work())))
-        .map_err(|e| errors::raise(py, Error::system("starting a thread", e)))?;
+        .spawn(move || drop(sender.send(work())));
+    let thread = match spawned {
+        Ok(thread) => thread,
+        Err(e) => return Ok(Err(Error::system("starting a thread", e))),
+    };
     let (receiver, begun) = (Mutex::new(receiver), Instant::now());
     loop {
         let slice = lengthened(SLICE, begun.elapsed());
         let received = py.detach(|| lock(&receiver).recv_timeout(slice));
         match received {
-            Ok(result) => return result.map_err(|e| errors::raise(py, e)),
+            Ok(result) => {
+                // The work is done: the thread ends now. Its panic after that would change nothing.
+                let _ = py.detach(|| thread.join());
+                return Ok(result);
+            }
             Err(RecvTimeoutError::Timeout) => {
-                py.check_signals()?;
+                run_signal_handlers(py)?;
                 if let Some((function, awaited)) = waiting
                     && let ranks = awaited.ranks()
                     && !ranks.is_empty()
@@ -180,9 +111,7 @@ pub fn run_and_report<T: Send + 'static>(
                     function.call1((ranks,))?;
                 }
             }
-            Err(RecvTimeoutError::Disconnected) => {
-                return Err(errors::raise(py, Error::other("the joining thread panicked")));
-            }
+            Err(RecvTimeoutError::Disconnected) => return Ok(Err(Error::other("the joining thread panicked"))),
         }
     }
 }
@@ -197,7 +126,7 @@ pub fn wait_in_slices<T: Send>(
     timed_out: impl FnOnce(Duration) -> Error + Send,
 ) -> PyResult<T> {
     // An interpreter that is shutting down runs no handlers.
-    let check_signals = || Python::try_attach(|py| py.check_signals()).unwrap_or(Ok(()));
+    let check_signals = || Python::try_attach(run_signal_handlers).unwrap_or(Ok(()));
     let result = py.detach(|| wait::wait_in_slices(timeout, SLICE, wait, check_signals, timed_out))?;
     result.map_err(|error| match origin {
         Some(origin) => origin.raise(py, error),

@@ -22,7 +22,7 @@
 //! | `tables` | the tables of the core: codes by name, and names |
 //! | `tls` | `Tls`: encrypted connections |
 //! | `gil` | releasing the GIL around blocking operations and drops |
-//! | `interrupt` | Ctrl-C during waits |
+//! | `interrupt` | signals during waits |
 //! | `call_user` | calling a user's function on a thread that Python did not start |
 //! | `tensor` | addresses become regions of memory, by unsafe functions: their callers are the methods that take addresses |
 //! | `tensor_reader` | address, size and type of a tensor or an array |
@@ -83,7 +83,6 @@ mod _bagua {
     #[pymodule_export]
     use crate::handle::{Handle, wait_for_callbacks};
     #[pymodule_export]
-    use crate::interrupt::listen_for_interrupts;
     #[pymodule_export]
     use crate::joining::JoinServer;
     #[pymodule_export]

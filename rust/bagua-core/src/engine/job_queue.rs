@@ -143,13 +143,23 @@ impl<J, T> Jobs<J, T> {
         self.settled.notify_all();
     }
 
-    /// Waits until everything that was submitted before this call was settled; less, when the queue is stopped meanwhile.
-    pub(super) fn wait_for_submitted(&self) {
+    /// Number of jobs submitted so far.
+    pub(super) fn submitted(&self) -> u64 {
+        self.state().submitted
+    }
+
+    /// Waits until the first `jobs` of all submitted jobs were settled, at most `limit`; whether they were.
+    pub(super) fn wait_settled(&self, jobs: u64, limit: Duration) -> bool {
+        let start = Instant::now();
         let mut state = self.state();
-        let ticket = state.submitted;
-        while state.settled < ticket {
-            state = self.settled.wait(state).unwrap_or_else(PoisonError::into_inner);
+        while state.settled < jobs {
+            let left = limit.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                return false;
+            }
+            state = self.settled.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+        true
     }
 
     /// From now on nothing is taken; hands out what waits, to be settled by the caller.

@@ -15,7 +15,7 @@ use crate::group::{Lane, Lanes, OwnerProcess};
 use crate::health::GroupHealth;
 use crate::recorder::{Announced, LaneRecorder, Ticket};
 use crate::sync;
-use crate::wait::{blocking_wait, lock};
+use crate::wait::{SLICE, blocking_wait, lock};
 
 /// How long a running operation may go on after `shutdown` before the group is poisoned to end it.
 const GRACE: Duration = Duration::from_secs(1);
@@ -23,6 +23,9 @@ const GRACE: Duration = Duration::from_secs(1);
 /// How long it may then still take. Waits of a lane see a poisoned group within [`crate::wait::SLICE`]; only a callback that does
 /// not return takes longer, and its thread is left behind rather than hang the process.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The first and the longest pause before a thread looks again whether another thread has left the lane.
+const PAUSES: (Duration, Duration) = (Duration::from_micros(20), Duration::from_millis(1));
 
 /// A job for a communication thread.
 pub type Job = Box<dyn FnOnce(&mut Lanes) -> Result<()> + Send + 'static>;
@@ -118,7 +121,11 @@ impl LaneWorker {
     pub fn run<T>(&self, job: impl FnOnce(&mut Lanes) -> Result<T>) -> Result<T> {
         self.check()?;
         if self.shared.jobs.is_busy() {
-            blocking_wait(|| self.shared.jobs.wait_for_submitted());
+            let (submitted, mut settled) = (self.shared.jobs.submitted(), false);
+            // In slices, between which a caller that is told to give up fails the group, and so the jobs.
+            while !settled {
+                blocking_wait(|| settled = self.shared.jobs.wait_settled(submitted, SLICE));
+            }
             self.shared.take_lost_error()?;
             self.check()?;
         } else {
@@ -232,13 +239,15 @@ impl WorkerShared {
 
     /// As `lane`, for a thread that may hold what the lane's user needs to come to its end.
     fn free_lanes(&self) -> MutexGuard<'_, Lanes> {
+        let mut pause = PAUSES.0;
         loop {
             match self.lanes.try_lock() {
                 Ok(lanes) => return lanes,
                 Err(TryLockError::Poisoned(lanes)) => return lanes.into_inner(),
-                // Another thread may have it again when this returns.
-                Err(TryLockError::WouldBlock) => blocking_wait(|| drop(self.lanes())),
+                // In slices, as in `run`. A mutex has no wait of limited length.
+                Err(TryLockError::WouldBlock) => blocking_wait(|| std::thread::sleep(pause)),
             }
+            pause = (2 * pause).min(PAUSES.1);
         }
     }
 

@@ -30,7 +30,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{Broken, Incoming, OpContext, Outgoing, Readiness, Transport};
 use crate::error::{Error, Result};
-use crate::wait::{Doorbell, SLICE};
+use crate::wait::{Doorbell, SLICE, blocking_wait};
 pub use endpoint::{ByteCounts, Endpoint, PeerFault};
 pub use frames::Frames;
 pub use open::{Batch, OpenStreams, Opened};
@@ -486,7 +486,7 @@ impl Mesh {
             _ => {
                 let timeout = Timespec { tv_sec: 0, tv_nsec: timeout.subsec_nanos().into() };
                 // Ready, timed out or interrupted: the caller polls the streams again in any case.
-                let _ = poll(&mut descriptors, Some(&timeout));
+                blocking_wait(|| _ = poll(&mut descriptors, Some(&timeout)));
             }
         }
     }
