@@ -317,9 +317,9 @@ def stats() -> dict[str, Any]:
     """What every group of this process did: `stats()["groups"][name]["ops"][kind]` counts one kind of operation.
 
     `stats()["groups"][name]["connections"]` has the numbers of open connections: "control", which all groups of a rank
-    share, and "data", those of the group's lanes and messages, of which so many were "opened" and "closed". "join_s" is
-    the time in seconds from when this rank listened until all ranks were connected. "agreement" has the "messages" and
-    "bytes" that this rank sent to agree on the group, where another one was shrunk to it.
+    share, and "data", those of the group's channels and messages, of which so many were "opened" and "closed". "join_s"
+    is the time in seconds from when this rank listened until all ranks were connected. "agreement" has the "messages"
+    and "bytes" that this rank sent to agree on the group, where another one was shrunk to it.
 
     `stats()["elastic"]` is that of an elastic job, None in other jobs: "view", "ranks", "door" ("host:port") and
     "connections_refused".

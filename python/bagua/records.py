@@ -46,11 +46,12 @@ _NOT_PLAIN = re.compile(r"[^\w.,#-]+")
 def flight_recorder() -> list[dict[str, Any]]:
     """The last 1,000 operations of this process, in all of its groups, oldest first.
 
-    Each is a dict: `n` (its number in this process, counts by one), `group` and `channel` (the lane), `seq` (its number
-    in the lane, or, of a message, between the two ranks; None until it begins), `kind` such as "all_reduce(sum)",
-    `label` (its bucket, or ""), `dtype`, `count` and `bytes`, `root` (rank of the group, or None), `state` ("queued",
-    "started", "done" or "failed"), `begin` and `end` (seconds since the epoch, or None), and `missing` (the world ranks
-    that had not come when it failed). In a forked child it starts empty.
+    Each is a dict: `n` (its number in this process, counts by one), `group` and `channel` (0 for the group's own
+    operations, one more for each engine), `seq` (its number in the channel, or, of a message, between the two ranks;
+    None until it begins), `kind` such as "all_reduce(sum)", `label` (its bucket, or ""), `dtype`, `count` and `bytes`,
+    `root` (rank of the group, or None), `state` ("queued", "started", "done" or "failed"), `begin` and `end` (seconds
+    since the epoch, or None), and `missing` (the world ranks that had not come when it failed). In a forked child it
+    starts empty.
     """
     return engine.flight_recorder()
 

@@ -18,10 +18,10 @@ impl Lanes {
             return Ok(());
         }
         let Some(group) = &self.group else {
-            return Err(Error::InvalidArgument("this lane belongs to no group and has no lanes by host".to_owned()));
+            return Err(Error::InvalidArgument("this channel belongs to no group and has no channels by host".to_owned()));
         };
         // A rank that runs another operation is a mismatch here, instead of a timeout while connecting.
-        let options = Options { flags: flags::HIERARCHICAL, label: "lanes by host", ..Options::DEFAULT };
+        let options = Options { flags: flags::HIERARCHICAL, label: "channels by host", ..Options::DEFAULT };
         let ticket = self.global.queued.take();
         let met = self.global.barrier(&options);
         self.global.queued = ticket;
