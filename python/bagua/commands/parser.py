@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bagua import engine
+from bagua import engine, hints
 
 __all__ = ["SHELLS", "Parser", "completion", "output_file"]
 
@@ -32,9 +31,9 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """As argparse's, with the choice that was probably meant."""
-        near = difflib.get_close_matches(str(value), map(str, action.choices or ()), n=1)
-        if near and value not in (action.choices or ()):
-            raise argparse.ArgumentError(action, f"invalid choice: {str(value)!r}; did you mean {near[0]!r}?")
+        near = hints.nearest(str(value), map(str, action.choices or ()))
+        if near is not None and value not in (action.choices or ()):
+            raise argparse.ArgumentError(action, f"invalid choice: {str(value)!r}; did you mean {near!r}?")
         super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
