@@ -18,7 +18,9 @@ impl Lanes {
             return Ok(());
         }
         let Some(group) = &self.group else {
-            return Err(Error::InvalidArgument("this channel belongs to no group and has no channels by host".to_owned()));
+            return Err(Error::InvalidArgument(
+                "this channel belongs to no group and has no channels by host".to_owned(),
+            ));
         };
         // A rank that runs another operation is a mismatch here, instead of a timeout while connecting.
         let options = Options { flags: flags::HIERARCHICAL, label: "channels by host", ..Options::DEFAULT };
