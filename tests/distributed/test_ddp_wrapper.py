@@ -360,7 +360,7 @@ def other_algorithms_train_and_refuse_join_and_hooks(rank: int) -> None:
         with pytest.raises(NotImplementedError, match=name):
             model.register_comm_hook(None, default_hooks.allreduce_hook)
     with pytest.raises(TypeError, match="must be an Algorithm"):
-        DistributedDataParallel(nn.Linear(2, 2), algorithm="bytegrad")  # type: ignore[arg-type]
+        DistributedDataParallel(nn.Linear(2, 2), algorithm=3)  # type: ignore[arg-type]
 
 
 def asynchronous_averaging_is_controlled_through_the_wrapper(rank: int) -> None:
