@@ -42,6 +42,27 @@ def test_buckets_are_of_one_type_and_go_when_their_last_tensor_is_there() -> Non
     assert sizes(split([*tensors, torch.zeros(5)], 10**9)) == [[2, 4], [1, 3, 5]]
 
 
+class CountedName(str):
+    """Counts how often names are compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedName.compared += 1
+        return super().__eq__(other)
+
+    __hash__ = str.__hash__
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_a_bucket_of_many_tensors_does_not_compare_each_name_with_all_others(flatten: bool) -> None:
+    count = 1000
+    tensors = [torch.zeros(1).ensure_bagua_tensor(CountedName(f"t{i}"), "net") for i in range(count)]  # type: ignore[attr-defined]
+    CountedName.compared = 0
+    BaguaBucket(tensors, "b", flatten=flatten)
+    assert CountedName.compared < 10 * count
+
+
 def test_flattening_moves_tensors_together_and_keeps_values_and_strides() -> None:
     tensors = named(torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3).t(), torch.tensor(7.0), torch.empty(0))
     before = [tensor.clone() for tensor in tensors]

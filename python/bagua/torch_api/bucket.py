@@ -144,14 +144,14 @@ class BaguaBucket:
         self._built_for = group
         # The group that the operations were appended for; None: that of the model.
         self._group: ProcessGroup | None = None
-        self._check()
-        self._pad()
+        parts = self._check()
+        parts += self._pad(parts)
         if flatten:
-            self._flatten()
+            self._flatten(parts)
         self.flatten = flatten
         # The memory that is registered with the core: the bucket's own; unless it is flattened the tensors', which the
         # core uses where no later address replaces it.
-        self._registered = [place.own for place in self.places] or [values.detach() for values in self._effective()]
+        self._registered = [place.own for place in self.places] or [values.detach() for values in parts]
         #: The CUDA device of its tensors; None for the host.
         self.device = devices.device_of(self._registered[0])
         # Without hooks and graphs, which may refer to the bucket.
@@ -173,16 +173,20 @@ class BaguaBucket:
         shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
         return f"<BaguaBucket {self.name!r} of model {self.bagua_module_name!r}: {shown}>"
 
-    def _check(self) -> None:
-        names = [registration(tensor).name for tensor in self.tensors]
+    def _check(self) -> list[torch.Tensor]:
+        """Returns the effective tensors."""
+        known = [registration(tensor) for tensor in self.tensors]
+        names = [each.name for each in known]
         repeated = sorted(name for name, times in Counter(names).items() if times > 1)
         if repeated:
             raise ValueError(f"bucket {self.name!r}: {repeated} appear(s) twice")
-        first = effective(self.tensors[0])
-        for tensor, label in zip(self.tensors, names, strict=True):
-            values = effective(tensor)
-            devices.check_place(values, f"tensor {label!r} of bucket {self.name!r}")
-            dtype_code(values, f"tensor {label!r} of bucket {self.name!r}")
+        parts = [each.effective(tensor) for each, tensor in zip(known, self.tensors, strict=True)]
+        first = parts[0]
+        for values, each in zip(parts, known, strict=True):
+            label = each.name
+            what = f"tensor {label!r} of bucket {self.name!r}"
+            devices.check_place(values, what)
+            dtype_code(values, what)
             if values.device != first.device:
                 raise TypeError(
                     f"bucket {self.name!r} mixes {names[0]!r} on {first.device} with {label!r} on {values.device}"
@@ -192,20 +196,22 @@ class BaguaBucket:
                     f"bucket {self.name!r} mixes {names[0]!r} ({first.dtype} on {first.device}) "
                     f"with {label!r} ({values.dtype} on {values.device})"
                 )
-            if registration(tensor).module_name != self.bagua_module_name:
+            if each.module_name != self.bagua_module_name:
                 raise ValueError(
-                    f"bucket {self.name!r} mixes tensors of models {self.bagua_module_name!r} "
-                    f"and {registration(tensor).module_name!r}"
+                    f"bucket {self.name!r} mixes tensors of models {self.bagua_module_name!r} and {each.module_name!r}"
                 )
+        return parts
 
-    def _pad(self) -> None:
-        values = self._effective()
-        short = -sum(tensor.numel() for tensor in values) % self.alignment
-        if short:
-            padding = torch.zeros(short, dtype=values[0].dtype, device=values[0].device)
-            self.padding_tensor = BaguaTensor.to_bagua_tensor(
-                padding, f"bagua_padding_tensor_bucket_{self.name}", self.bagua_module_name
-            )
+    def _pad(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the effective tensor of the padding, if the effective tensors need some."""
+        short = -sum(part.numel() for part in parts) % self.alignment
+        if not short:
+            return []
+        padding = torch.zeros(short, dtype=parts[0].dtype, device=parts[0].device)
+        self.padding_tensor = BaguaTensor.to_bagua_tensor(
+            padding, f"bagua_padding_tensor_bucket_{self.name}", self.bagua_module_name
+        )
+        return [effective(self.padding_tensor)]
 
     def _members(self) -> list[torch.Tensor]:
         return self.tensors if self.padding_tensor is None else [*self.tensors, self.padding_tensor]
@@ -224,13 +230,12 @@ class BaguaBucket:
             described.append((name, values.data_ptr(), values.numel(), code, tensor is self.padding_tensor))
         return described
 
-    def _flatten(self) -> None:
-        parts = self._effective()
-        flat = self._filled(self._allocate(sum(part.numel() for part in parts), parts[0], self.name))
-        self.memory = FlatMemory(flat)
+    def _flatten(self, parts: Sequence[torch.Tensor]) -> None:
+        self.memory = FlatMemory(self._allocate(sum(part.numel() for part in parts), parts[0], self.name))
         offset = 0
         for part in parts:
             place = BucketSlice(self.memory, part, offset)
+            place.take(part)
             part.data = place.tensor()
             self.places.append(place)
             offset += part.numel()
@@ -247,12 +252,8 @@ class BaguaBucket:
 
     def flattened_tensor(self) -> torch.Tensor:
         """A new tensor, gapless in memory, with the values of the effective tensors and the padding."""
-        return self._filled(None)
-
-    def _filled(self, flat: torch.Tensor | None) -> torch.Tensor:
         parts = self._effective()
-        if flat is None:
-            flat = torch.zeros(sum(part.numel() for part in parts), dtype=parts[0].dtype, device=parts[0].device)
+        flat = torch.zeros(sum(part.numel() for part in parts), dtype=parts[0].dtype, device=parts[0].device)
         offset = 0
         with torch.no_grad():
             for part in parts:

@@ -39,6 +39,8 @@ def require_resolved(tensor: torch.Tensor, what: str) -> None:
 
 def layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Strides for the tensor's values in contiguous memory: its own if it has no gaps, else row-major ones."""
+    if tensor.is_contiguous():
+        return tensor.stride()
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

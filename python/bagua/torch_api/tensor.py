@@ -21,7 +21,7 @@ Getter = Callable[[torch.Tensor], torch.Tensor]
 Setter = Callable[[torch.Tensor, torch.Tensor], None]
 
 
-@dataclass
+@dataclass(slots=True)
 class Registration:
     """Name, model and closures of a tensor."""
 
@@ -29,6 +29,10 @@ class Registration:
     module_name: str | None
     getter: Getter | None
     setter: Setter | None
+
+    def effective(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor whose values are communicated for this one."""
+        return tensor if self.getter is None else self.getter(tensor)
 
 
 _registrations: MutableMapping[torch.Tensor, Registration] = model_state.registrations
@@ -71,8 +75,7 @@ def _attribute_of(tensor: torch.Tensor) -> Registration:
 
 def effective(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor whose values are communicated."""
-    getter = registration(tensor).getter
-    return tensor if getter is None else getter(tensor)
+    return registration(tensor).effective(tensor)
 
 
 def forget(tensor: torch.Tensor) -> None:

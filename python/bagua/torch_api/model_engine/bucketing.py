@@ -26,12 +26,14 @@ def split(tensors: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor
         if bucket and used + size > limit:
             closed.append((last, bucket))
             used, bucket = 0, []
-        filling[kind] = (position, used + size, [*bucket, tensor])
+        bucket.append(tensor)
+        filling[kind] = (position, used + size, bucket)
     closed.extend((last, bucket) for last, _, bucket in filling.values())
     return [bucket for _, bucket in sorted(closed, key=lambda entry: entry[0])]
 
 
 def split_effective(tensors: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
     """:func:`split` of Bagua tensors, by what their effective tensors are."""
-    by_id = {id(effective(tensor)): tensor for tensor in tensors}
-    return [[by_id[id(values)] for values in bucket] for bucket in split([effective(t) for t in tensors], limit)]
+    values = [effective(tensor) for tensor in tensors]
+    by_id = {id(value): tensor for value, tensor in zip(values, tensors, strict=True)}
+    return [[by_id[id(value)] for value in bucket] for bucket in split(values, limit)]

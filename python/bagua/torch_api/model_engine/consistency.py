@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -53,19 +54,21 @@ def describe(kind: str, name: str, tensor: torch.Tensor) -> str:
     return f"{frozen}{kind} {name!r} {dtype}{list(tensor.shape)}{strides}{place}"
 
 
-def pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
-    """Room for the bytes of tensors of any dtypes, all in one place, in one piece there, and where each starts."""
+def pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Room for the bytes of tensors of any dtypes, all in one place, in one piece there, and a window for each."""
+    runs = [list(run) for _, run in groupby(tensors, key=lambda tensor: tensor.dtype)]
     starts, end = [], 0
-    for tensor in tensors:
+    for run in runs:
         starts.append(end)
-        size = tensor.numel() * tensor.element_size()
+        size = sum(tensor.numel() for tensor in run) * run[0].element_size()
         end += size + -size % ALIGN
-    return torch.empty(end, dtype=torch.uint8, device=tensors[0].device), starts
-
-
-def _window(room: torch.Tensor, start: int, tensor: torch.Tensor) -> torch.Tensor:
-    size = tensor.numel() * tensor.element_size()
-    return room[start : start + size].view(tensor.dtype).view(tensor.shape)
+    room = torch.empty(end, dtype=torch.uint8, device=tensors[0].device)
+    windows: list[torch.Tensor] = []
+    for start, run in zip(starts, runs, strict=True):
+        sizes = [tensor.numel() for tensor in run]
+        values = room[start : start + sum(sizes) * run[0].element_size()].view(run[0].dtype)
+        windows += [part.view(tensor.shape) for part, tensor in zip(values.split(sizes), run, strict=True)]
+    return room, windows
 
 
 def broadcast_tensors(broadcast: Any, rank: int, tensors: Iterable[torch.Tensor], root: int = 0) -> None:
@@ -120,18 +123,15 @@ def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def _start_batch(
     start: Callable[[torch.Tensor], Callable[[], None]], sends: bool, batch: Sequence[torch.Tensor]
 ) -> Callable[[], None]:
-    room, starts = pack(batch)
-    windows = [_window(room, begin, tensor) for begin, tensor in zip(starts, batch, strict=True)]
+    room, windows = pack(batch)
     if sends:
-        for window, tensor in zip(windows, batch, strict=True):
-            window.copy_(tensor)
+        torch._foreach_copy_(windows, batch)
     wait = start(room)
 
     def finish() -> None:
         wait()
         if not sends:
-            for window, tensor in zip(windows, batch, strict=True):
-                tensor.copy_(window)
+            torch._foreach_copy_(batch, windows)
 
     return finish
 

@@ -21,7 +21,7 @@ from bagua.errors import BaguaError
 from ..bucket import BaguaBucket
 from ..bucket_memory import BucketSlice, is_lazy_value, layout_of, over
 from ..process_group import ReduceOp
-from ..tensor import BaguaTensor, effective, registration
+from ..tensor import BaguaTensor, registration
 from .exchange_interface import Exchange, Parameters, WrappedModel
 
 
@@ -50,7 +50,7 @@ def _one() -> float:
     return 1.0
 
 
-@dataclass
+@dataclass(slots=True)
 class Slot:
     """One parameter's gradient."""
 
@@ -141,10 +141,11 @@ class GradientExchange(Exchange):
         of_grad = {id(slot.param.grad): slot for slot in self._slots.values() if slot.param.grad is not None}
         for bucket in buckets:
             for number, tensor in enumerate(bucket.tensors):
-                slot = of_grad.get(id(effective(tensor)))
+                known = registration(tensor)
+                slot = of_grad.get(id(known.effective(tensor)))
                 if slot is None:
                     continue
-                slot.number = self._backend.number(registration(tensor).name)
+                slot.number = self._backend.number(known.name)
                 slot.strides = layout_of(grad_of(slot.param))
                 slot.place = bucket.places[number] if bucket.flatten else None
                 if not slot.had_grad:

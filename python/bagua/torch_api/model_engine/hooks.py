@@ -56,6 +56,8 @@ def call_after_forward(ddp: Callable[[], Hooked | None], output: Any) -> None:
 class GradHook:
     """Calls it when a parameter's gradient has its final local value."""
 
+    __slots__ = ("_ddp", "_name", "handle")
+
     def __init__(self, ddp: Hooked, name: str, param: torch.nn.Parameter) -> None:
         self._ddp = weakref.ref(ddp)
         self._name = name
