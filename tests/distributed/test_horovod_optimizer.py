@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import bagua.horovod.torch as hvd
+import bagua.torch_api
 from tests.distributed.torch_ranks import cases_in, each_case, same_everywhere
 
 RANKS = 3
@@ -290,6 +291,16 @@ def wrong_arguments_are_refused_before_anything_is_sent(rank: int) -> None:
         with pytest.raises(ValueError, match="already"):
             hvd.DistributedOptimizer(hvd.DistributedOptimizer(inner))
         assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+
+
+def parameters_of_a_wrapped_model_are_refused(rank: int) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bagua.torch_api.with_bagua(model, [optimizer], "gradient_allreduce")
+    with pytest.raises(ValueError, match=r"communicated by model 'Linear_\d+' already"):
+        hvd.DistributedOptimizer(optimizer)
+    bagua.torch_api.unwrap(model)
+    hvd.DistributedOptimizer(optimizer)
 
 
 CASES = cases_in(globals())

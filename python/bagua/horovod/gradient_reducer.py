@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from bagua.handle import Handle
 from bagua.torch_api import env
 from bagua.torch_api.model_engine.bucketing import split
+from bagua.torch_api.model_engine.engine import owner_of
 from bagua.torch_api.process_group import check_on_cpu
 
 from .reductions import Reduction, reduce_all
@@ -92,6 +93,12 @@ class GradientReducer:
     def _check(self, params: list[torch.Tensor]) -> None:
         for param in params:
             what = f"the gradient of {self._called(param)}"
+            if (owner := owner_of(param)) is not None:
+                raise ValueError(
+                    f"{what} is communicated by model {owner.bagua_module_name!r} already, so that the ranks would "
+                    "send it twice: keep one of them. To keep the wrapped model, use the plain optimizer. To keep "
+                    "DistributedOptimizer, call bagua.torch_api.unwrap on the model"
+                )
             check_on_cpu(param, what)
             self.how.core_op(param, what)
 
