@@ -319,7 +319,7 @@ def models_that_cannot_be_wrapped_are_refused(rank: int) -> None:
     with pytest.raises(NotImplementedError, match="is on meta"):
         wrapped(torch.nn.Linear(2, 2, device="meta"))
     with pytest.raises(TypeError, match="algorithm must be an Algorithm"):
-        torch.nn.Linear(2, 2).with_bagua([], "gradient_allreduce")
+        torch.nn.Linear(2, 2).with_bagua([], 3)
     for buffer, error, text in (
         (torch.arange(3.0).expand(2, 3), ValueError, r"buffer 'extra' of shape \[2, 3\] is expanded"),
         (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), NotImplementedError, "'extra' is quantized"),

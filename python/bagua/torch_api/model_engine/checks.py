@@ -91,7 +91,14 @@ class Tracked:
         parts = [f"{names} {one if len(names) == 1 else more}" for names, one, more in changes if names]
         if replaced:
             parts[-1] += ", as after load_state_dict(assign=True)"
-        hint = "" if new or replaced else ", or pass find_unused_parameters=True to freeze and unfreeze some of them"
+        hint = ""
+        if new and not replaced:
+            hint = (
+                ". If you cannot wrap it again, as under Lightning: let all of them need gradients when it is wrapped, "
+                "pass find_unused_parameters=True, and freeze them afterwards"
+            )
+        elif not replaced:
+            hint = ", or pass find_unused_parameters=True to freeze and unfreeze some of them"
         raise BaguaError(
             f"the parameters of model {self._model_name!r} that need a gradient changed since it was wrapped: "
             f"{'; '.join(parts)}; wrap the model again after such a change{hint}"
@@ -392,21 +399,22 @@ def check_module(module: torch.nn.Module, ignored: frozenset[str]) -> None:
     for name, param in module.named_parameters():
         if name in ignored:
             continue
+        what = f"parameter {name!r}"
         if is_lazy(param):
-            raise ValueError(f"parameter {name!r} has no shape yet: run one forward before it is wrapped")
+            raise ValueError(f"{what} has no shape yet: run one forward before it is wrapped")
         if hasattr(param, "placements"):
-            raise NotImplementedError(f"parameter {name!r} is a DTensor, which the other ranks have parts of")
-        devices.check_place(param, f"parameter {name!r}")
-        first = first or (f"parameter {name!r}", param.device)
-        _check_same_place(first, f"parameter {name!r}", param)
+            raise NotImplementedError(f"{what} is a DTensor, which the other ranks have parts of")
+        devices.check_place(param, what)
+        first = first or (what, param.device)
+        _check_same_place(first, what, param)
         if param.requires_grad:
-            dtype_code(param, f"parameter {name!r}")
+            dtype_code(param, what)
             # Its name alone: an exception keeps the frame's variables alive, and with them the engine.
             owner = _owners.get(param)
             other = None if owner is None else getattr(owner(), "bagua_module_name", None)
             if other is not None:
                 raise ValueError(
-                    f"parameter {name!r} is already communicated by model {other!r}, and can belong to one wrapped "
+                    f"{what} is already communicated by model {other!r}, and can belong to one wrapped "
                     "model: drop the other wrapper first (del model), or call bagua.torch_api.unwrap on it"
                 )
     for name, buffer in module.named_buffers():
