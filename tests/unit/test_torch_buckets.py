@@ -57,7 +57,7 @@ class CountedName(str):
 @pytest.mark.parametrize("flatten", [True, False])
 def test_a_bucket_of_many_tensors_does_not_compare_each_name_with_all_others(flatten: bool) -> None:
     count = 1000
-    tensors = [torch.zeros(1).ensure_bagua_tensor(CountedName(f"t{i}"), "net") for i in range(count)]  # type: ignore[attr-defined]
+    tensors = [torch.zeros(1).ensure_bagua_tensor(CountedName(f"t{i}"), "net") for i in range(count)]
     CountedName.compared = 0
     BaguaBucket(tensors, "b", flatten=flatten)
     assert CountedName.compared < 10 * count

@@ -67,7 +67,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tens
     for start, run in zip(starts, runs, strict=True):
         sizes = [tensor.numel() for tensor in run]
         values = room[start : start + sum(sizes) * run[0].element_size()].view(run[0].dtype)
-        windows += [part.view(tensor.shape) for part, tensor in zip(values.split(sizes), run, strict=True)]
+        windows += [part.view(tensor.shape) for part, tensor in zip(torch.split(values, sizes), run, strict=True)]
     return room, windows
 
 
@@ -121,7 +121,7 @@ def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _start_batch(
-    start: Callable[[torch.Tensor], Callable[[], None]], sends: bool, batch: Sequence[torch.Tensor]
+    start: Callable[[torch.Tensor], Callable[[], None]], sends: bool, batch: list[torch.Tensor]
 ) -> Callable[[], None]:
     room, windows = pack(batch)
     if sends:
