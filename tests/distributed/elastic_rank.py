@@ -48,6 +48,11 @@ def wrap(value: float, count: int) -> tuple[Model, torch.optim.Optimizer]:
     return model, optimizer
 
 
+def join() -> None:
+    """Joins the job."""
+    bagua.init_process_group()
+
+
 def attempt(work: Any) -> Any:
     """What it returns, or the class and text of its exception."""
     try:
@@ -62,7 +67,7 @@ def main() -> None:
         from tests.cuda.torch_on_sim import install
 
         install()
-    error = attempt(bagua.init_process_group)
+    error = attempt(join)
     answer(error or {"rank": bagua.get_rank(), "rejoined": bagua.rejoined()})
     if error:
         return
