@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from collections.abc import Callable, Iterator
@@ -133,8 +134,11 @@ def a_newer_wrapper_of_the_same_module_takes_over(rank: int) -> None:
             train(first, optimizer, 1)
             second = by_wrapper(first.module, optimizer, make(optimizer))
             train(second, optimizer, 1)
-            with pytest.raises(BaguaError, match="a newer DistributedDataParallel wraps the same Linear"):
+            with pytest.raises(BaguaError, match="a newer DistributedDataParallel of the same Linear has replaced"):
                 first(torch.ones(2, 4))
+            assert not hasattr(first, "bagua_algorithm")
+            # A copy has a module of its own.
+            copy.deepcopy(first).eval()(torch.ones(2, 4))
             # with_bagua replaces what it did before.
             third = in_place(nn.Linear(4, 3), optimizer_of("", nn.Linear(4, 3)), Algorithm.init("gradient_allreduce"))
             train(in_place(third, optimizer_of("", third), Algorithm.init("gradient_allreduce")), optimizer, 1)

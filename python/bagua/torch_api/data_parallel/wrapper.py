@@ -165,7 +165,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         engine = self._engine
         if engine is None:
             # Code that reads all attributes of an object handles no other error.
-            raise AttributeError("this wrapper communicates nothing: its group has ended, or it is an untrained copy")
+            raise AttributeError(
+                "this wrapper communicates nothing: its group has ended, a newer wrapper of the same module has "
+                "replaced it, or it is an untrained copy"
+            )
         return engine
 
     # --- training -----------------------------------------------------------------------------------------------------
@@ -192,8 +195,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """Whether the algorithm has to be called at the forward's end."""
         if self._is_replaced:
             raise BaguaError(
-                f"a newer DistributedDataParallel wraps the same {type(self.module).__name__}: call that one, this "
-                "wrapper communicates nothing"
+                f"a newer DistributedDataParallel of the same {type(self.module).__name__} has replaced this one, "
+                "which communicates nothing any more: call the newer one, or wrap the module again"
             )
         engine = self._engine
         if engine is None and self._is_copy and self.module.training and torch.is_grad_enabled():
@@ -360,7 +363,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return made
 
     def _state_of_copy(self) -> dict[str, Any]:
-        return {**self.__dict__, "_is_copy": True, "_join_config": _JoinConfig(False, False, False)}
+        own = {"_is_copy": True, "_is_replaced": False, "_join_config": _JoinConfig(False, False, False)}
+        return {**self.__dict__, **own}
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled: as :meth:`__deepcopy__`. BaguaError for another group than the default one."""
