@@ -174,9 +174,10 @@ class Adapter:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
         check_place(tensor, what)
-        if type(tensor) is not torch.Tensor and not _has_memory(tensor):
+        if not _has_memory(tensor):
+            kind = type(tensor).__name__
             raise TypeError(
-                f"{what} is a {type(tensor).__name__}, which has no memory of its own: pass the tensor that it holds"
+                f"{what} is a {kind}, which has no memory of its own: pass the tensor that holds its values"
             )
         return DTYPES.get(tensor.dtype, _BYTES) if self.sends_bytes else dtype_code(tensor, what)
 
@@ -207,7 +208,8 @@ class Adapter:
 
         def finish() -> None:
             with torch.no_grad():
-                tensor.detach().copy_(memory)
+                # `data` has a version counter of its own: the caller counts the change, or torch does not count it.
+                tensor.data.copy_(memory)
 
         return self._operand(memory, code, results=(tensor,), finish=finish)
 
@@ -262,9 +264,11 @@ class Adapter:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """False for a subclass whose values are elsewhere: in tensors that it holds, or nowhere."""
+    """Returns False for a tensor whose values are elsewhere or nowhere: a subclass that holds tensors, a FakeTensor, a
+    tensor inside of a transform such as `torch.func.grad`.
+    """
     # A FakeTensor only warns if it is asked.
-    if hasattr(tensor, "fake_mode"):
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "fake_mode"):
         return False
     try:
         return tensor.numel() == 0 or tensor.data_ptr() != 0

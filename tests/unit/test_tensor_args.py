@@ -59,7 +59,12 @@ def test_a_tensor_without_memory_of_its_own_is_refused_by_its_class() -> None:
     import bagua.torch_api as bagua
 
     bagua.init_process_group()
-    for found in (TwoTensor(torch.ones(3), torch.ones(3)), FakeTensorMode().from_tensor(torch.ones(3))):
+    without = [
+        TwoTensor(torch.ones(3), torch.ones(3)),
+        FakeTensorMode().from_tensor(torch.ones(3)),
+        torch._efficientzerotensor(3),
+    ]
+    for found in without:
         for verb in (bagua.allreduce_inplace, bagua.broadcast):
             with pytest.raises(TypeError, match=f"is a {type(found).__name__}, which has no memory of its own"):
                 verb(found)

@@ -1,14 +1,15 @@
 """Which calls of a process group take the way through torch's dispatcher.
 
 Operators such as `c10d::allreduce_` call torch's own backends. The dispatcher unwraps tensor subclasses for them (the
-result of a functional collective, for instance, waits for its values there), and shows each call to dispatch modes such
-as `CommDebugMode`. If all tensors are plain, our process group runs a verb without the dispatcher, in a third of the
-time.
+result of a functional collective, for instance, waits for its values there) and tensors of transforms such as
+`torch.func.grad`, skips meta tensors, and shows each call to dispatch modes such as `CommDebugMode`. If all tensors are
+plain, our process group runs a verb without the dispatcher, in a third of the time.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -21,78 +22,115 @@ __all__ = [
     "HAS_SINGLE",
     "PLAIN",
     "dispatched",
+    "from_dispatcher",
     "is_observed",
-    "keywords",
-    "needs_dispatcher",
-    "positional",
-    "waited_for",
 ]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 #: Classes of tensors that the core reads by itself.
-PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 #: True if torch's ProcessGroup has the names `all_gather_single` and so on.
 HAS_SINGLE = hasattr(c10d.ProcessGroup, "all_to_all_single")
 
-#: True while a dispatch mode observes the operators of this thread.
+#: Number of dispatch modes that observe the operators of this thread.
 is_observed: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
-def needs_dispatcher(*arguments: Any) -> bool:
-    """True if torch has to dispatch a call with these arguments, of which some may be lists of tensors."""
-    return BACKEND_HAS_CONSTRUCTOR and (is_observed() > 0 or not _are_plain(arguments))
+class _Calls(threading.local):
+    """What the dispatcher does on each thread."""
+
+    #: True while it calls a process group.
+    calling = False
+    #: What its calls have returned since a method of the process group called it.
+    works: list[c10d.Work] | None = None
+
+
+_calls = _Calls()
 
 
 def _are_plain(arguments: Any) -> bool:
+    """Returns True if the tensors in some arguments, and in lists of them, need no dispatcher."""
     for each in arguments:
-        if type(each) in PLAIN:
-            continue
-        if isinstance(each, torch.Tensor) or (isinstance(each, (list, tuple)) and not _are_plain(each)):
+        kind = type(each)
+        if kind in PLAIN:
+            if not _is_read(each):
+                return False
+        elif kind is list or kind is tuple:
+            if not _are_plain(each):
+                return False
+        elif each is not None and isinstance(each, torch.Tensor):
             return False
     return True
 
 
-def positional(opts: Any) -> list[Any]:
-    """Returns the options of a call to pass on."""
-    return [] if opts is None else [opts]
-
-
-def keywords(**options: Any) -> dict[str, Any]:
-    """Returns those of torch's short forms of options that were given."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def waited_for(arguments: Any) -> list[Any]:
-    """Replaces the results of functional collectives by their values. In lists of lists the dispatcher leaves them."""
-    found = []
-    for each in arguments:
-        if type(each) in PLAIN:
-            found.append(each)
-        elif isinstance(each, (list, tuple)):
-            found.append(waited_for(each))
-        else:
-            found.append(each.wait() if isinstance(each, AsyncCollectiveTensor) else each)
-    return found
+def _is_read(tensor: torch.Tensor) -> bool:
+    """Returns True if the values of a plain tensor are where our operations read them."""
+    try:
+        if tensor.data_ptr():
+            return not tensor.is_nested
+    except RuntimeError:  # a sparse tensor, or one inside of a transform
+        pass
+    return tensor.layout is not torch.strided or (tensor.numel() == 0 and not tensor.is_meta)
 
 
 def dispatched(method: _Method) -> _Method:
-    """Returns a method of the process group that calls torch's own method of that name, which dispatches, if needed.
-    The dispatcher then calls ours, with plain tensors. Verbs with a fast path ask `needs_dispatcher` behind it.
+    """Returns a method of the process group that calls torch's own method of that name, which dispatches, if a tensor
+    or a mode needs that. The dispatcher then calls ours. The name may begin with an underscore.
     """
-    name = method.__name__
+    name = method.__name__.removeprefix("_")
     of_torch = getattr(c10d.ProcessGroup, name, None)
     if of_torch is None or not BACKEND_HAS_CONSTRUCTOR:
         return method
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if needs_dispatcher(*args):
-            return of_torch(self, *args, **kwargs)
-        return method(self, *args, **kwargs)
+        # What comes from the dispatcher does not go there again, whatever it has left as it was.
+        if _calls.calling or (not is_observed() and _are_plain(args) and _are_plain(kwargs.values())):
+            return method(self, *args, **kwargs)
+        # torch's methods take no None.
+        while args[-1:] == (None,):
+            args = args[:-1]
+        given = {option: value for option, value in kwargs.items() if value is not None}
+        before, _calls.works = _calls.works, []
+        try:
+            work = of_torch(self, *args, **given)
+            # torch's holder around a Work has not all of its methods.
+            return self.together(_calls.works) if _calls.works else work
+        finally:
+            _calls.works = before
 
     # pybind11 calls the overriding Python method again, unless that is the caller by its name.
     named: Any = call
     named.__code__ = named.__code__.replace(co_name=name)
     return cast(_Method, call)
+
+
+def from_dispatcher(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method of the process group as the dispatcher calls it, with the tensors that it has unwrapped."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before, _calls.calling = _calls.calling, True
+        try:
+            found = method(*_waited_for(args), **kwargs)
+        finally:
+            _calls.calling = before
+        if _calls.works is not None and isinstance(found, c10d.Work):
+            _calls.works.append(found)
+        return found
+
+    return call
+
+
+def _waited_for(arguments: Any) -> list[Any]:
+    """Replaces the results of functional collectives by their values. In lists of lists the dispatcher leaves them."""
+    found = []
+    for each in arguments:
+        if type(each) in PLAIN:
+            found.append(each)
+        elif isinstance(each, (list, tuple)):
+            found.append(_waited_for(each))
+        else:
+            found.append(each.wait() if isinstance(each, AsyncCollectiveTensor) else each)
+    return found

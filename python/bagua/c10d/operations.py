@@ -94,7 +94,8 @@ def _reduced(mine: Operand, how: Reduction, ranks: int) -> None:
     memory, then = mine.owner, mine.finish
 
     def finish() -> None:
-        divide_integers(memory, ranks)
+        # As torch, without moving the version counter.
+        divide_integers(memory.data, ranks)
         if then is not None:
             then()
 
@@ -116,10 +117,12 @@ def _joined(
     return joined
 
 
-def all_reduce(raw: engine.Communicator, tensor: Any, op: Any) -> Operation:
-    """Every rank gets the reduction of all, in place."""
+def all_reduce(raw: engine.Communicator, tensor: Any, op: Any, *, is_coalesced: bool = False) -> Operation:
+    """Every rank gets the reduction of all, in place. gloo copies the results of coalesced ones, which counts."""
     how = reduction(op, getattr(tensor, "dtype", None) or torch.uint8)
     mine = _TENSORS.write(tensor, "the tensor")
+    if is_coalesced:
+        will_change(mine)
     _reduced(mine, how, raw.size)
     return Operation("all_reduce", verbs.operation(raw, verbs.ALL_REDUCE, None, mine, op=how.code), [tensor])
 

@@ -24,7 +24,13 @@ from bagua.torch_operand import reader, silent_reader
 
 from . import operations, sparse
 from .compiler_disable import uncompiled
-from .dispatch import HAS_SINGLE, PLAIN, dispatched, is_observed, keywords, needs_dispatcher, positional, waited_for
+from .dispatch import (
+    HAS_SINGLE,
+    PLAIN,
+    dispatched,
+    from_dispatcher,
+    is_observed,
+)
 from .operations import Operation
 from .profiling import event, profiled
 from .reductions import CODES
@@ -121,9 +127,11 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         tensor = _one(tensors, "all_reduce")
         if op is timeout and (done := self._at_once(verbs.ALL_REDUCE, opts, None, tensor)):
             return done
-        if needs_dispatcher(tensor):
-            work: Work = super().allreduce(tensors, *positional(opts), **keywords(op=op, timeout=timeout))
-            return work
+        return self._allreduce(tensors, opts, op=op, timeout=timeout)
+
+    @dispatched
+    def _allreduce(self, tensors: Any, opts: Any, *, op: Any = None, timeout: Any = None) -> Work:
+        tensor = _one(tensors, "all_reduce")
         call = self._call(opts, op=op, timeout=timeout)
         if isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo:
             with event("sparse_all_reduce"):
@@ -142,7 +150,8 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> Work:
         """As :meth:`allreduce` of each tensor."""
         call = self._call(opts)
-        return self._start(call, *(operations.all_reduce(self._raw, tensor, call.op) for tensor in tensors))
+        parts = [operations.all_reduce(self._raw, tensor, call.op, is_coalesced=True) for tensor in tensors]
+        return self._start(call, *parts)
 
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: int | None = None
@@ -150,9 +159,10 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         """The root gets the reduction of all tensors, in place."""
         if op is timeout is root and (done := self._at_once(verbs.REDUCE, opts, None, _one(tensors, "reduce"))):
             return done
-        if needs_dispatcher(tensors):
-            work: Work = super().reduce(tensors, *positional(opts), **keywords(op=op, root=root, timeout=timeout))
-            return work
+        return self._reduce(tensors, opts, op=op, timeout=timeout, root=root)
+
+    @dispatched
+    def _reduce(self, tensors: Any, opts: Any, *, op: Any, timeout: Any, root: int | None) -> Work:
         call = self._call(opts, op=op, root=root, timeout=timeout)
         return self._start(call, operations.reduce(self._raw, _one(tensors, "reduce"), call.op, call.root))
 
@@ -170,9 +180,10 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         """Rank r gets the reduction of every rank's r-th part."""
         if done := self._at_once(verbs.REDUCE_SCATTER, opts, tensor, output):
             return done
-        if needs_dispatcher(output, tensor):
-            work: Work = super().reduce_scatter_single(output, tensor, *positional(opts))
-            return work
+        return self._reduce_scatter_single(output, tensor, opts)
+
+    @dispatched
+    def _reduce_scatter_single(self, output: Any, tensor: Any, opts: Any) -> Work:
         call = self._call(opts)
         return self._start(call, operations.reduce_scatter(self._raw, output, tensor, call.op))
 
@@ -189,9 +200,10 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         """Every rank gets the root's tensor, in place."""
         if timeout is root and (done := self._at_once(verbs.BROADCAST, opts, None, _one(tensors, "broadcast"))):
             return done
-        if needs_dispatcher(tensors):
-            work: Work = super().broadcast(tensors, *positional(opts), **keywords(root=root, timeout=timeout))
-            return work
+        return self._broadcast(tensors, opts, timeout=timeout, root=root)
+
+    @dispatched
+    def _broadcast(self, tensors: Any, opts: Any, *, timeout: Any, root: int | None) -> Work:
         call = self._call(opts, root=root, timeout=timeout)
         return self._start(call, operations.broadcast(self._raw, _one(tensors, "broadcast"), call.root))
 
@@ -206,9 +218,10 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         """Every rank gets every rank's tensor, one after the other."""
         if done := self._at_once(verbs.ALL_GATHER, opts, tensor, output):
             return done
-        if needs_dispatcher(output, tensor):
-            work: Work = super().all_gather_single(output, tensor, *positional(opts))
-            return work
+        return self._all_gather_single(output, tensor, opts)
+
+    @dispatched
+    def _all_gather_single(self, output: Any, tensor: Any, opts: Any) -> Work:
         return self._start(self._call(opts), operations.all_gather(self._raw, output, tensor))
 
     @dispatched
@@ -272,12 +285,12 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         alike = alike and operations.has_equal_parts((tensor, output), self._raw.size)
         if alike and (done := self._at_once(verbs.ALL_TO_ALL, opts, tensor, output)):
             return done
-        if needs_dispatcher(output, tensor):
-            splits = output_splits, input_splits
-            work: Work = super().all_to_all_single(
-                output, tensor, *splits, *positional(opts), **keywords(timeout=timeout)
-            )
-            return work
+        return self._all_to_all_single(output, tensor, output_splits, input_splits, opts, timeout=timeout)
+
+    @dispatched
+    def _all_to_all_single(
+        self, output: Any, tensor: Any, output_splits: Any, input_splits: Any, opts: Any, *, timeout: Any
+    ) -> Work:
         call = self._call(opts, timeout=timeout)
         return self._start(call, operations.all_to_all(self._raw, output, tensor, output_splits, input_splits))
 
@@ -339,9 +352,17 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         works, self._coalescing = self._coalescing, None
         if works is None:
             raise RuntimeError("coalescing has not begun")
+        return self.together(works)
+
+    @staticmethod
+    def together(works: Sequence[Work]) -> Work:
+        """Returns the Work of several operations, or the only one of them."""
+        if len(works) == 1:
+            return works[0]
         tensors = [tensor for work in works for tensor in work.result()]
         devices = [device for work in works for device in work.devices]
         together = Work(Handle([work.handle for work in works]), tensors, devices=devices, name="coalesced")
+        together.parts = works
 
         def asked(_: Work) -> None:
             for work in works:
@@ -466,7 +487,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         tensor = dst
         if verb.compares_shapes and dst.dim() != 1:
             # Shapes may differ between ranks.
-            if dst.layout != torch.strided or not dst.is_contiguous():
+            if dst.layout != torch.strided or dst.is_nested or not dst.is_contiguous():
                 return None
             dst = dst.detach().view(-1)
         self._sequence += 1
@@ -608,12 +629,10 @@ _NEWER = {
 
 
 def _forward(verb: str) -> Callable[..., Any]:
-    # Not the method that dispatches: the dispatcher makes this call.
-    method = getattr(BaguaProcessGroup, _NEWER.get(verb, verb))
-    method = getattr(method, "__wrapped__", method)
+    method = from_dispatcher(getattr(BaguaProcessGroup, _NEWER.get(verb, verb)))
 
     def call(self: _Backend, *args: Any, **kwargs: Any) -> Any:
-        return method(self._of(), *waited_for(args), **kwargs)
+        return method(self._of(), *args, **kwargs)
 
     call.__name__ = verb
     return call

@@ -118,6 +118,8 @@ class Work(c10d.Work):  # type: ignore[misc]
         self._result: list[torch.Tensor] = list(result)
         self._error: Exception | None = None
         self._future: Future[list[torch.Tensor]] | None = None
+        #: The operations of a Work that stands for several: see `BaguaProcessGroup.together`.
+        self.parts: Sequence[Work] = ()
         #: Called once with this Work, when a thread has waited for it or its future is done.
         self.on_asked: Callable[[Work], object] | None = None
         # Re-entrant: a handle that is done already calls back at once.
@@ -192,6 +194,11 @@ class Work(c10d.Work):  # type: ignore[misc]
 
     def source_rank(self) -> int:
         """The rank in the group whose message came, of a receive from any source."""
+        if self.parts:
+            sources = {part.source_rank() for part in self.parts}
+            if len(sources) > 1:
+                raise RuntimeError(f"parts of the tensor came from different ranks: {sorted(sources)}")
+            return sources.pop()
         senders: list[int | None] = getattr(self.handle, "senders", list)()
         if len(senders) != 1:
             raise RuntimeError("only a receive has a source rank")
@@ -250,6 +257,7 @@ class DoneWork(Work):
     devices = ()
     handle = None
     on_asked = None
+    parts = ()
     _name = "work"
     _streams = ()
     _error = None

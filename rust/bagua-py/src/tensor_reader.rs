@@ -159,6 +159,10 @@ impl TensorReader {
         }
         let count = dims.iter().map(|dim| usize::try_from(*dim).unwrap_or(0)).product();
         let address = tensor.data.addr() + usize::try_from(tensor.byte_offset).ok()?;
+        // A tensor whose values are nowhere, such as torch's zero tensors.
+        if address == 0 && count > 0 {
+            return None;
+        }
         let shape = shape_of(dims)?;
         let lazy_flags = self.lazy_flags.bind(py).call1((x,)).and_then(|answer| answer.is_truthy());
         matches!(lazy_flags, Ok(false)).then_some(Plain { address, count, dtype, shape })
