@@ -386,6 +386,8 @@ def async_pauses_in_validation_and_ends(rank: int, kit: Kit, folder: Path) -> No
     dist.barrier()
     names = [thread.name for thread in threading.enumerate()]
     assert not any("averag" in name for name in names), names
+    model, _ = kit.fit(kit.strategy("async", sync_interval_ms=1e9), folder, max_steps=3)  # no round before the end
+    assert is_equal(parameters(model))
 
 
 def ignored_parameters_stay(rank: int, kit: Kit, folder: Path) -> None:

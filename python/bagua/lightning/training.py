@@ -152,6 +152,16 @@ class StrategyMethods(CommonMethods):
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
+    def on_train_end(self) -> None:
+        """Ends the rounds of ``async`` with one that averages all steps, so that the ranks' weights are equal."""
+        super().on_train_end()
+        from bagua.torch_api.algorithms import AsyncModelAverageAlgorithmImpl
+
+        algorithm = self.model.bagua_algorithm if self._is_wrapped() else None
+        if isinstance(algorithm, AsyncModelAverageAlgorithmImpl) and not algorithm.is_aborted:
+            algorithm.synchronize(self.model)
+            algorithm.abort(self.model)
+
     def on_exception(self, exception: BaseException) -> None:
         """Ends the other ranks' training too."""
         super().on_exception(exception)
