@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 
 from bagua.errors import BaguaTimeoutError
 from tests.distributed.c10d_ranks import Pair, cases_in, each_case, run_cases, same
-from tests.distributed.left_out import needs_backend_class
+from tests.distributed.left_out import needs_backend_class, needs_torch
 
 # Those that gloo adds up too.
 DTYPES = (
@@ -267,6 +267,24 @@ def all_to_all_equals_gloo(pair: Pair) -> None:
     assert same(outputs, [data(rank, pair.rank + 1) for rank in range(pair.size)])
 
 
+def parts_of_different_sizes_are_reduced_and_scattered(pair: Pair) -> None:
+    # Not beside gloo, whose reduce_scatter is newer than torch 2.5.
+    sizes = [3, 0, 1, 2][: pair.size]
+    rank_numbers = torch.arange(float(pair.size))
+    for op, total in ((ReduceOp.SUM, torch.sum), (ReduceOp.MAX, torch.amax), (ReduceOp.AVG, torch.mean)):
+        for out in (torch.zeros(sizes[pair.rank], 2), torch.zeros(2, sizes[pair.rank]).t()):
+            parts = [torch.arange(2.0 * size).view(size, 2) + 10 * pair.rank for size in sizes]
+            dist.reduce_scatter(out, parts, op, group=pair.ours)
+            expected = total(torch.stack([parts[pair.rank] + 10 * (rank - pair.rank) for rank in rank_numbers]), 0)
+            assert same(out, expected)
+    # Averages of integers are divided afterwards.
+    parts = [torch.full((size,), 3 + pair.rank) for size in sizes]
+    out = torch.zeros(sizes[pair.rank], dtype=torch.int64)
+    dist.reduce_scatter(out, parts, ReduceOp.AVG, group=pair.ours)
+    assert out.tolist() == [sum(3 + rank for rank in range(pair.size)) // pair.size] * sizes[pair.rank]
+
+
+@needs_torch((2, 15), "gloo takes such rows")
 def all_to_all_refuses_rows_that_the_ranks_cannot_divide(pair: Pair) -> None:
     # The elements of each can be divided evenly.
     few, enough = torch.zeros(pair.size + 1, pair.size), torch.zeros(pair.size, pair.size + 1)
