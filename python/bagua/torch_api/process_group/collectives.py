@@ -43,7 +43,11 @@ def _counts(counts: Sequence[int], displs: Sequence[int], numel: int, n: int, wh
 
 
 class Collectives:
-    """Base of ``Communicator``: what the ranks of one group do together."""
+    """Base of ``Communicator``: what the ranks of one group do together.
+
+    A verb increments the version counter of each tensor that it writes, so that a backward that needs the values from
+    before raises. The collectives of torch.distributed do not.
+    """
 
     def __init__(self, group: Group) -> None:
         self.group = group
