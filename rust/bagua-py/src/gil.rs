@@ -52,6 +52,18 @@ struct RunningVerb {
     raised: Option<PyErr>,
 }
 
+impl RunningVerb {
+    /// The error for an operation of `group` that was called inside this verb.
+    fn refusal(&self, group: &Group) -> Error {
+        Error::other(format!(
+            "a signal handler called an operation of the group '{}' while this thread was inside a blocking one of the group '{}': \
+             let the handler raise an exception, which ends that, or set a flag and act on it afterwards",
+            group.name(),
+            self.group.name()
+        ))
+    }
+}
+
 thread_local! {
     /// Also set while the verb runs a signal handler.
     static RUNNING: RefCell<Option<RunningVerb>> = const { RefCell::new(None) };
@@ -72,12 +84,18 @@ pub fn run_verb<T: Send>(
             drop(RUNNING.take());
         }
     }
-    refuse_inside_verb(group).map_err(Failure::Failed)?;
-    RUNNING.set(Some(RunningVerb { group: group.clone(), keeps_gil: is_brief, slept: None, raised: None }));
-    let _clear = Clear;
+    RUNNING.with_borrow_mut(|running| match running {
+        Some(outer) => Err(Failure::Failed(outer.refusal(group))),
+        None => {
+            *running = Some(RunningVerb { group: group.clone(), keeps_gil: is_brief, slept: None, raised: None });
+            Ok(())
+        }
+    })?;
+    let after_a_panic = Clear;
     let run = || with_blocking_hook(sleep_in_slices, work);
     let result = if is_brief { run() } else { py.detach(run) };
-    match RUNNING.with_borrow_mut(|verb| verb.as_mut().and_then(|verb| verb.raised.take())) {
+    std::mem::forget(after_a_panic);
+    match RUNNING.take().and_then(|verb| verb.raised) {
         Some(raised) => Err(Failure::Raised(raised)),
         None => result.map_err(Failure::Failed),
     }
@@ -86,15 +104,7 @@ pub fn run_verb<T: Send>(
 /// Refuses an operation of a signal handler that runs inside a blocking verb of this thread: the verb has the lane, and waits for the
 /// handler's end.
 pub fn refuse_inside_verb(group: &Group) -> Result<()> {
-    let refusal = |verb: &RunningVerb| {
-        Error::other(format!(
-            "a signal handler called an operation of the group '{}' while this thread was inside a blocking one of the group '{}': \
-             let the handler raise an exception, which ends that, or set a flag and act on it afterwards",
-            group.name(),
-            verb.group.name()
-        ))
-    };
-    RUNNING.with_borrow(|verb| verb.as_ref().map_or(Ok(()), |verb| Err(refusal(verb))))
+    RUNNING.with_borrow(|running| running.as_ref().map_or(Ok(()), |outer| Err(outer.refusal(group))))
 }
 
 /// The hook around each sleep of a verb: without the GIL, and once in a slice followed by the signal handlers.
