@@ -337,6 +337,15 @@ def objects_reach_every_rank(pair: Pair) -> None:
     assert gathered == (list(range(pair.size)) if pair.rank == 0 else None)
 
 
+def a_message_to_oneself_is_refused_and_the_group_stays_usable(pair: Pair) -> None:
+    x, own = torch.ones(2), pair.world_rank(pair.rank)
+    both = [dist.P2POp(verb, x, own, pair.ours) for verb in (dist.isend, dist.irecv)]
+    for call in (lambda: dist.batch_isend_irecv(both), lambda: dist.irecv(x, own, pair.ours)):
+        with pytest.raises(ValueError, match="is this rank itself: copy the tensor"):
+            call()
+    pair.both(lambda group: (dist.all_reduce(y := torch.ones(2), group=group), y))
+
+
 def large_messages_that_cross_arrive(pair: Pair) -> None:
     following, before = (pair.rank + 1) % pair.size, (pair.rank - 1) % pair.size
     mine, theirs = torch.full((BIG // 4,), float(pair.rank)), torch.zeros(BIG // 4)

@@ -336,7 +336,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         if not 0 <= rank < self._raw.size:
             raise ValueError(f"rank {rank} is not in a group of {self._raw.size}")
         if rank == self._raw.rank:
-            raise ValueError(f"rank {rank} is this rank itself")
+            raise ValueError(f"rank {rank} is this rank itself: copy the tensor instead of sending it")
         return int(rank)
 
     # --- coalescing ---------------------------------------------------------------------------------------------------
