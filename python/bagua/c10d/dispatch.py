@@ -55,7 +55,12 @@ def _are_plain(arguments: Any) -> bool:
     for each in arguments:
         kind = type(each)
         if kind in PLAIN:
-            if not _is_read(each):
+            try:
+                if each.data_ptr() and not each.is_nested:
+                    continue
+            except RuntimeError:  # a sparse tensor, or one inside of a transform
+                pass
+            if each.layout is torch.strided and (each.numel() > 0 or each.is_meta):
                 return False
         elif kind is list or kind is tuple:
             if not _are_plain(each):
@@ -63,16 +68,6 @@ def _are_plain(arguments: Any) -> bool:
         elif each is not None and isinstance(each, torch.Tensor):
             return False
     return True
-
-
-def _is_read(tensor: torch.Tensor) -> bool:
-    """Returns True if the values of a plain tensor are where our operations read them."""
-    try:
-        if tensor.data_ptr():
-            return not tensor.is_nested
-    except RuntimeError:  # a sparse tensor, or one inside of a transform
-        pass
-    return tensor.layout is not torch.strided or (tensor.numel() == 0 and not tensor.is_meta)
 
 
 def dispatched(method: _Method) -> _Method:
@@ -87,7 +82,7 @@ def dispatched(method: _Method) -> _Method:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # What comes from the dispatcher does not go there again, whatever it has left as it was.
-        if _calls.calling or (not is_observed() and _are_plain(args) and _are_plain(kwargs.values())):
+        if _calls.calling or (not is_observed() and _are_plain(args) and (not kwargs or _are_plain(kwargs.values()))):
             return method(self, *args, **kwargs)
         # torch's methods take no None.
         while args[-1:] == (None,):

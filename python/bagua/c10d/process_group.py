@@ -124,9 +124,9 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None, *, op: Any = None, timeout: Any = None) -> Work:
         """Every rank gets the reduction of all tensors, in place; a sparse one by SUM."""
-        tensor = _one(tensors, "all_reduce")
-        if op is timeout and (done := self._at_once(verbs.ALL_REDUCE, opts, None, tensor)):
-            return done
+        if op is timeout:
+            done = self._at_once(verbs.ALL_REDUCE, opts, None, _one(tensors, "all_reduce"))
+            return done or self._allreduce(tensors, opts)
         return self._allreduce(tensors, opts, op=op, timeout=timeout)
 
     @dispatched
@@ -157,12 +157,13 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: int | None = None
     ) -> Work:
         """The root gets the reduction of all tensors, in place."""
-        if op is timeout is root and (done := self._at_once(verbs.REDUCE, opts, None, _one(tensors, "reduce"))):
-            return done
+        if op is timeout is root:
+            done = self._at_once(verbs.REDUCE, opts, None, _one(tensors, "reduce"))
+            return done or self._reduce(tensors, opts)
         return self._reduce(tensors, opts, op=op, timeout=timeout, root=root)
 
     @dispatched
-    def _reduce(self, tensors: Any, opts: Any, *, op: Any, timeout: Any, root: int | None) -> Work:
+    def _reduce(self, tensors: Any, opts: Any, *, op: Any = None, timeout: Any = None, root: int | None = None) -> Work:
         call = self._call(opts, op=op, root=root, timeout=timeout)
         return self._start(call, operations.reduce(self._raw, _one(tensors, "reduce"), call.op, call.root))
 
@@ -198,12 +199,13 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None) -> Work:
         """Every rank gets the root's tensor, in place."""
-        if timeout is root and (done := self._at_once(verbs.BROADCAST, opts, None, _one(tensors, "broadcast"))):
-            return done
+        if timeout is root:
+            done = self._at_once(verbs.BROADCAST, opts, None, _one(tensors, "broadcast"))
+            return done or self._broadcast(tensors, opts)
         return self._broadcast(tensors, opts, timeout=timeout, root=root)
 
     @dispatched
-    def _broadcast(self, tensors: Any, opts: Any, *, timeout: Any, root: int | None) -> Work:
+    def _broadcast(self, tensors: Any, opts: Any, *, timeout: Any = None, root: int | None = None) -> Work:
         call = self._call(opts, root=root, timeout=timeout)
         return self._start(call, operations.broadcast(self._raw, _one(tensors, "broadcast"), call.root))
 
