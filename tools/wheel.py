@@ -244,7 +244,7 @@ def smoke_test(what: Path, python: str = sys.executable) -> list[str]:
 
 
 def success(wheel: Path, target: Target) -> str:
-    """What is said of a wheel without problems."""
+    """Returns what is said of a wheel without problems."""
     ran = "smoke test passed: pip install it" if target == here() else f"for {target.triple}, not run on this machine"
     return f"wheel: {wheel.parent.name}/{wheel.name}, {wheel.stat().st_size / 2**20:.1f} MiB, {ran}"
 

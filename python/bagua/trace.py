@@ -180,7 +180,7 @@ class Finding:
     """The operation in the record of each rank that began it."""
 
     def as_json(self) -> dict[str, Any]:
-        """What `bagua trace merge --json` prints of it."""
+        """Returns what `bagua trace merge --json` prints of it."""
         fields = {key: value for key, value in vars(self).items() if key not in ("lines", "operations")}
         shown = {rank: {key: op.get(key) for key in _SHOWN} for rank, op in sorted(self.operations.items())}
         return {**fields, "operations": shown, "text": "\n".join(self.lines)}

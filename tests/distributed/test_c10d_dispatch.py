@@ -244,7 +244,7 @@ def plain(rank: int) -> torch.Tensor:
 
 
 def values(tensor: torch.Tensor) -> Any:
-    """What a tensor holds, whatever it is."""
+    """Returns the values that a tensor holds, whatever its class."""
     if isinstance(tensor, functional.AsyncCollectiveTensor):
         return values(tensor.wait())
     if isinstance(tensor, TwoTensor):
@@ -253,7 +253,7 @@ def values(tensor: torch.Tensor) -> Any:
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What a call returns, or that it raises. Texts and classes differ between backends."""
+    """Returns the result of a call, or that it raises. Texts and classes differ between backends."""
     try:
         return call()
     except Exception:

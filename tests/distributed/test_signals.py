@@ -24,7 +24,7 @@ from tests.waits import arrive, await_arrival, for_ever, until
 
 
 class Stopped(Exception):
-    """What a handler of the program raises."""
+    """The exception that a handler of the program raises."""
 
 
 def stop(*_: object) -> None:

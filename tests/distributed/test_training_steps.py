@@ -1,4 +1,4 @@
-"""What is a training step and what is none: backwards that are left out, frozen models, algorithms of users."""
+"""Tests of what counts as a training step: backwards that are left out, frozen models, algorithms of users."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ is_observed: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 class _Calls(threading.local):
-    """What the dispatcher does on each thread."""
+    """Says, for each thread, what the dispatcher does there."""
 
     #: True while it calls a process group.
     calling = False
@@ -81,7 +81,7 @@ def dispatched(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # What comes from the dispatcher does not go there again, whatever it has left as it was.
+        # A call from the dispatcher does not go there again, even if it left a tensor as it was.
         if _calls.calling or (not is_observed() and _are_plain(args) and (not kwargs or _are_plain(kwargs.values()))):
             return method(self, *args, **kwargs)
         # torch's methods take no None.
@@ -91,12 +91,12 @@ def dispatched(method: _Method) -> _Method:
         before, _calls.works = _calls.works, []
         try:
             work = of_torch(self, *args, **given)
-            # torch's holder around a Work has not all of its methods.
+            # The object that torch returns lacks some methods of our Work.
             return self.together(_calls.works) if _calls.works else work
         finally:
             _calls.works = before
 
-    # pybind11 calls the overriding Python method again, unless that is the caller by its name.
+    # pybind11 calls our override again, and would recurse, unless the calling function has the override's name.
     named: Any = call
     named.__code__ = named.__code__.replace(co_name=name)
     return cast(_Method, call)

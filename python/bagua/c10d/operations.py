@@ -94,7 +94,7 @@ def _reduced(mine: Operand, how: Reduction, ranks: int) -> None:
     memory, then = mine.owner, mine.finish
 
     def finish() -> None:
-        # As torch, without moving the version counter.
+        # gloo does not move the version counter here either.
         divide_integers(memory.data, ranks)
         if then is not None:
             then()
@@ -223,7 +223,7 @@ def reduce_scatter(raw: engine.Communicator, output: Any, tensor: Any, op: Any) 
 
 
 def reduce_scatter_list(raw: engine.Communicator, output: Any, tensors: Sequence[Any], op: Any) -> Operation:
-    """As :func:`reduce_scatter`, of a list by rank. The parts of the ranks may have different sizes."""
+    """Does the same as :func:`reduce_scatter` with a list by rank. The parts of the ranks may have different sizes."""
     how = reduction(op, getattr(output, "dtype", None) or torch.uint8)
     mine = _TENSORS.write(output, _OUTPUT, reads=False)
     if len({tensor.numel() for tensor in tensors if isinstance(tensor, torch.Tensor)}) > 1:

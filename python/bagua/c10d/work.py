@@ -31,7 +31,7 @@ __all__ = ["DoneWork", "Work", "seconds"]
 
 
 class _Completing(threading.local):
-    """What each thread does for futures."""
+    """Says, for each thread, what it does for futures."""
 
     def __init__(self) -> None:
         #: True while it runs the continuations of a future.
@@ -50,9 +50,9 @@ class _Nested(Record):
         self._calls: queue.SimpleQueue[Callable[[], None]] | None = None
 
     def complete(self, call: Callable[[], None]) -> None:
-        """Calls it when those before it have returned."""
+        """Calls `call` on that thread, when the calls before it have returned."""
         if _completing.nested:
-            # Inside such a call, which may wait for this one.
+            # The caller is such a call, and may wait for this one.
             threading.Thread(target=call, name="bagua-future", daemon=True).start()
             return
         if self._calls is None:

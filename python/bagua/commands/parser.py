@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
         return self.parse_args(arguments)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """As argparse's, with the choice that was probably meant."""
+        """Raises argparse's error, with the choice that was probably meant."""
         near = hints.nearest(str(value), map(str, action.choices or ()))
         if near is not None and value not in (action.choices or ()):
             raise argparse.ArgumentError(action, f"invalid choice: {str(value)!r}; did you mean {near!r}?")

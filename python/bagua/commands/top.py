@@ -145,7 +145,7 @@ def _rates(key: tuple[str, str], before: Reading, now: Reading) -> list[float] |
 
 
 def _json(endpoints: Sequence[str], before: Sequence[Reading], now: Sequence[Reading]) -> str:
-    """What `--json` prints of one reading, in one line."""
+    """Returns the line that `--json` prints of one reading."""
     names = [sample.removeprefix("bagua_op_").removesuffix("_total") for sample in _SAMPLES]
     found = [
         {

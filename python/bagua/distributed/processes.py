@@ -1,4 +1,4 @@
-"""What a launcher says of the processes that it started."""
+"""The lines that a launcher prints about the processes that it started."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def get_backend(model_name: str, group: ProcessGroup | None = None) -> BucketEng
 
 
 class _Job(contextlib.AbstractContextManager[ProcessGroup]):
-    """What :func:`init_process_group` returns. The end of its ``with`` block leaves the job."""
+    """The result of :func:`init_process_group`. The end of its ``with`` block leaves the job."""
 
     def __enter__(self) -> ProcessGroup:
         return _get_default_group()

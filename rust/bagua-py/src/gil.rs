@@ -48,7 +48,7 @@ struct RunningVerb {
     keeps_gil: bool,
     /// When the verb slept first, and when it last ran the signal handlers. `None` before the first sleep.
     slept: Option<(Instant, Instant)>,
-    /// What a signal handler has raised.
+    /// The exception that a signal handler has raised.
     raised: Option<PyErr>,
 }
 

@@ -27,7 +27,7 @@ pub struct Progress {
 pub struct Exception {
     /// Class of the exception, e.g. "ValueError".
     pub kind: String,
-    /// What the other ranks are told about it.
+    /// The text that the other ranks get about it.
     pub message: String,
     /// The exception itself, for the binding that made this.
     pub original: Box<dyn Any + Send + Sync>,

@@ -108,13 +108,13 @@ class AlgorithmImpl:
         return bagua_ddp.empty_steps if bagua_ddp.exchange.needs_gradients else bagua_ddp.step + 1
 
     def communicates(self, step: int) -> bool:
-        """Whether the step of this number, counted from 0, communicates. If so, each bucket has to be communicated in
+        """True if the step of this number, counted from 0, communicates. If so, each bucket has to be communicated in
         it: BaguaError if one was not.
         """
         return True
 
     def buffers_due(self, step: int) -> bool:
-        """Whether rank 0's buffers travel in this step: after its backward if gradients are exchanged, else before its
+        """True if rank 0's buffers travel in this step: after its backward if gradients are exchanged, else before its
         first forward.
         """
         return self.communicates(step)

@@ -1,4 +1,4 @@
-"""What torch calls for a model's engine: for a gradient, when a backward ends, before weights are loaded."""
+"""The functions of an engine that torch calls: for a gradient, when a backward ends, before weights are loaded."""
 
 from __future__ import annotations
 
