@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 
 import bagua
-from bagua.metrics import progress
 
 #: The exit code after a checkpoint that another start goes on from.
 AGAIN = 75
@@ -70,8 +69,6 @@ def main() -> int:
         bagua.all_reduce(gradient, "avg")
         weights = weights - RATE * gradient
         step += 1
-        if group.rank == 0:
-            progress(step, arguments.steps, error=float(np.abs(weights - plane).max()))
         has_to_stop[0] = len(signalled) > 0
         bagua.all_reduce(has_to_stop, "max")
     if group.rank == 0:

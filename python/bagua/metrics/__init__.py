@@ -1,7 +1,7 @@
-"""The counters of `bagua.stats()` for Prometheus and per training step, probes for a supervisor, and progress.
+"""The counters of `bagua.stats()` for Prometheus and per training step, and probes for a supervisor.
 
 `serve()`, or BAGUA_METRICS_PORT, answers Prometheus and the probes over HTTP; each answer is `bagua.stats()` at that
-moment, in the text format that `prometheus_client` writes. `StepMeter` and `progress` do without it.
+moment, in the text format that `prometheus_client` writes. `StepMeter` does without it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import Any
 from bagua import config, engine, group
 from bagua.lifecycle import process
 from bagua.metrics.server import start, why_not_local
-from bagua.metrics.trainer import progress
 
-__all__ = ["StepMeter", "begin", "progress", "serve"]
+__all__ = ["StepMeter", "begin", "serve"]
 
 _log = logging.getLogger(__name__)
 
