@@ -2,8 +2,7 @@
 against torch, all_reduce of two ranks that share the device against gloo's, and the step of a model against plain
 torch's and DDP's.
 
-    python benchmarks/gpu.py                 # everything, in less than 8 minutes; "skipped: …" where there is no GPU
-    python benchmarks/gpu.py --simulated     # tiny, on the simulated driver: whether it runs; no figure of speed
+    python benchmarks/gpu.py        # everything, in less than 8 minutes; "skipped: …" where there is no GPU
 
 Bandwidths are bytes read and written per second, each counted once, whatever a kernel reads again. The copy bandwidth
 is that of cuMemcpyDtoD in the same process. Times of the codec are the device's, by events: calls are enqueued while
@@ -14,16 +13,10 @@ figures are medians. Step times alternate in blocks, and ratios are those of the
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
-import functools
-import importlib
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -55,17 +48,10 @@ PARTS: tuple[tuple[str, int, dict[str, Any], dict[str, str], float], ...] = (
 class Device:
     """torch's current device, and its clock."""
 
-    def __init__(self, simulated: bool) -> None:
+    def __init__(self) -> None:
         import torch
 
-        self._context: Callable[[], Any] = contextlib.nullcontext
-        if simulated:
-            # Compilers look at torch.cuda when they are imported, which an optimizer does.
-            torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-            sys.path.insert(0, str(ROOT))
-            install = importlib.import_module("tests.cuda.torch_on_sim").install
-            self._context = functools.partial(install().on, 0)
-        self.torch, self.simulated = torch, simulated
+        self.torch = torch
         torch.cuda.set_device(0)
         torch.zeros(1, device="cuda")
         self._library = ctypes.CDLL(bagua.cuda.info()["driver"]["path"] or "libcuda.so.1")
@@ -76,19 +62,14 @@ class Device:
         """cuMemcpyDtoDAsync on the current stream."""
         stream = ctypes.c_void_p(self.torch.cuda.current_stream().cuda_stream)
         addresses = ctypes.c_uint64(to.data_ptr()), ctypes.c_uint64(from_.data_ptr())
-        with self._context():
-            code = self._library.cuMemcpyDtoDAsync_v2(*addresses, ctypes.c_size_t(size), stream)
+        code = self._library.cuMemcpyDtoDAsync_v2(*addresses, ctypes.c_size_t(size), stream)
         if code != 0:
             raise RuntimeError(f"cuMemcpyDtoDAsync returned {code}")
 
-    def seconds(self, call: Callable[[], Any], times: int = 10) -> float | None:
-        """Seconds of the device for a call, of so many that follow each other; None on the simulated driver."""
+    def seconds(self, call: Callable[[], Any], times: int = 10) -> float:
+        """Seconds of the device for a call, of so many that follow each other."""
         cuda = self.torch.cuda
         cuda.synchronize()
-        if self.simulated:
-            call()
-            cuda.synchronize()
-            return None
         for _ in range(4):
             begun, ended = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
             cuda._sleep(self._cycles)
@@ -104,17 +85,11 @@ class Device:
             self._cycles *= 2
         raise RuntimeError("the device was faster than the host's calls, however long it slept")
 
-    def copy_bandwidth(self, size: int) -> float | None:
+    def copy_bandwidth(self, size: int) -> float:
         """Bytes read and written per second by a copy of so many bytes."""
         one = self.torch.zeros(size, dtype=self.torch.uint8, device="cuda")
         two = self.torch.zeros_like(one)
-        times = [self.seconds(lambda: self.copy(two, one, size)) for _ in range(5)]
-        return 2 * size / median(times) if times[0] is not None else None
-
-
-def median(values: list[float | None]) -> float:
-    """The median of figures that were measured."""
-    return statistics.median(value for value in values if value is not None)
+        return 2 * size / statistics.median(self.seconds(lambda: self.copy(two, one, size)) for _ in range(5))
 
 
 # --- the codec --------------------------------------------------------------------------------------------------------
@@ -162,17 +137,15 @@ def codec(options: dict[str, Any], device: Device) -> None:
                     continue
                 row: dict[str, Any] = {"what": f"{what} {name}", "chunks": show_size(chunk)}
                 row |= goals(what, chunk)
-                if not device.simulated:
-                    taken = median(times[what, chunk, who])
-                    row |= {"seconds": taken, "bytes_per_s": (size + count) / taken}
-                    row["of_copy"] = row["bytes_per_s"] * median(times["copy", size, "driver"]) / (2 * size)
-                    for other in ("eager", "compile"):
-                        if (what, chunk, other) in times:
-                            row[f"{other}_over_ours"] = median(times[what, chunk, other]) / taken
+                taken = statistics.median(times[what, chunk, who])
+                row |= {"seconds": taken, "bytes_per_s": (size + count) / taken}
+                row["of_copy"] = row["bytes_per_s"] * statistics.median(times["copy", size, "driver"]) / (2 * size)
+                for other in ("eager", "compile"):
+                    if (what, chunk, other) in times:
+                        row[f"{other}_over_ours"] = statistics.median(times[what, chunk, other]) / taken
                 write_row(options, row)
-            if not device.simulated:
-                taken = median(times["copy", size, "driver"])
-                write_row(options, {"what": f"copy beside {name}", "seconds": taken, "bytes_per_s": 2 * size / taken})
+            taken = statistics.median(times["copy", size, "driver"])
+            write_row(options, {"what": f"copy beside {name}", "seconds": taken, "bytes_per_s": 2 * size / taken})
 
 
 def goals(what: str, chunk: int) -> dict[str, float]:
@@ -210,10 +183,11 @@ def coded(options: dict[str, Any], device: Device, dtype: Any, size: int) -> dic
         if chunk not in AGAINST_TORCH:
             continue
         rows = x.view(chunks, -1)
-        torchs = {"eager": torch_calls(torch, dtype)}
-        if not device.simulated:
-            first, second = torchs["eager"]
-            torchs["compile"] = torch.compile(first, dynamic=False), torch.compile(second, dynamic=False)
+        first, second = torch_calls(torch, dtype)
+        torchs = {
+            "eager": (first, second),
+            "compile": (torch.compile(first, dynamic=False), torch.compile(second, dynamic=False)),
+        }
         for who, (torch_encode, torch_decode) in torchs.items():
             try:
                 q, low, high = torch_encode(rows)
@@ -268,8 +242,7 @@ def all_reduce(options: dict[str, Any], device: Device) -> None:
     barrier = Barrier(options["folder"], this_rank(), int(options["ranks"]), limit=60.0)
     x, ours = torch.zeros(size // 4, device="cuda"), str(options["collective"])
     contenders: dict[str, Callable[[], Any]] = {ours: lambda: api.allreduce_inplace(x)}
-    if not device.simulated:
-        contenders["gloo"] = lambda: dist.all_reduce(x)
+    contenders["gloo"] = lambda: dist.all_reduce(x)
     times: dict[str, list[float]] = {name: [] for name in contenders}
     # The first round opens connections and pins memory.
     for number in range(int(options["rounds"]) + 1):
@@ -292,12 +265,11 @@ def all_reduce(options: dict[str, Any], device: Device) -> None:
                 "what": f"all_reduce by {name}, {options['ranks']} ranks",
                 "chunks": show_size(size),
             }
-            if bandwidth is not None:
-                taken = statistics.median(times[name])
-                row |= {"seconds": taken, "bytes_per_s": size / taken, "of_copy": size / taken / bandwidth}
-                if name != ours:
-                    row["ratio"] = statistics.median(times[ours]) / taken
-                    row["note"] = f"ratio: {ours}'s time over {name}'s"
+            taken = statistics.median(times[name])
+            row |= {"seconds": taken, "bytes_per_s": size / taken, "of_copy": size / taken / bandwidth}
+            if name != ours:
+                row["ratio"] = statistics.median(times[ours]) / taken
+                row["note"] = f"ratio: {ours}'s time over {name}'s"
             write_row(options, row)
     barrier.wait()
     api.destroy_process_group()
@@ -312,20 +284,18 @@ def late(options: dict[str, Any], device: Device) -> None:
     for _ in range(int(options["rounds"]) // 3 + 1):
         torch.cuda.synchronize()
         busy = torch.cuda.Event()
-        if not device.simulated:
-            # 0.5 s at 2 GHz; longer where the clock is slower.
-            torch.cuda._sleep(1_000_000_000)
+        # 0.5 s at 2 GHz; longer where the clock is slower.
+        torch.cuda._sleep(1_000_000_000)
         busy.record()
         begun = time.perf_counter()
         api.allreduce_inplace(x)
         taken = time.perf_counter() - begun
-        if not device.simulated and busy.query():
+        if busy.query():
             raise AssertionError("the device had finished its work before the verb returned")
         times.append(taken)
     torch.cuda.synchronize()
     row: dict[str, Any] = {"what": f"return of a verb behind 0.5 s of work, {options['collective']}", "goal_s": 0.02}
-    if not device.simulated:
-        row["seconds"] = max(times)
+    row["seconds"] = max(times)
     write_row(options, row)
     api.destroy_process_group()
 
@@ -369,13 +339,11 @@ def training(options: dict[str, Any], device: Device) -> None:
 
     torch, ranks = device.torch, int(options["ranks"])
     # Sending all of the large model by gloo takes a quarter of a second a step.
-    width = 16 if device.simulated else WIDTH if ranks == 1 else WIDTH // 2
+    width = WIDTH if ranks == 1 else WIDTH // 2
     torch.set_float32_matmul_precision("high")
-    names = ["plain", "bagua"]
-    if not device.simulated:
-        store = FileStore(f"{options['folder']}/torch", ranks)
-        dist.init_process_group(options["ddp"], store=store, rank=this_rank(), world_size=ranks)
-        names.append("ddp")
+    names = ["plain", "bagua", "ddp"]
+    store = FileStore(f"{options['folder']}/torch", ranks)
+    dist.init_process_group(options["ddp"], store=store, rank=this_rank(), world_size=ranks)
     api = join(options)
     # The same order on all ranks.
     random.seed(17)
@@ -385,7 +353,7 @@ def training(options: dict[str, Any], device: Device) -> None:
             trainers[name] = Trainer(name, torch, width)
         except (NotImplementedError, RuntimeError, bagua.BaguaError) as error:
             write_row(options, {"what": f"step of {name}", "note": f"not measured: {error}"})
-    steps = 1 if device.simulated else 10 if ranks == 1 else 2
+    steps = 10 if ranks == 1 else 2
     times: dict[str, list[float]] = {name: [] for name in trainers}
     for trainer in trainers.values():
         trainer.block(steps)
@@ -399,18 +367,16 @@ def training(options: dict[str, Any], device: Device) -> None:
         parameters = sum(each.numel() for each in trainer.parameters)
         by = {"plain": "torch alone", "ddp": f"ddp, {options['ddp']}", "bagua": f"bagua, {options['collective']}"}[name]
         row: dict[str, Any] = {"what": f"{ranks} ranks, {parameters / 1e6:.0f} M parameters, {by}"}
-        if not device.simulated:
-            row["seconds"] = statistics.median(times[name])
+        row["seconds"] = statistics.median(times[name])
         if this_rank() == 0:
             write_row(options, row)
     for other, goal in (("plain", 1.02), ("ddp", 1.0)):
         # Beside torch alone only the overhead is compared: a rank of several also sends.
         if this_rank() == 0 and {"bagua", other} <= trainers.keys() and (ranks == 1 or other == "ddp"):
             row = {"what": f"{ranks} ranks, step of bagua over {other}'s", "goal_ratio": goal}
-            if not device.simulated:
-                ratios = [one / two for one, two in zip(times["bagua"], times[other], strict=True)]
-                lower, middle, upper = statistics.quantiles(ratios, n=4)
-                row |= {"ratio": middle, "note": f"quartiles {lower:.3f} to {upper:.3f} of {len(ratios)} pairs"}
+            ratios = [one / two for one, two in zip(times["bagua"], times[other], strict=True)]
+            lower, middle, upper = statistics.quantiles(ratios, n=4)
+            row |= {"ratio": middle, "note": f"quartiles {lower:.3f} to {upper:.3f} of {len(ratios)} pairs"}
             write_row(options, row)
     api.destroy_process_group()
 
@@ -418,9 +384,9 @@ def training(options: dict[str, Any], device: Device) -> None:
 # --- all of it --------------------------------------------------------------------------------------------------------
 
 
-def shown(row: dict[str, Any], simulated: bool) -> str:
+def shown(row: dict[str, Any]) -> str:
     """A line of the table."""
-    figures = ["ran" if simulated and "note" not in row else "-"] + ["-"] * 5
+    figures = ["-"] * 6
     if "seconds" in row:
         figures[0] = f"{row['seconds'] * 1e3:.3f}"
     if "bytes_per_s" in row:
@@ -457,36 +423,24 @@ def main() -> None:
     """Parses the command line, runs the parts, prints a table last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_rank_options(parser)
-    parser.add_argument("--simulated", action="store_true", help="tiny, on the simulated driver: no figures")
     parser.add_argument("--parts", nargs="+", choices=sorted({name for name, *_ in PARTS}), help="only these")
     parser.set_defaults(limit=420.0)
     args = parser.parse_args()
     if args.child:
         options = json.loads(args.child)
         part = {"codec": codec, "all_reduce": all_reduce, "late": late, "training": training}[options["part"]]
-        part(options, Device(options["simulated"]))
+        part(options, Device())
         return
-    if args.simulated:
-        subprocess.run(["make", "-s", "cuda-sim", "cuda-kernels-host"], cwd=ROOT, check=True)
-        folder = ROOT / "target" / "cuda-sim"
-        os.environ |= {"BAGUA_LIBCUDA": f"{folder}/libcuda.so.1", "BAGUA_LIBNCCL": f"{folder}/libnccl.so.2"}
-        os.environ["BAGUA_SIM_DELAY_US"] = "1000"
-    elif (reason := bagua.cuda.why_not()) is not None:
+    if (reason := bagua.cuda.why_not()) is not None:
         print(f"skipped: {reason}")
         return
-    small = args.simulated or args.quick
-    common = {
-        "simulated": args.simulated,
-        "size": (256 << 10) if args.simulated else 32 * MIB if args.quick else 256 * MIB,
-        "rounds": 2 if small else 15,
-    }
+    common = {"size": 32 * MIB if args.quick else 256 * MIB, "rounds": 2 if args.quick else 15}
     until, rows = time.monotonic() + args.limit, []
     for name, ranks, options, env, limit in PARTS:
         if args.parts and name not in args.parts:
             continue
         given = {"part": name, **common, **options}
-        # A driver on processors that others use too may be slow.
-        left = until - time.monotonic() if args.simulated else min(limit, until - time.monotonic())
+        left = min(limit, until - time.monotonic())
         try:
             if left < 10:
                 raise RuntimeError("no time was left")
@@ -494,8 +448,6 @@ def main() -> None:
         except RuntimeError as error:
             rows.append({"what": " ".join([name, *options.values()]), "note": f"not measured: {error}"})
     print(f"{machine()}\n{versions()}")
-    if args.simulated:
-        print("on the simulated driver: no figures")
     heads = ("ms", "GB/s", "of copy", "eager/ours", "compile/ours", "ratio")
     widths = (14, 8, 16, 12, 14, 16)
     print(
@@ -503,7 +455,7 @@ def main() -> None:
         + "".join(f"{h:>{w}}" for h, w in zip(heads, widths, strict=True))
     )
     for row in rows:
-        print(shown(row, args.simulated))
+        print(shown(row))
     save_if_asked(args, "gpu", rows)
 
 

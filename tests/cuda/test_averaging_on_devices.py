@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
 import bagua
-import bagua.torch_api as api
 from bagua import engine
 from bagua import group as groups
 from bagua.cuda.arrays import device_of
-from bagua.torch_api import algorithms
-from bagua.torch_api.bucket import BaguaBucket
-from bagua.torch_api.communication import get_backend
 from tests.cases import attempt
 from tests.cuda.buckets import Memory, Queue, Tensors
 from tests.cuda.device_arrays import LEGACY, Cuda
@@ -28,8 +21,6 @@ from tests.cuda.driver import until
 from tests.cuda.failing_calls import UNKNOWN, blocked, die_in_the_middle, fields_of, is_lost, only, run
 from tests.cuda.kernel_cases import narrowed, widened
 from tests.cuda.ranks import Ended, Ranks, ended
-from tests.cuda.test_cuda_training import Variant, adamw, same_bits, train
-from tests.cuda.torch_on_sim import install, joined
 
 #: Seconds: no round without a request; and many in a short test.
 NEVER, OFTEN = 3600.0, 0.002
@@ -214,95 +205,6 @@ def arrays(rank: int) -> dict[str, str]:
     return found
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
-
-Algorithm = algorithms.AsyncModelAverageAlgorithm
-
-
-def ends_with_the_weights_of_the_cpu(rank: int) -> None:
-    for options in ({}, {"warmup_steps": 2}, {"compression": "minmax_u8"}):
-        new = partial(Algorithm, sync_interval_ms=NEVER * 1000, **options)
-        variant = Variant(lambda _, new=new: new(), adamw, waits_not=True, rounds=True)
-        assert same_bits(*(train(rank, variant, place) for place in ("cpu", "cuda"))), options
-
-
-class Slopes(nn.Module):
-    """Its output is linear in the weights: every step has the same direction, wherever the weights are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Parameter(torch.arange(4099, dtype=torch.float32))
-        self.two = nn.Parameter(torch.arange(5, dtype=torch.float64))
-        self.three = nn.Parameter(torch.arange(5, dtype=torch.bfloat16))
-
-    def forward(self, slope: float) -> torch.Tensor:
-        return (self.one * slope).sum() + (self.two * slope).sum() + (self.three * slope).sum()
-
-
-def keeps_progress_beside_rounds(rank: int) -> None:
-    """Halves and whole numbers are exact, of bfloat16 below 128: all progress is kept whenever rounds come."""
-    size, steps = api.get_world_size(), 40
-    model = Slopes().cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model.with_bagua([optimizer], Algorithm(sync_interval_ms=OFTEN * 1000))
-    impl, other = model.bagua_algorithm, torch.cuda.Stream()
-    runtime, reads = install(), install().reads_to_the_host
-    for number in range(steps):
-        # Every fourth step is on a stream that nothing but the lock orders with the others.
-        with torch.cuda.stream(other if number % 4 == 3 else torch.cuda.current_stream()):
-            optimizer.zero_grad()
-            model(float(rank + 1)).backward()
-            optimizer.step()
-    assert runtime.reads_to_the_host == reads
-    until(lambda: impl.stats()["rounds"] > 2, "rounds")
-    impl.synchronize(model)
-    progress = steps * sum(range(1, size + 1)) / size
-    with impl.lock(model):
-        begin = Slopes()
-        for mine, first in zip(model.parameters(), begin.parameters(), strict=True):
-            assert (mine.detach().cpu() == first.detach() - progress).all()
-    impl.abort(model)
-    # Nothing else writes now: no lock is needed.
-    model.one.data.fill_(rank + 7.0)
-    api.barrier()
-    impl.resume(model)
-    # A status from before the call of `resume` may be in flight.
-    rounds = impl.stats()["rounds"]
-    until(lambda: impl.stats()["rounds"] > rounds + 1, "rounds of all")
-    api.barrier()
-    impl.synchronize(model)
-    assert model.one.unique().tolist() == [(2 * 7.0 + size - 1) / 2]
-    model.bagua_ddp.close()
-
-
-def averages_buckets_of_torch(rank: int) -> None:
-    tensor = torch.full((9,), float(rank + 1), device="cuda").ensure_bagua_tensor("x", "alone")
-    bucket = BaguaBucket([tensor], "alone", True)
-    operation = bucket.append_asynchronous_model_average_op()
-    backend = get_backend("alone")
-    backend.register_ordered_buckets([bucket])
-    for step in range(2):
-        operation.lock_weight()
-        tensor.fill_(float(rank + step))
-        operation.unlock_weight()
-        backend.mark_communication_ready(tensor)
-        backend.wait_pending_comm_ops()
-        assert tensor.unique().tolist() == [sum(range(api.get_world_size())) / api.get_world_size() + step]
-
-
-MODELS: tuple[Callable[[int], None], ...] = (
-    ends_with_the_weights_of_the_cpu,
-    keeps_progress_beside_rounds,
-    averages_buckets_of_torch,
-)
-
-
-def models(rank: int) -> dict[str, str]:
-    torch.set_num_threads(1)
-    with joined():
-        return attempt({case.__name__: lambda case=case: case(rank) for case in MODELS}, bagua.barrier)
-
-
 # --- worlds -----------------------------------------------------------------------------------------------------------
 
 
@@ -314,27 +216,13 @@ def of_arrays(_driver_of_ranks: Path) -> Ended:
     return ended(_driver_of_ranks, 3, arrays, **NAMED)
 
 
-@pytest.fixture(scope="module")
-def of_models(_driver_of_ranks: Path) -> Ended:
-    return ended(_driver_of_ranks, 2, models, **NAMED)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_a_thread_averages_arrays_on_devices(of_arrays: Ended, case: Callable[..., None]) -> None:
     of_arrays.check(case.__name__)
 
 
-@pytest.mark.parametrize("case", MODELS, ids=lambda case: case.__name__)
-def test_a_thread_averages_models_on_devices(of_models: Ended, case: Callable[..., None]) -> None:
-    of_models.check(case.__name__)
-
-
-def test_averaging_makes_no_fault_leaves_nothing_and_does_not_wait_for_the_device(
-    of_arrays: Ended, of_models: Ended
-) -> None:
+def test_averaging_makes_no_fault_leaves_nothing_and_does_not_wait_for_the_device(of_arrays: Ended) -> None:
     of_arrays.ranks.check()
-    of_models.ranks.check()
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -360,28 +248,6 @@ def test_a_call_that_fails_is_raised_on_its_rank_and_ends_no_other(ranks: Ranks,
     there, here = run(ranks, 2, fails_on_rank_1, each=only(1, BAGUA_SIM_FAIL=fail))
     assert (here["class"], here["api"], here["code"]) == ("DeviceError", api, UNKNOWN)
     assert there == {}
-
-
-def trains_until_it_fails(rank: int) -> dict[str, Any]:
-    with joined():
-        model = Slopes().cuda()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model.with_bagua([optimizer], Algorithm(sync_interval_ms=OFTEN * 1000))
-        found = None
-        while found is None:
-            try:
-                model(1.0).backward()
-                optimizer.step()
-            except bagua.BaguaError as error:
-                found = fields_of(error)
-        return found
-
-
-def test_the_next_forward_raises_a_failure_of_the_device_on_all_ranks(ranks: Ranks) -> None:
-    fail = f"cuLaunchKernel:2:{UNKNOWN}"
-    there, here = run(ranks, 2, trains_until_it_fails, each=only(1, BAGUA_SIM_FAIL=fail))
-    assert (here["class"], here["api"], here["code"]) == ("DeviceError", "cuLaunchKernel", UNKNOWN)
-    assert (there["class"], there["rank"], there["kind"]) == ("PeerRaisedError", 1, "DeviceError")
 
 
 def dies(rank: int, folder: str) -> int | None:

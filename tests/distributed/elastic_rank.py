@@ -1,14 +1,10 @@
-"""A rank of an elastic job that does what its standard input says, a command per line, and answers in JSON.
-
-With `ELASTIC_DEVICE=cuda` in its environment the models are on the simulated driver.
-"""
+"""A rank of an elastic job that does what its standard input says, a command per line, and answers in JSON."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import json
-import os
 import sys
 from typing import Any
 
@@ -18,8 +14,6 @@ import bagua as neutral
 import bagua.torch_api as bagua
 from bagua import lifecycle
 from bagua.torch_api.algorithms import Algorithm, AsyncModelAverageAlgorithm
-
-DEVICE = os.environ.get("ELASTIC_DEVICE", "cpu")
 
 
 class Model(torch.nn.Module):
@@ -42,7 +36,7 @@ def answer(value: Any) -> None:
 
 def wrap(value: float, count: int) -> tuple[Model, torch.optim.Optimizer]:
     """A model that is averaged."""
-    model = Model(value, count).to(DEVICE)
+    model = Model(value, count)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=20))  # type: ignore[operator]
     return model, optimizer
@@ -63,10 +57,6 @@ def attempt(work: Any) -> Any:
 
 def main() -> None:
     """Joins, then obeys."""
-    if DEVICE == "cuda":
-        from tests.cuda.torch_on_sim import install
-
-        install()
     error = attempt(join)
     answer(error or {"rank": bagua.get_rank(), "rejoined": bagua.rejoined()})
     if error:

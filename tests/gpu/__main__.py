@@ -63,12 +63,13 @@ def suites() -> list[Suite]:
     gradients = "gradient or bytegrad or qadam"
     return [
         *(Suite(f"codec 10^8 {name}", [f"{here}test_codec.py"], 240, f"{large} and device-{name}") for name in CODED),
-        Suite("torch", [f"{here}test_torch.py"], 300, f"not ({ALONE})"),
+        Suite("torch", [f"{here}test_torch.py", f"{here}test_torch_verbs.py"], 300, f"not ({ALONE})"),
+        Suite("torch c10d", [f"{here}test_torch_c10d.py", f"{here}test_torch_futures.py"], 300),
         Suite("torch ddp", [f"{here}test_torch_ddp.py"], 300),
         Suite("staged values", [f"{here}test_staged.py"], 300, "bits_of_the_host"),
         Suite("staged order", [f"{here}test_staged.py"], 300, f"not ({ALONE} or bits_of_the_host)"),
         Suite("training gradients", [f"{here}test_training.py"], 300, gradients),
-        Suite("training weights", [f"{here}test_training.py"], 300, f"not ({gradients})"),
+        Suite("training weights", [f"{here}test_training.py", f"{here}test_averaging.py"], 300, f"not ({gradients})"),
         Suite("nccl", [f"{here}test_nccl.py"], 200),
         Suite("codec", [f"{here}test_codec.py"], 200, f"not {large}"),
         Suite("kernels", [f"{here}test_kernels.py"], 200),

@@ -1,7 +1,6 @@
 """Fixtures of the tests on a GPU.
 
-A test that asks for `ranks` runs on the device only: tests/cuda runs the same on the simulated driver. One that asks
-for `anywhere` runs on both.
+A test that asks for `ranks` runs on the device only. One that asks for `anywhere` also runs on the simulated driver.
 """
 
 from __future__ import annotations

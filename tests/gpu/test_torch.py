@@ -1,54 +1,17 @@
-"""torch on a GPU: the verbs of bagua.torch_api and the backend "bagua", in the order of torch's streams; captures."""
+"""torch on a GPU: verbs behind work that comes late, captures, and the lifetimes of tensors."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 
 from bagua import torch_api as api
-from tests.cuda import test_torch_c10d as c10d
-from tests.cuda import test_torch_verbs as verbs
 from tests.cuda.ranks import Ranks, on_ranks
-from tests.cuda.torch_on_sim import in_torch, install, joined
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_reduction_has_the_bits_of_the_cpu(ranks: Ranks, size: int) -> None:
-    for ran in ranks(size, verbs.reduce_everything, size, verbs.SOME):
-        assert min(ran) >= 3
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_verb_that_moves_has_the_bits_of_the_cpu(ranks: Ranks, size: int) -> None:
-    ranks(size, verbs.move_everything, size, verbs.SOME, (3, 2))
-
-
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        verbs.test_strides_are_taken_as_on_the_cpu.on_ranks,
-        verbs.test_operations_follow_torchs_current_streams.on_ranks,
-        verbs.test_tensors_that_travel_together_are_copied_back_in_order.on_ranks,
-        verbs.here_and_there,
-        verbs.test_autograd_sees_that_a_saved_tensor_was_written.on_ranks,
-        verbs.test_the_neutral_verbs_take_tensors_by_dlpack.on_ranks,
-    ],
-    ids=lambda it: it.__name__,
-)
-def test_what_holds_on_the_simulated_driver_holds_on_a_device(ranks: Ranks, scenario: Any) -> None:
-    ranks(2, scenario)
-
-
-def test_the_backend_of_torch_distributed_takes_tensors_on_a_device(ranks: Ranks) -> None:
-    ranks(2, c10d.verbs, 2)
+from tests.gpu.torch_ranks import in_torch, joined
 
 
 def sleep(seconds: float) -> None:
-    """The current stream is busy for about so long. On the simulated driver its work is late anyway."""
-    if install().driver.simulated:
-        return
+    """The current stream is busy for about so long."""
     begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begun.record()
     torch.cuda._sleep(20_000_000)
@@ -79,9 +42,8 @@ def late_producers(rank: int) -> None:
             assert x.tolist() == [6.0] * 100_000
 
 
-@pytest.mark.slow
-def test_operations_follow_work_that_comes_late(anywhere: Ranks) -> None:
-    anywhere(2, late_producers)
+def test_operations_follow_work_that_comes_late(ranks: Ranks) -> None:
+    ranks(2, late_producers)
 
 
 @on_ranks(2, in_torch)
@@ -118,9 +80,8 @@ def dropped(rank: int) -> None:
             assert out.eq(2.0 * k).all().item()
 
 
-@pytest.mark.slow
-def test_tensors_that_are_dropped_during_an_operation_keep_their_values(anywhere: Ranks) -> None:
-    anywhere(2, dropped)
+def test_tensors_that_are_dropped_during_an_operation_keep_their_values(ranks: Ranks) -> None:
+    ranks(2, dropped)
 
 
 def returns_at_once(rank: int, async_op: bool) -> None:

@@ -1,10 +1,7 @@
-"""torch's futures and torch's own DistributedDataParallel on a GPU, with the backend "bagua": what no simulated driver
-runs, because the reducer is C++. And hooks of both wrappers.
-"""
+"""torch's own DistributedDataParallel and ours on a GPU, with the backend "bagua" and with hooks."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +13,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import bagua.c10d  # noqa: F401
 from bagua import torch_api
-from tests.cuda import test_torch_futures as futures
 from tests.cuda.ranks import Ranks
 
 STEPS = 10
@@ -117,15 +113,3 @@ def test_a_wrapped_model_is_trained_as_by_plain_torch(ranks: Ranks, size: int, b
         assert len(found) == len(VARIANTS)
         for name, far in found:
             assert far <= VARIANTS[name].close, (name, far)
-
-
-def on_one_device(rank: int) -> dict[str, str]:
-    # The device that all have.
-    del futures.CASES["place"]
-    assert os.environ["BAGUA_CUDA_COLLECTIVE"] != "nccl"
-    return futures.run(rank)
-
-
-def test_a_future_keeps_to_the_rules_of_torch(ranks: Ranks) -> None:
-    for found in ranks(futures.SIZE, on_one_device, BAGUA_CUDA_COLLECTIVE="staged"):
-        assert {name: text for name, text in found.items() if text} == {}

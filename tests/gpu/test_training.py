@@ -15,8 +15,8 @@ from torch import nn
 
 import bagua.torch_api as api
 from bagua.torch_api import algorithms
-from tests.cuda.ranks import Ranks
-from tests.cuda.torch_on_sim import joined
+from tests.cuda.ranks import Ranks, on_ranks
+from tests.gpu.torch_ranks import in_torch, joined
 
 STEPS = 20
 
@@ -107,3 +107,54 @@ def test_a_model_is_trained_by_nccl_as_on_the_cpu(ranks: Ranks) -> None:
     names = ["gradient_allreduce", "bytegrad"]
     for found in ranks(1, here_and_there, names, BAGUA_CUDA_COLLECTIVE="nccl"):
         check(found)
+
+
+@on_ranks(2, in_torch)
+def test_forward_and_backward_may_have_streams_of_their_own(rank: int) -> None:
+    for algorithm in (algorithms.GradientAllReduceAlgorithm(), algorithms.DecentralizedAlgorithm(hierarchical=False)):
+        found = []
+        for place in ("cpu", "cuda"):
+            torch.manual_seed(1 + rank)
+            model: Any = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 10)).to(place)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            model.with_bagua([optimizer], algorithm)
+            main, forward, backward = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+            random = torch.Generator().manual_seed(11 + rank)
+            for _ in range(5):
+                optimizer.zero_grad()
+                forward.wait_stream(main)
+                with torch.cuda.stream(forward):
+                    x = torch.randn(32, 64, generator=random).to(place)
+                    loss = model(x).square().mean()
+                backward.wait_stream(forward)
+                with torch.cuda.stream(backward):
+                    loss.backward()
+                    # Uses the gradients where only Bagua has ordered them.
+                    optimizer.step()
+                main.wait_stream(backward)
+                # Nothing is freed while a stream may still use it.
+                torch.cuda.synchronize()
+            found.append([each.detach().cpu() for each in model.parameters()])
+            model.bagua_ddp.close()
+        for here, there in zip(*found, strict=True):
+            torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2, in_torch)
+def test_every_rank_gets_the_optimizer_state_of_the_first(rank: int) -> None:
+    """The counters of an optimizer are on the host, or on the device with ``capturable``."""
+    for capturable in (False, True):
+        torch.manual_seed(1)
+        model: Any = nn.Linear(4, 3).cuda()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, capturable=capturable)
+        if rank == 0:  # The states of the other ranks are empty.
+            model(torch.ones(2, 4, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.with_bagua([optimizer], algorithms.GradientAllReduceAlgorithm())
+        states = list(optimizer.state.values())
+        assert [state["step"].is_cuda for state in states] == [capturable] * 2
+        mine = [state[name].cpu() for state in states for name in ("step", "exp_avg", "exp_avg_sq")]
+        for own, other in zip(mine, api.broadcast_object(mine, 0), strict=True):
+            assert torch.equal(own, other)
+        model.bagua_ddp.close()

@@ -1,8 +1,7 @@
-"""The verbs of bagua.torch_api on CUDA tensors, with torch on the simulated driver."""
+"""The verbs of bagua.torch_api on CUDA tensors: the bits of the CPU, in the order of torch's streams."""
 
 from __future__ import annotations
 
-import gc
 import itertools
 import threading
 from collections.abc import Callable
@@ -12,15 +11,13 @@ import pytest
 import torch
 
 import bagua
-from bagua import engine
 from bagua import torch_api as api
 from bagua.torch_api import ReduceOp
 from bagua.torch_api.communication import _get_default_group
 from tests.cuda.ranks import Ranks, on_ranks
-from tests.cuda.torch_on_sim import in_torch, install, joined
+from tests.gpu.torch_ranks import in_torch, joined
 
 SOME = ("float32", "bfloat16", "int64")
-DTYPES = tuple(engine.DTYPES)
 
 
 def values(rank: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -42,22 +39,15 @@ def both(verb: Callable[..., Any], *tensors: torch.Tensor) -> None:
     """Runs a verb on tensors of the CPU and on the device: what they hold afterwards is equal."""
     there = [tensor.cuda() for tensor in tensors]
     verb(*tensors)
-    reads = _reads()
     verb(*there)
-    # The verb itself brings nothing to the host.
-    assert _reads() == reads
     for mine, other in zip(tensors, there, strict=True):
         assert bits(other) == bits(mine)
 
 
-def _reads() -> int:
-    return install().reads_to_the_host
-
-
-def reduce_everything(rank: int, size: int, names: tuple[str, ...]) -> list[int]:
-    ran = dict.fromkeys(names, 0)
+def reduce_everything(rank: int, size: int) -> list[int]:
+    ran = dict.fromkeys(SOME, 0)
     with joined():
-        for name, op in itertools.product(names, ReduceOp):
+        for name, op in itertools.product(SOME, ReduceOp):
             x = values(rank, (size * 2, 3), getattr(torch, name))
             try:
                 api.allreduce_inplace(x.clone(), op)
@@ -77,16 +67,17 @@ def reduce_everything(rank: int, size: int, names: tuple[str, ...]) -> list[int]
     return list(ran.values())
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_reduction_has_the_bits_of_the_cpu(ranks: Ranks, size: int) -> None:
-    for ran in ranks(size, reduce_everything, size, DTYPES if size == 2 else SOME):
+    for ran in ranks(size, reduce_everything, size):
         assert min(ran) >= 3
 
 
-def move_everything(rank: int, size: int, names: tuple[str, ...], shape: tuple[int, ...]) -> None:
+def move_everything(rank: int, size: int) -> None:
     with joined():
-        for name in names:
-            move(rank, size, values(rank, shape, getattr(torch, name)))
+        for name in SOME:
+            for shape in ((3, 2), (0, 3)):
+                move(rank, size, values(rank, shape, getattr(torch, name)))
 
 
 def move(rank: int, size: int, x: torch.Tensor) -> None:
@@ -112,13 +103,9 @@ def move(rank: int, size: int, x: torch.Tensor) -> None:
     api.barrier()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_verb_that_moves_has_the_bits_of_the_cpu(ranks: Ranks, size: int) -> None:
-    ranks(size, move_everything, size, DTYPES if size == 2 else SOME, (3, 2))
-
-
-def test_empty_tensors_pass_through_every_verb(ranks: Ranks) -> None:
-    ranks(2, move_everything, 2, ("float32",), (0, 3))
+    ranks(size, move_everything, size)
 
 
 @on_ranks(2, in_torch)
@@ -190,19 +177,6 @@ def test_operations_follow_torchs_current_streams(rank: int) -> None:
 
 
 @on_ranks(2, in_torch)
-def test_a_stream_that_was_not_ordered_does_not_see_the_result() -> None:
-    other = torch.cuda.Stream()
-    x = torch.ones(4, device="cuda")
-    torch.cuda.synchronize()
-    handle = api.allreduce_inplace(x, async_op=True)
-    handle.wait()
-    with torch.cuda.stream(other):
-        assert x.tolist() == [1.0] * 4
-    handle.wait()
-    assert x.tolist() == [2.0] * 4
-
-
-@on_ranks(2, in_torch)
 def test_tensors_that_travel_together_are_copied_back_in_order(rank: int) -> None:
     other, third = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(other):
@@ -223,89 +197,6 @@ def test_tensors_that_travel_together_are_copied_back_in_order(rank: int) -> Non
     assert tensors[0].tolist() == [3.0] * 3
     with pytest.raises(TypeError, match="cannot be coalesced"):
         api.allreduce_coalesced_inplace([tensors[0], torch.ones(3)])
-
-
-@on_ranks(2, in_torch)
-def test_an_operation_holds_its_tensors_when_the_handle_is_dropped(runtime: Any) -> None:
-    torch.cuda.synchronize()
-    before = len(runtime.allocations)
-    for _ in range(3):
-        api.allreduce_inplace(torch.ones(1000, device="cuda"), async_op=True)
-        # A copy without another reference.
-        api.allreduce(torch.ones(10, 10, device="cuda").t(), torch.empty(10, 10, device="cuda"), async_op=True)
-    api.barrier()
-    gc.collect()
-    # Neither the tensors nor the handles are referred to, and the device has not finished.
-    assert len(runtime.allocations) > before
-    x = torch.ones(5, device="cuda")
-    api.allreduce_inplace(x, async_op=True).synchronize()
-    for _ in range(2):
-        api.allreduce_inplace(x)
-        api.barrier()
-    gc.collect()
-    assert len(runtime.allocations) <= before + 2
-    assert x.tolist() == [8.0] * 5
-    # Some are still to be done when the group is left.
-    for _ in range(2):
-        api.allreduce_inplace(torch.ones(7, device="cuda"), async_op=True)
-
-
-def other_devices(rank: int) -> None:
-    with joined(device=rank):
-        x = torch.full((4,), rank + 1.0, device="cuda")
-        assert x.device.index == rank
-        api.allreduce_inplace(x)
-        assert x.tolist() == [3.0] * 4
-        # The tensor's device counts, not the thread's.
-        with torch.cuda.device(0):
-            y = torch.full((4,), rank + 1.0, device="cuda:1")
-            api.allreduce_inplace(y)
-        assert y.tolist() == [3.0] * 4
-        api.barrier()
-
-
-def test_a_tensor_may_be_on_any_device(ranks: Ranks) -> None:
-    ranks(2, other_devices)
-
-
-@on_ranks(2, in_torch)
-def test_what_cannot_be_done_is_refused_and_the_group_goes_on(rank: int, runtime: Any) -> None:
-    x, here = torch.ones(4, device="cuda"), torch.ones(4)
-    for call in (
-        lambda: api.allreduce(x, here),
-        lambda: api.allreduce(here, x),
-        lambda: api.allgather(x, torch.ones(8)),
-        lambda: api.alltoall(here, x),
-        lambda: api.reduce_scatter(x, torch.ones(2)),
-        lambda: api.allreduce(x, torch.ones(4, device="cuda:1")),
-    ):
-        with pytest.raises(TypeError, match="one place"):
-            call()
-    with pytest.raises(TypeError, match="dtype"):
-        api.allreduce(x, x.double())
-    got = torch.zeros_like(x)
-    if rank == 0:
-        api.send(x, 1)
-        api.recv(got, 1)
-    else:
-        api.recv(got, 0)
-        api.send(x, 0)
-    assert torch.equal(got, x)
-    # A captured stream is refused before anything is enqueued, and the capture stays valid.
-    stream, rows = torch.cuda.Stream(), torch.ones(2, 3, device="cuda")
-    room = torch.ones(12, device="cuda")
-    with runtime.on(0), torch.cuda.stream(stream), runtime.driver.captured(stream.cuda_stream):
-        for call in (
-            lambda: api.allreduce_inplace(x),
-            lambda: api.allgather(rows.t(), room),
-            lambda: api.allreduce_coalesced_inplace([x, x]),
-            lambda: api.broadcast(x, rank),
-        ):
-            with pytest.raises(NotImplementedError, match="captured"):
-                call()
-    # The group goes on.
-    api.allreduce_inplace(x)
-    assert x.tolist() == [2.0] * 4
 
 
 def here_and_there(rank: int) -> str:

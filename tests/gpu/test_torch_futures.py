@@ -1,14 +1,12 @@
-"""Futures of the backend "bagua" on CUDA tensors, with torch on the simulated driver: their values and their order."""
+"""Futures of the backend "bagua" on CUDA tensors: their values, their order and their errors."""
 
 from __future__ import annotations
 
 import functools
-import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,28 +16,20 @@ import torch.distributed as dist
 import bagua.c10d  # noqa: F401
 from tests.cases import attempt
 from tests.cuda.driver import until
-from tests.cuda.ranks import Ended, Ranks, ended
-from tests.cuda.test_torch_c10d import filled
-from tests.cuda.torch_on_sim import install
+from tests.cuda.ranks import Ranks
+from tests.gpu.test_torch_c10d import filled
 
 #: So long a test waits for what comes at once.
 SOON = 30.0
 SIZE = 3
-BY = pytest.mark.parametrize("by", ["staged", "nccl"])
-
 #: Whether a verb's options say that it is to be done when it returns.
 HAS_ASYNC_OP = hasattr(dist.AllreduceOptions(), "asyncOp")
-RETURNED = pytest.param(
-    "returned at once", marks=pytest.mark.skipif(not HAS_ASYNC_OP, reason="options of this torch have no asyncOp")
-)
 
 
 @contextmanager
-def joined(timeout: float = 60.0) -> Iterator[None]:
-    """The backend, on a device of this rank's own by NCCL."""
-    install()
-    torch.cuda.set_device(int(os.environ["RANK"]) if os.environ["BAGUA_CUDA_COLLECTIVE"] == "nccl" else 0)
-    dist.init_process_group("bagua", timeout=timedelta(seconds=timeout))
+def joined() -> Iterator[None]:
+    torch.cuda.set_device(0)
+    dist.init_process_group("bagua", timeout=timedelta(seconds=60))
     yield
     dist.destroy_process_group()
 
@@ -143,27 +133,6 @@ def order(rank: int) -> None:
             assert doubled.reshape(-1)[0].item() == 180
 
 
-def place(rank: int) -> None:
-    seen: list[tuple[int, bool, bool]] = []
-    number = 1 if os.environ["BAGUA_CUDA_COLLECTIVE"] == "staged" else torch.cuda.current_device()
-    x = torch.ones(4, device=f"cuda:{number}")
-
-    def look(done: torch.futures.Future[Any]) -> torch.Tensor:
-        default = torch.cuda.current_stream() == torch.cuda.default_stream()
-        seen.append((torch.cuda.current_device(), default, threading.current_thread() is threading.main_thread()))
-        return torch.ones(4, device="cuda") + done.value()[0]
-
-    assert started(x).then(look).wait().tolist() == [4] * 4
-    # Of one that is done, in this thread, whose own device and stream come back.
-    before = torch.cuda.current_device(), torch.cuda.current_stream()
-    future = started(x)
-    until(future.done)
-    assert future.then(look).wait().tolist() == [10] * 4
-    assert (torch.cuda.current_device(), torch.cuda.current_stream()) == before
-    assert [found[:2] for found in seen] == [(number, False)] * 2
-    assert seen[1][2]
-
-
 def returned_at_once(rank: int) -> None:
     """A verb whose caller asked for it to be done when it returns."""
     options = dist.AllreduceOptions()
@@ -235,7 +204,6 @@ CASES = {
     "values": values,
     "every verb": every_verb,
     "order": order,
-    "place": place,
     **({"returned at once": returned_at_once} if HAS_ASYNC_OP else {}),
     "without a wait": without_a_wait,
     "continues": continues,
@@ -244,73 +212,18 @@ CASES = {
 
 
 def run(rank: int) -> dict[str, str]:
-    """Runs all cases on this rank; by name, what each raised ("" when nothing)."""
+    """Runs all cases on this rank. Returns what each raised, by name ("" if nothing)."""
     with joined():
         return attempt({name: functools.partial(case, rank) for name, case in CASES.items()}, dist.barrier)
 
 
-@pytest.fixture(scope="module")
-def run_by(_driver_of_ranks: Path) -> Callable[[str], Ended]:
-    """What came of the cases by a collective: one world for all, because every rank imports torch for seconds."""
-
-    @functools.cache
-    def by(collective: str) -> Ended:
-        named: dict[str, Any] = {"BAGUA_CUDA_COLLECTIVE": collective, "BAGUA_SIM_DEVICES": SIZE}
-        return ended(_driver_of_ranks, SIZE, run, timeout=120.0, **named)
-
-    return by
-
-
-@pytest.mark.slow
-@BY
-@pytest.mark.parametrize("name", [RETURNED, *(name for name in CASES if name != "returned at once")])
-def test_a_future_of_an_operation_on_a_device_keeps_to_the_rules_of_torch(
-    run_by: Callable[[str], Ended], name: str, by: str
-) -> None:
-    run_by(by).check(name)
-
-
-@pytest.mark.parametrize("by", ["staged", pytest.param("nccl", marks=pytest.mark.slow)])
-def test_futures_make_no_fault_leave_nothing_and_do_not_wait_for_the_device(
-    run_by: Callable[[str], Ended], by: str
-) -> None:
-    run_by(by).ranks.check()
-
-
-# --- worlds of their own ----------------------------------------------------------------------------------------------
-
-
-def default_stream(rank: int) -> None:
-    with joined():
-        dist.all_reduce(torch.ones(4, device="cuda"))
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            x = filled(rank, 40)
-        if rank == 1:
-            # When the other rank's default stream has done something behind its future.
-            dist.recv(torch.empty(1), 0)
-        with torch.cuda.stream(side):
-            outs = [torch.empty(40, device="cuda") for _ in range(2)]
-            # With and without a copy of the result; the second asks for another operation in its continuation. None
-            # computes, for which torch on the simulated driver would wait.
-            gathered = dist.all_gather(outs, x, async_op=True).get_future()
-            again = started(x).then(lambda done: started(done.value()[0]).wait()[0])
-            ends = [gathered.then(lambda done: done.value()[1]), again]
-        if rank == 0:
-            until(lambda: all(end.done() for end in ends))
-            # This would wait for the rank that waits for the message.
-            assert torch.ones(3, device="cuda").tolist() == [1] * 3
-            dist.send(torch.empty(1), 1)
-        assert [end.wait()[1].item() for end in ends] == [11, 24]
-
-
-def test_other_work_of_the_default_stream_does_not_wait_for_a_future(ranks: Ranks) -> None:
-    # By NCCL, whose work is on the stream before the other ranks come.
-    ranks(2, default_stream, BAGUA_CUDA_COLLECTIVE="nccl", BAGUA_TIMEOUT=45)
+def test_a_future_keeps_to_the_rules_of_torch(ranks: Ranks) -> None:
+    for found in ranks(SIZE, run, timeout=120.0):
+        assert {name: text for name, text in found.items() if text} == {}
 
 
 def fails(rank: int) -> None:
-    install()
+    torch.cuda.set_device(0)
     dist.init_process_group("bagua", timeout=timedelta(seconds=60))
     dist.all_reduce(torch.ones(4, device="cuda"))
     if rank == 1:
@@ -330,4 +243,4 @@ def fails(rank: int) -> None:
 
 
 def test_a_future_and_its_continuations_fail_when_the_operation_does(ranks: Ranks) -> None:
-    ranks(2, fails, BAGUA_CUDA_COLLECTIVE="staged")
+    ranks(2, fails)
