@@ -126,7 +126,7 @@ def codec(options: dict[str, Any], device: Device) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         for name in DTYPES:
             contenders = coded(options, device, getattr(torch, name), size)
-            times: dict[Any, list[float | None]] = {key: [] for key in contenders}
+            times: dict[Any, list[float]] = {key: [] for key in contenders}
             for _ in range(int(options["rounds"])):
                 for key in random.sample(list(contenders), len(contenders)):
                     times[key].append(device.seconds(contenders[key]))
