@@ -102,11 +102,6 @@ class Collectives(Messages):
         if out is None and (found := engine.read_array(x)) is not None and found[4]:
             # The same as below without the objects, which cost several times the rest of a small call.
             address, count, dtype, shape, _ = found
-            run = self._communicator.run
-            if not async_op:
-                run(engine.ALL_REDUCE, None, address, count, dtype, code, shape=shape, timeout=timeout)
-                return x
-            # The operation keeps the array, because the caller may drop the handle.
             done = self._communicator.run(
                 engine.ALL_REDUCE,
                 None,
@@ -116,10 +111,11 @@ class Collectives(Messages):
                 code,
                 shape=shape,
                 timeout=timeout,
-                async_op=True,
-                keep=x,
+                async_op=async_op,
+                # The operation keeps the array, because the caller may drop the handle.
+                keep=x if async_op else None,
             )
-            return outcome(done, x, self)
+            return outcome(done, x, self) if async_op else x
         src, dst, result = self._pair(x, out, stream)
         return self._begin(verbs.ALL_REDUCE, src, dst, result, async_op, timeout, op=code)
 
