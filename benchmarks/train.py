@@ -1,7 +1,7 @@
 """Compares training by with_bagua with torch's DDP on gloo: samples per second, communication, CPU, memory; and
 measures the hand-over of an operation to the communication thread.
 
-    python benchmarks/train.py                      # three models, then memory and hand-over; DDP on "bagua" and gloo
+    python benchmarks/train.py                      # four models, then memory and hand-over; DDP on "bagua" and gloo
     python benchmarks/train.py --models mlp --parts throughput
 
 Every rank holds three copies of a model (with_bagua, DDP, DDP with the bf16 compression hook), which start with the
@@ -39,12 +39,12 @@ from common import (
     write_row,
 )
 
-MODELS = ("mlp", "transformer", "cnn")
+MODELS = ("mlp", "transformer", "batchnorm", "cnn")
 #: Those of the part "backend".
 BACKEND_MODELS = ("mlp", "layers", "cnn")
 PARTS = ("throughput", "memory", "handover", "backend")
 #: Samples per rank and step.
-BATCH = {"mlp": 4, "transformer": 4, "cnn": 16, "layers": 4}
+BATCH = {"mlp": 4, "transformer": 4, "batchnorm": 16, "cnn": 16, "layers": 4}
 OURS = "bagua"
 
 
@@ -54,10 +54,11 @@ def build(name: str) -> Any:
 
     if name == "mlp":  # 25 million parameters, hardly any arithmetic: communication decides
         return nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000))
-    if name == "cnn":
+    if name in ("cnn", "batchnorm"):  # with BatchNorm a step also carries the buffers of rank 0
+        norm = nn.BatchNorm2d if name == "batchnorm" else nn.Identity
         return nn.Sequential(
-            *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(3, 32, 3, padding=1), norm(32), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(32, 64, 3, padding=1), norm(64), nn.ReLU(), nn.MaxPool2d(2)),
             *(nn.Flatten(), nn.Linear(64 * 8 * 8, 128), nn.ReLU(), nn.Linear(128, 10)),
         )
     if name == "layers":  # 300 small layers: the cost of a bucket decides
@@ -94,7 +95,7 @@ def samples(name: str, rank: int) -> Iterator[tuple[Any, Any]]:
     while True:
         if name == "mlp":
             yield torch.randn(batch, 1024, generator=random), torch.randint(1000, (batch,), generator=random)
-        elif name == "cnn":
+        elif name in ("cnn", "batchnorm"):
             yield torch.randn(batch, 3, 32, 32, generator=random), torch.randint(10, (batch,), generator=random)
         elif name == "layers":
             yield torch.randn(batch, 32, generator=random), torch.randint(32, (batch,), generator=random)
