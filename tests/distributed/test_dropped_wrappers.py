@@ -144,6 +144,27 @@ def a_newer_wrapper_of_the_same_module_takes_over(rank: int) -> None:
             train(in_place(third, optimizer_of("", third), Algorithm.init("gradient_allreduce")), optimizer, 1)
 
 
+def a_newer_wrapper_that_is_refused_leaves_the_older_one_as_it_is(rank: int) -> None:
+    for name, make in ALGORITHMS.items():
+        for wrap in (by_wrapper, in_place):
+            module = nn.Linear(4, 3)
+            optimizer = optimizer_of(name, module)
+            older = wrap(module, optimizer, make(optimizer))
+            train(older, optimizer, 1)
+            # Its optimizer is another one.
+            bad = Algorithm.init("qadam", q_adam_optimizer=optimizer_of("qadam", nn.Linear(4, 3)))
+            with pytest.raises(ValueError, match="q_adam_optimizer does not have the parameters"):
+                wrap(module, optimizer, bad)
+            with pytest.raises(BaguaError, match="rank 1"):
+                wrap(module, optimizer, Algorithm.init("gradient_allreduce" if rank else "bytegrad"))
+            assert owner_of(module.weight) is older.bagua_ddp
+            train(older, optimizer, 1)
+            assert older.bagua_ddp.bagua_train_step_counter == 2
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
+                bagua.unwrap(older)
+
+
 def torchs_wrapper_beside_ours_is_refused(rank: int) -> None:
     twice = "wrapped by Bagua and by torch's DistributedDataParallel"
 

@@ -17,7 +17,7 @@ from .algorithms.base import Algorithm, AlgorithmImpl
 from .bucket import BaguaBucket
 from .communication import to_bagua_process_group
 from .membership.state import membership_state
-from .model_engine import bagua_ddp
+from .model_engine import bagua_ddp, engine
 from .model_engine.bagua_ddp import InPlaceEngine
 from .model_engine.engine import ModelEngine
 from .model_engine.state import model_state, name_of
@@ -47,7 +47,7 @@ def with_bagua(
     Call it after ``init_process_group()`` and after the model and its optimizers are built; ``model.with_bagua(...)``
     is the same as a method. Parameters, buffers and the optimizers' state become rank 0's. From then on
     ``loss.backward()`` returns with gradients that are communicated as ``algorithm`` says. Called again, it replaces
-    what was there before; :func:`unwrap` ends it.
+    what was there before, unless it raises; :func:`unwrap` ends it.
 
     ``module``: on the CPU or on one CUDA device; it is changed itself. ``optimizers``: all that change its parameters,
     in a list; of a ``ZeroRedundancyOptimizer`` each rank keeps its own state. ``algorithm``: one of
@@ -73,7 +73,6 @@ def with_bagua(
         # Other ranks may wait for what the last step left undone here. Where that fails, the weights become rank 0's.
         with contextlib.suppress(BaguaError):
             before.bagua_algorithm.before_step(before)
-    unwrap(module)
     _wrapped[module] = InPlaceEngine(
         module,
         optimizers,
@@ -84,13 +83,14 @@ def with_bagua(
         find_unused_parameters=find_unused_parameters,
         broadcast_buffers=broadcast_buffers,
         bucket_size=bucket_size,
+        older=module,
     )
     return module
 
 
 def unwrap(module: ModuleT) -> ModuleT:
     """Makes a model train alone again. Nothing happens to one that does already."""
-    bagua_ddp.unwrap(module)
+    engine.unwrap(module)
     return module
 
 

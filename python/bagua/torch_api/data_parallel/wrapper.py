@@ -19,7 +19,6 @@ from ..algorithms.base import Algorithm, AlgorithmImpl
 from ..algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from ..bucket import BaguaBucket
 from ..communication import group_of
-from ..model_engine.bagua_ddp import unwrap
 from ..model_engine.checks import is_recorded, refuse_training
 from ..model_engine.engine import ModelEngine
 from ..model_engine.hooks import call_after_forward, call_before_forward
@@ -125,17 +124,21 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._is_copy = False
         # A newer wrapper of the same module communicates instead.
         self._is_replaced = False
-        self._replace_older()
-        self._open(optimizers, init_sync)
+        # An older wrapper of the very same module, as when a cell of a notebook runs again.
+        wrappers = [each for each in list(_engines) if isinstance(each, DistributedDataParallel)]
+        older = next((each for each in wrappers if each.module is self.module), None)
+        try:
+            self._open(optimizers, init_sync, older)
+        finally:
+            if older is not None:
+                older._is_replaced = older not in _engines
 
-    def _replace_older(self) -> None:
-        """Ends an older wrapper of the very same module, as when a cell of a notebook runs again. Collective."""
-        for older in list(_engines):
-            if isinstance(older, DistributedDataParallel) and older.module is self.module:
-                unwrap(older)
-                older._is_replaced = True
-
-    def _open(self, optimizers: Sequence[torch.optim.Optimizer], init_sync: bool) -> WrapperEngine:
+    def _open(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        init_sync: bool,
+        older: DistributedDataParallel | None = None,
+    ) -> WrapperEngine:
         engine = _engines[self] = WrapperEngine(
             self.module,
             optimizers,
@@ -147,6 +150,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             broadcast_buffers=self.broadcast_buffers,
             bucket_size=self._bucket_size,
             broadcast_state=init_sync,
+            older=older,
             owner=weakref.ref(self),
             cap=self._bucket_size,
             static_graph=self.static_graph,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .checks import allow_training, is_recorded
+from .checks import is_recorded
 from .engine import ModelEngine
 from .hooks import call_after_forward, call_before_forward
 from .state import model_state
@@ -109,14 +109,6 @@ class InPlaceEngine(ModelEngine):
         self._handles.append(module.register_forward_pre_hook(_ForwardHook(self)))
         if self.bagua_algorithm.hears_forward_and_backward:
             self._handles.append(module.register_forward_hook(_AfterForwardHook(self), always_call=True))
-
-
-def unwrap(wrapped: torch.nn.Module) -> None:
-    """Ends what communicates for a model, or refuses its training; nothing where neither is so."""
-    ddp = _wrapped.pop(wrapped, None)
-    if ddp is not None:
-        ddp.close()
-    allow_training(wrapped)
 
 
 def end_with_group(wrapped: torch.nn.Module) -> None:

@@ -388,7 +388,8 @@ def refuse_torchs_wrapper(module: torch.nn.Module, model_name: str, inside: Any)
             )
 
 
-def check_module(module: torch.nn.Module, ignored: frozenset[str]) -> None:
+def check_module(module: torch.nn.Module, ignored: frozenset[str], older: Any) -> None:
+    """Raises the error of a model that cannot be wrapped. ``older`` communicates for it now, and will end; or None."""
     if any(isinstance(child, torch.nn.parallel.DistributedDataParallel) for child in module.modules()):
         raise ValueError(
             "the model is, or holds, torch's DistributedDataParallel, which sends the gradients too: wrap its .module "
@@ -409,9 +410,10 @@ def check_module(module: torch.nn.Module, ignored: frozenset[str]) -> None:
         _check_same_place(first, what, param)
         if param.requires_grad:
             dtype_code(param, what)
+            _check_not_reduced(param, what)
             # Its name alone: an exception keeps the frame's variables alive, and with them the engine.
             owner = _owners.get(param)
-            other = None if owner is None else getattr(owner(), "bagua_module_name", None)
+            other = None if owner is None or owner() is older else getattr(owner(), "bagua_module_name", None)
             if other is not None:
                 raise ValueError(
                     f"{what} is already communicated by model {other!r}, and can belong to one wrapped "
@@ -423,6 +425,17 @@ def check_module(module: torch.nn.Module, ignored: frozenset[str]) -> None:
             # One on the host beside parameters on a device is broadcast by itself.
             if first is not None and buffer.is_cuda:
                 _check_same_place(first, f"buffer {name!r}", buffer)
+
+
+def _check_not_reduced(param: torch.Tensor, what: str) -> None:
+    """ValueError for a parameter of an ``hvd.DistributedOptimizer``."""
+    reducer = model_state.optimizer_reducers.get(param)
+    if reducer is not None and reducer() is not None:
+        raise ValueError(
+            f"the gradient of {what} is communicated by an hvd.DistributedOptimizer already, so that the ranks would "
+            "send it twice: keep one of them. To keep DistributedOptimizer, do not wrap the model. To keep the wrapped "
+            "model, pass it the plain optimizer, and drop the DistributedOptimizer before (del optimizer)"
+        )
 
 
 def _check_buffer(name: str, buffer: torch.Tensor) -> None:

@@ -53,6 +53,7 @@ from .steps import follow_given, parameters_of
 
 # The wrapped model that communicates a parameter's gradient.
 _owners: MutableMapping[torch.Tensor, weakref.ref[ModelEngine]] = model_state.gradient_owners
+_wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped
 
 
 class Progress(NamedTuple):
@@ -71,6 +72,9 @@ class ModelEngine:
 
     Its owner calls :meth:`before_forward` and :meth:`after_forward` around each forward of the model; hooks of its own
     report gradients and optimizer steps. Ends with its model, its group, or :meth:`close`.
+
+    ``older``: what was wrapped before with the same parameters. It ends when all ranks have accepted the arguments, so
+    that an error in these leaves it as it is.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class ModelEngine:
         broadcast_buffers: bool = True,
         bucket_size: int | None = None,
         broadcast_state: bool = True,
+        older: torch.nn.Module | None = None,
     ) -> None:
         communicator = process_group.get_global_communicator()
         if not isinstance(communicator, Communicator):
@@ -137,7 +142,9 @@ class ModelEngine:
 
         self._tracked = self.bagua_build_params()
         self._tracked_ids = {id(param) for _, param in self._tracked}
-        self._agree(module, algorithm)
+        self._agree(module, algorithm, None if older is None else _wrapped.get(older))
+        if older is not None:
+            unwrap(older)
         self._unchanged = Tracked(name, self._tracked)
         self._wrapped_buffers = WrappedBuffers(name, module, self.parameters_to_ignore)
         self._kept = KeptWeights(name, self.bagua_algorithm.name, self._tracked)
@@ -181,13 +188,13 @@ class ModelEngine:
             if param.requires_grad and name not in self.parameters_to_ignore
         ]
 
-    def _agree(self, module: torch.nn.Module, given: Algorithm | str) -> None:
+    def _agree(self, module: torch.nn.Module, given: Algorithm | str, older: ModelEngine | None) -> None:
         """Compares the ranks' models and settings: a difference is an error with a name, not garbage or a hang."""
         failure: Exception | None = None
         lines: list[str] = []
         try:
             self.algorithm = algorithm = chosen(given, self.bagua_optimizers)
-            check_module(module, self.parameters_to_ignore)
+            check_module(module, self.parameters_to_ignore, older)
             self.bagua_algorithm = algorithm.reify(self.process_group)
             self.bagua_algorithm.attach(self, algorithm.registered_name)
             if elastic.rejoined() and not self.bagua_algorithm.comes_back:
@@ -583,6 +590,14 @@ class ModelEngine:
         # Absent when the constructor refused its arguments.
         if hasattr(self, "backend"):
             self.close(collected=True)
+
+
+def unwrap(wrapped: torch.nn.Module) -> None:
+    """Ends what communicates for a model, or refuses its training; nothing where neither is so."""
+    ddp = _wrapped.pop(wrapped, None)
+    if ddp is not None:
+        ddp.close()
+    allow_training(wrapped)
 
 
 def engines_of(model: torch.nn.Module) -> list[ModelEngine]:

@@ -36,6 +36,8 @@ class ModelState(Record):
         self.all_backends: weakref.WeakSet[Any] = weakref.WeakSet()
         #: Parameter -> the ModelEngine that communicates its gradient.
         self.gradient_owners: MutableMapping[torch.Tensor, weakref.ref[Any]] = WeakTensorKeyDictionary()
+        #: Parameter -> what reduces its gradient for an `hvd.DistributedOptimizer`.
+        self.optimizer_reducers: MutableMapping[torch.Tensor, weakref.ref[Any]] = WeakTensorKeyDictionary()
         #: Module -> its ModelEngine, and module -> its name.
         self.wrapped: MutableMapping[torch.nn.Module, Any] = _Engines()
         self.module_names: MutableMapping[torch.nn.Module, str] = WeakIdKeyDictionary()
