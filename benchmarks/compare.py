@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("after", type=Path, help="another one")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of the steps")
     parser.add_argument("--rounds", type=int, default=40, help="of each case and start")
     parser.add_argument("--starts", type=int, default=5, help="how often the processes are started")
     parser.add_argument("--pin", action="store_true", help="pin rank r of both builds to the r-th processor")
@@ -120,7 +121,7 @@ def main() -> None:
     add_output_options(parser)
     args = parser.parse_args()
     sizes: Sequence[int] = SIZES
-    models: Sequence[str] = MODELS
+    models: Sequence[str] = args.models
     if args.quick:
         args.rounds, args.starts, sizes, models = 2, 1, SIZES[:1], MODELS[-1:]
     folders = {name: getattr(args, name).resolve() for name in BUILDS}
