@@ -9,13 +9,14 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import struct
 import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -46,10 +47,11 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def command(
-    *arguments: str, limit: Callable[[], None] | None = None, **variables: str
+    *arguments: str, limit: Callable[[], None] | None = None, inside: Sequence[str] = (), **variables: str
 ) -> subprocess.CompletedProcess[str]:
+    """Runs a command of Bagua. ``inside``: the command that starts it, as :func:`ipv6_alone` returns it."""
     return subprocess.run(
-        [sys.executable, "-m", "bagua", *arguments],
+        [*inside, sys.executable, "-m", "bagua", *arguments],
         env=environment(**variables),
         cwd=ROOT,
         capture_output=True,
@@ -58,6 +60,17 @@ def command(
         preexec_fn=limit,
         check=False,
     )
+
+
+def ipv6_alone() -> list[str]:
+    """The command that runs another one where the only address is ::1. Skips the test if this user may not do so."""
+    loopback = (
+        'ip link set lo up && ip address del 127.0.0.1/8 dev lo && ip address show dev lo | grep -q ::1 && exec "$@"'
+    )
+    run = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", loopback, "sh"]
+    if shutil.which("ip") is None or subprocess.run([*run, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("this user may not make network namespaces with IPv6 here")
+    return run
 
 
 @pytest.mark.parametrize("option", ["--version", pytest.param("-V", marks=pytest.mark.slow)])
@@ -201,6 +214,21 @@ def test_bench_prints_checked_figures_of_ranks_that_it_starts() -> None:
         assert min(row["single_seconds"], row["gloo_single_seconds"]) > 0
         assert row["ratio"] == pytest.approx(row["gloo_seconds"] / row["seconds"])
         assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("interface", "expected"),
+    [(None, (0, "")), ("none", (1, "gloo, which it measures too, cannot start on rank 0: .* set GLOO_SOCKET_IFNAME"))],
+)
+def test_bench_on_a_host_with_ipv6_alone(interface: str | None, expected: tuple[int, str]) -> None:
+    pytest.importorskip("torch", reason="torch is not installed: make setup")
+    variables = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
+    ended = command("bench", "--sizes", "4K", inside=ipv6_alone(), **variables)
+    assert ended.returncode == expected[0], ended.stderr
+    assert re.search(expected[1], ended.stderr)
+    assert "Traceback" not in ended.stderr
+    assert ("all_reduce, 2 ranks" in ended.stdout) is (interface is None)
 
 
 @pytest.mark.slow

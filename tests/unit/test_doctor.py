@@ -6,10 +6,8 @@ import json
 import os
 import re
 import resource
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,12 @@ import pytest
 import bagua
 from bagua.commands import machine
 from bagua.config import VARIABLES
-from tests.unit.test_commands import DEADLINE_S, ROOT, command, environment
+from tests.unit.test_commands import DEADLINE_S, ROOT, command, environment, ipv6_alone
 
 
-def examined(*arguments: str, limit: Callable[[], None] | None = None, **variables: str) -> tuple[int, dict[str, Any]]:
-    """Exit code and object of `bagua doctor --json`."""
-    ended = command("doctor", "--json", *arguments, limit=limit, **variables)
+def examined(*arguments: str, **options: Any) -> tuple[int, dict[str, Any]]:
+    """Exit code and object of `bagua doctor --json`; ``options`` as those of :func:`command`."""
+    ended = command("doctor", "--json", *arguments, **options)
     assert ended.stderr == ""
     return ended.returncode, json.loads(ended.stdout)
 
@@ -106,24 +104,8 @@ def test_a_folder_of_records_and_an_address_of_metrics_that_cannot_be_used_are_p
 
 
 def test_a_host_with_ipv6_alone_has_no_problems() -> None:
-    in_namespace = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c"]
-    loopback = (
-        'ip link set lo up && ip address del 127.0.0.1/8 dev lo && ip address show dev lo | grep -q ::1 && exec "$@"'
-    )
-    run = [*in_namespace, loopback, "sh"]
-    if shutil.which("ip") is None or subprocess.run([*run, "true"], capture_output=True, check=False).returncode != 0:
-        pytest.skip("this user may not make network namespaces with IPv6 here")
-    ended = subprocess.run(
-        [*run, sys.executable, "-m", "bagua", "doctor", "--json"],
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    found = json.loads(ended.stdout)
-    assert (ended.returncode, found["problems"]) == (0, [])
+    code, found = examined(inside=ipv6_alone())
+    assert (code, found["problems"]) == (0, [])
     assert found["network"]["address"] == "::1"
     assert found["trial"]["ok"] is True
 

@@ -32,6 +32,7 @@ from bagua import config, engine, launcher
 from bagua.commands import machine, tables
 from bagua.distributed import end_with_parent
 from bagua.errors import BaguaError
+from bagua.metrics.server import why_not_local
 
 __all__ = ["add", "sizes_of"]
 
@@ -125,6 +126,10 @@ def _start(ranks: int, options: argparse.Namespace) -> int:
     if ranks < 1:
         raise ValueError(f"--ranks is {ranks}; it must be at least 1")
     wrapper = [sys.executable, "-I", "-S", end_with_parent.__file__, str(os.getpid())]
+    gloo = {}
+    if why_not_local("127.0.0.1") is not None and config.text("GLOO_SOCKET_IFNAME") is None:
+        # gloo knows no other loopback address by itself.
+        gloo["GLOO_SOCKET_IFNAME"] = machine.interface_of("::1") or ""
     with tempfile.TemporaryDirectory(prefix="bagua-bench-") as folder:
         command = [sys.executable, "-m", "bagua", "bench", "--sizes", options.sizes]
         command += ["--rendezvous", str(Path(folder, "rendezvous"))]
@@ -139,6 +144,7 @@ def _start(ranks: int, options: argparse.Namespace) -> int:
                     "LOCAL_RANK": str(rank),
                     "LOCAL_WORLD_SIZE": str(ranks),
                     "OMP_NUM_THREADS": "1",
+                    **gloo,
                 }
                 # In sessions of their own: Ctrl-C reaches this process alone, which ends them.
                 started = subprocess.Popen(
@@ -173,7 +179,13 @@ def _measure(joined: bagua.Group, sizes: Sequence[int]) -> dict[str, Any]:
     torch.set_num_threads(1)
     # Kept until the end: on rank 0 it serves.
     store = _store(joined)
-    dist.init_process_group("gloo", store=store, rank=joined.rank, world_size=joined.size)
+    try:
+        dist.init_process_group("gloo", store=store, rank=joined.rank, world_size=joined.size)
+    except RuntimeError as error:
+        raise BaguaError(
+            f"bench: gloo, which it measures too, cannot start on rank {joined.rank}: {error}; set GLOO_SOCKET_IFNAME "
+            "to the network interface by which the ranks reach each other"
+        ) from error
     try:
         rows = []
         for size in sizes:
