@@ -1,4 +1,4 @@
-//! Shared memory that peers on this host map.
+//! Memory that peers on this host can map.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -11,8 +11,8 @@ use crate::sync::{self, AtomicU32, AtomicU64};
 
 /// An anonymous shared-memory file and its mapping in this process.
 ///
-/// It has no name in any file system, so a killed process leaves nothing behind, and `/dev/shm` is not needed.
-/// The descriptor travels to peers, each of which maps it with [`Arena::from_fd`].
+/// The file has no name in any file system, so a killed process leaves nothing behind and `/dev/shm` is not needed. The
+/// owner sends the descriptor to its peers, and each peer maps it with [`Arena::from_fd`].
 #[derive(Debug)]
 pub struct Arena {
     mapping: Mapping,
@@ -20,10 +20,10 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// New zeroed memory of `len` bytes (rounded up to whole pages). `label` shows in `/proc/<pid>/maps`.
+    /// Creates zeroed memory of `len` bytes, rounded up to whole pages. `label` shows in `/proc/<pid>/maps`.
     ///
     /// # Errors
-    /// `System` when the kernel refuses.
+    /// `System` if the kernel refuses.
     pub fn create(label: &str, len: usize) -> Result<Arena> {
         let len = len.max(1).next_multiple_of(rustix::param::page_size());
         let fd = platform::shared_file(label, len);
@@ -34,7 +34,7 @@ impl Arena {
     /// Maps the memory that a peer created.
     ///
     /// # Errors
-    /// `System` when the descriptor is not shared memory that is sealed against resizing, or cannot be mapped.
+    /// `System` if the descriptor is not shared memory that is sealed against shrinking, or cannot be mapped.
     pub fn from_fd(fd: OwnedFd) -> Result<Arena> {
         let sealed = platform::sealed_len(fd.as_fd());
         let Some(len) = sealed.map_err(|e| Error::system("mapping a peer's shared memory", e))? else {
@@ -46,42 +46,41 @@ impl Arena {
         Ok(Arena { mapping: Mapping::shared(fd.as_fd(), len)?, fd })
     }
 
-    /// Size in bytes.
+    /// Returns the size in bytes.
     pub fn len(&self) -> usize {
         self.mapping.len()
     }
 
-    /// Never true: an arena has at least one page.
+    /// Always false, because an arena has at least one page.
     pub fn is_empty(&self) -> bool {
         false
     }
 
-    /// The descriptor, to send to a peer.
+    /// Returns the descriptor to send to a peer.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
-    /// The mapping.
     pub(super) fn mapping(&self) -> &Mapping {
         &self.mapping
     }
 
-    /// The mapping alone: no other process can get the memory from this one any more.
+    /// Closes the descriptor and keeps only the mapping. No further process can map the memory through this arena.
     pub fn into_mapping(self) -> Mapping {
         self.mapping
     }
 
-    /// The 4-byte atomic at `offset`.
+    /// Returns the 4-byte atomic at `offset`.
     ///
     /// # Panics
-    /// When `offset` is out of bounds or not aligned: layouts are computed once, from the world size.
+    /// If `offset` is out of bounds or not aligned.
     pub fn word(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4) && offset <= self.len() - 4);
         // SAFETY: in bounds and aligned (checked); the memory lives as long as self; atomics allow shared writes.
         sync::word(unsafe { atomic::AtomicU32::from_ptr(self.mapping.pointer().add(offset).cast()) })
     }
 
-    /// The 8-byte atomic at `offset`.
+    /// Returns the 8-byte atomic at `offset`.
     ///
     /// # Panics
     /// As [`Arena::word`].
@@ -91,25 +90,25 @@ impl Arena {
         sync::long(unsafe { atomic::AtomicU64::from_ptr(self.mapping.pointer().add(offset).cast()) })
     }
 
-    /// See [`Mapping::slice`].
+    /// As [`Mapping::slice`].
     ///
     /// # Panics
-    /// When the range is out of bounds.
+    /// If the range is out of bounds.
     ///
     /// # Safety
-    /// While the slice exists no code, in any process, writes to the range.
+    /// While the slice exists, no code in any process may write to the range.
     pub unsafe fn slice(&self, range: Range<usize>) -> &[u8] {
         // SAFETY: by this function's promise.
         unsafe { self.mapping.slice(range) }
     }
 
-    /// See [`Mapping::slice_mut`].
+    /// As [`Mapping::slice_mut`].
     ///
     /// # Panics
-    /// When the range is out of bounds.
+    /// If the range is out of bounds.
     ///
     /// # Safety
-    /// While the slice exists no other code, in any process, reads or writes the range.
+    /// While the slice exists, no other code in any process may read or write the range.
     #[expect(
         clippy::mut_from_ref,
         reason = "exclusion is across processes, which only the caller's protocol can promise"
@@ -120,7 +119,7 @@ impl Arena {
     }
 }
 
-// Without memory that processes share there is nothing to test.
+// Models have no memory that processes share, so there is nothing to test.
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,4 +1,4 @@
-//! Pages of this process's address space, given back on drop.
+//! Pages of this process's address space.
 
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::platform;
 use crate::sync;
 
-/// Mapped memory, readable and writable.
+/// Readable and writable memory that is unmapped on drop.
 #[derive(Debug)]
 pub struct Mapping {
     ptr: NonNull<u8>,
@@ -25,7 +25,7 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// The first `len` bytes of a file, as every process that maps it sees them.
+    /// Maps the first `len` bytes of a file, shared with all processes that map it.
     pub(super) fn shared(file: BorrowedFd<'_>, len: usize) -> Result<Mapping> {
         // SAFETY: a fresh mapping at an address that the kernel chooses overlaps nothing.
         let ptr = unsafe {
@@ -36,7 +36,7 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Zeroed memory of this process alone.
+    /// Maps zeroed memory that only this process can access.
     pub(super) fn private(len: usize) -> Result<Mapping> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh mapping at an address that the kernel chooses overlaps nothing.
@@ -50,35 +50,35 @@ impl Mapping {
         Ok(Mapping { ptr, len })
     }
 
-    /// Size in bytes.
+    /// Returns the size in bytes.
     #[expect(clippy::len_without_is_empty, reason = "a mapping has at least one page")]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// The first byte.
+    /// Returns the address of the first byte.
     pub fn pointer(&self) -> *mut u8 {
         self.ptr.as_ptr()
     }
 
-    /// As [`platform::populate`], for a range.
+    /// Populates a range, as [`platform::populate`] does.
     ///
     /// # Errors
-    /// `System` when there is not enough memory.
+    /// `System` if there is not enough memory.
     pub(super) fn populate(&self, range: Range<usize>) -> Result<()> {
         assert!(range.start <= range.end && range.end <= self.len);
-        // SAFETY: in bounds (checked), and mapped by `made`.
+        // SAFETY: in bounds (checked), and mapped since the constructor.
         let populated = unsafe { platform::populate(self.ptr.as_ptr().add(range.start).cast(), range.len()) };
         populated.map_err(|e| Error::system(&format!("getting {} bytes of memory", range.len()), e))
     }
 
-    /// The bytes in `range`.
+    /// Returns the bytes in `range`.
     ///
     /// # Panics
-    /// When the range is out of bounds.
+    /// If the range is out of bounds.
     ///
     /// # Safety
-    /// While the slice exists no code, in any process, writes to the range.
+    /// While the slice exists, no code in any process may write to the range.
     pub unsafe fn slice(&self, range: Range<usize>) -> &[u8] {
         assert!(range.start <= range.end && range.end <= self.len);
         // SAFETY: in bounds (checked); no writer by this function's promise.
@@ -87,13 +87,13 @@ impl Mapping {
         bytes
     }
 
-    /// The bytes in `range`, to write.
+    /// Returns the bytes in `range` for writing.
     ///
     /// # Panics
-    /// When the range is out of bounds.
+    /// If the range is out of bounds.
     ///
     /// # Safety
-    /// While the slice exists no other code, in any process, reads or writes the range.
+    /// While the slice exists, no other code in any process may read or write the range.
     #[expect(
         clippy::mut_from_ref,
         reason = "exclusion is across processes, which only the caller's protocol can promise"
@@ -109,7 +109,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: this mapping was made by `made`, and no slice of it outlives self.
+        // SAFETY: `made` mapped this memory, and no slice of it outlives self.
         let unmapped = unsafe { rustix::mm::munmap(self.ptr.as_ptr().cast(), self.len) };
         debug_assert!(unmapped.is_ok(), "munmap of an own mapping: {unmapped:?}");
     }

@@ -1,6 +1,6 @@
-//! Memory: borrowed tensors on the host or a device, and memory that peers on this host map.
+//! Tensor memory: borrowed tensors on the host or on a device, and memory that peers on this host can map.
 //!
-//! One of the few rooms where `unsafe` is allowed: everything above works on slices and buffers of this module.
+//! One of the few modules that may use `unsafe`. All other code works on the slices and buffers of this module.
 
 #![allow(unsafe_code)]
 

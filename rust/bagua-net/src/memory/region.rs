@@ -10,46 +10,45 @@ use crate::types::DType;
 
 /// Contiguous tensor memory that another library (torch, NumPy) owns and the core borrows, on the host or on a device.
 ///
-/// The caller of [`Region::new`] or [`Region::on`] makes one promise, so that all other code uses it without `unsafe`.
+/// The caller of [`Region::new`] or [`Region::on`] promises that the memory stays valid, so that all other code can use
+/// it without `unsafe`.
 #[derive(Debug)]
 pub struct Region {
-    /// First byte; dangling but aligned when `count` is 0.
+    /// First byte. Dangling but aligned if `count` is 0.
     ptr: NonNull<u8>,
-    /// Elements.
     count: usize,
-    /// Their type.
     dtype: DType,
-    /// The device that the memory is on; `None` for the host.
+    /// Device that holds the memory, or `None` for the host.
     device: Option<Arc<dyn Device>>,
-    /// What the memory is part of, where it is the core's own.
+    /// Owner of the memory, if the core allocated it.
     _owner: Option<Arc<HostMemory>>,
 }
 
-// SAFETY: a Region is a unique borrow, like `&mut [u8]`; the promise of `new` holds for any thread.
+// SAFETY: a Region is a unique borrow, like `&mut [u8]`. The promise of `new` holds for any thread.
 unsafe impl Send for Region {}
 
 impl Region {
     /// Borrows `count` elements of host memory at `ptr`.
     ///
     /// # Errors
-    /// `InvalidArgument` when `ptr` is null although `count` is not 0, or when the size in bytes overflows.
+    /// `InvalidArgument` if `ptr` is null although `count` is not 0, or if the size in bytes overflows.
     ///
     /// # Safety
-    /// Until the Region is dropped, the memory stays valid and writable for `count * dtype.size()` bytes, and no other code reads
-    /// or writes it while the core does: for a bucket's tensor, from `mark_ready` until `wait` returns; for a verb,
-    /// while the call lasts or until its handle is done.
+    /// Until the Region is dropped, the memory must stay valid and writable for `count * dtype.size()` bytes. No other
+    /// code may read or write it while the core uses it. The core uses a bucket's tensor from `mark_ready` until `wait`
+    /// returns, and a verb's tensor during the call or until its handle is done.
     pub unsafe fn new(ptr: *mut u8, count: usize, dtype: DType) -> Result<Region> {
         // SAFETY: the caller's promise.
         unsafe { Region::at(ptr, count, dtype, None) }
     }
 
-    /// Borrows `count` elements of a device's memory at `ptr`, an address of that device.
+    /// Borrows `count` elements of device memory at `ptr`, an address of that device.
     ///
     /// # Errors
     /// As [`Region::new`].
     ///
     /// # Safety
-    /// As [`Region::new`], for accesses by the device and by its copy functions.
+    /// As [`Region::new`], for accesses by the device and its copy functions.
     pub unsafe fn on(device: Arc<dyn Device>, ptr: *mut u8, count: usize, dtype: DType) -> Result<Region> {
         // SAFETY: the caller's promise.
         unsafe { Region::at(ptr, count, dtype, Some(device)) }
@@ -73,93 +72,97 @@ impl Region {
         Ok(Region { ptr, count, dtype, device, _owner: None })
     }
 
-    /// The first elements of memory of the core's own, which lives as long as the region.
+    /// Borrows the first elements of host memory owned by the core. The region keeps the memory alive.
     ///
     /// # Errors
-    /// `InvalidArgument` for more elements than there are, and while there is another region of it.
+    /// `InvalidArgument` if there are fewer elements, or while another region of the memory exists.
     pub fn in_memory(memory: &mut Arc<HostMemory>, count: usize, dtype: DType) -> Result<Region> {
         if !HostMemory::is_free_for(memory, count.saturating_mul(dtype.size())) {
-            return Err(Error::InvalidArgument(format!("{count} {} elements of {memory:?}", dtype.name())));
+            return Err(Error::InvalidArgument(format!(
+                "{memory:?} is too small for {count} elements of {}, or is in use",
+                dtype.name()
+            )));
         }
-        // SAFETY: the memory lives as long as the region, which has it alone.
+        // SAFETY: the region keeps the memory alive, and no other region of it exists (checked).
         let region = unsafe { Region::at(memory.pointer(), count, dtype, None) }?;
         Ok(Region { _owner: Some(Arc::clone(memory)), ..region })
     }
 
-    /// Elements.
+    /// Returns the number of elements.
     #[inline]
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// Element type.
+    /// Returns the element type.
     #[inline]
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Size in bytes.
+    /// Returns the size in bytes.
     #[inline]
     pub fn len(&self) -> usize {
         self.count * self.dtype.size()
     }
 
-    /// True when there are no elements.
+    /// True if there are no elements.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
 
-    /// Address of the first byte, in the address space of its device.
+    /// Returns the address of the first byte, in the address space of its device.
     #[inline]
     pub fn address(&self) -> usize {
         self.ptr.as_ptr() as usize
     }
 
-    /// True when the two have a byte in common.
+    /// True if the two regions have a byte in common.
     pub fn overlaps(&self, other: &Region) -> bool {
         let together = same_place(self.device(), other.device());
         let (mine, theirs) = (self.address(), other.address());
         together && !self.is_empty() && !other.is_empty() && mine < theirs + other.len() && theirs < mine + self.len()
     }
 
-    /// The device that the memory is on; `None` for the host.
+    /// Returns the device that holds the memory, or `None` for the host.
     #[inline]
     pub fn device(&self) -> DeviceRef<'_> {
         self.device.as_ref()
     }
 
-    /// The bytes, to read.
+    /// Returns the bytes for reading.
     #[inline]
     pub fn buffer(&self) -> Buffer<'_> {
-        // SAFETY: valid for len() bytes by the promise of `new` or `on`; `&self` keeps the core from writing meanwhile.
+        // SAFETY: valid for len() bytes by the promise of `new` or `on`. `&self` keeps the core from writing meanwhile.
         unsafe { Buffer::new(self.ptr, self.len(), self.device.as_ref()) }
     }
 
-    /// The bytes, to write.
+    /// Returns the bytes for writing.
     #[inline]
     pub fn buffer_mut(&mut self) -> BufferMut<'_> {
-        // SAFETY: valid and writable for len() bytes by the promise of `new` or `on`; `&mut self` is the core's only access.
+        // SAFETY: valid and writable for len() bytes by the promise of `new` or `on`. `&mut self` is the core's only
+        // access.
         unsafe { BufferMut::new(self.ptr, self.len(), self.device.as_ref()) }
     }
 
-    /// The bytes, where they are on the host.
+    /// Returns the bytes as a slice.
     ///
     /// # Errors
-    /// `UnsupportedType`, naming the device.
+    /// `UnsupportedType`, naming the device, if they are not on the host.
     pub fn as_host(&self) -> Result<&[u8]> {
         self.buffer().as_host()
     }
 
-    /// The bytes, to write, where they are on the host.
+    /// Returns the bytes as a writable slice.
     ///
     /// # Errors
-    /// `UnsupportedType`, naming the device.
+    /// `UnsupportedType`, naming the device, if they are not on the host.
     pub fn as_host_mut(&mut self) -> Result<&mut [u8]> {
         self.buffer_mut().into_host()
     }
 
-    /// All of `parts` as one buffer, when they have one type and one device and lie back to back in this order.
+    /// Returns all `parts` as one buffer if they have the same type and device and lie back to back in this order.
     fn joined(parts: &mut [Region]) -> Option<BufferMut<'_>> {
         let first = parts.first()?;
         let (mut end, mut bytes) = (first.address(), 0usize);
@@ -172,16 +175,19 @@ impl Region {
             bytes += part.len();
         }
         let ptr = parts.iter().find(|part| !part.is_empty()).unwrap_or(first).ptr;
-        // SAFETY: the regions are valid and writable, and lie back to back, so this covers exactly them; the exclusive borrow of
-        // all of them lasts as long as the buffer.
+        // SAFETY: the regions are valid and writable, and lie back to back, so this covers exactly them. The exclusive
+        // borrow of all of them lasts as long as the buffer.
         Some(unsafe { BufferMut::new(ptr, bytes, first.device.as_ref()) })
     }
 
-    /// Calls `work` with all of `parts` as one buffer: their own memory where they lie back to back, else a copy that goes back when `work`
-    /// succeeds. What is on a device stays there if `on_device` and the device makes copies; otherwise the copy is in `scratch` on the host.
+    /// Calls `work` with all `parts` as one buffer.
+    ///
+    /// Parts that lie back to back are used in place. Otherwise `work` gets a copy, which is copied back if `work`
+    /// succeeds. If `on_device` is true and the device supports it, the copy of device memory is on the device.
+    /// Otherwise the copy is in `scratch`, on the host.
     ///
     /// # Errors
-    /// What `work` returns, and whatever a device reports.
+    /// Returns the errors of `work` and of the device.
     pub fn whole<R>(
         parts: &mut [Region],
         on_device: bool,
@@ -191,7 +197,7 @@ impl Region {
         Region::as_one(parts, on_device, true, scratch, work)
     }
 
-    /// The same, to read: no copy goes back.
+    /// As [`Region::whole`], but for reading: nothing is copied back.
     ///
     /// # Errors
     /// As [`Region::whole`].
@@ -222,10 +228,11 @@ impl Region {
                 return Err(Error::other("the tensors of a bucket are on different devices"));
             }
             let pieces: Vec<_> = parts.iter().map(|part| (part.ptr, part.len())).filter(|(_, len)| *len > 0).collect();
-            // SAFETY: memory of that device, by the promise of `on`; the exclusive borrow of all parts keeps the core away from it.
+            // SAFETY: memory of that device, by the promise of `on`. The exclusive borrow of all parts keeps the core
+            // from using it.
             if let Some(at) = unsafe { device.gather(&pieces) }? {
                 let bytes = pieces.iter().map(|(_, len)| len).sum();
-                // SAFETY: so many bytes of the device's own, ours until the next `gather`.
+                // SAFETY: this number of bytes of the device's own memory, which is ours until the next `gather`.
                 let result = work(unsafe { BufferMut::new(at, bytes, Some(&device)) })?;
                 if back {
                     // SAFETY: as for `gather`.
@@ -234,7 +241,7 @@ impl Region {
                 return Ok(result);
             }
         }
-        // A panic in the middle of a copy leaves bytes that the next run overwrites.
+        // A panic in the middle of a copy leaves bytes in `scratch` that the next call overwrites.
         scratch.resize(parts.iter().map(Region::len).sum(), 0);
         Region::each(parts, scratch, |part, copy| part.as_buffer().copy_to(copy))?;
         let result = work(scratch.as_mut_slice().into())?;
@@ -244,7 +251,7 @@ impl Region {
         Ok(result)
     }
 
-    /// Calls `with` for each of `parts` and as many bytes of `scratch`; once for all of them where they lie back to back.
+    /// Calls `with` for each part and the matching bytes of `scratch`, or once for all parts if they lie back to back.
     fn each(
         parts: &mut [Region],
         scratch: &mut [u8],
@@ -262,13 +269,11 @@ impl Region {
         Ok(())
     }
 
-    /// Copies the bytes of another region from `at` on over this one, both at one place; on a device as work of `stream`.
-    ///
-    /// # Errors
-    /// Whatever the device reports.
+    /// Overwrites this region with bytes of another region on the same device, starting at byte `at`. On a device, the
+    /// copy is queued on `stream`.
     ///
     /// # Panics
-    /// When the other region has fewer bytes, or is in another place.
+    /// If the other region has too few bytes or is on another device.
     pub fn copy_from_region(&mut self, from: &Region, at: usize, stream: Option<usize>) -> Result<()> {
         assert!(same_place(self.device(), from.device()));
         let part = from.buffer().slice(at..at + self.len());
@@ -280,7 +285,8 @@ impl Region {
             return Ok(());
         }
         let first = part.first();
-        // SAFETY: both are memory of that device, by the promise of `on`; who owns it keeps others away until the stream has come so far.
+        // SAFETY: both are memory of that device, by the promise of `on`. Their owner lets no other code use them until
+        // the stream has done the copy.
         unsafe { device.copy_within(first, self.ptr, self.len(), stream) }
     }
 }

@@ -1,8 +1,8 @@
-//! Memory for tensors in which same-host peers work in place.
+//! Tensor memory in which peers on the same host can work in place.
 //!
-//! An arena is one rank's own, in an anonymous file: the rank makes it and lets go of it without its peers. The ranks of a lane map each
-//! other's arenas when they have tensors in them for the first time, see `bagua_collectives::shm`; what a rank has mapped stays valid
-//! for it, whatever its peers have let go of.
+//! Each rank creates and frees its own arenas, in anonymous files, without its peers. The ranks of a lane map each
+//! other's arenas the first time they use tensors in them (see `bagua_collectives::shm`). A mapping stays valid even
+//! after the peer that owns the arena has freed it.
 
 use std::ops::{Deref, Range};
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -14,15 +14,15 @@ use super::mapping::Mapping;
 use crate::error::{Error, Result};
 use crate::wait::lock;
 
-/// Memory that peers on this host can map, given back when this is dropped: the only handle by which its bytes are reached.
+/// An arena of this rank that is freed on drop. This is the only handle that gives access to the bytes.
 ///
-/// Where no peer shares memory with this rank it is private memory, so that callers need not distinguish.
+/// If no peer shares memory with this rank, the memory is private, so that callers need not distinguish the two cases.
 #[derive(Debug)]
 pub struct SharedArena {
     known: KnownArena,
 }
 
-/// An arena without access to its bytes, as a [`Finder`] gives it. Keeps the memory as long as it lives.
+/// A handle to an arena without access to its bytes, as returned by a [`Finder`]. Keeps the memory alive.
 #[derive(Clone, Debug)]
 pub struct KnownArena {
     inner: Arc<Inner>,
@@ -39,11 +39,11 @@ impl Deref for SharedArena {
 #[derive(Debug)]
 struct Inner {
     memory: Memory,
-    /// Bytes, as asked for.
+    /// Number of bytes requested.
     len: usize,
-    /// The peers' arenas that are mapped with this one, by lane; they are unmapped with it.
+    /// For each lane, the peers' arenas that were mapped together with this one. They are unmapped with it.
     mapped: Mutex<Vec<(LaneId, Mapped)>>,
-    /// Who must forget this memory before it is unmapped.
+    /// Registry that must forget this memory before it is unmapped.
     registry: Arc<Registry>,
 }
 
@@ -55,17 +55,17 @@ enum Memory {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // The mapping goes after this.
+        // The fields, and with them the mapping, are dropped after this.
         self.registry.forget();
     }
 }
 
-/// Which lane: a number of this process alone.
+/// The identity of a lane within this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaneId(u64);
 
 impl LaneId {
-    /// One that no other lane has.
+    /// Returns an id that no other lane has.
     #[expect(clippy::new_without_default, reason = "each is another one")]
     pub fn new() -> LaneId {
         static LANES: AtomicU64 = AtomicU64::new(0);
@@ -73,31 +73,32 @@ impl LaneId {
     }
 }
 
-/// Whether the ranks of a lane have mapped an arena.
+/// The state of an arena in one lane.
 #[derive(Clone, Debug)]
 pub enum Mapped {
-    /// Not yet.
+    /// The ranks of the lane have not mapped it yet.
     No,
-    /// Never in this lane: a rank could not map one of the arenas.
+    /// The lane will never map it, because a rank failed to map one of the arenas.
     Refused,
-    /// All of them have. The arena begins at this offset of its rank's part.
+    /// All ranks of the lane have mapped it. It starts at this offset in its rank's part.
     In(Arc<MappedArenas>, usize),
 }
 
-/// Arenas of all ranks of a lane on this host, which each of them has mapped.
+/// The arenas that all ranks of a lane on this host have mapped together.
 #[derive(Debug)]
 pub struct MappedArenas {
-    /// Equal on these ranks, and different for all others of the lane.
+    /// Identifies this set. Equal on these ranks, and unique within the lane.
     id: u64,
-    /// By rank on this host: the arenas of its part, one after the other. Those of this rank are not here: who made them has them.
+    /// The arenas of each peer, one after the other, indexed by rank on this host. Empty for this rank, whose arenas
+    /// are already mapped.
     peers: Vec<Vec<(Range<usize>, Mapping)>>,
 }
 
 impl MappedArenas {
-    /// Maps the peers' arenas, whose descriptors are by rank on this host and in the order of their rank.
+    /// Maps the peers' arenas. Descriptors are indexed by rank on this host, and ordered as their rank sent them.
     ///
     /// # Errors
-    /// `System` when one has no descriptor or cannot be mapped.
+    /// `System` if a descriptor is missing or cannot be mapped.
     pub fn new(id: u64, peers: Vec<Vec<Option<OwnedFd>>>) -> Result<MappedArenas> {
         let map = |arenas: Vec<Option<OwnedFd>>| {
             let mut end = 0;
@@ -114,12 +115,13 @@ impl MappedArenas {
         Ok(MappedArenas { id, peers: peers.into_iter().map(map).collect::<Result<_>>()? })
     }
 
-    /// What it is called among the ranks.
+    /// Returns the id of this set.
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// The memory of `len` bytes at this offset of a peer's part, and where in it they begin; `None` where they do not lie in one arena.
+    /// Returns the mapping with these `len` bytes of a peer's part, and their offset in the mapping. `None` if the
+    /// bytes are not within one arena.
     pub fn find(&self, rank: usize, offset: usize, len: usize) -> Option<(&Mapping, usize)> {
         let holds = |range: &Range<usize>| range.contains(&offset) && len <= range.end - offset;
         let (range, mapping) = self.peers.get(rank)?.iter().find(|(range, _)| holds(range))?;
@@ -128,10 +130,10 @@ impl MappedArenas {
 }
 
 impl SharedArena {
-    /// `len` zeroed bytes that peers can map, populated. `label` shows in `/proc/<pid>/maps`.
+    /// Creates `len` zeroed and populated bytes that peers can map. `label` shows in `/proc/<pid>/maps`.
     ///
     /// # Errors
-    /// `InvalidArgument` when it does not fit the address space, `System` when memory or descriptors are short.
+    /// `InvalidArgument` if the size does not fit the address space, `System` if memory or descriptors are short.
     pub fn new(label: &str, len: usize, registry: &Arc<Registry>) -> Result<SharedArena> {
         let arena = Arena::create(label, fitting(len)?)?;
         arena.mapping().populate(0..arena.len())?;
@@ -140,7 +142,7 @@ impl SharedArena {
         Ok(arena)
     }
 
-    /// `len` zeroed bytes of this process alone, populated.
+    /// Creates `len` zeroed and populated bytes that only this process can access.
     ///
     /// # Errors
     /// As [`SharedArena::new`].
@@ -155,24 +157,26 @@ impl SharedArena {
         SharedArena { known: KnownArena { inner: Arc::new(Inner { memory, len, mapped, registry }) } }
     }
 
-    /// First byte, aligned to a page.
+    /// Returns the first byte, which is aligned to a page.
     pub fn pointer(&self) -> *mut u8 {
         self.mapping().pointer()
     }
 
-    /// The bytes.
+    /// Returns the bytes.
     ///
     /// # Safety
-    /// While the slice exists no code writes to them: neither this process nor, by an operation on it, a peer.
+    /// While the slice exists, no code may write to the bytes: neither this process, nor a peer as part of an
+    /// operation.
     pub unsafe fn bytes(&self) -> &[u8] {
         // SAFETY: by this function's promise.
         unsafe { self.mapping().slice(0..self.len()) }
     }
 
-    /// The bytes, to write.
+    /// Returns the bytes for writing.
     ///
     /// # Safety
-    /// While the slice exists no other code reads or writes them, except the operation that it is given to.
+    /// While the slice exists, no other code may read or write the bytes, except the operation that the slice is passed
+    /// to.
     #[expect(clippy::mut_from_ref, reason = "tensors use the memory; only the caller knows which are in use")]
     pub unsafe fn bytes_mut(&self) -> &mut [u8] {
         // SAFETY: by this function's promise.
@@ -181,22 +185,22 @@ impl SharedArena {
 }
 
 impl KnownArena {
-    /// Bytes, as asked for.
+    /// Returns the number of bytes requested.
     pub fn len(&self) -> usize {
         self.inner.len
     }
 
-    /// True when it was asked for with no bytes.
+    /// True if no bytes were requested.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// True when peers can map this memory.
+    /// True if peers can map this memory.
     pub fn is_shared(&self) -> bool {
         self.fd().is_some()
     }
 
-    /// The descriptor, to send to a peer; `None` for private memory.
+    /// Returns the descriptor to send to a peer, or `None` for private memory.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         match &self.inner.memory {
             Memory::Shared(arena) => Some(arena.fd()),
@@ -204,7 +208,7 @@ impl KnownArena {
         }
     }
 
-    /// Whether the ranks of a lane have mapped it.
+    /// Returns the state of the arena in a lane.
     pub fn mapped(&self, lane: LaneId) -> Mapped {
         let mapped = lock(&self.inner.mapped);
         mapped.iter().find(|(known, _)| *known == lane).map_or(Mapped::No, |(_, mapped)| mapped.clone())
@@ -217,7 +221,7 @@ impl KnownArena {
             mapped.extend(now.map(|now| (lane, now)));
             before
         };
-        // Unmapped without the lock.
+        // Unmap without holding the lock.
         drop(before);
     }
 
@@ -228,13 +232,13 @@ impl KnownArena {
         }
     }
 
-    /// Address of the first byte.
+    /// Returns the address of the first byte.
     pub fn address(&self) -> usize {
         self.mapping().pointer() as usize
     }
 }
 
-/// Bytes of whole pages, at least one.
+/// Rounds up to whole pages, at least one.
 fn fitting(len: usize) -> Result<usize> {
     let pages = len.max(1).checked_next_multiple_of(rustix::param::page_size());
     pages
@@ -242,13 +246,12 @@ fn fitting(len: usize) -> Result<usize> {
         .ok_or_else(|| Error::InvalidArgument(format!("{len} bytes do not fit the address space")))
 }
 
-/// An arena and where it lies.
 type Entry = (Range<usize>, Weak<Inner>);
 
-/// The shared arenas of a rank, for those who must know whether a tensor lies in one.
+/// The shared arenas of a rank, which tell whether a tensor lies in shared memory.
 #[derive(Debug, Default)]
 pub struct Registry {
-    /// How often `entries` changed: lets a [`Finder`] do without the lock.
+    /// Number of changes of `entries`, so that a [`Finder`] needs the lock only after a change.
     changes: AtomicU64,
     entries: Mutex<Vec<Entry>>,
 }
@@ -267,17 +270,17 @@ impl Registry {
 
     fn forget(&self) {
         let mut entries = self.lock();
-        // Whoever drops the last clone comes here when it can no longer be upgraded.
+        // When the last clone is dropped, its weak references can no longer be upgraded.
         entries.retain(|(_, arena)| arena.strong_count() > 0);
         self.changes.fetch_add(1, Ordering::Release);
     }
 
     fn arenas(&self) -> Vec<KnownArena> {
-        // Dropped by the caller without the lock, which the drop of a last clone takes.
+        // The caller drops these without the lock, because dropping a last clone takes the lock.
         self.lock().iter().filter_map(|(_, arena)| Some(KnownArena { inner: arena.upgrade()? })).collect()
     }
 
-    /// This rank's arenas that a lane has mapped under one of these names.
+    /// Returns this rank's arenas that a lane has mapped in one of these sets.
     pub fn mapped_as(&self, lane: LaneId, ids: &[u64]) -> Vec<KnownArena> {
         let wanted = |arena: &KnownArena| match arena.mapped(lane) {
             Mapped::In(known, _) => ids.contains(&known.id()),
@@ -286,13 +289,13 @@ impl Registry {
         self.arenas().into_iter().filter(wanted).collect()
     }
 
-    /// Unmaps what peers of a lane have, which ends.
+    /// Unmaps all arenas of a lane's peers, when the lane ends.
     pub fn unmap(&self, lane: LaneId) {
         self.arenas().iter().for_each(|arena| arena.set_mapped(lane, None));
     }
 
-    /// Says of these arenas, in the order in which their descriptors were sent, that all ranks of the lane have mapped them; `None`: that
-    /// one of them could not map all.
+    /// Marks this rank's arenas, in the order in which their descriptors were sent, as mapped by all ranks of the lane.
+    /// If `all` is `None`, a rank failed to map the arenas, and they are marked as refused.
     pub fn set_mapped(&self, lane: LaneId, own: &[KnownArena], all: Option<&Arc<MappedArenas>>) {
         let mut offset = 0;
         for arena in own {
@@ -303,23 +306,23 @@ impl Registry {
     }
 }
 
-/// Finds the arena of a tensor. One per thread of operations.
+/// A lookup from tensor to arena. Every thread that runs operations has one.
 #[derive(Debug, Default)]
 pub struct Finder {
     registry: Arc<Registry>,
-    /// `changes` when `known` was copied.
+    /// Value of `changes` when `known` was copied.
     seen: u64,
     known: Vec<Entry>,
 }
 
 impl Finder {
-    /// A finder in this registry.
+    /// Creates a finder in this registry.
     pub fn new(registry: Arc<Registry>) -> Finder {
         Finder { registry, seen: 0, known: Vec::new() }
     }
 
-    /// The shared arena in which these bytes lie, and where in it they begin. The owner of the bytes keeps the arena alive meanwhile, so
-    /// one that has just been freed is not theirs.
+    /// Returns the shared arena that contains these bytes, and their offset in it. The owner of the bytes keeps their
+    /// arena alive during the call, so an arena that was just freed cannot be the one.
     pub fn find(&mut self, bytes: &[u8]) -> Option<(KnownArena, usize)> {
         if self.registry.changes.load(Ordering::Acquire) != self.seen {
             let entries = self.registry.lock();
@@ -333,7 +336,7 @@ impl Finder {
     }
 }
 
-// Without memory that processes share there is nothing to test.
+// Models have no memory that processes share, so there is nothing to test.
 #[cfg(test)]
 mod tests {
     use rustix::param::page_size;
@@ -344,7 +347,7 @@ mod tests {
         SharedArena::new("bagua-test", len, registry).unwrap()
     }
 
-    /// What the first of two ranks has after both have sent each other these arenas.
+    /// Returns the set that the first of two ranks has after both have sent each other these arenas.
     fn mapped_by_first(lane: LaneId, own: &[&SharedArena], theirs: &[&SharedArena]) -> Arc<MappedArenas> {
         let sent = theirs.iter().map(|arena| Some(arena.fd().unwrap().try_clone_to_owned().unwrap())).collect();
         let all = Arc::new(MappedArenas::new(7, vec![Vec::new(), sent]).unwrap());

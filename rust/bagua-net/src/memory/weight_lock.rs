@@ -1,13 +1,16 @@
-//! The lock between the threads that use weights and the thread that averages them: first come, first served.
+//! The lock between the threads that use the weights and the thread that averages them. First come, first served.
+//!
+//! Terms: a "training hold" is the lock as held by a training step, from its forward pass to the end of its backward
+//! pass.
 //!
 //! Invariants, quoted by the tests:
 //!
-//! 1. At most one owner holds the lock. The same owner may take it again; it is free when it was given back as often.
-//! 2. Who asks first is served first, whatever it asks for.
-//! 3. A training hold lapses: `pause` gives it a time limit, after which the next in the queue takes the lock, and the training
-//!    takes it again where it goes on, behind those who wait. So neither a backward that never comes nor forwards without a
-//!    backward, one after the other, stop a thread.
-//! 4. A wait that is given up leaves the queue, and wakes who came after it.
+//! 1. At most one owner holds the lock. The same owner may lock again, and must then unlock the same number of times.
+//! 2. Whoever asks first is served first, for a training hold as well as for an ordinary one.
+//! 3. A training hold can lapse. `pause` gives it a time limit, after which the next in the queue takes the lock. To
+//!    continue, the training asks again and waits behind those already in the queue. So neither a backward pass that
+//!    never runs nor a series of forward passes without a backward pass blocks other threads for ever.
+//! 4. A request that is dropped leaves the queue and wakes the request behind it.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, PoisonError};
@@ -16,39 +19,39 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::sync::{Condvar, Instant, Mutex, MutexGuard};
 
-/// Who holds the lock or asks for it: a thread. Numbers are the caller's.
+/// The id of a thread that holds the lock or asks for it. The caller assigns the numbers.
 pub type Owner = u64;
 
-/// See the module.
+/// A fair lock on weights, whose training hold can lapse.
 #[derive(Default)]
 pub struct WeightLock {
     state: Mutex<LockQueue>,
-    /// Notified when the lock may be free for another owner.
+    /// Notified when another owner may be able to take the lock.
     changed: Condvar,
 }
 
-/// The holder of the lock, and the threads that wait for it.
+/// The holder of the lock, and the requests in the queue.
 #[derive(Default)]
 struct LockQueue {
     holder: Option<Holder>,
-    /// Tickets of those who wait, in the order in which they asked.
+    /// Tickets of the waiting requests, oldest first.
     queue: VecDeque<u64>,
-    /// The next ticket.
+    /// Number of the next ticket.
     next: u64,
 }
 
 struct Holder {
     owner: Owner,
-    /// How often it was locked and not unlocked.
+    /// Number of locks by this owner that were not unlocked yet.
     nested: usize,
-    /// It is held by a training too.
+    /// True if a training holds the lock as well.
     training: bool,
-    /// When the training hold was paused, and for how long; `None` while it is in use.
+    /// Time of the pause and its limit, if the training hold is paused.
     paused: Option<(Instant, Duration)>,
 }
 
 impl Holder {
-    /// Time until the hold lapses; `None` for never.
+    /// Returns the time until the hold lapses, or `None` if it does not lapse.
     fn lapses_in(&self) -> Option<Duration> {
         let (since, limit) = self.paused.filter(|_| self.nested == 0)?;
         Some(limit.saturating_sub(since.elapsed()))
@@ -56,7 +59,7 @@ impl Holder {
 }
 
 impl LockQueue {
-    /// True when another owner may take the lock now. A hold that has lapsed ends here.
+    /// True if another owner may take the lock now. Ends a hold that has lapsed.
     fn is_free(&mut self) -> bool {
         if self.holder.as_ref().is_some_and(|holder| holder.lapses_in() == Some(Duration::ZERO)) {
             self.holder = None;
@@ -66,20 +69,21 @@ impl LockQueue {
 }
 
 impl WeightLock {
-    /// A free lock.
+    /// Creates a free lock.
     pub fn new() -> Arc<WeightLock> {
         Arc::new(WeightLock::default())
     }
 
     fn state(&self) -> MutexGuard<'_, LockQueue> {
-        // Nothing under this lock panics in the middle of a change.
+        // No code under this mutex panics in the middle of a change.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks for the lock; [`Request::wait`] waits for it. `training`: as a training's hold, which counts once.
+    /// Requests the lock. [`Request::wait`] waits until the request is granted. If `training` is true, the request is
+    /// for the training hold, which does not nest.
     pub fn ask(self: &Arc<WeightLock>, owner: Owner, training: bool) -> Request {
         let mut state = self.state();
-        // Who waits for a hold that has lapsed comes first (invariants 2 and 3).
+        // If the hold has lapsed, the requests in the queue come first (invariants 2 and 3).
         let passed_on = !state.queue.is_empty() && state.is_free();
         let granted = match &mut state.holder {
             _ if passed_on => false,
@@ -104,17 +108,17 @@ impl WeightLock {
         Request { lock: Arc::clone(self), owner, training, ticket }
     }
 
-    /// Takes the lock, for as long as the guard lives.
+    /// Takes the lock and holds it until the guard is dropped.
     pub fn lock(self: &Arc<WeightLock>, owner: Owner) -> WeightGuard {
         let mut request = self.ask(owner, false);
         while !request.wait(Duration::from_secs(60)) {}
         WeightGuard { lock: Arc::clone(self), owner }
     }
 
-    /// Gives back what a granted request without `training` took.
+    /// Releases a lock that was taken by a request with `training` false.
     ///
     /// # Errors
-    /// `System` when this owner does not hold the lock so.
+    /// `System` if this owner does not hold such a lock.
     pub fn unlock(&self, owner: Owner) -> Result<()> {
         let mut state = self.state();
         match &mut state.holder {
@@ -127,18 +131,18 @@ impl WeightLock {
         }
     }
 
-    /// The training does nothing with the weights for now; after `limit` another owner may take the lock.
+    /// Pauses the training hold: after `limit`, another owner may take the lock.
     pub fn pause(&self, limit: Duration) {
         let mut state = self.state();
         if let Some(holder) = state.holder.as_mut().filter(|holder| holder.training) {
             holder.paused = Some((Instant::now(), limit));
             drop(state);
-            // Who waits has to know the limit.
+            // Waiting threads must learn the limit.
             self.changed.notify_all();
         }
     }
 
-    /// Ends the training's hold, whichever thread began it. Without effect when it has lapsed.
+    /// Ends the training hold, whichever thread began it. Does nothing if the hold has lapsed.
     pub fn end_training(&self) {
         let mut state = self.state();
         if let Some(holder) = state.holder.as_mut().filter(|holder| holder.training) {
@@ -148,7 +152,8 @@ impl WeightLock {
         }
     }
 
-    /// True when this owner has the lock in use: a wait of its own for another owner would never end.
+    /// True if this owner holds the lock and the hold cannot lapse. A wait by this thread for another owner would then
+    /// never end.
     pub fn is_used_by(&self, owner: Owner) -> bool {
         let state = self.state();
         state.holder.as_ref().is_some_and(|holder| holder.owner == owner && holder.lapses_in().is_none())
@@ -163,17 +168,17 @@ impl WeightLock {
     }
 }
 
-/// A place in the queue of a [`WeightLock`]. Dropping it before it was granted gives the place up.
+/// A place in the queue of a [`WeightLock`]. Dropping the request before it is granted gives up the place.
 pub struct Request {
     lock: Arc<WeightLock>,
     owner: Owner,
     training: bool,
-    /// `None` once it is granted.
+    /// Position in the queue, or `None` once the request is granted.
     ticket: Option<u64>,
 }
 
 impl Request {
-    /// Waits for at most `limit`; true when the lock is this owner's.
+    /// Waits for at most `limit`. Returns true if this owner has the lock.
     pub fn wait(&mut self, limit: Duration) -> bool {
         let Some(ticket) = self.ticket else { return true };
         let start = Instant::now();
@@ -195,7 +200,7 @@ impl Request {
                 return false;
             }
             let lapse = state.holder.as_ref().and_then(Holder::lapses_in);
-            // Only the first in the queue can take over a hold that lapses.
+            // Only the first request in the queue can take over a hold that lapses.
             let lapse = lapse.filter(|_| state.queue.front() == Some(&ticket));
             let slice = lapse.map_or(left, |lapse| left.min(lapse));
             state = self.lock.changed.wait_timeout(state, slice).unwrap_or_else(PoisonError::into_inner).0;
@@ -212,14 +217,14 @@ impl Drop for Request {
     }
 }
 
-/// Holds a [`WeightLock`].
+/// A guard that holds a [`WeightLock`] until it is dropped.
 pub struct WeightGuard {
     lock: Arc<WeightLock>,
     owner: Owner,
 }
 
 impl WeightGuard {
-    /// True when it holds this lock.
+    /// True if this is a guard of `lock`.
     pub(super) fn holds(&self, lock: &Arc<WeightLock>) -> bool {
         Arc::ptr_eq(&self.lock, lock)
     }
@@ -227,7 +232,7 @@ impl WeightGuard {
 
 impl Drop for WeightGuard {
     fn drop(&mut self) {
-        // Held since it was made, by this owner.
+        // This owner has held the lock since the guard was created.
         let _ = self.lock.unlock(self.owner);
     }
 }
@@ -264,7 +269,7 @@ mod tests {
         assert!(taken(&lock, 1, false));
         let (mut second, mut third) = (lock.ask(2, false), lock.ask(3, true));
         lock.unlock(1).unwrap();
-        // Invariant 2: also when the later one looks earlier.
+        // Invariant 2 holds even if the later request checks first.
         assert!(!third.wait(Duration::ZERO));
         assert!(second.wait(Duration::ZERO));
         assert!(!third.wait(Duration::ZERO));
@@ -289,11 +294,11 @@ mod tests {
         assert!(taken(&lock, 1, true));
         lock.pause(LONG);
         assert!(!taken(&lock, 2, false));
-        // Going on ends the pause, and counts once.
+        // Asking again ends the pause, and the training hold does not nest.
         assert!(taken(&lock, 1, true));
         lock.pause(Duration::ZERO);
         assert!(taken(&lock, 2, false), "invariant 3");
-        // The training's hold is gone: ending it changes nothing, and it waits like any other thread.
+        // The training hold is gone. Ending it changes nothing, and the training waits like any other thread.
         lock.end_training();
         assert!(!taken(&lock, 1, true));
         lock.unlock(2).unwrap();
@@ -308,7 +313,7 @@ mod tests {
         assert!(taken(&lock, 1, true));
         let mut second = lock.ask(2, false);
         lock.pause(Duration::ZERO);
-        // No thread has looked at the lock since: the training must not take it once more.
+        // No thread has checked the lock since it lapsed. The training must not get it back ahead of the queue.
         let mut again = lock.ask(1, true);
         assert!(!again.wait(Duration::ZERO));
         assert!(second.wait(Duration::ZERO));
@@ -333,7 +338,7 @@ mod tests {
     fn a_training_ends_on_another_thread_than_it_began_on() {
         let lock = WeightLock::new();
         assert!(taken(&lock, 1, true));
-        // Another thread of the training, as a backward that runs elsewhere.
+        // Another thread of the training asks, as when the backward pass runs on another thread.
         assert!(taken(&lock, 2, true));
         lock.end_training();
         assert!(taken(&lock, 3, false));

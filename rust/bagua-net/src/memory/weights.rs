@@ -1,4 +1,4 @@
-//! Weights that their owner changes between two holds of a lock, and buffers for their averages.
+//! Weights that a training loop and an averaging thread use in turn, and buffers for the averages.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -8,10 +8,10 @@ use super::weight_lock::{WeightGuard, WeightLock};
 use crate::error::{Error, Result};
 use crate::types::DType;
 
-/// Memory of another library that both sides use under one [`WeightLock`].
+/// Memory of another library that both sides access under one [`WeightLock`].
 ///
-/// A [`super::Region`] belongs to a call until it is done. These weights do not: their owner reads and writes them all the time, and the
-/// core does so while it holds the lock.
+/// In contrast to a [`super::Region`], the memory does not belong to the core for the length of a call. Its owner reads
+/// and writes it all the time, and the core does so whenever it holds the lock.
 pub struct Weights {
     place: WeightMemory,
     count: usize,
@@ -19,61 +19,59 @@ pub struct Weights {
     lock: Arc<WeightLock>,
 }
 
-/// Where weights are.
 enum WeightMemory {
-    /// First byte; dangling but aligned when there are no elements.
+    /// First byte. Dangling but aligned if there are no elements.
     Host(NonNull<u8>),
     Device(Box<dyn DeviceWeights>),
 }
 
-/// Weights in the memory of a device, as the averaging thread uses them. On a device the lock is an order of work: what is done under it is
-/// put behind the work of who held the lock before, and the next holder's work comes behind it.
+/// The averaging thread's access to weights in device memory.
 ///
-/// `under_lock` is called while the lock is held and must not wait for the device. The rest is called without it; it may wait, and asks
-/// `go_on` meanwhile, whose error ends the wait.
+/// On a device, the lock only orders work: work issued under the lock runs after the work of the previous holder and
+/// before that of the next one. `under_lock` is called while the lock is held and must not wait for the device. The
+/// other methods are called without the lock. They may wait, and call `go_on` meanwhile: an error from `go_on` ends the
+/// wait.
 pub trait DeviceWeights: Send {
-    /// Puts a step on the device.
-    ///
-    /// # Errors
-    /// Whatever the device reports.
+    /// Queues a step on the device.
     fn under_lock(&mut self, step: WeightStep) -> Result<()>;
 
     /// Copies the last snapshot to the host.
     ///
-    /// # Errors
+    /// Returns the errors of `go_on` and of the device.
     /// Those of `go_on`; whatever the device reports.
     fn read_snapshot(&mut self, into: &mut [u8], go_on: &dyn Fn() -> Result<()>) -> Result<()>;
 
-    /// Copies the average, or other values for all of the weights, to the device.
+    /// Copies the average, or other values for all weights, from the host to the device.
     ///
     /// # Errors
     /// As [`DeviceWeights::read_snapshot`].
     fn write_average(&mut self, from: &[u8], go_on: &dyn Fn() -> Result<()>) -> Result<()>;
 }
 
-/// What is done to weights under their lock. The snapshot and the average are memory of the device's.
+/// A change made under the weight lock. The snapshot and the average are in the device's own memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WeightStep {
-    /// The snapshot becomes the weights.
+    /// Copies the weights into the snapshot.
     Snapshot,
-    /// The weights get the average's progress since the snapshot, with the bits of `reduce::correct`.
+    /// Adds the difference between average and snapshot to the weights. The result has the same bits as
+    /// `reduce::correct`.
     Correct,
-    /// The weights become the average.
+    /// Copies the average into the weights.
     Replace,
 }
 
-// SAFETY: the memory is only touched under the lock, by the promise of `new`.
+// SAFETY: the memory is only accessed under the lock, by the promise of `new`.
 unsafe impl Send for Weights {}
 
 impl Weights {
-    /// `count` elements at `ptr`.
+    /// Wraps `count` elements at `ptr`.
     ///
     /// # Errors
-    /// `InvalidArgument` when `ptr` is null although `count` is not 0, or when the size in bytes overflows.
+    /// `InvalidArgument` if `ptr` is null although `count` is not 0, or if the size in bytes overflows.
     ///
     /// # Safety
-    /// Until the value is dropped, the memory stays valid and writable for `count * dtype.size()` bytes; while an owner of `lock`
-    /// holds it, no other thread reads or writes the memory, and no code writes it without the lock.
+    /// Until the value is dropped, the memory must stay valid and writable for `count * dtype.size()` bytes. No code
+    /// may write the memory without the lock, and while one owner holds `lock`, no other thread may read or write it.
     pub unsafe fn new(ptr: *mut u8, count: usize, dtype: DType, lock: Arc<WeightLock>) -> Result<Weights> {
         let fits = count.checked_mul(dtype.size()).is_some_and(|bytes| isize::try_from(bytes).is_ok());
         let ptr = match NonNull::new(ptr) {
@@ -89,37 +87,37 @@ impl Weights {
         Ok(Weights { place: WeightMemory::Host(ptr), count, dtype, lock })
     }
 
-    /// `count` elements in the memory of a device.
+    /// Wraps `count` elements in the memory of a device.
     pub fn on_device(device: Box<dyn DeviceWeights>, count: usize, dtype: DType, lock: Arc<WeightLock>) -> Weights {
         Weights { place: WeightMemory::Device(device), count, dtype, lock }
     }
 
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Elements.
+    /// Returns the number of elements.
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// Size in bytes.
+    /// Returns the size in bytes.
     pub fn len(&self) -> usize {
         self.count * self.dtype.size()
     }
 
-    /// True when there are no elements.
+    /// True if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
 
-    /// The lock that covers them.
+    /// Returns the lock that protects the weights.
     pub fn lock(&self) -> &Arc<WeightLock> {
         &self.lock
     }
 
-    /// The device's side; `None` on the host.
+    /// Returns the access to device memory, or `None` on the host.
     pub fn device(&mut self) -> Option<&mut dyn DeviceWeights> {
         match &mut self.place {
             WeightMemory::Host(_) => None,
@@ -127,45 +125,45 @@ impl Weights {
         }
     }
 
-    /// What is used under their lock: the bytes, or the device's side.
+    /// Returns access to the weights while `guard` holds their lock.
     ///
     /// # Panics
-    /// When the guard is that of another lock.
+    /// If `guard` belongs to another lock.
     pub fn locked<'a>(&'a mut self, guard: &'a WeightGuard) -> Locked<'a> {
         assert!(guard.holds(&self.lock), "the guard of another lock");
         let len = self.len();
         match &mut self.place {
-            // SAFETY: valid for len() bytes, and used by this thread alone while the lock is held, by the promise of `new`; `&mut
-            // self` keeps the core to one access.
+            // SAFETY: valid for len() bytes, and used only by this thread while the lock is held, by the promise of
+            // `new`. `&mut self` allows the core only one access.
             WeightMemory::Host(ptr) => Locked::Host(unsafe { std::slice::from_raw_parts_mut(ptr.as_ptr(), len) }),
             WeightMemory::Device(device) => Locked::Device(&mut **device),
         }
     }
 }
 
-/// See [`Weights::locked`].
+/// Access to weights whose lock is held, from [`Weights::locked`].
 pub enum Locked<'a> {
-    /// The bytes.
+    /// The bytes on the host.
     Host(&'a mut [u8]),
-    /// Its `under_lock` may be called.
+    /// The device access, whose `under_lock` may be called.
     Device(&'a mut dyn DeviceWeights),
 }
 
-/// Memory of an arena that one owner uses as a slice: peers access it only within collectives that it is passed to.
+/// Arena memory that one owner uses as a slice. Peers access it only during collectives that the owner passes it to.
 pub struct ArenaBuffer {
     arena: SharedArena,
 }
 
 impl ArenaBuffer {
-    /// The whole of an arena.
+    /// Wraps a whole arena.
     pub fn new(arena: SharedArena) -> ArenaBuffer {
         ArenaBuffer { arena }
     }
 
-    /// The bytes.
+    /// Returns the bytes.
     pub fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: this value has the only handle that makes slices of the memory, and the borrow is unique; peers access the memory only
-        // during a collective, to which the slice was passed as the exclusive borrow that it is.
+        // SAFETY: only this value's handle makes slices of the memory, and the borrow is unique. Peers access the
+        // memory only during a collective, and the slice was passed to that collective as an exclusive borrow.
         unsafe { self.arena.bytes_mut() }
     }
 }
