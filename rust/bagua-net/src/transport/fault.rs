@@ -1,8 +1,8 @@
-//! Fault injection: a transport with added delay, limited rate, or a break after some bytes. For tests and benchmarks.
+//! Fault injection for tests and benchmarks: a transport with added delay, a limited rate, or a break after some bytes.
 //!
-//! The kernel can limit the rate of a network interface, but delay needs a module that is often missing, and neither can be limited to
-//! one of several streams. Rate and break apply to the bytes that this end sends, delay to those that it receives: wrap both ends for
-//! both directions.
+//! The kernel can limit the rate of a network interface, but delays need a kernel module that is often missing, and
+//! neither can be applied to only one of several streams. Rate and break apply to the bytes that this end sends, and
+//! delay to those that it receives. Wrap both ends for both directions.
 
 use std::collections::VecDeque;
 use std::io::Read;
@@ -16,58 +16,57 @@ use super::{Broken, Readiness, Transport};
 pub struct Faults {
     /// Time from the arrival of bytes until they can be received.
     pub delay: Duration,
-    /// Bytes sent per second; `None`: unlimited.
+    /// Limit in bytes sent per second, or `None`.
     pub rate: Option<f64>,
-    /// Number of sent bytes after which the stream breaks, in both directions.
+    /// Number of bytes sent before the stream breaks in both directions.
     pub break_after: Option<u64>,
 }
 
-/// The most bytes that may be sent at once after a pause, in seconds at the rate.
+/// Maximum burst after a pause, in seconds at the rate.
 const BURST: f64 = 4e-3;
 
 /// Bytes received from the inner transport at a time while bytes are delayed.
 const BLOCK: usize = 64 << 10;
 
-/// The most delayed bytes.
+/// Maximum number of delayed bytes.
 const DELAYED_LIMIT: usize = 64 << 20;
 
-/// Returns the time since a fixed but arbitrary start. Called once per `send` with a rate, and once per `recv` with a delay.
+/// A function that returns the time since a fixed but arbitrary start. Called once per `send` with a rate, and once per
+/// `recv` with a delay.
 pub type Clock = Arc<dyn Fn() -> Duration + Send + Sync>;
 
-/// A transport with [`Faults`].
+/// A transport with injected [`Faults`].
 pub struct Fault<T> {
     inner: T,
     faults: Faults,
-    /// The clock for rate and delay.
     clock: Clock,
-    /// Bytes that may be sent now, as of `since`.
+    /// Number of bytes that may be sent, as of `since`.
     credit: f64,
-    /// When `credit` was last counted.
+    /// Time when `credit` was last updated.
     since: Duration,
-    /// Number of sent bytes.
     sent: u64,
-    /// Delayed bytes and the times from which they can be received. No block is empty.
+    /// Delayed bytes, and the time from which they can be received. No block is empty.
     delayed: VecDeque<(Duration, VecDeque<u8>)>,
     /// Number of bytes in `delayed`.
     delayed_len: usize,
-    /// The error of the inner transport, which is returned after the delayed bytes.
+    /// Error of the inner transport, which is returned after the delayed bytes.
     end: Option<Broken>,
 }
 
 impl<T: Transport> Fault<T> {
-    /// Injects faults into a transport.
+    /// Wraps a transport.
     pub fn new(inner: T, faults: Faults) -> Fault<T> {
         let start = Instant::now();
         Fault::by_clock(inner, faults, Arc::new(move || start.elapsed()))
     }
 
-    /// As [`Fault::new`], with another clock than the system's.
+    /// As [`Fault::new`], with a clock other than the system's.
     pub fn by_clock(inner: T, faults: Faults, clock: Clock) -> Fault<T> {
         let since = clock();
         Fault { inner, faults, clock, credit: 0.0, since, sent: 0, delayed: VecDeque::new(), delayed_len: 0, end: None }
     }
 
-    /// Number of bytes that may be sent now.
+    /// Returns the number of bytes that may be sent now.
     fn allowed(&mut self) -> usize {
         let left = self.faults.break_after.map_or(u64::MAX, |limit| limit - self.sent);
         let left = usize::try_from(left).unwrap_or(usize::MAX);
@@ -83,7 +82,7 @@ impl<T: Transport> Fault<T> {
         if broken { Err(Broken::new("an injected fault broke the stream")) } else { Ok(()) }
     }
 
-    /// Receives the bytes that have arrived, and notes from when on they can be received.
+    /// Receives the bytes that have arrived, and stores the time from which they can be delivered.
     fn delay(&mut self, now: Duration) {
         while self.end.is_none() && self.delayed_len < DELAYED_LIMIT {
             let mut block = vec![0; BLOCK];

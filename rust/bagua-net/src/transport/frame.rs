@@ -1,4 +1,4 @@
-//! The header of every frame on a stream, of collectives and of tagged messages: 104 bytes, little-endian.
+//! The header of every frame on a stream, for collectives and tagged messages: 104 bytes, little-endian.
 //!
 //! | bytes | field | |
 //! |---|---|---|
@@ -21,31 +21,31 @@
 //! | 70..72 | flags | see [`crate::types::flags`] |
 //! | 72 | frame | code of [`FrameKind`] |
 //! | 73..76 | reserved | 0 |
-//! | 76..80 | step | of a training; 0 where steps are not compared |
-//! | 80..88 | message | number of the message among all of its sender to this peer |
-//! | 88..96 | offset | of the bytes that follow, in the message |
-//! | 96..104 | length | bytes that follow |
+//! | 76..80 | step | training step, 0 if steps are not compared |
+//! | 80..88 | message | number of the message among all from this sender to this peer |
+//! | 88..96 | offset | position in the message of the bytes that follow |
+//! | 96..104 | length | number of bytes that follow |
 
 use crate::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 
-/// Bytes of a header.
+/// Size of a header in bytes.
 pub const LEN: usize = 104;
 
-/// The first four bytes of every header; the digit is the version of the wire format.
+/// First four bytes of every header. The digit is the version of the wire format.
 pub const MAGIC: u32 = u32::from_le_bytes(*b"BGW4");
 
 const NO_OP: u8 = 255;
 const NO_ROOT: u32 = u32::MAX;
 
-/// What a frame is for.
+/// The purpose of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum FrameKind {
     /// Bytes of a message that the receiver expects.
     Data = 0,
-    /// The sender has a message; its bytes come after [`FrameKind::Ready`].
+    /// The sender has a message, and sends its bytes after [`FrameKind::Ready`].
     Offer = 1,
-    /// The sender has a message, and all its bytes follow.
+    /// The sender has a message, and sends all its bytes with this frame.
     Eager = 2,
     /// The receiver has memory for an offered message, or has taken an eager one.
     Ready = 3,
@@ -54,67 +54,67 @@ pub enum FrameKind {
 }
 
 impl FrameKind {
-    /// Every kind, in the order of their codes.
+    /// All kinds, in the order of their codes.
     pub const ALL: [FrameKind; 5] =
         [FrameKind::Data, FrameKind::Offer, FrameKind::Eager, FrameKind::Ready, FrameKind::End];
 }
 
-/// What a header says.
+/// The content of a header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// What the operation is.
+    /// Description of the operation.
     pub fingerprint: Fingerprint,
-    /// Which step of the operation.
+    /// Number of the message within the operation.
     pub part: u32,
     /// Bytes of the whole message.
     pub body: u64,
-    /// What the frame is for.
+    /// Purpose of the frame.
     pub frame: FrameKind,
     /// Number of the message.
     pub message: u64,
-    /// Offset in the message of the bytes that follow.
+    /// Position in the message of the bytes that follow.
     pub offset: u64,
-    /// Bytes that follow.
+    /// Number of bytes that follow.
     pub length: u64,
 }
 
-/// Why 104 bytes are not a header.
+/// The reason why 104 bytes are not a header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadFrame {
-    /// Not this protocol, or another version of it, or a stream that lost its place.
+    /// The bytes belong to another protocol or version, or do not start at a frame.
     #[error("no message of this protocol (it begins with {0:#010x}, not {MAGIC:#010x})")]
     Magic(u32),
-    /// A code that no kind has.
+    /// No kind of operation has this code.
     #[error("an unknown operation (code {0})")]
     Kind(u8),
-    /// A code that no element type has.
+    /// No element type has this code.
     #[error("an unknown element type (code {0})")]
     DType(u8),
-    /// A code that no reduce operation has.
+    /// No reduce operation has this code.
     #[error("an unknown reduce operation (code {0})")]
     Op(u8),
-    /// A code that no kind of frame has.
+    /// No kind of frame has this code.
     #[error("an unknown kind of frame (code {0})")]
     Frame(u8),
-    /// Reserved bytes that are not 0.
+    /// Reserved bytes are not 0.
     #[error("reserved bytes of the header are not 0")]
     Reserved,
 }
 
 impl Header {
-    /// The header of a whole message in one frame.
+    /// Creates the header of a whole message in one frame.
     pub fn whole(fingerprint: Fingerprint, part: u32, body: usize, message: u64) -> Header {
         let body = body as u64;
         Header { fingerprint, part, body, frame: FrameKind::Data, message, offset: 0, length: body }
     }
 
-    /// True when the bytes that follow lie within their message, and are not empty unless the message is.
+    /// True if the bytes that follow lie within their message, and are empty only if the message is.
     pub fn fits(&self) -> bool {
         let end = self.offset.checked_add(self.length);
         end.is_some_and(|end| end <= self.body) && (self.length > 0 || self.body == 0)
     }
 
-    /// The bytes that travel.
+    /// Returns the header's bytes on the wire.
     pub fn encode(&self) -> [u8; LEN] {
         let f = &self.fingerprint;
         let mut out = [0; LEN];
@@ -145,10 +145,10 @@ impl Header {
         out
     }
 
-    /// Reads what [`Header::encode`] wrote.
+    /// Reads the bytes written by [`Header::encode`].
     ///
     /// # Errors
-    /// `BadFrame` for bytes that it cannot have written. Every other field may hold any value.
+    /// `BadFrame` for bytes that `encode` cannot have written. Fields without a code may hold any value.
     pub fn decode(bytes: &[u8; LEN]) -> Result<Header, BadFrame> {
         let magic = u32_at(bytes, 0);
         if magic != MAGIC {

@@ -7,15 +7,15 @@ use std::sync::{Arc, Mutex};
 use super::{Broken, Mesh, Readiness, Transport};
 use crate::wait::{Doorbell, lock};
 
-/// Capacity of one direction of a [`local_mesh`] stream, in bytes.
+/// Capacity in bytes of each direction of a [`local_mesh`] stream.
 const CAPACITY: usize = 64 << 10;
 
 /// One direction of a stream.
 #[derive(Default)]
 struct Pipe {
-    /// Bytes that are sent and not yet received; never more than the stream's capacity.
+    /// Bytes that are sent but not received. Never more than the stream's capacity.
     bytes: VecDeque<u8>,
-    /// One of the two ends was dropped.
+    /// True if one of the two ends was dropped.
     closed: bool,
 }
 
@@ -25,14 +25,15 @@ pub struct Local {
     to: Arc<Mutex<Pipe>>,
     /// Bytes that this end receives.
     from: Arc<Mutex<Pipe>>,
-    /// The peer's doorbell: rung when there are bytes to receive, when there is room again, and on drop.
+    /// Doorbell of the peer. Rung when there are bytes to receive, when there is room again, and on drop.
     peer: Doorbell,
-    /// Limit of `Pipe::bytes`.
+    /// Maximum length of `Pipe::bytes`.
     capacity: usize,
 }
 
 impl Local {
-    /// The two ends of a stream that holds `capacity` bytes in each direction. `bells.0` belongs to the owner of the first end.
+    /// Creates both ends of a stream that holds `capacity` bytes in each direction. `bells.0` belongs to the owner of
+    /// the first end.
     pub fn pair(bells: (Doorbell, Doorbell), capacity: usize) -> (Local, Local) {
         assert!(capacity > 0, "a stream needs a capacity");
         let (a, b) = (Arc::<Mutex<Pipe>>::default(), Arc::<Mutex<Pipe>>::default());
@@ -99,7 +100,7 @@ impl Drop for Local {
     }
 }
 
-/// The meshes of `n` ranks that are threads of one process.
+/// Creates the meshes of `n` ranks that are threads of one process.
 pub fn local_mesh(n: usize) -> Vec<Mesh> {
     let bells: Vec<Doorbell> = (0..n).map(|_| Doorbell::local()).collect();
     let mut links: Vec<Vec<Option<Box<dyn Transport>>>> = (0..n).map(|_| (0..n).map(|_| None).collect()).collect();

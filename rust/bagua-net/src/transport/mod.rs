@@ -1,7 +1,8 @@
 //! Byte streams between two ranks, and the mesh of streams of a group.
 //!
-//! [`Transport`] is the interface: one file per implementation, `local` to read first, one contract test for all.
-//! [`Mesh`] owns the transports to all peers, frames messages, checks fingerprints, and drives many transfers at the same time.
+//! [`Transport`] is the interface. Each implementation is one file (read `local` first), and one contract test covers
+//! all of them. [`Mesh`] owns the transports to all peers, frames messages, checks fingerprints, and drives many
+//! transfers at the same time.
 
 mod fault;
 pub mod frame;
@@ -30,7 +31,7 @@ use bagua_types::coded;
 
 use crate::error::Source;
 
-/// [`TransportChoice`] of these transports over a TCP connection that is not encrypted. Each is made with the connection.
+/// Generates [`TransportChoice`] and its constructor from the list of transports that run over a plain TCP connection.
 macro_rules! over_tcp {
     ($($(#[$doc:meta])* $Variant:ident = $code:literal, $name:literal, $Transport:ty;)*) => {
         coded! {
@@ -45,10 +46,10 @@ macro_rules! over_tcp {
         }
 
         impl TransportChoice {
-            /// The transport over an authenticated connection that is not encrypted.
+            /// Returns this transport over a TCP connection that is authenticated but not encrypted.
             ///
             /// # Errors
-            /// When an option of the socket cannot be set.
+            /// Fails if a socket option cannot be set.
             pub fn over_tcp(self, stream: Arc<TcpStream>) -> io::Result<Box<dyn Transport>> {
                 Ok(match self {
                     TransportChoice::Auto => Box::new(Tcp::new(stream)?),
@@ -60,12 +61,12 @@ macro_rules! over_tcp {
 }
 
 over_tcp! {
-    /// TCP between all ranks, also on one host.
+    /// TCP between all ranks, even on one host.
     Tcp = 1, "tcp", Tcp;
 }
 
 impl TransportChoice {
-    /// Name of the transport over a TCP connection, as [`Transport::name`] returns it.
+    /// Returns the name, as [`Transport::name`] does, of this transport when it runs over a TCP connection.
     pub const fn name_over_tcp(self) -> &'static str {
         match self {
             TransportChoice::Auto => Tcp::NAME,
@@ -73,23 +74,23 @@ impl TransportChoice {
         }
     }
 
-    /// True if ranks of one host share memory.
+    /// True if ranks of one host use shared memory.
     pub const fn shares_memory(self) -> bool {
         matches!(self, TransportChoice::Auto)
     }
 }
 
-/// The error of a transport that can move no more bytes: the peer closed it, or a system call failed.
+/// The error of a transport that cannot move any more bytes, because the peer closed it or a system call failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Broken {
-    /// What happened, for error texts.
+    /// Description of what happened, for error messages.
     pub how: String,
-    /// The operating system's error.
+    /// The operating system's error, if there is one.
     pub source: Source,
 }
 
 impl Broken {
-    /// A broken transport without an error of the operating system.
+    /// Creates an error that has no cause in the operating system.
     pub fn new(how: impl Into<String>) -> Broken {
         Broken { how: how.into(), source: Source::default() }
     }
@@ -101,28 +102,30 @@ pub enum Readiness<'a> {
     Descriptor(BorrowedFd<'a>),
     /// Wait for the mesh's doorbell, which the peer rings.
     Doorbell,
-    /// There is no notification: sleep briefly and try again.
+    /// There is no notification, so sleep briefly and try again.
     Poll,
 }
 
 /// A reliable, ordered, non-blocking, full-duplex stream of bytes to one peer.
 ///
-/// Contract: bytes arrive once, in order, unchanged; neither call blocks; bytes that were sent before the peer closed its end can still
-/// be received, and after them `recv` returns `Broken`.
+/// Contract: bytes arrive once, in order and unchanged. Neither call blocks. Bytes sent before the peer closed its end
+/// can still be received. After them, `recv` returns `Broken`.
 pub trait Transport: Send {
-    /// Short name for statistics: "tcp", "tls", "shm", "local".
+    /// Returns a short name for statistics: "tcp", "tls", "shm" or "local".
     fn name(&self) -> &'static str;
 
-    /// Sends a prefix of `head` followed by `body` and returns its length; 0 when there is no room now. The next call must begin with the
-    /// bytes that were not sent; after a 0, a call with more than one byte may begin with others.
+    /// Sends a prefix of `head` followed by `body`, and returns the length of that prefix: 0 if there is no room now.
+    /// The next call must start with the bytes that were not sent. After a call that returned 0 and offered more than
+    /// one byte, the next call may start with different bytes.
     fn send(&mut self, head: &[u8], body: &[u8]) -> Result<usize, Broken>;
 
-    /// Receives into a prefix of `into` and returns its length; 0 when no bytes are there now. `into` is not empty.
+    /// Receives into a prefix of `into`, which must not be empty. Returns the length of that prefix: 0 if no bytes have
+    /// arrived.
     fn recv(&mut self, into: &mut [u8]) -> Result<usize, Broken>;
 
-    /// How to wait after a call returned 0.
+    /// Returns how to wait after a call that returned 0.
     fn readiness(&self) -> Readiness<'_>;
 
-    /// True when the bytes go through a socket, and therefore count as wire bytes.
+    /// True if the bytes go through a socket and therefore count as wire bytes.
     fn is_wire(&self) -> bool;
 }

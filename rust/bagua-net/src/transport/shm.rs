@@ -1,12 +1,17 @@
-//! A transport over byte rings in shared memory, between two processes of one host.
+//! A transport between two processes of one host, over ring buffers in shared memory.
 //!
-//! One ring per ordered pair of ranks, with one writer and one reader. Each end keeps its own byte counter in private memory and publishes
-//! a copy of it. A published counter is accepted only within the ring's size: a peer that writes invalid counters breaks the stream, but
-//! cannot make this process access memory outside the ring. Unused rings are never touched, so a large world costs address space only: a
-//! rank that closes its ends says so once, in its own block. It closes all at once: the links of a rank are dropped together.
+//! Every ordered pair of ranks has one ring, with one writer and one reader:
 //!
-//! Layout: one block of `BLOCK` bytes per rank with the words of its doorbell and whether it closed its ends, then the rings in the order of
-//! their writers.
+//!     block of each rank: doorbell | closed flag
+//!     ring 0 -> 1:        bytes written | bytes read | data
+//!     ring 0 -> 2:        ...
+//!
+//! Each end keeps its own byte counter in private memory and publishes a copy of it. A peer's counter is accepted only
+//! within the ring's size: a peer that writes invalid counters breaks the stream, but cannot make this process access
+//! memory outside the ring.
+//!
+//! Unused rings are never touched, so a large world costs only address space. That is why a rank sets one flag in its
+//! own block when it closes its ends, instead of a flag per ring. All links of a rank are dropped together.
 
 #![allow(unsafe_code)]
 
@@ -20,31 +25,34 @@ use crate::wait::{BellWords, Doorbell};
 
 /// Two cache lines: the hardware prefetches lines in pairs, and words of different writers must not share a pair.
 const LINE: usize = 128;
-/// Bytes of the block of one rank: its doorbell, and on lines that are written once [`CLOSED`].
+/// Size of a rank's block: its doorbell, and its [`CLOSED`] flag, which is written only once and thus has its own
+/// lines.
 const BLOCK: usize = 2 * LINE;
-/// Offset in a block of whether its rank closed its ends of all rings.
+/// Offset in a block of the flag that says whether its rank has closed its ends of all rings.
 const CLOSED: usize = LINE;
 
-/// Offsets of the counters from the start of a ring; its bytes follow at [`DATA`].
+/// Offsets of the counters in a ring. The bytes of the ring start at [`DATA`].
 const WRITTEN: usize = 0;
 const READ: usize = LINE;
 const DATA: usize = 2 * LINE;
 
-/// Capacity of one ring, in bytes.
+/// Returns the capacity of one ring in bytes.
 const fn capacity(ranks: usize) -> usize {
     buffer_len(if ranks <= 16 { 128 << 10 } else { 32 << 10 })
 }
 
-/// Bytes of shared memory that the doorbells and rings of `ranks` ranks need.
+/// Returns the size in bytes of the doorbells and rings of `ranks` ranks.
 pub const fn rings_len(ranks: usize) -> usize {
     ranks * BLOCK + ranks * ranks.saturating_sub(1) * (DATA + capacity(ranks))
 }
 
-/// Rank `index`'s transports over the rings at `offset` of `arena`, by peer, and its doorbell. The memory must be zeroed before the first
-/// call, `offset` must be a multiple of 128, and every rank must call this once, with the same `offset` and `ranks`.
+/// Returns the transports of rank `index` to each peer over the rings at `offset` of `arena`, and the rank's doorbell.
+///
+/// The memory must be zeroed before the first call, and `offset` must be a multiple of 128. Every rank must call this
+/// once, with the same `offset` and `ranks`.
 ///
 /// # Panics
-/// When the rings do not fit into the arena.
+/// If the rings do not fit into the arena.
 pub fn ring_links(
     arena: &Arc<Arena>,
     offset: usize,
@@ -74,7 +82,7 @@ pub fn ring_links(
     ((0..ranks).map(link).collect(), bell(index))
 }
 
-/// Closes the ends of rank `index` of rings that it never made by [`ring_links`], as dropping its transports would.
+/// Closes the rings of a rank that never called [`ring_links`], as dropping its transports would.
 pub fn close_rings(arena: &Arc<Arena>, offset: usize, index: usize, ranks: usize) {
     arena.word(offset + index * BLOCK + CLOSED).store(1, Ordering::Release);
     (0..ranks).filter(|peer| *peer != index).for_each(|peer| bell(arena, offset, peer).ring());
@@ -88,7 +96,7 @@ fn bell(arena: &Arc<Arena>, offset: usize, rank: usize) -> Doorbell {
 /// The words of a doorbell in shared memory.
 struct ArenaBell {
     arena: Arc<Arena>,
-    /// First of two 4-byte words.
+    /// Offset of the first of two 4-byte words.
     offset: usize,
 }
 
@@ -103,9 +111,8 @@ struct Ring {
     arena: Arc<Arena>,
     /// Offset of the ring in the arena.
     offset: usize,
-    /// Capacity in bytes.
     capacity: usize,
-    /// Bytes that this end has moved in total. Never read back from shared memory.
+    /// Total number of bytes that this end has moved. Never read back from shared memory.
     count: u64,
 }
 
@@ -114,13 +121,15 @@ impl Ring {
         self.arena.long(self.offset + at)
     }
 
-    /// Copies a prefix of `bytes`, at most `room` bytes, into the ring. The reader does not access it before [`Ring::publish`].
+    /// Copies a prefix of `bytes`, at most `room` bytes, into the ring. The reader does not access it before
+    /// [`Ring::publish`].
     fn write(&mut self, bytes: &[u8], room: usize) -> usize {
         let taken = bytes.len().min(room);
         let start = self.position();
         let first = taken.min(self.capacity - start);
         let data = self.offset + DATA;
-        // SAFETY: W. The reader accesses only bytes between its counter and our published counter; `room` excludes those.
+        // SAFETY: the reader accesses only bytes between its counter and our published counter, and `room` excludes
+        // those.
         unsafe {
             self.arena.slice_mut(data + start..data + start + first).copy_from_slice(&bytes[..first]);
             self.arena.slice_mut(data..data + taken - first).copy_from_slice(&bytes[first..taken]);
@@ -135,7 +144,7 @@ impl Ring {
         let start = self.position();
         let first = taken.min(self.capacity - start);
         let data = self.offset + DATA;
-        // SAFETY: the counterpart of W: the writer does not access bytes that it has published until we publish that they are read.
+        // SAFETY: the writer does not access bytes that it has published until we publish that we have read them.
         unsafe {
             into[..first].copy_from_slice(self.arena.slice(data + start..data + start + first));
             into[first..taken].copy_from_slice(self.arena.slice(data..data + taken - first));
@@ -155,7 +164,7 @@ impl Ring {
         self.long(at).store(self.count, Ordering::Release);
     }
 
-    /// Number of bytes in the ring; `Broken` when the peer's counter is invalid.
+    /// Returns the number of bytes in the ring, or `Broken` if the peer's counter is invalid.
     fn fill(&self, written: u64, read: u64) -> Result<usize, Broken> {
         match usize::try_from(written.wrapping_sub(read)) {
             Ok(fill) if fill <= self.capacity => Ok(fill),
@@ -166,18 +175,18 @@ impl Ring {
 
 /// The rings to and from one peer.
 struct ShmLink {
-    /// This rank writes, the peer reads.
+    /// Ring that this rank writes and the peer reads.
     out: Ring,
-    /// The peer writes, this rank reads.
+    /// Ring that the peer writes and this rank reads.
     into: Ring,
     /// The peer's doorbell.
     bell: Doorbell,
-    /// Offsets in the arena of this rank's and of the peer's [`CLOSED`].
+    /// Offsets in the arena of the closed flags of this rank and of the peer.
     closed: (usize, usize),
 }
 
 impl ShmLink {
-    /// Whether the peer closed its ends of this rank's rings.
+    /// True if the peer has closed its ends.
     fn is_closed(&self) -> bool {
         self.out.arena.word(self.closed.1).load(Ordering::Acquire) != 0
     }
@@ -243,13 +252,13 @@ impl Drop for ShmLink {
 #[cfg(all(test, model))]
 mod model;
 
-// Without memory that processes share there is nothing to test.
+// Models have no memory that processes share, so there is nothing to test.
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::time::{Duration, Instant};
 
-    /// The transports of two ranks, each over its own mapping, with their doorbells.
+    /// Returns the transports of two ranks, each over its own mapping, with their doorbells.
     fn pair() -> [(Box<dyn Transport>, Doorbell, Arc<Arena>); 2] {
         let arena = Arena::create("bagua-test", rings_len(2)).unwrap();
         [0, 1].map(|index| {

@@ -1,7 +1,7 @@
-//! A stream over one TLS 1.3 connection (RFC 8446), non-blocking, and the session behind it, which every encrypted connection has.
+//! A non-blocking stream over one TLS 1.3 connection (RFC 8446), and the session behind every encrypted connection.
 //!
-//! The session is rustls's without buffers of its own (`rustls::unbuffered`): several records go into a socket with one system call, and
-//! come out of it with one. rustls's buffered connections read 4 KiB at a time.
+//! The session uses rustls without rustls's buffers (`rustls::unbuffered`), so that one system call moves several
+//! records into or out of a socket. rustls's buffered connections read 4 KiB at a time.
 
 use std::io::{self, Read};
 use std::net::TcpStream;
@@ -21,27 +21,27 @@ use super::tcp::{prepare, retry};
 use super::{Broken, Readiness, Transport};
 use crate::platform;
 
-/// The longest plaintext of a record (RFC 8446, section 5.1).
+/// Maximum plaintext of a record (RFC 8446, section 5.1).
 const RECORD: usize = 16 << 10;
 
-/// The most plaintext that is encrypted before it is sent.
+/// Maximum plaintext that is encrypted before it is sent.
 const AT_ONCE: usize = 4 * RECORD;
 
-/// The size of a buffer of received bytes at first. Control connections never need more.
+/// Initial size of the buffer for received bytes. Control connections never need more.
 const FIRST_BUFFER: usize = 8 << 10;
 
-/// The most received bytes that are not decrypted yet: more than a record, and more than a handshake message may have.
+/// Maximum number of received bytes that are not decrypted. More than a record or a handshake message can have.
 const BUFFER_LIMIT: usize = 128 << 10;
 
-/// The first byte of a record: change_cipher_spec, alert, handshake, application_data.
+/// Possible first bytes of a record: change_cipher_spec, alert, handshake, application_data.
 const CONTENT_TYPES: std::ops::RangeInclusive<u8> = 20..=23;
 
-/// Why a TLS connection failed, as the source of an [`io::Error`]. Another attempt would fail as well.
+/// The reason why a TLS connection failed, as the source of an [`io::Error`]. A retry would fail as well.
 #[derive(Debug)]
 pub struct TlsFault(Fault);
 
 impl TlsFault {
-    /// The text of the fault in an error of a session; `None` when the connection itself broke.
+    /// Returns the text of the fault in an error of a session, or `None` if the connection itself broke.
     pub fn of(error: &io::Error) -> Option<String> {
         error.get_ref()?.downcast_ref::<TlsFault>().map(ToString::to_string)
     }
@@ -52,25 +52,29 @@ impl std::error::Error for TlsFault {}
 impl std::fmt::Display for TlsFault {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.0 {
-            // What the check of a key that is derived from the secret returns, and the alert that the other end gets for it.
+            // The first is the result of checking a key derived from the secret, the second the alert that the other
+            // end gets.
             Fault::InvalidCertificate(CertificateError::ApplicationVerificationFailure)
-            | Fault::AlertReceived(AlertDescription::AccessDenied) => f.write_str("TLS: the other end has another secret"),
+            | Fault::AlertReceived(AlertDescription::AccessDenied) => {
+                f.write_str("TLS: the other end has a different secret")
+            }
             Fault::InvalidMessage(InvalidMessage::InvalidContentType) => {
-                f.write_str("TLS: the other end does not use TLS (BAGUA_TLS), or bytes were changed on the line")
+                f.write_str("TLS: the other end does not use TLS (BAGUA_TLS), or bytes were altered in transit")
             }
             Fault::PeerIncompatible(why) => {
-                write!(f, "TLS: one end proves itself by the secret, the other by a certificate ({why:?})")
+                write!(f, "TLS: one end authenticates with the secret, the other with a certificate ({why:?})")
             }
             Fault::AlertReceived(
                 AlertDescription::HandshakeFailure
                 | AlertDescription::UnsupportedCertificate
                 | AlertDescription::UnsupportedExtension
                 | AlertDescription::CertificateRequired,
-            ) => {
-                f.write_str("TLS: refused: one end proves itself by the secret, the other by a certificate, or its kind is not supported")
-            }
-            Fault::AlertReceived(why) => write!(f, "TLS: the other end refuses the connection: {why:?}"),
-            // Certificates may be long, and an error text goes to other ranks.
+            ) => f.write_str(
+                "TLS: the other end refused the connection: one end authenticates with the secret, the other with a \
+                     certificate, or the kind of certificate is not supported",
+            ),
+            Fault::AlertReceived(why) => write!(f, "TLS: the other end refused the connection: {why:?}"),
+            // Certificates may be long, and the error text is sent to other ranks.
             other => write!(f, "TLS: {:.300}", other.to_string()),
         }
     }
@@ -80,7 +84,7 @@ fn fault(error: Fault) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, TlsFault(error))
 }
 
-/// Bytes between a socket and the caller.
+/// Bytes on their way between a socket and the caller.
 #[derive(Default)]
 struct Buffer {
     bytes: Vec<u8>,
@@ -105,7 +109,7 @@ impl Buffer {
         }
     }
 
-    /// Room for at least `count` bytes behind those in use.
+    /// Returns room for at least `count` bytes after those in use.
     fn room(&mut self, count: usize) -> &mut [u8] {
         if self.bytes.len() - self.end < count {
             self.bytes.copy_within(self.start..self.end, 0);
@@ -123,12 +127,12 @@ impl Buffer {
     }
 }
 
-/// Where decrypted bytes go.
+/// The destination of decrypted bytes.
 struct Sink<'a> {
     into: &'a mut [u8],
-    /// Bytes of `into` that are filled.
+    /// Number of bytes of `into` that are filled.
     filled: usize,
-    /// What does not fit into `into`.
+    /// Bytes that do not fit into `into`.
     spill: &'a mut Buffer,
 }
 
@@ -143,26 +147,25 @@ impl Sink<'_> {
     }
 }
 
-/// What a session can do next.
+/// The next step of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Next {
-    /// Something was processed: look again.
+    /// Something was processed, so check again.
     Again,
     /// The handshake needs more bytes from the peer.
     Blocked,
     /// The handshake is complete, and no received record is left.
     Ready,
-    /// The peer will send nothing more.
+    /// The peer will not send anything more.
     Closed,
 }
 
-/// Which end of the connection this is.
 enum End {
     Client(UnbufferedClientConnection),
     Server(UnbufferedServerConnection),
 }
 
-/// What to do when the session is ready.
+/// The action for a session that is ready.
 enum Request<'a> {
     Nothing,
     Encrypt(&'a [u8]),
@@ -172,21 +175,22 @@ enum Request<'a> {
 /// One end of a TLS connection, without the socket.
 pub struct Session {
     end: End,
-    /// Received from the socket, not decrypted.
+    /// Bytes received from the socket but not decrypted.
     incoming: Buffer,
-    /// Encrypted, not in the socket.
+    /// Encrypted bytes that are not in the socket yet.
     outgoing: Buffer,
-    /// Decrypted, not read by the caller.
+    /// Decrypted bytes that the caller has not read.
     plain: Buffer,
-    /// Scratch for a record that has bytes of `head` and of `body`.
+    /// Scratch memory for a record with bytes of both `head` and `body`.
     joined: Vec<u8>,
-    /// One byte more than the caller knows of is encrypted: see [`Session::write`].
+    /// True if one more byte is encrypted than the caller was told, see [`Session::write`].
     held: bool,
-    /// The peer will send nothing more.
+    /// True if the peer will not send anything more.
     closed: bool,
-    /// A first record from the peer has been seen.
+    /// True once a first record from the peer has been seen.
     is_tls: bool,
-    /// What went wrong: rustls is not called any more, because it would process the same bytes again.
+    /// Error that ended the session. After it, rustls is not called any more, because it would process the same bytes
+    /// again.
     failed: Option<Fault>,
 }
 
@@ -201,22 +205,22 @@ impl std::fmt::Debug for Session {
 }
 
 impl Session {
-    /// The end that connects.
+    /// Creates the session of the end that connects.
     ///
     /// # Errors
-    /// When the configuration cannot be used.
+    /// Fails if the configuration cannot be used.
     pub fn client(config: &Arc<ClientConfig>) -> io::Result<Session> {
-        // Not checked and not sent: who the server is, its key says.
+        // The name is neither checked nor sent. The server's key proves its identity.
         let name = ServerName::try_from("bagua").map_err(io::Error::other)?;
         UnbufferedClientConnection::new(Arc::clone(config), name)
             .map(|end| Session::new(End::Client(end)))
             .map_err(fault)
     }
 
-    /// The end that accepts.
+    /// Creates the session of the end that accepts.
     ///
     /// # Errors
-    /// When the configuration cannot be used.
+    /// Fails if the configuration cannot be used.
     pub fn server(config: &Arc<ServerConfig>) -> io::Result<Session> {
         UnbufferedServerConnection::new(Arc::clone(config)).map(|end| Session::new(End::Server(end))).map_err(fault)
     }
@@ -235,12 +239,12 @@ impl Session {
         }
     }
 
-    /// Makes progress with the handshake; true when it is complete and everything is sent, false when the socket would block. `recv` and
-    /// `send` are the socket's.
+    /// Makes progress with the handshake. Returns `None` once the handshake is complete and everything is sent, or the
+    /// operation of the socket that would block. `recv` and `send` access the socket.
     ///
     /// # Errors
-    /// [`TlsFault`] when the other end cannot be trusted or does not use TLS; the other end gets an alert, if possible. Otherwise errors
-    /// of the socket, `UnexpectedEof` when it was closed.
+    /// [`TlsFault`] if the other end cannot be trusted or does not use TLS. The other end gets an alert if possible.
+    /// Otherwise errors of the socket, or `UnexpectedEof` if it was closed.
     pub fn handshake(
         &mut self,
         mut recv: impl FnMut(&mut [u8]) -> io::Result<usize>,
@@ -249,7 +253,7 @@ impl Session {
         loop {
             let advanced = self.advance(&mut [], Request::Nothing);
             if let Err(error) = advanced {
-                // The alert for the other end; best effort.
+                // Send the alert to the other end, if possible.
                 let _ = self.flush(&mut send);
                 return Err(error);
             }
@@ -270,7 +274,7 @@ impl Session {
         }
     }
 
-    /// The first bytes that came, when they are no record of TLS.
+    /// Returns the first bytes received, if they are not a TLS record.
     pub fn received_in_clear(&mut self) -> Option<&[u8]> {
         if self.is_tls || self.incoming.is_empty() {
             return None;
@@ -278,10 +282,12 @@ impl Session {
         Some(self.incoming.filled())
     }
 
-    /// Reads decrypted bytes, and returns their number, 0 at the end of the stream. `into` is not empty.
+    /// Reads decrypted bytes into `into`, which must not be empty. Returns their number, which is 0 at the end of the
+    /// stream.
     ///
     /// # Errors
-    /// `WouldBlock` when there are none now; [`TlsFault`] for bytes that the peer has not sent so; errors of the socket.
+    /// `WouldBlock` if there are none now, [`TlsFault`] for bytes that are not what the peer sent, and errors of the
+    /// socket.
     pub fn read(&mut self, into: &mut [u8], mut recv: impl FnMut(&mut [u8]) -> io::Result<usize>) -> io::Result<usize> {
         let mut filled = 0;
         loop {
@@ -297,7 +303,7 @@ impl Session {
                 return Ok(0);
             }
             let (next, count) = match self.advance(&mut into[filled..], Request::Nothing) {
-                // What came before is delivered first; the next call fails again.
+                // Deliver the earlier bytes first. The next call fails again.
                 Err(_) if filled > 0 => return Ok(filled),
                 other => other?,
             };
@@ -314,11 +320,12 @@ impl Session {
         }
     }
 
-    /// Encrypts and sends a prefix of `head` followed by `body`, and returns its length; 0 when there is no room now.
+    /// Encrypts and sends a prefix of `head` followed by `body`. Returns the length of that prefix: 0 if there is no
+    /// room now. The next call must start with the bytes that were not sent.
     ///
-    /// A record is sent whole, and the part of it that the socket does not take waits here. So that no caller believes to be done while
-    /// bytes wait, the last byte of a record counts as sent only when the whole record is in the socket: the next call must begin with the
-    /// bytes that were not sent.
+    /// Records are sent whole, so the session keeps the part of a record that the socket does not take. Meanwhile, the
+    /// last byte of that record does not count as sent. This keeps callers from believing that they are done while
+    /// bytes are still waiting.
     ///
     /// # Errors
     /// Errors of the socket, and [`TlsFault`] after the connection failed.
@@ -359,7 +366,7 @@ impl Session {
         Ok(sent)
     }
 
-    /// Sends what waits; false when the socket would block.
+    /// Sends waiting bytes. Returns false if the socket would block.
     ///
     /// # Errors
     /// Errors of the socket.
@@ -376,9 +383,9 @@ impl Session {
         Ok(true)
     }
 
-    /// Announces to the peer that nothing more will be sent, with the next [`Session::flush`].
+    /// Queues the message that tells the peer that nothing more will be sent. The next [`Session::flush`] sends it.
     pub fn close(&mut self) {
-        // A connection that failed has no end to announce.
+        // A failed connection has no end to announce.
         while matches!(self.advance(&mut [], Request::Close), Ok((Next::Again, _))) {}
     }
 
@@ -392,14 +399,14 @@ impl Session {
         }
     }
 
-    /// Receives more bytes; their number, 0 at the end of the stream.
+    /// Receives more bytes. Returns their number, which is 0 at the end of the stream.
     fn fill(&mut self, mut recv: impl FnMut(&mut [u8]) -> io::Result<usize>) -> io::Result<usize> {
         let (used, len) = (self.incoming.end - self.incoming.start, self.incoming.bytes.len());
-        // A read that filled the buffer is followed by a longer one.
+        // If the last read filled the buffer, read more at once.
         let len = if self.incoming.end == len { (2 * len).clamp(FIRST_BUFFER, BUFFER_LIMIT) } else { len };
         let wanted = len - used;
         if wanted == 0 {
-            return Err(fault(Fault::General("a record or a message beyond its limit".to_owned())));
+            return Err(fault(Fault::General("a record or a message is longer than allowed".to_owned())));
         }
         let count = loop {
             match recv(self.incoming.room(wanted)) {
@@ -411,7 +418,8 @@ impl Session {
         Ok(count)
     }
 
-    /// Processes received records until something comes of it; what to do next, and the bytes that were decrypted into `into`.
+    /// Processes received records until there is a result. Returns the next step, and the number of bytes decrypted
+    /// into `into`.
     fn advance(&mut self, into: &mut [u8], request: Request<'_>) -> io::Result<(Next, usize)> {
         if let Some(failed) = &self.failed {
             return Err(fault(failed.clone()));
@@ -419,13 +427,14 @@ impl Session {
         let advanced = self.process(into, request);
         if let Err(failed) = &advanced {
             self.failed = Some(failed.clone());
-            // Messages that wait to be encoded, of which the last is the alert, come before any processing.
+            // rustls first encodes its waiting messages, the last of which is the alert, before it processes anything
+            // else.
             while self.wants_write() && self.process(&mut [], Request::Nothing).is_ok() {}
         }
         advanced.map_err(fault)
     }
 
-    /// True when rustls has messages of its own to send.
+    /// True if rustls has messages of its own to send.
     fn wants_write(&self) -> bool {
         match &self.end {
             End::Client(end) => end.wants_write(),
@@ -457,16 +466,16 @@ impl Session {
     }
 }
 
-/// What a handshake waits for.
+/// The operation that a handshake waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Blocked {
-    /// Bytes from the peer.
+    /// Receiving bytes from the peer.
     Receiving,
-    /// Room in the socket.
+    /// Sending: the socket has no room.
     Sending,
 }
 
-/// Handles one status of a connection: the bytes to discard, and what to do next.
+/// Handles one status of a connection. Returns the number of bytes to discard, and the next step.
 fn take<Data>(
     status: UnbufferedStatus<'_, '_, Data>,
     sink: &mut Sink<'_>,
@@ -500,20 +509,20 @@ fn take<Data>(
             }
         },
         Ok(ConnectionState::TransmitTlsData(transmit)) => {
-            // It is in the buffer before everything that follows.
+            // The message is in the buffer before everything that follows.
             transmit.done();
             Ok(Next::Again)
         }
         Ok(ConnectionState::BlockedHandshake) => Ok(Next::Blocked),
         Ok(ConnectionState::WriteTraffic(traffic)) => grant(traffic, outgoing, request).map(|()| Next::Ready),
         Ok(ConnectionState::PeerClosed | ConnectionState::Closed) => Ok(Next::Closed),
-        // Early data is off; and there may be further states in later versions of rustls.
-        Ok(_) => Err(Fault::General("a state of the connection that is not expected".to_owned())),
+        // Early data is turned off, and later versions of rustls may have more states.
+        Ok(_) => Err(Fault::General("unexpected state of the connection".to_owned())),
     };
     (discard, next)
 }
 
-/// Runs the request of a ready connection.
+/// Carries out the request of a ready connection.
 fn grant<Data>(mut traffic: WriteTraffic<'_, Data>, outgoing: &mut Buffer, request: Request<'_>) -> Result<(), Fault> {
     loop {
         let room = outgoing.end;
@@ -542,13 +551,13 @@ pub struct Tls {
 }
 
 impl Tls {
-    /// See [`Transport::name`].
+    /// Name of the transport, as returned by [`Transport::name`].
     pub const NAME: &'static str = "tls";
 
-    /// A transport over a connection whose handshake is complete.
+    /// Creates a transport over a connection whose handshake is complete.
     ///
     /// # Errors
-    /// When a socket option cannot be set.
+    /// Fails if a socket option cannot be set.
     pub fn new(stream: impl Into<Arc<TcpStream>>, session: Session) -> io::Result<Tls> {
         let stream = stream.into();
         prepare(&stream)?;
@@ -563,7 +572,6 @@ impl Transport for Tls {
 
     fn send(&mut self, head: &[u8], body: &[u8]) -> Result<usize, Broken> {
         let Tls { stream, session } = self;
-        // NOSIGNAL: as in `Tcp`.
         retry(|| session.write(head, body, |bytes| Ok(send(&**stream, bytes, platform::NO_SIGNAL)?)))
     }
 

@@ -1,31 +1,31 @@
-//! How long the chunks are in which a message travels when there are several streams to a peer.
+//! Lengths of the chunks in which a message is sent over several streams.
 
-/// The shortest chunk: below this length a header and a system call cost as much as the bytes.
+/// Shortest chunk. In shorter ones, a header and a system call would cost as much as the bytes.
 pub(super) const SHORTEST: usize = 32 << 10;
 
-/// The longest message that travels as one chunk, however many streams there are.
+/// Longest message that is sent as one chunk, however many streams there are.
 const UNDIVIDED: usize = SHORTEST + SHORTEST / 2;
 
-/// The longest chunk when there are several streams.
+/// Longest chunk if there are several streams.
 pub(super) const LONGEST: usize = 256 << 10;
 
-/// The most bytes that a slow stream delays with one chunk: the chunk, unsent bytes in its socket, and bytes in the network.
+/// Bytes that a slow stream can delay with one chunk: the chunk, unsent bytes in the socket, and bytes in the network.
 const HELD: usize = 256 << 10;
 
-/// Bytes that the fastest stream must have carried before other streams are considered slow.
+/// Bytes that the fastest stream must have carried before another stream can count as slow.
 const SIGNIFICANT: u64 = 1 << 20;
 
-/// The speed of a stream, by the bytes carried in this run.
+/// Speed of a stream, measured by the bytes carried in this run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pace {
-    /// Bytes that the stream has carried.
+    /// Bytes that this stream has carried.
     pub own: u64,
     /// Bytes that the fastest stream has carried.
     pub best: u64,
 }
 
 impl Pace {
-    /// The bytes that the stream carries while the fastest one carries `bytes`.
+    /// Returns the bytes that this stream carries while the fastest one carries `bytes`.
     fn share(self, bytes: usize) -> usize {
         if self.best < SIGNIFICANT {
             return bytes;
@@ -33,28 +33,32 @@ impl Pace {
         usize::try_from(bytes as u128 * u128::from(self.own) / u128::from(self.best)).unwrap_or(bytes)
     }
 
-    /// Less than a quarter of the fastest stream's rate: congestion control alone makes streams on one link differ by more than a factor of 2.
+    /// True below a quarter of the fastest stream's rate. Congestion control alone makes the rates of streams on one
+    /// link differ by more than a factor of 2.
     fn is_slow(self) -> bool {
         self.best >= SIGNIFICANT && self.own < self.best / 4
     }
 }
 
-/// Whether a message of this length is divided between several streams.
+/// True if a message of this length is divided among several streams.
 pub(super) fn is_divided(len: usize) -> bool {
     len > UNDIVIDED
 }
 
-/// Whether a message of this length between two of so many ranks is worth more than one stream: beyond 48 ranks it has a KiB for each.
-/// Halving among n ranks has long messages for many peers, and the descriptors of a rank grow as log n only if few of them have further
-/// streams.
+/// True if a message of this length between two of `ranks` ranks is worth several streams: at least 1 KiB per rank.
+///
+/// Recursive halving sends long messages to many peers. The limit keeps the number of a rank's descriptors at O(log n),
+/// because only few of those peers get more than one stream.
 pub(super) fn wants_several(len: usize, ranks: usize) -> bool {
     is_divided(len) && len > ranks << 10
 }
 
-/// Length of the next chunk of a message with `left` unsent bytes, which `after` bytes of other messages follow. Guided self-scheduling
-/// (Polychronopoulos and Kuck, 1987): chunks become shorter towards the end of all messages, and a slow stream gets short chunks from the
-/// start, so that the wait for the last chunk is short. `None` for a slow stream that would still be sending the chunk after the other
-/// streams have sent the rest.
+/// Returns the length of the next chunk of a message with `left` unsent bytes, which `after` bytes of other messages
+/// follow. Returns `None` for a slow stream that would still be sending the chunk after the other streams have sent the
+/// rest.
+///
+/// This is guided self-scheduling (Polychronopoulos and Kuck, 1987): chunks become shorter towards the end of all
+/// messages, and a slow stream gets short chunks from the start, so that the wait for the last chunk is short.
 pub(super) fn next_len(left: usize, after: usize, streams: usize, pace: Pace) -> Option<usize> {
     if streams == 1 {
         return Some(left);

@@ -1,8 +1,8 @@
-//! The streams to one peer: frames in both directions.
+//! The streams to one peer, which carry frames in both directions.
 //!
-//! With several streams a message is divided into chunks, and the next chunk goes to the first stream with room, so that a slow stream
-//! delays no more than its current chunk. The header of every received chunk is checked before its bytes are read into the caller's
-//! memory.
+//! With several streams, a message is divided into chunks, and the next chunk goes to the first stream with room. So a
+//! slow stream delays only its current chunk. The header of every chunk is checked before its bytes are received into
+//! the caller's memory.
 
 use std::time::{Duration, Instant};
 
@@ -12,41 +12,43 @@ use super::open::{Batch, Opened};
 use crate::transport::frame::{BadFrame, Header, LEN};
 use crate::transport::{Broken, Readiness, Transport};
 
-/// How long one of several streams may be broken, between two chunks, while the others receive nothing: they may still carry bytes that
-/// the peer sent before it closed all streams. Longer than a round trip around the world.
+/// How long one of several streams may be broken, at a chunk boundary, while the other streams receive nothing. Until
+/// then, the other streams may still deliver bytes that the peer sent before it closed all of them. Longer than a round
+/// trip around the world.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// The most bytes sent on a stream before the rank receives again. Alternating at this size keeps few bytes in flight between two ranks,
-/// and these in the cache; filling the sockets first took 1.3 times as long (16 MiB in each direction on one machine).
+/// Maximum number of bytes sent on a stream before the rank receives again. Alternating at this size keeps few bytes in
+/// flight between two ranks, and those in the cache. Filling the sockets first took 1.3 times as long (16 MiB in each
+/// direction on one machine).
 const SEND_QUANTUM: usize = 256 << 10;
 
-/// The most bytes received from one peer before the others have their turn.
+/// Maximum number of bytes received from one peer before it is the next peer's turn.
 const RECV_QUANTUM: u64 = 4 << 20;
 
-/// Bytes sent and received.
+/// Numbers of bytes sent and received.
 #[derive(Default)]
 pub struct ByteCounts {
-    /// Bodies only.
+    /// Bytes of bodies sent.
     pub sent: u64,
-    /// Bodies only.
+    /// Bytes of bodies received.
     pub received: u64,
-    /// Headers and bodies sent through sockets.
+    /// Bytes of headers and bodies sent through sockets.
     pub wire_sent: u64,
-    /// Headers and bodies received from sockets.
+    /// Bytes of headers and bodies received from sockets.
     pub wire_received: u64,
 }
 
-/// Why no more frames come from a peer.
+/// The reason why no more frames come from a peer.
 pub enum PeerFault {
-    /// The stream to it ended or broke.
+    /// The stream to the peer ended or broke.
     Lost(Broken),
-    /// It runs another operation, which the text names, or sent what it should not.
+    /// The peer runs a different operation, which the text names, or sent an unexpected message.
     Mismatch(String),
-    /// It sent what is no header.
+    /// The peer sent bytes that are not a header.
     Unreadable(BadFrame),
 }
 
-/// A frame, and how many of its bytes were sent or received: for one that is sent, its header's too.
+/// A frame, and the number of its bytes moved so far. A frame that is sent counts its header too.
 #[derive(Clone, Copy)]
 struct Moving {
     frame: Header,
@@ -56,19 +58,19 @@ struct Moving {
 /// One of the streams to a peer.
 struct Stream {
     link: Box<dyn Transport>,
-    /// The frame that is being sent.
+    /// Frame that is being sent.
     out: Option<Moving>,
-    /// Its header.
+    /// Header of the frame that is being sent.
     out_head: [u8; LEN],
-    /// The frame whose bytes are being received.
+    /// Frame whose bytes are being received.
     into: Option<Moving>,
-    /// The header of the next frame, as far as it has arrived. A complete header stays here until its message is admitted.
+    /// Header of the next frame, as far as it has arrived. A complete header stays here until its message is admitted.
     in_head: [u8; LEN],
-    /// Bytes of that header that have arrived.
+    /// Number of bytes in `in_head`.
     in_head_len: usize,
-    /// Bytes sent on this stream since [`Endpoint::begin`].
+    /// Number of bytes sent on this stream since [`Endpoint::begin`].
     carried: u64,
-    /// The error of `recv`, and when it occurred, or any of the streams received bytes since.
+    /// Error of `recv`, and the last time that it occurred or any stream of this peer received bytes.
     broken: Option<(Broken, Instant)>,
 }
 
@@ -87,7 +89,7 @@ impl Stream {
     }
 }
 
-/// See the module.
+/// The streams to one peer.
 pub struct Endpoint {
     /// Index of the peer.
     peer: usize,
@@ -101,14 +103,14 @@ pub struct Endpoint {
     opening: bool,
     /// Of all runs in this process, the number of the last one that used the streams.
     last_run: u64,
-    /// The frame of which streams take the next chunks, and the bytes that they have taken.
+    /// Frame whose chunks are being handed to streams, and the number of bytes handed out.
     current: Option<Moving>,
-    /// The error of `send`. Receiving continues, because the peer's last messages may explain it.
+    /// Error of `send`. Receiving continues, because the peer's last messages may explain the error.
     send_broken: Option<Broken>,
 }
 
 impl Endpoint {
-    /// All streams to the peer with this index, or none yet.
+    /// Creates the endpoint for the peer with this index, with all its streams or none.
     pub fn new(peer: usize, links: Vec<Box<dyn Transport>>) -> Endpoint {
         let streams: Vec<Stream> = links.into_iter().map(Stream::new).collect();
         let batches = if streams.is_empty() { 0 } else { Batch::Others as usize + 1 };
@@ -144,7 +146,7 @@ impl Endpoint {
         }
     }
 
-    /// Forgets how fast each stream was.
+    /// Starts a run: forgets the speed of each stream.
     pub fn begin(&mut self) {
         self.send_broken = None;
         self.streams.iter_mut().for_each(|stream| stream.carried = 0);
@@ -206,12 +208,13 @@ impl Endpoint {
         self.batches = 0;
     }
 
-    /// Name of the transport; `None` without a stream.
+    /// Returns the name of the transport, or `None` without a stream.
     pub fn name(&self) -> Option<&'static str> {
         self.streams.first().or(self.held.first()).map(|stream| stream.link.name())
     }
 
-    /// How to wait for each stream, whether for bytes to receive, and whether for room to send.
+    /// Returns, for each stream to wait for, how to wait, and whether the wait is for bytes to receive and for room to
+    /// send.
     pub fn waits(&self, frames: &dyn Frames) -> impl Iterator<Item = (Readiness<'_>, bool, bool)> {
         let (expects, following) = (frames.expects(self.peer), frames.following(self.peer));
         self.streams.iter().filter_map(move |stream| {
@@ -222,45 +225,47 @@ impl Endpoint {
         })
     }
 
-    /// Length of the chunk of the current frame that a stream would send next. Assumes that those that follow are as long.
+    /// Returns the length of the next chunk of the current frame if `stream` sends it. Assumes that the following
+    /// frames are as long.
     fn offer(&self, stream: &Stream, following: usize) -> Option<usize> {
         let Moving { frame, moved } = self.current.as_ref()?;
         let len = frame.length as usize;
         let best = self.streams.iter().map(|stream| stream.carried).max().unwrap_or(0);
         let after = following.saturating_mul(len);
-        // A message that is long enough for several is divided also while they open.
+        // A message that is long enough for several streams is divided even while they are opening.
         let streams = self.streams.len() + usize::from(self.opening);
         chunk::next_len(len - moved, after, streams, Pace { own: stream.carried, best })
     }
 
-    /// True while a frame has begun and is not sent.
+    /// True while a frame has been started but not sent completely.
     pub fn is_sending(&self) -> bool {
         self.current.is_some() || self.streams.iter().any(|stream| stream.out.is_some())
     }
 
-    /// Drops the frame that was not begun, if bytes follow its header. True when such a frame was begun and is not sent.
+    /// Drops the current frame if it has a body and no stream has started it. Returns true if another frame with a body
+    /// is partly sent.
     pub fn drop_unsent(&mut self) -> bool {
         self.current = self.current.filter(|current| current.frame.length == 0);
         self.streams.iter().filter_map(|stream| stream.out).any(|out| out.frame.length > 0)
     }
 
-    /// Why a stream moves no more bytes.
+    /// Returns the error of a stream that cannot move any more bytes.
     pub fn broken(&self) -> Option<&Broken> {
         let received = || self.streams.iter().find_map(|stream| stream.broken.as_ref());
         self.send_broken.as_ref().or_else(|| received().map(|(broken, _)| broken))
     }
 
-    /// No more bytes move.
+    /// Makes the endpoint fail from now on.
     pub fn close(&mut self, how: &str) {
         self.send_broken = Some(Broken::new(how));
         let broken = (Broken::new(how), Instant::now());
         self.streams.iter_mut().for_each(|stream| stream.broken = Some(broken.clone()));
     }
 
-    /// Makes progress in both directions; true when bytes moved.
+    /// Makes progress in both directions. Returns true if bytes moved.
     ///
     /// # Errors
-    /// Why no more frames come from the peer.
+    /// The reason why no more frames come from the peer.
     pub fn step(&mut self, frames: &mut dyn Frames, counts: &mut ByteCounts) -> Result<bool, PeerFault> {
         let sent = self.send(frames, counts);
         let received = self.recv(frames, counts)?;
@@ -270,7 +275,7 @@ impl Endpoint {
         }
     }
 
-    /// Sends what there is room for, a quantum on each stream; true when bytes moved.
+    /// Sends as much as there is room for, up to a quantum per stream. Returns true if bytes moved.
     pub fn send(&mut self, frames: &mut dyn Frames, counts: &mut ByteCounts) -> bool {
         let mut any = false;
         for at in 0..self.streams.len() {
@@ -280,7 +285,7 @@ impl Endpoint {
         any
     }
 
-    /// Sends bytes on one stream; false when it has no room or no chunk to send.
+    /// Sends bytes on one stream. Returns false if the stream has no room or no chunk to send.
     fn send_by(&mut self, at: usize, frames: &mut dyn Frames, counts: &mut ByteCounts, any: &mut bool) -> bool {
         let out = if let Some(out) = self.streams[at].out {
             out
@@ -311,7 +316,7 @@ impl Endpoint {
             }
         };
         if count == 0 {
-            // The chunk is not started: the first stream with room will send it.
+            // The stream has no room, so the chunk is not started. The first stream with room will send it.
             return false;
         }
         *any = true;
@@ -336,10 +341,10 @@ impl Endpoint {
         has_room
     }
 
-    /// Receives what is there, a quantum of it; true when bytes moved.
+    /// Receives the bytes that have arrived, up to a quantum. Returns true if bytes moved.
     ///
     /// # Errors
-    /// Why no more frames come from the peer.
+    /// The reason why no more frames come from the peer.
     pub fn recv(&mut self, frames: &mut dyn Frames, counts: &mut ByteCounts) -> Result<bool, PeerFault> {
         let mut any = false;
         let limit = counts.received + RECV_QUANTUM;
@@ -353,7 +358,8 @@ impl Endpoint {
         if any || !frames.expects(self.peer) {
             return Ok(any);
         }
-        // A stream that broke within a chunk cannot deliver the rest of it; otherwise the other streams may deliver the messages.
+        // A stream that broke within a chunk cannot deliver the rest of it. If it broke between chunks, the other
+        // streams may still deliver the messages.
         let broken = self.streams.iter().filter_map(|stream| {
             let (broken, since) = stream.broken.as_ref()?;
             let within_chunk = stream.into.is_some() || stream.in_head_len > 0;
@@ -366,7 +372,7 @@ impl Endpoint {
         }
     }
 
-    /// Receives bytes on one stream; false when there are none now.
+    /// Receives bytes on one stream. Returns false if it has none now.
     fn recv_by(
         &mut self,
         at: usize,
@@ -423,7 +429,7 @@ impl Endpoint {
         Ok(count == wanted)
     }
 
-    /// Receives what is there, and drops it.
+    /// Receives and drops the bytes that have arrived.
     pub fn discard(&mut self) {
         let mut dropped = [0; 4096];
         for stream in &mut self.streams {

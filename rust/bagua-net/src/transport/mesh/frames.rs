@@ -1,35 +1,35 @@
-//! What the streams to a peer carry: the frames to send, and what becomes of those that come.
+//! The interface between the streams to a peer and the owner of the messages.
 
 use crate::transport::frame::Header;
 
-/// The messages in both directions. [`super::Endpoint`] moves their bytes: each call is short, and borrows no memory beyond itself. A
-/// message is known by the number in its header, in each direction.
+/// The messages of one rank, in both directions. [`super::Endpoint`] moves their bytes. Every call is short, and
+/// borrows memory only while it lasts. Each direction numbers its messages, and headers carry the number.
 pub trait Frames {
-    /// The next frame to send to the peer, each once; `None` while none is ready. With several streams its bytes may travel as several
-    /// frames.
+    /// Returns the next frame to send to the peer, or `None` while none is ready. With several streams, the frame's
+    /// bytes may be sent in several smaller frames.
     fn next(&mut self, peer: usize) -> Option<Header>;
 
-    /// How many frames to the peer follow, as far as that is known.
+    /// Returns the number of frames to the peer that are known to follow.
     fn following(&self, peer: usize) -> usize;
 
-    /// All bytes of a message to the peer. Not called for a frame without bytes.
+    /// Returns all bytes of a message to the peer. Not called for a frame without bytes.
     fn outgoing(&self, peer: usize, message: u64) -> &[u8];
 
-    /// Called when a frame was handed to the stream.
+    /// Notes that a frame was handed to the stream.
     fn sent(&mut self, peer: usize, frame: &Header);
 
-    /// True while frames of the peer are expected: otherwise none is received.
+    /// True while frames from the peer are expected. Otherwise nothing is received.
     fn expects(&self, peer: usize) -> bool;
 
-    /// A header has come. False while there is no room for the bytes that follow it.
+    /// Takes a header from the peer. Returns false while there is no room for the bytes that follow it.
     ///
     /// # Errors
-    /// What is wrong with it, in words.
+    /// A text that says what is wrong with the header.
     fn begin(&mut self, peer: usize, frame: &Header) -> Result<bool, String>;
 
-    /// Memory for all bytes of a message that has begun.
+    /// Returns the memory for all bytes of a message that has begun.
     fn incoming(&mut self, peer: usize, message: u64) -> &mut [u8];
 
-    /// Called when so many more bytes of a message have come; once with 0 for a frame without bytes.
+    /// Notes that `count` more bytes of a message have arrived. Called once with 0 for a frame without bytes.
     fn came(&mut self, peer: usize, message: u64, count: usize);
 }

@@ -1,17 +1,17 @@
-//! The streams of one rank to the other ranks of a group: many messages at the same time, in both directions, without copies.
+//! The mesh: the streams of one rank to the other ranks of a group. Moves many messages at the same time, in both
+//! directions, without copies.
 //!
-//! Bodies are sent from and received into the caller's memory. There is no thread: [`Mesh::exchange`] drives all transfers on the calling
-//! thread, and sleeps when none can make progress.
-//!
+//! Bodies are sent from and received into the caller's memory. The mesh has no thread of its own: [`Mesh::exchange`]
+//! drives all transfers on the calling thread, and sleeps while none can make progress.
 //! | file | what it is |
 //! |---|---|
-//! | `endpoint` | the streams to one peer: moves the bytes of frames, also those of tagged messages |
-//! | `frames` | what it asks of whoever has the messages |
-//! | `chunk` | how long a frame is when there are several streams |
-//! | `open` | opens the streams to a peer in the first runs that need them |
-//! | `table` | the streams between two runs, in which two ranks may close those between them |
+//! | `endpoint` | the streams to one peer, which move the bytes of frames |
+//! | `frames` | the interface through which an endpoint gets and delivers frames |
+//! | `chunk` | the length of a frame if there are several streams to a peer |
+//! | `open` | opens the streams to a peer in the first run that needs them |
+//! | `table` | the streams between two runs, when two ranks may close those between them |
 //! | `plan` | the messages of one operation |
-//! | `run` | the frames of a plan |
+//! | `run` | turns a plan into frames |
 
 mod chunk;
 mod endpoint;
@@ -41,66 +41,67 @@ use run::{PeerMessages, Run};
 use table::Links;
 pub use table::{CloseRequest, IdleStreams, StreamTable};
 
-/// How long an idle rank polls its streams before it sleeps: longer than a round trip on one host, too short to slow down a computing
-/// thread on the same core.
+/// How long an idle rank polls its streams before it sleeps. Longer than a round trip on one host, and short enough not
+/// to slow down a thread that computes on the same core.
 pub const SPIN: Duration = Duration::from_micros(30);
 
-/// Shortest and longest sleep when no single wait covers all streams: some notify by descriptor and others by doorbell, or one has no
-/// notification.
+/// Shortest and longest sleep if no single wait covers all streams: some notify through a descriptor and others through
+/// a doorbell, or one has no notification at all.
 const POLL_PAUSES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
 
-/// While streams open, a rank sleeps for one in so many parts of the time for which no bytes have moved: a wait of a millisecond is not
-/// much prolonged, and a long one costs as little as any other.
+/// While streams are opening, a rank sleeps for one eighth of the time for which no bytes have moved. This adds little
+/// to a short wait, and costs little in a long one.
 const OPENING_SHARE: u32 = 8;
 
-/// A mesh without an opener has all its streams from the start.
+/// Panic text: a mesh without an opener has all its streams from the start.
 const COMPLETE: &str = "an opener where streams are missing";
 
-/// Rounds of progress over all peers after which the health and the deadline are checked, also while every round moves bytes.
+/// After this number of busy rounds over all peers, the mesh checks the group's health and the deadline.
 const BUSY_ROUNDS: u32 = 64;
 
-/// How long no bytes may move while a rank waits for what a member that has left sent before: it ends its streams, unless its host or the line
-/// has failed.
+/// How long a rank waits without receiving a byte for the last messages of a member that has left. A member that leaves
+/// ends its streams, so the limit matters only if its host or the network fails.
 const LAST_BYTES: Duration = Duration::from_secs(5);
 
-/// Number of runs in this process: the streams of the lowest were used least recently.
+/// Number of runs in this process so far, to find the least recently used streams.
 static RUNS: AtomicU64 = AtomicU64::new(0);
 
-/// The streams of one rank to the other members of a group; see the module.
+/// The streams of one rank to the other members of a group.
 pub struct Mesh {
     /// This rank's index.
     rank: usize,
-    /// Group ranks by index.
+    /// Group rank of each index.
     members: Vec<usize>,
-    /// Between runs: the streams to each member and the messages of its transfers. Without a stream until the first run with messages for
-    /// that member.
+    /// The streams and message counts of each peer between runs. A peer may have no stream until the first run with
+    /// messages for it.
     table: Arc<StreamTable>,
-    /// The streams in a run, by index; empty between runs.
+    /// The streams during a run, by index. Empty between runs.
     endpoints: Vec<Endpoint>,
-    /// Number of the run among all of this process.
+    /// Number of the current run in this process.
     number: u64,
-    /// Opens them; `None` where each member had a stream from the start.
+    /// Opener of missing streams. `None` if every peer had its streams from the start.
     opener: Option<Box<dyn OpenStreams>>,
     /// Indices of the active peers whose streams are being opened, or are on hold: none at the end of a run without an error.
     opening: Vec<usize>,
-    /// Whether there are several streams to a peer.
+    /// True if some peer has several streams.
     bundled: bool,
-    /// Rung by the peers whose streams wait by [`Readiness::Doorbell`].
+    /// Doorbell that peers ring if their streams wait by [`Readiness::Doorbell`].
     bell: Option<Doorbell>,
-    /// Indices of peers with unfinished transfers, starting after this rank's index so that ranks do not all start with rank 0.
+    /// Indices of peers with unfinished transfers. The order starts after this rank's index, so that not all ranks
+    /// start with rank 0.
     active: Vec<usize>,
-    /// Group ranks that the exchange waits for. Kept between calls to reuse its memory.
+    /// Group ranks that the exchange waits for. Kept between calls to reuse the memory.
     missing: Vec<usize>,
-    /// The lists of [`Listed`]. Kept between calls to reuse their memory.
+    /// The lists of [`Listed`]. Kept between calls to reuse the memory.
     lists: (Lists, Vec<usize>),
 }
 
 impl Mesh {
-    /// A mesh in which this process has index `rank`. `members[i]` is the group rank of index i, `links[i]` the stream to it (`None` for
-    /// this rank's index), `bell` the doorbell for streams that wait by [`Readiness::Doorbell`].
+    /// Creates the mesh of the process with index `rank`. `members[i]` is the group rank of index i, and `links[i]` the
+    /// stream to it (`None` for this rank). Streams that wait by [`Readiness::Doorbell`] need `bell`.
     ///
     /// # Panics
-    /// When the arguments are inconsistent.
+    /// If the arguments are inconsistent.
     pub fn new(
         rank: usize,
         members: Vec<usize>,
@@ -110,11 +111,12 @@ impl Mesh {
         Mesh::bundled(rank, members, links.into_iter().map(|link| link.into_iter().collect()).collect(), bell)
     }
 
-    /// As [`Mesh::new`], with any number of streams to each index (none to this rank's): a message is divided into chunks, and the next
-    /// chunk goes to the first stream with room. Both ends must have the same number of streams, in the same order.
+    /// As [`Mesh::new`], with any number of streams to each index (none to this rank). A message is divided into
+    /// chunks, and each chunk goes to the first stream with room. Both ends must have the same number of streams in the
+    /// same order.
     ///
     /// # Panics
-    /// When the arguments are inconsistent.
+    /// If the arguments are inconsistent.
     pub fn bundled(
         rank: usize,
         members: Vec<usize>,
@@ -126,11 +128,11 @@ impl Mesh {
         Mesh::build(rank, members, bundles, bell, None)
     }
 
-    /// As [`Mesh::bundled`], where the streams to members with an empty bundle are opened by the first run that has messages for them. Both
-    /// ends of a pair have messages for each other in the same operation, so both open them.
+    /// As [`Mesh::bundled`], but an empty bundle is opened by the first run with messages for that member. Both ends of
+    /// a pair run the same operation, so both open the streams in it.
     ///
     /// # Panics
-    /// When the arguments are inconsistent.
+    /// If the arguments are inconsistent.
     pub fn on_demand(
         rank: usize,
         members: Vec<usize>,
@@ -174,17 +176,17 @@ impl Mesh {
         }
     }
 
-    /// This rank's index.
+    /// Returns this rank's index.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// Number of members, this rank included.
+    /// Returns the number of members, including this rank.
     pub fn size(&self) -> usize {
         self.members.len()
     }
 
-    /// Name of the transport to each index, also where it is not open yet; "self" for this rank's.
+    /// Returns the name of the transport to each index, even if it is not open yet, and "self" for this rank.
     pub fn names(&self) -> Vec<&'static str> {
         let unopened = self.opener.as_ref().map_or("self", |opener| opener.name());
         let name = |(index, endpoint): (usize, &Endpoint)| match endpoint.name() {
@@ -200,18 +202,19 @@ impl Mesh {
         &self.table
     }
 
-    /// Sends and receives all messages; peers are indices of the mesh. Messages between two ranks are matched in the order given. The
-    /// header of a message is compared with the expected one before any byte of its body is used.
+    /// Sends and receives all messages. Peers are indices of the mesh. Messages between two ranks are matched in the
+    /// order given. The header of a message is compared with the expected one before any byte of the body is used.
     ///
     /// # Errors
-    /// The first cause of the group; `Timeout`; `PeerLost`; `Mismatch`. The streams are unusable afterwards. With the streams
-    /// unchanged: `InvalidArgument` for a message to or from this rank itself, `UnsupportedType` for one in device memory.
+    /// The first cause of the group, `Timeout`, `PeerLost`, or `Mismatch`. The streams are unusable afterwards.
+    /// `InvalidArgument` for a message to or from this rank itself, and `UnsupportedType` for a message in device
+    /// memory, leave the streams unchanged.
     pub fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
         self.exchange_step(cx, Step::default(), sends, recvs)
     }
 
-    /// [`Mesh::exchange`], where the operation of a peer may be visible elsewhere: while no bytes move, `elsewhere` returns the text of a
-    /// peer's operation that differs from this one.
+    /// As [`Mesh::exchange`], for a peer whose operation may be visible elsewhere, for example in shared memory. While
+    /// no bytes move, `elsewhere` is asked for the text of a peer's operation that differs from this one.
     ///
     /// # Errors
     /// As [`Mesh::exchange`].
@@ -225,7 +228,7 @@ impl Mesh {
         self.run_listed(cx, Step::default(), sends, recvs, elsewhere)
     }
 
-    /// [`Mesh::exchange`] as one step of an operation with several.
+    /// As [`Mesh::exchange`], for one of several exchanges in an operation.
     ///
     /// # Errors
     /// As [`Mesh::exchange`].
@@ -250,7 +253,7 @@ impl Mesh {
         let peers = sends.iter().map(|m| m.peer).chain(recvs.iter().map(|m| m.peer));
         if let Some(bad) = peers.into_iter().find(|peer| *peer == self.rank || *peer >= self.size()) {
             return Err(Error::InvalidArgument(format!(
-                "rank {} of {} cannot exchange with {bad}",
+                "rank {} of {} cannot exchange messages with rank {bad}",
                 self.rank,
                 self.size()
             )));
@@ -335,7 +338,7 @@ impl Mesh {
             // Read before the streams are polled, so that a ring in between is not missed.
             let rings = self.bell.as_ref().map_or(0, Doorbell::rings);
             let moved = self.progress(transfer, run)?;
-            // Between two runs both ends of a pair have the same streams.
+            // When a run ends, both ends of a pair have the same streams.
             if self.active.is_empty() && self.opening.is_empty() {
                 return Ok(());
             }
@@ -348,8 +351,8 @@ impl Mesh {
             } else if transfer.idle_for() < SPIN {
                 std::hint::spin_loop();
             } else if let Err(error) = self.check(transfer, run) {
-                // A peer may have sent its messages and left, or started its next operation, after the streams were polled: poll once
-                // more before reporting it.
+                // After the streams were polled, a peer may have sent its messages and left, or started its next
+                // operation. Poll once more before reporting it.
                 let ended = cx.health.check().is_err() || cx.deadline.passed();
                 if ended || !self.progress(transfer, run)? {
                     return Err(error);
@@ -400,8 +403,8 @@ impl Mesh {
         Ok(any)
     }
 
-    /// Makes progress with every peer; true when bytes moved, or streams have been opened. Calls on all peers before it returns an error for
-    /// one, so that each peer gets this rank's header before this rank fails.
+    /// Makes progress with every peer. Returns true if bytes moved or streams were opened. Serves all peers before it
+    /// returns an error of one, so that each peer gets this rank's header before this rank fails.
     fn progress(&mut self, transfer: &mut Transfer<'_, '_>, run: &mut Run<'_>) -> Result<bool> {
         let mut any = !self.opening.is_empty() && self.take_opened(transfer.cx, run)?;
         let mut lost: Option<(usize, Broken)> = None;
@@ -427,8 +430,9 @@ impl Mesh {
         Ok(any)
     }
 
-    /// Checks the health, the deadline, and the operations of peers. The missing ranks are those that owe a message; if there are none,
-    /// those with messages to send, otherwise those with messages to receive; and those whose streams are not open.
+    /// Checks the group's health, the deadline, and the operations of peers. The error names the ranks that owe a
+    /// message. If there are none, it names those with messages to send, and otherwise those with messages to receive.
+    /// It also names the ranks whose streams are not open.
     fn check(&mut self, transfer: &mut Transfer<'_, '_>, run: &Run<'_>) -> Result<()> {
         let plan = &*run.plan;
         let senders = || self.active.iter().filter(|peer| run.expects(**peer));
@@ -456,7 +460,8 @@ impl Mesh {
         }
     }
 
-    /// Sleeps until a stream may move bytes again, for at most [`SLICE`]. `rings` was read before the streams were last polled.
+    /// Sleeps for at most [`SLICE`], until a stream may be able to move bytes. `rings` was read before the streams were
+    /// last polled.
     fn sleep(&self, transfer: &mut Transfer<'_, '_>, run: &Run<'_>, rings: u32) {
         let mut descriptors = Vec::with_capacity(self.active.len());
         let (mut by_bell, mut by_polling) = (false, false);
@@ -481,23 +486,23 @@ impl Mesh {
         }
         let timeout = longest.min(transfer.cx.deadline.left());
         match &self.bell {
-            // In a mixed mesh every second pause waits for the doorbell.
+            // In a mixed mesh, every second pause waits for the doorbell.
             Some(bell) if by_bell && (!mixed || transfer.pauses.is_multiple_of(2)) => bell.wait(rings, timeout),
             _ => {
                 let timeout = Timespec { tv_sec: 0, tv_nsec: timeout.subsec_nanos().into() };
-                // Ready, timed out or interrupted: the caller polls the streams again in any case.
+                // Whatever the outcome, the caller polls the streams again.
                 blocking_wait(|| _ = poll(&mut descriptors, Some(&timeout)));
             }
         }
     }
 }
 
-/// The streams to a peer that a run among so many ranks needs.
+/// Returns the streams to a peer that a run of this number of ranks needs.
 fn wanted(plan: &dyn Plan, peer: usize, ranks: usize) -> Batch {
     if chunk::wants_several(plan.longest(peer), ranks) { Batch::Others } else { Batch::First }
 }
 
-/// The progress of one exchange.
+/// Progress of one exchange.
 struct Transfer<'a, 'c> {
     cx: &'a OpContext<'c>,
     /// Bytes of the operation that arrived in earlier exchanges.
@@ -505,11 +510,11 @@ struct Transfer<'a, 'c> {
     /// Bytes of the whole operation.
     total: u64,
     counts: ByteCounts,
-    /// The exchange receives nothing, so that sent bytes measure its progress.
+    /// True if the exchange receives nothing, so that sent bytes measure its progress.
     counts_sends: bool,
-    /// Since when no bytes have moved.
+    /// Start of the current wait: no bytes have moved since.
     idle: Option<Instant>,
-    /// Pauses since then.
+    /// Number of pauses in the current wait.
     pauses: u32,
 }
 
@@ -530,7 +535,7 @@ impl Transfer<'_, '_> {
         }
     }
 
-    /// Length of the next pause, doubling from the shortest to the longest.
+    /// Returns the length of the next pause, which doubles from the shortest to the longest.
     fn next_pause(&mut self) -> Duration {
         self.pauses += 1;
         POLL_PAUSES.1.min(POLL_PAUSES.0 * (1 << self.pauses.min(8)))

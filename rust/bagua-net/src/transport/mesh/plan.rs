@@ -1,92 +1,94 @@
-//! The messages of one run of the mesh, by peer and number; their memory is borrowed only while a call moves bytes.
+//! The messages of one run of the mesh, by peer and number.
 //!
-//! Because no buffer is borrowed for longer than one call, an operation may send from and receive into the same buffer, reduce messages
-//! while others arrive, and forward reduced data, all in one run.
+//! Buffers are borrowed only while a call moves bytes. So an operation may, in one run, send from and receive into the
+//! same buffer, reduce messages while others arrive, and forward reduced data.
 
 use crate::transport::{Incoming, Outgoing};
 use crate::types::Fingerprint;
 
-/// The position of an exchange in an operation with several.
+/// Position of an exchange within an operation that has several.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Step {
-    /// Number of the exchange; equal on both sides.
+    /// Number of the exchange. Equal on both sides.
     pub part: u32,
     /// Bytes of the operation that arrived in earlier exchanges.
     pub before: u64,
-    /// Bytes that arrive in the whole operation; at least those of this exchange.
+    /// Bytes that arrive in the whole operation. At least those of this exchange.
     pub total: u64,
 }
 
-/// The messages of one run. Messages to a peer are numbered from 0, and so are messages from it; both sides must have the same number
-/// of them. A message that its receiver does not admit yet blocks the messages that its sender sends after it, so both sides must use
-/// compatible orders.
+/// The messages of one run.
+///
+/// Messages to a peer are numbered from 0, and so are messages from it. Both sides must agree on the number of
+/// messages. A message that its receiver does not admit yet blocks later messages of the same sender, so both sides
+/// must use compatible orders.
 pub trait Plan {
-    /// The number of messages to a peer, and from it.
+    /// Returns the number of messages to the peer and from it.
     fn counts(&self, peer: usize) -> (usize, usize);
 
-    /// At least the length of the longest message to the peer or from it; equal on both sides. Called only while not all streams are open.
+    /// Returns an upper bound on the length of any message to or from the peer, equal on both sides. Called only while
+    /// not all streams are open.
     fn longest(&self, peer: usize) -> usize;
 
-    /// The next message to the peer, each once; `None` while none is ready.
+    /// Returns the next message to send to the peer, each only once, or `None` while none is ready.
     fn next(&mut self, peer: usize) -> Option<usize>;
 
-    /// Fingerprint and body of a message to the peer that `next` has returned.
+    /// Returns the fingerprint and body of a message that `next` has returned.
     fn outgoing(&self, peer: usize, number: usize) -> (Fingerprint, &[u8]);
 
-    /// Called when a message to the peer is sent: its body is no longer needed.
+    /// Notes that a message was sent, so that its body is no longer needed.
     fn sent(&mut self, _peer: usize, _number: usize) {}
 
-    /// Expected fingerprint and length of a message from the peer.
+    /// Returns the expected fingerprint and length of a message from the peer.
     fn expected(&self, peer: usize, number: usize) -> (Fingerprint, usize);
 
-    /// False while there is no room for a message from the peer. Once true, it stays true.
+    /// False while there is no room for a message from the peer. Once true, the answer must stay true.
     fn admits(&self, _peer: usize, _number: usize) -> bool {
         true
     }
 
-    /// The buffer of an admitted message from the peer.
+    /// Returns the buffer for an admitted message from the peer.
     fn incoming(&mut self, peer: usize, number: usize) -> &mut [u8];
 
-    /// Called when a message from the peer has arrived completely.
+    /// Notes that a message from the peer has arrived completely.
     fn arrived(&mut self, _peer: usize, _number: usize) {}
 
-    /// False for a peer that cannot send its remaining messages before other ranks have sent theirs: a timeout names those other ranks.
+    /// False for a peer that cannot send its remaining messages until other ranks have sent theirs. A timeout then
+    /// names those other ranks.
     fn owes(&self, _peer: usize) -> bool {
         true
     }
 
-    /// The `part` in the header of a message.
+    /// Returns the `part` for the header of a message.
     fn part(&self, number: usize) -> u32;
 
-    /// Bytes of the operation that arrived in earlier runs, and bytes of the whole operation.
+    /// Returns the bytes of the operation that arrived in earlier runs, and the bytes of the whole operation.
     fn progress(&self) -> (u64, u64);
 
-    /// The text of a peer's operation that differs from this one, if that is visible elsewhere.
+    /// Returns the text of a peer's operation that differs from this one, if it is visible elsewhere.
     fn elsewhere(&self, _peer: usize) -> Option<String> {
         None
     }
 }
 
-/// [`super::Mesh::exchange`] refuses messages in device memory before it makes a plan.
+/// Panic text: [`super::Mesh::exchange`] refuses messages in device memory before it makes a plan.
 const ON_HOST: &str = "messages in host memory";
 
-/// By peer: indices of the messages to it and from it in the caller's lists.
+/// For each peer, the indices of the messages to it and from it in the caller's lists.
 pub(super) type Lists = Vec<(Vec<usize>, Vec<usize>)>;
 
-/// Messages that are all ready from the start.
+/// A plan whose messages are all ready from the start.
 pub(super) struct Listed<'r, 's, 'd> {
-    /// All messages to send.
     pub sends: &'r [Outgoing<'s>],
-    /// All messages to receive.
     pub recvs: &'r mut [Incoming<'d>],
-    /// The messages of each peer, in order.
+    /// Messages of each peer, in order.
     pub lists: Lists,
-    /// By peer: number of messages to it that have been started.
+    /// Number of messages to each peer that have been started.
     pub begun: Vec<usize>,
-    /// The position of the run in its operation. All messages have the same `part`, so that messages sent one by one can be received as a
-    /// group.
+    /// Position of the run in its operation. All messages have the same `part`, so that messages sent one by one can be
+    /// received as a group.
     pub step: Step,
-    /// See [`Plan::elsewhere`].
+    /// Source of [`Plan::elsewhere`].
     pub elsewhere: &'r dyn Fn(usize) -> Option<String>,
 }
 

@@ -1,31 +1,31 @@
-//! One run of a plan: which of its messages have been sent and have come. Their headers are compared with the plan before a byte is used.
+//! The state of one run of a plan: which messages have been sent and which have arrived. Headers are compared with the
+//! plan before any byte is used.
 
 use super::frames::Frames;
 use super::plan::Plan;
 use crate::transport::frame::{FrameKind, Header};
 
-/// In [`PeerMessages::missing`]: a message of which nothing has arrived.
+/// Value in [`PeerMessages::missing`] of a message of which nothing has arrived.
 const UNSEEN: usize = usize::MAX;
-/// In [`PeerMessages::missing`]: a message that has arrived completely.
+/// Value in [`PeerMessages::missing`] of a message that has arrived completely.
 const COMPLETE: usize = usize::MAX - 1;
 
-/// The messages to and from one peer. Kept between runs, for the numbers and to reuse the memory.
+/// The messages to and from one peer. Kept between runs, to continue the numbering and to reuse the memory.
 #[derive(Default)]
 pub(super) struct PeerMessages {
-    /// Number of messages of earlier runs, sent and received.
+    /// Number of messages sent and received in earlier runs.
     before: (u64, u64),
-    /// Number of messages to the peer that are not started.
+    /// Number of messages to the peer that have not been started.
     to_begin: usize,
-    /// By number of a started message to the peer: bytes of its body that are in no completely sent chunk.
+    /// For each started message to the peer, the bytes that are not in a completely sent chunk.
     unsent: Vec<usize>,
-    /// By number of a message from the peer: missing bytes, [`UNSEEN`] or [`COMPLETE`].
+    /// For each message from the peer, the number of missing bytes, [`UNSEEN`] or [`COMPLETE`].
     missing: Vec<usize>,
-    /// Number of messages from the peer that are not complete.
+    /// Number of messages from the peer that are incomplete.
     to_arrive: usize,
 }
 
 impl PeerMessages {
-    /// Starts a run.
     pub(super) fn begin(&mut self, (sends, recvs): (usize, usize)) {
         self.to_begin = sends;
         self.to_arrive = recvs;
@@ -41,24 +41,23 @@ impl PeerMessages {
         self.before.1 += self.missing.len() as u64;
     }
 
-    /// Between runs: number of messages sent, and received.
+    /// Returns the number of messages sent and received. Called between runs.
     pub(super) fn done(&self) -> (u64, u64) {
         self.before
     }
 
-    /// True when every message has begun to be sent, and has come.
+    /// True if every message has been started or has arrived, respectively.
     pub(super) fn is_done(&self) -> bool {
         self.to_begin == 0 && self.to_arrive == 0
     }
 }
 
-/// See the module.
+/// The messages of one run as [`Frames`].
 pub(super) struct Run<'p> {
     pub(super) plan: &'p mut dyn Plan,
-    /// By index of the peer.
     pub(super) peers: &'p mut [PeerMessages],
-    /// Whether there are several streams to a peer, or there may be at the peer's end of those that open here, so that a frame of the next run
-    /// may overtake the last of this one.
+    /// True if a frame of the next run may overtake the last frame of this one: if some peer has several streams, or
+    /// may have them at its end while they are still opening here.
     pub(super) overtaken: bool,
 }
 
@@ -71,7 +70,7 @@ impl Run<'_> {
         usize::try_from(message.wrapping_sub(self.peers[peer].before.1)).unwrap_or(usize::MAX)
     }
 
-    /// Compares a header with the message that is expected; false while it is not admitted.
+    /// Compares a header with the expected message. Returns false while the message is not admitted.
     fn check(&self, peer: usize, theirs: &Header) -> Result<bool, String> {
         let Header { fingerprint, part, body, frame, message, offset, length } = *theirs;
         let PeerMessages { before, missing, .. } = &self.peers[peer];
@@ -79,7 +78,7 @@ impl Run<'_> {
             return Ok(false);
         }
         let number = self.number(peer, message);
-        // An unknown number is compared with the first incomplete message of this run.
+        // A header with an unknown number is compared with the first incomplete message of this run.
         let known = missing.get(number).copied();
         let waiting = || missing.iter().position(|missing| *missing != COMPLETE).unwrap_or(0);
         let nearest = if known.is_some() { number } else { waiting() };

@@ -1,7 +1,7 @@
-//! Models of the ring: two threads for two ranks, over one mapping, with rings of 512 bytes.
+//! Models of the ring: two threads act as two ranks, over one mapping, with rings of 512 bytes.
 //!
-//! loom reports a byte that one end writes while the other may still read it, or the reverse, and a wake that is missed.
-//! Each model found the mistakes that are named beside it, when they were made by hand in `transport/shm.rs`.
+//! loom reports a byte that one end writes while the other may read it, or the reverse, and a missed wake-up. Each
+//! model names the bugs in `transport/shm.rs` that it was seen to find.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,10 +14,10 @@ use crate::sync::model::explore;
 use crate::transport::Transport;
 use crate::wait::Doorbell;
 
-/// Bytes that are sent and received at a time: shared memory is tracked in blocks of 64.
+/// Number of bytes sent and received at a time. Shared memory is tracked in blocks of this size.
 const BLOCK: usize = 64;
 
-/// The links of two ranks to each other, and their doorbells.
+/// Returns the links of two ranks to each other, and their doorbells.
 fn pair() -> [(Box<dyn Transport>, Doorbell); 2] {
     let arena = Arc::new(Arena::create("bagua-model", rings_len(2)).unwrap());
     [0, 1].map(|index| {
@@ -26,12 +26,12 @@ fn pair() -> [(Box<dyn Transport>, Doorbell); 2] {
     })
 }
 
-/// `blocks` blocks, the first of which is number `from`; each holds its number.
+/// Returns `blocks` blocks, starting with number `from`. Each block is filled with its number.
 fn data(from: usize, blocks: usize) -> Vec<u8> {
     (from..from + blocks).flat_map(|block| [block as u8; BLOCK]).collect()
 }
 
-/// Sends all blocks, each message with a head of one block.
+/// Sends all blocks. Each message has a head of one block.
 fn send_all((link, bell): &mut (Box<dyn Transport>, Doorbell), blocks: usize) {
     let mut sent = 0;
     while sent < blocks {
@@ -58,8 +58,9 @@ fn receive_all((link, bell): &mut (Box<dyn Transport>, Doorbell), blocks: usize,
     }
 }
 
-/// Finds either count published or loaded with `Relaxed`, a writer's count published before the bytes are there, a writer that takes
-/// one block more than there is room for, and a doorbell that the writer rings before it publishes or either end not at all.
+/// Finds a count published or loaded with `Relaxed` on either end, a writer that publishes before the bytes are
+/// written, takes one block more than there is room for, or rings the doorbell before it publishes, and an end that
+/// does not ring at all.
 #[test]
 fn bytes_arrive_once_in_order_beyond_the_end_of_the_ring() {
     explore(|| {
@@ -74,7 +75,7 @@ fn bytes_arrive_once_in_order_beyond_the_end_of_the_ring() {
     });
 }
 
-/// Deadlocks when the reader rings before it publishes.
+/// Deadlocks if the reader rings before it publishes.
 #[test]
 fn a_reader_that_empties_the_ring_at_once_wakes_the_writer() {
     explore(|| {
@@ -89,8 +90,8 @@ fn a_reader_that_empties_the_ring_at_once_wakes_the_writer() {
     });
 }
 
-/// The same in both directions at once, where each rank's one bell serves the two rings. Finds a writer's count published or loaded with
-/// `Relaxed`, or published before the bytes are there, and a writer that does not ring or rings before it publishes.
+/// As above in both directions at once, so that each rank's doorbell serves two rings. Finds a writer that publishes or
+/// loads with `Relaxed`, publishes before the bytes are written, does not ring, or rings before it publishes.
 #[test]
 fn both_directions_at_once_share_a_bell() {
     explore(|| {
@@ -106,9 +107,9 @@ fn both_directions_at_once_share_a_bell() {
     });
 }
 
-/// Finds a writer's end that is closed, or seen to be closed, with `Relaxed`; a reader that does not look for bytes once more after it
-/// has seen that; and a link that does not ring when it is dropped. That second look needs no `Acquire`: it finds nothing where it is
-/// `Relaxed`, because the flag that was seen orders it.
+/// Finds a closed flag that is set or read with `Relaxed`, a reader that does not check for bytes again after it saw
+/// the flag, and a link that does not ring when it is dropped. The second check may load with `Relaxed`, because
+/// reading the flag already orders it.
 #[test]
 fn bytes_sent_before_the_peer_went_away_arrive_and_then_the_stream_is_broken() {
     explore(|| {
@@ -128,7 +129,7 @@ fn bytes_sent_before_the_peer_went_away_arrive_and_then_the_stream_is_broken() {
     });
 }
 
-/// Deadlocks when a link that is dropped does not ring, or rings before it closes the ring.
+/// Deadlocks if a dropped link does not ring, or rings before it closes the ring.
 #[test]
 fn a_writer_that_waits_for_room_is_woken_when_the_reader_goes_away() {
     explore(|| {
