@@ -1,7 +1,7 @@
 //! The failure state of a group: the first cause of failure, and the ranks that have left.
 //!
-//! One `GroupHealth` per group. The control plane writes to it, every wait reads it. Its methods do not block for long and it holds no
-//! socket, so transports and collectives do not depend on membership.
+//! Each group has one `GroupHealth`. The control plane writes to it, and every wait reads it. Its methods do not block
+//! for long and it owns no socket, so transports and collectives do not depend on the control plane.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,50 +12,50 @@ use crate::error::{Error, Progress, Result, Source};
 use crate::sync::patience;
 use crate::wait::{blocking_wait, lock, wait_on_for};
 
-/// How long an operation whose stream broke waits for the control plane to report the cause, before it reports the peer itself as
-/// lost. Long enough for a control message in flight, short enough to report a dead peer within one second.
+/// How long an operation with a broken stream waits for the control plane to report the cause, before it reports the
+/// peer itself as lost. Long enough for a control message in flight, and short enough to report a dead peer within one
+/// second.
 const CAUSE_GRACE: Duration = patience(Duration::from_millis(400));
 
-/// The text of the cause that this rank's own leaving is.
+/// Text of the cause that a rank records when it leaves the group itself.
 pub const LEAVING: &str = "this rank left the group";
 
-/// The reason of `PeerLost` for a peer that left in order.
+/// Reason of `PeerLost` for a peer that left the group in an orderly way.
 pub const LEFT: &str = "it left the group";
 
-/// Called with the first cause, once.
+/// Function that is called once, with the first cause.
 type Listener = Box<dyn FnOnce(&Error) + Send>;
 
-/// How the first cause came to this rank.
+/// How this rank learned of the first cause.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Origin {
     /// This rank found it: [`GroupHealth::fail`].
     Local,
-    /// Another rank reported it, or no other rank needs a report of it: [`GroupHealth::fail_from_peer`].
+    /// Another rank reported it, or no other rank needs to hear of it: [`GroupHealth::fail_from_peer`].
     Peer,
 }
 
-/// The listeners of a group that has not failed. Empty once it has.
+/// The listeners of a group. Empty once the group has failed.
 #[derive(Default)]
 struct Listeners {
     /// Id of the next listener.
     next: u64,
-    /// In the order of subscription.
+    /// Listeners in the order of subscription.
     entries: Vec<Entry>,
 }
 
-/// A subscribed listener.
 struct Entry {
     id: u64,
-    /// Not called for a cause from a peer.
+    /// True if the listener is not called for a cause from a peer.
     only_local: bool,
     listener: Listener,
 }
 
-/// Keeps a listener subscribed; dropping it unsubscribes the listener. A call that another thread has begun by then may still be
-/// running when the drop returns.
+/// A guard that keeps a listener subscribed until it is dropped. If another thread has begun to call the listener, the
+/// call may still be running when the drop returns.
 #[must_use = "dropping a subscription unsubscribes its listener"]
 pub struct Subscription {
-    /// Dangling for a listener that was called when it subscribed.
+    /// Dangling if the listener was called at subscription.
     listeners: Weak<Mutex<Listeners>>,
     id: u64,
 }
@@ -66,21 +66,21 @@ impl Drop for Subscription {
         let mut listeners = lock(&listeners);
         let at = listeners.entries.iter().position(|entry| entry.id == self.id);
         let removed = at.map(|at| listeners.entries.remove(at));
-        // The captures of the listener are dropped without the lock: they may include another subscription.
+        // Drop the listener's captures without the lock, because they may include another subscription.
         drop(listeners);
         drop(removed);
     }
 }
 
-/// The failure state of one group. Ranks in its methods are group ranks; errors name world ranks.
+/// The failure state of one group. Its methods take group ranks; errors name world ranks.
 pub struct GroupHealth {
-    /// The first failure. Set once: later failures are consequences.
+    /// The first failure. Set once, because later failures are consequences.
     cause: OnceLock<(Error, Origin)>,
-    /// `cause.is_some()`, for the fast path of a wait.
+    /// True once `cause` is set. A fast check for waits.
     failed: AtomicBool,
     /// Notified when `cause` or an element of `departed` is set.
     changed: (Mutex<()>, Condvar),
-    /// Group ranks that have left the group. A failure only for an operation that needs one of them.
+    /// True for each group rank that has left. This fails only those operations that need the rank.
     departed: Vec<AtomicBool>,
     /// World rank of each group rank.
     world_ranks: Vec<usize>,
@@ -88,14 +88,14 @@ pub struct GroupHealth {
     hosts: Vec<String>,
     /// This process's rank in the group.
     rank: usize,
-    /// Called with the first cause. Never locked while a listener runs.
+    /// Functions to call with the first cause. Never locked while a listener runs.
     listeners: Arc<Mutex<Listeners>>,
-    /// Itself.
+    /// A reference to this value, for [`GroupHealth::shared`].
     shared: Weak<GroupHealth>,
 }
 
 impl GroupHealth {
-    /// The health of a group whose members have these world ranks and hosts.
+    /// Creates the health of a group whose members have these world ranks and host names.
     pub fn new(rank: usize, world_ranks: Vec<usize>, hosts: Vec<String>) -> Arc<GroupHealth> {
         assert_eq!(world_ranks.len(), hosts.len());
         let departed = world_ranks.iter().map(|_| AtomicBool::new(false)).collect();
@@ -112,59 +112,63 @@ impl GroupHealth {
         })
     }
 
-    /// The health of `size` ranks that are threads of one process, without a control plane: for tests and benchmarks.
+    /// Creates the health of `size` ranks that are threads of one process without a control plane, for tests and
+    /// benchmarks.
     pub fn local(rank: usize, size: usize) -> Arc<GroupHealth> {
         GroupHealth::new(rank, (0..size).collect(), vec!["localhost".to_owned(); size])
     }
 
-    /// The same, for a thread that outlives the borrow.
+    /// Returns an owning reference, for a thread that outlives the borrow.
     pub fn shared(&self) -> Arc<GroupHealth> {
         self.shared.upgrade().expect("who borrows it holds it")
     }
 
-    /// This process's rank in the group.
+    /// Returns this process's rank in the group.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// Number of ranks in the group.
+    /// Returns the number of ranks in the group.
     pub fn size(&self) -> usize {
         self.world_ranks.len()
     }
 
-    /// World rank of a group rank.
+    /// Returns the world rank of a group rank.
     pub fn world_rank(&self, rank: usize) -> usize {
         self.world_ranks[rank]
     }
 
-    /// World ranks of all members, by group rank.
+    /// Returns the world ranks of all members, indexed by group rank.
     pub fn world_ranks(&self) -> &[usize] {
         &self.world_ranks
     }
 
-    /// Host name of a group rank.
+    /// Returns the host name of a group rank.
     pub fn host(&self, rank: usize) -> &str {
         &self.hosts[rank]
     }
 
-    /// Calls `listener` once with the first cause of the group's failure, whether this rank found it or a peer reported it, on the
-    /// thread that records it; at once, on this thread, when the group has failed already. Several listeners are called in the order
-    /// of their subscriptions. A listener may call any method of this health. It runs on the path of failure, often on the control
-    /// thread: it must neither block nor wait for a lock that is held across a wait. The panic of a listener reaches the recording
-    /// thread after the other listeners were called.
+    /// Subscribes a listener, which is called once with the first cause of the group's failure, wherever it was found.
+    ///
+    /// The thread that records the cause calls the listeners in the order of their subscriptions. If the group has
+    /// failed already, this function calls the listener itself. A listener may call any method of this health.
+    /// Listeners run on the failure path, often on the control thread: they must not block, nor wait for a lock that is
+    /// held across a wait. If a listener panics, the panic reaches the recording thread after the other listeners were
+    /// called.
     pub fn subscribe(&self, listener: impl FnOnce(&Error) + Send + 'static) -> Subscription {
         self.add(false, Box::new(listener))
     }
 
-    /// As [`GroupHealth::subscribe`], but only for a first cause that [`GroupHealth::fail`] recorded: one that this rank has to
-    /// report to its peers. The control plane subscribes so.
+    /// As [`GroupHealth::subscribe`], but only for a first cause recorded by [`GroupHealth::fail`], which this rank has
+    /// to report to its peers. The control plane uses this.
     pub fn subscribe_local(&self, listener: impl FnOnce(&Error) + Send + 'static) -> Subscription {
         self.add(true, Box::new(listener))
     }
 
     fn add(&self, only_local: bool, listener: Listener) -> Subscription {
         let mut listeners = lock(&self.listeners);
-        // `record` sets the cause before it takes the listeners, so a listener is either found there or called here, never both.
+        // `record` sets the cause before it takes the listeners. So `record` finds this listener, or we call it here,
+        // but never both.
         let Some((cause, origin)) = self.cause.get() else {
             let id = listeners.next;
             listeners.next += 1;
@@ -178,27 +182,28 @@ impl GroupHealth {
         Subscription { listeners: Weak::new(), id: 0 }
     }
 
-    /// The first cause as an error; `Ok` while the group has not failed.
+    /// Returns the first cause as an error, or `Ok` while the group has not failed.
     #[inline]
     pub fn check(&self) -> Result<()> {
         if self.failed.load(Ordering::Acquire) { Err(self.cause().expect("failed is set after cause")) } else { Ok(()) }
     }
 
-    /// The first cause; `None` while the group has not failed.
+    /// Returns the first cause, or `None` while the group has not failed.
     pub fn cause(&self) -> Option<Error> {
         self.cause.get().map(|(cause, _)| cause.clone())
     }
 
-    /// Records a failure that this rank found, calls the listeners if it is the first, and returns the first cause: the error to
-    /// raise here.
+    /// Records a failure that this rank found, and calls the listeners if it is the first. Returns the first cause,
+    /// which is the error to raise here.
     #[must_use = "the first cause is the error to raise"]
     pub fn fail(&self, error: Error) -> Error {
         self.record(error.clone(), Origin::Local);
         self.cause().unwrap_or(error)
     }
 
-    /// Records a failure that the peers know or need not know: one that another rank reported, one that follows from a failure of
-    /// the parent group, or this rank's own leaving. Listeners of [`GroupHealth::subscribe_local`] are not called.
+    /// Records a failure that the peers know already or need not know: another rank reported it, it follows from a
+    /// failure of the parent group, or this rank is leaving. Does not call listeners of
+    /// [`GroupHealth::subscribe_local`].
     pub fn fail_from_peer(&self, error: Error) {
         self.record(error, Origin::Peer);
     }
@@ -226,21 +231,21 @@ impl GroupHealth {
         }
     }
 
-    /// Records that a peer has left the group: operations that need it fail from now on, others do not.
+    /// Records that a peer has left the group. From now on, operations that need the peer fail, and others do not.
     pub fn depart(&self, rank: usize) {
         self.departed[rank].store(true, Ordering::Release);
         drop(lock(&self.changed.0));
         self.changed.1.notify_all();
     }
 
-    /// True when the peer has left the group. A wait must check its own condition once more before it calls this: the peer may have
-    /// done its part and then left.
+    /// True if the peer has left the group. A wait must check its own condition once more before it calls this, because
+    /// the peer may have done its part and then left.
     #[inline]
     pub fn has_departed(&self, rank: usize) -> bool {
         self.departed[rank].load(Ordering::Acquire)
     }
 
-    /// The error for a peer of this group that is lost.
+    /// Returns the error for a lost peer of this group.
     pub fn peer_lost(&self, rank: usize, reason: impl Into<String>) -> Error {
         Error::PeerLost {
             rank: self.world_ranks[rank],
@@ -252,7 +257,7 @@ impl GroupHealth {
         }
     }
 
-    /// The error for a deadline that passed before these group ranks had done their part.
+    /// Returns the error for a deadline that passed while these group ranks were missing.
     pub fn timed_out(&self, after: Duration, missing: &[usize], progress: Progress) -> Error {
         Error::Timeout {
             after,
@@ -262,8 +267,9 @@ impl GroupHealth {
         }
     }
 
-    /// The error to return when the stream to `rank` ended or broke. Waits up to 400 ms for the control plane to report a cause, which
-    /// takes precedence over its consequences; without one, the peer is lost for the reason `how`.
+    /// Returns the error to raise after the stream to `rank` ended or broke. Waits up to 400 ms for the control plane
+    /// to report a cause, which takes precedence because the broken stream may be its consequence. Otherwise, the peer
+    /// is lost for the reason `how`.
     pub fn attribute_disconnect(&self, rank: usize, how: &str) -> Error {
         self.attribute_broken_stream(rank, how, &Source::default())
     }
@@ -296,7 +302,7 @@ mod tests {
         Error::Aborted(message.to_owned())
     }
 
-    /// Names of the called listeners and their arguments, in order.
+    /// Names of the listeners that were called and their arguments, in order.
     #[derive(Clone, Default)]
     struct Calls(Arc<Mutex<Vec<(&'static str, Error)>>>);
 
@@ -373,7 +379,7 @@ mod tests {
             drop(lock(&held).take());
         }));
         let captured = health.subscribe(calls.listener("captured"));
-        // Unsubscribing drops the captures of the listener, here another subscription of the same health.
+        // Unsubscribing drops the captures of the listener: here, another subscription to the same health.
         drop(health.subscribe(move |_| drop(captured)));
         assert_eq!(health.fail(raised("first")), raised("first"));
         assert_eq!(calls.take(), [("nested", raised("first"))]);

@@ -1,13 +1,15 @@
-//! What moves bytes between ranks: memory, waits, a group's failure state, records, transports and the mesh.
+//! The layer that moves bytes between ranks.
 //!
 //! | module | what it is |
 //! |---|---|
 //! | [`transport`] | byte streams between two ranks (local, tcp, tls, shm), and the mesh of them |
 //! | [`request`] | one operation as a value: verb, buffers, deadline, counters |
-//! | [`memory`], [`stats`], [`recorder`], [`health`] | tensor memory; counters; the last operations; a group's failure state |
+//! | [`memory`] | buffers that tensors live in, on the host, on devices and in shared memory |
+//! | [`stats`], [`recorder`] | counters per kind of operation; the record of the last operations |
+//! | [`health`] | the failure state of a group |
 //! | [`wait`] | deadlines, futexes, doorbells |
-//! | [`platform`] | what is specific to an operating system: all of Linux's system calls beyond POSIX |
-//! | [`sync`] | atomics, locks and futexes, which a model checker may replace |
+//! | [`platform`] | code for one operating system, with every Linux system call beyond POSIX |
+//! | [`sync`] | atomics, locks and futexes, which a model checker can replace |
 
 #![cfg_attr(doctest, doc = include_str!("../README.md"))]
 #![deny(unsafe_code)]

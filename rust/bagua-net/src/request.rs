@@ -1,5 +1,5 @@
-//! One operation as a value: the verb, its buffers, and its context. Every layer passes these three on, as NCCL's `ncclInfo` and
-//! UCC's `ucc_coll_args` do, instead of having a method per verb.
+//! One operation as a value: the verb, its buffers, and its context. Every layer passes these three on instead of
+//! having one method per verb. NCCL's `ncclInfo` and UCC's `ucc_coll_args` are the same idea.
 
 mod extra;
 mod peers;
@@ -18,96 +18,102 @@ use crate::stats::OpStats;
 use crate::types::{DType, Fingerprint, Kind, ReduceOp};
 use crate::wait::Deadline;
 
-/// A collective operation with its reduce operation and root. n is the number of ranks, N the bytes of a tensor, c those of one
-/// rank's shard; r is a rank. [`Io`] says where the buffers are.
+/// A collective operation with its reduce operation and root.
+///
+/// In the variants, n is the number of ranks, r is a rank, N is the size of a tensor in bytes, and c is the size of one
+/// rank's shard in bytes. "In place" gives the size of the one buffer of [`Io::InPlace`]; "split" gives the sizes of
+/// the source and the destination of [`Io::Split`].
 #[derive(Clone, Copy, Debug)]
 pub enum Verb<'a> {
-    /// Every rank gets the combination of all. In place: N bytes. Split: N and N.
+    /// Every rank gets the reduction of all tensors. In place: N. Split: N and N.
     AllReduce(ReduceOp),
-    /// `root` gets the combination of all. In place: N bytes, unchanged on the others. Split: N and N (`dst` is not used on the
-    /// others).
+    /// `root` gets the reduction of all tensors. In place: N, left unchanged on the other ranks. Split: N and N (the
+    /// other ranks do not use `dst`).
     Reduce {
         /// How elements are combined.
         op: ReduceOp,
         /// Rank that gets the result.
         root: usize,
     },
-    /// Every rank gets `root`'s N bytes. In place only.
+    /// Every rank gets the N bytes of `root`. In place only.
     Broadcast {
-        /// Rank whose bytes they are.
+        /// Rank that sends its tensor.
         root: usize,
     },
-    /// Every rank gets every rank's shard. In place: n * c, own shard at r * c. Split: c and n * c.
+    /// Every rank gets the shards of all ranks. In place: n * c, with the rank's own shard at r * c. Split: c and n *
+    /// c.
     AllGather,
-    /// `root` gets every rank's shard. In place: n * c everywhere, own shard at r * c. Split: c and n * c (`dst` is not used on
-    /// the others).
+    /// `root` gets the shards of all ranks. In place: n * c on every rank, with its own shard at r * c. Split: c and n
+    /// * c (the other ranks do not use `dst`).
     Gather {
-        /// Rank that gets them.
+        /// Rank that gets the shards.
         root: usize,
     },
-    /// Every rank gets its shard of `root`'s. In place: n * c everywhere, own shard lands at r * c. Split: n * c (not used on the
-    /// others) and c.
+    /// Every rank gets its shard of `root`'s tensor. In place: n * c on every rank, and the shard arrives at r * c.
+    /// Split: n * c (the other ranks do not use `src`) and c.
     Scatter {
-        /// Rank that has them.
+        /// Rank that sends the shards.
         root: usize,
     },
-    /// Rank r gets the combination of all ranks' shard r. In place: n * c, result at r * c, the other shards stay as they were.
-    /// Split: n * c and c.
+    /// Rank r gets the reduction of shard r of all ranks. In place: n * c, with the result at r * c and the other
+    /// shards unchanged. Split: n * c and c.
     ReduceScatter(ReduceOp),
     /// Rank r gets shard r of every rank, in rank order. In place: n * c. Split: n * c and n * c.
     AllToAll,
-    /// Rank r gets part r of every rank's source. In place the source is a copy of the buffer. Ranks may differ in the layouts.
+    /// Rank r gets part r of every rank's source. In place, a copy of the buffer is the source. Every rank may have its
+    /// own layouts.
     AllToAllV {
-        /// Where the parts for each rank lie in the source.
+        /// Layout of the source. Part r is for rank r.
         send: PartLayout<'a>,
-        /// Where each rank's part goes in the destination; parts do not overlap.
+        /// Layout of the destination. Part r is from rank r. The parts must not overlap.
         recv: PartLayout<'a>,
     },
-    /// Every rank gets the combination of all, of which only records of a codec travel. In place. Works with [`Extra::error`], and on a
-    /// device that has the codec encodes there.
+    /// Every rank gets the reduction of all tensors, and ranks send only records encoded by a codec. In place. Uses
+    /// [`Extra::error`]. A device that implements the codec does the encoding.
     CompressedAllReduce(Compression<'a>),
-    /// The mean of this rank's N bytes and those of its peers, in rank order, divided once. In place: N. Split: N and N.
+    /// Every rank gets the mean of its own N bytes and those of its peers, added in rank order and divided once. In
+    /// place: N. Split: N and N.
     NeighborAverage {
-        /// Whose are averaged; not [`PeerSelection::All`], which is an all_reduce.
+        /// Selects the peers of each rank. [`PeerSelection::All`] is not allowed, because that is an all_reduce.
         peers: PeerSelection,
         /// Number of the call, equal on all ranks.
         round: u64,
     },
-    /// One round of averaging with both neighbours of the ring of ranks, of which only encoded differences travel; the buffer becomes
-    /// [`Replicas::own`]. In place. Works with [`Extra::replicas`].
+    /// One round of averaging with both neighbours on the ring of ranks. Ranks send only encoded differences. The
+    /// buffer ends up equal to [`Replicas::own`]. In place. Uses [`Extra::replicas`].
     CompressedRing {
-        /// Encodes the differences.
+        /// Codec for the differences.
         codec: &'a dyn Codec,
-        /// Number of the call, for codecs that draw at random.
+        /// Number of the call, which seeds codecs with random rounding.
         draw: u64,
     },
-    /// Returns when every rank has called it. No bytes.
+    /// Returns once every rank has called it. No buffer.
     Barrier,
 }
 
-/// Where each rank's part of a buffer lies, in elements.
+/// The position of each rank's part in a buffer, in elements.
 #[derive(Clone, Copy, Debug)]
 pub struct PartLayout<'a> {
-    /// Elements per rank.
+    /// Number of elements for each rank.
     pub counts: &'a [usize],
-    /// First element per rank.
+    /// Index of the first element for each rank.
     pub displs: &'a [usize],
 }
 
 impl PartLayout<'_> {
-    /// The bytes of a rank's part, of elements of so many bytes.
+    /// Returns the byte range of a rank's part, if one element has `element` bytes.
     pub fn range(&self, rank: usize, element: usize) -> Range<usize> {
         self.displs[rank] * element..(self.displs[rank] + self.counts[rank]) * element
     }
 
-    /// The ranks with a part that is not empty, by where it begins.
+    /// Returns the ranks whose part is not empty, ordered by where the part starts.
     pub fn in_order(&self) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.counts.len()).filter(|rank| self.counts[*rank] > 0).collect();
         order.sort_by_key(|rank| self.displs[*rank]);
         order
     }
 
-    /// The part of each rank, to write. The parts lie within `data` and do not overlap.
+    /// Splits `data` into one writable part per rank. The parts must lie within `data` and must not overlap.
     pub fn split<'b>(&self, mut data: BufferMut<'b>, element: usize) -> Vec<BufferMut<'b>> {
         let mut slices: Vec<BufferMut<'b>> = self.counts.iter().map(|_| BufferMut::from(&mut [][..])).collect();
         let mut done = 0;
@@ -122,23 +128,24 @@ impl PartLayout<'_> {
     }
 }
 
-/// How the two buffers of a verb relate. n is the number of ranks.
+/// How the sizes of a verb's two buffers relate. n is the number of ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
-    /// Source and destination of one size, of any number of elements.
+    /// Source and destination have the same size, with any number of elements.
     Equal,
-    /// Source and destination of one size, n shards each.
+    /// Source and destination have the same size, and each consists of n shards.
     EqualShards,
     /// The destination has n shards of the source's size.
     Grows,
     /// The source has n shards of the destination's size.
     Shrinks,
-    /// The verb says where the parts of each side lie.
+    /// The verb itself says where the parts lie in each buffer.
     Parts,
 }
 
 impl Layout {
-    /// How many times the count of elements, as the fingerprint has it, source and destination hold among so many ranks.
+    /// Returns how many times source and destination hold the fingerprint's count of elements, for this number of
+    /// ranks.
     pub const fn shards(self, ranks: usize) -> (usize, usize) {
         match self {
             Layout::Equal | Layout::Parts => (1, 1),
@@ -158,7 +165,7 @@ pub enum Uses {
     DestinationOnly,
 }
 
-/// What the methods of [`Verb`] of the same names return.
+/// The answers of [`Verb`]'s methods that depend neither on this rank nor on the number of ranks.
 #[derive(Clone, Copy)]
 struct Row {
     kind: Kind,
@@ -180,7 +187,6 @@ impl Row {
 }
 
 impl<'a> Verb<'a> {
-    /// What depends neither on this rank nor on the number of ranks.
     #[inline]
     const fn row(self) -> Row {
         match self {
@@ -207,16 +213,16 @@ impl<'a> Verb<'a> {
         }
     }
 
-    /// Its kind, for headers and counters.
+    /// Returns the kind, as used in headers and counters.
     #[inline]
     pub const fn kind(self) -> Kind {
         self.row().kind
     }
 
-    /// The verb of a kind; a kind that has no reduce operation or no root ignores it.
+    /// Returns the verb of a kind. Kinds without a reduce operation or root ignore that argument.
     ///
     /// # Errors
-    /// `InvalidArgument` for a kind that needs more than these, or that is no verb.
+    /// `InvalidArgument` if the kind needs more than these arguments, or is not a verb.
     #[inline]
     pub fn of(kind: Kind, op: ReduceOp, root: usize) -> Result<Verb<'a>> {
         Ok(match kind {
@@ -231,44 +237,44 @@ impl<'a> Verb<'a> {
             Kind::Barrier => Verb::Barrier,
             Kind::AllToAllV | Kind::Send | Kind::Exchange | Kind::CompressedAllReduce | Kind::Gossip => {
                 return Err(Error::InvalidArgument(format!(
-                    "{} is made of messages, and not defined by its kind alone",
+                    "{} is not defined by a kind, a reduce operation and a root alone",
                     kind.name()
                 )));
             }
         })
     }
 
-    /// Its reduce operation, if it has one.
+    /// Returns the reduce operation, if the verb has one.
     #[inline]
     pub const fn op(self) -> Option<ReduceOp> {
         self.row().op
     }
 
-    /// Its root, if it has one.
+    /// Returns the root, if the verb has one.
     #[inline]
     pub const fn root(self) -> Option<usize> {
         self.row().root
     }
 
-    /// True for the verbs that every collective can run by its messages, see `bagua_collectives::over_exchange`.
+    /// True if any collective can run this verb with messages alone: see `bagua_collectives::over_exchange`.
     #[inline]
     pub const fn is_over_exchange(self) -> bool {
         self.row().is_over_exchange
     }
 
-    /// True when all ranks' tensors must have one shape.
+    /// True if the tensors of all ranks must have the same shape.
     #[inline]
     pub const fn compares_shapes(self) -> bool {
         self.row().compares_shapes
     }
 
-    /// How its buffers relate.
+    /// Returns how the sizes of the buffers relate.
     #[inline]
     pub const fn layout(self) -> Layout {
         self.row().layout
     }
 
-    /// Which of two separate buffers this rank uses.
+    /// Returns which of two separate buffers this rank uses.
     #[inline]
     pub fn uses(self, rank: usize) -> Uses {
         match self {
@@ -278,7 +284,8 @@ impl<'a> Verb<'a> {
         }
     }
 
-    /// As [`Layout::shards`], of the buffers that this rank uses. In place (`split` false) only the destination counts.
+    /// As [`Layout::shards`], but 0 for a buffer that this rank does not use. In place (`split` is false), the source
+    /// is 0.
     pub fn parts(self, rank: usize, ranks: usize, split: bool) -> (usize, usize) {
         let (src, dst) = self.layout().shards(ranks);
         match self.uses(rank) {
@@ -292,36 +299,36 @@ impl<'a> Verb<'a> {
 
 /// The buffers of an operation, on the host or on a device.
 pub enum Io<'a> {
-    /// One buffer for input and output, as MPI_IN_PLACE. Rank r's shard lies at r * c.
+    /// One buffer for input and output, as with MPI_IN_PLACE. The shard of rank r starts at r * c.
     InPlace(BufferMut<'a>),
     /// Two buffers that do not overlap.
     Split {
-        /// What this rank contributes.
+        /// Buffer with this rank's input.
         src: Buffer<'a>,
-        /// What this rank gets.
+        /// Buffer for this rank's result.
         dst: BufferMut<'a>,
     },
 }
 
 impl<'a> Io<'a> {
-    /// One buffer of host memory.
+    /// Wraps one buffer of host memory.
     #[inline]
     pub fn in_place(data: &'a mut [u8]) -> Io<'a> {
         Io::InPlace(data.into())
     }
 
-    /// Two buffers of host memory.
+    /// Wraps two buffers of host memory.
     #[inline]
     pub fn split(src: &'a [u8], dst: &'a mut [u8]) -> Io<'a> {
         Io::Split { src: src.into(), dst: dst.into() }
     }
 
-    /// No buffer.
+    /// Returns an empty buffer, for verbs without one.
     pub fn none() -> Io<'a> {
         Io::in_place(&mut [])
     }
 
-    /// Bytes of the larger buffer.
+    /// Returns the size of the larger buffer in bytes.
     #[inline]
     pub fn len(&self) -> usize {
         match self {
@@ -330,15 +337,15 @@ impl<'a> Io<'a> {
         }
     }
 
-    /// True when there are no bytes.
+    /// True if both buffers are empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The device of both buffers; `None` for the host.
+    /// Returns the device of both buffers, or `None` for the host.
     ///
     /// # Errors
-    /// `UnsupportedType` when they are in different places.
+    /// `UnsupportedType` if one buffer is not where the other one is.
     #[inline]
     pub fn device(&self) -> Result<DeviceRef<'a>> {
         let (src, dst) = match self {
@@ -349,10 +356,10 @@ impl<'a> Io<'a> {
             return Ok(src);
         }
         let (src, dst) = (name_of(src), name_of(dst));
-        Err(Error::UnsupportedType(format!("the source is on {src}, the destination on {dst}")))
+        Err(Error::UnsupportedType(format!("source and destination are on different devices: {src} and {dst}")))
     }
 
-    /// The same for a shorter time.
+    /// Borrows the buffers again for a shorter time.
     #[inline]
     pub fn reborrow(&mut self) -> Io<'_> {
         match self {
@@ -361,7 +368,7 @@ impl<'a> Io<'a> {
         }
     }
 
-    /// What this rank gets.
+    /// Returns the buffer that the result goes into.
     #[inline]
     pub fn into_output(self) -> BufferMut<'a> {
         match self {
@@ -369,10 +376,10 @@ impl<'a> Io<'a> {
         }
     }
 
-    /// The bytes of each buffer before `mid`, and those from it on.
+    /// Splits each buffer at byte `mid`.
     ///
     /// # Panics
-    /// When `mid` is beyond a buffer.
+    /// If `mid` is beyond the end of a buffer.
     pub fn split_at(self, mid: usize) -> (Io<'a>, Io<'a>) {
         match self {
             Io::InPlace(data) => {
@@ -387,10 +394,10 @@ impl<'a> Io<'a> {
         }
     }
 
-    /// The buffers as slices, where they are on the host.
+    /// Returns the buffers as slices.
     ///
     /// # Errors
-    /// `UnsupportedType`, naming the device.
+    /// `UnsupportedType`, naming the device, if the buffers are not on the host.
     #[inline]
     pub fn into_host(self) -> Result<HostIo<'a>> {
         Ok(match self {
@@ -406,15 +413,15 @@ pub enum HostIo<'a> {
     InPlace(&'a mut [u8]),
     /// Two buffers that do not overlap.
     Split {
-        /// What this rank contributes.
+        /// Buffer with this rank's input.
         src: &'a [u8],
-        /// What this rank gets.
+        /// Buffer for this rank's result.
         dst: &'a mut [u8],
     },
 }
 
 impl HostIo<'_> {
-    /// What this rank contributes.
+    /// Returns what this rank contributes.
     #[inline]
     pub fn input(&self) -> &[u8] {
         match self {
@@ -423,7 +430,7 @@ impl HostIo<'_> {
         }
     }
 
-    /// What this rank gets.
+    /// Returns the buffer that the result goes into.
     #[inline]
     pub fn output(&mut self) -> &mut [u8] {
         match self {
@@ -432,7 +439,7 @@ impl HostIo<'_> {
         }
     }
 
-    /// Copies what a rank sends to itself from the input to the output, unless it is there already.
+    /// Copies the shard that this rank keeps from the input to the output. Does nothing in place.
     pub fn keep_own(&mut self, from: Range<usize>, to: usize) {
         if let HostIo::Split { src, dst } = self {
             dst[to..to + from.len()].copy_from_slice(&src[from]);
@@ -449,38 +456,41 @@ impl<'a> From<HostIo<'a>> for Io<'a> {
     }
 }
 
-/// What accompanies one operation through the layers.
+/// The context that accompanies one operation through the layers.
 #[derive(Clone, Copy)]
 pub struct OpContext<'a> {
-    /// What the operation says of itself to the other ranks. Headers carry it as it is; the verb says what to do (inside `hier` a
-    /// reduce runs under the fingerprint of the all_reduce that it is part of).
+    /// Description of the operation that peers compare with theirs. Headers carry it unchanged even if the verb
+    /// differs: inside `hier`, a reduce runs under the fingerprint of the all_reduce that it belongs to.
     pub fingerprint: Fingerprint,
-    /// When it must be done.
+    /// Time by which the operation must be done.
     pub deadline: Deadline,
-    /// What ends its waits.
+    /// Failure state of the group. A failure ends all waits of the operation.
     pub health: &'a GroupHealth,
-    /// Where it counts.
+    /// Counters of this kind of operation.
     pub stats: &'a OpStats,
-    /// Bucket or other label for error texts; may be empty.
+    /// Bucket or other label for error texts. May be empty.
     pub label: &'a str,
-    /// What it works with beside its buffers.
+    /// Memory and state that the operation uses in addition to its buffers.
     pub extra: &'a RefCell<Extra<'a>>,
 }
 
 impl OpContext<'_> {
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         self.fingerprint.dtype
     }
 
-    /// Looks at the health and the deadline: the error to return, if the wait must end. `missing` are the group ranks that the
-    /// caller still waits for; one of them having left the group is an error too. Call it after looking once more for what is
-    /// waited for, so that a peer that did its part and left is not blamed.
+    /// Returns the error that must end the wait: the group has failed, one of the `missing` group ranks has left, or
+    /// the deadline has passed.
+    ///
+    /// `missing` are the ranks that the caller still waits for. Check once more for their data before this call, so
+    /// that a peer that did its part and then left is not blamed.
     pub fn check(&self, missing: &[usize], done: u64, total: u64) -> Result<()> {
         self.check_unless(|_| false, missing, done, total)
     }
 
-    /// [`OpContext::check`], where bytes of a rank that has left may be in flight: then that is no error.
+    /// As [`OpContext::check`], but accepts that a rank has left if `is_in_flight` says that its bytes may still
+    /// arrive.
     pub fn check_unless(
         &self,
         is_in_flight: impl Fn(usize) -> bool,
@@ -499,12 +509,12 @@ impl OpContext<'_> {
         Ok(())
     }
 
-    /// How far this operation has come.
+    /// Returns the progress of this operation for error texts: `done` of `total` bytes.
     pub fn progress(&self, done: u64, total: u64) -> Progress {
         Progress { what: self.fingerprint.to_string(), label: self.label.to_owned(), done, total }
     }
 
-    /// The error for a peer (a group rank) that does something else.
+    /// Returns the error for a peer (a group rank) that runs a different operation.
     pub fn mismatch(&self, peer: usize, theirs: &dyn std::fmt::Display) -> Error {
         let label = in_bucket(self.label);
         let (ours, theirs) = (self.fingerprint.to_string(), theirs.to_string());
@@ -523,36 +533,36 @@ impl OpContext<'_> {
     }
 }
 
-/// A message of a grouped exchange to a group rank.
+/// A message to one group rank, as part of a grouped exchange.
 #[derive(Clone, Copy)]
 pub struct Outgoing<'a> {
-    /// Group rank of the receiver; never this rank.
+    /// Group rank of the receiver, never this rank.
     pub peer: usize,
-    /// What the message says of itself.
+    /// Description of the message, which the receiver compares with its own.
     pub fingerprint: Fingerprint,
-    /// The bytes.
+    /// Content of the message.
     pub data: Buffer<'a>,
 }
 
 impl<'a> Outgoing<'a> {
-    /// A message of these bytes of host memory.
+    /// Creates a message from host memory.
     pub fn new(peer: usize, fingerprint: Fingerprint, data: &'a [u8]) -> Outgoing<'a> {
         Outgoing { peer, fingerprint, data: data.into() }
     }
 }
 
-/// A message of a grouped exchange from a group rank.
+/// A message from one group rank, as part of a grouped exchange.
 pub struct Incoming<'a> {
-    /// Group rank of the sender; never this rank.
+    /// Group rank of the sender, never this rank.
     pub peer: usize,
-    /// What the message must say of itself.
+    /// Description that the message must carry.
     pub fingerprint: Fingerprint,
-    /// Where the bytes go; the message must have exactly this length.
+    /// Destination. The message must have exactly this length.
     pub data: BufferMut<'a>,
 }
 
 impl<'a> Incoming<'a> {
-    /// A message into these bytes of host memory.
+    /// Creates a message that is received into host memory.
     pub fn new(peer: usize, fingerprint: Fingerprint, data: &'a mut [u8]) -> Incoming<'a> {
         Incoming { peer, fingerprint, data: data.into() }
     }

@@ -1,4 +1,4 @@
-//! Counters per kind of operation, cheap enough to be always on.
+//! Counters per kind of operation, which are cheap enough to be always on.
 
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -8,40 +8,40 @@ use std::time::Duration;
 use crate::types::Kind;
 use crate::wait::lock;
 
-/// Counters of one kind of operation. Bytes and nanoseconds are totals since the group was built.
+/// Counters of one kind of operation. Bytes and nanoseconds are totals since the group was created.
 #[derive(Debug, Default)]
 pub struct OpStats {
-    /// Operations started.
+    /// Number of operations started.
     pub calls: AtomicU64,
-    /// Operations in which the ranks of a host read or wrote each other's tensors directly.
+    /// Number of operations in which ranks of one host accessed each other's tensors directly.
     pub zero_copy: AtomicU64,
-    /// Those of them that combined inside hosts first.
+    /// Number of operations that combined inside each host first.
     pub hierarchical: AtomicU64,
     /// Bytes of the user's tensors.
     pub payload_bytes: AtomicU64,
-    /// Bytes written to sockets, headers included; bytes in shared memory are not counted.
+    /// Bytes written to sockets, including headers. Bytes in shared memory do not count.
     pub wire_bytes_sent: AtomicU64,
-    /// Bytes read from sockets, headers included.
+    /// Bytes read from sockets, including headers.
     pub wire_bytes_received: AtomicU64,
-    /// Time blocked waiting for peers.
+    /// Time that this rank was blocked, waiting for peers.
     pub wait_ns: AtomicU64,
     /// Time in reduce kernels.
     pub reduce_ns: AtomicU64,
-    /// Time in codecs, both directions.
+    /// Time in codecs, encoding and decoding.
     pub encode_ns: AtomicU64,
-    /// Records that this rank encoded as NaN, because what they say of is not finite.
+    /// Number of records that this rank encoded as NaN because their values were not finite.
     pub nonfinite_records: AtomicU64,
-    /// More of them, counted elsewhere.
+    /// Further counters, for example on devices, that `nonfinite_records` is the sum of.
     more_nonfinite: Mutex<Vec<Arc<dyn Counter>>>,
 }
 
-/// A number that something else counts, such as a device.
+/// A number counted elsewhere, for example on a device.
 pub trait Counter: Send + Sync + Debug {
-    /// So far.
+    /// Returns the current value.
     fn value(&self) -> u64;
 }
 
-/// The values of an [`OpStats`] at one time.
+/// The values of an [`OpStats`] at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[allow(missing_docs)]
 pub struct OpSnapshot {
@@ -58,27 +58,27 @@ pub struct OpSnapshot {
 }
 
 impl OpStats {
-    /// Adds to the time blocked waiting for peers.
+    /// Adds time that this rank was blocked, waiting for peers.
     pub fn add_wait(&self, time: Duration) {
         self.wait_ns.fetch_add(nanos(time), Relaxed);
     }
 
-    /// Adds to the time in reduce kernels.
+    /// Adds time in reduce kernels.
     pub fn add_reduce(&self, time: Duration) {
         self.reduce_ns.fetch_add(nanos(time), Relaxed);
     }
 
-    /// Adds to the time in codecs.
+    /// Adds time in codecs.
     pub fn add_encode(&self, time: Duration) {
         self.encode_ns.fetch_add(nanos(time), Relaxed);
     }
 
-    /// Records that are not finite are from now on also those that `counter` counts.
+    /// Includes the value of `counter` in the number of records that are not finite.
     pub fn also_nonfinite(&self, counter: Arc<dyn Counter>) {
         lock(&self.more_nonfinite).push(counter);
     }
 
-    /// The current values.
+    /// Returns the current values.
     pub fn snapshot(&self) -> OpSnapshot {
         let seconds = |counter: &AtomicU64| counter.load(Relaxed) as f64 * 1e-9;
         OpSnapshot {
@@ -105,25 +105,26 @@ fn nanos(time: Duration) -> u64 {
 #[derive(Debug, Default)]
 pub struct Stats {
     ops: [OpStats; Kind::ALL.len()],
-    /// Connections to the listening port that failed the handshake.
+    /// Number of connections to the listening port that failed the handshake.
     pub connections_refused: AtomicU64,
-    /// Data connections that were opened, of lanes and of messages.
+    /// Number of data connections opened, for lanes and for messages.
     pub data_opened: AtomicU64,
-    /// Those of them that were closed.
+    /// Number of data connections closed.
     pub data_closed: AtomicU64,
-    /// Messages that this rank sent to agree on this group, as a view of another; 0 for one that was joined.
+    /// Number of messages that this rank sent to agree on this group, if the group is a view of another one. 0 for a
+    /// group that was joined.
     pub agreement_messages: AtomicU64,
-    /// Bytes of these messages.
+    /// Bytes of the agreement messages.
     pub agreement_bytes: AtomicU64,
 }
 
 impl Stats {
-    /// The counters of one kind.
+    /// Returns the counters of one kind.
     pub fn of(&self, kind: Kind) -> &OpStats {
         &self.ops[kind as usize - 1]
     }
 
-    /// The counters of every kind that was used at least once.
+    /// Returns the counters of every kind that was used at least once.
     pub fn snapshot(&self) -> Vec<(Kind, OpSnapshot)> {
         Kind::ALL.into_iter().map(|kind| (kind, self.of(kind).snapshot())).filter(|(_, op)| op.calls > 0).collect()
     }

@@ -1,4 +1,4 @@
-//! Waiting: locks, deadlines, futexes, and doorbells that a peer rings from another thread or process.
+//! Waiting: locks, deadlines, futexes, and doorbells that a peer in another thread or process can ring.
 
 use std::cell::Cell;
 use std::convert::Infallible;
@@ -9,23 +9,24 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU32, Instant, futex};
 
-/// The longest that a wait sleeps before it checks its [`crate::health::GroupHealth`] and its deadline again.
-/// A wait therefore ends within this time of an abort, without a wake-up.
+/// The longest time that a wait sleeps before it checks the group's failure state ([`crate::health::GroupHealth`]) and
+/// its deadline again. After an abort, every wait therefore ends within this time even if nobody wakes it.
 pub const SLICE: Duration = Duration::from_millis(20);
 
-/// Ranks to a processor that look so often; of more, each looks less often.
+/// Number of ranks per processor up to which every rank checks once per [`SLICE`]. With more ranks, each checks less
+/// often.
 const CROWD: usize = 32;
 
-/// The longest slice, as a multiple of [`SLICE`].
+/// The longest slice as a multiple of [`SLICE`].
 const LONGEST: usize = 16;
 
-/// [`SLICE`] for one of so many ranks of a host: longer where many share a processor, so that looking for failures takes a few percent of
-/// its time, not all of it.
+/// Returns the slice for a host with this number of ranks. If many ranks share a processor, the slice is longer than
+/// [`SLICE`], so that checking for failures takes only a few percent of the processor's time.
 pub fn slice_among(ranks: usize) -> Duration {
     slice_on(ranks, processors())
 }
 
-/// The number of processors that this process may use. Asked for once: the answer takes reading several files of the control group.
+/// Returns the number of processors that this process may use. Computed once, because it takes reading several files.
 pub fn processors() -> usize {
     static PROCESSORS: OnceLock<usize> = OnceLock::new();
     *PROCESSORS.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
@@ -35,12 +36,12 @@ fn slice_on(ranks: usize, processors: usize) -> Duration {
     SLICE * ranks.div_ceil(CROWD * processors).clamp(1, LONGEST) as u32
 }
 
-/// Locks a mutex, also one that a panicking thread poisoned: callers keep their data valid between any two statements.
+/// Locks a mutex, even if a thread panicked while holding it. Callers keep their data valid between any two statements.
 pub fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Waits on a condition variable until it is notified; as [`lock`], it accepts a poisoned mutex. May return early.
+/// Waits on a condition variable until it is notified. May return early. Accepts a poisoned mutex, as [`lock`] does.
 pub fn wait_on<'a, T>(changed: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
     changed.wait(guard).unwrap_or_else(PoisonError::into_inner)
 }
@@ -58,17 +59,17 @@ pub struct Deadline {
 }
 
 impl Deadline {
-    /// A deadline this far in the future.
+    /// Creates a deadline this far in the future.
     pub fn after(limit: Duration) -> Deadline {
         Deadline { start: Instant::now(), limit }
     }
 
-    /// The duration that the deadline was created with.
+    /// Returns the duration that the deadline was created with.
     pub fn limit(&self) -> Duration {
         self.limit
     }
 
-    /// Time left; zero once the deadline has passed.
+    /// Returns the time left, or zero once the deadline has passed.
     pub fn left(&self) -> Duration {
         self.limit.saturating_sub(self.start.elapsed())
     }
@@ -89,16 +90,16 @@ pub enum Waited<T> {
     Pending,
 }
 
-/// A slice, for a wait that has lasted for so long: up to four times as long.
+/// Returns the next slice of a wait that has lasted for this long: up to four times `slice`.
 pub fn lengthened(slice: Duration, lasted: Duration) -> Duration {
     slice.max(lasted / 8).min(slice.saturating_mul(4))
 }
 
-/// Waits for an operation for at most `timeout` (`None`: until it is done), in waits of `slice`, and longer ones later. Calls `between` between two of
-/// them, and once more before it returns a timeout; an error of `between` ends the wait and leaves the operation running.
+/// Waits for an operation for at most `timeout` (`None`: until it is done), in slices that grow with the time waited.
 ///
-/// `wait` waits for at most its argument. `timed_out` creates the error for a `timeout` that passed, and is called in no other case: the
-/// result equals that of a single wait of length `timeout`.
+/// Calls `between` after each slice, and therefore also before it returns a timeout. An error from `between` ends the
+/// wait but leaves the operation running. `wait` must wait for at most its argument. `timed_out` creates the error if
+/// `timeout` passes, and is called in no other case. The result is that of a single wait of length `timeout`.
 pub fn wait_in_slices<T, E>(
     timeout: Option<Duration>,
     slice: Duration,
@@ -122,7 +123,7 @@ pub fn wait_in_slices<T, E>(
     }
 }
 
-/// A single wait for at most `timeout` (`None`: until the operation is done), as [`wait_in_slices`].
+/// As [`wait_in_slices`], but in a single wait of at most `timeout` (`None`: until the operation is done).
 pub fn wait_once<T>(
     timeout: Option<Duration>,
     wait: impl FnMut(Duration) -> Waited<T>,
@@ -134,16 +135,18 @@ pub fn wait_once<T>(
     }
 }
 
-/// Called with a blocking wait; must call it exactly once.
+/// A wrapper around a blocking wait. The wrapper must call its argument exactly once.
 pub type BlockingHook = fn(&mut (dyn FnMut() + Send));
 
 thread_local! {
-    /// The hook of this thread; without one, blocking waits run directly.
+    /// The hook of this thread. Without a hook, blocking waits run directly.
     static BLOCKING_HOOK: Cell<Option<BlockingHook>> = const { Cell::new(None) };
 }
 
-/// Runs `work`; every blocking wait of this thread in it runs inside `hook`. So a caller that holds an interpreter's lock keeps it through
-/// a short operation, and its hook releases the lock only around a wait.
+/// Runs `work`, and runs every blocking wait inside `work` on this thread through `hook`.
+///
+/// A caller that holds an interpreter's lock can thus keep it throughout a short operation, while its hook releases the
+/// lock only around a wait.
 pub fn with_blocking_hook<T>(hook: BlockingHook, work: impl FnOnce() -> T) -> T {
     struct Restore(Option<BlockingHook>);
     impl Drop for Restore {
@@ -155,7 +158,7 @@ pub fn with_blocking_hook<T>(hook: BlockingHook, work: impl FnOnce() -> T) -> T 
     work()
 }
 
-/// Runs a wait that may take longer than a spin, inside the hook of this thread.
+/// Runs a wait that may take longer than a spin through this thread's hook.
 pub fn blocking_wait(mut wait: impl FnMut() + Send) {
     match BLOCKING_HOOK.get() {
         None => wait(),
@@ -163,9 +166,9 @@ pub fn blocking_wait(mut wait: impl FnMut() + Send) {
     }
 }
 
-/// Waits while `*word == seen`, for at most `timeout`. May return early. Works across processes on shared memory.
+/// Sleeps while `*word == seen`, for at most `timeout`. May return early. Works across processes on shared memory.
 pub fn futex_wait(word: &AtomicU32, seen: u32, timeout: Duration) {
-    // After every outcome (woken, changed, timed out, interrupted) the caller checks its condition again.
+    // After every outcome (woken, changed, timed out, interrupted), the caller checks its condition again.
     blocking_wait(|| futex::wait(word, seen, timeout));
 }
 
@@ -174,13 +177,13 @@ pub fn futex_wake(word: &AtomicU32) {
     futex::wake(word);
 }
 
-/// The memory of a doorbell's two words: an `Arc` for threads, an arena for processes.
+/// The two words of a doorbell. Threads share them in an `Arc`, processes in an arena.
 pub trait BellWords: Send + Sync {
-    /// The counter of rings, and the number of sleeping threads.
+    /// Returns the counter of rings and the number of sleeping threads.
     fn words(&self) -> (&AtomicU32, &AtomicU32);
 }
 
-/// The words of a doorbell between threads of this process.
+/// The words of a doorbell between threads of one process.
 #[derive(Debug, Default)]
 pub struct ThreadBell {
     rings: AtomicU32,
@@ -193,33 +196,33 @@ impl BellWords for ThreadBell {
     }
 }
 
-/// A counter that peers increase after a change that its owner may be waiting for.
+/// A counter that peers increase after every change that the doorbell's owner may be waiting for.
 ///
-/// Use: read [`Doorbell::rings`], look for work, and if there is none call [`Doorbell::wait`] with the value that was read.
-/// A ring in between makes the wait return at once, so no ring is missed.
+/// The owner reads [`Doorbell::rings`], looks for work, and if there is none calls [`Doorbell::wait`] with the value it
+/// read. A ring in between makes the wait return at once, so no ring is missed.
 #[derive(Clone)]
 pub struct Doorbell {
     words: Arc<dyn BellWords>,
 }
 
 impl Doorbell {
-    /// A doorbell on these words.
+    /// Creates a doorbell on these words.
     pub fn new(words: Arc<dyn BellWords>) -> Doorbell {
         Doorbell { words }
     }
 
-    /// A doorbell for threads of this process.
+    /// Creates a doorbell for threads of this process.
     pub fn local() -> Doorbell {
         Doorbell::new(Arc::new(ThreadBell::default()))
     }
 
-    /// Number of rings (modulo 2^32).
+    /// Returns the number of rings so far (modulo 2^32).
     #[inline]
     pub fn rings(&self) -> u32 {
         self.words.words().0.load(Ordering::Acquire)
     }
 
-    /// Increases the counter and wakes sleeping threads. Makes no system call when no thread sleeps.
+    /// Increases the counter and wakes all sleeping threads. Makes no system call if no thread sleeps.
     #[inline]
     pub fn ring(&self) {
         let (rings, sleepers) = self.words.words();

@@ -60,7 +60,7 @@ pub fn futex_wait(word: &AtomicU32, seen: u32, timeout: Duration) {
         tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
         tv_nsec: timeout.subsec_nanos().into(),
     };
-    // Every outcome (woken, changed, timed out, interrupted) means the same to the caller: look again.
+    // After every outcome (woken, changed, timed out, interrupted), the caller checks its condition again.
     let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&timeout));
 }
 
@@ -74,9 +74,6 @@ pub fn futex_wake(word: &AtomicU32) {
 /// Creates an anonymous file of `len` zeros, for memory that processes share. `label` shows in `/proc/<pid>/maps`.
 ///
 /// The size is sealed, because a process that shrank the file would make the others die of SIGBUS.
-///
-/// # Errors
-/// The kernel's error.
 pub fn shared_file(label: &str, len: usize) -> io::Result<OwnedFd> {
     let file = rustix::fs::memfd_create(label, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     rustix::fs::ftruncate(&file, len as u64)?;
@@ -85,9 +82,6 @@ pub fn shared_file(label: &str, len: usize) -> io::Result<OwnedFd> {
 }
 
 /// Returns the size of a file that another process created with [`shared_file`], or `None` if the file could shrink.
-///
-/// # Errors
-/// The kernel's error.
 pub fn sealed_len(file: BorrowedFd<'_>) -> io::Result<Option<usize>> {
     if !rustix::fs::fcntl_get_seals(file)?.contains(SealFlags::SHRINK) {
         return Ok(None);
@@ -130,8 +124,8 @@ pub fn limit_unsent(stream: &TcpStream, bytes: u32) -> io::Result<()> {
     socket2::SockRef::from(stream).set_tcp_notsent_lowat(bytes)
 }
 
-/// Prefers the packets of a connection that carries few bytes. This host sends them before those of other connections, and
-/// retransmits lost ones at a constant interval instead of a growing one (tcp(7), TCP_THIN_LINEAR_TIMEOUTS).
+/// Prefers the packets of a connection that carries few bytes. This host sends them before those of other connections,
+/// and retransmits lost ones at a constant interval instead of a growing one (tcp(7), TCP_THIN_LINEAR_TIMEOUTS).
 ///
 /// # Errors
 /// When the kernel refuses an option.
@@ -142,7 +136,8 @@ pub fn expedite(stream: BorrowedFd<'_>) -> io::Result<()> {
     socket2::SockRef::from(&stream).set_priority(INTERACTIVE)
 }
 
-/// Returns the number of bytes sent on a connection that the peer has not acknowledged, or `None` if the kernel refuses.
+/// Returns the number of bytes sent on a connection that the peer has not acknowledged, or `None` if the kernel
+/// refuses.
 pub fn unsent(stream: &TcpStream) -> Option<usize> {
     const OUTQ: Opcode = libc::TIOCOUTQ as Opcode;
     // SAFETY: on a socket, this request writes one int (tcp(7), SIOCOUTQ).
@@ -162,28 +157,22 @@ pub fn thread_number() -> i32 {
 }
 
 /// Returns the processors that a thread may use. `thread` is a [`thread_number`], or 0 for the calling thread.
-///
-/// # Errors
-/// The kernel's error.
 pub fn processors(thread: i32) -> io::Result<Processors> {
     let mut set = Processors::NONE;
-    // SAFETY: writes at most so many bytes, of which any is a set.
+    // SAFETY: the call writes at most this many bytes, and any bytes are a valid set.
     let code = unsafe { libc::sched_getaffinity(thread, size_of::<Processors>(), (&raw mut set).cast()) };
     if code == 0 { Ok(set) } else { Err(io::Error::last_os_error()) }
 }
 
 /// Restricts the calling thread to some processors.
-///
-/// # Errors
-/// The kernel's error.
 pub fn set_processors(set: &Processors) -> io::Result<()> {
-    // SAFETY: reads so many bytes.
+    // SAFETY: the call reads exactly this many bytes.
     let code = unsafe { libc::sched_setaffinity(0, size_of::<Processors>(), ptr::from_ref(set).cast()) };
     if code == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Returns the identity of the host: the boot id and the network namespace. Processes with the same identity can connect to
-/// each other through [`listen_by_name`].
+/// Returns the identity of the host: the boot id and the network namespace. Processes with the same identity can
+/// connect to each other through [`listen_by_name`].
 ///
 /// # Errors
 /// `System` when the kernel's files cannot be read.
@@ -201,8 +190,8 @@ pub fn host_name() -> String {
     if name.trim().is_empty() { "localhost".to_owned() } else { name.trim().to_owned() }
 }
 
-/// Returns the number of this process's PID namespace, or 0 if it is unknown. Processes in different namespaces must not
-/// compare process ids.
+/// Returns the number of this process's PID namespace, or 0 if it is unknown. Processes in different namespaces must
+/// not compare process ids.
 pub fn pid_namespace() -> u64 {
     fs::metadata("/proc/self/ns/pid").map_or(0, |namespace| namespace.ino())
 }
@@ -220,9 +209,6 @@ pub fn is_stopped(process: u32) -> bool {
 }
 
 /// Listens at an abstract name (unix(7)), which is in no file system and disappears with the process.
-///
-/// # Errors
-/// The kernel's error.
 pub fn listen_by_name(name: &[u8]) -> io::Result<UnixListener> {
     UnixListener::bind_addr(&SocketAddr::from_abstract_name(name)?)
 }
@@ -234,9 +220,6 @@ pub fn path_of_name(name: &[u8]) -> PathBuf {
 }
 
 /// Fills memory with random bytes from the kernel.
-///
-/// # Errors
-/// The kernel's error.
 pub fn random(bytes: &mut [u8]) -> io::Result<()> {
     let mut filled = 0;
     while filled < bytes.len() {

@@ -1,4 +1,4 @@
-//! Tests of the calls to Linux.
+//! Tests of the system calls.
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
@@ -35,7 +35,7 @@ fn random_bytes_fill_memory_of_any_length_and_do_not_repeat() {
     assert!(drawn(0).is_empty());
     let (one, two) = (drawn(1000), drawn(1000));
     assert_ne!(one, two);
-    // A byte is zero in one of 256 cases, and 16 in a row in none that happens.
+    // One random byte in 256 is zero. Sixteen in a row do not happen in practice.
     assert!(one.windows(16).all(|bytes| bytes.iter().any(|byte| *byte != 0)));
 }
 
@@ -50,7 +50,7 @@ fn open_descriptors_are_counted_and_are_those_of_a_directory() {
     let before = open_descriptors().unwrap();
     let more: Vec<_> = (0..500).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
     let (open, entries) = (open_descriptors().unwrap(), std::fs::read_dir(OPEN_DESCRIPTORS).unwrap().count());
-    // Other tests of this process open and close a few.
+    // Other tests of this process may open and close a few descriptors at the same time.
     assert!(open > before + 450 && open.abs_diff(entries) < 100, "{open} after {before}, with {entries} entries");
     drop(more);
 }
@@ -75,7 +75,7 @@ fn memory_that_was_freed_below_some_that_is_in_use_goes_back_to_the_system() {
         let counts = std::fs::read_to_string("/proc/self/statm").unwrap();
         counts.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * rustix::param::page_size()
     };
-    // Blocks that the allocator does not map one by one, of which the last stays.
+    // Blocks that the allocator does not map one by one. The last block stays in use.
     let mut blocks: Vec<Vec<u8>> = (0..1000).map(|_| vec![1; 64 << 10]).collect();
     let last = blocks.pop();
     drop(blocks);

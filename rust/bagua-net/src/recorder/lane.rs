@@ -1,9 +1,10 @@
-//! What one lane records with, and its last operations. One thread writes at a time, because a lane does one operation at a time; any thread
-//! reads.
+//! The recorder of one lane, and the ring that holds the lane's last operations. One thread at a time writes, because a
+//! lane runs one operation at a time. Any thread may read.
 //!
-//! The ring is a sequence lock, so that the writer needs no read-modify-write: it sets a slot's version to [`WRITING`], writes the words, and then
-//! sets the version to that of the new content. A reader that finds the same version before and after it read the words has read one
-//! content. Source: Boehm, "Can Seqlocks Get Along With Programming Language Memory Models?", MSPC 2012.
+//! The ring is a sequence lock, so the writer needs no read-modify-write instruction. It sets the version of a slot to
+//! [`WRITING`], writes the words, and then sets the version of the new content. A reader that finds the same version
+//! before and after reading the words has read consistent content. Source: Boehm, "Can Seqlocks Get Along With
+//! Programming Language Memory Models?", MSPC 2012.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicU64, fence};
@@ -15,50 +16,46 @@ use crate::error::Error;
 use crate::types::{DType, Fingerprint, Kind, ReduceOp};
 use crate::wait::lock;
 
-/// Slots that are allocated together: a lane that does few operations has few.
+/// Slots that are allocated together, so that a lane with few operations needs little memory.
 const CHUNK: usize = 64;
 
-/// Chunks of a ring, which then holds at least [`CAPACITY`] operations.
+/// Chunks of a ring. Enough for [`CAPACITY`] operations.
 const CHUNKS: usize = CAPACITY.div_ceil(CHUNK);
 
-/// Slots of a ring.
 const SLOTS: u64 = (CHUNK * CHUNKS) as u64;
 
-/// Version of a slot that is being written, or was never used.
+/// Version of a slot that is being written or was never used.
 const WRITING: u64 = 0;
 
-/// Code of "no reduce operation", and of "no end yet".
+/// Value of a slot's `end` while the operation runs.
 const NONE: u64 = u64::MAX;
 
-/// The most bytes of a label that are kept.
+/// Maximum number of bytes kept of a label.
 const LABEL_LEN: usize = 64;
 
-/// An operation that is or was queued, for its next change.
+/// A handle to a queued operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "an operation that is never ended is shown as hanging"]
 pub struct Ticket(u64);
 
-/// An operation that has begun, for its end.
+/// A handle to an operation that has begun, needed to end it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "an operation that is never ended is shown as hanging"]
 pub struct Running {
-    /// Its number.
     n: u64,
-    /// Its place in the ring of its lane.
+    /// Position in the ring of the lane.
     place: u64,
 }
 
-/// What one lane records with. A lane does one operation at a time.
+/// The writing side of the flight recorder for one lane, which runs one operation at a time.
 #[derive(Clone)]
 pub struct LaneRecorder {
-    /// The process's.
     pub(super) recorder: &'static FlightRecorder,
-    /// Where its operations are.
     pub(super) lane: Arc<RecordedLane>,
 }
 
 impl LaneRecorder {
-    /// An operation waits in a queue from now on. `None` while nothing is recorded.
+    /// Records that an operation was queued. Returns `None` while recording is off.
     pub fn queue(&self, op: &Announced<'_>) -> Option<Ticket> {
         let LaneRecorder { recorder, lane } = self;
         if !recorder.on.load(Relaxed) {
@@ -86,7 +83,8 @@ impl LaneRecorder {
         Some(Ticket(n))
     }
 
-    /// The communication thread takes a queued job; the first operation of the job has the same ticket.
+    /// Records that the communication thread took a queued job. The first operation of the job then begins with the
+    /// same ticket.
     pub fn start(&self, ticket: Ticket) {
         let now = self.recorder.clock.now();
         if let Some(job) = lock(&self.recorder.queues).waiting.get_mut(&ticket.0) {
@@ -95,7 +93,8 @@ impl LaneRecorder {
         }
     }
 
-    /// A job that had no operation of its own ended, or was dropped before it began.
+    /// Records that a job ended without an operation of its own, or was dropped before it began. `failure` is the error
+    /// and this process's world rank.
     pub fn finish(&self, ticket: Ticket, failure: Option<(&Error, usize)>) {
         let now = self.recorder.clock.now();
         let mut queues = lock(&self.recorder.queues);
@@ -113,7 +112,7 @@ impl LaneRecorder {
         queues.ended.push_back(job);
     }
 
-    /// An operation begins: the one that was queued, or a new one. `None` while nothing is recorded.
+    /// Records that an operation begins: the queued one, or a new one. Returns `None` while recording is off.
     #[inline]
     pub fn begin(&self, queued: Option<Ticket>, says: &Fingerprint, payload: usize, label: &str) -> Option<Running> {
         let LaneRecorder { recorder, lane } = self;
@@ -122,7 +121,7 @@ impl LaneRecorder {
             None if recorder.on.load(Relaxed) => recorder.next.fetch_add(1, Relaxed),
             None => return None,
         };
-        // Of an all_to_all_v a fingerprint has no count, because ranks may differ.
+        // The fingerprint of an all_to_all_v has no count, because ranks may differ.
         let count = if says.kind == Kind::AllToAllV { (payload / says.dtype.size()) as u64 } else { says.count };
         let place = lane.ring.begin(n, says, count, payload as u64, recorder.clock.now());
         if !label.is_empty() {
@@ -134,7 +133,8 @@ impl LaneRecorder {
         Some(Running { n, place })
     }
 
-    /// An operation ended, with an error or well. The number beside the error is this process's rank in the world, which is never missing to itself.
+    /// Records that an operation ended. `failure` is the error and this process's world rank, which never counts as
+    /// missing.
     #[inline]
     pub fn end(&self, Running { n, place }: Running, failure: Option<(&Error, usize)>) {
         let LaneRecorder { recorder, lane } = self;
@@ -148,13 +148,13 @@ impl LaneRecorder {
     }
 }
 
-/// The part of a label that is kept.
+/// Returns the part of a label that is kept.
 fn cut(label: &str) -> &str {
     let end = (0..=LABEL_LEN.min(label.len())).rev().find(|at| label.is_char_boundary(*at));
     &label[..end.unwrap_or(0)]
 }
 
-/// The world ranks but `own` that had not come, as far as the error says.
+/// Returns the world ranks that the error says had not joined, except `own`.
 fn missing(error: &Error, own: usize) -> Vec<usize> {
     let mut ranks = match error {
         Error::Timeout { missing, .. } => missing.clone(),
@@ -172,33 +172,30 @@ fn missing(error: &Error, own: usize) -> Vec<usize> {
     ranks
 }
 
-/// The last operations of one lane, in the order in which they began. Their numbers need not be in that order: a queued one has its
-/// number from when it was queued.
+/// The last operations of one lane, in the order in which they began. Their numbers may be in a different order,
+/// because a queued operation gets its number when it is queued.
 pub(super) struct Ring {
-    /// Operations written so far; only the writer changes it.
+    /// Number of operations written so far. Only the writer changes it.
     written: AtomicU64,
-    /// Allocated when they are first used.
+    /// Chunks of slots, allocated when first used.
     chunks: [OnceLock<Box<[Slot; CHUNK]>>; CHUNKS],
-    /// What few operations have: labels and missing ranks, by number, in the order in which they were written.
+    /// Labels and missing ranks, which few operations have, in the order in which they were written.
     notes: Mutex<Vec<Note>>,
 }
 
-/// One operation: a cache line.
+/// One operation, in one cache line.
 #[repr(align(64))]
 struct Slot {
-    /// [`WRITING`], or 2 n + 2 of an operation n that has begun, 2 n + 3 of one that has ended.
+    /// [`WRITING`], or 2n + 2 if operation n has begun, or 2n + 3 if it has ended.
     version: AtomicU64,
-    /// [`Begun::seq`].
     seq: AtomicU64,
-    /// [`Begun::count`].
     count: AtomicU64,
-    /// [`Begun::bytes`].
     bytes: AtomicU64,
-    /// [`Begun::begin`].
     begin: AtomicU64,
-    /// [`Begun::end`], or [`NONE`].
+    /// End in ticks, or [`NONE`].
     end: AtomicU64,
-    /// Kind, reduce operation (255: none), element type, 1 if it failed, from the lowest byte; root + 1 in the upper half.
+    /// From the lowest byte: kind, reduce operation (255 for none), element type, 1 if the operation failed. Upper
+    /// half: root + 1.
     codes: AtomicU64,
 }
 
@@ -217,43 +214,29 @@ impl Slot {
     }
 }
 
-/// What an operation has besides its numbers.
+/// The variable-length data of an operation.
 struct Note {
-    /// Its number.
     n: u64,
-    /// Its label.
     label: String,
-    /// The ranks that had not come.
     missing: Vec<usize>,
 }
 
-/// An operation of the ring, as it is read.
+/// An operation read from the ring. Times are in ticks.
 pub(super) struct Begun {
-    /// Its number in the process.
+    /// Number of the operation in the process.
     pub n: u64,
-    /// Its number in the lane.
+    /// Number of the operation in the lane.
     pub seq: u64,
-    /// Elements.
     pub count: u64,
-    /// Bytes.
     pub bytes: u64,
-    /// When it began, in ticks.
     pub begin: u64,
-    /// When it ended, in ticks.
     pub end: Option<u64>,
-    /// What it is.
     pub kind: Kind,
-    /// Its reduce operation.
     pub op: Option<ReduceOp>,
-    /// Element type.
     pub dtype: DType,
-    /// Its root.
     pub root: Option<u32>,
-    /// How far it has come.
     pub state: OperationState,
-    /// Its label.
     pub label: String,
-    /// The ranks that had not come.
     pub missing: Vec<usize>,
 }
 
@@ -268,7 +251,7 @@ impl Ring {
         &chunk.get_or_init(|| Box::new(std::array::from_fn(|_| Slot::new())))[index % CHUNK]
     }
 
-    /// Operation `n` begins; its place.
+    /// Writes operation `n`, which begins now, and returns its position.
     #[inline]
     pub fn begin(&self, n: u64, says: &Fingerprint, count: u64, bytes: u64, at: u64) -> u64 {
         let place = self.written.load(Relaxed);
@@ -288,7 +271,7 @@ impl Ring {
         place
     }
 
-    /// The operation at this place ends.
+    /// Marks the operation at this position as ended.
     #[inline]
     pub fn end(&self, n: u64, place: u64, at: u64, failed: bool) {
         let slot = self.slot(place);
@@ -301,12 +284,12 @@ impl Ring {
         slot.version.store(2 * n + 3, Release);
     }
 
-    /// Notes the label of operation `n`.
+    /// Stores the label of operation `n`.
     pub fn label(&self, n: u64, label: &str) {
         push(&mut lock(&self.notes), Note { n, label: label.to_owned(), missing: Vec::new() });
     }
 
-    /// Notes the ranks that had not come to operation `n`.
+    /// Stores the ranks that had not joined operation `n`.
     pub fn missing(&self, n: u64, missing: Vec<usize>) {
         let mut notes = lock(&self.notes);
         match notes.iter_mut().rev().find(|note| note.n == n) {
@@ -315,7 +298,8 @@ impl Ring {
         }
     }
 
-    /// The operations from number `oldest` on and those that have not ended, in no order.
+    /// Appends the operations numbered `oldest` or above, and older ones that still run, to `found` in no particular
+    /// order.
     pub fn read(&self, oldest: u64, found: &mut Vec<Begun>) {
         let start = found.len();
         for chunk in self.chunks.iter().filter_map(OnceLock::get) {
@@ -331,14 +315,14 @@ impl Ring {
         }
     }
 
-    /// True when the ring holds an operation from number `oldest` on.
+    /// True if the ring contains an operation numbered `oldest` or above.
     pub fn reaches(&self, oldest: u64) -> bool {
         let last = self.written.load(Relaxed);
         last > 0 && self.slot(last - 1).read().is_some_and(|op| op.n >= oldest)
     }
 }
 
-/// Adds a note, and makes room for it half at a time: the cost of moving the others is shared by as many operations.
+/// Adds a note. A full list drops its older half at once, so that moving the rest costs little per note.
 fn push(notes: &mut Vec<Note>, note: Note) {
     if notes.len() >= 2 * CAPACITY {
         notes.drain(..CAPACITY);
@@ -347,7 +331,7 @@ fn push(notes: &mut Vec<Note>, note: Note) {
 }
 
 impl Slot {
-    /// The content; `None` for a slot that was never used, or is being written for as long as this looks.
+    /// Returns the content, or `None` if the slot was never used or is being written.
     fn read(&self) -> Option<Begun> {
         (0..100).find_map(|_| {
             let version = self.version.load(Acquire);

@@ -1,11 +1,13 @@
-//! The flight recorder: the last [`CAPACITY`] operations of a process, to find out afterwards which rank did not come to which operation.
+//! The flight recorder: the last [`CAPACITY`] operations of a process. After a hang or a failure, it shows which rank
+//! did not join which operation.
 //!
-//! Recording is always on. A blocking operation costs one atomic addition, a cache line, and two readings of the processor's
-//! counter: some 20 ns. With one ring behind one lock and the kernel's clock it cost 50 ns, 75 beside another rank: 23 for the two locks,
-//! 24 for the clock. So each lane has a ring of its own, which only the thread writes that has the lane; their operations are put in order when they are read.
-//! What is queued costs a thread change anyway, and is kept behind a lock until it begins.
+//! Recording is always on. A blocking operation costs one atomic addition, one cache line, and two readings of the
+//! processor's counter: about 20 ns. This is why each lane has its own ring, written only by the thread that uses the
+//! lane; a reader puts the operations of all lanes in order. One ring for all lanes, behind a lock and timed with the
+//! kernel's clock, costs 50 to 75 ns.
 //!
-//! `lane` is what writes, and this file what reads.
+//! A queued operation costs a thread switch anyway, so it is kept behind a lock until it begins. The module `lane`
+//! writes the records; this file reads them.
 
 mod lane;
 mod operation;
@@ -23,36 +25,32 @@ use crate::sync::{Scale, TickClock};
 use crate::types::Kind;
 use crate::wait::lock;
 
-/// The last operations of a process.
+/// The record of the last operations of a process.
 pub struct FlightRecorder {
-    /// What operations are timed with.
     clock: TickClock,
-    /// False: operations that begin now are not recorded. For benchmarks.
+    /// False while operations that begin are not recorded, for benchmarks.
     on: AtomicBool,
     /// Number of the next operation.
     next: AtomicU64,
-    /// What is not in a ring. No code that can panic or wait runs under this lock.
+    /// Operations that are not in a ring. No code that can panic or wait runs under this lock.
     queues: Mutex<Queues>,
-    /// The lanes that have operations among the last, the closed ones too.
+    /// Lanes with recent operations, including lanes that were closed.
     lanes: Mutex<Vec<Arc<RecordedLane>>>,
 }
 
-/// Operations that no lane has begun.
+/// Jobs that have not begun an operation on a lane.
 #[derive(Default)]
 struct Queues {
-    /// Those that wait, and jobs that run and have begun no operation yet.
+    /// Jobs that wait, or that run but have not begun an operation, by number.
     waiting: BTreeMap<u64, Job>,
-    /// Those that ended so, the last of them.
+    /// The last jobs that ended without an operation, oldest first.
     ended: VecDeque<Job>,
 }
 
-/// The operations of a lane.
+/// The identity of a lane, and its operations.
 struct RecordedLane {
-    /// Name of the group.
     group: Arc<str>,
-    /// Number of the lane in the group.
     channel: u32,
-    /// Its operations.
     ring: Ring,
 }
 
@@ -69,25 +67,26 @@ impl Default for FlightRecorder {
 }
 
 impl FlightRecorder {
-    /// What a lane of this group records with.
+    /// Creates the recorder for a lane of this group.
     pub fn lane(&'static self, group: &str, channel: u32) -> LaneRecorder {
         let lane = Arc::new(RecordedLane { group: group.into(), channel, ring: Ring::new() });
         let mut lanes = lock(&self.lanes);
-        // Closed lanes stay as long as they have operations to show.
+        // Closed lanes stay while they contain recent operations.
         let oldest = self.oldest();
         lanes.retain(|lane| Arc::strong_count(lane) > 1 || lane.ring.reaches(oldest));
         lanes.push(Arc::clone(&lane));
         LaneRecorder { recorder: self, lane }
     }
 
-    /// Whether operations that begin from now on are recorded.
+    /// Sets whether operations that begin from now on are recorded.
     pub fn set_recording(&self, on: bool) {
         self.on.store(on, Relaxed);
     }
 
-    /// The last operations, oldest first, and before them those that run and are older.
+    /// Returns the last operations, oldest first, preceded by older operations that still run.
     pub fn operations(&self) -> Vec<Operation> {
-        // An operation that begins now may have its number and not its place yet.
+        // An operation that is just beginning may have its number but not its slot yet, so try again if a number is
+        // missing.
         for _ in 0..100 {
             let found = self.read();
             let last: Vec<u64> = found.iter().rev().map(|op| op.n).take(CAPACITY).collect();
@@ -111,19 +110,18 @@ impl FlightRecorder {
         for lane in &*lock(&self.lanes) {
             let mut begun = Vec::new();
             lane.ring.read(oldest, &mut begun);
-            // After the queues, because what leaves a queue is in a ring before.
+            // Rings are read after the queues, because a job is written to a ring before it leaves its queue.
             found.extend(begun.into_iter().map(|op| (op.n, shown(lane, op, &scale))));
         }
         found.into_values().collect()
     }
 
-    /// Number of the oldest of the last operations.
+    /// Returns the number of the oldest operation among the last [`CAPACITY`].
     fn oldest(&self) -> u64 {
         self.next.load(Relaxed).saturating_sub(CAPACITY as u64)
     }
 }
 
-/// An operation of a ring, as it is read out.
 fn shown(lane: &RecordedLane, op: Begun, scale: &Scale) -> Operation {
     let Begun { n, seq, count, bytes, begin, end, kind, op, dtype, root, state, label, missing } = op;
     Operation {
@@ -146,11 +144,11 @@ fn shown(lane: &RecordedLane, op: Begun, scale: &Scale) -> Operation {
 
 /// A queued job.
 struct Job {
-    /// The operation without its times.
+    /// The operation, except for its times.
     op: Operation,
-    /// When it was begun, in ticks.
+    /// Time of the begin in ticks.
     begin: Option<u64>,
-    /// When it ended, in ticks.
+    /// Time of the end in ticks.
     end: Option<u64>,
 }
 

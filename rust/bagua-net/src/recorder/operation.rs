@@ -1,28 +1,28 @@
-//! An operation, as it is announced and as it is read out.
+//! An operation as it is announced to the flight recorder, and as it is read back.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::types::{DType, Kind, ReduceOp};
 
-/// How many operations are kept.
+/// Number of operations that the recorder keeps.
 pub const CAPACITY: usize = 1000;
 
-/// How far an operation has come.
+/// The progress of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OperationState {
-    /// It waits for the communication thread.
+    /// The operation waits for the communication thread.
     Queued,
-    /// It was begun.
+    /// The operation has begun.
     Started,
-    /// It ended well.
+    /// The operation ended without an error.
     Done,
-    /// It ended with an error, or its group failed before it was begun.
+    /// The operation ended with an error, or its group failed before it began.
     Failed,
 }
 
 impl OperationState {
-    /// Lower-case name, as the Python API spells it.
+    /// Returns the lower-case name that the Python API uses.
     pub const fn name(self) -> &'static str {
         match self {
             OperationState::Queued => "queued",
@@ -33,17 +33,17 @@ impl OperationState {
     }
 }
 
-/// What an operation is.
+/// The name of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
-    /// A kind, with its reduce operation where it has one.
+    /// A kind, and its reduce operation if it has one.
     Kind(Kind, Option<ReduceOp>),
-    /// What a queued job says of itself, until its first operation begins.
+    /// The name of a queued job, until its first operation begins.
     Job(&'static str),
 }
 
 impl What {
-    /// The kind's name with the reduce operation, for example "all_reduce(sum)".
+    /// Returns the kind's name with the reduce operation, for example "all_reduce(sum)".
     pub fn text(self) -> String {
         match self {
             What::Kind(kind, Some(op)) => format!("{}({})", kind.name(), op.name()),
@@ -53,59 +53,59 @@ impl What {
     }
 }
 
-/// What is known of an operation when it is queued.
+/// The facts known about an operation when it is queued.
 #[derive(Clone, Copy, Debug)]
 pub struct Announced<'a> {
-    /// What it is.
+    /// Kind of operation, or name of the job.
     pub what: What,
-    /// Element type; `None` for a barrier and where it is not known yet.
+    /// Element type. `None` for a barrier, or if it is not known yet.
     pub dtype: Option<DType>,
-    /// Elements, as [`Fingerprint::count`](crate::types::Fingerprint::count) counts them.
+    /// Number of elements, counted as in [`Fingerprint::count`](crate::types::Fingerprint::count).
     pub count: usize,
     /// Bytes of the user's tensor.
     pub bytes: usize,
-    /// Rank of the group that sends or receives everything, where the kind has one.
+    /// Group rank of the root, if the kind has one.
     pub root: Option<usize>,
     /// Bucket or other label; may be empty.
     pub label: &'a str,
 }
 
 impl Announced<'static> {
-    /// A job of which nothing is known but what it calls itself.
+    /// Announces a job about which only its name is known.
     pub const fn job(name: &'static str) -> Announced<'static> {
         Announced { what: What::Job(name), dtype: None, count: 0, bytes: 0, root: None, label: "" }
     }
 }
 
-/// One operation, as it is read out.
+/// One operation, as it is read back.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Operation {
-    /// Its number in this process.
+    /// Number of the operation in this process.
     pub n: u64,
     /// Name of the group.
     pub group: Arc<str>,
-    /// Number of the lane in the group.
+    /// Number of the lane within the group.
     pub channel: u32,
-    /// Its number in the lane, as fingerprints have it; `None` until it begins.
+    /// Number of the operation within the lane, as in fingerprints. `None` until it begins.
     pub seq: Option<u64>,
-    /// What it is.
+    /// Kind of operation, or name of the job.
     pub what: What,
-    /// Bucket or other label; its first 64 bytes.
+    /// First 64 bytes of the bucket's name or another label.
     pub label: String,
     /// Element type; `None` for a barrier.
     pub dtype: Option<DType>,
-    /// Elements.
+    /// Number of elements.
     pub count: u64,
     /// Bytes of the user's tensor.
     pub bytes: u64,
-    /// Rank of the group that sends or receives everything.
+    /// Group rank of the root, if the kind has one.
     pub root: Option<u32>,
-    /// How far it has come.
+    /// Progress when the record was read.
     pub state: OperationState,
-    /// When it began, since the epoch.
+    /// Time of the begin since the epoch.
     pub begin: Option<Duration>,
-    /// When it ended, since the epoch.
+    /// Time of the end since the epoch.
     pub end: Option<Duration>,
-    /// World ranks that had not come when it failed.
+    /// World ranks that had not joined the operation when it failed.
     pub missing: Vec<usize>,
 }

@@ -1,75 +1,78 @@
-//! What an operation works with beside its input and output.
+//! Memory and state that an operation uses in addition to its input and output.
 
 use super::Io;
 use crate::codec::{Codec, Scratch};
 use crate::memory::BufferMut;
 
-/// How a compressed all_reduce combines a tensor.
+/// Parameters of a compressed all_reduce.
 #[derive(Clone, Copy, Debug)]
 pub struct Compression<'a> {
-    /// Encodes it.
+    /// Codec for the records that ranks send.
     pub codec: &'a dyn Codec,
-    /// What the sum is divided by: the ranks of the group for an average, 1 for a sum.
+    /// Divisor of the sum: the number of ranks for an average, 1 for a sum.
     pub divisor: usize,
-    /// Number of the call, for codecs that draw at random; equal on all members.
+    /// Number of the call, which seeds codecs with random rounding. Equal on all members.
     pub draw: u64,
-    /// Elements in front that carry values. The others are padding: taken as zeros, and zeros afterwards.
+    /// Number of elements that carry values. The elements after them are padding: they count as zeros, and are zero
+    /// afterwards.
     pub elements: usize,
 }
 
-/// Replicas of the compressed ring, each of the length of the weights and in the same place: what the neighbours know.
+/// The weights that the compressed ring assumes on each rank. All three have the length of the weights and lie on the
+/// same device.
 pub struct Replicas<'a> {
-    /// Own weights as both neighbours have them.
+    /// This rank's weights as both neighbours know them.
     pub own: BufferMut<'a>,
-    /// Those of the left neighbour, member i - 1.
+    /// The left neighbour's weights (member i - 1) as this rank knows them.
     pub left: BufferMut<'a>,
-    /// Those of the right neighbour, member i + 1.
+    /// The right neighbour's weights (member i + 1) as this rank knows them.
     pub right: BufferMut<'a>,
 }
 
 impl Replicas<'_> {
-    /// The same for a shorter time.
+    /// Borrows the replicas again for a shorter time.
     pub fn reborrow(&mut self) -> Replicas<'_> {
         Replicas { own: self.own.reborrow(), left: self.left.reborrow(), right: self.right.reborrow() }
     }
 }
 
-/// Memory that is kept between calls, because fresh pages cost more than the copies.
+/// Buffers that are kept between calls, because touching fresh pages costs more than the copies themselves.
 #[derive(Debug, Default)]
 pub struct Workspace {
-    /// The tensor and the zeros behind it, where its elements do not divide by the members.
+    /// The tensor padded with zeros, used if its elements do not divide evenly among the members.
     pub padded: Vec<u8>,
-    /// Records of this member.
+    /// Records that this member sends.
     pub sent: Vec<u8>,
-    /// Records or weights of the other members; on a device, memory of its own takes the place of this.
+    /// Records or weights received from the other members. Unused on a device, which has its own buffer.
     pub received: Vec<u8>,
-    /// Elements that records decode to, or that are encoded next.
+    /// Elements decoded from records, or elements about to be encoded.
     pub decoded: Vec<u8>,
-    /// A mean before it is encoded.
+    /// The mean before it is encoded.
     pub mean: Vec<u8>,
-    /// The error after this call, until it is known that the result is finite.
+    /// The new error feedback, kept here until the result is known to be finite.
     pub error: Vec<u8>,
-    /// The encoder's.
+    /// Scratch memory of the encoder.
     pub scratch: Scratch,
 }
 
-/// See the module. Each verb says what it uses.
+/// Memory and state of one operation. Each [`super::Verb`] says which fields it uses.
 #[derive(Default)]
 pub struct Extra<'a> {
-    /// Error feedback of a compressed all_reduce: one float32 in memory for each element that carries a value. By host only a host's first
-    /// rank uses it.
+    /// Error feedback of a compressed all_reduce: one float32 in host memory for each element that carries a value.
+    /// Under `hier`, only the first rank of each host uses it.
     pub error: Option<BufferMut<'a>>,
-    /// Of the compressed ring. By host only a host's first rank knows its neighbours; the others get `own`.
+    /// Replicas of the compressed ring. Under `hier`, only the first rank of each host knows its neighbours; the others
+    /// get `own`.
     pub replicas: Option<Replicas<'a>>,
-    /// Without it memory is allocated for the one call.
+    /// Buffers kept between calls. If `None`, the call allocates its own.
     pub work: Option<&'a mut Workspace>,
 }
 
-/// The buffers of an operation and what it works with beside them.
+/// The buffers of an operation together with its [`Extra`].
 pub struct Operands<'a> {
     /// Input and output.
     pub io: Io<'a>,
-    /// What else it works with.
+    /// Memory and state in addition to input and output.
     pub extra: Extra<'a>,
 }
 

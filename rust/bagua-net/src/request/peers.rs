@@ -1,44 +1,45 @@
-//! Which members average with each other.
+//! Peer selection for decentralized averaging: which members average with each other.
 //!
-//! Sources: Lian et al., NeurIPS 2017 (arXiv:1705.09056) for decentralized training; Assran et al., ICML 2019 (arXiv:1811.10792) and
-//! Ying et al., NeurIPS 2021 (arXiv:2110.13363) for exponential graphs; the original's `shift_one` pairs.
+//! Sources: Lian et al., NeurIPS 2017 (arXiv:1705.09056) for decentralized training; Assran et al., ICML 2019
+//! (arXiv:1811.10792) and Ying et al., NeurIPS 2021 (arXiv:2110.13363) for exponential graphs. The `shift_one` pairs
+//! are those of the original Bagua.
 
 use bagua_types::coded;
 
 use crate::error::{Error, Result};
 
 coded! {
-    /// Whose weights a member averages with its own. n is the number of members, i a member, r the round.
+    /// The members whose weights a member averages with its own. n is the number of members, i a member, r the round.
     PeerSelection {
-        /// Everybody's.
+        /// All members.
         All = 0, "all";
-        /// One member's of the other half of all members, another one in each round; pairs are mutual. n must be even or 1.
+        /// One member of the other half, a different one in each round. Pairs are mutual. n must be even or 1.
         ShiftOne = 1, "shift_one";
-        /// Those of i - 1 and i + 1.
+        /// Members i - 1 and i + 1.
         Ring = 2, "ring";
-        /// Those of i + 2^j for all 2^j < n.
+        /// Members i + 2^j for all 2^j < n.
         Exponential = 3, "exponential";
-        /// That of i + 2^(r mod ceil(log2 n)).
+        /// Member i + 2^(r mod ceil(log2 n)).
         OnePeerExponential = 4, "one_peer_exponential";
     }
 }
 
 impl PeerSelection {
-    /// Whether it works among so many members.
+    /// Checks that the selection works with this number of members.
     ///
     /// # Errors
-    /// `InvalidArgument` for shift_one among an odd number above 1, which it names.
+    /// `InvalidArgument` for `shift_one` with an odd number of members above 1.
     pub fn check(self, members: usize) -> Result<()> {
         if self == PeerSelection::ShiftOne && members > 1 && members % 2 == 1 {
             return Err(Error::InvalidArgument(format!(
-                "shift_one pairs each member of the first half with one of the second half: it needs an even number of members, \
-                 not {members}"
+                "shift_one pairs each member of the first half with one of the second half, so it needs an even \
+                 number of members, not {members}"
             )));
         }
         Ok(())
     }
 
-    /// The members whose weights member `i` of `n` takes in round `r`, ascending, without itself.
+    /// Returns the members whose weights member `i` of `n` averages with its own in round `r`, ascending.
     pub fn peers(self, i: usize, n: usize, r: u64) -> Vec<usize> {
         let step = |distance: usize| (i + distance) % n;
         let mut peers: Vec<usize> = match self {
@@ -62,13 +63,13 @@ impl PeerSelection {
         peers
     }
 
-    /// The members that take the weights of member `i`, ascending.
+    /// Returns the members that average the weights of member `i` with their own, ascending.
     pub fn takers(self, i: usize, n: usize, r: u64) -> Vec<usize> {
         (0..n).filter(|member| self.peers(*member, n, r).contains(&i)).collect()
     }
 }
 
-/// The powers of two below n.
+/// Returns the powers of two below n.
 fn powers(n: usize) -> impl Iterator<Item = usize> {
     (0..usize::BITS).map(|j| 1usize << j).take_while(move |power| *power < n)
 }

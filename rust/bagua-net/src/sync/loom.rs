@@ -1,17 +1,18 @@
-//! The names of [`super`] in loom, where the models run.
+//! Replacements for [`super`]'s items in models, built on loom.
 //!
-//! What differs from loom itself:
+//! Differences from loom itself:
 //!
-//! - **Sequential consistency.** loom treats `SeqCst` accesses as `AcqRel`. Here a `SeqCst` store or read-modify-write publishes
-//!   all that its thread has seen, and a `SeqCst` load first acquires what all of them have published. So of two threads that each
-//!   write one word and then load the other's, one sees the other's write, and where one of the four accesses is weaker neither
-//!   may. (Stronger than C++ in one respect: it orders the accesses around it as well.)
-//! - **Time.** Every time that was measured is [`ELAPSED`]: each spin is in vain, no deadline passes. No futex and no condition
-//!   variable times out: what only a timeout would wake is a deadlock, which loom reports.
-//! - **Arc.** Counts as the standard library's does, with `Relaxed` and `Release`; loom's own orders more.
-//! - **Shared memory.** The bytes are real. Its atomic words are in loom instead: a pool of zeros, given to
-//!   addresses in the order in which they are first asked for. Each slice counts as an access to the [`BLOCK`]s that it overlaps at
-//!   the moment in which it is made, and loom reports two accesses that nothing orders.
+//! - **Sequential consistency.** loom treats `SeqCst` accesses as `AcqRel`. Here, a `SeqCst` store or read-modify-write
+//!   publishes everything its thread has seen, and a `SeqCst` load first acquires everything published so far. So if
+//!   two threads each write one word and then load the other's word, at least one of them sees the other's write; if
+//!   any of the four accesses is weaker, possibly neither does. This also orders the surrounding accesses, and is thus
+//!   stronger than C++.
+//! - **Time.** Every measured time is [`ELAPSED`]: a spin never succeeds, and no deadline passes. Futexes and condition
+//!   variables never time out, so a thread that only a timeout would wake is a deadlock, which loom reports.
+//! - **Arc.** Counts references like the standard library, with `Relaxed` and `Release`. loom's own `Arc` orders more.
+//! - **Shared memory.** The bytes are real. The atomic words come from a pool of zeroed loom atomics, assigned to
+//!   addresses in the order of first use. Creating a slice counts as an access to every [`BLOCK`] it overlaps, and loom
+//!   reports conflicting accesses that nothing orders.
 
 #![allow(missing_docs, reason = "the methods are those of the standard library")]
 
@@ -29,52 +30,53 @@ use loom::cell::UnsafeCell;
 use loom::sync::atomic as inner;
 use loom::thread::Thread;
 
-/// How often a spin looks before it reads the clock.
+/// Number of checks in a spin between two readings of the clock.
 pub const SPINS: u32 = 0;
 
-/// What every clock says: longer than any spin, shorter than any deadline.
+/// Duration shown by every clock: longer than any spin, and shorter than any deadline.
 const ELAPSED: Duration = Duration::from_millis(1);
 
-/// Bytes of shared memory that are tracked as one.
+/// Size of a block of shared memory, whose accesses are tracked together.
 const BLOCK: usize = 64;
 
-/// Words, longs and blocks that the shared memory of one model may have, and words that its threads may sleep on.
+/// Limits per model: words that threads may sleep on, and words, longs and blocks of shared memory.
 const FUTEXES: usize = 8;
 const WORDS: usize = 24;
 const LONGS: usize = 96;
 const BLOCKS: usize = 192;
 
-/// The size of a buffer in shared memory. Models have small ones, so that few bytes fill them.
+/// Returns the size of a buffer in shared memory. Models use small buffers, so that a few bytes fill them.
 pub const fn buffer_len(bytes: usize) -> usize {
     bytes / 256
 }
 
-/// How long a wait lasts that is no part of a model.
+/// Returns the length of a wait that models skip.
 pub const fn patience(_time: Duration) -> Duration {
     Duration::ZERO
 }
 
 thread_local! {
-    /// Whether `Acquire` loads return the latest value only, in the model that this thread runs.
+    /// True if `Acquire` loads return only the latest value in the model that this thread runs.
     pub(super) static LATEST: Cell<bool> = const { Cell::new(false) };
 }
 
 loom::lazy_static! {
-    /// What `SeqCst` stores publish and `SeqCst` loads acquire.
+    /// Carries the order from `SeqCst` stores to `SeqCst` loads.
     static ref ORDER: inner::AtomicU64 = inner::AtomicU64::new(0);
-    /// Who sleeps on a futex.
+    /// Threads that sleep on each futex.
     static ref SLEEPERS: Pool<Mutex<Vec<Thread>>> = Pool::new(FUTEXES, Mutex::default);
     static ref SHARED: LoomMemory = LoomMemory::new();
 }
 
-/// Makes the model's own state. Comes first: what a later thread makes is ordered after that thread's past only.
+/// Creates the state of the model. Must run first, because state created by a later thread is ordered only after that
+/// thread's past.
 pub(super) fn prepare() {
     let (_, _, _) = (&*ORDER, &*SLEEPERS, &*SHARED);
 }
 
 macro_rules! atomics {
     ($($name:ident($value:ty)),*) => {$(
-        /// See the module.
+        /// The standard library's atomic of this name, in loom.
         #[derive(Debug)]
         pub struct $name(inner::$name);
 
@@ -159,7 +161,7 @@ fn published(order: Ordering) {
     }
 }
 
-/// See [`ELAPSED`].
+/// A clock that always shows [`ELAPSED`].
 #[derive(Clone, Copy, Debug)]
 pub struct Instant;
 
@@ -173,7 +175,7 @@ impl Instant {
     }
 }
 
-/// Counted as the standard library does.
+/// An `Arc` that counts references like the standard library's.
 #[derive(Debug)]
 pub struct Arc<T>(std::sync::Arc<Counted<T>>);
 
@@ -221,9 +223,9 @@ struct LoomMemory {
     words: Pool<AtomicU32>,
     longs: Pool<AtomicU64>,
     blocks: Pool<UnsafeCell<()>>,
-    /// Addresses that mean others: where memory begins that is mapped twice, its length, and where its first mapping begins.
+    /// Second mappings of the same memory: start, length, and start of the first mapping.
     aliases: std::sync::Mutex<Vec<(usize, usize, usize)>>,
-    /// Where the first mapping of a file begins, by inode: a model keeps it as long as there are others.
+    /// Start of the first mapping of each file, by inode. A model keeps the first mapping as long as any other.
     files: std::sync::Mutex<HashMap<u64, usize>>,
 }
 
@@ -238,7 +240,7 @@ impl LoomMemory {
         }
     }
 
-    /// The address in the first mapping of the memory.
+    /// Returns the corresponding address in the first mapping of the memory.
     fn first(&self, address: usize) -> usize {
         let aliases = self.aliases.lock().unwrap_or_else(PoisonError::into_inner);
         let alias = aliases.iter().find(|(begin, len, _)| (*begin..begin + len).contains(&address));
@@ -246,7 +248,7 @@ impl LoomMemory {
     }
 }
 
-/// Notes that `len` bytes are those of a file: what was mapped before from the same one is the same memory.
+/// Registers `len` bytes as those of a file. Earlier mappings of the same file are the same memory.
 pub fn mapped(file: std::os::fd::BorrowedFd<'_>, bytes: *const u8, len: usize) {
     let file = rustix::fs::fstat(file).expect("an open file").st_ino;
     let mut files = SHARED.files.lock().unwrap_or_else(PoisonError::into_inner);
@@ -256,10 +258,10 @@ pub fn mapped(file: std::os::fd::BorrowedFd<'_>, bytes: *const u8, len: usize) {
     }
 }
 
-/// Objects of loom, by address.
+/// Loom objects, assigned to addresses.
 struct Pool<T> {
     items: Vec<T>,
-    /// No part of what loom explores: never locked across a switch of threads.
+    /// Position of each address's object. Not part of what loom explores: never locked across a switch of threads.
     given: std::sync::Mutex<HashMap<usize, usize>>,
 }
 
@@ -276,12 +278,12 @@ impl<T> Pool<T> {
     }
 }
 
-/// A 4-byte word of shared memory.
+/// Returns a 4-byte word of shared memory.
 pub fn word(memory: &std::sync::atomic::AtomicU32) -> &AtomicU32 {
     SHARED.words.at(SHARED.first(memory.as_ptr() as usize))
 }
 
-/// An 8-byte word of shared memory.
+/// Returns an 8-byte word of shared memory.
 pub fn long(memory: &std::sync::atomic::AtomicU64) -> &AtomicU64 {
     SHARED.longs.at(SHARED.first(memory.as_ptr() as usize))
 }
@@ -291,18 +293,18 @@ fn blocks(bytes: &[u8]) -> impl Iterator<Item = &'static UnsafeCell<()>> {
     (begin / BLOCK..(begin + bytes.len()).div_ceil(BLOCK)).map(|block| SHARED.blocks.at(block))
 }
 
-/// Notes that this thread is about to read bytes of shared memory.
+/// Tells loom that this thread is about to read these bytes of shared memory.
 pub fn reads(bytes: &[u8]) {
     blocks(bytes).for_each(|block| block.with(|_| ()));
 }
 
-/// Notes that this thread is about to write bytes of shared memory.
+/// Tells loom that this thread is about to write these bytes of shared memory.
 pub fn writes(bytes: &[u8]) {
     blocks(bytes).for_each(|block| block.with_mut(|_| ()));
 }
 
-/// Waiting for a word to change. As in the kernel, comparing and lying down are one step under a lock, and waking takes that lock;
-/// nothing else is ordered, although the kernel orders more.
+/// Waits for a word to change. As in the kernel, comparing and falling asleep are one step under a lock, and waking
+/// takes the same lock. The kernel orders more than this.
 pub mod futex {
     use super::*;
 
@@ -321,7 +323,7 @@ pub mod futex {
         sleepers(word).drain(..).for_each(|thread| thread.unpark());
     }
 
-    /// Locks the kernel's list of a word's sleepers.
+    /// Locks the list of threads that sleep on a word.
     fn sleepers(word: &AtomicU32) -> loom::sync::MutexGuard<'static, Vec<Thread>> {
         let list: &'static Mutex<_> = SLEEPERS.at(std::ptr::from_ref(word) as usize);
         list.lock().unwrap_or_else(PoisonError::into_inner)

@@ -1,4 +1,4 @@
-//! Runs a model.
+//! Runner of the models.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -9,26 +9,27 @@ use std::time::Instant;
 #[cfg(test)]
 mod tests;
 
-/// Preemptions of a model of two threads, where `LOOM_MAX_PREEMPTIONS` does not say another number.
+/// Preemptions in a model of two threads, unless `LOOM_MAX_PREEMPTIONS` is set.
 const PREEMPTIONS: usize = 2;
 
-/// How many executions loom runs between two looks at the clock, where `LOOM_MAX_DURATION` is set.
+/// Number of executions between two readings of the clock, used by loom if `LOOM_MAX_DURATION` is set.
 const UNTIMED: usize = 500;
 
-/// Runs `model` once for every order of its threads' steps and every value that its loads may return, with at most two
-/// preemptions (or `LOOM_MAX_PREEMPTIONS`), and prints how many there were.
+/// Runs `model` once for every interleaving of its threads and every value that their loads may return, with at most
+/// two preemptions (or `LOOM_MAX_PREEMPTIONS`). Prints the number of executions.
 pub fn explore(model: impl Fn() + Send + Sync + 'static) {
     explore_with(false, 0, model);
 }
 
-/// The same, but `Acquire` loads return the latest value only: for models that are too large for all of them. Where every word that
-/// is so loaded counts upwards, an older value is what the thread would have seen earlier, and no other behaviour is lost. What is not
-/// ordered by the words that were loaded is found as in [`explore`].
+/// As [`explore`], but `Acquire` loads return only the latest value. For models that are too large for [`explore`].
+///
+/// If every word loaded with `Acquire` only counts upwards, this loses no behaviour: an older value is what the thread
+/// would have seen by loading earlier. Accesses that these loads do not order are still found to be unordered.
 pub fn explore_latest(model: impl Fn() + Send + Sync + 'static) {
     explore_with(true, 0, model);
 }
 
-/// As [`explore_latest`], with one preemption fewer: for three ranks, which have many more orders than two.
+/// As [`explore_latest`], with one preemption fewer. For three ranks, which have many more interleavings than two.
 pub fn explore_three(model: impl Fn() + Send + Sync + 'static) {
     explore_with(true, 1, model);
 }
@@ -56,10 +57,10 @@ fn explore_with(latest: bool, fewer: usize, model: impl Fn() + Send + Sync + 'st
         took.as_secs_f64(),
         thread.name().unwrap_or("a model")
     );
-    // Where loom gives up it does so before the last execution of an interval.
+    // When loom gives up, it does so before the last execution of an interval.
     let cut_off = builder.max_duration.is_some_and(|most| took >= most) && (runs + 1).is_multiple_of(UNTIMED);
     if cut_off {
-        // Not by eprintln: the test harness would keep it to itself.
+        // eprintln would not do: the test harness captures its output.
         let _ = writeln!(std::io::stderr(), "INCOMPLETE, LOOM_MAX_DURATION is over: {text}");
     } else {
         println!("{text}");

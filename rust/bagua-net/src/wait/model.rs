@@ -1,6 +1,6 @@
-//! Models of the doorbell: a ring that comes while its owner looks for work or lies down is not missed.
+//! Models of the doorbell: a ring is not missed if it comes while the owner looks for work or falls asleep.
 //!
-//! Each found the mistakes that are named beside it, when they were made by hand in `wait.rs`.
+//! Each model names the bugs in `wait.rs` that it was seen to find.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
@@ -12,7 +12,8 @@ use super::Doorbell;
 use crate::sync::AtomicU32;
 use crate::sync::model::explore;
 
-/// Sleeps on the bell until the work counter has reached `all`, as every owner of a bell does. A missed ring is a deadlock.
+/// Sleeps on the bell until the work counter reaches `all`, as every owner of a bell does. A missed ring shows as a
+/// deadlock.
 fn wait_for_work(bell: &Doorbell, work: &AtomicU32, all: u32) {
     loop {
         let seen = bell.rings();
@@ -23,8 +24,8 @@ fn wait_for_work(bell: &Doorbell, work: &AtomicU32, all: u32) {
     }
 }
 
-/// Deadlocks when any of the four accesses of `ring` and `wait` that are `SeqCst` is weaker, and when the sleeper is counted after the
-/// rings are compared; also when a ring wakes no thread, or is counted or read with `Relaxed`.
+/// Deadlocks if any of the four `SeqCst` accesses of `ring` and `wait` is weaker, if `wait` counts the sleeper after it
+/// compares the rings, or if `ring` wakes no thread.
 #[test]
 fn a_ring_between_looking_and_sleeping_is_not_missed() {
     explore(|| {
@@ -41,7 +42,7 @@ fn a_ring_between_looking_and_sleeping_is_not_missed() {
     });
 }
 
-/// As above, with a second sleeper.
+/// As above, with two ringers and two sleepers.
 #[test]
 fn two_ringers_wake_two_sleepers() {
     explore(|| {
@@ -64,7 +65,7 @@ fn two_ringers_wake_two_sleepers() {
     });
 }
 
-/// Finds a ring that is counted, or rings that are read, with `Relaxed`.
+/// Fails if `ring` counts, or `rings` reads, with `Relaxed`.
 #[test]
 fn what_was_done_before_a_ring_is_seen_by_who_counts_it() {
     explore(|| {

@@ -1,4 +1,4 @@
-//! What the models build on: this room's own stand-ins for what loom does not have.
+//! Tests of the replacements for what loom does not have, on which the models depend.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
@@ -10,7 +10,8 @@ use loom::thread;
 use super::super::{AtomicU32, futex};
 use super::explore;
 
-/// Two threads that each write one word and then load the other: true when loom found an order in which neither saw the other's write.
+/// Runs two threads that each write one word and then load the other. True if loom found an order in which neither saw
+/// the other's write.
 fn neither_sees_the_other(writes: [Ordering; 2], loads: [Ordering; 2]) -> bool {
     let found = Arc::new(AtomicUsize::new(0));
     let neither = Arc::clone(&found);
@@ -76,7 +77,8 @@ fn a_futex_that_is_woken_without_a_change_of_its_word_may_miss_it() {
     });
 }
 
-/// One thread writes shared memory and then sets a word with `store`, the other reads the memory when it has seen that with `load`.
+/// One thread writes shared memory and then sets a word with `store`. The other reads the memory after it saw the word
+/// with `load`.
 fn hand_over(store: Ordering, load: Ordering) {
     static MEMORY: [u8; 256] = [0; 256];
     explore(move || {
