@@ -259,12 +259,15 @@ def _read(name: str, variables: _Variables) -> Found:
 
     # torchrun's number of the host, where it has set all of its variables.
     torchrun = all(config.text(name) is not None for name in ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    local_rank = integer("LOCAL_RANK", variables.local_rank)
+    local_world_size = integer("LOCAL_WORLD_SIZE", variables.local_world_size)
     return Found(
         name,
         integer(variables.rank),
         integer(variables.world_size),
-        integer("LOCAL_RANK", variables.local_rank),
-        integer("LOCAL_WORLD_SIZE", variables.local_world_size),
+        # A host with one rank, such as a pod, has only one local rank.
+        0 if local_rank is None and local_world_size == 1 else local_rank,
+        local_world_size,
         integer("GROUP_RANK" if torchrun else None, "NODE_RANK", variables.node_rank),
         (variables.rank, variables.world_size),
     )

@@ -60,12 +60,13 @@ def test_without_anything_a_process_is_alone() -> None:
         (TORCHRUN, "environment", RankInfo(3, 8, 1, 2)),
         (TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}, "torchrun", RankInfo(3, 8, 1, 2)),
         (PYTORCHJOB, "environment", RankInfo(1, 4, None, None)),
+        (PYTORCHJOB | {"LOCAL_WORLD_SIZE": "1"}, "environment", RankInfo(1, 4, 0, 1)),
         (SLURM, "slurm", RankInfo(5, 6, 2, None)),
         (OPENMPI, "openmpi", RankInfo(4, 7, 0, 3)),
         (MPICH, "mpich", RankInfo(1, 9, None, None)),
         (MPICH | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "mpich", RankInfo(1, 9, 0, 2)),
     ],
-    ids=["rank", "torchrun", "pytorchjob", "slurm", "openmpi", "mpich", "mpich with local"],
+    ids=["rank", "torchrun", "pytorchjob", "one rank on the host", "slurm", "openmpi", "mpich", "mpich with local"],
 )
 def test_each_launcher_is_recognised(
     variables: dict[str, str], name: str, place: RankInfo, monkeypatch: pytest.MonkeyPatch

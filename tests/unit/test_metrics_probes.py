@@ -128,6 +128,12 @@ def by_torch_api() -> None:
     bagua.torch_api.init_process_group()
 
 
+def alone_in_a_pod() -> None:
+    # LOCAL_WORLD_SIZE is 1.
+    del os.environ["LOCAL_RANK"]
+    bagua.init()
+
+
 def waits_for_rank_1(rank: int, join: Callable[[], None], port: int) -> list[tuple[int, str]]:
     found = []
     if rank == 1:
@@ -147,11 +153,14 @@ def is_open(port: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("join", [by_neutral_api, pytest.param(by_torch_api, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("join", [by_neutral_api, alone_in_a_pod, pytest.param(by_torch_api, marks=pytest.mark.slow)])
 def test_a_rank_that_waits_for_others_to_join_answers_already(join: Callable[[], None]) -> None:
     with free_port(count=2) as port:
         variables = {"BAGUA_METRICS_PORT": str(port)}
-        _, found = World(2, env=variables, torch=join is by_torch_api).run(waits_for_rank_1, join, port)
+        world = World(
+            2, env=variables, torch=join is by_torch_api, hosts=[[0], [1]] if join is alone_in_a_pod else None
+        )
+        _, found = world.run(waits_for_rank_1, join, port)
     (health, _), (ready, why) = found
     assert (health, ready) == (200, 503)
     assert why == "not joined: there is no default group, not yet or not any more\n"
