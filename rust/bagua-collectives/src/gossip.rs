@@ -1,6 +1,8 @@
-//! Averaging with some of the ranks: the mean of a member's weights and its peers', written once over `exchange`.
+//! Averaging with some of the ranks: the mean of a member's weights and those of its peers, written once over
+//! `exchange`.
 //!
-//! [`PeerSelection`] has the sources. The compressed ring is DCD-PSGD of Tang et al., NeurIPS 2018 (arXiv:1803.06443), as the original has it.
+//! Sources: see [`PeerSelection`]. The compressed ring is DCD-PSGD of Tang et al., NeurIPS 2018 (arXiv:1803.06443), in
+//! the variant of the original Bagua.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
@@ -13,10 +15,8 @@ use crate::memory::{Buffer, BufferMut};
 use crate::request::{Extra, PeerSelection, Replicas, Workspace};
 use crate::types::ReduceOp;
 
-/// The output becomes the mean of the input and the peers', in member order, divided once. Alone it is a copy.
-///
-/// # Errors
-/// As [`Collective::run`].
+/// Writes the mean of the input and the peers' inputs to the output, added in member order and divided once. A single
+/// member copies its input.
 pub(super) fn average(
     collective: &mut dyn Collective,
     cx: &OpContext<'_>,
@@ -52,14 +52,21 @@ pub(super) fn average(
     Ok(())
 }
 
-/// One round of the compressed ring: with W, L, R the replicas and x the weights, d = x + L/3 + R/3 - 5/3 W goes encoded to both
-/// neighbours; L and R take up the neighbours' differences, W its own, and x becomes W. So W is to the bit what both neighbours
-/// hold. Alone, W becomes x.
+/// Runs one round of the compressed ring. x are the weights, and W, L and R the replicas of this member and of its left
+/// and right neighbour.
 ///
-/// On a device that has the codec all of it stays there, records too: those of the host, byte for byte.
+/// 1. Encode d = x + L/3 + R/3 - 5/3 W, and send the record to both neighbours.
+/// 2. Decode the records of the left neighbour, the right neighbour and this member, and add them to L, R and W,
+///    respectively.
+/// 3. Copy W to x.
+///
+/// Both neighbours decode the same record as this member, so W equals bit for bit what they know of it. A single member
+/// copies x to W. On a device that has the codec, everything stays there, with the same bytes in the records as on the
+/// host.
 ///
 /// # Errors
-/// `UnsupportedType` on a device where the collective has not the codec; otherwise as [`Collective::codec_on`] and [`Collective::run`].
+/// `UnsupportedType` if the collective does not have the codec on the device of the weights. Otherwise as
+/// [`Collective::codec_on`] and [`Collective::run`].
 pub(super) fn compressed_ring(
     collective: &mut dyn Collective,
     cx: &OpContext<'_>,
@@ -91,14 +98,13 @@ pub(super) fn compressed_ring(
     }
 }
 
-/// The records of a round of the compressed ring.
 struct Records<'a> {
     own: BufferMut<'a>,
     left: BufferMut<'a>,
     right: BufferMut<'a>,
 }
 
-/// What encodes on the host.
+/// The codec for the host, with its scratch memory.
 struct Encoder<'a> {
     codec: &'a dyn Codec,
     draw: u64,
@@ -106,7 +112,7 @@ struct Encoder<'a> {
     scratch: &'a mut Scratch,
 }
 
-/// For a ring without replicas.
+/// Returns the error for a ring without replicas.
 pub fn no_replicas() -> Error {
     Error::InvalidArgument("the compressed ring needs the replicas of this rank and of its neighbours".to_owned())
 }
@@ -168,7 +174,8 @@ fn ring_on_device(
     Ok(())
 }
 
-/// The record goes to both neighbours, and theirs come: those of the left and of the right one, and the own.
+/// Sends this member's record to both neighbours. Returns the records of the left neighbour, the right neighbour, and
+/// this member.
 fn with_neighbours<'a>(
     collective: &mut dyn Collective,
     cx: &OpContext<'_>,
@@ -179,7 +186,7 @@ fn with_neighbours<'a>(
     let Records { own, left, right } = records;
     let mut sends = vec![Outgoing { peer: before, fingerprint, data: own.as_buffer() }];
     let mut recvs = vec![Incoming { peer: before, fingerprint, data: left.reborrow() }];
-    // Of two members each is both neighbours of the other: one record serves for both.
+    // With two members, each is both neighbours of the other, so that one record serves for both.
     if before != after {
         sends.push(Outgoing { peer: after, fingerprint, data: own.as_buffer() });
         recvs.push(Incoming { peer: after, fingerprint, data: right.reborrow() });
@@ -189,7 +196,8 @@ fn with_neighbours<'a>(
     Ok([left.as_buffer(), right, own.as_buffer()])
 }
 
-/// out = weights + left / 3 + right / 3 - 5/3 own, in float32 with one rounding per operation, rounded.
+/// Computes out = weights + left / 3 + right / 3 - 5/3 own in float32, with one rounding per operation, and rounds the
+/// result to the element type.
 struct Difference<'a> {
     weights: &'a [u8],
     own: &'a [u8],
@@ -212,7 +220,7 @@ impl ForFloat for Difference<'_> {
     }
 }
 
-/// replica += difference, rounded.
+/// Computes replica += difference, rounded to the element type.
 struct Take<'a> {
     replica: &'a mut [u8],
     difference: &'a [u8],

@@ -1,19 +1,26 @@
-//! Hierarchical collectives of any two: inside each host first, then between the hosts' leaders, then inside each host again.
+//! Hierarchical collectives, made from any two collectives: first inside each host, then between the hosts' leaders,
+//! and then inside each host again. The leader of a host is its first rank.
 //!
-//! The leader of a host is its first rank. [`ByHost`] makes a hierarchy of two borrowed collectives, [`Hier`] owns its two: `shm` and `net` in
-//! a group of several hosts, or those that [`crate::group::Lanes`] connects for `hierarchical`, in any group.
-//! all_reduce, reduce, broadcast and barrier are hierarchical; the other verbs would move the same bytes more often in a hierarchy, so
-//! they go over one flat mesh with the best link per pair.
+//!     host 0: ranks 0 1 2 --> 0            0 --> ranks 0 1 2
+//!                             |  leaders   |
+//!     host 1: ranks 3 4 5 --> 3            3 --> ranks 3 4 5
 //!
-//! Sums are made inside hosts first, so results equal those of the flat collectives within rounding, and themselves bit for bit.
-//! The sum of a host may exceed the largest float16, 65504, where the average of all ranks does not: the average of float16 is one of
-//! the hosts' averages, weighted by their ranks.
-//! Every phase runs under the fingerprint of the whole operation. The leaders see a difference between hosts; the other ranks get
-//! it as the group's first cause.
+//! [`ByHost`] builds a hierarchy from two borrowed collectives. [`Hier`] owns two: `shm` and `net` in a group of
+//! several hosts, or those that [`crate::group::Lanes`] connects for `hierarchical` in any group. all_reduce, reduce,
+//! broadcast and barrier are hierarchical. The other verbs would move the same bytes more often in a hierarchy, so they
+//! use one flat mesh with the best link for each pair.
 //!
-//! Large tensors of the host go chunk by chunk, so that the scratch memory of a phase stays bounded. Leaders that added up the next chunk with
-//! their host while one travels were as fast as leaders that do not, within the spread of two runs (2 hosts of 2 ranks on 2 cores,
-//! 16 MiB at 1, 3 and 10 Gbit/s and at full rate, `benchmarks/network.py`), so chunks follow each other.
+//! Because sums are formed inside hosts first, results equal those of the flat collectives within rounding. Repeated
+//! runs give the same bits. The sum of a host may exceed the largest float16, 65504, even if the average of all ranks
+//! does not. An average of float16 is therefore computed from the hosts' averages, weighted by the number of ranks.
+//!
+//! Every phase runs under the fingerprint of the whole operation. The leaders notice a difference between hosts, and
+//! the other ranks get it as the group's first cause.
+//!
+//! Large tensors on the host are processed in chunks, so that the scratch memory stays bounded. The phases of different
+//! chunks do not overlap: leaders that added up the next chunk while the current one was in transit were not faster,
+//! within the spread of two runs (2 hosts of 2 ranks on 2 cores, 16 MiB at 1, 3 and 10 Gbit/s and at full rate,
+//! `benchmarks/network.py`).
 
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
@@ -25,30 +32,31 @@ use crate::reduce::{divide, sum_over};
 use crate::same_ranks_as;
 use crate::types::{DType, ReduceOp};
 
-/// Bytes that go through all phases at a time: a few times the chunk of the collectives below.
+/// Size in bytes of a chunk that goes through all phases: a few times the chunk of the collectives below.
 const CHUNK: usize = 512 << 10;
 
-/// Index of a leader on its host.
+/// Index of the leader on its host.
 const LEADER: usize = 0;
 
-/// The two collectives of a hierarchy, see [`Collective::split`].
+/// The two collectives of a hierarchy, from [`Collective::split`].
 pub struct ByHost<'a> {
-    /// The ranks of this host, by their index on it.
+    /// Collective of this host's ranks, by their index on the host.
     pub intra: &'a mut dyn Collective,
-    /// The leaders, by the index of their host; on leaders only. Its averages are over the ranks of all hosts, and it gets what
-    /// `inside_hosts` makes of these.
+    /// Collective of the leaders, by the index of their host. Only on leaders. Its inputs must be combined by
+    /// `inside_hosts`, and its averages are over the ranks of all hosts.
     pub inter: Option<&'a mut dyn Collective>,
 }
 
 impl ByHost<'_> {
-    /// Runs a verb. In the verbs over exchange each host is one member, with the sum or the mean of its ranks, which is made in full precision.
+    /// Runs a verb. In the verbs over messages, each host acts as one member, with the sum or mean of its ranks in full
+    /// precision.
     ///
     /// # Errors
-    /// As [`Collective::run`]; `NotImplemented` for verbs that are not hierarchical.
+    /// As [`Collective::run`], and `NotImplemented` for verbs that are not hierarchical.
     pub fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, mut io: Io<'_>) -> Result<()> {
         match verb {
             Verb::AllReduce(op) => loop {
-                // A collective for memory of a device cuts that itself.
+                // A collective on device memory cuts the tensor itself.
                 let width = if io.device()?.is_none() { CHUNK.min(io.len()) } else { io.len() };
                 let (chunk, rest) = io.split_at(width);
                 self.by_leaders(cx, verb, inside_hosts(op, cx.dtype()), chunk)?;
@@ -69,7 +77,8 @@ impl ByHost<'_> {
         }
     }
 
-    /// Each leader gets the combination of its host's ranks, the leaders run the verb, and each host gets the result.
+    /// Reduces to the leader of each host, runs the verb between the leaders, and broadcasts the result inside each
+    /// host.
     fn by_leaders(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, op: ReduceOp, mut io: Io<'_>) -> Result<()> {
         let ByHost { intra, inter } = self;
         if let Some(inter) = inter.as_mut().filter(|_| intra.size() == 1) {
@@ -84,25 +93,26 @@ impl ByHost<'_> {
     }
 }
 
-/// How the ranks of a host combine what the leaders combine by `op`.
+/// Returns the operation inside hosts, for leaders that combine by `op`.
 fn inside_hosts(op: ReduceOp, dtype: DType) -> ReduceOp {
     if dtype == DType::F16 { op } else { op.undivided() }
 }
 
-/// The collective of leaders, each with the result of all ranks of its host: an average is over these ranks.
+/// The collective of the leaders, each with the combined input of its host. Divides averages by the number of all
+/// ranks.
 struct Leaders {
     inner: Box<dyn Collective>,
-    /// The ranks of all hosts.
+    /// Number of ranks on all hosts.
     ranks: usize,
-    /// The ranks of this host.
+    /// Number of ranks on this host.
     here: usize,
-    /// The ranks of the host that has most of them.
+    /// Number of ranks on the host with the most ranks.
     most: usize,
 }
 
 impl Leaders {
-    /// The average over all ranks of float16 elements, of which each leader has the average over its host. No step exceeds the largest of the
-    /// ranks' values: hosts with fewer ranks count less, and the average over the hosts becomes larger for that again.
+    /// Averages float16 over all ranks, from the average of each host. No step exceeds the largest input of any rank:
+    /// hosts with fewer ranks are scaled down first, and the average over the hosts is scaled up at the end.
     fn average_averages(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
         let weighed = self.most * self.size();
         if weighed == self.ranks {
@@ -120,7 +130,7 @@ impl Leaders {
     }
 }
 
-/// `out = from * times / divisor` of float16, rounded once.
+/// Computes `out = from * times / divisor` in float16, rounded once.
 fn multiply(from: &[u8], out: &mut [u8], times: usize, divisor: usize) {
     let common =
         (1..=times).rev().find(|common| times.is_multiple_of(*common) && divisor.is_multiple_of(*common)).unwrap_or(1);
@@ -155,28 +165,30 @@ impl Collective for Leaders {
     }
 }
 
-/// Hierarchical collectives over others.
+/// Hierarchical collectives that own the collectives they use.
 pub struct Hier {
-    /// The ranks of this host, by their index on it.
+    /// Collective of this host's ranks, by their index on the host.
     intra: Box<dyn Collective>,
-    /// The leaders, by the index of their host. Only on leaders.
+    /// Collective of the leaders, by the index of their host. Only on leaders.
     inter: Option<Leaders>,
-    /// All ranks of the group, for the verbs that are not hierarchical; without it, those over exchange are.
+    /// Collective of all ranks for the verbs that are not hierarchical. Without it, the verbs over messages are
+    /// hierarchical.
     flat: Option<Box<dyn Collective>>,
-    /// Group ranks of each host.
+    /// Group ranks on each host.
     hosts: Vec<Vec<usize>>,
     rank: usize,
     size: usize,
-    /// Where a leader gathers what it may not write to its tensor.
+    /// Memory in which a leader gathers data that it must not write to its tensor.
     scratch: Vec<u8>,
 }
 
 impl Hier {
-    /// `hosts` are the group ranks of each host, ascending, hosts by their first rank; `rank` is this one's. `intra` spans this rank's host,
-    /// `inter` the hosts' first ranks (on those only).
+    /// Creates the hierarchy. `hosts` are the group ranks of each host, ascending, and the hosts are ordered by their
+    /// first rank. `rank` is this process's rank, `intra` spans its host, and `inter`, only on leaders, spans the
+    /// leaders.
     ///
     /// # Panics
-    /// When the parts do not fit together: they are built in one place, from one list of hosts.
+    /// If the arguments do not fit together. The caller derives all of them from one list of hosts.
     pub fn new(
         intra: Box<dyn Collective>,
         inter: Option<Box<dyn Collective>>,
@@ -194,7 +206,7 @@ impl Hier {
         Hier { intra, inter, flat: None, hosts, rank, size, scratch: Vec::new() }
     }
 
-    /// The same, with a collective of all ranks for the verbs that are not hierarchical.
+    /// Adds a collective of all ranks for the verbs that are not hierarchical.
     ///
     /// # Panics
     /// As [`Hier::new`].
@@ -209,14 +221,14 @@ impl Hier {
         ByHost { intra: &mut *self.intra, inter }
     }
 
-    /// Index of a rank's host, and of the rank on it.
+    /// Returns the index of a rank's host, and of the rank on it.
     fn index_of(&self, rank: usize) -> (usize, usize) {
         let on = |host: &Vec<usize>| host.iter().position(|member| *member == rank);
         let found = self.hosts.iter().enumerate().find_map(|(host, members)| on(members).map(|local| (host, local)));
         found.expect("every rank of the group is on one of the hosts")
     }
 
-    /// Sends one chunk from `from` to `to`, both on this host; nothing for other ranks.
+    /// Sends one chunk from `from` to `to`, both on this host. Does nothing on other ranks.
     fn forward(&mut self, cx: &OpContext<'_>, data: &mut [u8], from: usize, to: usize) -> Result<()> {
         if from == to {
             Ok(())
@@ -278,7 +290,7 @@ impl Hier {
     }
 }
 
-/// The chunks of a tensor; one empty chunk of an empty tensor, so that fingerprints are compared all the same.
+/// Returns the chunks of a tensor. An empty tensor has one empty chunk, so that fingerprints are compared nevertheless.
 fn chunks(len: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len.div_ceil(CHUNK).max(1)).map(move |chunk| chunk * CHUNK..((chunk + 1) * CHUNK).min(len))
 }
@@ -336,6 +348,6 @@ impl Collective for Hier {
     }
 }
 
-// Without memory that processes share there is nothing to test.
+// Models have no memory that processes share, so there is nothing to test.
 #[cfg(test)]
 mod tests;

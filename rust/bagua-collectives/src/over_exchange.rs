@@ -1,5 +1,5 @@
-//! The verbs that are made of messages, once for every collective: the `run` of a collective that has nothing faster calls this. And what their
-//! arguments must satisfy before anything is sent.
+//! The verbs that consist of messages, written once for all collectives, and the checks of their arguments. A
+//! collective without a faster way calls [`over_exchange()`] from its `run`.
 
 use super::{Collective, Incoming, Io, OpContext, Outgoing, Verb, compressed, gossip};
 use crate::codec;
@@ -8,10 +8,10 @@ use crate::memory::{BufferMut, name_of, same_place};
 use crate::request::{Compression, Extra, PartLayout, Replicas};
 use crate::types::{DType, ReduceOp};
 
-/// Runs a verb by [`Collective::exchange`], on the host or on a device.
+/// Runs a verb with [`Collective::exchange`], on the host or on a device.
 ///
 /// # Errors
-/// As [`Collective::run`]; `NotImplemented` for a verb that is not made of messages.
+/// As [`Collective::run`], and `NotImplemented` for a verb that does not consist of messages.
 pub fn over_exchange(collective: &mut dyn Collective, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
     match verb {
         Verb::AllToAllV { send, recv } => all_to_all_v(collective, cx, io, &send, &recv),
@@ -24,10 +24,10 @@ pub fn over_exchange(collective: &mut dyn Collective, cx: &OpContext<'_>, verb: 
     }
 }
 
-/// The buffer of a verb that works in place.
+/// Returns the buffer of a verb that works in place.
 ///
 /// # Errors
-/// `InvalidArgument` for two buffers.
+/// `InvalidArgument` if there are two buffers.
 pub fn in_place<'a>(verb: Verb<'_>, io: Io<'a>) -> Result<BufferMut<'a>> {
     match io {
         Io::InPlace(data) => Ok(data),
@@ -59,7 +59,7 @@ fn all_to_all_v(
     let part = |to: usize| src.slice(send.range(to, element));
     let mut targets = recv.split(dst, element);
     targets[rank].copy_in_place(part(rank))?;
-    // Empty parts are sent too: a rank that does something else is found out whatever the counts are.
+    // Empty parts are sent too, so that a rank with a different operation is found whatever the counts are.
     let fingerprint = cx.fingerprint;
     let others = |peer: &usize| *peer != rank;
     let sends: Vec<_> = (0..size).filter(others).map(|peer| Outgoing { peer, fingerprint, data: part(peer) }).collect();
@@ -72,11 +72,12 @@ fn all_to_all_v(
     collective.exchange(cx, &sends, &mut recvs)
 }
 
-/// Refuses operands of a verb that is made of messages, before anything is sent: an element type or a number of members that do not suit it,
-/// replicas of another length or place than the weights. Nothing for other verbs; for the layouts of an all_to_all_v see [`check_layouts`].
+/// Checks the operands of a verb that consists of messages, before anything is sent: the element type, the number of
+/// members, and the length and device of replicas. Other verbs have no such operands. For the layouts of an
+/// all_to_all_v, see [`check_layouts`].
 ///
 /// # Errors
-/// `InvalidArgument`, `UnsupportedType`.
+/// `InvalidArgument` or `UnsupportedType`.
 pub fn check_operands(verb: Verb<'_>, dtype: DType, io: &Io<'_>, extra: &Extra<'_>, members: usize) -> Result<()> {
     match verb {
         Verb::CompressedAllReduce(Compression { codec, .. }) | Verb::CompressedRing { codec, .. } => {
@@ -91,23 +92,26 @@ pub fn check_operands(verb: Verb<'_>, dtype: DType, io: &Io<'_>, extra: &Extra<'
     }
 }
 
-/// The replicas of the compressed ring are as long as the weights, and in the same place.
+/// Checks that the replicas of the compressed ring are as long as the weights and on the same device.
 fn check_replicas(dtype: DType, weights: &BufferMut<'_>, extra: &Extra<'_>) -> Result<()> {
     let Replicas { own, left, right } = extra.replicas.as_ref().ok_or_else(gossip::no_replicas)?;
     for replica in [own, left, right] {
         if replica.len() != weights.len() {
             let (count, elements) = (weights.len() / dtype.size(), replica.len() / dtype.size());
-            return Err(Error::InvalidArgument(format!("{count} elements of weights, {elements} of a replica")));
+            return Err(Error::InvalidArgument(format!(
+                "a replica has {elements} elements, but the weights have {count}"
+            )));
         }
         if !same_place(replica.device(), weights.device()) {
             let (one, other) = (name_of(weights.device()), name_of(replica.device()));
-            return Err(Error::InvalidArgument(format!("the weights are on {one}, a replica is on {other}")));
+            return Err(Error::InvalidArgument(format!("a replica is on {other}, but the weights are on {one}")));
         }
     }
     Ok(())
 }
 
-/// Id of the codec, and a digest of the other choices that ranks must agree on, of a verb that is made of messages and has them.
+/// Returns the codec's id, and a digest of the other choices that all ranks must agree on. `None` for a verb without
+/// such choices.
 pub fn agreed(verb: Verb<'_>, extra: &Extra<'_>) -> Option<(u8, u32)> {
     match verb {
         Verb::CompressedAllReduce(Compression { codec, divisor, .. }) => {
@@ -123,13 +127,14 @@ pub fn agreed(verb: Verb<'_>, extra: &Extra<'_>) -> Option<(u8, u32)> {
     }
 }
 
-/// FNV-1a, folded to 16 bits: distinguishes options, and protects against nothing.
+/// FNV-1a folded to 16 bits. Detects different options by accident, but does not protect against an attacker.
 fn digest(text: &str) -> u32 {
     let hash = text.bytes().fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
     (hash >> 16) ^ (hash & 0xffff)
 }
 
-/// Refuses layouts of an all_to_all_v that do not fit the buffers and each other. Ranks may differ in the number of elements.
+/// Checks that the layouts of an all_to_all_v fit the buffers and each other on this rank. Ranks may have different
+/// numbers of elements.
 ///
 /// # Errors
 /// `InvalidArgument`.
@@ -156,7 +161,7 @@ pub fn check_layouts(
     Ok(())
 }
 
-/// Every rank has a part, and every part lies within the `all` elements of the buffer.
+/// Checks that every rank has a part, and that every part lies within the `all` elements of the buffer.
 fn check_parts(parts: &PartLayout<'_>, all: usize, size: usize, what: &str) -> Result<()> {
     for (name, given) in [("counts", parts.counts.len()), ("displacements", parts.displs.len())] {
         if given != size {
@@ -173,7 +178,7 @@ fn check_parts(parts: &PartLayout<'_>, all: usize, size: usize, what: &str) -> R
     Ok(())
 }
 
-/// No two parts have an element in common. They lie within a buffer, see [`check_parts`].
+/// Checks that no two parts overlap. All parts must lie within a buffer, see [`check_parts`].
 fn check_apart(parts: &PartLayout<'_>) -> Result<()> {
     let order = parts.in_order();
     let overlap = |pair: &&[usize]| parts.displs[pair[1]] < parts.displs[pair[0]] + parts.counts[pair[0]];

@@ -1,15 +1,15 @@
-//! A group of one rank: every operation is a copy, or nothing.
+//! A group of one rank, in which every operation is a copy or nothing.
 
 use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb, over_exchange};
 use crate::error::Result;
 use crate::reduce;
 
-/// See the module.
+/// The collective of a group of one rank.
 #[derive(Debug, Default)]
 pub struct Solo {}
 
 impl Solo {
-    /// The only rank.
+    /// Creates the collective of the only rank.
     pub fn new() -> Solo {
         Solo {}
     }
@@ -37,18 +37,18 @@ impl Collective for Solo {
             return over_exchange(self, cx, verb, io);
         }
         match (verb.op(), io.into_host()?) {
-            // Even one input goes through the kernel: it writes a bool as 0 or 1, as it does for more ranks.
+            // Even one input goes through the kernel, because it writes a bool as 0 or 1, as it does for more ranks.
             (Some(op), HostIo::InPlace(data)) => reduce::combine(cx.dtype(), op, &[None], data),
             (Some(op), HostIo::Split { src, dst }) => reduce::combine(cx.dtype(), op, &[Some(src)], dst),
             (None, HostIo::InPlace(_)) => {}
-            // With one rank a shard is the whole buffer.
+            // With one rank, a shard is the whole buffer.
             (None, HostIo::Split { src, dst }) => dst.copy_from_slice(src),
         }
         Ok(())
     }
 
     fn exchange(&mut self, _cx: &OpContext<'_>, _sends: &[Outgoing<'_>], _recvs: &mut [Incoming<'_>]) -> Result<()> {
-        // Messages never go to the rank itself, and there is no other.
+        // A rank never sends messages to itself, and there is no other rank.
         Ok(())
     }
 }

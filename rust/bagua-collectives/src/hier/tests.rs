@@ -15,7 +15,7 @@ use crate::types::{DType, Fingerprint, Kind, Shape};
 use crate::wait::Deadline;
 use crate::{Algorithm, Net};
 
-/// One `Hier` per rank, hosts as segments, networks as streams between threads.
+/// Returns one `Hier` per rank. Hosts are segments, and networks are streams between threads.
 fn hiers(hosts: &[&[usize]], algorithm: Algorithm) -> Vec<Hier> {
     let world = hosts.iter().map(|host| host.len()).sum();
     let mut flats: Vec<Option<Mesh>> = local_mesh(world).into_iter().map(Some).collect();
@@ -35,12 +35,12 @@ fn hiers(hosts: &[&[usize]], algorithm: Algorithm) -> Vec<Hier> {
     ranks.into_iter().map(|(_, hier)| hier).collect()
 }
 
-/// Runs `act` as every rank; a collective lives until all are done.
+/// Runs `act` as every rank. A collective lives until all ranks are done.
 fn on_all<T: Send>(hosts: &[&[usize]], act: impl Fn(usize, &mut Hier, &GroupHealth) -> T + Sync) -> Vec<T> {
     on_all_by(hosts, Algorithm::Auto, act)
 }
 
-/// The same with an algorithm between the hosts.
+/// As [`on_all`], with an algorithm between the hosts.
 fn on_all_by<T: Send>(
     hosts: &[&[usize]],
     algorithm: Algorithm,
@@ -70,7 +70,7 @@ fn within<T>(millis: u64, health: &GroupHealth, fingerprint: Fingerprint, run: i
     run(&OpContext { fingerprint, deadline, health, stats: &OpStats::default(), label: "", extra })
 }
 
-/// Whole numbers, so that every order of adding gives the same.
+/// Returns whole numbers, for which every order of addition gives the same sum.
 fn values(rank: usize, count: usize) -> Vec<f32> {
     (0..count).map(|at| ((at * 13 + rank * 7) % 64) as f32).collect()
 }
@@ -133,7 +133,7 @@ fn reductions_in_stages_equal_the_sum_over_all_hosts() {
 
 #[test]
 fn averages_of_float16_are_finite_where_the_sums_of_hosts_are_not() {
-    // 40000, and 1.2e-7, which has two bits.
+    // 40000, and 1.2e-7, whose float16 has two significant bits.
     for bits in [0x78e2_u16, 2] {
         for hosts in WORLDS {
             on_all(hosts, |rank, hier, health| {
@@ -149,7 +149,7 @@ fn averages_of_float16_are_finite_where_the_sums_of_hosts_are_not() {
                     let found = found.chunks(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]));
                     found.map(|found| found.abs_diff(bits)).max()
                 };
-                // Units in the last place: none where all hosts have as many ranks.
+                // Tolerance in units in the last place: 0 if all hosts have the same number of ranks.
                 let allowed = u16::from(hosts.iter().any(|host| host.len() != hosts[0].len()));
                 assert!(far(&all) <= Some(allowed), "{:?} from {bits} over {hosts:?}", far(&all));
                 assert!(far(&one) <= Some(allowed), "reduce: {:?} from {bits} on {rank} over {hosts:?}", far(&one));

@@ -1,29 +1,33 @@
-//! Which algorithm an all_reduce uses: the cost model, and the table that follows from it.
+//! The choice of the algorithm for an all_reduce: a cost model, and the table that follows from it.
 //!
-//! The model is Hockney's, with an overhead per message as in LogP: a message of b bytes costs its sender and its receiver o each, is
-//! in transit for a, and its bytes leave and enter a rank at one byte per t. N bytes, n ranks:
+//! The model is Hockney's, with an overhead per message as in LogP. A message of b bytes costs its sender and its
+//! receiver o each, is in transit for a, and its bytes leave and enter a rank at one byte per t. N is the size of the
+//! tensor in bytes, and n the number of ranks.
 //!
 //! | algorithm | time | buys |
 //! |---|---|---|
 //! | one-shot: every rank sends everything to every rank | a + 2 (n - 1) o + (n - 1) N t | one latency |
 //! | doubling: distances 1, 2, 4, … | log2(n) (a + 2 o + N t) | few messages at little latency |
-//! | direct (two-shot): reduce-scatter and all-gather, each pair for itself | 2 a + 4 (n - 1) o + 2 (n - 1) / n N t | the fewest bytes at two latencies |
+//! | direct (two-shot): reduce-scatter and all-gather, between all pairs | 2 a + 4 (n - 1) o + 2 (n - 1) / n N t | the fewest bytes at two latencies |
 //! | ring: the same along a ring | 2 (n - 1) (a + 2 o) + 2 (n - 1) / n N t | the fewest bytes, over two streams per rank |
 //! | halving: the same at distances …, 4, 2, 1 and back | 2 log2(n) (a + 2 o) + 2 (n - 1) / n N t | the fewest bytes, in few messages |
 //!
-//! log2 is rounded up. Where n is no power of two, doubling costs 2 (a + 2 o + N t) more: n - 2^floor(log2 n) ranks hand their values to
-//! another rank, and get the result from it.
+//! log2 is rounded up. If n is not a power of two, doubling costs 2 (a + 2 o + N t) more, because n - 2^floor(log2 n)
+//! ranks hand their values to another rank first and get the result from it at the end.
 //!
-//! One-shot wins while (n - 1) N t is below a latency: a few ranks and a few KiB; and between two ranks always, because it moves the N
-//! bytes that direct moves without waiting for sums (every rank adds N elements instead of N / 2, many times faster than any
-//! network brings them). Direct moves as few bytes as a ring and has fewer latencies, so that by the model it always wins over the ring;
-//! what the model does not see is that n - 1 senders meet at one port, whose switch drops what its buffers cannot hold, that a rank polls
-//! n - 1 streams, and that it must have opened them. Hence for more than 16 ranks none but these three, with two to 2 log2(n) streams per rank:
+//! One-shot wins while (n - 1) N t is below a latency, that is, for a few ranks and a few KiB. Between two ranks it
+//! always wins: it moves the same N bytes as direct, but does not wait for sums. (Every rank adds N elements instead of
+//! N / 2, which is still many times faster than any network.)
 //!
-//! - doubling for small tensors: half as many rounds as halving has, while N t is below a latency;
-//! - the ring when each shard is long enough to hide 2 (n - 1) latencies: its bytes pass links between neighbours only, piece by piece, so
-//!   that a rank combines while others arrive;
-//! - halving in between.
+//! Direct moves the same number of bytes as a ring with fewer latencies, so by the model it always beats the ring. The
+//! model leaves out that n - 1 senders meet at one port, whose switch drops what its buffers cannot hold, and that a
+//! rank must open and poll n - 1 streams. Groups of more than 16 ranks therefore use only these three, with 2 to 2
+//! log2(n) streams per rank:
+//!
+//! - doubling for small tensors, because it has half the rounds of halving, while N t is below a latency
+//! - the ring if each shard is long enough to hide 2 (n - 1) latencies. Its bytes pass only links between neighbours,
+//!   and go piece by piece, so that a rank combines some pieces while others arrive
+//! - halving in between
 //!
 //! | ranks | bytes N | float32 and others | float16, bfloat16 |
 //! |---|---|---|---|
@@ -33,12 +37,13 @@
 //! | 17 to 64 | at most [`SMALL`] | doubling | direct |
 //! | | N / n at least [`RING_SHARD`] | ring | direct |
 //! | | otherwise | halving | direct |
-//! | more | as for 17 to 64 | the same | the same, in float32 |
+//! | 65 and more | as for 17 to 64 | the same | the same, in float32 |
 //!
-//! One-shot and direct combine in rank order. The ring begins each shard at another rank, doubling combines neighbours first, and halving
-//! ranks that are far from each other, so their sums differ in the last bits from those of the others, and f16 and bf16 would be rounded at
-//! every hop. So these types stay with direct up to 64 ranks. Of more ranks their partial sums are float32, also between ranks, and each
-//! result is rounded once, before all ranks get it: all have the same bits, at 1.5 times the bytes. The choice depends only on bytes, ranks
+//! One-shot and direct combine in rank order. The other algorithms do not: the ring starts each shard at a different
+//! rank, doubling combines neighbours first, and halving combines distant ranks first. So their sums differ in the last
+//! bits, and f16 and bf16 would be rounded at every hop. For this reason these types use direct up to 64 ranks. With
+//! more ranks, partial sums of f16 and bf16 are sent as float32, and each result is rounded once before it is sent to
+//! all ranks. All ranks get the same bits, at the price of 1.5 times the bytes. The choice depends only on bytes, ranks
 //! and dtype, which are equal on all ranks.
 
 use bagua_types::coded;
@@ -46,36 +51,36 @@ use bagua_types::coded;
 use crate::types::DType;
 
 coded! {
-    /// How an all_reduce between hosts is done.
+    /// The algorithm for an all_reduce between hosts.
     #[derive(Default)]
     Algorithm {
-        /// As the table says.
+        /// The best algorithm for the tensor and the group, from the table.
         #[default]
         Auto = 0, "auto";
-        /// Every pair of ranks for itself; in rank order.
+        /// Every pair of ranks exchanges its data directly, combined in rank order.
         Direct = 1, "direct";
-        /// Along a ring.
+        /// Along a ring of ranks.
         Ring = 2, "ring";
-        /// Between neighbours at distances 1, 2, 4, ….
+        /// Recursive doubling, between ranks at distances 1, 2, 4, ….
         Doubling = 3, "doubling";
-        /// Shards are combined between ranks at distances …, 4, 2, 1, and then gathered between ranks at distances 1, 2, 4, ….
+        /// Shards are combined between ranks at distances …, 4, 2, 1, and then gathered at distances 1, 2, 4, ….
         Halving = 4, "halving";
     }
 }
 
-/// Bytes up to which the number of rounds costs more than the bytes.
+/// Size in bytes up to which the number of rounds costs more than the bytes.
 pub(super) const SMALL: usize = 16 << 10;
 
-/// Ranks up to which a small tensor is reduced one-shot.
+/// Number of ranks up to which a small tensor is reduced one-shot.
 pub(super) const FEW: usize = 8;
 
-/// Ranks up to which every verb exchanges messages between every pair, and values are combined in rank order.
+/// Number of ranks up to which every verb sends messages between all pairs and combines in rank order.
 pub(super) const DIRECT: usize = 16;
 
-/// Ranks up to which float16 and bfloat16 are.
+/// As [`DIRECT`], for float16 and bfloat16.
 const DIRECT_HALF: usize = 64;
 
-/// Bytes of a shard from which a ring hides its latencies.
+/// Size of a shard in bytes from which a ring hides its latencies.
 pub(super) const RING_SHARD: usize = 64 << 10;
 
 /// The algorithm of one all_reduce.
@@ -88,17 +93,17 @@ pub(super) enum Chosen {
     Halving,
 }
 
-/// The types of which every rounding loses much.
+/// True for the types that lose much precision in every rounding.
 pub(super) fn is_half(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)
 }
 
-/// Whether a reducing verb combines in rank order, between every pair of ranks.
+/// True if a reducing verb combines in rank order, with messages between all pairs.
 pub(super) fn in_rank_order(forced: Algorithm, dtype: DType, ranks: usize) -> bool {
     forced == Algorithm::Direct || ranks <= if is_half(dtype) { DIRECT_HALF } else { DIRECT }
 }
 
-/// The table.
+/// Returns the algorithm from the table.
 pub(super) fn choose(forced: Algorithm, dtype: DType, bytes: usize, ranks: usize) -> Chosen {
     let small = bytes <= SMALL;
     match forced {

@@ -1,9 +1,10 @@
-//! Direct reductions: each rank combines its shard of the elements (or everything) piece by piece, while further pieces travel in
+//! Direct reductions: each rank combines its shard, or the whole tensor, piece by piece while more pieces travel in
 //! both directions.
 //!
-//! A message to a peer is a piece of what the peer combines, or of what this rank has combined. Results go first, while they are
-//! in the cache; inputs fill the line otherwise. A piece is combined as soon as it is there from all ranks, and while that
-//! happens the kernel receives the next ones, so that the line is idle only for the latency of the last piece.
+//! A message to a peer is either an input (a piece of the peer's shard) or a result (a piece that this rank has
+//! combined). Results are sent first, while they are in the cache, and inputs fill the rest of the line. A rank
+//! combines a piece as soon as it has arrived from all ranks. Meanwhile the kernel receives the next pieces, so the
+//! line is idle only for the latency of the last piece.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -13,7 +14,7 @@ use crate::reduce::combine;
 use crate::transport::Plan;
 use crate::types::{Fingerprint, ReduceOp};
 
-/// Combines the values of every rank in rank order; `None` means the values in `out`.
+/// Combines the values of all ranks in rank order. `None` stands for the values in `out`.
 pub(super) fn fold(cx: &OpContext<'_>, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8]) {
     let start = Instant::now();
     combine(cx.dtype(), op, inputs, out);
@@ -25,24 +26,24 @@ pub(super) fn fold(cx: &OpContext<'_>, op: ReduceOp, inputs: &[Option<&[u8]>], o
 pub(super) enum Results {
     /// Every rank.
     All,
-    /// This rank.
+    /// Only the given rank.
     Root(usize),
-    /// The rank itself only.
+    /// Only the rank that combined it.
     Kept,
 }
 
-/// The buffers of a rank's tensor.
+/// The buffers of this rank's tensor.
 pub(super) enum Buffers<'a> {
     /// One buffer for inputs and results.
     Whole(&'a mut [u8]),
-    /// Inputs and results, both of the whole tensor.
+    /// Inputs and results in separate buffers, both for the whole tensor.
     Two(&'a [u8], &'a mut [u8]),
-    /// Inputs of the whole tensor, results of this rank's shard only.
+    /// Inputs of the whole tensor, and results of this rank's shard only.
     Share(&'a [u8], &'a mut [u8]),
 }
 
 impl Buffers<'_> {
-    /// Bytes of the tensor.
+    /// Returns the size of the tensor in bytes.
     pub fn len(&self) -> usize {
         match self {
             Buffers::Whole(data) => data.len(),
@@ -51,21 +52,22 @@ impl Buffers<'_> {
     }
 }
 
-/// How a tensor is partition: into the ranks' shards, and a shard into pieces.
+/// The partition of a tensor into one shard per rank, and of a shard into pieces.
 pub(super) struct Partition {
-    /// By rank: the bytes that it combines. Shards may overlap where no other rank gets the results.
+    /// Byte range that each rank combines. Shards may overlap if no other rank gets the results.
     pub shards: Vec<Range<usize>>,
-    /// Bytes of a piece, the last one of a shard excepted: whole elements.
+    /// Size of a piece in bytes, a whole number of elements. The last piece of a shard may be shorter.
     pub piece: usize,
 }
 
 impl Partition {
-    /// How many pieces a rank combines; at least one, so that headers are compared although the shard is empty.
+    /// Returns the number of pieces that a rank combines. At least one, so that headers are compared even if the shard
+    /// is empty.
     pub fn pieces(&self, owner: usize) -> usize {
         self.shards[owner].len().div_ceil(self.piece).max(1)
     }
 
-    /// Bytes of piece `number` of a rank's shard, from the beginning of the tensor.
+    /// Returns the byte range in the tensor of piece `number` of a rank's shard.
     fn range(&self, owner: usize, number: usize) -> Range<usize> {
         let Range { start, end } = self.shards[owner];
         let at = (start + number * self.piece).min(end);
@@ -73,46 +75,41 @@ impl Partition {
     }
 }
 
-/// See the module.
+/// The state of a direct reduction, as a [`Plan`] for the mesh.
 pub(super) struct DirectReduce<'a, 'c> {
-    /// What the operation says of itself.
     pub cx: &'a OpContext<'c>,
-    /// How elements are combined.
     pub op: ReduceOp,
-    /// This rank.
     pub rank: usize,
-    /// The ranks that get the results, besides the rank itself.
+    /// Ranks that get the results.
     pub results: Results,
-    /// The shard of each rank.
+    /// Partition of the tensor.
     pub partition: Partition,
-    /// Where this rank's tensor lies.
     pub buffers: Buffers<'a>,
-    /// Groups of slots: a slot of a piece for every rank.
+    /// Groups of slots. A group has one slot, of one piece, for every rank.
     pub staging: &'a mut [u8],
-    /// By place in the window of pieces that may be in flight at once: the piece's group, if something of it has arrived, and
-    /// from how many peers it is complete.
+    /// For each piece that may be in flight: its group, once part of the piece has arrived, and the number of peers
+    /// from which it is complete.
     pub window: Vec<(Option<usize>, usize)>,
-    /// Free groups. The group freed last is used first: little memory is used, and it is in the cache.
+    /// Free groups. The group freed last is used first, so that little memory is used, and that is in the cache.
     pub free: Vec<usize>,
-    /// By piece: peers that must be sent this rank's values before the sum can take their buffers. Empty where shards do not overlap.
+    /// For each piece, the number of peers that this rank's values must still be sent to before the sum may replace
+    /// them. Empty if shards do not overlap.
     pub unsent: Vec<usize>,
-    /// Pieces of the own shard that are combined: all before this one.
+    /// Number of pieces of this rank's shard that are combined.
     pub folded: usize,
-    /// By peer: inputs that came from it.
+    /// Number of inputs received from each peer.
     pub came: Vec<usize>,
-    /// By peer: inputs and results that were begun.
+    /// Number of inputs and results to each peer that were started.
     pub begun: Vec<(usize, usize)>,
-    /// Bytes that arrive.
+    /// Number of bytes that arrive in total.
     pub total: u64,
 }
 
 impl DirectReduce<'_, '_> {
-    /// How many ranks there are.
     fn ranks(&self) -> usize {
         self.partition.shards.len()
     }
 
-    /// How many pieces a rank combines.
     pub fn pieces(&self, owner: usize) -> usize {
         self.partition.pieces(owner)
     }
@@ -137,7 +134,7 @@ impl DirectReduce<'_, '_> {
                 return;
             }
             *present = 0;
-            // Empty pieces, and those of a rank that is alone, have none.
+            // Empty pieces, and those of a single rank, have no group yet.
             let group = group.take().unwrap_or_else(|| self.free.pop().expect("a group for every place"));
             self.free.push(group);
             let slots = &self.staging[group * n * piece..(group + 1) * n * piece];
@@ -232,7 +229,7 @@ impl Plan for DirectReduce<'_, '_> {
             let len = self.partition.range(self.rank, number).len();
             let places = self.window.len();
             let group = &mut self.window[number % places].0;
-            // There are as many groups as places.
+            // There is a group for every place in the window.
             let group = *group.get_or_insert_with(|| self.free.pop().expect("a group for every place"));
             let start = (group * self.ranks() + peer) * self.partition.piece;
             return &mut self.staging[start..start + len];
@@ -241,7 +238,7 @@ impl Plan for DirectReduce<'_, '_> {
         match &mut self.buffers {
             Buffers::Whole(data) => &mut data[range],
             Buffers::Two(_, dst) => &mut dst[range],
-            // Results come only to ranks that have a place for them.
+            // Results are sent only to ranks that have a place for them.
             Buffers::Share(..) => &mut [],
         }
     }

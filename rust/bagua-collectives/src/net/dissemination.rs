@@ -1,16 +1,18 @@
-//! Rounds in which every rank sends to the rank at distance 1, 2, 4, … after it, and receives from the one as far before it: in
-//! ceil(log2 n) rounds something of every rank reaches every other.
+//! Dissemination: in round k, every rank sends to the rank 2^k after it and receives from the rank 2^k before it. After
+//! ceil(log2 n) rounds, something of every rank has reached every other rank.
 //!
-//! The barrier is that of Hensgen, Finkel and Manber (1988). The all_gather is that of Bruck, Ho, Kipnis, Upfal and Weathersby (1997), which
-//! sends all shards that a rank has; here in the direction of a ring, so that the shards of a message are neighbours in the destination,
-//! and no byte is copied. The reduce-scatter is the all_gather backwards (Bernaschi, Iannello and Lauria, 2003): each shard's values go back to
-//! its rank on the same edges, and are combined where edges meet. So a rank sends half of the shards first, then a quarter, and so on, as
-//! in the recursive halving of Rabenseifner (2004).
+//! - The barrier is that of Hensgen, Finkel and Manber (1988).
+//! - The all_gather is that of Bruck, Ho, Kipnis, Upfal and Weathersby (1997), which sends all shards that a rank has.
+//!   Here they go in the direction of the ring, so that the shards of a message are adjacent in the destination, and no
+//!   byte is copied.
+//! - The reduce-scatter is the all_gather backwards (Bernaschi, Iannello and Lauria, 2003). Each shard's values return
+//!   to its rank along the same edges, and are combined where edges meet. So a rank sends half of the shards first,
+//!   then a quarter, and so on, as in the recursive halving of Rabenseifner (2004).
 //!
-//! The road not taken: recursive halving and doubling themselves are between pairs, of which there must be a power of two. The ranks in excess of
-//! one hand their values to others first and get the result from them at the end, 2 N bytes more than the 2 (n - 1) / n N of both
-//! phases; the order of the shards in memory is no longer that of the ranks; and their pairs are not those of the trees, the barrier and
-//! the all_gather, so that a rank has half as many streams again.
+//! Why not recursive halving and doubling themselves: they need a power of two of ranks. The ranks in excess would hand
+//! their values to others first and get the result at the end, which adds 2 N bytes to the 2 (n - 1) / n N of both
+//! phases. Shards would not be in rank order in memory. And their pairs are not those of the trees, the barrier and the
+//! all_gather, so a rank would have half as many streams again.
 
 use std::ops::Range;
 
@@ -22,20 +24,21 @@ use crate::reduce::divide;
 use crate::types::{DType, ReduceOp};
 use crate::{Collective, OpContext};
 
-/// 1, 2, 4, … below n.
+/// Returns 1, 2, 4, … below n.
 fn distances(n: usize) -> impl DoubleEndedIterator<Item = usize> {
     (0..n.next_power_of_two().trailing_zeros()).map(|bit| 1 << bit)
 }
 
-/// The bytes of the shards that all_gather sends over a distance: of the `distance` ranks up to the sender, as many as the receiver lacks.
-/// Shards follow each other in the order of the ranks.
+/// Returns the bytes that `sender` sends over a distance in an all_gather: of the shards of the last `distance` ranks
+/// up to the sender, those that the receiver lacks. Shards are in rank order.
 fn newest(shards: &[Range<usize>], sender: usize, distance: usize) -> impl Iterator<Item = Range<usize>> {
     let n = shards.len();
     let count = distance.min(n - distance);
     circular((sender + n + 1 - count) % n, count, n).map(|run| shards[run.start].start..shards[run.end - 1].end)
 }
 
-/// Each rank's shard of `data` becomes the combination of all ranks'. The others' hold partial results afterwards. Half of `data` is staged.
+/// Makes each rank's shard of `data` the combination of that shard on all ranks. The other shards hold partial results
+/// afterwards. Stages half of `data`.
 pub(super) fn reduce_shards(
     rounds: &mut Rounds<'_, '_>,
     staging: &mut Vec<u8>,
@@ -64,7 +67,7 @@ pub(super) fn reduce_shards(
     Ok(())
 }
 
-/// Every rank gets all shards of `data`, of which it has its own.
+/// Gives all shards of `data` to every rank, which has its own.
 pub(super) fn gather_shards(rounds: &mut Rounds<'_, '_>, data: &mut [u8], shards: &[Range<usize>]) -> Result<()> {
     let (rank, n) = (rounds.rank(), rounds.ranks());
     for distance in distances(n) {
@@ -81,7 +84,7 @@ pub(super) fn gather_shards(rounds: &mut Rounds<'_, '_>, data: &mut [u8], shards
 }
 
 impl Net {
-    /// Returns when every rank has called it.
+    /// Blocks until every rank has called it.
     pub(super) fn barrier_by_dissemination(&mut self, cx: &OpContext<'_>) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
         let mut rounds = Rounds::new(&mut self.mesh, cx, 0);

@@ -1,8 +1,9 @@
-//! all_reduce by recursive doubling (Thakur, Rabenseifner and Gropp, 2005): log2(n) rounds, in each of which a rank and the one
-//! at distance 1, 2, 4, … exchange what they have.
+//! all_reduce by recursive doubling (Thakur, Rabenseifner and Gropp, 2005): in log2(n) rounds, each rank exchanges its
+//! partial result with the rank at distance 1, 2, 4, …
 //!
-//! Where n is no power of two, as many ranks as it is too large by first hand their values to a neighbour, and get the result
-//! from it at the end. Both of a pair combine in the same order, the lower ranks' values first, so all ranks have the same bits.
+//! If n is not a power of two, the ranks in excess hand their values to a neighbour first, and get the result from it
+//! at the end. Both ranks of an exchange combine in the same order, with the lower ranks' values first, so all ranks
+//! get the same bits.
 
 use super::algorithm::DIRECT;
 use super::rounds::Rounds;
@@ -12,26 +13,24 @@ use crate::reduce::divide;
 use crate::types::{DType, ReduceOp};
 use crate::{Collective, OpContext};
 
-/// The ranks that take part: a power of two. The first ranks make pairs, as many as n is too large by, of which the lower rank takes part
-/// for both.
+/// The ranks that take part: a power of two, 2^k. The first 2 (n - 2^k) ranks form pairs, and the lower rank of each
+/// pair takes part for both.
 #[derive(Clone, Copy, Debug)]
 struct Fold {
-    /// This rank.
     rank: usize,
-    /// log2 of the ranks that take part.
+    /// log2 of the number of ranks that take part.
     rounds: u32,
-    /// Pairs.
+    /// Number of pairs.
     extra: usize,
 }
 
 impl Fold {
-    /// Of `n` ranks.
     fn new(rank: usize, n: usize) -> Fold {
         let rounds = n.ilog2();
         Fold { rank, rounds, extra: n - (1 << rounds) }
     }
 
-    /// The other rank of this one's pair.
+    /// Returns the other rank of this rank's pair, if it is in one.
     fn partner(&self) -> Option<usize> {
         (self.rank < 2 * self.extra).then_some(self.rank ^ 1)
     }
@@ -41,19 +40,19 @@ impl Fold {
         self.partner().is_none_or(|partner| self.rank < partner)
     }
 
-    /// The number of this rank, or of its pair, among those that take part.
+    /// Returns the number of this rank, or of its pair, among those that take part.
     fn number(&self) -> usize {
         if self.rank < 2 * self.extra { self.rank / 2 } else { self.rank - self.extra }
     }
 
-    /// The rank that takes part under a number.
+    /// Returns the rank that takes part under a number.
     fn rank(&self, number: usize) -> usize {
         number + number.min(self.extra)
     }
 }
 
 impl Net {
-    /// Combines all ranks' `data` in place, as elements of this type.
+    /// Combines the `data` of all ranks in place, as elements of `dtype`.
     pub(super) fn reduce_doubling(
         &mut self,
         cx: &OpContext<'_>,

@@ -1,6 +1,6 @@
 //! Collectives over any mesh of streams, in pieces of bounded size.
 //!
-//! Up to [`DIRECT`] ranks direct, in rank order:
+//! Groups of up to [`DIRECT`] ranks use direct algorithms, in rank order:
 //!
 //! | verb | when | how |
 //! |---|---|---|
@@ -13,7 +13,7 @@
 //! | all_gather, gather, scatter, all_to_all | always | direct |
 //! | barrier | always | an empty message between every pair |
 //!
-//! Of more ranks, N the bytes of all shards together, and p the peers of a rank:
+//! In larger groups, with N the bytes of all shards together, and p the number of peers of a rank:
 //!
 //! | verb | when | how | rounds | p |
 //! |---|---|---|---|---|
@@ -32,16 +32,20 @@
 //! | all_to_all, all_to_all_v, compressed all_reduce | always | direct: each has a message for every pair | 1 | n - 1 |
 //! | all_reduce, reduce, reduce_scatter of f16 and bf16 | at most 64 ranks | as up to 16 ranks | 1 or 2 | n - 1 |
 //!
-//! log2 is rounded up. The peers of the ring, of dissemination, halving and the trees are the ranks at distances 1, 2, 4, … on both sides, whatever
-//! the verb and its root, so that all of these together have 2 log2 n; where n is a power of two those of doubling are among them.
+//! log2 is rounded up. The peers of the ring, dissemination, halving and the trees are the ranks at distances 1, 2, 4,
+//! … on both sides, whatever the verb and its root. All of these together have 2 log2 n peers. If n is a power of two,
+//! the peers of doubling are among them.
 //!
-//! Up to 16 ranks, and for f16 and bf16 up to 64, an element is combined on one rank (or on all, alike) from all ranks' values in rank
-//! order, so the choice never shows in the result, and in the symmetric verbs every pair of ranks exchanges a header at least
-//! once, hence both sides of a disagreement see it. Of more ranks values are combined in another order, the same on every rank and
-//! from run to run, f16 and bf16 in float32 with one rounding; and there are pairs of ranks that exchange no message: there a neighbour finds
-//! the disagreement, and the others get it as the group's first cause. For this each of these verbs without a root begins with a message to
-//! the next rank. Ranks of a tree compare headers with those above and below them only: where one rank runs a verb with a root and the
-//! others another verb, the deadline may be what ends it.
+//! **Up to 16 ranks**, and for f16 and bf16 up to 64, an element is combined from the values of all ranks in rank
+//! order, on one rank or identically on all. So the choice of the algorithm never shows in the result. In the verbs
+//! without a root, every pair of ranks exchanges at least a header, so both sides of a disagreement notice it.
+//!
+//! **With more ranks**, values are combined in a different order, which is the same on every rank and in every run, and
+//! f16 and bf16 are combined in float32 with one rounding. Some pairs of ranks exchange no message. If such a pair
+//! disagrees, a neighbour finds out, and the other ranks get the mismatch as the group's first cause. For this, each of
+//! these verbs without a root begins with a message to the next rank. Ranks of a tree compare headers only with the
+//! ranks above and below them, so if one rank runs a verb with a root and the others a different verb, possibly only
+//! the deadline ends the operation.
 
 mod algorithm;
 mod direct;
@@ -66,62 +70,62 @@ use algorithm::{Chosen, DIRECT, RING_SHARD, SMALL, choose, in_rank_order, is_hal
 use partition::Pieces;
 use rounds::Rounds;
 
-/// Ranks up to which a broadcast goes straight from root to all.
+/// Number of ranks up to which the root of a broadcast sends to all ranks directly.
 const STAR: usize = 4;
 
-/// Bytes staged for all peers together, and the least and the most of one piece of one peer.
+/// Bytes staged for all peers together, and minimum and maximum size of one piece of one peer.
 const STAGING: usize = 16 << 20;
 const PIECE: (usize, usize) = (64 << 10, 1 << 20);
 
-/// Collectives over a [`Mesh`].
+/// Collectives over a [`Mesh`] of streams.
 pub struct Net {
     mesh: Mesh,
-    /// Received data that is not combined yet: a slot per rank. Kept between calls.
+    /// Received data that is not combined yet: one slot per rank. Kept between calls.
     staging: Vec<u8>,
-    /// A copy of a tensor that must keep its values, or that is combined as another type. Kept between calls.
+    /// Copy of a tensor that must keep its values, or that is combined as a different type. Kept between calls.
     working: Vec<u8>,
-    /// How to all_reduce.
+    /// Algorithm for all_reduce.
     algorithm: Algorithm,
     limits: Limits,
 }
 
-/// Sizes of the verbs of more than [`DIRECT`] ranks, equal on all ranks; tests have small ones.
+/// Sizes that the verbs of more than [`DIRECT`] ranks use. Equal on all ranks. Tests use small sizes.
 #[derive(Clone, Copy)]
 struct Limits {
-    /// Bytes of all ranks together that go through all rounds at a time, where they are copied or staged.
+    /// Number of bytes, over all ranks, that go through all rounds together if they are copied or staged.
     chunk: usize,
-    /// Bytes of a shard from which shards go along a ring.
+    /// Size of a shard in bytes from which shards are sent along a ring.
     ring_shard: usize,
 }
 
 const LIMITS: Limits = Limits { chunk: 8 << 20, ring_shard: RING_SHARD };
 
 impl Net {
-    /// The collectives of the mesh's ranks.
+    /// Creates the collectives of the mesh's ranks.
     pub fn new(mesh: Mesh) -> Net {
         Net { mesh, staging: Vec::new(), working: Vec::new(), algorithm: Algorithm::Auto, limits: LIMITS }
     }
 
-    /// The same with an algorithm for all_reduce, which all ranks must agree on.
+    /// Sets the algorithm for all_reduce, on which all ranks must agree.
     #[must_use]
     pub fn with(self, algorithm: Algorithm) -> Net {
         Net { algorithm, ..self }
     }
 
-    /// Cuts runs of which the longest has `longest` elements of `size` bytes.
+    /// Returns how to cut runs of elements, the longest of which has `longest` elements of `size` bytes.
     fn pieces(&self, longest: usize, size: usize) -> Pieces {
         let bytes = (STAGING / self.size()).clamp(PIECE.0, PIECE.1);
         Pieces::new(longest, bytes / size)
     }
 
-    /// Peers in the order in which messages to them are begun.
+    /// Returns the peers in the order in which messages to them are started.
     fn peers(&self) -> impl Iterator<Item = usize> + use<> {
         let (rank, size) = (self.rank(), self.size());
         (1..size).map(move |distance| (rank + distance) % size)
     }
 }
 
-/// The first so many bytes, of which there may be too few yet.
+/// Returns the first `len` bytes of the staging memory, which grows if necessary.
 fn grown(staging: &mut Vec<u8>, len: usize) -> &mut [u8] {
     if staging.len() < len {
         staging.resize(len, 0);
@@ -129,20 +133,20 @@ fn grown(staging: &mut Vec<u8>, len: usize) -> &mut [u8] {
     &mut staging[..len]
 }
 
-/// A staging area of one slot of `slot` bytes per rank.
+/// Returns a staging area with one slot of `slot` bytes per rank.
 fn slots(staging: &mut Vec<u8>, ranks: usize, slot: usize) -> Vec<&mut [u8]> {
     let needed = ranks.checked_mul(slot).expect("slots are bounded by PIECE and SMALL");
     let mut rest = grown(staging, needed);
     (0..ranks).map(|_| rest.split_off_mut(..slot).expect("there is a slot for every rank")).collect()
 }
 
-/// Every rank's shard of a buffer of `ranks` equal ones.
+/// Returns the position of every rank's shard in a buffer of `ranks` equal shards.
 fn chunks(data: &[u8], ranks: usize) -> impl Fn(usize) -> std::ops::Range<usize> + use<> {
     let each = data.len() / ranks;
     move |rank| rank * each..(rank + 1) * each
 }
 
-/// The output of an all_reduce, with this rank's values.
+/// Returns the output of an all_reduce, filled with this rank's values.
 fn in_output(io: HostIo<'_>) -> &mut [u8] {
     match io {
         HostIo::InPlace(data) => data,
@@ -153,7 +157,7 @@ fn in_output(io: HostIo<'_>) -> &mut [u8] {
     }
 }
 
-/// The buffer in which a rank gathers all shards, with its own at its place.
+/// Returns the buffer in which a rank gathers all shards, with its own shard in place.
 fn gathered(io: HostIo<'_>, rank: usize, ranks: usize) -> &mut [u8] {
     match io {
         HostIo::InPlace(data) => data,
@@ -165,7 +169,7 @@ fn gathered(io: HostIo<'_>, rank: usize, ranks: usize) -> &mut [u8] {
     }
 }
 
-/// Splits a buffer into equal shards.
+/// Splits a buffer into one equal shard per rank.
 fn split(data: &mut [u8], ranks: usize) -> Vec<&mut [u8]> {
     let each = data.len() / ranks;
     let mut rest = data;
@@ -177,7 +181,7 @@ impl Net {
         let bytes = io.input().len();
         let n = self.size();
         let chosen = if n == 1 { Chosen::OneShot } else { choose(self.algorithm, cx.dtype(), bytes, n) };
-        // A ring and a doubling that the user chose round float16 and bfloat16 at every hop.
+        // A ring or doubling that the user chose rounds float16 and bfloat16 at every hop.
         let rounds_once = self.algorithm == Algorithm::Auto && is_half(cx.dtype());
         match chosen {
             Chosen::OneShot if bytes <= SMALL || n == 1 => self.reduce_one_shot(cx, io, op, None),

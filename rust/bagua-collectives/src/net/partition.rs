@@ -1,22 +1,23 @@
-//! Who reduces which elements, and in which pieces. Pure arithmetic, in elements; nothing here can overflow while the count
-//! of elements itself fits a `usize`.
+//! Arithmetic on elements: which rank reduces which elements, and in which pieces. Nothing overflows as long as the
+//! number of elements fits a `usize`.
 
 use std::ops::Range;
 
-/// The elements of `count` that are rank `rank`'s shard: as even as possible, the remainder spread over the first ranks.
+/// Returns rank `rank`'s shard of `count` elements. Shards are as even as possible: the first ranks have one element
+/// more if the division leaves a remainder.
 pub fn shard(count: usize, ranks: usize, rank: usize) -> Range<usize> {
     let (each, rest) = (count / ranks, count % ranks);
     let start = rank * each + rank.min(rest);
     start..start + each + usize::from(rank < rest)
 }
 
-/// A run of elements cut into pieces of nearly one length, at most a limit. Ranks whose runs differ by an element cut with the
-/// pieces of the longest run, so that all take the same number of steps.
+/// A run of elements, cut into pieces of nearly equal length up to a limit. Ranks whose runs differ by an element use
+/// the pieces of the longest run, so that all take the same number of steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pieces {
-    /// How many; at least one, so that an empty tensor's headers are exchanged too.
+    /// Number of pieces. At least one, so that the headers of an empty tensor are exchanged too.
     pub steps: usize,
-    /// Elements of each but the last.
+    /// Number of elements in each piece but the last.
     pub each: usize,
 }
 
@@ -27,7 +28,7 @@ impl Pieces {
         Pieces { steps, each: longest.div_ceil(steps) }
     }
 
-    /// Piece `step` of a run of `len` elements; empty beyond its end.
+    /// Returns piece `step` of a run of `len` elements, which is empty beyond the end of the run.
     pub fn range(&self, step: usize, len: usize) -> Range<usize> {
         let start = step.saturating_mul(self.each).min(len);
         start..start.saturating_add(self.each).min(len)

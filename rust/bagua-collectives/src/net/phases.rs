@@ -1,9 +1,11 @@
-//! The reducing verbs of many ranks in two phases: each rank's shard is combined, by halving or along a ring, and then sent to whoever gets
-//! it.
+//! The reducing verbs of large groups, in two phases:
 //!
-//! The phases work in place, [`Limits::chunk`] bytes at a time, of which halving stages half. Where the tensor must keep its values, and
-//! for float16 and bfloat16, they work on a copy: of float16 and bfloat16 as float32, which is rounded once, before the second phase. So no
-//! rank rounds a partial sum, and the first phase sends twice the bytes of these types.
+//! 1. Combine each rank's shard, by halving or along a ring.
+//! 2. Send the combined shards to the ranks that need them.
+//!
+//! The phases work in place on [`Limits::chunk`] bytes at a time, and halving stages half of that. They work on a copy
+//! if the tensor must keep its values, and for float16 and bfloat16. The copy of these two types is float32, and is
+//! rounded once, before the second phase. So no rank rounds a partial sum, and the first phase sends twice the bytes.
 
 use std::ops::Range;
 
@@ -17,7 +19,7 @@ use crate::error::Result;
 use crate::types::{DType, ReduceOp};
 use crate::{Collective, HostIo, OpContext};
 
-/// How the shards are combined, and in an all_reduce gathered.
+/// The way in which shards are combined, and gathered in an all_reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phases {
     Halving,
@@ -25,12 +27,12 @@ enum Phases {
 }
 
 impl Phases {
-    /// As the table says for so many bytes of partial results.
+    /// Returns the way that the table gives for this number of bytes of partial results.
     fn of(bytes: usize, n: usize, limits: Limits) -> Phases {
         if bytes / n >= limits.ring_shard { Phases::Ring } else { Phases::Halving }
     }
 
-    /// Each rank's shard of `data` becomes the combination of all ranks'.
+    /// Makes each rank's shard of `data` the combination of that shard on all ranks.
     fn reduce(
         self,
         rounds: &mut Rounds<'_, '_>,
@@ -45,7 +47,7 @@ impl Phases {
         }
     }
 
-    /// Every rank gets all shards.
+    /// Gives all shards to every rank.
     fn gather(self, rounds: &mut Rounds<'_, '_>, data: &mut [u8], shards: &[Range<usize>]) -> Result<()> {
         match self {
             Phases::Halving => dissemination::gather_shards(rounds, data, shards),
@@ -54,22 +56,22 @@ impl Phases {
     }
 }
 
-/// By rank: the elements of `count` that it combines.
+/// Returns the elements that each rank combines.
 fn shards_of(count: usize, n: usize) -> Vec<Range<usize>> {
     (0..n).map(|rank| shard(count, n, rank)).collect()
 }
 
-/// The type of partial results that are rounded once, at the end.
+/// Returns the type of partial results, which are rounded to `dtype` only at the end.
 fn unrounded(dtype: DType) -> DType {
     if is_half(dtype) { DType::F32 } else { dtype }
 }
 
-/// The bytes of runs of elements.
+/// Converts runs of elements to runs of bytes.
 fn in_bytes(runs: &[Range<usize>], size: usize) -> Vec<Range<usize>> {
     runs.iter().map(|run| run.start * size..run.end * size).collect()
 }
 
-/// Elements of a type as [`unrounded`] ones.
+/// Copies elements of `dtype` into partial results.
 fn load(dtype: DType, from: &[u8], into: &mut [u8]) {
     if unrounded(dtype) == dtype {
         into.copy_from_slice(from);
@@ -78,7 +80,7 @@ fn load(dtype: DType, from: &[u8], into: &mut [u8]) {
     }
 }
 
-/// [`unrounded`] elements as those of the type.
+/// Rounds partial results to elements of `dtype`.
 fn store(dtype: DType, from: &[u8], into: &mut [u8]) {
     if unrounded(dtype) == dtype {
         into.copy_from_slice(from);
@@ -87,7 +89,7 @@ fn store(dtype: DType, from: &[u8], into: &mut [u8]) {
     }
 }
 
-/// float32 of each element.
+/// Converts each element to float32.
 struct Widen<'a> {
     from: &'a [u8],
     into: &'a mut [u8],
@@ -103,7 +105,7 @@ impl ForFloat for Widen<'_> {
     }
 }
 
-/// Each float32, rounded.
+/// Rounds each float32 to the element type.
 struct Round<'a> {
     from: &'a [u8],
     into: &'a mut [u8],
@@ -120,7 +122,7 @@ impl ForFloat for Round<'_> {
 }
 
 impl Net {
-    /// all_reduce in both phases, by halving or, where that suits the size of a chunk, along a ring.
+    /// Runs an all_reduce in two phases. With `by_ring`, chunks that are long enough use the ring instead of halving.
     pub(super) fn all_reduce_in_phases(
         &mut self,
         cx: &OpContext<'_>,
@@ -154,7 +156,7 @@ impl Net {
         Ok(())
     }
 
-    /// all_reduce by doubling, rounded once.
+    /// Runs an all_reduce by doubling that rounds once, at the end.
     pub(super) fn all_reduce_rounded_once(&mut self, cx: &OpContext<'_>, data: &mut [u8], op: ReduceOp) -> Result<()> {
         let (dtype, sums) = (cx.dtype(), unrounded(cx.dtype()));
         let mut working = std::mem::take(&mut self.working);
@@ -166,7 +168,8 @@ impl Net {
         Ok(())
     }
 
-    /// reduce: small tensors up a tree, otherwise in two phases, of which the second gathers on root.
+    /// Runs a reduce. Small tensors go up a tree, and large ones in two phases, the second of which gathers the shards
+    /// on root.
     pub(super) fn reduce_in_phases(
         &mut self,
         cx: &OpContext<'_>,
@@ -198,7 +201,7 @@ impl Net {
             let elements = shards_of(run.len(), n);
             let (shards, of_copy) = (in_bytes(&elements, dtype.size()), in_bytes(&elements, sums.size()));
             let copied = run.len() * sums.size();
-            // Behind the copy, the rounded shards of the ranks below this one.
+            // After the copy, the rounded shards of this rank's subtree.
             let rounded = if sums == dtype { 0 } else { chunk.len() };
             let (copy, rounded) = grown(working, copied + rounded).split_at_mut(copied);
             load(dtype, &io.input()[chunk.clone()], copy);
@@ -215,7 +218,7 @@ impl Net {
         Ok(())
     }
 
-    /// reduce_scatter: the first phase, on the same part of every shard at a time.
+    /// Runs a reduce_scatter, which is the first phase, on the same part of every shard at a time.
     pub(super) fn reduce_scatter_in_phases(
         &mut self,
         cx: &OpContext<'_>,

@@ -1,4 +1,4 @@
-//! The reducing verbs of [`Net`]: the shard of each rank, and the buffers.
+//! The reducing verbs of [`Net`]: which rank combines what, and in which buffers.
 
 use std::ops::Range;
 
@@ -11,31 +11,32 @@ use crate::transport::Mesh;
 use crate::types::ReduceOp;
 use crate::{Collective, HostIo, Incoming, OpContext, Outgoing};
 
-/// Bytes of all pieces that may be in flight at once.
+/// Size in bytes of all pieces that may be in flight at once.
 const STAGING: usize = 16 << 20;
 
-/// The shortest and the longest piece. A piece is combined while it is in the second-level cache, and a shard has several, so
-/// that the first result is sent while inputs still arrive.
+/// Minimum and maximum size of a piece. A piece is combined while it is in the second-level cache. A shard has several
+/// pieces, so that its first result is sent while inputs still arrive.
 const PIECE: (usize, usize) = (64 << 10, 256 << 10);
 
-/// Pieces that a shard is cut into where that makes them neither too short nor too long.
+/// Number of pieces in a shard, unless they would be too short or too long.
 const CUTS: usize = 4;
 
-/// The fewest and the most pieces that may be in flight at once.
+/// Minimum and maximum number of pieces that may be in flight at once.
 const WINDOW: (usize, usize) = (2, 16);
 
-/// Bytes of a piece of shards of which the longest has `longest` bytes; a multiple of every element's size.
+/// Returns the size of a piece in bytes, if the longest shard has `longest` bytes. A multiple of the size of every
+/// element type.
 pub(super) fn piece(longest: usize) -> usize {
     longest.div_ceil(CUTS).clamp(PIECE.0, PIECE.1).min(longest.max(1)).next_multiple_of(64)
 }
 
-/// Bytes of the longest shard.
+/// Returns the size of the longest shard in bytes.
 pub(super) fn longest(shards: &[Range<usize>]) -> usize {
     shards.iter().map(Range::len).max().unwrap_or(0)
 }
 
 impl Net {
-    /// One-shot: root, or every rank where there is none, gets all tensors and combines them.
+    /// Runs a one-shot reduction: root, or every rank if there is no root, gets all tensors and combines them.
     pub(super) fn reduce_one_shot(
         &mut self,
         cx: &OpContext<'_>,
@@ -70,14 +71,14 @@ impl Net {
         Ok(())
     }
 
-    /// The shard of each rank, in bytes.
+    /// Returns the byte range of each rank's shard.
     fn shards(&self, len: usize, size: usize) -> Vec<Range<usize>> {
         let n = self.size();
         let shard = |rank| shard(len / size, n, rank);
         (0..n).map(shard).map(|shard| shard.start * size..shard.end * size).collect()
     }
 
-    /// Every rank combines everything.
+    /// Makes every rank combine the whole tensor.
     pub(super) fn reduce_everywhere(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp) -> Result<()> {
         let buffers = match io {
             HostIo::InPlace(data) => Buffers::Whole(data),
@@ -87,7 +88,7 @@ impl Net {
         self.run_direct(cx, op, buffers, shards, Results::Kept)
     }
 
-    /// Two-shot: each rank combines its shard of the elements and sends the result to all.
+    /// Runs a two-shot reduction: each rank combines its shard and sends the result to all ranks.
     pub(super) fn reduce_two_shot(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp) -> Result<()> {
         let buffers = match io {
             HostIo::InPlace(data) => Buffers::Whole(data),
@@ -97,7 +98,7 @@ impl Net {
         self.run_direct(cx, op, buffers, shards, Results::All)
     }
 
-    /// Each rank combines its shard of the elements and sends the result to root; of two ranks root combines everything.
+    /// Makes each rank combine its shard and send the result to root. With two ranks, root combines everything.
     pub(super) fn reduce_to(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp, root: usize) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
         let len = io.input().len();
@@ -106,7 +107,7 @@ impl Net {
         } else {
             self.shards(len, cx.dtype().size())
         };
-        // A rank that gets nothing has no other place for what it combines.
+        // Ranks other than root have no other place for the shard that they combine.
         let mut kept = vec![0; if rank == root { 0 } else { shards[rank].len() }];
         let buffers = match io {
             HostIo::InPlace(data) if rank == root => Buffers::Whole(data),
@@ -117,7 +118,7 @@ impl Net {
         self.run_direct(cx, op, buffers, shards, Results::Root(root))
     }
 
-    /// Each rank combines its own shard of all tensors.
+    /// Makes each rank combine its own shard of all tensors.
     pub(super) fn reduce_chunks(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp) -> Result<()> {
         let buffers = match io {
             HostIo::InPlace(data) => Buffers::Whole(data),
@@ -138,12 +139,12 @@ impl Net {
         let piece = piece(longest(&shards));
         let partition = Partition { shards, piece };
         let (mesh, mut plan) = self.prepare(cx, op, buffers, partition, results);
-        // For a rank that is alone.
+        // A single rank receives no message that would start this.
         plan.fold();
         mesh.run(cx, &mut plan)
     }
 
-    /// The transfers of a reduction, and the mesh that carries them.
+    /// Prepares the plan of a reduction, and returns it with the mesh that runs it.
     fn prepare<'a, 'c>(
         &'a mut self,
         cx: &'a OpContext<'c>,
@@ -180,7 +181,7 @@ impl Net {
         (&mut self.mesh, shards)
     }
 
-    /// Sums go round a ring. `data` are this rank's values.
+    /// Sums `data` of all ranks along a ring.
     pub(super) fn reduce_ring(&mut self, cx: &OpContext<'_>, data: &mut [u8], op: ReduceOp) -> Result<()> {
         let shards = self.shards(data.len(), cx.dtype().size());
         let mut rounds = Rounds::new(&mut self.mesh, cx, 0);
@@ -188,7 +189,7 @@ impl Net {
     }
 }
 
-/// Pieces in flight at once, of `each` bytes of staging and `pieces` in all.
+/// Returns the number of pieces in flight at once, for `pieces` pieces that need `each` bytes of staging each.
 pub(super) fn window(each: usize, pieces: usize) -> usize {
     (STAGING / each).clamp(WINDOW.0, WINDOW.1).min(pieces.max(1))
 }

@@ -1,8 +1,9 @@
-//! all_reduce along a ring (Patarasuk and Yuan, 2009), and its two halves: every rank sends to the next and receives from the one before.
+//! all_reduce along a ring (Patarasuk and Yuan, 2009), and its two halves. Every rank sends to the next rank and
+//! receives from the previous one.
 //!
-//! The tensor is cut into a shard per rank. In n - 1 rounds each shard goes once round, and every rank adds its own values; in
-//! n - 1 more the sums go round. Shards travel in pieces, and a piece is sent on as soon as it has arrived, so that the rounds
-//! of different pieces overlap.
+//! The tensor is cut into one shard per rank. In the first n - 1 rounds each shard goes around the ring, and every rank
+//! adds its own values. In the other n - 1 rounds the sums go around. Shards are sent in pieces, and a piece is sent on
+//! as soon as it has arrived, so that the rounds of different pieces overlap.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -16,63 +17,60 @@ use crate::reduce::{combine, divide};
 use crate::transport::Plan;
 use crate::types::{DType, Fingerprint, ReduceOp};
 
-/// Which rounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// Values go round, then sums.
+    /// Values go around, and then sums.
     Both,
-    /// Values only: the sum of a rank's shard ends on the rank before it.
+    /// Only values go around. The sum of a rank's shard ends up on the previous rank.
     Reduce,
-    /// Sums only: each rank begins with that of the shard after its own.
+    /// Only sums go around. Each rank begins with the sum of the next rank's shard.
     Gather,
 }
 
-/// The rounds of one operation of two ranks or more.
+/// The state of a ring of two or more ranks.
 struct Ring<'a, 'c> {
-    /// What the operation says of itself.
     cx: &'a OpContext<'c>,
-    /// Type of the elements, and how they are combined.
+    /// Element type and reduce operation.
     how: (DType, ReduceOp),
     phase: Phase,
-    /// This rank.
     rank: usize,
-    /// By rank: the bytes of its shard.
+    /// Byte range of each rank's shard.
     shards: Vec<Range<usize>>,
-    /// Bytes of a piece: whole elements.
+    /// Size of a piece in bytes, a whole number of elements.
     piece: usize,
-    /// Pieces of a shard, the same number for all.
+    /// Number of pieces in a shard, the same for all shards.
     pieces: usize,
-    /// This rank's values, then sums.
+    /// Values of this rank, which sums replace.
     data: &'a mut [u8],
-    /// Slots of a piece.
+    /// Slots of one piece each.
     staging: &'a mut [u8],
-    /// By place in the window of messages that may be in flight at once: the slot, if something has arrived.
+    /// For each message that may be in flight: its slot, once bytes have arrived.
     window: Vec<Option<usize>>,
-    /// Slots that are free.
     free: Vec<usize>,
-    /// By message from the rank before: it is there, and combined if it carries values.
+    /// For each message from the previous rank: true once it has arrived and, if it carries values, is combined.
     arrived: Vec<bool>,
-    /// Messages up to here have all arrived.
+    /// Number of the first message that has not arrived.
     first: usize,
-    /// Messages to the next rank that were begun.
+    /// Number of messages to the next rank that were started.
     begun: usize,
-    /// See [`Plan::progress`].
+    /// Result of [`Plan::progress`].
     progress: (u64, u64),
 }
 
 impl Ring<'_, '_> {
-    /// Messages each way.
+    /// Returns the number of messages in each direction.
     fn messages(&self) -> usize {
         let halves = if self.phase == Phase::Both { 2 } else { 1 };
         halves * (self.shards.len() - 1) * self.pieces
     }
 
-    /// Rounds that are left out before the first.
+    /// Returns the number of rounds that this phase leaves out at the start.
     fn skipped(&self) -> usize {
         if self.phase == Phase::Gather { self.shards.len() - 1 } else { 0 }
     }
 
-    /// The bytes of message `number`, `behind` ranks behind its sender's buffers: 0 for what this rank sends, 1 for what it gets.
+    /// Returns the bytes of message `number`. `behind` is 0 for a message that this rank sends, and 1 for one that it
+    /// receives from the previous rank.
     fn range(&self, number: usize, behind: usize) -> Range<usize> {
         let n = self.shards.len();
         let round = self.skipped() + number / self.pieces;
@@ -81,7 +79,7 @@ impl Ring<'_, '_> {
         at..(at + self.piece).min(end)
     }
 
-    /// True for messages that carry values, not sums.
+    /// True for messages that carry values instead of sums.
     fn adds(&self, number: usize) -> bool {
         self.phase != Phase::Gather && number < (self.shards.len() - 1) * self.pieces
     }
@@ -101,7 +99,7 @@ impl Plan for Ring<'_, '_> {
 
     fn next(&mut self, _peer: usize) -> Option<usize> {
         let number = self.begun;
-        // The first round sends own values; later ones send on what came a round before.
+        // The first round sends this rank's values. Later rounds send on what arrived one round before.
         let ready = number < self.messages() && (number < self.pieces || self.arrived[number - self.pieces]);
         self.begun += usize::from(ready);
         ready.then_some(number)
@@ -135,10 +133,10 @@ impl Plan for Ring<'_, '_> {
             let start = Instant::now();
             let places = self.window.len();
             let range = self.range(number, 1);
-            // An empty piece takes no slot.
+            // An empty piece has no slot.
             if let Some(slot) = self.window[number % places].take() {
                 let sum = &self.staging[slot * self.piece..slot * self.piece + range.len()];
-                // An average is divided once, by the rank that adds the last values.
+                // The rank that adds the last values divides an average.
                 let last = !self.adds(number + self.pieces);
                 let (dtype, op) = self.how;
                 combine(dtype, op.undivided(), &[Some(sum), None], &mut self.data[range.clone()]);
@@ -164,7 +162,7 @@ impl Plan for Ring<'_, '_> {
     }
 }
 
-/// The shards of which rank r has the sum between the two halves: its own.
+/// Shifts the shards by one rank, so that after the first half rank r has the sum of its own shard.
 fn one_back(shards: &[Range<usize>]) -> Vec<Range<usize>> {
     let mut shards = shards.to_vec();
     shards.rotate_right(1);
@@ -172,7 +170,7 @@ fn one_back(shards: &[Range<usize>]) -> Vec<Range<usize>> {
 }
 
 impl Rounds<'_, '_> {
-    /// Both halves: every rank gets the combination of all ranks' `data`.
+    /// Runs both halves: every rank gets the combination of all ranks' `data`.
     pub(super) fn all_reduce_by_ring(
         &mut self,
         staging: &mut Vec<u8>,
@@ -183,7 +181,8 @@ impl Rounds<'_, '_> {
         self.run_ring(Phase::Both, staging, how, data, shards)
     }
 
-    /// The first half: each rank's shard of `data` becomes the combination of all ranks'. The others' hold partial results afterwards.
+    /// Runs the first half: each rank's shard of `data` becomes the combination of that shard on all ranks. The other
+    /// shards hold partial results afterwards.
     pub(super) fn reduce_shards_by_ring(
         &mut self,
         staging: &mut Vec<u8>,
@@ -194,13 +193,13 @@ impl Rounds<'_, '_> {
         self.run_ring(Phase::Reduce, staging, how, data, one_back(shards))
     }
 
-    /// The second half: every rank gets all shards of `data`, of which it has its own.
+    /// Runs the second half: every rank has its own shard of `data` and gets the others.
     pub(super) fn gather_shards_by_ring(&mut self, data: &mut [u8], shards: &[Range<usize>]) -> Result<()> {
         let unused = (self.cx.dtype(), ReduceOp::Sum);
         self.run_ring(Phase::Gather, &mut Vec::new(), unused, data, one_back(shards))
     }
 
-    /// `data` are this rank's values, and the sums that it has.
+    /// Runs a phase. `data` holds this rank's values, or the sums that it already has.
     fn run_ring(
         &mut self,
         phase: Phase,

@@ -1,4 +1,5 @@
-//! Operations in rounds: a rank exchanges messages with one or two others, uses what has arrived, and goes on to the next round.
+//! Operations in rounds: in every round, a rank exchanges messages with one or two other ranks and then uses what has
+//! arrived.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -11,42 +12,42 @@ use crate::{Incoming, OpContext, Outgoing};
 
 /// The rounds of one operation.
 pub(super) struct Rounds<'m, 'c> {
-    /// The streams, for a ring in place of rounds.
+    /// Mesh of streams, also for a ring that replaces some rounds.
     pub mesh: &'m mut Mesh,
-    /// The operation.
     pub cx: &'m OpContext<'c>,
-    /// Bytes that have arrived.
+    /// Number of bytes that have arrived so far.
     arrived: u64,
-    /// Bytes that arrive in the whole operation, or somewhat more; for error texts.
+    /// Upper bound on the bytes that arrive in the whole operation, for error texts.
     total: u64,
-    /// The next round also passes an empty message to the next rank and gets one from the rank before.
+    /// True if the next round also sends an empty message to the next rank and receives one from the previous rank.
     greets: bool,
 }
 
 impl<'m, 'c> Rounds<'m, 'c> {
-    /// An operation in which at most `total` bytes arrive.
+    /// Starts an operation in which at most `total` bytes arrive.
     pub fn new(mesh: &'m mut Mesh, cx: &'m OpContext<'c>, total: usize) -> Rounds<'m, 'c> {
         Rounds { mesh, cx, arrived: 0, total: total as u64, greets: false }
     }
 
-    /// The same, and the first round compares headers along the ring of ranks. So does the first round of a ring, of a barrier and of an
-    /// all_gather, whatever the number of bytes: a rank that runs one of these and its neighbour that runs another see each other's header.
-    /// Every rank must do so, and depend on all ranks anyway.
+    /// Makes the first round also compare headers along the ring of ranks.
+    ///
+    /// So does the first round of a ring, a barrier and an all_gather of any size. If neighbours run different verbs of
+    /// these, they thus see each other's headers. Every rank must call this, and only in operations in which each rank
+    /// depends on all others anyway.
     pub fn greeting(self) -> Rounds<'m, 'c> {
         Rounds { greets: true, ..self }
     }
 
-    /// This rank.
     pub fn rank(&self) -> usize {
         self.mesh.rank()
     }
 
-    /// Number of ranks.
     pub fn ranks(&self) -> usize {
         self.mesh.size()
     }
 
-    /// Bytes that have arrived, and those of the whole operation: for a ring in place of rounds, in which `arriving` bytes arrive.
+    /// Accounts for a ring that replaces rounds and in which `arriving` bytes arrive. Returns the bytes that have
+    /// arrived before it, and those of the whole operation.
     pub fn continues(&mut self, arriving: usize) -> (u64, u64) {
         self.greets = false;
         let before = self.arrived;
@@ -54,7 +55,7 @@ impl<'m, 'c> Rounds<'m, 'c> {
         (before, self.total.max(self.arrived))
     }
 
-    /// Sends and receives the messages of a round: pairs of a peer and the bytes.
+    /// Sends and receives the messages of a round, given as pairs of a peer and bytes.
     ///
     /// # Errors
     /// As [`Mesh::exchange`].
@@ -72,13 +73,13 @@ impl<'m, 'c> Rounds<'m, 'c> {
             next.into_iter().chain(sends).map(|(peer, data)| Outgoing::new(peer, fingerprint, data)).collect();
         let mut recvs: Vec<_> =
             before.into_iter().chain(recvs).map(|(peer, data)| Incoming::new(peer, fingerprint, data)).collect();
-        // The messages of a pair arrive in order, so that they need no numbers.
+        // The messages of a pair of ranks arrive in order, so they need no numbers.
         let step = Step { part: 0, before: self.arrived, total: self.total };
         self.arrived += recvs.iter().map(|message| message.data.len() as u64).sum::<u64>();
         self.mesh.exchange_step(self.cx, step, &sends, &mut recvs)
     }
 
-    /// `data` = `theirs` op `data`, or `data` op `theirs` where `data` is of lower ranks.
+    /// Computes `data` = `theirs` op `data`, or `data` op `theirs` if `data` is from lower ranks.
     pub fn combine(&self, (dtype, op): (DType, ReduceOp), data: &mut [u8], theirs: &[u8], lower: bool) {
         let start = Instant::now();
         let inputs = if lower { [None, Some(theirs)] } else { [Some(theirs), None] };
@@ -87,7 +88,7 @@ impl<'m, 'c> Rounds<'m, 'c> {
     }
 }
 
-/// Disjoint ranges of a buffer, in the order given.
+/// Splits a buffer into disjoint ranges, in the order given.
 pub(super) fn disjoint<'a>(data: &'a mut [u8], ranges: &[Range<usize>]) -> Vec<&'a mut [u8]> {
     let mut order: Vec<usize> = (0..ranges.len()).collect();
     order.sort_by_key(|index| (ranges[*index].start, ranges[*index].end));
@@ -102,7 +103,7 @@ pub(super) fn disjoint<'a>(data: &'a mut [u8], ranges: &[Range<usize>]) -> Vec<&
     parts
 }
 
-/// `count` neighbours from `first` on in a circle of `n`, as one run or two.
+/// Returns `count` neighbours in a circle of `n`, starting with `first`, as one run or two.
 pub(super) fn circular(first: usize, count: usize, n: usize) -> impl Iterator<Item = Range<usize>> {
     let end = first + count;
     let wraps = end > n;

@@ -1,5 +1,6 @@
-//! The verbs of more than 16 ranks, which are threads: every verb, in place and in two buffers, in one piece and in several, and to how many
-//! peers a rank sends. Other types and operations, and other numbers of ranks, are in the contract tests of bagua-core.
+//! Tests of groups of more than 16 ranks, which are threads: every verb, in place and with two buffers, in one piece
+//! and in several, and the number of peers of a rank. Other types, operations and numbers of ranks are in the contract
+//! tests of bagua-core.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -16,10 +17,10 @@ use crate::transport::{Broken, Local, Readiness, Transport, local_mesh};
 use crate::types::{DType, Fingerprint, Shape};
 use crate::wait::{Deadline, Doorbell};
 
-/// Small enough for several pieces, and for rings.
+/// Limits that are small enough for several pieces, and for rings.
 const SMALL_LIMITS: Limits = Limits { chunk: 16 << 10, ring_shard: 300 };
 
-/// Runs `act` on every rank, each on a thread.
+/// Runs `act` on every rank, each in a thread.
 fn on_all<T: Send>(nets: &mut [Net], act: impl Fn(usize, &mut Net) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let act = &act;
@@ -33,7 +34,7 @@ fn nets(n: usize, limits: Limits) -> Vec<Net> {
     local_mesh(n).into_iter().map(|mesh| Net { limits, ..Net::new(mesh) }).collect()
 }
 
-/// One operation of `count` elements.
+/// Describes one operation on `count` elements.
 fn call(net: &mut Net, verb: Verb<'_>, dtype: DType, count: usize, io: Io<'_>) -> Result<()> {
     let health = GroupHealth::local(net.rank(), net.size());
     call_with(&health, net, verb, dtype, count, io)
@@ -58,12 +59,13 @@ fn call_with(
     net.run(&cx, verb, io)
 }
 
-/// A whole number, small enough that sums of 70 are exact in float32, and in float16 where only the final sum is rounded.
+/// Returns a whole number. Numbers are small enough that a sum of 70 is exact in float32, and in float16 if only the
+/// final sum is rounded.
 fn value(rank: usize, at: usize) -> f64 {
     ((rank * 7 + at * 13) % 97) as f64
 }
 
-/// Elements of a type.
+/// Returns elements of a type as bytes.
 fn encode(dtype: DType, values: impl Iterator<Item = f64>) -> Vec<u8> {
     values
         .flat_map(|exact| match (dtype, exact as f32) {
@@ -83,7 +85,7 @@ fn input(dtype: DType, rank: usize, count: usize) -> Vec<u8> {
     encode(dtype, (0..count).map(|at| value(rank, at)))
 }
 
-/// The sum, or the mean, of all ranks' inputs.
+/// Returns the sum or the mean of all ranks' inputs.
 fn combined(dtype: DType, op: ReduceOp, n: usize, count: usize) -> Vec<u8> {
     let of = |at| {
         let values = (0..n).map(|rank| value(rank, at));
@@ -101,7 +103,7 @@ fn combined(dtype: DType, op: ReduceOp, n: usize, count: usize) -> Vec<u8> {
     bytes
 }
 
-/// Runs a verb in place or in two buffers, and returns what it leaves in the output.
+/// Runs a verb in place or with two buffers, and returns the output.
 fn run(net: &mut Net, split: bool, (verb, dtype, count): (Verb<'_>, DType, usize), src: &[u8], out: &[u8]) -> Vec<u8> {
     let mut dst = out.to_vec();
     let io = if split { Io::split(src, &mut dst) } else { Io::in_place(&mut dst) };
@@ -109,7 +111,8 @@ fn run(net: &mut Net, split: bool, (verb, dtype, count): (Verb<'_>, DType, usize
     dst
 }
 
-/// Every verb of shards of `each` elements, and the reducing verbs of as many elements as all shards have, and three more.
+/// Checks every verb with shards of `each` elements, and the reducing verbs also with three elements more than all
+/// shards have.
 fn check_verbs(nets: &mut [Net], dtype: DType, op: ReduceOp, each: usize) {
     let n = nets.len();
     let (root, size) = (n / 2 + each % 3, dtype.size());
@@ -182,7 +185,8 @@ fn every_verb_of_many_ranks_in_one_piece() {
 fn every_verb_of_many_ranks_in_several_pieces_and_along_rings() {
     for n in WORLDS {
         let mut nets = nets(n, SMALL_LIMITS);
-        // 16 KiB of all ranks are 64 to 240 float32 each, so that the longest go in two to five pieces.
+        // 16 KiB over all ranks are 64 to 240 float32 for each rank, so that the longest shards go in two to five
+        // pieces.
         for (dtype, op, each) in [
             (DType::F32, ReduceOp::Avg, 7),
             (DType::C64, ReduceOp::Avg, 61),
@@ -248,17 +252,17 @@ fn no_rank_passes_a_barrier_of_many_before_the_last_has_come() {
     }
 }
 
-/// Peers of a rank.
+/// The peers of a rank.
 type Peers = Arc<Mutex<BTreeSet<usize>>>;
 
-/// A stream that notes its peer when bytes are sent or received.
+/// A stream that records its peer when bytes are sent or received.
 struct Noted {
     inner: Local,
     peer: usize,
     used: Peers,
 }
 
-/// What a stream returns.
+/// The result of sending or receiving on a stream.
 type Moved = std::result::Result<usize, Broken>;
 
 impl Noted {
@@ -294,7 +298,7 @@ impl Transport for Noted {
     }
 }
 
-/// Ranks, and the peers to and from which each has moved bytes.
+/// Creates `n` ranks, and for each the set of peers to or from which it has moved bytes.
 fn noted(n: usize) -> (Vec<Net>, Vec<Peers>) {
     let bells: Vec<Doorbell> = (0..n).map(|_| Doorbell::local()).collect();
     let used: Vec<Peers> = (0..n).map(|_| Arc::default()).collect();
@@ -313,7 +317,8 @@ fn noted(n: usize) -> (Vec<Net>, Vec<Peers>) {
 fn a_rank_of_many_exchanges_messages_with_ranks_at_distances_of_powers_of_two() {
     let op = ReduceOp::Sum;
     for n in [17, 24, 64, 100] {
-        // Of more ranks a tensor for a ring has much memory, and a ring has two peers whatever n is.
+        // With more ranks, a tensor that is long enough for a ring needs much memory, and a ring has two peers for any
+        // n.
         let large = if n == 17 { n * RING_SHARD / 4 } else { 10_000 };
         let (mut nets, used) = noted(n);
         let root = n / 3;
@@ -373,7 +378,7 @@ fn whatever_verb_of_all_ranks_another_runs_instead_a_neighbour_sees_the_differen
     ];
     let pairs = || (0..verbs.len()).flat_map(|one| (0..verbs.len()).map(move |other| (one, other)));
     for n in [17, 24] {
-        // Every pair of verbs, and every place among the ranks.
+        // Every pair of different verbs, with one rank at every place.
         for (index, (one, other)) in pairs().filter(|(one, other)| one != other).enumerate() {
             let odd = index % n;
             let healths: Vec<_> = (0..n).map(|rank| GroupHealth::local(rank, n)).collect();
@@ -382,7 +387,7 @@ fn whatever_verb_of_all_ranks_another_runs_instead_a_neighbour_sees_the_differen
                 let len = count * 4 * if matches!(verb, Verb::AllReduce(_)) { 1 } else { n };
                 let mut data = vec![0; len];
                 let outcome = call_with(&healths[rank], net, verb, DType::F32, count, Io::in_place(&mut data));
-                // As the control plane does.
+                // Report the first cause to the other ranks, as the control plane does.
                 if let Err(cause) = &outcome {
                     healths.iter().for_each(|health| health.fail_from_peer(cause.clone()));
                 }

@@ -1,10 +1,17 @@
 //! Binomial trees, rooted at any rank: the verbs with a root in ceil(log2 n) rounds.
 //!
-//! Ranks are numbered from root on. The parent of a number is the number without its lowest bit, so that the numbers of a subtree
-//! are neighbours, and the shards of a subtree make one message, or two where they go over the last rank. Gather and scatter stage the shards
-//! of a subtree, in pieces of which all ranks' together have [`super::Limits::chunk`] bytes: root stages nothing, a leaf nothing, an inner
-//! rank up to half of that. A byte moves as often as its rank's number has bits that are set: at most ceil(log2 n) times, half as
-//! often on average.
+//! Ranks are numbered from root on. The parent of a number is that number without its lowest set bit, for example with
+//! 8 ranks:
+//!
+//!     0 --+-- 1
+//!         +-- 2 --- 3
+//!         +-- 4 --+-- 5
+//!                 +-- 6 --- 7
+//!
+//! So the numbers of a subtree are consecutive, and the shards of a subtree form one message, or two if they wrap
+//! around after the last rank. Gather and scatter stage the shards of a subtree, in pieces of [`super::Limits::chunk`]
+//! bytes over all ranks. Root and the leaves stage nothing, and other ranks up to half of that. A byte moves once for
+//! every set bit in its rank's number: at most ceil(log2 n) times, and half of that on average.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -18,17 +25,16 @@ use crate::transport::Step;
 use crate::types::{DType, ReduceOp};
 use crate::{Collective, HostIo, Incoming, OpContext, Outgoing};
 
-/// The tree as one rank sees it.
+/// The tree, seen from one rank.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tree {
-    /// This rank's number.
     number: usize,
     root: usize,
     n: usize,
 }
 
 impl Tree {
-    /// The tree of `n` ranks under `root`, on this rank.
+    /// Creates the tree of `n` ranks under `root`, seen from `rank`.
     pub fn new(rank: usize, n: usize, root: usize) -> Tree {
         Tree { number: (rank + n - root) % n, root, n }
     }
@@ -41,53 +47,54 @@ impl Tree {
         (rank + self.n - self.root) % self.n
     }
 
-    /// Ranks in the subtree of a number.
+    /// Returns the number of ranks in the subtree of a number.
     fn span(&self, number: usize) -> usize {
         let whole = number.checked_sub(1).map_or(self.n, |_| 1 << number.trailing_zeros());
         whole.min(self.n - number)
     }
 
-    /// The rank above this one; `None` on root.
+    /// Returns the parent of this rank, or `None` on root.
     pub fn parent(&self) -> Option<usize> {
         (self.number > 0).then(|| self.rank(self.number & (self.number - 1)))
     }
 
-    /// The ranks below this one, those with the most ranks below them first.
+    /// Returns the children of this rank, those with the largest subtrees first.
     pub fn children(&self) -> impl DoubleEndedIterator<Item = usize> + use<> {
         let (tree, span) = (*self, self.span(self.number));
         let bits = span.next_power_of_two().trailing_zeros();
         (0..bits).rev().map(move |bit| tree.rank(tree.number + (1 << bit)))
     }
 
-    /// The ranks of the subtree of a rank, as runs of neighbours whose shards are one message: at most two where shards are `whole`, otherwise
-    /// one for each rank.
+    /// Returns the ranks of a rank's subtree as runs of neighbours, whose shards form one message. At most two runs if
+    /// shards are `whole`, and otherwise one run per rank.
     fn runs(&self, rank: usize, whole: bool) -> Vec<Range<usize>> {
         let runs = circular(rank, self.span(self.number(rank)), self.n);
         if whole { runs.collect() } else { runs.flatten().map(|rank| rank..rank + 1).collect() }
     }
 
-    /// The messages that carry the shards of a rank's subtree, where `place` says where in a buffer a rank's shard lies.
+    /// Returns the byte ranges of the messages with the shards of a rank's subtree.
     fn messages(&self, rank: usize, whole: bool, place: Place<'_>) -> impl Iterator<Item = Range<usize>> {
         self.runs(rank, whole).into_iter().map(|run| place(run.start).start..place(run.end - 1).end)
     }
 
-    /// The messages of all ranks below this one, each with the child that it goes through.
+    /// Returns the messages of all ranks below this one, each with the child that it passes through.
     fn below(&self, whole: bool, place: Place<'_>) -> Vec<(usize, Range<usize>)> {
         let of = |child| self.messages(child, whole, place).map(move |range| (child, range));
         self.children().flat_map(of).collect()
     }
 
-    /// Where the shard of a rank of this subtree lies where only these are staged, in pieces of `len` bytes.
+    /// Returns the position of a rank's shard if only this rank's subtree is staged, in pieces of `len` bytes.
     fn staged(&self, rank: usize, len: usize) -> Range<usize> {
         let at = self.number(rank) - self.number;
         at * len..(at + 1) * len
     }
 }
 
-/// Where in a buffer a rank's shard lies; the shards of neighbours whose messages are one must be neighbours.
+/// A function from a rank to its shard's position in a buffer. Shards in the same message must be adjacent.
 type Place<'a> = &'a dyn Fn(usize) -> Range<usize>;
 
-/// Root gets the shards of all ranks. Each has its own at its place in `data`, and there is a place for every rank of its subtree.
+/// Gathers the shards of all ranks on root. Each rank has its own shard in place in `data`, which has room for every
+/// rank of its subtree.
 pub(super) fn gather_up(
     rounds: &mut Rounds<'_, '_>,
     tree: Tree,
@@ -105,7 +112,7 @@ pub(super) fn gather_up(
 }
 
 impl Net {
-    /// Every rank gets root's bytes; pieces overlap.
+    /// Sends root's bytes to every rank. Pieces overlap.
     pub(super) fn broadcast_tree(&mut self, cx: &OpContext<'_>, data: &mut [u8], root: usize) -> Result<()> {
         let fingerprint = cx.fingerprint;
         let tree = Tree::new(self.rank(), self.size(), root);
@@ -129,7 +136,7 @@ impl Net {
         Ok(())
     }
 
-    /// Combines all ranks' `data` on root; the others' holds partial results afterwards.
+    /// Combines `data` of all ranks on root. On other ranks, it holds partial results afterwards.
     pub(super) fn reduce_tree(
         &mut self,
         cx: &OpContext<'_>,
@@ -139,7 +146,7 @@ impl Net {
     ) -> Result<()> {
         let n = self.size();
         let tree = Tree::new(self.rank(), n, root);
-        // The nearest ranks first.
+        // The nearest rank comes first.
         let children: Vec<usize> = tree.children().rev().collect();
         let mut rounds = Rounds::new(&mut self.mesh, cx, children.len() * data.len());
         if !children.is_empty() {
@@ -158,7 +165,7 @@ impl Net {
         Ok(())
     }
 
-    /// Root gets every rank's shard.
+    /// Gathers the shards of all ranks on root.
     pub(super) fn gather_tree(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, root: usize) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
         let tree = Tree::new(rank, n, root);
@@ -194,7 +201,7 @@ impl Net {
         Ok(())
     }
 
-    /// Every rank gets its shard of root's.
+    /// Sends each rank its shard of root's data.
     pub(super) fn scatter_tree(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, root: usize) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
         let tree = Tree::new(rank, n, root);
@@ -246,7 +253,7 @@ impl Net {
     }
 }
 
-/// The pieces of a shard of `each` bytes, of which all ranks' together have at most `chunk` bytes.
+/// Returns the pieces of a shard of `each` bytes. A piece of all ranks together has at most `chunk` bytes.
 fn columns(each: usize, n: usize, chunk: usize) -> Pieces {
     Pieces::new(each, chunk / n)
 }
