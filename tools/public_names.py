@@ -59,7 +59,7 @@ PUBLIC = {
         "bagua.aggregation",
         "bagua.aggregation.optim",
         "bagua.c10d",
-        "bagua.horovod",
+        "bagua.horovod.torch",
         "bagua.lightning",
     ],
     "Programs": [

@@ -12,13 +12,13 @@ import torch
 import bagua.horovod.torch as hvd
 from bagua.errors import BaguaError, MismatchError
 from bagua.torch_api.process_group import DTYPES
-from tests.distributed.torch_ranks import cases_in, each_case, same_everywhere
+from tests.distributed.torch_ranks import cases_in, each_case
 from tests.world import make_world
 
 RANKS = 3
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WHOLE = tuple(dtype for dtype in DTYPES if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool))
-#: The core has no code for it: it is moved as bytes.
+#: Parameters and buffers may have this dtype. The collectives refuse it.
 FLOAT8 = torch.float8_e4m3fn
 
 
@@ -132,7 +132,7 @@ def tensors_with_gaps_and_leaves_are_reduced_in_place(rank: int) -> None:
 
 def allgather_joins_tensors_of_different_lengths(rank: int) -> None:
     for dtype, lengths in itertools.product(
-        (*FLOATS, *WHOLE, FLOAT8, torch.bool), ((2, 2, 2), (3, 0, 1), (0, 0, 4), (0, 0, 0))
+        (*FLOATS, *WHOLE, torch.bool), ((2, 2, 2), (3, 0, 1), (0, 0, 4), (0, 0, 0))
     ):
         tensors = [data(other, lengths[other], 2, dtype=dtype) for other in range(RANKS)]
         expected = torch.cat(tensors)
@@ -145,9 +145,7 @@ def allgather_joins_tensors_of_different_lengths(rank: int) -> None:
 
 
 def broadcast_has_the_values_of_its_root(rank: int) -> None:
-    for root, dtype, shape in itertools.product(
-        range(RANKS), (*FLOATS, FLOAT8, torch.bool, torch.int64), ((), (4,), (2, 3))
-    ):
+    for root, dtype, shape in itertools.product(range(RANKS), (*FLOATS, torch.bool, torch.int64), ((), (4,), (2, 3))):
         mine, expected = data(rank, *shape, dtype=dtype), data(root, *shape, dtype=dtype)
         before = mine.clone()
         assert same(hvd.broadcast(mine, root), expected)
@@ -163,7 +161,7 @@ def broadcast_has_the_values_of_its_root(rank: int) -> None:
 
 
 def alltoall_sends_the_splits_and_says_what_came(rank: int) -> None:
-    for dtype in (torch.float32, FLOAT8, torch.uint16, torch.int64):
+    for dtype in (torch.float32, torch.bool, torch.uint16, torch.int64):
         # Rank r sends r + p rows to rank p, and keeps one.
         tensors = [data(other, 3 * other + 4, 2, dtype=dtype) for other in range(RANKS)]
         expected = torch.cat(
@@ -280,11 +278,10 @@ def parameters_get_the_values_of_the_root(rank: int) -> None:
         hvd.broadcast_parameters(take(model), root_rank=root)
         assert all(same(value, expected[name]) for name, value in dict(take(model)).items())
     hvd.broadcast_parameters([("nothing", None)], root_rank=0)
-    raises(TypeError, "state_dict or named_parameters", hvd.broadcast_parameters, torch.ones(1), 0)
-    raises(TypeError, "'a' is a int", hvd.broadcast_parameters, {"a": 1}, 0)
-    raises(ValueError, "root_rank must be a rank of the job, from 0 to 2; got 3", hvd.broadcast_parameters, {}, 3)
+    for wrong in (torch.ones(1), network(0).parameters(), {"a": 1}):
+        raises(TypeError, r"model.state_dict\(\) or model.named_parameters\(\)", hvd.broadcast_parameters, wrong, 0)
     other = {"b" if rank == 1 else "a": torch.ones(2)}
-    raises(MismatchError, "differ in names", hvd.broadcast_parameters, other, 0)
+    raises(MismatchError, "rank 0 has 'a' .* rank 1 has 'b'", hvd.broadcast_parameters, other, 0)
 
 
 def optimizers_get_the_state_of_the_root(rank: int) -> None:
@@ -307,7 +304,6 @@ def optimizers_get_the_state_of_the_root(rank: int) -> None:
         assert found["state"].keys() == expected["state"].keys()
         for key, state in expected["state"].items():
             assert all(torch.equal(found["state"][key][name], value) for name, value in state.items())
-    raises(TypeError, "takes an optimizer", hvd.broadcast_optimizer_state, {}, 0)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -322,18 +318,14 @@ def wrong_arguments_are_refused_before_anything_is_sent(rank: int) -> None:
         raises(TypeError, "torch.Tensor", hvd.allreduce, [1.0])
         raises(TypeError, "float8", hvd.allreduce, one.to(FLOAT8))
         raises(TypeError, "bool", hvd.allreduce, one.bool())
-        raises(TypeError, "compression is", hvd.allreduce, one, compression="fp16")
-        raises(ValueError, "must be finite", hvd.allreduce, one, prescale_factor=float("nan"))
         raises(NotImplementedError, "sparse", hvd.allreduce, one.to_sparse())
-        raises(ValueError, "one dimension", hvd.allgather, torch.tensor(1.0))
-        raises(ValueError, "root_rank must be a rank of the job, from 0 to 2; got 3", hvd.broadcast, one, 3)
-        raises(ValueError, "cannot divide 4 rows", hvd.alltoall, one)
-        raises(ValueError, "2 splits for 3 ranks", hvd.alltoall, one, [2, 2])
-        raises(ValueError, "with 4 rows", hvd.alltoall, one, [2, 2, 1])
-        raises(ValueError, "with 4 rows", hvd.alltoall, one, [-1, 2, 1])
-        raises(TypeError, "whole numbers", hvd.alltoall, one, torch.ones(3))
-        raises(TypeError, "handle", hvd.synchronize, 3)
-        raises(TypeError, "handle", hvd.poll, None)
+        raises(TypeError, "float8", hvd.broadcast, one.to(FLOAT8), 0)
+        raises(TypeError, "0-d tensor", hvd.allgather, torch.tensor(1.0))
+        raises(ValueError, "3 is not a rank of a group of 3", hvd.broadcast, one, 3)
+        raises(ValueError, "4 rows cannot be divided among 3 ranks", hvd.alltoall, one)
+        for splits in ([2, 2], [2, 2, 1], [-1, 2, 1]):
+            raises(ValueError, "4 rows cannot be divided among 3 ranks by splits", hvd.alltoall, one, splits)
+        raises(TypeError, "integer", hvd.alltoall, one, torch.ones(3))
     assert float(hvd.allreduce(torch.ones(1), op=hvd.Sum)) == 3.0
 
 
@@ -350,21 +342,14 @@ def what_is_not_there_says_what_to_use_instead(rank: int) -> None:
     raises(NotImplementedError, "new_group", hvd.ProcessSet, [0, 1])
     raises(NotImplementedError, "each tensor", hvd.grouped_allreduce, [torch.ones(1)])
     raises(NotImplementedError, "reduce_scatter", hvd.reducescatter, torch.ones(1))
+    raises(NotImplementedError, "reduce_scatter", hvd.grouped_reducescatter_async, [torch.ones(1)])
+    raises(NotImplementedError, "leave process_set out", lambda: hvd.global_process_set.size)
     raises(NotImplementedError, "sync_batchnorm", hvd.SyncBatchNorm, 2)
     assert issubclass(hvd.HorovodInternalError, RuntimeError)
     assert issubclass(BaguaError, hvd.HorovodInternalError)
-    for name in ("mpi", "gloo"):
-        assert getattr(hvd, f"{name}_enabled")() is False
-    for name in ("mpi", "gloo", "nccl", "ddl", "ccl", "cuda", "rocm"):
-        assert getattr(hvd, f"{name}_built")() is False
-    assert hvd.mpi_threads_supported() is False
-
-
-def rows_that_differ_are_an_error_on_every_rank_and_the_job_goes_on(rank: int) -> None:
-    raises(MismatchError, "allgather: rank", hvd.allgather, torch.ones(2, 2 + (rank == 2)))
-    raises(hvd.HorovodInternalError, "allgather: rank", hvd.allgather, torch.ones(2).to(FLOATS[2 + (rank == 0)]))
-    raises(MismatchError, "alltoall: rank", hvd.alltoall, torch.ones(3, 1 + (rank == 1)))
-    assert same_everywhere(hvd.allgather(data(rank, 2)))
+    raises(NotImplementedError, "always False", hvd.nccl_built)
+    raises(NotImplementedError, "always False", hvd.gloo_enabled)
+    raises(AttributeError, "no attribute 'allreduc'", getattr, hvd, "allreduc")
 
 
 CASES = cases_in(globals())
@@ -393,7 +378,6 @@ def places(rank: int) -> list[tuple[int, ...]]:
         found.append(
             (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), total)
         )
-        assert not hvd.is_homogeneous()
         hvd.shutdown()
         hvd.shutdown()
         assert not hvd.is_initialized()

@@ -1,35 +1,32 @@
-"""Joining and leaving the job, and this process's place in it."""
+"""Joining and leaving the job, this process's place in it, and handles of asynchronous operations."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from bagua.errors import BaguaError
+from bagua.handle import Handle
+from bagua.lifecycle import Record, record
 from bagua.torch_api import communication
+from bagua.torch_api.process_group import Communicator
+from bagua.torch_api.process_group.state import group_state
 
-from . import global_state
+#: The base of every error of communication.
+HorovodInternalError = BaguaError
 
-__all__ = [
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "gloo_built",
-    "gloo_enabled",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
-    "rocm_built",
-    "shutdown",
-    "size",
-]
+
+class _HorovodState(Record):
+    """What holds from ``hvd.init`` to ``hvd.shutdown``. Dropped with the groups of the torch layer."""
+
+    def __init__(self) -> None:
+        #: None outside of a job; True if init joined the default process group, so that shutdown leaves it.
+        self.joined: bool | None = None
+
+    def forget_groups(self) -> None:
+        self.joined = None
+
+
+_state = record(_HorovodState)
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -41,70 +38,72 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         raise NotImplementedError(
             "hvd.init takes neither comm nor process_sets: for a part of the ranks use bagua.torch_api.new_group(ranks)"
         )
-    if global_state.is_begun():
-        return
-    joined = not communication.is_initialized()
-    if joined:
-        communication.init_process_group()
-    global_state.begin(joined)
+    if _state.joined is None:
+        joined = not communication.is_initialized()
+        if joined:
+            communication.init_process_group()
+        _state.joined = joined
 
 
 def shutdown() -> None:
     """Leaves the job if :func:`init` joined it. May be called twice."""
-    global_state.end()
+    joined, _state.joined = _state.joined, None
+    if joined:
+        communication.destroy_process_group()
 
 
 def is_initialized() -> bool:
     """True between :func:`init` and :func:`shutdown`."""
-    return global_state.is_begun()
+    return _state.joined is not None
+
+
+def world() -> Communicator:
+    """Returns the communicator of all ranks. Raises ValueError before :func:`init`."""
+    if _state.joined is None:
+        raise ValueError("Horovod's API is not initialised: call hvd.init() first")
+    assert group_state.world is not None
+    return group_state.world
 
 
 def rank() -> int:
-    """This process's rank in the job. ValueError before :func:`init`, here and below."""
-    return global_state.world().rank()
+    """Returns this process's rank in the job. Raises ValueError before :func:`init`, as all functions below do."""
+    return world().rank()
 
 
 def size() -> int:
-    """The number of ranks in the job."""
-    return global_state.world().nranks()
+    """Returns the number of ranks in the job."""
+    return world().nranks()
 
 
 def local_rank() -> int:
-    """This process's rank on its host."""
-    return global_state.world().group.local_rank
+    """Returns this process's rank on its host."""
+    return world().group.local_rank
 
 
 def local_size() -> int:
-    """The number of ranks on this host."""
-    return global_state.world().group.local_world_size
+    """Returns the number of ranks on this host."""
+    return world().group.local_world_size
 
 
-def _across() -> list[int]:
-    """The hosts that have a rank of this local rank."""
-    local = local_rank()
-    return [number for number, host in enumerate(global_state.world().raw.hosts) if len(host) > local]
+def _hosts_with_my_local_rank() -> list[list[int]]:
+    return [list(host) for host in world().raw.hosts if len(host) > local_rank()]
 
 
 def cross_rank() -> int:
-    """This host's place among those that have a rank of the same local rank."""
-    mine = next(number for number, host in enumerate(global_state.world().raw.hosts) if rank() in host)
-    return _across().index(mine)
+    """Returns this host's place among the hosts that have a rank of the same local rank."""
+    return next(number for number, host in enumerate(_hosts_with_my_local_rank()) if rank() in host)
 
 
 def cross_size() -> int:
-    """How many hosts have a rank of the same local rank."""
-    return len(_across())
+    """Returns the number of hosts that have a rank of the same local rank."""
+    return len(_hosts_with_my_local_rank())
 
 
-def is_homogeneous() -> bool:
-    """Whether every host has as many ranks."""
-    return len({len(host) for host in global_state.world().raw.hosts}) == 1
+def poll(handle: Handle[Any]) -> bool:
+    """Returns True if :func:`synchronize` would not wait."""
+    return handle.is_completed()
 
 
-def _false() -> bool:
-    """False: communication is Bagua's own, and uses none of these libraries."""
-    return False
-
-
-mpi_built = mpi_enabled = mpi_threads_supported = gloo_built = gloo_enabled = _false
-nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _false
+def synchronize(handle: Handle[Any]) -> Any:
+    """Waits for an asynchronous operation. Returns what its synchronous form returns, or raises its error."""
+    return handle.wait()
