@@ -79,8 +79,8 @@ def on_host(x: Any, what: str = "the array") -> Operand:
         array = np.asarray(memoryview(x))
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{what} is a {type(x).__name__}, which is no NumPy array and has neither DLPack nor the buffer protocol: "
-            "numpy.asarray makes an array of numbers; broadcast_object, all_gather_object, gather_object and "
+            f"{what} is a {type(x).__name__}, which is not a NumPy array and has neither DLPack nor the buffer "
+            "protocol: numpy.asarray makes an array of numbers; broadcast_object, all_gather_object, gather_object and "
             "scatter_object take any object"
         ) from error
     return _from_numpy(array, numpy_code(array.dtype, what))

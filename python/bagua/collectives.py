@@ -44,7 +44,7 @@ def op_code(op: str | int) -> int:
     else:
         raise TypeError(f"op={op!r} is a {type(op).__name__}, not one of {', '.join(engine.OPS)}")
     if code not in engine.OPS.values():
-        raise ValueError(f"op={op!r} is none of {', '.join(engine.OPS)}")
+        raise ValueError(f"op must be one of {', '.join(engine.OPS)}; got {op!r}")
     return code
 
 

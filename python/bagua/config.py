@@ -71,7 +71,7 @@ def choice(name: str, choices: Sequence[str], default: str) -> str:
     """The variable as one of these texts. ValueError names the variable, what it holds, and what there is."""
     value = text(name) or default
     if value not in choices:
-        raise ValueError(f"{name}={value!r} is none of {', '.join(choices)}")
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     return value
 
 

@@ -81,7 +81,7 @@ def overdue(version: str) -> list[Deprecation]:
 def _numbers(version: str) -> tuple[int, int, int]:
     found = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", version)
     if found is None:
-        raise ValueError(f"{version!r} is no version: major.minor.patch is needed")
+        raise ValueError(f"a version must be major.minor.patch; got {version!r}")
     return int(found[1]), int(found[2]), int(found[3])
 
 

@@ -98,13 +98,13 @@ def _rendezvous(
     except ValueError as error:
         raise ValueError(f"init_method {init_method!r}: {error}") from None
     if parts.scheme not in ("env", "tcp", "file"):
-        raise ValueError(f"init_method {init_method!r} starts with none of env://, tcp:// and file://")
+        raise ValueError(f"init_method must start with env://, tcp:// or file://; got {init_method!r}")
     if parts.query or parts.fragment:
         what = f"{'?' + parts.query if parts.query else ''}{'#' + parts.fragment if parts.fragment else ''}"
         instead = "write %3F for ? and %23 for #" if parts.scheme == "file" else "pass rank and world_size as arguments"
         raise ValueError(f"init_method {init_method!r}: {what} has no meaning here; {instead}")
     if parts.scheme == "file" and not parts.netloc + parts.path:
-        raise ValueError(f"init_method {init_method!r} names no file")
+        raise ValueError(f"init_method {init_method!r} lacks the path of a file")
     if parts.scheme == "tcp" and (host is None or port is None or parts.path not in ("", "/")):
         raise ValueError(f"init_method {init_method!r} is not tcp://host:port")
     if place.world_size == 1:

@@ -153,10 +153,10 @@ def _read_one(path: Path) -> Record:
     except IsADirectoryError as error:
         raise ValueError(f"{path} is a directory: pass the records in it, {path / '*.json'}") from error
     except KeyError as error:
-        raise ValueError(f"{path} is no flight record: there is no {error} where a record has one") from error
+        raise ValueError(f"{path} is not a flight record: it lacks {error}") from error
     # A file may be nested deeper than the parser goes.
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no flight record: {error}") from error
+        raise ValueError(f"{path} is not a flight record: {error}") from error
 
 
 @dataclass(frozen=True)

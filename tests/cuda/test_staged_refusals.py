@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -102,9 +103,7 @@ def test_without_cuda_the_error_says_why_not_and_the_group_goes_on(ranks: Ranks)
         assert "/nowhere/libcuda.so.1" in text
 
 
-def collectives_of(rank: int, wanted: list[str]) -> tuple[str, Any, str]:
-    import os
-
+def collectives_of(rank: int, wanted: list[str]) -> str:
     os.environ["BAGUA_CUDA_COLLECTIVE"] = wanted[rank]
     cuda, group = Cuda(), bagua.init()
     x = cuda.array(ONES)
@@ -113,37 +112,18 @@ def collectives_of(rank: int, wanted: list[str]) -> tuple[str, Any, str]:
         group.all_reduce(x)
     except (bagua.BaguaError, ValueError) as error:
         text = f"{type(error).__name__}: {error}"
-    found = bagua.stats()["groups"]["world"]["cuda"]
     os.environ["BAGUA_CUDA_COLLECTIVE"] = "staged"
     group.all_reduce(x)
-    why = bagua.stats()["groups"]["world"]["cuda"]["why"]
     bagua.shutdown()
     cuda.close()
-    return text, found, why
+    return text
 
 
 def test_different_values_of_the_variable_are_an_error_on_all_ranks(ranks: Ranks) -> None:
-    for text, _, _ in ranks(2, collectives_of, ["auto", "staged"]):
+    for text in ranks(2, collectives_of, ["auto", "staged"]):
         assert text.startswith("BaguaError: BAGUA_CUDA_COLLECTIVE is auto on rank 0 of the group and staged on rank 1")
 
 
 def test_an_unknown_collective_is_refused_before_anything_is_sent(ranks: Ranks) -> None:
-    for text, _, _ in ranks(2, collectives_of, ["fastest", "fastest"]):
-        assert text.startswith("ValueError: BAGUA_CUDA_COLLECTIVE='fastest' is none of auto, nccl, staged")
-
-
-def test_the_stats_say_what_auto_took_and_why(ranks: Ranks) -> None:
-    for text, stats, _ in ranks(2, collectives_of, ["auto", "auto"]):
-        assert text == ""
-        assert (stats["collective"], stats["why"].split(":")[0]) == ("staged", "auto")
-        assert set(stats) == {
-            "collective",
-            "why",
-            "device",
-            "launches",
-            "to_host_bytes",
-            "to_device_bytes",
-            "pinned_bytes",
-            "device_bytes",
-        }
-        assert (stats["to_host_bytes"], stats["to_device_bytes"]) == (ONES.nbytes, ONES.nbytes)
+    for text in ranks(2, collectives_of, ["fastest", "fastest"]):
+        assert text.startswith("ValueError: BAGUA_CUDA_COLLECTIVE must be one of auto, nccl, staged; got 'fastest'")

@@ -269,7 +269,7 @@ def test_bench_ends_with_1_when_a_rank_fails() -> None:
     pytest.importorskip("torch", reason="torch is not installed: make setup")
     ended = command("bench", "--json", BAGUA_TIMEOUT="20", BAGUA_ALGORITHM="bruck")
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert "BAGUA_ALGORITHM='bruck'" in ended.stderr
+    assert "BAGUA_ALGORITHM must be one of" in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,7 @@ def test_pickles_need_a_secret_where_others_may_write(monkeypatch: pytest.Monkey
 
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:
     for error, text, arguments in (
-        (ValueError, "'disk' is none of", {"backend": "disk"}),
+        (ValueError, "must be one of .*; got 'disk'", {"backend": "disk"}),
         (ValueError, "writer_buffer_size is 0", {"backend": "memory", "writer_buffer_size": 0}),
         (ValueError, "capacity is 0", {"backend": "memory", "capacity_per_node": 0}),
         (TypeError, "does not know hosts", {"backend": "memory", "hosts": []}),

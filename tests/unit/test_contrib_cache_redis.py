@@ -359,8 +359,8 @@ def test_construction_says_which_servers_do_not_answer(servers: Callable[..., An
 @pytest.mark.parametrize(
     ("text", "arguments"),
     [
-        ("names no port", {"hosts": [{"host": "127.0.0.1"}]}),
-        ("names no host", {"hosts": [{"port": 1}]}),
+        ("must have a host and a port; got .*host", {"hosts": [{"host": "127.0.0.1"}]}),
+        ("must have a host and a port; got .*port", {"hosts": [{"port": 1}]}),
         ("'x', not a number", {"hosts": [{"host": "127.0.0.1", "port": "x"}]}),
         ("hosts is empty", {"hosts": []}),
         ("redis_cluster=True needs hosts", {"redis_cluster": True}),

@@ -197,7 +197,7 @@ def test_a_trial_that_fails_is_a_problem() -> None:
     code, found = examined(BAGUA_ALGORITHM="bruck")
     assert code == 1
     assert found["trial"]["ok"] is False
-    assert "BAGUA_ALGORITHM='bruck'" in problems(found)["trial of two processes"]
+    assert "BAGUA_ALGORITHM must be one of" in problems(found)["trial of two processes"]
 
 
 def test_the_secret_is_not_shown() -> None:
@@ -253,9 +253,11 @@ def test_misspelt_settings_are_problems_that_name_the_nearest_setting() -> None:
     assert code == 1
     fixes = {problem["why"]: problem["fix"] for problem in found["problems"]}
     assert fixes == {
-        "BAGUA_ALGORITM is no setting of Bagua": "rename it to BAGUA_ALGORITHM",
-        "BAGUA_HEARTBEAT_TIMOUT is no setting of Bagua": "rename it to BAGUA_HEARTBEAT_TIMEOUT",
-        "BAGUA_X is no setting of Bagua": "unset it: bagua doctor --all lists all settings",
+        "BAGUA_ALGORITM is not a setting of Bagua; did you mean BAGUA_ALGORITHM?": "rename it to BAGUA_ALGORITHM",
+        "BAGUA_HEARTBEAT_TIMOUT is not a setting of Bagua; did you mean BAGUA_HEARTBEAT_TIMEOUT?": (
+            "rename it to BAGUA_HEARTBEAT_TIMEOUT"
+        ),
+        "BAGUA_X is not a setting of Bagua": "unset it: bagua doctor --all lists all settings",
     }
 
 

@@ -140,9 +140,9 @@ def test_records_of_two_processes_of_one_rank_are_refused_by_name(
             '{"version": 1, "rank": 0, "host": "a", "pid": 1, "error": "", "ops": [{"n": 3}]}',
             "operation 3 has no 'group'",
         ),
-        ('{"version": 1}', "is no flight record: there is no 'ops' where a record has one"),
-        ('{"version": 1, "ops": [{}]}', "is no flight record: there is no 'n' where a record has one"),
-        ("[" * 200_000, "is no flight record: "),
+        ('{"version": 1}', "is not a flight record: it lacks 'ops'"),
+        ('{"version": 1, "ops": [{}]}', "is not a flight record: it lacks 'n'"),
+        ("[" * 200_000, "is not a flight record: "),
     ],
 )
 def test_a_file_that_is_no_record_is_named(
@@ -166,7 +166,7 @@ def test_a_file_that_is_no_record_is_named(
 def test_a_value_of_another_type_is_named(tmp_path: Path, key: str, value: Any) -> None:
     path = write(tmp_path, 0, [op(0, 0, "started") | {key: value}])
     with pytest.raises(
-        ValueError, match=re.escape(f"{path} is no flight record: operation 0 has {value!r} as {key!r}")
+        ValueError, match=re.escape(f"{path} is not a flight record: operation 0 has {value!r} as {key!r}")
     ):
         trace.read([path])
 

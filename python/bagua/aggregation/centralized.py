@@ -81,7 +81,7 @@ class AllReduceAggregation(Aggregation):
     def _check(self, op: str, denom: Denominator) -> None:
         kind = _KINDS.get(op)
         if kind is None:
-            raise NotImplementedError(f"op={op!r} is none of {', '.join(_KINDS)}")
+            raise NotImplementedError(f"op must be one of {', '.join(_KINDS)}; got {op!r}")
         if kind == "avg_custom":
             divisor(denom)
         self._reducer()

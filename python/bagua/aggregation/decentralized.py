@@ -45,7 +45,7 @@ class DecentralizedAggregation(Aggregation):
 
     def _check(self, op: str, denom: Denominator) -> None:
         if op not in _OPS:
-            raise NotImplementedError(f"op={op!r} is none of {', '.join(_OPS)}")
+            raise NotImplementedError(f"op must be one of {', '.join(_OPS)}; got {op!r}")
         if not self._mutual:
             _check_mutual(self._peers(), self.rank, self.neighbors)
             self._mutual = True

@@ -113,7 +113,7 @@ class PowerAggregation(CompressingAggregation):
 
     def _check(self, op: str, denom: Denominator) -> None:
         if op not in _OPS:
-            raise NotImplementedError(f"op={op!r} is none of {', '.join(_OPS)}")
+            raise NotImplementedError(f"op must be one of {', '.join(_OPS)}; got {op!r}")
         self._peers()
 
     def _is_matrix(self, index: int) -> bool:

@@ -52,7 +52,7 @@ class SparsifiedAggregation(CompressingAggregation):
     ) -> None:
         super().__init__(model, use_cuda, group=group)
         if method not in ("top_k", "random_k", "block"):
-            raise ValueError(f"method={method!r} is none of top_k, random_k, block")
+            raise ValueError(f"method must be one of top_k, random_k, block; got {method!r}")
         if not 0 < k < math.inf or (isinstance(k, float) and k > 1.0):
             raise ValueError(f"k={k!r} is neither a fraction in (0, 1] nor a count of at least 1")
         self.k = k
@@ -72,7 +72,7 @@ class SparsifiedAggregation(CompressingAggregation):
         if op in _CUSTOM:
             divisor(denom)
         elif op not in _AVERAGES and op != "sum":
-            raise NotImplementedError(f"op={op!r} is none of {', '.join((*_AVERAGES, *_CUSTOM, 'sum'))}")
+            raise NotImplementedError(f"op must be one of {', '.join((*_AVERAGES, *_CUSTOM, 'sum'))}; got {op!r}")
 
     def _random(self) -> torch.Generator:
         if self._generator is None:

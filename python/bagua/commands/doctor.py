@@ -137,7 +137,8 @@ def _settings(problems: _Problems) -> dict[str, Any]:
         problems.add("BAGUA_METRICS_ADDR", f"metrics cannot be served at {config.metrics_host()!r}: {no_server}", fix)
     for name, nearest in config.unknown():
         advice = "unset it: bagua doctor --all lists all settings" if nearest is None else f"rename it to {nearest}"
-        problems.add(name, f"{name} is no setting of Bagua", advice)
+        meant = "" if nearest is None else f"; did you mean {nearest}?"
+        problems.add(name, f"{name} is not a setting of Bagua{meant}", advice)
     return found
 
 

@@ -126,7 +126,7 @@ def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
             continue
         sample = _SAMPLE.fullmatch(line)
         if sample is None:
-            raise ValueError(f"{line[:40]!r} is no sample of Prometheus")
+            raise ValueError(f"{line[:40]!r} is not a sample of Prometheus")
         labels = {name: _ESCAPED.sub(_unescaped, value) for name, value in _LABEL.findall(sample["labels"] or "")}
         yield sample["name"], labels, float(sample["value"])
 

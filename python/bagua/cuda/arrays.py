@@ -107,9 +107,9 @@ def _stream(stream: int | None) -> int:
     if stream is None:
         return _LEGACY
     if isinstance(stream, bool) or not isinstance(stream, int):
-        raise TypeError(f"stream={stream!r} is no CUstream as an integer")
+        raise TypeError(f"stream must be a CUstream as an integer; got {stream!r}")
     if stream <= 0:
-        raise ValueError(f"stream={stream} is no stream: 1 is the legacy stream, 2 that of the calling thread")
+        raise ValueError(f"stream={stream} is not a stream: 1 is the legacy stream, 2 that of the calling thread")
     return stream
 
 

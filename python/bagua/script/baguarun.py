@@ -157,7 +157,7 @@ def _carried(given: Sequence[str]) -> dict[str, str]:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ValueError(f"-x {text!r} is neither NAME nor NAME=VALUE")
         if not equals and name not in own:
-            raise ValueError(f"-x {name}: there is no such variable here to be carried")
+            raise ValueError(f"-x {name}: this process has no variable {name}; write {name}=VALUE")
         found[name] = value if equals else own[name]
     return found
 

@@ -356,7 +356,7 @@ class BaguaBucket:
         """
         codec = raw_codec(compression)
         if codec is None:
-            raise ValueError(f"bucket {self.name!r}: there is no choice without a compression")
+            raise ValueError(f"bucket {self.name!r}: an automatic choice needs a compression")
         self.backend_bucket.append_automatic(codec, average, hierarchical)
         self._group = group or self._group
         return self

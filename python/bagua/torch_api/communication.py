@@ -122,7 +122,7 @@ def get_communicator(group_name: str, comm_name: Literal["global", "inter", "int
     group name or communicator name.
     """
     if comm_name not in ("global", "inter", "intra"):
-        raise ValueError(f"get_communicator: {comm_name!r} is none of 'global', 'inter' and 'intra'")
+        raise ValueError(f"get_communicator: comm_name must be one of global, inter, intra; got {comm_name!r}")
     _get_default_group()
     groups = list(_state.group_ranks)
     for group in groups:

@@ -270,7 +270,7 @@ def _make_store(backend: str, dataset_name: str, options: dict[str, Any]) -> Sto
     if backend == "memory":
         _refuse(backend, options)
         return MemoryStore(**capacity)
-    raise ValueError(f"backend {backend!r} is none of 'redis', 'lmdb', 'memory' and 'auto'")
+    raise ValueError(f"backend must be one of redis, lmdb, memory, auto; got {backend!r}")
 
 
 def _refuse(backend: str, options: Iterable[str]) -> None:

@@ -64,7 +64,7 @@ class _AddressBook:
         """Writes an entry that does not exist yet, and returns what is there then."""
         found = _entry(self._store.set_new(name, json.dumps(entry).encode()))
         if found is None:
-            raise BaguaError(f"{name!r} in the address book is no entry")
+            raise BaguaError(f"{name!r} in the address book is not an entry")
         return found
 
 

@@ -258,7 +258,7 @@ class RedisStore(ClusterStore):
 
 def _options(host: Mapping[str, Any], timeout: float) -> dict[str, Any]:
     if "host" not in host or "port" not in host:
-        raise ValueError(f"a host of the cache names no {'port' if 'host' in host else 'host'}: {sorted(host)}")
+        raise ValueError(f"each host of the cache must have a host and a port; got one with {sorted(host)}")
     try:
         port = int(host["port"])
     except ValueError:

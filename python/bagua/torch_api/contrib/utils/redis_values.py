@@ -71,7 +71,7 @@ class _BoundedReader:
         """Of the string that this line announces."""
         kind = line[:1]
         if kind not in (b"$" if self._strings else b"$*:+-") or line[-2:] != b"\r\n":
-            raise InvalidResponse(f"{line[:40]!r} is no part of the protocol here")
+            raise InvalidResponse(f"{line[:40]!r} is not an answer of the protocol")
         if kind == b"*":
             self._strings = max(0, _length(line, _ELEMENTS))
             return 0
