@@ -1,5 +1,5 @@
-//! Dividing a tensor into chunks, copying chunks between cores, and combining them with timed kernels; the order in which a rank reads from
-//! its peers.
+//! Dividing a tensor into chunks, copying chunks between cores, combining them with timed kernels, and the order in
+//! which a rank reads from its peers.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -9,30 +9,31 @@ use crate::reduce::combine;
 use crate::types::ReduceOp;
 use crate::{HostIo, OpContext};
 
-/// The peers of `me`, beginning with the next rank, so that the ranks do not all read the same memory first.
+/// Returns the peers of `me`, starting with the next rank, so that the ranks do not all read the same memory first.
 pub(super) fn others(me: usize, ranks: usize) -> impl Iterator<Item = usize> {
     (1..ranks).map(move |step| (me + step) % ranks)
 }
 
-/// The range, moved by an offset.
+/// Moves a range by an offset.
 pub(super) fn shifted(range: Range<usize>, by: usize) -> Range<usize> {
     range.start + by..range.end + by
 }
 
-/// Bytes below which a kernel is not timed: reading the clock twice would take as long.
+/// Size in bytes below which a kernel is not timed, because reading the clock twice would take as long as the kernel.
 const TIMED: usize = 16 << 10;
 
 /// A tensor or shard cut into chunks.
 #[derive(Clone, Copy)]
 pub(super) struct Cut {
     pub(super) total: usize,
-    /// Bytes of every chunk but the last, which may be shorter.
+    /// Size in bytes of every chunk but the last, which may be shorter.
     pub(super) each: usize,
     pub(super) chunks: usize,
 }
 
 impl Cut {
-    /// Chunks of at most `most` bytes, a multiple of `ALIGN`, and of about equal size. `total` is not 0.
+    /// Cuts `total` bytes, which must not be 0, into chunks of about equal size: at most `most` bytes, and a multiple
+    /// of `ALIGN`.
     pub(super) fn new(total: usize, most: usize) -> Cut {
         let each = total.div_ceil(total.div_ceil(most)).next_multiple_of(ALIGN);
         Cut { total, each, chunks: total.div_ceil(each) }
@@ -42,26 +43,26 @@ impl Cut {
         (chunk * self.each).min(self.total)..((chunk + 1) * self.each).min(self.total)
     }
 
-    /// The chunk before this one; empty for the first.
+    /// Returns the chunk before this one, which is empty for the first.
     pub(super) fn before(&self, chunk: usize) -> Range<usize> {
         chunk.checked_sub(1).map_or(0..0, |before| self.range(before))
     }
 
-    /// The chunk after this one; empty for the last.
+    /// Returns the chunk after this one, which is empty for the last.
     pub(super) fn behind(&self, chunk: usize) -> Range<usize> {
         self.range(chunk + 1)
     }
 }
 
-/// Bytes of a cache line.
+/// Size of a cache line in bytes.
 const LINE: usize = 64;
 
-/// Bytes of one `memcpy` between cores. Longer ones run as `rep movsb` on some processors, which is several times slower where the
-/// destination's cache lines are in another core's cache: broadcast of 1 MiB between two ranks took 1.5 times as long with them on an
-/// EPYC (Zen 4).
+/// Size in bytes of one `memcpy` between cores. Longer copies run as `rep movsb` on some processors, which is several
+/// times slower if the destination's cache lines are in another core's cache. With longer copies, a broadcast of 1 MiB
+/// between two ranks took 1.5 times as long on an EPYC (Zen 4).
 const BLOCK: usize = 4 << 10;
 
-/// Copies bytes to or from memory that another core uses. Both slices have the same length.
+/// Copies bytes to or from memory that another core uses. Both slices must have the same length.
 pub(super) fn copy(from: &[u8], to: &mut [u8]) {
     assert_eq!(from.len(), to.len());
     for (from, to) in from.chunks(BLOCK).zip(to.chunks_mut(BLOCK)) {
@@ -69,27 +70,30 @@ pub(super) fn copy(from: &[u8], to: &mut [u8]) {
     }
 }
 
-/// As [`copy`], from a window that no other rank accesses now; then rewrites one byte of each of its cache lines with its own value. The
-/// line is in this core's cache alone after that, and the other core's next write to it costs one transfer. Rewriting a line that
-/// both caches share costs two: broadcast of 1 MiB between two ranks took 2.0 times as long.
+/// Copies from a window that no other rank accesses now, as [`copy`], and then rewrites one byte of each cache line of
+/// the window with its own value. This leaves the line only in this core's cache, so the other core's next write to it
+/// costs one transfer. A write to a line that both caches share costs two: with [`copy`], a broadcast of 1 MiB between
+/// two ranks took 2.0 times as long.
 pub(super) fn copy_and_own(window: &mut [u8], to: &mut [u8]) {
     assert_eq!(window.len(), to.len());
     for (from, to) in window.chunks_mut(BLOCK).zip(to.chunks_mut(BLOCK)) {
         to.copy_from_slice(from);
         for line in from.chunks_mut(LINE) {
             let byte = &raw mut line[0];
-            // SAFETY: a byte of the slice. Volatile, because the compiler would drop a store of the value that was read.
+            // SAFETY: a byte of the slice. Volatile, because the compiler would remove a store of the value that was
+            // just read.
             unsafe { byte.write_volatile(byte.read_volatile()) };
         }
     }
 }
 
-/// The input of each rank, in rank order.
+/// Returns the input of each rank, in rank order.
 pub(super) fn inputs<'a>(ranks: usize, read: impl Fn(usize) -> &'a [u8]) -> Vec<Option<&'a [u8]>> {
     (0..ranks).map(|rank| Some(read(rank))).collect()
 }
 
-/// Combines the peers' inputs and this rank's own, the range `from` of `io`'s input, into the range `to` of its output.
+/// Combines the peers' inputs and this rank's own, which is the range `from` of `io`'s input, into the range `to` of
+/// its output.
 pub(super) fn combine_into<'a>(
     cx: &OpContext<'_>,
     op: ReduceOp,
@@ -113,7 +117,7 @@ pub(super) fn combine_into<'a>(
     timer.stop();
 }
 
-/// Writes the range `range` of every peer's shard to this rank's buffer.
+/// Writes a range of the shard for every peer to this rank's buffer.
 pub(super) fn fill_for_each(
     segment: &Segment,
     buffer: Buffer,
@@ -129,7 +133,7 @@ pub(super) fn fill_for_each(
     }
 }
 
-/// Adds the time of a kernel to the statistics, unless it is too short ([`TIMED`]).
+/// Adds the time of a kernel to the statistics, unless the kernel is too short ([`TIMED`]).
 pub(super) struct Timer<'a, 'c> {
     cx: &'a OpContext<'c>,
     begun: Option<Instant>,

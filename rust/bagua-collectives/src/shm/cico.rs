@@ -1,19 +1,26 @@
-//! all_reduce and reduce through windows, of tensors that do not fit a slot.
+//! all_reduce and reduce through windows ("copy in, copy out"), for tensors that do not fit into a slot.
 //!
-//! Each rank reduces its share of every chunk from all windows and its own tensor, and writes the result to its own tensor and to the
-//! peers' windows. A peer copies it from its window to its tensor in the same pass that fills the window with the chunk after next.
-//! That pass is divided into blocks, which alternate with the blocks in which the rank reduces the chunk in between. So
+//! Each rank reduces its share of every chunk, from all windows and its own tensor. It writes the result to its own
+//! tensor and to the peers' windows. A peer copies the result from its window to its tensor in the same pass that fills
+//! the window with the chunk after next. This pass is divided into blocks, which alternate with the blocks in which the
+//! rank reduces the chunk in between:
 //!
-//! - each rank both reads and writes every shared cache line, and a line crosses between two cores once per chunk in each direction:
-//!   with what the peer wrote, and with what the peer reads next;
-//! - loads from the peer's cache and loads of the tensor from main memory are in flight at the same time.
+//!     step p:  reduce chunk p      |  from window p % 2, result to all windows p % 2
+//!              copy out chunk p-1  |  from window (p-1) % 2 to the tensor
+//!              copy in chunk p+1   |  from the tensor to window (p+1) % 2
 //!
-//! The limit is the rate at which two cores read each other's caches, 16 to 20 GB/s on the machine of these figures, because every
-//! byte of an ordinary tensor crosses once. Measured there (`cargo bench --bench limit`), as a share of the limit at 1, 16 and 64 MiB:
-//! 0.33, 0.36 and 0.36 when each chunk was copied out, refilled and reduced one after the other; 0.40, 0.44 and 0.52 in alternating
-//! blocks. Slower there: every rank reducing all of every chunk, windows of 64 or 512 KiB and more, non-temporal stores, demoting
-//! lines. No gain: two to eight streams at a time, four windows, prefetching to write. On other machines slower: slots with a separate
-//! result area, and `process_vm_readv`.
+//! - Each rank both reads and writes every shared cache line. So a line crosses between two cores once per chunk in
+//!   each direction: with what the peer wrote, and with what the peer reads next.
+//! - Loads from the peer's cache and loads of the tensor from main memory are in flight at the same time.
+//!
+//! The limit is the rate at which two cores read each other's caches, 16 to 20 GB/s on the measured machine, because
+//! every byte of an ordinary tensor crosses once. Share of this limit at 1, 16 and 64 MiB (`cargo bench --bench
+//! limit`): 0.33, 0.36 and 0.36 if each chunk is copied out, refilled and reduced one after the other, and 0.40, 0.44
+//! and 0.52 with alternating blocks.
+//!
+//! Tried and rejected. Slower there: every rank reducing all of every chunk, windows of 64 KiB or of 512 KiB and more,
+//! non-temporal stores, demoting lines. No gain: two to eight streams at a time, four windows, prefetching to write.
+//! Slower on other machines: slots with a separate result area, and `process_vm_readv`.
 
 use std::ops::Range;
 
@@ -24,25 +31,27 @@ use crate::reduce::{combine, combine_everywhere_after};
 use crate::types::ReduceOp;
 use crate::{HostIo, OpContext};
 
-/// One operation.
+/// One all_reduce or reduce.
 pub(super) struct Reduction<'a, 'c> {
     pub(super) cx: &'a OpContext<'c>,
     pub(super) op: ReduceOp,
-    /// The rank that gets the result of reduce; `None` for all_reduce.
+    /// Rank that gets the result of a reduce, or `None` for an all_reduce.
     pub(super) root: Option<usize>,
     pub(super) cut: Cut,
 }
 
-/// The ranges of a rank's tensor that a step copies while it reduces a chunk. Either may be empty, or shorter than a chunk.
+/// The ranges of a rank's tensor that a step copies while it reduces a chunk. Either may be empty, or shorter than a
+/// chunk.
 struct Beside<'a> {
-    /// The chunk before: results are copied to it from the window.
+    /// Chunk before, into which results are copied from the window.
     out: &'a mut [u8],
-    /// The chunk after, which is copied to the window.
+    /// Chunk after, which is copied into the window.
     into: &'a [u8],
 }
 
 impl Reduction<'_, '_> {
-    /// The range that a rank reduces, in a chunk or window of `len` bytes. It begins at the same offset in all chunks.
+    /// Returns the range that a rank reduces, in a chunk or window of `len` bytes. It starts at the same offset in all
+    /// chunks.
     fn share(&self, segment: &Segment, rank: usize, len: usize) -> Range<usize> {
         let each = self.each(segment);
         (each * rank).min(len)..(each * (rank + 1)).min(len)
@@ -52,7 +61,8 @@ impl Reduction<'_, '_> {
         self.cut.each.div_ceil(segment.ranks).next_multiple_of(ALIGN)
     }
 
-    /// The phases of [`super::protocol::Protocol::run`], whose `collect` must be true on a rank that gets the result.
+    /// Implements the phases of [`super::protocol::Protocol::run`], which must run with `collect` on a rank that gets
+    /// the result.
     pub(super) fn phase(&self, segment: &Segment, phase: Phase, buffer: Buffer, io: &mut HostIo<'_>) {
         let (first, chunks) = (self.cut.range(0), self.cut.chunks);
         match phase {
@@ -75,7 +85,7 @@ impl Reduction<'_, '_> {
         self.refill_block(segment, buffer, &mut beside, 0..self.each(segment));
     }
 
-    /// The same for one block of every peer's share.
+    /// As [`Reduction::refill`], for one block of every peer's share.
     fn refill_block(&self, segment: &Segment, buffer: Buffer, beside: &mut Beside<'_>, block: Range<usize>) {
         for rank in others(segment.index, segment.ranks) {
             let within = |len| {
@@ -83,14 +93,14 @@ impl Reduction<'_, '_> {
                 (share.start + block.start).min(share.end)..(share.start + block.end).min(share.end)
             };
             let (out, into) = (within(beside.out.len()), within(beside.into.len()));
-            // SAFETY: W2; the peer that wrote the result here did so when it took that chunk.
+            // SAFETY: W2. The peer that wrote the result here did so when it took that chunk.
             beside.out[out.clone()].copy_from_slice(unsafe { segment.read(segment.index, buffer, out) });
-            // SAFETY: W2; the slice above is no longer used.
+            // SAFETY: W2. The slice above is no longer used.
             unsafe { segment.write(segment.index, buffer, into.clone()) }.copy_from_slice(&beside.into[into]);
         }
     }
 
-    /// Reduces a chunk of an all_reduce and copies the chunks beside it.
+    /// Reduces a chunk of an all_reduce, and copies the chunks before and after it.
     fn step(&self, segment: &Segment, chunk: usize, buffer: Buffer, io: &mut HostIo<'_>) {
         let (me, next) = (segment.index, buffer.other());
         let range = self.cut.range(chunk);
@@ -116,7 +126,7 @@ impl Reduction<'_, '_> {
         let mut own = Some(&mut dst[mine.clone()]);
         let part = |rank| match own.take_if(|_| rank == me) {
             Some(own) => own,
-            // SAFETY: W1; of every window, this rank's share is read and written by this rank only.
+            // SAFETY: W1. Only this rank reads and writes its share of every window.
             None => unsafe { segment.write(rank, buffer, mine.clone()) },
         };
         let mut parts: Vec<&mut [u8]> = (0..segment.ranks).map(part).collect();
@@ -128,11 +138,11 @@ impl Reduction<'_, '_> {
             self.refill_block(segment, next, &mut beside, block);
         });
         timer.stop();
-        // What is left where this rank's share is shorter than its peers', as the last one may be.
+        // Copy the rest, if this rank's share is shorter than its peers' shares, as the last one may be.
         self.refill_block(segment, next, &mut beside, mine.len()..self.each(segment));
     }
 
-    /// Reduces a chunk of a reduce and copies the chunks beside it.
+    /// Reduces a chunk of a reduce, and copies the chunks before and after it.
     fn step_towards(&self, segment: &Segment, root: usize, chunk: usize, buffer: Buffer, io: &mut HostIo<'_>) {
         let (me, ranks) = (segment.index, segment.ranks);
         if root == me {
@@ -145,7 +155,7 @@ impl Reduction<'_, '_> {
         let range = self.cut.range(chunk);
         let mine = self.share(segment, me, range.len());
         let local = shifted(mine.clone(), range.start);
-        // SAFETY: W1; of every window, this rank's share is read and written by this rank only.
+        // SAFETY: W1. Only this rank reads and writes its share of every window.
         let theirs = |rank| unsafe { segment.read(rank, buffer, mine.clone()) };
         if root == me {
             combine_into(self.cx, self.op, inputs(ranks, theirs), me, io, local.clone(), local);
@@ -158,7 +168,7 @@ impl Reduction<'_, '_> {
             _ => Some(theirs(rank)),
         };
         let inputs: Vec<Option<&[u8]>> = (0..ranks).map(input).collect();
-        // SAFETY: as above; the root's window is not among the inputs.
+        // SAFETY: as above, and the root's window is not among the inputs.
         combine(self.cx.dtype(), self.op, &inputs, unsafe { segment.write(root, buffer, mine.clone()) });
         timer.stop();
     }

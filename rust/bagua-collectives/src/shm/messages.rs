@@ -1,7 +1,7 @@
 //! The streams of messages between the ranks of one host: byte rings in the segment, see [`crate::transport::shm`].
 //!
-//! A rank makes its ends with its first message. Most lanes never carry one, and a rank of a large host has many peers: for 1,024 ranks the
-//! ends are a megabyte of a rank's memory, which it would make and drop again with each view.
+//! A rank creates its ends with its first message, because most lanes never carry one and the ends take memory: about a
+//! megabyte in a rank with 1,024 ranks on its host, which it would create and drop with each view.
 
 use std::sync::Arc;
 
@@ -9,16 +9,16 @@ use crate::memory::Arena;
 use crate::transport::Mesh;
 use crate::transport::shm::{close_rings, ring_links};
 
-/// This rank's ends of the rings. A peer may write to a ring before this rank has made its end.
+/// This rank's ends of the rings. A peer may write to a ring before this rank has created its end.
 pub(super) struct Messages {
     arena: Arc<Arena>,
-    /// Of the rings in the arena.
+    /// Offset of the rings in the arena.
     offset: usize,
-    /// This rank, on this host.
+    /// Index of this rank on this host.
     index: usize,
-    /// Group ranks by index.
+    /// Group rank of each index.
     members: Vec<usize>,
-    /// `None` before the first message.
+    /// Mesh over the rings, or `None` before the first message.
     mesh: Option<Mesh>,
 }
 

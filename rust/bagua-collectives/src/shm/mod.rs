@@ -1,20 +1,22 @@
 //! Collectives in memory that all ranks of one host map.
 //!
-//! Where all ranks' tensors lie in arenas, each rank maps its peers' arenas in the first such operation, and reads and writes its peers' tensors directly (`zero_copy`). Otherwise a rank
-//! copies what its peers need of its tensor to the segment, chunk by chunk, and the peers combine it into their tensors.
+//! If the tensors of all ranks lie in arenas, the ranks map each other's arenas in the first such operation, and then
+//! read and write each other's tensors directly (`zero_copy`). Otherwise, a rank copies the data that its peers need to
+//! the segment, chunk by chunk, and the peers combine it into their tensors.
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `protocol` | the synchronisation: arrivals, waiting, and which rank may access which memory when |
-//! | `placement` | the processors of the ranks |
-//! | `segment` | the layout of the shared memory, and of the fingerprint that a rank publishes for its peers to compare |
-//! | `cico` | all_reduce and reduce through windows |
+//! | `protocol` | the synchronisation: arrivals, waits, and which rank may access which memory when |
+//! | `placement` | keeping the ranks on different processors |
+//! | `segment` | the layout of the shared memory, and the published fingerprints that ranks compare |
+//! | `cico` | all_reduce and reduce through windows (copy in, copy out) |
 //! | `pairwise` | all_gather and all_to_all between two ranks |
-//! | `messages` | the streams of messages |
-//! | `zero_copy` | mapping the peers' arenas; every verb on tensors in an arena |
-//! | `chunks` | how tensors are divided, copied and combined |
+//! | `messages` | the streams for messages |
+//! | `zero_copy` | mapping the peers' arenas, and every verb on tensors in arenas |
+//! | `chunks` | dividing, copying and combining tensors |
 //!
-//! This file has the verbs: for each, what a rank writes to its own buffer and what it reads from its peers' (`Phase`).
+//! This file contains the verbs. Each says what a rank writes to its own buffer and what it reads from its peers'
+//! buffers in each `Phase`.
 
 #![allow(unsafe_code)]
 
@@ -25,7 +27,7 @@ mod pairwise;
 mod placement;
 mod protocol;
 mod segment;
-// Without memory that processes share there is nothing to test.
+// Models have no memory that processes share, so there is nothing to test.
 #[cfg(test)]
 mod tests;
 mod zero_copy;
@@ -53,39 +55,41 @@ use protocol::{BufferOffer, Phase, Protocol, Route};
 use segment::{ALIGN, Announcement, Buffer, SLOT, Segment};
 use zero_copy::{ArenaTensor, LaneArenas, PeerBuffers};
 
-/// Bytes of the shortest chunk of a broadcast.
+/// Minimum size in bytes of a chunk of a broadcast.
 const EARLY: usize = 32 << 10;
 
-/// The collective of the ranks of one host, or some of them, in shared memory.
+/// The collective of some or all ranks of one host, in shared memory.
 pub struct Shm {
     protocol: Protocol,
     /// Streams to the same ranks, for messages (send, recv, exchange).
     messages: Messages,
-    /// Finds and maps the arenas in which tensors lie; without it no operation is zero-copy.
+    /// Finds and maps the arenas that contain tensors. Without it, no operation is zero-copy.
     arenas: Option<LaneArenas>,
-    /// The first error. The ranks' arrivals may differ after it, so every later operation returns it.
+    /// First error. The ranks may have arrived differently often since, so every later operation returns it.
     broken: Option<Error>,
 }
 
 impl Shm {
-    /// Rank `index` of this host, whose ranks have the group ranks `members`. The segment has [`segment_len`] bytes, which
-    /// were zero before any rank created its `Shm`; each rank creates one `Shm` on it.
+    /// Creates the collective for the rank with index `index` on this host. `members` are the group ranks of the host's
+    /// ranks. The segment must have [`segment_len`] bytes, which were zero before any rank created its `Shm`. Each rank
+    /// creates one `Shm` on it.
     ///
     /// # Errors
-    /// `System` when the segment is too short.
+    /// `System` if the segment is too short.
     pub fn new(arena: Arc<Arena>, index: usize, members: Vec<usize>) -> Result<Shm> {
         let segment = Segment::new(arena, index, members.len())?;
         let messages = Messages::new(Arc::clone(segment.arena()), segment.own_rings(), index, members.clone());
         Ok(Shm { protocol: Protocol::new(segment, members), messages, arenas: None, broken: None })
     }
 
-    /// Operates zero-copy on tensors in arenas, of which this rank's are in `registry`. All ranks do so, or none.
+    /// Turns on zero-copy operations on tensors in arenas. `registry` contains this rank's arenas. Must be called on
+    /// all ranks or on none.
     #[must_use]
     pub fn knowing(self, registry: Arc<Registry>, between: Box<dyn PassDescriptors>) -> Shm {
         Shm { arenas: Some(LaneArenas::new(registry, between)), ..self }
     }
 
-    /// Leaves this rank on the processors that the kernel chooses: for benchmarks that compare.
+    /// Leaves the choice of this rank's processor to the kernel, for benchmarks that compare.
     #[must_use]
     pub fn without_placement(mut self) -> Shm {
         self.protocol.placement = None;
@@ -100,12 +104,12 @@ impl Shm {
         self.protocol.segment.ranks
     }
 
-    /// This tensor as one in an arena; `None` for others.
+    /// Returns the tensor as a part of its arena, or `None` if it is not in one.
     fn in_arena(&mut self, tensor: &[u8]) -> Option<ArenaTensor> {
         self.arenas.as_mut()?.tensor(tensor)
     }
 
-    /// An operation that is never zero-copy.
+    /// Runs an operation that is never zero-copy.
     fn execute(
         &mut self,
         cx: &OpContext<'_>,
@@ -121,8 +125,8 @@ impl Shm {
         offers.map(|offsets| debug_assert!(offsets.is_none(), "an operation without offers is not zero-copy"))
     }
 
-    /// An operation that is zero-copy when the tensors of all ranks, `bytes` long, lie in arenas. If it returns `Some`, no byte has
-    /// been moved yet, and [`Shm::run_zero_copy`] must follow.
+    /// Runs an operation that is zero-copy if the tensors of all ranks, each of `bytes` bytes, lie in arenas. If it
+    /// returns `Some`, no bytes have been moved yet, and the caller must call [`Shm::run_zero_copy`].
     fn run_or_offer(
         &mut self,
         cx: &OpContext<'_>,
@@ -148,7 +152,7 @@ impl Shm {
         })
     }
 
-    /// Runs this rank's part of a zero-copy operation and waits until all ranks have run theirs.
+    /// Runs this rank's part of a zero-copy operation, and blocks until all ranks have run theirs.
     fn run_zero_copy(&mut self, cx: &OpContext<'_>, bytes: usize, work: impl FnOnce()) -> Result<()> {
         cx.stats.zero_copy.fetch_add(1, Relaxed);
         guarded(&mut self.broken, || {
@@ -157,7 +161,7 @@ impl Shm {
         })
     }
 
-    /// all_reduce (no root) and reduce.
+    /// Runs an all_reduce (without root) or reduce.
     fn reduce_to(
         &mut self,
         cx: &OpContext<'_>,
@@ -175,11 +179,12 @@ impl Shm {
         if total <= small(ranks) {
             return self.execute(cx, (verb, total), Route::Slots, |segment, phase, buffer| match phase {
                 Phase::Fill(_) => {
-                    // SAFETY: S2, and S1 for the peers that read this slot before.
+                    // SAFETY: S2, and S1 for the peers that read this slot two operations ago.
                     unsafe { segment.write(me, buffer, 0..total) }.copy_from_slice(io.input());
                 }
                 Phase::Take(_) if gets => {
-                    // SAFETY: S2: no rank writes to a slot after its arrival, and S1 until this rank's next operation.
+                    // SAFETY: S2: no rank writes to a slot after its arrival, and by S1 this holds until this rank's
+                    // next operation.
                     let inputs = inputs(ranks, |rank| unsafe { segment.read(rank, buffer, 0..total) });
                     combine_into(cx, op, inputs, me, &mut io, 0..total, 0..total);
                 }
@@ -203,7 +208,7 @@ impl Shm {
         }
     }
 
-    /// all_gather (no root) and gather.
+    /// Runs an all_gather (without root) or gather.
     fn gather_to(&mut self, cx: &OpContext<'_>, verb: Kind, mut io: HostIo<'_>, root: Option<usize>) -> Result<()> {
         let (me, ranks) = (self.index(), self.ranks());
         let gets = root.is_none_or(|root| root == me);
@@ -246,7 +251,8 @@ impl Shm {
         })
     }
 
-    /// The route of a shard per rank: in slots if `slot` bytes fit one, otherwise in windows, in chunks of at most `part` bytes.
+    /// Returns the route of one shard: through slots if `slot` bytes fit into one, and otherwise through windows in
+    /// chunks of at most `part` bytes.
     fn route(&self, shard: usize, slot: usize, part: usize) -> (Route, Cut) {
         if shard == 0 {
             (Route::Nothing, Cut { total: 0, each: 1, chunks: 0 })
@@ -258,7 +264,7 @@ impl Shm {
         }
     }
 
-    /// The route of a shard for each rank, and the distance between two shards in a buffer.
+    /// Returns the route of one shard for each rank, and the distance between two shards in a buffer.
     fn route_for_each(&self, shard: usize) -> (Route, Cut, usize) {
         let ranks = self.ranks();
         let part = self.protocol.segment.window() / ranks / ALIGN * ALIGN;
@@ -281,7 +287,7 @@ impl Shm {
     fn broadcast(&mut self, cx: &OpContext<'_>, data: &mut [u8], root: usize) -> Result<()> {
         let me = self.index();
         let total = data.len();
-        // At least eight chunks, so that the other ranks read a chunk while the root writes the next one.
+        // Use at least eight chunks, so that the other ranks read one chunk while the root writes the next.
         let part = (total / 8 / ALIGN * ALIGN).max(EARLY).min(self.protocol.segment.window());
         let (route, cut) = self.route(total, total, part);
         let tensor = self.in_arena(data);
@@ -295,7 +301,8 @@ impl Shm {
             Phase::Take(chunk) if me != root => {
                 let range = cut.range(chunk);
                 if segment.ranks == 2 && matches!(buffer, Buffer::Window(_)) {
-                    // SAFETY: W1: the root does not access its window before this rank's next arrival, and there is no third rank.
+                    // SAFETY: W1: the root does not access its window before this rank's next arrival, and there is no
+                    // third rank.
                     let window = unsafe { segment.write(root, buffer, 0..range.len()) };
                     copy_and_own(window, &mut data[range]);
                 } else {
@@ -363,9 +370,9 @@ impl Shm {
         self.run_zero_copy(cx, shard, || {
             let mine = shifted(0..shard, me * shard);
             let inputs = inputs(ranks, |rank| match rank {
-                // Replaced by this rank's own input.
+                // Replaced by this rank's own input below.
                 _ if rank == me => &[],
-                // SAFETY: D2; each rank writes only to a range that no other rank reads.
+                // SAFETY: D2, and each rank writes only to a range that no other rank reads.
                 _ => unsafe { tensors.read(rank, mine.clone()) },
             });
             combine_into(cx, op, inputs, me, &mut io, mine.clone(), shifted(0..shard, to));
@@ -382,7 +389,7 @@ impl Shm {
         }
         let peer = 1 - me.min(1);
         let swap = Pairwise { cut, send: peer * shard, recv: peer * shard, keep: (me * shard, me * shard) };
-        // In place a rank would overwrite what its peers have not read yet.
+        // In place, a rank would overwrite data that its peers have not read yet.
         let tensor = match &io {
             HostIo::InPlace(_) => None,
             HostIo::Split { src, .. } => self.in_arena(src),
@@ -458,13 +465,14 @@ impl Collective for Shm {
     }
 }
 
-/// Streams over the second set of rings of a lane's segment, for a group whose mesh connects the ranks of one host beside
-/// the `Shm` on the same segment. Rank `index` of `ranks` calls it once.
+/// Returns the streams over the second set of rings in a lane's segment. A group on several hosts uses them in its mesh
+/// to connect the ranks of one host, in addition to the `Shm` on the same segment. Each rank calls this once.
 pub fn spare_links(arena: &Arc<Arena>, index: usize, ranks: usize) -> (Vec<Option<Box<dyn Transport>>>, Doorbell) {
     ring_links(arena, segment::spare_rings(ranks), index, ranks)
 }
 
-/// Bytes of the largest tensor that is one-shot: every rank reduces all of it from all slots, and reads more the more ranks there are.
+/// Returns the size in bytes of the largest tensor that is reduced one-shot: every rank reads all slots, so it reads
+/// more the more ranks there are.
 fn small(ranks: usize) -> usize {
     (4 * SLOT / ranks).clamp(buffer_len(2 << 10), SLOT)
 }

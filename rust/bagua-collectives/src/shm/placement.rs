@@ -1,43 +1,53 @@
-//! Processors of the ranks: ranks that share one while another is free move apart.
+//! Placement of the ranks on processors: ranks that share a processor while another one is free move apart.
 //!
-//! Two ranks on one processor let each other run whenever one of them waits. A call then costs two switches between processes, 10 to
-//! 30 us instead of 2 to 4. The kernel brings ranks together: it prefers the waker's processor for a thread that it wakes, always so on
-//! a virtual machine, where an idle processor counts as taken away by the hypervisor. It parts them only where a tick of its clock
-//! finds both runnable, which ranks that sleep for each other hardly ever are. So:
+//! Two ranks on one processor take turns whenever one of them waits. A call then costs two switches between processes:
+//! 10 to 30 us instead of 2 to 4. The kernel itself brings ranks together: when it wakes a thread, it prefers the
+//! waker's processor. On a virtual machine it always does so, because an idle processor there counts as taken away by
+//! the hypervisor. The kernel separates ranks only if a tick of its clock finds both runnable, which hardly ever
+//! happens to ranks that sleep for each other. Therefore:
 //!
-//! - Each rank publishes the processor on which it runs, once per operation and when it begins to wait.
-//! - **It stays where it sleeps** ([`Placement::mask_asleep`]): while a rank sleeps for a peer, its affinity mask has its own processor
-//!   and, where it is the next to move, those with fewer ranks, so a wake-up does not bring it to its peer. The mask is restored before
-//!   the wait returns: no code of the program ever runs with another mask than its own, and no thread inherits one.
-//! - **It moves apart** ([`Placement::leave_shared`]): after [`IN_A_ROW`] waits for a peer on its own processor a rank moves to the
-//!   processor with the fewest ranks, if that has two ranks fewer. Its mask is restored at once here too, and the kernel may move it again.
-//! - **It spins also on a shared processor** (`protocol`), so that the kernel may find both runnable.
+//! 1. Each rank publishes its processor once per operation, and when it begins to wait.
+//! 2. **A sleeping rank stays where it is** ([`Placement::mask_asleep`]). While a rank sleeps for a peer, its affinity
+//!    mask contains only its own processor and, if it is the next to move, the processors with fewer ranks. So a
+//!    wake-up does not bring it to its peer. The mask is restored before the wait returns: code of the program never
+//!    runs with a changed mask, and no thread inherits one.
+//! 3. **Ranks move apart** ([`Placement::leave_shared`]). After [`IN_A_ROW`] waits for a peer on its own processor, a
+//!    rank moves to the processor with the fewest ranks, if that one has at least two ranks fewer. Its mask is restored
+//!    at once, so the kernel may move it again.
+//! 4. **A rank spins even on a shared processor** (`protocol`), so that the kernel may find both ranks runnable.
 //!
-//! - **L1.** Of the ranks on one processor only the last in rank order moves, then the one before it, so no two choose the same free
-//!   processor. A rank that finds no better processor publishes that it stays ([`STAYS`]), and the rank before it decides.
-//! - **L2.** A rank moves only to a processor of its own affinity mask as the kernel has it now, and does not move when that cannot
-//!   be read.
-//! - **L3.** Nothing but speed depends on what is published: it may be out of date. Where two ranks that both stayed find a processor
-//!   free at the same moment, both may move there, and the later one moves on.
+//! Rules:
 //!
-//! A limit: the restored mask is the one that the kernel reported, so a cpuset that grows later does not give the thread more processors.
+//! - **L1.** Of the ranks on one processor, only the last in rank order moves, and then the one before it. So no two of
+//!   them choose the same free processor. A rank that finds no better processor publishes that it stays ([`STAYS`]),
+//!   and then the rank before it decides.
+//! - **L2.** A rank moves only to a processor in the affinity mask that the kernel reports now. If the mask cannot be
+//!   read, it does not move.
+//! - **L3.** Only speed depends on the published values, which may be out of date. If two ranks that had stayed find
+//!   the same processor free at the same moment, both may move there, and the later one moves on.
 //!
-//! Measured (`benchmarks/collectives.py --placement --ranks 2 --sizes 1KiB --peers`: ranks of torchrun that sleep for 50 ms before each batch
-//! of 200 calls), batches above 3 times the best, of 80 in each run, on two cores of an Intel Xeon (Sapphire Rapids, virtual), 2026-11-24:
+//! A limit: the restored mask is the one that the kernel reported, so the thread gets no more processors if its cpuset
+//! grows later.
+//!
+//! Measured with `benchmarks/collectives.py --placement --ranks 2 --sizes 1KiB --peers`, in which ranks of torchrun
+//! sleep for 50 ms before each batch of 200 calls. The table counts batches that took more than 3 times as long as the
+//! best, of 80 in each run, on two cores of an Intel Xeon (Sapphire Rapids, virtual), 2026-11-24:
 //!
 //! | | slow batches of 80 |
 //! |---|---|
-//! | moving apart, asleep at once on a shared processor (the state before) | 79 (on one processor) |
-//! | the same with the mask of sleepers; pauses between moves of up to 16,384, 64, and always 16 waits | 22 and 3, 18, 2 |
+//! | moving apart, but sleeping at once on a shared processor | 79 (on one processor) |
+//! | the same with the mask of sleepers; pauses between moves of up to 16,384, up to 64, and always 16 waits | 22 and 3, 18, 2 |
 //! | spinning and moving apart, without the mask | 75 |
 //! | spinning with the mask, without moving | 22 |
 //! | spinning, moving and the mask, in which each sleeper has the processors with fewer ranks | 0, 1, 2, 4 |
-//! | the same, where only the next to move has them | 0, 0 |
+//! | the same, but only the next to move has them | 0, 0 |
 //!
-//! With a call of gloo before each pause, in the same processes, 9 of 80 remain slow: the threads of gloo bring the ranks together anew.
+//! With a call of gloo before each pause, in the same processes, 9 of 80 batches remain slow, because gloo's threads
+//! bring the ranks together again.
 //!
-//! Pauses between moves ([`LONGEST`]) matter beside many other programs, where the kernel moves a rank back: without them four ranks beside
-//! 15 runnable threads took 862 us in one of three runs, 6.4 us without this file (AMD EPYC, Zen 5).
+//! Pauses between moves ([`LONGEST`]) matter if many other programs run and the kernel moves a rank back. Without
+//! pauses, four ranks next to 15 runnable threads took 862 us in one of three runs, compared with 6.4 us without any
+//! placement (AMD EPYC, Zen 5).
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -46,38 +56,40 @@ use std::sync::atomic::Ordering::Relaxed;
 use super::segment::Segment;
 use crate::platform::{Processors, processor, processors, set_processors};
 
-/// Waits for a peer on the same processor, one directly after the other, before a rank looks for another processor: after a rank
-/// was moved by the kernel its peers know only the processor that it published before.
+/// Number of consecutive waits for a peer on the same processor before a rank looks for another processor. One wait is
+/// not enough: if the kernel has just moved a rank, its peers know only the processor that it published before.
 const IN_A_ROW: u32 = 2;
-/// Waits between two decisions: a move takes about 20 us.
+/// Number of waits between two decisions. A move takes about 20 us.
 const PAUSE: u32 = 16;
-/// The longest pause. A pause is twice as long as the one before where the kernel has moved a rank back at once: it does so where
-/// other programs use the processors. Waits on a shared processor take 10 us and more, so a move every so many is a small share.
+/// Longest pause. A pause is twice as long as the one before if the kernel has moved the rank back at once, as it does
+/// if other programs use the processors. Waits on a shared processor take 10 us and more, so one move in this many
+/// waits costs little.
 const LONGEST: u32 = 64;
-/// Waits on a processor that need no move, since the last move, after which the pause is short again.
+/// Number of waits since the last move that needed no move, after which the next pause is short again.
 const LASTING: u32 = 32;
-/// In a published word: this rank found no better processor than this one.
+/// Flag in a published word: this rank found no better processor than its own.
 const STAYS: u32 = 1 << 31;
 
-/// What a rank knows of its own processor.
+/// The placement of one rank.
 #[derive(Default)]
 pub(super) struct Placement {
-    /// The word that this rank published last: the number of its processor plus one, perhaps with [`STAYS`]; 0 before the first.
+    /// Word that this rank published last: the number of its processor plus one, possibly with [`STAYS`]. 0 before the
+    /// first.
     published: Cell<u32>,
-    /// Waits in a row for a peer on the same processor.
+    /// Number of consecutive waits for a peer on the same processor.
     in_a_row: Cell<u32>,
-    /// Waits until the next decision.
+    /// Number of waits until the next decision.
     left: Cell<u32>,
     /// Length of the pause after the last move.
     pause: Cell<u32>,
-    /// Waits since the last move that needed none.
+    /// Number of waits since the last move that needed no move.
     lasted: Cell<u32>,
-    /// The table of the last decision, kept for its memory.
+    /// Table of the last decision, kept to reuse its memory.
     table: RefCell<Vec<u32>>,
 }
 
 impl Placement {
-    /// Publishes the processor on which this thread runs.
+    /// Publishes the processor that this thread runs on.
     #[inline]
     pub(super) fn publish(&self, segment: &Segment) {
         let here = here();
@@ -86,13 +98,15 @@ impl Placement {
         }
     }
 
-    /// The word is on the line of this rank's arrivals, on which peers spin: written only where it changes.
+    /// Writes the word, which is on the line of this rank's arrivals. Peers spin on that line, so callers write only if
+    /// the word changes.
     fn write(&self, segment: &Segment, word: u32) {
         self.published.set(word);
         segment.processor(segment.index).store(word, Relaxed);
     }
 
-    /// Called when this rank has to wait for a peer: moves it to another processor where it has shared one with peers it waited for.
+    /// Moves this rank to another processor if it has shared its own with peers that it waited for. Called when it must
+    /// wait for a peer.
     pub(super) fn part_from(&self, segment: &Segment, peer: usize) {
         self.publish(segment);
         if self.shares_with(segment, peer) {
@@ -100,7 +114,7 @@ impl Placement {
         }
     }
 
-    /// Whether this rank and a peer published the same processor.
+    /// True if this rank and a peer published the same processor.
     fn shares_with(&self, segment: &Segment, peer: usize) -> bool {
         let own = self.published.get() & !STAYS;
         let shares = own != 0 && segment.processor(peer).load(Relaxed) & !STAYS == own;
@@ -111,7 +125,7 @@ impl Placement {
         shares
     }
 
-    /// Called when this rank has to wait for a peer on its own processor. Returns whether it has moved to another one.
+    /// Handles a wait for a peer on the same processor. Returns true if this rank has moved to another one.
     fn leave_shared(&self, segment: &Segment) -> bool {
         let in_a_row = self.in_a_row.get() + 1;
         self.in_a_row.set(in_a_row.min(IN_A_ROW));
@@ -122,7 +136,8 @@ impl Placement {
         self.lasted.set(self.lasted.get().saturating_add(1));
     }
 
-    /// Moves this rank where that makes the ranks more even, with pauses between two moves. Returns whether it has moved.
+    /// Moves this rank if that spreads the ranks more evenly, with pauses between two moves. Returns true if it has
+    /// moved.
     pub(super) fn spread(&self, segment: &Segment) -> bool {
         if let Some(left) = self.left.get().checked_sub(1) {
             self.left.set(left);
@@ -147,7 +162,7 @@ impl Placement {
                 self.pause.set(pause);
                 self.left.set(pause);
                 self.in_a_row.set(0);
-                // Where the kernel refuses, the rank stays.
+                // If the kernel refuses, the rank stays.
                 let moved = move_to(to).is_ok();
                 self.publish(segment);
                 moved
@@ -157,14 +172,14 @@ impl Placement {
 }
 
 impl Placement {
-    /// The affinity mask for a sleep of this rank; `None` where it may sleep with its own.
+    /// Returns the affinity mask for a sleep of this rank, or `None` if it can sleep with its own mask.
     pub(super) fn mask_asleep(&self, segment: &Segment) -> Option<MaskAsleep> {
         self.publish(segment);
         let here = self.published.get() & !STAYS;
         if here == 0 || segment.ranks < 2 {
             return None;
         }
-        // Where the kernel does not say, the mask is left alone.
+        // If the kernel does not report the mask, leave it alone.
         let awake = processors(0).ok()?;
         let mut table = self.table.borrow_mut();
         table.clear();
@@ -174,9 +189,12 @@ impl Placement {
     }
 }
 
-/// The processors on which rank `me`, asleep, may be woken: of its mask its own, and where it would be the next to move (L1), those that
-/// fewer ranks use. A rank behind it that moves first would otherwise wake it on the processor to which it has moved. `None` when these
-/// are all of the mask, or none of it. Sorts the table, which has the number of each rank's processor plus one.
+/// Returns the processors on which rank `me` may be woken: its own and, only if it is the next to move (L1), those in its
+/// mask that fewer ranks use. If more ranks got those, a later rank that moves first would wake this rank on the
+/// processor to which it has just moved.
+///
+/// Returns `None` if the result is the whole mask or empty. `table` contains the number of each rank's processor plus
+/// one, and is sorted by this call.
 fn processors_asleep(me: usize, table: &mut [u32], awake: Processors) -> Option<Processors> {
     let here = table[me];
     let mut asleep = awake;
@@ -189,7 +207,7 @@ fn processors_asleep(me: usize, table: &mut [u32], awake: Processors) -> Option<
         table.sort_unstable();
         let own = table.iter().filter(|cpu| **cpu == here).count();
         for ranks in table.chunk_by(|one, next| one == next) {
-            // A peer that has not published yet has 0; one that writes nonsense has what no mask holds.
+            // A peer that has not published yet has 0. A peer that writes nonsense has a number that is in no mask.
             let cpu = (ranks[0] as usize).wrapping_sub(1);
             if ranks[0] != here && ranks.len() >= own && cpu < Processors::MAX {
                 asleep.remove(cpu);
@@ -199,7 +217,7 @@ fn processors_asleep(me: usize, table: &mut [u32], awake: Processors) -> Option<
     (asleep != awake && asleep.count() > 0).then_some(asleep)
 }
 
-/// The affinity masks of a thread before and during a sleep.
+/// The affinity masks of a thread outside and during a sleep.
 #[derive(Clone, Copy)]
 pub(super) struct MaskAsleep {
     awake: Processors,
@@ -207,60 +225,62 @@ pub(super) struct MaskAsleep {
 }
 
 impl MaskAsleep {
-    /// Runs `sleep` with the mask, and restores the one before. `sleep` must run no code of the program, which could see the mask or
-    /// hand it on to a new thread. A mask that another thread sets meanwhile is lost.
+    /// Runs `sleep` with the mask, and restores the previous one. `sleep` must not run code of the program, which could
+    /// see the mask or pass it on to a new thread. A mask that another thread sets meanwhile is lost.
     pub(super) fn during(&self, sleep: impl FnOnce()) {
         struct Restore(Processors);
         impl Drop for Restore {
             fn drop(&mut self) {
-                // The kernel refuses a mask only when its cpuset has lost all those processors, and gives the thread others then.
+                // The kernel refuses only if the cpuset has lost all those processors, and then it gives the thread
+                // others.
                 let _ = set_processors(&self.0);
             }
         }
-        // Where the kernel refuses, the thread sleeps with its own mask.
+        // If the kernel refuses, the thread sleeps with its own mask.
         let _restore = set_processors(&self.asleep).ok().map(|()| Restore(self.awake));
         sleep();
     }
 }
 
-/// The number of this thread's processor, plus one. 0 where the kernel does not say, and in a model, whose threads have none, so that it
-/// publishes nothing.
+/// Returns the number of this thread's processor plus one. Returns 0 if the kernel does not report it, and in models,
+/// whose threads have no processor and publish nothing.
 fn here() -> u32 {
     if cfg!(model) { 0 } else { processor().map_or(0, |number| number + 1) }
 }
 
-/// Processors that this thread may use, each plus one; none when the kernel does not say.
+/// Returns the processors that this thread may use, each plus one. Empty if the kernel does not report them.
 fn allowed() -> Vec<u32> {
     processors(0).map_or_else(|_| Vec::new(), |set| set.iter().map(|cpu| cpu as u32 + 1).collect())
 }
 
-/// What a rank does about its processor.
+/// The decision of a rank about its processor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Decision {
-    /// It has no processor to leave, or a rank behind it on the same processor moves first.
+    /// Nothing: the rank has no processor to leave, or a later rank on the same processor moves first.
     Wait,
-    /// It is this rank's turn, and none of its processors would be better.
+    /// Stay: it is this rank's turn, but no allowed processor is better.
     Stay,
-    /// It moves to this processor.
+    /// Move to this processor.
     Move(u32),
 }
 
-/// Decides for rank `me` by what the ranks published (L1). `allowed` are the processors of its affinity mask (L2); it is a system
-/// call, so it comes last.
+/// Decides for rank `me` from the published words (L1). `allowed` returns the processors in its affinity mask (L2). It
+/// is a system call, so it comes last.
 fn decide(me: usize, table: &[u32], allowed: impl FnOnce() -> Vec<u32>) -> Decision {
     let on = |cpu: u32| table.iter().filter(|word| **word & !STAYS == cpu).count();
     let here = table[me] & !STAYS;
     if table.contains(&0) || on(here) < 2 || table[me + 1..].contains(&here) {
         return Decision::Wait;
     }
-    // Of equally empty ones the nearest by number, which is likely to share caches with this one.
+    // Among equally empty processors, the nearest by number is the most likely to share caches with this one.
     match allowed().into_iter().min_by_key(|cpu| (on(*cpu), cpu.abs_diff(here))) {
         Some(best) if on(best) + 2 <= on(here) => Decision::Move(best),
         _ => Decision::Stay,
     }
 }
 
-/// The pause after a move, by the one after the last move (0 for none) and the waits that needed no move since.
+/// Returns the pause after a move, from the previous pause (0 for none) and the number of waits since then that needed
+/// no move.
 fn pause_after(last: u32, lasted: u32) -> u32 {
     if last == 0 || lasted >= LASTING { PAUSE } else { (2 * last).min(LONGEST) }
 }
@@ -284,7 +304,7 @@ mod tests {
 
     const STAYS_ON_1: u32 = 1 | STAYS;
 
-    /// The decisions of all ranks, which may all use these processors.
+    /// Returns the decisions of all ranks, each of which may use the `allowed` processors.
     fn decisions(table: &[u32], allowed: &[u32]) -> Vec<Decision> {
         (0..table.len()).map(|me| decide(me, table, || allowed.to_vec())).collect()
     }
@@ -387,7 +407,7 @@ mod tests {
         assert_eq!(placement.in_a_row.get(), 0);
     }
 
-    /// The processors, each plus one, on which a rank may be woken.
+    /// Returns the processors, each plus one, on which a rank may be woken.
     fn asleep(me: usize, table: &[u32], awake: &[u32]) -> Option<Vec<u32>> {
         let mut mask = Processors::NONE;
         awake.iter().for_each(|cpu| mask.add(*cpu as usize - 1));

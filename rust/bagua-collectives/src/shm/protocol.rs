@@ -1,29 +1,43 @@
 //! The synchronisation of the ranks of one host: which rank may access which shared memory when.
 //!
-//! Every rank counts its **arrivals** in a word that only it increases. Ranks that make the same calls arrive equally often, so all
-//! ranks have reached the same point when every count has reached this rank's. The `unsafe` blocks quote the rules by number:
+//! Every rank counts its **arrivals** in a word that only this rank increases. All ranks make the same calls and so
+//! arrive at the same points. When every rank's count has reached this rank's count, all ranks have reached the same
+//! point. An operation looks like this on every rank:
 //!
-//! - **S1.** Every operation begins thus: publish the fingerprint, fill, announce (digest and offer), arrive, wait for the arrival of
-//!   all. So a rank that has passed this wait in operation k knows that all peers have finished operation k - 1, and no rank is two
-//!   operations ahead. What exists twice, by the parity of the operation (fingerprints, digests, offers, slots), is never overwritten
-//!   while a slow peer may read it. A rank announces last, because that writes to the arrival word's cache line, on which peers spin.
-//! - **S2.** A rank's slot is written by that rank only, before the operation's first arrival.
-//! - **W1.** Piece p lies in the windows of parity p % 2. A rank fills its own window with chunk p before its arrival number p
-//!   of the operation (counting from 0), and takes chunk p between the wait for all ranks' arrival number p and its own next arrival.
-//! - **W2.** So while a rank fills its window for chunk p + 1, all have taken chunk p - 1 from it: no other rank accesses it.
-//! - **W3.** An operation may end while peers still take its last chunk. The next one that uses windows waits for them first.
-//! - **X1.** In a pairwise exchange only the windows of parity 0 are used, and chunk p lies in that of its writer when p is even and
-//!   in that of its reader when p is odd. Between the wait for all ranks' arrival number p and its own next arrival only one rank
-//!   accesses the window in which the peer's chunk p lies: it takes that chunk and writes its own chunk p + 1 there.
-//! - **D1.** Every rank decides whether an operation is zero-copy after its first arrival, from what all ranks published before
-//!   theirs, so all decide alike. If it is not, a rank that offered a tensor, and so filled no window, fills it then; all ranks arrive
-//!   once more before chunk 0, and W1 holds with arrival p + 1 in place of p.
-//! - **D2.** Zero-copy: between the first arrival of all ranks and the second, only this operation accesses the tensors that were
-//!   offered; the verb defines which rank accesses which range of which tensor.
-//! - **D3.** No rank returns from such an operation before the second arrival of all, except with an error.
-//! - **D4.** When all ranks offer tensors in arenas that not all have mapped together, all map them (see [`super::zero_copy`]), publish
-//!   their new offers in place of the first ones, arrive and decide again. No rank does so before all have read the first offers,
-//!   because the descriptors come to no rank before all ranks have begun to pass theirs. No window was filled.
+//!     publish fingerprint, fill chunk 0, announce digest and offer
+//!     arrive; wait for all      <- also compares digests, and chooses the path
+//!     for each chunk p:         fill chunk p + 1, take chunk p, arrive, wait for all
+//!
+//! The `unsafe` blocks quote these rules by number:
+//!
+//! - **S1.** Every operation begins by publishing the fingerprint, filling the first chunk, announcing (digest and
+//!   offer), arriving, and waiting for all ranks to arrive. A rank that passes this wait in operation k therefore knows
+//!   that all peers have finished operation k - 1, and no rank is ever two operations ahead. Fingerprints, digests,
+//!   offers and slots exist twice, for even and odd operations, so a slow peer never reads one that is being
+//!   overwritten. A rank announces last, because that writes to the cache line of the arrival word, on which peers
+//!   spin.
+//! - **S2.** A rank's slot is written only by that rank, before the first arrival of the operation.
+//! - **W1.** Chunk p lies in the windows of parity p % 2. A rank fills its own window with chunk p before its arrival
+//!   number p of the operation (counted from 0). It takes chunk p after all ranks' arrival number p and before its own
+//!   next arrival.
+//! - **W2.** While a rank fills its window with chunk p + 1, all ranks have therefore taken chunk p - 1 from that
+//!   window, and no other rank accesses it.
+//! - **W3.** A rank may leave an operation while peers still take its last chunk. The next operation that uses windows
+//!   waits for those peers first.
+//! - **X1.** A pairwise exchange uses only the windows of parity 0. Chunk p lies in the window of its writer if p is
+//!   even, and of its reader if p is odd. After all ranks' arrival number p and before its own next arrival, only one
+//!   rank accesses the window with the peer's chunk p: it takes that chunk, and writes its own chunk p + 1 over it.
+//! - **D1.** Every rank decides after the first arrival whether the operation is zero-copy. The decision depends only
+//!   on what all ranks published before they arrived, so it is the same everywhere. If the operation is not zero-copy,
+//!   a rank that offered a tensor has not filled its window, and fills it now. All ranks then arrive once more before
+//!   chunk 0, and W1 holds with arrival p + 1 instead of p.
+//! - **D2.** In a zero-copy operation, only this operation accesses the offered tensors between the first arrival of
+//!   all ranks and the second. The verb defines which rank accesses which range of which tensor.
+//! - **D3.** No rank returns from a zero-copy operation before the second arrival of all ranks, except with an error.
+//! - **D4.** If all ranks offer tensors in arenas that were not all mapped together, the ranks map them (see
+//!   [`super::zero_copy`]), replace their offers by new ones, arrive again and decide again. No rank replaces its offer
+//!   before all ranks have read it, because no rank gets the descriptors before all ranks have begun to pass theirs. No
+//!   window has been filled yet.
 
 use std::cell::Cell;
 use std::sync::atomic::Ordering;
@@ -36,112 +50,113 @@ use crate::error::Result;
 use crate::sync::{Instant, SPINS, futex, spin_loop};
 use crate::wait::{blocking_wait, futex_wake, processors, slice_among};
 
-/// How long a rank with a core of its own spins for a peer. A peer that is later than this computes, and a computing thread of this
-/// process may need the core.
+/// How long a rank with its own core spins for a peer. A peer that takes longer is computing, and a thread of this
+/// process may need the core to compute, too.
 const SPIN: Duration = Duration::from_micros(50);
-/// How long it spins when the peer does not seem to run at the same time, because other programs use the cores.
+/// Spin limit while peers do not seem to run at the same time, because other programs use the cores.
 const SHORT_SPIN: Duration = Duration::from_micros(2);
-/// Spins in a row without an arrival after which it seems so.
+/// Number of spins in a row without an arrival after which [`SHORT_SPIN`] applies.
 const VAIN: u32 = 2;
-/// One wait in this many spins for the full time even then, to notice when the cores are free again.
+/// While [`SHORT_SPIN`] applies, one wait in this many still spins for the full time, to notice when the cores are free
+/// again.
 const PROBE: u32 = 16;
-/// How long a rank without a core of its own yields before it sleeps. Four ranks on two cores, evenly spread, at 1 KiB and
-/// 1 MiB: 1.27 and 1.65 times as fast as OpenMPI with 50 us, 1.4 and 1.75 with this.
+/// How long a rank without its own core yields before it sleeps. With four ranks on two cores, evenly spread, at 1 KiB
+/// and 1 MiB, this is 1.4 and 1.75 times as fast as OpenMPI. 50 us is only 1.27 and 1.65 times as fast.
 const PATIENT: Duration = Duration::from_micros(200);
-/// In an arrival word: a rank sleeps on it, or is about to.
+/// Flag in an arrival word: a rank sleeps on the word, or is about to.
 pub(super) const SLEEPERS: u32 = 1;
-/// In an arrival word: its rank has closed the segment and does not arrive any more.
+/// Flag in an arrival word: its rank has closed the segment and will not arrive any more.
 const CLOSED: u32 = 2;
-/// Where the count begins in an arrival word.
+/// Bit position of the count in an arrival word.
 const SHIFT: u32 = 2;
-/// Counts have 30 bits and wrap; the counts of two ranks never differ by half of that.
+/// Mask of a count. Counts have 30 bits and wrap around. Two ranks' counts never differ by half of that range.
 const COUNT: u32 = u32::MAX >> SHIFT;
 
-/// The two phases of a chunk. Chunks count from 0.
+/// The two phases of a chunk. Chunks are numbered from 0.
 pub(super) enum Phase {
-    /// Write to this rank's own buffer what its peers need of this chunk. Also called with the number after the last chunk, where a
-    /// verb may have to copy out of the buffer that it filled two chunks before.
+    /// Write to this rank's own buffer the part of this chunk that its peers need. Also called with the number after
+    /// the last chunk, so that a verb can copy results out of the buffer that it filled two chunks before.
     Fill(usize),
-    /// Read what all ranks wrote of this chunk. In windows this follows `Fill` of the next chunk directly, so that a verb may do
-    /// both in one pass here.
+    /// Read what all ranks wrote for this chunk. With windows, this directly follows `Fill` of the next chunk, so that
+    /// a verb can do both in one pass here.
     Take(usize),
 }
 
 /// The buffers through which an operation's chunks pass.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Route {
-    /// None: the operation only synchronises.
+    /// No buffer: the operation only synchronises.
     Nothing,
-    /// One chunk, in slots.
+    /// Slots, with one chunk.
     Slots,
-    /// This many chunks, at least one, in windows.
+    /// Windows, with this number of chunks. At least one.
     Windows(usize),
 }
 
-/// Whether and where a rank offers its tensor for a zero-copy operation; published before it arrives.
+/// A rank's offer of its tensor for a zero-copy operation, published before the rank arrives.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum BufferOffer {
-    /// This operation is zero-copy on no rank.
+    /// This operation is not zero-copy on any rank.
     Never,
-    /// It could be, but this rank's tensor lies in no arena that peers can map.
+    /// The operation could be zero-copy, but this rank's tensor is not in an arena that peers can map.
     Nowhere,
-    /// The tensor lies in an arena that the peers have not mapped.
+    /// The tensor is in an arena that the peers have not mapped.
     Unmapped,
-    /// The tensor lies here.
+    /// The tensor is at this place in arenas that all ranks have mapped.
     At(Location),
 }
 
 /// A place in arenas that all ranks have mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Location {
-    /// Their number, [`FIRST_ID`] or above.
+    /// Id of the set of arenas, [`FIRST_ID`] or above.
     pub(super) arenas: u64,
-    /// Offset in the rank's part.
+    /// Offset in the rank's part of the set.
     pub(super) offset: u64,
 }
 
-/// What a rank publishes instead of a number for [`BufferOffer::Nowhere`].
+/// Published in place of an id for [`BufferOffer::Nowhere`].
 const NOWHERE: u64 = 0;
 
-/// The same for [`BufferOffer::Unmapped`].
+/// Published in place of an id for [`BufferOffer::Unmapped`].
 const UNMAPPED: u64 = 1;
 
-/// The first number of mapped arenas.
+/// First id of a set of mapped arenas.
 pub(super) const FIRST_ID: u64 = 2;
 
-/// How an operation continues, by the offers of all ranks.
+/// How an operation continues after the offers of all ranks are known.
 enum Path {
-    /// Zero-copy, on tensors at these offsets in the ranks' parts.
+    /// Zero-copy. The ranks' tensors are at these offsets in their parts.
     ZeroCopy(Vec<u64>),
-    /// The ranks map the arenas with these numbers together with those that have none, and decide again.
+    /// The ranks map the arenas of the sets with these ids, together with the arenas that have none, and then decide
+    /// again.
     Map(Vec<u64>),
-    /// Through windows or slots; all ranks have filled theirs.
+    /// Through windows or slots, which all ranks have filled.
     AllFilled,
-    /// Through windows; the ranks that made an offer have not filled theirs yet.
+    /// Through windows. The ranks that made an offer have not filled theirs yet.
     SomeFilled,
 }
 
-/// Ranks to a processor above which none of them looks for another processor.
+/// Ranks per processor above which no rank looks for another processor.
 const CROWDED: usize = 16;
 
-/// One rank's state in the protocol.
 pub(super) struct Protocol {
     pub(super) segment: Segment,
     /// Group rank of each rank on this host, for errors.
     pub(super) members: Vec<usize>,
-    /// Own arrivals so far, modulo 2^30.
+    /// Number of this rank's arrivals so far, modulo 2^30.
     arrivals: u32,
-    /// The count of arrivals at which no peer reads this rank's windows any more.
+    /// Number of arrivals after which no peer reads this rank's windows any more.
     windows_free: u32,
     /// Parity of the number of operations so far.
     parity: usize,
-    /// Every rank of this host can have a core of its own.
+    /// True if every rank of this host can have its own core.
     pub(super) spins: bool,
-    /// How long it sleeps before it looks whether the group has failed.
+    /// How long a sleep lasts before the rank checks whether the group has failed.
     slice: Duration,
-    /// Spins, of either length, since the last full one that ended with the arrival.
+    /// Number of spins, of either length, since the last full-length spin that saw the arrival.
     pub(super) vain: Cell<u32>,
-    /// Keeps this rank away from processors of its peers while others are free; `None` leaves that to the kernel.
+    /// Keeps this rank away from its peers' processors while others are free. `None` leaves that to the kernel.
     pub(super) placement: Option<Placement>,
 }
 
@@ -150,13 +165,13 @@ impl Protocol {
         let cores = processors();
         let spins = segment.ranks <= cores;
         let slice = slice_among(segment.ranks);
-        // Where every processor has many ranks, no other one is better.
+        // If every processor has many ranks, no processor is better than another.
         let placement = (segment.ranks <= CROWDED * cores).then(Placement::default);
         let (arrivals, windows_free, parity, vain) = (0, 0, 0, Cell::new(0));
         Protocol { segment, members, arrivals, windows_free, parity, spins, slice, vain, placement }
     }
 
-    /// The buffer of a chunk.
+    /// Returns the buffer of a chunk.
     fn buffer(route: Route, parity: usize, chunk: usize) -> Buffer {
         match route {
             Route::Windows(_) => Buffer::Window(chunk % 2),
@@ -164,12 +179,13 @@ impl Protocol {
         }
     }
 
-    /// Runs one operation: calls `phase` with each phase of each chunk and its buffer. With `collect`, it calls it once more when all
-    /// ranks have taken the last chunk, with `Fill` of the number two after it.
+    /// Runs one operation: calls `phase` for each phase of each chunk, with the chunk's buffer. With `collect`, also
+    /// calls it after all ranks have taken the last chunk, with `Fill` of the number two after the last.
     ///
-    /// If all ranks offer tensors in arenas, it does not call `phase`, and returns the tensors' offsets in the ranks' parts, by rank
-    /// on this host. The caller operates on them and then calls [`Protocol::leave`]. Before that it may call `map`, once, with the
-    /// numbers that were offered: it maps the arenas on all ranks and returns the new offer.
+    /// If all ranks offer tensors in arenas, does not call `phase`, and returns the offsets of the tensors in the
+    /// ranks' parts, by rank on this host. The caller then works on the tensors and calls [`Protocol::leave`]. Before
+    /// that, this may call `map` once with the offered ids. `map` must map the arenas on all ranks and return the new
+    /// offer.
     #[expect(clippy::too_many_arguments, reason = "one operation and what its verb supplies")]
     pub(super) fn run(
         &mut self,
@@ -216,7 +232,7 @@ impl Protocol {
         match path {
             Path::ZeroCopy(offsets) => return Ok(Some(offsets)),
             Path::AllFilled if !offers => {}
-            // After D4 no rank has filled its window, and a rank that could not map the arenas offers none.
+            // After D4 no rank has filled its window, and a rank that could not map the arenas makes no offer.
             Path::AllFilled | Path::SomeFilled | Path::Map(_) => {
                 if offers {
                     self.fill_first(cx, route, parity, total, &mut phase)?;
@@ -247,7 +263,7 @@ impl Protocol {
         Ok(None)
     }
 
-    /// The operation of a peer that has begun the one after this rank's last.
+    /// Returns the operation of a peer that has begun the operation after this rank's last one.
     pub(super) fn ahead(&self, peer: usize) -> Option<String> {
         let began_next = self.has_arrived(peer, self.arrivals.wrapping_add(1) & COUNT);
         let text = |announcement: Announcement| announcement.fingerprint.to_string();
@@ -255,13 +271,12 @@ impl Protocol {
             .then(|| Announcement::of(&self.segment, peer, self.parity ^ 1).map_or_else(|| NONSENSE.to_owned(), text))
     }
 
-    /// Ends a zero-copy operation: returns when no rank accesses the tensors any more.
+    /// Ends a zero-copy operation: blocks until no rank accesses the tensors any more.
     pub(super) fn leave(&mut self, cx: &OpContext<'_>, total: u64) -> Result<()> {
         self.arrive();
         self.wait_for(cx, self.arrivals, total / 2, total)
     }
 
-    /// Fills this rank's buffer for chunk 0.
     fn fill_first(
         &self,
         cx: &OpContext<'_>,
@@ -279,7 +294,7 @@ impl Protocol {
         Ok(())
     }
 
-    /// Publishes digest and offer. Peers read them after this rank's next arrival, which orders the accesses.
+    /// Publishes the digest and the offer. Peers read them after this rank's next arrival, which orders the accesses.
     fn announce(&self, digest: u64, offer: BufferOffer, parity: usize) {
         self.segment.digest(self.segment.index, parity).store(digest, Ordering::Relaxed);
         if let Some(placement) = &self.placement {
@@ -300,7 +315,7 @@ impl Protocol {
         word(1).store(offset, Ordering::Relaxed);
     }
 
-    /// How the operation continues; the same on every rank (D1).
+    /// Returns how the operation continues. The result is the same on every rank (D1).
     fn path(&self, offer: BufferOffer, parity: usize) -> Path {
         if offer == BufferOffer::Never {
             return Path::AllFilled;
@@ -318,11 +333,10 @@ impl Protocol {
         }
     }
 
-    /// Increases this rank's count of arrivals.
     fn arrive(&mut self) {
         self.arrivals = self.arrivals.wrapping_add(1) & COUNT;
         let word = self.segment.arrived(self.segment.index);
-        // Release: a peer that reads the count sees what this rank wrote before. The swap clears SLEEPERS.
+        // Release: a peer that reads the count sees what this rank wrote before it. The swap clears SLEEPERS.
         if word.swap(self.arrivals << SHIFT, Ordering::AcqRel) & SLEEPERS != 0 {
             futex_wake(word);
         }
@@ -332,11 +346,11 @@ impl Protocol {
         reached(self.segment.arrived(peer).load(Ordering::Acquire), target)
     }
 
-    /// Returns when every rank's count has reached `target`.
+    /// Blocks until every rank's count has reached `target`.
     #[inline]
     fn wait_for(&self, cx: &OpContext<'_>, target: u32, done: u64, total: u64) -> Result<()> {
         let (ranks, index) = (self.segment.ranks, self.segment.index);
-        // Beginning with the next rank, so that the ranks do not all read the same line first.
+        // Start with the next rank, so that the ranks do not all read the same line first.
         let mut peer = index + 1;
         for _ in 1..ranks {
             if peer >= ranks {
@@ -366,7 +380,8 @@ impl Protocol {
             if let Some(placement) = &self.placement {
                 placement.part_from(&self.segment, peer);
             }
-            // Also beside a peer on the same processor: a tick of the kernel's clock that finds both runnable parts them.
+            // Spin even if the peer is on the same processor: when a tick of the kernel's clock finds both runnable,
+            // the kernel separates them.
             if self.spin(peer, target, begun) {
                 return Ok(());
             }
@@ -388,12 +403,12 @@ impl Protocol {
                 // The peer may have arrived, and closed, during the check.
                 return if self.has_arrived(peer, target) { Ok(()) } else { Err(error) };
             }
-            // From here on an arrival or a close changes the word, which is `seen`, and wakes this rank.
+            // From here on, an arrival or a close changes the word from `seen` and wakes this rank.
             let seen = word.fetch_or(SLEEPERS, Ordering::AcqRel) | SLEEPERS;
             if !reached(seen, target) && seen & CLOSED == 0 {
                 let limit = self.slice.min(cx.deadline.left().max(Duration::from_micros(100)));
                 let mask = self.placement.as_ref().and_then(|placement| placement.mask_asleep(&self.segment));
-                // The mask inside the hook, which runs code of the program.
+                // The mask is set inside the hook, because the hook runs code of the program.
                 blocking_wait(|| match &mask {
                     Some(mask) => mask.during(|| futex::wait(word, seen, limit)),
                     None => futex::wait(word, seen, limit),
@@ -402,12 +417,12 @@ impl Protocol {
         }
     }
 
-    /// Spins until `peer` has arrived, for a limited time. Returns whether it has.
+    /// Spins for a limited time. Returns true once `peer` has arrived.
     fn spin(&self, peer: usize, target: u32, begun: Instant) -> bool {
         let vain = self.vain.get();
         let full = vain < VAIN || vain.is_multiple_of(PROBE);
         let limit = if full { SPIN } else { SHORT_SPIN };
-        // The clock costs as much as a line that comes from the peer, so it is read last.
+        // Reading the clock costs as much as fetching a line from the peer, so it comes last.
         loop {
             for _ in 0..SPINS {
                 if self.has_arrived(peer, target) {
@@ -426,12 +441,12 @@ impl Protocol {
         false
     }
 
-    /// Lets other ranks run until `peer` has arrived, for a limited time. Returns whether it has.
+    /// Lets other ranks run for a limited time. Returns true once `peer` has arrived.
     fn yields(&self, peer: usize, target: u32, begun: Instant) -> bool {
         if let Some(placement) = &self.placement {
             placement.spread(&self.segment);
         }
-        // Measured: keeping the GIL meanwhile makes no difference beyond noise.
+        // Keeping the GIL meanwhile made no measurable difference.
         loop {
             blocking_wait(std::thread::yield_now);
             if self.has_arrived(peer, target) {
@@ -443,13 +458,13 @@ impl Protocol {
         }
     }
 
-    /// Group ranks whose count has not reached `target`.
+    /// Returns the group ranks whose count has not reached `target`.
     fn missing(&self, target: u32) -> Vec<usize> {
         let absent = |peer: &usize| *peer != self.segment.index && !self.has_arrived(*peer, target);
         (0..self.segment.ranks).filter(absent).map(|peer| self.members[peer]).collect()
     }
 
-    /// Sets the count to `left` arrivals before it wraps; called on every rank.
+    /// Sets the count to `left` arrivals before it wraps. Must be called on every rank.
     #[cfg(test)]
     pub(super) fn wind_forward(&mut self, left: u32) {
         self.arrivals = COUNT - left;
@@ -467,12 +482,13 @@ impl Drop for Protocol {
     }
 }
 
-/// Whether an arrival word's count has reached `target`.
+/// True if an arrival word's count has reached `target`.
 fn reached(word: u32, target: u32) -> bool {
     (word >> SHIFT).wrapping_sub(target) & COUNT <= COUNT / 2
 }
 
-/// Bytes of `total` before chunk number `chunk` of `chunks`; u128 because the product may not fit in 64 bits.
+/// Returns the bytes of `total` that come before chunk `chunk` of `chunks`. Uses u128 because the product may not fit
+/// into 64 bits.
 fn part(total: u64, chunk: usize, chunks: usize) -> u64 {
     u64::try_from(u128::from(total) * chunk as u128 / chunks as u128).unwrap_or(total)
 }

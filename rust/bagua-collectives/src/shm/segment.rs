@@ -1,11 +1,14 @@
-//! The layout of the segment that the ranks of one host share, and of the fingerprint that a rank publishes there before it arrives, for
-//! its peers to compare with theirs.
+//! The layout of the segment that the ranks of one host share, and of the fingerprint that a rank publishes in it
+//! before it arrives, so that its peers can compare it with theirs.
 //!
-//! First the control blocks of all ranks: every rank reads those of all, and a page has several. Then for each rank in turn two slots and two
-//! windows. After them two sets of byte rings: one for the messages of [`super::Shm`], one for the mesh of a group on several hosts, which
-//! the same ranks belong to ([`super::spare_links`]).
+//!     control blocks of all ranks   (every rank reads all of them, so they share pages)
+//!     rank 0: 2 slots, 2 windows
+//!     rank 1: 2 slots, 2 windows
+//!     ...
+//!     byte rings for the messages of Shm
+//!     byte rings for the mesh of a group on several hosts (see `spare_links`)
 //!
-//! Which rank may access which range when is the protocol of [`super::protocol`]; this file computes offsets and words.
+//! This file computes offsets and words. [`super::protocol`] defines which rank may access which range when.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,49 +20,50 @@ use crate::sync::{AtomicU32, AtomicU64, buffer_len};
 use crate::transport::shm::rings_len;
 use crate::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 
-/// Two cache lines: the hardware fetches lines in pairs.
+/// Two cache lines, because the hardware fetches lines in pairs.
 const LINE: usize = 128;
-/// Bytes of a control block: the announcement and two fingerprints, each on lines of its own.
+/// Size in bytes of a control block: the announcement and two fingerprints, each on its own lines.
 ///
-/// The announcement is the one line that peers read in every operation: the arrival word, the processor and, for each parity, three
-/// words (digest, arena, offset). Peers read a fingerprint only where digests differ, so it stays in its writer's cache.
-/// Where peers read the fingerprint in every operation, 1 KiB between two ranks took 2.3 us instead of 1.9, or 3.4 instead of 2.1, from
-/// Python, by the run.
+/// The announcement is the only line that peers read in every operation. It holds the arrival word, the processor and,
+/// for each parity, three words (digest, arenas, offset). Peers read a fingerprint only if digests differ, so it stays
+/// in its writer's cache. When peers read it in every operation, 1 KiB between two ranks took 2.3 us instead of 1.9, or
+/// 3.4 instead of 2.1 from Python, depending on the run.
 const CONTROL: usize = 3 * LINE;
-/// Bytes of a slot. A message that fits is exchanged with a single synchronisation.
+/// Size of a slot in bytes. A message that fits into a slot needs a single synchronisation.
 pub(super) const SLOT: usize = buffer_len(16 << 10);
-/// Ranges of a window that different ranks access begin on different cache lines.
+/// Alignment of the ranges of a window that different ranks access, so that they do not share cache lines.
 pub(super) const ALIGN: usize = 64;
-/// Words of a fingerprint.
+/// Number of 8-byte words in a fingerprint.
 const WORDS: usize = 9;
 
-/// Bytes of a window. Measured: 256 KiB with two ranks. With four ranks on two cores 64 and 128 KiB are equal, and twice that
-/// takes 1.2 times as long at 1 MiB.
+/// Returns the size of a window in bytes. By measurement, 256 KiB is best for two ranks. With four ranks on two cores,
+/// 64 and 128 KiB are equally fast, and 256 KiB takes 1.2 times as long at 1 MiB.
 const fn window_len(ranks: usize) -> usize {
     buffer_len(if ranks <= 2 { 256 << 10 } else { 128 << 10 })
 }
 
-/// Bytes of the slots and windows of one rank.
+/// Returns the size in bytes of one rank's slots and windows.
 const fn buffers_len(ranks: usize) -> usize {
     2 * SLOT + 2 * window_len(ranks)
 }
 
-/// Bytes of shared memory that one lane of `ranks` ranks on one host needs. The kernel allocates a page when it is first accessed.
+/// Returns the bytes of shared memory that a lane of `ranks` ranks on one host needs. The kernel allocates a page only
+/// when it is first accessed.
 pub const fn segment_len(ranks: usize) -> usize {
     ranks * (CONTROL + buffers_len(ranks)) + 2 * rings_len(ranks)
 }
 
-/// One of the buffers in which a rank passes data to its peers.
+/// A buffer in which a rank passes data to its peers.
 #[derive(Clone, Copy)]
 pub(super) enum Buffer {
-    /// The slot for operations with this parity.
+    /// Slot for operations with this parity.
     Slot(usize),
-    /// The window for chunks with this parity.
+    /// Window for chunks with this parity.
     Window(usize),
 }
 
 impl Buffer {
-    /// The one of the other parity.
+    /// Returns the buffer of the other parity.
     pub(super) fn other(self) -> Buffer {
         match self {
             Buffer::Slot(parity) => Buffer::Slot(1 - parity),
@@ -68,12 +72,12 @@ impl Buffer {
     }
 }
 
-/// The mapped segment, seen by one rank.
+/// The mapped segment, as seen by one rank.
 pub(super) struct Segment {
     arena: Arc<Arena>,
-    /// This rank, on this host.
+    /// Index of this rank on this host.
     pub(super) index: usize,
-    /// Ranks on this host.
+    /// Number of ranks on this host.
     pub(super) ranks: usize,
 }
 
@@ -93,37 +97,37 @@ impl Segment {
         &self.arena
     }
 
-    /// Bytes of one window.
+    /// Returns the size of a window in bytes.
     pub(super) fn window(&self) -> usize {
         window_len(self.ranks)
     }
 
-    /// The arrival word of a rank: its count of arrivals, and flags.
+    /// Returns the arrival word of a rank: its count of arrivals, and flags.
     pub(super) fn arrived(&self, rank: usize) -> &AtomicU32 {
         self.arena.word(rank * CONTROL)
     }
 
-    /// The processor of a rank, as [`super::placement`] writes it; on the line of its arrivals.
+    /// Returns the processor of a rank, as written by [`super::placement`]. On the same cache line as the arrival word.
     pub(super) fn processor(&self, rank: usize) -> &AtomicU32 {
         self.arena.word(rank * CONTROL + 4)
     }
 
-    /// A word of the fingerprint of a rank's operation with this parity.
+    /// Returns a word of a rank's fingerprint for its operation with this parity.
     fn fingerprint(&self, rank: usize, parity: usize, word: usize) -> &AtomicU64 {
         self.arena.long(rank * CONTROL + (1 + parity) * LINE + 8 * word)
     }
 
-    /// The digest of the fingerprint of a rank's operation with this parity.
+    /// Returns the digest of a rank's fingerprint for its operation with this parity.
     pub(super) fn digest(&self, rank: usize, parity: usize) -> &AtomicU64 {
         self.announced(rank, parity, 0)
     }
 
-    /// A word of a rank's offer of a tensor in an arena, for its operation with this parity.
+    /// Returns a word of a rank's offer of a tensor for its operation with this parity.
     pub(super) fn offer(&self, rank: usize, parity: usize, word: usize) -> &AtomicU64 {
         self.announced(rank, parity, 1 + word)
     }
 
-    /// One of the three words per parity that share a cache line with the arrival word.
+    /// Returns one of the three words per parity that share a cache line with the arrival word.
     fn announced(&self, rank: usize, parity: usize, word: usize) -> &AtomicU64 {
         self.arena.long(rank * CONTROL + 8 * (1 + 3 * parity + word))
     }
@@ -138,27 +142,27 @@ impl Segment {
         begin + range.start..begin + range.end
     }
 
-    /// Bytes of a rank's buffer.
+    /// Returns a range of a rank's buffer.
     ///
     /// # Safety
-    /// No rank writes to the range before this rank next arrives, and the slice does not outlive that moment.
+    /// No rank may write to the range before this rank's next arrival, and the slice must not outlive that moment.
     pub(super) unsafe fn read(&self, rank: usize, buffer: Buffer, range: Range<usize>) -> &[u8] {
         // SAFETY: by this function's promise.
         unsafe { self.arena.slice(self.place(rank, buffer, range)) }
     }
 
-    /// Bytes of a rank's buffer, to write.
+    /// Returns a range of a rank's buffer for writing.
     ///
     /// # Safety
-    /// No other rank reads or writes the range before this rank next arrives, the slice does not outlive that moment, and this
-    /// rank holds no other slice of the range.
+    /// No other rank may read or write the range before this rank's next arrival. The slice must not outlive that
+    /// moment, and this rank must hold no other slice of the range.
     #[expect(clippy::mut_from_ref, reason = "exclusion is across processes, which only the protocol can promise")]
     pub(super) unsafe fn write(&self, rank: usize, buffer: Buffer, range: Range<usize>) -> &mut [u8] {
         // SAFETY: by this function's promise.
         unsafe { self.arena.slice_mut(self.place(rank, buffer, range)) }
     }
 
-    /// The offset of the rings of [`super::Shm`]'s own streams.
+    /// Returns the offset of the rings for [`super::Shm`]'s own streams.
     pub(super) fn own_rings(&self) -> usize {
         own_rings(self.ranks)
     }
@@ -168,25 +172,25 @@ fn own_rings(ranks: usize) -> usize {
     (ranks * (CONTROL + buffers_len(ranks))).next_multiple_of(LINE)
 }
 
-/// The offset of the second set of rings.
+/// Returns the offset of the second set of rings.
 pub(super) fn spare_rings(ranks: usize) -> usize {
     own_rings(ranks) + rings_len(ranks)
 }
 
-/// One call of a method of [`super::Shm`]: the fingerprint of the operation, and which of its calls this is.
+/// A call of a method of [`super::Shm`] as published to the peers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Announcement {
     pub(super) fingerprint: Fingerprint,
-    /// The method. Differs from the fingerprint's kind in a call by `hier`.
+    /// Method that was called. Differs from the fingerprint's kind if `hier` made the call.
     pub(super) verb: Kind,
-    /// Bytes that the method was given, counted in the same way on every rank.
+    /// Number of bytes that the method was given, counted in the same way on every rank.
     pub(super) bytes: u64,
 }
 
-/// For errors: a published operation that no rank of this version can have written.
+/// Error text for a published operation that no rank of this version can have written.
 pub(super) const NONSENSE: &str = "something that makes no sense";
 
-/// Means "none" where a code is expected.
+/// Stands for "none" in place of a code.
 const NONE: u64 = 0xff;
 
 impl Announcement {
@@ -233,7 +237,7 @@ impl Announcement {
             root: (byte(1, 3) != 0).then(|| high(1)),
             count: words[3],
             shape: Shape { ndim: byte(6, 0), dims: [low(4), high(4), low(5), high(5)] },
-            // Those of messages have 32 bits, and travel by the mesh.
+            // Tags of messages have 32 bits, but they go through the mesh.
             tag: high(6) >> 16,
             codec: byte(6, 2),
             device: byte(6, 3),
@@ -243,8 +247,8 @@ impl Announcement {
         Some(Announcement { fingerprint, verb: Kind::from_code(byte(6, 1))?, bytes: words[7] })
     }
 
-    /// Writes it to this rank's control block and returns its digest, which peers compare first. Peers read both after this rank's next
-    /// arrival, which orders the accesses.
+    /// Writes the announcement to this rank's control block and returns its digest, which peers compare first. Peers
+    /// read both after this rank's next arrival, which orders the accesses.
     pub(super) fn publish(&self, segment: &Segment, parity: usize) -> u64 {
         let words = self.words();
         for (at, word) in words.into_iter().enumerate() {
@@ -253,13 +257,14 @@ impl Announcement {
         digest(&words)
     }
 
-    /// What `peer` published of its last operation with this parity, which it has begun; `None` for [`NONSENSE`].
+    /// Reads what `peer` published for its last operation with this parity, which it has begun. Returns `None` if that
+    /// makes no sense.
     pub(super) fn of(segment: &Segment, peer: usize, parity: usize) -> Option<Announcement> {
         let word = |at| segment.fingerprint(peer, parity, at).load(Ordering::Relaxed);
         Announcement::from_words(std::array::from_fn(word))
     }
 
-    /// Describes the operation of `peer`, whose digest differs from this one's.
+    /// Describes the operation of `peer`, whose digest differs from this rank's.
     #[cold]
     pub(super) fn difference(&self, segment: &Segment, peer: usize, parity: usize) -> String {
         match Announcement::of(segment, peer, parity) {
@@ -275,14 +280,14 @@ impl Announcement {
     }
 }
 
-/// A fingerprint's digest of 64 bits.
+/// Returns a fingerprint's digest of 64 bits.
 ///
-/// Every step is a bijection of the state and of the word, so two fingerprints that differ in one word never have the same digest;
-/// two that differ in several have it with a probability of about 2^-64. (It is no defence against forgery: who maps the segment
-/// can write what they like.)
+/// Every step is a bijection both of the state and of the word. So two fingerprints that differ in one word never have
+/// the same digest, and two that differ in several words have the same one with a probability of about 2^-64. This does
+/// not protect against forgery: any process that maps the segment can write anything.
 fn digest(words: &[u64; WORDS]) -> u64 {
     words.iter().fold(0, |state, word| {
-        // Odd numbers; two rounds, because one leaves a difference in the highest bits where it was.
+        // Odd constants. Two rounds, because a single round would leave a difference in the highest bits in place.
         let first = (state ^ word).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let second = (first ^ first >> 32).wrapping_mul(0x94d0_49bb_1331_11eb);
         second ^ second >> 29

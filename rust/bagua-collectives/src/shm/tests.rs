@@ -1,4 +1,4 @@
-//! Ranks are threads here, each with a mapping of its own, as processes have.
+//! Tests of the collective in shared memory. Ranks are threads, each with its own mapping, as processes have.
 
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
@@ -16,7 +16,7 @@ use crate::wait::Deadline;
 #[cfg(model)]
 mod model;
 
-/// What a thread needs to be a rank.
+/// The state of a thread that acts as a rank.
 struct Rank {
     shm: Shm,
     health: Arc<GroupHealth>,
@@ -66,7 +66,7 @@ fn ranks_of(n: usize) -> Vec<Rank> {
     (0..n).map(one).collect()
 }
 
-/// Runs `act` as every rank of `n`, and returns what they return.
+/// Runs `act` as every rank of `n`, and returns the results.
 fn on_all<T: Send>(n: usize, act: impl Fn(usize, Rank) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let act = &act;
@@ -76,7 +76,7 @@ fn on_all<T: Send>(n: usize, act: impl Fn(usize, Rank) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// The same numbers on every rank.
+/// Pseudo-random numbers, the same on every rank.
 struct Dice(u64);
 
 impl Dice {
@@ -88,7 +88,8 @@ impl Dice {
     }
 }
 
-/// What `rank` holds at the beginning of operation `seed`: numbers that fit every element type and whose sums round.
+/// Returns what `rank` holds at the start of operation `seed`: numbers that fit every element type and whose sums are
+/// rounded.
 fn data(rank: usize, seed: u64, dtype: DType, bytes: usize) -> Vec<u8> {
     let mut dice =
         Dice((seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (rank as u64 + 1).wrapping_mul(0xd1b5_4a32_d192_ed03));
@@ -103,7 +104,7 @@ fn data(rank: usize, seed: u64, dtype: DType, bytes: usize) -> Vec<u8> {
     }
 }
 
-/// The combination of all ranks' bytes in `range`.
+/// Returns the combination of all ranks' bytes in `range`.
 fn combined(n: usize, seed: u64, dtype: DType, op: ReduceOp, bytes: usize, range: std::ops::Range<usize>) -> Vec<u8> {
     let all: Vec<Vec<u8>> = (0..n).map(|rank| data(rank, seed, dtype, bytes)).collect();
     let mut out = vec![0; range.len()];
@@ -111,7 +112,7 @@ fn combined(n: usize, seed: u64, dtype: DType, op: ReduceOp, bytes: usize, range
     out
 }
 
-/// Runs one operation of every verb's kind in place or out of place and compares all bytes.
+/// Runs one operation of every kind, in place and out of place, and compares all bytes.
 fn one(rank: &mut Rank, verb: Kind, dtype: DType, op: ReduceOp, chunk: usize, root: usize, split: bool) {
     let (me, n) = (rank.shm.rank(), rank.shm.size());
     let chunk = chunk / dtype.size() * dtype.size();
@@ -119,7 +120,8 @@ fn one(rank: &mut Rank, verb: Kind, dtype: DType, op: ReduceOp, chunk: usize, ro
     let whole = n * chunk;
     let at = |r: usize| r * chunk..(r + 1) * chunk;
     let joined = || (0..n).flat_map(|r| data(r, seed, dtype, chunk)).collect::<Vec<u8>>();
-    // Input, length of the output of a Split call, place of the chunk in an InPlace call, and what must come out of both.
+    // For each: the input, the length of the output of a Split call, the position of the chunk in an InPlace call, and
+    // the expected result of both.
     let (input, out_len): (Vec<u8>, usize) = match verb {
         Kind::AllReduce | Kind::Reduce | Kind::Broadcast => (data(me, seed, dtype, chunk), chunk),
         Kind::AllGather | Kind::Gather => (data(me, seed, dtype, chunk), whole),
@@ -139,7 +141,7 @@ fn one(rank: &mut Rank, verb: Kind, dtype: DType, op: ReduceOp, chunk: usize, ro
         _ => None,
     };
     let print = rank.print(verb, dtype, Some(op), Some(root), chunk);
-    // One byte off any alignment.
+    // One byte away from any alignment.
     let mut buffer = vec![0xee; 1 + whole.max(chunk)];
     let shown: Vec<u8>;
     let run = |shm: &mut Shm, cx: &OpContext<'_>, io: Io<'_>| match verb {
@@ -208,7 +210,7 @@ fn every_verb_gives_the_combination_in_rank_order_at_every_size() {
                 for verb in VERBS {
                     let op = if bytes % 8 == 0 { ReduceOp::Sum } else { ReduceOp::Avg };
                     let root = (bytes / 4 + 1) % n;
-                    // All chunks of the large ones would only repeat what three ranks show.
+                    // All chunks of the large tensors would only repeat what three ranks show.
                     let bytes = if n > 3 { bytes / 3 } else { bytes };
                     one(&mut rank, verb, DType::F32, op, bytes, root, bytes % 3 == 0);
                     one(&mut rank, verb, DType::F32, op, bytes, root, bytes % 3 != 0);
@@ -230,7 +232,7 @@ fn every_operation_of_every_type_that_has_it_is_served() {
     });
 }
 
-/// Facts S1, W1 to W3, and with two ranks X1.
+/// Tests S1, W1 to W3, and with two ranks X1.
 #[test]
 fn ten_thousand_operations_of_random_verbs_and_sizes_stay_in_step() {
     for n in [2, 4] {
@@ -334,7 +336,7 @@ fn a_message_that_cannot_come_because_its_peer_is_in_a_collective_is_a_disagreem
     for receives in [true, false] {
         let outcomes = on_all(2, |index, mut rank| {
             one(&mut rank, Kind::AllReduce, DType::F32, ReduceOp::Sum, 1000, 0, false);
-            // A group's control plane would notify the one in the collective, which here runs into a short deadline.
+            // A group's control plane would notify the rank in the collective. Here it runs into a short deadline.
             rank.limit = Duration::from_secs(1);
             let mut data = vec![0; 4 << 20];
             if index == 0 {
@@ -379,7 +381,7 @@ fn messages_between_two_ranks_go_in_both_directions_at_once() {
     });
 }
 
-/// The processors that this process may use; None, with the reason printed, where it has too few for a rank each.
+/// Returns the processors that this process may use. Returns `None` and prints the reason if there is only one.
 fn two_processors() -> Option<Processors> {
     let allowed = processors(0).unwrap();
     let enough = allowed.count() > 1;
@@ -389,7 +391,7 @@ fn two_processors() -> Option<Processors> {
     enough.then_some(allowed)
 }
 
-/// Returns once `seen` does, and fails after a minute.
+/// Blocks until `seen` is true, and fails after a minute.
 fn until(what: &str, mut seen: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !seen() {
@@ -438,7 +440,7 @@ fn a_rank_spins_also_for_a_peer_on_its_own_processor() {
         rank.barrier().unwrap();
         rank.shm.protocol.vain.set(0);
         if me == 0 {
-            // Rank 1 is asleep when its flag is in the word of this rank: it has given up spinning by then.
+            // Once rank 1's flag is in this rank's word, rank 1 has given up spinning and sleeps.
             let word = rank.shm.protocol.segment.arrived(0);
             until("rank 1 never slept", || word.load(std::sync::atomic::Ordering::Acquire) & protocol::SLEEPERS != 0);
         }
@@ -449,7 +451,7 @@ fn a_rank_spins_also_for_a_peer_on_its_own_processor() {
     });
 }
 
-/// Bytes of memory that the kernel has given to a segment.
+/// Returns the bytes of memory that the kernel has allocated for a segment.
 fn touched(arena: &Arena) -> u64 {
     rustix::fs::fstat(arena.fd()).unwrap().st_blocks as u64 * 512
 }
@@ -463,7 +465,7 @@ fn memory_of_a_segment_grows_with_its_ranks_and_not_with_their_pairs() {
         let links: Vec<_> = (0..n).map(|index| spare_links(&arena, index, n)).collect();
         assert_eq!(touched(&arena), 0, "set-up of {n} ranks");
         drop((ranks, links));
-        // A page of each rank's own, and the blocks of all at the beginning of both sets of rings.
+        // A page of each rank's own, and the blocks of all ranks at the start of both sets of rings.
         assert!(touched(&arena) <= n as u64 * 2 * 4096, "{} bytes of {n} ranks that closed", touched(&arena));
     }
 }

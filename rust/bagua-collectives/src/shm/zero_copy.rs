@@ -1,14 +1,19 @@
-//! Zero-copy operations: the tensors of all ranks lie in arenas that all have mapped.
+//! Zero-copy operations, for tensors in arenas that all ranks have mapped.
 //!
-//! An arena is made by its rank alone, so its peers do not know it before they see it offered. When all ranks offer tensors in arenas, and
-//! not all of these arenas were mapped together, they pass each other the descriptors and give what they have mapped a new number. A tensor
-//! is then offered by number and offset, and equal numbers mean that every rank has mapped the arenas of every other.
+//! Each rank creates its arenas alone, so its peers learn of an arena only when a tensor in it is offered:
 //!
-//! Ranks may combine arenas in any way (the first with the peer's second, and later the second with the peer's first): what was mapped
-//! under the numbers that were offered is mapped anew under one number, so each arena of n is passed less than n times.
+//! 1. All ranks offer tensors in arenas, some of which were not mapped together.
+//! 2. The ranks pass each other descriptors of these arenas, map them, and give the set of mapped arenas a new id.
+//! 3. From then on, a rank offers a tensor in the set by the id and an offset. If all ranks offer the same id, each has
+//!    mapped the arenas of all others.
 //!
-//! Every rank reads its peers' tensors, and in a reduction writes to them; the `unsafe` blocks quote the numbered rules of
-//! [`super::protocol`]. A rank accesses its own tensor through the caller's slice and the peers' through the mappings.
+//! Ranks may combine arenas in any way, for example first their first arenas, and later this rank's second one with the
+//! peer's first one. Sets whose ids were offered are then mapped again as one new set, so each of n arenas is passed
+//! fewer than n times.
+//!
+//! Every rank reads its peers' tensors, and in a reduction also writes to them. A rank accesses its own tensor through
+//! the caller's slice, and its peers' tensors through the mappings. The `unsafe` blocks quote the numbered rules of
+//! [`super::protocol`].
 
 use std::ops::Range;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -23,23 +28,24 @@ use crate::memory::{Finder, KnownArena, LaneId, Mapped, MappedArenas, Mapping, R
 use crate::reduce::{combine, combine_everywhere};
 use crate::types::ReduceOp;
 
-/// Passes file descriptors between the ranks of a host: implemented where their connections are.
+/// A way to pass file descriptors between the ranks of a host, implemented by the owner of their connections.
 pub trait PassDescriptors: Send {
-    /// Gives every rank what the others give, by rank on this host; the entry of this rank stays empty. `None` means a descriptor
-    /// that this process had no room for. Collective: returns on no rank before all ranks have called it.
+    /// Sends this rank's descriptors to all ranks, and returns the descriptors of each rank on this host. The entry of
+    /// this rank stays empty. A `None` stands for a descriptor that this process had no room for. Collective: does not
+    /// return on any rank before all ranks have called it.
     ///
     /// # Errors
-    /// The first cause of the group's failure, `Timeout`, `PeerLost`.
+    /// The first cause of the group's failure, `Timeout`, or `PeerLost`.
     fn pass(&mut self, cx: &OpContext<'_>, own: &[BorrowedFd<'_>]) -> Result<Vec<Vec<Option<OwnedFd>>>>;
 }
 
-/// What a lane knows of arenas.
+/// The arenas that one lane has mapped, and how it maps more.
 pub(super) struct LaneArenas {
     lane: LaneId,
     registry: Arc<Registry>,
     finder: Finder,
     between: Box<dyn PassDescriptors>,
-    /// The number of the next arenas that are mapped; equal on all ranks.
+    /// Id of the next set of mapped arenas. Equal on all ranks.
     next_id: u64,
 }
 
@@ -49,15 +55,16 @@ impl LaneArenas {
         LaneArenas { lane: LaneId::new(), registry, finder, between, next_id: FIRST_ID }
     }
 
-    /// A tensor that lies in an arena; `None` for others.
+    /// Returns the tensor as a part of its arena, or `None` if it is not in one.
     pub(super) fn tensor(&mut self, tensor: &[u8]) -> Option<ArenaTensor> {
         let (arena, offset) = self.finder.find(tensor)?;
         let mapped = arena.mapped(self.lane);
         Some(ArenaTensor { arena, offset, len: tensor.len(), mapped })
     }
 
-    /// Maps the arenas in which all ranks have offered tensors, with those that were mapped under the numbers `ids` that were offered, and
-    /// returns the new offer of this rank's tensor. A rank that cannot map all of them offers nothing, now and later. Collective.
+    /// Maps the arenas in which all ranks have offered tensors, together with the sets whose ids were offered, and
+    /// returns the new offer of this rank's tensor. A rank that cannot map all of them makes no offer, now or later.
+    /// Collective.
     pub(super) fn map(&mut self, cx: &OpContext<'_>, tensor: &mut ArenaTensor, ids: &[u64]) -> Result<BufferOffer> {
         let mut own = self.registry.mapped_as(self.lane, ids);
         if own.iter().all(|arena| arena.address() != tensor.arena.address()) {
@@ -65,7 +72,7 @@ impl LaneArenas {
         }
         let descriptors: Vec<_> = own.iter().filter_map(|arena| arena.fd()).collect();
         let peers = self.between.pass(cx, &descriptors)?;
-        // Also when this rank cannot map them: the others count on.
+        // Count up even if this rank cannot map them, because the other ranks do.
         let id = self.next_id;
         self.next_id += 1;
         let all = MappedArenas::new(id, peers).ok().map(Arc::new);
@@ -81,19 +88,18 @@ impl Drop for LaneArenas {
     }
 }
 
-/// A rank's tensor in an arena.
 pub(super) struct ArenaTensor {
     arena: KnownArena,
-    /// In the arena.
+    /// Offset in the arena.
     offset: usize,
-    /// Bytes of the tensor; equal on all ranks, or their fingerprints would differ.
+    /// Size of the tensor in bytes. Equal on all ranks, because otherwise their fingerprints would differ.
     len: usize,
-    /// Whether the ranks of the lane have mapped the arena.
+    /// State of the arena in this lane.
     mapped: Mapped,
 }
 
 impl ArenaTensor {
-    /// What this rank publishes of it.
+    /// Returns the offer that this rank publishes for the tensor.
     pub(super) fn offer(&self) -> BufferOffer {
         match &self.mapped {
             Mapped::No => BufferOffer::Unmapped,
@@ -104,8 +110,8 @@ impl ArenaTensor {
         }
     }
 
-    /// The tensors of all ranks, each at an offset of its rank's part; rank `me` is this one. Every rank offered a tensor in the same
-    /// mapped arenas, so all get the same result or the same error.
+    /// Returns the tensors of all ranks, each at an offset in its rank's part. `me` is this rank. Every rank offered a
+    /// tensor in the same set of arenas, so all ranks get the same result or the same error.
     pub(super) fn tensors(&self, cx: &OpContext<'_>, me: usize, offsets: &[u64]) -> Result<PeerBuffers> {
         let outside = |rank: usize| {
             Error::Mismatch(format!(
@@ -125,16 +131,17 @@ impl ArenaTensor {
 
 /// The tensors of all ranks, during one operation.
 pub(super) struct PeerBuffers {
-    /// Keeps the peers' arenas mapped.
+    /// Set of arenas, which this keeps mapped.
     arenas: Arc<MappedArenas>,
-    /// Where each rank's tensor begins in its part, by rank on this host; in bounds for all but this one, whose tensor the caller has.
+    /// Offset of each rank's tensor in its part, by rank on this host. Checked for all ranks but this one, whose tensor
+    /// the caller holds.
     offsets: Vec<usize>,
-    /// Bytes of each tensor.
+    /// Size of each tensor in bytes.
     len: usize,
 }
 
 impl PeerBuffers {
-    /// The memory of a peer's tensor, and the range in it.
+    /// Returns the mapping that contains a peer's tensor, and a range of the tensor as a range in the mapping.
     fn range(&self, rank: usize, range: Range<usize>) -> (&Mapping, Range<usize>) {
         assert!(range.start <= range.end && range.end <= self.len);
         let (mapping, begin) =
@@ -142,29 +149,30 @@ impl PeerBuffers {
         (mapping, begin + range.start..begin + range.end)
     }
 
-    /// Bytes of a peer's tensor.
+    /// Returns a range of a peer's tensor.
     ///
     /// # Safety
-    /// No rank writes to the range before this rank's second arrival, and the slice does not outlive that moment.
+    /// No rank may write to the range before this rank's second arrival, and the slice must not outlive that moment.
     pub(super) unsafe fn read(&self, rank: usize, range: Range<usize>) -> &[u8] {
         let (mapping, range) = self.range(rank, range);
-        // SAFETY: by this function's promise; D3 says that the owner has not returned from the operation before.
+        // SAFETY: by this function's promise. By D3, the owner does not return from the operation before.
         unsafe { mapping.slice(range) }
     }
 
-    /// Bytes of a peer's tensor, to write.
+    /// Returns a range of a peer's tensor for writing.
     ///
     /// # Safety
-    /// No other rank reads or writes the range before this rank's second arrival, the slice does not outlive that moment, and
-    /// this rank holds no other slice of the range.
+    /// No other rank may read or write the range before this rank's second arrival. The slice must not outlive that
+    /// moment, and this rank must hold no other slice of the range.
     #[expect(clippy::mut_from_ref, reason = "exclusion is across processes, which only the protocol can promise")]
     unsafe fn write(&self, rank: usize, range: Range<usize>) -> &mut [u8] {
         let (mapping, range) = self.range(rank, range);
-        // SAFETY: by this function's promise; D3 says that the owner has not returned from the operation before.
+        // SAFETY: by this function's promise. By D3, the owner does not return from the operation before.
         unsafe { mapping.slice_mut(range) }
     }
 
-    /// Rank `me` combines its share of all tensors and writes the result to all of them, or to the root's. `own` is its tensor.
+    /// Combines rank `me`'s share of all tensors, and writes the result to all tensors or to that of the root. `own` is
+    /// this rank's tensor.
     pub(super) fn reduce(&self, cx: &OpContext<'_>, op: ReduceOp, me: usize, root: Option<usize>, own: &mut [u8]) {
         let ranks = self.offsets.len();
         let each = own.len().div_ceil(ranks).next_multiple_of(ALIGN);
@@ -176,14 +184,14 @@ impl PeerBuffers {
                 let mut own = Some(own);
                 let part = |rank| match own.take_if(|_| rank == me) {
                     Some(own) => own,
-                    // SAFETY: D2; this share of every tensor is read and written by this rank only.
+                    // SAFETY: D2. Only this rank reads and writes its share of every tensor.
                     None => unsafe { self.write(rank, mine.clone()) },
                 };
                 let mut parts: Vec<&mut [u8]> = (0..ranks).map(part).collect();
                 combine_everywhere(cx.dtype(), op, &mut parts);
             }
             Some(root) => {
-                // SAFETY: D2; this share of every tensor is read and written by this rank only.
+                // SAFETY: D2. Only this rank reads and writes its share of every tensor.
                 let theirs = |rank| unsafe { self.read(rank, mine.clone()) };
                 if root == me {
                     let inputs: Vec<_> = (0..ranks).map(|rank| (rank != me).then(|| theirs(rank))).collect();
@@ -195,7 +203,7 @@ impl PeerBuffers {
                         _ => Some(theirs(rank)),
                     };
                     let inputs: Vec<_> = (0..ranks).map(input).collect();
-                    // SAFETY: as above; the root's tensor is not among the inputs.
+                    // SAFETY: as above, and the root's tensor is not among the inputs.
                     combine(cx.dtype(), op, &inputs, unsafe { self.write(root, mine.clone()) });
                 }
             }
@@ -203,27 +211,29 @@ impl PeerBuffers {
         timer.stop();
     }
 
-    /// Rank `me`'s part of a broadcast of `data`, its own tensor. The root does as much as each of the others: it writes the last n-th
-    /// of every tensor of n, and the others take the rest. With two ranks that takes half as long as one reading it all.
+    /// Runs rank `me`'s part of a broadcast of `data`, its own tensor. To share the work evenly among n ranks, the root
+    /// writes the last n-th of every tensor, and each of the other ranks reads the rest. With two ranks, this takes
+    /// half the time of one rank reading everything.
     pub(super) fn broadcast(&self, me: usize, root: usize, data: &mut [u8]) {
         let ranks = self.offsets.len();
         let cut = (data.len() - data.len() / ranks) / ALIGN * ALIGN;
         let pushed = cut..data.len();
         if me == root {
             for rank in others(me, ranks) {
-                // SAFETY: D2; only the root accesses this range of another rank's tensor.
+                // SAFETY: D2. Only the root accesses this range of another rank's tensor.
                 unsafe { self.write(rank, pushed.clone()) }.copy_from_slice(&data[pushed.clone()]);
             }
         } else {
-            // SAFETY: D2; no rank writes to the root's tensor.
+            // SAFETY: D2. No rank writes to the root's tensor.
             data[..cut].copy_from_slice(unsafe { self.read(root, 0..cut) });
         }
     }
 
-    /// Copies a range of every peer's tensor to the range `to(peer)` of `out`, in verbs that do not write to the ranges they read.
+    /// Copies a range of every peer's tensor to the range `to(peer)` of `out`. For verbs that do not write to the
+    /// ranges they read.
     pub(super) fn pull(&self, me: usize, range: Range<usize>, to: impl Fn(usize) -> Range<usize>, out: &mut [u8]) {
         for rank in others(me, self.offsets.len()) {
-            // SAFETY: D2; the verbs that come here write only to what no other rank reads.
+            // SAFETY: D2. The verbs that call this write only to ranges that no other rank reads.
             out[to(rank)].copy_from_slice(unsafe { self.read(rank, range.clone()) });
         }
     }

@@ -165,7 +165,7 @@ fn bad_arguments_are_refused_before_anything_is_sent_and_poison_nothing() {
         ("avg of int32", lane.run(o, DType::I32, average(PeerSelection::Ring), split(&[0; 16], &mut b[..16]))),
         ("needs the replicas", lane.run(o, f, ring, Io::in_place(b))),
         (
-            "16 elements of weights, 2 of a replica",
+            "a replica has 2 elements, but the weights have 16",
             lane.run(o, f, ring, Operands { io: Io::in_place(b), extra: short }),
         ),
     ]);

@@ -1,8 +1,9 @@
-//! Models of the protocol, run by the verbs themselves: threads for ranks, over one mapping, with slots of 64 bytes and windows of 1 KiB.
+//! Models of the protocol, driven by the verbs themselves. Ranks are threads over one mapping, with slots of 64 bytes
+//! and windows of 1 KiB.
 //!
-//! All results are compared with the oracle. loom reports bytes of the segment or of an arena that one rank writes while another may
-//! still use them, and a wake that is missed. Each model found the mistakes that are named beside it, when they were made by hand in
-//! `protocol.rs` and `pairwise.rs`.
+//! All results are compared with the oracle. loom reports bytes of the segment or of an arena that one rank writes
+//! while another may use them, and missed wake-ups. Each model names the bugs in `protocol.rs` and `pairwise.rs` that
+//! it was seen to find.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -11,15 +12,15 @@ use crate::memory::SharedArena;
 use crate::sync::model::{explore, explore_latest, explore_three};
 use crate::sync::{self, Condvar, Mutex};
 
-/// Bytes for a slot, and for two and three pieces in windows.
+/// Sizes in bytes: for a slot, and for two and three chunks in windows.
 const SMALL: usize = SLOT;
 const TWO: usize = 1536;
 const THREE: usize = 2560;
 
-/// Words of stack for a rank: a verb needs more than loom gives.
+/// Stack size of a rank in words. A verb needs more than loom provides.
 const STACK: usize = 32 << 10;
 
-/// The ranks of one host, on one mapping of the segment. Their counts wrap with the second arrival.
+/// Creates the ranks of one host, on one mapping of the segment. Their counts wrap with the second arrival.
 fn world(n: usize) -> Vec<Rank> {
     let arena = Arc::new(Arena::create("bagua-model", segment_len(n)).unwrap());
     let one = |index: usize| {
@@ -32,7 +33,7 @@ fn world(n: usize) -> Vec<Rank> {
     (0..n).map(one).collect()
 }
 
-/// Runs `act` as each of these ranks, on a thread of its own, and returns what they return when all are done.
+/// Runs `act` as each of these ranks, in its own thread, and returns the results once all are done.
 fn on_threads<R: Send + 'static, T: Send + 'static>(
     ranks: Vec<R>,
     act: impl Fn(R) -> T + Clone + Send + 'static,
@@ -45,7 +46,7 @@ fn on_threads<R: Send + 'static, T: Send + 'static>(
     threads.into_iter().map(|thread| thread.join().unwrap()).collect()
 }
 
-/// A model of `n` ranks that all call these verbs, with these sizes and roots.
+/// Returns a model of `n` ranks that all call these verbs, with these sizes and roots.
 fn verbs(n: usize, verbs: &'static [(Kind, usize, usize)]) -> impl Fn() + Send + Sync + 'static {
     move || {
         let ranks = on_threads(world(n), move |mut rank| {
@@ -54,46 +55,46 @@ fn verbs(n: usize, verbs: &'static [(Kind, usize, usize)]) -> impl Fn() + Send +
             }
             rank
         });
-        // Not before: closing is a model of its own.
+        // Not dropped earlier, because closing has its own model.
         drop(ranks);
     }
 }
 
-/// S1 and S2. Finds an arrival without `Release` or without a wake, a count that is read without `Acquire` in `has_come` or in
-/// `wait_for_one`, a waiter that does not compare the counts again after it has marked the word, a digest that is published after the
-/// arrival, and one slot for all operations.
+/// S1 and S2. Finds an arrival without `Release` or a wake-up, a count read without `Acquire` in `has_arrived` or
+/// `wait_for_one`, a waiter that does not compare the counts again after it has marked the word, a digest published
+/// after the arrival, and a slot shared by all operations.
 #[test]
 fn slots_of_both_parities_are_not_written_while_a_peer_reads_them() {
     explore_latest(verbs(2, &[(Kind::AllReduce, SMALL, 0); 3]));
 }
 
-/// Finds counts that are compared without regard to the wrap. Stale values of the arrival words included.
+/// Finds counts that are compared without regard to wrap-around. Includes stale values of the arrival words.
 #[test]
 fn counts_wrap() {
     explore(verbs(2, &[(Kind::Barrier, 0, 0); 2]));
 }
 
-/// W1 and W2. Finds pieces behind the first that are not waited for, one window for all pieces, an arrival that comes before the piece is
-/// taken, and results that are collected before all peers have arrived.
+/// W1 and W2. Finds a rank that does not wait for later chunks, a window shared by all chunks, an arrival before the
+/// chunk is taken, and results that are collected before all peers have arrived.
 #[test]
 fn windows_are_filled_again_when_all_have_taken_from_them() {
     explore_latest(verbs(2, &[(Kind::AllReduce, THREE, 0)]));
 }
 
-/// W3. Finds a second operation that does not wait for the windows, or for one arrival too few.
+/// W3. Finds a second operation that does not wait for the windows, or waits for one arrival too few.
 #[test]
 fn an_operation_waits_for_those_who_still_take_the_last_piece_of_the_one_before() {
     explore_latest(verbs(2, &[(Kind::Broadcast, SMALL + 64, 0); 2]));
 }
 
-/// X1. Finds pieces behind the first that are not waited for, an arrival that comes before the exchange, and a rank that looks for every
-/// piece in the peer's window.
+/// X1. Finds a rank that does not wait for later chunks, an arrival before the exchange, and a rank that looks for
+/// every chunk in the peer's window.
 #[test]
 fn two_ranks_swap_pieces_in_one_window_each() {
     explore_latest(verbs(2, &[(Kind::AllGather, 1200, 0)]));
 }
 
-/// What both ranks have put here to be passed, and who waits for it.
+/// The descriptors that each of the two ranks has passed, and the condition that notifies the other rank.
 type Passed = sync::Arc<(Mutex<[Option<Vec<OwnedFd>>; 2]>, Condvar)>;
 
 /// Passes descriptors between two threads, once.
@@ -119,8 +120,8 @@ impl PassDescriptors for BetweenThreads {
     }
 }
 
-/// Two ranks reduce tensors of 256 bytes twice, each in its arena where `in_arena` says so, and touch them before and after. The first
-/// operation maps the arenas.
+/// Makes two ranks reduce tensors of 256 bytes twice, and touch them before and after. A rank's tensor is in its arena
+/// if `in_arena` is true for it. The first operation maps the arenas.
 fn explore_arena(in_arena: [bool; 2]) {
     const LEN: usize = 256;
     explore_latest(move || {
@@ -136,7 +137,8 @@ fn explore_arena(in_arena: [bool; 2]) {
             let me = rank.shm.rank();
             let mut private = vec![0; LEN];
             for _ in 0..2 {
-                // SAFETY: one slice at a time, of this rank's arena; the model shows that no peer uses it outside of an operation.
+                // SAFETY: one slice of this rank's arena at a time. The model shows that no peer uses it outside of an
+                // operation.
                 let tensor = if in_arena[me] { unsafe { arena.bytes_mut() } } else { &mut private };
                 tensor.copy_from_slice(&data(me, rank.seq, DType::F32, LEN));
                 let expected = combined(2, rank.seq, DType::F32, ReduceOp::Sum, LEN, 0..LEN);
@@ -155,14 +157,14 @@ fn explore_arena(in_arena: [bool; 2]) {
     });
 }
 
-/// D2, D3 and D4. Finds a rank that returns when it has done its own share, and one that decides again before its peer has published
-/// its new offer.
+/// D2, D3 and D4. Finds a rank that returns after its own share is done, and a rank that decides again before its peer
+/// has published its new offer.
 #[test]
 fn tensors_in_an_arena_are_touched_by_peers_during_the_operation_only() {
     explore_arena([true; 2]);
 }
 
-/// D1. Finds offers that are published after the arrival, and a rank that made no offer and does not wait for those who did.
+/// D1. Finds offers published after the arrival, and a rank without an offer that does not wait for those with one.
 #[test]
 fn ranks_of_which_one_has_no_tensor_in_the_arena_all_fall_back_to_windows() {
     explore_arena([true, false]);
@@ -188,7 +190,7 @@ fn ranks_that_disagree_all_say_what_the_other_does() {
     });
 }
 
-/// Finds a waiter that looks whether its peer has closed before it looks how far it has come.
+/// Finds a waiter that checks whether its peer has closed before it checks whether the peer has arrived.
 #[test]
 fn a_rank_that_did_its_part_and_closed_is_not_blamed() {
     explore(|| {
@@ -196,8 +198,8 @@ fn a_rank_that_did_its_part_and_closed_is_not_blamed() {
     });
 }
 
-/// Deadlocks when closing wakes no rank, and when a waiter that is about to sleep misses it: because the arrival word does not change, or
-/// because the waiter does not look once more after it has marked the word.
+/// Deadlocks if closing wakes no rank, or if a waiter that is about to sleep misses it, because the arrival word does
+/// not change or because the waiter does not check again after it has marked the word.
 #[test]
 fn a_rank_that_closes_ends_the_wait_of_its_peer() {
     explore(|| {
@@ -210,19 +212,19 @@ fn a_rank_that_closes_ends_the_wait_of_its_peer() {
     });
 }
 
-/// Finds an arrival that comes before the piece is taken, and a root that collects before all peers have arrived.
+/// Finds an arrival before the chunk is taken, and a root that collects before all peers have arrived.
 #[test]
 fn two_ranks_stay_in_step_through_reduce_and_gather() {
     explore_latest(verbs(2, &[(Kind::Reduce, TWO, 0), (Kind::Gather, TWO, 1)]));
 }
 
-/// Finds one window for all pieces, and a second operation that does not wait for the windows.
+/// Finds a window shared by all chunks, and a second operation that does not wait for the windows.
 #[test]
 fn two_ranks_stay_in_step_through_scatter_and_reduce_scatter() {
     explore_latest(verbs(2, &[(Kind::Scatter, TWO, 0), (Kind::ReduceScatter, TWO, 0)]));
 }
 
-/// Finds a second operation that does not wait for the windows, or for one arrival too few.
+/// Finds a second operation that does not wait for the windows, or waits for one arrival too few.
 #[test]
 fn two_ranks_stay_in_step_through_all_to_all_and_broadcast() {
     explore_latest(verbs(2, &[(Kind::AllToAll, TWO, 0), (Kind::Broadcast, TWO, 1)]));
@@ -234,13 +236,14 @@ fn two_ranks_stay_in_step_through_all_gather_and_all_reduce() {
     explore_latest(verbs(2, &[(Kind::AllGather, TWO, 0), (Kind::AllReduce, TWO, 0)]));
 }
 
-/// Finds one slot for all operations, an arrival without `Release` or without a wake, and a count that is read without `Acquire`.
+/// Finds a slot shared by all operations, an arrival without `Release` or a wake-up, and a count read without
+/// `Acquire`.
 #[test]
 fn three_ranks_stay_in_step() {
     explore_three(verbs(3, &[(Kind::AllReduce, SMALL, 0); 2]));
 }
 
-/// Finds a second operation that does not wait for the windows, or for one arrival too few.
+/// Finds a second operation that does not wait for the windows, or waits for one arrival too few.
 #[test]
 fn three_ranks_wait_for_each_others_windows() {
     explore_three(verbs(3, &[(Kind::Gather, 200, 0), (Kind::Broadcast, 200, 1)]));
