@@ -182,9 +182,9 @@ impl Region {
 
     /// Calls `work` with all `parts` as one buffer.
     ///
-    /// Parts that lie back to back are used in place. Otherwise `work` gets a copy, which is copied back if `work`
-    /// succeeds. If `on_device` is true and the device supports it, the copy of device memory is on the device.
-    /// Otherwise the copy is in `scratch`, on the host.
+    /// Parts that lie back to back are used in place on the host, and on a device if `on_device` is true. Otherwise
+    /// `work` gets a copy, which is copied back if `work` succeeds. The copy is on the device if `on_device` is true
+    /// and the device supports it, and otherwise on the host, in `scratch`.
     ///
     /// # Errors
     /// Returns the errors of `work` and of the device.

@@ -45,10 +45,9 @@ pub(super) fn is_divided(len: usize) -> bool {
     len > UNDIVIDED
 }
 
-/// True if a message of this length between two of `ranks` ranks is worth several streams: at least 1 KiB per rank.
-///
-/// Recursive halving sends long messages to many peers. The limit keeps the number of a rank's descriptors at O(log n),
-/// because only few of those peers get more than one stream.
+/// True if a message of this length between two of `ranks` ranks is worth several streams: if it is divided, and longer
+/// than 1 KiB per rank. Recursive halving sends long messages to many peers. The second condition keeps the number of a
+/// rank's descriptors at O(log n), because few of those peers get more than one stream.
 pub(super) fn wants_several(len: usize, ranks: usize) -> bool {
     is_divided(len) && len > ranks << 10
 }
