@@ -381,9 +381,11 @@ def places(rank: int) -> list[tuple[int, ...]]:
         hvd.shutdown()
         hvd.shutdown()
         assert not hvd.is_initialized()
+    hvd.init()
+    raises(MismatchError, "ranks disagree", hvd.allgather, torch.ones(2, 2 + (rank == 2)))
     return found
 
 
-def test_init_joins_twice_and_knows_the_places_on_two_hosts() -> None:
+def test_init_joins_again_and_knows_the_places_on_two_hosts_and_rows_that_differ_are_an_error() -> None:
     results = make_world(3, hosts=[[0, 1], [2]], timeout=120.0).run(places)
     assert results == [[place] * 2 for place in ((0, 3, 0, 2, 0, 2, 3), (1, 3, 1, 2, 0, 1, 3), (2, 3, 0, 1, 1, 2, 3))]
