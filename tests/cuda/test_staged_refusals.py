@@ -32,7 +32,7 @@ def test_arrays_that_cannot_travel_are_refused_and_the_group_goes_on(rank: int, 
     refuse(ValueError, "stream 0", _named(cuda, 0))
     refuse(TypeError, "its memory is not", cuda.array(ONES, data=(ONES.ctypes.data, False)))
     for stream in (0, -1):
-        refuse(ValueError, "no stream", good, stream=stream)
+        refuse(ValueError, "not a stream", good, stream=stream)
     refuse(TypeError, "CUstream", good, stream="1")
     refuse(TypeError, "out is on the host, the array is on cuda:0", good, out=ONES.copy())
     refuse(TypeError, "out is on cuda:0, the array is on the host", ONES.copy(), out=good)
