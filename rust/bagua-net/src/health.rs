@@ -38,9 +38,7 @@ enum Origin {
 /// The listeners of a group. Empty once the group has failed.
 #[derive(Default)]
 struct Listeners {
-    /// Id of the next listener.
     next: u64,
-    /// Listeners in the order of subscription.
     entries: Vec<Entry>,
 }
 
@@ -82,11 +80,8 @@ pub struct GroupHealth {
     changed: (Mutex<()>, Condvar),
     /// True for each group rank that has left. This fails only those operations that need the rank.
     departed: Vec<AtomicBool>,
-    /// World rank of each group rank.
     world_ranks: Vec<usize>,
-    /// Host name of each group rank.
     hosts: Vec<String>,
-    /// This process's rank in the group.
     rank: usize,
     /// Functions to call with the first cause. Never locked while a listener runs.
     listeners: Arc<Mutex<Listeners>>,

@@ -345,7 +345,7 @@ impl<'a> Io<'a> {
     /// Returns the device of both buffers, or `None` for the host.
     ///
     /// # Errors
-    /// `UnsupportedType` if one buffer is not where the other one is.
+    /// `UnsupportedType` if the buffers are on different devices.
     #[inline]
     pub fn device(&self) -> Result<DeviceRef<'a>> {
         let (src, dst) = match self {

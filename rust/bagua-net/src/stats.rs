@@ -31,7 +31,7 @@ pub struct OpStats {
     pub encode_ns: AtomicU64,
     /// Number of records that this rank encoded as NaN because their values were not finite.
     pub nonfinite_records: AtomicU64,
-    /// Further counters, for example on devices, that `nonfinite_records` is the sum of.
+    /// Further counters, for example on devices, whose values are added to `nonfinite_records`.
     more_nonfinite: Mutex<Vec<Arc<dyn Counter>>>,
 }
 

@@ -26,7 +26,7 @@ impl HostMemory {
     /// Returns the bytes, or `None` while a region of them exists.
     pub fn bytes(memory: &mut Arc<HostMemory>) -> Option<&mut [u8]> {
         let memory = Arc::get_mut(memory)?;
-        // SAFETY: the words have at least as many bytes, any bytes are words, and the borrow is unique.
+        // SAFETY: the words have at least `len` bytes, any bytes are valid words, and the borrow is unique.
         Some(unsafe { std::slice::from_raw_parts_mut(memory.pointer(), memory.len) })
     }
 

@@ -36,7 +36,6 @@ struct LockQueue {
     holder: Option<Holder>,
     /// Tickets of the waiting requests, oldest first.
     queue: VecDeque<u64>,
-    /// Number of the next ticket.
     next: u64,
 }
 

@@ -38,7 +38,7 @@ pub trait DeviceWeights: Send {
     /// Copies the last snapshot to the host.
     ///
     /// Returns the errors of `go_on` and of the device.
-    /// Those of `go_on`; whatever the device reports.
+    /// Returns the errors of `go_on` and of the device.
     fn read_snapshot(&mut self, into: &mut [u8], go_on: &dyn Fn() -> Result<()>) -> Result<()>;
 
     /// Copies the average, or other values for all weights, from the host to the device.

@@ -148,7 +148,6 @@ impl LaneRecorder {
     }
 }
 
-/// Returns the part of a label that is kept.
 fn cut(label: &str) -> &str {
     let end = (0..=LABEL_LEN.min(label.len())).rev().find(|at| label.is_char_boundary(*at));
     &label[..end.unwrap_or(0)]
@@ -271,7 +270,6 @@ impl Ring {
         place
     }
 
-    /// Marks the operation at this position as ended.
     #[inline]
     pub fn end(&self, n: u64, place: u64, at: u64, failed: bool) {
         let slot = self.slot(place);
@@ -284,7 +282,6 @@ impl Ring {
         slot.version.store(2 * n + 3, Release);
     }
 
-    /// Stores the label of operation `n`.
     pub fn label(&self, n: u64, label: &str) {
         push(&mut lock(&self.notes), Note { n, label: label.to_owned(), missing: Vec::new() });
     }

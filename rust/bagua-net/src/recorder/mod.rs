@@ -30,7 +30,6 @@ pub struct FlightRecorder {
     clock: TickClock,
     /// False while operations that begin are not recorded, for benchmarks.
     on: AtomicBool,
-    /// Number of the next operation.
     next: AtomicU64,
     /// Operations that are not in a ring. No code that can panic or wait runs under this lock.
     queues: Mutex<Queues>,
@@ -47,7 +46,6 @@ struct Queues {
     ended: VecDeque<Job>,
 }
 
-/// The identity of a lane, and its operations.
 struct RecordedLane {
     group: Arc<str>,
     channel: u32,
@@ -146,9 +144,7 @@ fn shown(lane: &RecordedLane, op: Begun, scale: &Scale) -> Operation {
 struct Job {
     /// The operation, except for its times.
     op: Operation,
-    /// Time of the begin in ticks.
     begin: Option<u64>,
-    /// Time of the end in ticks.
     end: Option<u64>,
 }
 

@@ -69,7 +69,6 @@ impl PeerSelection {
     }
 }
 
-/// Returns the powers of two below n.
 fn powers(n: usize) -> impl Iterator<Item = usize> {
     (0..usize::BITS).map(|j| 1usize << j).take_while(move |power| *power < n)
 }

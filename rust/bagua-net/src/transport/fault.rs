@@ -28,7 +28,6 @@ const BURST: f64 = 4e-3;
 /// Bytes received from the inner transport at a time while bytes are delayed.
 const BLOCK: usize = 64 << 10;
 
-/// Maximum number of delayed bytes.
 const DELAYED_LIMIT: usize = 64 << 20;
 
 /// A function that returns the time since a fixed but arbitrary start. Called once per `send` with a rate, and once per
@@ -47,7 +46,6 @@ pub struct Fault<T> {
     sent: u64,
     /// Delayed bytes, and the time from which they can be received. No block is empty.
     delayed: VecDeque<(Duration, VecDeque<u8>)>,
-    /// Number of bytes in `delayed`.
     delayed_len: usize,
     /// Error of the inner transport, which is returned after the delayed bytes.
     end: Option<Broken>,

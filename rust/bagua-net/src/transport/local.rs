@@ -10,7 +10,6 @@ use crate::wait::{Doorbell, lock};
 /// Capacity in bytes of each direction of a [`local_mesh`] stream.
 const CAPACITY: usize = 64 << 10;
 
-/// One direction of a stream.
 #[derive(Default)]
 struct Pipe {
     /// Bytes that are sent but not received. Never more than the stream's capacity.

@@ -6,7 +6,6 @@ pub(super) const SHORTEST: usize = 32 << 10;
 /// Longest message that is sent as one chunk, however many streams there are.
 const UNDIVIDED: usize = SHORTEST + SHORTEST / 2;
 
-/// Longest chunk if there are several streams.
 pub(super) const LONGEST: usize = 256 << 10;
 
 /// Bytes that a slow stream can delay with one chunk: the chunk, unsent bytes in the socket, and bytes in the network.

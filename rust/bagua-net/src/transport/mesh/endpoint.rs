@@ -55,7 +55,6 @@ struct Moving {
     moved: usize,
 }
 
-/// One of the streams to a peer.
 struct Stream {
     link: Box<dyn Transport>,
     /// Frame that is being sent.
@@ -66,7 +65,6 @@ struct Stream {
     into: Option<Moving>,
     /// Header of the next frame, as far as it has arrived. A complete header stays here until its message is admitted.
     in_head: [u8; LEN],
-    /// Number of bytes in `in_head`.
     in_head_len: usize,
     /// Number of bytes sent on this stream since [`Endpoint::begin`].
     carried: u64,
@@ -91,7 +89,6 @@ impl Stream {
 
 /// The streams to one peer.
 pub struct Endpoint {
-    /// Index of the peer.
     peer: usize,
     /// Empty for this rank's own index, before they are opened, and while they are on hold: no bytes move then.
     streams: Vec<Stream>,

@@ -68,7 +68,6 @@ static RUNS: AtomicU64 = AtomicU64::new(0);
 
 /// The streams of one rank to the other members of a group.
 pub struct Mesh {
-    /// This rank's index.
     rank: usize,
     /// Group rank of each index.
     members: Vec<usize>,
@@ -502,19 +501,16 @@ fn wanted(plan: &dyn Plan, peer: usize, ranks: usize) -> Batch {
     if chunk::wants_several(plan.longest(peer), ranks) { Batch::Others } else { Batch::First }
 }
 
-/// Progress of one exchange.
 struct Transfer<'a, 'c> {
     cx: &'a OpContext<'c>,
     /// Bytes of the operation that arrived in earlier exchanges.
     before: u64,
-    /// Bytes of the whole operation.
     total: u64,
     counts: ByteCounts,
     /// True if the exchange receives nothing, so that sent bytes measure its progress.
     counts_sends: bool,
     /// Start of the current wait: no bytes have moved since.
     idle: Option<Instant>,
-    /// Number of pauses in the current wait.
     pauses: u32,
 }
 
@@ -527,7 +523,6 @@ impl Transfer<'_, '_> {
         self.idle.get_or_insert_with(Instant::now).elapsed()
     }
 
-    /// Ends a wait and adds it to the statistics.
     fn end_wait(&mut self) {
         self.pauses = 0;
         if let Some(since) = self.idle.take() {
