@@ -112,7 +112,7 @@ struct Encoder<'a> {
     scratch: &'a mut Scratch,
 }
 
-/// Returns the error for a ring without replicas.
+/// Returns the error for a compressed ring whose replicas are missing.
 pub fn no_replicas() -> Error {
     Error::InvalidArgument("the compressed ring needs the replicas of this rank and of its neighbours".to_owned())
 }

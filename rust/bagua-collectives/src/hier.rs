@@ -35,7 +35,6 @@ use crate::types::{DType, ReduceOp};
 /// Size in bytes of a chunk that goes through all phases: a few times the chunk of the collectives below.
 const CHUNK: usize = 512 << 10;
 
-/// Index of the leader on its host.
 const LEADER: usize = 0;
 
 /// The two collectives of a hierarchy, from [`Collective::split`].
@@ -93,7 +92,7 @@ impl ByHost<'_> {
     }
 }
 
-/// Returns the operation inside hosts, for leaders that combine by `op`.
+/// Returns the operation that the ranks of a host use if the leaders combine by `op`.
 fn inside_hosts(op: ReduceOp, dtype: DType) -> ReduceOp {
     if dtype == DType::F16 { op } else { op.undivided() }
 }
@@ -174,7 +173,6 @@ pub struct Hier {
     /// Collective of all ranks for the verbs that are not hierarchical. Without it, the verbs over messages are
     /// hierarchical.
     flat: Option<Box<dyn Collective>>,
-    /// Group ranks on each host.
     hosts: Vec<Vec<usize>>,
     rank: usize,
     size: usize,

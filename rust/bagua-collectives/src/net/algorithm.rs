@@ -83,7 +83,6 @@ const DIRECT_HALF: usize = 64;
 /// Size of a shard in bytes from which a ring hides its latencies.
 pub(super) const RING_SHARD: usize = 64 << 10;
 
-/// The algorithm of one all_reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Chosen {
     OneShot,

@@ -24,7 +24,6 @@ pub(super) fn fold(cx: &OpContext<'_>, op: ReduceOp, inputs: &[Option<&[u8]>], o
 /// The ranks that get a combined piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Results {
-    /// Every rank.
     All,
     /// Only the given rank.
     Root(usize),
@@ -32,7 +31,6 @@ pub(super) enum Results {
     Kept,
 }
 
-/// The buffers of this rank's tensor.
 pub(super) enum Buffers<'a> {
     /// One buffer for inputs and results.
     Whole(&'a mut [u8]),
@@ -43,7 +41,6 @@ pub(super) enum Buffers<'a> {
 }
 
 impl Buffers<'_> {
-    /// Returns the size of the tensor in bytes.
     pub fn len(&self) -> usize {
         match self {
             Buffers::Whole(data) => data.len(),
@@ -80,9 +77,7 @@ pub(super) struct DirectReduce<'a, 'c> {
     pub cx: &'a OpContext<'c>,
     pub op: ReduceOp,
     pub rank: usize,
-    /// Ranks that get the results.
     pub results: Results,
-    /// Partition of the tensor.
     pub partition: Partition,
     pub buffers: Buffers<'a>,
     /// Groups of slots. A group has one slot, of one piece, for every rank.
@@ -101,7 +96,6 @@ pub(super) struct DirectReduce<'a, 'c> {
     pub came: Vec<usize>,
     /// Number of inputs and results to each peer that were started.
     pub begun: Vec<(usize, usize)>,
-    /// Number of bytes that arrive in total.
     pub total: u64,
 }
 

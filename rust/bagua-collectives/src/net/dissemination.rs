@@ -84,7 +84,6 @@ pub(super) fn gather_shards(rounds: &mut Rounds<'_, '_>, data: &mut [u8], shards
 }
 
 impl Net {
-    /// Blocks until every rank has called it.
     pub(super) fn barrier_by_dissemination(&mut self, cx: &OpContext<'_>) -> Result<()> {
         let (rank, n) = (self.rank(), self.size());
         let mut rounds = Rounds::new(&mut self.mesh, cx, 0);

@@ -20,7 +20,6 @@ struct Fold {
     rank: usize,
     /// log2 of the number of ranks that take part.
     rounds: u32,
-    /// Number of pairs.
     extra: usize,
 }
 
@@ -45,7 +44,7 @@ impl Fold {
         if self.rank < 2 * self.extra { self.rank / 2 } else { self.rank - self.extra }
     }
 
-    /// Returns the rank that takes part under a number.
+    /// Returns the rank that has a number among those that take part.
     fn rank(&self, number: usize) -> usize {
         number + number.min(self.extra)
     }

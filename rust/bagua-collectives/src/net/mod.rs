@@ -84,7 +84,6 @@ pub struct Net {
     staging: Vec<u8>,
     /// Copy of a tensor that must keep its values, or that is combined as a different type. Kept between calls.
     working: Vec<u8>,
-    /// Algorithm for all_reduce.
     algorithm: Algorithm,
     limits: Limits,
 }

@@ -47,7 +47,6 @@ impl Phases {
         }
     }
 
-    /// Gives all shards to every rank.
     fn gather(self, rounds: &mut Rounds<'_, '_>, data: &mut [u8], shards: &[Range<usize>]) -> Result<()> {
         match self {
             Phases::Halving => dissemination::gather_shards(rounds, data, shards),
@@ -56,7 +55,6 @@ impl Phases {
     }
 }
 
-/// Returns the elements that each rank combines.
 fn shards_of(count: usize, n: usize) -> Vec<Range<usize>> {
     (0..n).map(|rank| shard(count, n, rank)).collect()
 }
@@ -66,7 +64,6 @@ fn unrounded(dtype: DType) -> DType {
     if is_half(dtype) { DType::F32 } else { dtype }
 }
 
-/// Converts runs of elements to runs of bytes.
 fn in_bytes(runs: &[Range<usize>], size: usize) -> Vec<Range<usize>> {
     runs.iter().map(|run| run.start * size..run.end * size).collect()
 }
@@ -89,7 +86,6 @@ fn store(dtype: DType, from: &[u8], into: &mut [u8]) {
     }
 }
 
-/// Converts each element to float32.
 struct Widen<'a> {
     from: &'a [u8],
     into: &'a mut [u8],
@@ -105,7 +101,6 @@ impl ForFloat for Widen<'_> {
     }
 }
 
-/// Rounds each float32 to the element type.
 struct Round<'a> {
     from: &'a [u8],
     into: &'a mut [u8],

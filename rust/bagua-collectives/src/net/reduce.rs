@@ -30,7 +30,6 @@ pub(super) fn piece(longest: usize) -> usize {
     longest.div_ceil(CUTS).clamp(PIECE.0, PIECE.1).min(longest.max(1)).next_multiple_of(64)
 }
 
-/// Returns the size of the longest shard in bytes.
 pub(super) fn longest(shards: &[Range<usize>]) -> usize {
     shards.iter().map(Range::len).max().unwrap_or(0)
 }
@@ -71,14 +70,12 @@ impl Net {
         Ok(())
     }
 
-    /// Returns the byte range of each rank's shard.
     fn shards(&self, len: usize, size: usize) -> Vec<Range<usize>> {
         let n = self.size();
         let shard = |rank| shard(len / size, n, rank);
         (0..n).map(shard).map(|shard| shard.start * size..shard.end * size).collect()
     }
 
-    /// Makes every rank combine the whole tensor.
     pub(super) fn reduce_everywhere(&mut self, cx: &OpContext<'_>, io: HostIo<'_>, op: ReduceOp) -> Result<()> {
         let buffers = match io {
             HostIo::InPlace(data) => Buffers::Whole(data),

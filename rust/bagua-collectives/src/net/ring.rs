@@ -30,11 +30,9 @@ enum Phase {
 /// The state of a ring of two or more ranks.
 struct Ring<'a, 'c> {
     cx: &'a OpContext<'c>,
-    /// Element type and reduce operation.
     how: (DType, ReduceOp),
     phase: Phase,
     rank: usize,
-    /// Byte range of each rank's shard.
     shards: Vec<Range<usize>>,
     /// Size of a piece in bytes, a whole number of elements.
     piece: usize,
@@ -42,7 +40,6 @@ struct Ring<'a, 'c> {
     pieces: usize,
     /// Values of this rank, which sums replace.
     data: &'a mut [u8],
-    /// Slots of one piece each.
     staging: &'a mut [u8],
     /// For each message that may be in flight: its slot, once bytes have arrived.
     window: Vec<Option<usize>>,
@@ -53,12 +50,10 @@ struct Ring<'a, 'c> {
     first: usize,
     /// Number of messages to the next rank that were started.
     begun: usize,
-    /// Result of [`Plan::progress`].
     progress: (u64, u64),
 }
 
 impl Ring<'_, '_> {
-    /// Returns the number of messages in each direction.
     fn messages(&self) -> usize {
         let halves = if self.phase == Phase::Both { 2 } else { 1 };
         halves * (self.shards.len() - 1) * self.pieces

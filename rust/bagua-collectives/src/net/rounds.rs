@@ -10,12 +10,10 @@ use crate::transport::{Mesh, Step};
 use crate::types::{DType, ReduceOp};
 use crate::{Incoming, OpContext, Outgoing};
 
-/// The rounds of one operation.
 pub(super) struct Rounds<'m, 'c> {
     /// Mesh of streams, also for a ring that replaces some rounds.
     pub mesh: &'m mut Mesh,
     pub cx: &'m OpContext<'c>,
-    /// Number of bytes that have arrived so far.
     arrived: u64,
     /// Upper bound on the bytes that arrive in the whole operation, for error texts.
     total: u64,

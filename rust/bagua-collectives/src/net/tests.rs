@@ -34,7 +34,6 @@ fn nets(n: usize, limits: Limits) -> Vec<Net> {
     local_mesh(n).into_iter().map(|mesh| Net { limits, ..Net::new(mesh) }).collect()
 }
 
-/// Describes one operation on `count` elements.
 fn call(net: &mut Net, verb: Verb<'_>, dtype: DType, count: usize, io: Io<'_>) -> Result<()> {
     let health = GroupHealth::local(net.rank(), net.size());
     call_with(&health, net, verb, dtype, count, io)
@@ -65,7 +64,6 @@ fn value(rank: usize, at: usize) -> f64 {
     ((rank * 7 + at * 13) % 97) as f64
 }
 
-/// Returns elements of a type as bytes.
 fn encode(dtype: DType, values: impl Iterator<Item = f64>) -> Vec<u8> {
     values
         .flat_map(|exact| match (dtype, exact as f32) {
@@ -252,7 +250,6 @@ fn no_rank_passes_a_barrier_of_many_before_the_last_has_come() {
     }
 }
 
-/// The peers of a rank.
 type Peers = Arc<Mutex<BTreeSet<usize>>>;
 
 /// A stream that records its peer when bytes are sent or received.
@@ -262,7 +259,6 @@ struct Noted {
     used: Peers,
 }
 
-/// The result of sending or receiving on a stream.
 type Moved = std::result::Result<usize, Broken>;
 
 impl Noted {

@@ -25,7 +25,6 @@ use crate::transport::Step;
 use crate::types::{DType, ReduceOp};
 use crate::{Collective, HostIo, Incoming, OpContext, Outgoing};
 
-/// The tree, seen from one rank.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tree {
     number: usize,

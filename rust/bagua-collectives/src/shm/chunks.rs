@@ -14,7 +14,6 @@ pub(super) fn others(me: usize, ranks: usize) -> impl Iterator<Item = usize> {
     (1..ranks).map(move |step| (me + step) % ranks)
 }
 
-/// Moves a range by an offset.
 pub(super) fn shifted(range: Range<usize>, by: usize) -> Range<usize> {
     range.start + by..range.end + by
 }
@@ -22,7 +21,6 @@ pub(super) fn shifted(range: Range<usize>, by: usize) -> Range<usize> {
 /// Size in bytes below which a kernel is not timed, because reading the clock twice would take as long as the kernel.
 const TIMED: usize = 16 << 10;
 
-/// A tensor or shard cut into chunks.
 #[derive(Clone, Copy)]
 pub(super) struct Cut {
     pub(super) total: usize,
@@ -54,7 +52,6 @@ impl Cut {
     }
 }
 
-/// Size of a cache line in bytes.
 const LINE: usize = 64;
 
 /// Size in bytes of one `memcpy` between cores. Longer copies run as `rep movsb` on some processors, which is several
@@ -87,7 +84,6 @@ pub(super) fn copy_and_own(window: &mut [u8], to: &mut [u8]) {
     }
 }
 
-/// Returns the input of each rank, in rank order.
 pub(super) fn inputs<'a>(ranks: usize, read: impl Fn(usize) -> &'a [u8]) -> Vec<Option<&'a [u8]>> {
     (0..ranks).map(|rank| Some(read(rank))).collect()
 }

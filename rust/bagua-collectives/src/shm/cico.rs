@@ -31,7 +31,6 @@ use crate::reduce::{combine, combine_everywhere_after};
 use crate::types::ReduceOp;
 use crate::{HostIo, OpContext};
 
-/// One all_reduce or reduce.
 pub(super) struct Reduction<'a, 'c> {
     pub(super) cx: &'a OpContext<'c>,
     pub(super) op: ReduceOp,

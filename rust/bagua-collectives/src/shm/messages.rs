@@ -12,11 +12,8 @@ use crate::transport::shm::{close_rings, ring_links};
 /// This rank's ends of the rings. A peer may write to a ring before this rank has created its end.
 pub(super) struct Messages {
     arena: Arc<Arena>,
-    /// Offset of the rings in the arena.
     offset: usize,
-    /// Index of this rank on this host.
     index: usize,
-    /// Group rank of each index.
     members: Vec<usize>,
     /// Mesh over the rings, or `None` before the first message.
     mesh: Option<Mesh>,

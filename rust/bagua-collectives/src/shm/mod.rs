@@ -109,7 +109,6 @@ impl Shm {
         self.arenas.as_mut()?.tensor(tensor)
     }
 
-    /// Runs an operation that is never zero-copy.
     fn execute(
         &mut self,
         cx: &OpContext<'_>,

@@ -31,7 +31,6 @@ const BLOCK: usize = 4 << 10;
 
 /// A pairwise exchange. Offsets are in this rank's input and output.
 pub(super) struct Pairwise {
-    /// Chunks of a shard.
     pub(super) cut: Cut,
     /// Offset in the input of the shard for the peer.
     pub(super) send: usize,

@@ -70,7 +70,6 @@ const LASTING: u32 = 32;
 /// Flag in a published word: this rank found no better processor than its own.
 const STAYS: u32 = 1 << 31;
 
-/// The placement of one rank.
 #[derive(Default)]
 pub(super) struct Placement {
     /// Word that this rank published last: the number of its processor plus one, possibly with [`STAYS`]. 0 before the
@@ -78,9 +77,7 @@ pub(super) struct Placement {
     published: Cell<u32>,
     /// Number of consecutive waits for a peer on the same processor.
     in_a_row: Cell<u32>,
-    /// Number of waits until the next decision.
     left: Cell<u32>,
-    /// Length of the pause after the last move.
     pause: Cell<u32>,
     /// Number of waits since the last move that needed no move.
     lasted: Cell<u32>,
@@ -260,7 +257,6 @@ enum Decision {
     Wait,
     /// Stay: it is this rank's turn, but no allowed processor is better.
     Stay,
-    /// Move to this processor.
     Move(u32),
 }
 

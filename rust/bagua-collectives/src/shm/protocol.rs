@@ -82,7 +82,6 @@ pub(super) enum Phase {
     Take(usize),
 }
 
-/// The buffers through which an operation's chunks pass.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Route {
     /// No buffer: the operation only synchronises.
@@ -106,7 +105,6 @@ pub(super) enum BufferOffer {
     At(Location),
 }
 
-/// A place in arenas that all ranks have mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Location {
     /// Id of the set of arenas, [`FIRST_ID`] or above.
@@ -118,7 +116,6 @@ pub(super) struct Location {
 /// Published in place of an id for [`BufferOffer::Nowhere`].
 const NOWHERE: u64 = 0;
 
-/// Published in place of an id for [`BufferOffer::Unmapped`].
 const UNMAPPED: u64 = 1;
 
 /// First id of a set of mapped arenas.
@@ -171,7 +168,6 @@ impl Protocol {
         Protocol { segment, members, arrivals, windows_free, parity, spins, slice, vain, placement }
     }
 
-    /// Returns the buffer of a chunk.
     fn buffer(route: Route, parity: usize, chunk: usize) -> Buffer {
         match route {
             Route::Windows(_) => Buffer::Window(chunk % 2),
@@ -482,7 +478,6 @@ impl Drop for Protocol {
     }
 }
 
-/// True if an arrival word's count has reached `target`.
 fn reached(word: u32, target: u32) -> bool {
     (word >> SHIFT).wrapping_sub(target) & COUNT <= COUNT / 2
 }

@@ -33,7 +33,6 @@ const CONTROL: usize = 3 * LINE;
 pub(super) const SLOT: usize = buffer_len(16 << 10);
 /// Alignment of the ranges of a window that different ranks access, so that they do not share cache lines.
 pub(super) const ALIGN: usize = 64;
-/// Number of 8-byte words in a fingerprint.
 const WORDS: usize = 9;
 
 /// Returns the size of a window in bytes. By measurement, 256 KiB is best for two ranks. With four ranks on two cores,
@@ -63,7 +62,6 @@ pub(super) enum Buffer {
 }
 
 impl Buffer {
-    /// Returns the buffer of the other parity.
     pub(super) fn other(self) -> Buffer {
         match self {
             Buffer::Slot(parity) => Buffer::Slot(1 - parity),
@@ -75,9 +73,7 @@ impl Buffer {
 /// The mapped segment, as seen by one rank.
 pub(super) struct Segment {
     arena: Arc<Arena>,
-    /// Index of this rank on this host.
     pub(super) index: usize,
-    /// Number of ranks on this host.
     pub(super) ranks: usize,
 }
 
@@ -97,7 +93,6 @@ impl Segment {
         &self.arena
     }
 
-    /// Returns the size of a window in bytes.
     pub(super) fn window(&self) -> usize {
         window_len(self.ranks)
     }
@@ -172,7 +167,6 @@ fn own_rings(ranks: usize) -> usize {
     (ranks * (CONTROL + buffers_len(ranks))).next_multiple_of(LINE)
 }
 
-/// Returns the offset of the second set of rings.
 pub(super) fn spare_rings(ranks: usize) -> usize {
     own_rings(ranks) + rings_len(ranks)
 }

@@ -90,11 +90,9 @@ impl Drop for LaneArenas {
 
 pub(super) struct ArenaTensor {
     arena: KnownArena,
-    /// Offset in the arena.
     offset: usize,
     /// Size of the tensor in bytes. Equal on all ranks, because otherwise their fingerprints would differ.
     len: usize,
-    /// State of the arena in this lane.
     mapped: Mapped,
 }
 
@@ -129,14 +127,12 @@ impl ArenaTensor {
     }
 }
 
-/// The tensors of all ranks, during one operation.
 pub(super) struct PeerBuffers {
     /// Set of arenas, which this keeps mapped.
     arenas: Arc<MappedArenas>,
     /// Offset of each rank's tensor in its part, by rank on this host. Checked for all ranks but this one, whose tensor
     /// the caller holds.
     offsets: Vec<usize>,
-    /// Size of each tensor in bytes.
     len: usize,
 }
 

@@ -97,7 +97,6 @@ fn two_ranks_swap_pieces_in_one_window_each() {
 /// The descriptors that each of the two ranks has passed, and the condition that notifies the other rank.
 type Passed = sync::Arc<(Mutex<[Option<Vec<OwnedFd>>; 2]>, Condvar)>;
 
-/// Passes descriptors between two threads, once.
 struct BetweenThreads {
     me: usize,
     passed: Passed,
@@ -230,7 +229,6 @@ fn two_ranks_stay_in_step_through_all_to_all_and_broadcast() {
     explore_latest(verbs(2, &[(Kind::AllToAll, TWO, 0), (Kind::Broadcast, TWO, 1)]));
 }
 
-/// As above.
 #[test]
 fn two_ranks_stay_in_step_through_all_gather_and_all_reduce() {
     explore_latest(verbs(2, &[(Kind::AllGather, TWO, 0), (Kind::AllReduce, TWO, 0)]));
