@@ -1,9 +1,11 @@
 //! Hierarchical collectives, made from any two collectives: first inside each host, then between the hosts' leaders,
 //! and then inside each host again. The leader of a host is its first rank.
 //!
-//!     host 0: ranks 0 1 2 --> 0            0 --> ranks 0 1 2
-//!                             |  leaders   |
-//!     host 1: ranks 3 4 5 --> 3            3 --> ranks 3 4 5
+//! ```text
+//! host 0: ranks 0 1 2 --> 0            0 --> ranks 0 1 2
+//!                         |  leaders   |
+//! host 1: ranks 3 4 5 --> 3            3 --> ranks 3 4 5
+//! ```
 //!
 //! [`ByHost`] builds a hierarchy from two borrowed collectives. [`Hier`] owns two: `shm` and `net` in a group of
 //! several hosts, or those that [`crate::group::Lanes`] connects for `hierarchical` in any group. all_reduce, reduce,

@@ -3,10 +3,12 @@
 //! Ranks are numbered from root on. The parent of a number is that number without its lowest set bit, for example with
 //! 8 ranks:
 //!
-//!     0 --+-- 1
-//!         +-- 2 --- 3
-//!         +-- 4 --+-- 5
-//!                 +-- 6 --- 7
+//! ```text
+//! 0 --+-- 1
+//!     +-- 2 --- 3
+//!     +-- 4 --+-- 5
+//!             +-- 6 --- 7
+//! ```
 //!
 //! So the numbers of a subtree are consecutive, and the shards of a subtree form one message, or two if they wrap
 //! around after the last rank. Gather and scatter stage the shards of a subtree, in pieces of [`super::Limits::chunk`]

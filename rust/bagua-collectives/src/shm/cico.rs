@@ -5,9 +5,11 @@
 //! the window with the chunk after next. This pass is divided into blocks, which alternate with the blocks in which the
 //! rank reduces the chunk in between:
 //!
-//!     step p:  reduce chunk p      |  from window p % 2, result to all windows p % 2
-//!              copy out chunk p-1  |  from window (p-1) % 2 to the tensor
-//!              copy in chunk p+1   |  from the tensor to window (p+1) % 2
+//! ```text
+//! step p:  reduce chunk p      |  from window p % 2, result to all windows p % 2
+//!          copy out chunk p-1  |  from window (p-1) % 2 to the tensor
+//!          copy in chunk p+1   |  from the tensor to window (p+1) % 2
+//! ```
 //!
 //! - Each rank both reads and writes every shared cache line. So a line crosses between two cores once per chunk in
 //!   each direction: with what the peer wrote, and with what the peer reads next.

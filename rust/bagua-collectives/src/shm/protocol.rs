@@ -4,9 +4,11 @@
 //! arrive at the same points. When every rank's count has reached this rank's count, all ranks have reached the same
 //! point. An operation looks like this on every rank:
 //!
-//!     publish fingerprint, fill chunk 0, announce digest and offer
-//!     arrive; wait for all      <- also compares digests, and chooses the path
-//!     for each chunk p:         fill chunk p + 1, take chunk p, arrive, wait for all
+//! ```text
+//! publish fingerprint, fill chunk 0, announce digest and offer
+//! arrive; wait for all      <- also compares digests, and chooses the path
+//! for each chunk p:         wait for all (if p > 0), fill chunk p + 1, take chunk p, arrive
+//! ```
 //!
 //! The `unsafe` blocks quote these rules by number:
 //!

@@ -1,12 +1,14 @@
 //! The layout of the segment that the ranks of one host share, and of the fingerprint that a rank publishes in it
 //! before it arrives, so that its peers can compare it with theirs.
 //!
-//!     control blocks of all ranks   (every rank reads all of them, so they share pages)
-//!     rank 0: 2 slots, 2 windows
-//!     rank 1: 2 slots, 2 windows
-//!     ...
-//!     byte rings for the messages of Shm
-//!     byte rings for the mesh of a group on several hosts (see `spare_links`)
+//! ```text
+//! control blocks of all ranks   (every rank reads all of them, so they share pages)
+//! rank 0: 2 slots, 2 windows
+//! rank 1: 2 slots, 2 windows
+//! ...
+//! byte rings for the messages of Shm
+//! byte rings for the mesh of a group on several hosts (see `spare_links`)
+//! ```
 //!
 //! This file computes offsets and words. [`super::protocol`] defines which rank may access which range when.
 

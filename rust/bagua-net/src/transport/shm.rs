@@ -2,9 +2,11 @@
 //!
 //! Every ordered pair of ranks has one ring, with one writer and one reader:
 //!
-//!     block of each rank: doorbell | closed flag
-//!     ring 0 -> 1:        bytes written | bytes read | data
-//!     ring 0 -> 2:        ...
+//! ```text
+//! block of each rank: doorbell | closed flag
+//! ring 0 -> 1:        bytes written | bytes read | data
+//! ring 0 -> 2:        ...
+//! ```
 //!
 //! Each end keeps its own byte counter in private memory and publishes a copy of it. A peer's counter is accepted only
 //! within the ring's size: a peer that writes invalid counters breaks the stream, but cannot make this process access
