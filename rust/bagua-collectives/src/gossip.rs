@@ -155,7 +155,10 @@ fn ring_on_device(
 ) -> Result<()> {
     let dtype = cx.dtype();
     let Some(mut on_device) = collective.codec_on(weights.device(), codec, dtype)? else {
-        return Err(Error::UnsupportedType(format!("codec {} does not run where the weights are", codec.name())));
+        return Err(Error::UnsupportedType(format!(
+            "codec {} does not run on the device of the weights",
+            codec.name()
+        )));
     };
     let Replicas { mut own, left, right } = replicas;
     let count = weights.len() / dtype.size();

@@ -74,7 +74,7 @@ impl ByHost<'_> {
                 let replicas = &mut cx.extra.borrow_mut().replicas;
                 replicas.as_mut().ok_or_else(gossip::no_replicas)?.own.copy_in_place(weights.as_buffer())
             }
-            _ => Err(Error::NotImplemented(format!("{} inside hosts first", verb.kind().name()))),
+            _ => Err(Error::NotImplemented(format!("{} has no hierarchical form", verb.kind().name()))),
         }
     }
 
@@ -333,7 +333,9 @@ impl Collective for Hier {
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
         match &mut self.flat {
             Some(flat) => flat.exchange(cx, sends, recvs),
-            None => Err(Error::NotImplemented("messages between ranks of two hosts".to_owned())),
+            None => {
+                Err(Error::NotImplemented("this hierarchical collective cannot send messages between hosts".to_owned()))
+            }
         }
     }
 

@@ -20,7 +20,11 @@ pub fn over_exchange(collective: &mut dyn Collective, cx: &OpContext<'_>, verb: 
         Verb::CompressedRing { codec, draw } => {
             gossip::compressed_ring(collective, cx, codec, draw, in_place(verb, io)?)
         }
-        _ => Err(Error::NotImplemented(format!("{} by messages of {}", verb.kind().name(), collective.name()))),
+        _ => Err(Error::NotImplemented(format!(
+            "{} is not a verb that {} runs by messages",
+            verb.kind().name(),
+            collective.name()
+        ))),
     }
 }
 

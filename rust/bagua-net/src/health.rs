@@ -115,7 +115,7 @@ impl GroupHealth {
 
     /// Returns an owning reference, for a thread that outlives the borrow.
     pub fn shared(&self) -> Arc<GroupHealth> {
-        self.shared.upgrade().expect("who borrows it holds it")
+        self.shared.upgrade().expect("a borrowed value has an owner")
     }
 
     /// Returns this process's rank in the group.

@@ -83,7 +83,7 @@ impl Segment {
     pub(super) fn new(arena: Arc<Arena>, index: usize, ranks: usize) -> Result<Segment> {
         if index >= ranks || arena.len() < segment_len(ranks) {
             return Err(Error::other(format!(
-                "a shared segment of {} bytes for rank {index} of {ranks}, which needs {}",
+                "the shared segment of rank {index} of {ranks} has {} bytes, but needs {}",
                 arena.len(),
                 segment_len(ranks)
             )));
@@ -184,7 +184,7 @@ pub(super) struct Announcement {
 }
 
 /// Error text for a published operation that no rank of this version can have written.
-pub(super) const NONSENSE: &str = "something that makes no sense";
+pub(super) const NONSENSE: &str = "something unreadable";
 
 /// Stands for "none" in place of a code.
 const NONE: u64 = 0xff;

@@ -188,7 +188,7 @@ pub fn name_of(place: DeviceRef<'_>) -> &str {
 
 /// Returns the error for device memory where only host memory can be used.
 fn not_on_host(device: &dyn Device) -> Error {
-    Error::UnsupportedType(format!("the tensor is on {}, and host memory is needed here", device.name()))
+    Error::UnsupportedType(format!("host memory is needed here, but the tensor is on {}", device.name()))
 }
 
 /// Bytes on the host or on a device, borrowed for reading.

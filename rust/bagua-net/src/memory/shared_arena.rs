@@ -103,7 +103,8 @@ impl MappedArenas {
         let map = |arenas: Vec<Option<OwnedFd>>| {
             let mut end = 0;
             let mut one = |descriptor: Option<OwnedFd>| {
-                let descriptor = descriptor.ok_or_else(|| Error::other("no descriptor for a peer's arena"))?;
+                let descriptor =
+                    descriptor.ok_or_else(|| Error::other("did not receive the descriptor of a peer's arena"))?;
                 let mapping = Arena::from_fd(descriptor)?.into_mapping();
                 mapping.populate(0..mapping.len())?;
                 let begin = end;

@@ -274,7 +274,7 @@ impl<T> Pool<T> {
         let mut given = self.given.lock().unwrap_or_else(PoisonError::into_inner);
         let next = given.len();
         let index = *given.entry(address).or_insert(next);
-        self.items.get(index).expect("a model with more shared memory than there is room for")
+        self.items.get(index).expect("the model uses more shared memory than its pools hold")
     }
 }
 
