@@ -67,7 +67,7 @@ pub fn futex_wait(word: &AtomicU32, seen: u32, timeout: Duration) {
 /// Wakes every thread that sleeps on `word`, in every process.
 #[inline]
 pub fn futex_wake(word: &AtomicU32) {
-    // No sleeper is not an error.
+    // The result is the number of threads woken, which may be 0.
     let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
 }
 
