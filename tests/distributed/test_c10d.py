@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from bagua.errors import BaguaTimeoutError
-from tests.distributed.c10d_ranks import Pair, cases_in, each_case, run_cases, same
+from tests.distributed.c10d_ranks import LIMIT, Pair, cases_in, each_case, run_cases, same
 from tests.distributed.left_out import needs_backend_class, needs_torch
 
 # Those that gloo adds up too.
@@ -426,28 +426,90 @@ def a_continuation_may_wait_for_another_future(pair: Pair) -> None:
     assert torch.equal(first.get_future().then(again).wait(), torch.full((3,), float(pair.size**2)))
 
 
-def futures_that_continuations_ask_for_share_one_thread(pair: Pair) -> None:
-    chained, threads = [], set()
+def receive(pair: Pair, tag: int) -> torch.futures.Future[Any]:
+    """The future of a message that the rank before sends by `send`."""
+    before = pair.world_rank((pair.rank - 1) % pair.size)
+    work = dist.irecv(torch.zeros(1), before, pair.ours, tag)
+    assert work is not None
+    future: torch.futures.Future[Any] = work.get_future()
+    return future
 
-    def total(done: torch.futures.Future[Any]) -> Any:
-        threads.add(threading.current_thread())
-        return done.value()[0].sum().item()
 
-    def chain(done: torch.futures.Future[Any]) -> None:
-        threads.add(threading.current_thread())
-        for _ in range(20):
-            work = dist.all_reduce(torch.ones(3), group=pair.ours, async_op=True)
-            chained.append(work.get_future().then(total))
-
-    left, right = (pair.world_rank((pair.rank + step) % pair.size) for step in (-1, 1))
-    received = dist.irecv(torch.zeros(1), left, pair.ours).get_future().then(chain)
-    # No message comes before, so that every continuation runs on a thread of Bagua's.
+def send(pair: Pair, *tags: int) -> None:
+    """Sends messages when all ranks are here, so that no rank's message has come before."""
     dist.barrier(pair.ours)
-    dist.send(torch.ones(1), right, pair.ours)
-    received.wait()
-    assert [future.wait() for future in chained] == [3.0 * pair.size] * 20
-    # That of the first continuation, and one for what it asks for.
-    assert len(threads) <= 2
+    for tag in tags:
+        dist.send(torch.full((1,), float(tag)), pair.world_rank((pair.rank + 1) % pair.size), pair.ours, tag)
+
+
+def value(future: torch.futures.Future[Any]) -> float:
+    """The value of a future that must be done within the limit of the world."""
+    done = threading.Event()
+    after = future.then(lambda ended: (done.set(), ended.value())[1])
+    assert done.wait(LIMIT.total_seconds()), "the future is not done"
+    found = after.wait()
+    return float(found[0]) if isinstance(found, list) else float(found)
+
+
+def a_continuation_may_wait_for_a_future_that_was_asked_for_before(pair: Pair) -> None:
+    begun = [threading.Event() for _ in range(3)]
+    last = receive(pair, 9)
+
+    def wait(tag: int) -> Any:
+        begun[tag].set()
+        return last.wait()[0] + tag
+
+    # More of them than gloo has threads.
+    ends = [receive(pair, tag).then(lambda _, tag=tag: wait(tag)) for tag in range(3)]
+    send(pair, 0, 1, 2)
+    for each in begun:
+        assert each.wait(LIMIT.total_seconds()), "the continuation does not run"
+    send(pair, 9)
+    assert [value(end) for end in ends] == [9.0, 10.0, 11.0]
+
+
+def a_continuation_of_a_continuation_may_wait_for_another_future(pair: Pair) -> None:
+    chained: list[torch.futures.Future[Any]] = []
+    has_chained = threading.Event()
+
+    def chain(_: torch.futures.Future[Any]) -> None:
+        first, second = receive(pair, 1), receive(pair, 2)
+        chained.append(first.then(lambda _: second.wait()))
+        has_chained.set()
+
+    receive(pair, 0).then(chain)
+    send(pair, 0)
+    assert has_chained.wait(LIMIT.total_seconds()), "the continuation does not run"
+    send(pair, 1, 2)
+    assert value(chained[0]) == 2.0
+
+
+def continuations_that_run_one_after_another_share_threads(pair: Pair) -> None:
+    threads = set()
+    for _ in range(20):
+        end = receive(pair, 0).then(lambda _: threads.add(threading.current_thread()))
+        send(pair, 0)
+        end.wait()
+    # It may be two or three: a thread is not idle yet when the future that it completes is done.
+    assert threading.main_thread() not in threads
+    assert len(threads) < 10
+
+
+def a_chain_of_continuations_shares_threads(pair: Pair) -> None:
+    threads, ended = set(), threading.Event()
+
+    def step(done: torch.futures.Future[Any], left: int = 20) -> None:
+        threads.add(threading.current_thread())
+        if left:
+            work = dist.all_reduce(done.value()[0], ReduceOp.MAX, group=pair.ours, async_op=True)
+            work.get_future().then(functools.partial(step, left=left - 1))
+        else:
+            ended.set()
+
+    receive(pair, 0).then(step)
+    send(pair, 0)
+    assert ended.wait(LIMIT.total_seconds()), "the chain does not end"
+    assert len(threads) < 10
 
 
 def a_wait_whose_time_passes_leaves_the_operation_running(pair: Pair) -> None:

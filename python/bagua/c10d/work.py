@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.futures
 
-from bagua.lifecycle import Record, record
+from bagua.lifecycle import Record, at_exit, record
 
 from .compiler_disable import uncompiled
 from .profiling import event
@@ -29,49 +29,63 @@ if TYPE_CHECKING:
 
 __all__ = ["DoneWork", "Work", "seconds"]
 
-
-class _Completing(threading.local):
-    """Says, for each thread, what it does for futures."""
-
-    def __init__(self) -> None:
-        #: True while it runs the continuations of a future.
-        self.now = False
-        #: True on the thread of `_Nested`.
-        self.nested = False
+#: How long the interpreter's exit waits for continuations of futures, in seconds: one that blocks must not hang it.
+_EXIT_TIMEOUT = 5.0
 
 
-_completing = _Completing()
+class _Threads(Record):
+    """Daemon threads that complete futures, and so run their continuations. No call waits for another one.
 
-
-class _Nested(Record):
-    """Completes the futures that continuations of other futures ask for, in order, on one thread."""
+    concurrent.futures.ThreadPoolExecutor is not used because the interpreter joins its threads before the groups are
+    left. A continuation that waits for an operation would then keep the process from ending.
+    """
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None]] | None = None
+        self._reset()
+        # Runs after the exit hook that leaves the groups, which is registered later, when the first group joins.
+        at_exit(self._end)
 
-    def complete(self, call: Callable[[], None]) -> None:
-        """Calls `call` on that thread, when the calls before it have returned."""
-        if _completing.nested:
-            # The caller is such a call, and may wait for this one.
-            threading.Thread(target=call, name="bagua-future", daemon=True).start()
+    def _reset(self) -> None:
+        #: Calls that no thread has taken.
+        self._calls: queue.Queue[Callable[[], None]] = queue.Queue()
+        #: Number of threads that wait for a call which has not been added yet.
+        self._idle = threading.Semaphore(0)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Calls `function` on an idle thread, or on a new one if all are busy: each of them may be blocked."""
+        self._calls.put(function)
+        if self._idle.acquire(blocking=False):
             return
-        if self._calls is None:
-            self._calls = queue.SimpleQueue()
-            threading.Thread(target=self._run, args=(self._calls,), name="bagua-future", daemon=True).start()
-        self._calls.put(call)
+        try:
+            threading.Thread(target=self._run, name="bagua-future", daemon=True).start()
+        except RuntimeError:
+            # The system has no thread left, or this is the interpreter's exit, during which Python 3.12 starts none.
+            self._call_next()
 
-    @staticmethod
-    def _run(calls: queue.SimpleQueue[Callable[[], None]]) -> None:
-        _completing.nested = True
+    def _run(self) -> None:
         while True:
-            calls.get()()
+            self._call_next()
+            self._idle.release()
+
+    def _call_next(self) -> None:
+        try:
+            # No variable keeps the function, and with it the tensors of an operation, while the thread is idle.
+            self._calls.get()()
+        finally:
+            self._calls.task_done()
+
+    def _end(self) -> None:
+        """Waits until all calls have returned. The interpreter would end the threads in the midst of a continuation."""
+        ended = self._calls.all_tasks_done
+        with ended:
+            ended.wait_for(lambda: not self._calls.unfinished_tasks, _EXIT_TIMEOUT)
 
     def after_fork_in_child(self) -> None:
-        """The thread is the parent's."""
-        self._calls = None
+        """The threads are the parent's."""
+        self._reset()
 
 
-_nested = record(_Nested)
+_threads = record(_Threads)
 
 
 def seconds(limit: timedelta | float | None) -> float | None:
@@ -80,16 +94,6 @@ def seconds(limit: timedelta | float | None) -> float | None:
         return None
     found = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)
     return found if found > 0 else None
-
-
-@contextlib.contextmanager
-def _streams_of_its_own(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Other current streams on devices, for calls that would order the program's current stream."""
-    make: Any = torch.cuda.Stream
-    with contextlib.ExitStack() as left:
-        for device in devices:
-            left.enter_context(torch.cuda.stream(make(device)))
-        yield
 
 
 @uncompiled
@@ -166,30 +170,39 @@ class Work(c10d.Work):  # type: ignore[misc]
         return self._result
 
     def get_future(self) -> Future[list[torch.Tensor]]:
-        """A future of :meth:`result`. Continuations run when the operation is done, on a thread of their own.
+        """Returns a future of :meth:`result`. Its continuations run when the operation is done, on a thread of Bagua's.
 
-        On a CUDA device it is done when the ranks' part is, whether or not the device has come so far. Its `wait`
-        orders the current streams after the results, and a continuation has streams of its own that see them, as torch
-        has it: a tensor in the value is what is ordered, and a rank that gets none (`gather`, but at its root) has to
-        :meth:`wait` before it writes to its input.
+        On a CUDA device the future is done when the ranks' part is, whether or not the device has come so far. Its
+        `wait` orders the current streams after the results, and a continuation has streams of its own that see them, as
+        torch has it: a tensor in the value is what is ordered, and a rank that gets none (`gather`, but at its root)
+        has to :meth:`wait` before it writes to its input.
         """
         with self._lock:
             if self._future is None:
-                # By this name, and with the devices, without which torch orders no stream.
+                # torch orders streams only if it is given the devices, and by this name.
                 done: Future[None] = torch.futures.Future(devices=[*self.devices])
-                self._future = done.then(self._outcome)
+                future = done.then(self._outcome)
 
-                def complete(error: Exception | None) -> None:
+                def complete() -> None:
+                    # The device that is current here is the current one in continuations.
+                    with torch.cuda.device(self.devices[0]) if self.devices else contextlib.nullcontext():
+                        done.set_result(None)
+
+                def ended(error: Exception | None) -> None:
                     self._error = error or self._error
-                    before, _completing.now = _completing.now, True
-                    try:
-                        with torch.cuda.device(self.devices[0]) if self.devices else contextlib.nullcontext():
-                            # The device that is current here is so in continuations.
-                            done.set_result(None)
-                    finally:
-                        _completing.now = before
+                    with self._lock:
+                        has_no_continuation = self._future is None
+                    if has_no_continuation:
+                        complete()
+                    else:
+                        # A continuation may block. The thread that calls this has to end other operations meanwhile.
+                        _threads.call(complete)
 
-                self._when_done(complete)
+                if self.handle is None:
+                    complete()
+                else:
+                    self.handle.then(ended)
+                self._future = future
             return self._future
 
     def source_rank(self) -> int:
@@ -210,26 +223,6 @@ class Work(c10d.Work):  # type: ignore[misc]
     _source_rank = source_rank
 
     # --- how it ends --------------------------------------------------------------------------------------------------
-
-    def _when_done(self, complete: Callable[[Exception | None], None]) -> None:
-        handle = self.handle
-        if handle is None:
-            complete(self._error)
-        elif not _completing.now:
-            handle.then(complete)
-        else:
-            # A continuation of another future asks, and may wait for this one: it occupies the thread that would
-            # complete it. PowerSGD's hook does.
-            def complete_here() -> None:
-                error: Exception | None = None
-                try:
-                    with _streams_of_its_own(self.devices):
-                        handle.wait()
-                except Exception as failure:
-                    error = failure
-                complete(error)
-
-            _nested.complete(complete_here)
 
     def asked(self) -> None:
         """Reports that a thread has waited for it, or that its future is done."""
