@@ -15,6 +15,7 @@ from torch import nn
 
 import bagua.horovod.torch as hvd
 import bagua.torch_api
+from bagua.torch_api.data_parallel import DistributedDataParallel
 from tests.distributed.torch_ranks import cases_in, each_case, same_everywhere
 
 RANKS = 3
@@ -304,6 +305,29 @@ def parameters_of_a_wrapped_model_are_refused(rank: int) -> None:
         hvd.DistributedOptimizer(optimizer)
     bagua.torch_api.unwrap(model)
     hvd.DistributedOptimizer(optimizer)
+
+
+def a_model_whose_optimizer_is_a_distributed_one_is_refused(rank: int) -> None:
+    model = nn.Linear(2, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizers = [hvd.DistributedOptimizer(plain)]
+    wraps: list[Callable[[], nn.Module]] = [
+        lambda: bagua.torch_api.with_bagua(model, optimizers, "gradient_allreduce"),
+        lambda: DistributedDataParallel(model),
+    ]
+    for wrap in wraps:
+        with pytest.raises(ValueError, match=r"'weight' is communicated by an hvd\.DistributedOptimizer already"):
+            wrap()
+    # The optimizer works on.
+    model(torch.full((1, 2), float(rank))).sum().backward()
+    optimizers[0].step()
+    assert model.weight.grad is not None
+    assert same_everywhere(model.weight.grad)
+    # Without it the model may be wrapped.
+    optimizers[:] = [plain]
+    gc.collect()
+    for wrap in wraps:
+        bagua.torch_api.unwrap(wrap())
 
 
 CASES = cases_in(globals())
