@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import typing
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -11,10 +13,13 @@ from bagua import dlpack
 from bagua.engine import DTYPES, read_array
 from bagua.operand import Operand, numpy_code
 
+# Modules of the classes of plain tensors.
+_TORCH = ("torch", "torch.nn.parameter")
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer, TypeVar
 
-__all__ = ["Array", "ArrayT", "ResultT", "on_host", "operand"]
+__all__ = ["Array", "ArrayT", "ResultT", "on_host", "operand", "read_plain"]
 
 
 class SupportsDLPack(Protocol):
@@ -49,11 +54,13 @@ def operand(x: Any, what: str = "the array", stream: int | None = None) -> Opera
 
     As `on_host`; BaguaError that says why there is no CUDA, NotImplementedError for a stream that is being captured.
     """
-    found = read_array(x)
+    found = read_plain(x)
     if found is not None:
-        # A plain array of NumPy: the same as below without another look at it.
+        # The same as below without another look at the array.
         address, count, dtype, dims, writable = found
-        return Operand(address, count, dtype, dims, x, None, True, writable)
+        # A tensor that shares the memory keeps it when the caller gives `x` other memory (`x.data = ...`).
+        owner = x if isinstance(x, np.ndarray) else x.detach()
+        return Operand(address, count, dtype, dims, owner, None, True, writable)
     if isinstance(x, np.ndarray):
         return on_host(x, what)
     has_dlpack = hasattr(x, "__dlpack__")
@@ -65,6 +72,29 @@ def operand(x: Any, what: str = "the array", stream: int | None = None) -> Opera
 
         return arrays.operand(x, what, stream)
     return on_host(x, what)
+
+
+def read_plain(x: Any) -> tuple[int, int, int, tuple[int, ...] | None, bool] | None:
+    """Returns the address, count, type code, dimensions and writability of a contiguous array of NumPy, or tensor of
+    torch on the host; None for all other objects. A small call on a capsule of DLPack takes ten times as long.
+    """
+    found = read_array(x)
+    # As with DLPack a tensor that needs a gradient is refused.
+    if found is None and type(x).__module__ in _TORCH and not x.requires_grad and (read := _tensor_reader()):
+        tensor = read(x)
+        return None if tensor is None else (*tensor[:4], True)
+    return found
+
+
+@functools.cache
+def _tensor_reader() -> Callable[[Any], Any] | None:
+    try:
+        # Here, because it imports torch.
+        from bagua.torch_operand import reader
+    except AttributeError:
+        # This torch is older than 2.5; it has DLPack.
+        return None
+    return reader.at
 
 
 def on_host(x: Any, what: str = "the array") -> Operand:

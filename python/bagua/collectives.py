@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from bagua import engine, verbs
-from bagua.arrays import Array, ArrayT, ResultT
+from bagua.arrays import Array, ArrayT, ResultT, read_plain
 from bagua.handle import Handle
 from bagua.messages import Messages, outcome
 from bagua.operand import Operand, empty_like, same_kind
@@ -99,7 +99,7 @@ class Collectives(Messages):
         left afterwards.
         """
         code = op_code(op)
-        if out is None and (found := engine.read_array(x)) is not None and found[4]:
+        if out is None and (found := read_plain(x)) is not None and found[4]:
             # The same as below without the objects, which cost several times the rest of a small call.
             address, count, dtype, shape, _ = found
             done = self._communicator.run(

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bagua.arrays import on_host
+from bagua import dlpack
+from bagua.arrays import on_host, operand
 from bagua.engine import DTYPES, read_array
 from bagua.operand import empty_like
 from tests.immutable_arrays import IMMUTABLE, Flagged
@@ -154,6 +155,28 @@ def test_torch_tensors_come_by_dlpack_bfloat16_included() -> None:
         assert (memory.address, memory.dtype_name, memory.shape) == (x.data_ptr(), name, (2, 3))
     with pytest.raises(TypeError, match="does not export its memory"):
         on_host(torch.ones(2, requires_grad=True))
+
+
+def test_a_plain_torch_tensor_is_read_without_a_capsule(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", minversion="2.10", reason="this torch exports no addresses to C")
+
+    def export(x: Any, what: str) -> Any:
+        raise AssertionError("a capsule was made")
+
+    monkeypatch.setattr(dlpack, "export", export)
+    for name in DTYPES:
+        x = torch.ones(2, 3).to(getattr(torch, name))
+        memory = operand(x)
+        assert (memory.address, memory.shape, memory.dtype_name) == (x.data_ptr(), (2, 3), name)
+        assert memory.contiguous
+        assert memory.to_write("x") is memory
+        x.data = torch.zeros(2, 3).to(x.dtype)
+        # The first memory is kept.
+        assert memory.owner.data_ptr() == memory.address
+        assert memory.owner.flatten().tolist() == [1] * 6
+    for other in (torch.ones(2, 3).T, torch.ones(2, requires_grad=True)):
+        with pytest.raises(AssertionError, match="a capsule was made"):
+            operand(other)
 
 
 def test_a_torch_view_that_negates_its_memory_is_refused() -> None:
