@@ -310,7 +310,7 @@ def refusals(group: bagua.Group) -> None:
         (TypeError, "sum of bool", lambda: group.all_reduce(np.zeros(3, bool))),
         (TypeError, "bor of float32", lambda: group.all_reduce(floats, "bor")),
         (ValueError, "op must be one of .* got 'mean'", lambda: group.all_reduce(floats, "mean")),
-        (ValueError, "op=5", lambda: group.all_reduce(floats, 5)),
+        (ValueError, "op must be one of .* got 5", lambda: group.all_reduce(floats, 5)),
         (ValueError, "op must be one of .* got .*AVERAGE", lambda: group.all_reduce(floats, OtherOp.AVERAGE)),
         (TypeError, "op=1.5 is a float", lambda: group.all_reduce(floats, 1.5)),  # type: ignore[arg-type]
         (TypeError, "op=True is a bool", lambda: group.all_reduce(floats, True)),
