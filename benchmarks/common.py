@@ -193,9 +193,10 @@ def commit(folder: Path = HERE) -> str:
 
 def refuse_extension_of_tests(sources: Path | None = None) -> None:
     """Ends the program where the extension is not optimized, because `make test` built it. `sources` is the directory
-    that `bagua` is in; without it, the one that this program would import. `--quick` takes any extension.
+    that `bagua` is in; without it, the one that this program would import. `--quick` takes any extension. A child is not
+    checked: the program that started it was.
     """
-    if "--quick" in sys.argv:
+    if "--quick" in sys.argv or "--child" in sys.argv:
         return
     # Builds from before the constant are optimized. Other programs than ours may lack bagua.
     program = "import bagua.engine as it; print(it.__file__ if not getattr(it, 'IS_OPTIMIZED', True) else '')"
