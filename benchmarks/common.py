@@ -193,8 +193,8 @@ def commit(folder: Path = HERE) -> str:
 
 def refuse_extension_of_tests(sources: Path | None = None) -> None:
     """Ends the program where the extension is not optimized, because `make test` built it. `sources` is the directory
-    that `bagua` is in; without it, the one that this program would import. `--quick` takes any extension. A child is not
-    checked: the program that started it was.
+    that `bagua` is in; without it, the one that this program would import. `--quick` takes any extension. A child is
+    not checked: the program that started it was.
     """
     if "--quick" in sys.argv or "--child" in sys.argv:
         return
