@@ -10,12 +10,10 @@ of Hydra. The port of a Slurm job is Lightning's, so that both agree; that of an
 
 from __future__ import annotations
 
-import itertools
 import re
 import socket
 import time
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bagua import config
@@ -24,7 +22,6 @@ from bagua.errors import BaguaError
 __all__ = [
     "Found",
     "RankInfo",
-    "expand",
     "found",
     "known_master",
     "local_rank_of",
@@ -166,7 +163,7 @@ def known_master() -> tuple[str | None, int | None]:
         nodes, job = config.text("SLURM_STEP_NODELIST"), config.text("SLURM_JOB_ID")
         if host is None and nodes is not None:
             try:
-                host = next(expand(nodes))
+                host = _first_host(nodes)
             except ValueError as error:
                 raise ValueError(f"SLURM_STEP_NODELIST: {error}") from None
         if port is None and job is not None:
@@ -225,32 +222,15 @@ def require_name(host: str, what: str, limit: float, *, given_by: str = "MASTER_
         time.sleep(_PAUSE)
 
 
-def expand(nodes: str) -> Iterator[str]:
-    """The host names of a Slurm node list, in order: "rack[1-2]n[08-10,12],login" has rack1n08, rack1n09, ... login.
+def _first_host(nodes: str) -> str:
+    """Returns the first host of a Slurm node list: "rack1n08" of "rack[1-2]n[08-10,12],login".
 
-    A range keeps the leading zeros of its first number. ValueError for what is no node list.
+    Raises ValueError for anything but a node list.
     """
-    names = re.findall(r"(?:[^\[\],\s]|\[[^\[\]]*\])+", nodes)
-    if not names or ",".join(names) != nodes:
+    first = re.match(r"(?:[^\[\],\s]|\[[0-9][0-9,-]*\])+(?=,|$)", nodes)
+    if first is None:
         raise ValueError(f"{nodes!r} is not a list of host names")
-    for name in names:
-        # Fixed text at the even places, ranges at the odd ones.
-        parts = re.split(r"\[([^\[\]]*)\]", name)
-        numbers = [_numbers(ranges, nodes) for ranges in parts[1::2]]
-        for chosen in itertools.product(*numbers):
-            yield parts[0] + "".join(number + text for number, text in zip(chosen, parts[2::2], strict=True))
-
-
-def _numbers(ranges: str, nodes: str) -> list[str]:
-    """The numbers of "08-10,12", as text."""
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
-        if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ValueError(f"{nodes!r}: {part!r} is neither a number nor a range of numbers")
-        width = len(match[1])
-        numbers.extend(f"{number:0{width}d}" for number in range(int(match[1]), int(match[2] or match[1]) + 1))
-    return numbers
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first[0])
 
 
 def _read(name: str, variables: _Variables) -> Found:

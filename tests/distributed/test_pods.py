@@ -28,10 +28,8 @@ class Pods:
     def __init__(self, hosts: Hosts, folder: Path) -> None:
         self._hosts, self._folder = hosts, folder
         manifest = container(JOBS["job.yaml:Job"])
-        python, *launcher, script = manifest["command"]
+        python, *self._launcher, script = manifest["command"]
         assert (python, script) == ("python", "train.py")
-        example = [str(Path(ROOT, "examples", "elastic.py")), "--fails", "-1", "--seconds", "1"]
-        self._command = [sys.executable, *launcher, "--keep-going", *example]
         self._variables = variables(manifest)
 
     def start(self, index: int, host: int) -> subprocess.Popen[bytes]:
@@ -45,10 +43,16 @@ class Pods:
             "BAGUA_JOB_SECRET": "that of the job",
         }
         assert set(given) <= set(self._variables)
+        found = self._variables | given
+        # In a command of a manifest they are written $(PET_NNODES).
+        names = ("nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port")
+        options = [f"--{name.replace('_', '-')}={found[f'PET_{name.upper()}']}" for name in names]
+        example = [str(Path(ROOT, "examples", "elastic.py")), "--fails", "-1", "--seconds", "1"]
+        command = [sys.executable, *self._launcher, "--keep-going", *options, *example]
         with self._path(index).open("ab") as output:
             pod = subprocess.Popen(
-                [*self._hosts.inside(host), *self._command],
-                env={**inherited, **self._variables, **given},
+                [*self._hosts.inside(host), *command],
+                env={**inherited, **found},
                 stdout=output,
                 stderr=output,
             )

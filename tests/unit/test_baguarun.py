@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import stat
 import sys
@@ -15,7 +14,7 @@ import pytest
 
 import bagua
 from bagua.script import baguarun
-from bagua.script.baguarun import Host, hosts_of
+from bagua.script.baguarun import hosts_of
 from tests.processes import is_running, pid_of
 from tests.unit.test_launch import STAYS
 from tests.unit.test_run import finish, program, write
@@ -59,25 +58,6 @@ def arguments(port: str, *more: str) -> list[str]:
     return [*given, "--master_port", port, *more]
 
 
-def test_ssh_runs_once_per_host_with_the_place_in_the_list(tmp_path: Path, ssh: dict[str, str], port: str) -> None:
-    # Without a job: the shell gets "exec true" as its launcher.
-    commands = {}
-    options = baguarun.parser().parse_args(arguments(port, "-x", "A=1", "train.py", "--lr", "a b"))
-    hosts = hosts_of(options.host_list, options.ssh_port)
-    for node_rank in range(2):
-        commands[node_rank] = baguarun._command(options, hosts, node_rank, {"A": "1"})
-    for node_rank, command in commands.items():
-        change, export, launch = command.split(" && ")
-        assert change == f"cd {shlex.quote(os.getcwd())}"
-        assert export == "export A=1"
-        words = shlex.split(launch)
-        assert words[:4] == ["exec", sys.executable, "-m", "bagua.distributed.launch"]
-        assert words[words.index("--node_rank") + 1] == str(node_rank)
-        assert words[words.index("--master_addr") + 1] == "127.0.0.1"
-        assert words[words.index("--nnodes") + 1] == "2"
-        assert words[-3:] == ["train.py", "--lr", "a b"]
-
-
 JOB = """
 import json, os, sys
 import numpy as np
@@ -87,7 +67,7 @@ x = np.full(3, group.rank + 1, dtype=np.float32)
 bagua.all_reduce(x)
 bagua.shutdown()
 with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
-    json.dump([x.tolist(), os.environ["NODE_RANK"], os.environ["GIVEN"], os.environ["CARRIED"], sys.argv[2:]], file)
+    json.dump([x.tolist(), os.environ["GROUP_RANK"], os.environ["GIVEN"], os.environ["CARRIED"], sys.argv[2:]], file)
 """
 
 
@@ -96,7 +76,7 @@ def test_a_job_of_two_hosts_works_and_carries_variables_and_arguments_whole(
 ) -> None:
     pytest.importorskip("torch", reason="torch is not installed: make setup")
     awkward = """it's "$HOME" && `exit 7`; *\n\\end"""
-    given = arguments(port, "-x", f"GIVEN={awkward}", "-x", "CARRIED", "--autotune_level", "1")
+    given = arguments(port, "-x", f"GIVEN={awkward}", "-x", "CARRIED")
     given += [write(tmp_path, JOB), str(tmp_path), awkward, "-x", ""]
     with program("bagua.script.baguarun", *given, env=ssh | {"CARRIED": "a = b"}) as process:
         code, _, errors = finish(process)
@@ -106,7 +86,6 @@ def test_a_job_of_two_hosts_works_and_carries_variables_and_arguments_whole(
         assert found == [[3.0] * 3, str(rank), awkward, "a = b", [awkward, "-x", ""]]
     assert json.loads((tmp_path / "ssh-7001").read_text())[:3] == ["-p", "7001", "127.0.0.1"]
     assert json.loads((tmp_path / "ssh-7002").read_text())[:3] == ["-p", "7002", "localhost"]
-    assert errors.count("without effect") == 1
 
 
 def test_a_failure_on_one_host_ends_the_others(tmp_path: Path, ssh: dict[str, str], port: str) -> None:
@@ -120,16 +99,13 @@ def test_a_failure_on_one_host_ends_the_others(tmp_path: Path, ssh: dict[str, st
     until(lambda: not is_running(pid_of(tmp_path / "1.0")), "the rank of the other host ends")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
-def test_a_signal_ends_the_ranks_of_every_host(
-    number: signal.Signals, code: int, tmp_path: Path, ssh: dict[str, str], port: str
-) -> None:
+def test_a_signal_ends_the_ranks_of_every_host(tmp_path: Path, ssh: dict[str, str], port: str) -> None:
     pytest.importorskip("torch", reason="torch is not installed: make setup")
     script = write(tmp_path, STAYS + "run_on()")
     with program("bagua.script.baguarun", *arguments(port, script, str(tmp_path)), env=ssh) as process:
         pids = [pid_of(tmp_path / name) for name in ("0.0", "1.0")]
-        process.send_signal(number)
-        assert finish(process)[0] == code
+        process.terminate()
+        assert finish(process)[0] == 128 + signal.SIGTERM
         until(lambda: not any(is_running(pid) for pid in pids), "the ranks of every host end")
 
 
@@ -143,19 +119,18 @@ def test_without_ssh_the_job_ends_with_an_error(tmp_path: Path, port: str) -> No
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
-        ("a", [Host("a", 22)]),
-        ("a,b:2222, c", [Host("a", 22), Host("b", 2222), Host("c", 22)]),
-        ("me@a:23,10.0.0.1", [Host("me@a", 23), Host("10.0.0.1", 22)]),
-        ("[::1]:24,[fe80::2]", [Host("::1", 24), Host("fe80::2", 22)]),
+        ("a", [("a", 22)]),
+        ("a,b:2222, c", [("a", 22), ("b", 2222), ("c", 22)]),
+        ("me@a:23,10.0.0.1", [("me@a", 23), ("10.0.0.1", 22)]),
     ],
 )
-def test_a_list_of_hosts_is_read(text: str, hosts: list[Host]) -> None:
+def test_a_list_of_hosts_is_read(text: str, hosts: list[tuple[str, int]]) -> None:
     assert hosts_of(text, 22) == hosts
 
 
-@pytest.mark.parametrize("text", ["", "a,", ",a", "a b", "a:x", "a:0", "a:70000", "-oProxyCommand=x", "::1", "a:1:2"])
+@pytest.mark.parametrize("text", ["", "a,", ",a", "a b", "a:x", "-oProxyCommand=x", "::1", "a:1:2"])
 def test_a_list_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"host_list|ssh port"):
+    with pytest.raises(ValueError, match="host_list"):
         hosts_of(text, 22)
 
 
@@ -167,7 +142,7 @@ def test_a_list_that_is_none_is_refused(text: str) -> None:
         (["--host_list", "a", "--nproc_per_node", "1"], "the following arguments are required: script;"),
         (["--host_list", "a", "--nproc_per_node", "1", "-x", "1A=2", "s.py"], "'1A=2' is neither NAME nor NAME=VALUE"),
         (["--host_list", "a", "--nproc_per_node", "1", "-x", "A;b=2", "s.py"], "neither NAME"),
-        (["--host_list", "a", "--nproc_per_node", "1", "-x", "NOT_SET_HERE", "s.py"], "no such variable"),
+        (["--host_list", "a", "--nproc_per_node", "1", "-x", "NOT_SET_HERE", "s.py"], "write NOT_SET_HERE=VALUE"),
     ],
 )
 def test_bad_arguments_start_nothing(
@@ -181,10 +156,7 @@ def test_bad_arguments_start_nothing(
     assert complaint in capsys.readouterr().err
 
 
-def test_hosts_and_port_come_from_the_originals_variables(
-    tmp_path: Path, ssh: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "bin" / "true").write_text("#!/bin/sh\n")
+def test_hosts_and_port_come_from_the_originals_variables(tmp_path: Path, ssh: dict[str, str]) -> None:
     names = {"BAGUA_NODE_DOMAIN_NAMES": "one,two:7004", "BAGUA_SSH_PORT": "7003"}
     # The launcher's own error ends each host's command.
     given = ["--nproc_per_node", "none", "s.py"]

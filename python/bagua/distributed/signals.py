@@ -6,7 +6,7 @@ import os
 import select
 import signal
 import time
-from typing import IO, Any
+from typing import Any
 
 __all__ = ["Signals"]
 
@@ -40,21 +40,16 @@ class Signals:
         os.close(self._read)
         os.close(self._write)
 
-    def wait(self, timeout: float | None = None, file: IO[bytes] | None = None) -> list[signal.Signals]:
-        """The signals that have arrived since the last call, in order; waits at most `timeout` seconds for one.
-
-        Returns without one at the deadline, and as soon as `file` can be read.
-        """
+    def wait(self, timeout: float | None = None) -> list[signal.Signals]:
+        """Returns the signals that have arrived since the last call, in order, or none after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         poll = select.poll()
         poll.register(self._read, select.POLLIN)
-        if file is not None:
-            poll.register(file, select.POLLIN)
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = poll.poll(None if left is None else left * 1000)
+            poll.poll(None if left is None else left * 1000)
             arrived = self._arrived()
-            if arrived or left == 0 or any(descriptor != self._read for descriptor, _ in ready):
+            if arrived or left == 0:
                 return arrived
 
     def _arrived(self) -> list[signal.Signals]:

@@ -17,7 +17,7 @@ from bagua.commands.parser import Parser
 from bagua.distributed.signals import Signals
 from bagua.errors import BaguaError
 
-__all__ = ["main", "parse", "url"]
+__all__ = ["main", "parse", "serve", "url"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,17 +43,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     with Signals(signal.SIGINT, signal.SIGTERM) as signals:
         try:
-            server = engine.StoreServer(host, port, chosen.secret, chosen.tls, given.keep)
-        except BaguaError as error:
-            cause = error.__cause__
-            why = cause.strerror if isinstance(cause, OSError) and cause.strerror else error
-            print(f"{parser.prog}: cannot listen on {host}:{port}: {why}", file=sys.stderr)
+            server = serve(host, port, chosen, given.keep)
+        except OSError as error:
+            print(f"{parser.prog}: {error}", file=sys.stderr)
             return 1
         # The port as the kernel chose it, if it was 0.
         print(url(host or socket.gethostname(), server.port), flush=True)
         arrived = signals.wait()
         server.stop()
     return 130 if arrived[0] is signal.SIGINT else 0
+
+
+def serve(host: str, port: int, chosen: config.Settings, kept_in: str | None = None) -> engine.StoreServer:
+    """Starts a server on threads of this process. Raises OSError if it cannot listen there or use the file."""
+    try:
+        return engine.StoreServer(host, port, chosen.secret, chosen.tls, kept_in)
+    except BaguaError as error:
+        cause = error.__cause__
+        why = cause.strerror if isinstance(cause, OSError) and cause.strerror else error
+        raise OSError(f"cannot listen on {host}:{port}: {why}") from error
 
 
 def parse(address: str) -> tuple[str, int]:

@@ -17,8 +17,9 @@ def is_detected() -> bool:
 
 
 class EnvironmentMethods(_Base):  # type: ignore[misc]
-    """Ranks that `bagua.distributed.launch` or `baguarun` started with a ``BAGUA_SERVICE_PORT``: rank and world size
-    come from the environment, and Lightning starts no process.
+    """Ranks that were started with the original's variable ``BAGUA_SERVICE_PORT``.
+
+    Rank and world size come from the environment, and Lightning starts no process.
     """
 
     @staticmethod

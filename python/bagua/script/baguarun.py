@@ -18,11 +18,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from bagua import config
 from bagua.commands.parser import Parser
-from bagua.distributed import flags
 from bagua.distributed.launch import END_WITH_STDIN
 from bagua.distributed.signals import Signals
 
@@ -32,21 +30,6 @@ __all__ = ["hosts_of", "main", "parser"]
 _GRACE = 3.0
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-_HOST = re.compile(r"(?P<user>[^@\s]+@)?(?:\[(?P<six>[^\]\s]+)\]|(?P<name>[^:\[\]\s]+))(?::(?P<port>[0-9]+))?")
-
-
-class Host(NamedTuple):
-    """Where ssh connects to."""
-
-    #: Also user@host.
-    name: str
-    port: int
-
-    def address(self) -> str:
-        """The name without a user."""
-        return self.name.rpartition("@")[2]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,27 +48,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         carried = _carried(options.x)
     except ValueError as error:
         known.error(str(error))
-    if said := flags.warning(options):
-        print(f"baguarun: {said}", file=sys.stderr)
     commands = [_command(options, hosts, node_rank, carried) for node_rank in range(len(hosts))]
     with Signals(signal.SIGCHLD, *_ENDING) as signals:
         return _run(hosts, commands, signals)
 
 
-def _run(hosts: Sequence[Host], commands: Sequence[str], signals: Signals) -> int:
+def _run(hosts: Sequence[tuple[str, int]], commands: Sequence[str], signals: Signals) -> int:
     """Starts the command of each host, and waits for all of them or the first that fails."""
     connections: list[subprocess.Popen[bytes]] = []
     try:
-        for host, command in zip(hosts, commands, strict=True):
+        for (host, port), command in zip(hosts, commands, strict=True):
             # In this process group, so that ssh may ask for a password.
-            connections.append(
-                subprocess.Popen(["ssh", "-p", str(host.port), host.name, command], stdin=subprocess.PIPE)
-            )
+            connections.append(subprocess.Popen(["ssh", "-p", str(port), host, command], stdin=subprocess.PIPE))
         while True:
             codes = [connection.poll() for connection in connections]
-            for host, code in zip(hosts, codes, strict=True):
+            for (host, _), code in zip(hosts, codes, strict=True):
                 if code not in (None, 0):
-                    print(f"baguarun: {host.name} ended with exit code {code}: the job ends", file=sys.stderr)
+                    print(f"baguarun: {host} ended with exit code {code}: the job ends", file=sys.stderr)
                     return code if code > 0 else 128 - code
             if all(code == 0 for code in codes):
                 return 0
@@ -115,36 +94,33 @@ def _end(connections: Sequence[subprocess.Popen[bytes]], signals: Signals) -> No
             connection.wait()
 
 
-def _command(options: argparse.Namespace, hosts: Sequence[Host], node_rank: int, carried: dict[str, str]) -> str:
-    """What the shell of one host runs."""
+def _command(
+    options: argparse.Namespace, hosts: Sequence[tuple[str, int]], node_rank: int, carried: dict[str, str]
+) -> str:
+    """Returns what the shell of one host runs."""
     launch = [sys.executable, "-m", "bagua.distributed.launch", END_WITH_STDIN]
     launch += ["--nnodes", str(len(hosts)), "--node_rank", str(node_rank)]
     launch += ["--nproc_per_node", str(options.nproc_per_node)]
-    launch += ["--master_addr", hosts[0].address(), "--master_port", str(options.master_port)]
-    for alone in ("module", "no_python", "set_additional_flag"):
-        if getattr(options, alone):
-            launch.append(f"--{alone}")
-    if options.logdir is not None:
-        launch += ["--logdir", options.logdir]
+    launch += ["--master_addr", hosts[0][0].rpartition("@")[2], "--master_port", str(options.master_port)]
+    launch += [f"--{name}" for name in ("module", "no_python") if getattr(options, name)]
     launch += [options.script, *options.args]
     # The shell replaces itself, so that what ends the connection ends the launcher.
     steps = [f"cd {shlex.quote(os.getcwd())}"]
-    variables = flags.variables(argparse.Namespace(**vars(options), master_addr=hosts[0].address())) | carried
-    steps += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    steps += [f"export {name}={shlex.quote(value)}" for name, value in carried.items()]
     return " && ".join([*steps, f"exec {shlex.join(launch)}"])
 
 
-def hosts_of(text: str, port: int) -> list[Host]:
-    """The hosts of "host0,user@host1:2222,[::1]:22"; `port` where a name has none. ValueError names a bad one."""
+def hosts_of(text: str, port: int) -> list[tuple[str, int]]:
+    """Returns the hosts of "host0,user@host1:2222" with their ssh ports; `port` for a host without one.
+
+    Raises ValueError for a bad one.
+    """
     found = []
-    for part in (part.strip() for part in text.split(",")):
-        match = _HOST.fullmatch(part)
-        if match is None or part.startswith("-"):
+    for part in text.split(","):
+        match = re.fullmatch(r"([^\s:-][^\s:]*)(?::([0-9]+))?", part.strip())
+        if match is None:
             raise ValueError(f"--host_list: {part!r} is not HOST or HOST:PORT" if text else "--host_list is missing")
-        own = port if match["port"] is None else int(match["port"])
-        if not 1 <= own <= 65535:
-            raise ValueError(f"the ssh port of {part!r} is {own}; it must be from 1 to 65535")
-        found.append(Host((match["user"] or "") + (match["six"] or match["name"]), own))
+        found.append((match[1], int(match[2] or port)))
     return found
 
 
@@ -171,7 +147,10 @@ def parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_version()
-    both = flags.both
+
+    def both(name: str) -> tuple[str, str]:
+        return f"--{name.replace('_', '-')}", f"--{name}"
+
     parser.add_argument(*both("host_list"), metavar="HOST[:PORT],...", help="or the variable BAGUA_NODE_DOMAIN_NAMES")
     parser.add_argument(*both("ssh_port"), type=int, metavar="PORT", help="or the variable BAGUA_SSH_PORT (22)")
     parser.add_argument(*both("nproc_per_node"), required=True, metavar="N", help="ranks on each host")
@@ -179,9 +158,6 @@ def parser() -> Parser:
     parser.add_argument("-x", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for every rank")
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
     parser.add_argument(*both("no_python"), action="store_true", help="the script is a program of its own")
-    parser.add_argument(*both("set_additional_flag"), action="store_true", help="append --local_rank=N")
-    parser.add_argument("--logdir", help="directory for the output of the ranks, on each host")
-    flags.add(parser)
     parser.add_argument("script", help="the program that every rank runs")
     # argparse would name it among the arguments that are missing.
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False
