@@ -63,6 +63,7 @@ TORCH = (
     "cuda/tensors.py",
     "lightning/*",
     "horovod/*",
+    "hooks.py",
     "linalg.py",
     "torch_operand.py",
 )

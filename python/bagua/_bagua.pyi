@@ -7,7 +7,7 @@ from datetime import timedelta
 from os import PathLike
 from typing import Any, SupportsFloat, SupportsIndex, final
 
-__all__ = ["Arena", "AsyncModelAverage", "Averager", "Bootstrap", "Bucket", "Codec", "Communicator", "CudaCall", "CudaDevice", "CudaLibraries", "Engine", "GroupConfig", "Handle", "JoinServer", "RendezvousServer", "Store", "StoreServer", "TensorReader", "Tls", "WeightLock", "check_peer_selection", "flight_recorder", "local_address_towards", "read_array", "rendezvous_at", "rendezvous_file", "rendezvous_tcp", "set_recording", "tables", "version", "wait_for_callbacks"]
+__all__ = ["Arena", "AsyncModelAverage", "Averager", "Bootstrap", "Bucket", "Codec", "Communicator", "CompressedExchange", "CudaCall", "CudaDevice", "CudaLibraries", "Engine", "GroupConfig", "Handle", "JoinServer", "RendezvousServer", "Store", "StoreServer", "TensorReader", "Tls", "WeightLock", "check_peer_selection", "flight_recorder", "local_address_towards", "read_array", "rendezvous_at", "rendezvous_file", "rendezvous_tcp", "set_recording", "tables", "version", "wait_for_callbacks"]
 
 @final
 class Arena:
@@ -435,6 +435,26 @@ class Communicator:
     def view(self, /) -> int:
         """
         Number of the membership: 1 for a group that was joined, and grows with every `shrink`.
+        """
+
+@final
+class CompressedExchange:
+    """
+    Averages tensors in host memory over the `size` members of a group, through a codec. `rank` is this process's place among them.
+
+    Two functions send the records, which are blocks of `record` bytes, one for each member, at an address of host memory:
+    `all_to_all(sent, received, record)` sends block j of `sent` to member j and stores the block of member i at place i of `received`;
+    `all_gather(blocks, record)` fills `blocks`, of which block `rank` is there, with the block of each member. Both return when that is
+    done. What they raise, `all_reduce` raises.
+    """
+    def __new__(cls, /, codec: Codec, rank: SupportsIndex, size: SupportsIndex, all_to_all: Any, all_gather: Any) -> CompressedExchange: ...
+    def all_reduce(self, /, address: SupportsIndex, count: SupportsIndex, dtype: SupportsIndex, *, call: SupportsIndex, error: SupportsIndex | None) -> None:
+        """
+        Replaces the `count` elements of type `dtype` at `address` by their mean over the members. `call` is the number of the call, equal on
+        all members, from which codecs that draw at random draw. `error` is the address of as many float32, the error memory, or None. The
+        caller promises that both stay valid, and that no other code uses them, until the call has returned.
+
+        Raises TypeError for a type that cannot be encoded, ValueError when an option of the codec does not fit the count.
         """
 
 @final

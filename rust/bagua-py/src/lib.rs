@@ -12,6 +12,7 @@
 //! | `average` | `Averager`, `WeightLock`: asynchronous averaging of a model's weights |
 //! | `config` | `GroupConfig`: the parameters of a group |
 //! | `codec` | `Codec`: compression |
+//! | `compressed` | `CompressedExchange`: a compressed all_reduce over another communication library |
 //! | `cuda` | `CudaLibraries`: the libraries and devices of CUDA, and the compiler of kernels |
 //! | `cuda_call` | `CudaDevice`, `CudaCall`: a device, and the device's side of one operation |
 //! | `joining` | `JoinServer`: the server by which processes join a running elastic job |
@@ -36,6 +37,7 @@ mod bootstrap;
 mod bucket;
 mod call_user;
 mod codec;
+mod compressed;
 mod config;
 mod cuda;
 mod cuda_call;
@@ -70,6 +72,8 @@ mod _bagua {
     use crate::bucket::{AsyncModelAverage, Bucket, check_peer_selection};
     #[pymodule_export]
     use crate::codec::Codec;
+    #[pymodule_export]
+    use crate::compressed::CompressedExchange;
     #[pymodule_export]
     use crate::config::GroupConfig;
     #[pymodule_export]

@@ -1,0 +1,290 @@
+"""A communication hook for torch's DistributedDataParallel: gradients are averaged through a codec.
+
+    from bagua.hooks import CompressedState, compressed_hook
+
+    model = DistributedDataParallel(net)  # torch's, on gloo, NCCL or "bagua"
+    model.register_comm_hook(CompressedState("minmax_u8"), compressed_hook)
+
+The hook works as the algorithm `bytegrad` with `hierarchical=False` does, and gives the same bits for the same buckets.
+Each rank encodes a bucket in one part per rank and sends part j to rank j, which decodes part j of every rank, adds
+them in float32 in rank order, divides by the number of ranks, and sends the encoded result to all ranks. Codecs that
+keep a few elements only (`top_k`, `random_k`, `onebit`) send one record of the whole bucket to all ranks instead.
+Source: Gan et al., VLDB 2021, arXiv:2107.01499.
+
+torch.distributed sends everything, by `all_to_all_single` and `all_gather_into_tensor`. The hook runs these two on a
+process group of its own, on one thread that takes the buckets in their order. DDP's own collectives and other buckets
+cannot come between them on one rank only, which would make ranks wait for each other for ever.
+"""
+
+# Without `from __future__ import annotations`: torch compares the annotations of a hook with its classes.
+
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+
+from bagua import engine
+from bagua.codecs import Codec
+from bagua.torch_operand import DTYPES
+
+__all__ = ["CompressedState", "compressed_hook"]
+
+
+class CompressedState:
+    """The state of `compressed_hook`, for one model.
+
+    `codec`: a codec's name or a `bagua.Codec`.
+
+    `error_feedback`: add what encoding lost to the next gradient of the same parameter. This costs one float32 per
+    element of the parameters. Source: Karimireddy et al., ICML 2019, arXiv:1901.09847.
+
+    `process_group`: the group that DistributedDataParallel was given; None is the default group.
+
+    Raises ValueError or TypeError for a codec that `bagua.Codec` refuses. A gradient of a type that the codec does not
+    encode, such as float64, raises TypeError in the backward of each rank, before anything is sent.
+    """
+
+    def __init__(
+        self,
+        codec: str | Codec = "minmax_u8",
+        *,
+        error_feedback: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.codec = Codec(codec) if isinstance(codec, str) else codec
+        if not isinstance(self.codec, Codec):
+            raise TypeError(f"codec must be a codec's name or a bagua.Codec, not {type(codec).__name__}")
+        self.error_feedback = error_feedback
+        self._given_group = process_group
+        self._sender: _Sender | None = None
+        self._memory = _ErrorMemory()
+        # Number of calls by index of the bucket, from which codecs that draw at random draw.
+        self._calls: dict[int, int] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the error memory and the number of calls, for `torch.save` and `torch.load(weights_only=True)`.
+
+        Call it between two steps. The memory differs by rank: save it on each rank, or call `consolidate` on all ranks
+        before. `errors` has one float32 tensor for each parameter, in the order in which the first backward reduced
+        them.
+        """
+        return {"errors": [error.clone() for error in self._memory.errors], "calls": dict(self._calls)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` has returned, before the first backward or between two steps.
+
+        Raises ValueError if the state has error memory and this one has no error feedback, or if number or sizes of the
+        parameters differ. Before the first backward, the first backward raises it.
+        """
+        if state["errors"] and not self.error_feedback:
+            raise ValueError("the state has error memory, which would be lost: pass error_feedback=True")
+        self._memory.load(state["errors"])
+        self._calls = dict(state["calls"])
+
+    def consolidate(self) -> None:
+        """Replaces the error memory of each rank by the mean over all ranks. Collective; call it between two steps.
+
+        The ranks together owe the same as before. Afterwards the `state_dict` of any rank serves all ranks of a job
+        that is resumed, with any number of ranks.
+        """
+        if self.error_feedback and self._memory.buckets:
+            sender = self._started()
+            for errors in self._memory.buckets.values():
+                sender.wire.average(errors)
+
+    def _started(self) -> "_Sender":
+        if self._sender is None:
+            self._sender = _Sender(self._given_group, self.codec)
+        return self._sender
+
+    def _begin(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        # Both raise what is wrong with the type or the number of elements, here rather than on the sending thread.
+        self.codec.encoded_bytes(buffer.numel(), str(buffer.dtype).removeprefix("torch."))
+        sender = self._started()
+        error = self._memory.of(bucket) if self.error_feedback else None
+        call = self._calls.get(bucket.index(), 0)
+        self._calls[bucket.index()] = call + 1
+        return sender.begin(buffer, call, error)
+
+
+def compressed_hook(state: CompressedState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages a bucket of gradients through the codec of `state`. Pass it to `register_comm_hook`.
+
+    Returns a future of the bucket's buffer, which then has the mean over the ranks, equal to the bit on all of them.
+    Raises TypeError for gradients of a type that the codec does not encode, and what torch.distributed raises.
+    """
+    return state._begin(bucket)
+
+
+class _ErrorMemory:
+    """What encoding has lost of each parameter's gradient, in float32.
+
+    The memory of a bucket is one flat tensor. DDP builds its buckets anew after the first step, so the memory follows
+    each parameter into its new bucket. A parameter's place is its number in the order of the first backward.
+    """
+
+    def __init__(self) -> None:
+        #: By index of the bucket.
+        self.buckets: dict[int, torch.Tensor] = {}
+        # Parameters of each bucket, by id.
+        self._members: dict[int, list[int]] = {}
+        #: The part of each parameter, by place.
+        self.errors: list[torch.Tensor] = []
+        # The place of each parameter, by id. The parameters are kept, so that no other object gets the id of one.
+        self._places: dict[int, int] = {}
+        self._parameters: list[torch.Tensor] = []
+        # Number of parameters in a state that was loaded before the first backward, which checks it.
+        self._loaded = 0
+
+    def of(self, bucket: GradBucket) -> torch.Tensor:
+        """Returns the memory of a bucket, on the bucket's device."""
+        index, buffer, parameters = bucket.index(), bucket.buffer(), bucket.parameters()
+        known = self.buckets.get(index)
+        ids = [id(parameter) for parameter in parameters]
+        # The buckets of a rank that has left a `Join` context early have no parameters.
+        if known is not None and known.numel() == buffer.numel() and ids in ([], self._members[index]):
+            return known
+        made = torch.zeros(buffer.numel(), dtype=torch.float32, device=buffer.device)
+        begin = 0
+        for parameter in parameters:
+            part = made[begin : begin + parameter.numel()]
+            begin += parameter.numel()
+            self._place(parameter, part)
+        if parameters:
+            self.buckets[index], self._members[index] = made, ids
+        if bucket.is_last() and self._loaded:
+            self._check_number(self._loaded)
+            self._loaded = 0
+        return made
+
+    def _place(self, parameter: torch.Tensor, part: torch.Tensor) -> None:
+        """Makes this the part of a parameter, with the values of its earlier part or of a loaded state."""
+        place = self._places.get(id(parameter))
+        if place is None:
+            place = self._places[id(parameter)] = len(self._parameters)
+            self._parameters.append(parameter)
+        if place == len(self.errors):
+            self.errors.append(part)
+            return
+        self._copy(self.errors[place], part, place)
+        self.errors[place] = part
+
+    def load(self, errors: Sequence[torch.Tensor]) -> None:
+        """Takes over the parts of a state."""
+        if not self._parameters:
+            self.errors = [error.clone() for error in errors]
+            self._loaded = len(errors)
+            return
+        self._check_number(len(errors))
+        for place, (error, part) in enumerate(zip(errors, self.errors, strict=True)):
+            self._copy(error, part, place)
+
+    def _check_number(self, loaded: int) -> None:
+        if loaded != len(self._parameters):
+            raise ValueError(f"the state has error memory of {loaded} parameters, the model {len(self._parameters)}")
+
+    @staticmethod
+    def _copy(error: torch.Tensor, part: torch.Tensor, place: int) -> None:
+        if error.numel() != part.numel():
+            raise ValueError(
+                f"the error memory of parameter {place}, in the order of the first backward, has {error.numel()} "
+                f"elements in the state and {part.numel()} in the model"
+            )
+        part.copy_(error.reshape(-1))
+
+
+class _Wire:
+    """Sends records on a process group of its own, from host memory."""
+
+    def __init__(self, given: dist.ProcessGroup | None) -> None:
+        group = dist.group.WORLD if given is None else given
+        if group is None or dist.get_rank(group) < 0:
+            raise ValueError("compressed_hook needs an initialized process group that this rank is in")
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        backends = str(dist.get_backend_config(group))
+        # A group that has only NCCL sends from devices.
+        self._device = torch.device("cpu" if "cpu:" in backends else torch.cuda.current_device())
+        self._group: Any = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=group._get_backend(self._device).options._timeout,
+            backend=None if given is None else backends,
+            use_local_synchronization=True,
+        )
+
+    def all_to_all(self, sent: int, received: int, record: int) -> None:
+        """As `engine.CompressedExchange` calls it."""
+        results = _bytes(received, self.size * record)
+        there = results.to(self._device)
+        dist.all_to_all_single(there, _bytes(sent, self.size * record).to(self._device), group=self._group)
+        results.copy_(there)
+
+    def all_gather(self, blocks: int, record: int) -> None:
+        """As `engine.CompressedExchange` calls it."""
+        results = _bytes(blocks, self.size * record)
+        there = results.to(self._device)
+        own = there[self.rank * record :][:record].clone()
+        dist.all_gather_into_tensor(there, own, group=self._group)
+        results.copy_(there)
+
+    def average(self, errors: torch.Tensor) -> None:
+        """Replaces a tensor by its mean over the ranks."""
+        sent = errors.to(self._device)
+        dist.all_reduce(sent, group=self._group)
+        errors.copy_(sent.div_(self.size))
+
+
+class _Sender:
+    """Reduces buckets one after the other, on a thread of its own."""
+
+    def __init__(self, given: dist.ProcessGroup | None, codec: Codec) -> None:
+        self.wire = wire = _Wire(given)
+        self._exchange = engine.CompressedExchange(codec._raw, wire.rank, wire.size, wire.all_to_all, wire.all_gather)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bagua-hook")
+        # The first error. After it, the ranks may no longer be at the same bucket.
+        self._failure: BaseException | None = None
+
+    def begin(self, buffer: torch.Tensor, call: int, error: torch.Tensor | None) -> torch.futures.Future[torch.Tensor]:
+        """Returns a future of the buffer with the mean."""
+        stream = torch.cuda.current_stream(buffer.device) if buffer.is_cuda else None
+        begins: torch.futures.Future[None] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+
+        def reduce(_: Any) -> torch.Tensor:
+            if self._failure is not None:
+                raise RuntimeError(f"an earlier bucket of gradients failed: {self._failure}") from self._failure
+            try:
+                # On a device, the copies follow the gradients, and DDP's next work follows the copies.
+                with torch.cuda.stream(stream):
+                    self._reduce(buffer, call, error)
+            except BaseException as failure:
+                self._failure = failure
+                raise
+            return buffer
+
+        # DDP's C++ code raises what a `then` has raised, but not what `set_exception` was given.
+        result = begins.then(reduce)
+        self._thread.submit(begins.set_result, None)
+        return result
+
+    def _reduce(self, buffer: torch.Tensor, call: int, error: torch.Tensor | None) -> None:
+        host = buffer.cpu()
+        errors = None if error is None else error.cpu()
+        self._exchange.all_reduce(
+            host.data_ptr(),
+            host.numel(),
+            DTYPES[host.dtype],
+            call=call,
+            error=None if errors is None else errors.data_ptr(),
+        )
+        buffer.copy_(host)
+        if error is not None and errors is not None:
+            error.copy_(errors)
+
+
+def _bytes(address: int, count: int) -> torch.Tensor:
+    """Returns host memory as a tensor of uint8, without a copy."""
+    return torch.frombuffer((ctypes.c_uint8 * count).from_address(address), dtype=torch.uint8)

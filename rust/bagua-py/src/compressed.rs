@@ -1,0 +1,149 @@
+//! `CompressedExchange`: a compressed all_reduce whose records another communication library sends.
+
+#![allow(unsafe_code)]
+
+use std::cell::RefCell;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bagua_core::codec::{self, chunks};
+use bagua_core::collective::{OpContext, RecordExchange, compressed_all_reduce};
+use bagua_core::error::{Error, Result};
+use bagua_core::health::GroupHealth;
+use bagua_core::memory::{Buffer, BufferMut};
+use bagua_core::request::{Compression, Extra, Workspace};
+use bagua_core::stats::OpStats;
+use bagua_core::types::{DType, Fingerprint, Kind};
+use bagua_core::wait::{Deadline, lock};
+use pyo3::prelude::*;
+
+use crate::call_user::call_user;
+use crate::codec::Codec;
+use crate::errors;
+use crate::tensor;
+
+/// Averages tensors in host memory over the `size` members of a group, through a codec. `rank` is this process's place among them.
+///
+/// Two functions send the records, which are blocks of `record` bytes, one for each member, at an address of host memory:
+/// `all_to_all(sent, received, record)` sends block j of `sent` to member j and stores the block of member i at place i of `received`;
+/// `all_gather(blocks, record)` fills `blocks`, of which block `rank` is there, with the block of each member. Both return when that is
+/// done. What they raise, `all_reduce` raises.
+#[pyclass(frozen, module = "bagua._bagua")]
+pub struct CompressedExchange {
+    codec: Arc<dyn codec::Codec>,
+    rank: usize,
+    size: usize,
+    all_to_all: Py<PyAny>,
+    all_gather: Py<PyAny>,
+    /// Kept between calls. A call that runs at the same time on another thread finds an empty one.
+    memory: Mutex<Workspace>,
+}
+
+#[pymethods]
+impl CompressedExchange {
+    #[new]
+    fn new(codec: &Codec, rank: usize, size: usize, all_to_all: Py<PyAny>, all_gather: Py<PyAny>) -> Self {
+        CompressedExchange { codec: codec.core(), rank, size, all_to_all, all_gather, memory: Mutex::default() }
+    }
+
+    /// Replaces the `count` elements of type `dtype` at `address` by their mean over the members. `call` is the number of the call, equal on
+    /// all members, from which codecs that draw at random draw. `error` is the address of as many float32, the error memory, or None. The
+    /// caller promises that both stay valid, and that no other code uses them, until the call has returned.
+    ///
+    /// Raises TypeError for a type that cannot be encoded, ValueError when an option of the codec does not fit the count.
+    #[pyo3(signature = (address, count, dtype, *, call, error))]
+    fn all_reduce(
+        &self,
+        py: Python<'_>,
+        address: usize,
+        count: usize,
+        dtype: u8,
+        call: u64,
+        error: Option<usize>,
+    ) -> PyResult<()> {
+        let mut raised = None;
+        let outcome = py.detach(|| self.run(address, count, tensor::dtype(dtype)?, call, error, &mut raised));
+        match raised {
+            Some(raised) => Err(raised),
+            None => outcome.map_err(|e| errors::raise(py, e)),
+        }
+    }
+}
+
+impl CompressedExchange {
+    fn run(
+        &self,
+        address: usize,
+        count: usize,
+        dtype: DType,
+        call: u64,
+        error: Option<usize>,
+        raised: &mut Option<PyErr>,
+    ) -> Result<()> {
+        self.codec.check(dtype)?;
+        // SAFETY: the caller's promise, see `all_reduce`.
+        let mut data = unsafe { tensor::region_at(address, count, dtype) }?;
+        // SAFETY: the caller's promise, see `all_reduce`.
+        let mut error = error.map(|error| unsafe { tensor::region_at(error, count, DType::F32) }).transpose()?;
+        let mut work = std::mem::take(&mut *lock(&self.memory));
+        let extra = Extra { error: error.as_mut().map(|e| e.buffer_mut()), work: Some(&mut work), ..Extra::default() };
+        let cx = OpContext {
+            fingerprint: Fingerprint::new(Kind::CompressedAllReduce, dtype, count),
+            // The two functions have deadlines of their own.
+            deadline: Deadline::after(Duration::MAX),
+            health: &GroupHealth::local(self.rank, self.size),
+            stats: &OpStats::default(),
+            label: "",
+            extra: &RefCell::new(extra),
+        };
+        let how = Compression { codec: &*self.codec, divisor: self.size, draw: chunks::draw(call, 0), elements: count };
+        let outcome = compressed_all_reduce(&mut Functions { exchange: self, raised }, &cx, data.buffer_mut(), &how);
+        *lock(&self.memory) = work;
+        outcome
+    }
+}
+
+/// The two functions as an exchange of records.
+struct Functions<'a> {
+    exchange: &'a CompressedExchange,
+    /// What a function has raised.
+    raised: &'a mut Option<PyErr>,
+}
+
+impl Functions<'_> {
+    fn call(&mut self, function: &Py<PyAny>, arguments: &[usize]) -> Result<()> {
+        let result = Python::attach(|py| {
+            let arguments = pyo3::types::PyTuple::new(py, arguments)?;
+            call_user(function.bind(py), &arguments)
+        });
+        result.map_err(|raised| {
+            let text = raised.to_string();
+            *self.raised = Some(raised);
+            Error::InvalidArgument(text)
+        })
+    }
+}
+
+impl RecordExchange for Functions<'_> {
+    fn rank(&self) -> usize {
+        self.exchange.rank
+    }
+
+    fn size(&self) -> usize {
+        self.exchange.size
+    }
+
+    fn all_to_all(
+        &mut self,
+        _cx: &OpContext<'_>,
+        sent: Buffer<'_>,
+        received: BufferMut<'_>,
+        record: usize,
+    ) -> Result<()> {
+        self.call(&self.exchange.all_to_all, &[sent.address(), received.as_buffer().address(), record])
+    }
+
+    fn all_gather(&mut self, _cx: &OpContext<'_>, records: BufferMut<'_>, record: usize) -> Result<()> {
+        self.call(&self.exchange.all_gather, &[records.as_buffer().address(), record])
+    }
+}
