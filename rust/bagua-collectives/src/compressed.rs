@@ -1,133 +1,51 @@
-//! All_reduce through a codec, written once over `exchange`, so that it works on every collective and every set of ranks.
+//! All_reduce through a codec, written once over `exchange`, so that it works with every collective and every set of
+//! ranks. Every member decodes the same bytes, so results are bitwise equal. Source: Bagua (Gan et al., VLDB 2021,
+//! arXiv:2107.01499), centralized low precision.
 //!
-//! **Two-shot** codecs: the tensor is cut into as many equal chunks as there are members, zeros behind its end. Each member encodes its
-//! chunks and sends record j to member j, which decodes all records of chunk j, adds them in member order, divides, rounds to the
-//! element type, and encodes the result; all members get and decode all results, the owner its own too. **One-shot** codecs (of the
-//! largest elements, say): each member sends one record of the whole tensor to all others. With both, every member decodes the
-//! same bytes, so results are equal to the bit. Source: Bagua (Gan et al., VLDB 2021, arXiv:2107.01499), centralized low precision.
+//! **Two-shot** codecs:
 //!
-//! **Error feedback** (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, arXiv:1901.09847): what encoding lost is added to
-//! the next tensor. Invariant: at every step, the sum over ranks of (given + error before) = divisor * result + the sum of (error after),
-//! within float32 rounding. So the owner of a chunk keeps what its second encoding lost, times the divisor.
+//! 1. Cut the tensor into one equal chunk per member, padded with zeros at the end.
+//! 2. Encode all chunks, and send record j to member j.
+//! 3. Member j decodes all records of chunk j, adds them in member order, divides, rounds to the element type, and
+//!    encodes the result.
+//! 4. All members get all results and decode them, including their own.
 //!
-//! **On a device** that has the codec, a [`DeviceCodec`] encodes, combines and decodes there, and the records are there too. They are the
-//! host's, byte for byte, so that some members may do it there and others on the host where messages pass through that.
+//! **One-shot** codecs, for example of the largest elements: each member sends one record of the whole tensor to all
+//! other members.
+//!
+//! **Error feedback** (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, arXiv:1901.09847): what encoding
+//! lost is added to the next tensor. Invariant: in every step, the sum over ranks of (input + error before) = divisor *
+//! result + the sum of (error after), within float32 rounding. So the owner of a chunk also keeps what its second
+//! encoding lost, times the divisor.
+//!
+//! **On a device** that has the codec, a [`DeviceCodec`] encodes, combines and decodes, and the records stay there.
+//! They have the same bytes as on the host, so some members may encode on a device and others on the host, if the
+//! device's messages pass through the host.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use super::{Chunks, Collective, DeviceCodec, Incoming, OpContext, Outgoing};
 use crate::codec::float::{Float, ForFloat, for_dtype};
-use crate::codec::{Codec, Encoded, Exchange, PART, Scratch};
+use crate::codec::{Encoded, Exchange, PART, Scratch};
 use crate::error::{Error, Result};
-use crate::memory::{Buffer, BufferMut, DeviceRef, same_place};
+use crate::memory::{Buffer, BufferMut, same_place};
 use crate::reduce::sum_over;
 use crate::request::{Compression, Extra, Workspace};
 use crate::types::DType;
 
-/// Bytes of an element of error memory, a float32.
+/// Size in bytes of an element of the error feedback, which is a float32.
 const ERROR: usize = 4;
 
-/// How the members of a compressed all_reduce pass each other records of equal length. Every [`Collective`] does it by messages; another
-/// communication library can do it with its own all_to_all and all_gather.
-pub trait RecordExchange {
-    /// This process's place among the members.
-    fn rank(&self) -> usize;
-
-    /// Number of members.
-    fn size(&self) -> usize;
-
-    /// Sends record j of `sent` to member j, and stores the record of member i at place i of `received`. The member's own record in
-    /// `received` may be left as it is. Both buffers hold one record of `record` bytes for each member, and are on one device.
-    ///
-    /// # Errors
-    /// As [`Collective::exchange`].
-    fn all_to_all(
-        &mut self,
-        cx: &OpContext<'_>,
-        sent: Buffer<'_>,
-        received: BufferMut<'_>,
-        record: usize,
-    ) -> Result<()>;
-
-    /// Fills `records`, which holds the member's own record at its own place, with the records of all members.
-    ///
-    /// # Errors
-    /// As [`Collective::exchange`].
-    fn all_gather(&mut self, cx: &OpContext<'_>, records: BufferMut<'_>, record: usize) -> Result<()>;
-
-    /// Returns where the codec runs on a device; `None` if copies on the host are encoded. Sends nothing.
-    ///
-    /// # Errors
-    /// As [`Collective::codec_on`].
-    fn codec_on(
-        &mut self,
-        place: DeviceRef<'_>,
-        codec: &dyn Codec,
-        dtype: DType,
-    ) -> Result<Option<Box<dyn DeviceCodec>>> {
-        let _ = (place, codec, dtype);
-        Ok(None)
-    }
-}
-
-impl RecordExchange for dyn Collective + '_ {
-    fn rank(&self) -> usize {
-        Collective::rank(self)
-    }
-
-    fn size(&self) -> usize {
-        Collective::size(self)
-    }
-
-    fn all_to_all(
-        &mut self,
-        cx: &OpContext<'_>,
-        sent: Buffer<'_>,
-        received: BufferMut<'_>,
-        record: usize,
-    ) -> Result<()> {
-        let (me, fingerprint) = (Collective::rank(self), cx.fingerprint);
-        let sends: Vec<_> = sent
-            .chunks(record)
-            .enumerate()
-            .filter(|(peer, _)| *peer != me)
-            .map(|(peer, data)| Outgoing { peer, fingerprint, data })
-            .collect();
-        let recvs = received.chunks(record).enumerate().filter(|(peer, _)| *peer != me);
-        let mut recvs: Vec<_> = recvs.map(|(peer, data)| Incoming { peer, fingerprint, data }).collect();
-        self.exchange(cx, &sends, &mut recvs)
-    }
-
-    fn all_gather(&mut self, cx: &OpContext<'_>, records: BufferMut<'_>, record: usize) -> Result<()> {
-        let (me, members, fingerprint) = (Collective::rank(self), Collective::size(self), cx.fingerprint);
-        let mut others: Vec<_> = records.chunks(record).collect();
-        let own = others.remove(me);
-        let peers = (0..members).filter(|peer| *peer != me);
-        let send = |peer| Outgoing { peer, fingerprint, data: own.as_buffer() };
-        let sends: Vec<_> = peers.clone().map(send).collect();
-        let mut recvs: Vec<_> = peers.zip(others).map(|(peer, data)| Incoming { peer, fingerprint, data }).collect();
-        self.exchange(cx, &sends, &mut recvs)
-    }
-
-    fn codec_on(
-        &mut self,
-        place: DeviceRef<'_>,
-        codec: &dyn Codec,
-        dtype: DType,
-    ) -> Result<Option<Box<dyn DeviceCodec>>> {
-        Collective::codec_on(self, place, codec, dtype)
-    }
-}
-
-/// Combines `data`, of the type that the fingerprint says, in place. Alone it changes nothing but the padding. On a device where the
-/// collective has the codec it is encoded there; on others a copy on the host is.
+/// Combines `data`, whose element type is that of the fingerprint, in place. With a single member, only clears the
+/// padding. Data on a device is encoded there if the collective has the codec on that device. Otherwise a copy on the
+/// host is encoded.
 ///
 /// # Errors
-/// `InvalidArgument` for error memory of another length or options of the codec that do not fit the count; otherwise as
-/// [`Collective::codec_on`] and [`Collective::run`].
-pub fn all_reduce<E: RecordExchange + ?Sized>(
-    exchange: &mut E,
+/// `InvalidArgument` if the error memory has a wrong length, or if options of the codec do not fit the number of
+/// elements. Otherwise as [`Collective::codec_on`] and [`Collective::run`].
+pub(super) fn all_reduce(
+    collective: &mut dyn Collective,
     cx: &OpContext<'_>,
     mut data: BufferMut<'_>,
     how: &Compression<'_>,
@@ -138,7 +56,7 @@ pub fn all_reduce<E: RecordExchange + ?Sized>(
     let work = work.as_deref_mut().unwrap_or(&mut fresh);
     let place = data.device();
     if !data.is_empty()
-        && exchange.size() > 1
+        && collective.size() > 1
         && let Some(error) = &error
         && error.len() != how.elements * ERROR
     {
@@ -150,43 +68,43 @@ pub fn all_reduce<E: RecordExchange + ?Sized>(
     }
     if place.is_none() {
         let error = error.map(BufferMut::into_host).transpose()?;
-        return on_host(exchange, cx, data.into_host()?, how, error, work);
+        return on_host(collective, cx, data.into_host()?, how, error, work);
     }
     if data.is_empty() {
         return Ok(());
     }
-    if exchange.size() == 1 {
+    if collective.size() == 1 {
         let carried = data.len().min(how.elements * cx.dtype().size());
         let (_, mut padding) = data.split_at(carried);
         let zeros = vec![0; padding.len()];
         return if zeros.is_empty() { Ok(()) } else { padding.copy_from(&zeros) };
     }
-    let members = exchange.size();
+    let members = collective.size();
     if error.as_ref().is_none_or(|error| same_place(error.device(), place))
         && how.codec.exchange() == Exchange::TwoShot
-        && let Some(mut codec) = exchange.codec_on(place, how.codec, cx.dtype())?
+        && let Some(mut codec) = collective.codec_on(place, how.codec, cx.dtype())?
         && (error.is_none() || codec.feeds_back(members))
     {
-        return two_shot_on(&mut *codec, exchange, cx, data, how, error, work);
+        return two_shot_on(&mut *codec, collective, cx, data, how, error, work);
     }
     let mut host = data.as_buffer().to_vec()?;
     let mut kept = error.as_ref().map(|error| error.as_buffer().to_vec()).transpose()?;
-    on_host(exchange, cx, &mut host, how, kept.as_deref_mut(), work)?;
+    on_host(collective, cx, &mut host, how, kept.as_deref_mut(), work)?;
     if let (Some(error), Some(kept)) = (&mut error, &kept) {
         error.copy_from(kept)?;
     }
     data.copy_from(&host)
 }
 
-fn on_host<E: RecordExchange + ?Sized>(
-    exchange: &mut E,
+fn on_host(
+    collective: &mut dyn Collective,
     cx: &OpContext<'_>,
     data: &mut [u8],
     how: &Compression<'_>,
     error: Option<&mut [u8]>,
     work: &mut Workspace,
 ) -> Result<()> {
-    let (dtype, members) = (cx.dtype(), exchange.size());
+    let (dtype, members) = (cx.dtype(), collective.size());
     let size = dtype.size();
     let total = data.len() / size;
     let carried = how.elements.min(total) * size;
@@ -200,14 +118,14 @@ fn on_host<E: RecordExchange + ?Sized>(
     }
     let feedback = error.is_some();
     match how.codec.exchange() {
-        Exchange::OneShot => one_shot(exchange, cx, data, how, feedback, work)?,
-        Exchange::TwoShot if total.is_multiple_of(members) => two_shot(exchange, cx, data, how, feedback, work)?,
+        Exchange::OneShot => one_shot(collective, cx, data, how, feedback, work)?,
+        Exchange::TwoShot if total.is_multiple_of(members) => two_shot(collective, cx, data, how, feedback, work)?,
         Exchange::TwoShot => {
             let mut padded = std::mem::take(&mut work.padded);
             padded.clear();
             padded.extend_from_slice(data);
             padded.resize(total.next_multiple_of(members) * size, 0);
-            let outcome = two_shot(exchange, cx, &mut padded, how, feedback, work);
+            let outcome = two_shot(collective, cx, &mut padded, how, feedback, work);
             data.copy_from_slice(&padded[..data.len()]);
             work.padded = padded;
             outcome?;
@@ -222,15 +140,15 @@ fn on_host<E: RecordExchange + ?Sized>(
     Ok(())
 }
 
-fn two_shot<E: RecordExchange + ?Sized>(
-    exchange: &mut E,
+fn two_shot(
+    collective: &mut dyn Collective,
     cx: &OpContext<'_>,
     data: &mut [u8],
     how: &Compression<'_>,
     feedback: bool,
     work: &mut Workspace,
 ) -> Result<()> {
-    let (dtype, members, me) = (cx.dtype(), exchange.size(), exchange.rank());
+    let (dtype, members, me) = (cx.dtype(), collective.size(), collective.rank());
     let chunk = data.len() / members;
     let count = chunk / dtype.size();
     how.codec.check_count(count)?;
@@ -252,7 +170,7 @@ fn two_shot<E: RecordExchange + ?Sized>(
         }
     }
     cx.stats.add_encode(start.elapsed());
-    exchange.all_to_all(cx, sent.as_slice().into(), received.as_mut_slice().into(), record)?;
+    all_to_all(collective, cx, sent.as_slice().into(), received.as_mut_slice().into(), record)?;
 
     let start = Instant::now();
     received[me * record..][..record].copy_from_slice(&sent[me * record..][..record]);
@@ -265,7 +183,7 @@ fn two_shot<E: RecordExchange + ?Sized>(
         for_dtype(dtype, LoseMean { error: &mut error[errors(me)], mean, decoded: mine, times: how.divisor });
     }
     cx.stats.add_encode(start.elapsed());
-    exchange.all_gather(cx, sent.as_mut_slice().into(), record)?;
+    all_gather(collective, cx, sent.as_mut_slice().into(), record)?;
 
     let start = Instant::now();
     for (j, (elements, record)) in data.chunks_mut(chunk).zip(sent.chunks(record)).enumerate() {
@@ -277,17 +195,17 @@ fn two_shot<E: RecordExchange + ?Sized>(
     Ok(())
 }
 
-/// As `two_shot`, where the tensor is on a device: so are the records.
-fn two_shot_on<E: RecordExchange + ?Sized>(
+/// As `two_shot`, with the tensor and the records on a device.
+fn two_shot_on(
     codec: &mut dyn DeviceCodec,
-    exchange: &mut E,
+    collective: &mut dyn Collective,
     cx: &OpContext<'_>,
     mut data: BufferMut<'_>,
     how: &Compression<'_>,
     error: Option<BufferMut<'_>>,
     work: &mut Workspace,
 ) -> Result<()> {
-    let (dtype, members, me) = (cx.dtype(), exchange.size(), exchange.rank());
+    let (dtype, members, me) = (cx.dtype(), collective.size(), collective.rank());
     let total = data.len() / dtype.size();
     let count = total.div_ceil(members);
     how.codec.check_count(count)?;
@@ -309,7 +227,7 @@ fn two_shot_on<E: RecordExchange + ?Sized>(
     }
     received.part(own.clone()).copy_in_place(sent.as_buffer().slice(own.clone()))?;
     cx.stats.add_encode(start.elapsed());
-    exchange.all_to_all(cx, sent.as_buffer(), received.reborrow(), record)?;
+    all_to_all(collective, cx, sent.as_buffer(), received.reborrow(), record)?;
 
     let start = Instant::now();
     codec.combine(cx, &chunks, received.as_buffer(), how.divisor, sent.part(own.clone()))?;
@@ -319,7 +237,7 @@ fn two_shot_on<E: RecordExchange + ?Sized>(
         codec.lose_mean(cx, &chunks, received.as_buffer(), how.divisor, record, after.part(mine))?;
     }
     cx.stats.add_encode(start.elapsed());
-    exchange.all_gather(cx, sent.reborrow(), record)?;
+    all_gather(collective, cx, sent.reborrow(), record)?;
 
     let start = Instant::now();
     codec.decode(cx, &chunks, sent.as_buffer(), data.reborrow())?;
@@ -330,15 +248,15 @@ fn two_shot_on<E: RecordExchange + ?Sized>(
     Ok(())
 }
 
-fn one_shot<E: RecordExchange + ?Sized>(
-    exchange: &mut E,
+fn one_shot(
+    collective: &mut dyn Collective,
     cx: &OpContext<'_>,
     data: &mut [u8],
     how: &Compression<'_>,
     feedback: bool,
     work: &mut Workspace,
 ) -> Result<()> {
-    let (dtype, members, me) = (cx.dtype(), exchange.size(), exchange.rank());
+    let (dtype, members, me) = (cx.dtype(), collective.size(), collective.rank());
     let count = data.len() / dtype.size();
     how.codec.check_count(count)?;
     let record = how.codec.record_len(count, dtype);
@@ -353,14 +271,14 @@ fn one_shot<E: RecordExchange + ?Sized>(
         for_dtype(dtype, Lose { error, decoded });
     }
     cx.stats.add_encode(start.elapsed());
-    exchange.all_gather(cx, received.as_mut_slice().into(), record)?;
+    all_gather(collective, cx, received.as_mut_slice().into(), record)?;
     let start = Instant::now();
     combine(cx, how, &records(received, record), decoded, data)?;
     cx.stats.add_encode(start.elapsed());
     Ok(())
 }
 
-/// Room for these bytes of records, of their elements, and of the elements' mean.
+/// Resizes the workspace to these numbers of bytes for records, their elements, and the elements' mean.
 fn resize(work: &mut Workspace, records: usize, elements: usize, mean: usize) {
     work.sent.resize(records, 0);
     work.received.resize(records, 0);
@@ -378,8 +296,8 @@ fn records(received: &[u8], record: usize) -> Vec<&[u8]> {
     received.chunks(record).collect()
 }
 
-/// Decodes all members' records of the same elements, adds them in member order in float32, divides, and rounds once. Part by part
-/// where the codec allows it, so that the decoded elements stay in the cache.
+/// Decodes the records of all members for the same elements, adds them in member order in float32, divides, and rounds
+/// once. Works part by part if the codec allows it, so that the decoded elements stay in the cache.
 fn combine(
     cx: &OpContext<'_>,
     how: &Compression<'_>,
@@ -406,18 +324,55 @@ fn combine(
     Ok(())
 }
 
-/// `result` = the sum of as many inputs as `decoded` has room for, divided.
+/// Adds the inputs in `decoded`, each as long as `result`, and divides the sum.
 fn sum_all(dtype: DType, decoded: &[u8], result: &mut [u8], divisor: usize) {
     let inputs: Vec<_> = decoded.chunks(result.len()).map(Some).collect();
     sum_over(dtype, &inputs, result, divisor);
 }
 
-/// The float32 values of bytes, and back.
+/// Sends each member its record, and receives the records for this member, each at its sender's position.
+fn all_to_all(
+    collective: &mut dyn Collective,
+    cx: &OpContext<'_>,
+    sent: Buffer<'_>,
+    received: BufferMut<'_>,
+    record: usize,
+) -> Result<()> {
+    let (me, fingerprint) = (collective.rank(), cx.fingerprint);
+    let sends: Vec<_> = sent
+        .chunks(record)
+        .enumerate()
+        .filter(|(peer, _)| *peer != me)
+        .map(|(peer, data)| Outgoing { peer, fingerprint, data })
+        .collect();
+    let recvs = received.chunks(record).enumerate().filter(|(peer, _)| *peer != me);
+    let mut recvs: Vec<_> = recvs.map(|(peer, data)| Incoming { peer, fingerprint, data }).collect();
+    collective.exchange(cx, &sends, &mut recvs)
+}
+
+/// Sends this member's record, which is at its own position, to all members, and receives theirs.
+fn all_gather(
+    collective: &mut dyn Collective,
+    cx: &OpContext<'_>,
+    records: BufferMut<'_>,
+    record: usize,
+) -> Result<()> {
+    let (me, members, fingerprint) = (collective.rank(), collective.size(), cx.fingerprint);
+    let mut others: Vec<_> = records.chunks(record).collect();
+    let own = others.remove(me);
+    let peers = (0..members).filter(|peer| *peer != me);
+    let send = |peer| Outgoing { peer, fingerprint, data: own.as_buffer() };
+    let sends: Vec<_> = peers.clone().map(send).collect();
+    let mut recvs: Vec<_> = peers.zip(others).map(|(peer, data)| Incoming { peer, fingerprint, data }).collect();
+    collective.exchange(cx, &sends, &mut recvs)
+}
+
+/// Reads float32 values from bytes.
 fn floats(bytes: &[u8]) -> impl Iterator<Item = f32> {
     bytes.as_chunks().0.iter().map(|value| f32::from_ne_bytes(*value))
 }
 
-/// `after` = data + error in float32; data = that, rounded.
+/// Computes `after` = data + error in float32, and stores it, rounded, in data.
 struct Compensate<'a> {
     data: &'a mut [u8],
     error: &'a [u8],
@@ -437,7 +392,7 @@ impl ForFloat for Compensate<'_> {
     }
 }
 
-/// error -= decoded.
+/// Computes error -= decoded.
 struct Lose<'a> {
     error: &'a mut [u8],
     decoded: &'a [u8],
@@ -454,7 +409,7 @@ impl ForFloat for Lose<'_> {
     }
 }
 
-/// error += times * (mean - decoded).
+/// Computes error += times * (mean - decoded).
 struct LoseMean<'a> {
     error: &'a mut [u8],
     mean: &'a [u8],

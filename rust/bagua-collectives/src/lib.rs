@@ -1,18 +1,19 @@
-//! How ranks combine tensors: one trait, one file per implementation.
+//! Collectives: how ranks combine tensors. One trait, and one file for each implementation.
 //!
-//! `solo` is the one to read first (a group of one rank). `shm` works in memory that all ranks of one host map, `net` over any
-//! mesh of transports, `hier` adds inside hosts first and between hosts then. The verbs that are made of messages (`compressed`, `gossip`,
-//! all_to_all_v) are written once, over the `exchange` of any of them: the `run` of a collective that has nothing faster passes them to
-//! [`over_exchange()`].
+//! Read `solo` first, a group of one rank. `shm` works in memory that all ranks of one host map, `net` over any mesh of
+//! transports, and `hier` first inside hosts and then between them. The verbs that consist of messages (`compressed`,
+//! `gossip`, all_to_all_v) are written once, over `exchange`. A collective that has nothing faster passes them from its
+//! `run` to [`over_exchange()`].
 //!
 //! Invariants, quoted by the contract test:
 //!
-//! 1. **Rank order.** Every element is combined as ((x0 + x1) + x2) + …, on whichever rank that happens, so results are bitwise
-//!    equal on all ranks, from run to run, and between `shm` and `net`. Half-precision types accumulate in float32 and round once. `net` of
-//!    more than 16 ranks has an order of its own, bitwise equal on all ranks and from run to run.
+//! 1. **Rank order.** Every element is combined as ((x0 + x1) + x2) + …, on whichever rank that happens. Results are
+//!    bitwise equal on all ranks, in every run, and between `shm` and `net`. Half-precision types accumulate in float32
+//!    and are rounded once. `net` with more than 16 ranks has a different order, but results are still bitwise equal on
+//!    all ranks and in every run.
 //! 2. **Avg divides once**, after the sum, by the number of ranks.
 //! 3. **No partial trust.** Each rank checks every peer's fingerprint before it uses a byte of that peer's data.
-//! 4. **Every wait ends**: done, first cause of failure, or deadline.
+//! 4. **Every wait ends** when the operation is done, with the first cause of a failure, or at the deadline.
 
 #![deny(unsafe_code)]
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
@@ -25,7 +26,6 @@ mod over_exchange;
 pub mod shm;
 mod solo;
 
-pub use compressed::{RecordExchange, all_reduce as compressed_all_reduce};
 pub use hier::{ByHost, Hier};
 pub use net::{Algorithm, Net};
 pub use over_exchange::{agreed, check_layouts, check_operands, over_exchange};
@@ -47,35 +47,34 @@ use crate::error::Result;
 use crate::memory::{Buffer, BufferMut, DeviceRef};
 use crate::types::{DType, ReduceOp};
 
-/// The equal chunks that a tensor is cut into, of which each member combines one.
+/// The partition of a tensor into equal chunks, each of which one member combines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunks {
-    /// The elements' type.
+    /// Element type.
     pub dtype: DType,
-    /// Number of chunks, one for each member.
+    /// Number of chunks: one for each member.
     pub chunks: usize,
-    /// Elements of a chunk. All chunks together have at least as many as the tensor; those behind its end are zeros.
+    /// Number of elements in a chunk. All chunks together have at least as many elements as the tensor. Elements after
+    /// the end of the tensor count as zeros.
     pub count: usize,
-    /// Elements in front that carry values: the tensor's own others are zeros, too, whatever it holds there.
+    /// Number of elements that carry values. Elements of the tensor after them count as zeros, whatever the tensor
+    /// contains.
     pub elements: usize,
-    /// Bytes of the record of a chunk.
+    /// Size of a chunk's record in bytes.
     pub record: usize,
 }
 
-/// A two-shot codec on a device, for compressed all_reduce and for the compressed ring. Its records are on the device too, and those of the
-/// codec on the host, byte for byte. Each method is a step of the operation that runs, and may leave the work to the device; records that are
-/// not finite are counted, at the latest when the device is done.
+/// A two-shot codec on a device, for compressed all_reduce and for the compressed ring.
+///
+/// Its records are on the device, with the same bytes as those of the codec on the host. Each method is a step of the
+/// running operation, and may leave the work to the device. Records that are not finite are counted at the latest when
+/// the device is done. Methods return the errors of the device, the first cause of the group's failure, or `Timeout`.
 pub trait DeviceCodec {
-    /// Encodes all chunks into one record after the other.
-    ///
-    /// # Errors
-    /// Whatever the device reports; the first cause of the group's failure, `Timeout`.
+    /// Encodes all chunks into consecutive records.
     fn encode(&mut self, cx: &OpContext<'_>, chunks: &Chunks, data: Buffer<'_>, records: BufferMut<'_>) -> Result<()>;
 
-    /// The records of all members for one chunk become the one of their sum, added in member order, divided, and rounded.
-    ///
-    /// # Errors
-    /// As [`DeviceCodec::encode`].
+    /// Combines the records of all members for one chunk into the record of their result: decodes and adds them in
+    /// member order, divides, rounds, and encodes.
     fn combine(
         &mut self,
         cx: &OpContext<'_>,
@@ -85,19 +84,14 @@ pub trait DeviceCodec {
         record: BufferMut<'_>,
     ) -> Result<()>;
 
-    /// Decodes the records of all chunks into the tensor, with zeros behind the elements that carry values.
-    ///
-    /// # Errors
-    /// As [`DeviceCodec::encode`].
+    /// Decodes the records of all chunks into the tensor, with zeros after the elements that carry values.
     fn decode(&mut self, cx: &OpContext<'_>, chunks: &Chunks, records: Buffer<'_>, data: BufferMut<'_>) -> Result<()>;
 
-    /// Whether it has error feedback among so many members: the four methods that follow.
+    /// True if the four methods for error feedback work with this number of members.
     fn feeds_back(&self, members: usize) -> bool;
 
-    /// `after` = data + error, a float32 for each element that carries a value; data = that, rounded.
-    ///
-    /// # Errors
-    /// As [`DeviceCodec::encode`].
+    /// Computes `after` = data + error, a float32 for each element that carries a value, and stores it, rounded, in
+    /// data.
     fn compensate(
         &mut self,
         cx: &OpContext<'_>,
@@ -107,17 +101,11 @@ pub trait DeviceCodec {
         after: BufferMut<'_>,
     ) -> Result<()>;
 
-    /// `after` -= what the records of all chunks decode to.
-    ///
-    /// # Errors
-    /// As [`DeviceCodec::encode`].
+    /// Subtracts the decoded records of all chunks from `after`.
     fn lose(&mut self, cx: &OpContext<'_>, chunks: &Chunks, records: Buffer<'_>, after: BufferMut<'_>) -> Result<()>;
 
-    /// `after`, of the elements of one chunk that carry values, += divisor * (the mean of the records of all members - what `record`, which
-    /// [`DeviceCodec::combine`] has made of them, decodes to).
-    ///
-    /// # Errors
-    /// As [`DeviceCodec::encode`].
+    /// Adds what the second encoding of one chunk lost to `after`: divisor * (mean of the records of all members -
+    /// decoded `record`), for the elements that carry values. `record` is the result of [`DeviceCodec::combine`].
     fn lose_mean(
         &mut self,
         cx: &OpContext<'_>,
@@ -128,10 +116,7 @@ pub trait DeviceCodec {
         after: BufferMut<'_>,
     ) -> Result<()>;
 
-    /// `error` = `after`, where all elements of the data that carry values are finite.
-    ///
-    /// # Errors
-    /// As [`DeviceCodec::encode`].
+    /// Copies `after` to `error` if all elements of the data that carry values are finite.
     fn keep(
         &mut self,
         cx: &OpContext<'_>,
@@ -141,11 +126,8 @@ pub trait DeviceCodec {
         error: BufferMut<'_>,
     ) -> Result<()>;
 
-    /// Encodes what the compressed ring sends, see [`Verb::CompressedRing`], as the only chunk: of the weights, and of the replicas of the left
-    /// neighbour, of the right one, and of this member.
-    ///
-    /// # Errors
-    /// As [`DeviceCodec::encode`].
+    /// Encodes the difference that the compressed ring sends (see [`Verb::CompressedRing`]) as a single chunk.
+    /// `replicas` are those of the left neighbour, the right neighbour and this member.
     fn encode_difference(
         &mut self,
         cx: &OpContext<'_>,
@@ -155,39 +137,37 @@ pub trait DeviceCodec {
         record: BufferMut<'_>,
     ) -> Result<()>;
 
-    /// Adds what the record of the only chunk decodes to to a replica, rounded.
-    ///
-    /// # Errors
-    /// As [`DeviceCodec::encode`].
+    /// Decodes the record of a single chunk, and adds it to a replica, rounded.
     fn add(&mut self, cx: &OpContext<'_>, chunks: &Chunks, record: Buffer<'_>, replica: BufferMut<'_>) -> Result<()>;
 }
 
-/// The operations of a group of ranks. The caller (a lane of the group) has checked sizes and ranks: implementations rely on
-/// that and index accordingly. Ranks are ranks of the group that the implementation was built for.
+/// The operations of a group of ranks. Ranks are ranks of the group that the implementation was created for. The
+/// caller, a lane of the group, has checked sizes and ranks, and implementations rely on that.
 ///
 /// An error leaves the collective unusable: its streams may be in the middle of a message.
 pub trait Collective: Send {
-    /// Short name for reports: "solo", "shm", "net", "hier".
+    /// Returns a short name for reports: "solo", "shm", "net" or "hier".
     fn name(&self) -> &'static str;
 
-    /// This process's rank.
+    /// Returns this process's rank.
     fn rank(&self) -> usize;
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     fn size(&self) -> usize;
 
-    /// Name of the transport used towards each rank ("self" for this one).
+    /// Returns the name of the transport to each rank ("self" for this rank).
     fn transports(&self) -> Vec<&'static str>;
 
-    /// Whether it can work on memory of this device; `None` is the host, which every collective can.
+    /// True if the collective can work on memory of this device. `None` is the host, which every collective can use.
     fn reaches(&self, place: DeviceRef<'_>) -> bool {
         place.is_none()
     }
 
-    /// Where a codec runs on a device that this collective reaches; `None`: copies on the host are encoded. Sends nothing.
+    /// Returns the codec on a device that this collective reaches, or `None` if copies on the host must be encoded
+    /// instead. Sends nothing.
     ///
     /// # Errors
-    /// `Unavailable` for a codec that would run there and lacks something; whatever the device reports.
+    /// `Unavailable` if the codec would run on the device but something is missing, or the errors of the device.
     fn codec_on(
         &mut self,
         place: DeviceRef<'_>,
@@ -198,11 +178,10 @@ pub trait Collective: Send {
         Ok(None)
     }
 
-    /// Inputs that lie where `into` does, at a place that this collective reaches, become their combination: in their order, divided once.
-    /// `None` is what `into` holds. A step of the operation that runs; it sends nothing, and may leave the work to the device.
+    /// Combines inputs in their order into `into`, dividing once at the end. `None` stands for the values in `into`.
     ///
-    /// # Errors
-    /// Whatever a device reports.
+    /// All inputs are on the device of `into`, which this collective reaches. A step of the running operation, which
+    /// sends nothing and may leave the work to the device.
     fn combine(
         &mut self,
         cx: &OpContext<'_>,
@@ -213,35 +192,33 @@ pub trait Collective: Send {
         combine_on_host(cx, op, inputs, into)
     }
 
-    /// Its parts by host, as MPI_Comm_split makes them of a communicator: the ranks of this host, and the first ranks of all hosts. They have
-    /// no sequence of their own: all ranks run this one and its parts in the same order. `None` where it has no such parts.
+    /// Returns the collectives of this host's ranks and of the first ranks of all hosts, as MPI_Comm_split would.
+    /// Returns `None` if there are none. The parts have no sequence of their own: all ranks must run this collective
+    /// and its parts in the same order.
     fn split(&mut self) -> Option<ByHost<'_>> {
         None
     }
 
-    /// Runs a verb. [`Verb`] says which bytes of `io` each verb reads and writes.
+    /// Runs a verb. [`Verb`] says which bytes of `io` it reads and writes.
     ///
     /// # Errors
-    /// The first cause of the group's failure, `Timeout`, `PeerLost`, `Mismatch`; `UnsupportedType` for memory that
-    /// it does not reach (a lane of the group asks before).
+    /// The first cause of the group's failure, `Timeout`, `PeerLost` or `Mismatch`. `UnsupportedType` for memory that
+    /// the collective does not reach, which a lane of the group checks before.
     fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()>;
 
-    /// The group's communication thread ends, and no operation follows: what waits for a device may do so here. Not called where
-    /// there was no such thread.
+    /// Called when the group's communication thread ends and no operation follows, so that the collective can wait for
+    /// a device. Not called in a group without that thread.
     fn end(&mut self) {}
 
-    /// All messages at once, in both directions; several to one peer arrive in the order given. [`over_exchange()`]
-    /// is made of it.
+    /// Sends and receives all messages at once. Several messages to one peer arrive in the order given.
+    /// [`over_exchange()`] is built on this.
     ///
     /// # Errors
     /// As [`Collective::run`].
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()>;
 }
 
-/// [`Collective::combine`] on the host; what lies on a device, by copies.
-///
-/// # Errors
-/// Whatever a device reports.
+/// Implements [`Collective::combine`] on the host. Data on a device is copied to the host and back.
 pub fn combine_on_host(
     cx: &OpContext<'_>,
     op: ReduceOp,
@@ -262,7 +239,7 @@ pub fn combine_on_host(
     into.copy_from(&host)
 }
 
-/// The methods of [`Collective`] that say what a collective is, for one that wraps another.
+/// Generates those methods of [`Collective`] that a wrapper forwards to the collective that it wraps.
 #[macro_export]
 macro_rules! same_ranks_as {
     ($self:ident => $inner:expr) => {
@@ -284,21 +261,22 @@ macro_rules! same_ranks_as {
     };
 }
 
-/// The seam for collectives of other crates: a device's own, or another route. Given in the group's configuration.
+/// An extension point for collectives of other crates, for example for a device or a different network. Given in the
+/// group's configuration.
 ///
-/// Every lane of the group passes its collective through the factories, in order: through one that serves a device at the first operation on
-/// its memory, through the others when it is opened. What a factory returns takes the place of the collective that it was given: it may pass
-/// host memory on to that one, and use it to agree with the other ranks.
+/// Every lane of the group passes its collective through the factories in order: through those for a device at the
+/// first operation on its memory, and through all others when the lane opens. The result replaces the collective that
+/// the factory was given. It may pass host memory on to that collective, and use it to agree with the other ranks.
 pub trait CollectiveFactory: Send + Sync + Debug {
-    /// Short name for reports. All ranks must have the same factories in the same order.
+    /// Returns a short name for reports. All ranks must have the same factories in the same order.
     fn name(&self) -> &'static str;
 
-    /// Kind of the device that it serves, see [`crate::memory::Device::kind`]; 0 for none.
+    /// Returns the kind of device that the factory serves, see [`crate::memory::Device::kind`], or 0 for none.
     fn device(&self) -> u8 {
         0
     }
 
-    /// A collective over the one of the lane. `hosts` are the ranks of the lane on each host, ascending. Sends nothing: other ranks may call it
-    /// later, or never.
+    /// Returns a collective that wraps the lane's collective. `hosts` are the ranks of the lane on each host,
+    /// ascending. Must not send anything, because other ranks may call this later or never.
     fn wrap(&self, inner: Box<dyn Collective>, hosts: &[Vec<usize>]) -> Box<dyn Collective>;
 }
