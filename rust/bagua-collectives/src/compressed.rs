@@ -27,9 +27,9 @@ use std::time::Instant;
 
 use super::{Chunks, Collective, DeviceCodec, Incoming, OpContext, Outgoing};
 use crate::codec::float::{Float, ForFloat, for_dtype};
-use crate::codec::{Encoded, Exchange, PART, Scratch};
+use crate::codec::{Codec, Encoded, Exchange, PART, Scratch};
 use crate::error::{Error, Result};
-use crate::memory::{Buffer, BufferMut, same_place};
+use crate::memory::{Buffer, BufferMut, DeviceRef, same_place};
 use crate::reduce::sum_over;
 use crate::request::{Compression, Extra, Workspace};
 use crate::types::DType;
@@ -37,15 +37,108 @@ use crate::types::DType;
 /// Size in bytes of an element of the error feedback, which is a float32.
 const ERROR: usize = 4;
 
+/// The way in which the members of a compressed all_reduce exchange records of equal length. Every [`Collective`] does
+/// it with messages. Another communication library can use its own all_to_all and all_gather.
+pub trait RecordExchange {
+    /// Returns this process's position among the members.
+    fn rank(&self) -> usize;
+
+    /// Returns the number of members.
+    fn size(&self) -> usize;
+
+    /// Sends record j of `sent` to member j, and stores the record from member i at position i of `received`. May leave
+    /// the member's own record in `received` as it is. Both buffers contain one record of `record` bytes for each
+    /// member, and are on the same device.
+    ///
+    /// # Errors
+    /// As [`Collective::exchange`].
+    fn all_to_all(
+        &mut self,
+        cx: &OpContext<'_>,
+        sent: Buffer<'_>,
+        received: BufferMut<'_>,
+        record: usize,
+    ) -> Result<()>;
+
+    /// Fills `records`, which contains the member's own record at its own position, with the records of all members.
+    ///
+    /// # Errors
+    /// As [`Collective::exchange`].
+    fn all_gather(&mut self, cx: &OpContext<'_>, records: BufferMut<'_>, record: usize) -> Result<()>;
+
+    /// Returns the codec on a device, or `None` if copies on the host must be encoded instead. Sends nothing.
+    ///
+    /// # Errors
+    /// As [`Collective::codec_on`].
+    fn codec_on(
+        &mut self,
+        place: DeviceRef<'_>,
+        codec: &dyn Codec,
+        dtype: DType,
+    ) -> Result<Option<Box<dyn DeviceCodec>>> {
+        let _ = (place, codec, dtype);
+        Ok(None)
+    }
+}
+
+impl RecordExchange for dyn Collective + '_ {
+    fn rank(&self) -> usize {
+        Collective::rank(self)
+    }
+
+    fn size(&self) -> usize {
+        Collective::size(self)
+    }
+
+    fn all_to_all(
+        &mut self,
+        cx: &OpContext<'_>,
+        sent: Buffer<'_>,
+        received: BufferMut<'_>,
+        record: usize,
+    ) -> Result<()> {
+        let (me, fingerprint) = (Collective::rank(self), cx.fingerprint);
+        let sends: Vec<_> = sent
+            .chunks(record)
+            .enumerate()
+            .filter(|(peer, _)| *peer != me)
+            .map(|(peer, data)| Outgoing { peer, fingerprint, data })
+            .collect();
+        let recvs = received.chunks(record).enumerate().filter(|(peer, _)| *peer != me);
+        let mut recvs: Vec<_> = recvs.map(|(peer, data)| Incoming { peer, fingerprint, data }).collect();
+        self.exchange(cx, &sends, &mut recvs)
+    }
+
+    fn all_gather(&mut self, cx: &OpContext<'_>, records: BufferMut<'_>, record: usize) -> Result<()> {
+        let (me, members, fingerprint) = (Collective::rank(self), Collective::size(self), cx.fingerprint);
+        let mut others: Vec<_> = records.chunks(record).collect();
+        let own = others.remove(me);
+        let peers = (0..members).filter(|peer| *peer != me);
+        let send = |peer| Outgoing { peer, fingerprint, data: own.as_buffer() };
+        let sends: Vec<_> = peers.clone().map(send).collect();
+        let mut recvs: Vec<_> = peers.zip(others).map(|(peer, data)| Incoming { peer, fingerprint, data }).collect();
+        self.exchange(cx, &sends, &mut recvs)
+    }
+
+    fn codec_on(
+        &mut self,
+        place: DeviceRef<'_>,
+        codec: &dyn Codec,
+        dtype: DType,
+    ) -> Result<Option<Box<dyn DeviceCodec>>> {
+        Collective::codec_on(self, place, codec, dtype)
+    }
+}
+
 /// Combines `data`, whose element type is that of the fingerprint, in place. With a single member, only clears the
-/// padding. Data on a device is encoded there if the collective has the codec on that device. Otherwise a copy on the
+/// padding. Data on a device is encoded there if the exchange has the codec on that device. Otherwise a copy on the
 /// host is encoded.
 ///
 /// # Errors
 /// `InvalidArgument` if the error memory has a wrong length, or if options of the codec do not fit the number of
 /// elements. Otherwise as [`Collective::codec_on`] and [`Collective::run`].
-pub(super) fn all_reduce(
-    collective: &mut dyn Collective,
+pub fn all_reduce<E: RecordExchange + ?Sized>(
+    exchange: &mut E,
     cx: &OpContext<'_>,
     mut data: BufferMut<'_>,
     how: &Compression<'_>,
@@ -56,7 +149,7 @@ pub(super) fn all_reduce(
     let work = work.as_deref_mut().unwrap_or(&mut fresh);
     let place = data.device();
     if !data.is_empty()
-        && collective.size() > 1
+        && exchange.size() > 1
         && let Some(error) = &error
         && error.len() != how.elements * ERROR
     {
@@ -68,43 +161,43 @@ pub(super) fn all_reduce(
     }
     if place.is_none() {
         let error = error.map(BufferMut::into_host).transpose()?;
-        return on_host(collective, cx, data.into_host()?, how, error, work);
+        return on_host(exchange, cx, data.into_host()?, how, error, work);
     }
     if data.is_empty() {
         return Ok(());
     }
-    if collective.size() == 1 {
+    if exchange.size() == 1 {
         let carried = data.len().min(how.elements * cx.dtype().size());
         let (_, mut padding) = data.split_at(carried);
         let zeros = vec![0; padding.len()];
         return if zeros.is_empty() { Ok(()) } else { padding.copy_from(&zeros) };
     }
-    let members = collective.size();
+    let members = exchange.size();
     if error.as_ref().is_none_or(|error| same_place(error.device(), place))
         && how.codec.exchange() == Exchange::TwoShot
-        && let Some(mut codec) = collective.codec_on(place, how.codec, cx.dtype())?
+        && let Some(mut codec) = exchange.codec_on(place, how.codec, cx.dtype())?
         && (error.is_none() || codec.feeds_back(members))
     {
-        return two_shot_on(&mut *codec, collective, cx, data, how, error, work);
+        return two_shot_on(&mut *codec, exchange, cx, data, how, error, work);
     }
     let mut host = data.as_buffer().to_vec()?;
     let mut kept = error.as_ref().map(|error| error.as_buffer().to_vec()).transpose()?;
-    on_host(collective, cx, &mut host, how, kept.as_deref_mut(), work)?;
+    on_host(exchange, cx, &mut host, how, kept.as_deref_mut(), work)?;
     if let (Some(error), Some(kept)) = (&mut error, &kept) {
         error.copy_from(kept)?;
     }
     data.copy_from(&host)
 }
 
-fn on_host(
-    collective: &mut dyn Collective,
+fn on_host<E: RecordExchange + ?Sized>(
+    exchange: &mut E,
     cx: &OpContext<'_>,
     data: &mut [u8],
     how: &Compression<'_>,
     error: Option<&mut [u8]>,
     work: &mut Workspace,
 ) -> Result<()> {
-    let (dtype, members) = (cx.dtype(), collective.size());
+    let (dtype, members) = (cx.dtype(), exchange.size());
     let size = dtype.size();
     let total = data.len() / size;
     let carried = how.elements.min(total) * size;
@@ -118,14 +211,14 @@ fn on_host(
     }
     let feedback = error.is_some();
     match how.codec.exchange() {
-        Exchange::OneShot => one_shot(collective, cx, data, how, feedback, work)?,
-        Exchange::TwoShot if total.is_multiple_of(members) => two_shot(collective, cx, data, how, feedback, work)?,
+        Exchange::OneShot => one_shot(exchange, cx, data, how, feedback, work)?,
+        Exchange::TwoShot if total.is_multiple_of(members) => two_shot(exchange, cx, data, how, feedback, work)?,
         Exchange::TwoShot => {
             let mut padded = std::mem::take(&mut work.padded);
             padded.clear();
             padded.extend_from_slice(data);
             padded.resize(total.next_multiple_of(members) * size, 0);
-            let outcome = two_shot(collective, cx, &mut padded, how, feedback, work);
+            let outcome = two_shot(exchange, cx, &mut padded, how, feedback, work);
             data.copy_from_slice(&padded[..data.len()]);
             work.padded = padded;
             outcome?;
@@ -140,15 +233,15 @@ fn on_host(
     Ok(())
 }
 
-fn two_shot(
-    collective: &mut dyn Collective,
+fn two_shot<E: RecordExchange + ?Sized>(
+    exchange: &mut E,
     cx: &OpContext<'_>,
     data: &mut [u8],
     how: &Compression<'_>,
     feedback: bool,
     work: &mut Workspace,
 ) -> Result<()> {
-    let (dtype, members, me) = (cx.dtype(), collective.size(), collective.rank());
+    let (dtype, members, me) = (cx.dtype(), exchange.size(), exchange.rank());
     let chunk = data.len() / members;
     let count = chunk / dtype.size();
     how.codec.check_count(count)?;
@@ -170,7 +263,7 @@ fn two_shot(
         }
     }
     cx.stats.add_encode(start.elapsed());
-    all_to_all(collective, cx, sent.as_slice().into(), received.as_mut_slice().into(), record)?;
+    exchange.all_to_all(cx, sent.as_slice().into(), received.as_mut_slice().into(), record)?;
 
     let start = Instant::now();
     received[me * record..][..record].copy_from_slice(&sent[me * record..][..record]);
@@ -183,7 +276,7 @@ fn two_shot(
         for_dtype(dtype, LoseMean { error: &mut error[errors(me)], mean, decoded: mine, times: how.divisor });
     }
     cx.stats.add_encode(start.elapsed());
-    all_gather(collective, cx, sent.as_mut_slice().into(), record)?;
+    exchange.all_gather(cx, sent.as_mut_slice().into(), record)?;
 
     let start = Instant::now();
     for (j, (elements, record)) in data.chunks_mut(chunk).zip(sent.chunks(record)).enumerate() {
@@ -196,16 +289,16 @@ fn two_shot(
 }
 
 /// As `two_shot`, with the tensor and the records on a device.
-fn two_shot_on(
+fn two_shot_on<E: RecordExchange + ?Sized>(
     codec: &mut dyn DeviceCodec,
-    collective: &mut dyn Collective,
+    exchange: &mut E,
     cx: &OpContext<'_>,
     mut data: BufferMut<'_>,
     how: &Compression<'_>,
     error: Option<BufferMut<'_>>,
     work: &mut Workspace,
 ) -> Result<()> {
-    let (dtype, members, me) = (cx.dtype(), collective.size(), collective.rank());
+    let (dtype, members, me) = (cx.dtype(), exchange.size(), exchange.rank());
     let total = data.len() / dtype.size();
     let count = total.div_ceil(members);
     how.codec.check_count(count)?;
@@ -227,7 +320,7 @@ fn two_shot_on(
     }
     received.part(own.clone()).copy_in_place(sent.as_buffer().slice(own.clone()))?;
     cx.stats.add_encode(start.elapsed());
-    all_to_all(collective, cx, sent.as_buffer(), received.reborrow(), record)?;
+    exchange.all_to_all(cx, sent.as_buffer(), received.reborrow(), record)?;
 
     let start = Instant::now();
     codec.combine(cx, &chunks, received.as_buffer(), how.divisor, sent.part(own.clone()))?;
@@ -237,7 +330,7 @@ fn two_shot_on(
         codec.lose_mean(cx, &chunks, received.as_buffer(), how.divisor, record, after.part(mine))?;
     }
     cx.stats.add_encode(start.elapsed());
-    all_gather(collective, cx, sent.reborrow(), record)?;
+    exchange.all_gather(cx, sent.reborrow(), record)?;
 
     let start = Instant::now();
     codec.decode(cx, &chunks, sent.as_buffer(), data.reborrow())?;
@@ -248,15 +341,15 @@ fn two_shot_on(
     Ok(())
 }
 
-fn one_shot(
-    collective: &mut dyn Collective,
+fn one_shot<E: RecordExchange + ?Sized>(
+    exchange: &mut E,
     cx: &OpContext<'_>,
     data: &mut [u8],
     how: &Compression<'_>,
     feedback: bool,
     work: &mut Workspace,
 ) -> Result<()> {
-    let (dtype, members, me) = (cx.dtype(), collective.size(), collective.rank());
+    let (dtype, members, me) = (cx.dtype(), exchange.size(), exchange.rank());
     let count = data.len() / dtype.size();
     how.codec.check_count(count)?;
     let record = how.codec.record_len(count, dtype);
@@ -271,7 +364,7 @@ fn one_shot(
         for_dtype(dtype, Lose { error, decoded });
     }
     cx.stats.add_encode(start.elapsed());
-    all_gather(collective, cx, received.as_mut_slice().into(), record)?;
+    exchange.all_gather(cx, received.as_mut_slice().into(), record)?;
     let start = Instant::now();
     combine(cx, how, &records(received, record), decoded, data)?;
     cx.stats.add_encode(start.elapsed());
@@ -328,43 +421,6 @@ fn combine(
 fn sum_all(dtype: DType, decoded: &[u8], result: &mut [u8], divisor: usize) {
     let inputs: Vec<_> = decoded.chunks(result.len()).map(Some).collect();
     sum_over(dtype, &inputs, result, divisor);
-}
-
-/// Sends each member its record, and receives the records for this member, each at its sender's position.
-fn all_to_all(
-    collective: &mut dyn Collective,
-    cx: &OpContext<'_>,
-    sent: Buffer<'_>,
-    received: BufferMut<'_>,
-    record: usize,
-) -> Result<()> {
-    let (me, fingerprint) = (collective.rank(), cx.fingerprint);
-    let sends: Vec<_> = sent
-        .chunks(record)
-        .enumerate()
-        .filter(|(peer, _)| *peer != me)
-        .map(|(peer, data)| Outgoing { peer, fingerprint, data })
-        .collect();
-    let recvs = received.chunks(record).enumerate().filter(|(peer, _)| *peer != me);
-    let mut recvs: Vec<_> = recvs.map(|(peer, data)| Incoming { peer, fingerprint, data }).collect();
-    collective.exchange(cx, &sends, &mut recvs)
-}
-
-/// Sends this member's record, which is at its own position, to all members, and receives theirs.
-fn all_gather(
-    collective: &mut dyn Collective,
-    cx: &OpContext<'_>,
-    records: BufferMut<'_>,
-    record: usize,
-) -> Result<()> {
-    let (me, members, fingerprint) = (collective.rank(), collective.size(), cx.fingerprint);
-    let mut others: Vec<_> = records.chunks(record).collect();
-    let own = others.remove(me);
-    let peers = (0..members).filter(|peer| *peer != me);
-    let send = |peer| Outgoing { peer, fingerprint, data: own.as_buffer() };
-    let sends: Vec<_> = peers.clone().map(send).collect();
-    let mut recvs: Vec<_> = peers.zip(others).map(|(peer, data)| Incoming { peer, fingerprint, data }).collect();
-    collective.exchange(cx, &sends, &mut recvs)
 }
 
 /// Reads float32 values from bytes.
