@@ -20,9 +20,8 @@ from ..process_group import dtype_code
 from ..process_group.state import group_state
 from .consistency import describe
 from .exchange_interface import WrappedModel
+from .grad_hook import owner_of
 from .state import model_state
-
-_owners: MutableMapping[torch.Tensor, weakref.ref[Any]] = model_state.gradient_owners
 
 # By what was wrapped: name of a model whose group has ended, and the hook that refuses its training, if it needs one.
 _ended = model_state.ended
@@ -412,8 +411,9 @@ def check_module(module: torch.nn.Module, ignored: frozenset[str], older: Any) -
             dtype_code(param, what)
             _check_not_reduced(param, what)
             # Its name alone: an exception keeps the frame's variables alive, and with them the engine.
-            owner = _owners.get(param)
-            other = None if owner is None or owner() is older else getattr(owner(), "bagua_module_name", None)
+            owner = owner_of(param)
+            other = None if owner is older else getattr(owner, "bagua_module_name", None)
+            del owner
             if other is not None:
                 raise ValueError(
                     f"{what} is already communicated by model {other!r}, and can belong to one wrapped "

@@ -46,13 +46,13 @@ from .consistency import (
     require_equal,
     start_broadcast,
 )
-from .hooks import EndOfBackward, GradHook, at_end_of_backward, follow_loads
+from .grad_hook import GradHook
+from .grad_hook import owner_of as _owner_of
+from .hooks import EndOfBackward, at_end_of_backward, follow_loads
 from .sparse import sparse_parameters
 from .state import model_state
 from .steps import follow_given, parameters_of
 
-# The wrapped model that communicates a parameter's gradient.
-_owners: MutableMapping[torch.Tensor, weakref.ref[ModelEngine]] = model_state.gradient_owners
 _wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped
 
 
@@ -137,6 +137,7 @@ class ModelEngine:
         # The algorithm's state was loaded since the last step that communicated.
         self._state_is_loaded = False
         self._handles: list[RemovableHandle] = []
+        self._grad_hook: GradHook | None = None
         self._communicator = communicator
         self._ending: weakref.finalize[..., Any] | None = None
 
@@ -258,11 +259,9 @@ class ModelEngine:
             broadcast_optimizer(self._communicator, lambda room: self.backend.broadcast(room, 0), optimizer, own)
 
     def _hook(self, module: torch.nn.Module) -> None:
-        for name, param in self._tracked:
-            self._handles.append(GradHook(self, name, param).handle)
-            _owners[param] = weakref.ref(self)
+        self._grad_hook = GradHook(self, self._tracked)
         self._hook_forward(module)
-        self._handles += follow_loads(self, module)
+        self._handles.append(follow_loads(self, module))
         self._handles += follow_given(self, self.bagua_optimizers)
 
     def holds_parameters_of(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -569,10 +568,9 @@ class ModelEngine:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for _, param in self._tracked:
-            owner = _owners.get(param)
-            if owner is not None and owner() in (self, None):
-                del _owners[param]
+        if self._grad_hook is not None:
+            for _, param in self._tracked:
+                self._grad_hook.remove(param)
         for bucket in self.bagua_buckets:
             for tensor in bucket.tensors:
                 forget(tensor)
@@ -608,5 +606,5 @@ def engines_of(model: torch.nn.Module) -> list[ModelEngine]:
 
 def owner_of(param: torch.Tensor) -> ModelEngine | None:
     """Which wrapped model communicates the gradient of a parameter."""
-    owner = _owners.get(param)
-    return None if owner is None else owner()
+    owner: ModelEngine | None = _owner_of(param)
+    return owner

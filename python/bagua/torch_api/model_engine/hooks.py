@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -53,29 +54,6 @@ def call_after_forward(ddp: Callable[[], Hooked | None], output: Any) -> None:
         present.after_forward(output)
 
 
-class GradHook:
-    """Calls it when a parameter's gradient has its final local value."""
-
-    __slots__ = ("_ddp", "_name", "handle")
-
-    def __init__(self, ddp: Hooked, name: str, param: torch.nn.Parameter) -> None:
-        self._ddp = weakref.ref(ddp)
-        self._name = name
-        self.handle: RemovableHandle = param.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
-
-    def __call__(self, param: torch.Tensor) -> None:
-        if (ddp := self._ddp()) is None or not isinstance(param, torch.nn.Parameter):
-            return
-        hooks: Any = param._post_accumulate_grad_hooks
-        key = self.handle.id
-        if len(hooks) > 1 and next(reversed(hooks)) != key:
-            # A hook of the user's comes after this one in this backward, and before it from now on.
-            hooks[key] = hooks.pop(key)
-            ddp.on_gradient(self._name, param, is_final=False)
-        else:
-            ddp.on_gradient(self._name, param)
-
-
 class EndOfBackward:
     """Calls it when a backward is over, also when it raised: the engine of autograd then lets go of this object."""
 
@@ -121,9 +99,14 @@ class _LoadHook:
         return _unwrapped_hook, ()
 
 
-def follow_loads(ddp: Hooked, module: torch.nn.Module) -> list[RemovableHandle]:
+def follow_loads(ddp: Hooked, module: torch.nn.Module) -> RemovableHandle:
     """Calls it before ``load_state_dict`` of the model, of a module in it, and of one that it is in."""
     hook = _LoadHook(ddp)
     # A scripted module takes no hook; the model's own is called first.
-    children = [child for child in module.modules() if not isinstance(child, torch.jit.ScriptModule)]
-    return [child._register_load_state_dict_pre_hook(hook) for child in children]  # type: ignore[no-untyped-call]
+    children = (child for child in module.modules() if not isinstance(child, torch.jit.ScriptModule))
+    hooks = [child._load_state_dict_pre_hooks for child in children]
+    # One handle for all modules: torch's method makes four objects for each.
+    handle = RemovableHandle(OrderedDict(), extra_dict=hooks)
+    for each in hooks:
+        each[handle.id] = hook
+    return handle

@@ -34,8 +34,6 @@ class ModelState(Record):
         #: Model name -> its BucketEngine; and every BucketEngine that has not been collected.
         self.backends: dict[str, Any] = {}
         self.all_backends: weakref.WeakSet[Any] = weakref.WeakSet()
-        #: Parameter -> the ModelEngine that communicates its gradient.
-        self.gradient_owners: MutableMapping[torch.Tensor, weakref.ref[Any]] = WeakTensorKeyDictionary()
         #: Parameter -> what reduces its gradient for an `hvd.DistributedOptimizer`.
         self.optimizer_reducers: MutableMapping[torch.Tensor, weakref.ref[Any]] = WeakTensorKeyDictionary()
         #: Module -> its ModelEngine, and module -> its name.
