@@ -6,7 +6,7 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,58 +24,46 @@ pytestmark = pytest.mark.skipif(
     not (find_spec("lightning") and find_spec("pytorch_lightning")), reason="Lightning is not installed: make setup"
 )
 
-#: The second name has the same code: these cases, and the trainings and rows of `make test`, show that it runs there.
-SHORT = ["reductions", "checkpoints_fit_everywhere", "the_monitor_logs_to_every_logger", "fabric_trains"]
-
 
 Table = Mapping[str, bool]
 
-#: By name of a training, row or case, whether `make test` leaves it out; the second namespace is slow as a whole.
+#: By name of a training, row or case, whether `make test` leaves it out.
 TRAININGS = {name: name not in QUICK for name in PARITY}
 ROWS_OF_FABRIC = {name: Fabric().is_slow(name, ROWS[name].slow) for name in FABRIC}
-BRIEF_OF_FABRIC = [name for name, slow in ROWS_OF_FABRIC.items() if not slow]
 CHECKS = {name: is_slow(case) for name, case in CASES.items()}
 
 
-def each_of(table: Table, second: Iterable[str]) -> pytest.MarkDecorator:
-    """Parameters `namespace` and `name`; `second` are the names in the second namespace."""
-    first = [pytest.param("lightning", name, marks=[pytest.mark.slow] * slow) for name, slow in table.items()]
-    more = [pytest.param("pytorch_lightning", name, marks=pytest.mark.slow) for name in second]
-    return pytest.mark.parametrize(("namespace", "name"), [*first, *more])
+def each_of(table: Table) -> pytest.MarkDecorator:
+    """Parameters `name`."""
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=[pytest.mark.slow] * slow) for name, slow in table.items()]
+    )
 
 
 @functools.cache
-def of_part(namespace: str, slow: bool) -> list[dict[str, Any]]:
+def of_part(slow: bool) -> list[dict[str, Any]]:
     """What both ranks found. Runs once for all tests of a part."""
-    if namespace == "lightning":
-        parts = [[name for name in table if table[name] == slow] for table in (TRAININGS, ROWS_OF_FABRIC, CHECKS)]
-    else:
-        parts = [list(QUICK), list(BRIEF_OF_FABRIC), SHORT]
-    found: list[dict[str, Any]] = World(2, timeout=280.0).run(run, namespace, *parts)
+    parts = [[name for name in table if table[name] == slow] for table in (TRAININGS, ROWS_OF_FABRIC, CHECKS)]
+    found: list[dict[str, Any]] = World(2, timeout=280.0).run(run, "lightning", *parts)
     return found
 
 
-def outcomes(namespace: str, name: str, table: Table) -> list[dict[str, Any]]:
-    """What both ranks found in the part with this training, row or case."""
-    return of_part(namespace, table[name] or namespace != "lightning")
-
-
-@each_of(TRAININGS, QUICK)
-def test_a_training_is_bitwise_that_of_ddp(namespace: str, name: str) -> None:
-    for found in outcomes(namespace, name, TRAININGS):
+@each_of(TRAININGS)
+def test_a_training_is_bitwise_that_of_ddp(name: str) -> None:
+    for found in of_part(TRAININGS[name]):
         assert found[name] == found[f"ddp: {name}"]
         assert found[name][1], "the gradients of the ranks differ"
 
 
-@each_of(ROWS_OF_FABRIC, BRIEF_OF_FABRIC)
-def test_fabric_trains_as_ddp_on_gloo_does(namespace: str, name: str) -> None:
-    for found in outcomes(namespace, name, ROWS_OF_FABRIC):
+@each_of(ROWS_OF_FABRIC)
+def test_fabric_trains_as_ddp_on_gloo_does(name: str) -> None:
+    for found in of_part(ROWS_OF_FABRIC[name]):
         compare(Fabric(), name, found[Fabric.name][name], found[REFERENCE.name][name], exact=True)
 
 
-@each_of(CHECKS, SHORT)
-def test_the_strategy(namespace: str, name: str) -> None:
-    check_outcomes(outcomes(namespace, name, CHECKS), name)
+@each_of(CHECKS)
+def test_the_strategy(name: str) -> None:
+    check_outcomes(of_part(CHECKS[name]), name)
 
 
 @pytest.mark.slow
@@ -84,6 +72,7 @@ def test_ranks_that_raised_in_a_world_of_gloo_train_again(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+# The second namespace has the same code. This training shows that it runs there, by unpickled classes.
 @pytest.mark.parametrize(("namespace", "start"), [("lightning", "fork"), ("pytorch_lightning", "spawn")])
 def test_processes_that_lightning_starts_train_as_ddp_does(namespace: str, start: str, tmp_path: Path) -> None:
     program = str(ROOT / "tests" / "distributed" / "lightning_job.py")

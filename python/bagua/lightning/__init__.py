@@ -18,7 +18,10 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .lightning_classes import BaguaEnvironment, BaguaStrategy, CommunicationMonitor, FabricBaguaStrategy
+    from .environment import EnvironmentMethods as BaguaEnvironment
+    from .fabric import FabricStrategyMethods as FabricBaguaStrategy
+    from .monitor import MonitorMethods as CommunicationMonitor
+    from .training import StrategyMethods as BaguaStrategy
 
 __all__ = ["BaguaEnvironment", "BaguaStrategy", "CommunicationMonitor", "FabricBaguaStrategy", "strategies"]
 
