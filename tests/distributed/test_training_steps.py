@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import bagua.torch_api as bagua
-from bagua.errors import BaguaError
+from bagua.errors import BaguaError, MismatchError
 from bagua.torch_api.algorithms import Algorithm, AlgorithmImpl
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from tests.distributed.torch_ranks import ENVIRONMENT, cases_in, each_case, same_everywhere
@@ -412,6 +412,13 @@ class LeavesOneOut(OfGradients):
         return super().init_tensors(bagua_ddp)[:-1]
 
 
+class OrderOfEachRank(OfGradients):
+    """An algorithm whose order of tensors differs between the ranks."""
+
+    def init_tensors(self, bagua_ddp: Any) -> list[torch.Tensor]:
+        return super().init_tensors(bagua_ddp)[:: 1 if bagua.get_rank() == 0 else -1]
+
+
 class WeightsWithoutHooks(OfWeights):
     """An algorithm of weights that relies on hooks for gradients."""
 
@@ -522,6 +529,16 @@ def an_algorithm_that_leaves_a_gradient_out_is_named(rank: int) -> None:
             with pytest.raises(BaguaError, match=rf"no bucket has the gradient of '({name})' of model"):
                 wrapped(inputs(0)).square().mean().backward()
             bagua.unwrap(wrapped)
+
+
+def an_algorithm_that_orders_tensors_by_rank_is_refused(rank: int) -> None:
+    for wrap in doors(lambda: Own(OrderOfEachRank)):
+        model = net(4, 3, 2)
+        said = r"rank 0 has bucket '0' of 2\.bias, .*, rank 1 has bucket '0' of 0\.weight, 0\.bias"
+        with pytest.raises(MismatchError, match=said):
+            wrap(model, sgd(model))
+        # Both ranks can go on.
+        bagua.unwrap(DistributedDataParallel(model))
 
 
 def an_algorithm_may_say_that_it_communicates_in_some_steps_only(rank: int) -> None:

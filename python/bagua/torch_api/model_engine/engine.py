@@ -156,6 +156,7 @@ class ModelEngine:
             if broadcast_state:
                 self._broadcast_state()
             self._init_algorithm()
+            require_equal(self._communicator, self._layout)
             if self.bagua_algorithm.begins_equal:
                 self._weights_change()
             self._hook(module)
@@ -245,11 +246,23 @@ class ModelEngine:
             self.bagua_algorithm.init_operations(self, bucket)
         self.backend.register_ordered_buckets(buckets)
         self.bagua_buckets = buckets
+        self._layout = self._describe_buckets(buckets)
         self.exchange.bind(buckets)
         self._forward_pre_hook = self.bagua_algorithm.init_forward_pre_hook(self)
         self._backward_hook = self.bagua_algorithm.init_backward_hook(self)
         self._post_backward_hook = self.bagua_algorithm.init_post_backward_hook(self)
         self._post_step_hook = self.bagua_algorithm.init_post_optimizer_step_hook(self)
+
+    def _describe_buckets(self, buckets: Sequence[BaguaBucket]) -> list[str]:
+        """Names the parameters whose weights or gradients each bucket holds. A user's algorithm may order its tensors
+        differently on each rank, so that buckets of the same size would add up different parameters.
+        """
+        names = {id(tensor): name for name, param in self._tracked for tensor in (param, param.grad)}
+        lines = []
+        for bucket in buckets:
+            held = [names.get(id(each), f"{each.dtype}{list(each.shape)}") for each in bucket.tensors]
+            lines.append(f"bucket {bucket.name!r} of {', '.join(held)}")
+        return lines
 
     def _broadcast_state(self) -> None:
         self.broadcast([tensor for _, _, tensor in self._state(self.module)])
