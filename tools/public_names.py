@@ -59,6 +59,7 @@ PUBLIC = {
         "bagua.aggregation",
         "bagua.aggregation.optim",
         "bagua.c10d",
+        "bagua.hooks",
         "bagua.horovod.torch",
         "bagua.lightning",
     ],
