@@ -8,12 +8,13 @@
 //! |---|---|---|
 //! | one-shot: every rank sends everything to every rank | a + 2 (n - 1) o + (n - 1) N t | one latency |
 //! | doubling: distances 1, 2, 4, … | log2(n) (a + 2 o + N t) | few messages at little latency |
-//! | direct (two-shot): reduce-scatter and all-gather, between all pairs | 2 a + 4 (n - 1) o + 2 (n - 1) / n N t | the fewest bytes at two latencies |
-//! | ring: the same along a ring | 2 (n - 1) (a + 2 o) + 2 (n - 1) / n N t | the fewest bytes, over two streams per rank |
-//! | halving: the same at distances …, 4, 2, 1 and back | 2 log2(n) (a + 2 o) + 2 (n - 1) / n N t | the fewest bytes, in few messages |
+//! | direct (two-shot): all pairs at once | 2 a + 4 (n - 1) o + 2 (n - 1) / n N t | fewest bytes, two latencies |
+//! | ring: along a ring | 2 (n - 1) (a + 2 o) + 2 (n - 1) / n N t | fewest bytes, over two streams per rank |
+//! | halving: distances …, 4, 2, 1 and back | 2 log2(n) (a + 2 o) + 2 (n - 1) / n N t | fewest bytes, few messages |
 //!
-//! log2 is rounded up. If n is not a power of two, doubling costs 2 (a + 2 o + N t) more, because n - 2^floor(log2 n)
-//! ranks hand their values to another rank first and get the result from it at the end.
+//! Direct, ring and halving are a reduce-scatter followed by an all-gather. log2 is rounded up. If n is not a power of
+//! two, doubling costs 2 (a + 2 o + N t) more, because n - 2^floor(log2 n) ranks hand their values to another rank
+//! first and get the result from it at the end.
 //!
 //! One-shot wins while (n - 1) N t is below a latency, that is, for a few ranks and a few KiB. Between two ranks it
 //! always wins: it moves the same N bytes as direct, but does not wait for sums. (Every rank adds N elements instead of

@@ -36,7 +36,7 @@
 //! | | slow batches of 80 |
 //! |---|---|
 //! | moving apart, but sleeping at once on a shared processor | 79 (on one processor) |
-//! | the same with the mask of sleepers; pauses between moves of up to 16,384, up to 64, and always 16 waits | 22 and 3, 18, 2 |
+//! | the same with the mask; pauses between moves of up to 16,384, up to 64, always 16 waits | 22 and 3, 18, 2 |
 //! | spinning and moving apart, without the mask | 75 |
 //! | spinning with the mask, without moving | 22 |
 //! | spinning, moving and the mask, in which each sleeper has the processors with fewer ranks | 0, 1, 2, 4 |
@@ -186,8 +186,8 @@ impl Placement {
     }
 }
 
-/// Returns the processors on which rank `me` may be woken: its own and, only if it is the next to move (L1), those in its
-/// mask that fewer ranks use. If more ranks got those, a later rank that moves first would wake this rank on the
+/// Returns the processors on which rank `me` may be woken: its own and, only if it is the next to move (L1), those in
+/// its mask that fewer ranks use. If more ranks got those, a later rank that moves first would wake this rank on the
 /// processor to which it has just moved.
 ///
 /// Returns `None` if the result is the whole mask or empty. `table` contains the number of each rank's processor plus
