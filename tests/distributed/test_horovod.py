@@ -115,13 +115,15 @@ def fp16_compression_sends_float16_and_returns_the_dtype(rank: int) -> None:
     assert results[2].item() == 3
 
 
-def tensors_with_gaps_and_leaves_are_reduced_in_place(rank: int) -> None:
+def tensors_with_gaps_conjugates_and_leaves_are_reduced(rank: int) -> None:
     whole = data(rank, 4, 3)
     expected = stacked(4, 3).sum(0)
     view = whole.t()[1:]
     hvd.allreduce_(view, op=hvd.Sum)
     assert torch.equal(view, expected.t()[1:])
     assert torch.equal(whole[:, 0], data(rank, 4, 3)[:, 0])
+    assert hvd.allreduce(torch.tensor([1 + 2j]).conj(), op=hvd.Sum).tolist() == [3 - 6j]
+    assert hvd.broadcast(torch.tensor([rank + 1j]).conj(), 1).tolist() == [1 - 1j]
     leaf = torch.nn.Parameter(data(rank, 4))
     hvd.allreduce_(leaf, op=hvd.Sum)
     assert torch.equal(leaf.detach(), stacked(4).sum(0))

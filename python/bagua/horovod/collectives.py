@@ -80,7 +80,8 @@ class _Cast:
         self._dtype = dtype
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return (tensor.to(self._dtype) if tensor.is_floating_point() else tensor), tensor.dtype
+        dtype = self._dtype if tensor.is_floating_point() else None
+        return tensor.to(dtype or tensor.dtype), tensor.dtype
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         return tensor.to(ctx)
@@ -133,7 +134,7 @@ class Reduction:
     def start(self, tensor: torch.Tensor, *, overwrite: bool = False) -> Handle[Any]:
         """Starts to reduce a tensor. The result is another tensor. With ``overwrite`` it may have the same memory."""
         _check(tensor, "tensor")
-        values = tensor.detach()
+        values = tensor.detach().resolve_conj().resolve_neg()
         compressed, context = self.compression.compress(values)
         sent = compressed.contiguous()
         if sent.data_ptr() == values.data_ptr() and not overwrite:
@@ -266,7 +267,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Handle[Any]:
     """Starts :func:`broadcast`."""
     _check(tensor, "the tensor of broadcast")
-    values = tensor.detach().clone(memory_format=torch.contiguous_format)
+    values = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return Handle([world().broadcast(values, root_rank, async_op=True)], lambda: values)
 
 
