@@ -405,6 +405,16 @@ class OneMoreTensor(OfGradients):
         return [*super().init_tensors(bagua_ddp), self.extra.ensure_bagua_tensor("extra", bagua_ddp.bagua_module_name)]
 
 
+class WithoutGradients(OfGradients):
+    """An algorithm that forgets to make the gradients that it registers."""
+
+    def init_tensors(self, bagua_ddp: Any) -> list[torch.Tensor]:
+        return [
+            param.ensure_bagua_tensor(name, bagua_ddp.bagua_module_name, getter_closure=lambda param: param.grad)
+            for name, param in bagua_ddp.bagua_build_params()
+        ]
+
+
 class LeavesOneOut(OfGradients):
     """An algorithm that does not return the last gradient."""
 
@@ -529,6 +539,13 @@ def an_algorithm_that_leaves_a_gradient_out_is_named(rank: int) -> None:
             with pytest.raises(BaguaError, match=rf"no bucket has the gradient of '({name})' of model"):
                 wrapped(inputs(0)).square().mean().backward()
             bagua.unwrap(wrapped)
+
+
+def an_algorithm_without_gradients_to_register_is_refused(rank: int) -> None:
+    for wrap in doors(lambda: Own(WithoutGradients)):
+        model = net(4, 3, 2)
+        with pytest.raises(ValueError, match=r"getter of tensor '.*' returned None: .* bagua_ensure_grad"):
+            wrap(model, sgd(model))
 
 
 def an_algorithm_that_orders_tensors_by_rank_is_refused(rank: int) -> None:

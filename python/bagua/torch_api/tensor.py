@@ -31,8 +31,14 @@ class Registration:
     setter: Setter | None
 
     def effective(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor whose values are communicated for this one."""
-        return tensor if self.getter is None else self.getter(tensor)
+        """The tensor whose values are communicated for this one. ValueError if the getter has none."""
+        found: torch.Tensor | None = tensor if self.getter is None else self.getter(tensor)
+        if found is None:
+            raise ValueError(
+                f"the getter of tensor {self.name!r} returned None: if it returns a gradient, call "
+                "bagua_ensure_grad() on the parameter before"
+            )
+        return found
 
 
 _registrations: MutableMapping[torch.Tensor, Registration] = model_state.registrations

@@ -177,7 +177,8 @@ class GradientExchange(Exchange):
         grad = slot.param.grad
         if grad is None:
             raise BaguaError(
-                f"the gradient of {slot.name!r} was removed by another hook before it could be communicated"
+                f"the gradient of {slot.name!r} is None when it is to be communicated: another hook removed it, or the "
+                "parameter was frozen between forward and backward"
             )
         if grad.layout != torch.strided:
             raise self._backend.reported(

@@ -125,7 +125,7 @@ class SparseGradientExchange(GradientExchange):
             if is_used:
                 raise self._backend.reported(
                     BaguaError(
-                        f"the gradient of {slot.name!r} was removed by another hook before it could be communicated"
+                        f"the gradient of {slot.name!r} is None when it is to be communicated: another hook removed it"
                     )
                 )
             return slot.none()
