@@ -1,8 +1,8 @@
-"""Trains one small model by five methods of aggregation, and shows what each costs on the wire.
+"""Trains one small model by five methods of aggregation, and shows how much each sends.
 
     torchrun --nproc-per-node 2 examples/aggregation.py
 
-Every rank has its own data. The last line says that all replicas of the centralised methods ended bitwise equal.
+Every rank has its own data. The last line says that the replicas of the centralised methods are bitwise equal.
 """
 
 import sys
@@ -18,26 +18,26 @@ STEPS = 60
 
 
 def make_model() -> torch.nn.Module:
-    """The same weights on every rank."""
+    """Returns a model with the same weights on every rank."""
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.Linear(64, 20))
 
 
 def sent() -> int:
-    """Bytes of tensors that this rank has given to collectives so far."""
+    """Returns the number of bytes of tensors that this rank has passed to collectives so far."""
     groups = bagua.stats()["groups"].values()
     return sum(counts["payload_bytes"] for group in groups for counts in group["ops"].values())
 
 
 def loss_of(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
-    """How far the model is from a fixed linear map, on this rank's data of this step."""
+    """Returns the distance of the model from a fixed linear map, on this rank's data of this step."""
     target = torch.randn(20, 20, generator=torch.Generator().manual_seed(7)) / 5
     x = torch.randn(32, 20, generator=torch.Generator().manual_seed(1000 * rank + step))
     return torch.nn.functional.mse_loss(model(x), x @ target)
 
 
 def main() -> None:
-    """One rank."""
+    """Runs one rank."""
     bagua.torch_api.init_process_group()
     rank, size = bagua.torch_api.get_rank(), bagua.torch_api.get_world_size()
     neighbors = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})

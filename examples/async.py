@@ -1,4 +1,4 @@
-"""Asynchronous model averaging: ranks of different speed train alone, and a thread averages their weights meanwhile.
+"""Asynchronous model averaging: ranks of different speed train alone while a thread averages their weights.
 
 torchrun --standalone --nproc-per-node 2 examples/async.py
 """
@@ -17,7 +17,7 @@ from bagua.torch_api.algorithms import AsyncModelAverageAlgorithm, AsyncModelAve
 
 
 def main() -> int:
-    """Fits a line on each rank, in as many steps as it has time for; 1 if that did not succeed."""
+    """Fits a line on each rank, in as many steps as there is time for. Returns 1 if the fit failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=2.0, help="how long to train")
     arguments = parser.parse_args()
@@ -32,17 +32,17 @@ def main() -> int:
     wanted = torch.arange(8.0).unsqueeze(1) / 8
     samples = torch.Generator().manual_seed(rank)
     steps, end = 0, time.monotonic() + arguments.seconds
-    # All ranks make the steps of the warm-up together; then each goes on at its own speed.
+    # All ranks make the steps of the warm-up together. Then each continues at its own speed.
     while steps < 11 or time.monotonic() < end:
         x = torch.randn(32, 8, generator=samples)
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), x @ wanted).backward()
         optimizer.step()
         steps += 1
-        # Rank 1 computes twice as long as rank 0, and so on.
+        # Rank 1 takes twice as long as rank 0, rank 2 three times as long.
         time.sleep(0.002 * (rank + 1))
 
-    # One round of all ranks at rest: their weights are equal. Without it they differ by the last steps.
+    # A round of all ranks at rest makes their weights equal. Without it they would differ by the last steps.
     algorithm.synchronize(model)
     with algorithm.lock(model):
         off = float((model.weight.detach() - wanted.T).abs().max())
@@ -54,7 +54,7 @@ def main() -> int:
         print(f"rounds           {stats['rounds']} of ranks {stats['ranks']}, {stats['round_s'] * 1e3:.1f} ms the last")
         print(f"waited for them  {stats['lock_wait_s'] * 1e3:.1f} ms in all")
         print(f"farthest weight  {off:.1e} off")
-    # No rank leaves while others still average with it.
+    # Wait, so that no rank leaves while others still average with it.
     bagua.barrier()
     bagua.destroy_process_group()
     return 0 if off < 0.01 else 1

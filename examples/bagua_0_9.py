@@ -1,4 +1,4 @@
-"""A script as it was written for the original Bagua 0.9, on the CPU: ByteGrad, a checkpoint, an all_reduce.
+"""A script for the original Bagua 0.9, run on the CPU: ByteGrad, a checkpoint, an all_reduce.
 
 python -m bagua.distributed.launch --nproc_per_node 2 examples/bagua_0_9.py
 """

@@ -3,8 +3,8 @@
     python examples/cached_dataset.py                                      one process
     torchrun --standalone --nproc-per-node 2 examples/cached_dataset.py    two ranks that share one cache
 
-The first epoch prepares every sample once in the whole job; the second reads them all. With redis-server installed the
-job starts its own server and ends it; without it the samples lie in an LMDB file.
+In the first epoch each sample is prepared once in the whole job. The second epoch reads all samples from the cache. If
+redis-server is installed, the job starts and ends its own server; otherwise the samples are in an LMDB file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Sentences(Dataset[tuple[torch.Tensor, int]]):
 
 
 def batches_of(tokens: int, lengths: list[int]) -> Callable[[list[int]], list[list[int]]]:
-    """Cuts indices into batches of at most so many tokens."""
+    """Cuts indices into batches with at most a given number of tokens."""
 
     def cut(indices: list[int]) -> list[list[int]]:
         batches: list[list[int]] = []
@@ -68,7 +68,7 @@ def collate(samples: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torc
 
 
 def main() -> None:
-    """Two epochs, with the time of each and what the cache did."""
+    """Runs two epochs, and prints the time of each and the counters of the cache."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=400)
     parser.add_argument("--cost-ms", type=float, default=5.0)
@@ -78,7 +78,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         path = Path(bagua.broadcast_object(folder))
         dataset = CachedDataset(inner, "auto", "sentences", capacity_per_node=1 << 28, path=path)
-        # The lengths are known, so no sample is prepared only to be measured.
+        # The lengths are known, so no sample has to be prepared to measure it.
         sampler = LoadBalancingDistributedSampler(dataset, None, complexities=inner.lengths)
         batches = LoadBalancingDistributedBatchSampler(sampler, batches_of(2000, inner.lengths))
         model = torch.nn.Linear(8, 2)

@@ -1,4 +1,4 @@
-"""Training that goes on where it stopped: run it twice with the same folder.
+"""Training that resumes where it stopped: run it twice with the same folder.
 
 torchrun --standalone --nproc-per-node 2 examples/checkpoint.py --folder /tmp/my-checkpoints
 """
@@ -15,7 +15,7 @@ from bagua.torch_api.checkpoint import load_checkpoint, save_checkpoint
 
 
 def main() -> int:
-    """Trains some iterations more than the last time."""
+    """Loads the last checkpoint, trains some more iterations, and saves again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default="checkpoints", help="on a file system that all ranks share")
     parser.add_argument("--iterations", type=int, default=20)

@@ -1,4 +1,4 @@
-"""torch's own DistributedDataParallel on the backend "bagua": nothing but the backend's name differs from gloo.
+"""torch's own DistributedDataParallel on the backend "bagua": only the name of the backend differs from gloo.
 
 torchrun --standalone --nproc-per-node 2 examples/ddp_backend.py
 torchrun --standalone --nproc-per-node 2 examples/ddp_backend.py --backend gloo
@@ -21,7 +21,7 @@ import bagua.c10d  # noqa: F401  only for a torch that does not find backends by
 
 
 def draw(losses: list[float], path: Path) -> None:
-    """The loss of each step, as a PNG."""
+    """Plots the loss of each step as a PNG."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -33,7 +33,7 @@ def draw(losses: list[float], path: Path) -> None:
 
 
 def main() -> int:
-    """Fits a function; 1 if the loss did not become small."""
+    """Fits a function. Returns 1 if the loss did not become small."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="bagua", help="a backend of torch.distributed")
     parser.add_argument("--steps", type=int, default=200, help="how long to train")
@@ -45,7 +45,7 @@ def main() -> int:
     model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1)))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
-    # Each rank has samples of its own.
+    # Each rank has its own samples.
     samples = torch.Generator().manual_seed(rank)
     losses: list[float] = []
     for _ in tqdm(range(arguments.steps), unit="step", disable=rank != 0):

@@ -1,4 +1,4 @@
-"""An elastic job: a rank fails in the middle, is started again, and comes back into the averaging of the others.
+"""An elastic job: a rank fails during training, is restarted, and rejoins the averaging of the others.
 
 python -m bagua.distributed.run --keep-going --nproc-per-node 2 examples/elastic.py
 """
@@ -18,18 +18,18 @@ from bagua.torch_api.algorithms import AsyncModelAverageAlgorithm, AsyncModelAve
 
 
 def main() -> int:
-    """Fits a line; one rank fails once. 0 when the weights are right in the end."""
+    """Fits a line, while one rank fails once. Returns 0 if the final weights are right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fails", type=int, default=1, metavar="RANK", help="the rank that fails once; -1: none")
     parser.add_argument("--seconds", type=float, default=3.0, help="how long to train with all ranks")
     arguments = parser.parse_args()
-    # The runner has set BAGUA_ELASTIC, and counts the starts of this rank.
+    # The runner sets BAGUA_ELASTIC and counts the restarts of this rank.
     bagua.init_process_group()
     rank, ranks = bagua.get_rank(), bagua.get_world_size()
     fails = rank == arguments.fails and os.environ.get("BAGUA_RESTART_COUNT") == "0"
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    # In a process that came back this returns with the average of the others' weights.
+    # In a restarted process, this returns with the average of the other ranks' weights.
     bagua.with_bagua(model, [optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=20))
     algorithm = bagua.algorithm_of(model, AsyncModelAverageAlgorithmImpl)
     came = "came back" if bagua.rejoined() else "began"
@@ -51,10 +51,10 @@ def main() -> int:
         if present < ranks and not lost:
             print(f"rank {rank} goes on with {present} of {ranks} ranks", flush=True)
         lost = lost or present < ranks
-        # From when the rank that failed is back.
+        # Remember since when the failed rank is back.
         if lost and present == ranks:
             whole_since = whole_since or time.monotonic()
-        # Ranks learn of each other at different times: another may have ended already.
+        # Ranks learn of each other at different times, so another rank may already have ended.
         if whole_since and (present < ranks or time.monotonic() - whole_since > arguments.seconds):
             break
 

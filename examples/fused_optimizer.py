@@ -1,4 +1,4 @@
-"""Trains a deep, narrow model with plain and with fused steps: the same weights, bit for bit, in less time.
+"""Trains a deep, narrow model with plain and with fused steps: bitwise equal weights in less time.
 
 python examples/fused_optimizer.py                                      one process
 torchrun --standalone --nproc-per-node 2 examples/fused_optimizer.py    two ranks
@@ -17,7 +17,7 @@ from bagua.torch_api.contrib import fuse_optimizer
 
 
 def train(layers: int, steps: int, fused: bool) -> tuple[torch.Tensor, float]:
-    """All weights after training, and the seconds that the optimizer took."""
+    """Trains a model. Returns all weights and the seconds that the optimizer took."""
     torch.manual_seed(0)
     parts = [part for _ in range(layers) for part in (torch.nn.Linear(8, 8), torch.nn.Tanh())]
     model = torch.nn.Sequential(*parts, torch.nn.Linear(8, 1))
@@ -39,7 +39,7 @@ def train(layers: int, steps: int, fused: bool) -> tuple[torch.Tensor, float]:
 
 
 def main() -> None:
-    """Trains twice and compares."""
+    """Trains with plain and with fused steps, and compares the weights and times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--steps", type=int, default=30)

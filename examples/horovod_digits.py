@@ -1,6 +1,6 @@
 """A training script written for Horovod: handwritten digits, gradients in float16, two batches per step.
 
-Only its import differs from what runs on Horovod: ``import horovod.torch as hvd``.
+Only the import differs from a script for Horovod: ``import horovod.torch as hvd``.
 
 torchrun --standalone --nproc-per-node 2 examples/horovod_digits.py
 """
@@ -22,7 +22,7 @@ import bagua.horovod.torch as hvd
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """1797 images of 8 x 8 pixels: four fifths to train on, the rest to test on, the same on every rank."""
+    """Loads 1797 images of 8 x 8 pixels: four fifths for training, the rest for testing, the same on every rank."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16.0
     labels = torch.tensor(data.target, dtype=torch.int64)
@@ -46,7 +46,7 @@ def network() -> nn.Module:
 
 
 def accuracy(model: nn.Module, test: TensorDataset) -> float:
-    """Fraction of right answers, each rank testing its share."""
+    """Returns the fraction of right answers; each rank tests its share."""
     images, labels = (part[hvd.rank() :: hvd.size()] for part in test.tensors)
     model.eval()
     with torch.no_grad():
@@ -57,7 +57,7 @@ def accuracy(model: nn.Module, test: TensorDataset) -> float:
 
 
 def draw(losses: list[float], path: Path) -> None:
-    """The loss of each step as a PNG."""
+    """Plots the loss of each step as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -71,7 +71,7 @@ def draw(losses: list[float], path: Path) -> None:
 
 
 def main() -> int:
-    """Trains and tests; 1 if the ranks' weights differ or the network has not learnt."""
+    """Trains and tests. Returns 1 if the ranks' weights differ or the network has not learnt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=16, help="images per rank and backward pass")

@@ -24,7 +24,7 @@ from bagua.lightning import BaguaStrategy, CommunicationMonitor
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """1797 images of 8 x 8 pixels: four fifths to train on, the rest to test on, the same on every rank."""
+    """Loads 1797 images of 8 x 8 pixels: four fifths for training, the rest for testing, the same on every rank."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16.0
     labels = torch.tensor(data.target, dtype=torch.int64)
@@ -34,7 +34,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 class Digits(LightningModule):
-    """One convolution and a classifier. Nothing here knows of Bagua."""
+    """One convolution and a classifier. Nothing in this class is specific to Bagua."""
 
     def __init__(self, lr: float) -> None:
         super().__init__()
@@ -50,19 +50,19 @@ class Digits(LightningModule):
         )
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        """The loss of a batch."""
+        """Returns the loss of a batch."""
         images, labels = batch
         loss = nn.functional.cross_entropy(self.network(images), labels)
         self.log("loss", loss, prog_bar=True, sync_dist=True)
         return loss
 
     def test_step(self, batch: Any, index: int) -> None:
-        """The fraction of right answers."""
+        """Logs the fraction of right answers."""
         images, labels = batch
         self.log("accuracy", (self.network(images).argmax(1) == labels).float().mean(), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain SGD with momentum."""
+        """Returns plain SGD with momentum."""
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
 
@@ -73,12 +73,12 @@ class Losses(Callback):
         self.found: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        """One more."""
+        """Appends the loss of this step."""
         self.found.append(float(trainer.callback_metrics["loss"]))
 
 
 def draw(losses: list[float], path: Path) -> None:
-    """The loss of each step as a PNG."""
+    """Plots the loss of each step as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -92,7 +92,7 @@ def draw(losses: list[float], path: Path) -> None:
 
 
 def main() -> int:
-    """Trains and tests; 1 if the network has not learnt."""
+    """Trains and tests. Returns 1 if the network has not learnt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", default="gradient_allreduce", help="gradient_allreduce, bytegrad, powersgd, ...")
     parser.add_argument("--devices", type=int, default=2, help="processes on this machine")
@@ -109,7 +109,7 @@ def main() -> int:
         trainer = Trainer(
             accelerator="cpu",
             devices=arguments.devices,
-            # strategy="bagua" is the same with gradient_allreduce.
+            # strategy="bagua" would do the same with gradient_allreduce.
             strategy=BaguaStrategy(arguments.algorithm),
             max_epochs=arguments.epochs,
             callbacks=[losses, CommunicationMonitor(every_n_steps=20), TQDMProgressBar()],

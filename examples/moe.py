@@ -1,4 +1,4 @@
-"""A mixture of experts that are spread over the ranks, trained, saved and loaded.
+"""A mixture of experts, spread over the ranks: trains, saves and loads it.
 
 torchrun --standalone --nproc-per-node 2 examples/moe.py
 """
@@ -19,7 +19,7 @@ HIDDEN = 16
 
 
 class Model(nn.Module):
-    """Two experts on each rank, of which each token sees two of all."""
+    """A model with two experts on each rank. Each token goes to two experts of the job."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,15 +29,15 @@ class Model(nn.Module):
         self.outlet = nn.Linear(HIDDEN, 1)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Prediction, and the loss that keeps the experts evenly busy."""
+        """Returns the prediction, and the loss that keeps the experts evenly busy."""
         hidden, balance, _ = self.moe(torch.relu(self.inlet(x)))
         return self.outlet(hidden), balance
 
 
 def main() -> int:
-    """Trains; 1 if what was loaded is not what was saved."""
+    """Trains, saves and loads. Returns 1 if the loaded weights differ from the saved ones."""
     bagua.init_process_group()
-    # Different on each rank: the experts are, and with_bagua makes the rest equal.
+    # A different seed on each rank, because experts differ; with_bagua makes the other weights equal.
     torch.manual_seed(bagua.get_rank())
     model = Model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -1,10 +1,10 @@
-"""A framework other than torch on the engine: logistic regression in NumPy, trained by two ranks.
+"""The engine without torch: logistic regression in NumPy, trained by two ranks.
 
     python examples/numpy_training.py
 
-starts two ranks of itself; under a launcher that sets RANK and WORLD_SIZE it is one of them. Each rank sees its own
-half of the data, the engine averages the gradients while the next ones are computed, and all ranks end with bitwise
-equal weights.
+This starts two ranks. Under a launcher that sets RANK and WORLD_SIZE, the program runs one rank. Each rank has its own
+half of the data. The engine averages gradients while the next ones are computed, and all ranks end with bitwise equal
+weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FEATURES, SAMPLES, STEPS, RATE = 20, 2000, 60, 0.5
 
 
 def samples() -> tuple[np.ndarray, np.ndarray]:
-    """Points on both sides of a plane that training has to find."""
+    """Returns points on both sides of a plane that training has to find."""
     random = np.random.default_rng(0)
     x = random.standard_normal((SAMPLES, FEATURES)).astype(np.float32)
     plane = random.standard_normal(FEATURES).astype(np.float32)
@@ -30,13 +30,13 @@ def samples() -> tuple[np.ndarray, np.ndarray]:
 
 
 def train(group: bagua.Group) -> None:
-    """One rank's part of the job."""
+    """Runs one rank."""
     everything, labels = samples()
     x, y = everything[group.rank :: group.size], labels[group.rank :: group.size]
     weight, bias = np.zeros(FEATURES, np.float32), np.zeros((), np.float32)
     gradient = {"weight": np.zeros_like(weight), "bias": np.zeros_like(bias)}
 
-    # Two buckets, in the order in which their gradients become ready: the first travels while the second is computed.
+    # Two buckets in the order in which their gradients become ready. The first is sent while the second is computed.
     buckets = [
         bagua.Bucket(name, {name: gradient[name]}).append_centralized(average=True) for name in ("bias", "weight")
     ]
@@ -63,7 +63,7 @@ def train(group: bagua.Group) -> None:
 
 
 def main(init_method: str = "env://") -> int:
-    """Starts the ranks, or is one."""
+    """Starts the ranks, or runs one if a launcher has set RANK."""
     if "RANK" in os.environ:
         train(bagua.init(init_method=init_method, timeout=60))
         bagua.shutdown()

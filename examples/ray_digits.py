@@ -1,6 +1,6 @@
 """Ray Train on the backend "bagua": handwritten digits on two workers that Ray starts.
 
-Nothing of the training is Bagua's: `TorchConfig` names the backend, and Ray does the rest.
+The training does not use Bagua directly: `TorchConfig` names the backend, and Ray does the rest.
 
 python examples/ray_digits.py
 """
@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """1797 images of 8 x 8 pixels: four fifths to train on, the rest to test on, the same on every worker."""
+    """Loads 1797 images of 8 x 8 pixels: four fifths for training, the rest for testing, the same on every worker."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).flatten(1) / 16.0
     labels = torch.tensor(data.target, dtype=torch.int64)
@@ -37,7 +37,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    """What each worker runs."""
+    """Trains on one worker."""
     torch.manual_seed(0)
     train, test = digits()
     model = ray.train.torch.prepare_model(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
@@ -84,7 +84,7 @@ def train_loop(config: dict[str, Any]) -> None:
 
 
 def draw(losses: list[float], path: Path) -> None:
-    """The loss of each step as a PNG."""
+    """Plots the loss of each step as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -99,7 +99,7 @@ def draw(losses: list[float], path: Path) -> None:
 
 
 def main() -> int:
-    """Trains and tests; 1 if the workers' weights differ or the network has not learnt."""
+    """Trains and tests. Returns 1 if the workers' weights differ or the network has not learnt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=6)

@@ -1,8 +1,8 @@
-"""A training that loses one of its ranks and goes on without it: the last rank kills itself at a third of the steps.
+"""Training that continues after losing a rank: the last rank kills itself after a third of the steps.
 
 OMP_NUM_THREADS=1 python examples/shrink.py
 
-torchrun would end all ranks when one ends, so this program starts them itself. With RANK set, it is one of them.
+torchrun would end all ranks when one ends, so this program starts them itself. If RANK is set, it runs one rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RANKS, STEPS = 3, 30
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part of the samples of a step, which every rank draws alike."""
+    """Returns this rank's part of the samples of a step. All ranks draw the same samples."""
     generator = torch.Generator().manual_seed(step)
     images = torch.randn(48, 10, generator=generator)
     mine = slice(bagua.get_rank(), None, bagua.get_world_size())
@@ -30,7 +30,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train() -> int:
-    """Trains, and shows whether the ranks that are left have the same weights."""
+    """Trains, and prints whether the remaining ranks have the same weights."""
     bagua.init_process_group()
     ends = bagua.get_rank() == bagua.get_world_size() - 1 > 0
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def train() -> int:
 
 
 def launch() -> int:
-    """Starts the ranks; the last is expected to be killed."""
+    """Starts the ranks, and expects that the last one is killed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks: two samples each, and the statistics of all of them.
+"""Batch normalisation over the batches of all ranks: each rank has two samples and uses the statistics of all.
 
 torchrun --standalone --nproc-per-node 2 examples/sync_batchnorm.py
 """
@@ -15,12 +15,12 @@ from bagua.torch_api.contrib.sync_batchnorm import SyncBatchNorm
 
 
 def main() -> int:
-    """Trains, and shows whether the running statistics are equal on all ranks."""
+    """Trains, and prints whether the running statistics are equal on all ranks."""
     bagua.init_process_group()
     rank, ranks = bagua.get_rank(), bagua.get_world_size()
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
-    # Before with_bagua, which registers the parameters.
+    # Convert before with_bagua, which registers the parameters.
     model = SyncBatchNorm.convert_sync_batchnorm(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     bagua.with_bagua(model, [optimizer], "gradient_allreduce")

@@ -23,12 +23,12 @@ import bagua.torch_api as bt
 from bagua.torch_api.algorithms import Algorithm, AsyncModelAverageAlgorithmImpl, GlobalAlgorithmRegistry
 from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 
-#: Algorithms whose ranks have different weights between, or also after, their communications.
+#: Algorithms that leave ranks with different weights between exchanges, some also after an exchange.
 APART = ("decentralized", "local_sgd", "diloco", "async")
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """1797 images of 8 x 8 pixels: four fifths to train on, the rest to test on, the same on every rank."""
+    """Loads 1797 images of 8 x 8 pixels: four fifths for training, the rest for testing, the same on every rank."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16.0
     labels = torch.tensor(data.target, dtype=torch.int64)
@@ -55,19 +55,20 @@ def network() -> nn.Module:
 
 
 def training(model: nn.Module, arguments: argparse.Namespace) -> tuple[torch.optim.Optimizer, Algorithm]:
-    """The optimizer and the algorithm that the options ask for. Ranks of one host count as hosts of their own here, so
-    that codecs and gossip have something to do.
+    """Returns the optimizer and the algorithm that the options select.
+
+    Sets `hierarchical=False`, so that the ranks of one host exchange encoded values and gossip with each other.
     """
     name = arguments.algorithm
     options: dict[str, object] = {}
-    # Error feedback delays much of a gradient with one bit per element, which a smaller rate forgives.
+    # With one bit per element, error feedback delays much of a gradient. A smaller rate compensates for that.
     lr = arguments.lr or (0.01 if arguments.compression == "onebit" else 2e-3 if name == "qadam" else 0.05)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=1e-4)
     if name == "qadam":
         optimizer = QAdamOptimizer(model.parameters(), lr, warmup_steps=30)
         options["q_adam_optimizer"] = optimizer
     if name == "async":
-        # Several rounds in each epoch of this small model; by default they are half a second apart.
+        # Average several times in each epoch of this small model. By default rounds are half a second apart.
         options["sync_interval_ms"], options["warmup_steps"] = 20, 20
     elif name not in ("gradient_allreduce", "powersgd"):
         options["hierarchical"] = False
@@ -76,14 +77,14 @@ def training(model: nn.Module, arguments: argparse.Namespace) -> tuple[torch.opt
     if arguments.compression is not None:
         codec = arguments.compression
         options["compression"] = bagua.Codec("top_k", k=0.05) if codec == "top_k" else codec
-        # What these lose at a time is much: it comes later.
+        # These codecs lose much in each step. Error feedback sends it later.
         if codec in ("onebit", "top_k", "random_k") and name in ("bytegrad", "local_sgd", "diloco"):
             options["error_feedback"] = True
     return optimizer, Algorithm.init(name, **options)
 
 
 def accuracy(model: nn.Module, data: TensorDataset) -> float:
-    """Fraction of right answers, each rank counting its share."""
+    """Returns the fraction of right answers; each rank counts its share."""
     images, labels = (part[bt.get_rank() :: bt.get_world_size()] for part in data.tensors)
     model.eval()
     with torch.no_grad():
@@ -105,12 +106,12 @@ def weights_are_equal(model: nn.Module) -> bool:
 
 
 def mebibytes(count: float) -> str:
-    """A number of bytes for people."""
+    """Formats a number of bytes for people."""
     return f"{count / 2**20:.1f} MiB"
 
 
 def main() -> int:
-    """Trains, tests, and reports; 1 if the ranks' weights differ."""
+    """Trains, tests, and reports. Returns 1 if the ranks' weights differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch", type=int, default=32, help="images per rank and step")
@@ -122,7 +123,7 @@ def main() -> int:
     bt.init_process_group()
     rank, ranks = bt.get_rank(), bt.get_world_size()
     train, test = digits()
-    # Different on each rank: with_bagua makes them equal.
+    # A different seed on each rank: with_bagua makes the weights equal.
     torch.manual_seed(rank)
     model = network()
     optimizer, algorithm = training(model, arguments)
@@ -147,7 +148,7 @@ def main() -> int:
     seconds = time.perf_counter() - started
 
     if arguments.algorithm == "async":
-        # The ranks have made their last steps, each at its time: one round more makes their weights equal.
+        # The ranks made their last steps at different times. One more round makes their weights equal.
         asynchronous = bt.algorithm_of(model, AsyncModelAverageAlgorithmImpl)
         asynchronous.synchronize(model)
         asynchronous.abort(model)

@@ -1,10 +1,10 @@
-"""A training that saves a checkpoint when Slurm's time is nearly over, and goes on there the next time.
+"""Training that saves a checkpoint shortly before Slurm's time limit, and resumes from it the next time.
 
     srun python examples/slurm/train.py --checkpoint FILE
 
-`train.sbatch` beside it is its job. Slurm sends SIGUSR1 to every rank (`--signal=USR1@120`), but not at one moment: so
-the ranks combine in each step whether one of them has it, and all stop after the same step. Ends with 0 when all steps
-are done, and with 75 (EX_TEMPFAIL of sysexits.h) when the job has to be started again.
+`train.sbatch` in this folder is the job. Slurm sends SIGUSR1 to every rank (`--signal=USR1@120`), but not at the same
+moment. So in each step the ranks find out if one of them got the signal, and all stop after the same step. The exit
+code is 0 if all steps are done, and 75 (EX_TEMPFAIL of sysexits.h) if the job has to be started again.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import numpy as np
 
 import bagua
 
-#: The exit code after a checkpoint that another start goes on from.
+#: Exit code after a checkpoint from which another start resumes.
 AGAIN = 75
 
 FEATURES, RATE = 8, 0.05
 
 
 def save(path: Path, step: int, weights: np.ndarray) -> None:
-    """Writes beside the file and renames, so that no reader finds half of it."""
+    """Writes a temporary file and renames it, so that a reader never finds half a file."""
     new = path.with_name(f"{path.name}.new")
     with new.open("wb") as file:
         np.savez(file, step=step, weights=weights)
@@ -37,7 +37,7 @@ def save(path: Path, step: int, weights: np.ndarray) -> None:
 
 
 def load(path: Path) -> tuple[int, np.ndarray]:
-    """The number of steps that are done, and the weights after them."""
+    """Returns the number of completed steps and the weights after them."""
     if not path.exists():
         return 0, np.zeros(FEATURES, dtype=np.float32)
     with np.load(path) as kept:
@@ -59,7 +59,7 @@ def main() -> int:
     group = bagua.init()
     step, weights = load(arguments.checkpoint)
     print(f"rank {group.rank} of {group.size} begins at step {step}", flush=True)
-    # All ranks find the same plane, each from its own samples.
+    # All ranks fit the same plane, each from its own samples.
     plane = np.arange(1, FEATURES + 1, dtype=np.float32)
     has_to_stop = np.zeros(1, dtype=np.uint8)
     while step < arguments.steps and not has_to_stop[0]:
@@ -74,7 +74,7 @@ def main() -> int:
     if group.rank == 0:
         save(arguments.checkpoint, step, weights)
         print(f"saved after step {step}: error {np.abs(weights - plane).max():.4f}", flush=True)
-    # No rank ends before the checkpoint is complete.
+    # Wait, so that no rank ends before the checkpoint is complete.
     bagua.barrier()
     bagua.shutdown()
     return 0 if step == arguments.steps else AGAIN
