@@ -18,6 +18,7 @@ import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -223,7 +224,7 @@ def test_bench_prints_checked_figures_of_ranks_that_it_starts() -> None:
 )
 def test_bench_on_a_host_with_ipv6_alone(interface: str | None, expected: tuple[int, str]) -> None:
     pytest.importorskip("torch", reason="torch is not installed: make setup")
-    variables = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
+    variables: dict[str, Any] = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
     ended = command("bench", "--sizes", "4K", inside=ipv6_alone(), **variables)
     assert ended.returncode == expected[0], ended.stderr
     assert re.search(expected[1], ended.stderr)

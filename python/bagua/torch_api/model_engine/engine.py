@@ -119,6 +119,8 @@ class ModelEngine:
         # From the first forward of a step until its backward has ended.
         self._in_step = False
         self.bagua_buckets: list[BaguaBucket] = []
+        # What the ranks' buckets must have in common.
+        self._layout: list[str] = []
         self._in_backward = False
         # The thread that runs it.
         self._thread = 0
