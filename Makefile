@@ -211,6 +211,14 @@ $(VENV)/.ray: $(VENV)/.packages requirements/ray.in requirements/constraints.txt
 	$(UV) pip install --python $(BIN)/python --constraint requirements/constraints.txt --requirement requirements/ray.in
 	touch $@
 
+.PHONY: test-hugging-face
+test-hugging-face: setup $(VENV)/.hugging-face ## Installs accelerate and transformers, and trains with compressed gradients in both
+	$(BIN)/python -m pytest tests/hugging_face.py
+
+$(VENV)/.hugging-face: $(VENV)/.packages requirements/hugging_face.in requirements/constraints.txt
+	$(UV) pip install --python $(BIN)/python --constraint requirements/constraints.txt --requirement requirements/hugging_face.in
+	touch $@
+
 .PHONY: test-oldest
 test-oldest: wheel $(OLDEST)/.packages ## Installs the wheel beside the oldest torch that is supported, and runs the Python tests there
 	tools/system_packages test

@@ -58,6 +58,7 @@ LIFECYCLE = "lifecycle.py"
 # Python modules that may import torch at module level.
 TORCH = (
     "torch_api/*",
+    "accelerate.py",
     "aggregation/*",
     "c10d/*",
     "cuda/tensors.py",

@@ -20,6 +20,8 @@ PARTS = {
     "python": "test-python",
     "chaos": "chaos",
     "torch": "test-torch",
+    "ray": "test-ray",
+    "hugging-face": "test-hugging-face",
     "wheel": "wheel",
     "oldest": "test-oldest",
     "arm": "test-arm",
@@ -48,9 +50,9 @@ def main() -> int:
         print(f"== {part}: make {PARTS[part]}, output in {LOGS / part}.log", flush=True)
         results[part] = run(part)
         print(f"   {results[part][0]} after {results[part][1]:.0f} s", flush=True)
-    print(f"\n{'part':<8} {'result':<7} {'seconds':>7}")
+    print(f"\n{'part':<12} {'result':<7} {'seconds':>7}")
     for part, (result, seconds) in results.items():
-        print(f"{part:<8} {result:<7} {seconds:>7.0f}")
+        print(f"{part:<12} {result:<7} {seconds:>7.0f}")
     return 1 if any(result == "FAILED" for result, _ in results.values()) else 0
 
 

@@ -56,6 +56,7 @@ PUBLIC = {
         "bagua.torch_api.contrib.utils.store",
     ],
     "Other front ends": [
+        "bagua.accelerate",
         "bagua.aggregation",
         "bagua.aggregation.optim",
         "bagua.c10d",
