@@ -1,4 +1,4 @@
-//! Tensors that are communicated together, and their operations. Plain data: the lock around it belongs to the engine.
+//! Tensors that are communicated together, and the operations on them. Plain data: the engine puts it behind a lock.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -10,53 +10,54 @@ use crate::types::DType;
 
 /// A named tensor of a bucket.
 pub struct Tensor {
-    /// Unique in its engine, unless it is padding.
+    /// Unique among all tensors of an engine, unless the tensor is padding.
     pub name: String,
-    /// Its memory.
+    /// The tensor's memory.
     pub region: Region,
-    /// Padding is always ready.
+    /// True for padding, which always counts as ready.
     pub padding: bool,
 }
 
-/// The memory and operations of a bucket that is being communicated: see [`Bucket::check_out`].
+/// The memory and operations of a bucket that is being communicated. Returned by [`Bucket::check_out`].
 #[derive(Default)]
 pub struct CheckedOut {
-    /// The tensors' memory, in order.
+    /// Memory of the bucket's tensors, in order.
     pub regions: Vec<Region>,
-    /// Tensors of the operations.
+    /// Extra tensors that the operations use.
     pub extra: Vec<ExtraTensor>,
-    /// The operations, in order.
+    /// The operations, in the order in which they run.
     pub ops: Vec<Arc<dyn Op>>,
-    /// How often the bucket was checked out before.
+    /// Number of times the bucket was checked out before.
     pub step: u64,
-    /// Elements at the end that are padding.
+    /// Number of padding elements at the end.
     pub padding: usize,
 }
 
-/// What a tensor is, without its memory.
+/// A tensor without its memory.
 struct Described {
     name: String,
     padding: bool,
     count: usize,
 }
 
-/// See the module. Tensors and operations can be changed while it is not checked out.
+/// Tensors that are communicated together, and the operations on them. While the bucket is checked out for a
+/// communication, methods that would change it return `InvalidArgument`.
 pub struct Bucket {
     name: String,
     dtype: DType,
     tensors: Vec<Described>,
-    /// One per tensor, in order. `None` while checked out.
+    /// One region per tensor, in order. `None` while checked out.
     regions: Option<Vec<Region>>,
-    /// Tensors of the operations. Empty while it is checked out.
+    /// Extra tensors that the operations use. Empty while checked out.
     extra: Vec<ExtraTensor>,
     ops: Vec<Arc<dyn Op>>,
-    /// How often it was checked out since [`Bucket::restart`].
+    /// Number of check-outs so far, counted from the last [`Bucket::set_step`].
     step: u64,
 }
 
 impl Bucket {
-    /// A bucket of these tensors, all of one dtype and in one place; empty lists, repeated names, mixed dtypes and places are refused by
-    /// name.
+    /// Creates a bucket of these tensors. They must have the same dtype and place, and different names: the error names
+    /// those that do not.
     pub fn new(name: &str, tensors: Vec<Tensor>) -> Result<Bucket> {
         let Some(first) = tensors.first() else {
             return Err(Error::InvalidArgument(format!("bucket '{name}' has no tensors")));
@@ -93,37 +94,38 @@ impl Bucket {
         })
     }
 
-    /// Its name.
+    /// Returns the bucket's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Element type.
+    /// Returns the element type of all tensors.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Bytes of all tensors, padding included.
+    /// Returns the size of all tensors in bytes, including padding.
     pub fn bytes(&self) -> usize {
         self.tensors.iter().map(|tensor| tensor.count * self.dtype.size()).sum()
     }
 
-    /// Name of each tensor, and whether it is padding.
+    /// Returns the name of each tensor, and true if it is padding.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, bool)> {
         self.tensors.iter().map(|tensor| (tensor.name.as_str(), tensor.padding))
     }
 
-    /// The tensors' memory, unless it is checked out.
+    /// Returns the tensors' memory, or `None` while the bucket is checked out.
     pub fn regions(&self) -> Option<&[Region]> {
         self.regions.as_deref()
     }
 
-    /// The device that its tensors are on; `None` for the host, and while it is checked out.
+    /// Returns the device that the tensors are on, or `None` if they are on the host or checked out.
     pub fn device(&self) -> DeviceRef<'_> {
         self.regions.as_ref()?.first()?.device()
     }
 
-    /// Adds an operation; they run in the order in which they were added. Refuses one that cannot work on this bucket's type.
+    /// Adds an operation, which runs after the earlier ones. Returns an error if it cannot work with the bucket's
+    /// dtype, size or extra tensors.
     pub fn append(&mut self, op: Arc<dyn Op>) -> Result<()> {
         self.check_idle()?;
         op.check(self.dtype, self.elements()).map_err(|error| self.named(self.with_tensors(error)))?;
@@ -139,29 +141,30 @@ impl Bucket {
         Ok(())
     }
 
-    /// Names of the operations.
+    /// Returns the names of the operations.
     pub fn ops(&self) -> Vec<&'static str> {
         self.ops.iter().map(|op| op.name()).collect()
     }
 
-    /// The choice of its first operation that makes one, see [`Op::choice`].
+    /// Returns the codec chosen by the first operation that chooses one: see [`Op::choice`].
     pub fn choice(&self) -> Option<String> {
         self.ops.iter().find_map(|op| op.choice())
     }
 
-    /// The values of a tensor are final. `region` replaces its memory (same count, dtype and place) when it moved. On a device the bucket is
-    /// communicated behind the work that `stream` has now, see [`Device::mark`](crate::memory::Device::mark).
+    /// Tells the bucket that the values of a tensor are final. `region` replaces the tensor's memory, and must have the
+    /// same count, dtype and place. On a device, the bucket is communicated after the work that is queued on `stream`
+    /// now: see [`Device::mark`](crate::memory::Device::mark).
     ///
     /// # Errors
-    /// `InvalidArgument` while the bucket is being communicated, and for memory of another size or type; `UnsupportedType` for memory in another
-    /// place; whatever the device reports.
+    /// `InvalidArgument` or `UnsupportedType` if the new memory differs from the old; otherwise the errors of the
+    /// device.
     pub fn mark_ready(&mut self, tensor: usize, region: Option<Region>, stream: Option<usize>) -> Result<()> {
         let Some(regions) = &mut self.regions else {
             let name = &self.tensors[tensor].name;
             let error = self.in_flight();
             return Err(Error::InvalidArgument(format!("tensor '{name}' was marked ready, but {error}")));
         };
-        // First, because it may fail, and has no effect then.
+        // Marking may fail, so it comes before the first change.
         if let Some(device) = regions.first().and_then(Region::device) {
             device.mark(stream)?;
         }
@@ -169,7 +172,7 @@ impl Bucket {
         let (described, before) = (&self.tensors[tensor], &regions[tensor]);
         if (region.count(), region.dtype()) != (described.count, self.dtype) {
             return Err(Error::InvalidArgument(format!(
-                "tensor '{}' has {} elements of {}, its new memory has {} of {}",
+                "tensor '{}' has {} elements of {}, but its new memory has {} of {}",
                 described.name,
                 described.count,
                 self.dtype.name(),
@@ -179,7 +182,7 @@ impl Bucket {
         }
         if !same_place(before.device(), region.device()) {
             return Err(Error::UnsupportedType(format!(
-                "tensor '{}' is on {}, its new memory on {}",
+                "tensor '{}' is on {}, but its new memory is on {}",
                 described.name,
                 name_of(before.device()),
                 name_of(region.device())
@@ -189,7 +192,7 @@ impl Bucket {
         Ok(())
     }
 
-    /// Checks out the memory for as long as it is being communicated. Until [`Bucket::check_in`] nothing can be changed.
+    /// Checks out the memory for one communication. Nothing can be changed until [`Bucket::check_in`].
     pub fn check_out(&mut self) -> Result<CheckedOut> {
         match self.regions.take() {
             Some(regions) => {
@@ -202,18 +205,18 @@ impl Bucket {
         }
     }
 
-    /// Takes back the memory that `check_out` returned.
+    /// Takes back the memory that [`Bucket::check_out`] returned.
     pub fn check_in(&mut self, CheckedOut { regions, extra, .. }: CheckedOut) {
         debug_assert_eq!(regions.len(), self.tensors.len());
         self.regions = Some(regions);
         self.extra = extra;
     }
 
-    /// Registers a tensor of the operations beside the bucket's own; one of the same name is replaced.
+    /// Registers an extra tensor for the operations. It replaces an earlier one of the same name.
     ///
     /// # Errors
-    /// `InvalidArgument` while the bucket is being communicated, for a size or dtype that an operation refuses, and for memory that
-    /// another tensor of the bucket has too; `UnsupportedType` for another place than the bucket's.
+    /// `InvalidArgument` if an operation rejects the tensor or if another tensor of the bucket shares its memory;
+    /// `UnsupportedType` if it is in another place than the bucket.
     pub fn attach(&mut self, extra: ExtraTensor) -> Result<()> {
         self.check_idle()?;
         if let Some((first, region)) = self.tensors.first().zip(self.regions.iter().flatten().next()) {
@@ -234,22 +237,18 @@ impl Bucket {
         Ok(())
     }
 
-    /// Counts steps from this one on: 0 when it is registered, another one when a training is resumed.
-    ///
-    /// # Errors
-    /// `InvalidArgument` while the bucket is being communicated.
+    /// Sets the step counter, to continue from a checkpoint.
     pub fn set_step(&mut self, step: u64) -> Result<()> {
         self.check_idle()?;
         self.step = step;
         Ok(())
     }
 
-    /// How often it was communicated.
+    /// Returns the number of communications so far, counted from the last [`Bucket::set_step`].
     pub fn step(&self) -> u64 {
         self.step
     }
 
-    /// Elements, padding included.
     fn elements(&self) -> usize {
         self.tensors.iter().map(|tensor| tensor.count).sum()
     }
@@ -258,7 +257,7 @@ impl Bucket {
         op.check_extra(extra, self.dtype, self.elements(), self.padding()).map_err(|error| self.named(error))
     }
 
-    /// An error about the bucket's element type with the name of a tensor that has it: a bucket's name may be a number.
+    /// Adds the name of a tensor to an error about the element type, because a bucket's name may be a mere number.
     fn with_tensors(&self, error: Error) -> Error {
         let Error::UnsupportedType(text) = error else { return error };
         let mut names = self.tensors.iter().filter(|tensor| !tensor.padding).map(|tensor| &tensor.name);
@@ -270,7 +269,7 @@ impl Bucket {
         Error::UnsupportedType(format!("tensor '{first}'{more}: {text}"))
     }
 
-    /// An error about an argument with the bucket's name in front.
+    /// Puts the bucket's name in front of an error about an argument.
     fn named(&self, error: Error) -> Error {
         match error {
             Error::UnsupportedType(text) => Error::UnsupportedType(format!("bucket '{}': {text}", self.name)),
@@ -280,16 +279,16 @@ impl Bucket {
         }
     }
 
-    /// Elements at the end that are padding.
+    /// Returns the number of padding elements at the end.
     fn padding(&self) -> usize {
         self.tensors.iter().rev().take_while(|tensor| tensor.padding).map(|tensor| tensor.count).sum()
     }
 
-    /// Copies an extra tensor, as long as the bucket, into the bucket's tensors; on a device as work of `stream`.
+    /// Copies an extra tensor that is as long as the bucket into the bucket's tensors. On a device, the copy is queued
+    /// on `stream`.
     ///
     /// # Errors
-    /// `InvalidArgument` while the bucket is being communicated, or for an extra tensor that it lacks or that has another length;
-    /// whatever the device reports.
+    /// `InvalidArgument` if there is no extra tensor of this name and length; otherwise the errors of the device.
     pub fn copy_from_extra(&mut self, name: &str, stream: Option<usize>) -> Result<()> {
         self.check_idle()?;
         let Some(extra) = self.extra.iter().find(|extra| extra.name == name) else {
@@ -298,7 +297,7 @@ impl Bucket {
         if extra.region.len() != self.bytes() {
             let (bytes, extra) = (self.bytes(), extra.region.len());
             return Err(Error::InvalidArgument(format!(
-                "bucket '{}' has {bytes} bytes, its extra tensor '{name}' {extra}",
+                "bucket '{}' has {bytes} bytes, but its extra tensor '{name}' has {extra}",
                 self.name
             )));
         }
@@ -310,7 +309,7 @@ impl Bucket {
         Ok(())
     }
 
-    /// Ok unless it is checked out.
+    /// Returns an error while the bucket is checked out.
     pub fn check_idle(&self) -> Result<()> {
         if self.regions.is_some() { Ok(()) } else { Err(self.in_flight()) }
     }
@@ -320,7 +319,6 @@ impl Bucket {
     }
 }
 
-/// Refuses two tensors of a bucket that are in different places.
 fn check_same_place(bucket: &str, (first, region): (&str, &Region), (second, other): (&str, &Region)) -> Result<()> {
     if same_place(region.device(), other.device()) {
         return Ok(());
@@ -340,13 +338,13 @@ mod tests {
     use crate::op::{CentralizedOp, NoOp};
 
     fn tensor(name: &str, dtype: DType, memory: &mut [u8]) -> Tensor {
-        // SAFETY: every test keeps its array alive and untouched while it uses the bucket.
+        // SAFETY: every test keeps its array alive and does not touch it while it uses the bucket.
         let region = unsafe { Region::new(memory.as_mut_ptr(), memory.len() / dtype.size(), dtype).unwrap() };
         Tensor { name: name.to_owned(), region, padding: false }
     }
 
     fn empty(name: &str) -> Tensor {
-        // SAFETY: no elements, never read.
+        // SAFETY: there are no elements, so the pointer is never read.
         let region = unsafe { Region::new(std::ptr::null_mut(), 0, DType::F32).unwrap() };
         Tensor { name: name.to_owned(), region, padding: false }
     }

@@ -1,13 +1,19 @@
-//! The engine of Bagua: pure Rust, no Python, no CUDA, no environment, no printing.
+//! The engine of Bagua. Pure Rust: it uses no Python and no CUDA, reads no environment variables and prints nothing.
 //!
-//! The crates, top to bottom; each depends on those below it only, and this one re-exports their modules:
+//! This crate re-exports the modules of the crates below it. From top to bottom, each crate depends only on those
+//! below:
 //!
 //! | crate | modules |
 //! |---|---|
-//! | `bagua-core` | [`engine`], [`average`]: communication threads, the queue of buckets, handles; asynchronous averaging of models. [`op`]: the operations on a bucket. [`bucket`], [`schedule`]: tensors that are communicated together; which bucket is next |
+//! | `bagua-core` | [`engine`]: communication threads, the queue of buckets, handles |
+//! | | [`average`]: asynchronous averaging of models |
+//! | | [`op`]: the operations on a bucket |
+//! | | [`bucket`], [`schedule`]: tensors that are communicated together, and which bucket is next |
 //! | `bagua-group` | [`group`]: store, bootstrap, control, membership, TLS; lanes, sub-groups |
-//! | `bagua-collectives` | [`collective`]: how the ranks of a group combine tensors: solo, shm, net, hier; compressed, gossip |
-//! | `bagua-net` | [`transport`]: byte streams between two ranks, the mesh. [`request`]: one operation as a value. [`memory`], [`stats`], [`recorder`], [`health`], [`wait`] |
+//! | `bagua-collectives` | [`collective`]: how ranks combine tensors: solo, shm, net, hier; compressed, gossip |
+//! | `bagua-net` | [`transport`]: byte streams between two ranks, the mesh |
+//! | | [`request`]: one operation as a value |
+//! | | [`memory`], [`stats`], [`recorder`], [`health`], [`wait`] |
 //! | `bagua-kernels` | [`reduce`], [`codec`]: element-wise kernels; compression |
 //! | `bagua-types` | [`types`], [`error`]: element types, reduce operations, fingerprints; what can fail |
 

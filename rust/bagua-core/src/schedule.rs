@@ -1,23 +1,26 @@
-//! The order in which buckets are communicated: a pure state machine, no clock, no lock, no thread.
+//! The order in which buckets are communicated: a pure state machine without clock, lock or thread.
 //!
-//! All ranks must communicate the same buckets in the same order, but autograd completes gradients in an order that differs between
-//! ranks. The schedule therefore holds a ready bucket back until all buckets registered before it are released.
+//! All ranks must communicate the same buckets in the same order, but autograd completes gradients in an order that
+//! differs between ranks. The schedule therefore holds a ready bucket back until all buckets registered before it are
+//! released.
 //!
 //! Invariants, quoted by the tests:
 //!
-//! 1. **Registered order.** Buckets are released as 0, 1, …, n-1, 0, 1, …, in whatever order tensors are marked.
-//! 2. **Complete.** A bucket is released only when each of its tensors was marked since its last release; padding counts as marked.
+//! 1. **Registered order.** Buckets are released as 0, 1, …, n-1, 0, 1, …, no matter in which order tensors are marked.
+//! 2. **Complete.** A bucket is released only if each of its tensors was marked since its last release. Padding counts
+//!    as marked.
 //! 3. **At once.** The mark that completes the front bucket releases it and every complete bucket behind it.
-//! 4. **Nothing without a mark.** A bucket of padding only is released with the next bucket that has tensors, or, behind the last
-//!    bucket with tensors, together with that one; a schedule of padding only releases nothing.
-//! 5. **Errors change nothing.** Marking an unknown tensor, one twice before its bucket is released, or one that is not accepted, leaves the
-//!    state as it was.
+//! 4. **Nothing without a mark.** A bucket that contains only padding is released together with the next bucket that
+//!    has tensors or, if there is none behind it, with the last one that has. If all buckets contain only padding, none
+//!    is released.
+//! 5. **Errors change nothing.** The state stays as it was if the marked tensor is unknown, was already marked since
+//!    its bucket's last release, or is not accepted.
 
 use std::collections::HashSet;
 
 use crate::error::{Error, Result};
 
-/// The bucket of a tensor, and its index there.
+/// The position of a tensor: its bucket and its index in that bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorIndex {
     /// Index of its bucket.
@@ -26,36 +29,32 @@ pub struct TensorIndex {
     pub tensor: usize,
 }
 
-/// A tensor or padding in a bucket.
 struct Slot {
     name: String,
     padding: bool,
-    /// Marked since the last release of its bucket. Always true for padding.
+    /// True if the tensor was marked since the last release of its bucket. Always true for padding.
     ready: bool,
 }
 
-/// A bucket of the schedule.
 struct Entry {
     slots: Vec<Slot>,
-    /// Number of tensors, without padding.
     tensors: usize,
-    /// Number of tensors that are not marked.
     missing: usize,
 }
 
-/// The schedule of an engine's buckets; see the module.
+/// The schedule of an engine's buckets. The module describes its invariants.
 #[derive(Default)]
 pub struct Schedule {
     entries: Vec<Entry>,
-    /// Tensors that can be marked, by number: in registered order, without padding.
+    /// The tensors that can be marked, in registered order without padding. A tensor's number is its index here.
     indices: Vec<TensorIndex>,
-    /// The bucket to release next; below the number of buckets, or 0 when there are none.
+    /// The bucket to release next. Less than the number of buckets, or 0 if there are none.
     front: usize,
 }
 
 impl Schedule {
-    /// A schedule of buckets in this order, each a list of (tensor name, padding). Tensor names must be unique; names of padding are
-    /// ignored.
+    /// Creates a schedule of buckets in this order. Each bucket is a list of (tensor name, true if it is padding).
+    /// Tensor names must be unique, except for those of padding.
     pub fn new(buckets: Vec<Vec<(String, bool)>>) -> Result<Schedule> {
         let (mut indices, mut names) = (Vec::new(), HashSet::new());
         let mut entries = Vec::with_capacity(buckets.len());
@@ -74,7 +73,7 @@ impl Schedule {
         Ok(Schedule { entries, indices, front: 0 })
     }
 
-    /// Names of the tensors that can be marked, by number.
+    /// Returns the names of the tensors that can be marked. A tensor's number is its position in this list.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.indices.iter().map(|index| self.name(*index))
     }
@@ -83,16 +82,17 @@ impl Schedule {
         &self.entries[index.bucket].slots[index.tensor].name
     }
 
-    /// The bucket to release next.
+    /// Returns the index of the bucket to release next.
     pub fn front(&self) -> usize {
         self.front
     }
 
-    /// Marks the tensor of this number, if `accept` takes the mark for the tensor at that place, and returns the buckets that this releases, in
-    /// order.
+    /// Marks the tensor with this number if `accept` returns `Ok` for its position. Returns the buckets that the mark
+    /// releases, in order.
     ///
     /// # Errors
-    /// `InvalidArgument` for a number that no tensor has, and for a tensor that is marked already; what `accept` returns.
+    /// `InvalidArgument` if no tensor has this number or if the tensor is already marked; otherwise the error of
+    /// `accept`.
     pub fn mark_ready(&mut self, number: usize, accept: impl FnOnce(TensorIndex) -> Result<()>) -> Result<Vec<usize>> {
         let known = self.indices.len();
         let index = *self.indices.get(number).ok_or_else(|| {
@@ -111,7 +111,8 @@ impl Schedule {
         Ok(self.release())
     }
 
-    /// Releases complete buckets from the front on. Terminates, because each iteration returns, clears a mark, or wraps around.
+    /// Releases complete buckets, starting at the front. Terminates because each iteration returns, clears a mark, or
+    /// wraps around.
     fn release(&mut self) -> Vec<usize> {
         let mut released = Vec::new();
         loop {
@@ -120,7 +121,7 @@ impl Schedule {
             let end = match next {
                 Some(bucket) if self.entries[bucket].missing == 0 => bucket + 1,
                 Some(_) => return released,
-                // Only buckets of padding are left; they are released with the bucket before them.
+                // Only buckets of padding are left. They are released with the bucket before them.
                 None if !released.is_empty() => self.entries.len(),
                 None => return released,
             };
@@ -132,19 +133,19 @@ impl Schedule {
         }
     }
 
-    /// Clears every mark and returns to the first bucket. For a step that cannot be completed.
+    /// Clears every mark and returns to the first bucket, to give up a step that cannot be completed.
     pub fn reset(&mut self) {
         self.entries.iter_mut().for_each(Entry::clear);
         self.front = 0;
     }
 
-    /// The tensors of a bucket that are not marked.
+    /// Returns the tensors of a bucket that are not marked.
     pub fn missing_in(&self, bucket: usize) -> impl Iterator<Item = &str> {
         self.entries[bucket].slots.iter().filter(|slot| !slot.ready).map(|slot| slot.name.as_str())
     }
 
-    /// The unmarked tensors that hold back marked ones: those of the buckets from the front to the last bucket, in order of release,
-    /// with a marked tensor. Empty when no tensor is marked.
+    /// Returns the unmarked tensors that hold back marked ones, or nothing if no tensor is marked. They are in the
+    /// buckets from the front to the last bucket, in order of release, that has a marked tensor.
     pub fn blocking(&self) -> Vec<&str> {
         let count = self.entries.len();
         let order: Vec<usize> = (0..count).map(|step| (self.front + step) % count).collect();
@@ -169,13 +170,13 @@ mod tests {
 
     use super::*;
 
-    /// A schedule from text: "ab c. ." has the buckets [a, b], [c, padding] and [padding].
+    /// Creates a schedule from text: "ab c. ." has the buckets [a, b], [c, padding] and [padding].
     fn schedule(text: &str) -> Schedule {
         let slot = |letter: char| (letter.to_string(), letter == '.');
         Schedule::new(text.split_whitespace().map(|bucket| bucket.chars().map(slot).collect()).collect()).unwrap()
     }
 
-    /// Number of the tensor of this name; one that no tensor has for an unknown name.
+    /// Returns the number of the tensor with this name, or an invalid number if there is none.
     fn number(schedule: &Schedule, name: &str) -> usize {
         schedule.names().position(|known| known == name).unwrap_or(usize::MAX)
     }
@@ -188,7 +189,6 @@ mod tests {
         tensors.chars().flat_map(|tensor| mark(schedule, &tensor.to_string()).unwrap()).collect()
     }
 
-    /// Every order of the letters.
     fn orders(letters: &str) -> Vec<String> {
         if letters.is_empty() {
             return vec![String::new()];
@@ -204,7 +204,7 @@ mod tests {
 
     #[test]
     fn every_order_of_marks_gives_the_registered_order_of_buckets() {
-        // Invariants 1 and 2, exhaustively for six tensors, and for two steps in a row.
+        // Invariants 1 and 2: all orders of six tensors, each in two steps in a row.
         for order in orders("abcdef") {
             let mut state = schedule("ab c. def");
             assert_eq!(marks(&mut state, &order), [0, 1, 2], "marked in the order {order}");
@@ -304,8 +304,8 @@ mod tests {
     }
 
     proptest! {
-        /// Invariants 1, 2, 3 and 5 against a model that counts marks: for every sequence of marks, bucket k of step r is released
-        /// exactly when all tensors of the buckets up to it are marked.
+        /// Invariants 1, 2, 3 and 5, compared with a model that counts marks. In every sequence of marks, bucket k of
+        /// step r is released exactly when all tensors of the buckets up to it are marked.
         #[test]
         fn any_sequence_of_marks_agrees_with_the_counting_model(
             sizes in proptest::collection::vec(0usize..4, 1..5),

@@ -19,60 +19,61 @@ use crate::sync::AtomicBool;
 use crate::types::{DType, compared_step};
 use crate::wait::{Waited, lock, wait_once};
 
-/// One strictly ordered queue of buckets with a lane and a communication thread of its own.
+/// One strictly ordered queue of buckets, with its own lane and communication thread.
 pub struct Engine {
-    /// First field, so that the lane goes before the group does.
+    /// First field, so that the lane is dropped before the group.
     worker: LaneWorker,
-    /// Keeps the group as long as the engine. `None` over a bare lane.
+    /// Keeps the group alive as long as the engine. `None` for an engine on bare lanes.
     _group: Option<Group>,
     state: Mutex<BucketProgress>,
 }
 
-/// The registered buckets, and how far each is.
 #[derive(Default)]
 struct BucketProgress {
     schedule: Schedule,
     buckets: Vec<SharedBucket>,
-    /// Which buckets went since the last `wait`.
+    /// By bucket: true if the bucket was sent since the last `wait`.
     went: Vec<bool>,
-    /// Outcomes of the buckets that went and that no `wait` has reported, in order.
+    /// Buckets that were sent and that no `wait` has reported yet, in order.
     pending: Vec<Pending>,
-    /// Devices of buckets that are done, and whose results no stream of a `wait` is ordered after.
+    /// Devices with finished buckets whose results no stream of a `wait` has been ordered after.
     written: Vec<Arc<dyn Device>>,
-    /// Buckets that went so far.
     sent: u64,
-    /// The step of the training that buckets belong to, which all ranks compare; 0 for none.
+    /// The training step that all ranks compare. 0 if they do not compare steps.
     step: u32,
 }
 
-/// A bucket that went.
 #[derive(Clone)]
 struct Pending {
-    /// Counts the buckets that went.
+    /// Position among all sent buckets, starting at 1.
     number: u64,
     handle: Handle,
-    /// Where its memory is; `None` for the host.
     device: Option<Arc<dyn Device>>,
 }
 
 impl Engine {
-    /// Opens a lane and starts the thread. Collective.
+    /// Opens a lane and starts the thread. Collective: all ranks must call it.
     pub fn new(group: &Group, name: &str) -> Result<Engine> {
         let mut engine = Engine::over(Lanes::of(group)?, group.health().clone(), name)?;
         engine._group = Some(group.clone());
         Ok(engine)
     }
 
-    /// An engine over lanes of a group with this health: for groups that are not made of processes, as in tests and benchmarks.
+    /// Creates an engine on the lanes of a group with this health. For tests and benchmarks, whose groups are not made
+    /// of processes.
     pub fn over(lanes: impl Into<Lanes>, health: Arc<GroupHealth>, name: &str) -> Result<Engine> {
         let worker = LaneWorker::over(lanes, health, &format!("engine '{name}'"));
         worker.start()?;
         Ok(Engine { worker, _group: None, state: Mutex::new(BucketProgress::default()) })
     }
 
-    /// Waits for what is pending, then replaces the buckets. The order is the order of communication and must be equal on all
-    /// ranks. Marks of an incomplete step are forgotten. Refuses a tensor name, or the memory of a non-empty tensor, that
-    /// appears twice, naming both places; then everything stays as it was.
+    /// Waits for pending buckets, then replaces all buckets. Marks of an incomplete step are forgotten.
+    ///
+    /// The buckets are communicated in the order given, which must be the same on all ranks.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if a tensor name appears twice, or if two tensors share memory. The error names both places,
+    /// and the old buckets stay registered.
     pub fn register(&self, buckets: Vec<SharedBucket>) -> Result<()> {
         self.worker.check()?;
         wait_once(None, |limit| self.settle(limit, Follow::NoStream), |after| self.timed_out(after))?;
@@ -90,22 +91,26 @@ impl Engine {
         Ok(())
     }
 
-    /// Buckets that go from now on belong to this step of a training, from 1 on: a rank that communicates them in another one, or that has
-    /// not loaded a state before it as this one (`after_load`), is a mismatch. 0, as in the beginning: the steps are not compared.
+    /// Sets the training step that ranks compare for buckets sent from now on, starting at 1. 0, the initial value,
+    /// turns the check off.
+    ///
+    /// A mismatch is raised if another rank is in another step, or if only one of the two has just loaded a state
+    /// (`after_load`).
     pub fn set_step(&self, step: u32, after_load: bool) {
         self.state().step = compared_step(step, after_load);
     }
 
-    /// Names of the registered tensors by their number, padding left out.
+    /// Returns the names of the registered tensors without padding. A tensor's number is its position in this list.
     pub fn tensors(&self) -> Vec<String> {
         self.state().schedule.names().map(str::to_owned).collect()
     }
 
-    /// The values of the tensor with this number (see [`Engine::tensors`]) are final for this step. `region` replaces its memory
-    /// (same count, dtype and place) when it moved. An unknown number, or a tensor marked twice before its bucket was communicated, is an
-    /// error. Never waits for communication.
+    /// Marks the tensor with this number (see [`Engine::tensors`]) as final for this step: see [`Bucket::mark_ready`].
+    /// Never waits for communication.
     ///
-    /// On a device the bucket is communicated behind the work that `stream` has now, see [`Device::mark`].
+    /// # Errors
+    /// As [`Bucket::mark_ready`], and `InvalidArgument` if the number is unknown, or if the tensor was already marked
+    /// and its bucket has not been communicated since.
     pub fn mark_ready(&self, tensor: usize, region: Option<Region>, stream: Option<usize>) -> Result<()> {
         self.worker.check()?;
         let mut state = self.state();
@@ -114,7 +119,7 @@ impl Engine {
             buckets[bucket].lock().mark_ready(tensor, region, stream).map_err(|error| self.failed(error))
         });
         for bucket in released? {
-            // The lock on the state is held, so that two threads' buckets cannot overtake each other.
+            // The state stays locked, so that buckets of two threads cannot overtake each other.
             if let Err(error) = self.dispatch(&mut state, bucket) {
                 state.schedule.reset();
                 return Err(error);
@@ -123,7 +128,7 @@ impl Engine {
         Ok(())
     }
 
-    /// A failure of a device on the calling thread; one that is no matter of an argument poisons the group.
+    /// Poisons the group if an error on the calling thread is not about an argument but a failure of a device.
     fn failed(&self, error: Error) -> Error {
         if error.is_argument() { error } else { self.worker.health().fail(error) }
     }
@@ -158,41 +163,42 @@ impl Engine {
         Ok(())
     }
 
-    /// Waits until every scheduled bucket is done, and returns how many were. A bucket that is partly ready is an error that
-    /// names the tensors that are missing, and starts afresh. The first error of the step is raised here.
+    /// Blocks until every bucket that was sent is done, and returns their number. For buckets on a device, it does not
+    /// wait for the device: work that is queued on the device's own stream from now on runs after the results.
     ///
-    /// Of buckets on a device, work that the device's own stream gets from now on comes after the results; this does not wait for the
-    /// device.
+    /// # Errors
+    /// The first error of the step. `InvalidArgument` if a bucket is only partly ready: the error names the missing
+    /// tensors, and the step starts again.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<usize> {
         wait_once(timeout, |limit| self.wait_for(limit, None), |after| self.timed_out(after))
     }
 
-    /// As [`Engine::wait`], at most `limit`: `Pending` when a bucket is not done by then. The results come before the work of `stream`, see
-    /// [`Device::order`].
+    /// As [`Engine::wait`], for at most `limit`. Returns `Pending` if a bucket is not done by then. Work on `stream`
+    /// runs after the results: see [`Device::order`].
     pub fn wait_for(&self, limit: Duration, stream: Option<usize>) -> Waited<usize> {
         if let Err(error) = self.worker.check_process() {
             return Waited::Done(Err(error));
         }
         match self.settle(limit, Follow::Stream(stream)) {
             Waited::Pending => Waited::Pending,
-            // Not `worker.check()`: after an error the buckets' own outcomes come first, and they hold the same cause.
+            // `worker.check()` comes later, because the buckets' own outcomes contain the same cause and say more.
             Waited::Done(done) => Waited::Done(done.and_then(|done| self.end_step(done))),
         }
     }
 
-    /// The error of a wait whose timeout passed.
+    /// Returns the error of a wait whose timeout passed.
     pub fn timed_out(&self, after: Duration) -> Error {
         timed_out(after, self.worker.world_rank())
     }
 
-    /// The result of a wait that found `done` buckets done and none failed.
     fn end_step(&self, done: usize) -> Result<usize> {
         let mut state = self.state();
         let missing: Vec<String> = state.schedule.blocking().into_iter().map(quoted).collect();
         if state.pending.is_empty() {
             state.went.fill(false);
         }
-        // A complete step succeeds, even if a faster rank has failed in its next one by now: the next call returns that error.
+        // A complete step succeeds, even if a faster rank has already failed in its next step. The next call returns
+        // that error.
         if done == 0 || !missing.is_empty() {
             self.worker.check()?;
         }
@@ -209,7 +215,7 @@ impl Engine {
         )))
     }
 
-    /// Waits for the buckets that went so far, at most `limit`: how many those were, or the first error among them.
+    /// Waits for the buckets sent so far, for at most `limit`. Returns their number, or the first error among them.
     fn settle(&self, limit: Duration, follow: Follow) -> Waited<usize> {
         let (pending, written) = {
             let state = self.state();
@@ -227,7 +233,7 @@ impl Engine {
             }
         }
         if let (None, Follow::Stream(stream)) = (&first, &follow) {
-            // Before the buckets count as reported: a stream that cannot follow leaves everything for another wait.
+            // Done before the buckets count as reported. If a stream cannot follow, everything is left to another wait.
             let devices = pending.iter().filter_map(|pending| pending.device.as_ref()).chain(&written);
             for device in devices {
                 if let Err(error) = device.order(*stream) {
@@ -244,10 +250,10 @@ impl Engine {
             state.written.retain(|device| !written.iter().any(|other| Arc::ptr_eq(device, other)));
         }
         let BucketProgress { pending, written, .. } = &mut *state;
-        // What is reported here without being followed is left to a later wait.
+        // Buckets that are reported here although no stream follows them are left to a later wait.
         let unfollowed = pending.iter().filter(|done| done.number > followed && done.handle.is_completed());
         written.extend(unfollowed.filter_map(|done| done.device.clone()));
-        // Another thread may have waited for some of the same, and marked more.
+        // Meanwhile another thread may have waited for some of these buckets and sent further ones.
         let before = state.pending.len();
         state.pending.retain(|pending| !pending.handle.is_completed());
         let done = before - state.pending.len();
@@ -261,25 +267,24 @@ impl Engine {
         })
     }
 
-    /// Names of the tensors that are not ready yet, of buckets that were not communicated since the last `wait`.
+    /// Returns the names of the tensors that are not ready, of buckets that were not sent since the last `wait`.
     pub fn unready(&self) -> Vec<String> {
         let state = self.state();
         let waiting = (0..state.buckets.len()).filter(|bucket| !state.went[*bucket]);
         waiting.flat_map(|bucket| state.schedule.missing_in(bucket)).map(str::to_owned).collect()
     }
 
-    /// The communication thread, whose jobs are in order with the buckets.
+    /// Returns the worker. Its jobs are in order with the buckets.
     pub fn worker(&self) -> &LaneWorker {
         &self.worker
     }
 
-    /// Runs a job on this thread, after every bucket that went before.
+    /// Runs a job on this thread, after every bucket that was sent before.
     pub fn run<T>(&self, job: impl FnOnce(&mut Lane) -> Result<T>) -> Result<T> {
         self.worker.run(|lanes| job(&mut lanes.global))
     }
 
-    /// Ends the thread: what is queued fails with `Aborted`, what is running ends soon. Idempotent; drop does the same. See
-    /// [`LaneWorker::shutdown`].
+    /// Ends the thread: see [`LaneWorker::shutdown`].
     pub fn shutdown(&self) {
         self.worker.shutdown();
     }
@@ -289,17 +294,18 @@ impl Engine {
     }
 }
 
-/// Who comes after the results of a wait.
+/// The work that is ordered after the results of a wait.
 #[derive(Clone, Copy)]
 enum Follow {
-    /// A later wait says which stream follows.
+    /// Nothing; a later wait names a stream.
     NoStream,
-    /// Work that this stream of the buckets' devices gets from then on.
+    /// Work that is queued on this stream of the buckets' devices from then on.
     Stream(Option<usize>),
 }
 
-/// A [`Bucket`] that its owner and a communication thread share, behind a lock that is held for moments only: while the bucket is
-/// communicated, its memory is checked out and the lock is free. Cheap to clone; all clones are one bucket.
+/// A [`Bucket`] that its owner shares with a communication thread. Cheap to clone; all clones are the same bucket.
+///
+/// The lock is held only for moments: while the bucket is communicated, its memory is checked out and the lock is free.
 #[derive(Clone)]
 pub struct SharedBucket {
     name: Arc<str>,
@@ -319,24 +325,24 @@ impl SharedBucket {
         }
     }
 
-    /// Its name.
+    /// Returns the bucket's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Element type.
+    /// Returns the element type of all tensors.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Bytes of all tensors, padding included.
+    /// Returns the size of all tensors in bytes, including padding.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// The bucket, for a moment: its operations, its extra tensors and its step.
+    /// Locks the bucket. Hold the lock only for a moment, to access operations, extra tensors or the step.
     pub fn lock(&self) -> MutexGuard<'_, Bucket> {
-        // Nothing in Bucket panics in the middle of a change.
+        // No method of `Bucket` panics in the middle of a change.
         lock(&self.bucket)
     }
 
@@ -347,15 +353,15 @@ impl SharedBucket {
     }
 }
 
-/// A bucket that is being communicated. Its memory goes back when this is dropped, so that neither an error, nor a panic, nor a job that
-/// never ran can lose it.
+/// A bucket that is being communicated. Dropping it returns the memory to the bucket, so that no error, no panic and no
+/// job that never ran can lose it.
 struct InFlight {
     bucket: SharedBucket,
     memory: CheckedOut,
 }
 
 impl InFlight {
-    /// The device that the memory is on; `None` for the host.
+    /// Returns the device that the memory is on, or `None` for the host.
     fn device(&self) -> DeviceRef<'_> {
         self.memory.regions.first().and_then(Region::device)
     }
@@ -367,7 +373,7 @@ impl Drop for InFlight {
     }
 }
 
-/// Runs a bucket's operations, in order.
+/// Runs a bucket's operations in order.
 fn run_ops(mut in_flight: InFlight, stopping: &AtomicBool, lanes: &mut Lanes) -> Result<()> {
     let InFlight { bucket, memory } = &mut in_flight;
     let bucket = bucket.name();
@@ -408,7 +414,7 @@ fn schedule_of(buckets: &[SharedBucket]) -> Result<Schedule> {
     Schedule::new(layout)
 }
 
-/// Refuses two tensors that share a byte: the ranks' results would depend on which bucket came last.
+/// Returns an error if two tensors share a byte, because the results would depend on which bucket finishes last.
 fn check_memory(buckets: &[SharedBucket]) -> Result<()> {
     let mut spans = Vec::new();
     for shared in buckets {
@@ -416,7 +422,7 @@ fn check_memory(buckets: &[SharedBucket]) -> Result<()> {
         let regions = bucket.regions().unwrap_or_default();
         for ((name, _), region) in bucket.tensors().zip(regions).filter(|(_, region)| !region.is_empty()) {
             let place = format!("'{name}' of bucket '{}'", bucket.name());
-            // By name, because two buckets may have a value each for one device.
+            // Devices are compared by name, because two buckets may hold different objects for the same device.
             let device = name_of(region.device()).to_owned();
             spans.push((device, region.address(), region.address() + region.len(), place));
         }

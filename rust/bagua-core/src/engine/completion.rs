@@ -1,12 +1,13 @@
-//! The completion thread: runs the callbacks of handles, so that no communication thread has to.
+//! The completion thread runs the callbacks of handles, so that no communication thread has to.
 //!
-//! There is one per process. It starts with the first callback that has to wait for its job, and ends when no callback is left and
-//! every worker of the process is shut down or dropped; a later callback starts it again. Callbacks run one after another, those of
-//! one handle in the order in which they were added, those of several in the order in which their jobs ended. A callback may
-//! block, take an interpreter's lock, or use a group: only other callbacks wait for it.
+//! There is one per process. It starts with the first callback that has to wait for its job. It ends when no callback
+//! is left and every worker of the process is shut down or dropped; a later callback starts it again. Callbacks run one
+//! after another: those of one handle in the order in which they were added, those of several handles in the order in
+//! which their jobs ended. A callback may block, take an interpreter's lock, or use a group: only other callbacks wait
+//! for it.
 //!
-//! A communication thread holds the lock of the queue for moments only, and no callback runs under a lock. A forked child has a
-//! queue of its own, which is empty: the callbacks of the parent's handles run in the parent only.
+//! A communication thread holds the lock of the queue only for moments, and no callback runs under a lock. A forked
+//! child starts with an empty queue: the callbacks of the parent's handles run only in the parent.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,54 +19,46 @@ use crate::error::{Error, Result};
 use crate::group::{OwnerProcess, PerProcess};
 use crate::wait::{Waited, lock, wait_on, wait_on_for};
 
-/// Called once with the result of a job.
+/// A function that is called once with the result of a job.
 pub(super) type Callback = Box<dyn FnOnce(&Result<()>) + Send>;
 
 static COMPLETION: PerProcess<CompletionThread> = PerProcess::new();
 
-/// The queue of the completion thread.
 #[derive(Default)]
 pub(super) struct CompletionThread {
     state: Mutex<CallbackQueue>,
-    /// Wakes the thread.
     work: Condvar,
-    /// Wakes those who wait for callbacks or for the thread to end.
+    /// Wakes threads that wait for callbacks to return or for the completion thread to end.
     changed: Condvar,
 }
 
-/// Callbacks, and the workers whose jobs may add more.
 #[derive(Default)]
 struct CallbackQueue {
     /// Callbacks whose jobs are done, in order.
     ready: VecDeque<(PendingCallback, Result<()>)>,
-    /// Callbacks that were added and have not returned: waiting for their jobs, ready, or running.
+    /// Number of callbacks that have not returned: they wait for their jobs, are ready, or are running.
     callbacks: usize,
-    /// Workers that are not shut down.
     workers: usize,
-    /// The thread, while it runs.
     thread: Option<ThreadId>,
 }
 
 impl CompletionThread {
-    /// This process's.
     pub(super) fn of_process() -> &'static CompletionThread {
         COMPLETION.get()
     }
 
-    /// Counts a worker, which keeps the thread until its registration is dropped.
+    /// Counts a worker. The thread does not end before the returned registration is dropped.
     pub(super) fn add_worker(&'static self) -> WorkerRegistration {
         self.state().workers += 1;
         WorkerRegistration { completion: self, owner: OwnerProcess::current() }
     }
 
-    /// Counts a callback and starts the thread if there is none. The callback runs after [`CompletionThread::run_callbacks`].
-    ///
-    /// # Errors
-    /// `System` when the thread cannot be started; the callback is dropped.
+    /// Counts a callback, and starts the thread if it does not run. The callback runs after
+    /// [`CompletionThread::run_callbacks`]. If the thread cannot be started, the callback is dropped.
     pub(super) fn add(&'static self, callback: Callback) -> Result<PendingCallback> {
         let mut state = self.state();
         if state.thread.is_none() {
-            // The thread waits for the lock.
+            // The new thread first waits for the lock, so it finds its own id in the state.
             let thread = std::thread::Builder::new().name("bagua-callbacks".to_owned()).spawn(move || self.run());
             let thread = thread.map_err(|error| Error::system("cannot start the completion thread", error))?;
             state.thread = Some(thread.thread().id());
@@ -74,7 +67,7 @@ impl CompletionThread {
         Ok(PendingCallback { callback, completion: self })
     }
 
-    /// Hands callbacks, all of one handle, to the thread. Never waits for a callback.
+    /// Hands the callbacks of one handle to the thread. Never waits for a callback.
     pub(super) fn run_callbacks(callbacks: Vec<PendingCallback>, result: &Result<()>) {
         let Some(completion) = callbacks.first().map(|first| first.completion) else { return };
         let mut state = completion.state();
@@ -83,13 +76,12 @@ impl CompletionThread {
         completion.work.notify_one();
     }
 
-    /// See [`wait_for_callbacks`].
     fn wait_until_idle(&self, limit: Duration) -> Waited<()> {
         let start = Instant::now();
         let mut state = self.state();
         while state.callbacks > 0 {
             if state.thread == Some(std::thread::current().id()) {
-                let text = "a callback of a handle cannot wait for all callbacks: it is one of them";
+                let text = "a callback of a handle cannot wait for all callbacks, because it is one of them";
                 return Waited::Done(Err(Error::InvalidArgument(text.to_owned())));
             }
             let left = limit.saturating_sub(start.elapsed());
@@ -101,13 +93,13 @@ impl CompletionThread {
         Waited::Done(Ok(()))
     }
 
-    /// The thread.
+    /// Runs callbacks until no callback and no worker is left. This is the thread's main function.
     fn run(&self) {
         let mut state = self.state();
         loop {
             if let Some((pending, result)) = state.ready.pop_front() {
                 drop(state);
-                // The panic hook has reported it, and there is no caller to return it to.
+                // The panic hook has reported a panic, and there is no caller to return it to.
                 let _ = catch_unwind(AssertUnwindSafe(|| (pending.callback)(&result)));
                 drop(result);
                 state = self.state();
@@ -128,20 +120,21 @@ impl CompletionThread {
     }
 }
 
-/// Waits until every callback that was given to a handle of this process has returned, at most `limit`. For the end of a program,
-/// after its groups were left: what is pending then ends soon. An error on the thread that runs the callbacks.
+/// Blocks until every callback that was given to a handle of this process has returned, for at most `limit`.
+///
+/// Call it at the end of a program, after the groups were left: pending jobs then end soon. Returns an error if it is
+/// called by a callback.
 pub fn wait_for_callbacks(limit: Duration) -> Waited<()> {
     CompletionThread::of_process().wait_until_idle(limit)
 }
 
-/// A callback that waits for its job.
 #[must_use = "a callback that is not pushed keeps the completion thread"]
 pub(super) struct PendingCallback {
     callback: Callback,
     completion: &'static CompletionThread,
 }
 
-/// A worker that is not shut down.
+/// Keeps the completion thread running for a worker that is not shut down.
 pub(super) struct WorkerRegistration {
     completion: &'static CompletionThread,
     owner: OwnerProcess,
@@ -149,7 +142,7 @@ pub(super) struct WorkerRegistration {
 
 impl Drop for WorkerRegistration {
     fn drop(&mut self) {
-        // In a forked child the lock is the parent's.
+        // In a forked child, the lock belongs to the parent.
         if self.owner.is_current() {
             self.completion.state().workers -= 1;
             self.completion.work.notify_one();

@@ -1,8 +1,8 @@
-//! Messages of memory on devices. They travel through host memory, to and from which a thread of their own copies.
+//! Messages of memory on devices. They travel through host memory, and a separate thread copies between the two.
 //!
-//! A receive is posted at once, and copied to the device when it has come. A message to send is posted when its bytes are on the host:
-//! after those to the same rank that were handed over before it. No copy begins before the device is ready for it. So the thread waits for
-//! copies only, never for work of a device that may itself wait for a message.
+//! A receive is posted at once, and copied to the device when the message has arrived. A send is posted when its bytes
+//! are on the host, and after all earlier sends to the same rank. No copy starts before the device is ready for it. The
+//! thread therefore waits only for copies, never for work of a device that may itself wait for a message.
 
 use std::any::Any;
 use std::sync::{Arc, Condvar, Mutex};
@@ -16,37 +16,35 @@ use crate::group::OwnerProcess;
 use crate::memory::{Device, HostMemory, Region};
 use crate::wait::{Deadline, lock, wait_on};
 
-/// The first pause between two looks at running copies, and the longest.
+/// The first and the longest pause between two checks of running copies.
 const PAUSES: (Duration, Duration) = (Duration::from_micros(20), Duration::from_millis(1));
 
-/// A call: some messages that end together.
+/// The messages of one call, which end together.
 struct Transfer {
     handle: Handle,
-    /// Where the memory of all its messages is; `None` for the host.
+    /// The device that the memory of all messages is on. `None` for the host.
     device: Option<Arc<dyn Device>>,
     deadline: Deadline,
-    /// Messages that are not posted yet.
+    /// Messages to send that are not posted yet.
     sends: Vec<Message>,
-    /// Those that are.
     sent: Option<Handle>,
-    /// Memory of the device, and the host's that its bytes come to.
+    /// Pairs of memory on the device and the host memory that receives its bytes.
     receives: Vec<(Region, Arc<HostMemory>)>,
-    /// The receives of the host's.
+    /// The posted receives into host memory.
     received: Option<Handle>,
     /// Held until the call has ended.
     keep: Box<dyn Any + Send>,
 }
 
-/// What the thread is given.
+/// New transfers for the thread.
 #[derive(Default)]
 struct Queue {
     new: Vec<Transfer>,
-    /// Messages that are handed over and not posted.
+    /// Number of messages to send that are not posted yet.
     unsent: usize,
     stopping: bool,
 }
 
-/// Messages whose device the thread waits for.
 struct DeviceMessageQueue {
     messenger: Arc<Messenger>,
     queue: Mutex<Queue>,
@@ -54,7 +52,6 @@ struct DeviceMessageQueue {
     bell: Condvar,
 }
 
-/// See the module.
 pub(super) struct DeviceMessages {
     shared: Arc<DeviceMessageQueue>,
     owner: OwnerProcess,
@@ -67,12 +64,13 @@ impl DeviceMessages {
         DeviceMessages { shared, owner: OwnerProcess::current(), thread: Mutex::default() }
     }
 
-    /// Whether messages wait to be posted, which later ones must not overtake.
+    /// Returns true if sends wait to be posted. Later sends must not overtake them.
     pub(super) fn has_unsent(&self) -> bool {
         lock(&self.shared.queue).unsent > 0
     }
 
-    /// As [`Messenger::post`], for memory that is all on one device, or on the host and must not overtake what is on one.
+    /// As [`Messenger::post`], for memory that is all on one device, or on the host and must not overtake messages from
+    /// a device.
     pub(super) fn post(
         &self,
         sends: Vec<Message>,
@@ -123,7 +121,6 @@ impl DeviceMessages {
         Ok(Posted { handle, senders })
     }
 
-    /// Starts the thread if it does not run yet.
     fn start(&self) -> Result<()> {
         let mut thread = lock(&self.thread);
         if thread.is_none() {
@@ -134,10 +131,11 @@ impl DeviceMessages {
         Ok(())
     }
 
-    /// Ends the thread: what is not done fails with `Aborted`. Idempotent; drop does the same. Before the messenger's.
+    /// Ends the thread, before the messenger's. Unfinished calls fail with `Aborted`. Dropping does the same. Further
+    /// calls do nothing.
     pub(super) fn shutdown(&self) {
         if !self.owner.is_current() {
-            // The thread is the parent's.
+            // The thread belongs to the parent.
             if let Ok(mut thread) = self.thread.try_lock() {
                 std::mem::forget(thread.take());
             }
@@ -146,7 +144,7 @@ impl DeviceMessages {
         lock(&self.shared.queue).stopping = true;
         self.shared.bell.notify_all();
         if let Some(thread) = lock(&self.thread).take() {
-            // It has no panic of its own.
+            // The thread does not panic.
             let _ = thread.join();
         }
     }
@@ -166,7 +164,7 @@ fn aborted() -> Error {
 }
 
 impl DeviceMessageQueue {
-    /// The thread.
+    /// Advances transfers until the queue stops. This is the thread's main function.
     fn work(&self) {
         let mut transfers: Vec<Transfer> = Vec::new();
         let mut pause = PAUSES.0;
@@ -190,7 +188,7 @@ impl DeviceMessageQueue {
                 pause = PAUSES.0;
                 continue;
             }
-            // What the host's part of a call is waiting for may come sooner.
+            // The host's part of a call may be done before the pause ends.
             match transfers.iter().find_map(Transfer::awaited) {
                 Some(handle) => _ = handle.wait_for(pause),
                 None => std::thread::sleep(pause),
@@ -199,10 +197,9 @@ impl DeviceMessageQueue {
         }
     }
 
-    /// Looks at every call once; true when one has come further.
     fn advance(&self, transfers: &mut Vec<Transfer>) -> bool {
         let mut moved = false;
-        // Ranks that earlier calls still have messages for.
+        // Ranks to which earlier transfers still have messages to send.
         let mut waiting: Vec<Option<usize>> = Vec::new();
         let mut at = 0;
         while at < transfers.len() {
@@ -226,7 +223,7 @@ impl DeviceMessageQueue {
         moved
     }
 
-    /// What can be done for a call now; whether it is done.
+    /// Does what can be done for a transfer now. Returns true if it is done.
     fn step(&self, transfer: &mut Transfer, waiting: &[Option<usize>]) -> Result<bool> {
         let health = self.messenger.health();
         health.check()?;
@@ -251,7 +248,7 @@ impl DeviceMessageQueue {
         let received = outcome(transfer.received.as_ref())?;
         if received && !transfer.receives.is_empty() && is_ready(device)? {
             for (region, memory) in &mut transfer.receives {
-                // The messenger lets go of it a moment after the handle is done.
+                // The messenger releases the memory shortly after the handle is done.
                 let Some(bytes) = HostMemory::bytes(memory) else { return Ok(false) };
                 region.buffer_mut().copy_from(bytes)?;
             }
@@ -261,7 +258,7 @@ impl DeviceMessageQueue {
         if sent && received && transfer.receives.is_empty() {
             return Ok(true);
         }
-        // The messenger knows the deadlines of what it was given.
+        // The messenger checks the deadlines of messages that it was given.
         if transfer.deadline.passed() && ready == Some(false) {
             let what = format!("messages of {}", device.map_or("", |device| device.name()));
             let progress = Progress { what, label: String::new(), done: 0, total: 0 };
@@ -270,7 +267,6 @@ impl DeviceMessageQueue {
         Ok(false)
     }
 
-    /// Ends a call.
     fn end(&self, transfer: Transfer, result: Result<()>) {
         let Transfer { handle, sends, receives, keep, .. } = transfer;
         lock(&self.queue).unsent -= sends.len();
@@ -284,13 +280,13 @@ impl DeviceMessageQueue {
 }
 
 impl Transfer {
-    /// The part of the messenger that is not done.
+    /// Returns the handle of a posted part that is not done.
     fn awaited(&self) -> Option<&Handle> {
         [&self.received, &self.sent].into_iter().flatten().find(|handle| !handle.is_completed())
     }
 }
 
-/// Whether a part of the messenger is done; what it failed of.
+/// Returns true if the posted part is done, or its error.
 fn outcome(handle: Option<&Handle>) -> Result<bool> {
     match handle {
         Some(handle) if handle.is_completed() => handle.wait(None).map(|()| true),
@@ -299,7 +295,6 @@ fn outcome(handle: Option<&Handle>) -> Result<bool> {
     }
 }
 
-/// The same bytes on the host.
 fn on_the_host(data: Region) -> Result<Region> {
     if data.device().is_none() {
         return Ok(data);

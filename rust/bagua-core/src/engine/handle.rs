@@ -1,4 +1,4 @@
-//! A job that may still be running, and its result.
+//! The outcome of a job that may still be running.
 
 use std::sync::atomic::Ordering;
 use std::sync::{PoisonError, Weak};
@@ -10,13 +10,14 @@ use crate::group::OwnerProcess;
 use crate::sync::{Arc, AtomicBool, Condvar, Instant, Mutex, MutexGuard, fence, spin_loop};
 use crate::wait::{Waited, wait_once};
 
-/// How long a waiter spins before it sleeps. A sleep and a wake cost about 5 us; a training thread that spins for longer takes
-/// the time from the communication thread where cores are few.
+/// How long a waiter spins before it sleeps. Sleeping and waking cost about 5 us. With few cores, a training thread
+/// that spins longer takes time away from the communication thread.
 const SPIN: Duration = Duration::from_micros(20);
 
-/// What a thread that waits for a job can do for it meanwhile.
+/// Lets a thread that waits for a job make progress on it.
 pub(super) trait Driver: Send + Sync {
-    /// Makes progress until `done`, at most for `limit`; calls `sleep` if it ends before, or another thread makes progress already.
+    /// Makes progress until `done` returns true, for at most `limit`. Calls `sleep` if the progress ends before, or if
+    /// another thread is already making it.
     fn drive(&self, done: &dyn Fn() -> bool, limit: Duration, sleep: &mut dyn FnMut());
 }
 
@@ -30,19 +31,17 @@ struct Outcome {
     state: Mutex<JobOutcome>,
     /// Mirror of `state.result.is_some()` for the spin.
     done: AtomicBool,
-    /// The result was returned by a wait or is given to a callback, so an error in it need not reach the next call.
+    /// True if a wait or a callback got the result. The next call then does not have to report an error in it.
     seen: AtomicBool,
-    /// Wakes the waiters.
     ready: Condvar,
     /// World rank for error texts.
     rank: usize,
     /// The process whose thread will set the result.
     owner: OwnerProcess,
-    /// Makes progress on the threads that wait, where there is such.
+    /// Makes progress on the threads that wait. `None` if only the job's own thread does.
     driver: Option<Weak<dyn Driver>>,
 }
 
-/// The result of a job, and what is called with it.
 struct JobOutcome {
     /// Set once, by the thread that ran or dropped the job.
     result: Option<Result<()>>,
@@ -51,19 +50,19 @@ struct JobOutcome {
 }
 
 impl Handle {
-    /// A job that is not done. `rank` is the world rank that a timeout names.
+    /// Creates the handle of a job that is not done. Timeouts name the world rank `rank`.
     pub(super) fn pending(rank: usize) -> Handle {
         Handle::new(rank, None, None)
     }
 
-    /// As [`Handle::pending`], of a job that threads may drive while they wait for it.
+    /// As [`Handle::pending`], for a job that threads can make progress on while they wait for it.
     pub(super) fn driven(rank: usize, driver: Weak<dyn Driver>) -> Handle {
         Handle::new(rank, None, Some(driver))
     }
 
-    /// The handle of an operation that had nothing to wait for, with its result.
+    /// Creates the handle of an operation that is already done.
     pub fn completed(result: Result<()>) -> Handle {
-        // No wait for it times out, so no text names the rank.
+        // No wait for it times out, so no error names the rank.
         Handle::new(0, Some(result), None)
     }
 
@@ -81,13 +80,14 @@ impl Handle {
         }
     }
 
-    /// Waits until the job is done, at most `timeout` (`None`: until the operation's own deadline ends it). `Timeout` with `after`
-    /// equal to `timeout` leaves the job running.
+    /// Blocks until the job is done, for at most `timeout` (`None`: until the operation's own deadline ends it). A
+    /// `Timeout` error whose `after` equals `timeout` means that the job is still running.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<()> {
         wait_once(timeout, |limit| self.wait_for(limit), |after| self.timed_out(after))
     }
 
-    /// Waits until the job is done, at most `limit`. A message makes progress on this thread meanwhile.
+    /// Blocks until the job is done, for at most `limit`. If the job is a message, this thread makes progress on it
+    /// meanwhile.
     pub fn wait_for(&self, limit: Duration) -> Waited<()> {
         let start = Instant::now();
         let driver = self.outcome.driver.as_ref().and_then(Weak::upgrade).filter(|_| self.outcome.owner.is_current());
@@ -102,7 +102,7 @@ impl Handle {
         waited.unwrap_or_else(|| self.sleep_for(start, limit))
     }
 
-    /// Waits until the job is done, at most until `limit` after the start.
+    /// Sleeps until the job is done, for at most `limit` after `start`.
     fn sleep_for(&self, start: Instant, limit: Duration) -> Waited<()> {
         if !self.outcome.owner.is_current() {
             return Waited::Done(self.outcome.result_before_fork());
@@ -121,26 +121,28 @@ impl Handle {
         }
     }
 
-    /// The error of a wait whose timeout passed.
+    /// Returns the error of a wait whose timeout passed.
     pub fn timed_out(&self, after: Duration) -> Error {
         timed_out(after, self.outcome.rank)
     }
 
-    /// True when it is done, well or not.
+    /// Returns true if the job is done, with or without an error.
     pub fn is_completed(&self) -> bool {
         self.outcome.done.load(Ordering::Acquire)
     }
 
-    /// Calls `callback` with the result, exactly once: now, on this thread, when the job is done already; otherwise when it is done,
-    /// on a thread of the process that runs callbacks one after another, those of one handle in the order in which they were added.
-    /// That thread is never a communication thread: a callback may block and use groups, and only other callbacks wait for it.
-    /// A callback that panics there harms nothing else; one that panics now does so in the caller.
+    /// Calls `callback` with the result, exactly once.
     ///
-    /// An error that a callback gets counts as reported, as one that a wait returns.
+    /// If the job is already done, the callback runs now, on this thread, and a panic in it reaches the caller.
+    /// Otherwise it runs when the job is done, on the process's completion thread, where a panic harms nothing else.
+    /// That thread runs callbacks one after another, those of one handle in the order in which they were added. It is
+    /// never a communication thread, so a callback may block and use groups: only other callbacks wait for it.
+    ///
+    /// An error that a callback gets counts as reported, like one that a wait returns.
     ///
     /// # Errors
-    /// `System` when the thread cannot be started, and in a forked child, where the job of a parent never ends: the callback is
-    /// dropped then.
+    /// `System` if the thread cannot be started, or in a forked child if the parent's job was not done at the fork. The
+    /// callback is then dropped.
     pub fn on_done(&self, callback: impl FnOnce(&Result<()>) + Send + 'static) -> Result<()> {
         if let Some((callback, result)) = self.add_callback(callback)? {
             callback(&result);
@@ -148,10 +150,11 @@ impl Handle {
         Ok(())
     }
 
-    /// As [`Handle::on_done`], but returns the callback with the result when the job is done already: the caller calls it.
+    /// As [`Handle::on_done`], but returns the callback with the result if the job is already done, for the caller to
+    /// call.
     ///
     /// # Errors
-    /// See [`Handle::on_done`].
+    /// As [`Handle::on_done`].
     pub fn add_callback<F>(&self, callback: F) -> Result<Option<(F, Result<()>)>>
     where
         F: FnOnce(&Result<()>) + Send + 'static,
@@ -165,18 +168,18 @@ impl Handle {
         self.outcome.add_callback(callback, |callback| CompletionThread::of_process().add(Box::new(callback)))
     }
 
-    /// Sets the result, wakes all waiters and hands the callbacks to their thread. Called once.
+    /// Sets the result, wakes all waiters and hands the callbacks to their thread. Must be called once.
     pub(super) fn finish(&self, result: Result<()>) {
         self.outcome.finish(result);
     }
 
-    /// The error that was not read and, because this is the last handle of the job, cannot be read any more.
+    /// Returns the job's error if nobody has read it and nobody can any more, because this is its last handle.
     pub(super) fn lost_error(&self) -> Option<Error> {
         if Arc::strong_count(&self.outcome) > 1 {
             return None;
         }
-        // Counting orders nothing by itself. Whoever dropped the other handles may have seen the result before, on another thread; a
-        // processor that looked at `seen` first would report the error twice.
+        // The count alone orders nothing. Another thread may have read the result before it dropped its handle. Without
+        // this fence, the processor could load `seen` before the count and report the error twice.
         fence(Ordering::Acquire);
         if self.outcome.seen.load(Ordering::Relaxed) {
             return None;
@@ -184,7 +187,7 @@ impl Handle {
         self.outcome.state().result.clone()?.err()
     }
 
-    /// True when there is nothing to keep it for: it was seen.
+    /// Returns true if the result was reported, so that this handle need not be kept.
     pub(super) fn was_seen(&self) -> bool {
         self.outcome.seen.load(Ordering::Acquire)
     }
@@ -196,7 +199,7 @@ impl Outcome {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps what `register` makes of the callback until the job is done, or returns the callback with the result.
+    /// Registers the callback if the job is not done. Otherwise returns it with the result.
     fn add_callback<F>(
         &self,
         callback: F,
@@ -211,7 +214,6 @@ impl Outcome {
         Ok(None)
     }
 
-    /// Sets the result, wakes all waiters and hands the callbacks to their thread. Called once.
     fn finish(&self, result: Result<()>) {
         let callbacks = self.set_result(result.clone());
         if !callbacks.is_empty() {
@@ -219,7 +221,7 @@ impl Outcome {
         }
     }
 
-    /// Sets the result and wakes all waiters. Returns the callbacks, which the caller must have called.
+    /// Sets the result and wakes all waiters. Returns the callbacks, which the caller must run.
     fn set_result(&self, result: Result<()>) -> Vec<PendingCallback> {
         let mut state = self.state();
         state.result = Some(result);
@@ -227,21 +229,22 @@ impl Outcome {
         if !callbacks.is_empty() {
             self.seen.store(true, Ordering::Release);
         }
-        // Under the lock: a thread that has read the result also reads `is_completed` as true.
+        // Set under the lock, so that a thread that has read the result also reads `is_completed` as true.
         self.done.store(true, Ordering::Release);
         drop(state);
         self.ready.notify_all();
         callbacks
     }
 
-    /// The result in a forked child: an error unless the job was done at the fork. A thread of the parent may have held the lock then.
+    /// Returns the result in a forked child: an error unless the job was done at the fork. A thread of the parent may
+    /// have held the lock then.
     fn result_before_fork(&self) -> Result<()> {
         self.state.try_lock().ok().and_then(|state| state.result.clone()).unwrap_or_else(|| Err(forked()))
     }
 }
 
 impl Drop for Outcome {
-    /// Nothing can finish the job any more: its callbacks get an error, so that each of them is called.
+    /// Calls the remaining callbacks with an error, because nothing can finish the job any more.
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         if self.owner.is_current() && !state.callbacks.is_empty() {
@@ -250,14 +253,14 @@ impl Drop for Outcome {
     }
 }
 
-/// The error of a wait for the communication thread whose timeout passed.
+/// Returns the error of a wait for the communication thread whose timeout passed.
 pub(super) fn timed_out(after: Duration, noticed_by: usize) -> Error {
     Error::Timeout { after, missing: vec![], noticed_by, progress: None }
 }
 
-/// What every call in a forked child gets.
+/// Returns the error of every call in a forked child.
 pub(super) fn forked() -> Error {
-    Error::other("this process was forked from the one that built the group; build a group of its own")
+    Error::other("the group was created before this process was forked; a forked process must create its own group")
 }
 
 #[cfg(test)]
@@ -269,7 +272,6 @@ mod tests {
     use super::*;
     use crate::wait::wait_in_slices;
 
-    /// As [`Handle::wait`], in slices.
     fn in_slices<E>(
         handle: &Handle,
         timeout: Option<Duration>,
@@ -279,7 +281,7 @@ mod tests {
         wait_in_slices(timeout, slice, |limit| handle.wait_for(limit), between, |after| handle.timed_out(after))
     }
 
-    /// What a job may end with; a timeout of the job among it.
+    /// Possible results of a job, including a timeout of the job itself.
     fn outcomes() -> Vec<Result<()>> {
         let own = Error::Timeout { after: Duration::ZERO, missing: vec![1], noticed_by: 0, progress: None };
         vec![Ok(()), Err(own), Err(Error::Aborted("by a peer".to_owned()))]

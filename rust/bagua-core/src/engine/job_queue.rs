@@ -1,10 +1,10 @@
-//! The queue between those who submit jobs and the thread that runs them.
+//! The queue between the threads that submit jobs and the thread that runs them.
 //!
 //! Invariants:
 //!
-//! 1. A job that was taken is handed out once: by [`Jobs::next`], in the order of submission, or by [`Jobs::stop`].
-//! 2. A stopped queue takes no job and starts no thread, and its thread is handed out once.
-//! 3. A wait for what was submitted ends when all of it was settled, or when the queue was stopped and drained.
+//! 1. A job that was accepted is handed out once: by [`Jobs::next`] in the order of submission, or by [`Jobs::stop`].
+//! 2. A stopped queue accepts no job and starts no thread, and its thread is handed out once.
+//! 3. A wait for submitted jobs ends when all of them are settled, or when the queue is stopped and drained.
 
 use std::collections::VecDeque;
 use std::sync::PoisonError;
@@ -14,29 +14,24 @@ use std::time::Duration;
 use crate::error::Result;
 use crate::sync::{Arc, AtomicBool, AtomicU64, Condvar, Instant, Mutex, MutexGuard};
 
-/// Jobs of type `J` for a thread whose handle is a `T`.
+/// A queue of jobs of type `J` for a thread whose handle is a `T`.
 pub(super) struct Jobs<J, T> {
     state: Mutex<QueuedJobs<J>>,
-    /// Jobs submitted and not settled; changed under `state`, read without it on fast paths.
+    /// Number of jobs submitted and not settled. Changed under the lock of `state`, read without it on fast paths.
     pending: AtomicU64,
-    /// Set once, under `state`; a job that consists of several operations looks at it between them.
+    /// Set once, under the lock of `state`. A job that consists of several operations checks it between them.
     stopping: Arc<AtomicBool>,
-    /// Wakes the thread.
     work: Condvar,
-    /// Wakes those who wait for jobs to be settled.
+    /// Wakes callers that wait for jobs to be settled.
     settled: Condvar,
-    /// The thread, from its start until it is joined.
+    /// Set from the thread's start until it is joined.
     thread: Mutex<Option<T>>,
 }
 
-/// Jobs that wait, and how many came and went.
 struct QueuedJobs<J> {
     jobs: VecDeque<J>,
-    /// Jobs submitted so far.
     submitted: u64,
-    /// Jobs settled so far.
     settled: u64,
-    /// What the thread runs.
     running: Option<String>,
 }
 
@@ -57,47 +52,47 @@ impl<J, T> Jobs<J, T> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the queue was stopped.
     pub(super) fn is_stopping(&self) -> bool {
         self.stopping.load(Ordering::Acquire)
     }
 
-    /// What [`Jobs::is_stopping`] reads, for a job.
+    /// Returns the flag that [`Jobs::is_stopping`] reads, for use in a job.
     pub(super) fn stopping(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.stopping)
     }
 
-    /// Whether a job was submitted and not settled.
     pub(super) fn is_busy(&self) -> bool {
         self.pending.load(Ordering::Acquire) > 0
     }
 
-    /// Starts the thread unless it was started, or the queue was stopped.
+    /// Starts the thread unless it runs already or the queue was stopped.
     pub(super) fn start(&self, spawn: impl FnOnce() -> Result<T>) -> Result<()> {
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
-        // `stop` comes before `take_thread`: who sees false here is waited for there.
+        // A stop sets the flag before it takes the thread. If the flag is false here, the stopping caller will join
+        // this thread.
         if thread.is_none() && !self.is_stopping() {
             *thread = Some(spawn()?);
         }
         Ok(())
     }
 
-    /// The thread, to be joined; `None` when there is none, or no more.
+    /// Takes the thread, to be joined. Returns `None` if it never started or was already taken.
     pub(super) fn take_thread(&self) -> Option<T> {
         self.thread.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// In a forked child, where the thread is the parent's: gives up its handle, if no other thread had the lock at the fork.
+    /// Drops the handle of the parent's thread without joining it. Called in a forked child. Does nothing if another
+    /// thread held the lock at the fork.
     pub(super) fn forget_thread(&self) {
         if let Ok(mut thread) = self.thread.try_lock() {
             std::mem::forget(thread.take());
         }
     }
 
-    /// Adds what `job` makes, unless the queue was stopped; whether it did.
+    /// Adds the job that `job` creates. Returns false if the queue was stopped.
     pub(super) fn push(&self, job: impl FnOnce() -> J) -> bool {
         let mut state = self.state();
-        // Under the lock: `stop` empties the queue once.
+        // Checked under the lock, because `stop` empties the queue only once.
         if self.is_stopping() {
             return false;
         }
@@ -109,7 +104,8 @@ impl<J, T> Jobs<J, T> {
         true
     }
 
-    /// The thread's next job, which `name` names; waits for one. `None` when the queue was stopped.
+    /// Blocks until there is a job for the thread, and returns it; `name` gives its name. Returns `None` if the queue
+    /// was stopped.
     pub(super) fn next(&self, name: impl Fn(&mut J) -> String) -> Option<J> {
         let mut state = self.state();
         loop {
@@ -124,14 +120,13 @@ impl<J, T> Jobs<J, T> {
         }
     }
 
-    /// The job that [`Jobs::next`] handed out last is done.
+    /// Settles the job that [`Jobs::next`] handed out last.
     pub(super) fn settle(&self) {
         let mut state = self.state();
         state.running = None;
         self.count_settled(state);
     }
 
-    /// A job that [`Jobs::stop`] handed out is done with.
     pub(super) fn settle_dropped(&self) {
         self.count_settled(self.state());
     }
@@ -143,12 +138,11 @@ impl<J, T> Jobs<J, T> {
         self.settled.notify_all();
     }
 
-    /// Number of jobs submitted so far.
     pub(super) fn submitted(&self) -> u64 {
         self.state().submitted
     }
 
-    /// Waits until the first `jobs` of all submitted jobs were settled, at most `limit`; whether they were.
+    /// Blocks until the first `jobs` submitted jobs are settled, for at most `limit`. Returns true if they are.
     pub(super) fn wait_settled(&self, jobs: u64, limit: Duration) -> bool {
         let start = Instant::now();
         let mut state = self.state();
@@ -162,7 +156,7 @@ impl<J, T> Jobs<J, T> {
         true
     }
 
-    /// From now on nothing is taken; hands out what waits, to be settled by the caller.
+    /// Stops accepting jobs, and returns the waiting ones, which the caller must settle.
     pub(super) fn stop(&self) -> Vec<J> {
         let mut state = self.state();
         self.stopping.store(true, Ordering::Release);
@@ -172,7 +166,7 @@ impl<J, T> Jobs<J, T> {
         dropped
     }
 
-    /// Waits until the thread runs nothing, at most `limit`; what it runs, if it still does.
+    /// Blocks until the thread is idle, for at most `limit`. Returns the name of the job that is still running, if any.
     pub(super) fn still_running(&self, limit: Duration) -> Option<String> {
         let start = Instant::now();
         let mut state = self.state();

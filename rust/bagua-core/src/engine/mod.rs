@@ -1,19 +1,24 @@
 //! The communication thread, the queue of buckets, and handles.
 //!
-//! From below: a [`Handle`] is the outcome of a job; a [`LaneWorker`] is a lane with a queue of jobs and a thread; a [`Messenger`] moves
-//! messages beside the lanes, and `device_messages` those of memory on devices; a [`Communicator`] is a group with one worker for its verbs and one messenger; an [`Engine`] is a worker with a schedule of buckets. The completion
-//! thread runs the callbacks of handles.
+//! From bottom to top:
+//!
+//! - A [`Handle`] is the outcome of a job. The completion thread runs the callbacks of handles.
+//! - A [`LaneWorker`] is a lane with a queue of jobs and a thread.
+//! - A [`Messenger`] moves messages independently of the lanes; `device_messages` does so for memory on devices.
+//! - A [`Communicator`] is a group with one worker for its collectives and one messenger.
+//! - An [`Engine`] is a worker with a schedule of buckets.
 //!
 //! Invariants, quoted by the tests:
 //!
-//! 1. **Program order.** What one thread submits and runs on a worker happens in that order.
-//! 2. **No error is lost.** It reaches the handle and its callbacks; without a handle and a callback, the worker's next call; if it
-//!    concerns a bucket, the next `wait`. The group's first cause wins over its consequences.
-//! 3. **No waiter is left behind**, and no callback. A job ends by its result, its panic (a `System` error), or the end of the
-//!    worker (`Aborted`).
-//! 4. **Marking never waits for communication.** A bucket's memory travels to the thread by value, and its lock is held for
-//!    moments only.
-//! 5. **A forked child owns nothing here.** Its calls are errors, and its drops neither join nor close anything.
+//! 1. **Program order.** Jobs that one thread submits to or runs on a worker happen in that order.
+//! 2. **No error is lost.** An error reaches the handle and its callbacks. If a job has neither, the worker's next call
+//!    returns its error. The next `wait` also returns errors of buckets. If a failure causes further errors, callers
+//!    get the group's first cause.
+//! 3. **No waiter is left behind**, and no callback. A job ends with its result, with a panic (a `System` error), or
+//!    with the end of the worker (`Aborted`).
+//! 4. **Marking never waits for communication.** A bucket's memory is moved to the thread by value, and its lock is
+//!    held only for moments.
+//! 5. **A forked child owns nothing here.** Its calls return errors, and its drops neither join nor close anything.
 
 mod bucket_queue;
 mod completion;
@@ -40,23 +45,24 @@ use crate::group::{Group, Lane, Lanes, Options, Quorum, View, carry_data};
 use crate::memory::same_place;
 use crate::wait::lock;
 
-/// A group's messages, and its main lane, shared by blocking calls (on the calling thread) and asynchronous ones (on a communication thread that
-/// starts with the first of them), in program order.
+/// A group's messages and main lane. Blocking calls run on the calling thread, and asynchronous ones on a communication
+/// thread that starts with the first of them. Both happen in program order.
 pub struct Communicator {
-    /// Sends and receives messages, from the first of them. The first fields go before the group does.
+    /// Moves messages on the host. Created by the first message. The messengers and the worker are declared before the
+    /// group so that they are dropped first.
     messenger: OnceLock<Arc<Messenger>>,
-    /// Those of memory on devices, from the first of them.
+    /// Moves messages of memory on devices. Created by the first such message.
     devices: OnceLock<DeviceMessages>,
-    /// Held while the messenger is made.
+    /// Held while the messenger is created.
     making: Mutex<()>,
     worker: LaneWorker,
     group: Group,
-    /// Read once when the lane was opened, so that reading it never waits for a running operation.
+    /// Read once when the lane was opened, so that reading them never waits for a running operation.
     transports: (&'static str, Vec<&'static str>),
 }
 
 impl Communicator {
-    /// Opens the group's main lane. Collective.
+    /// Opens the group's main lane. Collective: all ranks must call it.
     pub fn new(group: Group) -> Result<Communicator> {
         let lanes = Lanes::of(&group)?;
         let transports = (lanes.global.collective(), lanes.global.transports());
@@ -71,27 +77,27 @@ impl Communicator {
         })
     }
 
-    /// The group.
+    /// Returns the group.
     pub fn group(&self) -> &Group {
         &self.group
     }
 
-    /// Name of the collective and of the transport towards each rank.
+    /// Returns the name of the collective, and the name of the transport to each rank.
     pub fn transports(&self) -> (&'static str, Vec<&'static str>) {
         self.transports.clone()
     }
 
-    /// See [`LaneWorker::run`].
+    /// Runs a job on this thread: see [`LaneWorker::run`].
     pub fn run<T>(&self, job: impl FnOnce(&mut Lane) -> Result<T>) -> Result<T> {
         self.worker.run(|lanes| job(&mut lanes.global))
     }
 
-    /// Its communication thread, on the lane.
+    /// Returns the worker, whose communication thread runs jobs on the main lane.
     pub fn worker(&self) -> &LaneWorker {
         &self.worker
     }
 
-    /// The communicator of the ranks that are left; this one's group is left. See [`Group::shrink`].
+    /// Leaves this group and returns a communicator of the surviving ranks: see [`Group::shrink`].
     ///
     /// # Errors
     /// As [`Group::shrink`].
@@ -104,11 +110,11 @@ impl Communicator {
         self.group.shrink(timeout, quorum, open, |opened| opened.run(|lane| lane.barrier(&Options::default())))
     }
 
-    /// Starts to send and to receive messages, beside the operations of the main lane: see [`Messenger::post`]. Their memory is all on the
-    /// host, or all on one device, which copies behind what was marked there.
+    /// Starts to send and receive messages, independently of the main lane: see [`Messenger::post`]. The memory of all
+    /// messages must be on the host or on one device. A device copies it after the work that was marked there.
     ///
     /// # Errors
-    /// As [`Messenger::post`], but `UnsupportedType` for memory in several places.
+    /// As [`Messenger::post`], and `UnsupportedType` if the memory is in several places.
     pub fn post(
         &self,
         sends: Vec<Message>,
@@ -122,7 +128,7 @@ impl Communicator {
         if let Some(first) = places.next()
             && places.any(|place| !same_place(place, first))
         {
-            let text = "the arrays of one call must all be on the host, or on one device";
+            let text = "the arrays of one call must all be on the host or all on one device";
             return Err(Error::UnsupportedType(text.to_owned()));
         }
         let on_device = sends.iter().chain(&receives).any(|message| message.data.device().is_some());
@@ -145,7 +151,7 @@ impl Communicator {
         Ok(self.messenger.get_or_init(|| messenger))
     }
 
-    /// Ends the thread of the messages and that of the verbs: see [`LaneWorker::shutdown`].
+    /// Ends the threads of the messages and of the collectives: see [`LaneWorker::shutdown`].
     pub fn shutdown(&self) {
         if let Some(devices) = self.devices.get() {
             devices.shutdown();

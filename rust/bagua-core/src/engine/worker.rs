@@ -1,4 +1,4 @@
-//! A lane with a queue of jobs and a communication thread that starts with the first of them.
+//! A lane with a queue of jobs, and a communication thread that starts with the first job.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,57 +17,55 @@ use crate::recorder::{Announced, LaneRecorder, Ticket};
 use crate::sync;
 use crate::wait::{SLICE, blocking_wait, lock};
 
-/// How long a running operation may go on after `shutdown` before the group is poisoned to end it.
+/// How long a running operation may continue after `shutdown` before the group is poisoned to end it.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// How long it may then still take. Waits of a lane see a poisoned group within [`crate::wait::SLICE`]; only a callback that does
-/// not return takes longer, and its thread is left behind rather than hang the process.
+/// How long the operation may then still take. Waits on a lane see a poisoned group within [`crate::wait::SLICE`]. Only
+/// a callback that does not return takes longer. Its thread is left behind, so that the process does not hang.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// The first and the longest pause before a thread looks again whether another thread has left the lane.
+/// The first and the longest pause between two attempts to take the lane from another thread.
 const PAUSES: (Duration, Duration) = (Duration::from_micros(20), Duration::from_millis(1));
 
 /// A job for a communication thread.
 pub type Job = Box<dyn FnOnce(&mut Lanes) -> Result<()> + Send + 'static>;
 
-/// See the module.
+/// A lane with a queue of jobs, and a communication thread that starts with the first job.
 pub struct LaneWorker {
     shared: Arc<WorkerShared>,
-    /// Keeps the completion thread until `shutdown`.
+    /// Keeps the completion thread running until `shutdown`.
     registration: Mutex<Option<WorkerRegistration>>,
 }
 
-/// What the callers and the communication thread share.
 struct WorkerShared {
-    /// For error texts and the thread's name.
     name: String,
-    /// The process that may use this: threads do not survive a fork.
+    /// The only process that may use the worker, because threads do not survive a fork.
     owner: OwnerProcess,
     health: Arc<GroupHealth>,
-    /// Records what is queued; `None` as in the lane.
+    /// Records queued operations. `None` if the lane records nothing.
     recorder: Option<LaneRecorder>,
-    /// Held for one job at a time, by the thread or by `run`.
+    /// Locked for one job at a time, by the thread or by [`LaneWorker::run`].
     lanes: Mutex<Lanes>,
-    /// What the thread runs, and the thread from the first `submit` to `shutdown`.
+    /// The queued jobs, and the thread's handle between the first `submit` and `shutdown`.
     jobs: Jobs<Entry, JoinHandle<()>>,
-    /// Handles of failed jobs whose result was not read.
+    /// Handles of failed jobs whose result nobody has read.
     failed: Mutex<Vec<Handle>>,
-    /// Mirror of `!failed.is_empty()`, for calls that need no lock while nothing has failed.
+    /// Mirror of `!failed.is_empty()`, so that calls take no lock as long as nothing has failed.
     failures: AtomicBool,
 }
 
 struct Entry {
     what: String,
-    /// Any error of this job poisons the group, even one that nothing was sent for.
+    /// True if every error of the job poisons the group, even an error before anything was sent.
     fatal: bool,
     job: Job,
     handle: Handle,
-    /// The record of its first operation.
+    /// The flight record of the job's first operation.
     ticket: Option<Ticket>,
 }
 
 impl LaneWorker {
-    /// A worker over lanes. `health` is that of their group.
+    /// Creates a worker on these lanes. `health` is the failure state of their group.
     pub fn over(lanes: impl Into<Lanes>, health: Arc<GroupHealth>, name: &str) -> LaneWorker {
         let lanes = lanes.into();
         LaneWorker {
@@ -85,17 +83,16 @@ impl LaneWorker {
         }
     }
 
-    /// Its name.
+    /// Returns the worker's name.
     pub fn name(&self) -> &str {
         &self.shared.name
     }
 
-    /// The group's state of failure.
+    /// Returns the group's failure state.
     pub fn health(&self) -> &GroupHealth {
         &self.shared.health
     }
 
-    /// World rank of this process.
     pub(super) fn world_rank(&self) -> usize {
         self.shared.health.world_rank(self.shared.health.rank())
     }
@@ -104,7 +101,7 @@ impl LaneWorker {
         self.shared.jobs.stopping()
     }
 
-    /// Ok, or why no further call can succeed. Takes no lock.
+    /// Returns the reason why no further call can succeed, if there is one. Takes no lock.
     pub fn check(&self) -> Result<()> {
         self.check_process()?;
         self.shared.health.check()?;
@@ -116,13 +113,14 @@ impl LaneWorker {
 
     /// Runs a job on this thread, after everything that was submitted before.
     ///
-    /// While nothing is pending this is one lock and no thread change. An error of an earlier job whose handle was dropped,
-    /// because its handle is gone, is returned here instead, and the job does not run.
+    /// If nothing is pending, this costs one lock and no thread switch. If an earlier job failed and all its handles
+    /// were dropped before anyone read the error, this call returns that error and does not run `job`.
     pub fn run<T>(&self, job: impl FnOnce(&mut Lanes) -> Result<T>) -> Result<T> {
         self.check()?;
         if self.shared.jobs.is_busy() {
             let (submitted, mut settled) = (self.shared.jobs.submitted(), false);
-            // In slices, between which a caller that is told to give up fails the group, and so the jobs.
+            // Waits in slices. Between two of them, a caller that is told to stop can fail the group, which ends the
+            // jobs.
             while !settled {
                 blocking_wait(|| settled = self.shared.jobs.wait_settled(submitted, SLICE));
             }
@@ -135,12 +133,12 @@ impl LaneWorker {
         self.shared.guarded(false, || job(&mut lanes))
     }
 
-    /// Hands a job to the communication thread. `what` says what it is, for error texts.
+    /// Hands a job to the communication thread. `what` describes the job in error texts.
     pub fn submit(&self, what: &str, job: Job) -> Result<Handle> {
         self.enqueue(what, &Announced::job("a job"), false, job)
     }
 
-    /// As `submit`, for an operation on the global lane, which `op` describes to the flight recorder.
+    /// As [`LaneWorker::submit`], for an operation on the global lane. `op` describes it to the flight recorder.
     pub fn submit_op(
         &self,
         op: &Announced<'_>,
@@ -149,7 +147,7 @@ impl LaneWorker {
         self.enqueue("an asynchronous operation", op, false, Box::new(move |lanes| job(&mut lanes.global)))
     }
 
-    /// As `submit`, for a job whose every error poisons the group.
+    /// As [`LaneWorker::submit`], for a job whose every error poisons the group.
     pub(super) fn submit_fatal(&self, what: &str, op: &Announced<'_>, job: Job) -> Result<Handle> {
         self.enqueue(what, op, true, job)
     }
@@ -176,18 +174,20 @@ impl LaneWorker {
         })
     }
 
-    /// Ends the thread: what is queued fails with `Aborted`. What is running may end by itself for a second; then the group is
-    /// poisoned with `Aborted`, which ends every wait of a lane. A callback that still does not return keeps its thread, which
-    /// is left behind. Idempotent; drop does the same. Waits: call it without the GIL.
+    /// Ends the thread. Dropping the worker does the same. Further calls do nothing.
+    ///
+    /// Queued jobs fail with `Aborted`. A running job gets one second to end by itself. Then the group is poisoned with
+    /// `Aborted`, which ends every wait on a lane. If a callback still does not return, its thread is left behind.
+    /// Blocks, so it must be called without the GIL.
     pub fn shutdown(&self) {
         if self.is_foreign() {
-            // The thread is the parent's; so are the streams that dropping the lane would close.
+            // The thread belongs to the parent, and so do the streams that dropping the lane would close.
             self.shared.jobs.forget_thread();
             return;
         }
         for entry in self.shared.jobs.stop() {
             let Entry { job, handle, ticket, .. } = entry;
-            // First the job, so that the memory it holds is back when the waiter wakes.
+            // The job comes first, so that the memory it holds is returned before the waiter wakes.
             drop(job);
             let error = self.shared.health.cause().unwrap_or_else(|| self.shared.aborted());
             self.shared.record_end(ticket, &Err(error.clone()));
@@ -197,7 +197,7 @@ impl LaneWorker {
         drop(lock(&self.registration).take());
         let Some(thread) = self.shared.jobs.take_thread() else { return };
         if thread.thread().id() == std::thread::current().id() {
-            // A job ended its own worker; the thread ends when the job returns.
+            // A job shut down its own worker. The thread ends when the job returns.
             return;
         }
         if let Some(what) = self.shared.jobs.still_running(GRACE) {
@@ -208,11 +208,10 @@ impl LaneWorker {
                 return;
             }
         }
-        // The thread catches the panics of jobs, and there is nothing to do about one of its own here.
+        // The thread catches the panics of jobs, and nothing can be done here about a panic of its own.
         let _ = thread.join();
     }
 
-    /// Ok unless this is a forked child.
     pub(super) fn check_process(&self) -> Result<()> {
         if self.is_foreign() { Err(forked()) } else { Ok(()) }
     }
@@ -233,18 +232,19 @@ impl Drop for LaneWorker {
 
 impl WorkerShared {
     fn lanes(&self) -> MutexGuard<'_, Lanes> {
-        // A job's panic poisons the group, which says more than a poisoned lock.
+        // If a job panics, it poisons the group, whose error says more than a poisoned lock.
         lock(&self.lanes)
     }
 
-    /// As `lane`, for a thread that may hold what the lane's user needs to come to its end.
+    /// As `lanes`, but gives up the interpreter's lock while it waits, because the job that holds the lanes may need
+    /// it.
     fn free_lanes(&self) -> MutexGuard<'_, Lanes> {
         let mut pause = PAUSES.0;
         loop {
             match self.lanes.try_lock() {
                 Ok(lanes) => return lanes,
                 Err(TryLockError::Poisoned(lanes)) => return lanes.into_inner(),
-                // In slices, as in `run`. A mutex has no wait of limited length.
+                // Waits in slices, as `run` does. A mutex has no wait of limited length.
                 Err(TryLockError::WouldBlock) => blocking_wait(|| std::thread::sleep(pause)),
             }
             pause = (2 * pause).min(PAUSES.1);
@@ -255,7 +255,7 @@ impl WorkerShared {
         Error::Aborted(format!("{} was shut down", self.name))
     }
 
-    /// The thread.
+    /// Runs jobs until the queue is stopped. This is the thread's main function.
     fn work(&self) {
         while let Some(Entry { fatal, job, handle, ticket, .. }) =
             self.jobs.next(|entry| std::mem::take(&mut entry.what))
@@ -268,7 +268,7 @@ impl WorkerShared {
                     self.record_start(ticket);
                 }
                 let result = checked.and_then(|()| self.guarded(fatal, || job(&mut lanes)));
-                // A job that had no operation, such as a callback, is one itself.
+                // A job without an operation, such as a callback, has its own record.
                 self.record_end(lanes.expect(None), &result);
                 result
             };
@@ -283,18 +283,16 @@ impl WorkerShared {
             drop(unread);
             self.jobs.settle();
         }
-        // Its result has no handle left.
+        // No handle is left for the result.
         let _ = catch_unwind(AssertUnwindSafe(|| self.lanes().end()));
     }
 
-    /// Records that the thread takes a job; the first operation of the job takes over the ticket.
     fn record_start(&self, ticket: Option<Ticket>) {
         if let (Some(recorder), Some(ticket)) = (&self.recorder, ticket) {
             recorder.start(ticket);
         }
     }
 
-    /// Records the end of a job whose ticket no operation has taken over.
     fn record_end(&self, ticket: Option<Ticket>, result: &Result<()>) {
         if let (Some(recorder), Some(ticket)) = (&self.recorder, ticket) {
             let own = self.health.world_rank(self.health.rank());
@@ -302,7 +300,7 @@ impl WorkerShared {
         }
     }
 
-    /// Runs a job's body; a panic and every error that a peer may be waiting on poison the group.
+    /// Runs a job's body. A panic poisons the group, and so does every error that may leave a peer waiting.
     fn guarded<T>(&self, fatal: bool, body: impl FnOnce() -> Result<T>) -> Result<T> {
         let error = match catch_unwind(AssertUnwindSafe(body)) {
             Ok(Ok(value)) => return Ok(value),
@@ -320,12 +318,12 @@ impl WorkerShared {
             return Err(error);
         }
         let first = self.health.fail(error.clone());
-        // The lane's own copy of the first cause also says what was being done.
+        // The lane's own copy of the first cause also says which operation was running.
         let same = std::mem::discriminant(&first) == std::mem::discriminant(&error);
         Err(if same { error } else { first })
     }
 
-    /// Returns, as an error, the first failure whose handle is gone unseen.
+    /// Returns the error of the first failed job that nobody can read any more, because its handles are gone.
     fn take_lost_error(&self) -> Result<()> {
         if !self.failures.load(Ordering::Acquire) {
             return Ok(());
@@ -344,7 +342,6 @@ impl WorkerShared {
     }
 }
 
-/// What a panic said.
 fn text_of(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no text".to_owned())

@@ -1,4 +1,4 @@
-//! One round of asynchronous model averaging as an operation on a bucket, see [`crate::reduce::correct`].
+//! One round of asynchronous model averaging as an operation on a bucket: see [`crate::reduce::correct`].
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -12,13 +12,14 @@ use crate::request::{Io, Verb};
 use crate::types::{DType, ReduceOp};
 use crate::wait::lock;
 
-/// The communication thread among the owners of weight locks; the averaging thread and those of callers have other numbers.
+/// Identifies the communication thread as an owner of a weight lock. The averaging thread and callers use other
+/// numbers.
 const COMMUNICATION: Owner = Owner::MAX - 1;
 
-/// Averages the bucket over the ranks that are not aborted, and adds `average - snapshot` to it under the weight lock.
+/// Averages the weights of the ranks that take part, and adds `average - snapshot` to the bucket under the weight lock.
 pub struct AsyncModelAverageOp {
     weights: Arc<WeightLock>,
-    /// This rank takes part.
+    /// True if this rank takes part.
     takes_part: AtomicBool,
     memory: Mutex<Memory>,
 }
@@ -31,17 +32,17 @@ struct Memory {
 }
 
 impl AsyncModelAverageOp {
-    /// An operation on weights that are used under this lock.
+    /// Creates an operation on weights that are protected by this lock.
     pub fn new(weights: Arc<WeightLock>) -> AsyncModelAverageOp {
         AsyncModelAverageOp { weights, takes_part: AtomicBool::new(true), memory: Mutex::default() }
     }
 
-    /// From the next round on, this rank's weights count and are changed, or not.
+    /// Sets if this rank takes part from the next round on. Otherwise its weights neither count nor change.
     pub fn set_takes_part(&self, takes_part: bool) {
         self.takes_part.store(takes_part, Ordering::Release);
     }
 
-    /// True when its weights count.
+    /// Returns true if this rank takes part.
     pub fn takes_part(&self) -> bool {
         self.takes_part.load(Ordering::Acquire)
     }
@@ -82,7 +83,7 @@ impl Op for AsyncModelAverageOp {
         }
         average.clone_from(snapshot);
         if own == 0 {
-            // Counts for nothing in the sum.
+            // Weights of zero add nothing to the sum.
             average.fill(0);
         }
         if parts == all.len() {

@@ -1,9 +1,10 @@
-//! The centralized operation with or without a codec, whichever is faster here.
+//! The all-reduce of a bucket with or without a codec, whichever is faster here.
 //!
-//! In the first [`TRIALS`] communications of every [`PERIOD`] a bucket goes with and without the codec in turns. The ranks then
-//! compare: the time of a communication is that of its slowest rank, the faster one by the median is kept, and the plain one
-//! where it is within 5 %. All ranks decide alike, because they compare the same numbers. On a device its work is timed, by marks in it;
-//! the communication thread waits for it once in a period, before the ranks compare.
+//! In the first [`TRIALS`] communications of every [`PERIOD`], a bucket is sent alternately without and with the codec.
+//! The ranks then agree on the time of each trial, which is the time of its slowest rank. The variant with the smaller
+//! median wins, but the codec must win by more than 5 %. All ranks make the same choice because they compare the same
+//! numbers. On a device, marks in its queue of work measure the time. The communication thread waits for the device
+//! once per period, before the ranks compare.
 
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -16,33 +17,32 @@ use crate::request::{Io, Verb};
 use crate::types::{DType, ReduceOp};
 use crate::wait::lock;
 
-/// Communications of a bucket that are timed, half of them with the codec.
+/// Number of timed communications of a bucket per period. Half of them use the codec.
 pub const TRIALS: usize = 10;
-/// Communications after which the two are compared again.
+/// Number of communications after which the two variants are compared again.
 pub const PERIOD: u64 = 1000;
-/// Times as long as with the codec that the plain communication may take and still be kept.
+/// The codec is used if the median without it is more than this factor longer than with it.
 const PREFER_PLAIN: f64 = 1.05;
 
-/// See the module.
+/// The all-reduce of a bucket with or without a codec, whichever is faster: see the module.
 pub struct AutoOp {
     plain: CentralizedOp,
     compressed: CompressedOp,
     state: Mutex<Trials>,
 }
 
-/// The trials of a period, and what they decided.
 #[derive(Default)]
 struct Trials {
-    /// Communications so far. Not the bucket's step: a training that is resumed times both anew.
+    /// Number of communications so far. The bucket's step would not do, because a resumed training must time both
+    /// again.
     count: u64,
-    /// The trials of this period.
     trials: Vec<Trial>,
-    /// Whether the codec makes it faster.
+    /// True if the codec is used after the trials.
     compress: bool,
 }
 
 impl AutoOp {
-    /// Both must give the same result, within what the codec loses.
+    /// Both operations must give the same result, up to the loss of the codec.
     pub fn new(plain: CentralizedOp, compressed: CompressedOp) -> AutoOp {
         AutoOp { plain, compressed, state: Mutex::default() }
     }
@@ -67,7 +67,7 @@ impl AutoOp {
     }
 }
 
-/// What a communication took: the host's call, or the device's work.
+/// The time of one communication: measured by the host around the call, or by the device between two marks.
 enum Trial {
     Host(Duration),
     Device(Box<dyn Stamp>, Box<dyn Stamp>),
@@ -127,7 +127,7 @@ impl Op for AutoOp {
     }
 }
 
-/// Whether the codec, which the odd trials used, makes it faster.
+/// Returns true if the odd trials, which used the codec, were faster.
 fn compresses(trials: &[f64]) -> bool {
     let median = |odd: usize| {
         let mut seconds: Vec<f64> = trials.iter().skip(odd).step_by(2).copied().collect();

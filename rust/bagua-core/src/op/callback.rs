@@ -1,18 +1,18 @@
-//! An operation that the caller wrote: a function of the bucket's name.
+//! An operation that calls a function of the user.
 
 use super::{BucketCx, Op};
 use crate::error::{Error, Result};
 
 type Callback = Box<dyn Fn(&str) -> Result<()> + Send + Sync>;
 
-/// Calls a function on the communication thread. What the function returns as an error reaches the next call of the engine and,
-/// through the group, the other ranks.
+/// Calls a function with the bucket's name on the communication thread. An error of the function is returned by the
+/// next call of the engine and, through the group, reaches the other ranks.
 pub struct CallbackOp {
     callback: Callback,
 }
 
 impl CallbackOp {
-    /// An operation that calls `callback` with the bucket's name.
+    /// Creates an operation that calls `callback` with the bucket's name.
     pub fn new(callback: impl Fn(&str) -> Result<()> + Send + Sync + 'static) -> CallbackOp {
         CallbackOp { callback: Box::new(callback) }
     }
@@ -25,7 +25,8 @@ impl Op for CallbackOp {
 
     fn run(&self, cx: &mut BucketCx<'_>) -> Result<()> {
         let bucket = cx.bucket;
-        // What the function puts on the device's own stream comes after what was marked, and before the operations that follow.
+        // Work that the function queues on the device's own stream comes after the marked work, and before the
+        // operations that follow.
         if let Some(device) = cx.device() {
             device.order(None)?;
         }
@@ -36,7 +37,7 @@ impl Op for CallbackOp {
                 Error::UnsupportedType(text) => Error::UnsupportedType(place(text)),
                 Error::NotImplemented(text) => Error::NotImplemented(place(text)),
                 Error::System { message, source } => Error::System { message: place(message), source },
-                // These say themselves where they come from: the callback ran a collective of its own.
+                // The callback ran a collective of its own. These errors already say where they come from.
                 other @ (Error::PeerLost { .. }
                 | Error::Timeout { .. }
                 | Error::PeerRaised { .. }

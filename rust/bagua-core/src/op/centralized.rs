@@ -1,4 +1,4 @@
-//! The operation of data-parallel training: every rank ends with the sum or the average of all.
+//! The all-reduce of data-parallel training: every rank gets the sum or the average over all ranks.
 
 use std::sync::Mutex;
 
@@ -10,31 +10,33 @@ use crate::request::{Io, Verb};
 use crate::types::{DType, ReduceOp};
 use crate::wait::lock;
 
-/// All-reduce of a bucket, in place when its tensors lie back to back, through a buffer of its own otherwise. On a device, where the
+/// All-reduce of a bucket.
+///
+/// On the host, it runs in place if the tensors lie back to back, and otherwise through a buffer. On a device the
 /// buffer is there too, so that ranks whose tensors lie differently do the same.
 ///
-/// `hierarchical` adds inside hosts first, also where the group would go flat; without it the group's own route is taken.
-/// `scattergather` names the algorithm that every route uses anyway, a reduce-scatter followed by an all-gather.
+/// `hierarchical` always reduces inside hosts first; otherwise the group chooses the route. `scattergather` only
+/// records the original's option: every route uses a reduce-scatter followed by an all-gather anyway.
 pub struct CentralizedOp {
     average: bool,
     hierarchical: bool,
     scattergather: bool,
-    /// Where tensors that are not adjacent are gathered; kept between runs, because fresh pages cost more than the copy.
+    /// Buffer for tensors that are not adjacent. Kept between runs, because fresh pages cost more than the copy.
     scratch: Mutex<Vec<u8>>,
 }
 
 impl CentralizedOp {
-    /// The average of all ranks, or the sum.
+    /// Creates an operation that averages over all ranks, or sums if `average` is false.
     pub fn new(average: bool, hierarchical: bool, scattergather: bool) -> CentralizedOp {
         CentralizedOp { average, hierarchical, scattergather, scratch: Mutex::new(Vec::new()) }
     }
 
-    /// True for the average, false for the sum.
+    /// Returns true for the average, false for the sum.
     pub fn average(&self) -> bool {
         self.average
     }
 
-    /// (hierarchical, scattergather).
+    /// Returns (hierarchical, scattergather).
     pub fn route(&self) -> (bool, bool) {
         (self.hierarchical, self.scattergather)
     }

@@ -1,4 +1,4 @@
-//! The centralized operation through a codec: fewer bytes between ranks, or between hosts.
+//! The all-reduce of a bucket through a codec, which sends fewer bytes between ranks or between hosts.
 
 use std::sync::{Arc, Mutex};
 
@@ -12,14 +12,14 @@ use crate::request::{Compression, Extra, Io, Operands, Verb, Workspace};
 use crate::types::DType;
 use crate::wait::lock;
 
-/// Name of the extra tensor of error feedback: a float32 for each element of the bucket, padding left out.
+/// Name of the extra tensor for error feedback: one float32 for each element of the bucket without padding.
 pub const ERROR: &str = "error";
 
-/// Compressed all-reduce of a bucket, see [`Verb::CompressedAllReduce`]. `hierarchical` adds inside hosts in full precision, and
-/// compresses between the hosts' first ranks.
+/// Compressed all-reduce of a bucket: see [`Verb::CompressedAllReduce`]. `hierarchical` sums inside hosts in full
+/// precision and compresses only between the hosts' first ranks.
 ///
-/// On a device that has the codec the tensors stay there, back to back or gathered; without the codec, copies on the host are
-/// combined.
+/// If the tensors are on a device that has the codec, they stay there, back to back or gathered in a buffer. If the
+/// device does not have the codec, copies on the host are combined.
 pub struct CompressedOp {
     codec: Arc<dyn Codec>,
     average: bool,
@@ -28,23 +28,23 @@ pub struct CompressedOp {
     memory: Mutex<Memory>,
 }
 
-/// What is kept between runs.
 #[derive(Default)]
 struct Memory {
-    /// The tensors, where they are not adjacent on the host.
+    /// The tensors, if they are not adjacent on the host.
     tensors: Vec<u8>,
-    /// The extra tensor, where it is on a device and the tensors are combined on the host.
+    /// The extra tensor, if it is on a device while the tensors are combined on the host.
     error: Vec<u8>,
     work: Workspace,
 }
 
 impl CompressedOp {
-    /// The average of all ranks, or the sum. Error feedback needs the extra tensor [`ERROR`].
+    /// Creates an operation that averages over all ranks, or sums if `average` is false. `error_feedback` needs the
+    /// extra tensor [`ERROR`].
     pub fn new(codec: Arc<dyn Codec>, average: bool, hierarchical: bool, error_feedback: bool) -> CompressedOp {
         CompressedOp { codec, average, hierarchical, error_feedback, memory: Mutex::default() }
     }
 
-    /// Name and options of the codec.
+    /// Returns the name and options of the codec.
     pub fn codec(&self) -> String {
         codec::describe(&*self.codec)
     }

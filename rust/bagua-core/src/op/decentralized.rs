@@ -1,4 +1,4 @@
-//! Averaging weights with peers, in full precision: the result goes beside the bucket, not into it.
+//! Averages weights with peers in full precision. The result goes to an extra tensor, not to the bucket.
 
 use std::sync::Mutex;
 
@@ -10,29 +10,30 @@ use crate::request::{Extra, Io, Operands, PeerSelection, Verb, Workspace};
 use crate::types::{DType, ReduceOp};
 use crate::wait::lock;
 
-/// Name of the extra tensor that gets the result, as long as the bucket.
+/// Name of the extra tensor that receives the result. It is as long as the bucket.
 pub const PEER_WEIGHT: &str = "peer_weight";
 
-/// See the module and [`Verb::NeighborAverage`]. The round is the bucket's step. `hierarchical`: members are the hosts, with the
-/// means of their ranks, through the host. Otherwise what is on a device stays there.
+/// Averages weights with the selected peers: see [`Verb::NeighborAverage`]. The round number is the bucket's step.
+///
+/// If `hierarchical`, the members are hosts with the mean of their ranks' weights, combined on the host. Otherwise
+/// tensors on a device stay there.
 pub struct DecentralizedOp {
     selection: PeerSelection,
     hierarchical: bool,
     memory: Mutex<Memory>,
 }
 
-/// What is kept between runs.
 #[derive(Default)]
 struct Memory {
-    /// The tensors, where they are not adjacent on the host.
+    /// The tensors, if they are not adjacent on the host.
     tensors: Vec<u8>,
-    /// The result, where it goes to a device.
+    /// The result, if its tensor is on a device while the mean is computed on the host.
     mean: Vec<u8>,
     work: Workspace,
 }
 
 impl DecentralizedOp {
-    /// The mean of a member's weights and those of the selected peers.
+    /// Creates an operation that computes the mean of a member's weights and those of the selected peers.
     pub fn new(selection: PeerSelection, hierarchical: bool) -> DecentralizedOp {
         DecentralizedOp { selection, hierarchical, memory: Mutex::default() }
     }

@@ -1,4 +1,4 @@
-//! Averaging weights with both neighbours of a ring, of which only encoded differences travel.
+//! Averages weights with both neighbours of a ring, and sends only encoded differences.
 
 use std::sync::{Arc, Mutex};
 
@@ -12,31 +12,32 @@ use crate::request::{Extra, Io, Operands, Replicas, Verb, Workspace};
 use crate::types::DType;
 use crate::wait::lock;
 
-/// Names of the extra tensors: the bucket's weights as both neighbours have them, and those of the neighbours. Each is as long as
-/// the bucket, and begins with the initial weights of the member whose copy it is.
+/// Names of the extra tensors: the bucket's weights as both neighbours know them, then the weights of the left and the
+/// right neighbour. Each is as long as the bucket, and starts with the initial weights of the member that it copies.
 pub const REPLICAS: [&str; 3] = ["weight", "left_peer_weight", "right_peer_weight"];
 
-/// See the module and [`Verb::CompressedRing`]. `hierarchical`: members are the hosts, with the means of their ranks.
+/// Averages weights with both neighbours of a ring: see [`Verb::CompressedRing`]. If `hierarchical`, the members are
+/// hosts with the mean of their ranks' weights.
 ///
-/// On a device that has the codec the tensors and the replicas stay there; without the codec, copies on the host are averaged.
+/// If the tensors are on a device that has the codec, they and the replicas stay there. If the device does not have the
+/// codec, copies on the host are averaged.
 pub struct LowPrecisionDecentralizedOp {
     codec: Arc<dyn Codec>,
     hierarchical: bool,
     memory: Mutex<Memory>,
 }
 
-/// What is kept between runs.
 #[derive(Default)]
 struct Memory {
-    /// The tensors, where they are on a device that has not the codec, or not adjacent on the host.
+    /// The tensors, if they are not adjacent on the host, or are on a device without the codec.
     tensors: Vec<u8>,
-    /// The replicas, where they are on a device that has not the codec.
+    /// The replicas, if they are on a device without the codec.
     replicas: [Vec<u8>; 3],
     work: Workspace,
 }
 
 impl LowPrecisionDecentralizedOp {
-    /// The compressed ring.
+    /// Creates a compressed ring.
     pub fn new(codec: Arc<dyn Codec>, hierarchical: bool) -> LowPrecisionDecentralizedOp {
         LowPrecisionDecentralizedOp { codec, hierarchical, memory: Mutex::default() }
     }
@@ -79,7 +80,6 @@ impl Op for LowPrecisionDecentralizedOp {
     }
 }
 
-/// The three replicas among the extra tensors.
 fn replicas_of<'a>(extra: &'a mut [ExtraTensor], bucket: &str) -> Result<[&'a mut Region; 3]> {
     let mut found = [None, None, None];
     for ExtraTensor { name, region } in extra {
@@ -89,6 +89,6 @@ fn replicas_of<'a>(extra: &'a mut [ExtraTensor], bucket: &str) -> Result<[&'a mu
     }
     match found {
         [Some(own), Some(left), Some(right)] => Ok([own, left, right]),
-        _ => Err(Error::InvalidArgument(format!("bucket '{bucket}' lacks one of {}", REPLICAS.join(", ")))),
+        _ => Err(Error::InvalidArgument(format!("bucket '{bucket}' needs the extra tensors {}", REPLICAS.join(", ")))),
     }
 }

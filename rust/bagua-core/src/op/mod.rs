@@ -1,4 +1,4 @@
-//! The operations on a bucket: one trait, one file per operation. `noop` is the one to read first.
+//! The operations on a bucket: one trait, and one file per operation. Read `noop` first.
 
 mod async_average;
 mod auto_compression;
@@ -24,66 +24,64 @@ use crate::memory::{BufferMut, DeviceRef, Region, same_place};
 use crate::stats::Stats;
 use crate::types::DType;
 
-/// A tensor that belongs to a bucket's operations, not to its communication: peer weights, replicas, error memory.
+/// A tensor that a bucket's operations use but that is not communicated itself: peer weights, replicas, error memory.
 #[derive(Debug)]
 pub struct ExtraTensor {
     /// Unique in its bucket.
     pub name: String,
-    /// Its memory.
+    /// The tensor's memory.
     pub region: Region,
 }
 
-/// One communication of a bucket, as its operations see it.
+/// The arguments of an operation for one communication of a bucket.
 pub struct BucketCx<'a> {
     /// Name of the bucket, for error texts.
     pub bucket: &'a str,
-    /// How often the bucket was communicated before, since it was registered or since a step was set. Equal on all ranks.
+    /// Number of earlier communications of the bucket, counted from its registration or the last `set_step`. Equal on
+    /// all ranks.
     pub step: u64,
-    /// The bucket's tensors in order, padding included, all of one dtype.
+    /// The bucket's tensors in order, including padding. All have the same dtype.
     pub tensors: &'a mut [Region],
-    /// Elements at the end of the tensors that are padding.
+    /// Number of padding elements at the end of the tensors.
     pub padding: usize,
-    /// Tensors that were registered beside the bucket's own.
+    /// Extra tensors that were attached to the bucket.
     pub extra: &'a mut [ExtraTensor],
-    /// The lanes of the group: all ranks, this host, the hosts' first ranks.
+    /// The lanes of the group: one over all ranks, one over this host's ranks, one over the hosts' first ranks.
     pub lanes: &'a mut Lanes,
 }
 
 impl BucketCx<'_> {
-    /// Counters of the group.
+    /// Returns the counters of the group.
     pub fn stats(&self) -> &Stats {
         self.lanes.global.stats()
     }
 
-    /// The device that the bucket is on; `None` for the host.
+    /// Returns the device that the bucket is on, or `None` for the host.
     pub fn device(&self) -> DeviceRef<'_> {
         self.tensors.first().and_then(Region::device)
     }
 
-    /// The extra tensor of this name.
-    ///
-    /// # Errors
-    /// `InvalidArgument` when the bucket has none.
+    /// Returns the extra tensor with this name, or `InvalidArgument` if there is none.
     pub fn extra(&mut self, name: &str) -> Result<&mut Region> {
         extra_of(self.extra, self.bucket, name)
     }
 }
 
-/// Refuses an extra tensor that is not `count` elements of `dtype`.
+/// Returns an error unless the extra tensor has `count` elements of `dtype`.
 fn require(extra: &ExtraTensor, dtype: DType, count: usize) -> Result<()> {
     let ExtraTensor { name, region } = extra;
     if (region.dtype(), region.count()) == (dtype, count) {
         return Ok(());
     }
     Err(Error::InvalidArgument(format!(
-        "extra tensor '{name}' has {} elements of {}, and {count} of {} are needed",
+        "extra tensor '{name}' has {} elements of {}, but {count} of {} are needed",
         region.count(),
         region.dtype().name(),
         dtype.name()
     )))
 }
 
-/// The extra tensor of this name, where the rest of a [`BucketCx`] is used beside it.
+/// As [`BucketCx::extra`], for callers that use other fields of the [`BucketCx`] at the same time.
 fn extra_of<'a>(extra: &'a mut [ExtraTensor], bucket: &str, name: &str) -> Result<&'a mut Region> {
     extra
         .iter_mut()
@@ -92,19 +90,15 @@ fn extra_of<'a>(extra: &'a mut [ExtraTensor], bucket: &str, name: &str) -> Resul
         .ok_or_else(|| Error::InvalidArgument(format!("bucket '{bucket}' has no extra tensor '{name}'")))
 }
 
-/// A tensor of an operation where the tensors of the bucket are combined: its own memory, or a copy on the host, which the operation keeps
-/// between its runs.
+/// An extra tensor in the place where the bucket's tensors are combined: the tensor's own memory, or a copy on the host
+/// that the operation keeps between its runs.
 struct Beside<'a> {
     region: &'a mut Region,
-    /// The copy, where the tensor is in another place.
     copy: Option<&'a mut Vec<u8>>,
 }
 
 impl<'a> Beside<'a> {
-    /// The tensor with its values.
-    ///
-    /// # Errors
-    /// Whatever a device reports.
+    /// Makes the tensor and its values available in `place`.
     fn read(region: &'a mut Region, copy: &'a mut Vec<u8>, place: DeviceRef<'_>) -> Result<Beside<'a>> {
         let mut beside = Beside::to_fill(region, copy, place);
         if let Some(copy) = &mut beside.copy {
@@ -113,7 +107,7 @@ impl<'a> Beside<'a> {
         Ok(beside)
     }
 
-    /// The tensor, to write all of it.
+    /// Makes the tensor available in `place` for a caller that overwrites all of it.
     fn to_fill(region: &'a mut Region, copy: &'a mut Vec<u8>, place: DeviceRef<'_>) -> Beside<'a> {
         if same_place(region.device(), place) {
             return Beside { region, copy: None };
@@ -122,7 +116,6 @@ impl<'a> Beside<'a> {
         Beside { region, copy: Some(copy) }
     }
 
-    /// The bytes.
     fn buffer(&mut self) -> BufferMut<'_> {
         match &mut self.copy {
             Some(copy) => copy.as_mut_slice().into(),
@@ -130,51 +123,45 @@ impl<'a> Beside<'a> {
         }
     }
 
-    /// The bytes go where the tensor is.
-    ///
-    /// # Errors
-    /// Whatever a device reports.
+    /// Copies the bytes back to the tensor, if they are a copy.
     fn write_back(self) -> Result<()> {
         self.copy.map_or(Ok(()), |copy| self.region.buffer_mut().copy_from(copy))
     }
 }
 
-/// One operation on a bucket. Runs on the communication thread; must not wait for anything but the lanes.
+/// One operation on a bucket. It runs on the communication thread, and must not wait for anything but the lanes.
 ///
-/// An error poisons the group, whatever its class: a bucket half done on one rank cannot be completed.
+/// Any error poisons the group, because a bucket that is half done on one rank cannot be completed.
 pub trait Op: Send + Sync {
-    /// Short name for reports.
+    /// Returns a short name for reports.
     fn name(&self) -> &'static str;
 
-    /// Whether it can work on a bucket of this element type and of so many elements, padding included; asked when it is added to a
-    /// bucket, before any communication.
+    /// Checks that the operation works with a bucket of this element type and number of elements (including padding).
+    /// Called when the operation is added to a bucket, before any communication.
     ///
     /// # Errors
-    /// `UnsupportedType` for a dtype that it cannot work on, `InvalidArgument` for the number of elements.
+    /// `UnsupportedType` because of the dtype, `InvalidArgument` because of the number of elements.
     fn check(&self, dtype: DType, elements: usize) -> Result<()> {
         let _ = (dtype, elements);
         Ok(())
     }
 
-    /// Whether an extra tensor of this name serves it, on a bucket of `elements` of `dtype`, of which the last `padding` are padding;
-    /// asked when the tensor is attached and when the operation is added. Tensors of names that it does not know are none of its
-    /// business.
+    /// Checks that the operation works with this extra tensor, on a bucket of `elements` elements of `dtype`, the last
+    /// `padding` of which are padding. Called when the tensor is attached and when the operation is added. Accepts
+    /// tensors whose name the operation does not know.
     ///
     /// # Errors
-    /// `InvalidArgument` for another size or type than it works with.
+    /// `InvalidArgument` because of the size or type.
     fn check_extra(&self, extra: &ExtraTensor, dtype: DType, elements: usize, padding: usize) -> Result<()> {
         let _ = (extra, dtype, elements, padding);
         Ok(())
     }
 
-    /// Which codec it uses now, where it chooses one; nothing for none.
+    /// Returns the codec in use now (empty for none), or `None` if the operation does not choose one.
     fn choice(&self) -> Option<String> {
         None
     }
 
-    /// Runs it on one communication of the bucket.
-    ///
-    /// # Errors
-    /// Whatever goes wrong; it poisons the group.
+    /// Runs the operation on one communication of the bucket.
     fn run(&self, cx: &mut BucketCx<'_>) -> Result<()>;
 }

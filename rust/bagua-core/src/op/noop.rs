@@ -1,9 +1,9 @@
-//! The operation that does nothing: the shape of every other one.
+//! An operation that does nothing, as a template for the others.
 
 use super::{BucketCx, Op};
 use crate::error::Result;
 
-/// See the module.
+/// Does nothing.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NoOp;
 

@@ -354,6 +354,6 @@ fn tensors_of_two_places_are_refused_by_name() {
     engine.register(vec![bucket]).unwrap();
     assert_eq!(
         text(engine.mark_ready(0, Some(host.region(None, 0, 2)), None)),
-        "tensor '0' is on toy:0, its new memory on the host"
+        "tensor '0' is on toy:0, but its new memory is on the host"
     );
 }

@@ -1,13 +1,12 @@
-//! Which posted receive gets which message: by sender and tag, in order of posting and of arrival.
+//! Matches messages with posted receives: by sender and tag, in order of posting and of arrival.
 
 use std::collections::VecDeque;
 
 /// A receive that no message has matched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Posted {
-    /// Number of the receive.
     pub(super) receive: u64,
-    /// Group rank of the sender; `None`: any.
+    /// Group rank of the sender. `None` for any.
     pub(super) from: Option<usize>,
     pub(super) tag: u32,
 }
@@ -21,14 +20,13 @@ impl Posted {
 /// A message that no receive has matched.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Arrived<M> {
-    /// Group rank of the sender.
     pub(super) from: usize,
     pub(super) tag: u32,
-    /// The message.
     pub(super) message: M,
 }
 
-/// Receives without a message, and messages without a receive. At no time does one of each fit.
+/// Posted receives that no message has matched yet, and messages that arrived before their receive. A matching pair is
+/// never in both lists.
 #[derive(Debug)]
 pub(super) struct Matching<M> {
     posted: VecDeque<Posted>,
@@ -42,7 +40,7 @@ impl<M> Default for Matching<M> {
 }
 
 impl<M> Matching<M> {
-    /// The first message that fits; without one the receive is kept.
+    /// Returns the first message that matches the receive. If there is none, keeps the receive.
     pub(super) fn post(&mut self, posted: Posted) -> Option<Arrived<M>> {
         match self.arrived.iter().position(|message| posted.takes(message.from, message.tag)) {
             Some(at) => self.arrived.remove(at),
@@ -53,7 +51,7 @@ impl<M> Matching<M> {
         }
     }
 
-    /// The number of the first receive that fits a message, if there is one: it is no longer posted.
+    /// Removes the first receive that matches a message, and returns its number.
     pub(super) fn take(&mut self, from: usize, tag: u32) -> Option<u64> {
         let at = self.posted.iter().position(|posted| posted.takes(from, tag))?;
         self.posted.remove(at).map(|posted| posted.receive)
@@ -64,7 +62,7 @@ impl<M> Matching<M> {
         self.arrived.push_back(arrived);
     }
 
-    /// Forgets all receives.
+    /// Forgets all receives and messages.
     pub(super) fn clear(&mut self) {
         self.posted.clear();
         self.arrived.clear();

@@ -1,25 +1,26 @@
-//! The messages of a group: send, recv and exchange, beside its collectives and without an order among the two.
+//! The messages of a group: send, recv and exchange. They are independent of its collectives and not ordered with them.
 //!
-//! A message goes to the first posted receive that names its sender (or any source) and its tag. Messages of one sender and tag match in
-//! order; those of different tags do not wait for each other. All posted messages progress together, on a thread that waits for one of them,
-//! else on one thread per group that starts with the first of them. They use no lane, so a message neither waits for a collective nor
-//! keeps one waiting.
+//! A message goes to the first posted receive that names its sender (or any source) and its tag. Messages with the same
+//! sender and tag match in order. Messages with different tags do not wait for each other. All posted messages progress
+//! together: on a thread that waits for one of them, or else on one thread per group, which starts with the first
+//! message. Messages use no lane, so they neither wait for a collective nor delay one.
 //!
 //! ```text
 //! sender    Eager, bytes   (up to 64 KiB)      or Offer                 Data, bytes …
 //! receiver                 Ready                        Ready
 //! ```
 //!
-//! As in MPI, the bytes of a long message come only when their receive is posted, and go straight to its memory; short messages are sent
-//! at once and kept by the receiver, at most 1 MiB from each sender.
+//! As in MPI, the bytes of a long message are sent only after its receive is posted, and go straight to the receive's
+//! memory. Short messages are sent at once. The receiver keeps them until their receive is posted, at most 1 MiB from
+//! each sender.
 //!
-//! | file | what it is |
+//! | file | what it holds |
 //! |---|---|
 //! | `matching` | which receive gets which message |
 //! | `posted` | the messages that are not done, and their frames |
 //! | `streams` | where streams come from |
 //! | `turns` | who makes progress: a caller that waits, or the thread |
-//! | `progress` | what that is; [`Endpoint`](crate::transport::Endpoint) moves the bytes, as for collectives |
+//! | `progress` | what progress is; [`Endpoint`](crate::transport::Endpoint) moves the bytes, as for collectives |
 
 mod matching;
 mod posted;
@@ -50,39 +51,38 @@ use crate::stats::Stats;
 use crate::types::{DType, Fingerprint, Kind};
 use crate::wait::{Deadline, lock};
 
-/// What a call of [`Messenger::post`] started.
+/// The result of [`Messenger::post`].
 #[derive(Clone)]
 pub struct Posted {
-    /// Done when all messages of the call are: those to send when their bytes may be changed.
+    /// Done when all messages of the call are done. A send is done when its bytes may be changed.
     pub handle: Handle,
-    /// Who sent each received message, in the order of the receives; complete when the handle is done.
+    /// Group rank of the sender of each received message, in the order of the receives. Complete when the handle is
+    /// done.
     pub senders: Senders,
 }
 
-/// See the module.
+/// Sends and receives the messages of a group: see the module.
 pub struct Messenger {
     shared: Arc<MessengerShared>,
-    /// The process that may use this.
     owner: OwnerProcess,
-    /// Deadline of messages that bring none.
+    /// Timeout of calls that do not set one.
     timeout: Duration,
-    /// Incarnation of the group, and what records the messages.
+    /// Records the messages, and knows the group's incarnation.
     recorder: Option<LaneRecorder>,
-    /// Messages posted, for error texts.
     posted: AtomicUsize,
     thread: Mutex<Option<JoinHandle<()>>>,
     stopped: AtomicBool,
-    /// Keeps the completion thread until `shutdown`.
+    /// Keeps the completion thread running until `shutdown`.
     registration: Mutex<Option<WorkerRegistration>>,
     /// Wakes the thread when the group fails.
     _failure: Subscription,
 }
 
 impl Messenger {
-    /// The messages of a group. Not collective; nothing is opened before the first message.
+    /// Creates the messenger of a group. Not collective. Opens no stream before the first message.
     ///
     /// # Errors
-    /// `System` when the process may not have another descriptor.
+    /// `System` if the process may not open another descriptor.
     pub fn new(group: &Group) -> Result<Messenger> {
         let streams = Box::new(group.message_streams());
         let recorder = flight_recorder().lane(&format!("{}, messages", group.name()), 0);
@@ -117,12 +117,14 @@ impl Messenger {
         })
     }
 
-    /// Starts to send and to receive some messages, which are one call: they have one handle, and one deadline (`None`: the group's).
-    /// `keep` is held until the call has ended. Messages to one rank with one tag arrive in the order given.
+    /// Starts to send and receive the messages of one call, which share one handle and one deadline (`timeout`; `None`:
+    /// the group's).
+    ///
+    /// Holds `keep` until the call has ended. Messages to one rank with one tag arrive in the order given.
     ///
     /// # Errors
-    /// `InvalidArgument` for a peer that is this rank or none of the group, and `UnsupportedType` for memory that is not the host's, before
-    /// anything is sent; otherwise the group's first cause.
+    /// `InvalidArgument` if a peer is this rank or not in the group, and `UnsupportedType` if memory is not on the
+    /// host. In both cases nothing is sent. Otherwise the group's first cause.
     pub fn post(
         &self,
         sends: Vec<Message>,
@@ -160,10 +162,10 @@ impl Messenger {
         Ok(Posted { handle, senders })
     }
 
-    /// Refuses what cannot be posted, wherever its memory is.
+    /// Checks the messages of a call, whether their memory is on the host or on a device.
     ///
     /// # Errors
-    /// `InvalidArgument` as [`Messenger::post`]; the group's first cause.
+    /// `InvalidArgument` as [`Messenger::post`]; otherwise the group's first cause.
     pub(super) fn check(&self, sends: &[Message], receives: &[Message]) -> Result<()> {
         if !self.owner.is_current() {
             return Err(forked());
@@ -174,28 +176,25 @@ impl Messenger {
             check_peer(peer, health.rank(), health.size())?;
         }
         if sends.iter().any(|message| message.peer.is_none()) {
-            return Err(Error::InvalidArgument("a send without a destination rank".to_owned()));
+            return Err(Error::InvalidArgument("a send needs a destination rank".to_owned()));
         }
         Ok(())
     }
 
-    /// The handle of a call that is not done.
     pub(super) fn pending(&self) -> Handle {
         let health = &self.shared.health;
         Handle::pending(health.world_rank(health.rank()))
     }
 
-    /// Deadline of messages that bring none.
     pub(super) fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// The group's state of failure.
     pub(super) fn health(&self) -> &GroupHealth {
         &self.shared.health
     }
 
-    /// What a call says of itself.
+    /// Returns the description of a call, for error texts and the flight recorder.
     fn says(&self, sends: &[Message], receives: &[Message]) -> Fingerprint {
         let nth = self.posted.fetch_add(1, Ordering::Relaxed);
         let all = || sends.iter().chain(receives);
@@ -207,7 +206,6 @@ impl Messenger {
         Fingerprint { seq: nth as u64, tag, ..Fingerprint::new(kind, dtype, count) }
     }
 
-    /// Starts the thread if it does not run yet.
     fn start(&self) -> Result<()> {
         let mut thread = lock(&self.thread);
         if thread.is_none() && !self.stopped.load(Ordering::Acquire) {
@@ -218,11 +216,12 @@ impl Messenger {
         Ok(())
     }
 
-    /// Ends the thread: what is not done fails with `Aborted`. Waits for a moment until the peers have taken what was sent. Idempotent;
-    /// drop does the same. Waits: call it without the GIL.
+    /// Ends the thread. Unfinished calls fail with `Aborted`. Dropping does the same. Further calls do nothing.
+    ///
+    /// Waits a moment until the peers have taken what was sent, so it must be called without the GIL.
     pub fn shutdown(&self) {
         if !self.owner.is_current() {
-            // The thread is the parent's.
+            // The thread belongs to the parent.
             if let Ok(mut thread) = self.thread.try_lock() {
                 std::mem::forget(thread.take());
             }
@@ -234,7 +233,7 @@ impl Messenger {
         self.shared.streams.unwatch();
         self.shared.send(Event::Stop);
         if let Some(thread) = lock(&self.thread).take() {
-            // It has no panic of its own.
+            // The thread does not panic.
             let _ = thread.join();
         }
         drop(lock(&self.registration).take());
@@ -250,10 +249,9 @@ impl Drop for Messenger {
     }
 }
 
-/// Refuses a peer that is no other rank of the group.
 fn check_peer(peer: usize, rank: usize, size: usize) -> Result<()> {
     if peer >= size {
-        return Err(Error::InvalidArgument(format!("rank {peer} is not among the {size} of the group")));
+        return Err(Error::InvalidArgument(format!("rank {peer} is not in the group, which has {size} ranks")));
     }
     if peer == rank {
         return Err(Error::InvalidArgument(format!("rank {rank} cannot send to or receive from itself")));

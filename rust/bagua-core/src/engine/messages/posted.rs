@@ -1,4 +1,5 @@
-//! Posted sends and receives of a messenger and their progress, the queue of unexpected messages, and the frames of all of them.
+//! The posted sends and receives of a messenger and their progress, the messages without a receive, and the frames of
+//! all of them.
 
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
@@ -16,41 +17,40 @@ use crate::transport::frame::{FrameKind, Header};
 use crate::types::{DType, Fingerprint, Kind};
 use crate::wait::Deadline;
 
-/// The longest message that is sent before the receiver has asked for it. Above, the copy that the receiver may have to keep costs more
-/// than waiting for its answer.
+/// Maximum size in bytes of a message that is sent before the receiver asks for it. For longer messages, the copy that
+/// the receiver may have to keep costs more than the wait for its answer.
 pub(super) const EAGER: usize = 64 << 10;
 
-/// The most bytes of a longer message in one frame: so long may a stream keep another message waiting.
+/// Maximum number of bytes of a long message in one frame. Limits how long a message delays others on its stream.
 const CHUNK: u64 = 1 << 20;
 
-/// The most bytes of such messages that a receiver has to keep for one sender.
+/// Maximum number of bytes of eager messages that a receiver keeps for one sender.
 const CREDIT: usize = 1 << 20;
 
-/// What an eager message counts at least, so that empty ones are limited too.
+/// Minimum number of bytes that an eager message counts, so that the number of empty ones is limited too.
 const LEAST: usize = 64;
 
-/// Group rank of the sender of each message that a call receives, in the order of its receives; [`NO_RANK`] while it has not come.
+/// Group rank of the sender of each message that a call receives, in the order of its receives. [`NO_RANK`] until the
+/// message has been matched.
 pub type Senders = Arc<[AtomicUsize]>;
 
-/// No rank.
+/// A value that is not a rank.
 pub const NO_RANK: usize = usize::MAX;
 
-/// One call: some messages that end together.
+/// The messages of one call, which end together.
 pub(super) struct Call {
     pub(super) handle: Handle,
-    /// What the call says of itself.
+    /// Description of the call, for error texts.
     pub(super) says: Fingerprint,
-    /// Its record.
     pub(super) running: Option<Running>,
     pub(super) deadline: Deadline,
     pub(super) senders: Senders,
-    /// Bytes of all its messages.
+    /// Number of bytes of all messages.
     pub(super) total: usize,
-    /// Bytes of those that are done.
+    /// Number of bytes of the messages that are done.
     pub(super) done: usize,
-    /// Messages that are not done.
+    /// Number of messages that are not done.
     pub(super) left: usize,
-    /// Held until the call has ended.
     pub(super) keep: Box<dyn Any + Send>,
 }
 
@@ -61,12 +61,12 @@ impl Call {
     }
 }
 
-/// One of the two streams of a peer: messages go from the rank that opened it to the other, answers back. Its index is that of its
-/// [`Endpoint`](crate::transport::Endpoint).
+/// One of the two streams between this rank and a peer. Messages go from the rank that opened the stream to the other,
+/// and answers go back. The index is that of the stream's [`Endpoint`](crate::transport::Endpoint).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PeerStream {
     pub(super) peer: usize,
-    /// Opened by the peer.
+    /// True if the peer opened the stream.
     pub(super) inbound: bool,
 }
 
@@ -80,22 +80,20 @@ impl PeerStream {
     }
 }
 
-/// A message to send.
 struct Sending {
     call: u64,
     to: usize,
     region: Region,
 }
 
-/// A receive.
 struct Receiving {
     call: u64,
-    /// Which of the call's receives it is.
+    /// Index among the receives of the call.
     nth: usize,
     region: Region,
-    /// Bytes that have come.
+    /// Number of bytes that have arrived.
     filled: usize,
-    /// The sender; `None` while any would do and none has been matched.
+    /// The sender. `None` if any sender will do and none has been matched.
     from: Option<usize>,
 }
 
@@ -103,33 +101,32 @@ struct Receiving {
 struct Kept {
     bytes: Vec<u8>,
     filled: usize,
-    /// The receive that took the message before all its bytes were here.
+    /// The receive that took the message before all its bytes had arrived.
     taken_by: Option<u64>,
 }
 
-/// See the module.
 pub(super) struct PostedMessages {
     /// World rank of each group rank, for error texts.
     world_ranks: Vec<usize>,
-    /// This rank in the group.
     rank: usize,
     next: u64,
     calls: HashMap<u64, Call>,
     sends: HashMap<u64, Sending>,
     receives: HashMap<u64, Receiving>,
-    /// The messages that arrived are known by the header that announced them.
+    /// Arrived messages are represented by the header that announced them.
     matching: Matching<Header>,
-    /// By sender, and number of its message.
+    /// By sender and number of the message.
     kept: HashMap<(usize, u64), Kept>,
-    /// The receive that a message's bytes go to, by sender and number of its message.
+    /// The receive that a message's bytes go to, by sender and number of the message.
     arriving: HashMap<(usize, u64), u64>,
-    /// Bytes of eager messages that each rank has not matched yet, and those of each such message.
+    /// By rank: bytes of eager messages that the rank has not matched yet. By rank and number of the message: its
+    /// share.
     unmatched: (Vec<usize>, HashMap<(usize, u64), usize>),
     /// By stream: frames to send.
     frames: Vec<VecDeque<Header>>,
-    /// By stream: whether the peer said that it sends no more messages.
+    /// By stream: true if the peer said that it sends no more messages.
     has_ended: Vec<bool>,
-    /// Calls that have ended and whose handles do not know it yet.
+    /// Calls that have ended but whose handles have not been told yet.
     ended: Vec<(Call, Result<()>)>,
 }
 
@@ -162,7 +159,7 @@ impl PostedMessages {
         self.frames[PeerStream { peer, inbound }.index()].push_back(frame);
     }
 
-    /// A call begins. One without messages has ended at once.
+    /// Adds a call. A call without messages ends at once.
     pub(super) fn begin_call(&mut self, call: Call) -> u64 {
         let number = self.number();
         if call.left == 0 {
@@ -173,7 +170,6 @@ impl PostedMessages {
         number
     }
 
-    /// Adds a message to send.
     pub(super) fn send(&mut self, call: u64, to: usize, tag: u32, region: Region) {
         let id = self.number();
         let len = region.len();
@@ -190,10 +186,8 @@ impl PostedMessages {
         self.push(to, false, Header { frame, length, ..announces });
     }
 
-    /// Adds a receive; when its message has been announced, answers its sender.
-    ///
-    /// # Errors
-    /// What differs between the message and the receive.
+    /// Adds a receive. If its message was already announced, answers the sender. Returns how the two differ, if they
+    /// do.
     pub(super) fn receive(
         &mut self,
         call: u64,
@@ -221,13 +215,10 @@ impl PostedMessages {
         Ok(())
     }
 
-    /// A receive gets this message, whose sender gets an answer.
-    ///
-    /// # Errors
-    /// What differs between the two.
+    /// Assigns a message to a receive, and answers the sender. Returns how the two differ, if they do.
     fn matched(&mut self, number: u64, from: usize, frame: &Header) -> std::result::Result<(), String> {
         let Some(receiving) = self.receives.get_mut(&number) else {
-            return Err("a receive twice".to_owned());
+            return Err("a receive was matched twice".to_owned());
         };
         let region = &receiving.region;
         let Fingerprint { dtype, tag, .. } = frame.fingerprint;
@@ -253,14 +244,14 @@ impl PostedMessages {
         Ok(())
     }
 
-    /// The bytes of a message go to this receive when they come.
+    /// Directs the bytes of a message to this receive when they arrive.
     fn awaits_bytes(&mut self, key: (usize, u64), number: u64, message: &Header) {
         if message.body > 0 {
             self.arriving.insert(key, number);
         }
     }
 
-    /// Copies a message that was kept into the memory of the receive that took it.
+    /// Copies a kept message to the memory of the receive that took it.
     fn hand_over(&mut self, key: (usize, u64)) {
         let Some(kept) = self.kept.remove(&key) else { return };
         let Some(number) = kept.taken_by else { return };
@@ -272,20 +263,20 @@ impl PostedMessages {
         }
     }
 
-    /// A receive has all its bytes.
+    /// Ends a receive that has all its bytes.
     fn received(&mut self, number: u64) {
         let Some(receiving) = self.receives.remove(&number) else { return };
         self.part_done(receiving.call, receiving.region);
     }
 
-    /// All bytes of a message were handed to the stream.
+    /// Ends a send whose bytes were all handed to the stream.
     fn all_sent(&mut self, id: u64) {
         if let Some(message) = self.sends.remove(&id) {
             self.part_done(message.call, message.region);
         }
     }
 
-    /// The frame with the bytes of a message from `offset`.
+    /// Returns the frame with the bytes of a message from `offset` on.
     fn data(message: &Header, offset: u64) -> Header {
         Header { frame: FrameKind::Data, offset, length: CHUNK.min(message.body - offset), ..*message }
     }
@@ -302,33 +293,30 @@ impl PostedMessages {
         }
     }
 
-    /// The calls that have ended since the last call of this.
+    /// Returns the calls that have ended since this was last called.
     pub(super) fn take_ended(&mut self) -> Vec<(Call, Result<()>)> {
         std::mem::take(&mut self.ended)
     }
 
-    /// True when a message has come that no receive has taken.
     #[cfg(test)]
     pub(super) fn keeps_messages(&self) -> bool {
         !self.kept.is_empty()
     }
 
-    /// True while a call has not ended.
     pub(super) fn is_busy(&self) -> bool {
         !self.calls.is_empty()
     }
 
-    /// Whether the peer of this stream said that it sends no more messages.
+    /// Returns true if the peer said on this stream that it sends no more messages.
     pub(super) fn has_ended(&self, stream: PeerStream) -> bool {
         self.has_ended[stream.index()]
     }
 
-    /// Frames that wait for this stream.
     pub(super) fn has_frames(&self, stream: PeerStream) -> bool {
         !self.frames[stream.index()].is_empty()
     }
 
-    /// Says on this stream that this rank sends no more messages.
+    /// Tells the peer on this stream that this rank sends no more messages.
     pub(super) fn say_end(&mut self, stream: PeerStream) {
         let nothing = Header::whole(Fingerprint::new(Kind::Send, DType::U8, 0), 0, 0, 0);
         self.push(stream.peer, stream.inbound, Header { frame: FrameKind::End, ..nothing });
@@ -341,7 +329,7 @@ impl PostedMessages {
         self.receives.clear();
         self.kept.clear();
         self.arriving.clear();
-        // The memory of messages that are not sent is no longer there.
+        // The memory of unsent messages is gone, so frames with bytes cannot be sent.
         self.frames.iter_mut().for_each(|frames| frames.retain(|frame| frame.length == 0));
         for (_, call) in self.calls.drain() {
             let error = error.clone().during(call.progress());
@@ -349,7 +337,8 @@ impl PostedMessages {
         }
     }
 
-    /// The first call whose deadline has passed: its limit, the group ranks that it waits for, and how far it has come.
+    /// Returns the first call whose deadline has passed: its timeout, the group ranks that it waits for, and its
+    /// progress.
     pub(super) fn overdue(&self) -> Option<(Duration, Vec<usize>, Progress)> {
         let (number, call) = self.calls.iter().find(|(_, call)| call.deadline.passed())?;
         let mut missing: Vec<usize> = self.waited_for(|call| call == *number).flatten().collect();
@@ -361,18 +350,19 @@ impl PostedMessages {
         Some((call.deadline.limit(), missing, call.progress()))
     }
 
-    /// The peers of the messages of some calls; `None` for a receive from any source.
+    /// Returns the peers of the messages of some calls; `None` stands for a receive from any source.
     fn waited_for(&self, of: impl Fn(u64) -> bool + Copy) -> impl Iterator<Item = Option<usize>> {
         let sends = self.sends.values().filter(move |message| of(message.call)).map(|message| Some(message.to));
         sends.chain(self.receives.values().filter(move |message| of(message.call)).map(|message| message.from))
     }
 
-    /// True when a message to this rank is not sent.
+    /// Returns true if a message to this rank has not been sent.
     pub(super) fn sends_to(&self, peer: usize) -> bool {
         self.sends.values().any(|message| message.to == peer)
     }
 
-    /// True when a receive needs this rank: it names the rank, or the rank's message has begun to come, or all other ranks are gone too.
+    /// Returns true if a receive needs this rank: the receive names the rank, the rank's message is arriving, or all
+    /// other ranks are gone.
     pub(super) fn receives_from(&self, peer: usize, gone: impl Fn(usize) -> bool) -> bool {
         let ranks = 0..self.world_ranks.len();
         let all_gone = || ranks.clone().all(|rank| rank == self.rank || rank == peer || gone(rank));
@@ -382,7 +372,7 @@ impl PostedMessages {
         })
     }
 
-    /// How far the call that needs this rank has come.
+    /// Returns the progress of the call that needs this rank.
     pub(super) fn progress_with(&self, peer: usize) -> Option<Progress> {
         let send = self.sends.values().find(|message| message.to == peer).map(|message| message.call);
         let of = |message: &&Receiving| message.from.is_none_or(|from| from == peer);
@@ -401,7 +391,7 @@ impl Frames for PostedMessages {
     }
 
     fn outgoing(&self, _stream: usize, message: u64) -> &[u8] {
-        // Checked to be host memory when it was posted.
+        // The memory was checked to be on the host when the message was posted.
         self.sends.get(&message).and_then(|message| message.region.as_host().ok()).unwrap_or_default()
     }
 
@@ -409,7 +399,7 @@ impl Frames for PostedMessages {
         let end = frame.offset + frame.length;
         match frame.frame {
             FrameKind::Eager | FrameKind::Data if end == frame.body => self.all_sent(frame.message),
-            // Behind the other messages.
+            // Queued behind the other messages of the stream.
             FrameKind::Data => self.frames[stream].push_back(PostedMessages::data(frame, end)),
             FrameKind::Eager | FrameKind::Offer | FrameKind::Ready | FrameKind::End => {}
         }

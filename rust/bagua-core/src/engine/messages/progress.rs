@@ -1,4 +1,4 @@
-//! All streams of a messenger: opening them, moving bytes, and ending calls.
+//! The progress of a messenger: opening streams, moving bytes, and ending calls.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::Relaxed;
@@ -19,24 +19,22 @@ use crate::transport::{Broken, ByteCounts, Endpoint, PeerFault, Transport};
 use crate::types::Kind;
 use crate::wait::{SLICE, lock};
 
-/// How long a messenger that ends waits for its peers to take what it sent.
+/// How long a messenger that ends waits for its peers to receive what it sent.
 const LINGER: Duration = Duration::from_millis(200);
 
-/// How long after a peer's departure its last messages may still arrive.
+/// How long the last messages of a peer may still arrive after its departure.
 const FAREWELL: Duration = Duration::from_millis(100);
 
-/// Events that other threads send to the messenger's.
+/// An event that another thread sends to the messenger's.
 pub(super) enum Event {
-    /// A stream to this rank was opened, or could not be.
+    /// A stream to this rank was opened, or could not be opened.
     Dialled(usize, Result<Opened>),
-    /// End.
     Stop,
 }
 
-/// One stream.
 struct Link {
     endpoint: Endpoint,
-    /// To wait for the stream without a lock on it.
+    /// Lets a thread wait for the stream without locking it.
     descriptor: Arc<OwnedFd>,
 }
 
@@ -49,48 +47,46 @@ impl Link {
         self.endpoint.broken().is_none() && (self.endpoint.is_sending() || posted.has_frames(at))
     }
 
-    /// No more bytes move, because the peer sends none.
+    /// Closes the stream in both directions, because the peer sends no more bytes.
     fn close(&mut self) {
         self.endpoint.close(LEFT);
-        // The descriptors are closed with the link; the peer must see the end now.
+        // The peer must see the end now, but dropping the link closes the descriptors later.
         let _ = rustix::net::shutdown(&self.descriptor, rustix::net::Shutdown::Both);
     }
 }
 
-/// The streams of one peer.
+/// The streams between this rank and a peer.
 #[derive(Default)]
 struct Peer {
-    /// Opened here: this rank's messages, and the peer's answers.
+    /// Opened by this rank. Carries its messages and the peer's answers.
     outbound: Option<Link>,
-    /// Being opened.
+    /// True while this rank opens its stream.
     dialling: bool,
-    /// Opened by the peer: its messages, and this rank's answers.
+    /// Opened by the peer. Carries its messages and this rank's answers.
     inbound: Option<Link>,
-    /// Since when the peer is known to have left.
+    /// Time at which this rank learned that the peer has left.
     left: Option<Instant>,
 }
 
-/// What the lock protects.
 struct MessageProgress {
     posted: PostedMessages,
     peers: Vec<Peer>,
-    /// Nothing more is accepted.
+    /// True once no further call is accepted.
     closed: bool,
-    /// The thread waits without a time limit.
+    /// True while the thread waits without a time limit.
     idle: bool,
 }
 
-/// What whoever makes progress has to itself.
+/// State that only the thread which makes progress uses.
 pub(super) struct Turn {
     /// Streams that may have bytes to receive.
     ready: Vec<PeerStream>,
-    /// When failures and deadlines were looked at.
+    /// Time of the last check for failures and deadlines.
     checked: Instant,
-    /// The messages end.
+    /// True when the messenger ends.
     stops: bool,
 }
 
-/// What the messenger and its thread share.
 pub(super) struct MessengerShared {
     pub(super) streams: Box<dyn Streams>,
     pub(super) health: Arc<GroupHealth>,
@@ -98,7 +94,7 @@ pub(super) struct MessengerShared {
     recorder: Option<LaneRecorder>,
     events: Mutex<Vec<Event>>,
     turns: Turns<Turn>,
-    /// Held while bytes are handed to streams and taken from them, never across a wait.
+    /// Locked while bytes are handed to streams and taken from them, never across a wait.
     state: Mutex<MessageProgress>,
 }
 
@@ -108,7 +104,7 @@ impl Peer {
     }
 }
 
-/// All streams.
+/// Returns all open streams.
 fn links(peers: &mut [Peer]) -> impl Iterator<Item = (PeerStream, &mut Link)> {
     peers.iter_mut().enumerate().flat_map(|(peer, streams)| {
         let Peer { outbound, inbound, .. } = streams;
@@ -118,19 +114,18 @@ fn links(peers: &mut [Peer]) -> impl Iterator<Item = (PeerStream, &mut Link)> {
 }
 
 impl MessageProgress {
-    /// Sends on all streams what there is room for; true when bytes moved.
+    /// Sends on every stream what it has room for. Returns true if bytes moved.
     fn send(&mut self, counts: &mut ByteCounts) -> bool {
         let MessageProgress { posted, peers, .. } = self;
         links(peers).fold(false, |moved, (_, link)| link.endpoint.send(posted, counts) | moved)
     }
 
-    /// The streams that have something to send.
     fn wants_to_send(&mut self) -> bool {
         let MessageProgress { posted, peers, .. } = self;
         links(peers).any(|(at, link)| link.wants_to_send(at, posted))
     }
 
-    /// Why a rank is lost, if a call needs one that is: the rank, what happened, and the operating system's error.
+    /// Finds a lost rank that a call needs. Returns the rank, what happened, and the operating system's error.
     fn lost(&mut self, health: &GroupHealth) -> Option<(usize, String, Source)> {
         let ended = |peer: usize| self.posted.has_ended(PeerStream { peer, inbound: true });
         let is_over = |rank: usize, peer: &Peer| {
@@ -182,7 +177,6 @@ impl MessengerShared {
         })
     }
 
-    /// True when a message has come that no receive has taken.
     #[cfg(test)]
     pub(super) fn keeps_messages(&self) -> bool {
         lock(&self.state).posted.keeps_messages()
@@ -194,7 +188,6 @@ impl MessengerShared {
         stats.wire_bytes_received.fetch_add(counts.wire_received, Relaxed);
     }
 
-    /// Wakes whoever makes progress.
     pub(super) fn wake(&self) {
         self.turns.waker().wake();
     }
@@ -207,7 +200,7 @@ impl MessengerShared {
     /// Adds the messages of a call, and moves what can move at once.
     ///
     /// # Errors
-    /// `Aborted` after the end; otherwise the group's first cause.
+    /// `Aborted` after the shutdown; otherwise the group's first cause.
     pub(super) fn add(
         self: &Arc<MessengerShared>,
         call: Call,
@@ -238,7 +231,7 @@ impl MessengerShared {
         let mut counts = ByteCounts::default();
         state.send(&mut counts);
         let ended = state.posted.take_ended();
-        // A caller that makes progress may wait for one of these.
+        // A caller that makes progress may be waiting for one of these.
         let ends = self.turns.is_driven() && !ended.is_empty();
         let wake = state.idle || ends || state.wants_to_send();
         drop(guard);
@@ -265,19 +258,20 @@ impl MessengerShared {
                 let own = self.health.world_rank(self.health.rank());
                 recorder.end(running, result.as_ref().err().map(|error| (error, own)));
             }
-            // First what it kept, so that it is back when the waiter wakes.
+            // Dropped before the waiter wakes, so that the memory is already returned to its owner.
             drop(keep);
             handle.finish(result);
         }
     }
 
-    /// The thread.
+    /// Makes progress until the messenger ends. This is the thread's main function.
     pub(super) fn work(&self) {
         self.turns.run(|turn| self.round(turn, None));
         self.finish();
     }
 
-    /// Moves the bytes that can move now; if none can, sleeps until some may, at most `longest` (`None`: while messages are pending, a slice).
+    /// Moves the bytes that can move now. If there are none, sleeps until there may be some, for at most `longest`.
+    /// `None` stands for one slice while messages are pending, and no limit otherwise.
     fn round(&self, turn: &mut Turn, longest: Option<Duration>) -> Round {
         turn.stops |= self.heed_events(&mut turn.ready);
         if turn.stops {
@@ -303,7 +297,7 @@ impl MessengerShared {
         Round::Idle
     }
 
-    /// Takes the streams that were opened here; true when the messenger ends.
+    /// Adds the streams that this rank has opened. Returns true if the messenger ends.
     fn heed_events(&self, ready: &mut Vec<PeerStream>) -> bool {
         let events = std::mem::take(&mut *lock(&self.events));
         let mut stops = false;
@@ -325,7 +319,7 @@ impl MessengerShared {
         stops
     }
 
-    /// Takes the streams that peers have opened.
+    /// Adds the streams that peers have opened.
     fn take_arrived(&self, ready: &mut Vec<PeerStream>) {
         for (peer, opened) in self.streams.arrived() {
             match opened {
@@ -339,10 +333,8 @@ impl MessengerShared {
         }
     }
 
-    /// Moves bytes: sends on all streams, receives on those that are ready. True when any moved.
-    ///
-    /// # Errors
-    /// What is wrong with a frame of a peer.
+    /// Moves bytes: sends on all streams, and receives on those that are ready. Returns true if any moved. An error
+    /// says what is wrong with a peer's frame.
     fn step(&self, ready: &[PeerStream]) -> Result<bool> {
         let mut guard = lock(&self.state);
         let mut counts = ByteCounts::default();
@@ -358,10 +350,10 @@ impl MessengerShared {
                     let how = format!("rank {} sent what cannot be read: {bad}", self.health.world_rank(at.peer));
                     wrong.get_or_insert(Error::Mismatch(how));
                 }
-                // Whether a message needs the stream is looked at when no bytes move.
+                // `check` finds out if a message needs this stream, as soon as no bytes move.
                 Err(PeerFault::Lost(_)) => {}
             }
-            // The peer takes its end as the acknowledgement that everything has arrived.
+            // The peer takes the end of its stream as the acknowledgement that everything has arrived.
             if at.inbound && posted.has_ended(*at) && !link.wants_to_send(*at, posted) {
                 link.close();
             }
@@ -373,7 +365,7 @@ impl MessengerShared {
         wrong.map_or(Ok(moved), Err)
     }
 
-    /// Looks at peers that are lost, and at deadlines.
+    /// Fails the group if a call needs a lost peer or its deadline has passed.
     fn check(&self) {
         let mut state = lock(&self.state);
         if !state.posted.is_busy() {
@@ -395,7 +387,8 @@ impl MessengerShared {
         self.wake();
     }
 
-    /// Sleeps until a stream may move bytes or it is woken, at most `longest`; the streams that may have bytes to receive.
+    /// Sleeps until a stream may move bytes or the thread is woken, for at most `longest`. Returns the streams that may
+    /// have bytes to receive.
     fn sleep(&self, longest: Option<Duration>) -> Vec<PeerStream> {
         let mut open = Vec::new();
         let mut guard = lock(&self.state);
@@ -412,7 +405,7 @@ impl MessengerShared {
             PollFd::from_borrowed_fd(descriptor.as_fd(), events)
         }));
         let limit = limit.map(|limit| Timespec { tv_sec: 0, tv_nsec: limit.subsec_nanos().into() });
-        // Ready, timed out or interrupted: the caller looks at the streams in any case.
+        // The caller checks the streams in any case: ready, timed out or interrupted.
         let _ = poll(&mut wanted, limit.as_ref());
         let has_news = |fd: &PollFd<'_>| !fd.revents().difference(PollFlags::OUT).is_empty();
         let ready = open.iter().zip(&wanted[1..]).filter(|(_, fd)| has_news(fd)).map(|((at, ..), _)| *at);
@@ -423,7 +416,8 @@ impl MessengerShared {
         ready
     }
 
-    /// Ends every call, says goodbye to the peers, and waits for a moment until they have received what was sent to them.
+    /// Ends every call, tells the peers that no more messages follow, and waits a moment until they have received what
+    /// was sent.
     fn finish(&self) {
         let mut state = lock(&self.state);
         state.closed = true;

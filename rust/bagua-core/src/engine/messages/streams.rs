@@ -1,4 +1,4 @@
-//! Where a messenger gets its streams from.
+//! The source of a messenger's streams.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -8,35 +8,35 @@ use crate::group::MessageStreams;
 use crate::memory::Region;
 use crate::transport::Transport;
 
-/// A message to send, or to receive.
+/// A message to send or to receive.
 #[derive(Debug)]
 pub struct Message {
-    /// Group rank of the other end; `None` in a receive: any source.
+    /// Group rank of the other end. `None` in a receive from any source.
     pub peer: Option<usize>,
-    /// Only messages and receives of one tag match.
+    /// A message matches only receives with the same tag.
     pub tag: u32,
-    /// The bytes, in host memory.
+    /// Memory of the bytes.
     pub data: Region,
 }
 
-/// Called with a stream, or with why there is none.
+/// Called with the opened stream, or with the error.
 pub(super) type Dialled = Box<dyn FnOnce(Result<Opened>) + Send>;
 
-/// A stream, and a second descriptor of it to wait on.
+/// A stream, and a second descriptor for waiting on it.
 pub(super) type Opened = (Box<dyn Transport>, OwnedFd);
 
 /// Opens streams to other ranks.
 pub(super) trait Streams: Send + Sync {
-    /// Starts to connect to a group rank.
+    /// Starts to open a stream to a group rank.
     fn dial(&self, peer: usize, done: Dialled);
 
-    /// The streams that peers have opened since the last call.
+    /// Returns the streams that peers have opened since the last call.
     fn arrived(&self) -> Vec<(usize, Result<Opened>)>;
 
     /// Calls `wake` whenever a peer has opened a stream.
     fn watch(&self, wake: Arc<dyn Fn() + Send + Sync>);
 
-    /// Ends the calls of `watch`.
+    /// Stops the calls of `watch`.
     fn unwatch(&self);
 }
 

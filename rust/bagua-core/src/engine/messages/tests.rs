@@ -1,6 +1,6 @@
-//! Messengers of ranks that are threads of one process, over loopback connections.
+//! Messengers of ranks that are threads of one process, connected over loopback.
 
-#![allow(unsafe_code)] // Regions of the memory of tests.
+#![allow(unsafe_code)] // Regions in the memory of tests.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
@@ -17,7 +17,7 @@ use crate::wait::Waited;
 
 const LONG: Duration = Duration::from_secs(30);
 
-/// Streams over loopback: the first byte of a connection is the rank that opened it.
+/// Streams over loopback. The first byte of a connection is the rank that opened it.
 struct Loopback {
     rank: usize,
     addresses: Vec<SocketAddr>,
@@ -88,7 +88,7 @@ fn world(size: usize) -> Vec<Rank> {
     listeners.into_iter().enumerate().map(build).collect()
 }
 
-/// Memory that a call keeps, as a user's tensor; readable when it has ended.
+/// Memory that a call keeps, like a user's tensor. Can be read after the call has ended.
 #[derive(Clone)]
 struct Memory(Arc<Mutex<Vec<u8>>>);
 
@@ -100,7 +100,7 @@ impl Memory {
     fn region(&self, dtype: DType) -> Region {
         let mut bytes = self.0.lock().unwrap();
         let (at, count) = (bytes.as_mut_ptr(), bytes.len() / dtype.size());
-        // SAFETY: the vector is neither changed nor read before the call has ended, and the call keeps it.
+        // SAFETY: the vector is neither changed nor read before the call has ended, and the call keeps it alive.
         unsafe { Region::new(at, count, dtype) }.unwrap()
     }
 
@@ -213,7 +213,7 @@ fn a_long_message_is_not_done_before_its_receive_is_posted_and_a_short_one_does_
 fn short_messages_that_the_peer_does_not_receive_are_kept_up_to_a_limit_and_lose_nothing() {
     let ranks = world(2);
     let count = 3 * (1 << 20) / posted::EAGER;
-    // The thread of rank 1 runs from its first call on.
+    // The thread of rank 1 starts with its first call.
     let _other = ranks[1].recv(Some(0), 77, 1);
     let sends: Vec<_> = (0..count).map(|seed| ranks[0].send(1, 0, pattern(posted::EAGER, seed))).collect();
     let done = |sends: &[Handle]| sends.iter().filter(|send| send.is_completed()).count();
@@ -285,7 +285,7 @@ fn a_message_of_another_length_or_type_is_a_mismatch_with_both_in_it() {
             posted.handle.wait(Some(LONG)).unwrap_err()
         } else {
             send();
-            // The thread of rank 1 runs from its first call on.
+            // The thread of rank 1 starts with its first call.
             let _other = ranks[1].recv(Some(0), 77, 1);
             let until = Instant::now() + LONG;
             while !ranks[1].messenger.shared.keeps_messages() && Instant::now() < until {
@@ -305,7 +305,7 @@ fn a_message_of_another_length_or_type_is_a_mismatch_with_both_in_it() {
 fn a_frame_that_a_peer_cannot_have_sent_is_an_error_that_names_it() {
     let outcome_of = |headers: Vec<u8>| {
         let ranks = world(2);
-        // Before the frames, which the thread could otherwise see first.
+        // Posted before the frames, because the thread could otherwise see them first.
         let posted = ranks[0].recv(Some(1), 3, 8).0;
         let mut stream = TcpStream::connect(ranks[0].address).unwrap();
         std::io::Write::write_all(&mut stream, &[&[1][..], &headers, &[0; 8]].concat()).unwrap();
@@ -408,7 +408,8 @@ fn threads_that_wait_at_the_same_time_and_callbacks_all_get_their_messages() {
                     for round in 0..ROUNDS {
                         let (len, seed) = (if round % 7 == 0 { 50_000 } else { 100 }, thread * ROUNDS + round);
                         let (peer, tag) = (1 - me, thread as u32);
-                        // One receive that no thread waits for, and one that this thread waits for, by turns first and last.
+                        // One receive that no thread waits for, and one that this thread waits for. Their order
+                        // alternates.
                         let (unwatched, _) = rank.recv(Some(peer), 100 + tag, 4);
                         let called = Arc::clone(&called);
                         let count = move |result: &Result<()>| {
@@ -442,7 +443,7 @@ fn a_waiter_that_ends_leaves_the_progress_to_whoever_is_left() {
     let last = ranks[0].recv(Some(1), 3, 4).0.handle;
     std::thread::scope(|scope| {
         let waiters = [&first, &second].map(|handle| scope.spawn(|| handle.wait(Some(LONG))));
-        // A wait that is over before anything comes.
+        // A wait that ends before anything arrives.
         assert!(matches!(first.wait_for(Duration::from_millis(1)), Waited::Pending));
         ranks[1].send(0, 1, vec![1; 4]);
         let [one, two] = waiters;

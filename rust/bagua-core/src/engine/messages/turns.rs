@@ -1,8 +1,9 @@
-//! Whose turn it is to make progress: the thread of messages, or a caller that waits for one.
+//! Decides which thread makes progress: the thread of messages, or a caller that waits for a message.
 //!
-//! As in MPI, a thread that waits for a message moves the bytes itself. A message then costs one wake-up instead of two, and none where it
-//! comes while the caller spins. The thread of messages rests meanwhile and for [`REST`] afterwards; then it goes on with the messages that
-//! no thread waits for. Where several threads wait, one makes progress, and wakes the thread of messages when it has what it waited for.
+//! As in MPI, a thread that waits for a message moves the bytes itself. A message then costs one wake-up instead of
+//! two, and none if it arrives while the caller spins. The thread of messages rests meanwhile and for [`REST`]
+//! afterwards. It then continues with the messages that no thread waits for. If several threads wait, one of them makes
+//! progress. When its own message is done, it wakes the thread of messages.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Condvar, Mutex};
@@ -13,34 +14,35 @@ use crate::platform::Waker;
 use crate::transport::SPIN;
 use crate::wait::{SLICE, lock, wait_on_for};
 
-/// How long after a caller the thread of messages rests: callers that send and receive in turn come back sooner.
+/// How long the thread of messages rests after a caller made progress. Callers that send and receive in turn come back
+/// sooner.
 const REST: Duration = Duration::from_millis(2);
 
-/// What came of an attempt to make progress.
+/// The result of one attempt to make progress.
 #[derive(PartialEq)]
 pub(super) enum Round {
     /// Bytes moved.
     Moved,
-    /// None did, also after a sleep.
+    /// No bytes moved, even after a sleep.
     Idle,
-    /// There will be no more.
+    /// The messenger has ended.
     Over,
 }
 
-/// See the module. `T` is what whoever makes progress has to itself.
+/// The turns of threads to make progress. `T` is state that only the thread whose turn it is uses.
 pub(super) struct Turns<T> {
     turn: Mutex<T>,
-    /// Ends the sleep of whoever makes progress.
+    /// Ends the sleep of the thread that makes progress.
     waker: Waker,
-    /// The thread of messages has the turn.
+    /// True while the thread of messages has the turn.
     taken: AtomicBool,
-    /// A caller has the turn or waits for the thread to pass it on.
+    /// True while a caller has the turn, or waits for the thread to pass it on.
     driven: AtomicBool,
-    /// Turns that callers took.
+    /// Number of turns that callers took.
     drives: AtomicU64,
-    /// Callers that wait, whether or not they make progress.
+    /// Number of callers that wait, even if they do not make progress.
     waiting: AtomicUsize,
-    /// The thread must not rest any longer.
+    /// True if the thread must stop resting.
     called: Mutex<bool>,
     calls: Condvar,
 }
@@ -59,23 +61,21 @@ impl<T> Turns<T> {
         })
     }
 
-    /// What ends the sleep of whoever makes progress.
     pub(super) fn waker(&self) -> &Waker {
         &self.waker
     }
 
-    /// True while a caller makes progress.
     pub(super) fn is_driven(&self) -> bool {
         self.driven.load(SeqCst)
     }
 
-    /// The thread: calls `round` whenever no caller does, until it is over.
+    /// Calls `round` whenever no caller does, until it returns `Over`. This is the thread's main function.
     pub(super) fn run(&self, mut round: impl FnMut(&mut T) -> Round) {
         loop {
             let mut turn = lock(&self.turn);
             self.taken.store(true, SeqCst);
             let over = loop {
-                // A caller that comes later finds `taken`, and wakes this thread again.
+                // A caller that comes later finds `taken` set, and wakes this thread again.
                 self.waker.clear();
                 if self.is_driven() {
                     break false;
@@ -100,7 +100,8 @@ impl<T> Turns<T> {
         while !*called {
             called = wait_on_for(&self.calls, called, pause);
             let drives = self.drives.load(SeqCst);
-            // A caller that waits for long need not be looked after often: when others wait, it calls.
+            // If a caller waits for long, this thread need not check often. If other callers wait too, the caller wakes
+            // this thread.
             pause = if drives == seen { (2 * pause).min(SLICE) } else { REST };
             if drives == std::mem::replace(&mut seen, drives) && !self.is_driven() {
                 break;
@@ -109,8 +110,8 @@ impl<T> Turns<T> {
         *called = false;
     }
 
-    /// A caller: calls `round`, with how long it may sleep, until `done` or for `limit`; then, or at once while another caller makes
-    /// progress, `sleep`, unless it is done.
+    /// Makes progress on a caller's thread, unless another caller already does: calls `round`, with the time that it
+    /// may sleep, until `done` returns true or `limit` has passed. Calls `sleep` afterwards if it is still not done.
     pub(super) fn drive(
         &self,
         done: &dyn Fn() -> bool,
@@ -122,7 +123,8 @@ impl<T> Turns<T> {
         if !done() && !self.driven.swap(true, SeqCst) {
             let over = self.drive_alone(done, limit, round);
             self.driven.store(false, SeqCst);
-            // Whoever waits since before this line sleeps; whoever comes after it makes progress itself.
+            // Callers that started to wait before this line are asleep. Callers that come later make progress
+            // themselves.
             if over || self.waiting.load(SeqCst) > 1 {
                 *lock(&self.called) = true;
                 self.calls.notify_one();
@@ -134,7 +136,7 @@ impl<T> Turns<T> {
         self.waiting.fetch_sub(1, SeqCst);
     }
 
-    /// True when it is over.
+    /// Returns true if the messenger has ended.
     fn drive_alone(
         &self,
         done: &dyn Fn() -> bool,
@@ -159,7 +161,8 @@ impl<T> Turns<T> {
                 Round::Idle => {}
                 Round::Over => return true,
             }
-            // Last, so that calls without any time to wait make progress too: the thread rests while they come.
+            // Checked last, so that calls with no time to wait make progress too. The thread rests as long as they
+            // come.
             if start.elapsed() >= limit {
                 break;
             }
