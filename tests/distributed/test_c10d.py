@@ -125,12 +125,15 @@ def sparse_tensors_are_summed_as_gloo_does(pair: Pair) -> None:
 
 
 def what_cannot_be_added_is_refused_and_the_group_stays_usable(pair: Pair) -> None:
-    with pytest.raises(TypeError, match="not defined"):
-        dist.all_reduce(torch.zeros(3).to(torch.float8_e4m3fn), group=pair.ours)
-    with pytest.raises((NotImplementedError, TypeError), match="PREMUL"):
-        dist.all_reduce(torch.zeros(3), dist._make_nccl_premul_sum(2.0), group=pair.ours)
-    with pytest.raises(TypeError):
-        dist.all_reduce(torch.zeros(3), ReduceOp.BOR, group=pair.ours)
+    for async_op in (False, True):
+        options = {"group": pair.ours, "async_op": async_op}
+        with pytest.raises(TypeError, match="not defined"):
+            dist.all_reduce(torch.zeros(3).to(torch.float8_e4m3fn), **options)
+        with pytest.raises((NotImplementedError, TypeError), match="PREMUL"):
+            dist.all_reduce(torch.zeros(3), dist._make_nccl_premul_sum(2.0), **options)
+        for tensor, op in ((torch.zeros(3), ReduceOp.BOR), (torch.zeros(3, dtype=torch.bool), ReduceOp.SUM)):
+            with pytest.raises(TypeError, match="not defined"):
+                dist.all_reduce(tensor, op, **options)
     with pytest.raises(NotImplementedError, match="SUM alone"):
         dist.all_reduce(torch.zeros(3).to_sparse(), ReduceOp.MAX, group=pair.ours)
     with pytest.raises(ValueError, match="elements"):

@@ -33,7 +33,7 @@ from .dispatch import (
 )
 from .operations import Operation
 from .profiling import event, profiled
-from .reductions import CODES
+from .reductions import CODES_BY_HASH
 from .torch_bindings import BACKEND_HAS_CONSTRUCTOR, c10d, device_types
 from .work import DoneWork, Work, seconds
 
@@ -60,6 +60,8 @@ class _Call:
 
 def _one(tensors: Any, what: str) -> Any:
     """The only tensor of a list, or the tensor itself."""
+    if type(tensors) is list and len(tensors) == 1:
+        return tensors[0]
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
@@ -468,24 +470,28 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         )
 
     def _at_once(self, verb: verbs.Verb, opts: Any, src: Any, dst: Any) -> Work | None:
-        """A blocking verb on plain tensors of the host, in one call of the core.
+        """Runs a blocking verb, or begins an asynchronous one in place, on plain tensors of the host.
 
         None, and nothing is done, where it takes more: copies, another timeout than the group's, an event, an error
         text. A small all_reduce then costs a third.
         """
+        is_async = getattr(opts, "asyncOp", None)
         if (
-            getattr(opts, "asyncOp", True)
-            or self._timeout != self._cores_timeout
-            or opts.timeout > _NO_TIME
-            or self._coalescing is not None
-            or self._backend is None
-            or profiled()
+            is_async is None
+            or (is_async and src is not None)
             or type(dst) not in PLAIN
             or is_observed()
+            or profiled()
+            or self._coalescing is not None
+            or self._backend is None
+            or self._timeout != self._cores_timeout
+            or opts.timeout > _NO_TIME
         ):
             return None
-        op = CODES.get(opts.reduceOp.op) if verb in _REDUCING else 0
+        op = CODES_BY_HASH.get(hash(opts.reduceOp)) if verb in _REDUCING else 0
         root = opts.rootRank if verb in _ROOTED else 0
+        if is_async:
+            return self._begun(verb, dst, op, root)
         tensor = dst
         if verb.compares_shapes and dst.dim() != 1:
             # Shapes may differ between ranks.
@@ -494,9 +500,27 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
             dst = dst.detach().view(-1)
         self._sequence += 1
         if self._raw.try_run(verb.code, reader if verb in _COUNTED else silent_reader, src, dst, op, root):
-            return DoneWork(tensor)
+            done = DoneWork()
+            done._result = [tensor]
+            return done
         self._sequence -= 1
         return None
+
+    def _begun(self, verb: verbs.Verb, tensor: torch.Tensor, op: int | None, root: int) -> Work | None:
+        """Begins a verb in place. None, and nothing is done, where the tensor has to be copied, or an error is due."""
+        found = silent_reader.at(tensor)
+        if found is None or op is None or not 0 <= root < self._raw.size:
+            return None
+        address, count, dtype, _, _ = found
+        if verb in _REDUCING and not verbs.is_defined(op, dtype):
+            return None
+        self._sequence += 1
+        handle = self._raw.run(verb.code, None, address, count, dtype, op, root, async_op=True, keep=tensor)
+        work = Work(handle, (tensor,), name=verb.name)
+        if count == 1 and verb is verbs.ALL_REDUCE:
+            # See `_allreduce`.
+            self._keep(work)
+        return work
 
     def _start(self, call: _Call, *parts: Operation) -> Work:
         """Begins operations whose arguments have all been checked."""
