@@ -102,20 +102,16 @@ def dispatched(method: _Method) -> _Method:
     return cast(_Method, call)
 
 
-def from_dispatcher(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method of the process group as the dispatcher calls it, with the tensors that it has unwrapped."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        before, _calls.calling = _calls.calling, True
-        try:
-            found = method(*_waited_for(args), **kwargs)
-        finally:
-            _calls.calling = before
-        if _calls.works is not None and isinstance(found, c10d.Work):
-            _calls.works.append(found)
-        return found
-
-    return call
+def from_dispatcher(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a method of the process group for the dispatcher, with the tensors that it has unwrapped."""
+    before, _calls.calling = _calls.calling, True
+    try:
+        found = method(*_waited_for(args), **kwargs)
+    finally:
+        _calls.calling = before
+    if _calls.works is not None and isinstance(found, c10d.Work):
+        _calls.works.append(found)
+    return found
 
 
 def _waited_for(arguments: Any) -> list[Any]:

@@ -1,15 +1,14 @@
-"""The process group that torch.distributed calls, and the half of it that torch's C++ code knows.
+"""The process group that torch.distributed calls.
 
 torch's holder around the Work of a Python Backend hands on `wait` and `get_future` alone, while the methods of a
-ProcessGroup's subclass return our Work itself. So the subclass has the verbs; the Backend, registered on it, brings
-device types, the group's name and calls from C++.
+ProcessGroup's subclass return our Work itself. So the subclass has the verbs; the Backend (`backend.py`), registered
+on it, brings device types, the group's name and calls from C++.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -23,18 +22,13 @@ from bagua.lifecycle import at_exit
 from bagua.torch_operand import reader, silent_reader
 
 from . import operations, sparse
+from .backend import register, without_support
 from .compiler_disable import uncompiled
-from .dispatch import (
-    HAS_SINGLE,
-    PLAIN,
-    dispatched,
-    from_dispatcher,
-    is_observed,
-)
+from .dispatch import HAS_SINGLE, PLAIN, dispatched, is_observed
 from .operations import Operation
 from .profiling import event, profiled
 from .reductions import CODES_BY_HASH
-from .torch_bindings import BACKEND_HAS_CONSTRUCTOR, c10d, device_types
+from .torch_bindings import c10d
 from .work import DoneWork, Work, seconds
 
 __all__ = ["BaguaProcessGroup", "GroupFactory"]
@@ -80,6 +74,7 @@ class GroupFactory(Protocol):
 
 
 @uncompiled
+@without_support
 class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
     """The ranks of one group of torch.distributed. `ranks` are ranks of torch's world, by rank in the group."""
 
@@ -109,7 +104,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         # Works that were started since _start_coalescing.
         self._coalescing: list[Work] | None = None
         # The Python half of the Backend, which torch's C++ code may not keep.
-        self._backend = _register(self)
+        self._backend = register(self)
         # Where torch has no such Backend, and where torch's code hands a Work to C++ code, only its C++ half is kept,
         # which waits for ever without the other half: such Works that no thread has waited for, oldest first; and those
         # of them that one has waited for since the last operation.
@@ -500,7 +495,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
             dst = dst.detach().view(-1)
         self._sequence += 1
         if self._raw.try_run(verb.code, reader if verb in _COUNTED else silent_reader, src, dst, op, root):
-            done = DoneWork()
+            done: DoneWork = DoneWork()
             done._result = [tensor]
             return done
         self._sequence -= 1
@@ -560,130 +555,3 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         gather_into_tensor = gather_single
         alltoall_base = all_to_all_single
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
-
-
-#: What the C++ half calls.
-_FORWARDED = (
-    "allreduce",
-    "allreduce_sparse",
-    "allreduce_coalesced",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced",
-    "broadcast",
-    "allgather",
-    "all_gather_single",
-    "_allgather_base",
-    "allgather_coalesced",
-    "all_gather_single_coalesced",
-    "allgather_into_tensor_coalesced",
-    "gather",
-    "gather_single",
-    "scatter",
-    "alltoall",
-    "all_to_all_single",
-    "alltoall_base",
-    "barrier",
-    "monitored_barrier",
-    "send",
-    "recv",
-    "recv_anysource",
-    "start_coalescing",
-    "end_coalescing",
-    "_start_coalescing",
-    "_end_coalescing",
-    "set_timeout",
-    "shutdown",
-    "abort",
-    "_get_sequence_number_for_group",
-    "_set_sequence_number_for_group",
-    "_wait_for_pending_works",
-)
-
-
-class _Backend(c10d.Backend):  # type: ignore[misc]
-    """The half that torch's C++ code knows: it hands every verb to the process group."""
-
-    def __init__(self, group: BaguaProcessGroup) -> None:
-        super().__init__(group.rank(), group.size())
-        # Weak: the group owns this object through C++, where no collector sees the cycle.
-        self._group = weakref.ref(group)
-
-    def getBackendName(self) -> str:
-        """ "bagua"."""
-        return "bagua"
-
-    name = getBackendName
-
-    @property
-    def options(self) -> Any:
-        """The name and the timeout."""
-        return c10d.Backend.Options("bagua", self._of()._timeout)
-
-    @property
-    def supports_splitting(self) -> bool:
-        """True: see :meth:`BaguaProcessGroup.split_group`."""
-        return True
-
-    @property
-    def supports_coalescing(self) -> bool:
-        """False: batch_isend_irecv starts each message by itself, and returns a Work for each."""
-        return False
-
-    def comm_split_count(self) -> int:
-        """Number of operations, by which torch names a split group that has no description."""
-        return self._of()._get_sequence_number_for_group()
-
-    def _of(self) -> BaguaProcessGroup:
-        group = self._group()
-        if group is None:
-            raise RuntimeError("the process group of this backend has been destroyed")
-        return group
-
-
-#: torch's names before 2.12.
-_NEWER = {
-    "_allgather_base": "all_gather_single",
-    "_reduce_scatter_base": "reduce_scatter_single",
-    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
-    "alltoall_base": "all_to_all_single",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
-}
-
-
-def _forward(verb: str) -> Callable[..., Any]:
-    method = from_dispatcher(getattr(BaguaProcessGroup, _NEWER.get(verb, verb)))
-
-    def call(self: _Backend, *args: Any, **kwargs: Any) -> Any:
-        return method(self._of(), *args, **kwargs)
-
-    call.__name__ = verb
-    return call
-
-
-for _verb in _FORWARDED:
-    setattr(_Backend, _verb, _forward(_verb))
-uncompiled(_Backend)
-
-#: What newer releases of torch ask a group and its backend for. torch's own answer asks the Python half again, without
-#: an end.
-_NOT_SUPPORTED = ("supports_reconfigure", "supports_shrinking", "supports_window", "_supports_time_estimate")
-
-for _name in _NOT_SUPPORTED:
-    for _half in (BaguaProcessGroup, _Backend):
-        setattr(_half, _name, property(lambda self: False))
-
-
-def _register(group: BaguaProcessGroup) -> _Backend | None:
-    """Registers the half for C++ where torch has a Backend that can be subclassed."""
-    if not BACKEND_HAS_CONSTRUCTOR:
-        return None
-    backend = _Backend(group)
-    kind = c10d.ProcessGroup.BackendType.CUSTOM
-    for device in device_types():
-        group._register_backend(torch.device(device), kind, backend)
-    group._set_default_backend(kind)
-    return backend
