@@ -1,15 +1,15 @@
-//! A tensor in equal parts, a record for each, one record after the other.
+//! A tensor in equal chunks with one record each, one record after the other.
 
 use super::{Codec, Encoded, Scratch};
 use crate::error::{Error, Result};
 use crate::types::DType;
 
-/// The draw of a chunk, for codecs that draw at random: `call << 32 | chunk`, where `call` counts the calls of one encoder from 0.
+/// Returns the number to draw with for a chunk: `call << 32 | chunk`. `call` counts the calls of one encoder from 0.
 pub fn draw(call: u64, chunk: usize) -> u64 {
     (call << 32) | chunk as u64
 }
 
-/// Elements of each of `chunks` equal parts.
+/// Returns the number of elements in each of `chunks` equal chunks.
 fn part(codec: &dyn Codec, dtype: DType, count: usize, chunks: usize) -> Result<usize> {
     codec.check(dtype)?;
     if chunks == 0 || !count.is_multiple_of(chunks) || u32::try_from(chunks).is_err() {
@@ -20,14 +20,14 @@ fn part(codec: &dyn Codec, dtype: DType, count: usize, chunks: usize) -> Result<
     Ok(part)
 }
 
-/// Bytes of the records of `count` elements in `chunks` equal parts.
+/// Returns the length in bytes of the records of `count` elements in `chunks` equal chunks.
 ///
 /// # Errors
-/// `UnsupportedType` for an element type that the codec cannot encode. `InvalidArgument` unless `chunks` divides `count`, when the
-/// codec's options do not fit, or when no memory is as large.
+/// `UnsupportedType` if the codec cannot encode the element type; `InvalidArgument` if `chunks` does not divide
+/// `count`, if the codec's options do not fit, or if the length exceeds the address space.
 pub fn records_len(codec: &dyn Codec, dtype: DType, count: usize, chunks: usize) -> Result<usize> {
     let part = part(codec, dtype, count, chunks)?;
-    // A record has at most nine bytes per element beside its header and its padding.
+    // A record has at most nine bytes per element, plus its header and padding.
     part.checked_mul(16)
         .and_then(|_| codec.record_len(part, dtype).checked_mul(chunks))
         .filter(|len| isize::try_from(*len).is_ok())
@@ -38,7 +38,7 @@ fn check_len(codec: &dyn Codec, len: usize, dtype: DType, count: usize, chunks: 
     let expected = records_len(codec, dtype, count, chunks)?;
     if len != expected {
         return Err(Error::InvalidArgument(format!(
-            "the records of {count} elements of {} in {} have {expected} bytes, not {len}",
+            "the records of {count} elements of {} with {} have {expected} bytes, not {len}",
             dtype.name(),
             codec.name()
         )));
@@ -46,11 +46,11 @@ fn check_len(codec: &dyn Codec, len: usize, dtype: DType, count: usize, chunks: 
     Ok(())
 }
 
-/// Encodes `chunks` equal parts of `elements` into as many records. `call` gives the number of this call (see [`draw`]); it is called
-/// once, when all arguments are known to be right.
+/// Encodes each of `chunks` equal chunks of `elements` into one record. Calls `call` once, after all arguments were
+/// checked, for the number of this call (see [`draw`]).
 ///
 /// # Errors
-/// As [`records_len`], and `InvalidArgument` when `records` has another length than that.
+/// As [`records_len`], and `InvalidArgument` if `records` has another length than that.
 pub fn encode(
     codec: &dyn Codec,
     dtype: DType,
@@ -75,10 +75,10 @@ pub fn encode(
     Ok(all)
 }
 
-/// Decodes as many records as there are `chunks` into equal parts of `elements`.
+/// Decodes one record for each of `chunks` equal chunks of `elements`.
 ///
 /// # Errors
-/// As [`records_len`], and `InvalidArgument` when `records` has another length than that, or for a record that no encoder writes.
+/// As [`encode`], and `InvalidArgument` for a record that no encoder writes.
 pub fn decode(codec: &dyn Codec, dtype: DType, records: &[u8], chunks: usize, elements: &mut [u8]) -> Result<()> {
     let count = elements.len() / dtype.size();
     check_len(codec, records.len(), dtype, count, chunks)?;

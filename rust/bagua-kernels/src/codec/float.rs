@@ -1,4 +1,4 @@
-//! Elements as float32 values: one trait for the three element types of codecs.
+//! Elements as float32 values: one trait for the three element types that codecs encode.
 
 use half::{bf16, f16};
 
@@ -7,19 +7,19 @@ use crate::types::DType;
 
 /// An element type in memory.
 pub trait Float: Copy + 'static {
-    /// Bytes of an element.
+    /// Size of an element in bytes.
     const SIZE: usize;
 
-    /// The value of the element at the start of `bytes`.
+    /// Returns the value of the element at the start of `bytes`.
     fn load(bytes: &[u8]) -> f32;
 
     /// Writes the element nearest to `value` (half to even) to the start of `bytes`.
     fn store(value: f32, bytes: &mut [u8]);
 
-    /// The values of the sixteen elements in `bytes`.
+    /// Returns the values of the sixteen elements in `bytes`.
     fn load_lanes<L: Lanes>(bytes: &[u8]) -> L;
 
-    /// As `store`, of sixteen elements.
+    /// As [`Float::store`], for sixteen elements.
     fn store_lanes<L: Lanes>(values: L, bytes: &mut [u8]);
 }
 
@@ -57,24 +57,24 @@ float!(f32, 4, |value: f32| value, |value: f32| value, from_f32, to_f32);
 float!(f16, 2, f16::to_f32, f16::from_f32, from_f16, to_f16);
 float!(bf16, 2, bf16::to_f32, bf16::from_f32, from_bf16, to_bf16);
 
-/// Something to do for an element type that is known at run time only.
+/// A generic function that [`for_dtype`] calls for an element type known only at run time.
 pub trait ForFloat {
-    /// What it returns.
+    /// Result of the function.
     type Output;
 
-    /// Does it.
+    /// Runs the function for elements of type `T`.
     fn run<T: Float>(self) -> Self::Output;
 }
 
-/// Does it for this element type.
+/// Runs `work` for this element type.
 ///
 /// # Panics
-/// For a type that [`super::Codec::check`] refuses.
+/// For a type that [`super::Codec::check`] rejects.
 pub fn for_dtype<W: ForFloat>(dtype: DType, work: W) -> W::Output {
     match dtype {
         DType::F32 => work.run::<f32>(),
         DType::F16 => work.run::<f16>(),
         DType::BF16 => work.run::<bf16>(),
-        _ => unreachable!("codecs refuse {} before they encode", dtype.name()),
+        _ => unreachable!("codecs reject {} before they encode", dtype.name()),
     }
 }

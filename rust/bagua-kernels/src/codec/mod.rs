@@ -1,14 +1,16 @@
-//! How elements become fewer bytes and come back: one trait, one file or folder per codec. `minmax_u8` is the one to read first.
+//! Codecs encode elements into fewer bytes and decode them. Read `minmax_u8` first.
 //!
-//! Every codec writes **records**: little-endian, a multiple of [`ALIGN`] bytes, all bytes that carry nothing 0. No elements make no
-//! bytes. Element types are float32, float16 and bfloat16; arithmetic is float32, unfused, rounding half to even.
+//! Every codec writes **records**: little-endian, a multiple of [`ALIGN`] bytes, with unused bytes set to 0. The record
+//! of no elements is empty. Elements are float32, float16 or bfloat16. Arithmetic is in float32, unfused, and rounds
+//! half to even.
 //!
 //! Invariants, quoted by the contract test:
 //!
-//! 1. **Same bytes everywhere.** A record depends on the elements, the options and the draw alone, not on the processor.
-//! 2. **Nothing becomes finite silently.** What a codec cannot express comes back as NaN, and `encode` says so.
-//! 3. **No trust.** `decode` checks a record that came from a peer and never panics.
-//! 4. **No allocation once warm.** What an encoder needs beside its arguments is in a [`Scratch`] that the caller keeps.
+//! 1. **Same bytes everywhere.** A record depends only on the elements, the options and the draw, not on the processor.
+//! 2. **Nothing becomes finite silently.** If a codec cannot represent elements, they decode to NaN and `encode` says
+//!    so.
+//! 3. **No trust.** `decode` checks a record that came from a peer, and never panics.
+//! 4. **No allocation once warm.** Encoders keep their temporary data in a [`Scratch`] that the caller reuses.
 
 mod block_i8;
 pub mod chunks;
@@ -35,29 +37,31 @@ pub use sparse::{RandomK, TopK};
 use crate::error::{Error, Result};
 use crate::types::DType;
 
-/// Records have a multiple of this many bytes.
+/// The length of a record is a multiple of this number of bytes.
 pub const ALIGN: usize = 32;
 
-/// Which bytes of a collective are encoded together.
+/// The parts of a tensor that a collective encodes into one record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exchange {
-    /// A record for each member's shard; members reduce their shard and encode the result again (reduce-scatter, all-gather).
+    /// Two steps (reduce-scatter, all-gather): each member gets a record of its shard from every other, reduces the
+    /// shard, and encodes the result again.
     TwoShot,
-    /// One record of the whole tensor from each member to every other, which adds all of them.
+    /// One step: each member sends one record of the whole tensor to every other, which adds all of them.
     OneShot,
 }
 
-/// What an encoder finds out about the elements of a record.
+/// The state of a record's elements, as found by the encoder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Encoded {
-    /// The record says what the elements were, within the codec's error.
+    /// The record represents the elements up to the codec's error.
     Finite,
-    /// Some element, or a quantity made of them, is not finite: the elements come back as NaN (those of one block of a block codec).
+    /// An element, or a number computed from the elements, is not finite. The elements come back as NaN; with a block
+    /// codec, only those of the block.
     NonFinite,
 }
 
-/// Memory of encoders, kept between calls. Any contents are valid.
+/// Memory that encoders keep between calls. Any contents are valid.
 #[derive(Debug, Default)]
 pub struct Scratch {
     /// Keys or places of elements.
@@ -66,31 +70,31 @@ pub struct Scratch {
     pub places: Vec<u32>,
 }
 
-/// Encodes and decodes elements. Stateless: what must be equal on all ranks, and what comes back, follows from the arguments.
+/// Encodes and decodes elements. Stateless: results depend only on the arguments, and are therefore equal on all ranks.
 pub trait Codec: Send + Sync + Debug {
-    /// Code in message headers; never 0, which is no codec.
+    /// Returns the codec's code in message headers. Never 0, which stands for no codec.
     fn id(&self) -> u8;
 
-    /// Registered name.
+    /// Returns the codec's name.
     fn name(&self) -> &'static str;
 
-    /// The options with their values, all of them and always in one order.
+    /// Returns all options with their values, always in the same order.
     fn values(&self) -> Vec<(&'static str, CodecOption)> {
         Vec::new()
     }
 
-    /// The options as text, such as "k=0.01,seed=1"; empty without options. Ranks must agree on it.
+    /// Returns the options as text, such as "k=0.01,seed=1". Empty without options. Ranks must agree on it.
     fn options(&self) -> String {
         let values: Vec<String> = self.values().iter().map(|(name, value)| format!("{name}={value}")).collect();
         values.join(",")
     }
 
-    /// How a collective uses it.
+    /// Returns how a collective uses the codec.
     fn exchange(&self) -> Exchange {
         Exchange::TwoShot
     }
 
-    /// Whether it encodes this element type.
+    /// Checks that the codec encodes this element type.
     ///
     /// # Errors
     /// `UnsupportedType` for anything but float32, float16 and bfloat16.
@@ -101,53 +105,51 @@ pub trait Codec: Send + Sync + Debug {
         }
     }
 
-    /// Whether it encodes records of so many elements.
+    /// Checks that the codec encodes records of this number of elements.
     ///
     /// # Errors
-    /// `InvalidArgument` when its options do not fit the count.
+    /// `InvalidArgument` if its options do not fit the count.
     fn check_count(&self, count: usize) -> Result<()> {
         let _ = count;
         Ok(())
     }
 
-    /// Bytes of the record of `count` elements: a multiple of [`ALIGN`], 0 for 0.
+    /// Returns the length in bytes of the record of `count` elements: a multiple of [`ALIGN`], or 0 if `count` is 0.
     fn record_len(&self, count: usize, dtype: DType) -> usize;
 
-    /// Encodes elements into a record of exactly [`Codec::record_len`] bytes, all of which it writes. Any addresses are aligned.
-    /// `draw` is the number of the call for codecs that draw at random: the same number makes the same draws.
+    /// Encodes elements into a record of exactly [`Codec::record_len`] bytes, and writes all of them. Addresses need
+    /// not be aligned. Codecs that draw at random make the same draws for the same number `draw`.
     ///
     /// # Panics
-    /// When the lengths do not fit, or `check` or `check_count` would have refused.
+    /// If the lengths do not fit, or if [`Codec::check`] or [`Codec::check_count`] returns an error.
     fn encode(&self, dtype: DType, elements: &[u8], record: &mut [u8], draw: u64, scratch: &mut Scratch) -> Encoded;
 
     /// Decodes a record into all of `elements`.
     ///
     /// # Errors
-    /// `InvalidArgument` for a record of another length, or whose contents no encoder writes.
+    /// `InvalidArgument` if the record has another length, or contents that no encoder writes.
     fn decode(&self, dtype: DType, record: &[u8], elements: &mut [u8]) -> Result<()>;
 
-    /// Whether [`Codec::decode_part`] works.
+    /// Returns true if [`Codec::decode_part`] works.
     fn decodes_parts(&self) -> bool {
         false
     }
 
-    /// Decodes the elements from number `first` on, a multiple of [`PART`], without the ones before: the bits of [`Codec::decode`].
+    /// As [`Codec::decode`], for the elements from number `first` on. `first` must be a multiple of [`PART`].
     ///
     /// # Panics
-    /// When the record has fewer elements, or the codec decodes whole records only.
+    /// If the record has fewer elements, or if the codec decodes only whole records.
     fn decode_part(&self, dtype: DType, record: &[u8], first: usize, elements: &mut [u8]) {
         let _ = (dtype, record, first, elements);
         unreachable!("{} decodes whole records", self.name());
     }
 }
 
-/// Elements that [`Codec::decode_part`] counts in.
+/// The unit of `first` in [`Codec::decode_part`], in elements.
 pub const PART: usize = 4096;
 
-/// Makes a codec of its options.
 type Make = fn(&mut Options<'_>) -> Result<Arc<dyn Codec>>;
 
-/// Every codec, by its name.
 const CODECS: &[(&str, Make)] = &[
     ("minmax_u8", |_| Ok(Arc::new(MinMaxU8))),
     ("f16", |_| Ok(Arc::new(F16))),
@@ -169,11 +171,11 @@ pub const NAMES: [&str; CODECS.len()] = {
     names
 };
 
-/// The codec of this name ("MinMaxUInt8" is the original's for minmax_u8).
+/// Returns the codec with this name. "MinMaxUInt8" is the original's name for minmax_u8.
 ///
 /// # Errors
-/// `InvalidArgument` for an unknown name (it lists the known ones) or an option out of its range, `UnsupportedType` for an option
-/// that the codec does not have.
+/// `InvalidArgument` if the name is unknown (the error lists the known ones) or an option is out of its range;
+/// `UnsupportedType` if the codec does not have an option.
 pub fn by_name(name: &str, given: &[(String, CodecOption)]) -> Result<Arc<dyn Codec>> {
     let wanted = if name == "MinMaxUInt8" { "minmax_u8" } else { name };
     let Some((_, make)) = CODECS.iter().find(|(known, _)| *known == wanted) else {
@@ -185,29 +187,28 @@ pub fn by_name(name: &str, given: &[(String, CodecOption)]) -> Result<Arc<dyn Co
     Ok(codec)
 }
 
-/// Name and options, for error texts and for the comparison between ranks.
+/// Returns the name and options of a codec, for error texts and for the comparison between ranks.
 pub fn describe(codec: &dyn Codec) -> String {
     let options = codec.options();
     if options.is_empty() { codec.name().to_owned() } else { format!("{}({options})", codec.name()) }
 }
 
-/// The name of the level of instructions in use, for benchmarks.
+/// Returns the name of the instruction level in use, for benchmarks.
 pub fn level() -> &'static str {
     simd::Level::best().name()
 }
 
-/// `len` rounded up to a multiple of [`ALIGN`].
 const fn aligned(len: usize) -> usize {
     len.next_multiple_of(ALIGN)
 }
 
-/// Refuses a record of another length than `elements` make.
+/// Returns the number of elements, or an error if the length of the record does not fit them.
 fn check_len(codec: &dyn Codec, dtype: DType, record: &[u8], elements: &[u8]) -> Result<usize> {
     let count = elements.len() / dtype.size();
     let expected = codec.record_len(count, dtype);
     if record.len() != expected {
         return Err(Error::InvalidArgument(format!(
-            "a record of {count} elements of {} in {} has {expected} bytes, not {}",
+            "a record of {count} elements of {} with {} has {expected} bytes, not {}",
             dtype.name(),
             codec.name(),
             record.len()

@@ -1,4 +1,4 @@
-//! Options of codecs, as users give them.
+//! Options of codecs, as users set them.
 
 use std::fmt;
 
@@ -9,11 +9,11 @@ use crate::error::{Error, Result};
 pub enum CodecOption {
     /// An integer, such as a number of elements.
     Int(i64),
-    /// A number, such as a share of the elements.
+    /// A float, such as a fraction of the elements.
     Float(f64),
 }
 
-/// As Python writes it: a float has a point or an exponent, so that 1 and 1.0 differ.
+/// Writes the value as Python does: a float has a point or an exponent, so that 1 and 1.0 differ.
 impl fmt::Display for CodecOption {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -23,30 +23,30 @@ impl fmt::Display for CodecOption {
     }
 }
 
-/// The options given for one codec, each taken once.
+/// The options that were set for one codec. Each can be taken once.
 pub struct Options<'a> {
     codec: &'a str,
     left: Vec<&'a (String, CodecOption)>,
 }
 
 impl<'a> Options<'a> {
-    /// What was given for the codec of this name.
+    /// Creates the options set for the codec of this name.
     pub fn new(codec: &'a str, given: &'a [(String, CodecOption)]) -> Options<'a> {
         Options { codec, left: given.iter().collect() }
     }
 
-    /// The name of the codec, for errors.
+    /// Returns the name of the codec, for error texts.
     pub fn codec(&self) -> &'a str {
         self.codec
     }
 
-    /// Takes an option, if it was given.
+    /// Takes an option, if it was set.
     pub fn take(&mut self, name: &str) -> Option<CodecOption> {
         let at = self.left.iter().position(|(given, _)| given == name)?;
         Some(self.left.swap_remove(at).1)
     }
 
-    /// An integer option of at least `least`, `default` when it was not given.
+    /// Takes an integer option of at least `least`. Returns `default` if it was not set.
     ///
     /// # Errors
     /// `UnsupportedType` for a float, `InvalidArgument` for a smaller value.
@@ -63,8 +63,10 @@ impl<'a> Options<'a> {
         }
     }
 
+    /// Checks that all options were taken.
+    ///
     /// # Errors
-    /// `UnsupportedType` that names an option that the codec does not have.
+    /// `UnsupportedType` if the codec does not have an option; the error names it.
     pub fn finish(self) -> Result<()> {
         match self.left.first() {
             None => Ok(()),

@@ -1,4 +1,4 @@
-//! The contract of all codecs. A new codec joins with its name in `NAMES`, an entry in `sets` and lines in `golden.txt`.
+//! The contract of all codecs. To add a codec, put its name in `NAMES`, an entry in `sets`, and lines in `golden.txt`.
 
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use super::simd::Level;
 use super::*;
 
-/// Every codec, with options that differ in effect.
+/// Returns every codec, with options that make a difference.
 pub(super) fn sets() -> Vec<Arc<dyn Codec>> {
     use CodecOption::{Float, Int};
     let given: [(&str, &[(&str, CodecOption)]); 13] = [
@@ -34,7 +34,7 @@ pub(super) fn make(name: &str, options: &[(&str, CodecOption)]) -> Result<Arc<dy
 
 pub(super) const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-/// Values as elements of a type.
+/// Converts values to elements of a type.
 pub(super) fn elements(dtype: DType, values: &[f32]) -> Vec<u8> {
     let element = |x: &f32| match dtype {
         DType::F32 => x.to_le_bytes().to_vec(),
@@ -44,7 +44,7 @@ pub(super) fn elements(dtype: DType, values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(element).collect()
 }
 
-/// Elements of a type as values.
+/// Converts elements of a type to values.
 pub(super) fn values(dtype: DType, elements: &[u8]) -> Vec<f32> {
     let value = |bytes: &[u8]| match dtype {
         DType::F32 => f32::from_le_bytes(bytes.try_into().unwrap()),
@@ -54,7 +54,7 @@ pub(super) fn values(dtype: DType, elements: &[u8]) -> Vec<f32> {
     elements.chunks_exact(dtype.size()).map(value).collect()
 }
 
-/// The record of some elements. The memory of the record held other bytes before.
+/// Returns the record of some elements, written to memory that held other bytes before.
 fn record_of(codec: &dyn Codec, dtype: DType, elements: &[u8], draw: u64) -> (Vec<u8>, Encoded) {
     let mut record = vec![0xa5; codec.record_len(elements.len() / dtype.size(), dtype)];
     let encoded = codec.encode(dtype, elements, &mut record, draw, &mut Scratch::default());
@@ -72,7 +72,7 @@ fn there_and_back(codec: &dyn Codec, dtype: DType, given: &[f32]) -> (Vec<f32>, 
     (decoded(codec, dtype, &record, given.len()).unwrap(), encoded)
 }
 
-/// Ordinary gradients: between -1 and 1, most of them small.
+/// Returns ordinary gradients: between -1 and 1, most of them small.
 fn ordinary(dtype: DType, count: usize) -> Vec<f32> {
     let cube = |i: usize| ((i * 7919 % 2003) as f32 / 1001.0 - 1.0).powi(3);
     values(dtype, &elements(dtype, &(0..count).map(cube).collect::<Vec<_>>()))
@@ -184,7 +184,8 @@ fn a_number_to_keep_above_the_elements_keeps_all_of_them() {
     }
 }
 
-/// Invariant 1 in part, and the form of records: a multiple of 32 bytes, none for no elements, every byte written, the same twice.
+/// Invariant 1 in part, and the form of records: a multiple of 32 bytes, empty for no elements, every byte written, and
+/// the same bytes when encoded twice.
 #[test]
 fn records_are_a_multiple_of_32_bytes_and_depend_on_their_arguments_alone() {
     for codec in sets() {
@@ -266,7 +267,7 @@ fn the_error_of_minmax_u8_is_at_most_half_a_level() {
         let given = ordinary(dtype, 4096);
         let (back, _) = there_and_back(&MinMaxU8, dtype, &given);
         let range = given.iter().copied().fold(f32::MIN, f32::max) - given.iter().copied().fold(f32::MAX, f32::min);
-        // Half an element's own step, for the half types, and the roundings of the float32 arithmetic.
+        // The bound adds half a step of the element type and the roundings of the float32 arithmetic.
         let own = match dtype {
             DType::F32 => 1e-6,
             DType::F16 => 1.0 / 2048.0,
@@ -331,7 +332,7 @@ fn random_k_draws_anew_and_the_same_for_the_same_seed() {
     assert_eq!(places(3, 9), places(3, 9));
     assert_ne!(places(3, 9), places(3, 10));
     assert_ne!(places(3, 9), places(4, 9));
-    // Every element is drawn about as often as any other: 1/5 of 2000 times, standard deviation 18.
+    // Each element should be drawn 2000 / 5 times, with a standard deviation of 18.
     let codec = make("random_k", &[("k", CodecOption::Int(4))]).unwrap();
     let mut times = [0u32; 20];
     for draw in 0..2000 {
@@ -431,7 +432,7 @@ proptest! {
             record.resize(codec.record_len(count, dtype), 0);
         }
         if small {
-            // Places below 256.
+            // Makes all places smaller than 256.
             record.iter_mut().enumerate().for_each(|(i, byte)| if i % 4 != 0 { *byte = 0 });
         }
         let result = decoded(&*codec, dtype, &record, count);
@@ -456,13 +457,13 @@ proptest! {
     }
 }
 
-/// A codec whose loops run on a given level; the reference for `None`.
+/// A codec that can run its loops on a given level, or the reference for `None`.
 pub(super) trait AtLevel: Codec {
     fn encode_at(&self, level: Option<Level>, dtype: DType, elements: &[u8], record: &mut [u8]) -> Encoded;
     fn decode_at(&self, level: Option<Level>, dtype: DType, record: &[u8], elements: &mut [u8]);
 }
 
-/// Float32 of one of some kinds: ordinary ones, finite ones that end up halfway between two levels or at the ends of a format, any bits.
+/// Float32 of several kinds: ordinary ones, finite ones halfway between two levels or at a format's limits, any bits.
 fn any_values() -> impl Strategy<Value = Vec<f32>> {
     let ordinary = -1.0f32..1.0;
     let edges = prop::sample::select(vec![
@@ -505,13 +506,13 @@ fn any_values() -> impl Strategy<Value = Vec<f32>> {
         prop::collection::vec(huge, len.clone()),
         prop::collection::vec(bits, len.clone()),
         prop::collection::vec(mostly, len),
-        // A shifted range: its levels are large numbers.
+        // A shifted range, whose levels are large numbers.
         (prop::collection::vec(-1.0f32..1.0, 1..300), -1e6f32..1e6)
             .prop_map(|(values, by)| values.iter().map(|x| x + by).collect()),
     ]
 }
 
-/// Asserts that every level writes the records of the reference, and decodes these and arbitrary ones as it does. At any address.
+/// Asserts that every level, at any address, encodes and decodes as the reference does, also arbitrary records.
 pub(super) fn compare<C: AtLevel>(codec: &C) {
     use proptest::test_runner::{Config, TestRunner};
 

@@ -1,4 +1,4 @@
-//! The codec in blocks of sixteen, with the bits of the reference.
+//! The codec in blocks of sixteen elements. It gives the same bits as the reference.
 
 use std::marker::PhantomData;
 
@@ -7,7 +7,7 @@ use super::super::float::{Float, ForFloat, for_dtype};
 use super::super::simd::{Kernel, LANES, Lanes, Level, filled, is_zero};
 use crate::types::DType;
 
-/// Bytes of a scale.
+/// Size of a scale in bytes.
 pub(super) const SCALE: usize = size_of::<f32>();
 
 struct Encode<'a, T> {
@@ -18,14 +18,14 @@ struct Encode<'a, T> {
     element: PhantomData<T>,
 }
 
-/// Sixteen levels.
+/// Returns the levels of sixteen elements.
 #[inline(always)]
 fn quantize<T: Float, L: Lanes>(elements: &[u8], step: L) -> [u8; LANES] {
     let level = T::load_lanes::<L>(elements).over(step).round();
     level.smaller(L::splat(127.0)).larger(L::splat(-127.0)).to_i8()
 }
 
-/// The scale and the levels of one block. False when an element is not finite.
+/// Writes the scale and the levels of one block. Returns false if an element is not finite.
 #[inline(always)]
 fn encode_block<T: Float, L: Lanes>(elements: &[u8], scale: &mut [u8], q: &mut [u8]) -> bool {
     let blocks = || elements.chunks_exact(LANES * T::SIZE);
@@ -38,7 +38,7 @@ fn encode_block<T: Float, L: Lanes>(elements: &[u8], scale: &mut [u8], q: &mut [
     for block in blocks() {
         measure(T::load_lanes(block));
     }
-    // The zeros that it is filled up with are no larger than any magnitude.
+    // The padding is zeros, which are not larger than any magnitude.
     let last = filled(left);
     measure(T::load_lanes(&last));
     if !is_zero(sum) {
@@ -89,7 +89,6 @@ impl ForFloat for EncodeAt<'_> {
     }
 }
 
-/// Encodes into the scales and the bytes of a record.
 pub(super) fn encode(
     level: Level,
     dtype: DType,
@@ -151,7 +150,6 @@ impl ForFloat for DecodeAt<'_> {
     }
 }
 
-/// Decodes from the scales and the bytes of a record.
 pub(super) fn decode(level: Level, dtype: DType, block: usize, scales: &[u8], bytes: &[u8], elements: &mut [u8]) {
     for_dtype(dtype, DecodeAt(level, block, scales, bytes, elements));
 }

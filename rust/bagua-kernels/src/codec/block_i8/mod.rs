@@ -1,11 +1,15 @@
-//! block_i8: eight bits, signed, with a scale of its own for each block of elements.
+//! block_i8: eight signed bits per element, and one scale for each block of elements.
 //!
-//! A record is ceil(count / block) float32 scales, one signed byte per element, zeros up to a multiple of 32. With scale = (largest
-//! magnitude of the block) / 127: q = clamp(rint(x / scale), -127, 127), 0 where scale is 0, and back q * scale. The error is at most
-//! scale / 2. Blocks keep the error small beside an outlier: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021
-//! (<https://arxiv.org/abs/2110.02861>), with a linear map instead of their dynamic one.
+//! A record has ceil(count / block) float32 scales, one signed byte q per element x, and zeros up to a multiple of 32:
 //!
-//! The scale of a block with an element that is not finite is NaN and its q are 0; a scale that is not finite decodes to NaN.
+//! - scale = (largest magnitude of the block) / 127
+//! - q = clamp(rint(x / scale), -127, 127), or 0 if scale is 0
+//! - decoded: q * scale
+//!
+//! The error is at most scale / 2. Blocks limit the error that an outlier causes: Dettmers et al., "8-bit Optimizers
+//! via Block-wise Quantization", 2021 (<https://arxiv.org/abs/2110.02861>), but with linear levels.
+//!
+//! If an element is not finite, its block has the scale NaN and q = 0. A scale that is not finite decodes to NaN.
 
 mod kernel;
 #[cfg(test)]
@@ -18,13 +22,13 @@ use super::{Codec, Encoded, Scratch, aligned, check_len};
 use crate::error::Result;
 use crate::types::DType;
 
-/// Elements of a block unless the option says otherwise: a scale adds 1.6 % to the bytes.
+/// Default number of elements of a block. The scales then add 1.6 % to the bytes.
 const BLOCK: i64 = 256;
 
-/// See the module.
+/// The codec block_i8.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockI8 {
-    /// Elements that share a scale; at least 1.
+    /// Number of elements that share a scale. At least 1.
     block: usize,
 }
 
@@ -34,7 +38,7 @@ impl BlockI8 {
         Ok(BlockI8 { block: usize::try_from(block).unwrap_or(usize::MAX) })
     }
 
-    /// Bytes of the scales of `count` elements.
+    /// Returns the size in bytes of the scales of `count` elements.
     fn scales(&self, count: usize) -> usize {
         count.div_ceil(self.block) * SCALE
     }

@@ -1,4 +1,4 @@
-//! The fast loops against the reference.
+//! Compares the fast loops with the reference.
 
 mod reference;
 

@@ -1,4 +1,4 @@
-//! The codecs in blocks of sixteen, with the bits of the reference.
+//! The codecs in blocks of sixteen elements. They give the same bits as the reference.
 
 use std::marker::PhantomData;
 
@@ -6,7 +6,7 @@ use super::super::float::{Float, ForFloat, for_dtype};
 use super::super::simd::{Kernel, LANES, Lanes, Level, filled};
 use crate::types::DType;
 
-/// From elements of type `From` to as many of type `To`.
+/// Converts elements of type `From` to elements of type `To`.
 struct Convert<'a, From, To>(&'a [u8], &'a mut [u8], PhantomData<(From, To)>);
 
 impl<From: Float, To: Float> Kernel for Convert<'_, From, To> {
@@ -43,7 +43,6 @@ impl<To: Float> ForFloat for Encode<'_, To> {
     }
 }
 
-/// Encodes into a record of the right length.
 pub(super) fn encode<Half: Float>(level: Level, dtype: DType, elements: &[u8], record: &mut [u8]) {
     for_dtype(dtype, Encode(level, elements, record, PhantomData::<Half>));
 }
@@ -60,7 +59,6 @@ impl<From: Float> ForFloat for Decode<'_, From> {
     }
 }
 
-/// Decodes a record of the right length.
 pub(super) fn decode<Half: Float>(level: Level, dtype: DType, record: &[u8], elements: &mut [u8]) {
     for_dtype(dtype, Decode(level, record, elements, PhantomData::<Half>));
 }

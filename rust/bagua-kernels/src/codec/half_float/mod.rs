@@ -1,7 +1,7 @@
-//! f16 and bf16: the elements as float16 or as bfloat16, converted as IEEE 754 does, half to even.
+//! f16 and bf16: the elements as float16 or bfloat16, converted as in IEEE 754, half to even.
 //!
-//! A record is two bytes per element, zeros up to a multiple of 32. Infinities stay infinite, values beyond the largest float16 become
-//! infinite, NaN stays NaN: nothing becomes finite.
+//! A record has two bytes per element, and zeros up to a multiple of 32. Infinities stay infinite, values beyond the
+//! largest float16 become infinite, NaN stays NaN: no such element becomes finite.
 
 mod kernel;
 #[cfg(test)]

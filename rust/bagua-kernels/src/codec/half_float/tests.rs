@@ -1,4 +1,4 @@
-//! The fast loops against the reference.
+//! Compares the fast loops with the reference.
 
 mod reference;
 
@@ -37,7 +37,7 @@ fn every_level_makes_the_bits_of_the_reference() {
     compare(&Bf16);
 }
 
-/// All bits of a half type, and float32 around every float16 and between two of them.
+/// All bit patterns of a half type, and float32 values around every float16 and between two of them.
 #[test]
 fn every_level_converts_all_bits_as_the_reference_does() {
     let halves: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();

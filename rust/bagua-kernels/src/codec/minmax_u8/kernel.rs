@@ -1,7 +1,7 @@
-//! The codec in blocks of sixteen, with the bits of the reference.
+//! The codec in blocks of sixteen elements. It gives the same bits as the reference.
 //!
-//! Encoding reads the elements twice: once for their range, once to write their levels. The second pass goes from the last element to
-//! the first, because the last ones are still in the cache.
+//! Encoding reads the elements twice: first to find their range, then to write their levels. The second pass starts at
+//! the last element, because the last elements are still in the cache.
 
 use std::marker::PhantomData;
 
@@ -11,7 +11,7 @@ use super::super::simd::{Kernel, LANES, Lanes, Level, filled, is_zero};
 use super::record::{HEADER, levels};
 use crate::types::DType;
 
-/// Blocks that the first pass reads before it depends on a result again.
+/// Number of independent partial results in the first pass, so that a block need not wait for the one before it.
 const UNROLL: usize = 4;
 
 struct Encode<'a>(Level, &'a [u8], &'a mut [u8]);
@@ -39,7 +39,7 @@ impl ForFloat for Encode<'_> {
     }
 }
 
-/// Smallest and largest of at least one element, and whether all are finite.
+/// Finds the smallest and the largest of at least one element. The third result is true if all are finite.
 struct Range<'a, T>(&'a [u8], PhantomData<T>);
 
 impl<T: Float> Kernel for Range<'_, T> {
@@ -50,7 +50,7 @@ impl<T: Float> Kernel for Range<'_, T> {
         let size = LANES * T::SIZE;
         let mut min = [L::splat(f32::INFINITY); UNROLL];
         let mut max = [L::splat(f32::NEG_INFINITY); UNROLL];
-        // x - x is 0 for finite numbers, NaN for others, and NaN remains NaN in a sum.
+        // x - x is 0 for finite numbers and NaN for all others, and a sum with a NaN stays NaN.
         let mut sum = [L::splat(0.0); UNROLL];
         let groups = self.0.chunks_exact(size * UNROLL);
         let rest = groups.remainder();
@@ -87,7 +87,6 @@ impl<T: Float> Kernel for Range<'_, T> {
     }
 }
 
-/// Writes the level of each element.
 struct Quantize<'a, T> {
     elements: &'a [u8],
     body: &'a mut [u8],
@@ -102,7 +101,7 @@ impl<T: Float> Kernel for Quantize<'_, T> {
     #[inline(always)]
     fn run<L: Lanes>(self) {
         let (scale, lower) = (L::splat(self.scale), L::splat(self.lower));
-        // No element has a level above that of the largest, and `to_u8` clamps the rest.
+        // No element has a level above that of the largest, and `to_u8` clamps all others.
         let blocks = self.elements.chunks_exact(LANES * T::SIZE);
         let left = blocks.remainder();
         let (body, end) = self.body.as_chunks_mut::<LANES>();
@@ -116,7 +115,7 @@ impl<T: Float> Kernel for Quantize<'_, T> {
     }
 }
 
-/// Encodes into a record of the right length; of at least one element.
+/// Encodes at least one element into a record of the right length.
 pub(super) fn encode(level: Level, dtype: DType, elements: &[u8], record: &mut [u8]) -> Encoded {
     for_dtype(dtype, Encode(level, elements, record))
 }
@@ -142,9 +141,8 @@ impl ForFloat for Decode<'_> {
     }
 }
 
-/// Writes the value of each level.
 struct Restore<'a, T> {
-    /// As many bytes as there are elements, and more.
+    /// At least one byte per element.
     body: &'a [u8],
     elements: &'a mut [u8],
     scale: f32,
@@ -173,7 +171,7 @@ impl<T: Float> Kernel for Restore<'_, T> {
     }
 }
 
-/// Decodes the elements from `first` on, a multiple of 32, of a record of the right length; at least one.
+/// Decodes at least one element, from number `first` (a multiple of 32) on, of a record of the right length.
 pub(super) fn decode(level: Level, dtype: DType, record: &[u8], first: usize, elements: &mut [u8]) {
     for_dtype(dtype, Decode(level, record, first, elements));
 }

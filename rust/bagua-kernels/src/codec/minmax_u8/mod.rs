@@ -1,11 +1,15 @@
-//! minmax_u8, "MinMaxUInt8": eight bits between the smallest and the largest element, as the original's ByteGrad has them.
+//! minmax_u8, the original's "MinMaxUInt8": eight bits between the smallest and the largest element.
 //!
-//! A record is min and max in the element type (-0 written as +0), zeros up to byte 32, one byte per element, zeros up to a multiple
-//! of 32. With scale = 255 / (max - min + 1e-7), upper = rint(max * scale), lower = upper - 255:
-//! q = clamp(min(rint(x * scale), upper) - lower, 0, 255), and back (q + lower) / scale. The error is at most range / 510 on ordinary
-//! data. Source: the original's `bagua_kernels.cu`, described in the specification's 2.6, with both ends clamped.
+//! A record has min and max in the element type (-0 as +0), zeros up to byte 32, one byte q per element x, and zeros up
+//! to a multiple of 32. An element x is encoded as q and decoded as (q + lower) / scale:
 //!
-//! Where an element, max - min, max * scale or min * scale is not finite, min and max are NaN and every q is 0.
+//! - scale = 255 / (max - min + 1e-7), upper = rint(max * scale), lower = upper - 255
+//! - q = clamp(min(rint(x * scale), upper) - lower, 0, 255)
+//!
+//! The error is at most range / 510 on ordinary data. Source: the original's `bagua_kernels.cu`, described in section
+//! 2.6 of the specification. In addition, q is clamped at both ends.
+//!
+//! If an element, max - min, max * scale or min * scale is not finite, min and max are NaN and every q is 0.
 
 mod kernel;
 mod record;
@@ -18,7 +22,7 @@ use super::{Codec, Encoded, Scratch, aligned, check_len};
 use crate::error::Result;
 use crate::types::DType;
 
-/// See the module.
+/// The codec minmax_u8.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MinMaxU8;
 

@@ -1,25 +1,25 @@
-//! What the reference and the fast loops have in common.
+//! Code that the reference and the fast loops share.
 
-/// Bytes before the elements.
+/// Number of bytes before the levels.
 pub(super) const HEADER: usize = 32;
 
-/// The levels of a range, in float32.
+/// The levels of a range of values, in float32.
 #[derive(Clone, Copy)]
 pub(super) struct Levels {
-    /// Levels per unit.
+    /// Number of levels per unit.
     pub(super) scale: f32,
-    /// The level of the largest element.
+    /// Level of the largest element.
     pub(super) upper: f32,
 }
 
 impl Levels {
-    /// The level that is written as 0.
+    /// Returns the level that is written as 0.
     pub(super) fn lower(self) -> f32 {
         self.upper - 255.0
     }
 }
 
-/// The levels between two values; `None` when one of the quantities is not finite.
+/// Returns the levels between two values, or `None` if one of the numbers is not finite.
 pub(super) fn levels(min: f32, max: f32) -> Option<Levels> {
     let range = max - min;
     let scale = 255.0 / (range + 1e-7);

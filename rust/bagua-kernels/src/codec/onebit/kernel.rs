@@ -1,4 +1,4 @@
-//! The codec in blocks of sixteen, with the bits of the reference.
+//! The codec in blocks of sixteen elements. It gives the same bits as the reference.
 
 use std::marker::PhantomData;
 
@@ -7,18 +7,18 @@ use super::super::float::{Float, ForFloat, for_dtype};
 use super::super::simd::{Kernel, LANES, Lanes, Level, filled};
 use crate::types::DType;
 
-/// Bytes of the scale.
+/// Size of the scale in bytes.
 pub(super) const SCALE: usize = size_of::<f32>();
 
-/// Sums of magnitudes.
+/// Number of partial sums of magnitudes.
 pub(super) const SUMS: usize = 16;
 
-/// The mean from the sums of magnitudes.
+/// Returns the mean of `count` magnitudes from their partial sums.
 pub(super) fn mean(sums: &[f64; SUMS], count: usize) -> f32 {
     (sums.iter().fold(0.0, |all, sum| all + sum) / count as f64) as f32
 }
 
-/// A lane has a sum of its own.
+/// Each lane has its own sum.
 const _: () = assert!(SUMS == LANES);
 
 struct Encode<'a, T>(&'a [u8], &'a mut [u8], PhantomData<T>);
@@ -32,7 +32,7 @@ impl<T: Float> Kernel for Encode<'_, T> {
         let (scale, bits) = record.split_at_mut(SCALE);
         let blocks = elements.chunks_exact(LANES * T::SIZE);
         let last = filled(blocks.remainder());
-        // 28 bytes and a multiple of 32.
+        // The length is 28 bytes plus a multiple of 32, so it is even.
         let (pairs, _) = bits.as_chunks_mut::<2>();
         let mut sums = [0.0; SUMS];
         let mut at = 0;
@@ -42,7 +42,7 @@ impl<T: Float> Kernel for Encode<'_, T> {
             pairs[at] = x.negative().to_le_bytes();
             at += 1;
         }
-        // Zeros add nothing, and have no bit.
+        // The padding is zeros, which add nothing and have the bit 0.
         let x = T::load_lanes::<L>(&last);
         add(&mut sums, x);
         if let Some(pair) = pairs.get_mut(at) {
@@ -50,7 +50,7 @@ impl<T: Float> Kernel for Encode<'_, T> {
             at += 1;
         }
         let mean = mean(&sums, elements.len() / T::SIZE);
-        // The sum of finite float32 is finite in float64, and no other sum is.
+        // A sum of finite float32 is always finite in float64. A sum with any other element never is.
         if !sums.iter().all(|sum| sum.is_finite()) {
             f32::store(f32::NAN, scale);
             bits.fill(0);
@@ -62,7 +62,6 @@ impl<T: Float> Kernel for Encode<'_, T> {
     }
 }
 
-/// Adds the magnitudes.
 #[inline(always)]
 fn add<L: Lanes>(sums: &mut [f64; SUMS], x: L) {
     let magnitudes = x.abs().values();
@@ -82,7 +81,7 @@ impl ForFloat for EncodeAt<'_> {
     }
 }
 
-/// Encodes into a record of the right length; of at least one element.
+/// Encodes at least one element into a record of the right length.
 pub(super) fn encode(level: Level, dtype: DType, elements: &[u8], record: &mut [u8]) -> Encoded {
     for_dtype(dtype, EncodeAt(level, elements, record))
 }
@@ -128,7 +127,7 @@ impl ForFloat for DecodeAt<'_> {
     }
 }
 
-/// Decodes a record of the right length; of at least one element.
+/// Decodes a record of at least one element and the right length.
 pub(super) fn decode(level: Level, dtype: DType, record: &[u8], elements: &mut [u8]) {
     for_dtype(dtype, DecodeAt(level, record, elements));
 }

@@ -1,14 +1,15 @@
 //! onebit: the sign of each element, and one magnitude for all of them.
 //!
-//! A record is the mean magnitude in float32, one bit per element (bit i % 8 of byte i / 8 is 1 where element i is below 0), zeros up
-//! to a multiple of 32. Back come plus and minus that scale. Source: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech
-//! 2014; the scale is that of Karimireddy et al., "Error Feedback Fixes SignSGD", 2019 (<https://arxiv.org/abs/1901.09847>). Both need
-//! the error to be added to the next step's elements, which is the caller's part.
+//! A record has the mean magnitude in float32, one bit per element, and zeros up to a multiple of 32. Bit i % 8 of byte
+//! i / 8 is 1 if element i is negative. Elements decode to plus or minus the mean magnitude. Source: Seide et al.,
+//! "1-Bit Stochastic Gradient Descent", Interspeech 2014; the scale is from Karimireddy et al., "Error Feedback Fixes
+//! SignSGD", 2019 (<https://arxiv.org/abs/1901.09847>). In both, the caller must add the error to the next step's
+//! elements.
 //!
-//! The mean has the same bits on every processor: element i is added to float64 sum i % 16, the sums are added in order and divided by
-//! the count.
+//! The mean has the same bits on every processor: element i is added to the float64 sum i % 16, the sums are added in
+//! order, and the result is divided by the count.
 //!
-//! Where an element is not finite, the scale is NaN and all bits are 0; a scale that is not finite decodes to NaN.
+//! If an element is not finite, the scale is NaN and all bits are 0. A scale that is not finite decodes to NaN.
 
 mod kernel;
 #[cfg(test)]
@@ -20,7 +21,7 @@ use super::{Codec, Encoded, Scratch, aligned, check_len};
 use crate::error::Result;
 use crate::types::DType;
 
-/// See the module.
+/// The codec onebit.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct OneBit;
 

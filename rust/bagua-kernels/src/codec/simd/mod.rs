@@ -1,8 +1,9 @@
 //! Sixteen float32 at a time, on the widest registers that the processor has.
 //!
-//! A codec's fast loop is a [`Kernel`], written once over [`Lanes`]. [`Level::run`] compiles it for each level of instructions and
-//! selects one by the processor's features. Every level makes the same bits: nothing is fused or reassociated, and what an
-//! instruction does with NaN or beyond a range is either written at the function or excluded by its callers.
+//! The fast loop of a codec is a [`Kernel`], written once over [`Lanes`]. [`Level::run`] compiles it for each
+//! instruction level and selects one by the processor's features. Every level gives the same bits: no operations are
+//! fused or reassociated. If an instruction treats NaN or values out of range specially, the function says so or its
+//! callers never pass such values.
 
 mod portable;
 mod vector;
@@ -12,26 +13,24 @@ mod x86;
 use portable::Array;
 pub(super) use vector::{Kernel, LANES, Lanes};
 
-/// Which compilation of a kernel runs.
+/// The instructions that a kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Level {
     /// The instructions that every processor of the target has.
     Portable,
-    /// 256-bit registers.
     #[cfg(target_arch = "x86_64")]
     Avx2(x86::Avx2),
-    /// 512-bit registers.
     #[cfg(target_arch = "x86_64")]
     Avx512(x86::Avx512),
 }
 
 impl Level {
-    /// The widest that this processor has.
+    /// Returns the widest level that this processor has.
     pub(super) fn best() -> Level {
         Level::available().next().expect("every processor has the portable level")
     }
 
-    /// All that this processor has, the widest first. The standard library caches the detection.
+    /// Returns all levels that this processor has, widest first. The standard library caches the detection.
     pub(super) fn available() -> impl Iterator<Item = Level> {
         #[cfg(target_arch = "x86_64")]
         let wide = {
@@ -43,7 +42,6 @@ impl Level {
         wide.chain([Level::Portable])
     }
 
-    /// Its name in benchmarks.
     pub(super) fn name(self) -> &'static str {
         match self {
             Level::Portable => "portable",
@@ -54,7 +52,6 @@ impl Level {
         }
     }
 
-    /// Runs a kernel.
     pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
         match self {
             Level::Portable => kernel.run::<Array>(),
@@ -66,7 +63,7 @@ impl Level {
     }
 }
 
-/// The last elements of a slice, fewer than sixteen, filled up with zeros.
+/// Pads the last elements of a slice, fewer than sixteen, with zeros.
 #[inline(always)]
 pub(super) fn filled(left: &[u8]) -> [u8; 64] {
     let mut block = [0; 64];
@@ -74,7 +71,7 @@ pub(super) fn filled(left: &[u8]) -> [u8; 64] {
     block
 }
 
-/// Whether all lanes of a sum of `x - x` are finite: that difference is 0 for finite numbers and NaN for all others.
+/// Returns true if all lanes of a sum of x - x are 0, which means that every x was finite.
 #[inline(always)]
 pub(super) fn is_zero<L: Lanes>(differences: L) -> bool {
     differences.values().iter().all(|value| *value == 0.0)

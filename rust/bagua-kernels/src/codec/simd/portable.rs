@@ -6,7 +6,7 @@ use half::{bf16, f16};
 
 use super::vector::{LANES, Lanes};
 
-/// Sixteen float32 in memory; compilers vectorise most of its loops for the registers that every processor has, NEON's included.
+/// Sixteen float32 in memory. Compilers vectorise most loops over it, for the registers that every processor has.
 #[derive(Clone, Copy)]
 pub(super) struct Array([f32; LANES]);
 

@@ -1,7 +1,7 @@
 //! Lanes of x86-64 processors: one register of AVX-512, or two of AVX2.
 //!
-//! The compiler's own vectors are not enough: it narrows float32 to bytes lane by lane, at 0.06 of a copy's speed with AVX-512 (0.37 with
-//! AVX2), and replaces no float16 conversion by the instruction that exists for it.
+//! Compilers vectorise the portable loops badly: they narrow float32 to bytes lane by lane, at 0.06 of the speed of a
+//! copy with AVX-512 (0.37 with AVX2), and they do not use the instructions that convert float16.
 
 #![allow(unsafe_code)]
 
@@ -14,14 +14,13 @@ use super::vector::{Kernel, Lanes};
 pub(in super::super) struct Avx2(());
 
 impl Avx2 {
-    /// `None` where the processor lacks one of them.
+    /// Returns `None` if the processor lacks one of them.
     pub(super) fn new() -> Option<Avx2> {
         (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c")).then_some(Avx2(()))
     }
 
-    /// Runs a kernel.
     pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
-        // SAFETY: an `Avx2` exists only where `new` found the features.
+        // SAFETY: an `Avx2` exists only if `new` found the features.
         unsafe { run_avx2(kernel) }
     }
 }
@@ -31,7 +30,7 @@ impl Avx2 {
 pub(in super::super) struct Avx512(());
 
 impl Avx512 {
-    /// `None` where the processor lacks one of them.
+    /// Returns `None` if the processor lacks one of them.
     pub(super) fn new() -> Option<Avx512> {
         let all = is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
@@ -40,9 +39,8 @@ impl Avx512 {
         all.then_some(Avx512(()))
     }
 
-    /// Runs a kernel.
     pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
-        // SAFETY: an `Avx512` exists only where `new` found the features.
+        // SAFETY: an `Avx512` exists only if `new` found the features.
         unsafe { run_avx512(kernel) }
     }
 }
@@ -57,15 +55,15 @@ fn run_avx512<K: Kernel>(kernel: K) -> K::Output {
     kernel.run::<Wide>()
 }
 
-/// Implements functions of [`Lanes`], whose bodies are unsafe for one reason.
+/// Implements functions of [`Lanes`] whose bodies are all unsafe for the same reason.
 macro_rules! lanes {
     ($type:ident { $(fn $name:ident($($argument:ident: $kind:ty),*) -> $result:ty $body:block)* }) => {
         impl Lanes for $type {
             $(
                 #[inline(always)]
                 fn $name($($argument: $kind),*) -> $result {
-                    // SAFETY: only kernels that run in a function compiled with the instructions of this type, which a processor without
-                    // them never enters, use the type. Loads and stores are of whole arrays, and need no alignment.
+                    // SAFETY: only kernels use this type, in a function that is compiled with its instructions and that
+                    // a processor without them never enters. Loads and stores access whole arrays, unaligned.
                     unsafe { $body }
                 }
             )*
@@ -73,10 +71,10 @@ macro_rules! lanes {
     };
 }
 
-/// The bit of a float32 that makes a NaN quiet, as IEEE 754 wants of a conversion.
+/// The bit that makes a float32 NaN quiet, as IEEE 754 requires after a conversion.
 const QUIET: i32 = 0x0040_0000;
 
-/// A register of 512 bits.
+/// One 512-bit register.
 #[derive(Clone, Copy)]
 struct Wide(__m512);
 
@@ -169,24 +167,24 @@ lanes!(Wide {
     }
 });
 
-/// Two registers of 256 bits.
+/// Two 256-bit registers.
 #[derive(Clone, Copy)]
 struct Pair(__m256, __m256);
 
-/// A function of both registers.
+/// Applies an instruction to both registers.
 macro_rules! both {
     ($operation:ident $(::<$constant:ident>)?, $pair:expr $(, $other:expr)?) => {
         Pair($operation $(::<$constant>)?($pair.0 $(, $other.0)?), $operation $(::<$constant>)?($pair.1 $(, $other.1)?))
     };
 }
 
-/// Two registers of eight 32-bit words, saturated to one of sixteen 16-bit words, in order.
+/// Saturates two registers of eight 32-bit words to one register of sixteen 16-bit words, in order.
 ///
 /// # Safety
-/// The processor has AVX2.
+/// The processor must have AVX2.
 #[inline(always)]
 unsafe fn narrow_signed(low: __m256i, high: __m256i) -> __m256i {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees that the processor has AVX2.
     unsafe { _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(low, high)) }
 }
 

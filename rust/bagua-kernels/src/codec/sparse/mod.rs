@@ -1,7 +1,7 @@
-//! top_k and random_k: some of the elements as they are, with their places; the others come back as 0.
+//! top_k and random_k: some of the elements unchanged, with their places. All other elements decode to 0.
 //!
-//! A record is k places as ascending u32, k values in the element type, zeros up to a multiple of 32. Both codecs differ only in how an
-//! encoder chooses the places. A decoder refuses places that do not ascend or that no element has.
+//! A record has k places as ascending u32, k values in the element type, and zeros up to a multiple of 32. A decoder
+//! rejects places that do not ascend or are out of range. The two codecs differ only in how they choose the places.
 
 mod random;
 mod random_k;

@@ -1,20 +1,18 @@
-//! Numbers drawn at random that are the same on every rank.
+//! Random numbers that are the same on every rank.
 //!
-//! The generator is SplitMix64: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014. The numbers of one
-//! record come from a generator with the state n2, where n1 is the first number of the generator with the state `seed`, and n2 the first
-//! of the one with the state n1 + `draw`. Adding before the second step keeps draw d of seed s apart from draw s of seed d.
+//! The generator is SplitMix64: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
+//! Each record has its own generator: n1 is the first number after the state `seed`, n2 is the first number after the
+//! state n1 + `draw`, and the record's generator starts with the state n2. Because of the step before the addition,
+//! draw d of seed s differs from draw s of seed d.
 
-/// The generator.
 pub(super) struct SplitMix64(u64);
 
 impl SplitMix64 {
-    /// The generator of one record.
     pub(super) fn of(seed: u64, draw: u64) -> SplitMix64 {
         let seeded = SplitMix64(seed).number();
         SplitMix64(SplitMix64(seeded.wrapping_add(draw)).number())
     }
 
-    /// 64 random bits.
     fn number(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -23,7 +21,8 @@ impl SplitMix64 {
         z ^ (z >> 31)
     }
 
-    /// A number below `bound`, each with the same probability: Lemire, "Fast Random Integer Generation in an Interval", 2019.
+    /// Returns a number less than `bound`, all with the same probability. Source: Lemire, "Fast Random Integer
+    /// Generation in an Interval", 2019.
     pub(super) fn below(&mut self, bound: u64) -> u64 {
         let mut product = u128::from(self.number()) * u128::from(bound);
         if (product as u64) < bound {
@@ -40,7 +39,7 @@ impl SplitMix64 {
 mod tests {
     use super::*;
 
-    /// The first outputs of the authors' C program with the state 1234567, as published with it
+    /// The first outputs of the authors' C program from the state 1234567, as published with it
     /// (<https://prng.di.unimi.it/splitmix64.c>, <https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64>).
     #[test]
     fn the_generator_makes_the_published_numbers() {
@@ -65,7 +64,7 @@ mod tests {
             let mut seen = vec![0u32; bound as usize];
             let draws = 2000 * bound;
             (0..draws).for_each(|_| seen[generator.below(bound) as usize] += 1);
-            // 2000 expected, standard deviation below 45.
+            // Each value should be drawn 2000 times, with a standard deviation below 45.
             assert!(seen.iter().all(|&times| times.abs_diff(2000) < 250), "{bound}: {seen:?}");
         }
     }

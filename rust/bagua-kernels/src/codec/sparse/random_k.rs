@@ -1,13 +1,14 @@
-//! random_k: k places drawn at random without replacement, anew for each draw. The values are not rescaled.
+//! random_k: k places drawn at random without replacement, different ones for each draw. The values are not rescaled.
 //!
-//! The places are those of Floyd's algorithm (Bentley and Floyd, "Programming pearls: a sample of brilliance", 1987): for each j from
-//! count - k to count - 1 draw t from 0 to j; t joins the set, or j where t is in it already. They depend on the seed, the draw, the count
-//! and k, not on the elements: all ranks draw the same. The generator is that of [`super::random`].
+//! The places come from Floyd's algorithm (Bentley and Floyd, "Programming pearls: a sample of brilliance", 1987): for
+//! each j from count - k to count - 1, draw t from 0 to j, and add t to the set, or j if t is already in it. They
+//! depend on the seed, the draw, the count and k, but not on the elements, so all ranks draw the same ones. See
+//! [`super::random`] for the generator.
 //!
-//! The set is a bit per element, 1/32 of the bytes of float32: a scan of it yields the places in order, which a hash table or a sort of
-//! k places would do more slowly for shares of a percent and more.
+//! The set is one bit per element, 1/32 of the size of float32 elements. A scan of it returns the places in order. If k
+//! is a few tenths of a percent of the elements or more, this is faster than a hash table or a sort.
 //!
-//! When an element is not finite, whether it was drawn or not, all values are NaN.
+//! If any element is not finite, drawn or not, all values are NaN.
 
 use super::super::float::{Float, ForFloat, for_dtype};
 use super::super::options::{CodecOption, Options};
@@ -17,11 +18,10 @@ use super::record::Kept;
 use crate::error::Result;
 use crate::types::DType;
 
-/// See the module.
+/// The codec random_k.
 #[derive(Clone, Copy, Debug)]
 pub struct RandomK {
     kept: Kept,
-    /// At least 0.
     seed: i64,
 }
 
@@ -93,7 +93,7 @@ impl Codec for RandomK {
     }
 }
 
-/// Whether all elements are finite.
+/// Returns true if all elements are finite.
 struct AllFinite<'a>(&'a [u8]);
 
 impl ForFloat for AllFinite<'_> {

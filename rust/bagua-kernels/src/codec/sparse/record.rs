@@ -1,4 +1,4 @@
-//! How many elements a record keeps; the record itself.
+//! The record of the sparse codecs, and the number of elements that it keeps.
 
 use super::super::float::{Float, ForFloat, for_dtype};
 use super::super::options::{CodecOption, Options};
@@ -6,20 +6,20 @@ use super::super::{Codec, aligned, check_len};
 use crate::error::{Error, Result};
 use crate::types::DType;
 
-/// Bytes of a place.
+/// Size of a place in bytes.
 const PLACE: usize = size_of::<u32>();
 
-/// How many elements a record keeps.
+/// The number of elements that a record keeps.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Kept {
-    /// ceil(share * count), in (0, 1].
+    /// ceil(share * count), with a share in (0, 1].
     Share(f64),
-    /// As many whatever the count is, at least 1; all elements where there are fewer, as in the last bucket of a model.
+    /// The same number for every count, at least 1. All elements if there are fewer, as in the last bucket of a model.
     Number(usize),
 }
 
 impl Kept {
-    /// The option k, 0.01 when it was not given.
+    /// Takes the option k, by default 0.01.
     pub(super) fn new(options: &mut Options<'_>) -> Result<Kept> {
         match options.take("k") {
             None => Ok(Kept::Share(0.01)),
@@ -35,7 +35,7 @@ impl Kept {
         }
     }
 
-    /// Of so many elements; no more than there are.
+    /// Returns the number of elements that are kept of `count`.
     pub(super) fn of(self, count: usize) -> usize {
         match self {
             Kept::Share(share) => ((share * count as f64).ceil() as usize).min(count),
@@ -43,7 +43,7 @@ impl Kept {
         }
     }
 
-    /// As the option.
+    /// Returns the value of the option k.
     pub(super) fn value(self) -> CodecOption {
         match self {
             Kept::Share(share) => CodecOption::Float(share),
@@ -51,7 +51,7 @@ impl Kept {
         }
     }
 
-    /// The check of [`Codec::check_count`].
+    /// Implements [`Codec::check_count`].
     pub(super) fn check(codec: &str, count: usize) -> Result<()> {
         if u32::try_from(count).is_err() {
             return Err(Error::InvalidArgument(format!("{codec} cannot number {count} elements with 32 bits")));
@@ -59,12 +59,11 @@ impl Kept {
         Ok(())
     }
 
-    /// Bytes of a record of `count` elements.
     pub(super) fn record_len(self, count: usize, dtype: DType) -> usize {
         aligned(self.of(count) * (PLACE + dtype.size()))
     }
 
-    /// Writes a record of the elements at ascending `places`, or NaN for all of them.
+    /// Writes a record of the elements at ascending `places`. If `nan`, all values are NaN.
     pub(super) fn write(self, dtype: DType, elements: &[u8], places: &[u32], nan: bool, record: &mut [u8]) {
         let size = dtype.size();
         let (head, rest) = record.split_at_mut(places.len() * PLACE);
@@ -79,7 +78,7 @@ impl Kept {
         padding.fill(0);
     }
 
-    /// The `decode` of both codecs.
+    /// Implements [`Codec::decode`] for both codecs.
     pub(super) fn decode(self, codec: &dyn Codec, dtype: DType, record: &[u8], elements: &mut [u8]) -> Result<()> {
         let count = check_len(codec, dtype, record, elements)?;
         codec.check_count(count)?;
@@ -91,7 +90,7 @@ impl Kept {
             let place = place as usize;
             if place < least || place >= count {
                 return Err(Error::InvalidArgument(format!(
-                    "a record of {} has place {place} where one from {least} to below {count} must be",
+                    "a record of {} has place {place}, which must be at least {least} and less than {count}",
                     codec.name()
                 )));
             }
@@ -106,7 +105,7 @@ impl Kept {
     }
 }
 
-/// NaN in an element type, as many bytes as an element has.
+/// Returns NaN in an element type, in the first bytes.
 fn nan_of(dtype: DType) -> [u8; 4] {
     struct Nan<'a>(&'a mut [u8; 4]);
     impl ForFloat for Nan<'_> {

@@ -1,7 +1,7 @@
-//! top_k: the k elements of the largest magnitude; NaN comes first, and of equal ones the lower place.
+//! top_k: the k elements with the largest magnitude. NaN counts as the largest; among equal ones, lower places win.
 //!
-//! Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", 2017 (<https://arxiv.org/abs/1704.05021>). It needs
-//! the elements that were left out to be added to the next step's, which is the caller's part.
+//! Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", 2017
+//! (<https://arxiv.org/abs/1704.05021>). There, the caller must add the omitted elements to the next step's.
 
 use super::super::float::{Float, ForFloat, for_dtype};
 use super::super::options::{CodecOption, Options};
@@ -10,7 +10,7 @@ use super::record::Kept;
 use crate::error::Result;
 use crate::types::DType;
 
-/// See the module.
+/// The codec top_k.
 #[derive(Clone, Copy, Debug)]
 pub struct TopK {
     kept: Kept,
@@ -70,8 +70,8 @@ impl Codec for TopK {
     }
 }
 
-/// A key for each element: the place in the lower half, in the upper half what is smaller the larger the magnitude is. Keys are in the
-/// order in which elements are chosen, and no two are equal.
+/// Appends a key for each element, so that elements with smaller keys are chosen first. The upper half of a key is the
+/// smaller, the larger the magnitude is. The lower half is the place, so no two keys are equal.
 struct Keys<'a>(&'a [u8], &'a mut Vec<u64>);
 
 impl ForFloat for Keys<'_> {
@@ -80,7 +80,7 @@ impl ForFloat for Keys<'_> {
     fn run<T: Float>(self) {
         let Keys(elements, keys) = self;
         keys.extend(elements.chunks_exact(T::SIZE).map(T::load).zip(0u64..).map(|(x, place)| {
-            // Magnitudes are in the order of their bits; those of infinity are the largest but for NaN.
+            // The bits of magnitudes have the same order as the magnitudes. Only NaN is larger than infinity.
             let magnitude = if x.is_nan() { u32::MAX } else { x.abs().to_bits() };
             u64::from(!magnitude) << 32 | place
         }));

@@ -1,4 +1,4 @@
-//! The codec element by element, to read and to compare with.
+//! The codec element by element, easy to read, as a reference for the fast loops.
 
 use super::super::kernel::SCALE;
 use crate::codec::Encoded;
@@ -41,7 +41,6 @@ impl ForFloat for Encode<'_> {
     }
 }
 
-/// Encodes into the scales and the bytes of a record.
 pub(super) fn encode(dtype: DType, block: usize, elements: &[u8], scales: &mut [u8], bytes: &mut [u8]) -> Encoded {
     for_dtype(dtype, Encode { block, elements, scales, bytes })
 }
@@ -61,7 +60,7 @@ impl ForFloat for Decode<'_> {
         for ((elements, scale), q) in blocks.zip(self.scales.chunks_exact(SCALE)).zip(self.bytes.chunks(self.block)) {
             let step = f32::load(scale);
             for (element, q) in elements.chunks_exact_mut(T::SIZE).zip(q) {
-                // 0 * infinity has another sign on other processors.
+                // The sign of 0 * infinity depends on the processor.
                 let value = if step.is_finite() { f32::from(q.cast_signed()) * step } else { f32::NAN };
                 T::store(value, element);
             }
@@ -69,7 +68,6 @@ impl ForFloat for Decode<'_> {
     }
 }
 
-/// Decodes from the scales and the bytes of a record.
 pub(super) fn decode(dtype: DType, block: usize, scales: &[u8], bytes: &[u8], elements: &mut [u8]) {
     for_dtype(dtype, Decode { block, scales, bytes, elements });
 }

@@ -1,11 +1,10 @@
-//! The codecs element by element, to read and to compare with.
+//! The codecs element by element, easy to read, as a reference for the fast loops.
 
 use std::marker::PhantomData;
 
 use crate::codec::float::{Float, ForFloat, for_dtype};
 use crate::types::DType;
 
-/// From elements of one type to elements of another.
 struct Convert<'a, To>(&'a [u8], &'a mut [u8], PhantomData<To>);
 
 impl<To: Float> ForFloat for Convert<'_, To> {
@@ -22,12 +21,10 @@ impl<To: Float> ForFloat for Convert<'_, To> {
     }
 }
 
-/// Encodes into a record of the right length.
 pub(super) fn encode<Half: Float>(dtype: DType, elements: &[u8], record: &mut [u8]) {
     for_dtype(dtype, Convert(elements, record, PhantomData::<Half>));
 }
 
-/// From elements of another type.
 struct ConvertBack<'a, From>(&'a [u8], &'a mut [u8], PhantomData<From>);
 
 impl<From: Float> ForFloat for ConvertBack<'_, From> {
@@ -41,7 +38,6 @@ impl<From: Float> ForFloat for ConvertBack<'_, From> {
     }
 }
 
-/// Decodes a record of the right length.
 pub(super) fn decode<Half: Float>(dtype: DType, record: &[u8], elements: &mut [u8]) {
     for_dtype(dtype, ConvertBack(record, elements, PhantomData::<Half>));
 }

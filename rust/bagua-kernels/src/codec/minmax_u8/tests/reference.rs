@@ -1,4 +1,4 @@
-//! The codec element by element, to read and to compare with.
+//! The codec element by element, easy to read, as a reference for the fast loops.
 
 use super::super::record::{HEADER, levels};
 use crate::codec::Encoded;
@@ -27,7 +27,7 @@ impl ForFloat for Encode<'_> {
             body.fill(0);
             return Encoded::NonFinite;
         };
-        // Adding 0 makes +0 of -0.
+        // Adding 0 turns -0 into +0.
         T::store(min + 0.0, header);
         T::store(max + 0.0, &mut header[T::SIZE..]);
         let count = elements.len() / T::SIZE;
@@ -40,7 +40,6 @@ impl ForFloat for Encode<'_> {
     }
 }
 
-/// Encodes into a record of the right length.
 pub(super) fn encode(dtype: DType, elements: &[u8], record: &mut [u8]) -> Encoded {
     for_dtype(dtype, Encode(elements, record))
 }
@@ -65,7 +64,6 @@ impl ForFloat for Decode<'_> {
     }
 }
 
-/// Decodes a record of the right length.
 pub(super) fn decode(dtype: DType, record: &[u8], elements: &mut [u8]) {
     for_dtype(dtype, Decode(record, elements));
 }

@@ -1,4 +1,4 @@
-//! The codec element by element, to read and to compare with.
+//! The codec element by element, easy to read, as a reference for the fast loops.
 
 use super::super::kernel::{SCALE, SUMS, mean};
 use crate::codec::Encoded;
@@ -19,7 +19,7 @@ impl ForFloat for Encode<'_> {
         for (i, x) in values().enumerate() {
             sums[i % SUMS] += f64::from(x.abs());
         }
-        // The sum of finite float32 is finite in float64.
+        // A sum of finite float32 is always finite in float64.
         let mean = mean(&sums, elements.len() / T::SIZE);
         if !values().all(f32::is_finite) {
             f32::store(f32::NAN, scale);
@@ -33,7 +33,6 @@ impl ForFloat for Encode<'_> {
     }
 }
 
-/// Encodes into a record of the right length.
 pub(super) fn encode(dtype: DType, elements: &[u8], record: &mut [u8]) -> Encoded {
     for_dtype(dtype, Encode(elements, record))
 }
@@ -55,7 +54,6 @@ impl ForFloat for Decode<'_> {
     }
 }
 
-/// Decodes a record of the right length.
 pub(super) fn decode(dtype: DType, record: &[u8], elements: &mut [u8]) {
     for_dtype(dtype, Decode(record, elements));
 }
