@@ -1,5 +1,4 @@
-//! Arithmetic on tensors in memory: element-wise reductions and codecs, with the instructions of the processor at hand. No I/O, no threads,
-//! no clock.
+//! Arithmetic on tensors in memory: element-wise reductions and codecs. No I/O, no threads, no clock.
 
 #![cfg_attr(doctest, doc = include_str!("../README.md"))]
 #![deny(unsafe_code)]

@@ -1,13 +1,13 @@
-//! The half types for x86-64 processors with AVX-512 F and BW: as in `avx2`, with twice as many elements per register. AMD's
-//! processors use `zen4` instead.
+//! The half types for x86-64 processors with AVX-512 F and BW: as in `avx2`, with twice as many elements per register.
+//! AMD's processors use `zen4` instead.
 //!
-//! Measured on two Intel cores, each combining its half of two ranks' 1 MiB, rewritten before every call; as multiples of float32's
-//! time: bfloat16 1.24 on `avx2`, 1.03 here, float16 1.26 and 1.03.
+//! Measured on two Intel cores, each combining its half of two ranks' 1 MiB, rewritten before every call, as
+//! multiples of float32's time: bfloat16 1.24 with `avx2` and 1.03 here, float16 1.26 and 1.03.
 //!
-//! Every other type stays with `avx2`: float32 gained 2 %. Two instructions were tried on Intel and left out: the one of AVX512_BF16 that
-//! rounds float32 to bfloat16 takes subnormal numbers for zeros, and was as fast as the seven instructions below without a correction
-//! for that; the addition of AVX512_FP16 gives the same bits for two ranks and was 10 % faster, but not for more ranks nor for averages
-//! whose sum overflows.
+//! All other types stay with `avx2`; float32 gained only 2 %. Two instructions were tried on Intel and rejected.
+//! AVX512_BF16's rounding of float32 to bfloat16 treats subnormal numbers as zeros; even without a correction for that,
+//! it was not faster than the seven instructions below. AVX512_FP16's addition gives the same bits for two ranks and
+//! was 10 % faster, but it gives other bits for more ranks and for averages whose sum overflows.
 
 #![allow(unsafe_code)]
 
@@ -29,16 +29,15 @@ use super::kernel::{PREFETCH, Work};
 pub(super) struct Avx512(());
 
 impl Avx512 {
-    /// `None` where the processor lacks one of the two.
+    /// Returns `None` if the processor lacks one of the two.
     #[inline]
     pub(super) fn new() -> Option<Avx512> {
         (is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw")).then_some(Avx512(()))
     }
 
-    /// As [`Work::run`].
     #[inline]
     pub(super) fn run<E: Element, O: Op<E::Acc>>(self, op: O, work: &mut Work<'_, '_>, range: Range<usize>) {
-        // SAFETY: an `Avx512` exists only where `new` found both features.
+        // SAFETY: an `Avx512` exists only if `new` found both features.
         unsafe { run::<E, O>(op, work, range) }
     }
 }
@@ -48,17 +47,15 @@ fn run<E: Element, O: Op<E::Acc>>(op: O, work: &mut Work<'_, '_>, range: Range<u
     work.run::<E, O>(op, range);
 }
 
-/// Sixteen float32.
-///
-/// Only the elements below and those of `zen4` accumulate in it, and only functions compiled with AVX-512 F and BW run loops over
-/// those.
+/// Sixteen float32, the accumulator of the elements below and of some in `zen4`. Only functions compiled with AVX-512 F
+/// and BW run loops over them.
 #[derive(Clone, Copy)]
 pub(super) struct F32x16(pub(super) __m512);
 
 impl F32x16 {
     #[inline(always)]
     pub(super) fn zero() -> Self {
-        // SAFETY: AVX-512 F is there, see `F32x16`.
+        // SAFETY: AVX-512 F is available, see `F32x16`.
         F32x16(unsafe { _mm512_setzero_ps() })
     }
 }
@@ -66,13 +63,13 @@ impl F32x16 {
 impl Number for F32x16 {
     #[inline(always)]
     fn plus(self, other: Self) -> Self {
-        // SAFETY: AVX-512 F is there, see `F32x16`.
+        // SAFETY: AVX-512 F is available, see `F32x16`.
         F32x16(unsafe { _mm512_add_ps(self.0, other.0) })
     }
 
     #[inline(always)]
     fn times(self, other: Self) -> Self {
-        // SAFETY: AVX-512 F is there, see `F32x16`.
+        // SAFETY: AVX-512 F is available, see `F32x16`.
         F32x16(unsafe { _mm512_mul_ps(self.0, other.0) })
     }
 }
@@ -80,7 +77,7 @@ impl Number for F32x16 {
 impl Ordered for F32x16 {
     #[inline(always)]
     fn smaller(self, other: Self) -> Self {
-        // SAFETY: AVX-512 F is there, see `F32x16`.
+        // SAFETY: AVX-512 F is available, see `F32x16`.
         unsafe {
             let less = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(other.0, self.0);
             let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(other.0, other.0);
@@ -90,7 +87,7 @@ impl Ordered for F32x16 {
 
     #[inline(always)]
     fn larger(self, other: Self) -> Self {
-        // SAFETY: AVX-512 F is there, see `F32x16`.
+        // SAFETY: AVX-512 F is available, see `F32x16`.
         unsafe {
             let more = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(other.0, self.0);
             let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(other.0, other.0);
@@ -102,19 +99,19 @@ impl Ordered for F32x16 {
 impl Fraction for F32x16 {
     #[inline(always)]
     fn count(ranks: usize) -> Self {
-        // SAFETY: AVX-512 F is there, see `F32x16`.
+        // SAFETY: AVX-512 F is available, see `F32x16`.
         F32x16(unsafe { _mm512_set1_ps(ranks as f32) })
     }
 
     #[inline(always)]
     fn over(self, divisor: Self) -> Self {
-        // SAFETY: AVX-512 F is there, see `F32x16`.
+        // SAFETY: AVX-512 F is available, see `F32x16`.
         F32x16(unsafe { _mm512_div_ps(self.0, divisor.0) })
     }
 }
 
 element!(
-    /// Thirty-two float16: a cache line, and one store to each tensor; with sixteen the compiler repeated the conversion for every store.
+    /// Thirty-two float16: a cache line. With sixteen, the compiler converted again for every store.
     F16x32,
     64,
     Pair<F32x16>,
@@ -137,7 +134,7 @@ element!(
 #[inline(always)]
 fn from_f16(bytes: [u8; 64]) -> Pair<F32x16> {
     let (halves, _) = bytes.as_chunks::<32>();
-    // SAFETY: AVX-512 F is there, see `F32x16`; each load reads the 32 bytes of an array and needs no alignment.
+    // SAFETY: AVX-512 F is available, see `F32x16`. Each load reads the 32 bytes of an array and needs no alignment.
     let load = |half: &[u8; 32]| unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(half.as_ptr().cast::<__m256i>())) };
     Pair(F32x16(load(&halves[0])), F32x16(load(&halves[1])))
 }
@@ -145,7 +142,7 @@ fn from_f16(bytes: [u8; 64]) -> Pair<F32x16> {
 #[inline(always)]
 fn to_f16(Pair(first, second): Pair<F32x16>) -> [u8; 64] {
     let mut bytes = [0; 64];
-    // SAFETY: AVX-512 F is there, see `F32x16`; the store writes the 64 bytes of the array and needs no alignment.
+    // SAFETY: AVX-512 F is available, see `F32x16`. The store writes the 64 bytes of the array and needs no alignment.
     unsafe {
         let first = _mm512_castsi256_si512(_mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(first.0));
         let second = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(second.0);
@@ -157,7 +154,7 @@ fn to_f16(Pair(first, second): Pair<F32x16>) -> [u8; 64] {
 
 #[inline(always)]
 pub(super) fn from_bf16(bytes: [u8; 64]) -> Pair<F32x16> {
-    // SAFETY: AVX-512 F is there, see `F32x16`; the load reads the 64 bytes of the array and needs no alignment.
+    // SAFETY: AVX-512 F is available, see `F32x16`. The load reads the 64 bytes of the array and needs no alignment.
     unsafe {
         let words = _mm512_loadu_si512(bytes.as_ptr().cast::<__m512i>());
         let upper = _mm512_and_si512(words, _mm512_set1_epi32(0xffff_0000_u32 as i32));
@@ -168,16 +165,16 @@ pub(super) fn from_bf16(bytes: [u8; 64]) -> Pair<F32x16> {
 #[inline(always)]
 pub(super) fn to_bf16(Pair(lower, upper): Pair<F32x16>) -> [u8; 64] {
     let mut bytes = [0; 64];
-    // SAFETY: AVX-512 F and BW are there, see `F32x16`; the store writes the 64 bytes of the array and needs no alignment.
+    // SAFETY: AVX-512 F and BW are available, see `F32x16`. The store writes the array's 64 bytes, unaligned.
     unsafe {
         let (low, high) = (_mm512_castps_si512(lower.0), _mm512_castps_si512(upper.0));
         let mut kept = upper_halves(low, high);
         let cut = _mm512_mask_blend_epi16(UPPER, low, _mm512_slli_epi32::<16>(high));
-        // As in `avx2`: round up where this is above 0x8000.
+        // As in `avx2`: round up if this is above 0x8000.
         let above = _mm512_ternarylogic_epi32::<OR_AND>(cut, kept, _mm512_set1_epi16(1));
         let up = _mm512_cmpgt_epu16_mask(above, _mm512_set1_epi16(i16::MIN));
         kept = _mm512_mask_sub_epi16(kept, up, kept, _mm512_set1_epi16(-1));
-        // One comparison tests both registers: it is unordered where either operand is NaN.
+        // One comparison tests both registers, because it is unordered if either operand is NaN.
         if _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(lower.0, upper.0) != 0 {
             kept = quiet(lower.0, upper.0, kept);
         }
@@ -186,22 +183,22 @@ pub(super) fn to_bf16(Pair(lower, upper): Pair<F32x16>) -> [u8; 64] {
     bytes
 }
 
-/// The upper half of every 32-bit word.
+/// Selects the upper half of every 32-bit word.
 const UPPER: u32 = 0xaaaa_aaaa;
 /// The truth table of `a | b & c`.
 const OR_AND: i32 = 0xf8;
 
-/// The upper halves of the 32-bit words of both, interleaved.
+/// Returns the upper halves of the 32-bit words of both, interleaved.
 #[inline(always)]
 fn upper_halves(low: __m512i, high: __m512i) -> __m512i {
-    // SAFETY: AVX-512 F and BW are there, see `F32x16`.
+    // SAFETY: AVX-512 F and BW are available, see `F32x16`.
     unsafe { _mm512_mask_blend_epi16(UPPER, _mm512_srli_epi32::<16>(low), high) }
 }
 
-/// `otherwise`; where an element is NaN, its upper half with the quiet bit set.
+/// Returns the upper half with the quiet bit set for elements that are NaN, and `otherwise` for all others.
 #[inline(always)]
 fn quiet(lower: __m512, upper: __m512, otherwise: __m512i) -> __m512i {
-    // SAFETY: AVX-512 F and BW are there, see `F32x16`.
+    // SAFETY: AVX-512 F and BW are available, see `F32x16`.
     unsafe {
         let ones = _mm512_set1_epi32(-1);
         let low = _mm512_maskz_mov_epi32(_mm512_cmp_ps_mask::<_CMP_UNORD_Q>(lower, lower), ones);

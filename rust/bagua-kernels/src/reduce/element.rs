@@ -1,46 +1,46 @@
-//! Element types: their layout in memory, and the type of their accumulators. And the reduce operations over accumulators.
+//! Element types with their layout in memory and their accumulators, and the reduce operations on accumulators.
 
 use half::f16;
 
-/// Bytes of the output that a loop over many inputs finishes at a time: their accumulators and a copy of the output's old values stay
-/// in the first-level cache beside the inputs.
+/// Number of output bytes that a loop over many inputs finishes at a time. Their accumulators and a copy of the
+/// output's old values stay in the first-level cache together with the inputs.
 pub(super) const BLOCK: usize = 4096;
 
-/// The unit that a kernel loads and stores: one element or, in `avx2`, `avx512`, `zen4` and `neon`, a register or a cache line of them.
+/// The unit that a kernel loads and stores: one element, or a register or cache line of them on wider levels.
 pub(super) trait Element {
-    /// In memory; bytes, so that any address is aligned.
+    /// The unit in memory. An array of bytes, so that it needs no alignment.
     type Bytes: Copy + 'static;
     /// The accumulator.
     type Acc: Copy;
     /// Accumulators for [`BLOCK`] bytes of elements.
     type Block: AsMut<[Self::Acc]>;
 
-    /// Fresh accumulators, of any value.
+    /// Returns accumulators with arbitrary values.
     fn block() -> Self::Block;
-    /// The elements in `bytes`, whose length is a multiple of the element size.
+    /// Returns the units in `bytes`, whose length is a multiple of the unit's size.
     fn units(bytes: &[u8]) -> &[Self::Bytes];
     /// As [`Element::units`].
     fn units_mut(bytes: &mut [u8]) -> &mut [Self::Bytes];
-    /// From memory.
+    /// Loads a unit.
     fn load(bytes: Self::Bytes) -> Self::Acc;
-    /// To memory, rounding to nearest even where the accumulator is wider.
+    /// Converts an accumulator to a unit. Rounds to nearest even if the accumulator is wider.
     fn store(acc: Self::Acc) -> Self::Bytes;
-    /// Bytes between the cache line that is combined and the one that is prefetched for writing; 0 for no prefetching.
+    /// Distance in bytes from the combined cache line to the one prefetched for writing. 0 for no prefetching.
     const PREFETCH: usize;
 }
 
-/// An element type's counterparts for wider registers, which do the same for many elements at once; the type itself where compilers
-/// vectorise loops over it.
+/// The counterparts of an element type for wider registers, which do the same for many elements at once. An element
+/// type is its own counterpart if compilers vectorise loops over it.
 pub(super) trait Widen: Element {
-    /// On the levels `Avx2` and `Neon`.
+    /// For the levels `Avx2` and `Neon`.
     type Wide: Element;
-    /// On the level `Avx512`; itself, where 512 bits gain nothing.
+    /// For the level `Avx512`. The type itself if 512 bits gain nothing.
     type Widest: Element;
-    /// On the level `Zen4`; itself, where the element of `Avx2` is as fast.
+    /// For the level `Zen4`. The type itself if the element of `Avx2` is as fast.
     type Zen: Element;
 }
 
-/// An element type whose tag is `$tag`, of `$size` bytes, that accumulates in `$acc`.
+/// Defines an element type `$tag` of `$size` bytes that accumulates in `$acc`.
 macro_rules! element {
     ($(#[$about:meta])* $tag:ident, $size:literal, $acc:ty, $zero:expr, $load:expr, $store:expr $(, $prefetch:expr)?) => {
         $(#[$about])*
@@ -83,7 +83,7 @@ macro_rules! element {
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(super) use element;
 
-/// An [`element!`] that is the same on every level of instructions.
+/// Defines an [`element!`] that is the same on every instruction level.
 macro_rules! same_on_every_level {
     ($tag:ident, $($rest:tt)*) => {
         element!($tag, $($rest)*);
@@ -106,7 +106,7 @@ same_on_every_level!(U32, 4, u32, 0, u32::from_ne_bytes, u32::to_ne_bytes);
 same_on_every_level!(I32, 4, i32, 0, i32::from_ne_bytes, i32::to_ne_bytes);
 same_on_every_level!(U64, 8, u64, 0, u64::from_ne_bytes, u64::to_ne_bytes);
 same_on_every_level!(I64, 8, i64, 0, i64::from_ne_bytes, i64::to_ne_bytes);
-// torch writes 0 and 1 only, but any byte may arrive from a buffer: what is not 0 is true.
+// torch writes only 0 and 1, but a buffer may contain any byte. Everything but 0 is true.
 same_on_every_level!(Bool, 1, u8, 0, |[byte]: [u8; 1]| u8::from(byte != 0), u8::to_ne_bytes);
 same_on_every_level!(
     C64,
@@ -133,25 +133,25 @@ same_on_every_level!(
 element!(Bf16, 2, f32, 0.0, |bytes| f32::from_bits(u32::from(u16::from_ne_bytes(bytes)) << 16), |acc| {
     bf16_bits(acc).to_ne_bytes()
 });
-// The `_const` conversions are integer arithmetic; the others detect the processor's features at every element.
+// The `_const` conversions are integer arithmetic. The others detect the processor's features at every element.
 element!(F16, 2, f32, 0.0, |bytes| f16::from_ne_bytes(bytes).to_f32_const(), |acc| {
     f16::from_f32_const(acc).to_ne_bytes()
 });
 
-/// The bytes of the two parts of a complex number; `N` is half of `M`.
+/// Splits the bytes of a complex number into its two parts. `N` is half of `M`.
 #[inline(always)]
 fn parts<const N: usize, const M: usize>(bytes: [u8; M]) -> ([u8; N], [u8; N]) {
     (std::array::from_fn(|at| bytes[at]), std::array::from_fn(|at| bytes[N + at]))
 }
 
-/// The bytes of a complex number of these parts; `M` is twice `N`.
+/// Joins the two parts of a complex number. `M` is twice `N`.
 #[inline(always)]
 fn whole<const N: usize, const M: usize>(re: [u8; N], im: [u8; N]) -> [u8; M] {
     std::array::from_fn(|at| if at < N { re[at] } else { im[at - N] })
 }
 
-/// Rounds to nearest even. A NaN keeps its sign and upper bits and becomes quiet, as `half::bf16::from_f32` does; this one has no
-/// branch, so that loops over it vectorise.
+/// Rounds to nearest even. A NaN keeps its sign and upper bits and becomes quiet, as in `half::bf16::from_f32`. Unlike
+/// that function, this one has no branch, so that loops over it vectorise.
 #[inline(always)]
 fn bf16_bits(value: f32) -> u16 {
     let bits = value.to_bits();
@@ -160,25 +160,25 @@ fn bf16_bits(value: f32) -> u16 {
     (kept >> 16) as u16
 }
 
-/// How two accumulators become one.
+/// A reduce operation on two accumulators.
 pub(super) trait Op<A>: Copy {
-    /// Combines the next input with the accumulator of those before it.
+    /// Combines the next input with the accumulator of the earlier ones.
     fn apply(self, before: A, next: A) -> A;
 
-    /// Applied after the last input.
+    /// Called after the last input.
     #[inline(always)]
     fn finish(self, acc: A) -> A {
         acc
     }
 }
 
-/// Addition and multiplication; integers wrap.
+/// Addition and multiplication. Integers wrap.
 pub(super) trait Number: Copy {
     fn plus(self, other: Self) -> Self;
     fn times(self, other: Self) -> Self;
 }
 
-/// The smaller and the larger of two; NaN where either is NaN.
+/// Minimum and maximum, which are NaN if either operand is NaN.
 pub(super) trait Ordered: Copy {
     fn smaller(self, other: Self) -> Self;
     fn larger(self, other: Self) -> Self;
@@ -190,7 +190,6 @@ pub(super) trait Fraction: Number {
     fn over(self, divisor: Self) -> Self;
 }
 
-/// Bitwise operations.
 pub(super) trait Bits: Copy {
     fn and(self, other: Self) -> Self;
     fn or(self, other: Self) -> Self;
@@ -210,7 +209,7 @@ macro_rules! float {
             }
         }
         impl Ordered for $t {
-            // Not `f32::min`, which prefers the number over the NaN. A NaN in `self` compares false and so stays.
+            // `f32::min` would prefer the number over the NaN. A NaN in `self` compares false, so it stays.
             #[inline(always)]
             fn smaller(self, other: Self) -> Self {
                 if other < self || other.is_nan() { other } else { self }
@@ -235,7 +234,7 @@ macro_rules! float {
 
 float!(f32, f64);
 
-/// A complex number: real and imaginary part.
+/// A complex number with its real and imaginary part.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Complex<T>(pub(super) T, pub(super) T);
 
@@ -298,7 +297,6 @@ impl Bits for u8 {
     }
 }
 
-/// Two accumulators side by side.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "for `avx2` and `avx512`"))]
 #[derive(Clone, Copy)]
 pub(super) struct Pair<A>(pub(super) A, pub(super) A);
@@ -374,8 +372,9 @@ impl<A: Fraction> Op<A> for SumOver {
     }
 }
 
-/// The same for a power of two, whose reciprocal is exact: to multiply by it gives the same bits. Measured on one core, averages of two
-/// times 512 KiB against sums of float32: float32 1.26 divided and 1.00 multiplied, bfloat16 2.7 and 1.5, float16 2.5 and 1.1.
+/// As [`SumOver`], for a power of two. Its reciprocal is exact, so multiplying by it gives the same bits. Measured on
+/// one core, for averages of two times 512 KiB, as multiples of the time of float32's sum: float32 1.26 divided and
+/// 1.00 multiplied, bfloat16 2.7 and 1.5, float16 2.5 and 1.1.
 #[derive(Clone, Copy)]
 pub(super) struct SumOverPower(pub(super) usize);
 

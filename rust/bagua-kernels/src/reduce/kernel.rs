@@ -1,4 +1,4 @@
-//! The loop: block by block, so that every byte of main memory is read once and written once for any number of inputs.
+//! The loop over elements. It reads and writes every byte of main memory once, for any number of inputs.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -7,29 +7,31 @@ use std::ptr;
 use super::element::{BLOCK, Element, Op};
 use crate::prefetch::prefetch_write;
 
-/// Bytes between a cache line that is combined and the one prefetched meanwhile, on Intel processors. The kernels of the half types
-/// execute twice as many instructions per cache line as float32, and an out-of-order window reaches only so many instructions ahead:
-/// without prefetching, fewer lines are in flight from the peer's cache at a time. Measured on two Intel cores, 1 MiB of each type,
-/// against float32 without prefetching: bfloat16 took 1.28 times as long and takes 1.03, float16 1.15 and 1.03, float32 itself 0.95;
-/// with 512 bytes or a block at a time 1.14 and more, with 2 KiB the same. For AMD processors see `zen4`.
+/// Distance in bytes between the cache line that is combined and the one that is prefetched, on Intel processors.
+///
+/// The kernels of the half types execute twice as many instructions per cache line as float32. The processor executes
+/// out of order only within a limited number of instructions, so without prefetching fewer lines are on their way from
+/// the peer's cache at a time. Measured on two Intel cores with 1 MiB, as multiples of float32's time without
+/// prefetching: bfloat16 1.28 without and 1.03 with, float16 1.15 and 1.03, float32 0.95 with. A distance of 512 bytes,
+/// or prefetching a block at a time, gave 1.14 and more; 2 KiB gave the same as 1 KiB. For AMD processors see `zen4`.
 #[cfg(target_arch = "x86_64")]
 pub(super) const PREFETCH: usize = 1024;
-/// Bytes of a cache line.
+/// Size of a cache line in bytes.
 const LINE: usize = 64;
 
-/// The function that [`super::combine_everywhere_after`] calls with a range of bytes, and with the parts that it combines there next.
+/// Called by [`super::combine_everywhere_after`] with a range of bytes and the parts, before it combines them.
 pub type Before<'a> = dyn FnMut(Range<usize>, &mut [&mut [u8]]) + 'a;
 
 /// Inputs and outputs of a loop.
 pub(super) enum Work<'w, 'a> {
-    /// See [`super::combine`].
+    /// As in [`super::combine`].
     Into { inputs: &'w [Option<&'a [u8]>], out: &'w mut [u8] },
-    /// See [`super::combine_everywhere_after`].
+    /// As in [`super::combine_everywhere_after`].
     Everywhere { parts: &'w mut [&'a mut [u8]], stretch: usize, before: &'w mut Before<'w> },
 }
 
 impl Work<'_, '_> {
-    /// Bytes of each input.
+    /// Returns the length of each input in bytes.
     pub(super) fn len(&self) -> usize {
         match self {
             Work::Into { out, .. } => out.len(),
@@ -37,7 +39,7 @@ impl Work<'_, '_> {
         }
     }
 
-    /// False where results go to one place that does not begin with a cache line.
+    /// Returns false if there is a single output that does not start at a cache line.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn is_aligned(&self) -> bool {
         match self {
@@ -46,7 +48,7 @@ impl Work<'_, '_> {
         }
     }
 
-    /// Combines the bytes in `range`, a whole number of elements, compiled for the features of the calling function.
+    /// Combines the bytes in `range`, a whole number of elements. Compiled for the features of the calling function.
     #[inline(always)]
     pub(super) fn run<E: Element, O: Op<E::Acc>>(&mut self, op: O, range: Range<usize>) {
         match self {
@@ -58,11 +60,11 @@ impl Work<'_, '_> {
     }
 }
 
-/// Combines the bytes in `range` of every input into the same range of `out`, as [`super::combine`] says.
+/// Combines the bytes in `range` of every input into the same range of `out`: see [`super::combine`].
 #[inline(always)]
 fn combine<E: Element, O: Op<E::Acc>>(op: O, inputs: &[Option<&[u8]>], out: &mut [u8], range: Range<usize>) {
     let in_place = inputs.iter().any(Option::is_none);
-    // Not zeroed: that took as long as combining 1 KiB.
+    // Not initialised, because zeroing takes as long as combining 1 KiB.
     let mut held = [const { MaybeUninit::<u8>::uninit() }; BLOCK];
     let mut start = range.start;
     while start < range.end {
@@ -74,19 +76,20 @@ fn combine<E: Element, O: Op<E::Acc>>(op: O, inputs: &[Option<&[u8]>], out: &mut
     }
 }
 
-/// A copy of `bytes`, at most [`BLOCK`] of them.
+/// Returns a copy of at most [`BLOCK`] bytes.
 #[inline(always)]
 #[allow(unsafe_code)]
 fn copy_of<'a>(bytes: &[u8], into: &'a mut [MaybeUninit<u8>; BLOCK]) -> &'a [u8] {
     let into = &mut into[..bytes.len()];
-    // SAFETY: `into` has the length of `bytes` and is written whole before it is read; MaybeUninit<u8> has the layout of u8.
+    // SAFETY: `into` has the length of `bytes` and is fully written before it is read, as u8, which has the same
+    // layout.
     unsafe {
         into.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
         std::slice::from_raw_parts(into.as_ptr().cast(), into.len())
     }
 }
 
-/// Combines the bytes in `range` of all parts and leaves the result in every part, as [`super::combine_everywhere`] says.
+/// Combines the bytes in `range` of all parts into every part: see [`super::combine_everywhere`].
 #[inline(always)]
 fn combine_everywhere<E: Element, O: Op<E::Acc>>(
     op: O,
@@ -107,11 +110,11 @@ fn combine_everywhere<E: Element, O: Op<E::Acc>>(
                 let units = E::units_mut(&mut only[now]);
                 units.iter_mut().for_each(|unit| *unit = E::store(op.finish(E::load(*unit))));
             }
-            // No accumulators in memory, and only results are written: the case that `--bench limit` compares with a plain loop.
+            // Without accumulators in memory. `--bench limit` compares this case with a plain loop.
             [first, second] => {
                 both::<E, O>(op, left, E::units_mut(&mut first[now.clone()]), E::units_mut(&mut second[now]));
             }
-            // A common number of ranks per host: again without accumulators in memory, a third faster than the general case.
+            // A common number of ranks per host. Without accumulators in memory, a third faster than the general case.
             [a, b, c, d] => {
                 four::<E, O>(
                     op,
@@ -127,7 +130,7 @@ fn combine_everywhere<E: Element, O: Op<E::Acc>>(
     }
 }
 
-/// Any number of parts.
+/// Combines any number of parts.
 #[inline(always)]
 fn many<E: Element, O: Op<E::Acc>>(op: O, parts: &mut [&mut [u8]], range: Range<usize>) {
     let [first, second, rest @ ..] = parts else { unreachable!("one part is a case of its own") };
@@ -153,8 +156,8 @@ fn many<E: Element, O: Op<E::Acc>>(op: O, parts: &mut [&mut [u8]], range: Range<
     }
 }
 
-/// Prefetches the cache lines [`Element::PREFETCH`] bytes behind the units at this index, where those lie among the `left` bytes from
-/// index 0: another rank may be writing what follows, and would lose the cache line.
+/// Prefetches the cache lines [`Element::PREFETCH`] bytes after the units at this index, if they are among the `left`
+/// bytes from index 0. Beyond those, another rank may be writing, and would lose the cache line.
 #[inline(always)]
 fn prefetch<E: Element, const PARTS: usize>(index: usize, left: usize, units: [&E::Bytes; PARTS]) {
     let at = index * size_of::<E::Bytes>();
@@ -191,7 +194,7 @@ fn four<E: Element, O: Op<E::Acc>>(
     }
 }
 
-/// One block: `out` are the bytes from `start` on, `held` their old values, if an input is `None`.
+/// Combines one block. `out` are the bytes from `start` on. `held` are their old values if an input is `None`.
 #[inline(always)]
 fn block<'a, E: Element, O: Op<E::Acc>>(
     op: O,
@@ -204,7 +207,8 @@ fn block<'a, E: Element, O: Op<E::Acc>>(
     let out = E::units_mut(out);
     let units =
         |input: Option<&'a [u8]>| -> &'a [E::Bytes] { E::units(input.map_or(held, |bytes| &bytes[start..end])) };
-    // One and two inputs need no accumulators in memory; with more, the first two initialise them and the last one is added while storing.
+    // One and two inputs need no accumulators in memory. With more inputs, the first two initialise the accumulators,
+    // and the last one is added while storing.
     match *inputs {
         [] => unreachable!("combine refuses to combine nothing"),
         [only] => one::<E, O>(op, units(only), out),

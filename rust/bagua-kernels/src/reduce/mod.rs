@@ -1,12 +1,13 @@
-//! Element-wise kernels: how the elements of several ranks become one.
+//! Element-wise kernels, which combine the elements of several ranks.
 //!
-//! Read `kernel` first: the loop, written once over an `element` type (its layout in memory, its accumulator) and an operation. This file
-//! selects the loop of a dtype and an operation, known at run time, and one of its compilations per call, by the processor's features and
-//! vendor (`Level`). `avx2`, `avx512` and `zen4` compile the same loop for wider registers and add the conversions that compilers cannot
-//! vectorise; `neon` adds those of 64-bit ARM processors, whose registers all loops use anyway.
+//! Read `kernel` first: it contains the loop, written once over an `element` type (its layout in memory, its
+//! accumulator) and an operation. This file selects the loop for a dtype and operation known at run time, and one of
+//! its compilations (`Level`) by the processor's features and vendor. `avx2`, `avx512` and `zen4` compile the same loop
+//! for wider registers and add the conversions that compilers cannot vectorise. `neon` adds those of 64-bit ARM
+//! processors, whose registers all loops use anyway.
 //!
-//! Results do not depend on that choice: nothing is reassociated, and no multiplication is fused with an addition in a way that
-//! rounds differently. Only the bit pattern of a NaN that arithmetic made from two NaNs may differ.
+//! Results do not depend on that choice: nothing is reassociated, and no multiplication and addition are fused in a way
+//! that rounds differently. Only the bit pattern of a NaN that arithmetic made from two NaNs may differ.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -43,21 +44,23 @@ use zen4::{Bf16x32 as ZenBf16, F16x32 as ZenF16, F32x16 as ZenF32, Zen4};
 
 use crate::types::{DType, ReduceOp};
 
-/// Bytes of a block of [`combine_everywhere_after`]. Measured: 256 and 512 are equally fast, 1 KiB is 4 % slower, 4 KiB 15 %.
+/// Size in bytes of a block of [`combine_everywhere_after`]. 256 and 512 are equally fast, 1 KiB 4 % slower, 4 KiB 15
+/// %.
 const STRETCH: usize = 512;
 
-/// `out = inputs[0] op inputs[1] op …`, element by element, strictly in the order given; where `inputs[i]` is `None`, the i-th
-/// input is what `out` holds (at most one may be `None`). f16 and bf16 accumulate in float32 and round once at the end. `Avg`
-/// divides the sum by `inputs.len()`. All slices have the same length, a multiple of the element size; alignment is not
-/// required. The caller has called `op.check(dtype)`.
+/// Computes `out = inputs[0] op inputs[1] op …`, element by element, strictly in the order given.
+///
+/// If `inputs[i]` is `None`, the i-th input is the old content of `out`; at most one may be `None`. f16 and bf16
+/// accumulate in float32 and round once at the end. `Avg` divides the sum by `inputs.len()`. All slices must have the
+/// same length, a multiple of the element size. They need no alignment. The caller must have called `op.check(dtype)`.
 ///
 /// # Panics
-/// When there is no input, when lengths differ, or when `op.check(dtype)` would have refused.
+/// If there is no input, if lengths differ, or if `op.check(dtype)` returns an error.
 pub fn combine(dtype: DType, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8]) {
     combine_at(Level::best(), dtype, op, inputs, out);
 }
 
-/// `parts[0] op parts[1] op …`, as [`combine`], and the result goes into every part.
+/// Computes `parts[0] op parts[1] op …`, as [`combine`] does, and writes the result to every part.
 ///
 /// # Panics
 /// As [`combine`].
@@ -65,54 +68,54 @@ pub fn combine_everywhere(dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]]) {
     combine_everywhere_at(Level::best(), dtype, op, parts, usize::MAX, &mut |_, _| {});
 }
 
-/// As [`combine_everywhere`], in short blocks from the first to the last; calls `before` with each of them before it is combined. For
-/// memory traffic that is to overlap with the kernel's: a processor has several cache lines in flight at a time, but only those of
-/// instructions near each other.
+/// As [`combine_everywhere`], in short blocks from the first to the last. Calls `before` before each block is combined,
+/// so that other memory traffic overlaps with the kernel's: a processor can wait for several cache lines at a time, but
+/// only for those of instructions that are close together.
 ///
 /// # Panics
 /// As [`combine`].
 pub fn combine_everywhere_after(dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]], before: &mut Before<'_>) {
-    // Other numbers of parts initialise accumulators in memory for every block.
+    // For other numbers of parts, every block initialises accumulators in memory.
     let stretch = if matches!(parts.len(), 2 | 4) { STRETCH } else { element::BLOCK };
     combine_everywhere_at(Level::best(), dtype, op, parts, stretch, before);
 }
 
-/// The names of the levels that this processor has, for benchmarks: compilations of the same loops for the processor's features.
+/// Returns the names of the levels that this processor has, for benchmarks. A level is a compilation of the same loops
+/// for some of the processor's features.
 pub fn levels() -> impl Iterator<Item = &'static str> {
     Level::available().map(Level::name)
 }
 
-/// The name of the level in use, for benchmarks.
+/// Returns the name of the level in use, for benchmarks.
 pub fn level() -> &'static str {
     Level::best().name()
 }
 
-/// As [`combine_everywhere`], on the level of this name, for benchmarks.
+/// As [`combine_everywhere`], on the level with this name, for benchmarks.
 ///
 /// # Panics
-/// As [`combine`], and when the processor lacks that level.
+/// As [`combine`], and if the processor lacks that level.
 pub fn combine_everywhere_on(level: &str, dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]]) {
     let level = Level::available().find(|each| each.name() == level).expect("a level that this processor has");
     combine_everywhere_at(level, dtype, op, parts, usize::MAX, &mut |_, _| {});
 }
 
-/// As [`combine`] with `Sum`, divided by `divisor` before it is rounded: an average of more ranks than there are inputs.
+/// As [`combine`] with `Sum`, divided by `divisor` before rounding: an average over more ranks than there are inputs.
 ///
 /// # Panics
-/// As [`combine`], and for a dtype that is neither float nor complex.
+/// As [`combine`], and if the dtype is neither float nor complex.
 pub fn sum_over(dtype: DType, inputs: &[Option<&[u8]>], out: &mut [u8], divisor: usize) {
     sum_over_at(Level::best(), dtype, inputs, out, divisor);
 }
 
-/// Divides every element of a float tensor by `divisor`: the second half of `Avg` where the sum was made in several steps.
+/// Divides every element of a float tensor by `divisor`, to complete an `Avg` whose sum was computed in several steps.
 ///
 /// # Panics
-/// When `dtype` is not a float type, or the length is not a multiple of its size.
+/// If `dtype` is not a float type, or the length is not a multiple of its size.
 pub fn divide(dtype: DType, data: &mut [u8], divisor: usize) {
     divide_at(Level::best(), dtype, data, divisor);
 }
 
-/// As [`combine`], on a given level.
 fn combine_at(level: Level, dtype: DType, op: ReduceOp, inputs: &[Option<&[u8]>], out: &mut [u8]) {
     check(dtype, inputs, out);
     work(level, dtype, op, inputs.len(), Work::Into { inputs, out });
@@ -127,13 +130,13 @@ fn combine_everywhere_at(
     stretch: usize,
     before: &mut Before<'_>,
 ) {
-    let len = parts.first().expect("something to combine").len();
+    let len = parts.first().expect("there must be something to combine").len();
     assert!(len.is_multiple_of(dtype.size()), "{len} bytes of {}", dtype.name());
     assert!(parts.iter().all(|part| part.len() == len), "parts differ in length");
     work(level, dtype, op, parts.len(), Work::Everywhere { parts, stretch, before });
 }
 
-/// `divisor` is that of an average.
+/// Runs the loop for this dtype. Averages divide by `divisor`.
 fn work(level: Level, dtype: DType, op: ReduceOp, divisor: usize, work: Work<'_, '_>) {
     match dtype {
         DType::F16 => float::<F16>(level, op, divisor, work),
@@ -154,12 +157,11 @@ fn work(level: Level, dtype: DType, op: ReduceOp, divisor: usize, work: Work<'_,
     }
 }
 
-/// As [`divide`], on a given level: an average of one input, with another divisor.
+/// As [`divide`], on a given level: an average of one input with another divisor.
 fn divide_at(level: Level, dtype: DType, data: &mut [u8], divisor: usize) {
     sum_over_at(level, dtype, &[None], data, divisor);
 }
 
-/// As [`sum_over`], on a given level.
 fn sum_over_at(level: Level, dtype: DType, inputs: &[Option<&[u8]>], out: &mut [u8], divisor: usize) {
     check(dtype, inputs, out);
     work(level, dtype, ReduceOp::Avg, divisor, Work::Into { inputs, out });
@@ -173,8 +175,8 @@ fn check(dtype: DType, inputs: &[Option<&[u8]>], out: &[u8]) {
     }
 }
 
-/// [`ReduceOp::check`] refuses this before every operation, so the caller made a mistake. It alone has the list of what is defined, hence
-/// the wildcards below; a test runs everything that it allows.
+/// Panics because of a caller's mistake: [`ReduceOp::check`] rejects this operation, and must be called before. The
+/// matches below have wildcards because only `check` lists the allowed operations. A test runs all of them.
 fn refused(op: ReduceOp) -> ! {
     panic!("{} of this element type should have been refused", op.name())
 }
@@ -210,8 +212,8 @@ where
     }
 }
 
-/// `W` is the type of the wrapping arithmetic: the unsigned one of the same size, which gives the same bits and whose loop exists
-/// anyway. Bitwise operations work byte by byte for the same reason.
+/// `W` is the unsigned type of the same size. Its wrapping arithmetic gives the same bits, and its loop exists anyway.
+/// Bitwise operations work byte by byte for the same reason.
 fn integer<E, W>(level: Level, op: ReduceOp, work: Work<'_, '_>)
 where
     E: Widen<Wide = E, Widest = E, Zen = E, Acc: Ordered>,
@@ -229,7 +231,7 @@ where
     }
 }
 
-/// `R` is the type of the two parts: sums and their division are those of twice as many real numbers.
+/// `R` is the type of the two parts. Sums and averages are those of twice as many real numbers.
 fn complex<E, R>(level: Level, op: ReduceOp, divisor: usize, work: Work<'_, '_>)
 where
     E: Widen<Wide = E, Widest = E, Zen = E, Acc: Number>,
@@ -246,7 +248,7 @@ where
     }
 }
 
-/// Of 0 and 1, the product and the smaller are the conjunction, the larger is the disjunction.
+/// Among 0 and 1, the product and the minimum are the conjunction, and the maximum is the disjunction.
 fn boolean(level: Level, op: ReduceOp, work: Work<'_, '_>) {
     match op {
         ReduceOp::Product | ReduceOp::Min | ReduceOp::Band => run::<element::Bool, _>(level, element::And, work),
@@ -256,7 +258,7 @@ fn boolean(level: Level, op: ReduceOp, work: Work<'_, '_>) {
     }
 }
 
-/// Which compilation of the kernels runs.
+/// The instructions that the kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Level {
     /// The instructions that every processor of the target has.
@@ -264,10 +266,10 @@ enum Level {
     /// 256-bit registers and the half-precision conversions of x86-64 processors since 2013.
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
-    /// 512-bit registers for the half types; the rest as on [`Level::Avx2`].
+    /// 512-bit registers for the half types; otherwise as [`Level::Avx2`].
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512, Avx2),
-    /// 256- and 512-bit registers as AMD's processors execute them fastest.
+    /// 256- and 512-bit registers in the combination that is fastest on AMD's processors.
     #[cfg(target_arch = "x86_64")]
     Zen4(Zen4, Avx2),
     /// The half-precision conversions that every 64-bit ARM processor has.
@@ -276,7 +278,7 @@ enum Level {
 }
 
 impl Level {
-    /// The fastest that this processor has.
+    /// Returns the fastest level that this processor has.
     #[inline]
     fn best() -> Level {
         #[cfg(target_arch = "x86_64")]
@@ -288,7 +290,7 @@ impl Level {
         Level::generic().next().expect("every processor has the portable level")
     }
 
-    /// All that this processor has.
+    /// Returns all levels that this processor has.
     fn available() -> impl Iterator<Item = Level> {
         #[cfg(target_arch = "x86_64")]
         let special = Level::zen4();
@@ -297,7 +299,6 @@ impl Level {
         Level::generic().chain(special)
     }
 
-    /// Its name in benchmarks.
     fn name(self) -> &'static str {
         match self {
             Level::Portable => "portable",
@@ -318,7 +319,7 @@ impl Level {
         Zen4::new().zip(Avx2::new()).map(|(zen4, avx2)| Level::Zen4(zen4, avx2))
     }
 
-    /// Those for processors of any vendor, the widest first. The standard library caches the detection.
+    /// Returns the levels for processors of any vendor, widest first. The standard library caches the detection.
     #[inline]
     fn generic() -> impl Iterator<Item = Level> {
         #[cfg(target_arch = "x86_64")]
@@ -353,14 +354,14 @@ impl Widen for F32 {
     type Zen = ZenF32;
 }
 
-/// Runs the loop at the given level: the widest element as far as it goes, narrower ones for the rest.
+/// Runs the loop at the given level: first with the widest element, then with narrower ones for the rest.
 fn run<E, O>(level: Level, op: O, mut work: Work<'_, '_>)
 where
     E: Widen,
     O: Op<E::Acc> + Op<<E::Wide as Element>::Acc> + Op<<E::Widest as Element>::Acc> + Op<<E::Zen as Element>::Acc>,
 {
     let len = work.len();
-    // The sizes are known at compile time: no loop is compiled that would never run.
+    // The sizes are known at compile time, so no loop is compiled that would never run.
     let done = match level {
         Level::Portable => 0,
         #[cfg(target_arch = "x86_64")]
@@ -371,8 +372,8 @@ where
                     done = len - len % size::<E::Widest>();
                     avx512.run::<E::Widest, O>(op, &mut work, 0..done);
                 }
-                // A 64-byte store to an address that is no multiple of 64 writes two cache lines: with float32, whose loop only loads
-                // and stores, that takes 1.2 times as long as two registers of 32 bytes (reduce_scatter of 1 MiB in an arena).
+                // An unaligned 64-byte store writes two cache lines. For float32, whose loop only loads and stores, it
+                // takes 1.2 times as long as two 32-byte registers (reduce_scatter of 1 MiB in an arena).
                 Level::Zen4(zen4, _) if size::<E::Zen>() > size::<E>() && (size::<E>() < 4 || work.is_aligned()) => {
                     done = len - len % size::<E::Zen>();
                     zen4.run::<E::Zen, O>(op, &mut work, 0..done);
@@ -402,7 +403,6 @@ where
     }
 }
 
-/// Bytes of a unit.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 const fn size<E: Element>() -> usize {
     size_of::<E::Bytes>()

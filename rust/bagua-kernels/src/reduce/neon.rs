@@ -1,9 +1,9 @@
-//! float16 for 64-bit ARM processors, every one of which has NEON and its conversions of four elements at once.
+//! float16 for 64-bit ARM processors. All of them have NEON and its instructions that convert four elements at once.
 //!
-//! Compilers vectorise the portable loops of all other types, bfloat16 included. float16's portable conversions are integer arithmetic
-//! with branches, which compilers do not vectorise.
+//! Compilers vectorise the portable loops of all other types, including bfloat16. They do not vectorise float16's
+//! portable conversions, which are integer arithmetic with branches.
 //!
-//! The conversions are assembly, because their intrinsics became stable with Rust 1.94.
+//! The conversions are written in assembly, because their intrinsics became stable only with Rust 1.94.
 
 #![allow(unsafe_code)]
 
@@ -14,7 +14,7 @@ use std::mem::transmute;
 
 use super::element::{BLOCK, Element, Fraction, Number, Ordered, element};
 
-/// Eight float32: two registers. Arithmetic per element, which the compiler vectorises.
+/// Eight float32 in two registers. The arithmetic is per element, and the compiler vectorises it.
 #[derive(Clone, Copy)]
 pub(super) struct F32x8([f32; 8]);
 
@@ -71,8 +71,8 @@ element!(
 #[inline(always)]
 fn from_f16(bytes: [u8; 16]) -> F32x8 {
     let (lower, upper): (float32x4_t, float32x4_t);
-    // SAFETY: every processor of this target has these instructions; they write the two registers named as outputs and nothing else.
-    // The transmuted types have the same size, and any bits are a value of them.
+    // SAFETY: every processor of this target has these instructions. They write only the two registers named as
+    // outputs. The transmuted types have the same size, and any bits are a valid value.
     unsafe {
         asm!(
             "fcvtl {lower:v}.4s, {halves:v}.4h",

@@ -1,4 +1,4 @@
-//! The kernels against an oracle that shares nothing with them: float64 (or 128-bit integers), one element at a time.
+//! Compares the kernels with an independent oracle: float64 (or 128-bit integers), one element at a time.
 
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use super::{Level, combine, combine_at, combine_everywhere_at, divide, divide_at};
 use crate::types::{DType, ReduceOp};
 
-/// Lengths around the block, the vector and zero.
+/// Lengths around zero, the register and the block.
 const COUNTS: [usize; 9] = [0, 1, 7, 8, 33, 511, 1023, 4097, 10_003];
 
 fn pairs() -> impl Iterator<Item = (DType, ReduceOp)> {
@@ -14,7 +14,7 @@ fn pairs() -> impl Iterator<Item = (DType, ReduceOp)> {
     DType::ALL.into_iter().flat_map(all).filter(|(dtype, op)| op.check(*dtype).is_ok())
 }
 
-/// A small generator, so that a failure repeats.
+/// A small random generator with a fixed seed, so that a failure repeats.
 struct Random(u64);
 
 impl Random {
@@ -23,7 +23,7 @@ impl Random {
         self.0 >> 16
     }
 
-    /// Bytes of `count` elements: tame numbers for floats, so that the oracle's error bound holds, any bits for integers.
+    /// Returns `count` elements: moderate floats, for which the oracle's error bound holds, or integers of any bits.
     fn tame(&mut self, dtype: DType, count: usize) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(count * dtype.size());
         for _ in 0..count {
@@ -44,7 +44,7 @@ impl Random {
         bytes
     }
 
-    /// Any bits at all: NaN, infinities, subnormals.
+    /// Returns arbitrary bits, including NaN, infinities and subnormals.
     fn wild(&mut self, len: usize) -> Vec<u8> {
         (0..len).map(|_| self.next() as u8).collect()
     }
@@ -60,7 +60,6 @@ fn float(dtype: DType, element: &[u8]) -> f64 {
     }
 }
 
-/// Real and imaginary part.
 fn complex(dtype: DType, element: &[u8]) -> (f64, f64) {
     let part = if dtype == DType::C64 { DType::F32 } else { DType::F64 };
     let (re, im) = element.split_at(part.size());
@@ -102,7 +101,7 @@ fn integer(dtype: DType, element: &[u8]) -> i128 {
     }
 }
 
-/// Distance between 1 and the next number.
+/// Returns the distance between 1 and the next number.
 fn epsilon(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => f16::EPSILON.to_f64(),
@@ -119,7 +118,7 @@ fn judge(dtype: DType, op: ReduceOp, inputs: &[&[u8]], got: &[u8]) {
     }
     if !dtype.is_float() {
         let values = inputs.iter().map(|x| integer(dtype, x));
-        // Wrapping at every step, as 128 bits would not hold a product of many 64-bit numbers; congruent either way.
+        // Wraps at every step, because products can exceed 128 bits. The result is congruent either way.
         let expected = values
             .reduce(|a, b| match op {
                 ReduceOp::Sum => a.wrapping_add(b),
@@ -149,14 +148,14 @@ fn judge(dtype: DType, op: ReduceOp, inputs: &[&[u8]], got: &[u8]) {
     let steps = if dtype.size() == 2 { f64::from(f32::EPSILON) } else { epsilon(dtype) };
     let mut bound = magnitude * steps * values.len() as f64;
     if dtype.size() == 2 && magnitude > 0.0 {
-        // f16 has subnormals from 2^-14 down, 2^-24 apart.
+        // f16 has subnormals below 2^-14, with a distance of 2^-24.
         bound += exact.abs() * epsilon(dtype) / 2.0 + 2f64.powi(-25);
     }
     let got = float(dtype, got);
     assert!((got - exact).abs() <= bound, "{} of {}: {got}, not {exact} ± {bound}", op.name(), dtype.name());
 }
 
-/// Equal bits; where arithmetic met a NaN, a NaN on both sides (see the module's last sentence).
+/// Asserts equal bits, or a NaN on both sides if arithmetic made a NaN from NaNs (see the module's last sentence).
 fn assert_same(dtype: DType, op: ReduceOp, left: &[u8], right: &[u8]) {
     if left == right {
         return;
@@ -180,7 +179,7 @@ fn every_type_and_operation_equals_the_oracle_at_every_size_and_any_alignment() 
     for (dtype, op) in pairs() {
         for count in COUNTS {
             for ranks in [1, 2, 3, 5] {
-                // Each rank's data begins at another offset from an aligned address.
+                // Each rank's data starts at another offset from an aligned address.
                 let owned: Vec<Vec<u8>> = (0..ranks).map(|_| random.tame(dtype, count)).collect();
                 let shifted: Vec<Vec<u8>> = owned
                     .iter()
@@ -236,13 +235,12 @@ fn wide_registers_change_no_bit() {
     }
 }
 
-/// Leaves the combination of all parts in every part, on a given level.
+/// Combines all parts into every part, on a given level.
 fn everywhere(level: Level, dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]]) {
     combine_everywhere_at(level, dtype, op, parts, usize::MAX, &mut |_, _| {});
 }
 
-/// Asserts that every part holds the portable level's result, byte for byte. Only a NaN that arithmetic made from two NaNs may
-/// differ.
+/// Asserts that every part has the portable level's bytes. Only NaNs that arithmetic made from two NaNs may differ.
 fn assert_portable_everywhere(level: Level, dtype: DType, op: ReduceOp, before: &[Vec<u8>], after: &[&mut [u8]]) {
     let inputs: Vec<Option<&[u8]>> = before.iter().map(|part| Some(part.as_slice())).collect();
     let mut expected = vec![0; before[0].len()];
@@ -255,7 +253,7 @@ fn assert_portable_everywhere(level: Level, dtype: DType, op: ReduceOp, before: 
     let size = dtype.size();
     for at in (0..expected.len()).step_by(size).map(|at| at..at + size) {
         let nans = before.iter().filter(|part| float(dtype, &part[at.clone()]).is_nan()).count();
-        // Of three and more, two may have made another NaN.
+        // With three or more parts, two of them may have made another NaN.
         let free = nans > 1 || nans == 1 && before.len() > 2;
         let (got, expected) = (&after[0][at.clone()], &expected[at]);
         assert!(free || got == expected, "{level:?}: {} of {}: {got:x?}, {expected:x?}", op.name(), dtype.name());
@@ -264,8 +262,8 @@ fn assert_portable_everywhere(level: Level, dtype: DType, op: ReduceOp, before: 
 
 #[test]
 fn any_half_with_any_special_one_gives_the_same_bits_on_every_level() {
-    // Of one type or the other: zeros, subnormal numbers, the smallest normal ones, one, halves of its last place and what is beside
-    // them, the largest, infinities, and NaNs of both kinds and signs.
+    // Values of either type: zeros, subnormal numbers, the smallest normal numbers, one, halves of its last place and
+    // their neighbours, the largest numbers, infinities, and NaNs of both kinds and signs.
     let special: [u16; 32] = [
         0x0000, 0x8000, 0x0001, 0x8001, 0x007f, 0x0080, 0x03ff, 0x8400, 0x3c00, 0xbc01, 0x3f80, 0x3f81, 0xbf80, 0x3b80,
         0x3b81, 0xbb7f, 0x1000, 0x1001, 0x9000, 0x4380, 0x6400, 0x7bff, 0xfbff, 0x7f7f, 0xff7f, 0x7c00, 0xff80, 0x7c01,
@@ -291,7 +289,7 @@ fn any_half_with_any_special_one_gives_the_same_bits_on_every_level() {
 fn floats_of_any_length_from_any_address_give_the_same_bits_on_every_level_and_nothing_beside_them_changes() {
     let mut random = Random(5);
     for (dtype, op) in pairs().filter(|(dtype, _)| dtype.is_float()) {
-        // The last one is long enough for prefetching.
+        // The last count is large enough for prefetching.
         for count in (0..=130).chain([1201]) {
             for ranks in 1..=5 {
                 let before: Vec<Vec<u8>> = (0..ranks).map(|_| random.wild(count * dtype.size())).collect();
@@ -373,12 +371,12 @@ fn sums_are_made_in_rank_order() {
 
 #[test]
 fn half_types_round_once_at_the_end() {
-    // 2048 + 1 is a tie in float16 and goes back to 2048; twice, if each step rounded.
+    // 2048 + 1 is a tie in float16 and rounds to 2048. If each step rounded, this would happen twice.
     let sum = over(DType::F16, ReduceOp::Sum, &[2048.0, 1.0, 1.0].map(|x| f16::from_f32(x).to_ne_bytes().repeat(19)));
     assert_eq!(sum, f16::from_f32(2050.0).to_ne_bytes().repeat(19));
     let sum = over(DType::BF16, ReduceOp::Sum, &[256.0, 1.0, 1.0].map(|x| bf16::from_f32(x).to_ne_bytes().repeat(19)));
     assert_eq!(sum, bf16::from_f32(258.0).to_ne_bytes().repeat(19));
-    // The sum is beyond float16's range, the mean within it.
+    // The sum is beyond float16's range, but the mean is within it.
     let mean = over(DType::F16, ReduceOp::Avg, &[60000.0, 60000.0].map(|x| f16::from_f32(x).to_ne_bytes().repeat(19)));
     assert_eq!(mean, f16::from_f32(60000.0).to_ne_bytes().repeat(19));
 }

@@ -1,10 +1,10 @@
-//! What asynchronous averaging does to weights that changed since their snapshot.
+//! The arithmetic of asynchronous averaging, for weights that changed since their snapshot.
 
 use half::{bf16, f16};
 
 use crate::types::DType;
 
-/// A float type, in bytes, and the type that it is computed in.
+/// A float type in memory, and the type for its arithmetic.
 trait Float<const N: usize> {
     type Wide: Copy + PartialEq + std::ops::Add<Output = Self::Wide> + std::ops::Sub<Output = Self::Wide>;
     fn load(bytes: [u8; N]) -> Self::Wide;
@@ -29,7 +29,7 @@ macro_rules! float {
     )*};
 }
 
-// The `_const` conversions are integer arithmetic; the others detect the processor's features at every element.
+// The `_const` conversions are integer arithmetic. The others detect the processor's features at every element.
 float!(
     F32(4, f32, f32::from_ne_bytes, f32::to_ne_bytes),
     F64(8, f64, f64::from_ne_bytes, f64::to_ne_bytes),
@@ -37,11 +37,13 @@ float!(
     Bf16(2, f32, |bytes| bf16::from_ne_bytes(bytes).to_f32_const(), |value| bf16::from_f32_const(value).to_ne_bytes())
 );
 
-/// `weights = average` where an element still has the bits of `snapshot`, else `weights + (average - snapshot)`; half types in
-/// float32, rounded once. So a rank that did not train meanwhile gets the average to the bit, and one that did keeps its progress.
+/// Computes `weights = average` for elements that still have the bits of `snapshot`, and `weights + (average -
+/// snapshot)` for all others. Half types are computed in float32 and rounded once.
+///
+/// A rank that did not train meanwhile thus gets exactly the average, and one that did keeps its progress.
 ///
 /// # Panics
-/// When `dtype` is not a real float type, or the lengths differ or are no multiple of its size.
+/// If `dtype` is not a real float type, or if the lengths differ or are not a multiple of its size.
 pub fn correct(dtype: DType, weights: &mut [u8], average: &[u8], snapshot: &[u8]) {
     match dtype {
         DType::F16 => correct_as::<F16, 2>(weights, average, snapshot),
@@ -52,7 +54,7 @@ pub fn correct(dtype: DType, weights: &mut [u8], average: &[u8], snapshot: &[u8]
     }
 }
 
-/// `out = values - base`, by element; half types in float32, rounded once.
+/// Computes `out = values - base` by element. Half types are computed in float32 and rounded once.
 ///
 /// # Panics
 /// As [`correct`].
@@ -67,7 +69,7 @@ pub fn subtract(dtype: DType, out: &mut [u8], values: &[u8], base: &[u8]) {
 }
 
 fn units<const N: usize>(bytes: &[u8], len: usize) -> &[[u8; N]] {
-    assert!(bytes.len() == len && len.is_multiple_of(N), "{} bytes beside {len}", bytes.len());
+    assert!(bytes.len() == len && len.is_multiple_of(N), "{} bytes instead of {len}", bytes.len());
     bytes.as_chunks().0
 }
 
@@ -96,7 +98,7 @@ mod tests {
 
     #[test]
     fn weights_at_rest_become_the_average_and_moved_ones_keep_their_progress() {
-        // 1e8 + (1 - 1e8) is not 1 in float32 for every order of operations: at rest it must be.
+        // For some orders of operations, 1e8 + (1 - 1e8) is not 1 in float32. For unchanged weights it must be.
         let (snapshot, average) = (bytes_of(&[1e8, 2.0, -0.0]), bytes_of(&[1.0, 3.0, 0.5]));
         let mut weights = bytes_of(&[1e8, 2.5, 0.0]);
         correct(DType::F32, &mut weights, &average, &snapshot);
@@ -108,7 +110,7 @@ mod tests {
         let half = |values: &[f32]| -> Vec<u8> {
             values.iter().flat_map(|value| f16::from_f32(*value).to_ne_bytes()).collect()
         };
-        // In float16 the difference 2048.5 - 0.25 would round to 2048 before it is added.
+        // In float16, the difference 2048.5 - 0.25 would round to 2048 before it is added.
         let mut weights = half(&[1.0]);
         correct(DType::F16, &mut weights, &half(&[2048.0]), &half(&[0.25]));
         assert_eq!(weights, half(&[2048.75]));

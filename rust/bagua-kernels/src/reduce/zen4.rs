@@ -1,20 +1,20 @@
-//! The kernels for AMD processors with AVX-512 (Zen 4 and later). Same bits as every other level.
+//! The kernels for AMD processors with AVX-512 (Zen 4 and later). They give the same bits as every other level.
 //!
-//! Measured on Zen 4: two cores, each combining its half of two tensors of 1 MiB, rewritten before every call; fastest times, as
-//! multiples of float32's here (`cargo bench --bench reduce -- --levels`):
+//! Measured on two Zen 4 cores, each combining its half of two tensors of 1 MiB, rewritten before every call.
+//! Fastest times, as multiples of float32's here (`cargo bench --bench reduce -- --levels`):
 //!
-//! | the two cores share a third-level cache | float32 | float16 | bfloat16 |   | they do not | float32 | float16 | bfloat16 |
+//! | cores that share a third-level cache | float32 | float16 | bfloat16 |   | others | float32 | float16 | bfloat16 |
 //! |---|---|---|---|---|---|---|---|---|
 //! | `avx2`   | 0.99 | 2.21 | 1.66 | | `avx2`   | 1.22 | 1.42 | 1.27 |
 //! | `avx512` | 0.99 | 1.66 | 1.43 | | `avx512` | 1.22 | 1.25 | 1.28 |
 //! | here     | 1.00 | 1.12 | 1.10 | | here     | 1.00 | 1.18 | 1.14 |
 //!
-//! - Nothing is prefetched: these processors find the lines themselves. Prefetching for writing as `kernel` does it on Intel takes
-//!   1.15 to 1.4 times as long where the other core's cache holds the lines, with 512 bytes, 1 KiB and 2 KiB, and gains nothing
-//!   elsewhere.
-//! - float16 is computed in 256-bit registers: Zen 4 converts eight elements in 0.5 cycles, sixteen in 1.33. It adds by a fused
-//!   multiply-add, because additions use the execution units of the conversions: 2.0 ns per cache line instead of 2.6 (and 3.4 in
-//!   512-bit registers).
+//! - Nothing is prefetched, because these processors find the lines themselves. If the other core's cache holds the
+//!   lines, prefetching for writing as `kernel` does on Intel takes 1.15 to 1.4 times as long (with 512 bytes, 1 KiB
+//!   and 2 KiB). Elsewhere it gains nothing.
+//! - float16 is computed in 256-bit registers: Zen 4 converts eight elements in 0.5 cycles, but sixteen in 1.33.
+//!   Additions use fused multiply-add, because plain additions use the execution units of the conversions: 2.0 ns per
+//!   cache line instead of 2.6 (and 3.4 in 512-bit registers).
 //! - bfloat16 is rounded by AVX512_BF16's instruction: 1.7 ns per cache line instead of 2.1.
 
 #![allow(unsafe_code)]
@@ -34,13 +34,13 @@ use super::avx512::{F32x16 as Acc16, from_bf16, to_bf16};
 use super::element::{BLOCK, Element, Op, Pair, element};
 use super::kernel::Work;
 
-/// Proof that the processor has what [`run`] is compiled for, and that this thread computes with subnormal numbers.
+/// Proof that the processor can execute [`run`], and that this thread does not treat subnormal numbers as zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Zen4(());
 
 impl Zen4 {
-    /// `None` where the processor lacks one of the features, or where this thread takes subnormal inputs for zero
-    /// (`torch.set_flush_denormal`): there [`to_bf16_by_instruction`] would not notice them.
+    /// Returns `None` if the processor lacks one of the features, or if this thread treats subnormal inputs as zeros
+    /// (`torch.set_flush_denormal`), because [`to_bf16_by_instruction`] would then not notice them.
     #[inline]
     pub(super) fn new() -> Option<Zen4> {
         let features = is_x86_feature_detected!("avx512f")
@@ -52,9 +52,9 @@ impl Zen4 {
         (features && !subnormals_are_zeros()).then_some(Zen4(()))
     }
 
-    /// True where these kernels are the fastest: on processors made by AMD.
+    /// Returns true if these kernels are the fastest, which is the case on AMD's processors.
     pub(super) fn is_best() -> bool {
-        // A virtual machine leaves to its host for every `cpuid`, which takes microseconds.
+        // Cached, because every `cpuid` makes a virtual machine exit to its host, which takes microseconds.
         static AMD: OnceLock<bool> = OnceLock::new();
         *AMD.get_or_init(|| {
             // SAFETY: every 64-bit processor has the instruction.
@@ -64,19 +64,18 @@ impl Zen4 {
         })
     }
 
-    /// As [`Work::run`].
     #[inline]
     pub(super) fn run<E: Element, O: Op<E::Acc>>(self, op: O, work: &mut Work<'_, '_>, range: Range<usize>) {
-        // SAFETY: a `Zen4` exists only where `new` found all features; AVX2 is part of FMA and AVX-512.
+        // SAFETY: a `Zen4` exists only if `new` found all features. AVX2 is part of FMA and AVX-512.
         unsafe { run::<E, O>(op, work, range) }
     }
 }
 
-/// The state of the bit "denormals are zeros" in this thread's control word for floating-point arithmetic.
+/// Returns the "denormals are zeros" bit of this thread's floating-point control word.
 #[inline]
 fn subnormals_are_zeros() -> bool {
     let mut word = 0_u32;
-    // SAFETY: the instruction writes these four bytes and nothing else.
+    // SAFETY: the instruction writes only these four bytes.
     unsafe { asm!("stmxcsr [{}]", in(reg) &raw mut word, options(nostack, preserves_flags)) };
     word & 1 << 6 != 0
 }
@@ -116,14 +115,14 @@ element!(
 
 #[inline(always)]
 fn from_f32(bytes: [u8; 64]) -> Acc16 {
-    // SAFETY: AVX-512 F is there, see `F32x16`; the load reads the 64 bytes of the array and needs no alignment.
+    // SAFETY: AVX-512 F is available, see `F32x16`. The load reads the 64 bytes of the array and needs no alignment.
     Acc16(unsafe { _mm512_loadu_ps(bytes.as_ptr().cast()) })
 }
 
 #[inline(always)]
 fn to_f32(acc: Acc16) -> [u8; 64] {
     let mut bytes = [0; 64];
-    // SAFETY: AVX-512 F is there, see `F32x16`; the store writes the 64 bytes of the array and needs no alignment.
+    // SAFETY: AVX-512 F is available, see `F32x16`. The store writes the 64 bytes of the array and needs no alignment.
     unsafe { _mm512_storeu_ps(bytes.as_mut_ptr().cast(), acc.0) };
     bytes
 }
@@ -135,16 +134,16 @@ fn from_f16(bytes: [u8; 64]) -> Pair<Pair<F32x8<true>>> {
     Pair(Pair(load(0), load(1)), Pair(load(2), load(3)))
 }
 
-/// Each store writes two converted registers. Compilers would rather convert and store with one instruction per register and tensor, and
-/// that instruction takes two cycles.
+/// Each store writes two converted registers. Otherwise compilers would convert and store with one instruction per
+/// register and tensor, which takes two cycles.
 #[inline(always)]
 fn to_f16(Pair(first, second): Pair<Pair<F32x8<true>>>) -> [u8; 64] {
     let mut bytes = [0; 64];
     let (halves, _) = bytes.as_chunks_mut::<32>();
     for (half, Pair(lower, upper)) in halves.iter_mut().zip([first, second]) {
         let (mut lower, mut upper) = (lower.halves(), upper.halves());
-        // SAFETY: the empty instruction changes nothing; it separates the conversions from the stores. AVX2 is there, see `F32x8`; the store
-        // writes the 32 bytes of the array and needs no alignment.
+        // SAFETY: the empty instruction changes nothing; it separates the conversions from the stores. AVX2 is
+        // available, see `F32x8`. The store writes the 32 bytes of the array and needs no alignment.
         unsafe {
             asm!(
                 "/* {lower} {upper} */",
@@ -169,16 +168,17 @@ const INTERLEAVE: [u16; 32] = {
     }
     order
 };
-/// The class of subnormal numbers, as `vfpclassps` numbers them.
+/// The class of subnormal numbers, as numbered by `vfpclassps`.
 const SUBNORMAL: i32 = 1 << 5;
 
-/// The instruction rounds as [`to_bf16`] does and makes NaNs quiet, but takes subnormal numbers for zeros: those use [`to_bf16`].
+/// Rounds with the instruction, which rounds as [`to_bf16`] does and makes NaNs quiet, but treats subnormal numbers as
+/// zeros. If there are any, uses [`to_bf16`].
 #[inline(always)]
 fn to_bf16_by_instruction(acc: Pair<Acc16>) -> [u8; 64] {
     let Pair(lower, upper) = acc;
     let mut bytes = [0; 64];
-    // SAFETY: AVX-512 F, BW and DQ and AVX512_BF16 are there, as only `run` runs loops over this element; the load reads and the store
-    // writes the 64 bytes of an array and needs no alignment.
+    // SAFETY: AVX-512 F, BW and DQ and AVX512_BF16 are available, because only `run` runs loops over this element. The
+    // load reads and the store writes the 64 bytes of an array, and neither needs alignment.
     unsafe {
         if _mm512_fpclass_ps_mask::<SUBNORMAL>(lower.0) | _mm512_fpclass_ps_mask::<SUBNORMAL>(upper.0) != 0 {
             return to_bf16(acc);
@@ -198,11 +198,11 @@ mod tests {
     use crate::reduce::{Level, combine, combine_at};
     use crate::types::{DType, ReduceOp};
 
-    /// Runs `work` in a thread that takes subnormal inputs for zeros and writes zeros for subnormal results.
+    /// Runs `work` in a thread that treats subnormal inputs as zeros and writes zeros for subnormal results.
     fn flushing(work: impl FnOnce() + Send + 'static) {
         let thread = thread::spawn(|| {
             let word: u32 = 1 << 15 | 1 << 6 | 0x1f80;
-            // SAFETY: the instruction reads these four bytes; the thread computes nothing but `work` in this mode.
+            // SAFETY: the instruction reads only these four bytes. The thread computes nothing but `work` in this mode.
             unsafe { asm!("ldmxcsr [{}]", in(reg) &raw const word, options(nostack, preserves_flags)) };
             work();
         });

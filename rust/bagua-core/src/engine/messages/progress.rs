@@ -25,7 +25,7 @@ const LINGER: Duration = Duration::from_millis(200);
 /// How long the last messages of a peer may still arrive after its departure.
 const FAREWELL: Duration = Duration::from_millis(100);
 
-/// An event that another thread sends to the messenger's.
+/// An event for the messenger's thread.
 pub(super) enum Event {
     /// A stream to this rank was opened, or could not be opened.
     Dialled(usize, Result<Opened>),
