@@ -79,9 +79,9 @@ def with_accelerate(rank: int, folder: str, resumes: bool) -> torch.Tensor:
 
 
 def test_accelerate_trains_as_ddp_with_the_hook_and_saves_what_is_owed(tmp_path: Path) -> None:
-    saved = World(2, torch=True).run(with_accelerate, str(tmp_path), False)[0]
+    saved = World(2, torch=True, timeout=240.0).run(with_accelerate, str(tmp_path), False)[0]
     for size in (2, 3):
-        for loaded in World(size, torch=True).run(with_accelerate, str(tmp_path), True):
+        for loaded in World(size, torch=True, timeout=240.0).run(with_accelerate, str(tmp_path), True):
             torch.testing.assert_close(loaded, saved)
 
 
@@ -96,7 +96,7 @@ def another_hook(rank: int) -> None:
 
 
 def test_an_accelerator_with_another_hook_is_refused() -> None:
-    World(1, torch=True).run(another_hook)
+    World(1, torch=True, timeout=240.0).run(another_hook)
 
 
 class Regression(nn.Module):
@@ -151,8 +151,8 @@ def with_trainer(rank: int, folder: str, checkpoint: str | None) -> torch.Tensor
 
 def test_a_trainer_saves_what_is_owed_and_resumes_on_another_number_of_ranks() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        saved = World(2, torch=True).run(with_trainer, folder, None)[0]
+        saved = World(2, torch=True, timeout=240.0).run(with_trainer, folder, None)[0]
         checkpoint = str(Path(folder, f"checkpoint-{STEPS}"))
         for size in (2, 3):
-            for loaded in World(size, torch=True).run(with_trainer, f"{folder}/{size}", checkpoint):
+            for loaded in World(size, torch=True, timeout=240.0).run(with_trainer, f"{folder}/{size}", checkpoint):
                 assert torch.equal(loaded, saved)

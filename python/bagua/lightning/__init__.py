@@ -18,12 +18,20 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .compress_gradients import CompressGradientsMethods as CompressGradients
     from .environment import EnvironmentMethods as BaguaEnvironment
     from .fabric import FabricStrategyMethods as FabricBaguaStrategy
     from .monitor import MonitorMethods as CommunicationMonitor
     from .training import StrategyMethods as BaguaStrategy
 
-__all__ = ["BaguaEnvironment", "BaguaStrategy", "CommunicationMonitor", "FabricBaguaStrategy", "strategies"]
+__all__ = [
+    "BaguaEnvironment",
+    "BaguaStrategy",
+    "CommunicationMonitor",
+    "CompressGradients",
+    "FabricBaguaStrategy",
+    "strategies",
+]
 
 # In order of preference.
 _NAMESPACES = ("lightning", "pytorch_lightning")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from .compress_gradients import CompressGradientsMethods
 from .environment import EnvironmentMethods
 from .fabric import FabricStrategyMethods
 from .monitor import MonitorMethods
@@ -13,8 +14,8 @@ from .training import StrategyMethods
 __all__ = ["make"]
 
 
-def make(module: str, pytorch: str, fabric: str) -> tuple[Any, Any, Any, Any]:
-    """Makes the environment, the strategies of the Trainer and of Fabric, and the monitor; registers the strategies.
+def make(module: str, pytorch: str, fabric: str) -> tuple[Any, Any, Any, Any, Any]:
+    """Makes the environment, the strategies of the Trainer and of Fabric, and two callbacks; registers the strategies.
 
     `module` is where pickle finds the classes. `pytorch` and `fabric` are the packages of their base classes.
     """
@@ -29,7 +30,9 @@ def make(module: str, pytorch: str, fabric: str) -> tuple[Any, Any, Any, Any]:
     environment = build("BaguaEnvironment", EnvironmentMethods, environments.ClusterEnvironment)
     strategy = build("BaguaStrategy", StrategyMethods, training.DDPStrategy, _environment=environment)
     fabrics = build("FabricBaguaStrategy", FabricStrategyMethods, setup.DDPStrategy, _environment=environment)
-    monitor = build("CommunicationMonitor", MonitorMethods, import_module(f"{pytorch}.callbacks").Callback)
+    callback = import_module(f"{pytorch}.callbacks").Callback
+    monitor = build("CommunicationMonitor", MonitorMethods, callback)
+    compress = build("CompressGradients", CompressGradientsMethods, callback)
     strategy.register_strategies(training.StrategyRegistry)
     fabrics.register_strategies(setup.STRATEGY_REGISTRY)
-    return environment, strategy, fabrics, monitor
+    return environment, strategy, fabrics, monitor, compress

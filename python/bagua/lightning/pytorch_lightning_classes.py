@@ -2,6 +2,6 @@
 
 from .classes import make
 
-BaguaEnvironment, BaguaStrategy, FabricBaguaStrategy, CommunicationMonitor = make(
+BaguaEnvironment, BaguaStrategy, FabricBaguaStrategy, CommunicationMonitor, CompressGradients = make(
     __name__, "pytorch_lightning", "lightning_fabric"
 )
