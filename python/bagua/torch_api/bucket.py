@@ -17,7 +17,7 @@ from . import devices
 from .bucket_memory import BucketSlice, FlatMemory, layout_of, require_resolved
 from .process_group import Communicator, ProcessGroup, dtype_code
 from .process_group.state import group_state
-from .tensor import BaguaTensor, effective, registration
+from .tensor import BaguaTensor, Registration, effective, registration
 from .utils import check_contiguous
 
 
@@ -144,14 +144,15 @@ class BaguaBucket:
         self._built_for = group
         # The group that the operations were appended for; None: that of the model.
         self._group: ProcessGroup | None = None
-        parts = self._check()
-        parts += self._pad(parts)
+        # Of each tensor, padding included.
+        self.registrations = self._check()
+        parts = [each.effective(tensor) for each, tensor in zip(self.registrations, self._members(), strict=True)]
         if flatten:
             self._flatten(parts)
         self.flatten = flatten
         # The memory that is registered with the core: the bucket's own; unless it is flattened the tensors', which the
         # core uses where no later address replaces it.
-        self._registered = [place.own for place in self.places] or [values.detach() for values in parts]
+        self._registered = [values.detach() for values in parts] if self.memory is None else [self.memory.own]
         #: The CUDA device of its tensors; None for the host.
         self.device = devices.device_of(self._registered[0])
         # Without hooks and graphs, which may refer to the bucket.
@@ -173,8 +174,8 @@ class BaguaBucket:
         shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
         return f"<BaguaBucket {self.name!r} of model {self.bagua_module_name!r}: {shown}>"
 
-    def _check(self) -> list[torch.Tensor]:
-        """Returns the effective tensors."""
+    def _check(self) -> list[Registration]:
+        """Checks the tensors, and adds the padding. Returns the registrations of all."""
         known = [registration(tensor) for tensor in self.tensors]
         names = [each.name for each in known]
         repeated = sorted(name for name, times in Counter(names).items() if times > 1)
@@ -182,7 +183,10 @@ class BaguaBucket:
             raise ValueError(f"bucket {self.name!r}: {repeated} appear(s) twice")
         parts = [each.effective(tensor) for each, tensor in zip(known, self.tensors, strict=True)]
         first = parts[0]
+        kind = first.device, first.layout, first.dtype, self.bagua_module_name
         for values, each in zip(parts, known, strict=True):
+            if values is not first and (values.device, values.layout, values.dtype, each.module_name) == kind:
+                continue
             label = each.name
             what = f"tensor {label!r} of bucket {self.name!r}"
             devices.check_place(values, what)
@@ -200,18 +204,14 @@ class BaguaBucket:
                 raise ValueError(
                     f"bucket {self.name!r} mixes tensors of models {self.bagua_module_name!r} and {each.module_name!r}"
                 )
-        return parts
-
-    def _pad(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the effective tensor of the padding, if the effective tensors need some."""
         short = -sum(part.numel() for part in parts) % self.alignment
-        if not short:
-            return []
-        padding = torch.zeros(short, dtype=parts[0].dtype, device=parts[0].device)
-        self.padding_tensor = BaguaTensor.to_bagua_tensor(
-            padding, f"bagua_padding_tensor_bucket_{self.name}", self.bagua_module_name
-        )
-        return [effective(self.padding_tensor)]
+        if short:
+            padding = torch.zeros(short, dtype=first.dtype, device=first.device)
+            self.padding_tensor = BaguaTensor.to_bagua_tensor(
+                padding, f"bagua_padding_tensor_bucket_{self.name}", self.bagua_module_name
+            )
+            known.append(registration(self.padding_tensor))
+        return known
 
     def _members(self) -> list[torch.Tensor]:
         return self.tensors if self.padding_tensor is None else [*self.tensors, self.padding_tensor]
@@ -220,9 +220,18 @@ class BaguaBucket:
         return [effective(tensor) for tensor in self._members()]
 
     def _described(self) -> list[tuple[str, int, int, int, bool]]:
-        described = []
-        for tensor, values in zip(self._members(), self._registered, strict=True):
-            name = registration(tensor).name
+        described: list[tuple[str, int, int, int, bool]] = []
+        if self.memory is not None:
+            code = dtype_code(self.memory.own, self.name)
+            described = [
+                (known.name, place.address, place.shape.numel(), code, False)
+                for known, place in zip(self.registrations, self.places, strict=True)
+            ]
+            if self.padding_tensor is not None:
+                described[-1] = (*described[-1][:-1], True)
+            return described
+        for known, tensor, values in zip(self.registrations, self._members(), self._registered, strict=True):
+            name = known.name
             if layout_of(values) != values.stride():
                 raise ValueError(f"tensor {name!r} of bucket {self.name!r} has gaps in memory: flatten the bucket")
             require_resolved(values, f"tensor {name!r} of bucket {self.name!r}, which is not flattened,")
@@ -233,10 +242,13 @@ class BaguaBucket:
     def _flatten(self, parts: Sequence[torch.Tensor]) -> None:
         self.memory = FlatMemory(self._allocate(sum(part.numel() for part in parts), parts[0], self.name))
         offset = 0
-        for part in parts:
+        for each, part in zip(self.registrations, parts, strict=True):
             place = BucketSlice(self.memory, part, offset)
-            place.take(part)
-            part.data = place.tensor()
+            if each.is_stand_in:
+                part.data = place.stand_in()
+            else:
+                place.take(part)
+                part.data = place.tensor()
             self.places.append(place)
             offset += part.numel()
 
@@ -272,11 +284,12 @@ class BaguaBucket:
     def parts_of(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of a flat tensor with the bucket's elements (padding may be left out), by the names of its tensors."""
         parts, offset = {}, 0
-        for tensor, values in zip(self.tensors, self._registered, strict=False):
-            parts[registration(tensor).name] = flat.as_strided(
-                values.shape, layout_of(values), flat.storage_offset() + offset
-            )
-            offset += values.numel()
+        layouts = [(place.shape, place.strides) for place in self.places] or [
+            (values.shape, layout_of(values)) for values in self._registered
+        ]
+        for _, known, (shape, strides) in zip(self.tensors, self.registrations, layouts, strict=False):
+            parts[known.name] = flat.as_strided(shape, strides, flat.storage_offset() + offset)
+            offset += shape.numel()
         return parts
 
     def check_flatten(self) -> bool:
@@ -337,7 +350,8 @@ class BaguaBucket:
                 raise ValueError(f"bucket {self.name!r}: compression needs scattergather=True")
             self.backend_bucket.append_compressed(codec, average, hierarchical, error_feedback)
             if error_feedback:
-                count = sum(values.numel() for _, values in zip(self.tensors, self._registered, strict=False))
+                count = sum(values.numel() for values in self._registered)
+                count -= 0 if self.padding_tensor is None else self.padding_tensor.numel()
                 self.error = torch.zeros(count, dtype=torch.float32, device=self._registered[0].device)
                 self._attach("error", self.error)
         self._group = group or self._group

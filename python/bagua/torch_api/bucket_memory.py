@@ -91,6 +91,8 @@ class FlatMemory:
         #: One-dimensional, without gaps; never given to a user.
         self.own = own
         self._shown = over(own)
+        #: Each shape of a slice, so that equal ones are one object: a bucket of many tensors has few shapes.
+        self.shapes: dict[torch.Size, torch.Size] = {}
 
     def shown(self) -> torch.Tensor:
         """The same memory, for users."""
@@ -100,18 +102,38 @@ class FlatMemory:
 
 
 class BucketSlice:
-    """The slice of a bucket's memory that belongs to one tensor of the bucket."""
+    """The slice of a bucket's memory that belongs to one tensor of the bucket. The tensors over it are made when they
+    are first needed, which is in the first backward for a gradient that does not exist yet.
+    """
 
-    __slots__ = ("_flat", "_offset", "_shown", "address", "dtype", "own", "shape", "strides")
+    __slots__ = ("_flat", "_offset", "_own", "_shown", "address", "dtype", "shape", "strides")
 
     def __init__(self, flat: FlatMemory, like: torch.Tensor, offset: int) -> None:
         self._flat = flat
         self._offset = offset
-        self.shape, self.strides, self.dtype = like.shape, layout_of(like), like.dtype
-        #: Never given to a user.
-        self.own = flat.own.as_strided(self.shape, self.strides, flat.own.storage_offset() + offset)
-        self.address = self.own.data_ptr()
-        self._shown = self._window()
+        self.shape, self.strides, self.dtype = (
+            flat.shapes.setdefault(like.shape, like.shape),
+            layout_of(like),
+            like.dtype,
+        )
+        # torch's address of a tensor without elements is 0.
+        self.address = flat.own.data_ptr() + offset * self.dtype.itemsize if self.shape.numel() else 0
+        self._own: torch.Tensor | None = None
+        self._shown: torch.Tensor | None = None
+
+    @property
+    def own(self) -> torch.Tensor:
+        """The tensor over the slice that is never given to a user."""
+        if self._own is None:
+            self._own = self._in(self._flat.own)
+        return self._own
+
+    def _in(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.as_strided(self.shape, self.strides, flat.storage_offset() + self._offset)
+
+    def stand_in(self) -> torch.Tensor:
+        """A tensor over the slice for a short time. Those of one bucket share a storage, so they are quickly made."""
+        return self._in(self._flat.shown())
 
     def _window(self) -> torch.Tensor:
         return window(self._flat.own, self.shape, self.strides, self._offset)
@@ -128,7 +150,7 @@ class BucketSlice:
 
     def tensor(self) -> torch.Tensor:
         """A new tensor over the slice, for users."""
-        if self._shown.data_ptr() != self.address:
+        if self._shown is None or self._shown.data_ptr() != self.address:
             self._shown = self._window()
         return self._shown.data
 

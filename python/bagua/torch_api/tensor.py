@@ -29,6 +29,8 @@ class Registration:
     module_name: str | None
     getter: Getter | None
     setter: Setter | None
+    # The effective tensor is zeros in place of a gradient to come, until the model's buckets are made.
+    is_stand_in: bool = False
 
     def effective(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor whose values are communicated for this one. ValueError if the getter has none."""
@@ -79,6 +81,25 @@ def _attribute_of(tensor: torch.Tensor) -> Registration:
     return found
 
 
+def register(
+    tensor: torch.Tensor, name: str | None, module_name: str | None, getter: Getter | None, setter: Setter | None
+) -> Registration:
+    """Registers a tensor; see :meth:`BaguaTensor.ensure_bagua_tensor`."""
+    known = _registrations.get(tensor)
+    if known is None:
+        known = Registration(name if name is not None else f"tensor_{id(tensor)}", module_name, getter, setter)
+        _registrations[tensor] = known
+        return known
+    if name is not None and name != known.name:
+        raise ValueError(f"this tensor is already registered as {known.name!r} and cannot become {name!r}")
+    if module_name is not None and known.module_name not in (None, module_name):
+        raise ValueError(f"tensor {known.name!r} belongs to model {known.module_name!r}, not to {module_name!r}")
+    known.module_name = module_name or known.module_name
+    known.getter = getter or known.getter
+    known.setter = setter or known.setter
+    return known
+
+
 def effective(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor whose values are communicated."""
     return registration(tensor).effective(tensor)
@@ -117,18 +138,7 @@ class BaguaTensor:
 
         A second call with the same names replaces the closures; with other names it is an error.
         """
-        known = _registrations.get(self)
-        if known is None:
-            label = name if name is not None else f"tensor_{id(self)}"
-            _registrations[self] = Registration(label, module_name, getter_closure, setter_closure)
-            return _as_tensor(self)
-        if name is not None and name != known.name:
-            raise ValueError(f"this tensor is already registered as {known.name!r} and cannot become {name!r}")
-        if module_name is not None and known.module_name not in (None, module_name):
-            raise ValueError(f"tensor {known.name!r} belongs to model {known.module_name!r}, not to {module_name!r}")
-        known.module_name = module_name or known.module_name
-        known.getter = getter_closure or known.getter
-        known.setter = setter_closure or known.setter
+        register(self, name, module_name, getter_closure, setter_closure)
         return _as_tensor(self)
 
     def to_bagua_tensor(

@@ -166,7 +166,7 @@ class AlgorithmImpl:
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
         """What travels: the gradients, unless this is replaced. Called before :meth:`init_tensors`, each time."""
-        if sparse := sparse_parameters(bagua_ddp.module, bagua_ddp.bagua_build_params()):
+        if sparse := sparse_parameters(bagua_ddp.module, bagua_ddp.parameters):
             return SparseGradientExchange(bagua_ddp, sparse, self.sparse_op() or ReduceOp.SUM)
         return GradientExchange(bagua_ddp)
 

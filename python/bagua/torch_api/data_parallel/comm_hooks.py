@@ -213,7 +213,7 @@ class HookedAllReduce(GradientAllReduceAlgorithmImpl):
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
         """See :meth:`AlgorithmImpl.make_exchange`."""
-        sparse = sparse_parameters(bagua_ddp.module, bagua_ddp.bagua_build_params())
+        sparse = sparse_parameters(bagua_ddp.module, bagua_ddp.parameters)
         if sparse:
             raise NotImplementedError(f"a communication hook for sparse gradients, which {sparse[0][0]!r} has")
         return HookExchange(bagua_ddp, self._hook, self._state, self._as_views)

@@ -161,7 +161,7 @@ class WrapperEngine(ModelEngine):
         """Every rank gets the model of the last one that had inputs. Collective."""
         self._count(is_last)
         ignored = {id(buffer) for buffer in self.module.buffers()} if not self.broadcast_buffers else set()
-        self.broadcast([tensor for _, _, tensor in self._state(self.module) if id(tensor) not in ignored])
+        self.broadcast([tensor for tensor in self._state() if id(tensor) not in ignored])
 
     # --- hooks --------------------------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class WrapperEngine(ModelEngine):
         self._comm_hook = state, hook
         self.bagua_algorithm = HookedAllReduce(plain, hook, state, self._cap, self.do_flatten)
         self.bagua_algorithm.attach(self, plain.name)
-        self._init_algorithm()
+        self._begin_algorithm_anew()
 
 
 class _JoinHook(JoinHook):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,10 @@ class Tracked:
     def __init__(self, model_name: str, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
         self._model_name = model_name
         self._parameters = list(parameters)
-        self._kinds = [(param.dtype, param.shape) for _, param in parameters]
+        # Equal ones are one object: a model of many parameters has few kinds of them.
+        kinds: dict[Any, Any] = {}
+        found = ((param.dtype, param.shape) for _, param in parameters)
+        self._kinds: list[tuple[torch.dtype, torch.Size]] = [kinds.setdefault(kind, kind) for kind in found]
 
     def is_frozen(self, current: Callable[[], Sequence[object]]) -> bool:
         """True if no parameter needs a gradient now, as when another model is trained through this one: a forward then
@@ -165,17 +168,16 @@ class WrappedBuffers:
     alike; a rank cannot know whether the others changed theirs before they communicate.
     """
 
-    def __init__(self, model_name: str, module: torch.nn.Module, ignored: frozenset[str]) -> None:
+    def __init__(self, model_name: str, buffers: Mapping[str, torch.Tensor], ignored: frozenset[str]) -> None:
         self._model_name = model_name
         self._ignored = ignored
-        self._before = self._described(module)
+        self._before = self._described(buffers.items())
 
-    def _described(self, module: torch.nn.Module) -> dict[str, str]:
-        named = module.named_buffers()
+    def _described(self, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
         return {name: describe("buffer", name, buffer) for name, buffer in named if name not in self._ignored}
 
     def _changes(self, module: torch.nn.Module) -> Iterator[str]:
-        before, after = self._before, self._described(module)
+        before, after = self._before, self._described(module.named_buffers())
         yield from (f"{line} is new" for name, line in after.items() if name not in before)
         yield from (f"{line} is gone" for name, line in before.items() if name not in after)
         yield from (f"{line} was {before[name]}" for name, line in after.items() if before.get(name, line) != line)
@@ -213,7 +215,7 @@ def refuse_training(wrapped: torch.nn.Module) -> None:
 
 def allow_training(wrapped: torch.nn.Module) -> None:
     """From now on :func:`refuse_training` does nothing."""
-    _, handle = _ended.pop(wrapped, ("", None))
+    _, handle = _ended.pop(wrapped, ("", None)) if _ended else ("", None)
     if handle is not None:
         handle.remove()
 
@@ -360,15 +362,19 @@ def step_inside_backward(rank: int, model_name: str) -> BaguaError:
     )
 
 
-def ignored_names(module: torch.nn.Module) -> frozenset[str]:
-    """What is not communicated: what the user named, and what belongs to an expert, of which each rank has its own."""
-    names = {name for name, param in module.named_parameters() if getattr(param, "expert", False) is True}
-    for path, child in module.named_modules():
+def ignored_names(
+    modules: Mapping[str, torch.nn.Module], parameters: Mapping[str, torch.nn.Parameter]
+) -> frozenset[str]:
+    """What is not communicated: what the user named, and what belongs to an expert, of which each rank has its own.
+    ``modules`` and ``parameters``: those of the model by name, with the model itself as "".
+    """
+    names = {name for name, param in parameters.items() if getattr(param, "expert", False) is True}
+    for path, child in modules.items():
         # `is True`: a module may have a child of that name.
         if getattr(child, "expert", False) is True:
             names.update(f"{path}.{name}" if path else name for name, _ in child.named_buffers())
     for attribute in ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore"):
-        names.update(getattr(module, attribute, ()))
+        names.update(getattr(modules[""], attribute, ()))
     return frozenset(names)
 
 
@@ -387,29 +393,42 @@ def refuse_torchs_wrapper(module: torch.nn.Module, model_name: str, inside: Any)
             )
 
 
-def check_module(module: torch.nn.Module, ignored: frozenset[str], older: Any) -> None:
-    """Raises the error of a model that cannot be wrapped. ``older`` communicates for it now, and will end; or None."""
-    if any(isinstance(child, torch.nn.parallel.DistributedDataParallel) for child in module.modules()):
+def check_module(
+    modules: Iterable[torch.nn.Module],
+    parameters: Mapping[str, torch.nn.Parameter],
+    buffers: Mapping[str, torch.Tensor],
+    older: Any,
+) -> None:
+    """Raises the error of a model that cannot be wrapped. ``older`` communicates for it now, and will end; or None.
+
+    ``modules``: the model and all in it. ``parameters`` and ``buffers``: those that are to be communicated.
+    """
+    if any(isinstance(child, torch.nn.parallel.DistributedDataParallel) for child in modules):
         raise ValueError(
             "the model is, or holds, torch's DistributedDataParallel, which sends the gradients too: wrap its .module "
             "instead, and do not use torch's wrapper"
         )
     # The first tensor, and its place.
     first: tuple[str, torch.device] | None = None
-    for name, param in module.named_parameters():
-        if name in ignored:
-            continue
+    # What the checks of one parameter alone depend on, of those that passed.
+    passed: set[Any] = set()
+    for name, param in parameters.items():
         what = f"parameter {name!r}"
-        if is_lazy(param):
-            raise ValueError(f"{what} has no shape yet: run one forward before it is wrapped")
-        if hasattr(param, "placements"):
-            raise NotImplementedError(f"{what} is a DTensor, which the other ranks have parts of")
-        devices.check_place(param, what)
-        first = first or (what, param.device)
-        _check_same_place(first, what, param)
+        kind = type(param), param.device, param.layout, param.dtype, param.requires_grad
+        if kind not in passed:
+            if is_lazy(param):
+                raise ValueError(f"{what} has no shape yet: run one forward before it is wrapped")
+            if hasattr(param, "placements"):
+                raise NotImplementedError(f"{what} is a DTensor, which the other ranks have parts of")
+            devices.check_place(param, what)
+            first = first or (what, param.device)
+            _check_same_place(first, what, param)
+            if param.requires_grad:
+                dtype_code(param, what)
+            passed.add(kind)
         if param.requires_grad:
-            dtype_code(param, what)
-            _check_not_reduced(param, what)
+            if model_state.optimizer_reducers:
+                _check_not_reduced(param, what)
             # Its name alone: an exception keeps the frame's variables alive, and with them the engine.
             owner = owner_of(param)
             other = None if owner is older else getattr(owner, "bagua_module_name", None)
@@ -419,12 +438,11 @@ def check_module(module: torch.nn.Module, ignored: frozenset[str], older: Any) -
                     f"{what} is already communicated by model {other!r}, and can belong to one wrapped "
                     "model: drop the other wrapper first (del model), or call bagua.torch_api.unwrap on it"
                 )
-    for name, buffer in module.named_buffers():
-        if name not in ignored:
-            _check_buffer(name, buffer)
-            # One on the host beside parameters on a device is broadcast by itself.
-            if first is not None and buffer.is_cuda:
-                _check_same_place(first, f"buffer {name!r}", buffer)
+    for name, buffer in buffers.items():
+        _check_buffer(name, buffer)
+        # One on the host beside parameters on a device is broadcast by itself.
+        if first is not None and buffer.is_cuda:
+            _check_same_place(first, f"buffer {name!r}", buffer)
 
 
 def _check_not_reduced(param: torch.Tensor, what: str) -> None:

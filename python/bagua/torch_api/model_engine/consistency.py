@@ -13,6 +13,7 @@ from bagua.errors import MismatchError
 
 from .. import devices
 from ..process_group import Communicator
+from ..utils import unflatten
 
 #: Bytes of one broadcast of parameters: enough for full speed, little beside the model.
 _PIECE = 64 << 20
@@ -65,9 +66,8 @@ def pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tens
     room = torch.empty(end, dtype=torch.uint8, device=tensors[0].device)
     windows: list[torch.Tensor] = []
     for start, run in zip(starts, runs, strict=True):
-        sizes = [tensor.numel() for tensor in run]
-        values = room[start : start + sum(sizes) * run[0].element_size()].view(run[0].dtype)
-        windows += [part.view(tensor.shape) for part, tensor in zip(torch.split(values, sizes), run, strict=True)]
+        size = sum(tensor.numel() for tensor in run) * run[0].element_size()
+        windows += unflatten(room[start : start + size].view(run[0].dtype), run)
     return room, windows
 
 

@@ -7,7 +7,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -46,6 +46,7 @@ from .consistency import (
     require_equal,
     start_broadcast,
 )
+from .exchange_interface import Parameters
 from .grad_hook import GradHook
 from .grad_hook import owner_of as _owner_of
 from .hooks import EndOfBackward, at_end_of_backward, follow_loads
@@ -54,6 +55,8 @@ from .state import model_state
 from .steps import follow_given, parameters_of
 
 _wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped
+
+TensorT = TypeVar("TensorT", bound=torch.Tensor)
 
 
 class Progress(NamedTuple):
@@ -106,7 +109,10 @@ class ModelEngine:
         self.find_unused_parameters = find_unused_parameters
         self.broadcast_buffers = broadcast_buffers
         self.bucket_size = env.get_default_bucket_size() if bucket_size is None else bucket_size
-        self.parameters_to_ignore = ignored_names(module)
+        named = dict(module.named_parameters())
+        modules = dict(module.named_modules())
+        self.parameters_to_ignore = ignored_names(modules, named)
+        parameters, buffers = self._shared(named.items()), self._shared(module.named_buffers())
         self.require_backward_grad_sync = True
         self.bagua_train_step_counter = 0
         self.step = -1
@@ -143,26 +149,29 @@ class ModelEngine:
         self._communicator = communicator
         self._ending: weakref.finalize[..., Any] | None = None
 
-        self._tracked = self.bagua_build_params()
+        self._tracked = [(name, param) for name, param in parameters.items() if param.requires_grad]
         self._tracked_ids = {id(param) for _, param in self._tracked}
-        self._agree(module, algorithm, None if older is None else _wrapped.get(older))
+        #: Name and parameter of every gradient to communicate, as when the algorithm began.
+        self.parameters: Parameters = self._tracked
+        self._agree(module, algorithm, None if older is None else _wrapped.get(older), modules, parameters, buffers)
         if older is not None:
             unwrap(older)
         self._unchanged = Tracked(name, self._tracked)
-        self._wrapped_buffers = WrappedBuffers(name, module, self.parameters_to_ignore)
+        self._wrapped_buffers = WrappedBuffers(name, buffers, self.parameters_to_ignore)
         self._kept = KeptWeights(name, self.bagua_algorithm.name, self._tracked)
         # The second name is the original's, which algorithms written for it use.
         self.backend = self._bagua_backend = backends.BucketEngine(name, process_group)
         backends.adopt(self.backend)
         try:
             if broadcast_state:
-                self._broadcast_state()
+                own = [param for name, param in named.items() if name not in parameters]
+                self._broadcast_state([*parameters.values(), *buffers.values()], own)
             self._init_algorithm()
             require_equal(self._communicator, self._layout)
             if self.bagua_algorithm.begins_equal:
                 self._weights_change()
-            self._hook(module)
-            for child in module.modules():
+            self._hook(module, modules.values())
+            for child in modules.values():
                 allow_training(child)
         except BaseException:
             self.close()
@@ -192,13 +201,25 @@ class ModelEngine:
             if param.requires_grad and name not in self.parameters_to_ignore
         ]
 
-    def _agree(self, module: torch.nn.Module, given: Algorithm | str, older: ModelEngine | None) -> None:
+    def _shared(self, named: Iterable[tuple[str, TensorT]]) -> dict[str, TensorT]:
+        """Those that are communicated."""
+        return {name: tensor for name, tensor in named if name not in self.parameters_to_ignore}
+
+    def _agree(
+        self,
+        module: torch.nn.Module,
+        given: Algorithm | str,
+        older: ModelEngine | None,
+        modules: dict[str, torch.nn.Module],
+        parameters: dict[str, torch.nn.Parameter],
+        buffers: dict[str, torch.Tensor],
+    ) -> None:
         """Compares the ranks' models and settings: a difference is an error with a name, not garbage or a hang."""
         failure: Exception | None = None
         lines: list[str] = []
         try:
             self.algorithm = algorithm = chosen(given, self.bagua_optimizers)
-            check_module(module, self.parameters_to_ignore, older)
+            check_module(modules.values(), parameters, buffers, older)
             self.bagua_algorithm = algorithm.reify(self.process_group)
             self.bagua_algorithm.attach(self, algorithm.registered_name)
             if elastic.rejoined() and not self.bagua_algorithm.comes_back:
@@ -225,18 +246,25 @@ class ModelEngine:
                 f"bucket_size={self.bucket_size}",
                 f"optimizers {kinds}",
                 f"sparse gradients of {[name for name, _ in sparse]}",
-                *(describe(kind, name, tensor) for kind, name, tensor in self._state(module)),
+                *(describe("parameter", name, param) for name, param in parameters.items()),
+                *(describe("buffer", name, buffer) for name, buffer in buffers.items()),
             ]
         except Exception as found:
             failure = found
         self.digest = hashlib.sha256("\n".join(lines).encode()).digest()
         require_equal(self._communicator, lines, failure)
 
-    def _state(self, module: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-        for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
-            for name, tensor in named:
-                if name not in self.parameters_to_ignore:
-                    yield kind, name, tensor
+    def _state(self) -> list[torch.Tensor]:
+        """The parameters and buffers that are communicated."""
+        named: tuple[Iterable[tuple[str, torch.Tensor]], ...] = (
+            self.module.named_parameters(),
+            self.module.named_buffers(),
+        )
+        return [tensor for each in named for tensor in self._shared(each).values()]
+
+    def _begin_algorithm_anew(self) -> None:
+        self.parameters = self.bagua_build_params()
+        self._init_algorithm()
 
     def _init_algorithm(self) -> None:
         self.exchange = self.bagua_algorithm.make_exchange(self)
@@ -266,17 +294,20 @@ class ModelEngine:
             lines.append(f"bucket {bucket.name!r} of {', '.join(held)}")
         return lines
 
-    def _broadcast_state(self) -> None:
-        self.broadcast([tensor for _, _, tensor in self._state(self.module)])
-        own = [param for name, param in self.module.named_parameters() if name in self.parameters_to_ignore]
+    def _broadcast_state(self, shared: list[torch.Tensor], own: list[torch.nn.Parameter]) -> None:
+        self.broadcast(shared)
         # Each rank keeps the state of a sharded one, which is of different parameters.
         for optimizer in (each for each in self.bagua_optimizers if not is_sharded(each)):
             broadcast_optimizer(self._communicator, lambda room: self.backend.broadcast(room, 0), optimizer, own)
 
-    def _hook(self, module: torch.nn.Module) -> None:
+    def _hook(self, module: torch.nn.Module, modules: Iterable[torch.nn.Module]) -> None:
         self._grad_hook = GradHook(self, self._tracked)
+        # torch.utils.swap_tensors, which would leave the hook with the other tensor, refuses one with a weak reference,
+        # such as that of a Bagua tensor's registration.
+        registered = {id(tensor) for bucket in self.bagua_buckets for tensor in bucket.tensors}
+        self._references = [weakref.ref(param) for _, param in self._tracked if id(param) not in registered]
         self._hook_forward(module)
-        self._handles.append(follow_loads(self, module))
+        self._handles.append(follow_loads(self, modules))
         self._handles += follow_given(self, self.bagua_optimizers)
 
     def holds_parameters_of(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -317,8 +348,8 @@ class ModelEngine:
         state was loaded too. Collective.
         """
         if self.bagua_algorithm.keeps_weights and not self._kept.state_is_loaded:
-            self.broadcast([tensor for _, _, tensor in self._state(self.module)])
-            self._init_algorithm()
+            self.broadcast(self._state())
+            self._begin_algorithm_anew()
             self._kept.accept()
 
     def optimizer_returned(self) -> None:
@@ -360,7 +391,7 @@ class ModelEngine:
             self._in_step = True
         self._forward_is_announced()
         if self.bagua_algorithm.need_reset():
-            self._init_algorithm()
+            self._begin_algorithm_anew()
         self._send_waiting_buffers(begins)
         if begins and self.bagua_algorithm.communicates(self.step):
             # Where gradients travel, a state has no weights from which the ranks could drift apart.

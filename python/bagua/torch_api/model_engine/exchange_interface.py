@@ -36,6 +36,8 @@ class WrappedModel(Protocol):
     digest: bytes
     #: Names of parameters and buffers that each rank has for itself.
     parameters_to_ignore: frozenset[str]
+    #: Name and parameter of every gradient to communicate, in the model's order, as when the algorithm began.
+    parameters: Parameters
     process_group: ProcessGroup
     backend: BucketEngine
     exchange: Exchange
@@ -82,7 +84,7 @@ class Exchange(ABC):
         # Not the object itself: it has this one.
         self._backend = bagua_ddp.backend
         self._module_name = bagua_ddp.bagua_module_name
-        self._parameters: Parameters = bagua_ddp.bagua_build_params()
+        self._parameters = bagua_ddp.parameters
 
     @abstractmethod
     def register(self) -> list[torch.Tensor]:

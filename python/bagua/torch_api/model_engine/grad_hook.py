@@ -27,8 +27,6 @@ class GradHook:
         self.engine = weakref.ref(engine)
         # By the id of a parameter, which has this hook and is alive when it is called.
         self._names = {id(param): name for name, param in parameters}
-        # torch.utils.swap_tensors, which would leave the hook with the other tensor, refuses one with a weak reference.
-        self._references = [weakref.ref(param) for _, param in parameters]
         for _, param in parameters:
             param.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
 

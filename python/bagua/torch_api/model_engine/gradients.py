@@ -21,7 +21,7 @@ from bagua.errors import BaguaError
 from ..bucket import BaguaBucket
 from ..bucket_memory import BucketSlice, is_lazy_value, layout_of, over
 from ..process_group import ReduceOp
-from ..tensor import BaguaTensor, registration
+from ..tensor import BaguaTensor, register
 from .exchange_interface import Exchange, Parameters, WrappedModel
 
 
@@ -117,14 +117,16 @@ class GradientExchange(Exchange):
     def register(self) -> list[torch.Tensor]:
         """The parameters as Bagua tensors whose effective tensor is their gradient, the last of the model first."""
         self._make_slots()
-        tensors = []
-        for slot in self._slots.values():
-            name, param = slot.name, slot.param
+        tensors: list[torch.Tensor] = []
+        for name, slot in self._slots.items():
+            param = slot.param
             BaguaTensor.bagua_ensure_grad(param)
             grad = grad_of(param)
             if is_lazy_value(grad) or grad.stride() != slot.strides:
                 param.grad = slot.empty(grad.device).copy_(grad)
-            tensors.append(BaguaTensor.ensure_bagua_tensor(param, name, self._module_name, grad_of, _set_grad))
+            known = register(param, name, self._module_name, grad_of, _set_grad)
+            known.is_stand_in = not slot.had_grad
+            tensors.append(param)
         return tensors
 
     def _make_slots(self) -> None:
@@ -140,14 +142,15 @@ class GradientExchange(Exchange):
             self._make_slots()
         of_grad = {id(slot.param.grad): slot for slot in self._slots.values() if slot.param.grad is not None}
         for bucket in buckets:
-            for number, tensor in enumerate(bucket.tensors):
-                known = registration(tensor)
+            # Without the padding, which comes last.
+            for number, (tensor, known) in enumerate(zip(bucket.tensors, bucket.registrations, strict=False)):
                 slot = of_grad.get(id(known.effective(tensor)))
                 if slot is None:
                     continue
+                known.is_stand_in = False
                 slot.number = self._backend.number(known.name)
-                slot.strides = layout_of(grad_of(slot.param))
                 slot.place = bucket.places[number] if bucket.flatten else None
+                slot.strides = layout_of(grad_of(slot.param)) if slot.place is None else slot.place.strides
                 if not slot.had_grad:
                     # An optimizer steps where there is a gradient, even of zeros: none until backward brings one.
                     slot.param.grad = None

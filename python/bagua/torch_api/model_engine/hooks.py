@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -99,11 +99,13 @@ class _LoadHook:
         return _unwrapped_hook, ()
 
 
-def follow_loads(ddp: Hooked, module: torch.nn.Module) -> RemovableHandle:
-    """Calls it before ``load_state_dict`` of the model, of a module in it, and of one that it is in."""
+def follow_loads(ddp: Hooked, modules: Iterable[torch.nn.Module]) -> RemovableHandle:
+    """Calls it before ``load_state_dict`` of the model, of a module in it, and of one that it is in. ``modules``: the
+    model and all in it.
+    """
     hook = _LoadHook(ddp)
     # A scripted module takes no hook; the model's own is called first.
-    children = (child for child in module.modules() if not isinstance(child, torch.jit.ScriptModule))
+    children = (child for child in modules if not isinstance(child, torch.jit.ScriptModule))
     hooks = [child._load_state_dict_pre_hooks for child in children]
     # One handle for all modules: torch's method makes four objects for each.
     handle = RemovableHandle(OrderedDict(), extra_dict=hooks)
