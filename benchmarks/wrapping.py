@@ -102,11 +102,12 @@ def wraps(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def child(options: dict[str, Any]) -> None:
     """One rank."""
     import torch
+    from torch._C._distributed_c10d import FileStore
 
     import bagua.torch_api as api
 
     torch.set_num_threads(1)
-    store = torch.distributed.FileStore(f"{options['folder']}/store", options["ranks"])
+    store = FileStore(f"{options['folder']}/store", options["ranks"])
     api.init_process_group(store, this_rank(), options["ranks"], options["ranks"])
     for row in wraps(options):
         if this_rank() == 0:
