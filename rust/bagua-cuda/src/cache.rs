@@ -1,8 +1,8 @@
-//! A folder of machine code that was compiled before.
+//! A folder of compiled machine code.
 //!
-//! An entry is a file: eight bytes that say what it is, the length of the code as eight bytes, its SHA-256, the code. It is written beside
-//! its place and renamed, so that a reader never sees a part of it and several processes may write the same entry. Whatever is wrong with
-//! the folder or an entry, the code is compiled again: nothing here is an error.
+//! An entry is a file: eight magic bytes, the length of the code as eight bytes, its SHA-256, the code. It is written
+//! under another name and then renamed, so that readers never see a part of it and several processes may write the same
+//! entry. If anything is wrong with the folder or an entry, the code is compiled again; the cache never returns errors.
 
 use std::fs;
 use std::io::Write;
@@ -11,25 +11,24 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use sha2::{Digest, Sha256};
 
-/// The first bytes of an entry.
 const MAGIC: [u8; 8] = *b"bagua\0cu";
-/// Bytes before the code.
+/// Number of bytes before the code.
 const HEADER: usize = 8 + 8 + 32;
 
-/// A folder of entries by name.
+/// A folder of machine code by name.
 #[derive(Clone, Debug, Default)]
 pub struct Cache {
-    /// `None`: there is none, and nothing is kept.
+    /// `None` keeps nothing.
     folder: Option<PathBuf>,
 }
 
 impl Cache {
-    /// In this folder, which need not exist.
+    /// Creates a cache in this folder, which need not exist. `None` keeps nothing.
     pub fn new(folder: Option<PathBuf>) -> Cache {
         Cache { folder }
     }
 
-    /// The code of that name, if there is an entry and it is whole.
+    /// Returns the code with that name, if there is an intact entry.
     pub fn get(&self, name: &str) -> Option<Vec<u8>> {
         let mut bytes = fs::read(self.folder.as_ref()?.join(name)).ok()?;
         let (header, code) = bytes.split_at_checked(HEADER)?;
@@ -40,7 +39,7 @@ impl Cache {
         Some(bytes)
     }
 
-    /// Keeps code under a name, if that is possible.
+    /// Keeps code under a name, if possible.
     pub fn put(&self, name: &str, code: &[u8]) {
         let Some(folder) = &self.folder else { return };
         if fs::create_dir_all(folder).is_err() {
@@ -51,7 +50,7 @@ impl Cache {
         let part = folder.join(format!("{name}.{}.{number}", std::process::id()));
         let kept = write(&part, code).and_then(|()| fs::rename(&part, folder.join(name)));
         if kept.is_err() {
-            // Where it could not be written, it may not be there.
+            // If the file could not be written, it may not exist.
             let _ = fs::remove_file(&part);
         }
     }
@@ -75,7 +74,7 @@ fn header(code: &[u8]) -> [u8; HEADER] {
 mod tests {
     use super::*;
 
-    /// An empty folder of this test.
+    /// Creates an empty folder for a test.
     fn folder(test: &str) -> PathBuf {
         let folder = std::env::temp_dir().join(format!("bagua-cuda-cache-{}-{test}", std::process::id()));
         let _ = fs::remove_dir_all(&folder);

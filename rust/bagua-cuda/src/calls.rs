@@ -1,9 +1,9 @@
-//! Calls of the driver and of NVRTC, with the parameters that cudarc declares and with numbers as codes.
+//! Calls of the driver and of NVRTC, with the parameter types that cudarc declares and with numbers as codes.
 //!
-//! cudarc's own functions are not called, only their types are used. They return codes as a Rust enum, and a code that the enum lacks is
-//! undefined behaviour: in a trial 917 of a newer driver was read as `CUDA_ERROR_UNKNOWN`. They take the first of many names that the
-//! loader finds, `libcuda.so` before `libcuda.so.1`, also where another file was opened before: two drivers in one process. And they panic
-//! where the library or a function is absent.
+//! Only cudarc's types are used, not its functions. They return codes as a Rust enum, and a code that the enum lacks is
+//! undefined behaviour: in a trial, a newer driver's code 917 was read as `CUDA_ERROR_UNKNOWN`. They load the first of
+//! many names that the loader finds, even if another file is already open, which results in two drivers in one process.
+//! And they panic if the library or a function is missing.
 
 use std::ffi::{c_int, c_void};
 use std::ptr::NonNull;
@@ -11,10 +11,10 @@ use std::ptr::NonNull;
 use cudarc::driver::sys::CUresult;
 use cudarc::nvrtc::sys::nvrtcResult;
 
-/// What a call returns: 0, or the number of an error.
+/// A returned code: 0, or the number of an error.
 pub(crate) type Code = c_int;
 
-/// cudarc's enums of codes, which are numbers of 4 bytes in C.
+/// cudarc's enums of codes, which are 4-byte numbers in C.
 pub(crate) trait Codes {}
 
 impl Codes for CUresult {}
@@ -22,7 +22,7 @@ impl Codes for nvrtcResult {}
 
 /// A function as cudarc declares it.
 pub(crate) trait Declared: Copy {
-    /// The library's function: the same parameters, and a number as result.
+    /// The library's function: the same parameters, but a number as result.
     type Function: Copy;
 }
 
@@ -41,17 +41,17 @@ declared!(A B C D);
 declared!(A B C D E F);
 declared!(A B C D E F G H I J K);
 
-/// The function at an address.
+/// Converts an address to the declared function.
 ///
 /// # Safety
-/// It is the function that is declared.
+/// The declared function must be at this address.
 pub(crate) unsafe fn function_at<D: Declared>(_declared: D, address: NonNull<c_void>) -> D::Function {
     const { assert!(size_of::<D::Function>() == size_of::<NonNull<c_void>>()) };
-    // SAFETY: a function pointer, of the address's size, as was asserted; the caller's promise.
+    // SAFETY: the result is a function pointer of the address's size, as asserted. The caller guarantees its type.
     unsafe { std::mem::transmute_copy(&address) }
 }
 
-/// The name of a function, as the loader wants it.
+/// Returns the name of a function as the loader needs it.
 macro_rules! symbol {
     ($name:ident) => {
         const {
@@ -63,14 +63,14 @@ macro_rules! symbol {
     };
 }
 
-/// The type of an argument is that of its parameter.
+/// Stands for the type of an argument, which is inferred from its parameter.
 macro_rules! inferred {
     ($argument:expr) => {
         _
     };
 }
 
-/// Calls the function of this name at an address; its code.
+/// Calls the function with this name at an address, and returns its code.
 macro_rules! call_at {
     ($address:expr, $library:ident::$name:ident($($argument:expr),* $(,)?)) => {{
         let declared: unsafe fn($($crate::calls::inferred!($argument)),*) -> _ = ::cudarc::$library::sys::$name;
@@ -78,7 +78,7 @@ macro_rules! call_at {
     }};
 }
 
-/// Calls a function of a library; its code, or the error that the library lacks it.
+/// Calls a function of a library, and returns its code, or an error if the library lacks it.
 macro_rules! call_in {
     ($in:expr, $library:ident::$name:ident($($argument:expr),* $(,)?)) => {
         $in.address($crate::calls::symbol!($name))

@@ -1,4 +1,4 @@
-//! From the sources of kernels to machine code.
+//! Compiling the sources of kernels to machine code.
 
 use std::ffi::{CStr, CString};
 use std::fmt::Write;
@@ -10,10 +10,10 @@ use crate::error::{Error, Result};
 use crate::kernels::{PROGRAMS, Program};
 use crate::nvrtc::{Compiled, Nvrtc, Source};
 
-/// The architectures that kernels are compiled for in advance, where NVRTC knows them: 90 for compute capability 9.0.
+/// The architectures that kernels are compiled for in advance if NVRTC supports them, as 90 for compute capability 9.0.
 pub const ARCHITECTURES: [i32; 8] = [70, 75, 80, 86, 89, 90, 100, 120];
 
-/// What the programs include: name and text.
+/// The files that programs include: name and text.
 const HEADERS: [(&CStr, &str); 5] = [
     (c"convert.cuh", include_str!("../kernels/convert.cuh")),
     (c"device.cuh", include_str!("../kernels/device.cuh")),
@@ -22,7 +22,7 @@ const HEADERS: [(&CStr, &str); 5] = [
     (c"reduce.cuh", include_str!("../kernels/reduce.cuh")),
 ];
 
-/// The options of every program: arithmetic that is not contracted, without approximations, and ptxas's report of stacks and spills.
+/// The options of every program: no contraction, no approximations, and ptxas's report of stacks and spills.
 const OPTIONS: [&str; 7] = [
     "--std=c++17",
     "--fmad=false",
@@ -30,11 +30,11 @@ const OPTIONS: [&str; 7] = [
     "--prec-div=true",
     "--prec-sqrt=true",
     "--ptxas-options=-v",
-    // The sign of the NaN of an invalid operation on this host's processor, which kernels return too.
+    // The sign of the NaN that an invalid operation gives on this host's processor. Kernels return the same NaN.
     if cfg!(target_arch = "x86_64") { "-DDEFAULT_NAN_SIGN=1u" } else { "-DDEFAULT_NAN_SIGN=0u" },
 ];
 
-/// The program of that name.
+/// Returns the program with that name.
 pub fn program(name: &str) -> Result<&'static Program> {
     PROGRAMS.iter().find(|program| program.name == name).ok_or_else(|| Error::NoProgram {
         program: name.to_owned(),
@@ -51,7 +51,7 @@ pub fn compile(nvrtc: &Nvrtc, program: &'static Program, architecture: i32) -> R
     nvrtc.compile(Source { name: program.name, text: &text, headers: &headers }, architecture, &options)
 }
 
-/// The machine code of a program for an architecture: from the cache, or compiled and then kept there.
+/// Returns the machine code of a program for an architecture, from the cache or newly compiled and put there.
 pub fn cubin(nvrtc: &Nvrtc, cache: &Cache, program: &'static Program, architecture: i32) -> Result<Vec<u8>> {
     let name = entry(program, architecture, &nvrtc.version());
     if let Some(code) = cache.get(&name) {
@@ -66,7 +66,7 @@ fn options(architecture: i32) -> impl Iterator<Item = String> {
     std::iter::once(format!("--gpu-architecture=sm_{architecture}")).chain(OPTIONS.map(str::to_owned))
 }
 
-/// The name of a cache's entry: two programs that may differ never have the same one.
+/// Returns the name of a cache entry. Programs that may differ always have different names.
 fn entry(program: &Program, architecture: i32, nvrtc: &str) -> String {
     let mut hash = Sha256::new();
     let mut add = |text: &str| {
@@ -84,8 +84,7 @@ fn entry(program: &Program, architecture: i32, nvrtc: &str) -> String {
     name + ".cubin"
 }
 
-/// # Panics
-/// Our own texts have no zero bytes.
+/// Converts one of our own texts, which have no zero bytes.
 fn text_of(text: &str) -> CString {
     CString::new(text).expect("no zero byte")
 }

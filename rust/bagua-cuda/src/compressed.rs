@@ -1,7 +1,7 @@
-//! Codecs for compressed all_reduce and for the compressed ring: a device encodes, combines and decodes.
+//! Codecs for compressed all_reduce and the compressed ring: a device encodes, combines and decodes.
 //!
-//! Tensors stay where they are. The chunk in which a tensor ends, and those behind it, are encoded from a copy on the device with zeros
-//! behind its elements. The host waits for nothing.
+//! Tensors stay where they are. The chunk in which a tensor ends, and all later chunks, are encoded from a copy on the
+//! device that is padded with zeros. The host does not wait for the device.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -21,7 +21,6 @@ use crate::kernels::{Grid, MAX_SOURCES, short_name};
 use crate::memory::Scratch;
 use crate::reduction::Reduction;
 
-/// See the module.
 pub(crate) struct CodecOnDevice {
     /// An [`OperationDevice`].
     device: Arc<dyn Device>,
@@ -29,11 +28,11 @@ pub(crate) struct CodecOnDevice {
 }
 
 impl CodecOnDevice {
-    /// On a device whose value is an [`OperationDevice`]; `None` for codecs without kernels, and for element types that they do not encode.
-    /// The kernels are loaded then.
+    /// Opens a codec on a device that is an [`OperationDevice`], and loads its kernels. Returns `None` for codecs
+    /// without kernels, and for element types that they do not encode.
     ///
     /// # Errors
-    /// `Unavailable` that names NVRTC where that is absent or fails; `Device`.
+    /// `Unavailable` if NVRTC is missing or fails, and `Device`.
     pub(crate) fn open(
         device: &Arc<dyn Device>,
         codec: &dyn Codec,
@@ -53,11 +52,11 @@ impl CodecOnDevice {
 
     fn place(&self) -> Result<&OperationDevice> {
         let device: &dyn Any = &*self.device;
-        device.downcast_ref().ok_or_else(|| Error::other("the device is none of CUDA"))
+        device.downcast_ref().ok_or_else(|| Error::other("the device is not a CUDA device"))
     }
 
-    /// One step of the operation that runs. `work` launches kernels on a stream, with the address where they count records that are not finite,
-    /// and returns how many.
+    /// Runs one step of the operation. `work` launches kernels on a stream and returns their number. Its last argument
+    /// is the address where kernels count non-finite records.
     fn step(&self, cx: &OpContext<'_>, work: impl FnOnce(&Context, CUstream, usize) -> Result<u64>) -> Result<()> {
         let place = self.place()?;
         place.on_lane(|lane_device, copier| {
@@ -76,12 +75,12 @@ impl DeviceCodec for CodecOnDevice {
             let mut launches = 0;
             if ends.whole > 0 {
                 let from = ends.inside(chunks);
-                // SAFETY: the core's promise for tensor and records, until the operation's end on the device; as many chunks fit both.
+                // SAFETY: the core guarantees tensor and records until the operation's end. Both have these chunks.
                 launches += unsafe { self.kernels.encode(context, stream, from, ends.whole, to, counter) }?;
             }
             if ends.rest > 0 {
                 let copy = Scratch::new(context, ends.rest_bytes(chunks), stream)?;
-                // SAFETY: as above; the copy has room for the chunks that are left, and is freed on the stream behind them.
+                // SAFETY: as above. The copy has room for the remaining chunks, and is freed on the stream after them.
                 launches += unsafe {
                     context.copy(copy.address(), ends.end_of_whole, ends.valued, stream)?;
                     context.clear(copy.address() + ends.valued, ends.rest_bytes(chunks) - ends.valued, stream)?;
@@ -104,8 +103,8 @@ impl DeviceCodec for CodecOnDevice {
     ) -> Result<()> {
         let (from, to) = (records.address(), record.as_buffer().address());
         self.step(cx, |context, stream, counter| {
-            // SAFETY: the core's promise for the records, until the operation's end on the device; the device aligns the first, and all
-            // have a multiple of 16 bytes.
+            // SAFETY: the core guarantees the records until the operation's end on the device. The device aligns the
+            // first one, and all have a multiple of 16 bytes.
             unsafe { self.kernels.combine(context, stream, from, chunks, divisor, (to, counter)) }
         })
     }
@@ -115,13 +114,13 @@ impl DeviceCodec for CodecOnDevice {
         self.step(cx, |context, stream, _| {
             let mut launches = 0;
             if ends.whole > 0 {
-                // SAFETY: the core's promise for tensor and records, until the operation's end on the device; as many chunks fit both.
+                // SAFETY: the core guarantees tensor and records until the operation's end. Both have these chunks.
                 launches += unsafe { self.kernels.decode(context, stream, from, ends.inside(chunks), ends.whole) }?;
             }
             if ends.rest > 0 {
                 let copy = Scratch::new(context, ends.rest_bytes(chunks), stream)?;
                 let padding = data.len() - (chunks.elements * chunks.dtype.size());
-                // SAFETY: as above; the copy has room for the chunks that are left, and is freed on the stream behind them.
+                // SAFETY: as above. The copy has room for the remaining chunks, and is freed on the stream after them.
                 launches += unsafe {
                     let (from, to) = (from + ends.whole * chunks.record, ends.outside(chunks, copy.address()));
                     let launches = self.kernels.decode(context, stream, from, to, ends.rest)?;
@@ -136,7 +135,7 @@ impl DeviceCodec for CodecOnDevice {
     }
 
     fn feeds_back(&self, members: usize) -> bool {
-        // More are not added by one launch, and half types round once.
+        // One launch cannot add more, and half types must be rounded only once.
         members <= MAX_SOURCES
     }
 
@@ -153,7 +152,7 @@ impl DeviceCodec for CodecOnDevice {
         check_aligned(DType::F32, error)?;
         self.step(cx, |context, stream, _| {
             let mut arguments = [data as u64, error as u64, after as u64, chunks.elements as u64];
-            // SAFETY: the core's promise for the data and for both errors, a float32 for each element, until the operation's end on the device.
+            // SAFETY: the core guarantees data and errors (one float32 per element) until the operation's end.
             unsafe { feed_back(context, stream, "add", chunks.dtype, &mut arguments, chunks.elements) }
         })
     }
@@ -165,7 +164,7 @@ impl DeviceCodec for CodecOnDevice {
             let decoded = Scratch::new(context, count * chunks.dtype.size(), stream)?;
             let elements = Elements { address: decoded.address(), count, dtype: chunks.dtype };
             let mut arguments = [after as u64, decoded.address() as u64, chunks.elements as u64];
-            // SAFETY: as above; what the records decode to is freed on the stream behind its use.
+            // SAFETY: as above. The decoded elements are freed on the stream after their use.
             let launches = unsafe {
                 self.kernels.decode(context, stream, from, elements, chunks.chunks)?
                     + feed_back(context, stream, "lose", chunks.dtype, &mut arguments, chunks.elements)?
@@ -200,8 +199,8 @@ impl DeviceCodec for CodecOnDevice {
             let divisor = u64::from((divisor as f32).to_bits());
             let after = after.as_buffer().address() as u64;
             let mut arguments = [after, at[0] as u64, at[1] as u64, count as u64, divisor];
-            // SAFETY: as above; there are two members at least. The mean is where the first one's elements were, and the record is decoded
-            // where the second one's were.
+            // SAFETY: as above, with at least two members. The mean replaces the first one's elements, and the decoded
+            // record the second's.
             let launches = unsafe {
                 let launches = self.kernels.decode(context, stream, from, all, members)?;
                 reduction.launch(&lane_device, stream, &at, at[0], bytes)?;
@@ -226,7 +225,7 @@ impl DeviceCodec for CodecOnDevice {
             let (count, elements) = (chunks.elements as u64, chunks.elements);
             let nonfinite = Scratch::new(context, size_of::<u32>(), stream)?;
             let number = nonfinite.address() as u64;
-            // SAFETY: as above; the number is freed on the stream behind its use.
+            // SAFETY: as above. The number is freed on the stream after its use.
             let launches = unsafe {
                 context.clear(nonfinite.address(), size_of::<u32>(), stream)?;
                 let looked =
@@ -257,8 +256,8 @@ impl DeviceCodec for CodecOnDevice {
             let [weights, left, right, own] = addresses.map(|address| address as u64);
             let mut arguments = [weights, left, right, own, difference.address() as u64, chunks.count as u64];
             let elements = Elements { address: difference.address(), count: chunks.count, dtype: chunks.dtype };
-            // SAFETY: the core's promise for tensor and replicas, of one length, and for the record; the difference is freed on the stream
-            // behind its use.
+            // SAFETY: the core guarantees the tensor and the replicas, which have the same length, and the record. The
+            // difference is freed on the stream after its use.
             let launches = unsafe {
                 context.launch(kernel, grid, stream, &mut arguments)?;
                 self.kernels.encode(context, stream, elements, 1, record.as_buffer().address(), counter)?
@@ -277,7 +276,7 @@ impl DeviceCodec for CodecOnDevice {
             let difference = Scratch::new(context, bytes, stream)?;
             let elements = Elements { address: difference.address(), count: chunks.count, dtype: chunks.dtype };
             let mut arguments = [address as u64, difference.address() as u64, chunks.count as u64];
-            // SAFETY: the core's promise for replica and record; what this decodes to is freed on the stream behind its use.
+            // SAFETY: the core guarantees replica and record. The difference is freed on the stream after its use.
             let launches = unsafe {
                 let launches = self.kernels.decode(context, stream, record.address(), elements, 1)?;
                 context.launch(kernel, grid, stream, &mut arguments)?;
@@ -289,7 +288,7 @@ impl DeviceCodec for CodecOnDevice {
     }
 }
 
-/// Launches a kernel of error feedback on so many elements; 1.
+/// Launches a kernel of error feedback and returns 1, the number of launches.
 ///
 /// # Safety
 /// As [`Context::launch`].
@@ -303,7 +302,7 @@ unsafe fn feed_back(
 ) -> Result<u64> {
     let kernel = context.kernel(&format!("feedback_{what}_{}", short_name(dtype)))?;
     let grid = Grid::of_bytes((elements * DType::F32.size()) as u64, context.processors()?);
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { context.launch(kernel, grid, stream, arguments) }.map(|()| 1)
 }
 
@@ -311,27 +310,25 @@ fn check_aligned(dtype: DType, address: usize) -> Result<()> {
     if address.is_multiple_of(dtype.size()) {
         return Ok(());
     }
-    let text = format!("elements of {} at address {address:#x}, which is not aligned to them", dtype.name());
+    let text = format!("the {} elements at address {address:#x} are not aligned to their size", dtype.name());
     Err(Error::InvalidArgument(text))
 }
 
-/// Where the elements of a tensor end.
+/// The division of a tensor into chunks that contain only values and the remaining chunks.
 struct Ends {
-    /// Address of the tensor.
     start: usize,
-    /// Chunks in front that have values only.
+    /// Number of chunks that contain only values.
     whole: usize,
-    /// The others.
+    /// Number of remaining chunks.
     rest: usize,
-    /// Address behind the whole chunks.
+    /// Address after the whole chunks.
     end_of_whole: usize,
-    /// Bytes of values from there on.
+    /// Number of bytes of values from there on.
     valued: usize,
 }
 
 impl Ends {
-    /// # Errors
-    /// `InvalidArgument` for elements that are not aligned to their size.
+    /// Returns `InvalidArgument` if the elements are not aligned to their size.
     fn new(chunks: &Chunks, start: usize) -> Result<Ends> {
         check_aligned(chunks.dtype, start)?;
         let size = chunks.dtype.size();
@@ -345,17 +342,14 @@ impl Ends {
         })
     }
 
-    /// The whole chunks, in the tensor.
     fn inside(&self, chunks: &Chunks) -> Elements {
         Elements { address: self.start, count: self.whole * chunks.count, dtype: chunks.dtype }
     }
 
-    /// The other chunks, at an address.
     fn outside(&self, chunks: &Chunks, address: usize) -> Elements {
         Elements { address, count: self.rest * chunks.count, dtype: chunks.dtype }
     }
 
-    /// Bytes of the other chunks.
     fn rest_bytes(&self, chunks: &Chunks) -> usize {
         self.rest * chunks.count * chunks.dtype.size()
     }

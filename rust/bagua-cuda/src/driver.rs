@@ -1,6 +1,6 @@
-//! The driver: the functions of `libcuda` that are used, and what they say of the devices.
+//! The driver: a loaded `libcuda` and its devices.
 //!
-//! The CUDA driver API: <https://docs.nvidia.com/cuda/cuda-driver-api/>.
+//! Reference of the CUDA driver API: <https://docs.nvidia.com/cuda/cuda-driver-api/>.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_int};
@@ -18,68 +18,68 @@ use crate::error::{Error, Result};
 use crate::error_names::error_name;
 use crate::shared_library::Library;
 
-/// Bytes for the name of a device; a longer one is cut off.
+/// Number of bytes for a device's name. Longer names are cut off.
 const NAME_BYTES: usize = 256;
 
 /// A loaded `libcuda`, which may or may not work.
 pub struct Driver {
     library: Library,
-    /// 1000 times the major and 10 times the minor version of CUDA that it serves; `None` when it does not say.
+    /// Supported CUDA version, as 1000 times the major plus 10 times the minor version. `None` if unknown.
     version: Option<i32>,
-    /// The devices, or why there are none.
+    /// The devices, or the reason why there are none.
     devices: Result<Vec<Device>>,
-    /// The functions that operations use; set by the first operation.
+    /// The functions that operations use. Loaded by the first operation.
     api: OnceLock<Result<Arc<Api>>>,
-    /// Primary contexts of the devices that were used, by number.
+    /// Primary contexts of the devices in use, by device number.
     contexts: Mutex<BTreeMap<i32, Arc<Context>>>,
 }
 
-/// A device, as the driver describes it. What the driver did not report is `None`.
+/// A device as described by the driver. Properties that the driver did not report are `None`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// Such as "NVIDIA H200".
+    /// For example "NVIDIA H200".
     pub name: Option<String>,
     /// Compute capability: major, minor.
     pub capability: Option<(i32, i32)>,
-    /// Bytes of memory.
+    /// Size of the memory in bytes.
     pub memory: Option<u64>,
-    /// Identifier, equal in all processes.
+    /// Identifier, which is the same in all processes.
     pub uuid: Option<[u8; 16]>,
 }
 
 impl Driver {
-    /// Initialises the driver and asks for its devices.
+    /// Initialises the driver and lists its devices.
     pub fn new(library: Library) -> Driver {
         let (version, devices) = (version(&library), devices(&library));
         Driver { library, version, devices, api: OnceLock::new(), contexts: Mutex::default() }
     }
 
-    /// The file.
+    /// Returns the library's file.
     pub fn path(&self) -> &Path {
         self.library.path()
     }
 
-    /// The version of CUDA that it serves, "13.0" for instance.
+    /// Returns the CUDA version that the driver supports, for example "13.0".
     pub fn version(&self) -> Option<String> {
         self.version.map(|version| format!("{}.{}", version / 1000, version % 1000 / 10))
     }
 
-    /// The devices, at least one; else why there are none.
+    /// Returns at least one device, or the reason why there are none.
     pub fn devices(&self) -> Result<&[Device]> {
         self.devices.as_deref().map_err(Error::clone)
     }
 
-    /// The functions that operations use.
+    /// Returns the functions that operations use.
     fn api(&self) -> core::error::Result<&Arc<Api>> {
         self.devices()?;
         let api = self.api.get_or_init(|| Api::load(&self.library).map(Arc::new));
         Ok(api.as_ref().map_err(Error::clone)?)
     }
 
-    /// The primary context of a device, by its number. The first call for a device may create it, which takes a while.
+    /// Returns the primary context of a device by its number. The first call for a device may create it, which is slow.
     ///
     /// # Errors
-    /// `System` where there is no CUDA; `Device`.
+    /// `Unavailable` if CUDA cannot be used, `Device` if a call fails.
     pub fn context(&self, device: i32) -> core::error::Result<Arc<Context>> {
         let api = self.api()?;
         let mut contexts = lock(&self.contexts);
@@ -92,7 +92,7 @@ impl Driver {
         Ok(context)
     }
 
-    /// What an address is.
+    /// Returns the kind of memory at an address.
     ///
     /// # Errors
     /// As [`Driver::context`].
@@ -102,19 +102,19 @@ impl Driver {
     }
 }
 
-/// `cuDriverGetVersion`, which works before `cuInit` and when that fails.
+/// Calls `cuDriverGetVersion`, which works before `cuInit` and even if `cuInit` fails.
 fn version(library: &Library) -> Option<i32> {
     let mut version = 0;
-    // SAFETY: it writes one int.
+    // SAFETY: the function writes one int.
     (unsafe { call_in!(library, driver::cuDriverGetVersion(&raw mut version)) } == Ok(0)).then_some(version)
 }
 
 /// Initialises the driver and describes all devices.
 fn devices(library: &Library) -> Result<Vec<Device>> {
-    // SAFETY: 0 is the only flag that there is, and it may be called again.
+    // SAFETY: the only valid flag is 0, and the function may be called again.
     check(library, "cuInit", unsafe { call_in!(library, driver::cuInit(0)) }?)?;
     let mut count = 0;
-    // SAFETY: it writes one int.
+    // SAFETY: the function writes one int.
     check(library, "cuDeviceGetCount", unsafe { call_in!(library, driver::cuDeviceGetCount(&raw mut count)) }?)?;
     if count <= 0 {
         return Err(Error::NoDevice { library: library.text() });
@@ -122,7 +122,7 @@ fn devices(library: &Library) -> Result<Vec<Device>> {
     (0..count)
         .map(|ordinal| {
             let mut device = 0;
-            // SAFETY: it writes one number.
+            // SAFETY: the function writes one number.
             let code = unsafe { call_in!(library, driver::cuDeviceGet(&raw mut device, ordinal)) }?;
             check(library, "cuDeviceGet", code)?;
             describe(library, device)
@@ -130,36 +130,36 @@ fn devices(library: &Library) -> Result<Vec<Device>> {
         .collect()
 }
 
-/// What the driver reports of one device. An error only where a function is absent.
+/// Returns the driver's description of one device. Returns an error only if a function is missing.
 fn describe(library: &Library, device: CUdevice) -> Result<Device> {
     let mut bytes = [0u8; NAME_BYTES];
-    // The last byte is kept, so that the name ends whatever is written.
+    // The last byte is reserved, so that the name is always terminated.
     let room = NAME_BYTES as c_int - 1;
-    // SAFETY: it writes at most `room` bytes.
+    // SAFETY: the function writes at most `room` bytes.
     let code = unsafe { call_in!(library, driver::cuDeviceGetName(bytes.as_mut_ptr().cast(), room, device)) }?;
     let name = CStr::from_bytes_until_nul(&bytes).ok().filter(|_| code == 0);
     let name = name.map(|name| name.to_string_lossy().into_owned());
     let attribute = |number| {
         let mut value = 0;
-        // SAFETY: it writes one int.
+        // SAFETY: the function writes one int.
         let code = unsafe { call_in!(library, driver::cuDeviceGetAttribute(&raw mut value, number, device)) }?;
         Ok((code == 0).then_some(value))
     };
     let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
     let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
     let mut memory = 0;
-    // SAFETY: it writes one size.
+    // SAFETY: the function writes one size.
     let code = unsafe { call_in!(library, driver::cuDeviceTotalMem_v2(&raw mut memory, device)) }?;
     let memory = (code == 0).then_some(memory as u64);
     let mut uuid = [0; 16];
-    // The second version names a MIG instance, if the device is one; both have the same parameters.
+    // The second version reports the id of a MIG instance, if the device is one. Both have the same parameters.
     let identify = library.address(c"cuDeviceGetUuid_v2").or_else(|_| library.address(c"cuDeviceGetUuid"))?;
-    // SAFETY: it writes 16 bytes.
+    // SAFETY: the function writes 16 bytes.
     let code = unsafe { call_at!(identify, driver::cuDeviceGetUuid_v2((&raw mut uuid).cast(), device)) };
     Ok(Device { name, capability: major.zip(minor), memory, uuid: (code == 0).then_some(uuid) })
 }
 
-/// An error for any code but 0.
+/// Returns an error for any code but 0.
 fn check(library: &Library, function: &'static str, code: Code) -> Result<()> {
     if code == 0 {
         return Ok(());

@@ -1,7 +1,7 @@
-//! The functions of the driver that operations use: a table, filled when a device is used first, and calls that are errors where a
-//! function is absent or fails.
+//! The driver's functions that operations use. The table of functions is filled when a device is first used. A call
+//! returns an error if the function is missing or fails.
 //!
-//! The CUDA driver API: <https://docs.nvidia.com/cuda/cuda-driver-api/>.
+//! Reference of the CUDA driver API: <https://docs.nvidia.com/cuda/cuda-driver-api/>.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
@@ -13,21 +13,20 @@ use crate::calls::{Code, symbol};
 use crate::error_names::{GetErrorName, error_name};
 use crate::shared_library::Library;
 
-/// A stream, also one of the numbers that are no pointers: 1 is the legacy stream, 2 that of the calling thread.
+/// A stream, or one of the special numbers: 1 is the legacy stream, 2 is the stream of the calling thread.
 pub(crate) type CUstream = usize;
 
 pub(crate) const OUT_OF_MEMORY: Code = CUresult::CUDA_ERROR_OUT_OF_MEMORY as Code;
 
-/// The request is still pending.
 pub(crate) const NOT_READY: Code = CUresult::CUDA_ERROR_NOT_READY as Code;
 
-/// The legacy stream was asked while a stream that is ordered with it is captured.
+/// The legacy stream was queried while a stream that is ordered with it is being captured.
 pub(crate) const CAPTURE_IMPLICIT: Code = CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT as Code;
 
-/// The process ends, and the driver has gone before.
+/// The process is ending, and the driver was shut down before.
 const DEINITIALIZED: Code = CUresult::CUDA_ERROR_DEINITIALIZED as Code;
 
-/// Declares [`Functions`] and how it is filled.
+/// Declares [`Functions`] and how it is loaded.
 macro_rules! functions {
     ($($name:ident)*) => {
         /// The addresses of the functions.
@@ -37,13 +36,12 @@ macro_rules! functions {
         }
 
         impl Functions {
-            /// Asks for each function by its name.
             fn load(library: &Library) -> crate::error::Result<Functions> {
                 Ok(Functions { $($name: library.address(symbol!($name))?,)* })
             }
         }
 
-        // SAFETY: the library is never unloaded, and its functions may be called by any thread.
+        // SAFETY: the library is never unloaded, and any thread may call its functions.
         unsafe impl Send for Functions {}
         // SAFETY: as above.
         unsafe impl Sync for Functions {}
@@ -58,14 +56,14 @@ functions! {
     cuThreadExchangeStreamCaptureMode
 }
 
-/// Calls a function of an [`Api`]; its code.
+/// Calls a function of an [`Api`] and returns its code.
 macro_rules! call {
     ($api:expr, $name:ident($($argument:expr),* $(,)?)) => {
         $crate::calls::call_at!($api.functions.$name, driver::$name($($argument),*))
     };
 }
 
-/// Calls a function in a context; an error for any code but 0.
+/// Calls a function in a context and returns an error for any code but 0.
 macro_rules! checked {
     ($context:expr, $name:ident($($argument:expr),* $(,)?)) => {{
         let code = $crate::driver_functions::call!($context.api(), $name($($argument),*));
@@ -75,10 +73,10 @@ macro_rules! checked {
 
 pub(crate) use {call, checked};
 
-/// The driver's functions, for errors with names.
+/// The driver's functions, and the names for their errors.
 pub(crate) struct Api {
     pub(crate) functions: Functions,
-    /// What errors call the library: its name and file.
+    /// The library's name and file, for error texts.
     library: String,
     /// `cuGetErrorName`, if the driver has it.
     get_name: Option<GetErrorName>,
@@ -87,26 +85,26 @@ pub(crate) struct Api {
 }
 
 impl Api {
-    /// The table of a library whose driver was initialised by this process.
+    /// Loads the functions of a library whose driver was initialised by this process.
     pub(crate) fn load(library: &Library) -> crate::error::Result<Api> {
         // SAFETY: the signature is the driver's.
         let get_name = unsafe { library.find(c"cuGetErrorName") };
         Ok(Api { functions: Functions::load(library)?, library: library.text(), get_name, owner: std::process::id() })
     }
 
-    /// Whether this is the process that initialised the driver, and no forked child of it.
+    /// Returns true if this process initialised the driver, false in a forked child of it.
     pub(crate) fn is_of_this_process(&self) -> bool {
         self.owner == std::process::id()
     }
 
-    /// An error for any code but 0.
+    /// Returns an error for any code but 0.
     pub(crate) fn check(&self, device: i32, function: &CStr, code: Code) -> Result<()> {
         if code == 0 { Ok(()) } else { Err(self.failure(device, function, code)) }
     }
 
-    /// The error of a call that returned this code.
+    /// Returns the error of a call that returned this code.
     pub(crate) fn failure(&self, device: i32, function: &CStr, code: Code) -> Error {
-        // A version that only the symbol has.
+        // The suffix of a version, which is only part of the symbol.
         let api = function.to_string_lossy().trim_end_matches("_v2").to_owned();
         let name = error_name(self.get_name, code);
         let ending = if code == DEINITIALIZED { " (the process ends)" } else { "" };
@@ -115,7 +113,7 @@ impl Api {
     }
 }
 
-/// The same error; one of missing memory is harmless, as nothing of the operation has begun.
+/// Marks an error because of too little memory as harmless, because no part of the operation has started.
 pub(crate) fn before_anything_began(error: Error) -> Error {
     match error {
         Error::Device(mut failure) => {

@@ -1,16 +1,16 @@
-//! Why there is no CUDA, each reason in one line that names the library.
+//! The reasons why CUDA cannot be used. Each is one line that names the library.
 
 use std::ffi::CStr;
 
-/// A reason why this process cannot use a library of CUDA.
+/// A reason why this process cannot use a CUDA library.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// None of the places has a file that the loader takes.
+    /// No place has a file that the loader accepts.
     #[error("{library} does not load: {loader}")]
     NotLoaded {
-        /// The library, with the variable that names its file if one does.
+        /// The library, and the variable that names its file if there is one.
         library: String,
-        /// What the loader said of each place.
+        /// The loader's messages, one per place.
         loader: String,
     },
     /// The library lacks a function that every supported version has.
@@ -28,52 +28,52 @@ pub enum Error {
         library: String,
         /// Name of the function.
         function: &'static str,
-        /// Name of the code, as the library's header has it.
+        /// Name of the code in the library's header.
         name: String,
-        /// What the function returned.
+        /// Returned code.
         code: i32,
     },
-    /// NVRTC refuses a program of ours.
+    /// NVRTC rejected one of our programs.
     #[error("{library}: {program} does not compile for sm_{architecture}: {log}")]
     Compile {
         /// NVRTC and its file.
         library: String,
         /// Name of the program.
         program: &'static str,
-        /// 10 times the major and the minor compute capability.
+        /// 10 times the major plus the minor compute capability.
         architecture: i32,
-        /// What NVRTC said, in one line.
+        /// NVRTC's message, in one line.
         log: String,
     },
-    /// There is no program of that name.
+    /// There is no program with that name.
     #[error("there is no program of kernels named '{program}'; known: {known}")]
     NoProgram {
-        /// The name.
+        /// The unknown name.
         program: String,
-        /// The names that there are.
+        /// The known names.
         known: String,
     },
-    /// The driver works and has no device.
+    /// The driver works but finds no device.
     #[error("{library}: cuDeviceGetCount found no device")]
     NoDevice {
         /// The driver and its file.
         library: String,
     },
-    /// This process is a forked child of the one that the libraries belong to.
+    /// This process is a forked child of the process that loaded the libraries.
     #[error(
         "libcuda is not used in a forked child: this process was forked after bagua.cuda was imported (in process {owner})"
     )]
     Forked {
-        /// The process that the libraries belong to.
+        /// Id of the process that loaded the libraries.
         owner: u32,
     },
 }
 
-/// The result of what needs a library of CUDA.
+/// The result of an operation that needs a CUDA library.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl From<Error> for bagua_core::error::Error {
-    /// The error of an operation that cannot use a device at all; its text is that of `why_not`.
+    /// Converts to the error of an operation that cannot use a device at all. The text is that of `why_not`.
     fn from(error: Error) -> bagua_core::error::Error {
         bagua_core::error::Error::Unavailable(error.to_string())
     }

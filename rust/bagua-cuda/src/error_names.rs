@@ -8,10 +8,9 @@ use cudarc::driver::sys::CUresult;
 use crate::calls::Code;
 use crate::shared_library::line;
 
-/// `cuGetErrorName`.
 pub(crate) type GetErrorName = unsafe extern "C" fn(Code, *mut *const c_char) -> Code;
 
-/// What `cuInit` may return.
+/// The errors of `cuInit`.
 const INIT_ERRORS: [CUresult; 12] = [
     CUresult::CUDA_ERROR_INVALID_VALUE,
     CUresult::CUDA_ERROR_OUT_OF_MEMORY,
@@ -27,14 +26,14 @@ const INIT_ERRORS: [CUresult; 12] = [
     CUresult::CUDA_ERROR_UNKNOWN,
 ];
 
-/// The name of an error: the driver's own, else that of the documentation for what `cuInit` may return.
+/// Returns the driver's name of an error, or its documented name if the driver has none and `cuInit` may return it.
 pub(crate) fn error_name(get: Option<GetErrorName>, code: Code) -> String {
     let mut text = ptr::null();
-    // SAFETY: it writes one pointer: null, or the address of a static text.
+    // SAFETY: the function writes one pointer: null, or the address of a static text.
     if get.is_some_and(|get| unsafe { get(code, &raw mut text) } == 0) && !text.is_null() {
         // SAFETY: as above.
         return line(unsafe { CStr::from_ptr(text) }.to_bytes());
     }
     let known = INIT_ERRORS.into_iter().find(|error| *error as Code == code);
-    known.map_or_else(|| "an error that the driver does not name".to_owned(), |error| format!("{error:?}"))
+    known.map_or_else(|| "an error that the driver does not know".to_owned(), |error| format!("{error:?}"))
 }

@@ -1,8 +1,9 @@
-//! The kernels: which there are, and how each is launched. Their sources are `kernels/*.cu`, a program per file.
+//! The list of kernels, and how each is launched. Their sources are `kernels/*.cu`, one program per file.
 //!
-//! Every kernel has blocks of [`THREADS`] threads and loops over what it has to do, so that grids are a matter of speed only: except for
-//! those of [`Encode`], which share a grid, and of [`Mean`]. Numbers of elements are u64, addresses 8 bytes. Elements are aligned to
-//! their size (complex128: to 8 bytes), records and their ranges: to 1 and to 4 (those of `convert_reduce_T_U`: to 16).
+//! Every kernel has blocks of [`THREADS`] threads and loops over its work, so the grid only affects the speed. The
+//! exceptions are the kernels of [`Encode`], which share a grid, and of [`Mean`]. Numbers of elements are u64,
+//! addresses have 8 bytes. Elements are aligned to their size (complex128 to 8 bytes), records to 1 byte and ranges to
+//! 4 (those of `convert_reduce_T_U` to 16).
 //!
 //! | kernel | parameters |
 //! |---|---|
@@ -11,7 +12,7 @@
 //! | `minmax_u8_decode_T` | records, count per chunk, chunks, tiles of a chunk, elements |
 //! | `minmax_u8_tables_T` | records, count, tables |
 //! | `minmax_u8_reduce_range_T` | records, count, ranks (u32), divisor (f32), tables, ranges |
-//! | `minmax_u8_reduce_T` | records, count, ranks (u32), divisor (f32), tables, ranges, record, mean (or null), nonfinite (or null) |
+//! | `minmax_u8_reduce_T` | as `reduce_range`, then: record, mean (or null), nonfinite (or null) |
 //! | `convert_T_U` | elements, their step, converted, their step, count per chunk, chunks |
 //! | `convert_reduce_T_U` | records of U, bytes of each, count, ranks (u32), divisor (f32), record |
 //! | `update_correct_T` | weights, average, snapshot, count |
@@ -22,33 +23,33 @@
 //! | `feedback_lose_mean_T` | error, mean, decoded, count, divisor (f32) |
 //! | `feedback_look_T` | data, count, nonfinite |
 //! | `feedback_keep_f32` | error, error afterwards, count, nonfinite |
-//! | `reduce_T_OP` | eight sources (a struct of addresses, by value), number of them (u32), out, count, divisor (f64, for avg) |
+//! | `reduce_T_OP` | eight addresses (a struct), number of them (u32), out, count, divisor (f64, for avg) |
 
 use bagua_core::types::{DType, ElementTypes, ReduceOp};
 
-/// Threads of a block, for every kernel.
+/// Number of threads in a block of every kernel.
 pub const THREADS: u32 = 256;
-/// Sources of one launch of `reduce_T_OP`.
+/// Maximum number of sources in one launch of `reduce_T_OP`.
 pub const MAX_SOURCES: usize = 8;
-/// Bytes of a range: smallest, largest, whether none is NaN, nothing.
+/// Size of a range in bytes: smallest, largest, a flag that is set if none is NaN, and an unused word.
 pub const RANGE: usize = 16;
-/// Bytes of a rank's table, in memory and in the shared memory of a block.
+/// Size in bytes of a rank's table, in memory and in a block's shared memory.
 pub const TABLE: usize = 1024;
-/// Of as many ranks the tables are in shared memory.
+/// Maximum number of ranks whose tables are put in shared memory.
 pub const MAX_SHARED_TABLES: u32 = 32;
 
 /// A file of kernels, which are compiled together.
 #[derive(Clone, Copy, Debug)]
 pub struct Program {
-    /// Name of the file, without its ending.
+    /// Name of the file without its extension.
     pub name: &'static str,
-    /// Its text.
+    /// The file's text.
     pub source: &'static str,
-    /// The names of its kernels.
+    /// Names of the file's kernels.
     pub kernels: &'static [&'static str],
 }
 
-/// Declares the programs: each by the name of its file, and its kernels by the beginnings of their names, each with the endings that there are.
+/// Declares the programs by the names of their files, and the kernels by starts of names with their possible ends.
 macro_rules! programs {
     ($($program:literal { $($beginning:literal: $($ending:literal)*;)* })*) => {
         /// All programs.
@@ -118,12 +119,12 @@ programs! {
     }
 }
 
-/// The program that has a kernel of that name.
+/// Returns the program that contains the kernel with that name.
 pub fn program_of(kernel: &str) -> Option<&'static Program> {
     PROGRAMS.iter().find(|program| program.kernels.contains(&kernel))
 }
 
-/// What kernels call an element type.
+/// Returns the name of an element type in the names of kernels.
 pub const fn short_name(dtype: DType) -> &'static str {
     match dtype {
         DType::F16 => "f16",
@@ -144,24 +145,24 @@ pub const fn short_name(dtype: DType) -> &'static str {
     }
 }
 
-/// How elements are reduced.
+/// The kernel of a reduction.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reduce {
     /// Name of the kernel.
     pub kernel: String,
-    /// What it counts as an element, as so many for each of ours: complex numbers are added in two parts, bits by bytes.
+    /// Number of the kernel's elements per element: complex numbers are added as two parts, and bits by bytes.
     pub times: usize,
 }
 
 impl Reduce {
-    /// The kernel of an operation; `None` where [`ReduceOp::check`] refuses it.
+    /// Returns the kernel of an operation, or `None` if [`ReduceOp::check`] rejects the operation.
     pub fn new(dtype: DType, op: ReduceOp) -> Option<Reduce> {
         op.check(dtype).ok()?;
         let bits = op.element_types() == ElementTypes::Bits;
         let ordered = op.element_types() == ElementTypes::Ordered;
         let (element, times, op) = match dtype {
             DType::Bool if op == ReduceOp::Max => (DType::Bool, 1, ReduceOp::Bor),
-            // Of 0 and 1, the product and the smaller one are the conjunction.
+            // Among 0 and 1, the product and the minimum are the conjunction.
             DType::Bool if !bits => (DType::Bool, 1, ReduceOp::Band),
             integer if bits && integer != DType::Bool => (DType::U8, integer.size(), op),
             // Wrapping sums and products have the same bits with and without a sign.
@@ -180,16 +181,16 @@ impl Reduce {
 /// The size of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid {
-    /// Blocks in each dimension.
+    /// Number of blocks in each dimension.
     pub blocks: [u32; 3],
-    /// Bytes of dynamic shared memory of a block.
+    /// Dynamic shared memory of a block in bytes.
     pub shared: u32,
 }
 
-/// Blocks of a multiprocessor that are enough to keep its memory accesses in flight: 8 of 256 threads are all that it holds.
+/// Number of blocks of 256 threads that a multiprocessor holds, enough to keep its memory accesses in flight.
 const PER_PROCESSOR: u64 = 8;
 
-/// Blocks for as many independent pieces of 16 bytes, on a device with so many multiprocessors; a thread has at least `each` of them.
+/// Returns the number of blocks for independent pieces of 16 bytes. A thread has at least `each` of them.
 fn blocks(pieces: u64, each: u64, processors: u32) -> u32 {
     at_most(pieces, each, u64::from(processors) * PER_PROCESSOR)
 }
@@ -200,16 +201,16 @@ fn at_most(pieces: u64, each: u64, most: u64) -> u32 {
     u32::try_from(wanted.clamp(1, most)).expect("at most MAX_BLOCKS")
 }
 
-/// Most blocks of a chunk: each of them reads the ranges of all.
+/// Maximum number of blocks of a chunk, because each of them reads the ranges of all.
 const MAX_BLOCKS: u32 = 2048;
 
 impl Grid {
-    /// For kernels over so many bytes of the largest array: `convert_reduce`, `update`, `feedback`, `reduce_T_OP`.
+    /// Returns the grid of `convert_reduce`, `update`, `feedback` or `reduce_T_OP`, for the size of the largest array.
     pub fn of_bytes(bytes: u64, processors: u32) -> Grid {
         Grid { blocks: [blocks(bytes.div_ceil(16), 2, processors), 1, 1], shared: 0 }
     }
 
-    /// For `convert_T_U`, where a chunk has so many bytes in the larger of its arrays.
+    /// Returns the grid of `convert_T_U`, if a chunk has `bytes` bytes in the larger of its arrays.
     pub fn convert(bytes: u64, chunks: u64, processors: u32) -> Grid {
         let rows = rows(chunks);
         let share = (u64::from(processors) * PER_PROCESSOR).div_ceil(u64::from(rows) * PER_PROCESSOR);
@@ -218,27 +219,27 @@ impl Grid {
     }
 }
 
-/// The second dimension of a grid that has a row of blocks for each chunk, or for every so many.
+/// Returns the second dimension of a grid whose rows of blocks each work on one or several chunks.
 fn rows(chunks: u64) -> u32 {
     u32::try_from(chunks).unwrap_or(u32::MAX).clamp(1, MAX_ROWS)
 }
 
-/// Most blocks of a grid's second dimension.
+/// Maximum of a grid's second dimension.
 const MAX_ROWS: u32 = 65_535;
 
 /// The two launches that encode chunks: `minmax_u8_range_T`, then `minmax_u8_encode_T` with the same grid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Encode {
-    /// Of both launches.
+    /// Grid of both launches.
     pub grid: Grid,
-    /// Bytes of the ranges between them.
+    /// Size in bytes of the ranges between the launches.
     pub ranges: usize,
 }
 
 impl Encode {
-    /// For chunks of `count` elements.
+    /// Returns the launches for chunks of `count` elements.
     pub fn new(dtype: DType, count: u64, chunks: u64, processors: u32) -> Encode {
-        // As many blocks of a chunk as run at once: `ENCODERS` in the source.
+        // The number of blocks of a chunk that run at the same time: `ENCODERS` in the source.
         let most = u64::from(processors) * 6;
         let columns = at_most((count * dtype.size() as u64).div_ceil(16), 16, most);
         let ranges = usize::try_from(chunks * u64::from(columns)).expect("a device's memory") * RANGE;
@@ -246,20 +247,20 @@ impl Encode {
     }
 }
 
-/// How `minmax_u8_decode_T` shares chunks among blocks: tile by tile.
+/// The launch of `minmax_u8_decode_T`, whose blocks share chunks tile by tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Decode {
-    /// Of each chunk.
+    /// Number of tiles per chunk.
     pub tiles: u64,
-    /// Of the launch.
+    /// Grid of the launch.
     pub grid: Grid,
 }
 
-/// Vectors of 16 bytes that a thread has of a tile.
+/// Number of 16-byte vectors in a thread's part of a tile.
 const VECTORS: u64 = 4;
 
 impl Decode {
-    /// For chunks of `count` elements.
+    /// Returns the launch for chunks of `count` elements.
     pub fn new(dtype: DType, count: u64, chunks: u64, processors: u32) -> Decode {
         let tiles = (count * dtype.size() as u64).div_ceil(16 * VECTORS * u64::from(THREADS)).max(1);
         let most = u64::from(processors) * PER_PROCESSOR;
@@ -268,22 +269,21 @@ impl Decode {
     }
 }
 
-/// The three launches of the fused decode, reduction and encoding: `minmax_u8_tables_T`, `minmax_u8_reduce_range_T`,
-/// `minmax_u8_reduce_T`.
+/// The launches of `minmax_u8_tables_T`, `minmax_u8_reduce_range_T` and `minmax_u8_reduce_T`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mean {
-    /// Of the first launch: a block for each rank.
+    /// Grid of the first launch: one block for each rank.
     pub tables: Grid,
-    /// Of the other two.
+    /// Grid of the other two launches.
     pub grid: Grid,
-    /// Bytes of all tables.
+    /// Size of all tables in bytes.
     pub tables_bytes: usize,
-    /// Bytes of the ranges.
+    /// Size of the ranges in bytes.
     pub ranges: usize,
 }
 
 impl Mean {
-    /// For the records of `ranks` ranks of `count` elements each.
+    /// Returns the launches for the records of `ranks` ranks with `count` elements each.
     pub fn new(count: u64, ranks: u32, processors: u32) -> Mean {
         let columns = blocks(count.div_ceil(8), 4, processors);
         let shared = if ranks <= MAX_SHARED_TABLES { ranks * TABLE as u32 } else { 0 };

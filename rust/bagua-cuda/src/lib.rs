@@ -1,36 +1,35 @@
-//! CUDA, found at run time and never linked.
+//! CUDA libraries, devices, kernels and codecs, and the collectives `staged`, `nccl` and `hier`. The libraries are
+//! found at run time and never linked.
 //!
-//! Which libraries there are, which devices, kernels, codecs on a device, and the collectives `staged`, `nccl` and `hier`.
-//!
-//! | file | what it has |
+//! | file | what it holds |
 //! |---|---|
-//! | [`libraries`] | [`Libraries`]: the driver, NVRTC and NCCL of this process, each looked for at its first use |
+//! | [`libraries`] | [`Libraries`]: the driver, NVRTC and NCCL of this process, each searched for at its first use |
 //! | [`driver`] | the driver (`libcuda`): its functions, its version, its devices |
 //! | `calls` | calls of the driver and of NVRTC, with the types of cudarc |
 //! | `error_names` | the names of the driver's errors |
 //! | [`driver_functions`] | the functions of the driver that operations use |
-//! | [`context`] | the primary context of a device, current around calls only |
+//! | [`context`] | the primary context of a device, current only around calls |
 //! | [`stream`], [`event`], [`memory`] | streams, events, pinned memory |
-//! | [`lane_state`] | what a lane has on a device: streams, pinned memory, the arrays that are still used |
+//! | [`lane_state`] | a lane's streams and pinned memory on a device, and the arrays in use |
 //! | [`device`] | [`OperationDevice`]: the core's device, one per operation |
-//! | [`factory`] | [`Factory`]: a lane's collective, which hands arrays on devices to the one that was chosen |
-//! | [`collective_choice`] | which one the ranks choose, and why |
+//! | [`factory`] | [`Factory`]: a lane's collective, which passes arrays on devices to the chosen collective |
+//! | [`collective_choice`] | which collective the ranks choose, and why |
 //! | `shards` | where the shards of an operation are |
-//! | [`staged`] | the collective over pinned memory and the host's |
+//! | [`staged`] | the collective that copies through pinned memory and uses the host's collective |
 //! | `reduction` | reductions by our kernels |
 //! | [`nvrtc`] | the compiler of kernels (`libnvrtc`): its version and architectures, and compiling |
-//! | [`kernels`] | which kernels there are, in `kernels/*.cu`, and the grids that they are launched with |
+//! | [`kernels`] | the list of kernels, in `kernels/*.cu`, and their grids |
 //! | [`compile`] | programs, their options, and the machine code for an architecture, compiled or from the cache |
-//! | [`loaded_kernels`] | which kernels a context has loaded |
+//! | [`loaded_kernels`] | the kernels that a context has loaded |
 //! | [`launch`] | loading machine code for a device, and launching kernels |
 //! | [`codec`] | codecs on arrays of a device |
-//! | `compressed` | the same for compressed all_reduce and the compressed ring: records between a device and the host |
+//! | `compressed` | codecs for compressed all_reduce and the compressed ring |
 //! | [`cache`] | a folder of machine code |
-//! | [`nccl`] | NCCL (`libnccl`): its version, its functions, and the collective over them |
+//! | [`nccl`] | NCCL (`libnccl`): its version, its functions, and the collective that uses them |
 //! | [`shared_library`] | finding and loading one shared library |
-//! | [`error`] | why there is no CUDA |
+//! | [`error`] | the reasons why CUDA cannot be used |
 //!
-//! What is absent is an error value, never a panic: a library, a function, a device.
+//! If a library, a function or a device is missing, the result is an error, never a panic.
 
 #![cfg_attr(doctest, doc = include_str!("../README.md"))]
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]

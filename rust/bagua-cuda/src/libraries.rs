@@ -1,4 +1,4 @@
-//! The libraries of CUDA of one process: each is looked for once, at its first use, and what was found holds from then on.
+//! The CUDA libraries of one process. Each is searched for once, at its first use, and the result is kept.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -12,7 +12,7 @@ use crate::nccl::{self, Nccl};
 use crate::nvrtc::Nvrtc;
 use crate::shared_library::Search;
 
-/// Where libraries may be, as the environment and Python say.
+/// Where libraries may be, according to the environment and Python.
 #[derive(Clone, Debug, Default)]
 pub struct LibraryPaths {
     /// `BAGUA_LIBCUDA`.
@@ -52,9 +52,9 @@ impl LibraryPaths {
     }
 }
 
-/// The libraries of the process that created it. Creating it loads nothing.
+/// The libraries of the process that created this object. Creating it loads nothing.
 pub struct Libraries {
-    /// The process that they belong to: a driver does not work in a forked child of the process that initialised it.
+    /// The process that created this. A driver does not work in a forked child of the process that initialised it.
     owner: u32,
     driver: OnceLock<Result<Driver>>,
     nvrtc: OnceLock<Result<Nvrtc>>,
@@ -62,28 +62,28 @@ pub struct Libraries {
 }
 
 impl Libraries {
-    /// For this process.
+    /// Creates the libraries of this process.
     #[expect(clippy::new_without_default, reason = "when it is created decides whose it is")]
     pub fn new() -> Libraries {
         let owner = std::process::id();
         Libraries { owner, driver: OnceLock::new(), nvrtc: OnceLock::new(), nccl: OnceLock::new() }
     }
 
-    /// The driver, whether it works or not. The places count at the first call.
+    /// Returns the driver, even if it does not work. `places` is used only in the first call.
     pub fn driver(&self, places: &LibraryPaths) -> Result<&Driver> {
         self.check_owner()?;
         self.driver.get_or_init(|| places.libcuda().load().map(Driver::new)).as_ref().map_err(Error::clone)
     }
 
-    /// NVRTC. The places count at the first call.
+    /// Returns NVRTC. `places` is used only in the first call.
     pub fn nvrtc(&self, places: &LibraryPaths) -> Result<&Nvrtc> {
         self.check_owner()?;
         self.nvrtc.get_or_init(|| places.libnvrtc().load().and_then(Nvrtc::new)).as_ref().map_err(Error::clone)
     }
 
-    /// What makes the machine code of kernels, with NVRTC of these places, and keeps it.
+    /// Returns the function that compiles kernels with NVRTC from these places, and keeps the machine code in `cache`.
     pub fn compiler(self: &Arc<Libraries>, places: LibraryPaths, cache: Cache) -> Compiler {
-        // The libraries have the contexts that have this.
+        // A weak reference, because the libraries own the contexts that own this function.
         let libraries = Arc::downgrade(self);
         Box::new(move |program, architecture| {
             let libraries = libraries.upgrade().expect("a context belongs to libraries that live");
@@ -91,14 +91,14 @@ impl Libraries {
         })
     }
 
-    /// NCCL. The places count at the first call.
+    /// Returns NCCL. `places` is used only in the first call.
     pub fn nccl(&self, places: &LibraryPaths) -> Result<&Arc<Nccl>> {
         self.check_owner()?;
         let load = || places.libnccl().load().and_then(Nccl::new).map(Arc::new);
         self.nccl.get_or_init(load).as_ref().map_err(Error::clone)
     }
 
-    /// NCCL of these places for collectives, looked for when they need it.
+    /// Returns a source of NCCL from these places. NCCL is searched for when a collective needs it.
     pub fn nccl_source(self: &Arc<Libraries>, places: LibraryPaths) -> nccl::Source {
         // As in `compiler`.
         let libraries = Arc::downgrade(self);
@@ -110,12 +110,12 @@ impl Libraries {
         nccl::Source { load, several }
     }
 
-    /// Why there is no CUDA device that can be used; `None` when there is one. The same at each call.
+    /// Returns the reason why no CUDA device can be used, or `None` if one can. Always the same result.
     pub fn why_not(&self, places: &LibraryPaths) -> Option<Error> {
         self.driver(places).and_then(Driver::devices).err()
     }
 
-    /// A child must touch nothing of its parent's: not even the cells, which another thread of the parent may have been filling.
+    /// Returns an error in a forked child, where another thread of the parent may have half initialised a cell.
     fn check_owner(&self) -> Result<()> {
         if self.owner == std::process::id() { Ok(()) } else { Err(Error::Forked { owner: self.owner }) }
     }

@@ -1,4 +1,4 @@
-//! Which kernels a context has loaded, and what makes their machine code.
+//! The kernels that a context has loaded, and the compiler of their machine code.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, OnceLock};
@@ -8,25 +8,25 @@ use cudarc::driver::sys::CUfunction;
 use crate::error::Result;
 use crate::kernels::Program;
 
-/// Makes the machine code of a program for an architecture, in seconds, or finds it.
+/// Returns the machine code of a program for an architecture. Takes seconds if it is not in the cache.
 pub type Compiler = Box<dyn Fn(&'static Program, i32) -> Result<Vec<u8>> + Send + Sync>;
 
 /// A kernel of a loaded program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Kernel(pub(crate) CUfunction);
 
-// SAFETY: a function of a loaded module may be launched by any thread.
+// SAFETY: any thread may launch a function of a loaded module.
 unsafe impl Send for Kernel {}
 // SAFETY: as above.
 unsafe impl Sync for Kernel {}
 
-/// What a context has of kernels.
+/// The kernels of a context.
 #[derive(Default)]
 pub(crate) struct Kernels {
-    /// Set with the first use of the device.
+    /// Set when the device is first used.
     pub(crate) compiler: OnceLock<Compiler>,
-    /// Multiprocessors of the device.
+    /// Number of multiprocessors of the device.
     pub(crate) processors: OnceLock<u32>,
-    /// Kernels of the programs that were loaded. Locked while one is compiled, so that no other thread compiles it too.
+    /// Kernels of loaded programs. Locked while a program is compiled, so that no other thread compiles it too.
     pub(crate) loaded: Mutex<BTreeMap<&'static str, Kernel>>,
 }

@@ -13,22 +13,22 @@ use crate::shared_library::{Library, line};
 /// A program in CUDA C.
 #[derive(Clone, Copy, Debug)]
 pub struct Source<'a> {
-    /// What errors call it.
+    /// The program's name in error texts.
     pub name: &'static str,
-    /// Its text.
+    /// The program's text.
     pub text: &'a CStr,
-    /// The files that it includes: name and text.
+    /// The files that the program includes: name and text.
     pub headers: &'a [(&'a CStr, &'a CStr)],
 }
 
-/// What NVRTC makes of a program.
+/// A program compiled by NVRTC.
 #[derive(Clone, Debug)]
 pub struct Compiled {
-    /// The intermediate language, a text.
+    /// The intermediate language as text.
     pub ptx: Vec<u8>,
     /// Machine code for one architecture, an ELF file.
     pub cubin: Vec<u8>,
-    /// What NVRTC and ptxas said.
+    /// The messages of NVRTC and ptxas.
     pub log: String,
 }
 
@@ -37,40 +37,40 @@ pub struct Nvrtc {
     library: Library,
     /// Major, minor.
     version: (i32, i32),
-    /// Those that it compiles for, as 10 times the major and the minor compute capability.
+    /// Supported architectures, as 10 times the major plus the minor compute capability.
     architectures: Vec<i32>,
 }
 
 impl Nvrtc {
-    /// Asks the library what it is.
+    /// Asks the library for its version and architectures.
     pub fn new(library: Library) -> Result<Nvrtc> {
         let (mut major, mut minor, mut number) = (0, 0, 0);
-        // SAFETY: it writes two ints.
+        // SAFETY: the function writes two ints.
         let code = unsafe { call_in!(library, nvrtc::nvrtcVersion(&raw mut major, &raw mut minor)) }?;
         check(&library, "nvrtcVersion", code)?;
-        // SAFETY: it writes one int.
+        // SAFETY: the function writes one int.
         let code = unsafe { call_in!(library, nvrtc::nvrtcGetNumSupportedArchs(&raw mut number)) }?;
         check(&library, "nvrtcGetNumSupportedArchs", code)?;
         let mut architectures = vec![0; usize::try_from(number).unwrap_or(0)];
         if !architectures.is_empty() {
-            // SAFETY: it writes as many ints as it said before.
+            // SAFETY: the function writes as many ints as `nvrtcGetNumSupportedArchs` returned.
             let code = unsafe { call_in!(library, nvrtc::nvrtcGetSupportedArchs(architectures.as_mut_ptr())) }?;
             check(&library, "nvrtcGetSupportedArchs", code)?;
         }
         Ok(Nvrtc { library, version: (major, minor), architectures })
     }
 
-    /// The file.
+    /// Returns the library's file.
     pub fn path(&self) -> &Path {
         self.library.path()
     }
 
-    /// Its version, "13.2" for instance.
+    /// Returns NVRTC's version, for example "13.2".
     pub fn version(&self) -> String {
         format!("{}.{}", self.version.0, self.version.1)
     }
 
-    /// The architectures that it compiles for: 90 for compute capability 9.0.
+    /// Returns the architectures that NVRTC supports: 90 stands for compute capability 9.0.
     pub fn architectures(&self) -> &[i32] {
         &self.architectures
     }
@@ -84,14 +84,14 @@ impl Nvrtc {
         let mut program = Program { nvrtc: self, handle: ptr::null_mut() };
         let (text, handle) = (source.text.as_ptr(), &raw mut program.handle);
         let (texts, names) = (texts.as_ptr(), names.as_ptr());
-        // SAFETY: all strings are NUL-terminated, both lists have that many, and NVRTC copies them.
+        // SAFETY: all strings are NUL-terminated, both lists have `number` entries, and NVRTC copies them.
         let code = unsafe {
             call_in!(self.library, nvrtc::nvrtcCreateProgram(handle, text, name.as_ptr(), number, texts, names))
         }?;
         check(&self.library, "nvrtcCreateProgram", code)?;
         let options: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();
         let number = c_int::try_from(options.len()).expect("a handful of options");
-        // SAFETY: the program was created, and there are that many NUL-terminated strings.
+        // SAFETY: the program was created, and there are `number` NUL-terminated strings.
         let code =
             unsafe { call_in!(self.library, nvrtc::nvrtcCompileProgram(program.handle, number, options.as_ptr())) }?;
         let log = program.text("nvrtcGetProgramLog", c"nvrtcGetProgramLogSize", c"nvrtcGetProgramLog")?;
@@ -112,29 +112,29 @@ impl Nvrtc {
 /// A program of NVRTC, destroyed when it is dropped.
 struct Program<'a> {
     nvrtc: &'a Nvrtc,
-    /// Null until it was created.
+    /// Null until the program was created.
     handle: nvrtcProgram,
 }
 
 impl Program<'_> {
-    /// One of its results.
+    /// Returns one of the program's results.
     fn bytes(&self, function: &'static str, size: &'static CStr, get: &'static CStr) -> Result<Vec<u8>> {
         let library = &self.nvrtc.library;
         let (size, get) = (library.address(size)?, library.address(get)?);
         let mut len = 0;
-        // SAFETY: the program was created; it writes one number, as the functions of every result do.
+        // SAFETY: the program was created. The function writes one number, as the size functions of all results do.
         let code = unsafe { call_at!(size, nvrtc::nvrtcGetPTXSize(self.handle, &raw mut len)) };
         check(library, function, code)?;
         let mut bytes = vec![0_u8; len];
         if len > 0 {
-            // SAFETY: it writes as many bytes as it said.
+            // SAFETY: the function writes as many bytes as `size` returned.
             let code = unsafe { call_at!(get, nvrtc::nvrtcGetPTX(self.handle, bytes.as_mut_ptr().cast())) };
             check(library, function, code)?;
         }
         Ok(bytes)
     }
 
-    /// As [`Program::bytes`], of a text, which NVRTC ends with a zero byte.
+    /// As [`Program::bytes`], for a text, which NVRTC ends with a zero byte.
     fn text(&self, function: &'static str, size: &'static CStr, get: &'static CStr) -> Result<Vec<u8>> {
         let mut text = self.bytes(function, size, get)?;
         text.truncate(text.iter().position(|byte| *byte == 0).unwrap_or(text.len()));
@@ -145,13 +145,13 @@ impl Program<'_> {
 impl Drop for Program<'_> {
     fn drop(&mut self) {
         if !self.handle.is_null() {
-            // SAFETY: the program was created and is used no more. An error would change nothing.
+            // SAFETY: the program was created and is not used again. An error would change nothing.
             let _ = unsafe { call_in!(self.nvrtc.library, nvrtc::nvrtcDestroyProgram(&raw mut self.handle)) };
         }
     }
 }
 
-/// An error for any code but 0.
+/// Returns an error for any code but 0.
 fn check(library: &Library, function: &'static str, code: Code) -> Result<()> {
     if code == 0 {
         return Ok(());

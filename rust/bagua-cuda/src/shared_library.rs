@@ -1,7 +1,7 @@
 //! Finding and loading one shared library.
 //!
-//! The order: the file that a variable names, and then nothing else; what this process has loaded already; the names by which the
-//! loader knows the library; `nvidia/*/lib` of Python's site-packages, where packages such as torch's put it.
+//! If a variable names a file, only that file is tried. Otherwise the order is: an already loaded library, the names
+//! that the loader knows, and `nvidia/*/lib` in Python's site-packages, where torch's packages put it.
 
 use std::ffi::{CStr, CString, OsStr, c_int, c_void};
 use std::fmt::Write;
@@ -13,29 +13,29 @@ use bagua_core::platform::file_of_library;
 
 use crate::error::{Error, Result};
 
-/// Which library, and where it may be.
+/// A library, and where it may be.
 #[derive(Clone, Copy, Debug)]
 pub struct Search<'a> {
-    /// What errors call it: `libcuda`.
+    /// The library's name in error texts, for example `libcuda`.
     pub library: &'static str,
-    /// Variable that may name a file. It is read elsewhere; here it is for errors.
+    /// The variable that may name a file, for error texts. It is read elsewhere.
     pub variable: &'static str,
-    /// What the variable holds.
+    /// Value of the variable.
     pub file: Option<&'a Path>,
-    /// The loader's names of it, the best first.
+    /// Names of the library for the loader, best first.
     pub names: &'static [&'static CStr],
-    /// Folders that may hold `nvidia/*/lib`.
+    /// Folders that may contain `nvidia/*/lib`.
     pub site_packages: &'a [PathBuf],
 }
 
 impl Search<'_> {
-    /// Loads the first that is found.
+    /// Loads the first library that is found.
     pub fn load(&self) -> Result<Library> {
         if let Some(file) = self.file {
             let library = format!("{} ({}={})", self.library, self.variable, line(file.as_os_str().as_bytes()));
             return Library::at(self.library, file).map_err(|loader| Error::NotLoaded { library, loader });
         }
-        // dlopen knows a library that was loaded from any place by the name that it gives itself.
+        // dlopen finds a loaded library by the name in its header, no matter from where it was loaded.
         if let Some(loaded) =
             self.names.iter().find_map(|name| Library::open(self.library, name, libc::RTLD_NOLOAD).ok())
         {
@@ -57,7 +57,7 @@ impl Search<'_> {
         Err(Error::NotLoaded { library: self.library.to_owned(), loader: said.join("; ") })
     }
 
-    /// The files of these names in `nvidia/*/lib`, those of the best name first.
+    /// Returns the existing files with these names in `nvidia/*/lib`, best name first.
     fn files(&self) -> Vec<PathBuf> {
         let mut folders = Vec::new();
         for site in self.site_packages {
@@ -74,101 +74,100 @@ impl Search<'_> {
     }
 }
 
-/// A loaded library. It is never unloaded: those of CUDA start threads and register exit handlers.
+/// A loaded library. It is never unloaded, because CUDA libraries start threads and register exit handlers.
 #[derive(Debug)]
 pub struct Library {
     /// dlopen's handle, valid until the process ends.
     handle: NonNull<c_void>,
-    /// What errors call it.
+    /// The library's name in error texts.
     name: &'static str,
-    /// The file, as the loader has it.
+    /// The file, as reported by the loader.
     path: PathBuf,
 }
 
-// SAFETY: a handle of dlopen may be used by any thread.
+// SAFETY: any thread may use a handle of dlopen.
 unsafe impl Send for Library {}
-// SAFETY: dlsym may be called by several threads at once.
+// SAFETY: several threads may call dlsym at once.
 unsafe impl Sync for Library {}
 
 impl Library {
-    /// Loads a file. `Err` is what the loader said.
+    /// Loads a file, or returns the loader's message.
     fn at(library: &'static str, file: &Path) -> std::result::Result<Library, String> {
-        // Without a slash dlopen would look for it in the loader's folders.
+        // Without a slash, dlopen would search the loader's folders.
         let relative = !file.as_os_str().as_bytes().contains(&b'/');
         let file = if relative { Path::new(".").join(file) } else { file.to_owned() };
         let name = CString::new(file.as_os_str().as_bytes()).map_err(|_| "its name has a zero byte".to_owned())?;
         Library::open(library, &name, 0)
     }
 
-    /// Loads what dlopen finds by this name, with further flags. `Err` is what the loader said.
+    /// Loads what dlopen finds by this name, with additional flags, or returns the loader's message.
     fn open(library: &'static str, name: &CStr, flags: c_int) -> std::result::Result<Library, String> {
-        // All symbols now: one that is absent would end the process at the call that needs it.
-        // SAFETY: the name is NUL-terminated; the initialisers that run are those of the library that the user or the system chose.
+        // Resolves all symbols now. Otherwise a missing one would end the process in the call that needs it.
+        // SAFETY: the name is NUL-terminated. The initialisers belong to the library that the user or system chose.
         let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL | flags) };
         let handle = NonNull::new(handle).ok_or_else(|| loader_error(name))?;
-        // SAFETY: opened above, and never closed.
+        // SAFETY: the handle was opened above and is never closed.
         let path =
             unsafe { file_of_library(handle) }.unwrap_or_else(|| PathBuf::from(OsStr::from_bytes(name.to_bytes())));
         Ok(Library { handle, name: library, path })
     }
 
-    /// The file, as the loader has it.
+    /// Returns the file, as reported by the loader.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What errors call it: the name and the file.
+    /// Returns the name and file, for error texts.
     pub fn text(&self) -> String {
         format!("{} ({})", self.name, line(self.path.as_os_str().as_bytes()))
     }
 
-    /// The address of a symbol, if the library has it.
+    /// Returns the address of a symbol, if the library has it.
     pub fn symbol(&self, name: &CStr) -> Option<NonNull<c_void>> {
         // SAFETY: the handle is never closed, and the name is NUL-terminated.
         NonNull::new(unsafe { libc::dlsym(self.handle.as_ptr(), name.as_ptr()) })
     }
 
-    /// The address of a symbol.
+    /// Returns the address of a symbol.
     pub(crate) fn address(&self, name: &'static CStr) -> Result<NonNull<c_void>> {
         self.symbol(name).ok_or_else(|| self.lacks(name))
     }
 
-    /// The function of that name, if the library has it.
+    /// Returns the function with that name, if the library has it.
     ///
     /// # Safety
-    ///
-    /// `F` is the function pointer type of the library's function.
+    /// `F` must be the function pointer type of the library's function.
     pub unsafe fn find<F: Copy>(&self, name: &CStr) -> Option<F> {
         const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
         let address = self.symbol(name)?.as_ptr();
-        // SAFETY: F is a function pointer, as the caller promises, of the address's size, as was asserted; the address is not null.
+        // SAFETY: F is a function pointer, guaranteed by the caller, of the address's size, as asserted. The address is
+        // not null.
         Some(unsafe { std::mem::transmute_copy::<*mut c_void, F>(&address) })
     }
 
-    /// The function of that name.
+    /// Returns the function with that name.
     ///
     /// # Safety
-    ///
     /// As [`Library::find`].
     pub unsafe fn function<F: Copy>(&self, name: &'static CStr) -> Result<F> {
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller gives the same guarantee.
         unsafe { self.find(name) }.ok_or_else(|| self.lacks(name))
     }
 
-    /// The error for a function that is absent.
+    /// Returns the error for a missing function.
     pub fn lacks(&self, function: &'static CStr) -> Error {
         Error::NoFunction { library: self.text(), function }
     }
 
-    /// The error for a function that returned a code.
+    /// Returns the error for a function that returned a code.
     pub fn failed(&self, function: &'static str, name: String, code: i32) -> Error {
         Error::Call { library: self.text(), function, name, code }
     }
 }
 
-/// What dlopen said last on this thread.
+/// Returns the last message of dlopen on this thread.
 fn loader_error(name: &CStr) -> String {
-    // SAFETY: dlerror returns null or a text that is valid until this thread's next call of a dl function.
+    // SAFETY: dlerror returns null, or a text that is valid until this thread's next call of a dl function.
     let said = unsafe { libc::dlerror() };
     if said.is_null() {
         return format!("{}: the loader gave no reason", line(name.to_bytes()));
@@ -177,7 +176,7 @@ fn loader_error(name: &CStr) -> String {
     line(unsafe { CStr::from_ptr(said) }.to_bytes())
 }
 
-/// Bytes as one line of text.
+/// Converts bytes to one line of text.
 pub(crate) fn line(bytes: &[u8]) -> String {
     let mut text = String::new();
     for char in String::from_utf8_lossy(bytes).chars() {
@@ -194,7 +193,6 @@ pub(crate) fn line(bytes: &[u8]) -> String {
 mod tests {
     use super::*;
 
-    /// A search for what is nowhere.
     const NOWHERE: Search<'static> = Search {
         library: "libnothing",
         variable: "BAGUA_LIBNOTHING",
@@ -203,7 +201,7 @@ mod tests {
         site_packages: &[],
     };
 
-    /// An empty folder of this test.
+    /// Creates an empty folder for a test.
     fn folder(test: &str) -> PathBuf {
         let folder = std::env::temp_dir().join(format!("bagua-cuda-{}-{test}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
@@ -224,7 +222,7 @@ mod tests {
         let folder = folder("named");
         let empty = folder.join("a\nb.so");
         std::fs::write(&empty, "").unwrap();
-        // The C library is there by its name.
+        // The C library can be found by its name.
         let search = Search { file: Some(&empty), names: &[c"libc.so.6"], ..NOWHERE };
         let text = search.load().unwrap_err().to_string();
         assert!(text.starts_with("libnothing (BAGUA_LIBNOTHING="), "{text}");

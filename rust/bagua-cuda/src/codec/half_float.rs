@@ -1,5 +1,5 @@
-//! `f16` and `bf16`: encoding, combining and decoding are one launch each, for any number of chunks and members. What is not finite is encoded
-//! as such, so no record is of NaN.
+//! `f16` and `bf16`. Encoding, combining and decoding are one launch each, for any number of chunks and members. Values
+//! that are not finite are encoded as such, so no record counts as non-finite.
 //!
 //! Elements of the record's own type are converted too, not copied: as on the host, a signalling NaN becomes quiet.
 
@@ -13,19 +13,17 @@ use crate::context::Context;
 use crate::driver_functions::CUstream;
 use crate::kernels::{Grid, short_name};
 
-/// See the module. With the type of the records' elements, float16 or bfloat16.
+/// The kernels of the codec with records of this type, float16 or bfloat16.
 pub(super) struct HalfKernels(pub(super) DType);
 
-/// Elements in equal chunks.
 struct Parts {
     dtype: DType,
     address: usize,
-    /// From the beginning of a chunk to that of the next one, in elements.
+    /// Distance between the starts of two chunks, in elements.
     step: usize,
 }
 
 impl HalfKernels {
-    /// Bytes of a record of so many elements.
     fn record_len(&self, count: usize) -> usize {
         match self.0 {
             DType::F16 => F16.record_len(count, self.0),
@@ -33,16 +31,16 @@ impl HalfKernels {
         }
     }
 
-    /// The records' elements, from an address on, in chunks of so many.
+    /// Returns the elements of records from an address on, in chunks of `count`.
     fn records(&self, address: usize, count: usize) -> Parts {
         Parts { dtype: self.0, address, step: self.record_len(count) / self.0.size() }
     }
 }
 
-/// Converts chunks of `count` elements into chunks of another type, with zeros behind the elements of each.
+/// Converts chunks of `count` elements to chunks of another type, padded with zeros.
 ///
 /// # Safety
-/// Both are memory of the context's device, which lives and has no other use until the stream has come so far.
+/// As [`Kernels::encode`], for the memory of both.
 unsafe fn convert(
     context: &Context,
     stream: CUstream,
@@ -51,7 +49,7 @@ unsafe fn convert(
     (count, chunks): (usize, usize),
 ) -> Result<u64> {
     let kernel = context.kernel(&format!("convert_{}_{}", short_name(from.dtype), short_name(to.dtype)))?;
-    // Without gaps they are one chunk.
+    // Chunks without gaps are converted as one chunk.
     let all = count * chunks;
     let (count, chunks, from_step, to_step) =
         if from.step == to.step { (all, 1, all, all) } else { (count, chunks, from.step, to.step) };
@@ -59,7 +57,7 @@ unsafe fn convert(
     let grid = Grid::convert(bytes as u64, chunks as u64, context.processors()?);
     let mut arguments =
         [from.address as u64, from_step as u64, to.address as u64, to_step as u64, count as u64, chunks as u64];
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { context.launch(kernel, grid, stream, &mut arguments) }?;
     Ok(1)
 }
@@ -85,7 +83,7 @@ impl Kernels for HalfKernels {
     ) -> Result<u64> {
         let count = from.count / chunks;
         let elements = Parts { dtype: from.dtype, address: from.address, step: count };
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { convert(context, stream, &elements, &self.records(to, count), (count, chunks)) }
     }
 
@@ -99,7 +97,7 @@ impl Kernels for HalfKernels {
     ) -> Result<u64> {
         let count = to.count / chunks;
         let elements = Parts { dtype: to.dtype, address: to.address, step: count };
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { convert(context, stream, &self.records(from, count), &elements, (count, chunks)) }
     }
 
@@ -118,7 +116,7 @@ impl Kernels for HalfKernels {
         let divisor = u64::from((divisor as f32).to_bits());
         let grid = Grid::of_bytes(record, context.processors()?);
         let mut arguments = [from as u64, record, chunks.count as u64, u64::from(ranks), divisor, to as u64];
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { context.launch(kernel, grid, stream, &mut arguments) }?;
         Ok(1)
     }

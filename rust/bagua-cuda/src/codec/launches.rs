@@ -1,4 +1,4 @@
-//! What the kernels of every codec do.
+//! The interface of a codec's kernels.
 
 use bagua_core::collective::Chunks;
 use bagua_core::error::Result;
@@ -10,49 +10,48 @@ use crate::driver_functions::CUstream;
 /// Elements on a device.
 #[derive(Clone, Copy, Debug)]
 pub struct Elements {
-    /// Of the first one.
+    /// Address of the first element.
     pub address: usize,
-    /// How many.
+    /// Number of elements.
     pub count: usize,
-    /// Their type.
+    /// Element type.
     pub dtype: DType,
 }
 
-/// Bytes on a device.
+/// Records on a device.
 #[derive(Clone, Copy, Debug)]
 pub struct Records {
-    /// Of the first one.
+    /// Address of the first byte.
     pub address: usize,
-    /// How many.
+    /// Number of bytes.
     pub len: usize,
 }
 
-/// One launch or several of a codec's.
+/// A step of a codec, which takes one or several launches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CodecStep {
-    /// Elements become records.
+    /// Turns elements into records.
     Encode,
-    /// The records of all members for one chunk become one.
+    /// Combines the records of all members for one chunk into one.
     Combine,
-    /// Records become elements.
+    /// Turns records into elements.
     Decode,
 }
 
-/// The kernels of a codec. What a method of this trait launches is loaded then, if it was not before; the number of launches is
-/// returned.
+/// The kernels of a codec. Methods load the kernels that they launch if necessary, and return the number of launches.
 pub(crate) trait Kernels: Send + Sync {
-    /// The names of those that a part of the work needs.
+    /// Returns the names of the kernels that a step needs.
     fn names(&self, part: CodecStep, dtype: DType) -> Vec<String>;
 
-    /// Encodes elements, at least one, in equal chunks. The number (u32) at the address `nonfinite`, if that is not 0, becomes larger by the
-    /// records that are of NaN, as the codec counts them.
+    /// Encodes at least one element, in equal chunks. Unless `nonfinite` is 0, adds the number of non-finite records,
+    /// as the codec counts them, to the u32 at that address.
     ///
     /// # Safety
-    /// The elements, the records' bytes from `to` on, and the number, are memory of the context's device, which lives and has no other use until the
-    /// stream has come so far; the elements are aligned to their type.
+    /// Elements, records and that number must be memory of the context's device that stays allocated, and is not used
+    /// otherwise, until the work on the stream is done. The elements must be aligned to their type.
     ///
     /// # Errors
-    /// `Unavailable` without NVRTC; `Device`.
+    /// `Unavailable` without NVRTC, and `Device`.
     unsafe fn encode(
         &self,
         context: &Context,
@@ -63,10 +62,10 @@ pub(crate) trait Kernels: Send + Sync {
         nonfinite: usize,
     ) -> Result<u64>;
 
-    /// Decodes records into elements, at least one, in equal chunks.
+    /// Decodes records into at least one element, in equal chunks.
     ///
     /// # Safety
-    /// As [`Kernels::encode`], with the records' bytes from `from` on.
+    /// As [`Kernels::encode`], with the records from `from` on.
     ///
     /// # Errors
     /// As [`Kernels::encode`].
@@ -79,12 +78,12 @@ pub(crate) trait Kernels: Send + Sync {
         chunks: usize,
     ) -> Result<u64>;
 
-    /// The records of all members become one, as [`bagua_core::collective::DeviceCodec::combine`] says: at the first of the two addresses that
-    /// come last. The second one is that of the number, as in [`Kernels::encode`].
+    /// Combines the records of all members into one: see [`bagua_core::collective::DeviceCodec::combine`]. The last
+    /// argument is the address of the result and, as in [`Kernels::encode`], of the number of non-finite records.
     ///
     /// # Safety
-    /// There are a record of each member from `from` on, and room for one at the first of the other addresses, in memory of the context's device,
-    /// which lives and has no other use until the stream has come so far. Both are aligned to 16 bytes.
+    /// As [`Kernels::encode`], for one record of each member from `from` on, and for the result, all aligned to 16
+    /// bytes.
     ///
     /// # Errors
     /// As [`Kernels::encode`].

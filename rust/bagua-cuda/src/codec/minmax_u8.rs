@@ -10,7 +10,7 @@ use crate::driver_functions::CUstream;
 use crate::kernels::{Decode, Encode, Mean, short_name};
 use crate::memory::Scratch;
 
-/// See the module.
+/// The kernels of the codec.
 pub(super) struct MinMaxU8Kernels;
 
 impl Kernels for MinMaxU8Kernels {
@@ -40,7 +40,7 @@ impl Kernels for MinMaxU8Kernels {
         let ranges = Scratch::new(context, ranges, stream)?;
         let found = ranges.address() as u64;
         let mut arguments = [from.address as u64, count, chunks, found, to as u64, nonfinite as u64];
-        // SAFETY: the caller's promise for both arrays; the ranges are as many as the launches ask for, and freed on the stream behind them.
+        // SAFETY: guaranteed by the caller. The ranges are as large as the launches need, and are freed after them.
         unsafe {
             context.launch(range, grid, stream, &mut arguments[..4])?;
             context.launch(encode, grid, stream, &mut arguments)?;
@@ -61,7 +61,7 @@ impl Kernels for MinMaxU8Kernels {
         let count = (to.count / chunks) as u64;
         let Decode { tiles, grid } = Decode::new(to.dtype, count, chunks as u64, context.processors()?);
         let mut arguments = [from as u64, count, chunks as u64, tiles, to.address as u64];
-        // SAFETY: the caller's promise for both arrays.
+        // SAFETY: the caller guarantees both arrays.
         unsafe { context.launch(decode, grid, stream, &mut arguments) }?;
         Ok(1)
     }
@@ -86,7 +86,7 @@ impl Kernels for MinMaxU8Kernels {
         let ranges = Scratch::new(context, sizes.ranges, stream)?;
         let divisor = u64::from((divisor as f32).to_bits());
         let (values, found) = (tables.address() as u64, ranges.address() as u64);
-        // SAFETY: the caller's promise; tables and ranges are as large as the launches ask for, and freed on the stream behind them.
+        // SAFETY: guaranteed by the caller. Tables and ranges are as large as needed, and are freed after the launches.
         unsafe {
             context.launch(make_tables, sizes.tables, stream, &mut [from, count, values])?;
             let ranks = u64::from(ranks);

@@ -1,6 +1,6 @@
-//! Codecs on arrays of a device, whose records are those of the core's, byte for byte: one file per codec.
+//! Codecs on arrays of a device. Their records have the same bytes as the core's. One file per codec.
 //!
-//! Everything is put on the caller's stream, so that what the caller puts there afterwards sees the result.
+//! All work is put on the caller's stream, so later work on that stream sees the result.
 
 mod half_float;
 mod launches;
@@ -16,7 +16,7 @@ use bagua_core::types::DType;
 use crate::context::Context;
 use crate::device::OperationDevice;
 
-/// The kernels of a codec; `None` where it has none.
+/// Returns the kernels of a codec, or `None` if it has none.
 pub(crate) fn kernels_of(codec: &dyn Codec) -> Option<Box<dyn Kernels>> {
     match codec.name() {
         "minmax_u8" => Some(Box::new(minmax_u8::MinMaxU8Kernels)),
@@ -26,16 +26,16 @@ pub(crate) fn kernels_of(codec: &dyn Codec) -> Option<Box<dyn Kernels>> {
     }
 }
 
-/// Loads the kernels that parts of the work need.
+/// Loads the kernels that these steps need.
 ///
 /// # Errors
-/// `Unavailable` that names NVRTC where that is absent or fails; `Device`.
+/// `Unavailable` if NVRTC is missing or fails, and `Device`.
 pub(crate) fn load(kernels: &dyn Kernels, context: &Context, dtype: DType, parts: &[CodecStep]) -> Result<()> {
     let mut names = parts.iter().flat_map(|part| kernels.names(*part, dtype));
     names.try_for_each(|name| context.kernel(&name).map(drop))
 }
 
-/// Refuses codecs that have no kernels.
+/// Checks that a codec has kernels.
 ///
 /// # Errors
 /// `NotImplemented` with the codec's name.
@@ -46,20 +46,21 @@ pub fn check(codec: &dyn Codec) -> Result<()> {
 fn found(codec: &dyn Codec) -> Result<Box<dyn Kernels>> {
     kernels_of(codec).ok_or_else(|| {
         Error::NotImplemented(format!(
-            "codec {} on CUDA arrays: of the codecs only minmax_u8, f16 and bf16 run on a device; encode a copy on the host",
+            "codec {} does not run on CUDA arrays (only minmax_u8, f16 and bf16 do); encode a copy on the host",
             codec.name()
         ))
     })
 }
 
-/// Encodes elements in `chunks` equal parts with a record each. Never waits for the device.
+/// Encodes elements in `chunks` equal parts, with one record each. Never waits for the device.
 ///
 /// # Safety
-/// Both are memory of the call's device, which lives and has no other use until [`OperationDevice::keep`] lets go of what is kept then.
+/// Both must be memory of the call's device that stays allocated, and is not used otherwise, until an object that is
+/// passed to [`OperationDevice::keep`] afterwards is dropped.
 ///
 /// # Errors
-/// As [`check`]; `InvalidArgument` unless `chunks` divides the elements, for records of another length, for memory that overlaps or elements
-/// that are not aligned; `Unavailable` without NVRTC; `Device`.
+/// As [`check`]; `InvalidArgument` if `chunks` does not divide the elements, the records have another length, the
+/// memory overlaps or the elements are not aligned; `Unavailable` without NVRTC; `Device`.
 pub unsafe fn encode(
     place: &OperationDevice,
     codec: &dyn Codec,
@@ -75,7 +76,7 @@ pub unsafe fn encode(
     let lane_device = place.lane_device();
     let context = lane_device.context();
     load(&*kernels, context, from.dtype, &[CodecStep::Encode])?;
-    // SAFETY: the caller's promise for both arrays, whose sizes were checked.
+    // SAFETY: the caller guarantees both arrays. Their sizes were checked.
     place.on_stream(|stream| unsafe { kernels.encode(context, stream, from, chunks, to.address, 0) }.map(drop))
 }
 
@@ -101,7 +102,7 @@ pub unsafe fn decode(
     let lane_device = place.lane_device();
     let context = lane_device.context();
     load(&*kernels, context, to.dtype, &[CodecStep::Decode])?;
-    // SAFETY: the caller's promise for both arrays, whose sizes were checked.
+    // SAFETY: the caller guarantees both arrays. Their sizes were checked.
     place.on_stream(|stream| unsafe { kernels.decode(context, stream, from.address, to, chunks) }.map(drop))
 }
 
@@ -109,11 +110,11 @@ fn check_memory(codec: &dyn Codec, elements: Elements, chunks: usize, records: R
     let Elements { address, count, dtype } = elements;
     let expected = chunks::records_len(codec, dtype, count, chunks)?;
     if records.len != expected {
-        let text = format!("{} bytes for the records of {count} elements, which have {expected}", records.len);
+        let text = format!("the records of {count} elements have {expected} bytes, not {}", records.len);
         return Err(Error::InvalidArgument(text));
     }
     if count > 0 && !address.is_multiple_of(dtype.size()) {
-        let text = format!("elements of {} at address {address:#x}, which is not aligned to them", dtype.name());
+        let text = format!("the {} elements at address {address:#x} are not aligned to their size", dtype.name());
         return Err(Error::InvalidArgument(text));
     }
     let (end, end_of_records) = (address + count * dtype.size(), records.address + records.len);
