@@ -1,4 +1,4 @@
-//! Which collective the ranks of a lane choose for arrays on devices, from one record per rank: the same on all of them.
+//! The choice among collectives for arrays on devices. It depends only on one record per rank, so all ranks agree.
 
 use bagua_core::error::{Error, Result};
 
@@ -6,35 +6,34 @@ use crate::device::Requested;
 use crate::lane_state::{Choice, HIER, STAGED};
 use crate::nccl::version_text;
 
-/// Name of the collective by NCCL.
+/// Name of the collective that uses NCCL.
 pub(crate) const NCCL: &str = "nccl";
 
-/// The oldest NCCL that lets several ranks use one device, where NCCL_MULTI_RANK_GPU_ENABLE=1 is set.
+/// The oldest NCCL that lets several ranks use one device if NCCL_MULTI_RANK_GPU_ENABLE=1 is set.
 const SEVERAL: i32 = 23000;
 
-/// Bytes of the record that each rank sends: a whole number of elements of any type.
+/// Size in bytes of the record that each rank sends: a whole number of elements of any type.
 pub(crate) const RECORD: usize = 512;
 
-/// Where the reason begins in a record.
+/// Offset of the reason in a record.
 const REASON: usize = 32;
 
-/// What the record of a rank says.
+/// The content of a rank's record.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Candidate {
-    /// The collective that its caller requests.
+    /// The collective that the rank's caller requests.
     pub(crate) requested: Requested,
-    /// The version of its NCCL, as that counts; 0 where it cannot be used.
+    /// The number of the rank's NCCL version, or 0 if NCCL cannot be used.
     pub(crate) nccl: i32,
-    /// `NCCL_MULTI_RANK_GPU_ENABLE=1`.
+    /// True if `NCCL_MULTI_RANK_GPU_ENABLE=1` is set.
     pub(crate) several: bool,
-    /// Identifier of its device.
     pub(crate) uuid: Option<[u8; 16]>,
-    /// Why NCCL cannot be used, in one line.
+    /// The reason why NCCL cannot be used, in one line.
     pub(crate) reason: String,
 }
 
 impl Candidate {
-    /// For the other ranks. A reason that is too long is cut off.
+    /// Encodes the record for the other ranks. A reason that is too long is cut off.
     pub(crate) fn to_record(&self) -> [u8; RECORD] {
         let mut record = [0; RECORD];
         record[0] = self.requested as u8;
@@ -50,7 +49,7 @@ impl Candidate {
         record
     }
 
-    /// Of a record, of [`RECORD`] bytes.
+    /// Decodes a record of [`RECORD`] bytes.
     pub(crate) fn from_record(record: &[u8]) -> Candidate {
         let bytes = |at: usize| <[u8; 16]>::try_from(&record[at..at + 16]).expect("sixteen");
         let version = <[u8; 4]>::try_from(&record[4..8]).expect("four");
@@ -65,18 +64,17 @@ impl Candidate {
     }
 }
 
-/// Where the ranks of a group are.
 pub(crate) struct Hosts<'a> {
     /// The ranks of each host.
     pub(crate) ranks: &'a [Vec<usize>],
-    /// The host's collective works inside hosts first, and between them then.
+    /// True if the host's collective works first inside hosts and then between them.
     pub(crate) hierarchical: bool,
 }
 
-/// What all ranks choose.
+/// Returns the choice of all ranks.
 ///
 /// # Errors
-/// `Unavailable` where the ranks request different collectives, or one that they cannot use.
+/// `Unavailable` if the ranks request different collectives, or one that they cannot use.
 pub(crate) fn choose(candidates: &[Candidate], hosts: &Hosts<'_>) -> Result<Choice> {
     let requested = candidates[0].requested;
     if let Some(rank) = candidates.iter().position(|candidate| candidate.requested != requested) {
@@ -102,7 +100,7 @@ pub(crate) fn choose(candidates: &[Candidate], hosts: &Hosts<'_>) -> Result<Choi
     }
 }
 
-/// What ranks choose by themselves that NCCL cannot serve in one communicator, for a `reason`.
+/// Returns the automatic choice of ranks that one NCCL communicator cannot serve. `reason` says why not.
 fn without_one_communicator(candidates: &[Candidate], hosts: &Hosts<'_>, reason: &str) -> Choice {
     let why = format!("auto: {reason}");
     let several = || hosts.ranks.iter().filter(|host| host.len() > 1);
@@ -119,7 +117,7 @@ fn without_one_communicator(candidates: &[Candidate], hosts: &Hosts<'_>, reason:
             let why = format!("{why}; nccl inside the {number} hosts, staged between");
             Choice { collective: HIER, why }
         }
-        // It may be the reason against one communicator of all ranks.
+        // May be the same reason as for all ranks.
         Some(same) if same == reason => Choice { collective: STAGED, why },
         Some(other) => Choice { collective: STAGED, why: format!("{why}; {other}") },
     }
@@ -129,7 +127,7 @@ fn wanted(requested: Requested) -> String {
     format!("BAGUA_CUDA_COLLECTIVE={}", requested.name())
 }
 
-/// Why NCCL cannot serve these ranks, which are those of `hosts`; `None` where it can.
+/// Returns the reason why NCCL cannot serve these ranks, which are on `hosts`, or `None` if it can.
 fn why_not_nccl(candidates: &[Candidate], ranks: &[usize], hosts: &[Vec<usize>]) -> Option<String> {
     let on = |rank: usize| if candidates.len() > 1 { format!(" (rank {rank} of the group)") } else { String::new() };
     let first = ranks[0];
@@ -195,7 +193,7 @@ mod tests {
         assert_eq!(on_one_host(&[able(0), able(1)]).unwrap(), ("nccl", "auto: NCCL 2.27.3 on all ranks".to_owned()));
         let (collective, why) = on_one_host(&[able(0), able(1), able(0)]).unwrap();
         assert_eq!((collective, &*why), ("staged", "auto: ranks 0 and 2 of the group have the same device"));
-        // The same device number on two hosts is two devices.
+        // The same device number on two hosts stands for two devices.
         assert_eq!(over(&[able(0), able(0)], &[vec![0], vec![1]]).unwrap().0, "nccl");
         let unknown = Candidate { uuid: None, ..able(0) };
         assert_eq!(on_one_host(&[unknown.clone(), able(1)]).unwrap().0, "staged");
@@ -229,7 +227,7 @@ mod tests {
 
     const TWO_AND_TWO: [[usize; 2]; 2] = [[0, 1], [2, 3]];
 
-    /// Whether ranks of two hosts of two that want no particular collective choose NCCL inside hosts, and why.
+    /// Returns true if the ranks of two hosts with two ranks each choose NCCL inside hosts, and the reason.
     fn inside_hosts(candidates: &[Candidate]) -> (bool, String) {
         let (collective, why) = over(candidates, &TWO_AND_TWO.map(Vec::from)).unwrap();
         assert!(["hier", "staged"].contains(&collective), "{collective}");
@@ -266,7 +264,7 @@ mod tests {
         assert!(!inside && why.ends_with("; ranks 2 and 3 of the group have the same device"), "{why}");
         (twins[2].several, twins[3].several) = (true, true);
         assert!(inside_hosts(&twins).0);
-        // The version of the other host does not matter, that of this one does.
+        // Versions must agree inside a host, but may differ between hosts.
         (twins[2].nccl, twins[3].nccl) = (22900, 22900);
         assert!(!inside_hosts(&twins).0);
     }

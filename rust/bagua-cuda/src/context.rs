@@ -1,4 +1,4 @@
-//! The primary context of a device: retained once per process, and made current around calls only.
+//! The primary context of a device. It is retained once per process, and current only around calls.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::marker::PhantomData;
@@ -13,52 +13,51 @@ use crate::driver_functions::{Api, CAPTURE_IMPLICIT, CUstream, call, checked};
 use crate::loaded_kernels::Kernels;
 use crate::nccl::Source;
 
-/// What an address is.
+/// The kind of memory at an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Memory {
     /// Memory of the device with this number.
     Device(i32),
     /// Managed memory, which moves between host and devices.
     Managed,
-    /// Not memory of a device.
+    /// Any other memory.
     Other,
 }
 
-/// The primary context of one device. It is never released: torch and the user's own code may use it as long as the process lives.
+/// The primary context of a device. It is never released, because torch and the user's code may use it until the end.
 pub struct Context {
     api: Arc<Api>,
-    /// Number of the device.
     device: i32,
     handle: CUcontext,
-    /// The greatest priority of its streams.
+    /// The greatest priority of the device's streams.
     priority: c_int,
     kernels: Kernels,
-    /// Identifiers of all devices of this process, by number, where the driver reports them.
+    /// Identifiers of all devices of this process, by device number, if the driver reports them.
     uuids: Vec<Option<[u8; 16]>>,
-    /// Set with the first use of the device.
+    /// Set when the device is first used.
     nccl: OnceLock<Source>,
 }
 
-// SAFETY: a context may be made current on any thread, on several at once.
+// SAFETY: a context may be current on several threads at once.
 unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
 
-/// The context is current on this thread until this is dropped; the one before is current again then.
+/// Keeps the context current on this thread. Dropping it makes the previous context current again.
 #[must_use]
 pub(crate) struct Entered<'a> {
     context: &'a Context,
     /// The thread's capture mode before.
     mode: c_int,
-    /// It must be dropped on the thread that made it.
+    /// Must be dropped on the thread that created it.
     thread: PhantomData<*mut ()>,
 }
 
 impl Context {
-    /// The primary context of a device, created by this call if no other library has done so.
+    /// Retains the primary context of a device, and creates it if no other library has done so.
     pub(crate) fn retain(api: &Arc<Api>, device: i32, uuids: Vec<Option<[u8; 16]>>) -> Result<Arc<Context>> {
         let mut handle: CUcontext = ptr::null_mut();
-        // SAFETY: it writes one handle; device numbers are checked by the driver.
+        // SAFETY: the function writes one handle. The driver checks the device number.
         let code = unsafe { call!(api, cuDevicePrimaryCtxRetain(&raw mut handle, device)) };
         api.check(device, symbol!(cuDevicePrimaryCtxRetain), code)?;
         let mut context = Context {
@@ -73,7 +72,7 @@ impl Context {
         let (mut least, mut greatest) = (0, 0);
         {
             let entered = context.enter()?;
-            // SAFETY: it writes two ints, of the current context.
+            // SAFETY: the function writes two ints, and uses the current context.
             unsafe { checked!(context, cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest)) }?;
             drop(entered);
         }
@@ -81,22 +80,22 @@ impl Context {
         Ok(Arc::new(context))
     }
 
-    /// Number of the device.
+    /// Returns the number of the device.
     pub fn device(&self) -> i32 {
         self.device
     }
 
-    /// Its identifier, equal in all processes; `None` where the driver does not report it.
+    /// Returns the device's identifier, which is the same in all processes, or `None` if the driver does not report it.
     pub(crate) fn uuid(&self) -> Option<[u8; 16]> {
         usize::try_from(self.device).ok().and_then(|number| *self.uuids.get(number)?)
     }
 
-    /// Says where NCCL is. The first that is said holds.
+    /// Sets the source of NCCL. Later calls have no effect.
     pub fn find_nccl_with(&self, source: Source) {
         let _ = self.nccl.set(source);
     }
 
-    /// Where NCCL is; `None` before [`Context::find_nccl_with`].
+    /// Returns the source of NCCL, or `None` before [`Context::find_nccl_with`].
     pub(crate) fn nccl(&self) -> Option<&Source> {
         self.nccl.get()
     }
@@ -105,45 +104,43 @@ impl Context {
         &self.api
     }
 
-    /// The kernels that were loaded.
     pub(crate) fn kernels(&self) -> &Kernels {
         &self.kernels
     }
 
-    /// The greatest priority of its streams.
     pub(crate) fn priority(&self) -> c_int {
         self.priority
     }
 
-    /// Makes the context current. Meanwhile calls of this thread disturb no capture of another stream.
+    /// Makes the context current. Until the result is dropped, calls of this thread do not disturb captures of streams.
     pub(crate) fn enter(&self) -> Result<Entered<'_>> {
         if !self.api.is_of_this_process() {
-            return Err(Error::other("this process was forked from the one that uses CUDA, and has none itself"));
+            return Err(Error::other("CUDA cannot be used in a forked child of the process that initialised it"));
         }
         // SAFETY: the context is retained.
         unsafe { checked!(self, cuCtxPushCurrent_v2(self.handle)) }?;
         let mut entered = Entered { context: self, mode: -1, thread: PhantomData };
         let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_int;
-        // SAFETY: it reads and writes one int.
+        // SAFETY: the function reads and writes one int.
         unsafe { checked!(self, cuThreadExchangeStreamCaptureMode((&raw mut mode).cast())) }?;
         entered.mode = mode;
         Ok(entered)
     }
 
-    /// An error for any code but 0.
+    /// Returns an error for any code but 0.
     pub(crate) fn check(&self, function: &std::ffi::CStr, code: c_int) -> Result<()> {
         self.api.check(self.device, function, code)
     }
 
-    /// Refuses streams that are being captured into a graph; asks nothing of their captures.
+    /// Checks that no stream is being captured into a graph, without affecting captures.
     ///
     /// # Errors
-    /// `NotImplemented` for a stream that is being captured, or the legacy stream while one that is ordered with it is.
+    /// `NotImplemented` if one is, or for the legacy stream if a stream that is ordered with it is being captured.
     pub fn refuse_capture(&self, streams: &[usize]) -> Result<()> {
         let _entered = self.enter()?;
         for stream in streams {
             let mut status: c_int = 0;
-            // SAFETY: the caller names a stream of this context; it writes one int.
+            // SAFETY: the caller names a stream of this context. The function writes one int.
             let code = unsafe { call!(self.api, cuStreamIsCapturing(*stream as _, (&raw mut status).cast())) };
             if code == CAPTURE_IMPLICIT || (code == 0 && status != 0) {
                 let text = "a collective operation on a stream that is being captured into a CUDA graph";
@@ -154,56 +151,57 @@ impl Context {
         Ok(())
     }
 
-    /// So many bytes of the device, which are there for work behind this on the stream: their address.
+    /// Allocates bytes of the device for later work on the stream, and returns their address.
     pub(crate) fn allocate(&self, bytes: usize, stream: CUstream) -> Result<usize> {
         let _entered = self.enter()?;
         let mut address: CUdeviceptr = 0;
-        // SAFETY: it writes one address, of the current context's device; the stream is the caller's or one of ours.
+        // SAFETY: the function writes one address. The current context and the stream belong to this device.
         unsafe { checked!(self, cuMemAllocAsync(&raw mut address, bytes.max(1), stream as _)) }?;
         Ok(address as usize)
     }
 
-    /// Frees what [`Context::allocate`] has returned, when the stream has come so far.
+    /// Frees memory from [`Context::allocate`] after the work that is on the stream now.
     ///
     /// # Safety
-    /// Nothing that is enqueued later uses it, on this stream or another.
+    /// No work that is queued later may use the memory, on this stream or another.
     pub(crate) unsafe fn free(&self, address: usize, stream: CUstream) -> Result<()> {
         let _entered = self.enter()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { checked!(self, cuMemFreeAsync(address as CUdeviceptr, stream as _)) }
     }
 
     /// Sets bytes of the device to 0, on a stream.
     ///
     /// # Safety
-    /// They are `bytes` of this device's memory, which live and have no other use until the stream has come so far.
+    /// As [`Context::copy`].
     pub(crate) unsafe fn clear(&self, at: usize, bytes: usize, stream: CUstream) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
         let _entered = self.enter()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { checked!(self, cuMemsetD8Async(at as CUdeviceptr, 0, bytes, stream as _)) }
     }
 
     /// Copies within the device, on a stream.
     ///
     /// # Safety
-    /// Both are `bytes` of this device's memory, which live and have no other use until the stream has come so far.
+    /// Both ranges must be memory of this device that stays allocated, and is not used
+    /// otherwise, until the work on the stream is done.
     pub unsafe fn copy(&self, to: usize, from: usize, bytes: usize, stream: usize) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
         let _entered = self.enter()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { checked!(self, cuMemcpyDtoDAsync_v2(to as CUdeviceptr, from as CUdeviceptr, bytes, stream as _)) }
     }
 }
 
-/// What an address is. Needs some context: the current one, or else `fallback`'s.
+/// Returns the kind of memory at an address. Needs a context: uses the current one, or `fallback`'s if there is none.
 pub(crate) fn memory_at(api: &Api, address: usize, fallback: impl FnOnce() -> Result<Arc<Context>>) -> Result<Memory> {
     let mut current: CUcontext = ptr::null_mut();
-    // SAFETY: it writes one handle.
+    // SAFETY: the function writes one handle.
     let code = unsafe { call!(api, cuCtxGetCurrent(&raw mut current)) };
     api.check(0, c"cuCtxGetCurrent", code)?;
     let fallback = if current.is_null() { Some(fallback()?) } else { None };
@@ -215,7 +213,7 @@ pub(crate) fn memory_at(api: &Api, address: usize, fallback: impl FnOnce() -> Re
         CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
     ];
     let mut answers: [*mut c_void; 3] = [(&raw mut kind).cast(), (&raw mut managed).cast(), (&raw mut ordinal).cast()];
-    // SAFETY: three attributes, whose answers have 4 bytes each at most.
+    // SAFETY: the answer to each of the three attributes has at most 4 bytes.
     let code = unsafe {
         call!(api, cuPointerGetAttributes(3, wanted.as_mut_ptr(), answers.as_mut_ptr(), address as CUdeviceptr))
     };
@@ -236,13 +234,13 @@ impl std::fmt::Debug for Context {
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
         let api = self.context.api();
-        // What goes wrong here went wrong before: the next call says so.
+        // An error here follows from an earlier one, which the next call reports.
         if self.mode >= 0 {
-            // SAFETY: it reads and writes one int.
+            // SAFETY: the function reads and writes one int.
             unsafe { call!(api, cuThreadExchangeStreamCaptureMode((&raw mut self.mode).cast())) };
         }
         let mut popped: CUcontext = ptr::null_mut();
-        // SAFETY: it writes one handle, of the context that `enter` pushed on this thread.
+        // SAFETY: the function writes one handle, of the context that `enter` pushed on this thread.
         unsafe { call!(api, cuCtxPopCurrent_v2(&raw mut popped)) };
     }
 }

@@ -1,5 +1,4 @@
-//! A device as the core knows it: one value per operation or bucket, which also says when an operation may begin on the device and when it is
-//! done.
+//! A device for the core, one value per operation or bucket. It knows when the operation may start and when it is done.
 
 use std::any::Any;
 use std::ptr::NonNull;
@@ -16,10 +15,10 @@ use crate::driver_functions::before_anything_began;
 use crate::event::Event;
 use crate::lane_state::{Copier, LaneDevice, Use, wait_until_reached};
 
-/// Kind of a CUDA device in fingerprints: DLPack's number.
+/// Kind of a CUDA device in fingerprints, as numbered by DLPack.
 pub const KIND: u8 = 2;
 
-/// The legacy stream, by DLPack's number.
+/// The legacy stream, as numbered by DLPack.
 const LEGACY: usize = 1;
 
 coded! {
@@ -34,59 +33,57 @@ coded! {
     }
 }
 
-/// How far the device's part of an operation has come, as the communication thread knows it.
+/// A state of the operation on the device: no work was started.
 const NOTHING_BEGAN: u8 = 0;
-/// [`OperationDevice::done`] was recorded behind all copies.
+/// A state of the operation on the device: [`OperationDevice::done`] was recorded behind all copies.
 const RECORDED: u8 = 1;
-/// It could not be: when the device is done is unknown.
+/// A state of the operation on the device: recording `done` failed, so it is unknown when the device is done.
 const LOST: u8 = 2;
 
-/// What comes before the next operation.
+/// State that is set before the next operation.
 #[derive(Default)]
 struct Marks {
-    /// Recorded on streams: the operation begins after them. Those that were marked say on which stream.
+    /// Events that the operation waits for. If tensors were marked, with the stream on which they were.
     start: Vec<(Option<usize>, Arc<Event>)>,
-    /// Events that were waited for, to be recorded again.
+    /// Events that were waited for and can be recorded again.
     spare: Vec<Arc<Event>>,
-    /// What must live until the device is done with the operation.
+    /// Objects to keep until the device is done with the operation.
     kept: Vec<Box<dyn Any + Send>>,
 }
 
-/// The device of one operation, or of the tensors of a bucket.
+/// The device of an operation, or of the tensors of a bucket.
 pub struct OperationDevice {
     name: String,
-    /// What the lane has that runs the operations. A bucket's changes with its engine.
+    /// State of the lane that runs the operations. A bucket's changes with its engine.
     lane_device: Mutex<Arc<LaneDevice>>,
-    /// Of a bucket: what the engine has that it is being registered with.
+    /// For a bucket that is being registered: the state of the new engine's lane.
     next_lane_device: Mutex<Option<Arc<LaneDevice>>>,
     /// The collective that the caller requests.
     pub(crate) requested: Requested,
-    /// The caller's stream.
     stream: usize,
     /// Other streams that have work on the arrays.
     producers: Vec<usize>,
     marks: Mutex<Marks>,
-    /// Recorded behind the operation's last copy; made when it is needed.
+    /// Recorded behind the operation's last copy. Created when it is needed.
     done: Mutex<Option<Arc<Event>>>,
     state: AtomicU8,
-    /// Of a bucket: who has the tensors.
+    /// For a bucket: the owner of the tensors.
     owner: Mutex<Vec<Box<dyn Any + Send>>>,
-    /// Why the device's part failed after the host's part was over.
+    /// Set if the operation fails on the device after its call has returned.
     failure: Arc<OnceLock<Error>>,
-    /// The ranks compare their calls before anything is put on the device: `BAGUA_CUDA_CHECK`.
+    /// True if the ranks compare their calls before putting work on the device: `BAGUA_CUDA_CHECK`.
     pub(crate) check: bool,
-    /// Of a bucket: number of its last registration with an engine, of all in this process; 0 before the first.
+    /// For a bucket: number of its last registration with an engine, counted over the process. 0 before the first.
     registration: AtomicU64,
 }
 
-/// Registrations of buckets in this process.
 static REGISTRATIONS: AtomicU64 = AtomicU64::new(0);
 
 impl OperationDevice {
-    /// The device of an operation that begins after the work of `stream` and of `producers`, and that `stream` is ordered after by default.
+    /// Creates the device of an operation that starts after the work of `stream` and `producers`.
     ///
     /// # Errors
-    /// `NotImplemented` for a stream that is being captured; `Device`.
+    /// `NotImplemented` for a stream that is being captured, and `Device`.
     pub fn new(
         lane_device: &Arc<LaneDevice>,
         requested: Requested,
@@ -100,7 +97,7 @@ impl OperationDevice {
         Ok(OperationDevice::unused(lane_device, requested, (stream, producers), Some(done), Vec::new()))
     }
 
-    /// The device of a bucket's tensors, which `owner` has: it is dropped when the device is done with them. Touches nothing of the device.
+    /// Creates the device of a bucket's tensors, without using it yet. Drops `owner` when the device is done with them.
     pub fn of_bucket(
         lane_device: &Arc<LaneDevice>,
         requested: Requested,
@@ -109,7 +106,7 @@ impl OperationDevice {
         OperationDevice::unused(lane_device, requested, (LEGACY, Vec::new()), None, vec![owner])
     }
 
-    /// One on which nothing has begun.
+    /// Creates a device on which no operation was started.
     fn unused(
         lane_device: &Arc<LaneDevice>,
         requested: Requested,
@@ -134,39 +131,39 @@ impl OperationDevice {
         }
     }
 
-    /// The same; with `check`, all ranks compare their calls over the host first.
+    /// Sets if all ranks first compare their calls over the host.
     #[must_use]
     pub fn checked(mut self, check: bool) -> OperationDevice {
         self.check = check;
         self
     }
 
-    /// Of a bucket: number of its last registration; `None` for operations.
+    /// Returns the number of the bucket's last registration, or `None` for operations.
     pub(crate) fn registration(&self) -> Option<u64> {
         Some(self.registration.load(Ordering::Relaxed)).filter(|number| *number != 0)
     }
 
-    /// What its lane has on the device.
+    /// Returns the state of the lane on the device.
     pub fn lane_device(&self) -> Arc<LaneDevice> {
         Arc::clone(&lock(&self.lane_device))
     }
 
-    /// Of a bucket: the lane of the next registration has this on the device.
+    /// For a bucket: sets the lane state that the next registration uses.
     pub fn move_to(&self, lane_device: Arc<LaneDevice>) {
         *lock(&self.next_lane_device) = Some(lane_device);
     }
 
-    /// Of a bucket: `what` lives as long as the owner of its tensors.
+    /// For a bucket: keeps `what` as long as the owner of its tensors.
     pub fn keep_always(&self, what: Box<dyn Any + Send>) {
         lock(&self.owner).push(what);
     }
 
-    /// Of a bucket: `what` lives until the device is done with the communication that comes next, or that runs.
+    /// For a bucket: keeps `what` until the device is done with the current or next communication.
     pub fn keep_marked(&self, what: Box<dyn Any + Send>) {
         lock(&self.marks).kept.push(what);
     }
 
-    /// The operation begins after what the streams have now. On the calling thread, which never waits for the device.
+    /// Makes the operation start after the work that is on the streams now. Never waits for the device.
     ///
     /// # Errors
     /// `Device`.
@@ -182,7 +179,7 @@ impl OperationDevice {
         Ok(())
     }
 
-    /// The caller's stream begins after what the producers' streams have now, so that work may be put on it before `start`.
+    /// Makes the caller's stream wait for the work that is on the producers' streams now.
     ///
     /// # Errors
     /// `Device`.
@@ -200,39 +197,37 @@ impl OperationDevice {
     /// # Safety
     /// As [`crate::context::Context::copy`].
     pub unsafe fn copy(&self, to: usize, from: usize, bytes: usize) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.lane_device().context().copy(to, from, bytes, self.stream) }
     }
 
-    /// Puts work on the caller's stream, behind that of its producers, and marks its end on the device.
+    /// Puts work on the caller's stream after the work of the producers, and marks its end on the device.
     ///
     /// # Errors
-    /// Those of `work`, and `Device`.
+    /// The errors of `work`, and `Device`.
     pub(crate) fn on_stream(&self, work: impl FnOnce(usize) -> Result<()>) -> Result<()> {
         self.follow_producers()?;
         let outcome = work(self.stream);
-        // Also after an error: some of the work may be there.
+        // Recorded even after an error, because some of the work may be on the stream.
         let recorded = self.done().and_then(|done| done.record(self.stream));
         self.ended(recorded.is_ok());
         outcome.and(recorded)
     }
 
-    /// Streams of ours begin after the operation's start: all that it uses, because later calls do nothing until something is marked.
+    /// Makes our streams wait for the operation's start. `streams` must be all that the operation uses, because later
+    /// calls have no effect until a tensor is marked.
     pub(crate) fn order_after_start(&self, streams: &[usize]) -> Result<()> {
         let mut marks = lock(&self.marks);
         for (_, event) in &marks.start {
             streams.iter().try_for_each(|stream| event.order(*stream))?;
         }
         let Marks { start, spare, .. } = &mut *marks;
-        // One that others know must not be recorded again.
+        // An event that others also use must not be recorded again.
         spare.extend(start.drain(..).map(|(_, event)| event).filter(|event| Arc::strong_count(event) == 1));
         Ok(())
     }
 
-    /// The operation's end on the device.
-    ///
-    /// # Errors
-    /// `Device`.
+    /// Returns the event of the operation's end on the device.
     pub(crate) fn done(&self) -> Result<Arc<Event>> {
         let mut done = lock(&self.done);
         match &*done {
@@ -241,10 +236,7 @@ impl OperationDevice {
         }
     }
 
-    /// Marks the operation's end on the device: behind the copies to the device, and behind those from it where one may be `running`.
-    ///
-    /// # Errors
-    /// `Device`.
+    /// Marks the operation's end on the device: behind the copies to it and, if `running`, behind those from it.
     pub(crate) fn mark_end(&self, copier: &mut Copier, running: bool) -> Result<()> {
         let mark = || {
             if running {
@@ -261,21 +253,21 @@ impl OperationDevice {
         marked
     }
 
-    /// Runs what puts work on the lane's streams; also after an error its end on the device is known.
+    /// Runs `work`, which uses the lane's streams. Marks the operation's end on the device even if `work` fails.
     pub(crate) fn on_lane<T>(&self, work: impl FnOnce(&LaneDevice, &mut Copier) -> Result<T>) -> Result<T> {
         let lane_device = self.lane_device();
         lane_device.copier(|copier| {
             let begun = self.order_after_start(&[copier.down.handle(), copier.up.handle()]);
             let outcome = begun.and_then(|()| work(&lane_device, copier));
             if outcome.is_err() {
-                // The first error says more; that of this call is in the state.
+                // The first error says more. `mark_end` puts its own error in the state.
                 let _ = self.mark_end(copier, true);
             }
             outcome
         })
     }
 
-    /// Holds a failure of the device's part that comes after the host's part is over.
+    /// Returns the cell for a failure on the device after the call has returned.
     pub(crate) fn failure(&self) -> &Arc<OnceLock<Error>> {
         &self.failure
     }
@@ -284,12 +276,12 @@ impl OperationDevice {
         self.failure.get().map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    /// Whether `done` was recorded behind all copies.
+    /// Sets if `done` was recorded behind all copies.
     pub(crate) fn ended(&self, recorded: bool) {
         self.state.store(if recorded { RECORDED } else { LOST }, Ordering::Release);
     }
 
-    /// Holds what the operation uses until the device is done with it. On the communication thread, when the host's part is over.
+    /// Keeps what the operation uses until the device is done with it. Called on the communication thread at the end.
     pub fn keep(&self, what: Box<dyn Any + Send>) {
         match self.state.load(Ordering::Acquire) {
             NOTHING_BEGAN => drop(what),
@@ -301,31 +293,31 @@ impl OperationDevice {
         }
     }
 
-    /// Holds `what` until the value that this returns is dropped, and then until the device is done with the operation.
+    /// Keeps `what` until the returned value is dropped, and then until the device is done with the operation.
     pub fn keeper(self: &Arc<OperationDevice>, what: Box<dyn Any + Send>) -> Keeper {
         Keeper { place: Arc::clone(self), kept: Some(what) }
     }
 
-    /// Work that `stream` (`None`: the call's) gets from now on sees the result. After the host's part; does not wait.
+    /// Makes work that is put on `stream` (`None`: the call's) after this see the result. Does not wait for the device.
     ///
     /// # Errors
-    /// `NotImplemented` for a stream that is being captured; `Device`; what the device's part failed of.
+    /// `NotImplemented` for a stream that is being captured, `Device`, or the failure on the device.
     pub fn order(&self, stream: Option<usize>) -> Result<()> {
         let stream = stream.unwrap_or(self.stream);
         self.lane_device().context().refuse_capture(&[stream])?;
         self.failed()?;
-        // What was marked and no operation has waited for.
+        // Events that were marked and that no operation has waited for.
         lock(&self.marks).start.iter().try_for_each(|(_, event)| event.order(stream))?;
         let done = lock(&self.done).clone();
         done.map_or(Ok(()), |done| done.order(stream))
     }
 
-    /// Whether the device is done; after the host's part.
+    /// Returns true if the device is done. Called after the operation.
     pub fn is_done(&self) -> bool {
         self.failure.get().is_some() || lock(&self.done).as_ref().is_none_or(|done| done.is_reached().unwrap_or(true))
     }
 
-    /// Waits until the device is done, for at most `limit`; after the host's part.
+    /// Waits until the device is done, for at most `limit`. Called after the operation.
     pub fn wait_for(&self, limit: Duration) -> Waited<()> {
         let start = std::time::Instant::now();
         let mut late = false;
@@ -340,7 +332,7 @@ impl OperationDevice {
     }
 }
 
-/// A mark on a lane's streams.
+/// A timed mark on a lane's streams.
 struct TimedMark {
     event: Event,
     lane_device: Arc<LaneDevice>,
@@ -355,7 +347,7 @@ impl Stamp for TimedMark {
     }
 }
 
-/// See [`OperationDevice::keeper`].
+/// Keeps an object for a device: see [`OperationDevice::keeper`].
 pub struct Keeper {
     place: Arc<OperationDevice>,
     kept: Option<Box<dyn Any + Send>>,
@@ -369,7 +361,7 @@ impl Drop for Keeper {
     }
 }
 
-/// The CUDA device behind a core's reference; `None` for the host and for other devices.
+/// Returns the CUDA device of a core's reference, or `None` for the host and for other devices.
 pub(crate) fn place_of(device: DeviceRef<'_>) -> Option<&OperationDevice> {
     let device: &dyn Any = &**device?;
     device.downcast_ref()
@@ -393,7 +385,7 @@ impl Device for OperationDevice {
     unsafe fn copy_to_host(&self, from: NonNull<u8>, into: &mut [u8]) -> Result<()> {
         self.on_lane(|lane_device, copier| {
             lane_device.order_after_last(copier.down.handle())?;
-            // SAFETY: the caller's promise, and the copies are waited for, or their end is marked.
+            // SAFETY: guaranteed by the caller. The copies are waited for, or their end is marked.
             unsafe { copier.fetch(lane_device, from.as_ptr() as usize, into, |_| lane_device.check()) }
         })
     }
@@ -411,7 +403,7 @@ impl Device for OperationDevice {
     fn prepare(&self) -> Result<()> {
         if let Some(next) = lock(&self.next_lane_device).take() {
             let done = lock(&self.done).take();
-            // Copies of the lane before may still run.
+            // Copies of the old lane may still be running.
             lock(&self.marks).start.extend(done.map(|done| (None, done)));
             *lock(&self.lane_device) = next;
         }
@@ -424,7 +416,7 @@ impl Device for OperationDevice {
         lane_device.context().refuse_capture(&[stream])?;
         let mut marks = lock(&self.marks);
         if let Some((_, event)) = marks.start.iter().find(|(of, _)| *of == Some(stream)) {
-            // The handle may be that of another stream than then.
+            // The handle may belong to another stream than when the event was recorded.
             event.order(stream)?;
             return event.record(stream);
         }
@@ -469,7 +461,7 @@ impl Device for OperationDevice {
             (!marks.start.is_empty(), std::mem::take(&mut marks.kept))
         };
         if marked {
-            // Nothing of ours has waited for it, such as a callback's work.
+            // None of our operations has waited for these marks, for example of work in a callback.
             self.on_lane(|_, copier| self.mark_end(copier, false))?;
         }
         if !kept.is_empty() {
@@ -508,11 +500,11 @@ impl Device for OperationDevice {
             let first = copier.room(lane_device, Use::Gathered, from.iter().map(|(_, len)| len).sum())?;
             let mut at = first;
             for (piece, len) in from {
-                // SAFETY: the caller's promise; the room is large enough, and ours.
+                // SAFETY: guaranteed by the caller. The room is ours and large enough.
                 unsafe { lane_device.context().copy(at, piece.as_ptr() as usize, *len, down) }?;
                 at += len;
             }
-            // What comes next may fail before it puts anything on the device.
+            // The next step may fail before it puts work on the device.
             self.mark_end(copier, true)?;
             Ok(NonNull::new(first as *mut u8))
         })
@@ -521,7 +513,7 @@ impl Device for OperationDevice {
     unsafe fn scatter(&self, to: &[(NonNull<u8>, usize)]) -> Result<()> {
         self.on_lane(|lane_device, copier| {
             let up = copier.up.handle();
-            // The operation between may have been on a stream of another library.
+            // The operation in between may have used a stream of another library.
             lane_device.order_after_last(up)?;
             let mut at = copier.room(lane_device, Use::Gathered, to.iter().map(|(_, len)| len).sum())?;
             for (piece, len) in to {
@@ -534,11 +526,11 @@ impl Device for OperationDevice {
     }
 
     fn room(&self, len: usize) -> Result<NonNull<u8>> {
-        // No step of its own where it is there: what the operation begins after must be left to its first step.
+        // If the room exists, there is no step here, because only the operation's first step may take the marks.
         let address = match self.lane_device().copier(|copier| Ok(copier.has_room(Use::Steps, len)))? {
             Some(address) => address,
             None => self.on_lane(|lane_device, copier| {
-                // The steps of the last operation may have been on a stream of another library.
+                // The steps of the last operation may have used a stream of another library.
                 lane_device.order_after_last(copier.up.handle())?;
                 let address = copier.room(lane_device, Use::Steps, len)?;
                 self.mark_end(copier, true)?;
@@ -552,7 +544,7 @@ impl Device for OperationDevice {
         self.on_lane(|lane_device, copier| {
             let up = copier.up.handle();
             lane_device.order_after_last(up)?;
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             unsafe { lane_device.context().copy(to.as_ptr() as usize, from.as_ptr() as usize, len, up) }?;
             self.mark_end(copier, false)
         })
@@ -561,7 +553,7 @@ impl Device for OperationDevice {
     unsafe fn copy_within(&self, from: NonNull<u8>, to: NonNull<u8>, len: usize, stream: Option<usize>) -> Result<()> {
         OperationDevice::order(self, stream)?;
         let (from, to) = (from.as_ptr() as usize, to.as_ptr() as usize);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.lane_device().context().copy(to, from, len, stream.unwrap_or(self.stream)) }
     }
 }
@@ -572,7 +564,7 @@ impl Drop for OperationDevice {
         let owner = std::mem::take(&mut *lock(&self.owner));
         if !owner.is_empty() {
             self.keep(Box::new((owner, kept)));
-            // The lane may have ended, and no later call lets go.
+            // If the lane has ended, no later call releases it.
             self.lane_device().release();
         }
     }

@@ -1,4 +1,4 @@
-//! Events: marks in a stream that other streams wait for and the host asks for.
+//! Events: marks in a stream, which other streams wait for and the host can query.
 
 use std::ptr;
 use std::sync::Arc;
@@ -15,18 +15,18 @@ pub struct Event {
     handle: CUevent,
 }
 
-// SAFETY: an event may be used by any thread, by several at once.
+// SAFETY: several threads may use an event at once.
 unsafe impl Send for Event {}
 // SAFETY: as above.
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// A new event, which counts as reached until it is recorded.
+    /// Creates an event. It counts as reached until it is recorded.
     pub(crate) fn new(context: &Arc<Context>) -> Result<Event> {
         Event::with(context, CUevent_flags::CU_EVENT_DISABLE_TIMING)
     }
 
-    /// The same, with the time at which it is reached.
+    /// As [`Event::new`], but records the time at which the event is reached.
     pub(crate) fn timed(context: &Arc<Context>) -> Result<Event> {
         Event::with(context, CUevent_flags::CU_EVENT_DEFAULT)
     }
@@ -35,38 +35,38 @@ impl Event {
         let _entered = context.enter()?;
         let mut handle: CUevent = ptr::null_mut();
         let flags = flags as u32;
-        // SAFETY: it writes one handle, in the current context.
+        // SAFETY: the function writes one handle, in the current context.
         unsafe { checked!(context, cuEventCreate(&raw mut handle, flags)) }?;
         Ok(Event { context: Arc::clone(context), handle })
     }
 
-    /// It is reached when the work that the stream has now is done.
+    /// Records the event. It is reached when the work that is on the stream now is done.
     pub(crate) fn record(&self, stream: CUstream) -> Result<()> {
         let _entered = self.context.enter()?;
-        // SAFETY: the event lives; the stream is the caller's or one of ours, and the driver refuses others.
+        // SAFETY: the event exists. The stream is the caller's or one of ours, and the driver rejects any other.
         unsafe { checked!(self.context, cuEventRecord(self.handle, stream as _)) }
     }
 
-    /// Work that the stream gets from now on waits for this event.
+    /// Makes work that is put on the stream from now on wait for this event.
     pub(crate) fn order(&self, stream: CUstream) -> Result<()> {
         let _entered = self.context.enter()?;
-        // SAFETY: as in `record`; there are no flags.
+        // SAFETY: as in `record`. There are no flags.
         unsafe { checked!(self.context, cuStreamWaitEvent(stream as _, self.handle, 0)) }
     }
 
-    /// Seconds from this event to a later one, both of which were reached and have a time.
+    /// Returns the seconds from this event to a later one. Both must be timed and reached.
     pub(crate) fn seconds_to(&self, later: &Event) -> Result<f64> {
         let _entered = self.context.enter()?;
         let mut milliseconds = 0.0f32;
-        // SAFETY: both events live; it writes one number.
+        // SAFETY: both events exist. The function writes one number.
         unsafe { checked!(self.context, cuEventElapsedTime(&raw mut milliseconds, self.handle, later.handle)) }?;
         Ok(f64::from(milliseconds) * 1e-3)
     }
 
-    /// Whether it was reached. Does not wait.
+    /// Returns true if the event was reached. Does not wait.
     pub(crate) fn is_reached(&self) -> Result<bool> {
         let _entered = self.context.enter()?;
-        // SAFETY: the event lives.
+        // SAFETY: the event exists.
         match unsafe { call!(self.context.api(), cuEventQuery(self.handle)) } {
             NOT_READY => Ok(false),
             code => self.context.check(c"cuEventQuery", code).map(|()| true),
@@ -76,9 +76,9 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // `drop` cannot return an error, and when the process ends the driver may be gone already.
+        // `drop` cannot return an error, and at the end of the process the driver may already be shut down.
         if let Ok(_entered) = self.context.enter() {
-            // SAFETY: no thread uses the event any more; work that waits for it keeps what it needs.
+            // SAFETY: no thread uses the event any more. Work that waits for it keeps what it needs.
             unsafe { call!(self.context.api(), cuEventDestroy_v2(self.handle)) };
         }
     }

@@ -1,4 +1,5 @@
-//! A lane's collective: hands host memory on to the host's, and arrays on devices to the collective that the ranks choose at the first one.
+//! A lane's collective. It passes host memory to the host's collective, and arrays on devices to the collective that
+//! the ranks choose in the first such operation.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -24,10 +25,10 @@ use crate::reduction::Reduction;
 use crate::shards::Parts;
 use crate::staged;
 
-/// Bytes by which ranks compare their calls: a whole number of elements of any type.
+/// Number of bytes that ranks send to compare their calls: a whole number of elements of any type.
 const CHECK: usize = 16;
 
-/// Makes the collectives of this crate, over those of the host.
+/// Wraps the host's collectives in those of this crate.
 #[derive(Debug)]
 pub struct Factory;
 
@@ -48,35 +49,36 @@ impl CollectiveFactory for Factory {
     }
 }
 
-/// See the module.
+/// A lane's collective for the host and for devices: see the module.
 struct OnDevices {
     /// The host's collective.
     inner: Box<dyn Collective>,
     /// The ranks of each host.
     hosts: Vec<Vec<usize>>,
-    /// What the ranks chose at the lane's first operation on a device.
+    /// The choice of the ranks in the lane's first operation on a device.
     chosen: Option<Choice>,
-    /// With the choice `nccl` of all ranks, with `hier` of this host's, if it has several.
+    /// With the choice `nccl`, the communicator of all ranks. With `hier`, that of this host's ranks, if several.
     nccl: Option<Communicator>,
-    /// What the lane has on devices that it has used.
+    /// State of the lane on the devices that it has used.
     lane_devices: Vec<Arc<LaneDevice>>,
-    /// Which operations of buckets the ranks have compared.
+    /// The bucket operations that the ranks have compared.
     compared: Compared,
-    /// Where messages of devices pass through the host, out and in.
+    /// Host memory that messages of devices pass through: outgoing, incoming.
     memory: [Vec<u8>; 2],
 }
 
-/// Registrations of a lane's buckets, numbered in the order in which the buckets go.
+/// Registrations of a lane's buckets, numbered in the order in which the buckets are communicated.
 #[derive(Default)]
 struct Compared {
     /// The highest number so far.
     highest: u64,
-    /// That of the last operation.
+    /// Number of the last operation.
     last: u64,
 }
 
 impl Compared {
-    /// True for the first operation after a registration, and for one that is not behind the last operation in the order: a new step begins.
+    /// Returns true for the first operation after a registration, and for one that is not after the last operation in
+    /// the order, because it starts a new step.
     fn is_due(&mut self, number: u64) -> bool {
         let is_due = number > self.highest || number <= self.last;
         self.highest = self.highest.max(number);
@@ -114,15 +116,15 @@ impl Collective for OnDevices {
         let Some(place) = place_of(into.device()) else { return self.inner.combine(cx, op, inputs, into) };
         let kernel = match inputs.len() {
             ..=MAX_SOURCES => Reduction::new(place.lane_device().context(), cx.dtype(), op, inputs.len()),
-            more => Err(Error::Unavailable(format!("{more} inputs are more than a kernel has"))),
+            more => Err(Error::Unavailable(format!("{more} inputs are more than a kernel can combine"))),
         };
-        // The bits are the same, so that ranks may differ in it.
+        // The host gives the same bits, so ranks may differ here.
         let Some(kernel) = unless_unavailable(kernel)? else { return combine_on_host(cx, op, inputs, into) };
         let to = into.as_buffer();
         let sources: Vec<usize> = inputs.iter().map(|input| input.unwrap_or(to).address()).collect();
         place.on_lane(|lane_device, copier| {
             lane_device.order_after_last(copier.up.handle())?;
-            // SAFETY: memory of the operation, which alone writes to the target; its end on the device is marked below.
+            // SAFETY: memory of the operation, which alone writes to the target. Its end on the device is marked below.
             unsafe { kernel.launch(lane_device, copier.up.handle(), &sources, to.address(), to.len()) }?;
             place.mark_end(copier, false)
         })
@@ -143,7 +145,7 @@ impl Collective for OnDevices {
             nccl.map_or(Ok(()), |nccl| nccl.check_device(place))?;
             compare(host, &mut self.compared, cx, place)?;
         }
-        // What NCCL cannot reduce has the host's bits.
+        // Reductions that NCCL lacks are done as on the host, with the same bits.
         let by_host = collective == HIER && matches!(verb, Verb::AllReduce(_)) && serves(verb, cx.dtype());
         if by_host
             && !io.is_empty()
@@ -181,10 +183,10 @@ impl Collective for OnDevices {
 }
 
 impl OnDevices {
-    /// All ranks choose the collective, once, over the host's. Its name.
+    /// Lets all ranks choose the collective once, over the host's collective. Returns its name.
     ///
     /// # Errors
-    /// `Unavailable` on all ranks where they request different collectives, or one that they cannot use; what prevents a communicator.
+    /// `Unavailable` on all ranks if requests differ or cannot be served; or the error of creating the communicator.
     fn agree(&mut self, cx: &OpContext<'_>, place: &OperationDevice) -> Result<&'static str> {
         let lane_device = place.lane_device();
         if !self.lane_devices.iter().any(|known| Arc::ptr_eq(known, &lane_device)) {
@@ -216,18 +218,18 @@ impl OnDevices {
         Ok(choice.collective)
     }
 
-    /// The communicator of all ranks, where they have chosen that.
+    /// Returns the communicator of all ranks, if they chose one.
     fn together(&self) -> Option<&Communicator> {
         self.nccl.as_ref().filter(|_| self.chosen.as_ref().is_some_and(|choice| choice.collective == NCCL))
     }
 
-    /// Before a verb that is made of messages: all ranks choose, and by NCCL compare their calls. Where `staged` was asked for there is nothing
-    /// to choose, and the tensor may be on the host of some ranks.
+    /// Called before a verb that is made of messages. All ranks choose, and with NCCL they also compare their calls. If
+    /// `staged` was requested there is nothing to choose, and some ranks may have the tensor on the host.
     fn agree_on_messages(&mut self, cx: &OpContext<'_>, place: &OperationDevice) -> Result<()> {
         if place.requested == Requested::Staged && self.chosen.is_none() {
             return Ok(());
         }
-        // A rank that has the tensor on the host is found out.
+        // Lets the comparison find ranks that have the tensor on the host.
         let cx = &OpContext { fingerprint: Fingerprint { device: KIND, ..cx.fingerprint }, ..*cx };
         self.agree(cx, place)?;
         let Some(nccl) = self.together() else { return Ok(()) };
@@ -253,7 +255,7 @@ impl Drop for OnDevices {
     }
 }
 
-/// Some ranks, for memory on one device: by their communicator, or else by copies through their host's collective.
+/// Ranks that combine memory on one device: by their communicator, or else by copies through their host's collective.
 struct OnDevice<'a> {
     host: &'a mut dyn Collective,
     nccl: Option<&'a Communicator>,
@@ -281,7 +283,7 @@ impl Collective for OnDevice<'_> {
     }
 }
 
-/// What there is, or `None` without what it needs.
+/// Turns `Unavailable` into `None`.
 fn unless_unavailable<T>(found: Result<T>) -> Result<Option<T>> {
     match found {
         Err(Error::Unavailable(_)) => Ok(None),
@@ -289,14 +291,14 @@ fn unless_unavailable<T>(found: Result<T>) -> Result<Option<T>> {
     }
 }
 
-/// A communicator of the ranks of a host's collective, with a fresh unique id, which its rank 0 sends over that.
+/// Creates a communicator for the ranks of a host's collective. Rank 0 sends a new unique id over that collective.
 fn connect(
     host: &mut dyn Collective,
     cx: &OpContext<'_>,
     nccl: Option<&Arc<Nccl>>,
     place: &OperationDevice,
 ) -> Result<Communicator> {
-    let nccl = nccl.ok_or_else(|| Error::other("NCCL was chosen, and this rank has none"))?;
+    let nccl = nccl.ok_or_else(|| Error::other("NCCL was chosen, but this rank does not have it"))?;
     let lane_device = place.lane_device();
     let context = lane_device.context();
     let mut id = if host.rank() == 0 { unique_id(nccl, context)? } else { [0; UNIQUE_ID_BYTES] };
@@ -304,8 +306,8 @@ fn connect(
     Communicator::new(nccl, context, cx, (host.rank(), host.size()), id)
 }
 
-/// All ranks compare their calls, over the host's collective: the first operation of each bucket after its registration, the operations of the
-/// bucket that goes first in a step, and each one where the caller wants that. NCCL does not notice calls that differ.
+/// Lets all ranks compare their calls over the host's collective, because NCCL does not notice calls that differ. This
+/// happens for the first call of each bucket after its registration, for the first bucket of each step, and on request.
 fn compare(
     inner: &mut dyn Collective,
     compared: &mut Compared,
@@ -320,7 +322,7 @@ fn compare(
     inner.run(cx, Verb::AllGather, Io::split(&[0; CHECK], &mut all))
 }
 
-/// The record of this rank, and its NCCL where it has one that can be used. NCCL is looked for only where the caller requests it.
+/// Returns this rank's record, and its NCCL if usable. NCCL is searched for only if the caller requests it.
 fn candidate(place: &OperationDevice) -> (Candidate, Option<Arc<Nccl>>) {
     let lane_device = place.lane_device();
     let context = lane_device.context();

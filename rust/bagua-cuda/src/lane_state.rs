@@ -1,4 +1,4 @@
-//! What one lane has on one device: streams of its own, pinned memory, and the arrays of operations that the device is not done with.
+//! The state of a lane on a device: its streams, its pinned memory, and the arrays of operations that are not done.
 
 use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,22 +18,22 @@ use crate::event::Event;
 use crate::memory::Pinned;
 use crate::stream::Stream;
 
-/// Bytes of one piece, which is copied while the host sends another. Four of them are all pinned memory of a lane.
+/// Size in bytes of a piece, which is copied while the host sends another one. A lane's pinned memory is four pieces.
 pub(crate) const PIECE: usize = 4 << 20;
 
 /// Name of the collective over host memory.
 pub(crate) const STAGED: &str = "staged";
 
-/// Name of `nccl` inside several hosts, between which it needs pinned memory.
+/// Name of the collective that uses NCCL inside hosts and pinned memory between them.
 pub(crate) const HIER: &str = "hier";
 
-/// How long a wait for the device only asks, without a pause.
+/// How long a wait for the device polls without a pause.
 const SPIN: Duration = Duration::from_micros(50);
 
-/// The longest pause between two questions.
+/// The longest pause between two polls.
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// How long the end of a lane waits for copies; memory that is still used then is left to the end of the process.
+/// How long the end of a lane waits for copies. Memory that is still in use then is never freed.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(3);
 
 /// How the ranks of a lane combine arrays on devices.
@@ -41,29 +41,29 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(3);
 pub struct Choice {
     /// Name of the collective.
     pub collective: &'static str,
-    /// Why it was chosen.
+    /// The reason for the choice.
     pub why: String,
 }
 
-/// Counters of a lane on a device, since it was made.
+/// Counters of a lane on a device, since the lane state was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Kernels that were launched.
+    /// Number of kernels launched.
     pub launches: u64,
-    /// Bytes that were copied from the device.
+    /// Number of bytes copied from the device.
     pub to_host_bytes: u64,
-    /// Bytes that were copied to the device.
+    /// Number of bytes copied to the device.
     pub to_device_bytes: u64,
-    /// Pinned memory that it has, in bytes.
+    /// Size of the lane's pinned memory in bytes.
     pub pinned_bytes: u64,
-    /// Memory of the device that it has, in bytes.
+    /// Size of the lane's memory on the device in bytes.
     pub device_bytes: u64,
 }
 
-/// What an operation holds, with the event after which the device no longer uses it.
+/// An object that an operation keeps, and the event after which the device no longer uses it.
 type Held = (Arc<Event>, Box<dyn Any + Send>);
 
-/// See the module.
+/// The state of a lane on a device: see the module.
 pub struct LaneDevice {
     context: Arc<Context>,
     /// Set by the lane's first operation on a device.
@@ -72,19 +72,18 @@ pub struct LaneDevice {
     pub(crate) to_device: AtomicU64,
     pub(crate) launches: AtomicU64,
     pinned: AtomicU64,
-    /// Memory of the device that the lane has.
+    /// Size of the lane's memory on the device in bytes.
     room: AtomicU64,
-    /// The group's state of failure, which ends waits for the device; `None` without a group.
+    /// The group's failure state, which ends waits for the device. `None` without a group.
     health: Option<Arc<GroupHealth>>,
     /// Used by the thread that runs the lane's operations.
     buffers: Mutex<Buffers>,
-    /// What operations hold.
     held: Mutex<Vec<Held>>,
     /// The end of the last operation.
     last: Mutex<Option<Arc<Event>>>,
 }
 
-/// The streams and the pinned memory, made by the first operation.
+/// The streams and the pinned memory. Created by the first operation.
 enum Buffers {
     None,
     Some(Box<Copier>),
@@ -92,29 +91,29 @@ enum Buffers {
     Gone,
 }
 
-/// See [`LaneDevice`].
+/// The streams and the pinned memory of a lane.
 pub(crate) struct Copier {
     context: Arc<Context>,
     /// Copies from the device.
     pub(crate) down: Stream,
     /// Copies to the device.
     pub(crate) up: Stream,
-    /// Where pieces arrive from the device, by turns.
+    /// Pieces from the device arrive here alternately.
     pub(crate) input: [Pinned; 2],
-    /// Where pieces leave for the device, by turns.
+    /// Pieces to the device leave from here alternately.
     pub(crate) output: [Pinned; 2],
-    /// Each input is filled.
+    /// Reached when the input of the same index is filled.
     pub(crate) arrived: [Event; 2],
-    /// Each output may be used again.
+    /// Reached when the output of the same index may be used again.
     pub(crate) left: [Event; 2],
-    /// Memory of the device, by its use: address and bytes.
+    /// Memory of the device, by its use: address and size in bytes.
     rooms: [Option<(usize, usize)>; 2],
-    /// Where kernels count the records of NaN of operations of a kind.
+    /// Counters of non-finite records, by the kind of operation.
     nonfinite: Vec<(Kind, Arc<NonFinite>)>,
 }
 
-/// Records of NaN of the operations of one kind of a lane. Kernels count them in pinned memory, so that the host may read the number at any
-/// time; the last value stays when that memory goes.
+/// Number of non-finite records in a lane's operations of one kind. Kernels count them in pinned memory, so that the
+/// host can read the number at any time. The last value stays when that memory is freed.
 #[derive(Default)]
 struct NonFinite {
     pinned: Mutex<Option<Pinned>>,
@@ -140,12 +139,12 @@ impl std::fmt::Debug for NonFinite {
     }
 }
 
-/// What a lane has memory of a device for.
+/// The use of a lane's memory on a device.
 #[derive(Clone, Copy)]
 pub(crate) enum Use {
-    /// Tensors that are not adjacent are gathered there.
+    /// Gathers tensors that are not adjacent.
     Gathered,
-    /// Operations keep there what comes between their steps.
+    /// Keeps data between the steps of an operation.
     Steps,
 }
 
@@ -166,13 +165,13 @@ impl Copier {
         })
     }
 
-    /// The address of so many bytes of the device for one use, if it has as many.
+    /// Returns the address of the memory for a use, if it has at least this number of bytes.
     pub(crate) fn has_room(&self, of: Use, bytes: usize) -> Option<usize> {
         self.rooms[of as usize].filter(|(_, len)| *len >= bytes).map(|(address, _)| address)
     }
 
-    /// So many bytes of the device for one use, the same at each call unless it needs more: their address. Work of `down`, and what comes
-    /// after it, finds them; `up` comes after all that used them before.
+    /// Returns the address of memory for a use. It is the same in each call unless more bytes are needed. Work on
+    /// `down`, and work that follows it, can use the memory. Work on `up` comes after all earlier uses.
     pub(crate) fn room(&mut self, lane_device: &LaneDevice, of: Use, bytes: usize) -> Result<usize> {
         if let Some(address) = self.has_room(of, bytes) {
             return Ok(address);
@@ -185,14 +184,14 @@ impl Copier {
         Ok(address)
     }
 
-    /// Gives a room back, behind the work of `up`, which comes after that of `down` on it.
+    /// Frees the memory for a use after the work of `up`, which comes after the work of `down` on it.
     fn free_room(&mut self, of: Use) -> Result<()> {
         let Some((address, _)) = self.rooms[of as usize].take() else { return Ok(()) };
-        // SAFETY: ours, from `room`; no work uses it after the stream has come so far.
+        // SAFETY: the memory is from `room`, and no work that is queued later uses it.
         unsafe { self.context.free(address, self.up.handle()) }
     }
 
-    /// The address of the number of records of NaN of operations of this kind.
+    /// Returns the address of the number of non-finite records in operations of this kind.
     pub(crate) fn nonfinite(&mut self, cx: &OpContext<'_>) -> Result<usize> {
         let kind = cx.fingerprint.kind;
         if let Some((_, known)) = self.nonfinite.iter().find(|(known, _)| *known == kind)
@@ -208,10 +207,11 @@ impl Copier {
         Ok(address)
     }
 
-    /// Copies bytes of the device to the host, behind the work of `down`, through pinned memory; waits for them as long as `go_on` says so.
+    /// Copies bytes of the device to the host through pinned memory, after the work of `down`. `go_on` may end the
+    /// wait.
     ///
     /// # Safety
-    /// As many bytes at `from` are memory of the device, which live until the stream has come so far.
+    /// The bytes at `from` must be memory of the device that stays allocated until the copy is done.
     pub(crate) unsafe fn fetch(
         &mut self,
         lane_device: &LaneDevice,
@@ -223,7 +223,7 @@ impl Copier {
         let begin = |copier: &mut Copier, number: usize| -> Result<()> {
             let start = number * PIECE;
             if start < total {
-                // SAFETY: the caller's promise.
+                // SAFETY: guaranteed by the caller.
                 unsafe { copier.input[number % 2].fill(0..PIECE.min(total - start), from + start, down) }?;
                 copier.arrived[number % 2].record(down)?;
             }
@@ -231,7 +231,7 @@ impl Copier {
         };
         begin(self, 0)?;
         for (number, piece) in into.chunks_mut(PIECE).enumerate() {
-            // Its memory is free since the last piece but one was read.
+            // The pinned memory of this piece is free, because the piece before the last was read.
             begin(self, number + 1)?;
             wait_until_reached(&self.arrived[number % 2], || go_on((number * PIECE) as u64))?;
             piece.copy_from_slice(self.input[number % 2].bytes(piece.len()));
@@ -240,10 +240,10 @@ impl Copier {
         Ok(())
     }
 
-    /// Copies bytes of the host to the device on a stream of the lane's, through pinned memory. The host's bytes are free when it returns.
+    /// Copies bytes to the device through pinned memory, on a stream of the lane. `from` may be reused when it returns.
     ///
     /// # Safety
-    /// As many bytes at `to` are memory of the device, which live and have no other use until the stream has come so far.
+    /// The bytes at `to` must be memory of the device that is allocated and not used otherwise until the copy is done.
     pub(crate) unsafe fn deliver(
         &mut self,
         lane_device: &LaneDevice,
@@ -256,7 +256,7 @@ impl Copier {
             let (turn, done) = (number % 2, number * PIECE);
             wait_until_reached(&self.left[turn], || go_on(done as u64))?;
             self.output[turn].bytes_mut(piece.len()).copy_from_slice(piece);
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             unsafe { self.output[turn].spill(0..piece.len(), to + done, stream) }?;
             self.left[turn].record(stream)?;
         }
@@ -264,7 +264,7 @@ impl Copier {
         Ok(())
     }
 
-    /// Waits until both streams have done what they have, for a while.
+    /// Waits for a limited time until the work that is on both streams now is done.
     fn drain(&self) -> Result<()> {
         let (down, up) = (Event::new(&self.context)?, Event::new(&self.context)?);
         down.record(self.down.handle())?;
@@ -290,7 +290,7 @@ impl Drop for Copier {
 }
 
 impl LaneDevice {
-    /// For a lane that uses this device. Makes nothing on it yet.
+    /// Creates the state of a lane that uses this device. Does not use the device yet.
     pub fn new(context: &Arc<Context>) -> LaneDevice {
         LaneDevice {
             context: Arc::clone(context),
@@ -307,29 +307,29 @@ impl LaneDevice {
         }
     }
 
-    /// As `new`, for a lane of a group with this state of failure.
+    /// As [`LaneDevice::new`], for a lane of a group with this failure state.
     pub fn of_group(context: &Arc<Context>, health: Arc<GroupHealth>) -> LaneDevice {
         let mut lane_device = LaneDevice::new(context);
         lane_device.health = Some(health);
         lane_device
     }
 
-    /// The group's first cause of failure, if there is one.
+    /// Returns an error if the group has failed.
     pub(crate) fn check(&self) -> Result<()> {
         self.health.as_ref().map_or(Ok(()), |health| health.check())
     }
 
-    /// The device.
+    /// Returns the context of the device.
     pub fn context(&self) -> &Arc<Context> {
         &self.context
     }
 
-    /// What was chosen; `None` before the first operation.
+    /// Returns the choice, or `None` before the first operation.
     pub fn choice(&self) -> Option<&Choice> {
         self.choice.get()
     }
 
-    /// The counters.
+    /// Returns the counters.
     pub fn counts(&self) -> Counts {
         Counts {
             launches: self.launches.load(Ordering::Relaxed),
@@ -340,10 +340,10 @@ impl LaneDevice {
         }
     }
 
-    /// Makes the streams and the pinned memory, if they are not there yet. Before anything of the operation is sent.
+    /// Creates the streams and the pinned memory if they do not exist. Called before any part of the operation is sent.
     ///
     /// # Errors
-    /// `Device`; harmless where memory is short.
+    /// `Device`, which is harmless if there is too little memory.
     pub fn prepare(&self) -> Result<()> {
         self.release();
         if self.choice().is_some_and(|choice| ![STAGED, HIER].contains(&choice.collective)) {
@@ -352,12 +352,12 @@ impl LaneDevice {
         self.copier(|_| Ok(())).map_err(before_anything_began)
     }
 
-    /// The lane has so many bytes of the device more.
+    /// Counts further memory of the lane on the device.
     pub(crate) fn count_memory(&self, bytes: usize) {
         self.room.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Runs `work` with the streams and the pinned memory, which are its own meanwhile.
+    /// Runs `work` with exclusive use of the streams and the pinned memory.
     pub(crate) fn copier<T>(&self, work: impl FnOnce(&mut Copier) -> Result<T>) -> Result<T> {
         let mut buffers: MutexGuard<'_, Buffers> = lock(&self.buffers);
         if matches!(*buffers, Buffers::None) {
@@ -370,64 +370,62 @@ impl LaneDevice {
         }
     }
 
-    /// Frees the pinned memory of a lane that does not need it; an operation that does makes it again.
+    /// Frees the pinned memory of a lane that does not need it. An operation that needs it creates it again.
     pub(crate) fn unprepare(&self) {
         let mut buffers = lock(&self.buffers);
-        // Not while the first operation's tensors are gathered in its room.
+        // Not freed while the first operation's tensors are gathered in its room.
         if matches!(&*buffers, Buffers::Some(copier) if copier.rooms.iter().all(Option::is_none)) {
             *buffers = Buffers::None;
             self.pinned.store(0, Ordering::Relaxed);
         }
     }
 
-    /// A stream of ours begins after the last operation's end.
+    /// Makes one of our streams wait for the end of the last operation.
     pub(crate) fn order_after_last(&self, stream: CUstream) -> Result<()> {
         lock(&self.last).as_ref().map_or(Ok(()), |last| last.order(stream))
     }
 
-    /// The end of the last operation.
     pub(crate) fn last(&self) -> Option<Arc<Event>> {
         lock(&self.last).clone()
     }
 
-    /// Says what it is.
     pub(crate) fn set_last(&self, end: &Arc<Event>) {
         *lock(&self.last) = Some(Arc::clone(end));
     }
 
-    /// Keeps what operations hold for ever: when the device is done with it is unknown.
+    /// Keeps all objects of operations forever, because it is unknown when the device is done with them.
     pub(crate) fn forget(&self) {
         std::mem::forget(std::mem::take(&mut *lock(&self.held)));
     }
 
-    /// Keeps something until an event is reached.
+    /// Keeps an object until an event is reached.
     pub(crate) fn hold(&self, until: &Arc<Event>, what: Box<dyn Any + Send>) {
         lock(&self.held).push((Arc::clone(until), what));
     }
 
-    /// Lets go of what the device is done with. Does not wait.
+    /// Releases objects that the device is done with. Does not wait.
     pub fn release(&self) {
         let mut done = Vec::new();
         let mut held = lock(&self.held);
         let mut at = 0;
         while at < held.len() {
-            // After an error of the device nothing of ours runs on it any more.
+            // After an error of the device, none of our work runs on it.
             if held[at].0.is_reached().unwrap_or(true) { done.push(held.swap_remove(at)) } else { at += 1 }
         }
         drop(held);
-        // Dropped without the lock: what is dropped may be anything.
+        // Dropped without the lock, because dropping may run arbitrary code.
         drop(done);
     }
 
-    /// Waits for the device, for a while, and frees everything: on the thread that ran the operations. No operation follows.
-    /// Whether the device is known to be done.
+    /// Waits for the device for a limited time and frees everything. Called on the thread that ran the operations,
+    /// after the last one. Returns true if the device is known to be done.
     pub fn end(&self) -> bool {
         let mut drained = true;
         let before = std::mem::replace(&mut *lock(&self.buffers), Buffers::Gone);
         if let Buffers::Some(copier) = before {
             // The last operation may have used the room on a stream of another library.
             match self.order_after_last(copier.up.handle()).and_then(|()| copier.drain()) {
-                // A device that failed uses nothing any more, either.
+                // A device that failed no longer uses the memory either.
                 Ok(()) | Err(Error::Device(_)) => drop(copier),
                 Err(_) => {
                     drained = false;
@@ -441,7 +439,7 @@ impl LaneDevice {
         let last = lock(&self.last).take();
         let shares = self.choice().is_some_and(|choice| choice.collective == HIER);
         if let Some(last) = last.filter(|_| shares && drained) {
-            // Its streams are not the copier's.
+            // The operation used other streams than the copier's.
             let start = Instant::now();
             let patience = || match start.elapsed() < PATIENCE {
                 true => Ok(()),
@@ -473,7 +471,7 @@ impl std::fmt::Debug for LaneDevice {
     }
 }
 
-/// The pauses between questions whose answer comes soon.
+/// The pauses between polls for an event that comes soon.
 pub(crate) struct Pauses {
     start: Instant,
     next: Duration,
@@ -484,7 +482,7 @@ impl Pauses {
         Pauses { start: Instant::now(), next: Duration::from_micros(20) }
     }
 
-    /// At first only for others to run.
+    /// Pauses. At first, this only lets other threads run.
     pub(crate) fn pause(&mut self) {
         if self.start.elapsed() < SPIN {
             std::thread::yield_now();
@@ -495,7 +493,7 @@ impl Pauses {
     }
 }
 
-/// Waits for the device on this thread: asks again and again, so that `go_on` can end the wait.
+/// Waits for the device by polling on this thread, so that `go_on` can end the wait with an error.
 pub(crate) fn wait_until_reached(event: &Event, mut go_on: impl FnMut() -> Result<()>) -> Result<()> {
     let mut pauses = Pauses::new();
     while !event.is_reached()? {

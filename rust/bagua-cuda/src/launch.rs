@@ -1,7 +1,7 @@
 //! Loading the machine code of kernels for a device, and launching them.
 //!
-//! A program is compiled for the device's own architecture and loaded at the first use of one of its kernels; it stays loaded as long as
-//! the process lives, as the primary context does.
+//! A program is compiled for the device's own architecture, and loaded when one of its kernels is first used. Like the
+//! primary context, it stays loaded until the process ends.
 
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_int, c_void};
@@ -17,12 +17,12 @@ use crate::kernels::{Grid, Program, THREADS, program_of};
 use crate::loaded_kernels::{Compiler, Kernel};
 
 impl Context {
-    /// Says where the machine code of this device comes from. The first that is said holds.
+    /// Sets the source of machine code for this device. Later calls have no effect.
     pub fn compile_with(&self, compiler: Compiler) {
         let _ = self.kernels().compiler.set(compiler);
     }
 
-    /// Multiprocessors of the device.
+    /// Returns the number of multiprocessors of the device.
     pub(crate) fn processors(&self) -> Result<u32> {
         if let Some(known) = self.kernels().processors.get() {
             return Ok(*known);
@@ -32,10 +32,10 @@ impl Context {
         Ok(*self.kernels().processors.get_or_init(|| found))
     }
 
-    /// The kernel of that name. The first use of its program takes seconds where its machine code is not in the cache.
+    /// Returns the kernel with that name. Takes seconds if its program is neither loaded nor in the cache.
     ///
     /// # Errors
-    /// `Unavailable` that names NVRTC where that is absent or fails; `Device`.
+    /// `Unavailable` if NVRTC is missing or fails, and `Device`.
     pub(crate) fn kernel(&self, name: &str) -> Result<Kernel> {
         let mut loaded = lock(&self.kernels().loaded);
         if let Some(kernel) = loaded.get(name) {
@@ -58,12 +58,12 @@ impl Context {
         let code = compiler(program, architecture).map_err(|error| refused(error.to_string()))?;
         let _entered = self.enter()?;
         let mut module: CUmodule = ptr::null_mut();
-        // SAFETY: an ELF file for this architecture, which NVRTC made and whose checksum was compared; it writes one handle.
+        // SAFETY: NVRTC made this ELF file, and its checksum was verified. The function writes one handle.
         unsafe { checked!(self, cuModuleLoadData(&raw mut module, code.as_ptr().cast())) }?;
         for name in program.kernels {
             let symbol = CString::new(*name).expect("no zero byte");
             let mut function: CUfunction = ptr::null_mut();
-            // SAFETY: the module was loaded; it writes one handle.
+            // SAFETY: the module was loaded. The function writes one handle.
             unsafe { checked!(self, cuModuleGetFunction(&raw mut function, module, symbol.as_ptr())) }?;
             loaded.insert(name, Kernel(function));
         }
@@ -72,16 +72,16 @@ impl Context {
 
     fn attribute(&self, attribute: CUdevice_attribute) -> Result<c_int> {
         let mut value = 0;
-        // SAFETY: it writes one int.
+        // SAFETY: the function writes one int.
         unsafe { checked!(self, cuDeviceGetAttribute(&raw mut value, attribute, self.device())) }?;
         Ok(value)
     }
 
-    /// Launches a kernel on a stream. An argument of 4 bytes is the lower half of its word.
+    /// Launches a kernel on a stream. A 4-byte argument is the lower half of its word.
     ///
     /// # Safety
-    /// The arguments are the kernel's parameters, as `kernels.rs` lists them: what they point to is memory of this device that is large
-    /// enough, and that lives and has no other use until the stream has come so far.
+    /// The arguments must be the kernel's parameters, as listed in `kernels.rs`. They must point to memory of this
+    /// device that is large enough, stays allocated, and is not used otherwise, until the work on the stream is done.
     pub(crate) unsafe fn launch(
         &self,
         kernel: Kernel,
@@ -89,14 +89,14 @@ impl Context {
         stream: CUstream,
         arguments: &mut [u64],
     ) -> Result<()> {
-        // The first bytes of a word are its lower half.
+        // The lower half of a word is its first bytes.
         const { assert!(cfg!(target_endian = "little")) };
         let mut places: Vec<*mut c_void> = arguments.iter_mut().map(|word| ptr::from_mut(word).cast()).collect();
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.launch_with(kernel, grid, stream, &mut places) }
     }
 
-    /// The same; each argument is at an address, with as many bytes as its parameter has.
+    /// As [`Context::launch`], with the address of each argument, which must have the size of its parameter.
     ///
     /// # Safety
     /// As [`Context::launch`].
@@ -109,7 +109,7 @@ impl Context {
     ) -> Result<()> {
         let [x, y, z] = grid.blocks;
         let _entered = self.enter()?;
-        // SAFETY: the caller's promise; the driver copies the arguments before it returns.
+        // SAFETY: guaranteed by the caller. The driver copies the arguments before it returns.
         unsafe {
             checked!(
                 self,

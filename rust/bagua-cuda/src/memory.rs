@@ -1,4 +1,4 @@
-//! Pinned memory of the host, and copies between it and a device; memory of a device that lasts for a while on a stream.
+//! Pinned memory of the host, copies between it and a device, and temporary memory of a device on a stream.
 
 use std::ffi::c_void;
 use std::ops::Range;
@@ -11,9 +11,8 @@ use cudarc::driver::sys::CUdeviceptr;
 use crate::context::Context;
 use crate::driver_functions::{CUstream, call, checked};
 
-/// Memory of the host that a device copies from and to while the host does other things.
-///
-/// Who holds it makes sure that no copy uses the bytes that it borrows, and that none is when it is dropped.
+/// Memory of the host that a device copies from and to while the host does other things. The owner guarantees that no
+/// copy uses bytes that are borrowed, or runs when the memory is dropped.
 pub(crate) struct Pinned {
     context: Arc<Context>,
     at: NonNull<u8>,
@@ -22,15 +21,15 @@ pub(crate) struct Pinned {
 
 // SAFETY: plain memory.
 unsafe impl Send for Pinned {}
-// SAFETY: as above; shared, it is only read.
+// SAFETY: as above. Shared references only read.
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// So many bytes, not 0, all zero.
+    /// Allocates at least one byte of memory, filled with zeros.
     pub(crate) fn new(context: &Arc<Context>, len: usize) -> Result<Pinned> {
         let _entered = context.enter()?;
         let mut at: *mut c_void = ptr::null_mut();
-        // SAFETY: it writes one address; there are no flags.
+        // SAFETY: the function writes one address. There are no flags.
         unsafe { checked!(context, cuMemHostAlloc(&raw mut at, len, 0)) }?;
         let Some(at) = NonNull::new(at.cast::<u8>()) else {
             return Err(context.api().failure(
@@ -39,61 +38,61 @@ impl Pinned {
                 crate::driver_functions::OUT_OF_MEMORY,
             ));
         };
-        // SAFETY: `len` bytes, which only this function has the address of.
+        // SAFETY: only this function has the address of these `len` bytes.
         unsafe { at.write_bytes(0, len) };
         Ok(Pinned { context: Arc::clone(context), at, len })
     }
 
-    /// The first bytes, to read.
+    /// Returns the first bytes, to read.
     pub(crate) fn bytes(&self, len: usize) -> &[u8] {
         assert!(len <= self.len);
-        // SAFETY: within the memory, initialised, and no copy writes to it: the promise at the type.
+        // SAFETY: the bytes are within the memory and initialised. The owner guarantees that no copy writes to them.
         unsafe { std::slice::from_raw_parts(self.at.as_ptr(), len) }
     }
 
-    /// The first bytes, to write.
+    /// Returns the first bytes, to write.
     pub(crate) fn bytes_mut(&mut self, len: usize) -> &mut [u8] {
         assert!(len <= self.len);
-        // SAFETY: as in `bytes`; `&mut self` is the host's only access.
+        // SAFETY: as in `bytes`. `&mut self` is the host's only access.
         unsafe { std::slice::from_raw_parts_mut(self.at.as_ptr(), len) }
     }
 
-    /// The address of the first word, which the device knows under the same.
+    /// Returns the address of the first word, which is the same for the device.
     pub(crate) fn address(&self) -> usize {
         self.at.as_ptr() as usize
     }
 
-    /// The first word, also while the device writes it.
+    /// Reads the first word, possibly while the device writes it.
     pub(crate) fn word(&self) -> u32 {
         assert!(self.len >= 4);
-        // SAFETY: within the memory, which is aligned to a page.
+        // SAFETY: the word is within the memory, which is aligned to a page.
         unsafe { self.at.cast::<u32>().as_ptr().read_volatile() }
     }
 
     fn part(&self, range: &Range<usize>) -> *mut c_void {
         assert!(range.start <= range.end && range.end <= self.len);
-        // SAFETY: within the memory.
+        // SAFETY: the range is within the memory.
         unsafe { self.at.add(range.start) }.as_ptr().cast()
     }
 
-    /// Begins to copy from the device into some of the bytes.
+    /// Starts to copy from the device into some of the bytes.
     ///
     /// # Safety
-    /// As many bytes at `from` are memory of the context's device, and live until the copy is done.
+    /// The bytes at `from` must be memory of the context's device, and stay allocated until the copy is done.
     pub(crate) unsafe fn fill(&mut self, range: Range<usize>, from: usize, stream: CUstream) -> Result<()> {
         if range.is_empty() {
             return Ok(());
         }
         let _entered = self.context.enter()?;
         let to = self.part(&range);
-        // SAFETY: the range is within this memory, which lives until the copy is done; the source is the caller's promise.
+        // SAFETY: the range is in this memory, which outlives the copy. The caller guarantees the source.
         unsafe { checked!(self.context, cuMemcpyDtoHAsync_v2(to, from as CUdeviceptr, range.len(), stream as _)) }
     }
 
-    /// Begins to copy some of the bytes to the device.
+    /// Starts to copy some of the bytes to the device.
     ///
     /// # Safety
-    /// As many bytes at `to` are memory of the context's device, live until the copy is done, and are used by no other work or thread.
+    /// The bytes at `to` must be memory of this device that is allocated and not used otherwise until the copy is done.
     pub(crate) unsafe fn spill(&self, range: Range<usize>, to: usize, stream: CUstream) -> Result<()> {
         if range.is_empty() {
             return Ok(());
@@ -109,13 +108,13 @@ impl Drop for Pinned {
     fn drop(&mut self) {
         // As in `Event::drop`.
         if let Ok(_entered) = self.context.enter() {
-            // SAFETY: no copy uses it, by the promise at the type.
+            // SAFETY: the owner guarantees that no copy uses the memory.
             unsafe { call!(self.context.api(), cuMemFreeHost(self.at.as_ptr().cast())) };
         }
     }
 }
 
-/// Memory of a device that belongs to a stream: it is there for work behind this, until work behind `free`.
+/// Memory of a device for the work that is put on a stream before `free` or drop.
 pub(crate) struct Scratch<'a> {
     context: &'a Context,
     stream: CUstream,
@@ -123,24 +122,24 @@ pub(crate) struct Scratch<'a> {
 }
 
 impl<'a> Scratch<'a> {
-    /// So many bytes, not 0.
+    /// Allocates at least one byte.
     pub(crate) fn new(context: &'a Context, bytes: usize, stream: CUstream) -> Result<Scratch<'a>> {
         Ok(Scratch { context, stream, address: context.allocate(bytes, stream)? })
     }
 
-    /// Of the first byte.
+    /// Returns the address of the first byte.
     pub(crate) fn address(&self) -> usize {
         self.address
     }
 
-    /// Frees it when the stream has come so far.
+    /// Frees the memory after the work that is on the stream now.
     pub(crate) fn free(mut self) -> Result<()> {
         let address = std::mem::take(&mut self.address);
         self.free_ordered(address)
     }
 
     fn free_ordered(&self, address: usize) -> Result<()> {
-        // SAFETY: it was allocated on this stream, and nothing that is enqueued later uses it.
+        // SAFETY: the memory was allocated on this stream, and no work that is queued later uses it.
         unsafe { self.context.free(address, self.stream) }
     }
 }
@@ -148,7 +147,7 @@ impl<'a> Scratch<'a> {
 impl Drop for Scratch<'_> {
     fn drop(&mut self) {
         if self.address != 0 {
-            // After an error, which the caller gets.
+            // Happens after an error, which the caller gets.
             let _ = self.free_ordered(self.address);
         }
     }

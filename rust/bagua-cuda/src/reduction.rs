@@ -1,4 +1,4 @@
-//! Reductions of arrays of a device by our kernels, with the host's bits.
+//! Reductions of arrays on a device by our kernels, with the host's bits.
 
 use std::sync::atomic::Ordering;
 
@@ -11,22 +11,21 @@ use crate::kernels::{Grid, MAX_SOURCES, Reduce};
 use crate::lane_state::LaneDevice;
 use crate::loaded_kernels::Kernel;
 
-/// How elements of one type are reduced by one operation on one device.
+/// The kernel for one element type and operation on one device.
 pub(crate) struct Reduction {
     kernel: Kernel,
-    /// Multiprocessors of the device.
     processors: u32,
-    /// Bytes of what the kernel counts as an element.
+    /// Size in bytes of the kernel's elements.
     unit: usize,
-    /// What averages divide the sum by.
+    /// Averages divide the sum by this number.
     divisor: f64,
 }
 
 impl Reduction {
-    /// Loads the kernel; `avg` divides by `ranks`.
+    /// Loads the kernel. `avg` divides by `ranks`.
     ///
     /// # Errors
-    /// `Unavailable` that names NVRTC where the kernel cannot be compiled; `UnsupportedType`; `Device`.
+    /// `Unavailable` if the kernel cannot be compiled, `UnsupportedType`, or `Device`.
     pub(crate) fn new(context: &Context, dtype: DType, op: ReduceOp, ranks: usize) -> Result<Reduction> {
         op.check(dtype)?;
         let how = Reduce::new(dtype, op).expect("checked above");
@@ -35,14 +34,14 @@ impl Reduction {
         Ok(Reduction { kernel, processors, unit, divisor: ranks as f64 })
     }
 
-    /// As many bytes at each source become as many at `to`, in the order of the sources. Counts the launch.
+    /// Reduces the sources, of `bytes` bytes each, to `to`, in the order of the sources. Counts the launch.
     ///
     /// # Panics
-    /// For more than [`MAX_SOURCES`] sources, and for none.
+    /// If there are no sources, or more than [`MAX_SOURCES`].
     ///
     /// # Safety
-    /// All are memory that the device can reach, of `bytes`, which lives until the stream has come so far. No other work uses the target
-    /// until then, and none writes to a source. The target may be one of the sources.
+    /// All addresses must be memory that the device can reach. Until the work on the stream is done, it must stay
+    /// allocated, and nothing else may use the target or write to a source. The target may be a source.
     pub(crate) unsafe fn launch(
         &self,
         lane_device: &LaneDevice,
@@ -65,7 +64,7 @@ impl Reduction {
             (&raw mut divisor).cast(),
         ];
         let grid = Grid::of_bytes(bytes as u64, self.processors);
-        // SAFETY: the parameters of `reduce_T_OP`, and the caller's promise.
+        // SAFETY: the parameters of `reduce_T_OP`, and guaranteed by the caller.
         unsafe { lane_device.context().launch_with(self.kernel, grid, stream, &mut arguments) }?;
         lane_device.launches.fetch_add(1, Ordering::Relaxed);
         Ok(())

@@ -1,17 +1,16 @@
-//! Where the shards of an operation are on the device, for every verb.
+//! The addresses of an operation's shards on the device, for every verb.
 
 use bagua_core::collective::{Io, Verb};
 use bagua_core::request::{Layout, Uses};
 
-/// Where the shards of an operation are on the device.
 pub(crate) struct Parts {
-    /// Bytes of one shard (of the whole tensor where there are no shards).
+    /// Size of a shard in bytes. Without shards, size of the tensor.
     pub(crate) shard: usize,
     /// Addresses of the shards that this rank contributes.
     pub(crate) from: Vec<usize>,
-    /// Addresses of the shards that this rank gets.
+    /// Addresses of the shards that this rank receives.
     pub(crate) to: Vec<usize>,
-    /// The most shards that any rank has in one piece.
+    /// Maximum number of shards that any rank has in one piece.
     pub(crate) most: usize,
 }
 
@@ -24,7 +23,6 @@ impl Parts {
             Verb::Broadcast { .. } => Uses::DestinationOnly,
             other => other.uses(rank),
         };
-        // How many shards each side has.
         let (given, taken) = layout.shards(ranks);
         let (given, taken) = match uses {
             Uses::Both => (given, taken),
@@ -36,7 +34,7 @@ impl Parts {
             Io::InPlace(data) => {
                 let shard = data.len() / most;
                 let first = data.as_buffer().address();
-                // Of several shards in one buffer a rank's own is the one at its place.
+                // If a buffer holds several shards, the rank's own shard is at the rank's position.
                 let own = |count: usize| if most > 1 && count == 1 { first + rank * shard } else { first };
                 Parts { shard, from: list(own(given), given, shard), to: list(own(taken), taken, shard), most }
             }

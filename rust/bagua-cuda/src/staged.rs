@@ -1,8 +1,9 @@
-//! The collective `staged`: copies from the device to pinned memory, runs the host's collective, copies back.
+//! The collective `staged`: copies from the device to pinned memory, runs the host's collective, and copies back.
 //!
-//! It works between hosts, for several ranks on one device, and without NCCL; its bits are the host's. An operation is cut into ranges of
-//! elements of a shard, each of which is an operation of the same verb on pieces of at most 4 MiB: while the host sends one piece, the
-//! device copies the next one down and the one before up. Every rank cuts alike, because verb, shard and ranks decide.
+//! It works between hosts, with several ranks on one device, and without NCCL. Its results have the host's bits. An
+//! operation is divided into ranges of each shard's elements, and the same verb runs on each range, in pieces of at
+//! most 4 MiB. While the host sends one piece, the device copies the next one to the host and the one before to the
+//! device. Every rank divides in the same way, because only verb, shard and number of ranks matter.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
@@ -15,7 +16,7 @@ use crate::device::OperationDevice;
 use crate::lane_state::{Copier, PIECE, wait_until_reached};
 use crate::shards::Parts;
 
-/// The longest range is a multiple of so many bytes, so that no element is cut.
+/// The longest range is a multiple of this number of bytes, so that no element is divided.
 const ALIGNMENT: usize = 64;
 
 /// Runs a verb over the host's collective.
@@ -31,13 +32,13 @@ pub(crate) fn run(
 ) -> Result<()> {
     place.lane_device().copier(|copier| {
         let outcome = pieces(inner, cx, verb, parts, place, copier);
-        // Also after an error: copies may still run.
+        // Marked even after an error, because copies may still be running.
         let ended = place.mark_end(copier, outcome.is_err());
         outcome.and(ended)
     })
 }
 
-/// Messages through the host: `memory`, which is kept between calls. What goes to several ranks is copied from the device once.
+/// Exchanges messages through host memory that is kept between calls. Copies data for several ranks only once.
 ///
 /// # Errors
 /// As [`Collective::exchange`].
@@ -66,7 +67,7 @@ pub(crate) fn exchange(
         let mut copies = Vec::with_capacity(given.len());
         for data in &given {
             let (copy, behind) = rest.split_at_mut(data.len());
-            // SAFETY: memory of the operation, which holds it until its end on the device.
+            // SAFETY: memory of the operation, which is kept until its end on the device.
             unsafe { copier.fetch(lane_device, data.address(), copy, |done| cx.check(&[], done, total)) }?;
             copies.push(&*copy);
             rest = behind;
@@ -86,7 +87,7 @@ pub(crate) fn exchange(
         for it in recvs.iter() {
             let data = &received[at..at + it.data.len()];
             at += data.len();
-            // SAFETY: as above; the operation alone uses them until its end on the device.
+            // SAFETY: as above. Only the operation uses the memory until its end on the device.
             unsafe {
                 let (to, up) = (it.data.as_buffer().address(), copier.up.handle());
                 copier.deliver(lane_device, data, to, up, |done| cx.check(&[], done, total))
@@ -100,7 +101,6 @@ fn is_same(one: Buffer<'_>, other: Buffer<'_>) -> bool {
     (one.address(), one.len()) == (other.address(), other.len())
 }
 
-/// One operation, range by range.
 fn pieces(
     inner: &mut dyn Collective,
     cx: &OpContext<'_>,
@@ -119,7 +119,7 @@ fn pieces(
         let width = ranges[at].len();
         for (number, from) in parts.from.iter().enumerate() {
             let to = number * width..(number + 1) * width;
-            // SAFETY: the range is within the shard, whose memory the operation holds until its end on the device.
+            // SAFETY: the range is within the shard, whose memory is kept until the operation's end on the device.
             unsafe { copier.input[at % 2].fill(to, from + ranges[at].start, down) }?;
         }
         lane_device.to_host.fetch_add((parts.from.len() * width) as u64, Relaxed);
@@ -134,7 +134,7 @@ fn pieces(
         let done = (range.start * parts.from.len().max(parts.to.len())) as u64;
         let go_on = || cx.check(&[], done, total);
         if !parts.from.is_empty() {
-            // This piece's input is free since the host's operation on the last but one.
+            // The input of this piece is free since the host's operation on the piece before the last.
             if at + 1 < ranges.len() {
                 fetch(copier, at + 1)?;
             }
@@ -153,7 +153,7 @@ fn pieces(
         inner.run(cx, verb, io)?;
         for (number, to) in parts.to.iter().enumerate() {
             let from = number * range.len()..(number + 1) * range.len();
-            // SAFETY: as above; this operation alone uses the destination until its end on the device.
+            // SAFETY: as above. Only this operation uses the destination until its end on the device.
             unsafe { output.spill(from, to + range.start, up) }?;
         }
         if !parts.to.is_empty() {
@@ -164,7 +164,7 @@ fn pieces(
     Ok(())
 }
 
-/// Ranges of bytes of a shard, the same on all ranks; one empty range for an empty shard.
+/// Returns the byte ranges of a shard, the same on all ranks. An empty shard has one empty range.
 fn ranges_of(parts: &Parts) -> Vec<Range<usize>> {
     let width = (PIECE / parts.most / ALIGNMENT * ALIGNMENT).max(ALIGNMENT);
     let starts = (0..parts.shard.max(1)).step_by(width);

@@ -1,9 +1,10 @@
-//! Weights on a device that a thread averages beside the training: [`WeightOrder`] makes the lock that covers them an order of streams, and
-//! [`Averaged`] is what the averaging thread does with them.
+//! Weights on a device that a separate thread averages during training. [`WeightOrder`] extends the weight lock to
+//! streams. [`Averaged`] is the part of the averaging thread.
 //!
-//! Who gives the lock back has an event recorded on the stream that it used; who takes it has its stream wait for the events of those
-//! before. No thread waits for the device under the lock. The averaging thread has one stream: it copies the weights to a snapshot on the
-//! device and corrects them under the lock, and copies between device and host without it.
+//! A thread that releases the lock records an event on the stream that it used. A thread that takes the lock lets its
+//! stream wait for the earlier events. No thread waits for the device under the lock. The averaging thread has one
+//! stream. Under the lock, it copies the weights to a snapshot on the device, and corrects them. It copies between
+//! device and host without the lock.
 
 use std::any::Any;
 use std::sync::atomic::Ordering;
@@ -21,11 +22,11 @@ use crate::kernels::{Grid, short_name};
 use crate::lane_state::LaneDevice;
 use crate::loaded_kernels::Kernel;
 
-/// See the module.
+/// Orders the streams that use weights in the order of the lock: see the module.
 pub struct WeightOrder {
     context: Arc<Context>,
     events: Mutex<Events>,
-    /// What could not be recorded: when the weights are free is unknown, and the averaging ends.
+    /// An event could not be recorded, so it is unknown when the weights are free. The averaging ends with this error.
     failure: OnceLock<Error>,
 }
 
@@ -33,44 +34,42 @@ pub struct WeightOrder {
 struct Events {
     /// Streams that used the weights since the averaging thread last did, each with the end of its use.
     used: Vec<(usize, Event)>,
-    /// Events that were waited for, to be recorded again.
+    /// Events that were waited for and can be recorded again.
     spare: Vec<Event>,
     /// The averaging thread's last use.
     averaged: Option<Event>,
-    /// The averaging has ended, and the device is done with its work.
+    /// True if the averaging has ended and the device is done with its work.
     closed: bool,
 }
 
 impl WeightOrder {
-    /// Of weights on this device.
+    /// Creates the order for weights on this device.
     pub fn new(context: &Arc<Context>) -> WeightOrder {
         WeightOrder { context: Arc::clone(context), events: Mutex::default(), failure: OnceLock::new() }
     }
 
-    /// An averaging of weights on this device begins, also after one that has ended.
+    /// Starts an averaging of weights on this device, possibly after another one has ended.
     ///
     /// # Errors
-    /// `InvalidArgument` for another device than before.
+    /// `InvalidArgument` if the device is another one than before.
     pub fn begin(&self, context: &Arc<Context>) -> Result<()> {
         if !Arc::ptr_eq(&self.context, context) {
             let (own, other) = (self.context.device(), context.device());
-            return Err(Error::InvalidArgument(format!(
-                "the lock is that of weights on cuda:{own}, not on cuda:{other}"
-            )));
+            return Err(Error::InvalidArgument(format!("the lock is for weights on cuda:{own}, not on cuda:{other}")));
         }
         lock(&self.events).closed = false;
         Ok(())
     }
 
-    /// The device.
+    /// Returns the context of the device.
     pub fn context(&self) -> &Arc<Context> {
         &self.context
     }
 
-    /// Work that `stream` gets from now on comes behind that of all who had the lock. Called by who has taken it; does not wait.
+    /// Makes later work on `stream` wait for that of all earlier lock owners. Called with the lock; does not wait.
     ///
     /// # Errors
-    /// `NotImplemented` for a stream that is being captured; `Device`.
+    /// `NotImplemented` for a stream that is being captured, and `Device`.
     pub fn enter(&self, stream: usize) -> Result<()> {
         let events = lock(&self.events);
         if events.closed {
@@ -80,10 +79,10 @@ impl WeightOrder {
         events.used.iter().map(|(_, event)| event).chain(&events.averaged).try_for_each(|event| event.order(stream))
     }
 
-    /// Who takes the lock next comes behind the work that `stream` has now. Called by who gives it back, before that; does not wait.
+    /// Makes later lock owners wait for the work that is on `stream` now. Called with the lock; does not wait.
     ///
     /// # Errors
-    /// `NotImplemented` for a stream that is being captured; `Device`. The averaging ends with the same error.
+    /// `NotImplemented` for a stream that is being captured, and `Device`. The averaging ends with the same error.
     pub fn leave(&self, stream: usize) -> Result<()> {
         let recorded = self.record(stream);
         if let Err(error) = &recorded {
@@ -99,7 +98,7 @@ impl WeightOrder {
         }
         self.context.refuse_capture(&[stream])?;
         if let Some((_, event)) = events.used.iter().find(|(user, _)| *user == stream) {
-            // The handle may be that of another stream than then.
+            // The handle may belong to another stream than when the event was recorded.
             event.order(stream)?;
             return event.record(stream);
         }
@@ -112,7 +111,7 @@ impl WeightOrder {
         Ok(())
     }
 
-    /// Puts the averaging thread's work on its stream, behind that of all who had the lock before, and marks its end. Under the lock.
+    /// Puts work on the averaging thread's stream after that of all earlier lock owners. Called with the lock.
     fn average_on(&self, stream: CUstream, work: impl FnOnce() -> Result<()>) -> Result<()> {
         self.failure.get().map_or(Ok(()), |error| Err(error.clone()))?;
         let mut events = lock(&self.events);
@@ -121,7 +120,7 @@ impl WeightOrder {
             events.averaged = Some(Event::new(&self.context)?);
         }
         let outcome = work();
-        // Also after an error: some of the work may be there.
+        // Recorded even after an error, because some of the work may be on the stream.
         let recorded = events.averaged.as_ref().map_or(Ok(()), |event| event.record(stream));
         if recorded.is_ok() {
             let Events { used, spare, .. } = &mut *events;
@@ -130,23 +129,23 @@ impl WeightOrder {
         outcome.and(recorded)
     }
 
-    /// Nothing of ours uses the weights any more, now or later.
+    /// Ends the order: none of our work uses the weights any more.
     fn close(&self) {
         let before = std::mem::replace(&mut *lock(&self.events), Events { closed: true, ..Events::default() });
         drop(before);
     }
 }
 
-/// What the averaging of one model has on its device, until the last of its weights are dropped.
+/// The state of a model's averaging on its device. Exists until the last of its weights are dropped.
 pub struct Averaging {
     lane_device: Arc<LaneDevice>,
     order: Arc<WeightOrder>,
-    /// Who has the weights: dropped when the device is done with them.
+    /// The owner of the weights. Dropped when the device is done with them.
     owner: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
 impl Averaging {
-    /// `lane_device` belongs to this averaging alone; `owner` has the memory of the weights.
+    /// Creates the state. `lane_device` must belong to this averaging alone. `owner` owns the memory of the weights.
     pub fn new(lane_device: Arc<LaneDevice>, order: Arc<WeightOrder>, owner: Box<dyn Any + Send>) -> Arc<Averaging> {
         Arc::new(Averaging { lane_device, order, owner: Mutex::new(Some(owner)) })
     }
@@ -167,35 +166,35 @@ impl Drop for Averaging {
     }
 }
 
-/// Weights of one element type: see the module.
+/// Weights of one element type on the device: see the module.
 pub struct Averaged {
-    /// In bytes, on the device.
+    /// Address of the weights on the device.
     address: usize,
     count: usize,
     dtype: DType,
-    /// Of the correction; `None` for elements that are only copied.
+    /// The kernel of the correction. `None` for elements that are only copied.
     correct: Option<(Kernel, Grid)>,
-    /// Memory on the device: the snapshot and, behind it, the average.
+    /// Memory on the device: the snapshot, followed by the average.
     room: usize,
     of: Arc<Averaging>,
 }
 
-/// The average begins at a multiple of it.
+/// Alignment of the average in bytes.
 const ALIGNMENT: usize = 256;
 
 impl Averaged {
-    /// `count` elements at `address`. Loads the kernel that corrects them, and takes twice their bytes of the device's memory.
+    /// Describes `count` elements at `address`. Loads the kernel that corrects them, and allocates twice their size.
     ///
     /// # Errors
-    /// `InvalidArgument` for elements that are not aligned; `Unavailable` that names NVRTC where that is absent or fails; `Device`. They
-    /// end the group, because the call is collective.
+    /// `InvalidArgument` for elements that are not aligned; `Unavailable` if NVRTC is missing or fails; `Device`. These
+    /// errors end the group, because the call is collective.
     ///
     /// # Safety
-    /// They are memory of the averaging's device that stays valid until the owner is dropped; while the weights' lock is held, all other
-    /// work on them comes before or after it as [`WeightOrder`] orders, and none writes them without the lock.
+    /// The elements must be memory of the averaging's device that stays valid until the owner is dropped. All other
+    /// work on them must be ordered by [`WeightOrder`] under the weights' lock.
     pub unsafe fn new(of: &Arc<Averaging>, address: usize, count: usize, dtype: DType) -> Result<Averaged> {
         if !address.is_multiple_of(dtype.size()) {
-            let text = format!("weights of {} at address {address:#x}, which is not aligned to them", dtype.name());
+            let text = format!("the {} weights at address {address:#x} are not aligned to their size", dtype.name());
             return Err(Error::InvalidArgument(text));
         }
         let context = of.lane_device.context();
@@ -235,7 +234,7 @@ impl DeviceWeights for Averaged {
         let Averaging { lane_device, order, .. } = &*self.of;
         let context = lane_device.context();
         let work = |stream: CUstream| match (step, self.correct) {
-            // SAFETY: the promise of `new`, and memory of our own of the same size; the stream is behind all who had the lock.
+            // SAFETY: guaranteed by the caller of `new`. The stream is after all earlier lock owners.
             (WeightStep::Snapshot, _) => unsafe { context.copy(self.snapshot(), self.address, self.len(), stream) },
             // SAFETY: as above.
             (WeightStep::Replace, _) => unsafe { context.copy(self.address, self.average(), self.len(), stream) },
@@ -245,7 +244,7 @@ impl DeviceWeights for Averaged {
                 let [weights, average, snapshot] = [self.address, self.average(), self.snapshot()].map(|at| at as u64);
                 let mut arguments = [weights, average, snapshot, self.count as u64];
                 lane_device.launches.fetch_add(1, Ordering::Relaxed);
-                // SAFETY: as above; the kernel is that of the element type, to which all are aligned.
+                // SAFETY: as above. The kernel is for this element type, to which all addresses are aligned.
                 unsafe { context.launch(kernel, grid, stream, &mut arguments) }
             }
         };
@@ -255,7 +254,7 @@ impl DeviceWeights for Averaged {
     fn read_snapshot(&mut self, into: &mut [u8], go_on: &dyn Fn() -> Result<()>) -> Result<()> {
         assert_eq!(into.len(), self.len());
         let (lane_device, from) = (&self.of.lane_device, self.snapshot());
-        // SAFETY: memory of our own, which is freed on this stream; the copies are waited for, or `LaneDevice::end` does so.
+        // SAFETY: our own memory, freed on this stream. This call or `LaneDevice::end` waits for the copies.
         lane_device.copier(|copier| unsafe { copier.fetch(lane_device, from, into, |_| go_on()) })
     }
 
@@ -278,7 +277,7 @@ impl Drop for Averaged {
         }
         // As in `Event::drop`.
         let _ = lane_device.copier(|copier| {
-            // SAFETY: ours, from `new`; nothing that this stream gets later uses it, and no other stream does.
+            // SAFETY: allocated in `new`. No later work uses it, on this stream or another.
             unsafe { lane_device.context().free(room, copier.down.handle()) }
         });
     }

@@ -1,7 +1,7 @@
-//! A rank's communicator of NCCL, on one device and of one lane: from its creation to its end, and calls that are polled to their end.
+//! A rank's NCCL communicator on one device for one lane: its creation, its calls, and its end.
 //!
-//! Communicators are non-blocking. After every call `ncclCommGetAsyncError` is asked until it no longer says `ncclInProgress`: the work is
-//! not on the stream before, so that an event that is recorded earlier would not come after it.
+//! Communicators are non-blocking. After every call, `ncclCommGetAsyncError` is polled until it no longer returns
+//! `ncclInProgress`. Before that, the work may not be on the stream, and an event recorded then might precede it.
 
 use std::ptr;
 use std::sync::Arc;
@@ -26,32 +26,32 @@ use crate::event::Event;
 use crate::lane_state::{PATIENCE, Pauses, wait_until_reached};
 use crate::stream::Stream;
 
-/// A communicator that will not die within this time is left behind.
+/// A communicator whose abort takes longer than this is left behind.
 const DEATH: Duration = Duration::from_secs(5);
 
-/// How long an operation that failed waits for the end of its work, so that its arrays can be let go of.
+/// How long a failed operation waits for the end of its work, so that its arrays can be released.
 const SOON: Duration = Duration::from_millis(500);
 
-/// See the module.
+/// A rank's NCCL communicator: see the module.
 pub(crate) struct Communicator {
-    /// Shared with the thread that watches.
+    /// The state shared with the watching thread.
     watched: Arc<Watched>,
-    /// All work is on this stream, in the order of the calls.
+    /// All work is put on this stream, in the order of the calls.
     stream: Stream,
-    /// The thread that watches; `None` once it is left behind or has ended.
+    /// The watching thread. `None` once it has ended or is left behind.
     watch: Option<JoinHandle<()>>,
     rank: usize,
     ranks: usize,
-    /// It was ended, in order or not.
+    /// True once the communicator was ended, in order or not.
     over: bool,
 }
 
-/// A new unique id, for rank 0.
+/// Creates a unique id, on rank 0.
 pub(crate) fn unique_id(nccl: &Nccl, context: &Context) -> Result<[u8; UNIQUE_ID_BYTES]> {
     let functions = nccl.functions()?;
     let mut id = ncclUniqueId { internal: [0; UNIQUE_ID_BYTES] };
     let _entered = context.enter()?;
-    // SAFETY: it writes one id.
+    // SAFETY: the function writes one id.
     let result = unsafe { (functions.get_unique_id)(&raw mut id) };
     if result != ncclResult_t::SUCCESS {
         return Err(nccl.failure(context.device(), "ncclGetUniqueId", result));
@@ -60,10 +60,10 @@ pub(crate) fn unique_id(nccl: &Nccl, context: &Context) -> Result<[u8; UNIQUE_ID
 }
 
 impl Communicator {
-    /// Joins the other ranks, which were given the same unique id.
+    /// Joins the other ranks, which must have the same unique id.
     ///
     /// # Errors
-    /// `Device`; the group's first cause; `Timeout` when not all ranks come.
+    /// `Device`, the group's first cause, or `Timeout` if not all ranks join.
     pub(crate) fn new(
         nccl: &Arc<Nccl>,
         context: &Arc<Context>,
@@ -77,7 +77,7 @@ impl Communicator {
         let shared = Arc::clone(&watched);
         let watch = Builder::new().name("bagua-nccl".to_owned()).spawn(move || shared.watch());
         let watch = Some(watch.map_err(|error| Error::system("starting a thread", error))?);
-        // From here on an error ends what there is when it is dropped.
+        // From here on, dropping `made` after an error ends whatever exists.
         let made = Communicator { watched, stream, watch, rank, ranks, over: false };
         let id = ncclUniqueId { internal: id.map(u8::cast_signed) };
         let number = |what: usize| i32::try_from(what).map_err(|_| Error::other("more ranks than NCCL can count"));
@@ -88,7 +88,7 @@ impl Communicator {
             let mut communicator: ncclComm_t = ptr::null_mut();
             let mut config = ncclConfig_t::new(false);
             let _entered = context.enter()?;
-            // SAFETY: it writes one handle, and reads the id and the configuration, of which it keeps nothing.
+            // SAFETY: the function writes one handle. It reads id and configuration, and keeps no reference to them.
             let result =
                 unsafe { (functions.comm_init_rank_config)(&raw mut communicator, ranks, id, rank, &raw mut config) };
             if !communicator.is_null() {
@@ -97,7 +97,7 @@ impl Communicator {
             }
             made.began(api, result)?;
             if communicator.is_null() {
-                return Err(Error::other(format!("{api} made no communicator and did not say why")));
+                return Err(Error::other(format!("{api} created no communicator and gave no reason")));
             }
             made.settle(api, communicator, || cx.check(&[], 0, 0))
         };
@@ -105,7 +105,6 @@ impl Communicator {
         Ok(made)
     }
 
-    /// The stream of its work.
     pub(crate) fn stream(&self) -> CUstream {
         self.stream.handle()
     }
@@ -122,24 +121,24 @@ impl Communicator {
         &self.watched.context
     }
 
-    /// Refuses another device than the communicator's.
+    /// Checks that an operation is on the communicator's device.
     ///
     /// # Errors
-    /// `UnsupportedType`, before anything is put on a device.
+    /// `UnsupportedType`, before any work is put on a device.
     pub(crate) fn check_device(&self, place: &OperationDevice) -> Result<()> {
         let (own, other) = (self.context().device(), place.lane_device().context().device());
         if own == other {
             return Ok(());
         }
-        let text = format!("the array is on cuda:{other}, and the group has its NCCL communicator on cuda:{own}");
+        let text = format!("the array is on cuda:{other}, but the group's NCCL communicator is on cuda:{own}");
         Err(Error::UnsupportedType(text))
     }
 
-    /// One operation: behind the start of `place`, with its end marked by `place`. `work` puts it on the stream by
+    /// Runs `work` as one operation after the start of `place`, and marks its end there. `work` uses
     /// [`Communicator::call`].
     ///
     /// # Errors
-    /// Those of `work`, which end the communicator; the group's first cause.
+    /// The errors of `work`, which end the communicator; otherwise the group's first cause.
     pub(crate) fn operate(
         &self,
         cx: &OpContext<'_>,
@@ -152,7 +151,7 @@ impl Communicator {
         let stream = self.stream();
         let (done, lane_device) = (place.done()?, place.lane_device());
         let number = self.watched.begin(cx, &done, place.failure());
-        // The last operation may have been copies on another stream, of a bucket that was gathered.
+        // The last operation may have been the copies of a gathered bucket, on another stream.
         let begun = place.order_after_start(&[stream]).and_then(|()| lane_device.order_after_last(stream));
         let outcome = begun.and_then(|()| work()).map_err(|error| self.watched.doom(error));
         if outcome.is_err() && !self.watched.wait_until_ended(SOON) {
@@ -168,10 +167,10 @@ impl Communicator {
         outcome.and(recorded).map_err(|error| self.watched.doom(error))
     }
 
-    /// Calls of NCCL that are one: a call, or a group of them. Returns when the work is on the stream.
+    /// Runs one NCCL call, or a group of calls. Returns when the work is on the stream.
     ///
     /// # Errors
-    /// `Device`, the group's first cause, `Timeout`.
+    /// `Device`, the group's first cause, or `Timeout`.
     pub(crate) fn call(
         &self,
         cx: &OpContext<'_>,
@@ -190,7 +189,7 @@ impl Communicator {
         self.settle(api, communicator, || cx.check(&[], 0, 0))
     }
 
-    /// What a call returned.
+    /// Converts the result of a call.
     fn began(&self, api: &str, result: ncclResult_t) -> Result<()> {
         if result == ncclResult_t::SUCCESS || result == ncclResult_t::IN_PROGRESS {
             return Ok(());
@@ -198,12 +197,12 @@ impl Communicator {
         Err(self.watched.nccl.failure(self.watched.context.device(), api, result))
     }
 
-    /// Polls until the last call is no longer in progress, as long as `go_on` says so.
+    /// Polls until the last call is no longer in progress, or `go_on` returns an error.
     fn settle(&self, api: &str, communicator: ncclComm_t, mut go_on: impl FnMut() -> Result<()>) -> Result<()> {
         let mut pauses = Pauses::new();
         loop {
             let mut found = ncclResult_t::SUCCESS;
-            // SAFETY: the communicator lives: the caller has its lock.
+            // SAFETY: the communicator exists, because the caller has locked it.
             let result = unsafe { (self.watched.functions().comm_get_async_error)(communicator, &raw mut found) };
             self.began("ncclCommGetAsyncError", result)?;
             self.began(api, found)?;
@@ -218,7 +217,8 @@ impl Communicator {
         }
     }
 
-    /// Ends it: in order, where nothing has failed, behind the work of `last`. Whether the device no longer does anything for it.
+    /// Ends the communicator, in order after the work of `last` if nothing has failed. Returns true if its work has
+    /// ended.
     pub(crate) fn end(mut self, last: Option<&Event>) -> bool {
         let ended = self.finish(last);
         if !ended {
@@ -246,30 +246,29 @@ impl Communicator {
             }
         }
         if let Some(watch) = self.watch.take() {
-            // It does not panic; if it did, it has ended.
+            // The thread has ended even if it panicked.
             let _ = watch.join();
         }
         true
     }
 
-    /// Finalizes and destroys.
     fn destroy(&self) -> Result<()> {
         let mut handle = lock(&self.watched.handle);
         let Some(Handle(communicator)) = *handle else { return Ok(()) };
         let _entered = self.watched.context.enter()?;
-        // SAFETY: the communicator lives, and the lock keeps others away.
+        // SAFETY: the communicator exists, and it is locked.
         let result = unsafe { (self.watched.functions().comm_finalize)(communicator) };
         self.began("ncclCommFinalize", result)?;
         self.settle("ncclCommFinalize", communicator, patience())?;
         *handle = None;
         self.watched.raw.store(ptr::null_mut(), Ordering::Release);
-        // SAFETY: it was finalized, and no thread can get it any more.
+        // SAFETY: it was finalized, and no other thread can get it any more.
         let result = unsafe { (self.watched.functions().comm_destroy)(communicator) };
         self.began("ncclCommDestroy", result)
     }
 }
 
-/// Ends a wait of an orderly end.
+/// Returns a function that ends an orderly wait after a limited time.
 fn patience() -> impl FnMut() -> Result<()> {
     let start = Instant::now();
     move || match start.elapsed() < PATIENCE {
@@ -281,7 +280,7 @@ fn patience() -> impl FnMut() -> Result<()> {
 impl Drop for Communicator {
     fn drop(&mut self) {
         if self.over || !self.watched.context.api().is_of_this_process() {
-            // In a forked child nothing of it is there, its thread least of all.
+            // In a forked child, neither the communicator nor its thread exists.
             return;
         }
         if !self.finish(None) {
@@ -290,14 +289,14 @@ impl Drop for Communicator {
     }
 }
 
-/// The calls that put work on the stream, with the communicator locked.
+/// The calls that put work on the stream, while the communicator is locked.
 pub(crate) struct Calls<'a> {
     owner: &'a Communicator,
     functions: &'a Functions,
     communicator: ncclComm_t,
 }
 
-/// What elements are to NCCL, and how many of them one of ours is; `None` for a type that it lacks.
+/// Returns NCCL's type of elements, and the number of NCCL's elements per element. `None` if NCCL lacks the type.
 pub(crate) fn elements(dtype: DType) -> Option<(ncclDataType_t, usize)> {
     Some(match dtype {
         DType::F16 => (ncclDataType_t::FLOAT16, 1),
@@ -316,7 +315,7 @@ pub(crate) fn elements(dtype: DType) -> Option<(ncclDataType_t, usize)> {
     })
 }
 
-/// An operation of NCCL on so many of its elements.
+/// An operation of NCCL on `count` of its elements.
 #[derive(Clone, Copy)]
 pub(crate) struct Reduction {
     pub(crate) count: usize,
@@ -324,18 +323,17 @@ pub(crate) struct Reduction {
     pub(crate) op: ncclRedOp_t,
 }
 
-/// Bytes from or to another rank.
+/// Bytes to or from another rank.
 #[derive(Clone, Copy)]
 pub(crate) struct Message {
-    /// Of the first byte.
+    /// Address of the first byte.
     pub(crate) address: usize,
     pub(crate) bytes: usize,
-    /// The other rank.
     pub(crate) peer: usize,
 }
 
-/// Addresses are those of the communicator's device. The callers of this module, which got them with an operation, promise that the memory
-/// has the sizes that the calls mean, and that no other work or thread uses it until the operation's end on the device.
+/// The addresses are on the communicator's device. The callers, who got them with an operation, guarantee that the
+/// memory has the size that the calls use, and that nothing else uses it until the operation's end on the device.
 impl Calls<'_> {
     fn check(&self, api: &str, result: ncclResult_t) -> Result<()> {
         self.owner.began(api, result)
@@ -344,7 +342,7 @@ impl Calls<'_> {
     pub(crate) fn all_reduce(&self, from: usize, to: usize, how: Reduction) -> Result<()> {
         let Reduction { count, dtype, op } = how;
         let (from, to, stream) = (from as *const _, to as *mut _, self.owner.stream() as *mut _);
-        // SAFETY: the promise above; stream and communicator live.
+        // SAFETY: guaranteed as above. Stream and communicator exist.
         let result = unsafe { (self.functions.all_reduce)(from, to, count, dtype, op, self.communicator, stream) };
         self.check("ncclAllReduce", result)
     }
@@ -359,7 +357,7 @@ impl Calls<'_> {
         self.check("ncclReduce", result)
     }
 
-    /// `how` counts what one rank gets.
+    /// `how` counts the elements that one rank gets.
     pub(crate) fn reduce_scatter(&self, from: usize, to: usize, how: Reduction) -> Result<()> {
         let Reduction { count, dtype, op } = how;
         let (from, to, stream) = (from as *const _, to as *mut _, self.owner.stream() as *mut _);
@@ -378,7 +376,7 @@ impl Calls<'_> {
         self.check("ncclBroadcast", result)
     }
 
-    /// `bytes` are those of one rank.
+    /// `bytes` is the size of one rank's part.
     pub(crate) fn all_gather(&self, from: usize, to: usize, bytes: usize) -> Result<()> {
         let (dtype, stream) = (ncclDataType_t::UINT8, self.owner.stream() as *mut _);
         // SAFETY: as above.
@@ -388,10 +386,10 @@ impl Calls<'_> {
         self.check("ncclAllGather", result)
     }
 
-    /// Messages, which go together.
+    /// Sends and receives messages in one group.
     pub(crate) fn exchange(&self, sends: &[Message], recvs: &[Message]) -> Result<()> {
         let (dtype, stream) = (ncclDataType_t::UINT8, self.owner.stream() as *mut _);
-        // SAFETY: it takes nothing.
+        // SAFETY: the function has no arguments.
         self.check("ncclGroupStart", unsafe { (self.functions.group_start)() })?;
         let put = || -> Result<()> {
             for Message { address, bytes, peer } in sends.iter().copied() {
@@ -411,8 +409,8 @@ impl Calls<'_> {
             Ok(())
         };
         let outcome = put();
-        // Also after an error: the thread must not stay inside a group.
-        // SAFETY: it takes nothing.
+        // Called even after an error, because the thread must not stay inside a group.
+        // SAFETY: the function has no arguments.
         let ended = self.check("ncclGroupEnd", unsafe { (self.functions.group_end)() });
         outcome.and(ended)
     }

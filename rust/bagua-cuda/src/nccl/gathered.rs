@@ -1,5 +1,5 @@
-//! What NCCL cannot reduce (bits, truth values, 16-bit integers, products of complex numbers): its ranks' elements come together by NCCL,
-//! and our kernel reduces them, in the order of the ranks and with the host's bits.
+//! Reductions that NCCL lacks: bits, truth values, 16-bit integers, products of complex numbers. NCCL gathers the
+//! elements of all ranks, and our kernel reduces them in the order of the ranks, with the host's bits.
 
 use bagua_core::error::Result;
 use bagua_core::request::{OpContext, Verb};
@@ -14,17 +14,17 @@ use crate::memory::Scratch;
 use crate::reduction::Reduction;
 use crate::shards::Parts;
 
-/// Bytes of all ranks that are reduced together.
+/// Maximum number of bytes of all ranks that are reduced at once.
 const TOGETHER: usize = 32 << 20;
 
-/// The longest piece is a multiple of so many bytes, so that no element is cut and vectors are aligned.
+/// The longest piece is a multiple of this number of bytes, so that no element is divided and vectors are aligned.
 const ALIGNMENT: usize = 64;
 
 impl Communicator {
-    /// Runs a reduction that NCCL does not serve.
+    /// Runs a reduction that NCCL lacks.
     ///
     /// # Errors
-    /// `Unavailable` that names NVRTC where the kernel cannot be compiled, before anything is sent; as [`Communicator::operate`].
+    /// `Unavailable` if the kernel cannot be compiled, before any data is sent; otherwise as [`Communicator::operate`].
     pub(crate) fn run_gathered(
         &self,
         cx: &OpContext<'_>,
@@ -71,7 +71,7 @@ impl Communicator {
     }
 }
 
-/// As many bytes at each source, of any number of them, become as many at `to`.
+/// Reduces any number of sources, of `bytes` bytes each, to `to`.
 fn reduce(
     kernel: &Reduction,
     lane_device: &LaneDevice,
@@ -83,12 +83,12 @@ fn reduce(
     let (mut from, mut rest) = sources.split_at(sources.len().min(MAX_SOURCES));
     let mut given = from.to_vec();
     loop {
-        // SAFETY: sources are memory of the operation, which is there on this stream, and the target is the operation's own.
+        // SAFETY: the sources are memory of the operation on this stream. The target belongs to the operation.
         unsafe { kernel.launch(lane_device, stream, &given, to, bytes) }?;
         if rest.is_empty() {
             return Ok(());
         }
-        // What was reduced so far is the first source of the next launch.
+        // The intermediate result is the first source of the next launch.
         (from, rest) = rest.split_at(rest.len().min(MAX_SOURCES - 1));
         given = std::iter::once(to).chain(from.iter().copied()).collect();
     }

@@ -1,10 +1,10 @@
-//! NCCL: a loaded library, its version and its functions, and the collective `nccl` over them.
+//! NCCL: a loaded library, its version and its functions, and the collective `nccl` that uses them.
 //!
-//! | file | what it has |
+//! | file | what it holds |
 //! |---|---|
 //! | this one | [`Nccl`]: the library |
-//! | `communicator` | a rank's communicator from its creation to its end, calls that are polled to their end |
-//! | `watch` | the thread that looks after operations that run, and aborts |
+//! | `communicator` | a rank's communicator: its creation, its calls, its end |
+//! | `watch` | the thread that watches running operations, and aborts |
 //! | `verbs` | the verbs as calls of NCCL |
 //! | `gathered` | reductions that NCCL lacks, by our kernels |
 
@@ -27,20 +27,20 @@ pub(crate) use self::verbs::serves;
 use crate::error::{Error, Result};
 use crate::shared_library::Library;
 
-/// Where collectives get NCCL from.
+/// The source of NCCL for collectives.
 pub struct Source {
-    /// Loads it, or says why not.
+    /// Loads NCCL, or returns the reason why it cannot.
     pub load: Box<dyn Fn() -> Result<Arc<Nccl>> + Send + Sync>,
-    /// Several ranks may use one device, where the library can do that.
+    /// True if several ranks may use one device, provided that the library supports it.
     pub several: bool,
 }
 
-/// A loaded `libnccl`. Its version is known also where it is too old for the functions that are used.
+/// A loaded `libnccl`. The version is known even if it is too old for the functions that are used.
 pub struct Nccl {
     library: Library,
-    /// As `ncclGetVersion` counts.
+    /// Version number from `ncclGetVersion`.
     version: i32,
-    /// The functions, or the first that is absent.
+    /// The functions, or the first one that is missing.
     functions: std::result::Result<Functions, nccl_sys::Missing>,
 }
 
@@ -51,27 +51,27 @@ impl Nccl {
         let get_version: unsafe extern "C" fn(*mut c_int) -> ncclResult_t =
             unsafe { library.function(c"ncclGetVersion") }?;
         let mut version = 0;
-        // SAFETY: it writes one int, and needs nothing to have been called before.
+        // SAFETY: the function writes one int, and may be the first call.
         let result = unsafe { get_version(&raw mut version) };
         if result != ncclResult_t::SUCCESS {
             return Err(library.failed("ncclGetVersion", "ncclResult_t".to_owned(), result.0));
         }
-        // SAFETY: the addresses are those of a library that is never unloaded, under NCCL's names.
+        // SAFETY: the addresses are in a library that is never unloaded, under NCCL's names.
         let functions = unsafe { Functions::load(|name| library.symbol(name)) };
         Ok(Nccl { library, version, functions })
     }
 
-    /// The file.
+    /// Returns the library's file.
     pub fn path(&self) -> &Path {
         self.library.path()
     }
 
-    /// Its version, "2.30.7" for instance.
+    /// Returns NCCL's version, for example "2.30.7".
     pub fn version(&self) -> String {
         version_text(self.version)
     }
 
-    /// Its version as it counts; the reason, where collectives cannot use it.
+    /// Returns the version number, or the reason why collectives cannot use the library.
     pub(crate) fn served(&self) -> std::result::Result<i32, String> {
         if self.version < OLDEST_VERSION {
             return Err(format!("NCCL {} is too old: {} is needed", self.version(), version_text(OLDEST_VERSION)));
@@ -79,13 +79,13 @@ impl Nccl {
         self.functions().map(|_| self.version).map_err(|error| error.to_string())
     }
 
-    /// The error of a call that returned something else than success, with NCCL's own words on it.
+    /// Returns the error of a call that failed, with NCCL's own message.
     pub(crate) fn failure(&self, device: i32, api: &str, result: ncclResult_t) -> core::Error {
         let (code, name) = (result.0, result.name().to_owned());
         let mut message = format!("{}: {api} failed on device {device}: {name} ({code})", self.library.text());
         if let Ok(functions) = &self.functions {
-            // SAFETY: it returns a NUL-terminated text that stays valid until the library's next error, which no other thread of ours
-            // causes meanwhile; the communicator may be null.
+            // SAFETY: the function returns a NUL-terminated text that is valid until the library's next error, which no
+            // other thread of ours causes meanwhile. The communicator may be null.
             let said = unsafe { (functions.get_last_error)(ptr::null_mut()) };
             if !said.is_null() {
                 // SAFETY: as above.
@@ -99,7 +99,7 @@ impl Nccl {
         core::Error::Device(Box::new(failure))
     }
 
-    /// The functions that collectives need.
+    /// Returns the functions that collectives need.
     pub fn functions(&self) -> Result<&Functions> {
         self.functions
             .as_ref()
@@ -107,9 +107,9 @@ impl Nccl {
     }
 }
 
-/// A version as people write it.
+/// Returns a version number as text.
 pub(crate) fn version_text(version: i32) -> String {
-    // Until 2.8 the minor version was counted in hundreds and the major in thousands.
+    // Until 2.8, the major version was counted in thousands.
     let major = if version < 10_000 { 1_000 } else { 10_000 };
     format!("{}.{}.{}", version / major, version % major / 100, version % 100)
 }

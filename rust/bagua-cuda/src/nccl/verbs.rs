@@ -1,4 +1,4 @@
-//! The verbs as calls of NCCL: five of its collectives; gather, scatter and all_to_all as messages that go together.
+//! The verbs as calls of NCCL: five of its collectives. Gather, scatter and all_to_all are groups of messages.
 
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::Buffer;
@@ -11,7 +11,7 @@ use crate::device::OperationDevice;
 use crate::memory::Scratch;
 use crate::shards::Parts;
 
-/// How NCCL reduces; `None` for what it cannot: bits, truth values, 16-bit integers, products of complex numbers.
+/// Returns NCCL's operation. `None` for bits, truth values, 16-bit integers, and products of complex numbers.
 fn operation(op: ReduceOp, dtype: DType) -> Option<ncclRedOp_t> {
     match op {
         ReduceOp::Sum => Some(ncclRedOp_t::SUM),
@@ -23,13 +23,13 @@ fn operation(op: ReduceOp, dtype: DType) -> Option<ncclRedOp_t> {
     }
 }
 
-/// The reduction of a verb; `None` without one, and for what NCCL cannot reduce.
+/// Returns the reduction of `bytes` bytes, or `None` if NCCL lacks it.
 fn reduction(op: ReduceOp, dtype: DType, bytes: usize) -> Option<Reduction> {
     let (kind, times) = elements(dtype)?;
     Some(Reduction { count: bytes / dtype.size() * times, dtype: kind, op: operation(op, dtype)? })
 }
 
-/// Whether NCCL can do a verb on elements of a type.
+/// Returns true if NCCL can run a verb on elements of a type.
 pub(crate) fn serves(verb: Verb<'_>, dtype: DType) -> bool {
     verb.op().is_none_or(|op| reduction(op, dtype, 0).is_some())
 }
@@ -38,7 +38,7 @@ impl Communicator {
     /// Runs a verb.
     ///
     /// # Errors
-    /// `Unavailable` that names NVRTC where a kernel is needed and cannot be compiled; as [`Communicator::operate`].
+    /// `Unavailable` if a kernel is needed and cannot be compiled; otherwise as [`Communicator::operate`].
     pub(crate) fn run(&self, cx: &OpContext<'_>, verb: Verb<'_>, parts: &Parts, place: &OperationDevice) -> Result<()> {
         if let Some(op) = verb.op().filter(|_| !serves(verb, cx.dtype())) {
             return self.run_gathered(cx, verb, op, parts, place);
@@ -46,13 +46,13 @@ impl Communicator {
         self.operate(cx, place, || if parts.shard == 0 { Ok(()) } else { self.put(cx, verb, parts) })
     }
 
-    /// Puts the work of a verb on the stream. In place, source and target are where NCCL takes them for in place.
+    /// Puts the work of a verb on the stream. For operations in place, the addresses are as NCCL expects for that.
     fn put(&self, cx: &OpContext<'_>, verb: Verb<'_>, parts: &Parts) -> Result<()> {
         let bytes = parts.shard;
         let (from, to) = (parts.from.first().copied(), parts.to.first().copied());
         if let (1, Some(_), Some(from), Some(to)) = (self.ranks(), verb.op(), from, to) {
-            // Of one rank every reduction is what it has; NCCL would multiply by one for an average.
-            // SAFETY: as many bytes each, of the operation's own arrays, on the stream.
+            // With one rank, the result is the rank's own data. NCCL would multiply it by one for an average.
+            // SAFETY: `bytes` bytes each, of the operation's own arrays, on the stream.
             return if from == to { Ok(()) } else { unsafe { self.context().copy(to, from, bytes, self.stream()) } };
         }
         let how = |op| reduction(op, cx.dtype(), bytes).expect("`serves` was true");
@@ -73,11 +73,11 @@ impl Communicator {
             }
             Verb::Gather { root } | Verb::Scatter { root } => self.exchange(cx, &parts.from, &parts.to, bytes, root),
             Verb::AllToAll if from == to => {
-                // A message may arrive before the one at its place has left.
+                // In place, a message could arrive before the data at its place was sent.
                 let whole = bytes * parts.from.len();
                 let scratch = Scratch::new(self.context(), whole, self.stream())?;
                 let copy = scratch.address();
-                // SAFETY: as many bytes each, on the stream; the array is the operation's own.
+                // SAFETY: `whole` bytes each, on the stream. The array belongs to the operation.
                 unsafe { self.context().copy(copy, parts.from[0], whole, self.stream()) }?;
                 let copies: Vec<usize> = (0..parts.from.len()).map(|rank| copy + rank * bytes).collect();
                 self.exchange(cx, &copies, &parts.to, bytes, 0)?;
@@ -85,12 +85,12 @@ impl Communicator {
             }
             Verb::AllToAll => self.exchange(cx, &parts.from, &parts.to, bytes, 0),
             Verb::Barrier => Ok(()),
-            // `OnDevices` runs the others over its exchange.
-            other => Err(Error::NotImplemented(format!("{} by one call of NCCL", other.kind().name()))),
+            // `OnDevices` runs the other verbs over its exchange.
+            other => Err(Error::NotImplemented(format!("NCCL has no call for {}", other.kind().name()))),
         }
     }
 
-    /// Each rank's shard to and from it; where a side has one shard only, to and from `root`.
+    /// Exchanges a shard with each rank. A side with only one shard exchanges it with `root`.
     pub(super) fn exchange(
         &self,
         cx: &OpContext<'_>,
@@ -114,11 +114,11 @@ impl Communicator {
             [one] => Some(*one),
             several => Some(several[rank]),
         };
-        // Who has both sides keeps a shard of its own.
+        // A rank with both sides copies its own shard.
         if let (Some(from), Some(to)) = (own(from), own(to))
             && from != to
         {
-            // SAFETY: as many bytes each, of the operation's own arrays, on the stream.
+            // SAFETY: `bytes` bytes each, of the operation's own arrays, on the stream.
             unsafe { self.context().copy(to, from, bytes, self.stream()) }?;
         }
         self.put_messages(cx, &with_others(from), &with_others(to))
@@ -131,7 +131,7 @@ impl Communicator {
         self.call(cx, "ncclGroupEnd", |nccl| nccl.exchange(sends, recvs))
     }
 
-    /// Messages of buffers on the communicator's device, a step of the operation that runs. Those of no bytes are not sent.
+    /// Exchanges messages on the communicator's device as a step of the operation. Empty messages are not sent.
     ///
     /// # Errors
     /// As [`Communicator::operate`].

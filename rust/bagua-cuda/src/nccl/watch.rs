@@ -1,8 +1,9 @@
-//! The thread that looks after operations of a communicator that run on the device, and ends it when something fails.
+//! The thread that watches a communicator's running operations, and aborts the communicator if anything fails.
 //!
-//! Calls of NCCL return before their work is done, and the caller may never ask for the result. So while work runs a thread looks, every
-//! 10 ms, at the group's health, the communicator's error and the deadlines. What it finds first poisons the group, and the communicator
-//! is aborted on that thread: the call may block, and it ends the work of this rank whatever the others do.
+//! NCCL's calls return before their work is done, and the caller may never wait for the result. While work is running,
+//! the thread therefore checks the group's health, the communicator's error and the deadlines every 10 ms. The first
+//! failure poisons the group. The thread then aborts the communicator: this call may block, but it ends this rank's
+//! work no matter what the other ranks do.
 
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -20,46 +21,45 @@ use super::Nccl;
 use crate::context::Context;
 use crate::event::Event;
 
-/// How often it looks.
+/// Interval between checks.
 const PERIOD: Duration = Duration::from_millis(10);
 
-/// After so long the thread polls the event of work for which nothing waits.
+/// Time after which the thread polls the event of work that nobody waits for.
 const UNASKED: Duration = Duration::from_secs(1);
 
-/// How long work for which nothing waits may take once its deadline has passed: a device may begin it late.
+/// How long work that nobody waits for may take after its deadline, because a device may start it late.
 const GRACE: Duration = Duration::from_millis(500);
 
-/// How long work may take after a rank has left in order, which waits for its own part for a shorter time.
+/// How long work may take after another rank has left in order. That rank waits less long for its own part.
 const AFTER_LEAVING: Duration = Duration::from_secs(5);
 
-/// How long an error that another rank may have caused waits for that cause: as `GroupHealth::attribute_disconnect` does.
+/// How long an error waits for its cause if another rank may have caused it: as in `GroupHealth::attribute_disconnect`.
 const CAUSE_GRACE: Duration = Duration::from_millis(400);
 
-/// How long a call of NCCL may take that should not wait for anything.
+/// How long an NCCL call that does not wait for anything may take.
 const CALL: Duration = Duration::from_secs(1);
 
 /// A communicator of the library.
 #[derive(Clone, Copy)]
 pub(super) struct Handle(pub(super) ncclComm_t);
 
-// SAFETY: a communicator may be used by any thread, by one at a time.
+// SAFETY: any thread may use a communicator, but only one at a time.
 unsafe impl Send for Handle {}
 
-/// An operation that was not seen to be done.
+/// An operation that is not known to be done.
 struct Running {
-    /// Which one.
     number: u64,
-    /// Behind its work, once that is on the stream.
+    /// Recorded after its work, once that is on the stream.
     event: Arc<Event>,
     on_stream: bool,
     deadline: Deadline,
     fingerprint: Fingerprint,
     label: String,
-    /// Set where the operation fails after its host's part.
+    /// Set if the operation fails after its call has returned.
     failure: Arc<OnceLock<Error>>,
-    /// When it was looked at last.
+    /// Time of the last check.
     looked: Instant,
-    /// When it was first looked at after its deadline.
+    /// Time of the first check after the deadline.
     late: Option<Instant>,
 }
 
@@ -69,29 +69,27 @@ impl Running {
     }
 }
 
-/// What changes.
 #[derive(Default)]
 struct WatchedOperations {
-    /// In the order of their calls, which is that of the stream.
+    /// In the order of the calls, which is the order of the stream.
     running: Vec<Running>,
-    /// Number of the next operation.
     next: u64,
-    /// Why the communicator is aborted.
+    /// The reason for aborting the communicator.
     doomed: Option<Error>,
-    /// It was ended in order: there is nothing to look after.
+    /// True once the communicator was ended in order, so that nothing is left to watch.
     stopped: bool,
-    /// The library has no such communicator any more, so that its work has ended.
+    /// True once the library has destroyed the communicator, so that its work has ended.
     ended: bool,
 }
 
-/// What the thread that runs operations and the one that watches share.
+/// The state that the thread of operations and the watching thread share.
 pub(super) struct Watched {
     pub(super) nccl: Arc<Nccl>,
     pub(super) context: Arc<Context>,
     pub(super) health: Arc<GroupHealth>,
-    /// `None` once it is ended. Locked from a call until it is no longer in progress.
+    /// `None` once the communicator is ended. Locked from a call until the call is no longer in progress.
     pub(super) handle: Mutex<Option<Handle>>,
-    /// The same, for an abort while a call does not return.
+    /// The same communicator, for an abort while a call does not return.
     pub(super) raw: AtomicPtr<ncclComm>,
     state: Mutex<WatchedOperations>,
     changed: Condvar,
@@ -111,13 +109,13 @@ impl Watched {
     }
 
     pub(super) fn functions(&self) -> &Functions {
-        self.nccl.functions().expect("a library without them is refused before")
+        self.nccl.functions().expect("a library without them was rejected before")
     }
 
-    /// An operation begins. What earlier ones hold is let go of where they are done.
+    /// Adds an operation, and releases what earlier operations keep if they are done.
     pub(super) fn begin(&self, cx: &OpContext<'_>, event: &Arc<Event>, failure: &Arc<OnceLock<Error>>) -> u64 {
         let mut state = lock(&self.state);
-        // Otherwise the thread looks by itself within its period: waking it for each operation would cost more than the operation.
+        // If other work is running, the thread checks periodically. Waking it would cost more than the operation.
         let was_idle = state.running.is_empty();
         let done = state.running.iter().take_while(|running| running.is_done()).count();
         state.running.drain(..done);
@@ -141,19 +139,19 @@ impl Watched {
         number
     }
 
-    /// An operation's event was recorded behind its work.
+    /// Notes that an operation's event was recorded after its work.
     pub(super) fn on_stream(&self, number: u64) {
         if let Some(running) = lock(&self.state).running.iter_mut().find(|running| running.number == number) {
             running.on_stream = true;
         }
     }
 
-    /// Why the communicator cannot be used any more.
+    /// Returns the reason why the communicator cannot be used any more.
     pub(super) fn cause(&self) -> Option<Error> {
         lock(&self.state).doomed.clone()
     }
 
-    /// Poisons the group, unless it is, and has the communicator aborted. The first cause.
+    /// Poisons the group, and makes the thread abort the communicator. Returns the group's first cause.
     pub(super) fn doom(&self, error: Error) -> Error {
         let cause = self.health.fail(self.caused(error));
         lock(&self.state).doomed.get_or_insert_with(|| cause.clone());
@@ -161,7 +159,7 @@ impl Watched {
         cause
     }
 
-    /// The communicator is aborted or ended, or is not within `limit`.
+    /// Blocks until the communicator is aborted or ended, for at most `limit`. Returns true if it is.
     pub(super) fn wait_until_ended(&self, limit: Duration) -> bool {
         let start = Instant::now();
         let mut state = lock(&self.state);
@@ -175,7 +173,7 @@ impl Watched {
         true
     }
 
-    /// It was destroyed in order: the thread ends.
+    /// Ends the thread after the communicator was destroyed in order.
     pub(super) fn stop(&self) {
         let mut state = lock(&self.state);
         (state.stopped, state.ended) = (true, true);
@@ -184,12 +182,12 @@ impl Watched {
         self.changed.notify_all();
     }
 
-    /// What the group failed of; its leaving in order is no failure.
+    /// Returns the failure of the group. Leaving the group in order is not a failure.
     pub(super) fn failure(&self) -> Option<Error> {
         self.health.cause().filter(|cause| !matches!(cause, Error::Aborted(text) if text == LEAVING))
     }
 
-    /// An error that follows from another rank's end comes before that is known here.
+    /// Waits for the cause of an error that may follow from another rank's end, which may become known here only later.
     fn caused(&self, error: Error) -> Error {
         let remote = [ncclResult_t::REMOTE_ERROR.0, ncclResult_t::SYSTEM_ERROR.0];
         let follows = matches!(&error, Error::Device(failure)
@@ -201,7 +199,7 @@ impl Watched {
         error
     }
 
-    /// The thread.
+    /// Checks until the communicator is stopped or aborted. This is the thread's main function.
     pub(super) fn watch(&self) {
         loop {
             let mut state = lock(&self.state);
@@ -221,7 +219,7 @@ impl Watched {
         }
     }
 
-    /// What has failed, as the group's first cause.
+    /// Returns the group's first cause if anything has failed.
     fn look(&self) -> Result<()> {
         if let Some(cause) = self.cause().or_else(|| self.failure()) {
             return Err(cause);
@@ -230,12 +228,12 @@ impl Watched {
         self.look_at_operations(&mut lock(&self.state)).map_err(|error| self.doom_later(error))
     }
 
-    /// As `doom`, for an error that this rank found by itself.
+    /// As [`Watched::doom`], for an error that this rank found itself.
     fn doom_later(&self, error: Error) -> Error {
         self.health.fail(error)
     }
 
-    /// The communicator's own error. While a call is in progress the thread that made it looks.
+    /// Checks the communicator's own error. While a call is in progress, the calling thread does so.
     fn look_at_communicator(&self) -> Result<()> {
         let handle = match self.handle.try_lock() {
             Ok(handle) => handle,
@@ -245,7 +243,7 @@ impl Watched {
         let Some(Handle(communicator)) = *handle else { return Ok(()) };
         let api = "ncclCommGetAsyncError";
         let mut found = ncclResult_t::SUCCESS;
-        // SAFETY: the communicator lives, and no other thread uses it meanwhile: the lock.
+        // SAFETY: the communicator exists, and because of the lock no other thread uses it.
         let result = unsafe { (self.functions().comm_get_async_error)(communicator, &raw mut found) };
         for each in [result, found] {
             if each != ncclResult_t::SUCCESS && each != ncclResult_t::IN_PROGRESS {
@@ -255,12 +253,12 @@ impl Watched {
         Ok(())
     }
 
-    /// Deadlines, and ranks that have left.
+    /// Checks deadlines, and looks for ranks that have left.
     fn look_at_operations(&self, state: &mut MutexGuard<'_, WatchedOperations>) -> Result<()> {
         let now = Instant::now();
         let departed = (0..self.health.size()).find(|rank| self.health.has_departed(*rank));
         let mut error = None;
-        // The first that is not done: those behind it are not, either.
+        // If the first operation is not done, the later ones are not done either.
         while let Some(running) = state.running.first_mut() {
             let late = running.deadline.passed() || departed.is_some();
             if !running.on_stream || !(late || now - running.looked >= UNASKED) {
@@ -287,7 +285,7 @@ impl Watched {
         Progress { what, label: running.label.clone(), done: 0, total: 0 }
     }
 
-    /// Ends the communicator and its work. What was not done fails.
+    /// Aborts the communicator and its work. Operations that are not done fail.
     fn abort(&self, cause: &Error) {
         for running in lock(&self.state).running.drain(..) {
             if !running.is_done() {
@@ -298,17 +296,17 @@ impl Watched {
         let communicator = loop {
             match self.handle.try_lock() {
                 Ok(mut handle) => break handle.take().map_or(ptr::null_mut(), |handle| handle.0),
-                // A call does not return: NCCL allows this one meanwhile.
+                // A call does not return. NCCL allows an abort meanwhile.
                 Err(_) if start.elapsed() >= CALL => break self.raw.load(Ordering::Acquire),
                 Err(_) => std::thread::sleep(PERIOD / 10),
             }
         };
         self.raw.store(ptr::null_mut(), Ordering::Release);
-        // The process may end, and the driver has gone before.
+        // At the end of the process, the driver may already be shut down.
         if !communicator.is_null()
             && let Ok(_entered) = self.context.enter()
         {
-            // SAFETY: it lives, and no other thread can get it any more.
+            // SAFETY: the communicator exists, and no other thread can get it any more.
             unsafe { (self.functions().comm_abort)(communicator) };
         }
         let mut state = lock(&self.state);
