@@ -122,7 +122,7 @@ fn a_rank_that_takes_part_is_not_let_in_twice() {
                     second.note_server(0, servers[0].address());
                     let (all, ..) = model(1, &lock, 1.0);
                     let refused = Averager::join(all, settings(&second, DIGEST), &Deadline::after(LONG));
-                    assert!(matches!(refused, Err(Error::Mismatch(text)) if text.contains("takes part already")));
+                    assert!(matches!(refused, Err(Error::Mismatch(text)) if text.contains("already takes part")));
                 }
                 barrier.wait();
                 averager.check().unwrap();

@@ -1,7 +1,8 @@
-//! A process joins the averaging of a running job: what the ranks do, and what the joining rank does.
+//! A process joins the averaging of a running job: the part of the ranks, and the part of the joining rank.
 //!
-//! The next view of the membership is a group of its own. The addresses are exchanged over the present group, and over the
-//! joining rank's connection to one of its ranks. It is used only when all ranks have opened it; otherwise the present group goes on.
+//! Each view of the membership has its own group. The ranks exchange the addresses of the next view over the present
+//! group, and over the joining rank's connection to one of them. The next view is used only if all ranks could open it.
+//! Otherwise the present group continues.
 
 use std::time::Duration;
 
@@ -15,7 +16,7 @@ use crate::types::DType;
 /// How long one answer of the other end may take.
 const ANSWER: Duration = Duration::from_secs(5);
 
-/// How long a joining rank waits until a round begins: the ranks train, and begin one every interval.
+/// How long a joining rank waits for the next round. The ranks train meanwhile, and start a round every interval.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A joining rank whose connection this rank holds.
@@ -25,23 +26,23 @@ pub(super) struct Joiner {
 }
 
 impl Joiner {
-    /// Sends why it cannot join.
+    /// Tells the joining rank why it cannot join.
     pub(super) fn refuse(mut self, for_ever: bool, text: String) {
-        // It may have ended.
+        // Fails if the joining rank has already ended.
         let _ = self.conn.send(&JoinMessage::Refused { for_ever, text });
     }
 
-    /// Has it bind, and returns its address.
+    /// Makes the joining rank bind an address, and returns the address.
     fn bind(&mut self, view: u64, place: usize, ranks: &[usize]) -> Result<Vec<u8>> {
         self.conn.send(&JoinMessage::Bind { view, place, ranks: ranks.to_vec() })?;
         match self.conn.receive(ANSWER)? {
             JoinMessage::Address(address) => Ok(address),
-            other => Err(Error::other(format!("a joining rank sends {other:?} instead of its address"))),
+            other => Err(Error::other(format!("a joining rank sent {other:?} instead of its address"))),
         }
     }
 }
 
-/// Opens lanes in a new group, with a barrier that every rank of it has to pass.
+/// Opens lanes in a new group. All its ranks must pass a barrier.
 fn open(bootstrap: Bootstrap, addresses: &[Vec<u8>]) -> Result<(Group, Lanes)> {
     let group = bootstrap.connect(addresses)?;
     let mut lanes = lanes_that_carry(&group)?;
@@ -50,11 +51,11 @@ fn open(bootstrap: Bootstrap, addresses: &[Vec<u8>]) -> Result<(Group, Lanes)> {
 }
 
 impl Peers {
-    /// Admits rank `joiner` of the job; the rank of this group that holds its connection has it as `held`. `None`: it did not join, and
-    /// this group goes on. Collective.
+    /// Admits rank `joiner` of the job. `held` is its connection, on the rank that holds it. Returns `None` if the rank
+    /// did not join and this group continues. Collective.
     ///
     /// # Errors
-    /// Those of this group.
+    /// The errors of this group.
     pub(super) fn admit(
         &mut self,
         joiner: usize,
@@ -65,7 +66,7 @@ impl Peers {
         let mut ranks = self.world_ranks.clone();
         let Err(place) = ranks.binary_search(&joiner) else {
             if let Some(held) = held {
-                held.refuse(true, format!("rank {joiner} takes part already"));
+                held.refuse(true, format!("rank {joiner} already takes part"));
             }
             return Ok(None);
         };
@@ -105,7 +106,7 @@ impl Peers {
         match opened {
             Ok((group, lanes)) if everybody => {
                 if let Some(held) = &mut held {
-                    // It is a member already; if it does not get this, it leaves.
+                    // The joining rank is already a member. If it does not get this message, it leaves.
                     let _ = held.conn.send(&JoinMessage::Joined);
                 }
                 let mut peers = Peers::over(group, lanes, ranks);
@@ -129,7 +130,7 @@ impl Peers {
     /// Joins the group of rank `host` through that rank's server.
     ///
     /// # Errors
-    /// Whether another attempt, or another server, may succeed.
+    /// The reason, and if another attempt or another server may succeed.
     pub(super) fn join(server: &JoinServer, host: usize, request: JoinRequest) -> std::result::Result<Peers, Refused> {
         let again = |error: Error| Refused::Now(error.to_string());
         let Some((_, at)) = server.servers().into_iter().find(|(rank, _)| *rank == host) else {
@@ -156,7 +157,7 @@ impl Peers {
     }
 }
 
-/// Why a rank did not join.
+/// The reason why a rank did not join.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Refused {
     /// Another server, or a later attempt, may succeed.

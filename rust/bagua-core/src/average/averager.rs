@@ -1,4 +1,4 @@
-//! What the other threads of a rank ask of its averaging thread: abort, resume, synchronize, stop; and what it returns to them.
+//! The interface between the averaging thread and other threads: abort, resume, synchronize, stop, statistics.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
@@ -16,10 +16,10 @@ use crate::memory::ArenaBuffer;
 use crate::types::ReduceOp;
 use crate::wait::{Deadline, Waited, lock};
 
-/// Pause between two attempts to come in.
+/// Pause between two attempts to join.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// How long `stop` waits for the thread after it has left the group.
+/// How long `stop` waits for the thread after leaving the group.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The averaging of one model on one rank. Dropping it stops it.
@@ -29,11 +29,11 @@ pub struct Averager {
 }
 
 impl Averager {
-    /// Builds a group of its own and starts the thread; the first round begins one interval later. `lane` is a lane of `parent`. The
-    /// weights are equal in number, type and order on all ranks. Collective.
+    /// Starts the averaging thread in its own group. The first round runs after one interval. `lane` must be a lane of
+    /// `parent`. All ranks must pass weights of the same number, dtype and order. Collective.
     ///
     /// # Errors
-    /// `UnsupportedType` for weights that are not real floating-point numbers; as [`Group::duplicate`].
+    /// `UnsupportedType` for weights that are not real floating-point numbers; otherwise as [`Group::duplicate`].
     pub fn start(parent: &Group, lane: &mut Lane, model: Model, settings: Settings) -> Result<Averager> {
         check(&model, &settings)?;
         let built = parent.duplicate(lane, &settings.name).and_then(|group| {
@@ -41,23 +41,23 @@ impl Averager {
             let rooms = rooms(&peers, &model.weights, &settings)?;
             Ok((peers, rooms))
         });
-        // A rank may leave the new group as soon as this returns, and that must not reach ranks that are still building it. Also after
-        // an error, because the others wait here.
+        // A rank may leave the new group as soon as this returns, which must not disturb ranks that are still opening
+        // it. The barrier comes even after an error, because the other ranks wait in it.
         let all_have = lane.barrier(&Options { label: "averager", ..Options::DEFAULT });
         let (peers, rooms) = built?;
         all_have?;
         Averager::over(peers, rooms, model, settings, false)
     }
 
-    /// Joins the averaging of a running elastic job through the servers that this rank's server knows, tried in turn until
-    /// `deadline`. The weights and buffers are not the job's yet: see [`Averager::wait_joined`].
+    /// Joins the averaging of a running elastic job. Tries the servers that this rank's server knows, in turn until
+    /// `deadline`. The weights and buffers are the job's only after [`Averager::wait_joined`].
     ///
     /// # Errors
     /// `Mismatch` for a model that does not fit; `Timeout`, with the last server's reason, after the deadline.
     pub fn join(model: Model, settings: Settings, deadline: &Deadline) -> Result<Averager> {
         check(&model, &settings)?;
         let Some(Elastic { server, digest }) = &settings.elastic else {
-            return Err(Error::InvalidArgument("only a process of an elastic job comes in later".to_owned()));
+            return Err(Error::InvalidArgument("only a process of an elastic job can join later".to_owned()));
         };
         let mut why = "no join server of another rank is known".to_owned();
         loop {
@@ -68,7 +68,7 @@ impl Averager {
                     server: server.address(),
                     returns: false,
                 };
-                // A joining rank that loses the others before it has begun tries again.
+                // A joining rank that loses the other ranks before its first round tries again.
                 let entered = Peers::join(server, host, request).and_then(|peers| {
                     let rooms = rooms(&peers, &model.weights, &settings);
                     rooms.map(|rooms| (peers, rooms)).map_err(|error| Refused::Now(error.to_string()))
@@ -101,30 +101,28 @@ impl Averager {
         Ok(Averager { shared, thread: Mutex::new(Some(thread)) })
     }
 
-    /// Waits for at most `limit` until the weights of a joining rank are the average of a round in which its own did not count.
+    /// Waits for at most `limit` until a joining rank has the average of a round in which its own weights did not
+    /// count.
     pub fn wait_joined(&self, limit: Duration) -> Waited<()> {
         self.wait(limit, |control| !control.is_new)
     }
 
-    /// The caller's count of forwards; that of the job after a rank has joined.
+    /// Returns the caller's count of forward passes, or the job's after this rank has joined.
     pub fn forwards(&self) -> u64 {
         self.shared.forwards.load(Relaxed)
     }
 
-    /// Sets the caller's count of forwards.
+    /// Sets the caller's count of forward passes.
     pub fn set_forwards(&self, forwards: u64) {
         self.shared.forwards.store(forwards, Relaxed);
     }
 
-    /// The failure of the thread, if it failed.
-    ///
-    /// # Errors
-    /// That failure.
+    /// Returns the failure of the thread, if it failed.
     pub fn check(&self) -> Result<()> {
         self.shared.lock().failure.clone().map_or(Ok(()), Err)
     }
 
-    /// This rank takes part no more. [`Averager::wait_aborted`] waits for its round in progress.
+    /// Makes this rank stop taking part. [`Averager::wait_aborted`] waits for a round in progress.
     pub fn abort(&self) {
         let mut control = self.shared.lock();
         control.takes_part = false;
@@ -132,13 +130,13 @@ impl Averager {
         self.shared.notify();
     }
 
-    /// Waits for at most `limit` until nothing writes to the weights any more. After [`Averager::abort`]. The outcome is the failure of
-    /// the thread, if it failed.
+    /// Waits for at most `limit`, after [`Averager::abort`], until nothing writes to the weights any more. If the
+    /// thread failed, returns its failure.
     pub fn wait_aborted(&self, limit: Duration) -> Waited<()> {
         self.wait(limit, |control| !control.in_round)
     }
 
-    /// This rank takes part from the next round on. Without effect when it does already.
+    /// Makes this rank take part from the next round on. Has no effect if it already does.
     ///
     /// # Errors
     /// The failure of the thread.
@@ -155,7 +153,7 @@ impl Averager {
         Ok(())
     }
 
-    /// Begins to synchronize: one round of all that take part, with their locks held throughout. Dropping what it returns gives up.
+    /// Starts a round of all ranks that take part, which hold their locks throughout. Dropping the result gives up.
     ///
     /// # Errors
     /// The failure of the thread; `InvalidArgument` on a rank that does not take part.
@@ -179,23 +177,23 @@ impl Averager {
         Ok(Synchronization { shared: Arc::clone(&self.shared), call })
     }
 
-    /// The optimizer made a step.
+    /// Counts a step of the optimizer.
     pub fn count_step(&self) {
         self.shared.steps.fetch_add(1, Relaxed);
     }
 
-    /// The numbers at this moment.
+    /// Returns the current statistics.
     pub fn stats(&self) -> AveragerStats {
         let steps = self.shared.steps.load(Relaxed);
         let unaveraged_steps = steps.saturating_sub(self.shared.averaged_steps.load(Relaxed));
         AveragerStats { unaveraged_steps, ..self.shared.lock().stats.clone() }
     }
 
-    /// Ends the thread: a round in which this rank takes part may end first, for at most `limit`; then this rank leaves the group.
-    /// Idempotent.
+    /// Ends the thread, and leaves the group. A round in progress may end first, for at most `limit`. Further calls do
+    /// nothing.
     pub fn stop(&self, limit: Duration) {
         if !self.shared.owner.is_current() {
-            // The thread is the parent's.
+            // The thread belongs to the parent.
             std::mem::forget(lock(&self.thread).take());
             return;
         }
@@ -205,7 +203,7 @@ impl Averager {
         let Some(thread) = lock(&self.thread).take() else { return };
         let ended = self.wait(PATIENCE, |control| control.failure.is_some());
         if ended != Waited::Pending {
-            // The thread catches nothing that could be reported here.
+            // A panic of the thread cannot be reported here.
             let _ = thread.join();
         }
     }
@@ -224,10 +222,10 @@ impl Drop for Averager {
     }
 }
 
-/// A call of `synchronize` that waits.
+/// A waiting call of [`Averager::synchronize`].
 pub struct Synchronization {
     shared: Arc<SharedControl>,
-    /// Its number among the calls of this rank.
+    /// Number of the call on this rank.
     call: u64,
 }
 
@@ -240,7 +238,7 @@ impl Synchronization {
         })
     }
 
-    /// The error for a deadline that passed: it names the ranks that take part and have not called.
+    /// Returns the error for a deadline that passed. It names the ranks that take part but have not called.
     pub fn timed_out(&self, after: Duration, noticed_by: usize) -> Error {
         let missing = self.shared.lock().not_synchronizing.clone();
         let progress = Progress { what: "synchronize".to_owned(), ..Progress::default() };
@@ -250,12 +248,12 @@ impl Synchronization {
 
 impl Drop for Synchronization {
     fn drop(&mut self) {
-        // A round that has begun meanwhile goes on: the other ranks count on this one.
+        // A round that has started meanwhile continues, because the other ranks need this one.
         self.shared.lock().synchronizing.remove(&self.call);
     }
 }
 
-/// Refuses weights that cannot be averaged.
+/// Checks that the weights can be averaged.
 fn check(model: &Model, settings: &Settings) -> Result<()> {
     for part in &model.weights {
         ReduceOp::Avg.check(part.dtype())?;

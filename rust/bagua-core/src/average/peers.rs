@@ -1,4 +1,4 @@
-//! The ranks with which a model is averaged: their group, and the lanes of those that take part.
+//! The ranks that average a model: their group, and the lanes of those that take part.
 
 use std::collections::VecDeque;
 
@@ -8,32 +8,32 @@ use crate::request::{Io, Verb};
 use crate::stats::Stats;
 use crate::types::DType;
 
-/// How many sets of ranks keep their lanes. The same on all ranks, which therefore drop the same ones.
+/// Number of sets of ranks that keep their lanes. Equal on all ranks, which therefore drop the same ones.
 const SETS: usize = 4;
 
-/// Numbers in a [`Status`] on the wire.
+/// Number of fields of a [`Status`] on the wire.
 const FIELDS: usize = 9;
 
-/// What a rank sends to all others at the beginning of a round.
+/// The record that a rank sends to all others at the start of a round.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Status {
-    /// It takes part in this round.
+    /// True if the rank takes part in this round.
     pub(super) takes_part: bool,
-    /// It waits in `synchronize`.
+    /// True if the rank waits in `synchronize`.
     pub(super) synchronizes: bool,
-    /// Its exchange before this one said so too: every status in this one is newer than its call.
+    /// True if the rank's previous status said so too, so that all statuses of this exchange are newer than its call.
     pub(super) announced: bool,
-    /// Its interval has passed.
+    /// True if the rank's interval has passed.
     pub(super) is_due: bool,
-    /// It has no weights of the job yet.
+    /// True if the rank does not have the weights of the job yet.
     pub(super) is_new: bool,
-    /// Rank in the job of the first joining rank whose connection it holds.
+    /// Job rank of the first joining rank whose connection the rank holds.
     pub(super) joiner: Option<usize>,
-    /// Number of the last membership that it knows.
+    /// Number of the last membership that the rank knows.
     pub(super) view: u64,
-    /// Exchanges before this one, as far as it knows.
+    /// Number of earlier exchanges that the rank knows of.
     pub(super) exchanges: u64,
-    /// Number of the last round whose update it has written or is about to write: all had the average. 0 for none.
+    /// Number of the last round that all ranks agreed on, so that the rank writes its update. 0 for none.
     pub(super) agreed: u64,
 }
 
@@ -67,7 +67,6 @@ impl Status {
     }
 }
 
-/// Bytes on sockets.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct WireBytes {
     pub(super) sent: u64,
@@ -90,25 +89,25 @@ impl WireBytes {
 /// A set of ranks that took part in a round.
 struct Set {
     ranks: Vec<usize>,
-    /// Where this rank is in the set, and the set is neither this rank alone nor the whole group.
+    /// `None` if this rank is not in the set, or if the set is only this rank or the whole group.
     lanes: Option<Lanes>,
 }
 
-/// See the module. Ranks are those of the group.
+/// The ranks that average a model. Ranks are those of the group.
 pub(super) struct Peers {
-    /// First fields, so that lanes go before their group does.
+    /// First fields, so that lanes are dropped before their group.
     all: Lanes,
-    /// The last one last.
+    /// The most recently used set is the last one.
     sets: VecDeque<Set>,
-    /// A group of its own, so that leaving it concerns nothing else.
+    /// The averaging has its own group, so that leaving it affects nothing else.
     pub(super) group: Group,
-    /// Rank in the job of each rank.
+    /// Job rank of each rank.
     pub(super) world_ranks: Vec<usize>,
-    /// Of former groups and sets.
+    /// Bytes of former groups and sets.
     bytes: WireBytes,
 }
 
-/// Lanes in a new group, whose members have got data from each other. Collective.
+/// Opens lanes in a new group whose members have received data from each other. Collective.
 pub(super) fn lanes_that_carry(group: &Group) -> Result<Lanes> {
     let mut lanes = Lanes::of(group)?;
     carry_data(&mut lanes.global)?;
@@ -116,17 +115,17 @@ pub(super) fn lanes_that_carry(group: &Group) -> Result<Lanes> {
 }
 
 impl Peers {
-    /// Over a group whose lane is open. `world_ranks`: rank in the job of each of its ranks.
+    /// Creates the peers of a group whose lane is open. `world_ranks` are the job ranks of its ranks.
     pub(super) fn over(group: Group, all: Lanes, world_ranks: Vec<usize>) -> Peers {
         Peers { all, sets: VecDeque::new(), group, world_ranks, bytes: WireBytes::default() }
     }
 
-    /// The lane of all ranks.
+    /// Returns the lane of all ranks.
     pub(super) fn lane(&mut self) -> &mut Lane {
         &mut self.all.global
     }
 
-    /// Counts the bytes of another group too, which this one takes the place of.
+    /// Adds the bytes of a former group that this one replaces.
     pub(super) fn take_bytes(&mut self, former: &Peers) {
         let WireBytes { sent, received } = former.wire_bytes();
         self.bytes.sent += sent;
@@ -139,18 +138,18 @@ impl Peers {
         Ok(Peers::over(group, all, world_ranks))
     }
 
-    /// Goes on without ranks that have left or are lost; also returns the ranks in the job of those that are lost. Collective among
-    /// those that are left. After an error this rank has left the group: the others do not wait for it.
+    /// Continues without ranks that have left or are lost, and returns the job ranks of the lost ones. Collective among
+    /// the remaining ranks. After an error, this rank has left the group, so the others do not wait for it.
     ///
     /// # Errors
     /// As [`Group::shrink`].
     pub(super) fn shrink(self) -> Result<(Peers, Vec<usize>)> {
         let bytes = self.wire_bytes();
         let Peers { all, sets, group, world_ranks, .. } = self;
-        // Lanes go before their group does.
+        // Lanes are dropped before their group.
         drop((all, sets));
         let barrier = |lanes: &mut Lanes| lanes.global.barrier(&Options { label: "view", ..Options::DEFAULT });
-        // Other clones of the group may outlive this value.
+        // Leaves explicitly, because other clones of the group may outlive this value.
         let view = group.shrink(None, Quorum::Any, lanes_that_carry, barrier).inspect_err(|_| group.leave())?;
         let lost = view.lost.iter().filter(|rank| !group.health().has_departed(**rank));
         let lost = lost.map(|rank| world_ranks[*rank]).collect();
@@ -158,7 +157,6 @@ impl Peers {
         Ok((Peers { all: view.opened, sets: VecDeque::new(), group: view.group, world_ranks, bytes }, lost))
     }
 
-    /// Bytes written to and read from sockets so far.
     pub(super) fn wire_bytes(&self) -> WireBytes {
         let mut bytes = self.bytes;
         bytes.add(self.group.stats());
@@ -166,7 +164,7 @@ impl Peers {
         bytes
     }
 
-    /// Every rank's status, by rank.
+    /// Exchanges the statuses of all ranks, and returns them by rank.
     pub(super) fn exchange(&mut self, own: Status) -> Result<Vec<Status>> {
         let mut all = vec![0; FIELDS * 8 * self.group.size()];
         let options = Options { label: "status", ..Options::DEFAULT };
@@ -174,8 +172,8 @@ impl Peers {
         Ok(all.chunks(FIELDS * 8).map(Status::decode).collect())
     }
 
-    /// The lanes of a set of ranks that has this rank. All ranks of the group call it with the same sets in the same order, also those
-    /// that are not in them, which get `None`.
+    /// Returns the lanes of a set of ranks, or `None` if this rank is not in it or is alone. All ranks of the group
+    /// must call it with the same sets in the same order.
     pub(super) fn lanes(&mut self, set: &[usize], name: &str) -> Result<Option<&mut Lanes>> {
         if set.len() == self.group.size() {
             return Ok(Some(&mut self.all));
@@ -197,12 +195,12 @@ impl Peers {
         Ok(self.sets.back_mut().and_then(|set| set.lanes.as_mut()))
     }
 
-    /// Ranks in the job.
+    /// Returns the job ranks of these ranks.
     pub(super) fn in_job(&self, ranks: &[usize]) -> Vec<usize> {
         ranks.iter().map(|rank| self.world_ranks[*rank]).collect()
     }
 
-    /// An error of the group with ranks in the job.
+    /// Converts the ranks in an error of the group to job ranks.
     pub(super) fn named(&self, error: Error) -> Error {
         let of = |rank: usize| self.world_ranks.get(rank).copied().unwrap_or(rank);
         match error {

@@ -1,4 +1,4 @@
-//! The averaging thread: rounds, one interval apart.
+//! The averaging thread, which runs a round after every interval.
 
 mod recovery;
 
@@ -18,63 +18,63 @@ use crate::reduce;
 use crate::request::{Compression, Extra, Io, Operands, Verb};
 use crate::types::{DType, ReduceOp};
 
-/// The longest time between two exchanges of statuses: a rank that synchronizes, aborts, resumes, leaves or comes in is noticed within it,
-/// however long the interval is.
+/// The longest time between two exchanges of statuses. However long the interval is, ranks notice within this time that
+/// a rank synchronizes, aborts, resumes, leaves or joins.
 const TICK: Duration = Duration::from_millis(500);
 
-/// The averaging thread among the owners of weight locks; threads of callers have other numbers.
+/// Identifies the averaging thread as an owner of a weight lock. Callers' threads use other numbers.
 pub const AVERAGING: Owner = Owner::MAX;
 
-/// The thread.
+/// The state of the averaging thread.
 pub(super) struct Rounds {
     shared: Arc<SharedControl>,
-    /// `None` only while it is replaced.
+    /// `None` only while it is being replaced.
     peers: Option<Peers>,
     parts: Vec<WeightBuffers>,
-    /// What a joining rank gets beside the average.
+    /// Buffers, which a joining rank gets in addition to the average.
     buffers: Vec<Weights>,
     settings: Settings,
-    /// When the next round begins.
+    /// Time of the next round.
     due: Instant,
-    /// When this part of the job last looked for one that it was cut off from.
+    /// Time at which this rank last looked for a part of the job that it was cut off from.
     looked: Instant,
-    /// How often it has looked in vain.
+    /// Number of times that it has looked in vain.
     looks: u32,
-    /// Ranks in the job of the last round.
+    /// Job ranks of the last round.
     set: Vec<usize>,
     /// Number of the membership.
     view: u64,
-    /// Exchanges of statuses; equal on all ranks.
+    /// Number of exchanges of statuses. Equal on all ranks.
     exchanges: u64,
-    /// The round of which this rank has the average, and does not know whether all have.
+    /// A round whose average this rank has, without knowing if all ranks have it.
     open: Option<Open>,
     /// See [`Status::agreed`].
     agreed: u64,
-    /// Calls of `synchronize` that the other ranks know of.
+    /// Number of `synchronize` calls that the other ranks know of.
     announced: u64,
 }
 
-/// When the next round begins.
+/// The time of the next round.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Next {
     /// After an interval.
     Later,
-    /// Now: the membership has changed.
+    /// Now, because the membership has changed.
     AtOnce,
-    /// When it was to begin: this was an exchange of statuses only.
+    /// As planned before, because only statuses were exchanged.
     NotYet,
 }
 
 /// A round before its agreement.
 struct Open {
-    /// Its number: the exchanges up to it.
+    /// Number of the round: the number of exchanges up to it.
     round: u64,
-    /// Steps of the optimizer when the snapshot was made.
+    /// Number of optimizer steps at the snapshot.
     steps: u64,
 }
 
 impl Rounds {
-    /// `rooms` are those of [`rooms`].
+    /// Creates the thread's state. `rooms` must come from the function [`rooms`].
     pub(super) fn new(
         shared: Arc<SharedControl>,
         peers: Peers,
@@ -109,7 +109,7 @@ impl Rounds {
         }
     }
 
-    /// Runs rounds until it has to end or something fails.
+    /// Runs rounds until the averaging ends or fails. This is the thread's main function.
     pub(super) fn run(mut self) {
         if self.shared.lock().is_new {
             self.due = Instant::now();
@@ -123,7 +123,7 @@ impl Rounds {
                 Ok(Next::Later) => Instant::now() + self.settings.interval,
                 Ok(Next::AtOnce) => Instant::now(),
                 Ok(Next::NotYet) => self.due,
-                // The next round begins at once: its statuses say what became of the last one.
+                // The statuses of the next round, which starts at once, tell if all ranks had the average.
                 Err(error) => match self.recover(error) {
                     Ok(()) => Instant::now(),
                     Err(error) => break error,
@@ -135,7 +135,7 @@ impl Rounds {
         }
         let Rounds { shared, peers, parts, buffers, .. } = self;
         let failure = peers.as_ref().map_or(failure.clone(), |peers| peers.named(failure));
-        // Lanes, arenas and weights are dropped before any other thread can read that this one has ended.
+        // Lanes, arenas and weights are dropped before another thread can see that this one has ended.
         drop((peers, parts, buffers));
         let mut control = shared.lock();
         control.in_round = false;
@@ -146,10 +146,10 @@ impl Rounds {
     }
 
     fn peers(&mut self) -> Result<&mut Peers> {
-        self.peers.as_mut().ok_or_else(|| Error::other("the group of the averaging is gone"))
+        self.peers.as_mut().ok_or_else(|| Error::other("the averaging has no group"))
     }
 
-    /// Admits the first joining rank whose connection any rank holds. False when there is none, or it did not join.
+    /// Admits the first joining rank whose connection any rank holds. Returns false if no rank joined.
     fn admit(&mut self, all: &[Status]) -> Result<bool> {
         let Rounds { settings, peers: Some(peers), view, .. } = self else { return Ok(false) };
         let (Some(Elastic { server, .. }), Some(host)) =
@@ -176,8 +176,8 @@ impl Rounds {
         }
     }
 
-    /// Gives joining ranks the weights of the job, the buffers and the count of forwards of one of `ranks`, or of the first rank that has
-    /// them. `averaged`: the ranks have an average of more than one.
+    /// Gives joining ranks the weights, buffers and count of forward passes. They come from the first of `ranks`, or
+    /// else from the first rank that has them. `averaged` is true if the ranks have an average of several.
     fn hand_over(&mut self, ranks: &[usize], all: &[Status], averaged: bool) -> Result<()> {
         let Rounds { shared, peers: Some(peers), parts, buffers, settings, .. } = self else { return Ok(()) };
         let known = ranks.first().copied().or_else(|| all.iter().position(|status| !status.is_new));
@@ -258,7 +258,7 @@ impl Rounds {
         let all = self.peers()?.exchange(own)?;
         let announced = std::mem::replace(&mut self.announced, calls);
         let latest = |number: fn(&Status) -> u64| all.iter().map(number).max().unwrap_or_default();
-        // Invariant 2: of a round that was cut off, a rank wrote the update only if all have the average.
+        // Invariant 2: if any rank wrote the update of a round that was cut off, all have the average.
         if let Some(Open { round, steps }) = self.open.take()
             && all.iter().any(|status| status.agreed == round)
         {
@@ -273,12 +273,12 @@ impl Rounds {
         let ranks: Vec<usize> = (0..all.len()).filter(|rank| all[*rank].takes_part).collect();
         let late: Vec<usize> = ranks.iter().copied().filter(|rank| !all[*rank].synchronizes).collect();
         let (set, late) = (self.peers()?.in_job(&ranks), self.peers()?.in_job(&late));
-        // A rank that resumed before another one called may have made its status earlier than that.
+        // A rank that resumed before another one called may have sent an older status.
         let synchronizes = ranks.iter().all(|rank| all[*rank].announced);
         if set != self.set {
             self.view += 1;
             self.set.clone_from(&set);
-            // A rank that comes in does not know it.
+            // A joining rank does not have the last average.
             self.parts.iter_mut().for_each(|part| part.last.clear());
         }
         {
@@ -299,7 +299,7 @@ impl Rounds {
         }
         let mut staleness = 0;
         if ranks.len() > 1 {
-            // Also on a rank outside of the set, so that all know the same sets.
+            // Ranks that are not members of the set call it too, so that every rank has the same list of sets.
             staleness = self.average(&ranks, synchronizes)?;
         }
         if has_new {
@@ -327,7 +327,7 @@ impl Rounds {
         Ok(if own.is_new { Next::AtOnce } else { Next::Later })
     }
 
-    /// Averages the weights of a set; returns the optimizer's steps between snapshot and update.
+    /// Averages the weights of a set of ranks. Returns the number of optimizer steps between snapshot and update.
     fn average(&mut self, set: &[usize], synchronizes: bool) -> Result<u64> {
         let Rounds { shared, peers, parts, settings, exchanges, open, .. } = self;
         let group = shared.group().clone();
@@ -370,19 +370,19 @@ impl Rounds {
                 }
             }
         }
-        // What may fail comes before the agreement.
+        // This can fail, so it comes before the agreement.
         for part in parts.iter_mut() {
             part.hand_in_average(&go_on)?;
         }
         *open = Some(Open { round: *exchanges, steps });
-        // Invariant 2: whoever passes this knows that all have the average.
+        // Invariant 2: a rank that passes the barrier knows that all have the average.
         lanes.global.barrier(&options)?;
         *open = None;
         self.agreed = self.exchanges;
         self.update(steps, held)
     }
 
-    /// Writes the update of a round; returns the optimizer's steps since the snapshot.
+    /// Writes the update of a round. Returns the number of optimizer steps since the snapshot.
     fn update(&mut self, steps: u64, held: Option<WeightGuard>) -> Result<u64> {
         let held = if held.is_none() { hold(&self.shared, &self.parts)? } else { held };
         let passed = self.shared.steps.load(Relaxed) - steps;
@@ -400,10 +400,7 @@ impl Rounds {
     }
 }
 
-/// Room for the average of each of the weights.
-///
-/// # Errors
-/// Those of the group.
+/// Allocates room for the averages of the weights.
 pub(super) fn rooms<'a>(
     peers: &Peers,
     weights: impl IntoIterator<Item = &'a Weights>,
@@ -416,8 +413,7 @@ pub(super) fn rooms<'a>(
 /// Takes the weight lock, which all parts share.
 ///
 /// # Errors
-/// `Aborted` when the thread has to end: the thread that ended it may not have waited for a lock that another one held, and the weights
-/// may be gone.
+/// `Aborted` if the thread has to end. The thread that ended it may not have waited, so the weights may be gone.
 fn hold(shared: &SharedControl, parts: &[WeightBuffers]) -> Result<Option<WeightGuard>> {
     let guard = parts.first().map(|part| WeightLock::lock(part.weights.lock(), AVERAGING));
     check_stopping(shared)?;
@@ -431,10 +427,7 @@ fn check_stopping(shared: &SharedControl) -> Result<()> {
     Ok(())
 }
 
-/// What ends a wait for a device: this rank leaves, or the group has failed.
-///
-/// # Errors
-/// `Aborted`, or the group's first failure.
+/// Returns the error that ends a wait for a device: `Aborted` if this rank leaves, or the group's first failure.
 fn goes_on(shared: &SharedControl, group: &Group) -> Result<()> {
     check_stopping(shared)?;
     group.health().check()

@@ -1,4 +1,4 @@
-//! What the averaging thread shares with the other threads of its rank.
+//! The state that the averaging thread shares with the other threads of its rank.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::PoisonError;
@@ -11,7 +11,7 @@ use crate::group::{Group, OwnerProcess};
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::wait::Waited;
 
-/// What ends the waits of a thread in a group; a model has groups of its own.
+/// A group that a thread can leave to end its waits. Each model has its own groups.
 pub(super) trait Leave: Clone {
     /// Leaves the group, for all its clones.
     fn leave(&self);
@@ -23,50 +23,49 @@ impl Leave for Group {
     }
 }
 
-/// What the thread shares with the others.
+/// The state that the averaging thread shares with other threads.
 pub(super) struct SharedControl<G = Group> {
     state: Mutex<Control>,
     /// Notified when `state` changes.
     changed: Condvar,
-    /// Steps of the optimizer that [`Averager::count_step`] has counted.
+    /// Number of optimizer steps counted by [`Averager::count_step`].
     pub(super) steps: AtomicU64,
     /// Value of `steps` at the snapshot of the last completed round.
     pub(super) averaged_steps: AtomicU64,
-    /// The caller's count of forwards, which a joining rank takes over.
+    /// The caller's count of forward passes, which a joining rank takes over.
     pub(super) forwards: AtomicU64,
     pub(super) owner: OwnerProcess,
-    /// The group of the thread; leaving it ends the thread's waits.
+    /// The group of the thread. Leaving it ends the thread's waits.
     group: Mutex<G>,
 }
 
-/// What is wanted of the thread, and what it does.
+/// The requests to the thread, and its progress.
 pub(super) struct Control {
-    /// This rank wants to take part.
+    /// True if this rank is to take part.
     pub(super) takes_part: bool,
-    /// The thread is in a round in which this rank takes part; it may write to the weights.
+    /// True while the thread is in a round in which this rank takes part, and may write to the weights.
     pub(super) in_round: bool,
-    /// Calls of `synchronize` so far; the last one has this number.
+    /// Number of `synchronize` calls so far, and number of the last one.
     pub(super) synchronize_calls: u64,
-    /// Those that no round has served and that wait still. A round serves those that all ranks
-    /// knew of before it began.
+    /// Waiting calls that no round has served. A round serves those that all ranks knew of before it started.
     pub(super) synchronizing: BTreeSet<u64>,
-    /// A round has served all calls up to this number.
+    /// All calls up to this number have been served by a round.
     pub(super) synchronized: u64,
-    /// Ranks in the job that synchronized in an exchange since this rank began to. They may have given up since.
+    /// Job ranks that synchronized in an exchange since this rank started to. They may have given up since.
     pub(super) synchronized_too: BTreeSet<usize>,
-    /// Ranks in the job that took part in the last exchange and are none of these.
+    /// Job ranks that took part in the last exchange and are not in `synchronized_too`.
     pub(super) not_synchronizing: Vec<usize>,
-    /// This rank has no weights of the job yet.
+    /// True if this rank does not have the weights of the job yet.
     pub(super) is_new: bool,
-    /// The thread has to end.
+    /// True if the thread has to end.
     pub(super) stopping: bool,
-    /// Why the thread ended.
+    /// The reason why the thread ended.
     pub(super) failure: Option<Error>,
     pub(super) stats: AveragerStats,
 }
 
 impl<G: Leave> SharedControl<G> {
-    /// For a rank that is in the averaging with these ranks of the job.
+    /// Creates the state for an averaging with these job ranks.
     pub(super) fn new(ranks: Vec<usize>, group: G, is_new: bool, takes_part: bool) -> SharedControl<G> {
         let stats = AveragerStats {
             state: if takes_part { AveragerState::Running } else { AveragerState::Stopped },
@@ -114,7 +113,7 @@ impl<G: Leave> SharedControl<G> {
         self.changed.wait_timeout(control, limit).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Waits for at most `limit` until `outcome` sees one.
+    /// Waits for at most `limit` until `outcome` returns one.
     pub(super) fn wait_until(&self, limit: Duration, outcome: impl Fn(&Control) -> Option<Result<()>>) -> Waited<()> {
         let start = Instant::now();
         let mut control = self.lock();
@@ -134,13 +133,13 @@ impl<G: Leave> SharedControl<G> {
         self.group.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The thread goes on in another group. False when it has to end instead.
+    /// Replaces the thread's group. Returns false if the thread has to end.
     pub(super) fn replace_group(&self, group: G) -> bool {
         *self.group() = group;
         !self.lock().stopping
     }
 
-    /// Has the thread end: its waits end, and this rank leaves.
+    /// Makes the thread end: ends its waits, and leaves the group.
     pub(super) fn stop(&self) {
         self.lock().stopping = true;
         self.notify();
@@ -152,7 +151,7 @@ impl<G: Leave> SharedControl<G> {
         self.changed.notify_all();
     }
 
-    /// Sleeps until `due`, until a thread calls `synchronize`, or until the thread has to end: then false.
+    /// Sleeps until `due` or until a thread calls `synchronize`. Returns false if the thread has to end.
     pub(super) fn sleep(&self, due: Instant) -> bool {
         let mut control = self.lock();
         loop {

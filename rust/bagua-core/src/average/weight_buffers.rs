@@ -1,22 +1,22 @@
-//! The weights of one dtype, and what a round needs beside them on the host. On a device they are copied and updated there; the host has
-//! copies of the snapshot and of the average.
+//! The weights of one dtype, and the memory that a round needs on the host. Weights on a device are copied and updated
+//! there, while the host has copies of the snapshot and of the average.
 
 use crate::error::Result;
 use crate::memory::{ArenaBuffer, Locked, WeightGuard, WeightStep, Weights};
 use crate::reduce;
 use crate::request::Workspace;
 
-/// What ends a wait for a device, by its error.
+/// Returns an error to end a wait for a device.
 pub(super) type GoOn<'a> = &'a dyn Fn() -> Result<()>;
 
-/// See the module.
+/// The weights of one dtype, and the memory that a round needs for them.
 pub(super) struct WeightBuffers {
     pub(super) weights: Weights,
-    /// What the weights were when the round began.
+    /// The weights at the start of the round.
     pub(super) snapshot: Vec<u8>,
-    /// Their average over the ranks.
+    /// The average over the ranks.
     pub(super) average: ArenaBuffer,
-    /// The last average, which all ranks of the set know; empty without a codec or when there is none.
+    /// The last average, which all ranks of the set have. Empty without a codec, or if there is none.
     pub(super) last: Vec<u8>,
     pub(super) work: Workspace,
 }
@@ -27,23 +27,22 @@ impl WeightBuffers {
         WeightBuffers { snapshot: vec![0; weights.len()], weights, average, last, work }
     }
 
-    /// The average's bytes.
     pub(super) fn average(&mut self) -> &mut [u8] {
         let bytes = self.snapshot.len();
         &mut self.average.bytes()[..bytes]
     }
 
-    /// Copies the weights, under their lock.
+    /// Copies the weights under their lock.
     pub(super) fn take_snapshot(&mut self, guard: &WeightGuard) -> Result<()> {
         take_snapshot(&mut self.weights, guard, &mut self.snapshot)
     }
 
-    /// The snapshot comes to the host, where it is not there.
+    /// Copies a snapshot on a device to the host.
     pub(super) fn read_snapshot(&mut self, go_on: GoOn<'_>) -> Result<()> {
         read_snapshot(&mut self.weights, go_on, &mut self.snapshot)
     }
 
-    /// The average goes where the weights are, before the ranks agree on it.
+    /// Copies the average to the weights' device. Done before the agreement, because it can fail.
     pub(super) fn hand_in_average(&mut self, go_on: GoOn<'_>) -> Result<()> {
         let bytes = self.snapshot.len();
         match self.weights.device() {
@@ -52,7 +51,7 @@ impl WeightBuffers {
         }
     }
 
-    /// Adds `average - snapshot` to the weights, under their lock.
+    /// Adds `average - snapshot` to the weights under their lock.
     pub(super) fn correct(&mut self, guard: &WeightGuard) -> Result<()> {
         let (dtype, bytes) = (self.weights.dtype(), self.snapshot.len());
         match self.weights.locked(guard) {
@@ -64,14 +63,14 @@ impl WeightBuffers {
         Ok(())
     }
 
-    /// The weights become what was handed in as the average, under their lock.
+    /// Replaces the weights by the average, under their lock. The average must have been handed in.
     pub(super) fn replace(&mut self, guard: &WeightGuard) -> Result<()> {
         let bytes = self.snapshot.len();
         replace(&mut self.weights, guard, &self.average.bytes()[..bytes])
     }
 }
 
-/// Copies weights into `snapshot`; on a device only there.
+/// Copies weights to `snapshot`, or to a snapshot on their device.
 pub(super) fn take_snapshot(weights: &mut Weights, guard: &WeightGuard, snapshot: &mut [u8]) -> Result<()> {
     match weights.locked(guard) {
         Locked::Device(device) => device.under_lock(WeightStep::Snapshot)?,
@@ -80,7 +79,7 @@ pub(super) fn take_snapshot(weights: &mut Weights, guard: &WeightGuard, snapshot
     Ok(())
 }
 
-/// The same copy of weights on a device, to the host.
+/// Copies a snapshot on a device to the host.
 pub(super) fn read_snapshot(weights: &mut Weights, go_on: GoOn<'_>, snapshot: &mut [u8]) -> Result<()> {
     match weights.device() {
         Some(device) => device.read_snapshot(snapshot, go_on),
@@ -88,7 +87,7 @@ pub(super) fn read_snapshot(weights: &mut Weights, go_on: GoOn<'_>, snapshot: &m
     }
 }
 
-/// `values` go where weights on a device are.
+/// Copies `values` to the device of weights.
 pub(super) fn hand_in(weights: &mut Weights, go_on: GoOn<'_>, values: &[u8]) -> Result<()> {
     match weights.device() {
         Some(device) => device.write_average(values, go_on),
@@ -96,7 +95,7 @@ pub(super) fn hand_in(weights: &mut Weights, go_on: GoOn<'_>, values: &[u8]) -> 
     }
 }
 
-/// Weights become `values`, which were handed in.
+/// Replaces weights by `values`, which must have been handed in.
 pub(super) fn replace(weights: &mut Weights, guard: &WeightGuard, values: &[u8]) -> Result<()> {
     match weights.locked(guard) {
         Locked::Device(device) => device.under_lock(WeightStep::Replace)?,

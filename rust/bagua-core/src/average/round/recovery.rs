@@ -1,5 +1,5 @@
-//! What the averaging thread does when its group fails: it goes on in a smaller one, comes back into the job that went on without it, or
-//! joins the part of the job that it was cut off from.
+//! Recovery of the averaging thread when its group fails. It continues in a smaller group, rejoins a job that continued
+//! without this rank, or joins a part of the job that it was cut off from.
 
 use std::time::{Duration, Instant};
 
@@ -10,14 +10,14 @@ use crate::error::{Error, Result, Source};
 use crate::group::{JoinRequest, JoinServer};
 use crate::health::LEFT;
 
-/// How long a rank that was left behind looks for the others before it goes on alone.
+/// How long a rank that was left behind looks for the others before it continues alone.
 const ALONE: Duration = Duration::from_secs(10);
 
-/// Pause between two looks for the others of a part of the job that was cut off.
+/// Pause between two searches for a part of the job that was cut off.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// How long it waits for the answer of a join server, which takes three round trips; and how long every fourth time, for slow lines. No round
-/// begins meanwhile.
+/// How long a search waits for the answer of a join server, which takes three round trips. Every fourth search waits
+/// longer, for slow lines. No round starts meanwhile.
 const GLANCE: Duration = Duration::from_millis(500);
 const LONG_GLANCE: Duration = Duration::from_secs(2);
 
@@ -25,7 +25,8 @@ const LONG_GLANCE: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(100);
 
 impl Rounds {
-    /// Goes on in a smaller group after a rank has left, in an elastic job also after it was lost; any other failure ends the averaging.
+    /// Continues in a smaller group after a rank left or, in an elastic job, was lost. Any other failure ends the
+    /// averaging.
     pub(super) fn recover(&mut self, error: Error) -> Result<()> {
         let mut error = error;
         loop {
@@ -59,7 +60,7 @@ impl Rounds {
         }
     }
 
-    /// Notes that these ranks are away: by the reason of the cause if it names the rank, otherwise by this one.
+    /// Notes that these ranks are away, with the reason of the cause if it names the rank, and otherwise with this one.
     fn note_lost(&self, lost: &[usize], cause: &Error, otherwise: &str) {
         let mut control = self.shared.lock();
         for rank in lost {
@@ -71,7 +72,7 @@ impl Rounds {
         }
     }
 
-    /// Goes on in another group.
+    /// Continues in another group.
     pub(super) fn enter(&mut self, peers: Peers) -> Result<()> {
         let going = self.shared.replace_group(peers.group.clone());
         let rooms = rooms(&peers, self.parts.iter().map(|part| &part.weights), &self.settings);
@@ -79,7 +80,7 @@ impl Rounds {
             let mut control = self.shared.lock();
             control.stats.lost.retain(|rank, _| !peers.world_ranks.contains(rank));
         }
-        // The former group is left here.
+        // This drops the former group.
         self.peers = Some(peers);
         self.looks = 0;
         if !going {
@@ -88,24 +89,24 @@ impl Rounds {
         for (part, room) in self.parts.iter_mut().zip(rooms?) {
             let bytes = part.snapshot.len();
             let mut former = std::mem::replace(&mut part.average, room);
-            // An open round may still be written.
+            // The average of an open round may still be written.
             part.average.bytes()[..bytes].copy_from_slice(&former.bytes()[..bytes]);
         }
         Ok(())
     }
 
-    /// Joins the job again, which goes on without this rank. Alone where no other rank is left.
+    /// Rejoins a job that continues without this rank. This rank is alone if no other one is left.
     fn rejoin(&self, own: usize, cause: &Error) -> Result<Peers> {
         let Some(Elastic { server, digest }) = &self.settings.elastic else { return Err(cause.clone()) };
-        // A rank that looks for the job itself admits no rank.
+        // A rank that looks for the job cannot admit others.
         server.refuse_joins(&self.settings.name);
         let found = self.find_job(server, *digest, own, cause)?;
         server.accept_joins(&self.settings.name, *digest);
         Ok(found)
     }
 
-    /// Joins the job through the server of any other rank. Where others only look for it too, the lowest of them begins it anew: a rank
-    /// that thaws looks for the others while they leave their part because the server of a lower rank answers again.
+    /// Joins the job through the server of any other rank. If all the others are looking for it too, the lowest of them
+    /// starts it again: a thawed rank and ranks that left their part to meet it may be looking for each other.
     fn find_job(&self, server: &JoinServer, digest: [u8; 32], own: usize, cause: &Error) -> Result<Peers> {
         let start = Instant::now();
         let mut attempt = 0;
@@ -146,8 +147,8 @@ impl Rounds {
         }
     }
 
-    /// Looks now and then for the part of the job with the lowest rank, where this part was cut off from it; then this rank leaves its
-    /// part and joins that one.
+    /// Sometimes looks for a part of the job with a lower rank that this part was cut off from. If found, this rank
+    /// leaves its part and joins that one.
     pub(super) fn meet(&mut self) -> Result<()> {
         let Some(Elastic { server, .. }) = &self.settings.elastic else { return Ok(()) };
         let patience = patience(self.looks);
@@ -157,7 +158,7 @@ impl Rounds {
         let Some(peers) = &self.peers else { return Ok(()) };
         let (lowest, own) = (peers.world_ranks[0], peers.world_ranks[peers.group.rank()]);
         let away: Vec<usize> = self.shared.lock().stats.lost.keys().copied().filter(|rank| *rank < lowest).collect();
-        // One after the other: those that are dead answer nothing.
+        // Asks one rank after the other, because dead ranks do not answer.
         let Some(sought) = away.get(self.looks as usize % away.len().max(1)) else { return Ok(()) };
         let at = server.servers().into_iter().find(|(known, _)| known == sought);
         let found = at.and_then(|(rank, at)| server.status(rank, at, patience).ok());
@@ -174,12 +175,12 @@ impl Rounds {
     }
 }
 
-/// How long to wait for the answer of a join server after so many attempts.
+/// Returns how long to wait for the answer of a join server after this number of attempts.
 fn patience(attempt: u32) -> Duration {
     if attempt % 4 == 3 { LONG_GLANCE } else { GLANCE }
 }
 
-/// This rank is lost to the job.
+/// Returns the error that this rank is lost to the job.
 fn lost(own: usize, reason: String) -> Error {
     let (host, progress, source) = (String::new(), None, Source::default());
     Error::PeerLost { rank: own, host, reason, noticed_by: own, progress, source }
