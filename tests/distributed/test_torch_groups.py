@@ -339,7 +339,7 @@ def hierarchical(rank: int) -> tuple[Any, ...]:
     intra, inter = group.get_intra_node_communicator(), group.get_inter_node_communicator()
     named = [communication.get_communicator(group.group_name, part) for part in ("global", "inter", "intra")]
     assert all(one is other for one, other in zip(named, (group.get_global_communicator(), inter, intra), strict=True))
-    with pytest.raises(ValueError, match=f"no group is called 'else', only .*{group.group_name}"):
+    with pytest.raises(ValueError, match=f"no group is called 'else'; known groups: .*{group.group_name}"):
         communication.get_communicator("else", "global")
     with pytest.raises(ValueError, match=r"must be one of .* got 'local'"):
         communication.get_communicator(group.group_name, "local")  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Joining and leaving the job, the default group, and the collectives on it: the names of the original's module.
+"""Joins and leaves a job, and defines the default group, with the function names of the original Bagua.
 
-``comm`` is what ``get_global_communicator()`` returns, or a process group, or ``None`` for the default group. On a rank
-outside the group every collective returns without effect.
+``comm`` is a communicator from ``get_global_communicator()``, a process group, or None for the default group. On a rank
+outside the group, every collective returns without effect.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ __all__ = [
 ]
 __all__ += default_collectives.__all__
 
-# The original's name for it.
 _pg_group_ranks = _state.group_ranks
 
 
@@ -68,14 +67,14 @@ _pg_group_ranks = _state.group_ranks
 
 
 class BaguaProcessGroup(ProcessGroup):
-    """A set of ranks of the world. ``stream`` exists for the original's signature."""
+    """A set of ranks of the job. ``stream`` is accepted for compatibility with the original Bagua and has no effect."""
 
     def __init__(self, ranks: Sequence[int], stream: Any = None, group_name: str = "") -> None:
         super().__init__(ranks, default_communicator, stream=stream, group_name=group_name)
 
 
 def is_initialized() -> bool:
-    """True between init_process_group and destroy_process_group."""
+    """Returns True between :func:`init_process_group` and :func:`destroy_process_group`."""
     return _state.default_group is not None
 
 
@@ -88,14 +87,15 @@ def _remember(group: BaguaProcessGroup) -> None:
 
 
 def _rank_not_in_group(group: ProcessGroup | None = None) -> bool:
-    """True when this process is not a member of ``group`` (``None``: the default group, which has every rank)."""
+    """Returns True if this process is not a member of ``group``. Every rank is a member of the default group (None)."""
     return group is not None and default_communicator().rank() not in group.ranks
 
 
 def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaProcessGroup:
-    """A group of some ranks of the world (``None``: all).
+    """Returns a new group of some ranks of the job; ``None`` means all ranks.
 
-    Collective among the members, who call it in the same order for the same ranks; local on other ranks.
+    Collective among the members, who call this function in the same order with the same ranks. On other ranks the call
+    is local. Raises ValueError if ``ranks`` is empty, repeats a rank, or names a rank outside the job.
     """
     size = default_communicator().nranks()
     chosen = list(range(size)) if ranks is None else sorted(map(operator.index, ranks))
@@ -108,7 +108,7 @@ def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaPr
         raise ValueError(f"new_group: ranks {outside} are not in a world of {size}")
     group = BaguaProcessGroup(chosen, stream)
     _remember(group)
-    # Opened now and not at first use, so that a missing member is an error of this call.
+    # Opened here instead of at first use, so that this call raises the error if a member is missing.
     communicator = group.get_global_communicator()
     if isinstance(communicator, Communicator):
         group.group_name = communicator.group.name
@@ -116,10 +116,15 @@ def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaPr
 
 
 def get_communicator(group_name: str, comm_name: Literal["global", "inter", "intra"]) -> AnyCommunicator:
-    """A communicator of the group of this name: of all its ranks, of its hosts' first ranks, or of those on this host.
+    """Returns a communicator of the group called ``group_name``.
 
-    ``NON_COMM_MEMBER`` on a rank outside it. A new one is opened collectively by its members. ValueError for an unknown
-    group name or communicator name.
+    Args:
+        group_name: The name of a group that this process knows.
+        comm_name: ``"global"`` for all ranks of the group, ``"inter"`` for the first rank of each host, ``"intra"`` for
+            the ranks on this host.
+
+    Returns ``NON_COMM_MEMBER`` on a rank outside the communicator. The members open a new communicator collectively.
+    Raises ValueError for an unknown group name or communicator name.
     """
     if comm_name not in ("global", "inter", "intra"):
         raise ValueError(f"get_communicator: comm_name must be one of global, inter, intra; got {comm_name!r}")
@@ -129,16 +134,24 @@ def get_communicator(group_name: str, comm_name: Literal["global", "inter", "int
         if group.group_name == group_name:
             return group.communicator(comm_name)
     known = sorted(group.group_name for group in groups if group.group_name)
-    raise ValueError(f"get_communicator: no group is called {group_name!r}, only {', '.join(map(repr, known))}")
+    raise ValueError(
+        f"get_communicator: no group is called {group_name!r}; known groups: {', '.join(map(repr, known))}"
+    )
 
 
 def from_torch_group(group: dist.ProcessGroup, stream: Any = None) -> BaguaProcessGroup:
-    """A group of the same ranks as a group of torch.distributed. Collective among its members, as :func:`new_group`."""
+    """Returns a new group with the ranks of a torch.distributed group. Collective among its members, like
+    :func:`new_group`.
+    """
     return new_group(dist.get_process_group_ranks(group), stream)
 
 
 def to_bagua_process_group(group: ProcessGroup | dist.ProcessGroup | None) -> ProcessGroup:
-    """``None``: the default group; a group of torch.distributed: its counterpart; a group of bagua: itself."""
+    """Returns the process group of Bagua for ``group``.
+
+    ``None`` gives the default group, a torch.distributed group its counterpart (collective on the first call, like
+    :func:`new_group`), and a group of Bagua itself. Raises TypeError for anything else.
+    """
     if group is None:
         return _get_default_group()
     if isinstance(group, ProcessGroup):
@@ -146,12 +159,12 @@ def to_bagua_process_group(group: ProcessGroup | dist.ProcessGroup | None) -> Pr
     if isinstance(group, dist.ProcessGroup):
         bagua_patch(group)
         return _state.torch_groups[group]
-    raise TypeError(f"a process group of bagua or torch.distributed is needed, not {type(group).__name__}")
+    raise TypeError(f"group must be a process group of bagua or torch.distributed, not {type(group).__name__}")
 
 
 def group_of(given: ProcessGroup | dist.ProcessGroup | None) -> ProcessGroup:
-    """As :func:`to_bagua_process_group`. Where torch.distributed's world has the backend "bagua", it becomes the
-    default group if there is none.
+    """Like :func:`to_bagua_process_group`, but joins the job if torch.distributed uses the backend "bagua" and there is
+    no default group yet. The world of torch.distributed then becomes the default group.
     """
     if not isinstance(given, ProcessGroup) and not is_initialized() and process.torchs_world is not None:
         init_process_group()
@@ -159,7 +172,10 @@ def group_of(given: ProcessGroup | dist.ProcessGroup | None) -> ProcessGroup:
 
 
 def bagua_patch(self: dist.ProcessGroup, stream: Any = None) -> dist.ProcessGroup:
-    """Creates ``group.bagua_pg`` of a group of torch.distributed. Collective at the first call, as `new_group`."""
+    """Adds the attribute ``bagua_pg`` to a torch.distributed group, and returns the group.
+
+    Collective on the first call for each group, like :func:`new_group`.
+    """
     if self not in _state.torch_groups:
         _state.torch_groups[self] = from_torch_group(self, stream)
     return self
@@ -168,15 +184,15 @@ def bagua_patch(self: dist.ProcessGroup, stream: Any = None) -> dist.ProcessGrou
 def empty(
     shape: int | Sequence[int], dtype: torch.dtype | None = None, group: ProcessGroup | dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """A new tensor of zeros in an arena: memory that the other ranks of this host can map, on which collectives need no
+    """Returns a new tensor of zeros in memory shared with the other ranks of this host, on which collectives need no
     copy.
 
-    Local: the ranks map each other's arenas in the first collective on tensors that lie in arenas on all of them, of
-    whichever group. ``dtype`` ``None`` is torch's default dtype. The memory is released with the last tensor that uses
-    it, and may outlive the group. ValueError on a rank outside ``group`` (``None``: the default group).
+    Local: ranks map each other's memory in the first collective whose tensors all lie in such memory, in any group.
+    ``dtype`` None means torch's default dtype. The memory is released with the last tensor that uses it, and may
+    outlive the group. Raises ValueError on a rank outside ``group`` (None: the default group).
     """
     world = default_communicator()
-    # Not the group's communicator, which may not be open yet.
+    # The group's communicator may not be open yet.
     if isinstance(group, dist.ProcessGroup):
         ranks = dist.get_process_group_ranks(group)
     else:
@@ -187,10 +203,10 @@ def empty(
 
 
 def get_backend(model_name: str, group: ProcessGroup | None = None) -> BucketEngine:
-    """The backend of a model by its name; a new one on ``group`` (the default group) when there is none yet.
+    """Returns the backend of the model called ``model_name``, and makes one on ``group`` if there is none yet.
 
-    Collective among the ranks of the group when it is new, in the same order on all of them; else local. ValueError
-    when there is one on another group.
+    Making a backend is collective among the ranks of ``group`` (None: the default group), in the same order on all
+    ranks. Raises ValueError if the model's backend communicates with another group.
     """
     found = bucket_engine.find(model_name)
     if found is not None and group is not None and found.group.ranks != group.ranks:
@@ -202,7 +218,7 @@ def get_backend(model_name: str, group: ProcessGroup | None = None) -> BucketEng
 
 
 class _Job(contextlib.AbstractContextManager[ProcessGroup]):
-    """The result of :func:`init_process_group`. The end of its ``with`` block leaves the job."""
+    """The result of :func:`init_process_group`. Leaving its ``with`` block leaves the job."""
 
     def __enter__(self) -> ProcessGroup:
         return _get_default_group()
@@ -222,20 +238,26 @@ def init_process_group(
     *,
     elastic: str | None = None,
 ) -> contextlib.AbstractContextManager[ProcessGroup]:
-    """Joins the job as one of its ranks. As ``with init_process_group():`` the end of the block is
-    :func:`destroy_process_group`, and if the block raises, the other ranks get PeerRaisedError with its text.
+    """Joins the job as one of its ranks.
 
-    Rank and world size come from the launcher (page "Launchers"); arguments win, and RANK, WORLD_SIZE, LOCAL_RANK and
-    LOCAL_WORLD_SIZE are written back to the environment.
-    With a ``store``, ``rank``, ``world_size`` and ``local_world_size`` are required. Initialises torch.distributed with
-    gloo unless it is initialised already; where its backend is "bagua", takes its group.
+    In ``with init_process_group():`` the end of the block calls :func:`destroy_process_group`. If the block raises, the
+    other ranks raise PeerRaisedError with the text of the error.
 
-    ``elastic``, else ``BAGUA_ELASTIC``, makes the job an elastic one: the address book ``file:///directory`` that all
-    ranks see, or ``tcp://host:port``, by which the ranks find each other. With ``store`` it is a ValueError.
-    torch.distributed is neither initialised nor used then. The page "Elastic jobs" has more.
+    Args:
+        store: A store of torch.distributed through which the ranks find each other. Requires ``rank``, ``world_size``
+            and ``local_world_size``.
+        rank, world_size, local_world_size: This process's rank, the number of ranks, and the number of ranks on this
+        host. By default the launcher's (page "Launchers"). RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are
+        written to the environment.
+        elastic: Makes the job elastic: the address book through which ranks find each other, ``file:///directory`` on a
+            file system that all ranks see, or ``tcp://host:port``. The default is ``BAGUA_ELASTIC``. Cannot be combined
+            with ``store``. See the page "Elastic jobs".
 
-    RuntimeError when there is a group already; BaguaTimeoutError, which names the missing ranks, after
-    ``BAGUA_TIMEOUT`` seconds.
+    Initialises torch.distributed with gloo, unless it is initialised already or the job is elastic. If
+    torch.distributed uses the backend "bagua", its group becomes the default group.
+
+    Raises RuntimeError if there is a default group already, ValueError for arguments that contradict each other, and
+    BaguaTimeoutError with the missing ranks after ``BAGUA_TIMEOUT`` seconds.
     """
     if is_initialized():
         raise RuntimeError("init_process_group was called twice: call destroy_process_group() in between")
@@ -245,7 +267,9 @@ def init_process_group(
     if store is not None and (absent := [name for name, value in given.items() if value < 0]):
         raise ValueError(f"init_process_group with a store also needs {', '.join(absent)}")
     if store is not None and elastic is not None:
-        raise ValueError("init_process_group: the ranks of an elastic job find each other by its book, not by a store")
+        raise ValueError(
+            "init_process_group: give either store or elastic, not both: an elastic job uses its address book"
+        )
     book = (elastic or config.address_book()) if store is None else None
     foreign = book is None and dist.is_initialized()
     if store is None and foreign:
@@ -276,12 +300,12 @@ def init_process_group(
     if store is None and foreign:
         store = dist.distributed_c10d._get_default_store()
     client = environment_store(rank, world_size) if store is None else StoreClient(store)
-    # Before torch's own group, whose timeout does not name the missing ranks.
+    # Before torch creates its own group, because a timeout of torch does not name the missing ranks.
     number = _join(client, rank, world_size, local_rank, local_size)
     if not foreign:
         _state.initialised_torch_distributed = True
         try:
-            # A prefix of its own for each group: torch uses the same keys for every group.
+            # Each group needs its own prefix because torch uses the same keys for every group.
             prefixed = PrefixStore(f"bagua/{config.attempt()}/torch{number}", client.store)
             torch_init.begin(replace(client, store=prefixed), default_communicator().group)
         except BaseException as failure:
@@ -302,7 +326,7 @@ def _consistent(what: str, given: int, torchs: int) -> int:
 
 
 def end_torch() -> None:
-    """Destroys torch.distributed's group if it is ours."""
+    """Destroys the group of torch.distributed if :func:`init_process_group` created it."""
     if _state.initialised_torch_distributed:
         _state.initialised_torch_distributed = False
         if dist.is_initialized():
@@ -310,7 +334,7 @@ def end_torch() -> None:
 
 
 def _join(client: StoreClient, rank: int, world_size: int, local_rank: int | None, local_world_size: int | None) -> int:
-    """Joins the group, and returns its number in the store. The group finds out what is None."""
+    """Joins the group and returns its number in the store. The group finds a local rank or size that is None."""
     chosen = config.settings()
     world, number = torch_store.join(
         client.store,
@@ -329,7 +353,7 @@ def _join(client: StoreClient, rank: int, world_size: int, local_rank: int | Non
 
 
 def _adopt(world: neutral.Group) -> None:
-    """Makes a group the default one of both APIs."""
+    """Makes a group the default group of both APIs."""
     neutral.set_default(world)
     if _leave not in process.shutdown_hooks:
         process.shutdown_hooks.append(_leave)
@@ -340,7 +364,7 @@ def _adopt(world: neutral.Group) -> None:
 
 
 def set_world(world: neutral.Group) -> Communicator:
-    """Makes a group of all ranks that of the default process group, and returns its communicator."""
+    """Makes a group of all ranks the default process group, and returns its communicator."""
     group, communicator = BaguaProcessGroup(range(world.size), None, world.name), Communicator(world)
     world.is_world_of_torch_api = True
     _state.default_group, _state.world = group, communicator
@@ -355,15 +379,15 @@ def _master() -> tuple[str, int] | None:
 
 
 def _leave() -> None:
-    """The shutdown hook of this layer, called before the group leaves."""
+    """Closes this layer. Called as a shutdown hook, before the group is left."""
     bucket_engine.shut_down_all()
     forget_groups()
     end_torch()
 
 
 def destroy_process_group() -> None:
-    """Leaves the job: ``bagua.shutdown()``.
+    """Leaves the job, like ``bagua.shutdown()``. May be called twice.
 
-    Also destroys torch.distributed's group if init_process_group initialised it. May be called twice.
+    Also destroys the group of torch.distributed if :func:`init_process_group` created it.
     """
     neutral.shutdown()

@@ -1,7 +1,7 @@
-"""The collectives on the default group, or on the communicator or process group that is their ``comm``.
+"""Collectives on the default process group, or on the communicator or process group given as ``comm``.
 
-On a rank outside the group every collective returns without effect. The method of :class:`Communicator` of the same
-name gets each one's text, which is written here alone: this is where an editor shows it to who calls one.
+On a rank outside the group, every collective returns without effect. Each method of :class:`Communicator` gets its
+docstring from the function of the same name in this file.
 """
 
 from __future__ import annotations
@@ -46,24 +46,23 @@ Comm = AnyCommunicator | ProcessGroup | None
 
 
 def default_group() -> ProcessGroup:
-    """The default group. BaguaError without one."""
+    """Returns the default group. Raises BaguaError if there is none."""
     if _state.default_group is None:
         raise BaguaError("there is no process group yet: call bagua.torch_api.init_process_group() first")
     return _state.default_group
 
 
 def default_communicator() -> Communicator:
-    """That of the default group. BaguaError without one."""
+    """Returns the communicator of the default group. Raises BaguaError if there is none."""
     world = default_group().get_global_communicator()
     assert isinstance(world, Communicator)
     return world
 
 
-# Each function names the default communicator itself: a call of a function for it costs 4 % of a small collective.
+# The functions below repeat this expression because a function call for it costs 4 % of a small collective.
 
 
 def _of(comm: AnyCommunicator | ProcessGroup) -> AnyCommunicator:
-    """The communicator of a process group."""
     if isinstance(comm, ProcessGroup):
         return comm.get_global_communicator()
     if not isinstance(comm, (Communicator, NonMember)):
@@ -72,17 +71,23 @@ def _of(comm: AnyCommunicator | ProcessGroup) -> AnyCommunicator:
 
 
 def send(tensor: torch.Tensor, dst: int, comm: Comm = None, *, async_op: bool = False) -> Handle | None:
-    """Sends a tensor to rank ``dst``, which must receive as many elements."""
+    """Sends a tensor to rank ``dst``, which must receive the same number of elements.
+
+    Dtypes, ``async_op`` and errors are as in :func:`allreduce`.
+    """
     return (_state.world or default_communicator() if comm is None else _of(comm)).send(tensor, dst, async_op=async_op)
 
 
 def recv(tensor: torch.Tensor, src: int, comm: Comm = None, *, async_op: bool = False) -> Handle | None:
-    """Receives a tensor from rank ``src``: its next message, beside the collectives of the group."""
+    """Receives the next message from rank ``src`` into ``tensor``. Collectives do not change the order of messages.
+
+    Dtypes, ``async_op`` and errors are as in :func:`allreduce`.
+    """
     return (_state.world or default_communicator() if comm is None else _of(comm)).recv(tensor, src, async_op=async_op)
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0, comm: Comm = None, *, async_op: bool = False) -> Handle | None:
-    """Every rank gets rank ``src``'s values, in place: ``tensor`` has one size and dtype on all ranks.
+    """Copies rank ``src``'s tensor to all ranks, in place. ``tensor`` has the same size and dtype on all ranks.
 
     Dtypes, ``async_op`` and errors are as in :func:`allreduce`.
     """
@@ -94,17 +99,18 @@ def broadcast(tensor: torch.Tensor, src: int = 0, comm: Comm = None, *, async_op
 def broadcast_coalesced(
     tensors: Sequence[torch.Tensor], src: int = 0, comm: Comm = None, *, async_op: bool = False
 ) -> Handle | None:
-    """:func:`broadcast` of several tensors of one dtype in one message."""
+    """Broadcasts several tensors of one dtype in one message. Otherwise like :func:`broadcast`."""
     return (_state.world or default_communicator() if comm is None else _of(comm)).broadcast_coalesced(
         tensors, src, async_op=async_op
     )
 
 
 def broadcast_object(obj: Any, src: int = 0, comm: Comm = None) -> Any:
-    """Every rank gets rank ``src``'s object, by pickle. Unpickling runs what that rank has put in it.
+    """Returns rank ``src``'s object on all ranks, sent as a pickle. Unpickling runs code that rank ``src`` chose.
 
-    The other ranks' ``obj`` is ignored; on a rank outside the group it is returned. Errors are those of
-    :func:`bagua.broadcast_object`: PeerRaisedError where rank ``src`` cannot pickle its object, which raises why.
+    ``obj`` is ignored on other ranks of the group. A rank outside the group gets its own ``obj`` back. If rank ``src``
+    cannot pickle its object, it raises the reason and the other ranks raise PeerRaisedError. Other errors are as in
+    :func:`bagua.broadcast_object`.
     """
     return (_state.world or default_communicator() if comm is None else _of(comm)).broadcast_object(obj, src)
 
@@ -118,7 +124,8 @@ def reduce(
     *,
     async_op: bool = False,
 ) -> Handle | None:
-    """Rank ``dst`` gets the reduction of all ranks' tensors in ``recv_tensor``; the others' is not written.
+    """Reduces all ranks' ``send_tensor`` into ``recv_tensor`` on rank ``dst``. On other ranks ``recv_tensor`` is not
+    written.
 
     Sizes, dtypes, ``op``, ``async_op`` and errors are as in :func:`allreduce`.
     """
@@ -130,7 +137,10 @@ def reduce(
 def reduce_inplace(
     tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, comm: Comm = None, *, async_op: bool = False
 ) -> Handle | None:
-    """:func:`reduce` in place; the tensors of the other ranks do not change."""
+    """Reduces all ranks' tensors into ``tensor`` on rank ``dst``. The tensors of other ranks do not change.
+
+    Otherwise like :func:`reduce`.
+    """
     return (_state.world or default_communicator() if comm is None else _of(comm)).reduce_inplace(
         tensor, dst, op, async_op=async_op
     )
@@ -144,17 +154,17 @@ def allreduce(
     *,
     async_op: bool = False,
 ) -> Handle | None:
-    """Every rank gets the reduction of all ranks' tensors in ``recv_tensor``, whose elements are overwritten.
+    """Reduces all ranks' ``send_tensor`` element by element, and writes the result to ``recv_tensor`` on every rank.
 
-    Both tensors have one number of elements and one dtype on all ranks (float16, bfloat16, float32, float64, complex64,
-    complex128, bool, or integers of 8 to 64 bits), on the host or on one CUDA device; ``send_tensor`` keeps its
-    elements. ``op``: sum by default; TypeError where it is not defined for the dtype.
+    Both tensors have the same number of elements and the same dtype on all ranks: float16, bfloat16, float32, float64,
+    complex64, complex128, bool, or integers of 8 to 64 bits. They are on the host or on one CUDA device.
+    ``send_tensor`` does not change. ``op`` is a sum by default; TypeError is raised if it is not defined for the dtype.
 
-    Returns ``None`` when it is done. With ``async_op`` a handle at once, with ``wait(timeout=None)``,
-    ``then(callback)`` and ``is_completed()``; the tensors must not be read or written until it is done.
+    Returns None when the result is there. With ``async_op=True`` returns a handle at once, with ``wait(timeout=None)``,
+    ``then(callback)`` and ``is_completed()``. Do not read or write the tensors until the operation has completed.
 
-    ValueError and TypeError for arguments that cannot be used, before anything is sent. Then MismatchError where
-    ranks disagree, BaguaTimeoutError, PeerLostError, PeerRaisedError or AbortedError, which end the group.
+    Raises ValueError or TypeError for unusable arguments, before anything is sent. Raises MismatchError if ranks
+    disagree, or BaguaTimeoutError, PeerLostError, PeerRaisedError or AbortedError. These errors end the group.
     """
     return (_state.world or default_communicator() if comm is None else _of(comm)).allreduce(
         send_tensor, recv_tensor, op, async_op=async_op
@@ -164,7 +174,7 @@ def allreduce(
 def allreduce_inplace(
     tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: Comm = None, *, async_op: bool = False
 ) -> Handle | None:
-    """:func:`allreduce` in place."""
+    """Reduces all ranks' ``tensor`` element by element, in place on every rank. Otherwise like :func:`allreduce`."""
     return (_state.world or default_communicator() if comm is None else _of(comm)).allreduce_inplace(
         tensor, op, async_op=async_op
     )
@@ -173,7 +183,7 @@ def allreduce_inplace(
 def allreduce_coalesced_inplace(
     tensors: Sequence[torch.Tensor], op: ReduceOp = ReduceOp.SUM, comm: Comm = None, *, async_op: bool = False
 ) -> Handle | None:
-    """:func:`allreduce_inplace` of several tensors of one dtype in one message."""
+    """Reduces several tensors of one dtype in one message, in place. Otherwise like :func:`allreduce`."""
     return (_state.world or default_communicator() if comm is None else _of(comm)).allreduce_coalesced_inplace(
         tensors, op, async_op=async_op
     )
@@ -182,10 +192,10 @@ def allreduce_coalesced_inplace(
 def allgather(
     send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: Comm = None, *, async_op: bool = False
 ) -> Handle | None:
-    """Every rank gets every rank's tensor, concatenated in rank order in ``recv_tensor``, which is overwritten.
+    """Concatenates all ranks' ``send_tensor`` in rank order, and writes the result to ``recv_tensor`` on every rank.
 
-    ``recv_tensor`` has as many times the elements of ``send_tensor`` as there are ranks.
-    Dtypes, ``async_op`` and errors are as in :func:`allreduce`.
+    ``recv_tensor`` has the number of elements of ``send_tensor`` times the number of ranks. Dtypes, ``async_op`` and
+    errors are as in :func:`allreduce`.
     """
     return (_state.world or default_communicator() if comm is None else _of(comm)).allgather(
         send_tensor, recv_tensor, async_op=async_op
@@ -193,7 +203,10 @@ def allgather(
 
 
 def allgather_inplace(tensor: torch.Tensor, comm: Comm = None, *, async_op: bool = False) -> Handle | None:
-    """:func:`allgather` in place: rank r's shard lies at r * (numel / nranks)."""
+    """Gathers one shard of every rank, in place. Rank r's shard begins at element ``r * (tensor.numel() / nranks)``.
+
+    Otherwise like :func:`allgather`.
+    """
     return (_state.world or default_communicator() if comm is None else _of(comm)).allgather_inplace(
         tensor, async_op=async_op
     )
@@ -202,10 +215,10 @@ def allgather_inplace(tensor: torch.Tensor, comm: Comm = None, *, async_op: bool
 def gather(
     send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, comm: Comm = None, *, async_op: bool = False
 ) -> Handle | None:
-    """Rank ``dst`` gets every rank's tensor, concatenated in ``recv_tensor``; the others' is not written.
+    """Concatenates all ranks' ``send_tensor`` in rank order into ``recv_tensor`` on rank ``dst``.
 
-    There it has as many times the elements of ``send_tensor`` as there are ranks.
-    Dtypes, ``async_op`` and errors are as in :func:`allreduce`.
+    On rank ``dst``, ``recv_tensor`` has the number of elements of ``send_tensor`` times the number of ranks. On other
+    ranks ``recv_tensor`` is not written. Dtypes, ``async_op`` and errors are as in :func:`allreduce`.
     """
     return (_state.world or default_communicator() if comm is None else _of(comm)).gather(
         send_tensor, recv_tensor, dst, async_op=async_op
@@ -215,7 +228,11 @@ def gather(
 def gather_inplace(
     tensor: torch.Tensor, count: int, dst: int, comm: Comm = None, *, async_op: bool = False
 ) -> Handle | None:
-    """:func:`gather` in place: rank r's ``count`` elements lie at r * count of its tensor."""
+    """Gathers ``count`` elements of every rank in rank ``dst``'s tensor, in place.
+
+    Rank r's elements begin at element ``r * count``, both in its own tensor and in rank ``dst``'s. Otherwise like
+    :func:`gather`.
+    """
     return (_state.world or default_communicator() if comm is None else _of(comm)).gather_inplace(
         tensor, count, dst, async_op=async_op
     )
@@ -224,10 +241,10 @@ def gather_inplace(
 def scatter(
     send_tensor: torch.Tensor, recv_tensor: torch.Tensor, src: int, comm: Comm = None, *, async_op: bool = False
 ) -> Handle | None:
-    """Rank r gets the r-th shard of rank ``src``'s ``send_tensor``; the others' is ignored.
+    """Splits rank ``src``'s ``send_tensor`` into one shard per rank, and writes shard r to rank r's ``recv_tensor``.
 
-    There it has as many times the elements of ``recv_tensor``, which is overwritten, as there are ranks.
-    Dtypes, ``async_op`` and errors are as in :func:`allreduce`.
+    On rank ``src``, ``send_tensor`` has the number of elements of ``recv_tensor`` times the number of ranks. On other
+    ranks ``send_tensor`` is ignored. Dtypes, ``async_op`` and errors are as in :func:`allreduce`.
     """
     return (_state.world or default_communicator() if comm is None else _of(comm)).scatter(
         send_tensor, recv_tensor, src, async_op=async_op
@@ -237,8 +254,10 @@ def scatter(
 def scatter_inplace(
     tensor: torch.Tensor, count: int, src: int, comm: Comm = None, *, async_op: bool = False
 ) -> Handle | None:
-    """:func:`scatter` in place: rank r's ``count`` elements lie at r * count, in the sender's tensor and in its
-    own.
+    """Scatters ``count`` elements to every rank from rank ``src``'s tensor, in place.
+
+    Rank r's elements begin at element ``r * count``, both in rank ``src``'s tensor and in its own. Otherwise like
+    :func:`scatter`.
     """
     return (_state.world or default_communicator() if comm is None else _of(comm)).scatter_inplace(
         tensor, count, src, async_op=async_op
@@ -253,10 +272,11 @@ def reduce_scatter(
     *,
     async_op: bool = False,
 ) -> Handle | None:
-    """Rank r gets the reduction of every rank's r-th shard in ``recv_tensor``, whose elements are overwritten.
+    """Reduces all ranks' ``send_tensor`` element by element, and writes shard r of the result to rank r's
+    ``recv_tensor``.
 
-    ``send_tensor`` has as many times its elements as there are ranks. Dtypes, ``op``, ``async_op`` and errors are
-    as in :func:`allreduce`.
+    ``send_tensor`` has the number of elements of ``recv_tensor`` times the number of ranks. Dtypes, ``op``,
+    ``async_op`` and errors are as in :func:`allreduce`.
     """
     return (_state.world or default_communicator() if comm is None else _of(comm)).reduce_scatter(
         send_tensor, recv_tensor, op, async_op=async_op
@@ -266,7 +286,10 @@ def reduce_scatter(
 def reduce_scatter_inplace(
     tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: Comm = None, *, async_op: bool = False
 ) -> Handle | None:
-    """:func:`reduce_scatter` in place: rank r's result lies at r * (numel / nranks)."""
+    """Reduces and scatters in place. Rank r's result begins at element ``r * (tensor.numel() / nranks)``.
+
+    Otherwise like :func:`reduce_scatter`.
+    """
     return (_state.world or default_communicator() if comm is None else _of(comm)).reduce_scatter_inplace(
         tensor, op, async_op=async_op
     )
@@ -275,10 +298,11 @@ def reduce_scatter_inplace(
 def alltoall(
     send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: Comm = None, *, async_op: bool = False
 ) -> Handle | None:
-    """Rank r gets the r-th shard of every rank's tensor, concatenated in rank order in ``recv_tensor``.
+    """Sends shard r of ``send_tensor`` to rank r, and concatenates the shards received in rank order in
+    ``recv_tensor``.
 
-    Both tensors have one size on all ranks, a multiple of their number; ``recv_tensor`` is overwritten.
-    Dtypes, ``async_op`` and errors are as in :func:`allreduce`.
+    Both tensors have the same size on all ranks, a multiple of the number of ranks. Dtypes, ``async_op`` and errors are
+    as in :func:`allreduce`.
     """
     return (_state.world or default_communicator() if comm is None else _of(comm)).alltoall(
         send_tensor, recv_tensor, async_op=async_op
@@ -286,7 +310,9 @@ def alltoall(
 
 
 def alltoall_inplace(tensor: torch.Tensor, comm: Comm = None, *, async_op: bool = False) -> Handle | None:
-    """:func:`alltoall` in place."""
+    """Exchanges shards in place: the shard from rank r replaces the shard sent to rank r. Otherwise like
+    :func:`alltoall`.
+    """
     return (_state.world or default_communicator() if comm is None else _of(comm)).alltoall_inplace(
         tensor, async_op=async_op
     )
@@ -303,7 +329,12 @@ def alltoall_v(
     *,
     async_op: bool = False,
 ) -> Handle | None:
-    """Rank r gets ``send_counts[r]`` elements from ``send_displs[r]`` of every rank, at its ``recv_displs``."""
+    """Sends a different number of elements to each rank, and receives a different number from each.
+
+    ``send_counts[r]`` elements, beginning at ``send_displs[r]`` of ``send_tensor``, go to rank r. ``recv_counts[r]``
+    elements from rank r are written to ``recv_tensor``, beginning at ``recv_displs[r]``. All four lists have one entry
+    per rank and count elements. Dtypes, ``async_op`` and errors are as in :func:`allreduce`.
+    """
     return (_state.world or default_communicator() if comm is None else _of(comm)).alltoall_v(
         send_tensor, send_counts, send_displs, recv_tensor, recv_counts, recv_displs, async_op=async_op
     )
@@ -312,14 +343,17 @@ def alltoall_v(
 def alltoall_v_inplace(
     tensor: torch.Tensor, counts: Sequence[int], displs: Sequence[int], comm: Comm = None, *, async_op: bool = False
 ) -> Handle | None:
-    """:func:`alltoall_v` in place: the elements from rank r replace those sent to rank r."""
+    """Exchanges different numbers of elements in place: the elements from rank r replace those sent to rank r.
+
+    ``counts[r]`` elements for rank r begin at element ``displs[r]``. Otherwise like :func:`alltoall_v`.
+    """
     return (_state.world or default_communicator() if comm is None else _of(comm)).alltoall_v_inplace(
         tensor, counts, displs, async_op=async_op
     )
 
 
 def barrier(comm: Comm = None, *, async_op: bool = False) -> Handle | None:
-    """Returns when every rank of the group has called it."""
+    """Blocks until every rank of the group has called this function. ``async_op=True`` returns a handle at once."""
     return (_state.world or default_communicator() if comm is None else _of(comm)).barrier(async_op=async_op)
 
 

@@ -1,7 +1,8 @@
-"""What an algorithm is: which tensors are communicated, in which buckets, with which operations, and when.
+"""The base classes of communication algorithms.
 
-The defaults communicate gradients: a bucket goes as soon as its gradients are there, and backward returns when all have
-arrived. An algorithm replaces what it does differently.
+An algorithm decides which tensors are communicated, in which buckets, with which operations, and when. The defaults
+communicate gradients: each bucket is sent as soon as all its gradients are computed, and ``backward`` returns when all
+buckets have been received. A subclass overrides the hooks in which it differs.
 """
 
 from __future__ import annotations
@@ -29,35 +30,45 @@ from ..tensor import effective
 
 
 class AlgorithmImpl:
-    """An algorithm at work on one model. The hooks are asked for once, after the buckets are registered.
+    """An algorithm at work on one model.
 
-    It is made with a process group and an algorithm, or the arguments of one: the options become attributes.
+    The constructor takes a process group, followed by either an :class:`Algorithm` or the arguments of its constructor.
+    The algorithm's options become attributes of this object.
+
+    The model calls the hooks in this order. When the model is wrapped, and again when :meth:`need_reset` returns True:
+    :meth:`make_exchange`, :meth:`init_tensors`, :meth:`tensors_to_buckets`, :meth:`init_operations` once per bucket,
+    then the four methods ``init_*_hook``, which return the functions to call during training. In each step:
+    :meth:`before_step`, the forward pre-hook, the backward hook once per gradient, the post-backward hook, the
+    post-optimizer-step hook.
     """
 
-    #: The model that it communicates for; set before anything else is called.
-    _model: weakref.ref[Any] | None = None
-    #: Under which name it was registered; in states, so that another algorithm's is refused.
-    name = ""
-    #: Whether a process may come into a running elastic job with it.
-    comes_back = False
-    #: Whether :meth:`forward_ends`, :meth:`backward_begins`, :meth:`backward_ends` and :meth:`optimizer_step_ends` are
+    #: Weak reference to the model that this object communicates for. :meth:`attach` sets it before any other method is
     #: called.
+    _model: weakref.ref[Any] | None = None
+    #: The algorithm's registered name. Saved in states, so that a state of another algorithm can be refused.
+    name = ""
+    #: True if a process may rejoin a running elastic job that uses this algorithm.
+    comes_back = False
+    #: True if the model shall call :meth:`forward_ends`, :meth:`backward_begins`, :meth:`backward_ends` and
+    #: :meth:`optimizer_step_ends`.
     hears_forward_and_backward = False
-    #: Whether it keeps what it derived from the weights: others that are loaded without its state are then an error.
+    #: True if the algorithm keeps state derived from the weights. Loading weights without that state then raises
+    #: BaguaError.
     keeps_weights = False
-    #: Whether that is also so for weights that are assigned between ``with_bagua`` and the first step.
+    #: True if assigning weights between ``with_bagua`` and the first step raises BaguaError as well.
     begins_equal = False
-    # Whether buckets are padded to a multiple of the group's ranks.
+    # True if each bucket is padded to a multiple of the number of ranks in the group.
     _pads_buckets = False
-    # Entries of its state that are of use to the rank that saved them only, among the same members.
+    # Kinds of state that only the rank that saved them can load, and only in a group with the same members.
     _kinds_of_one_rank: ClassVar[tuple[str, ...]] = ("error",)
 
-    # The first algorithm that it is the implementation of.
+    # The first Algorithm subclass that this class implements. Used to make an algorithm from the constructor's
+    # arguments.
     _algorithm: ClassVar[type[Algorithm] | None] = None
 
     def __init__(self, process_group: ProcessGroup, *options: Any, **named: Any) -> None:
         self.process_group = process_group
-        #: Whose options it has.
+        #: The algorithm whose options this object has; None if it was made without any.
         self.algorithm: Any = None
         if options and isinstance(options[0], Algorithm):
             (self.algorithm,) = options
@@ -69,130 +80,161 @@ class AlgorithmImpl:
 
     def __repr__(self) -> str:
         model = self._model() if self._model is not None else None
-        # An implementation for the original's interface was not given its algorithm.
+        # Algorithms written for the original Bagua construct their implementation without passing themselves.
         algorithm = self.algorithm or getattr(model, "algorithm", None)
         options = "" if algorithm is None else f": {algorithm!r}"
         where = "" if model is None else f" of model {model.bagua_module_name!r}"
         return f"<{type(self).__name__}{where}{options}>"
 
     def attach(self, bagua_ddp: WrappedModel, name: str) -> None:
-        """Called once, with the model that it communicates for and the algorithm's name."""
+        """Connects this object to its model. Called once, with the model and the algorithm's registered name."""
         self._model = weakref.ref(bagua_ddp)
         self.name = name
 
     @property
     def bagua_ddp(self) -> WrappedModel:
-        """The model that it communicates for. BaguaError when that exists no longer."""
+        """The model that this object communicates for. Raises BaguaError if the model no longer exists."""
         model: WrappedModel | None = self._model() if self._model is not None else None
         if model is None:
-            raise BaguaError("this algorithm's model exists no longer")
+            raise BaguaError(f"the model that this {type(self).__name__} communicated for no longer exists")
         return model
 
     def check(self, bagua_ddp: WrappedModel) -> None:
-        """Refuses a model that it cannot train, before any communication; the other ranks get MismatchError."""
+        """Raises an error if the algorithm cannot train this model. Called before any communication.
+
+        If one rank raises, the other ranks raise MismatchError.
+        """
 
     def end(self) -> None:
-        """Called when the model is wrapped anew or no longer; maybe twice, and not when its process ends."""
+        """Releases resources, such as threads. Called when the model is wrapped again or unwrapped.
+
+        May be called twice. Not called when the process ends.
+        """
 
     def need_reset(self) -> bool:
-        """Asked before each training forward: True has tensors, buckets and operations made anew. Nothing is
-        broadcast.
+        """Returns True to rebuild tensors, buckets and operations before the next forward pass.
+
+        Called before each training forward. A rebuild does not broadcast weights. All ranks must return the same value.
         """
         return False
 
     def compared_step(self, bagua_ddp: WrappedModel) -> int:
-        """Number, from 1 on, of a step that communicates, which is a MismatchError where it is another one on another
-        rank, as after a state that was loaded on some ranks only; 0 where it may be. Here: of each exchange of weights;
-        of gradients, how often a rank's optimizer stepped without a backward.
+        """Returns the step number that ranks compare before they communicate, starting at 1; 0 turns the check off.
+
+        Ranks that disagree raise MismatchError, for example after only some of them loaded a state. By default the
+        number counts exchanges of weights. If gradients are exchanged, it counts optimizer steps that had no backward
+        pass before them.
         """
         return bagua_ddp.empty_steps if bagua_ddp.exchange.needs_gradients else bagua_ddp.step + 1
 
     def communicates(self, step: int) -> bool:
-        """True if the step of this number, counted from 0, communicates. If so, each bucket has to be communicated in
-        it: BaguaError if one was not.
+        """Returns True if step number ``step``, counted from 0, communicates.
+
+        If it does, every bucket must be communicated in that step; otherwise the model raises BaguaError.
         """
         return True
 
     def buffers_due(self, step: int) -> bool:
-        """True if rank 0's buffers travel in this step: after its backward if gradients are exchanged, else before its
-        first forward.
+        """Returns True if rank 0 broadcasts the model's buffers in step number ``step``, counted from 0.
+
+        Buffers are sent after the backward pass if gradients are exchanged, and before the first forward pass
+        otherwise.
         """
         return self.communicates(step)
 
     def before_step(self, bagua_ddp: WrappedModel) -> None:
-        """Called before a step begins, and before the model is closed: does what the last step left undone, as its
-        optimizer was never called.
+        """Completes work that the last step left undone because its optimizer was never stepped.
+
+        Called before each step and before the model is closed.
         """
         bagua_ddp.exchange.before_step()
 
     def drop(self, bagua_ddp: WrappedModel) -> bool:
-        """Called instead of :meth:`before_step` when the model was collected, at another moment on each rank: waits for
-        what this rank has begun, and begins nothing. Whether something was left undone.
+        """Waits for communication that this rank has begun, and begins no other. Returns True if work was left undone.
+
+        Called instead of :meth:`before_step` when the model was garbage-collected, which happens at a different moment
+        on each rank.
         """
         return bagua_ddp.exchange.drop()
 
     def before_optimizer_step(self, bagua_ddp: WrappedModel, optimizer: torch.optim.Optimizer) -> None:
-        """Called before each step of an optimizer that holds parameters of the model, given to it or not."""
+        """Called before each step of every optimizer that holds parameters of the model, including optimizers that
+        ``with_bagua`` was not given.
+        """
         bagua_ddp.exchange.before_optimizer_step(optimizer)
 
     def optimizer_step_ends(self, bagua_ddp: WrappedModel) -> None:
-        """Called after each such step, also when it raised: then when the exception is freed."""
+        """Called after each step of such an optimizer. If the step raised, called when the exception is freed."""
 
     def forward_begins(self, bagua_ddp: WrappedModel, *, with_grad: bool) -> None:
-        """Called last before each forward, evaluation too. ``with_grad``: in training, with gradients enabled."""
+        """Called immediately before each forward, in training and evaluation.
+
+        ``with_grad`` is True in training mode with gradients enabled.
+        """
 
     def forward_ends(self, bagua_ddp: WrappedModel, output: Any) -> None:
-        """Called after each forward with what it returned, also when it raised: then with None."""
+        """Called after each forward with the model's output, or with None if the forward raised."""
 
     def backward_begins(self, bagua_ddp: WrappedModel) -> None:
-        """Called at the first gradient of each backward, also under ``no_sync``."""
+        """Called at the first gradient of each backward pass, also inside ``no_sync``."""
 
     def backward_ends(self, bagua_ddp: WrappedModel) -> None:
-        """Called when a backward that has begun so is over, also when it raised."""
+        """Called after each backward pass for which :meth:`backward_begins` was called, also if it raised."""
 
     def before_load(self, bagua_ddp: WrappedModel) -> None:
-        """Called before ``load_state_dict`` of the model. BaguaError, before anything is changed, where this is no time
-        for it.
+        """Called before the model's ``load_state_dict``. Raises BaguaError, before any weight changes, if weights
+        cannot be loaded now.
         """
         bagua_ddp.exchange.before_load()
 
     def model_state_dict(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The state of the model, which ``read`` returns; copies, where weights also change beside the training."""
+        """Returns the model's state dict, which ``read()`` returns. An algorithm whose threads change weights returns
+        copies.
+        """
         return read()
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, this rank's weights do not change beside the training. Not collective."""
+        """Returns a context manager inside which no thread of the algorithm changes this rank's weights. Not
+        collective.
+        """
         return contextlib.nullcontext()
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
-        """What travels: the gradients, unless this is replaced. Called before :meth:`init_tensors`, each time."""
+        """Returns the object that decides which tensors are exchanged: by default, gradients.
+
+        Called before each call of :meth:`init_tensors`.
+        """
         if sparse := sparse_parameters(bagua_ddp.module, bagua_ddp.parameters):
             return SparseGradientExchange(bagua_ddp, sparse, self.sparse_op() or ReduceOp.SUM)
         return GradientExchange(bagua_ddp)
 
     def init_tensors(self, bagua_ddp: WrappedModel) -> list[torch.Tensor]:
-        """The tensors to communicate, registered, in the order in which they become ready."""
+        """Registers the tensors to communicate, and returns them in the order in which they become ready."""
         return bagua_ddp.exchange.register()
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
-        """One bucket for each list."""
+        """Returns one bucket for each list of tensors in ``tensors``.
+
+        ``do_flatten`` True moves the tensors of each bucket into one contiguous piece of memory.
+        """
         group = self.process_group
         communicator = group.get_global_communicator() if self._pads_buckets else None
         ranks = communicator.nranks() if isinstance(communicator, Communicator) else 1
         return [BaguaBucket(bucket, str(i), do_flatten, ranks, group=group) for i, bucket in enumerate(tensors)]
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
-        """Appends the operations to a bucket."""
+        """Appends communication operations to a bucket. Called once per bucket; the default appends none."""
 
     def sparse_op(self) -> ReduceOp | None:
-        """How sparse gradients are combined: SUM or AVG. ``None``: a model that has some is refused.
+        """Returns how sparse gradients are combined: ``ReduceOp.SUM`` or ``ReduceOp.AVG``. None refuses models with
+        sparse gradients.
 
-        Asked once. The default hooks do it, after the buckets.
+        Called once. The default hooks exchange sparse gradients after the buckets.
         """
         return None
 
     def init_forward_pre_hook(self, bagua_ddp: WrappedModel) -> Callable[[Any], None]:
-        """Called with the model's inputs before each training forward."""
+        """Returns the function to call before each training forward, with the model's inputs."""
 
         def hook(inputs: Any) -> None:
             pass
@@ -200,25 +242,37 @@ class AlgorithmImpl:
         return hook
 
     def init_backward_hook(self, bagua_ddp: WrappedModel) -> Callable[[str, torch.nn.Parameter], None]:
-        """Called with name and parameter when a gradient has its final local value."""
+        """Returns the function to call when the local value of a gradient is final, with the parameter's name and the
+        parameter.
+        """
         return bagua_ddp.exchange.arrived
 
     def init_post_backward_hook(self, bagua_ddp: WrappedModel) -> Callable[[], None]:
-        """Called when the whole backward is done, before it returns."""
+        """Returns the function to call before ``backward`` returns, when all gradients are computed."""
         return bagua_ddp.exchange.finish
 
     def init_post_optimizer_step_hook(self, bagua_ddp: WrappedModel) -> Callable[[torch.optim.Optimizer], None]:
-        """Called with the optimizer after each step of one that holds parameters of the model, given to it or not."""
+        """Returns the function to call, with the optimizer, after each optimizer step.
+
+        The function is called for every optimizer that holds parameters of the model, including optimizers that
+        ``with_bagua`` was not given.
+        """
         return bagua_ddp.exchange.stepped
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside the model's and the optimizers' states: numbers and tensors that
-        ``torch.load(weights_only=True)`` takes.
+        """Returns the state that a resumed run needs in addition to the states of the model and its optimizers.
 
-        "algorithm" is the algorithm's name, "step" how many steps began, "round" how often a bucket was communicated,
-        "rank" and "world_size" are this rank's in the group, and "members" the ranks that exchange with each other;
-        other entries are dictionaries by parameter name, such as "error" with error feedback. It differs by rank: each
-        rank saves and loads its own, after ``with_bagua`` and with the states of model and optimizers.
+        The values are numbers and tensors that ``torch.load(weights_only=True)`` accepts:
+
+        - "algorithm": the algorithm's name.
+        - "step": number of steps begun.
+        - "round": number of times that the buckets were communicated.
+        - "rank" and "world_size": this rank and the number of ranks in the group.
+        - "members": the ranks that exchange with each other.
+        - other entries, such as "error" with error feedback: dictionaries from parameter name to tensor.
+
+        The state differs between ranks. Each rank saves its own, and loads it after ``with_bagua``, together with the
+        states of the model and its optimizers.
         """
         ddp = self.bagua_ddp
         self.before_step(ddp)
@@ -234,8 +288,10 @@ class AlgorithmImpl:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` returned. ValueError for another algorithm's, which it names, for entries
-        that do not fit the model, and for entries that belong to another rank, or to other ranks. Not collective.
+        """Loads a state that :meth:`state_dict` returned. Not collective.
+
+        Raises ValueError if the state belongs to another algorithm, does not fit the model, or contains entries that
+        only another rank, or a group with other members, can load.
         """
         if state.get("algorithm") != self.name:
             raise ValueError(f"this is a state of algorithm {state.get('algorithm')!r}, not of {self.name!r}")
@@ -244,12 +300,14 @@ class AlgorithmImpl:
         require_own(state, self._ranks(), [kind for kind in own if kind in self._kinds_of_one_rank], remedy)
         unknown = sorted(kind for kind, value in state.items() if isinstance(value, Mapping) and kind not in own)
         if unknown:
-            raise ValueError(f"the state has {unknown}, for which this model's algorithm has other options")
+            raise ValueError(f"the state has {unknown}, which this model's algorithm does not use with its options")
         for kind, tensors in own.items():
             theirs = state.get(kind, {})
             if theirs.keys() != tensors.keys():
                 differ = sorted(theirs.keys() ^ tensors.keys())
-                raise ValueError(f"the state's {kind!r} and this model differ in {differ}")
+                raise ValueError(
+                    f"the state's {kind!r} and this model do not have the same parameters: they differ in {differ}"
+                )
             for name, tensor in tensors.items():
                 if theirs[name].shape != tensor.shape or theirs[name].dtype != tensor.dtype:
                     raise ValueError(
@@ -258,7 +316,8 @@ class AlgorithmImpl:
                     )
         ddp = self.bagua_ddp
         with torch.no_grad():
-            # The other ranks wait for what this one owes; it must not change the parameters, which are loaded already.
+            # Other ranks may be waiting for what this rank still owes. Sending it must not change the parameters, which
+            # are already loaded.
             kept = [(param, param.detach().clone()) for _, param in ddp.bagua_build_params()]
             self.before_step(ddp)
             for param, values in kept:
@@ -271,24 +330,26 @@ class AlgorithmImpl:
             bucket.backend_bucket.set_step(int(state["round"]))
 
     def _ranks(self) -> dict[str, Any]:
-        """Whose state this is: rank, size and members of the group."""
+        """Returns the entries that say which rank the state belongs to: rank, world size and members of the group."""
         communicator = self.process_group.get_global_communicator()
         assert isinstance(communicator, Communicator)
         return {
             "rank": communicator.rank(),
             "world_size": communicator.nranks(),
-            # An option that some algorithms have.
+            # Only some algorithms have the option ``hierarchical``.
             "members": communicator.members(getattr(self, "hierarchical", False)),
         }
 
     def _tensors_of_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The tensors of :meth:`state_dict` themselves, by kind and parameter name."""
+        """Returns the tensors that :meth:`state_dict` copies, by kind and parameter name."""
         return tensors_of_buckets(self.bagua_ddp.bagua_buckets, {"error": "error"})
 
 
 def check_codec(compression: Compression, bagua_ddp: WrappedModel) -> None:
-    """TypeError for elements that the codec does not encode, and ValueError for a number of them that its options do
-    not fit; both with the name of a parameter.
+    """Checks that a codec can encode the model's gradients.
+
+    Raises TypeError if it cannot encode their dtype, and ValueError if its options do not fit their number. Both name a
+    parameter.
     """
     codec = raw_codec(compression)
     if codec is None:
@@ -305,7 +366,9 @@ def check_codec(compression: Compression, bagua_ddp: WrappedModel) -> None:
 def one_bucket_per_dtype(
     tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool, group: ProcessGroup
 ) -> list[BaguaBucket]:
-    """Buckets of weights, which are all there at once: smaller ones could go no earlier."""
+    """Returns one bucket of weights per dtype. All weights are ready at once, so smaller buckets could not be sent
+    earlier.
+    """
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in (tensor for bucket in tensors for tensor in bucket):
         by_dtype.setdefault(effective(tensor).dtype, []).append(tensor)
@@ -315,9 +378,10 @@ def one_bucket_per_dtype(
 def tensors_of_buckets(
     buckets: Sequence[BaguaBucket], attributes: Mapping[str, str]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Parts of flat tensors that buckets have in these attributes (values), by kind (keys) and parameter name.
+    """Returns the parts of the buckets' flat tensors, by kind and parameter name.
 
-    A kind that no bucket has is left out.
+    ``attributes`` maps each kind to the attribute of a bucket that holds the flat tensor. A kind that no bucket has is
+    left out.
     """
     found: dict[str, dict[str, torch.Tensor]] = {}
     for kind, attribute in attributes.items():
@@ -329,20 +393,22 @@ def tensors_of_buckets(
 
 
 def _options_of(algorithm: Algorithm) -> dict[str, Any]:
-    """The options by name."""
     return {name: value for name, value in vars(algorithm).items() if not name.startswith("_")}
 
 
 def _shown(options: Mapping[str, Any]) -> str:
-    """Options as arguments of a call. Of an optimizer only its class is shown."""
+    """Formats options as arguments of a call. Optimizers are shown as their class name."""
     texts = {name: type(v).__name__ if hasattr(v, "param_groups") else repr(v) for name, v in options.items()}
     return ", ".join(f"{name}={text}" for name, text in texts.items())
 
 
 class Algorithm:
-    """What a user chooses; :meth:`reify` puts it to work on a process group. One object may serve several models."""
+    """The user's choice of an algorithm and its options. One object may serve several models.
 
-    # What it is at work: made with a process group and this object, whose options become attributes.
+    :meth:`reify` makes the :class:`AlgorithmImpl` that does the work for one model.
+    """
+
+    # The implementation that :meth:`reify` makes. Its attributes include the options of this object.
     _implementation: ClassVar[type[AlgorithmImpl] | None] = None
 
     def __init_subclass__(cls, **named: Any) -> None:
@@ -353,28 +419,28 @@ class Algorithm:
 
     @property
     def needs_optimizers(self) -> bool:
-        """Whether it acts on the steps of the model's optimizers, so that ``with_bagua`` must be given them."""
+        """True if the algorithm acts on optimizer steps. ``with_bagua`` must then be given the model's optimizers."""
         return False
 
     def reify(self, process_group: ProcessGroup) -> AlgorithmImpl:
-        """A fresh implementation."""
+        """Returns a new implementation of this algorithm for one model, which communicates with ``process_group``."""
         if self._implementation is None:
             raise NotImplementedError(f"{type(self).__name__}.reify")
         return self._implementation(process_group, self)
 
     @property
     def registered_name(self) -> str:
-        """The name under which its class is registered; the class's own name when it is not."""
+        """The name that this class is registered under, or the name of the class if it is not registered."""
         for name, entry in GlobalAlgorithmRegistry.items():
             if entry["algorithm"] is type(self):
                 return name
         return type(self).__name__
 
     def describe(self) -> str:
-        """Name and options; ``with_bagua`` compares it between the ranks."""
+        """Returns name and options as text. ``with_bagua`` checks that all ranks have the same text."""
         options = _options_of(self)
         if isinstance(codec := options.get("compression"), str) and codec != "auto":
-            # One codec has one description, by whichever of its names it was given.
+            # Aliases of a codec must give the same text.
             options["compression"] = Codec(codec)
         return f"{self.registered_name}({_shown(options)})"
 
@@ -383,14 +449,18 @@ class Algorithm:
 
     @classmethod
     def options_from(cls, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-        """Returns the options that an algorithm takes from the model's optimizers when it is chosen by its name alone.
-        ValueError if they do not fit.
+        """Returns options derived from the model's optimizers, for an algorithm that the user chose by name alone.
+
+        Raises ValueError if the optimizers do not fit the algorithm.
         """
         return {}
 
     @classmethod
     def init(cls, name: str, **kwargs: Any) -> Algorithm:
-        """The algorithm registered under a name. ValueError for an unknown name."""
+        """Returns a new algorithm by its registered name. ``kwargs`` are its options.
+
+        Raises ValueError for an unknown name, and TypeError if the registered function does not return an Algorithm.
+        """
         made = GlobalAlgorithmRegistry.get(name)(**kwargs)
         if not isinstance(made, Algorithm):
             raise TypeError(f"{name!r} is registered with {made!r}, which is not an Algorithm")
@@ -398,10 +468,16 @@ class Algorithm:
 
 
 class _Registry(dict[str, dict[str, Any]]):
-    """Algorithms by name."""
+    """Registered algorithms by name."""
 
     def register(self, name: str, algorithm: Callable[..., Algorithm], description: str | None = None) -> None:
-        """Adds one. A name that is taken is an error."""
+        """Registers an algorithm.
+
+        Args:
+            name: The new name. Raises ValueError if it is already registered.
+            algorithm: A subclass of :class:`Algorithm`, or a function that returns one from keyword arguments.
+            description: A sentence for people.
+        """
         if not isinstance(name, str):
             raise TypeError(f"an algorithm's name is a str, not {name!r}")
         if name in self:
@@ -409,7 +485,9 @@ class _Registry(dict[str, dict[str, Any]]):
         self[name] = {"algorithm": algorithm, "description": description or ""}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The class or function that makes the algorithm of this name. ValueError without it or a default."""
+        """Returns the class or function registered as ``name``, else ``default``. Raises ValueError if there is
+        neither.
+        """
         found = super().get(name)
         if found is not None:
             return found["algorithm"]
@@ -418,20 +496,21 @@ class _Registry(dict[str, dict[str, Any]]):
         raise ValueError(hints.unknown_name("algorithm", str(name), self))
 
     def available_algorithms(self) -> list[str]:
-        """The registered names."""
+        """Returns the registered names."""
         return list(self)
 
     def __str__(self) -> str:
         return f"Registered Algorithms: {', '.join(self)}"
 
 
-#: The algorithms by their names: `register` adds one, `Algorithm.init` makes one.
+#: All registered algorithms by name. :meth:`register` adds one, and :meth:`Algorithm.init` makes one by name.
 GlobalAlgorithmRegistry = _Registry()
 
 
 def chosen(algorithm: Algorithm | str, optimizers: Sequence[torch.optim.Optimizer]) -> Algorithm:
-    """Returns the algorithm that a user has chosen for a model with these optimizers: an object, or a registered name.
-    ValueError for an unknown name, TypeError for anything else.
+    """Returns the algorithm that a user chose for a model with these optimizers, by object or by registered name.
+
+    Raises ValueError for an unknown name and TypeError for anything else.
     """
     if isinstance(algorithm, str):
         options_from = getattr(GlobalAlgorithmRegistry.get(algorithm), "options_from", Algorithm.options_from)
