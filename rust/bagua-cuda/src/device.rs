@@ -131,7 +131,7 @@ impl OperationDevice {
         }
     }
 
-    /// Sets if all ranks first compare their calls over the host.
+    /// Sets whether all ranks first compare their calls over the host.
     #[must_use]
     pub fn checked(mut self, check: bool) -> OperationDevice {
         self.check = check;
@@ -276,7 +276,7 @@ impl OperationDevice {
         self.failure.get().map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    /// Sets if `done` was recorded behind all copies.
+    /// Sets whether `done` was recorded behind all copies.
     pub(crate) fn ended(&self, recorded: bool) {
         self.state.store(if recorded { RECORDED } else { LOST }, Ordering::Release);
     }
@@ -526,7 +526,8 @@ impl Device for OperationDevice {
     }
 
     fn room(&self, len: usize) -> Result<NonNull<u8>> {
-        // If the room exists, there is no step here, because only the operation's first step may take the marks.
+        // If the memory exists already, nothing is put on the device, because only the operation's first step may take
+        // the marks.
         let address = match self.lane_device().copier(|copier| Ok(copier.has_room(Use::Steps, len)))? {
             Some(address) => address,
             None => self.on_lane(|lane_device, copier| {

@@ -184,7 +184,7 @@ impl Copier {
         Ok(address)
     }
 
-    /// Frees the memory for a use after the work of `up`, which comes after the work of `down` on it.
+    /// Frees the memory of one use behind the work of `up`, which comes after the work of `down` on it.
     fn free_room(&mut self, of: Use) -> Result<()> {
         let Some((address, _)) = self.rooms[of as usize].take() else { return Ok(()) };
         // SAFETY: the memory is from `room`, and no work that is queued later uses it.
@@ -373,7 +373,7 @@ impl LaneDevice {
     /// Frees the pinned memory of a lane that does not need it. An operation that needs it creates it again.
     pub(crate) fn unprepare(&self) {
         let mut buffers = lock(&self.buffers);
-        // Not freed while the first operation's tensors are gathered in its room.
+        // Not freed while it holds the gathered tensors of the first operation.
         if matches!(&*buffers, Buffers::Some(copier) if copier.rooms.iter().all(Option::is_none)) {
             *buffers = Buffers::None;
             self.pinned.store(0, Ordering::Relaxed);

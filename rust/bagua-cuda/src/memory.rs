@@ -25,7 +25,7 @@ unsafe impl Send for Pinned {}
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// Allocates at least one byte of memory, filled with zeros.
+    /// Allocates `len` bytes, at least one, filled with zeros.
     pub(crate) fn new(context: &Arc<Context>, len: usize) -> Result<Pinned> {
         let _entered = context.enter()?;
         let mut at: *mut c_void = ptr::null_mut();
@@ -122,7 +122,7 @@ pub(crate) struct Scratch<'a> {
 }
 
 impl<'a> Scratch<'a> {
-    /// Allocates at least one byte.
+    /// Allocates `bytes` bytes, at least one.
     pub(crate) fn new(context: &'a Context, bytes: usize, stream: CUstream) -> Result<Scratch<'a>> {
         Ok(Scratch { context, stream, address: context.allocate(bytes, stream)? })
     }

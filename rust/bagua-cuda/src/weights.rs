@@ -36,7 +36,7 @@ struct Events {
     used: Vec<(usize, Event)>,
     /// Events that were waited for and can be recorded again.
     spare: Vec<Event>,
-    /// The averaging thread's last use.
+    /// The end of the averaging thread's last use of the weights.
     averaged: Option<Event>,
     /// True if the averaging has ended and the device is done with its work.
     closed: bool,
@@ -66,7 +66,8 @@ impl WeightOrder {
         &self.context
     }
 
-    /// Makes later work on `stream` wait for that of all earlier lock owners. Called with the lock; does not wait.
+    /// Makes later work on `stream` wait for the work of all earlier lock owners. Called while holding the lock; does
+    /// not wait.
     ///
     /// # Errors
     /// `NotImplemented` for a stream that is being captured, and `Device`.
@@ -79,7 +80,7 @@ impl WeightOrder {
         events.used.iter().map(|(_, event)| event).chain(&events.averaged).try_for_each(|event| event.order(stream))
     }
 
-    /// Makes later lock owners wait for the work that is on `stream` now. Called with the lock; does not wait.
+    /// Makes later lock owners wait for the work that is on `stream` now. Called while holding the lock; does not wait.
     ///
     /// # Errors
     /// `NotImplemented` for a stream that is being captured, and `Device`. The averaging ends with the same error.

@@ -21,7 +21,8 @@ pub(super) struct Status {
     pub(super) takes_part: bool,
     /// True if the rank waits in `synchronize`.
     pub(super) synchronizes: bool,
-    /// True if the rank's previous status said so too, so that all statuses of this exchange are newer than its call.
+    /// True if the rank's previous status already said that it synchronizes. All statuses of this exchange are then
+    /// newer than its call.
     pub(super) announced: bool,
     /// True if the rank's interval has passed.
     pub(super) is_due: bool,

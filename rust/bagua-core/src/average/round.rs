@@ -61,11 +61,11 @@ enum Next {
     Later,
     /// Now, because the membership has changed.
     AtOnce,
-    /// As planned before, because only statuses were exchanged.
+    /// At the time planned before, because this exchange was not a round.
     NotYet,
 }
 
-/// A round before its agreement.
+/// A round that its ranks have not agreed on yet.
 struct Open {
     /// Number of the round: the number of exchanges up to it.
     round: u64,

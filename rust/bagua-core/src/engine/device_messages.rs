@@ -188,7 +188,7 @@ impl DeviceMessageQueue {
                 pause = PAUSES.0;
                 continue;
             }
-            // The host's part of a call may be done before the pause ends.
+            // Waits for the handle instead of sleeping if there is one, because it may be done before the pause ends.
             match transfers.iter().find_map(Transfer::awaited) {
                 Some(handle) => _ = handle.wait_for(pause),
                 None => std::thread::sleep(pause),

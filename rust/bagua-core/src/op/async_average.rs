@@ -37,7 +37,7 @@ impl AsyncModelAverageOp {
         AsyncModelAverageOp { weights, takes_part: AtomicBool::new(true), memory: Mutex::default() }
     }
 
-    /// Sets if this rank takes part from the next round on. Otherwise its weights neither count nor change.
+    /// Sets whether this rank takes part from the next round on. Otherwise its weights neither count nor change.
     pub fn set_takes_part(&self, takes_part: bool) {
         self.takes_part.store(takes_part, Ordering::Release);
     }

@@ -110,11 +110,12 @@ fn combine_everywhere<E: Element, O: Op<E::Acc>>(
                 let units = E::units_mut(&mut only[now]);
                 units.iter_mut().for_each(|unit| *unit = E::store(op.finish(E::load(*unit))));
             }
-            // Without accumulators in memory. `--bench limit` compares this case with a plain loop.
+            // Two parts need no accumulators in memory. `--bench limit` compares this case with a plain loop.
             [first, second] => {
                 both::<E, O>(op, left, E::units_mut(&mut first[now.clone()]), E::units_mut(&mut second[now]));
             }
-            // A common number of ranks per host. Without accumulators in memory, a third faster than the general case.
+            // Four is a common number of ranks per host. Without accumulators in memory, it is a third faster than
+            // `many`.
             [a, b, c, d] => {
                 four::<E, O>(
                     op,

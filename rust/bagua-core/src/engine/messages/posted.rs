@@ -119,8 +119,8 @@ pub(super) struct PostedMessages {
     kept: HashMap<(usize, u64), Kept>,
     /// The receive that a message's bytes go to, by sender and number of the message.
     arriving: HashMap<(usize, u64), u64>,
-    /// By rank: bytes of eager messages that the rank has not matched yet. By rank and number of the message: its
-    /// share.
+    /// By rank: bytes of eager messages that the rank has not matched yet. By rank and number of a message: its bytes
+    /// among them.
     unmatched: (Vec<usize>, HashMap<(usize, u64), usize>),
     /// By stream: frames to send.
     frames: Vec<VecDeque<Header>>,

@@ -350,7 +350,7 @@ impl MessengerShared {
                     let how = format!("rank {} sent what cannot be read: {bad}", self.health.world_rank(at.peer));
                     wrong.get_or_insert(Error::Mismatch(how));
                 }
-                // `check` finds out if a message needs this stream, as soon as no bytes move.
+                // If a message needs this stream, `check` reports the loss as soon as no bytes move.
                 Err(PeerFault::Lost(_)) => {}
             }
             // The peer takes the end of its stream as the acknowledgement that everything has arrived.
