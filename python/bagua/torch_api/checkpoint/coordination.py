@@ -1,4 +1,4 @@
-"""The ranks that save or load a checkpoint together: when one of them fails, all raise an error."""
+"""Coordinates the ranks that save or load a checkpoint: if one of them fails, all raise an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Coordinator:
-    """All ranks of the job; one rank where there is no job."""
+    """All ranks of the job, or this process alone if there is no job."""
 
     def __init__(self) -> None:
         self._communicator: Communicator | None = None
@@ -27,7 +27,7 @@ class Coordinator:
         self.size = 1 if self._communicator is None else self._communicator.nranks()
 
     def together(self, what: str, work: Callable[[], T]) -> T:
-        """Runs ``work`` on every rank; returns when all have finished it, and raises everywhere if one failed."""
+        """Runs ``work`` on every rank and waits for all ranks. If it fails on one rank, all ranks raise an error."""
         failure: Exception | None = None
         result: T | None = None
         try:
@@ -44,16 +44,16 @@ class Coordinator:
         return result  # type: ignore[return-value]
 
     def from_first(self, value: T) -> T:
-        """Rank 0's value, on every rank."""
+        """Returns rank 0's value on every rank."""
         if self._communicator is None:
             return value
         found: T = self._communicator.broadcast_object(value)
         return found
 
     def first_only(self, what: str, work: Callable[[], None]) -> None:
-        """Runs ``work`` on rank 0; all wait for it."""
+        """Runs ``work`` on rank 0; the other ranks wait for it."""
         self.together(what, work if self.rank == 0 else _nothing)
 
 
 def _nothing() -> None:
-    """What the other ranks do meanwhile."""
+    """Does nothing, on the ranks other than rank 0."""

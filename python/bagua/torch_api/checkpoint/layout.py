@@ -1,17 +1,15 @@
-"""Where a checkpoint's files lie, and which of them belong to experts.
+"""Paths of a checkpoint's files, and the keys that belong to experts.
 
     <path>/latest_checkpointed_iteration.txt            the tracker: the iteration to load
     <path>/iter_0000005/                                a complete checkpoint
         mp_rank_00_model_states.pt                      iteration, model, optimizer, lr_scheduler
-        expert_<expert>_mp_rank_00_model_states.pt      with experts: the parameters of one, under its number in the job
+        expert_<expert>_mp_rank_00_model_states.pt      with experts: the parameters of one expert of the job
         expert_parallel_rank_<rank>_mp_rank_00_optim_states.pt      with experts: the optimizer of one rank
     <path>/iter_0000005.saving/                         being written; a later process may delete it
-    <path>/iter_0000005.replaced/                       the former checkpoint of that iteration, while the new one
-                                                        takes its place
+    <path>/iter_0000005.replaced/                       the old checkpoint, while a new one of that iteration is renamed
 
-A directory appears under its final name when every file in it is on the disk, and the tracker names it after that. At
-each moment the tracker therefore names a complete checkpoint, under its own name or, for the moment between two
-renames of an iteration that is saved again, as ``.replaced``.
+A directory gets its final name when all its files are on disk, and only then does the tracker name it. The tracker
+therefore always names a complete checkpoint. Between two renames, it may still have the name ``.replaced``.
 """
 
 from __future__ import annotations
@@ -37,28 +35,28 @@ _EXPERTS = "experts.bagua_experts."
 
 
 def tracker_file(path: Path) -> Path:
-    """The file that names the newest complete checkpoint."""
+    """Returns the path of the file that names the newest complete checkpoint."""
     return path / "latest_checkpointed_iteration.txt"
 
 
 def directory(path: Path, iteration: int | str) -> Path:
-    """Where a checkpoint lies once it is complete."""
+    """Returns the path of a checkpoint that is complete."""
     return path / (iteration if isinstance(iteration, str) else f"iter_{iteration:07d}")
 
 
 def model_file(folder: Path) -> Path:
-    """What rank 0 writes."""
+    """Returns the path of the file that rank 0 writes."""
     return folder / "mp_rank_00_model_states.pt"
 
 
 def expert_file(folder: Path, expert: int, layer: int | None) -> Path:
-    """Parameters of one expert; of one layer only where layers have different numbers of experts."""
+    """Returns the path of one expert's parameters. ``layer`` is None if all layers have the same number of experts."""
     name = f"expert_{expert}_mp_rank_00_model_states.pt"
     return folder / (name if layer is None else f"layer_{layer}_{name}")
 
 
 def optimizer_file(folder: Path, rank: int) -> Path:
-    """The optimizer of one rank of a model with experts."""
+    """Returns the path of one rank's optimizer state, for a model with experts."""
     return folder / f"expert_parallel_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
@@ -76,32 +74,34 @@ def read_tracker(path: Path) -> int | str | None:
 
 
 def find(path: Path, iteration: int | str) -> Path:
-    """The directory of a complete checkpoint."""
+    """Returns the directory of a complete checkpoint. Raises FileNotFoundError if there is none."""
     final = directory(path, iteration)
     for folder in (final, final.with_name(final.name + REPLACED)):
         if model_file(folder).exists():
             return folder
-    raise FileNotFoundError(f"{tracker_file(path)} names iteration {iteration}, and there is no {model_file(final)}")
+    raise FileNotFoundError(f"{tracker_file(path)} names iteration {iteration}, but {model_file(final)} does not exist")
 
 
 class ExpertKeys:
-    """Which keys of a model's state_dict belong to experts: by the modules they come from, not by their names."""
+    """The keys of a model's state_dict that belong to experts, recognised by their modules and not by their names."""
 
     def __init__(self, model: torch.nn.Module, rank: int) -> None:
         self.rank = rank
         layers = [(name, child) for name, child in model.named_modules() if isinstance(child, MOELayer)]
-        # (prefix of an expert's keys before its number, how many experts a rank has)
+        # (prefix of the experts' keys, number of experts per rank) of each layer.
         self._layers = [
             (f"{name}.{_EXPERTS}" if name else _EXPERTS, layer.experts.num_local_experts) for name, layer in layers
         ]
-        # One file per expert holds that expert of all layers, if every layer has as many.
+        # If every layer has the same number of experts, one file per expert holds that expert of all layers.
         self.uniform = len({count for _, count in self._layers}) <= 1
 
     def __bool__(self) -> bool:
         return bool(self._layers)
 
     def split(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[tuple[int, int | None], dict[str, Any]]]:
-        """What all ranks share; and, by the expert's number in the job and the layer, what is that expert's."""
+        """Splits a state into the entries that all ranks share, and those of each expert by (number in the job,
+        layer).
+        """
         shared: dict[str, Any] = {}
         experts: dict[tuple[int, int | None], dict[str, Any]] = {file: {} for file in self.files()}
         for key, value in state.items():
@@ -116,7 +116,7 @@ class ExpertKeys:
         return shared, experts
 
     def files(self) -> list[tuple[int, int | None]]:
-        """(number of the expert in the job, layer) of every file of this rank."""
+        """Returns (number of the expert in the job, layer) of every file of this rank."""
         found: dict[tuple[int, int | None], None] = {}
         for layer, (_, count) in enumerate(self._layers):
             for local in range(count):
@@ -124,19 +124,23 @@ class ExpertKeys:
         return list(found)
 
     def localise(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The keys of an expert's file under the expert's number on this rank."""
+        """Renames the keys of an expert's file from the expert's number in the job to its number on this rank."""
         found = {}
         for key, value in state.items():
             place = self._place(key)
             if place is None:
-                raise BaguaError(f"a file of an expert holds {key!r}, which belongs to no expert of this model")
+                raise BaguaError(
+                    f"the file of an expert holds {key!r}, which does not belong to an expert of this model"
+                )
             layer, number, rest = place
             prefix, count = self._layers[layer]
             found[f"{prefix}{number - self.rank * count}{rest}"] = value
         return found
 
     def _place(self, key: str) -> tuple[int, int, str] | None:
-        """Layer, number after the prefix, and the rest of a key with its dot; ``None`` for a shared one."""
+        """Returns layer, expert number, and the rest of the key from its dot on; None for a key that all ranks
+        share.
+        """
         for layer, (prefix, _) in enumerate(self._layers):
             if key.startswith(prefix):
                 number, _, rest = key.removeprefix(prefix).partition(".")
@@ -145,7 +149,7 @@ class ExpertKeys:
 
 
 def sync_directory(folder: Path) -> None:
-    """Makes names in a directory survive a power failure."""
+    """Makes renames in a directory survive a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

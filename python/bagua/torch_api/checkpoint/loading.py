@@ -1,4 +1,4 @@
-"""Loading: what the tracker names, without running any code from the files."""
+"""Loads the checkpoint that the tracker names, without running code from its files."""
 
 from __future__ import annotations
 
@@ -24,13 +24,20 @@ def load_checkpoint(
     lr_scheduler: Any = None,
     strict: bool = True,
 ) -> int:
-    """Loads the newest complete checkpoint into what is given, and returns its iteration; 0 without any checkpoint.
+    """Loads the newest complete checkpoint, and returns its iteration; 0 if there is no checkpoint.
 
-    All ranks call this; all of them load what rank 0's tracker names. ``strict`` is that of ``Module.load_state_dict``.
-    A model with experts needs as many ranks as it was saved with.
+    All ranks call this function, and all load the checkpoint that rank 0's tracker names. A model with experts must be
+    loaded by the number of ranks that saved it.
 
-    FileNotFoundError: the tracker names what is not there. BaguaError: the checkpoint holds no state for the optimizer
-    or scheduler that is given, or another rank failed.
+    Args:
+        checkpoints_path: A directory on a file system that all ranks share.
+        model: The model to load into.
+        optimizer: The optimizer to load into.
+        lr_scheduler: The learning-rate scheduler to load into.
+        strict: As in ``Module.load_state_dict``.
+
+    Raises FileNotFoundError if the tracker names a checkpoint that does not exist. Raises BaguaError if the checkpoint
+    holds no state for the given optimizer or scheduler, or if another rank failed.
     """
     ranks, path = Coordinator(), Path(checkpoints_path)
 
@@ -69,7 +76,6 @@ def load_checkpoint(
 
 
 def _read_optimizer(folder: Path, ranks: Coordinator) -> dict[str, Any]:
-    """The optimizer of this rank."""
     saved = len(list(folder.glob(optimizer_file(folder, 0).name.replace("_0_", "_*_", 1))))
     if saved != ranks.size:
         raise BaguaError(f"{folder} was saved by {saved} ranks, and {ranks.size} load it: their optimizers do not fit")
@@ -83,7 +89,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _allowed() -> contextlib.AbstractContextManager[None]:
-    """Containers of schedulers' states that some releases of torch do not know to be harmless."""
+    """Allows containers in schedulers' states that some versions of torch do not list as safe."""
     safe_globals = getattr(torch.serialization, "safe_globals", None)
     if safe_globals is None:
         return contextlib.nullcontext()

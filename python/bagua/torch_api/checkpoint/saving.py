@@ -1,4 +1,4 @@
-"""Saving: every file on the disk first, then the directory's name, then the tracker."""
+"""Saves a checkpoint: first all files, then the directory's final name, then the tracker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .layout import (
 )
 from .weights import state_of
 
-# What torch.load reads with weights_only=True, besides tensors and containers.
+# Types that torch.load reads with weights_only=True, in addition to tensors and containers.
 _SAFE = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 
 
@@ -36,14 +36,21 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     lr_scheduler: Any = None,
 ) -> None:
-    """Saves what a training job needs to go on, on a file system that all ranks share. All ranks call this.
+    """Saves the state that a training job needs to continue. All ranks call this function.
 
-    Rank 0 writes model, optimizer and scheduler; of a model with experts, each rank its experts and its optimizer. A
-    crash at any moment, of any rank, leaves the checkpoint that was the newest before; also when the iteration was
-    saved before and is replaced. Returns when everything is on the disk.
+    Rank 0 writes model, optimizer and scheduler. If the model has experts, each rank writes its experts and its
+    optimizer. If a rank crashes at any moment, the newest checkpoint is still the one from before, even if the same
+    iteration is being saved again. Returns when everything is on disk.
 
-    TypeError, before anything is written, where a state holds what a safe load would refuse. An OSError of one rank is
-    a BaguaError on the others.
+    Args:
+        iteration: Number of the checkpoint, from 0 on.
+        checkpoints_path: A directory on a file system that all ranks share.
+        model: The model to save.
+        optimizer: The optimizer to save.
+        lr_scheduler: The learning-rate scheduler to save.
+
+    Raises ValueError for an unusable iteration, and TypeError, before anything is written, if a state holds objects
+    that a safe load would refuse. If one rank raises OSError, the others raise BaguaError.
     """
     if not isinstance(iteration, int) or isinstance(iteration, bool) or iteration < 0:
         raise ValueError(f"iteration must be an integer from 0 on, not {iteration!r}")
@@ -90,7 +97,7 @@ def _contents(
 
 
 def _require_safe(value: Any, where: str) -> None:
-    """Everything that is written must be whole, and readable again without running code from the file."""
+    """Raises TypeError unless a value is whole on this rank and can be read without running code from the file."""
     if hasattr(value, "placements") and hasattr(value, "to_local"):
         raise TypeError(
             f"{where} is a {type(value).__name__}, of which this rank has a part only: save sharded models with "
@@ -118,7 +125,7 @@ def _begin(path: Path, final: Path, folder: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     replaced = final.with_name(final.name + REPLACED)
     if replaced.exists():
-        # A former run ended between two renames: before anything else, the complete one gets its name back.
+        # An earlier process crashed between two renames. Give the complete checkpoint its name back.
         if final.exists():
             shutil.rmtree(replaced)
         else:

@@ -1,4 +1,6 @@
-"""The weights of a model whose algorithm changes them beside the training, or keeps what it derived from them."""
+"""Reads and replaces the weights of a model whose algorithm changes them in threads, or keeps state derived from
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ T = TypeVar("T")
 
 
 def state_of(model: torch.nn.Module) -> dict[str, Any]:
-    """The model's ``state_dict()``, see :meth:`AlgorithmImpl.model_state_dict`."""
+    """Returns the model's ``state_dict()``, read as :meth:`AlgorithmImpl.model_state_dict` requires."""
     read: Callable[[], dict[str, Any]] = model.state_dict
     for engine in engines_of(model):
         read = partial(engine.bagua_algorithm.model_state_dict, read)
@@ -24,8 +26,10 @@ def state_of(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def load_weights(model: torch.nn.Module, ranks: Coordinator, load: Callable[[], T]) -> T:
-    """Runs ``load``, which replaces the model's weights by the same ones on all ranks, while no thread averages them:
-    with those of a rank that has not loaded yet, both would keep a mixture. Collective.
+    """Runs ``load``, which must load the same weights on all ranks. Collective.
+
+    No thread averages weights meanwhile. Averaging with a rank that has not loaded yet would leave both ranks with a
+    mixture of old and new weights.
     """
     engines = engines_of(model)
 

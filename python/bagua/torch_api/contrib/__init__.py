@@ -1,4 +1,4 @@
-"""What training needs beside communication: samples, batches, fused optimizers, normalisation over all ranks."""
+"""Cached data sets, balanced samplers, fused optimizers, and batch normalisation over all ranks."""
 
 from . import sync_batchnorm
 from .cache_loader import CacheLoader

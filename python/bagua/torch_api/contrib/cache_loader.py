@@ -33,27 +33,28 @@ _COUNTS = ("hits", "misses", "unreadable", "bytes_read", "bytes_written", "faile
 
 
 class CacheLoader:
-    """Values by key, computed at the first :meth:`get` and read from a store afterwards.
+    """Values by key: computed by the first :meth:`get` and read from a store afterwards.
 
     Args:
         backend: ``"redis"`` (arguments of :class:`~bagua.torch_api.contrib.utils.redis_store.RedisStore`: ``hosts``,
-            ``cluster_mode``, ``capacity_per_node``, ``redis_cluster``, ``timeout``); ``"lmdb"``, a file of this host
-            (``path``, by default one per user and data set under the platform's cache folder; ``capacity_per_node``);
-            ``"memory"``, this process alone (``capacity_per_node``); or ``"auto"``: Redis if ``hosts`` are given or
-            ``redis-server`` is installed, else LMDB, else memory.
-        dataset_name: Values are indexed by ``"{dataset_name}_{key}"``. Loaders of one name share their values.
-        writer_buffer_size: How many values are written to the store at a time. Buffered values are seen by this
-            process's reads, and written at exit, before a fork, by :meth:`flush` and :meth:`close`.
-        allow_pickle: Values are numbers, text, bytes, ``None``, lists, tuples, dictionaries, sets, NumPy arrays and
-            tensors. With this, others are pickled and signed with the job's secret (``BAGUA_JOB_SECRET``; servers
-            that the job starts share a secret of their own), and a pickle that is not signed with it is never read.
+            ``cluster_mode``, ``capacity_per_node``, ``redis_cluster``, ``timeout``); ``"lmdb"``, a file on this host
+            (``path``, by default one per user and data set in the platform's cache folder; ``capacity_per_node`` in
+            bytes); ``"memory"``, for this process alone (``capacity_per_node``); or ``"auto"``: Redis if ``hosts`` is
+            given or ``redis-server`` is installed, else LMDB, else memory.
+        dataset_name: Values are stored under ``"{dataset_name}_{key}"``. Loaders with the same name share their values.
+        writer_buffer_size: Number of values that are written to the store at a time. This process can read buffered
+            values. They are written by :meth:`flush` and :meth:`close`, before a fork, and at exit.
+        allow_pickle: By default, values are numbers, text, bytes, ``None``, lists, tuples, dictionaries, sets, NumPy
+            arrays and tensors. True also allows other values, which are pickled and signed with the job's secret
+            (``BAGUA_JOB_SECRET``; Redis servers started by the job have a secret of their own). A pickle without a
+            valid signature is never loaded.
 
-    A store that is lost, hangs or is full costs speed, never a value: it is then computed, with one warning per
-    server, in a process and its DataLoader workers together, and counted in :meth:`stats`. May be used from several
-    threads and in DataLoader workers, forked or spawned.
+    If a store is lost, hangs or is full, values are computed instead, and :meth:`stats` counts them. A process and its
+    DataLoader workers log one warning per server. May be used from several threads and in DataLoader workers, forked or
+    spawned.
 
-    Raises ValueError and TypeError for arguments that cannot be used, ImportError for a missing package, and
-    ConnectionError if no server answers.
+    Raises ValueError and TypeError for unusable arguments, ImportError for a missing package, and ConnectionError if no
+    server answers.
     """
 
     def __init__(
@@ -77,8 +78,7 @@ class CacheLoader:
         self._begin()
 
     def _begin(self) -> None:
-        """What belongs to this process alone."""
-        # Written values that the store does not have yet.
+        # Values that are not in the store yet.
         self._buffer: dict[str, bytes] = {}
         self._writing = threading.RLock()
         self._seen_failures = {"failed_reads": 0, "failed_writes": 0}
@@ -95,19 +95,20 @@ class CacheLoader:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin()
-        # Failures that this copy of the store brought along are counted already.
+        # The original already counted the failures recorded in this copy of the store.
         self._seen_failures = self._failures()
 
     def __del__(self) -> None:
-        # A loader whose construction failed has nothing to write; at the end of the interpreter that was done before.
+        # A loader whose construction failed has nothing to write. At interpreter exit, the exit hooks have flushed
+        # already.
         if "_buffer" in self.__dict__ and not sys.is_finalizing():
             self.flush()
 
     def get(self, key: K, load_fn: Callable[[K], V]) -> V:
-        """The value of ``key``; on a miss ``load_fn(key)``, which is then stored.
+        """Returns the value of ``key``. On a miss, calls ``load_fn(key)`` and stores the result.
 
-        What ``load_fn`` raises comes through. TypeError names a value that cannot be stored. Changing what is
-        returned changes nothing in the cache.
+        Changing the returned value does not change the cache. Raises TypeError if the value cannot be stored, and
+        whatever ``load_fn`` raises.
         """
         name = f"{self._prefix}{key}"
         raw = self._buffer.get(name)
@@ -127,9 +128,9 @@ class CacheLoader:
         return value
 
     def get_many(self, keys: Sequence[K], load_fn: Callable[[K], V]) -> list[V]:
-        """The values of many keys in their order, read in one round trip per server.
+        """Returns the values of many keys in their order, read in one round trip per server.
 
-        ``load_fn`` is called for each that is missing. Otherwise as :meth:`get`.
+        Calls ``load_fn`` for each missing key. Otherwise like :meth:`get`.
         """
         return self._get_many(keys, lambda missing: [load_fn(key) for key in missing])
 
@@ -137,7 +138,6 @@ class CacheLoader:
         prefix, read = self._prefix, self._serializer.loads
         names = [f"{prefix}{key}" for key in keys]
         values: list[Any] = []
-        # Where what is missing goes.
         places: dict[str, list[int]] = {}
         size = unreadable = 0
         for name, raw in zip(names, self._raw(names), strict=True):
@@ -162,13 +162,13 @@ class CacheLoader:
             written[name] = raw = self._serializer.dumps(name, value)
             values[numbers[0]] = value
             for number in numbers[1:]:
-                # A key that was asked for twice gets two values, so that changing one leaves the other.
+                # A repeated key gets two separate values, so that changing one leaves the other as it is.
                 values[number] = read(name, raw)
         self._write(written)
         return values
 
     def _raw(self, names: list[str]) -> Sequence[bytes | None]:
-        """What is stored or still buffered, in the order of the names."""
+        """Returns the encoded values from the buffer or the store, in the order of the names."""
         if not self._buffer:
             return self.store.mget(names)
         buffered = [self._buffer.get(name) for name in names]
@@ -178,34 +178,42 @@ class CacheLoader:
         return buffered
 
     def num_keys(self) -> int:
-        """How many values the store holds, those of other data sets and those still buffered here included."""
+        """Returns the number of values in the store, including other data sets and values that this process has
+        buffered.
+        """
         self.flush()
         return self.store.num_keys()
 
     def flush(self) -> None:
-        """Writes what is buffered to the store."""
+        """Writes buffered values to the store."""
         with self._writing:
             if self._buffer:
                 batch = dict(self._buffer)
                 self.store.mset(batch)
                 self._counters.add(bytes_written=sum(map(len, batch.values())))
-                # Only now: another thread that reads meanwhile finds them here.
+                # Cleared last, so that another thread can read the values from the buffer until the store has them.
                 self._buffer.clear()
             self._publish()
 
     def close(self) -> None:
-        """Flushes, closes connections, and ends servers that this process started for the job. May be called twice."""
+        """Flushes, closes connections, and ends the servers that this process started for the job. May be called
+        twice.
+        """
         self.flush()
         self.store.shutdown()
 
     def stats(self) -> dict[str, float]:
-        """Counts of this loader in this process and its DataLoader workers, and the state of its store.
+        """Returns counts of this loader in this process and its DataLoader workers, and the state of its store.
 
-        ``hits``, ``misses``, ``hit_rate`` (of all reads; 0 before the first), ``bytes_read``, ``bytes_written``,
-        ``unreadable`` (stored values that were foreign or damaged, and were computed again), ``failed_reads`` and
-        ``failed_writes`` (values that a lost or full store did not give or take), ``lost_servers``, ``buffered``
-        (values that are not written yet), ``stored_bytes`` and ``evictions`` of the whole store. Workers add their
-        counts in small batches, and the rest when they end.
+        - ``hits``, ``misses``, ``hit_rate``: reads of values; the rate is 0 before the first read.
+        - ``bytes_read``, ``bytes_written``: bytes of values.
+        - ``unreadable``: stored values that were foreign or damaged and were computed again.
+        - ``failed_reads``, ``failed_writes``: values that a lost or full store did not return or accept.
+        - ``lost_servers``: servers that do not answer now.
+        - ``buffered``: values in this process that are not in the store yet.
+        - ``stored_bytes``, ``evictions``: of the whole store.
+
+        Workers add their counts in small batches, and the rest when they end.
         """
         self._publish()
         counts: dict[str, float] = dict(self._counters.read())
@@ -237,7 +245,9 @@ class CacheLoader:
         self._counters.publish()
 
     def in_child(self) -> None:
-        """After a fork: the parent flushed before it; values that its other threads added since belong to it."""
+        """Called after a fork. The parent flushed before it, so values in the copied buffer are the parent's to
+        write.
+        """
         self._buffer = {}
         self._writing = threading.RLock()
         self._counters.in_child()
@@ -290,7 +300,7 @@ def _best_store(dataset_name: str, options: dict[str, Any]) -> Store:
         try:
             return RedisStore(**redis)
         except RuntimeError as failure:
-            # Raised on every rank when one host has no server, so that all of them choose the same.
+            # All ranks raise this error together, so all ranks choose the same backend.
             _log.info("no Redis for the cache: %s", failure)
     rest = {name: value for name, value in options.items() if name in ("path", "capacity_per_node")}
     if find_spec("lmdb") is not None:
@@ -300,7 +310,9 @@ def _best_store(dataset_name: str, options: dict[str, Any]) -> Store:
 
 
 def _secret(store: Store) -> bytes:
-    """The key that signs pickles: the job's secret, or one that every process with access to the store has."""
+    """Returns the key that signs pickles: the job's secret, or one that all processes with access to the store
+    share.
+    """
     if secret := config.settings().secret:
         return secret
     if isinstance(store, RedisStore) and store.secret:

@@ -1,4 +1,4 @@
-"""A data set whose samples are computed once."""
+"""A data set that computes each sample once."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ __all__ = ["CachedDataset"]
 
 
 class CachedDataset(Dataset[Any]):
-    """A map-style data set, with its samples cached by index.
+    """A map-style data set whose samples are cached by index.
 
     Args:
-        dataset: The data set to be wrapped. What it returns for an index must be the same every time: a random
-            augmentation would be drawn once and kept, so it belongs behind the cache.
-        backend, dataset_name, writer_buffer_size: As in :class:`CacheLoader`, which takes the other keyword arguments.
+        dataset: The data set to wrap. It must return the same sample for an index every time. Apply random augmentation
+            after the cache; otherwise the first result is kept.
+        backend, dataset_name, writer_buffer_size: As in :class:`CacheLoader`, which also takes the other keyword
+        arguments.
 
-    Works in DataLoader workers; a DataLoader reads a whole batch in one round trip. Errors as in :class:`CacheLoader`.
+    Works in DataLoader workers. A DataLoader reads a whole batch in one round trip. Raises the errors of
+    :class:`CacheLoader`.
     """
 
-    #: The loader behind this data set.
+    #: The loader that caches the samples.
     cache_loader: CacheLoader
 
     def __init__(
@@ -46,7 +48,7 @@ class CachedDataset(Dataset[Any]):
         return self.cache_loader.get(self._index(item), self.dataset.__getitem__)
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
-        """The samples of a batch, in one round trip per server. DataLoader calls this."""
+        """Returns the samples of a batch, read in one round trip per server. DataLoader calls this method."""
         many = getattr(self.dataset, "__getitems__", None)
         load = many if callable(many) else lambda missing: [self.dataset[index] for index in missing]
         return self.cache_loader._get_many([self._index(index) for index in indices], load)
@@ -55,7 +57,9 @@ class CachedDataset(Dataset[Any]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def _index(self, item: Any) -> Any:
-        """One name per sample: -1 and a tensor of one element are ordinary indices."""
+        """Returns one index per sample, so that -1 and a tensor of one element share a cache entry with the plain
+        index.
+        """
         try:
             index = operator.index(item)
         except TypeError:
@@ -70,11 +74,15 @@ class CachedDataset(Dataset[Any]):
         num_workers: int = 0,
         progress: bool = True,
     ) -> int:
-        """Computes and stores the samples that are not cached yet, and returns how many those were.
+        """Computes and stores the samples that are not cached yet, and returns the number of samples computed.
 
-        By default the ranks that share the store each take their share of all indices. ``num_workers`` processes
-        compute them. ``progress`` shows a bar where tqdm is installed. Returns when this rank's share is done, not
-        the others'.
+        Args:
+            indices: Indices of the samples. By default the ranks that share the store divide all indices among them.
+            batch_size: Number of samples per round trip.
+            num_workers: Number of processes that compute samples; 0 computes them in this process.
+            progress: Shows a progress bar if tqdm is installed.
+
+        Does not wait for other ranks.
         """
         if indices is None:
             share, shares = {
@@ -86,7 +94,7 @@ class CachedDataset(Dataset[Any]):
         chosen = list(indices)
         before = self.cache_loader.stats()["misses"]
         batches = [chosen[start : start + batch_size] for start in range(0, len(chosen), batch_size)]
-        # Samples are wanted in the store only, not sent from the worker to here.
+        # The workers return counts instead of samples, which only the store needs.
         loader: DataLoader[int] = DataLoader(
             _Touch(self), batch_sampler=batches, num_workers=num_workers, collate_fn=_first
         )
@@ -97,12 +105,12 @@ class CachedDataset(Dataset[Any]):
         return int(self.cache_loader.stats()["misses"] - before)
 
     def stats(self) -> dict[str, float]:
-        """:meth:`CacheLoader.stats`."""
+        """Returns :meth:`CacheLoader.stats`."""
         return self.cache_loader.stats()
 
 
 class _Touch(Dataset[int]):
-    """Reads batches of a data set and returns how many samples they had."""
+    """Reads batches into the cache and returns their sizes."""
 
     def __init__(self, dataset: CachedDataset) -> None:
         self._dataset = dataset
@@ -120,7 +128,7 @@ def _first(counts: list[int]) -> int:
 
 @contextlib.contextmanager
 def _bar(total: int, wanted: bool) -> Iterator[Any]:
-    """A function that moves a progress bar, or does nothing."""
+    """Yields a function that advances a progress bar, or does nothing."""
     if wanted:
         try:
             from tqdm import tqdm

@@ -1,9 +1,11 @@
-"""Samplers that give all ranks samples of similar cost at each step, so that no rank waits for the longest.
+"""Samplers that give all ranks samples of similar cost in each step, so that no rank waits for the slowest.
 
-Samples are sorted by their complexity and cut into chunks of one sample per rank: the ranks hold neighbours in that
-order at every step. The order of chunks is shuffled. This is the original's method; what it did not have is that the
-complexities are computed once and may be kept or shared, that every rank yields equally many batches in every case,
-and that an epoch can be resumed.
+1. Sort the samples by complexity.
+2. Cut the sorted list into chunks of one sample per rank: within a chunk, costs are similar.
+3. Shuffle the chunks. In step i, each rank takes its sample of chunk i.
+
+The method is that of the original Bagua. In addition, complexities are computed once and can be kept or shared, every
+rank yields the same number of batches in every case, and an epoch can be resumed.
 """
 
 from __future__ import annotations
@@ -25,29 +27,28 @@ __all__ = ["LoadBalancingDistributedBatchSampler", "LoadBalancingDistributedSamp
 
 
 class LoadBalancingDistributedSampler(Sampler[int]):
-    """The indices of this rank, one per step, with similar complexity on all ranks at each step.
+    """Yields this rank's indices, one per step. In each step all ranks get samples of similar complexity.
 
     Args:
         dataset: A map-style data set of constant size.
-        complexity_fn: The computational cost of a sample, an integer; called once per sample. TypeError for a fraction.
-        num_replicas, rank: How many ranks share the data set, and which this is. By default those of
-            torch.distributed where it is initialised, else WORLD_SIZE and RANK.
-        shuffle: Shuffles the steps, and which of equally complex samples goes where; see ``random_level``.
-        seed: Of the shuffling; equal on all ranks.
-        drop_last: The samples that do not fill a step, the most complex ones, are left out. Otherwise the least
-            complex ones are repeated to fill it. The number of indices is the same on every rank either way.
-        random_level: From 0, the best balance and the same neighbours in every epoch, to 1, nearly random: before
-            sorting, each complexity is raised by a random integer up to this part of their range.
-        complexities: The complexities in the order of the data set, if they are known; ``complexity_fn`` is not
-            called then.
-        complexity_cache: A file that keeps them between jobs, written when it is not there. It is refused if its
-            number of samples is another.
-        process_group: The ranks of this group compute a share each and gather them: every rank must construct its
-            sampler. By default each rank computes all of them.
+        complexity_fn: Returns the computational cost of a sample, an integer in any unit. Called once per sample. A
+            fraction raises TypeError.
+        num_replicas, rank: Number of ranks that share the data set, and this rank. The defaults are those of
+        torch.distributed if it is initialised, else WORLD_SIZE and RANK.
+        shuffle: Shuffles the steps, and the distribution of samples of equal complexity. See ``random_level``.
+        seed: Seed of the shuffling, equal on all ranks.
+        drop_last: True leaves out the most complex samples that do not fill a step. False repeats the least complex
+            ones to fill it. Either way, every rank gets the same number of indices.
+        random_level: 0 gives the best balance and the same neighbours in every epoch; 1 is nearly random. Before
+            sorting, a random integer up to this fraction of the range of complexities is added to each complexity.
+        complexities: Known complexities in the order of the data set. ``complexity_fn`` is not called then.
+        complexity_cache: Path of a file that keeps complexities between jobs. Written if it does not exist. Raises
+            ValueError if it holds a different number of samples.
+        process_group: Divides the computation of complexities among the ranks of this torch.distributed group; every
+            rank must construct its sampler. By default each rank computes all of them.
 
-    :attr:`complexities` may be handed to another sampler. ValueError for arguments that cannot be used.
-
-    ``set_epoch`` must be called before each epoch for another order.
+    Call :meth:`set_epoch` before each epoch to change the order. :attr:`complexities` may be passed to another sampler.
+    Raises ValueError for unusable arguments.
     """
 
     def __init__(
@@ -86,15 +87,15 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         self.epoch = 0
         self._position = _Position()
         length = len(dataset)  # type: ignore[arg-type]
-        #: Indices that each rank yields in an epoch.
+        #: Number of indices that each rank yields in an epoch.
         self.num_samples = length // num_replicas if drop_last else math.ceil(length / num_replicas)
-        #: Indices that all ranks yield together.
+        #: Number of indices that all ranks together yield in an epoch.
         self.total_size = self.num_samples * num_replicas
-        #: Complexity of each sample, int64, in the order of the data set.
+        #: Complexity of each sample: int64 [samples], in the order of the data set.
         self.complexities = _complexities(dataset, length, complexity_fn, complexities, complexity_cache, process_group)
 
     def chunks(self) -> list[list[int]]:
-        """One list per step of this epoch, with one index for each rank."""
+        """Returns one list per step of this epoch, with one index for each rank."""
         count = len(self.complexities)
         if self.num_samples == 0:
             return []
@@ -105,7 +106,8 @@ class LoadBalancingDistributedSampler(Sampler[int]):
             reach = int((int(costs.max()) - int(costs.min())) * self.random_level + 1)
             costs = costs + torch.randint(reach, (count,), generator=draw).numpy()
         order = np.argsort(costs, kind="stable")
-        # Around to the beginning, as often as a small data set needs it; or cut off, with drop_last.
+        # Starts over as often as a small data set needs to fill the steps. With drop_last, total_size is smaller than
+        # count.
         steps = order[np.arange(self.total_size) % count].reshape(self.num_samples, self.num_replicas)
         if self.shuffle:
             steps = steps[torch.randperm(self.num_samples, generator=draw).numpy()]
@@ -116,34 +118,39 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         return self._position.walk([step[self.rank] for step in self.chunks()])
 
     def __len__(self) -> int:
-        """Indices of a whole epoch, also when one is resumed."""
+        """Returns the number of indices in a whole epoch, also if the epoch was resumed."""
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch, and with it the order when ``shuffle`` is set. Equal on all ranks.
+        """Chooses the epoch, which must be equal on all ranks. With ``shuffle``, each epoch has its own order.
 
-        Calling it with the epoch of a loaded state keeps the position in it.
+        A call with the epoch of a loaded state keeps the position in that epoch.
         """
         if epoch != self.epoch:
             self._position = _Position()
         self.epoch = epoch
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """The position in this epoch, for :meth:`load_state_dict` on a sampler with the same arguments.
+        """Returns the position in this epoch, for :meth:`load_state_dict` of a sampler with the same arguments.
 
-        ``consumed`` is how many of this epoch's indices training has used. Without it, how many were taken from the
-        sampler: more than were used, if DataLoader workers fetch ahead.
+        ``consumed`` is the number of indices of this epoch that training has used. The default is the number taken from
+        the sampler, which is larger if DataLoader workers fetch ahead.
         """
         return {"epoch": self.epoch, "position": self._position.state(consumed, self.num_samples), **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration yields the rest of that epoch. ValueError names arguments that differ."""
+        """Loads a position. The next iteration yields the rest of that epoch.
+
+        Raises ValueError if the state's sampler had other arguments, and names them.
+        """
         _check_identity(state, self._identity())
         self.epoch = int(state["epoch"])
         self._position = _Position(int(state["position"]))
 
     def _identity(self) -> dict[str, Any]:
-        """What must be equal for a position to mean the same. Not the rank: all of them are at the same step."""
+        """Returns the arguments that determine the order. The rank is not one of them: all ranks are at the same
+        step.
+        """
         return {
             "length": len(self.complexities),
             "num_replicas": self.num_replicas,
@@ -155,16 +162,16 @@ class LoadBalancingDistributedSampler(Sampler[int]):
 
 
 class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
-    """Batches of varying size, cut by ``batch_fn`` from another sampler's indices, equally many on every rank.
+    """Yields batches of varying size, cut from another sampler's indices. Every rank yields the same number of batches.
 
     Args:
-        sampler: Whose indices are cut; its own ``drop_last`` must be False.
-        batch_fn: From the list of a rank's indices in an epoch to its list of batches. Every rank runs it for all
-            ranks, so it must be deterministic.
-        drop_last: Ranks with more batches than others leave out their last ones. Otherwise ranks with fewer repeat
-            their first ones.
+        sampler: The sampler that yields the indices. Its own ``drop_last`` must be False.
+        batch_fn: Takes the list of a rank's indices in an epoch and returns a list of batches. Every rank calls it for
+            all ranks, so it must be deterministic.
+        drop_last: True leaves out the last batches of ranks that have more than others. False repeats the first batches
+            of ranks that have fewer.
 
-    ValueError for a sampler that drops samples itself, and when a rank has no batch that could be repeated.
+    Raises ValueError if the sampler drops samples itself, or if a rank has no batch to repeat.
     """
 
     def __init__(
@@ -181,7 +188,7 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
         self.batch_fn = batch_fn
         self.drop_last = drop_last
         self._position = _Position()
-        # Of one epoch, by its number.
+        # Number and batches of the epoch that was cut last.
         self._known: tuple[int, list[list[int]]] | None = None
 
     def _batches(self) -> list[list[int]]:
@@ -198,7 +205,6 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
                     f"batch_fn made no batch for rank {counts.index(0)} and {total} for another: none can be repeated"
                 )
             mine = by_rank[self.sampler.rank]
-            # Around to the first ones as often as needed; or cut off.
             self._known = self.sampler.epoch, [mine[number % len(mine)] for number in range(total)]
         return self._known[1]
 
@@ -206,22 +212,22 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
         return self._position.walk([list(batch) for batch in self._batches()])
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, also when one is resumed; the same on every rank."""
+        """Returns the number of batches in a whole epoch, the same on every rank, also if the epoch was resumed."""
         return len(self._batches())
 
     def set_epoch(self, epoch: int) -> None:
-        """As :meth:`LoadBalancingDistributedSampler.set_epoch`."""
+        """Like :meth:`LoadBalancingDistributedSampler.set_epoch`."""
         if epoch != self.sampler.epoch:
             self._position = _Position()
         self.sampler.set_epoch(epoch)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """As :meth:`LoadBalancingDistributedSampler.state_dict`, in batches."""
+        """Like :meth:`LoadBalancingDistributedSampler.state_dict`, but counts batches."""
         position = self._position.state(consumed, len(self))
         return {"epoch": self.sampler.epoch, "position": position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As :meth:`LoadBalancingDistributedSampler.load_state_dict`."""
+        """Like :meth:`LoadBalancingDistributedSampler.load_state_dict`."""
         _check_identity(state, self._identity())
         self.set_epoch(int(state["epoch"]))
         self._position = _Position(int(state["position"]))
@@ -231,12 +237,12 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
 
 
 class _Position:
-    """How far one epoch has come; the next walk begins there."""
+    """The position in one epoch, at which the next walk begins."""
 
     def __init__(self, start: int = 0) -> None:
-        # Where the next walk begins: only the first one after a resume begins later.
+        # Index at which the next walk begins. Only the first walk after a resume begins later than 0.
         self._start = start
-        # How many were given out, those before the start included.
+        # Number of items given out, including those before the start.
         self._given = start
 
     def walk(self, items: Sequence[Any]) -> Iterator[Any]:
@@ -244,7 +250,7 @@ class _Position:
         return self._steps(items)
 
     def _steps(self, items: Sequence[Any]) -> Iterator[Any]:
-        # The start is taken with the first step: a DataLoader with workers makes two iterators, and uses the second.
+        # The first step consumes the start: a DataLoader with workers makes two iterators and uses the second.
         start, self._start = self._start, 0
         for place in range(start, len(items)):
             self._given = place + 1
@@ -293,7 +299,7 @@ def _complexities(
         for number, part in enumerate(parts):
             found[number::shares] = part
     if cache is not None and share == 0:
-        # In one step, so that another process never reads half of it.
+        # Renaming makes the file appear whole, so that another process never reads half of it.
         part_file = Path(f"{cache}.{os.getpid()}.part")
         with open(part_file, "wb") as file:
             np.save(file, found)
@@ -302,7 +308,9 @@ def _complexities(
 
 
 def _agreed(present: bool, group: dist.ProcessGroup | None) -> bool:
-    """Whether every rank of the group has it: otherwise some would wait for the others' shares for ever."""
+    """Returns True if the file exists on every rank of the group. Otherwise some ranks would wait for shares that the
+    ranks with a file never send.
+    """
     if group is None:
         return present
     everybody: list[Any] = [None] * dist.get_world_size(group)

@@ -1,8 +1,8 @@
 """Batch normalisation over the batches of all ranks (Ioffe and Szegedy, arXiv:1502.03167).
 
-Each rank's mean and sum of squared deviations travel in float64 and are combined by the pairwise formula of Chan, Golub
-and LeVeque (1979), so unequal batches are weighted rightly and nothing cancels. One small all_gather in a forward, one
-small all_reduce in a backward; both carry two numbers per channel, whatever the batch is.
+Each rank sends its mean and its sum of squared deviations in float64. They are combined by the pairwise formula of
+Chan, Golub and LeVeque (1979), which weights unequal batches correctly and avoids cancellation. A forward needs one
+small all_gather and a backward one small all_reduce, each of two numbers per channel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Group = ProcessGroup | dist.ProcessGroup | None
 
 
 class _Reference:
-    """A process group, which belongs to the process: a copy of a module shares it, a pickle leaves it behind."""
+    """A process group that copies of a module share and that pickles leave out."""
 
     def __init__(self, group: Group = None) -> None:
         self.group = group
@@ -35,15 +35,17 @@ class _Reference:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation whose mean and variance in training are those of the batches of all ranks together.
+    """Batch normalisation whose mean and variance in training are computed over the batches of all ranks.
 
-    Input of shape [N, C, ...] with ``num_features`` = C, floating point, on any device (N may differ between ranks, and
-    be 0 on some); the output has its shape and dtype. Statistics of tensors that are not on the CPU go through host
-    memory, which waits for the device. In evaluation nothing is communicated. ``process_group``: the ranks to
-    synchronise with, all by default. The gradients of ``weight`` and ``bias`` stay those of this rank: averaging them
-    is ``with_bagua``'s part, which comes after :meth:`convert_sync_batchnorm`.
+    The input has shape [N, C, ...] with ``num_features`` = C and a floating-point dtype, on any device. N may differ
+    between ranks and may be 0 on some. The output has the same shape and dtype. Statistics of CUDA tensors pass through
+    host memory, which waits for the device. Evaluation does not communicate.
 
-    ValueError: input with less than two dimensions, or fewer than two values per channel on all ranks together.
+    ``process_group`` holds the ranks to synchronise with, by default all. The gradients of ``weight`` and ``bias`` are
+    this rank's own; ``with_bagua`` averages them. Call :meth:`convert_sync_batchnorm` before ``with_bagua``.
+
+    Raises ValueError if the input has fewer than two dimensions, or if all ranks together have fewer than two values
+    per channel.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @property
     def process_group(self) -> Group:
-        """The ranks to synchronise with; ``None``: all."""
+        """The group to synchronise with; None means all ranks."""
         return self._reference.group
 
     @process_group.setter
@@ -82,7 +84,7 @@ class SyncBatchNorm(_BatchNorm):
             raise TypeError(f"SyncBatchNorm needs floating-point input, not {input.dtype}")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The normalised input."""
+        """Returns the normalised input."""
         self._check_input_dim(input)
         communicator = self._communicator() if self.training else None
         if communicator is None:
@@ -95,7 +97,7 @@ class SyncBatchNorm(_BatchNorm):
         return result
 
     def _communicator(self) -> Communicator | None:
-        """The ranks to synchronise with; ``None``: this one alone."""
+        """Returns the communicator to synchronise with; None if this rank is alone."""
         if self.process_group is None and not is_initialized() and env.get_world_size() == 1:
             return None
         group = to_bagua_process_group(self.process_group)
@@ -109,18 +111,18 @@ class SyncBatchNorm(_BatchNorm):
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
-        # momentum=None: the mean of all batches so far.
+        # With momentum=None, the running statistics are the mean over all batches so far.
         share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         for running, new in ((self.running_mean, mean), (self.running_var, variance * (count / (count - 1)))):
             running.mul_(1 - share).add_(new.to(running.device, running.dtype), alpha=share)
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, process_group: Group = None) -> torch.nn.Module:
-        """``module`` with every batch normalisation in it replaced by a SyncBatchNorm.
+        """Replaces every batch normalisation in ``module`` by a SyncBatchNorm, and returns ``module``.
 
-        Parameters and buffers stay the same objects, so an optimizer that knows them goes on working. Returns the
-        module, or its replacement where it is a batch normalisation itself. One that is in several places has one
-        replacement in all of them.
+        If ``module`` is a batch normalisation itself, returns its replacement. A layer that occurs several times gets
+        one replacement. Parameters and buffers stay the same objects, so existing optimizers keep working. Raises
+        ValueError for a lazy layer without a shape.
         """
         return cls._converted(module, process_group, {})
 
@@ -136,7 +138,7 @@ class SyncBatchNorm(_BatchNorm):
                 raise ValueError("a lazy batch normalisation has no shape yet: run one forward before converting")
             converted = cls._like(module, process_group)
         done[module] = converted
-        # Not named_children, which leaves out the second name of a child.
+        # named_children would skip the second name of a child.
         for name, child in list(module._modules.items()):
             if child is not None:
                 converted.add_module(name, cls._converted(child, process_group, done))
@@ -161,12 +163,12 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _along_channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A vector over the channels, in the shape that broadcasts over ``like``."""
+    """Returns a vector over the channels in a shape that broadcasts over ``like``."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
 class _SyncBatchNorm(torch.autograd.Function):
-    """The normalisation, and the exact gradient through the common statistics."""
+    """The normalisation, with the exact gradient through the common statistics."""
 
     @staticmethod
     def forward(
@@ -217,7 +219,9 @@ class _SyncBatchNorm(torch.autograd.Function):
 
 
 def _common_statistics(input: torch.Tensor, communicator: Communicator) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Mean and biased variance per channel over all ranks, in float64 on the CPU, and the number of values."""
+    """Returns mean and biased variance per channel over all ranks (float64, CPU), and the number of values per
+    channel.
+    """
     channels = input.shape[1]
     mine = torch.zeros(2 * channels + 1, dtype=torch.float64)
     count = input.numel() // channels if channels else 0

@@ -1,4 +1,4 @@
-"""One optimizer update for many parameters."""
+"""Fused optimizers: one update for many parameters."""
 
 from .optimizer import fuse_optimizer, is_fused_optimizer
 

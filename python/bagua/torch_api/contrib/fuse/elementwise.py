@@ -1,8 +1,8 @@
-"""Which optimizers may be fused: those whose update of an element depends on that element's numbers alone.
+"""Checks that an optimizer can be fused: the update of an element may depend on that element's values alone.
 
-An update that looks at a whole parameter, such as the trust ratio of LARS (arXiv:1708.03888) and LAMB
-(arXiv:1904.00962), would mean something else on a concatenation, silently. What torch ships is known by name; anything
-else is tried on a few numbers, apart and concatenated.
+An update that uses a whole parameter, such as the trust ratio of LARS (arXiv:1708.03888) and LAMB (arXiv:1904.00962),
+would silently compute something else on a concatenation of parameters. Torch's own optimizers are known by name. Any
+other optimizer is tried on a few small parameters, separately and concatenated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import optim
 
-# Exact types: a subclass may do anything.
+# Only these exact types: a subclass may change the update.
 _KNOWN: frozenset[type] = frozenset(
     {
         optim.ASGD,
@@ -31,7 +31,7 @@ _KNOWN: frozenset[type] = frozenset(
     }
 )
 
-# By name, as not every torch has all of them.
+# By name, because some versions of torch lack some of these classes.
 _WHY_NOT = {
     "Adafactor": "it factors the second moment of a matrix into rows and columns, and scales by a parameter's norm",
     "LBFGS": "its direction and step length are computed from all parameters at once",
@@ -45,7 +45,7 @@ _STEPS = 3
 
 
 def require_elementwise(optimizer: optim.Optimizer) -> None:
-    """Raises ValueError with the reason when a fused update would not be the optimizer's own."""
+    """Raises ValueError, with the reason, if a fused update would differ from the optimizer's own update."""
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim") and kind.__name__ in _WHY_NOT:
         raise ValueError(f"{kind.__name__} cannot be fused: {_WHY_NOT[kind.__name__]}")
@@ -63,9 +63,9 @@ def require_elementwise(optimizer: optim.Optimizer) -> None:
 
 
 def twin(optimizer: optim.Optimizer) -> optim.Optimizer:
-    """An optimizer of the same type and attributes, with no parameters, state or hooks of its own yet."""
+    """Returns an optimizer of the same type and attributes, without parameters, state or hooks."""
     other: optim.Optimizer = object.__new__(type(optimizer))
-    # A step that was patched onto the instance (a learning-rate scheduler does that) is bound to the original.
+    # A learning-rate scheduler patches ``step`` on the instance. The patched method is bound to the original optimizer.
     other.__dict__.update({name: value for name, value in vars(optimizer).items() if name not in ("step", "fuse_step")})
     for name, value in vars(optimizer).items():
         if "_hooks" in name and isinstance(value, dict):
@@ -76,7 +76,7 @@ def twin(optimizer: optim.Optimizer) -> optim.Optimizer:
 
 
 def plain_step(optimizer: optim.Optimizer) -> Any:
-    """``optimizer.step`` without the hooks around it, which are the original's to run, once."""
+    """Returns ``optimizer.step`` without the hooks around it. The original optimizer runs the hooks once."""
     step = type(optimizer).step
     inner = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
     return inner.__get__(optimizer)

@@ -1,4 +1,4 @@
-"""Parameters that lie one after the other in memory and are stepped as one, with their gradients and state."""
+"""Parameters that are contiguous in memory and are stepped as one, together with their gradients and state."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from . import memory_layout
 
 State = MutableMapping[Any, dict[str, Any]]
 
-# Looking at a thousand parameters costs as much as stepping them: maps of C functions take half of what loops take.
+# Checking a thousand parameters costs as much as stepping them. Mapping C functions takes half the time of a loop.
 _grad_of, _layout_of = operator.attrgetter("grad"), operator.attrgetter("layout")
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
 def kind_of(value: Any, param: torch.Tensor) -> str | None:
-    """What a state of a parameter is: ``elements`` of its shape, one ``scalar`` tensor, a plain ``value``; or None."""
+    """Returns the kind of a state: ``elements`` (shape of the parameter), ``scalar`` (one tensor), ``value`` (plain),
+    or None.
+    """
     if isinstance(value, torch.Tensor):
         if value.shape == param.shape and value.layout == torch.strided:
             return "elements"
@@ -30,7 +32,7 @@ def kind_of(value: Any, param: torch.Tensor) -> str | None:
 
 
 def signature(param: torch.Tensor, entry: dict[str, Any]) -> tuple[Any, ...] | None:
-    """What must be equal of two parameters' states for one update to serve both; None if it can serve only one."""
+    """Returns what must be equal in the states of two parameters to step them together, or None if they cannot be."""
     parts: list[Any] = []
     for key, value in entry.items():
         kind = kind_of(value, param)
@@ -46,33 +48,31 @@ def signature(param: torch.Tensor, entry: dict[str, Any]) -> tuple[Any, ...] | N
 
 
 class FlatParameters:
-    """Two or more parameters and the flat one over the same memory that replaces them in a step.
+    """Two or more parameters, and one flat parameter over the same memory that replaces them in a fused step.
 
-    Between two steps each parameter's state is a view of the flat one, so a plain ``step`` finds and leaves everything
-    in its place.
+    Between steps, each parameter's state is a view of the flat state, so a plain ``step`` can come between fused ones.
     """
 
     def __init__(self, params: Sequence[torch.nn.Parameter], state: State) -> None:
         self.params = list(params)
         flat = memory_layout.whole([param.detach() for param in params])
         assert flat is not None
-        # The flat parameter; never seen by autograd.
         self.flat = torch.nn.Parameter(flat)
         self._pointers = [param.data_ptr() for param in params]
         self._grad = memory_layout.room_for(params)
         self._grad_views = memory_layout.cut(self._grad, params)
         self._vectors_only = all(param.dim() == 1 for param in params)
-        # The parameter whose gradient is watched for being kept from step to step: the smallest, as that one is kept
-        # alive for it.
+        # The parameter whose gradient object shows whether gradients are kept from step to step. The smallest is
+        # chosen, because its gradient is kept alive for the comparison.
         self._watched = min(range(len(params)), key=lambda i: params[i].numel())
         self._last: torch.Tensor | None = None
         self._found: list[torch.Tensor] = []
-        # How often gradients that were put into the flat memory were found elsewhere again.
+        # Number of times that gradients were moved into the flat memory and then replaced by the program.
         self._taken_away = 0
         self._entries: list[dict[str, Any]] = []
-        # By name: every parameter's view of the flat state.
+        # State name -> each parameter's view of the flat state.
         self._views: dict[str, list[torch.Tensor]] = {}
-        # By name: scalars of all parameters in one tensor.
+        # State name -> the scalars of all parameters in one tensor.
         self._vectors: dict[str, torch.Tensor] = {}
         self.state: dict[str, Any] = {}
         if any(param in state for param in params):
@@ -107,11 +107,11 @@ class FlatParameters:
             self.state[key] = flat
 
     def in_place(self) -> bool:
-        """True if the parameters still lie where they did."""
+        """Returns True if no parameter has moved in memory."""
         return list(map(torch.Tensor.data_ptr, self.params)) == self._pointers
 
     def intact(self) -> bool:
-        """True if the states are still views of the flat ones, and the scalars still equal."""
+        """Returns True if the states are still views of the flat ones and the scalars are still equal."""
         if not set(map(len, self._entries)) <= {len(self.state)}:
             return False
         for key, views in self._views.items():
@@ -120,7 +120,7 @@ class FlatParameters:
                     return False
             except KeyError:
                 return False
-        # Elsewhere than on the CPU a look would wait for the device: there a plain step is what makes us look.
+        # On CUDA, reading the values would wait for the device. They are checked there only after a plain step.
         return all(_equal(vector) for vector in self._vectors.values() if vector.device.type == "cpu") and all(
             all(entry.get(key) == value for entry in self._entries)
             for key, value in self.state.items()
@@ -128,20 +128,21 @@ class FlatParameters:
         )
 
     def uniform(self) -> bool:
-        """True if the scalars of all parameters are equal."""
+        """Returns True if the scalars of all parameters are equal."""
         return all(_equal(vector) for vector in self._vectors.values())
 
     def look_for_gradients(self) -> bool:
-        """True if every parameter has a dense gradient; they are remembered for :meth:`take_gradients`."""
+        """Returns True if every parameter has a dense gradient, and keeps the gradients for :meth:`take_gradients`."""
         self._found = list(map(_grad_of, self.params))
         try:
             return set(map(_layout_of, self._found)) == {torch.strided}
         except AttributeError:
-            # Where there is no gradient, None has no layout.
             return False
 
     def take_gradients(self) -> None:
-        """Brings the gradients together. Those that are kept from step to step (``set_to_none=False``) stay there."""
+        """Copies the gradients into one flat tensor. If the program keeps gradients (``set_to_none=False``), they stay
+        there.
+        """
         grads, self._found = self._found, []
         views = self._grad_views
         if any(map(operator.is_, grads, views)):
@@ -151,7 +152,7 @@ class FlatParameters:
             elsewhere = grads
         if elsewhere:
             if self._vectors_only and elsewhere is grads:
-                # A quarter of the time of single copies; more dimensions would need a view of each.
+                # Takes a quarter of the time of single copies. Gradients with more dimensions would need a view each.
                 torch.cat(grads, out=self._grad)
             else:
                 torch._foreach_copy_(views, elsewhere)
@@ -165,7 +166,7 @@ class FlatParameters:
         self.flat.grad = self._grad
 
     def spread(self, flat_state: dict[str, Any], state: State) -> None:
-        """Gives each parameter its part of what a step left in the state of the flat one."""
+        """Distributes the flat parameter's state among the parameters after a step."""
         if flat_state and not self._entries:
             self._entries = [state[param] for param in self.params]
         for key in [key for key in self.state if key not in flat_state]:

@@ -1,4 +1,4 @@
-"""Where tensors lie: whether they follow each other in memory, and how to make them do so."""
+"""Checks whether tensors are contiguous in memory, and makes them so."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...bucket_memory import flat_under, layout_of, window
 
 
 def adjacent(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """True if ``second`` begins where ``first`` ends, in one piece of memory."""
+    """Returns True if ``second`` begins where ``first`` ends, in the same storage."""
     return (
         second.data_ptr() == first.data_ptr() + first.numel() * first.element_size()
         and flat_under(first).untyped_storage().data_ptr() == flat_under(second).untyped_storage().data_ptr()
@@ -19,7 +19,7 @@ def adjacent(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def whole(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One flat tensor over the memory of dense pieces that lie one after the other; ``None`` if they do not."""
+    """Returns a flat tensor over the memory of contiguous dense tensors; None if they are not contiguous."""
     if any(piece.stride() != layout_of(piece) for piece in pieces):
         return None
     if any(not adjacent(one, other) for one, other in pairwise(pieces)):
@@ -28,7 +28,7 @@ def whole(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of a flat tensor, one after the other, each with the shape and strides of its model."""
+    """Returns views of a flat tensor, one after the other, with the shapes and strides of the tensors in ``like``."""
     views = []
     start = 0
     for model in like:
@@ -38,7 +38,7 @@ def cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def room_for(like: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A new flat tensor, uninitialised, as long as the models together."""
+    """Returns a new uninitialised flat tensor with the number of elements of all tensors in ``like``."""
     return torch.empty(
         sum(model.numel() for model in like), dtype=like[0].dtype if dtype is None else dtype, device=like[0].device
     )

@@ -1,8 +1,10 @@
-"""``fuse_optimizer``: one update of one large tensor instead of an update for each of many small parameters.
+"""``fuse_optimizer``: steps one large tensor instead of many small parameters.
 
-Parameters of one group, dtype and device lie one after the other in memory; so do their states, and before a step their
-gradients. A second optimizer of the same type steps one parameter over all of that memory: whatever its formulas are,
-element by element they are the same.
+1. The parameters of one group, dtype and device are moved into one piece of memory, and so are their states.
+2. Before each step, their gradients are copied into one flat tensor.
+3. A second optimizer of the same type steps one flat parameter over that memory.
+
+The second optimizer runs the original's own formulas, so an element-wise optimizer computes the same values.
 """
 
 from __future__ import annotations
@@ -21,23 +23,26 @@ from . import memory_layout
 from .elementwise import plain_step, require_elementwise, twin
 from .flat_parameters import FlatParameters, signature
 
-# What belongs to a group, and not to its parameters' update.
+# Entries of a group that are not options of the update.
 _MEMBERS = ("params", "param_names")
 
 
 def fuse_optimizer(optimizer: Optimizer, do_flatten: bool = True, check_flatten: bool = True) -> Optimizer:
-    """Gives an optimizer the method ``fuse_step(closure=None, *, grad_scaler=None)``, and returns it.
+    """Adds the method ``fuse_step(closure=None, *, grad_scaler=None)`` to an optimizer, and returns the optimizer.
 
-    ``do_flatten``: moves the parameters of each group, by dtype and device, into one piece of memory; otherwise only
-    those that lie one after the other already are fused. ``check_flatten``: looks at each step whether they still do,
-    and brings them together again. Everything else about the optimizer, ``step`` and ``state_dict`` included, stays as
-    it was, and both kinds of step may alternate.
+    Args:
+        optimizer: The optimizer to fuse. Its ``step`` and ``state_dict`` work as before, and both kinds of step may
+            alternate.
+        do_flatten: Moves the parameters of each group, dtype and device into one piece of memory. False fuses only
+            parameters that are contiguous already.
+        check_flatten: Checks before each step that the parameters are still contiguous, and makes them so again.
 
-    ValueError, with the reason: the optimizer is fused already, or its update of an element depends on more than that
-    element (LARS, LAMB, LBFGS, Muon, Adafactor, SparseAdam). A sparse gradient is a NotImplementedError of
-    ``fuse_step``, before anything changed.
+    ``fuse_step`` calls ``closure`` like ``step`` does. With ``grad_scaler`` it steps like
+    ``grad_scaler.step(optimizer)``, which skips a step whose gradients overflowed. It raises NotImplementedError for a
+    sparse gradient, before anything changes.
 
-    ``grad_scaler``: steps as ``grad_scaler.step(optimizer)`` would, skipping a step whose gradients overflowed.
+    Raises ValueError, with the reason, if the optimizer is fused already or is not element-wise (LARS, LAMB, LBFGS,
+    Muon, Adafactor, SparseAdam).
     """
     if is_fused_optimizer(optimizer):
         raise ValueError(f"this {type(optimizer).__name__} is fused already")
@@ -47,24 +52,24 @@ def fuse_optimizer(optimizer: Optimizer, do_flatten: bool = True, check_flatten:
 
 
 def is_fused_optimizer(optimizer: Optimizer) -> bool:
-    """True if the optimizer has ``fuse_step``."""
+    """Returns True if the optimizer has ``fuse_step``."""
     return isinstance(vars(optimizer).get("_bagua_fused_optimizer"), FusedOptimizer)
 
 
 class _Group:
-    """How the parameters of one group are stepped, as long as nothing about them changes."""
+    """The plan for stepping one group. Valid until a parameter, gradient layout or state changes."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
         self.params = list(params)
         self.runs: list[FlatParameters] = []
-        # Stepped one by one.
+        # Parameters stepped one by one.
         self.single: list[torch.nn.Parameter] = []
-        # Had no gradient.
+        # Parameters without a gradient.
         self.idle: list[torch.nn.Parameter] = []
 
 
 class FusedOptimizer:
-    """What an optimizer has at ``_bagua_fused_optimizer``."""
+    """The fused form of an optimizer, stored in its attribute ``_bagua_fused_optimizer``."""
 
     def __init__(self, optimizer: Optimizer, do_flatten: bool, check_flatten: bool) -> None:
         self._optimizer = optimizer
@@ -72,11 +77,11 @@ class FusedOptimizer:
         self._check_flatten = check_flatten
         self._inner = twin(optimizer)
         self._groups: list[_Group] | None = None
-        # The states as they were after the last step here, to notice when the program changed them.
+        # The states after the last fused step, to notice when the program replaced one.
         self._entries: list[dict[str, Any]] = []
-        # Keys of states that belong to no parameter.
+        # Keys of states that do not belong to a parameter.
         self._common: list[Any] = []
-        # A plain step came in between.
+        # True if the program called ``step`` since the last fused step.
         self._stepped_plainly = False
         self._fused_just_now = False
         if do_flatten:
@@ -85,19 +90,19 @@ class FusedOptimizer:
         optimizer.__dict__["_bagua_fused_optimizer"] = self
         optimizer.__dict__["_bagua_fused_count"] = 0
         optimizer.__dict__["fuse_step"] = self.fuse_step
-        # Runs the hooks around a step, with the original as its optimizer.
+        # Runs the step between the original optimizer's hooks.
         self._hooked: Callable[..., Any] = Optimizer.profile_hook_step(_step_of)
         optimizer.register_step_post_hook(self._after_step)
 
     def fuse_step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
-        """One step of the optimizer, in as few updates as there are groups, dtypes and devices.
+        """Runs one step of the optimizer, with one update per group, dtype and device.
 
-        Returns what ``closure`` did, or ``grad_scaler.step``.
+        Returns the result of ``closure``, or of ``grad_scaler.step``.
         """
         if grad_scaler is None:
             return self._fused_step(closure)
         before = vars(self._optimizer).get("step")
-        # Not fuse_step: a scaler gives itself to a step that has an argument of that name.
+        # fuse_step itself has an argument ``grad_scaler``, and a scaler passes itself to any step that has one.
         self._optimizer.__dict__["step"] = self._fused_step
         try:
             if closure is not None:
@@ -117,7 +122,7 @@ class FusedOptimizer:
         self._fused_just_now = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The step itself, without the hooks."""
+        """Runs the step without its hooks."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -125,7 +130,7 @@ class FusedOptimizer:
         with torch.no_grad():
             self._step()
         self._fused_just_now = True
-        # A learning-rate scheduler warns when it believes that no step came before its own.
+        # Without this mark, a learning-rate scheduler warns that its step came before the optimizer's.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
 
@@ -169,7 +174,7 @@ class FusedOptimizer:
                     )
 
     def _current(self) -> list[_Group]:
-        """The plan of the last step if it still holds; otherwise a new one."""
+        """Returns the plan of the last step if it is still valid; otherwise makes a new one."""
         if self._groups is None or not self._holds(self._groups):
             self._refuse_sparse()
             self._groups = [self._plan(group["params"]) for group in self._optimizer.param_groups]
@@ -238,19 +243,19 @@ def _step_of(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> 
 
 
 def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Attributes that an update may read or write, such as a counter of steps or a gradient scale."""
+    """Returns attributes that an update may read or write, such as a step counter or a gradient scale."""
     ours = ("param_groups", "state", "step", "fuse_step", "_bagua_fused_optimizer", "_bagua_fused_count")
     return {name: value for name, value in vars(optimizer).items() if name not in ours and "_hooks" not in name}
 
 
 def _movable(params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """Parameters that own a dense piece of ordinary memory which no other of them shares."""
+    """Returns the parameters that own dense, ordinary memory which they share with no other parameter."""
     found = []
     for param in params:
         if is_lazy(param):
             raise ValueError("a parameter has no shape yet: run one forward before fuse_optimizer")
         plain = type(param) in (torch.Tensor, torch.nn.Parameter) and param.layout is torch.strided
-        # A scalar parameter's state looks like a counter of steps.
+        # States of a scalar parameter cannot be told from a step counter.
         if plain and param.dim() > 0 and param.numel() > 0 and param.stride() == layout_of(param):
             found.append(param)
     ordered = sorted(found, key=lambda p: (str(p.device), p.data_ptr()))
@@ -266,12 +271,12 @@ def _movable(params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
 
 
 def _flatten(params: Sequence[torch.nn.Parameter]) -> None:
-    """Moves parameters of one dtype and device into one piece of memory, unless they lie in one already."""
+    """Moves parameters of one dtype and device into one piece of memory, unless they are contiguous already."""
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = defaultdict(list)
     for param in _movable(params):
         kinds[param.dtype, param.device].append(param)
     for members in kinds.values():
-        # Frozen ones last, where they do not divide the others.
+        # Frozen parameters come last, so that they do not separate the others.
         members.sort(key=lambda p: not p.requires_grad)
         with torch.no_grad():
             if memory_layout.whole(sorted(members, key=lambda p: p.data_ptr())) is not None:

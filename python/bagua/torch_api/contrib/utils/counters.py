@@ -1,4 +1,4 @@
-"""Counts that a process and the processes forked or spawned from it keep together."""
+"""Counters that a process shares with the processes that it forks or spawns."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 
 __all__ = ["SharedCounters"]
 
-# How many counts gather in a process before they are added to the shared ones.
+# Number of calls of add() after which a process adds its counts to the shared ones.
 _BATCH = 64
 
 
 class SharedCounters:
-    """Named counters of one loader, equal in a training process and its DataLoader workers.
+    """Named counters of one loader, shared by a training process and its DataLoader workers.
 
-    Each process counts for itself and adds now and then under a file lock, which the kernel releases when its holder is
-    killed; a lock of multiprocessing would stay, and block all processes.
+    Each process counts locally, and now and then adds its counts to the shared ones under a file lock. If the holder is
+    killed, the kernel releases a file lock. A lock of multiprocessing would stay locked and block all processes.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -40,7 +40,7 @@ class SharedCounters:
 
     def __getstate__(self) -> dict[str, Any]:
         self.publish()
-        # Only while a process is being started can a descriptor go with it; another copy counts for itself.
+        # A descriptor can travel only while a process is being spawned. Any other copy gets counters of its own.
         spawning = context.get_spawning_popen() is not None
         return {"names": self._names, "file": reduction.DupFd(self._file) if spawning else None}
 
@@ -55,7 +55,7 @@ class SharedCounters:
             os.close(self._file)
 
     def add(self, **amounts: int) -> None:
-        """Adds to counters. A thread that interrupts another here may cost a count, never a crash."""
+        """Adds to counters. If a thread interrupts another one here, a count may be lost, but nothing else happens."""
         for name, amount in amounts.items():
             self._waiting[self._place[name]] += amount
         self._events += 1
@@ -63,7 +63,7 @@ class SharedCounters:
             self.publish()
 
     def publish(self) -> None:
-        """Adds what this process counted to the shared counts."""
+        """Adds this process's counts to the shared counts."""
         with self._guard:
             waiting, self._waiting = self._waiting, [0] * len(self._names)
             self._events = 0
@@ -77,12 +77,12 @@ class SharedCounters:
                 fcntl.lockf(self._file, fcntl.LOCK_UN)
 
     def read(self) -> dict[str, int]:
-        """Everybody's counts, by name."""
+        """Returns the counts of all processes, by name."""
         self.publish()
         return dict(zip(self._names, self._layout.unpack(self._shared[:]), strict=True))
 
     def first(self, name: str) -> bool:
-        """Counts one, and says whether it was the first anywhere."""
+        """Adds one to a counter, and returns True if it was 0 in all processes before."""
         with self._guard:
             fcntl.lockf(self._file, fcntl.LOCK_EX)
             try:
@@ -95,14 +95,14 @@ class SharedCounters:
         return before == 0
 
     def in_child(self) -> None:
-        """After a fork: what the parent had not published yet is the parent's to publish."""
+        """Called after a fork. Counts that the parent had not published yet are the parent's to publish."""
         self._waiting = [0] * len(self._names)
         self._events = 0
         self._guard = threading.Lock()
 
 
 def _anonymous_file(size: int) -> int:
-    """A file without a name, so that nothing is left behind."""
+    """Opens a file without a name, so that nothing is left behind."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("bagua-cache-counters")
     else:

@@ -1,4 +1,4 @@
-"""Values in a file of LMDB (https://www.symas.com/lmdb): shared by the processes of one host, kept after the job."""
+"""A store in an LMDB file (https://www.symas.com/lmdb), shared by the processes of one host and kept after the job."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _state = cache_state()
 
 
 class LmdbStore(LossyStore):
-    """One file in the folder ``path``, of at most ``capacity`` bytes (the file grows as it is used).
+    """An LMDB file in the folder ``path``, of at most ``capacity`` bytes. The file grows as values are added.
 
-    A full file keeps what it holds and takes no more. The folder is readable by its owner only. Not for network file
-    systems, whose locks LMDB does not trust. ImportError without the package ``lmdb``.
+    A full file keeps its values and accepts no more. Only the owner can read the folder. Do not use a network file
+    system: LMDB's locks do not work there. Raises ImportError if the package ``lmdb`` is not installed.
     """
 
     shared_by: Shared = "host"
@@ -36,13 +36,13 @@ class LmdbStore(LossyStore):
             raise ValueError(f"the capacity is {capacity} bytes; it must be positive")
         super().__init__(f"lmdb {path}")
         self._path = os.path.realpath(path)
-        # LMDB wants whole pages, and needs a few for itself.
+        # LMDB requires whole pages, and uses a few for itself.
         self._capacity = max(1 << 16, -(-capacity // 65536) * 65536)
         self._environment: Any = None
         self._process = 0
         Path(self._path).mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lmdb: Any = lmdb
-        # Not ClassVar: known only once the package is imported.
+        # Set on the instance, because the classes exist only after the import.
         self.losses = (lmdb.Error, OSError)  # type: ignore[misc]
         self.refusals = (lmdb.MapFullError, lmdb.BadValsizeError)  # type: ignore[misc]
         self._env()
@@ -65,7 +65,7 @@ class LmdbStore(LossyStore):
         with _state.lmdb_lock:
             environment, users = _state.lmdb_environments.get(self._path, (None, 0))
             if environment is None:
-                # Without metasync a power failure may undo the last transaction, and never damages the file.
+                # Without metasync, a power failure may undo the last transaction but never damages the file.
                 environment = self._lmdb.open(
                     self._path, map_size=self._capacity, metasync=False, max_readers=1024, mode=0o600, readahead=False
                 )
@@ -75,7 +75,7 @@ class LmdbStore(LossyStore):
 
     @staticmethod
     def _name(key: str) -> bytes:
-        # LMDB takes at most 511 bytes. A byte in front keeps the two kinds of name apart.
+        # LMDB accepts keys of at most 511 bytes. The first byte tells hashed keys from plain ones.
         raw = key.encode()
         return b"k" + raw if len(raw) < 500 else b"h" + hashlib.sha256(raw).digest()
 

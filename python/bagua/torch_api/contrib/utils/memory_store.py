@@ -1,4 +1,4 @@
-"""Values in the memory of this process: for tests, for one process, and to read before the other stores."""
+"""A store in the memory of this process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["MemoryStore"]
 
 
 class MemoryStore(Store):
-    """A dictionary with a limit of ``capacity`` bytes of values.
+    """A dictionary that holds at most ``capacity`` bytes of values.
 
-    What does not fit pushes out values drawn at random: epochs read every sample once per turn, and for that order
-    least-recently-used would throw out exactly what is needed next. A forked process goes on with a copy of its own.
+    A full store evicts values chosen at random. Training reads every sample once per epoch, and least-recently-used
+    would then evict exactly the samples that are needed next. A forked process continues with its own copy.
     """
 
     def __init__(self, capacity: int = 107374182400) -> None:
@@ -22,12 +22,12 @@ class MemoryStore(Store):
             raise ValueError(f"the capacity is {capacity} bytes; it must be positive")
         self._capacity = capacity
         self._values: dict[str, bytes] = {}
-        # Every key once, in any order, so that a random one is found at once; and the index of each.
+        # All keys in any order, for choosing one at random, and the index of each key in that list.
         self._keys: list[str] = []
         self._place: dict[str, int] = {}
         self._bytes = 0
         self._evictions = 0
-        # Not the generator of the training script, whose numbers must not depend on the cache.
+        # A separate generator, so that the cache does not change the random numbers of the training script.
         self._draw = random.Random(0)
 
     def mset(self, dictionary: Mapping[str, str | bytes]) -> None:

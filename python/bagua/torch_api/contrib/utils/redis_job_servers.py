@@ -1,4 +1,4 @@
-"""The servers of one job: each host starts one, and all ranks get the addresses of all of them from torch's store."""
+"""The Redis servers of a job. Each host starts one, and the ranks exchange the addresses through torch's store."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from .redis_server import RedisServer, address_towards, new_password
 
 __all__ = ["Server", "job_servers", "stop_job_servers"]
 
-#: host, port and password of one server.
+#: The entries "host", "port" and "password" of one server.
 Server = dict[str, Any]
 
 _state = cache_state()
 
 
 def job_servers(capacity: int) -> tuple[list[Server], int]:
-    """The job's servers, ordered by host, and the index of this host's; started at the first call in a world.
+    """Returns the job's servers, ordered by host, and the index of this host's server. Starts the servers if necessary.
 
-    Collective over torch.distributed's world when that is initialised. ``capacity`` is in bytes per host. In another
-    world than that of the last call, as after a rebuild, the hosts keep the servers whose owner is left.
-    RuntimeError on every rank, with the reason, if a host cannot start its server; BaguaTimeoutError names ranks that
-    did not come.
+    Collective over torch.distributed's world if it is initialised. ``capacity`` is in bytes per host. If the world has
+    changed since the last call, for example after a rebuild, hosts keep those servers whose owners are still there.
+
+    Raises RuntimeError, with the reason, on every rank if a host cannot start its server. Raises BaguaTimeoutError,
+    with the missing ranks, if ranks do not call this function.
     """
     with _state.job_lock:
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -48,7 +49,7 @@ def job_servers(capacity: int) -> tuple[list[Server], int]:
 
 
 def stop_job_servers() -> None:
-    """Ends the server that this process started, if it did. The next call of :func:`job_servers` starts anew."""
+    """Ends the server that this process started, if any. The next call of :func:`job_servers` starts new servers."""
     with _state.job_lock:
         if _state.own_server is not None:
             _state.own_server.stop()
@@ -56,7 +57,9 @@ def stop_job_servers() -> None:
 
 
 def _own_server(address: str, capacity: int) -> RedisServer:
-    """The server that this process has started already, where others reach it as they do ``address``; or a new one."""
+    """Returns the server that this process started before if other hosts can reach it; otherwise starts one on
+    ``address``.
+    """
     known: RedisServer | None = _state.own_server
     if known is None or (known.host != address and ipaddress.ip_address(known.host).is_loopback):
         known = _state.own_server = RedisServer(address, capacity, password=new_password())
@@ -78,7 +81,7 @@ def _together(capacity: int) -> tuple[list[Server], int]:
             address = _own_address(board, leaders)
             said: dict[str, Any] = _described(_own_server(address, capacity))
         except Exception as failure:
-            # The others wait for a word, not for a deadline.
+            # Sent to the other ranks, so that they raise at once instead of timing out.
             said = {"error": f"rank {board.rank}: {failure}"}
         board.write("server", json.dumps(said))
     servers: list[Server] = [json.loads(text) for text in board.read("server", leaders)]
@@ -91,12 +94,14 @@ def _together(capacity: int) -> tuple[list[Server], int]:
 
 
 class _StoreExchange:
-    """Texts that ranks exchange through torch's default store, once per call of :func:`job_servers`."""
+    """Exchanges texts between ranks through torch's default store. One object serves one call of
+    :func:`job_servers`.
+    """
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         store: Any = dist.distributed_c10d._get_default_store()
-        # Each rank counts its own calls, so a restarted job does not read what its predecessor wrote.
+        # The number of the call separates keys, so that a restarted job does not read keys of its predecessor.
         count = store.add(f"bagua/cache/rank{self.rank}/calls", 1)
         self._store: Any = PrefixStore(f"bagua/cache/{count}", store)
 
@@ -121,7 +126,9 @@ class _StoreExchange:
 
 
 def _host_identity() -> str:
-    """Equal for ranks that reach each other by loopback: BAGUA_HOST_ID, or the machine's boot and network namespace."""
+    """Returns text that is equal on ranks that reach each other by loopback: BAGUA_HOST_ID, or boot id and network
+    namespace.
+    """
     if given := config.settings().host_id:
         return given
     try:
@@ -132,18 +139,18 @@ def _host_identity() -> str:
 
 
 def _own_address(board: _StoreExchange, leaders: list[int]) -> str:
-    """Where the other hosts reach this one: loopback if there are none."""
+    """Returns the address at which other hosts reach this one; loopback if there is only one host."""
     if len(leaders) == 1:
         return "127.0.0.1"
     try:
         found = address_towards(env.get_master_addr())
     except OSError:
-        # The master's name means nothing here; another host's address may.
+        # The master's name cannot be resolved here. The address of another host may do.
         found = "127.0.0.1"
     board.write("address", found)
     others = board.read("address", leaders)
     if ipaddress.ip_address(found).is_loopback:
-        # The master's own name may resolve to its loopback: then the route to another host has this host's address.
+        # The master may resolve its own name to loopback. The route to another host then tells this host's address.
         for other in others:
             if not ipaddress.ip_address(other).is_loopback:
                 return address_towards(other)

@@ -1,4 +1,4 @@
-"""Redis servers that the cache starts: one per host of the job, with a password, gone when their owner is gone."""
+"""Redis servers that the cache starts, each with a password. A server ends when its owner ends."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .cache_state import cache_state
 
 __all__ = ["RedisServer", "address_towards", "start_redis_server_cli"]
 
-#: Seconds until a started server must answer.
+#: Seconds within which a started server must answer.
 _START_S = 20.0
 
-# The shell becomes the server, so the process that was started is the server. Its child holds the reading end of a pipe
-# whose writing end only the owner has: the pipe breaks when the owner ends for any reason, SIGKILL included, and the
-# child kills the server. A line on the pipe means that the owner has ended it. The name is checked because the
-# number could belong to another process by then. (PR_SET_PDEATHSIG would not do: it fires when the starting *thread*
-# ends.) The configuration comes through the pipe too: a command line can be read by every user of the machine.
+# The shell execs the server, so the started process is the server. A child of the shell reads from a pipe whose write
+# end only the owner holds. If the owner ends for any reason, SIGKILL included, the pipe breaks and the child kills the
+# server. A line on the pipe means that the owner has ended the server itself. The child checks the process's name
+# because the process id may have been reused. PR_SET_PDEATHSIG would not work: it fires when the starting *thread*
+# ends. The configuration comes through the pipe as well, because every user of the machine can read a command line.
 _GUARDED = """
 configuration=
 while read -r line && [ "$line" != end ]; do
@@ -40,10 +40,16 @@ END
 
 
 class RedisServer:
-    """One ``redis-server`` of this process.
+    """A ``redis-server`` process that this process owns.
 
-    ``host`` is the address it listens on, ``port`` 0 takes a free one, ``capacity`` is its limit in bytes, ``password``
-    ``None`` admits every process that reaches the address. RuntimeError with the server's output if it does not start.
+    Args:
+        host: Address to listen on.
+        capacity: Memory limit in bytes.
+        port: 0 chooses a free port.
+        password: None admits every process that reaches the address.
+        settings: Names and values of further settings of Redis.
+
+    Raises RuntimeError, with the server's output, if the server does not start.
     """
 
     def __init__(
@@ -67,31 +73,31 @@ class RedisServer:
             said = self._start(program, capacity, password, settings)
             if said is None:
                 break
-            # Another process took the port between looking and listening.
+            # Another process may have taken the port since it was found free.
             if port or attempt == 19 or "in use" not in said:
                 raise RuntimeError(f"redis-server did not start on {host}:{self.port}: {said.strip() or 'no message'}")
-        # After the loaders' own (priority 100), whose buffers may go here; and after multiprocessing has ended its
-        # children, which is why the priority is negative.
+        # Runs after the loaders' finalizers (priority 100), which may write to this server. The priority is negative so
+        # that multiprocessing ends its children first.
         self._end = exits.Finalize(self, _stop, (self._process, self._line), exitpriority=-10)
 
     @property
     def pid(self) -> int:
-        """The server's process."""
+        """The server's process id."""
         return self._process.pid
 
     def stop(self) -> None:
-        """Ends the server. May be called twice; does nothing in a forked child."""
+        """Ends the server. May be called twice. Does nothing in a forked child."""
         self._end()
 
     def _start(
         self, program: str, capacity: int, password: str | None, settings: Sequence[tuple[str, str]]
     ) -> str | None:
-        """None if the server answers, else its words."""
+        """Starts the server. Returns None if it answers, else its output."""
         lines = [
             ("bind", self.host),
             ("port", str(self.port)),
             ("maxmemory", str(capacity)),
-            # Epochs read every sample once per turn: least-recently-used would evict exactly what comes next.
+            # Training reads every sample once per epoch, and least-recently-used would evict exactly the next samples.
             ("maxmemory-policy", "allkeys-random"),
             ("appendonly", "no"),
             ("save", '""'),
@@ -107,7 +113,7 @@ class RedisServer:
                 stdin=subprocess.PIPE,
                 stdout=words,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C in a terminal is meant for the training, which still wants its cache while it ends.
+                # Ctrl-C in a terminal must not reach the server, which the ending training still uses.
                 start_new_session=True,
             )
             assert self._process.stdin is not None
@@ -122,7 +128,7 @@ class RedisServer:
             return words.read().decode(errors="replace")
 
     def _answers(self) -> bool:
-        # Another server may have the port: only the process that was started has this number.
+        # Another server may listen on the port. The process id tells that this server answers.
         asked = f"AUTH {self.password}\r\n" if self.password else ""
         ours = f"process_id:{self._process.pid}\r\n".encode()
         until = time.monotonic() + _START_S
@@ -157,9 +163,9 @@ def _free_port(host: str) -> int:
 
 
 def address_towards(host: str) -> str:
-    """This host's own address on the route to another, as the routing table says; nothing is sent.
+    """Returns this host's own address on the route to another host, from the routing table. Sends nothing.
 
-    A host's name would not do: on many systems it resolves to a loopback address that no other host reaches.
+    The host's own name is not used because many systems resolve it to a loopback address.
     """
     kind, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
@@ -168,15 +174,16 @@ def address_towards(host: str) -> str:
 
 
 def new_password() -> str:
-    """A random password of 256 bits."""
+    """Returns a random password of 256 bits."""
     return secrets.token_urlsafe(32)
 
 
 def start_redis_server_cli(port: int, capacity: int, *args: str) -> RedisServer:
     """Starts a server on this machine's loopback address that holds at most ``capacity`` bytes.
 
-    ``args`` are settings as on redis-server's command line (``"--requirepass", "..."``). It ends with this process.
-    Only for this machine and without a password unless one is given; ``RedisStore(hosts=None)`` does better.
+    ``args`` are settings as on the command line of redis-server (``"--requirepass", "..."``). The server ends with this
+    process. Without ``--requirepass`` it has no password; prefer ``RedisStore(hosts=None)``. Raises ValueError if a
+    value precedes all settings.
     """
     settings: list[tuple[str, list[str]]] = []
     for word in args:

@@ -1,4 +1,4 @@
-"""Redis as a cache store: given servers, a Redis Cluster, or servers that the job starts for itself."""
+"""Redis as a store: existing servers, a Redis Cluster, or servers that the job starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .store import ClusterStore, LossyStore, Shared
 
 __all__ = ["RedisClusterNodes", "RedisNode", "RedisStore", "start_redis_server_cli"]
 
-# Bytes that are taken from a socket at a time: a batch of small values.
+# Bytes read from a socket at a time: enough for a batch of small values.
 _READ_SIZE = 1 << 18
 
 
@@ -56,7 +56,7 @@ class RedisNode(LossyStore):
         self._know_errors()
 
     def client(self) -> Any:
-        """The redis-py client of this process: sockets are not shared with a parent or child."""
+        """Returns this process's redis-py client. Parent and child processes do not share sockets."""
         if self._process != os.getpid() or self._client is None:
             self._client, self._process = self._connect(), os.getpid()
         return self._client
@@ -75,9 +75,9 @@ class RedisNode(LossyStore):
 
         # Once more for a connection that the server had closed meanwhile, never for a server that hangs.
         retry = Retry(NoBackoff(), 1, supported_errors=(redis.exceptions.ConnectionError,))
-        # Values are bytes, whatever the options say; version 2 of the protocol has no messages beside the replies.
+        # Values are bytes, whatever the options say. Version 2 of the protocol sends nothing but replies.
         client = redis.Redis(**{**self._options, "protocol": 2, "decode_responses": False}, retry=retry)
-        # redis.Redis hands an argument of this name to no connection.
+        # redis.Redis does not pass these arguments to its connections.
         client.connection_pool.connection_kwargs |= {"parser_class": BoundedParser, "socket_read_size": _READ_SIZE}
         return client
 
@@ -108,7 +108,9 @@ class RedisNode(LossyStore):
         self._client = None
 
     def check(self, until: float) -> None:
-        """Waits for the server, at most until that time. Its own errors, also for a wrong password."""
+        """Waits for the server until the time ``until`` of the monotonic clock. Raises redis-py's errors, e.g. a wrong
+        password.
+        """
         errors = _redis().exceptions
         while True:
             try:
@@ -134,7 +136,7 @@ class RedisNode(LossyStore):
 
 
 class RedisClusterNodes(RedisNode):
-    """A Redis Cluster (https://redis.io/docs/reference/cluster-spec/), which routes keys by its own slots."""
+    """A Redis Cluster (https://redis.io/docs/reference/cluster-spec/), which distributes keys itself."""
 
     def __init__(self, name: str, hosts: Sequence[tuple[str, int]], options: Mapping[str, Any]) -> None:
         super().__init__(name, options)
@@ -146,7 +148,7 @@ class RedisClusterNodes(RedisNode):
         from redis.retry import Retry
 
         nodes = [cluster.ClusterNode(host, port) for host, port in self._hosts]
-        # A try to find the new owner of a slot after a failure; each costs at most the timeout.
+        # One retry finds the new owner of a slot after a failure. Each attempt takes at most the timeout.
         return cluster.RedisCluster(startup_nodes=nodes, retry=Retry(NoBackoff(), 1), **self._options)
 
     def mset(self, dictionary: Mapping[str, str | bytes]) -> None:
@@ -177,20 +179,22 @@ class RedisClusterNodes(RedisNode):
 class RedisStore(ClusterStore):
     """A store on Redis servers.
 
-    ``hosts`` are dictionaries of ``"host"`` and ``"port"``, with ``"password"`` and ``"username"`` where a server wants
-    them, and any other option of redis-py's client (``"ssl"``, ``"db"``). With ``cluster_mode`` keys are spread over
-    all of them by xxh64, without it each host of the job uses one, ``hosts[node rank modulo their number]``. With
-    ``redis_cluster`` they are nodes of a real Redis Cluster, any of which names the others.
+    Args:
+        hosts: Dictionaries with ``"host"`` and ``"port"``, optionally ``"password"``, ``"username"`` and other options
+            of redis-py's client (``"ssl"``, ``"db"``). None starts ``redis-server`` on each host of the job, once per
+            process for all stores, on the host's own address, with a password that only this job knows. All ranks must
+            then construct the store together if torch.distributed is initialised; otherwise each process gets its own
+            server.
+        cluster_mode: True spreads keys over all hosts by xxh64. False makes each host of the job use one: ``hosts[node
+            rank modulo their number]``.
+        capacity_per_node: Memory limit in bytes of each server that the job starts.
+        redis_cluster: The hosts are nodes of one Redis Cluster; one of them is enough.
+        timeout: Seconds that a server may take to answer before it counts as lost, and seconds to wait for the first
+            answer at construction.
 
-    ``hosts=None`` starts ``redis-server`` on each host of the job, once per process however many stores there are, with
-    at most ``capacity_per_node`` bytes, on the host's own address and with a password that only this job knows; all
-    ranks must do so together when torch.distributed is initialised, and each process has its own server when it is
-    not.
+    Reads from a lost server are misses; see :class:`LossyStore`.
 
-    ``timeout`` is in seconds: how long a server may take to answer before it counts as lost, and how long to wait for
-    the first answer at construction. A lost server's values are misses; see :class:`LossyStore`.
-
-    Raises ImportError without the packages ``redis`` and ``hiredis``, ValueError for hosts that cannot be used,
+    Raises ImportError if the packages ``redis`` and ``hiredis`` are missing, ValueError for unusable hosts, and
     ConnectionError if no server answers or one refuses the password.
     """
 
@@ -214,7 +218,7 @@ class RedisStore(ClusterStore):
                 raise ValueError("redis_cluster=True needs hosts: the job starts single servers, not a Redis Cluster")
             servers, mine = job_servers(capacity_per_node)
             hosts = servers
-            # The ranks, and no other process, know every server's password.
+            # Only the ranks know the servers' passwords.
             self.secret = str(servers[0]["password"]).encode()
         options = [_options(host, timeout) for host in hosts]
         if not options:

@@ -1,8 +1,8 @@
-"""MGET by redis-py and hiredis, with limits to what a Redis server can make its client hold.
+"""MGET through redis-py and hiredis, with limits on the memory that a Redis server can make its client use.
 
-hiredis reserves memory for as many elements as an array announces, nests a thousand arrays, and collects strings and
-lines of any length. So what a reply announces is checked before hiredis gets it, in version 2 of the protocol:
-https://redis.io/docs/latest/develop/reference/protocol-spec/
+hiredis reserves memory for the number of elements that an array announces, nests a thousand arrays, and collects
+strings and lines of any length. This module therefore checks each announced length before hiredis gets the bytes.
+Replies are in version 2 of the protocol: https://redis.io/docs/latest/develop/reference/protocol-spec/
 """
 
 from __future__ import annotations
@@ -15,52 +15,54 @@ from redis.exceptions import ConnectionError, InvalidResponse
 
 __all__ = ["BoundedParser", "mget"]
 
-# Bytes of a string: the most that Redis stores in one, https://redis.io/docs/latest/develop/data-types/strings/
+# Longest string that Redis stores, in bytes: https://redis.io/docs/latest/develop/data-types/strings/
 _STRING = 512 << 20
 _ELEMENTS = 1 << 22
-# Bytes of a line: a length, a number, a status or an error.
+# Longest line (a length, number, status or error), in bytes.
 _LINE = 1 << 16
 _DOLLAR = ord("$")
-# For mypy the type depends on whether redis-py is installed.
+# Any, because mypy may run without redis-py.
 _Parser: Any = DefaultParser
 
 
 class BoundedParser(_Parser):  # type: ignore[misc]
-    """redis-py's parser by hiredis. Raises InvalidResponse for a reply beyond the limits."""
+    """redis-py's hiredis parser, with limits. Raises InvalidResponse for a reply beyond them."""
 
     _reader: Any
 
     def on_connect(self, connection: Any, **kwargs: Any) -> None:
-        """See redis-py."""
+        """Called by redis-py."""
         super().on_connect(connection, **kwargs)
         self._reader = _BoundedReader(self._reader)
 
 
 class _BoundedReader:
-    """A reader of hiredis with the limits. Arrays hold only strings: no command of the cache returns others."""
+    """A hiredis reader with limits. Arrays may hold only strings, because the cache's commands return no other
+    arrays.
+    """
 
     def __init__(self, reader: Any) -> None:
         self.gets, self.has_data, self._feed = reader.gets, reader.has_data, reader.feed
-        # Bytes of the present string that are still to come.
+        # Bytes of the current string that have not arrived yet.
         self._rest = 0
-        # The beginning of a line whose end is still to come.
+        # Start of a line whose end has not arrived yet.
         self._line = b""
-        # Strings of the present array that are still to come.
+        # Strings of the current array that have not arrived yet.
         self._strings = 0
 
     def feed(self, buffer: bytearray, begin: int, count: int) -> None:
-        """See hiredis."""
+        """Checks received bytes and passes them to hiredis. Raises InvalidResponse for a reply beyond the limits."""
         at, end = begin + self._rest, begin + count
         while at < end:
             stop = buffer.find(b"\n", at, end) + 1
-            # Almost every line is the whole of this kind.
+            # Fast path: almost every line announces a string of the current array.
             if self._strings and stop and buffer[at] == _DOLLAR and not self._line:
                 self._strings -= 1
                 at = stop + _bytes_of_string(buffer[at:stop])
                 continue
             self._line += buffer[at : stop or end]
             if len(self._line) > _LINE:
-                raise InvalidResponse("a line without an end")
+                raise InvalidResponse(f"a line of more than {_LINE} bytes")
             at = stop + self._bytes_after(self._line) if stop else end
             if stop:
                 self._line = b""
@@ -68,7 +70,7 @@ class _BoundedReader:
         self._feed(buffer, begin, count)
 
     def _bytes_after(self, line: bytes) -> int:
-        """Of the string that this line announces."""
+        """Checks a line, and returns the number of bytes of the string that it announces."""
         kind = line[:1]
         if kind not in (b"$" if self._strings else b"$*:+-") or line[-2:] != b"\r\n":
             raise InvalidResponse(f"{line[:40]!r} is not an answer of the protocol")
@@ -80,13 +82,13 @@ class _BoundedReader:
 
 
 def _bytes_of_string(line: bytes | bytearray) -> int:
-    """With the end of its line; 0 for a null."""
+    """Returns the bytes of a string with its line end; 0 for a null."""
     length = _length(line, _STRING)
     return length + 2 if length >= 0 else 0
 
 
 def _length(line: bytes | bytearray, most: int) -> int:
-    """-1 for a null."""
+    """Returns the length that a line announces; -1 for a null."""
     try:
         length = int(line[1:])
     except ValueError as strange:
@@ -97,14 +99,14 @@ def _length(line: bytes | bytearray, most: int) -> int:
 
 
 def mget(client: Any, keys: Sequence[str]) -> list[bytes | None]:
-    """The values in the order of ``keys``. redis-py's exceptions.
+    """Returns the values in the order of ``keys``. Raises redis-py's errors.
 
-    On a connection of the client's pool: for one value, ``client.mget`` takes a quarter longer.
+    Uses a connection of the client's pool directly: for one value, ``client.mget`` takes a quarter longer.
     """
     try:
         return _mget(client.connection_pool, keys)
     except ConnectionError:
-        # Once more for a connection that the server had closed meanwhile, never for a server that hangs.
+        # Retries once, because the server may have closed an idle connection. A server that hangs is not retried.
         return _mget(client.connection_pool, keys)
 
 
@@ -117,7 +119,7 @@ def _mget(pool: Any, keys: Sequence[str]) -> list[bytes | None]:
             return values
         raise InvalidResponse(f"not an array of {len(keys)} values")
     except BaseException:
-        # What is left of the reply must not be taken for the next one.
+        # Otherwise the rest of this reply would be read as the next one.
         connection.disconnect()
         raise
     finally:

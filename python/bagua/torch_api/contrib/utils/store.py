@@ -1,7 +1,7 @@
-"""Key-value stores of bytes: the interface that the cache writes to, and several stores that act as one.
+"""Key-value stores of bytes: the interface of the cache's stores, and several stores that act as one.
 
-Stores of a cache may lose what they were given: a value that is gone is computed again. So a store that fails says
-"not here" instead of raising, warns once, and counts (:class:`LossyStore`).
+A store may lose values, which are then computed again. A store that fails reports a miss instead of raising, warns
+once, and counts the failure (:class:`LossyStore`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Shared = Literal["job", "host", "process"]
 
 
 class Store(ABC):
-    """Bytes by key. Keys are text; a text value is stored as UTF-8; what is not there is ``None``."""
+    """Bytes by key. Keys are text, text values are stored as UTF-8, and a missing value is ``None``."""
 
-    #: The processes that share its values: those of every rank, those of one host, or this one alone.
+    #: The processes that share the store's values: all ranks, the processes of one host, or this process alone.
     shared_by: Shared = "process"
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -33,7 +33,7 @@ class Store(ABC):
         self.mset({key: value})
 
     def get(self, key: str) -> bytes | None:
-        """One value, ``None`` if it is not there."""
+        """Returns one value; None if it is missing."""
         return self.mget([key])[0]
 
     @abstractmethod
@@ -42,38 +42,38 @@ class Store(ABC):
 
     @abstractmethod
     def mget(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The values in the order of ``keys``, ``None`` for each that is not there."""
+        """Returns the values in the order of ``keys``; None for each missing one."""
 
     @abstractmethod
     def num_keys(self) -> int:
-        """How many values the store holds, of all processes."""
+        """Returns the number of values in the store, written by any process."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Removes every value, of all processes."""
+        """Removes all values, written by any process."""
 
     def status(self) -> bool:
-        """True if the store answers now."""
+        """Returns True if the store answers now."""
         return True
 
     def shutdown(self) -> None:
-        """Closes what this process opened, and ends the servers that it started; others' servers go on."""
+        """Closes what this process opened, and ends the servers that this process started."""
         return
 
     def failures(self) -> dict[str, int]:
-        """``failed_reads`` and ``failed_writes`` of this process, in values. Sends nothing."""
+        """Returns ``failed_reads`` and ``failed_writes`` of this process, in values. Does not ask the store."""
         return {"failed_reads": 0, "failed_writes": 0}
 
     def stats(self) -> dict[str, int]:
-        """``stored_bytes`` and ``evictions`` of the whole store, by all processes, and ``lost_servers``."""
+        """Returns ``lost_servers``, and ``stored_bytes`` and ``evictions`` of the whole store over all processes."""
         return {"stored_bytes": 0, "evictions": 0, "lost_servers": 0}
 
 
 class LossyStore(Store):
     """A store whose failures are misses.
 
-    After a loss the store is left alone for a while, a second at first and up to a minute when it stays lost, so that a
-    hanging server costs its timeout now and then instead of at every sample.
+    After a failed request, the store is not used for a second. The pause doubles with each further failure, up to a
+    minute, so that a hanging server costs its timeout now and then instead of at every sample.
     """
 
     #: Errors that mean that the store cannot be reached.
@@ -82,26 +82,28 @@ class LossyStore(Store):
     refusals: ClassVar[tuple[type[BaseException], ...]] = ()
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        #: What messages call it; never holds a password.
+        #: Name for messages. Never contains a password.
         self.name = name
         self.failed_reads = 0
         self.failed_writes = 0
         self._clock = clock
-        #: Whether the last request failed for a loss, and when the next may be tried.
+        #: True if the store could not be reached by the last request.
         self.lost = False
         self._pause = 0.0
         self._again = 0.0
         self._warned: SharedCounters = cache_state().warnings.setdefault(name, SharedCounters(("refusal", "loss")))
 
     def _attempt(self, action: Callable[[], T], otherwise: T, *, reads: int = 0, writes: int = 0) -> T:
-        """What ``action`` returns, or ``otherwise`` if it fails as stores fail. Programming errors come through."""
+        """Returns the result of ``action``, or ``otherwise`` if it fails with a loss or refusal. Other errors are
+        raised.
+        """
         if self.lost and self._clock() < self._again:
             self.failed_reads += reads
             self.failed_writes += writes
             return otherwise
         try:
             result = action()
-        # Refusals first: a library's error of that kind may also be one of its general errors.
+        # Refusals first, because a library may derive them from its general error class.
         except self.refusals as refusal:
             self._warn("refusal", f"the cache store {self.name} refuses requests, samples are computed: {refusal}")
         except self.losses as loss:
@@ -119,7 +121,7 @@ class LossyStore(Store):
         return otherwise
 
     def _warn(self, kind: str, text: str) -> None:
-        # Logged, not warnings.warn: where warnings are errors the sample would be lost with the server.
+        # Logged instead of warnings.warn: if warnings are errors, a lost server would cost the sample too.
         if self._warned.first(kind):
             _log.warning("%s", text)
 
@@ -131,10 +133,10 @@ class LossyStore(Store):
 
 
 class ClusterStore(Store):
-    """Several stores as one: xxh64 of the key, modulo the number of stores, says which one holds it.
+    """Several stores as one: the xxh64 hash of a key, modulo the number of stores, selects its store.
 
-    The hash is Yann Collet's XXH64 (https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md) with seed 0 over the
-    key's UTF-8. A lost store keeps its keys: moving them would move them back when it returns.
+    The hash is Yann Collet's XXH64 (https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md) with seed 0 over the key in
+    UTF-8. Keys of a lost store are not moved to another store, because they would have to move back when it returns.
     """
 
     shared_by: Shared = "job"
@@ -154,7 +156,7 @@ class ClusterStore(Store):
             self._hash = xxh64_intdigest
 
     def route(self, key: str) -> Store:
-        """The store that holds this key."""
+        """Returns the store that holds this key."""
         return self.stores[self._number(key)]
 
     def _number(self, key: str) -> int:
