@@ -79,7 +79,7 @@ pub(crate) fn choose(candidates: &[Candidate], hosts: &Hosts<'_>) -> Result<Choi
     let requested = candidates[0].requested;
     if let Some(rank) = candidates.iter().position(|candidate| candidate.requested != requested) {
         return Err(Error::Unavailable(format!(
-            "BAGUA_CUDA_COLLECTIVE is {} on rank 0 of the group and {} on rank {rank}",
+            "BAGUA_CUDA_COLLECTIVE is {} on rank 0 of the group and {} on rank {rank}; all ranks need the same value",
             requested.name(),
             candidates[rank].requested.name()
         )));
@@ -222,7 +222,9 @@ mod tests {
             on_one_host(&[requesting(Requested::Nccl, able(0)), requesting(Requested::Nccl, newer)]).unwrap_err();
         assert!(error.ends_with("NCCL is 2.27.3 on rank 0 of the group and 2.30.0 on rank 1"), "{error}");
         let error = on_one_host(&[able(0), able(1), requesting(Requested::Staged, able(2))]).unwrap_err();
-        assert_eq!(error, "BAGUA_CUDA_COLLECTIVE is auto on rank 0 of the group and staged on rank 2");
+        let text =
+            "BAGUA_CUDA_COLLECTIVE is auto on rank 0 of the group and staged on rank 2; all ranks need the same value";
+        assert_eq!(error, text);
     }
 
     const TWO_AND_TWO: [[usize; 2]; 2] = [[0, 1], [2, 3]];

@@ -143,7 +143,7 @@ impl Context {
             // SAFETY: the caller names a stream of this context. The function writes one int.
             let code = unsafe { call!(self.api, cuStreamIsCapturing(*stream as _, (&raw mut status).cast())) };
             if code == CAPTURE_IMPLICIT || (code == 0 && status != 0) {
-                let text = "a collective operation on a stream that is being captured into a CUDA graph";
+                let text = "a stream that is being captured into a CUDA graph cannot be used";
                 return Err(Error::NotImplemented(text.to_owned()));
             }
             self.check(c"cuStreamIsCapturing", code)?;

@@ -98,7 +98,7 @@ impl Peers {
                 sent.and_then(|()| open(bootstrap, &addresses))
             }
             (Err(error), _) => Err(error),
-            (Ok(_), None) => Err(Error::other("an address is missing")),
+            (Ok(_), None) => Err(Error::other("a rank did not send its address")),
         };
         let mut all = vec![0; self.group.size()];
         self.gather(&[u8::from(opened.is_ok())], &mut all, "view")?;

@@ -258,7 +258,7 @@ fn check(model: &Model, settings: &Settings) -> Result<()> {
     for part in &model.weights {
         ReduceOp::Avg.check(part.dtype())?;
         if part.dtype().is_complex() {
-            return Err(Error::UnsupportedType(format!("{} weights are not averaged", part.dtype().name())));
+            return Err(Error::UnsupportedType(format!("{} weights cannot be averaged", part.dtype().name())));
         }
         if let Some(codec) = &settings.codec {
             codec.check(part.dtype())?;

@@ -56,7 +56,7 @@ impl Op for AsyncModelAverageOp {
     fn check(&self, dtype: DType, _elements: usize) -> Result<()> {
         ReduceOp::Avg.check(dtype)?;
         if dtype.is_complex() {
-            return Err(Error::UnsupportedType(format!("{} weights are not averaged", dtype.name())));
+            return Err(Error::UnsupportedType(format!("{} weights cannot be averaged", dtype.name())));
         }
         Ok(())
     }

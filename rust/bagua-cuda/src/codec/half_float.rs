@@ -111,7 +111,7 @@ impl Kernels for HalfKernels {
         (to, _): (usize, usize),
     ) -> Result<u64> {
         let kernel = context.kernel(&self.names(CodecStep::Combine, chunks.dtype)[0])?;
-        let ranks = u32::try_from(chunks.chunks).map_err(|_| Error::other("more members than a kernel counts"))?;
+        let ranks = u32::try_from(chunks.chunks).map_err(|_| Error::other("more members than a kernel can count"))?;
         let record = self.record_len(chunks.count) as u64;
         let divisor = u64::from((divisor as f32).to_bits());
         let grid = Grid::of_bytes(record, context.processors()?);

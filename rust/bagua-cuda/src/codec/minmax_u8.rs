@@ -79,7 +79,7 @@ impl Kernels for MinMaxU8Kernels {
         let make_tables = context.kernel(&format!("minmax_u8_tables_{name}"))?;
         let range = context.kernel(&format!("minmax_u8_reduce_range_{name}"))?;
         let reduce = context.kernel(&format!("minmax_u8_reduce_{name}"))?;
-        let ranks = u32::try_from(chunks.chunks).map_err(|_| Error::other("more members than a kernel counts"))?;
+        let ranks = u32::try_from(chunks.chunks).map_err(|_| Error::other("more members than a kernel can count"))?;
         let (from, count) = (from as u64, chunks.count as u64);
         let sizes = Mean::new(count, ranks, context.processors()?);
         let tables = Scratch::new(context, sizes.tables_bytes, stream)?;

@@ -76,7 +76,7 @@ impl Communicator {
         let watched = Arc::new(Watched::new(nccl, context, cx.health.shared()));
         let shared = Arc::clone(&watched);
         let watch = Builder::new().name("bagua-nccl".to_owned()).spawn(move || shared.watch());
-        let watch = Some(watch.map_err(|error| Error::system("starting a thread", error))?);
+        let watch = Some(watch.map_err(|error| Error::system("cannot start a thread for NCCL", error))?);
         // From here on, dropping `made` after an error ends whatever exists.
         let made = Communicator { watched, stream, watch, rank, ranks, over: false };
         let id = ncclUniqueId { internal: id.map(u8::cast_signed) };

@@ -347,7 +347,7 @@ impl MessengerShared {
                 Ok(any) => moved |= any,
                 Err(PeerFault::Mismatch(how)) => drop(wrong.get_or_insert(Error::Mismatch(how))),
                 Err(PeerFault::Unreadable(bad)) => {
-                    let how = format!("rank {} sent what cannot be read: {bad}", self.health.world_rank(at.peer));
+                    let how = format!("rank {} sent an unreadable frame: {bad}", self.health.world_rank(at.peer));
                     wrong.get_or_insert(Error::Mismatch(how));
                 }
                 // If a message needs this stream, `check` reports the loss as soon as no bytes move.

@@ -335,7 +335,7 @@ fn a_frame_that_a_peer_cannot_have_sent_is_an_error_that_names_it() {
     let mut changed = eager.encode();
     changed[4] = 74;
     let text = outcome_of(changed.to_vec()).to_string();
-    assert!(text.ends_with("rank 1 sent what cannot be read: an unknown operation (code 74)"), "{text}");
+    assert!(text.ends_with("rank 1 sent an unreadable frame: an unknown operation (code 74)"), "{text}");
 }
 
 #[test]

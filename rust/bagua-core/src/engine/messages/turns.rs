@@ -51,7 +51,7 @@ impl<T> Turns<T> {
     pub(super) fn new(turn: T) -> Result<Turns<T>> {
         Ok(Turns {
             turn: Mutex::new(turn),
-            waker: Waker::new().map_err(|e| Error::system("a descriptor for the thread of messages", e))?,
+            waker: Waker::new().map_err(|e| Error::system("cannot open a descriptor for messages", e))?,
             taken: AtomicBool::new(false),
             driven: AtomicBool::new(false),
             drives: AtomicU64::new(0),

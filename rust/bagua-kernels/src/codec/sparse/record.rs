@@ -54,7 +54,7 @@ impl Kept {
     /// Implements [`Codec::check_count`].
     pub(super) fn check(codec: &str, count: usize) -> Result<()> {
         if u32::try_from(count).is_err() {
-            return Err(Error::InvalidArgument(format!("{codec} cannot number {count} elements with 32 bits")));
+            return Err(Error::InvalidArgument(format!("{codec} cannot encode {count} elements, only up to 2^32 - 1")));
         }
         Ok(())
     }
