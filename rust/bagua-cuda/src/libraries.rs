@@ -12,7 +12,7 @@ use crate::nccl::{self, Nccl};
 use crate::nvrtc::Nvrtc;
 use crate::shared_library::Search;
 
-/// Where libraries may be, according to the environment and Python.
+/// Paths of libraries, from the environment and Python.
 #[derive(Clone, Debug, Default)]
 pub struct LibraryPaths {
     /// `BAGUA_LIBCUDA`.

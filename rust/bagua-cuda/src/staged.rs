@@ -1,6 +1,6 @@
 //! The collective `staged`: copies from the device to pinned memory, runs the host's collective, and copies back.
 //!
-//! It works between hosts, with several ranks on one device, and without NCCL. Its results have the host's bits. An
+//! This works between hosts, with several ranks on one device, and without NCCL. Its results have the host's bits. An
 //! operation is divided into ranges of each shard's elements, and the same verb runs on each range, in pieces of at
 //! most 4 MiB. While the host sends one piece, the device copies the next one to the host and the one before to the
 //! device. Every rank divides in the same way, because only verb, shard and number of ranks matter.

@@ -67,7 +67,7 @@ pub struct Messenger {
     owner: OwnerProcess,
     /// Timeout of calls that do not set one.
     timeout: Duration,
-    /// Records the messages, and knows the group's incarnation.
+    /// Records the messages. `None` in tests.
     recorder: Option<LaneRecorder>,
     posted: AtomicUsize,
     thread: Mutex<Option<JoinHandle<()>>>,
