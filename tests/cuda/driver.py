@@ -14,21 +14,6 @@ from tests.waits import until as until  # Scenarios take all names of this modul
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-class Handle(ctypes.Structure):
-    """A handle of memory or of an event for another process."""
-
-    _fields_ = (("reserved", ctypes.c_char * 64),)
-
-    @classmethod
-    def of(cls, text: str) -> Handle:
-        """The handle that another process wrote with `text()`."""
-        return cls.from_buffer_copy(bytes.fromhex(text))
-
-    def text(self) -> str:
-        """The handle as text for another process."""
-        return bytes(self).hex()
-
-
 class Driver:
     """`cuda.cuMemFree_v2(…)` raises where the call fails; `cuda.code("cuMemFree_v2", …)` returns what it returned."""
 
@@ -38,7 +23,7 @@ class Driver:
     @property
     def simulated(self) -> bool:
         """Whether this is the simulated driver, whose work begins when a call waits for it."""
-        return hasattr(self.library, "simFault")
+        return hasattr(self.library, "simLibrary")
 
     def code(self, name: str, *arguments: Any) -> int:
         """What a call returns. Integers are passed in 64 bits, which every integer parameter can be read from."""

@@ -81,42 +81,26 @@ class Kernels:
         number = self._library.bagua_host_parameters(kernel.encode(), sizes, 16)
         return None if number < 0 else list(sizes[:number])
 
-    def outcome(
-        self,
-        kernel: str,
-        blocks: tuple[int, ...],
-        *arguments: Any,
-        shared: int = 0,
-        run: int = 0xFFFFFFFF,
-        threads: int = THREADS,
-    ) -> int:
-        """What a launch returns. An argument is an array, which means its address; None; or a value of ctypes."""
+    def launch(self, kernel: str, blocks: tuple[int, ...], *arguments: Any, shared: int = 0) -> None:
+        """A launch that must succeed. An argument is an array, which means its address; None; or a value of ctypes."""
         values = [
             ctypes.c_void_p(it.ctypes.data if isinstance(it, np.ndarray) else None)
             if it is None or isinstance(it, np.ndarray)
             else it
             for it in arguments
         ]
-        grid = (ctypes.c_uint * 3)(*blocks, *[1] * (3 - len(blocks)))
-        addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        block = (ctypes.c_uint * 3)(threads, 1, 1)
-        return int(
-            self._library.bagua_host_launch(
-                kernel.encode(), grid, block, ctypes.c_size_t(shared), addresses, ctypes.c_uint(run)
-            )
-        )
-
-    def launch(self, kernel: str, blocks: tuple[int, ...], *arguments: Any, shared: int = 0) -> None:
-        """A launch that must succeed, with arguments of the sizes of the parameters."""
-        sizes = [8 if it is None or isinstance(it, np.ndarray) else ctypes.sizeof(it) for it in arguments]
+        sizes = [ctypes.sizeof(value) for value in values]
         assert self.parameters(kernel) == sizes, f"{kernel}: {self.parameters(kernel)}, not {sizes}"
-        outcome = self.outcome(kernel, blocks, *arguments, shared=shared)
+        grid = (ctypes.c_uint * 3)(*blocks, *[1] * (3 - len(blocks)))
+        block = (ctypes.c_uint * 3)(THREADS, 1, 1)
+        addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        outcome = self._library.bagua_host_launch(kernel.encode(), grid, block, ctypes.c_size_t(shared), addresses)
         assert outcome == 0, f"{kernel} ended with {outcome}"
 
 
 @functools.cache
-def on_host() -> Kernels:
-    """The library without sanitizers."""
+def compiled_kernels() -> Kernels:
+    """The library without sanitizers. RuntimeError without g++ or make."""
     return Kernels(compiled())
 
 
@@ -124,7 +108,6 @@ def on_host() -> Kernels:
 def kernels() -> Kernels:
     """The kernels as functions of this process."""
     try:
-        compiled()
+        return compiled_kernels()
     except RuntimeError as missing:
         pytest.skip(str(missing))
-    return on_host()

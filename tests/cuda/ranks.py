@@ -8,8 +8,6 @@ import functools
 import inspect
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -32,8 +30,8 @@ FREES = "cuMemFree_v2@bagua-"
 
 Function = Callable[..., Any]
 
-#: Of these a scenario takes what it needs; `runtime` is that of torch.
-GIVEN = ("rank", "cuda", "group", "runtime")
+#: Of these a scenario takes what it needs.
+GIVEN = ("rank", "cuda", "group")
 #: The collectives of device memory.
 BOTH = ("staged", "nccl")
 
@@ -189,12 +187,12 @@ def device_rank(scenario: Function, setup: Setup = grouped) -> Function:
 
 
 def on_ranks(
-    size: int, setup: Setup = grouped, *, by: Sequence[str] = ("staged",), compiler: bool = False, **options: Any
+    size: int, setup: Setup = grouped, *, by: Sequence[str] = ("staged",), **options: Any
 ) -> Callable[[Function], Any]:
     """Makes the test of a scenario, which runs it on so many ranks by each collective.
 
-    What a scenario takes beyond `GIVEN` are the test's own parameters, the collective's name among them as `by`. With
-    `compiler` the ranks can launch kernels. The test's `on_ranks` is the function of a rank.
+    What a scenario takes beyond `GIVEN` are the test's own parameters, the collective's name among them as `by`. The
+    test's `on_ranks` is the function of a rank.
     """
 
     def made(scenario: Function) -> Any:
@@ -203,11 +201,10 @@ def on_ranks(
         own = [name for name in inspect.signature(scenario).parameters if name not in GIVEN]
 
         @functools.wraps(scenario)
-        def test(ranks: Ranks, by: str, compiler: Any = None, **arguments: Any) -> None:
-            variables = options | (compiler or {})
-            ranks.by(by, size, run, *((arguments | {"by": by})[name] for name in own), **variables)
+        def test(ranks: Ranks, by: str, **arguments: Any) -> None:
+            ranks.by(by, size, run, *((arguments | {"by": by})[name] for name in own), **options)
 
-        fixtures = dict.fromkeys(["ranks", "by", *(["compiler"] if compiler else []), *own])
+        fixtures = dict.fromkeys(["ranks", "by", *own])
         parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in fixtures]
         vars(test).update(__signature__=inspect.Signature(parameters), on_ranks=run)
         return pytest.mark.parametrize("by", by)(test)
@@ -220,21 +217,6 @@ def _driver_of_ranks() -> Path:
     folder = built("cuda-kernels-host")
     pretended_nvrtc(folder / "pretended")
     return built()
-
-
-#: Ends with 1 where there is no NVRTC; in a process of its own, which loads it.
-NVRTC = "import bagua.cuda, sys; sys.exit(bagua.cuda.info()['nvrtc']['path'] is None)"
-
-
-@pytest.fixture(scope="session")
-def simulated_compiler(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Where machine code for the simulated driver comes from and where it is kept: a session compiles once."""
-    built("cuda-kernels-host")
-    folder = tmp_path_factory.mktemp("compiled")
-    variables = {"XDG_CACHE_HOME": str(folder)}
-    if subprocess.run([sys.executable, "-c", NVRTC], check=False).returncode != 0:
-        variables["BAGUA_LIBNVRTC"] = str(pretended_nvrtc(folder))
-    return variables
 
 
 @pytest.fixture

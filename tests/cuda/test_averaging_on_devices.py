@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.cases import attempt
 from tests.cuda.buckets import Memory, Queue, Tensors
 from tests.cuda.device_arrays import LEGACY, Cuda
 from tests.cuda.driver import until
-from tests.cuda.failing_calls import UNKNOWN, blocked, die_in_the_middle, fields_of, is_lost, only, run
+from tests.cuda.failing_calls import UNKNOWN, die_in_the_middle, fields_of, is_lost, only, run
 from tests.cuda.kernel_cases import narrowed, widened
 from tests.cuda.ranks import Ended, Ranks, ended
 
@@ -179,20 +178,11 @@ def refuses_a_stream_that_is_being_captured(rank: int, cuda: Cuda) -> None:
     averaged.raw.stop(LIMIT)
 
 
-def is_kept_as_long_as_it_is_used(rank: int, cuda: Cuda) -> None:
-    averaged = Averaged(cuda, "freed", np.full(COUNT, float(rank), np.float32), OFTEN)
-    averaged.wait_until("rounds", lambda: averaged.raw.stats()["rounds"] > 1)
-    averaged.raw.stop(LIMIT)
-    # Nothing of ours uses it when `stop` has returned.
-    averaged.memory.array.free()
-
-
 CASES: tuple[Callable[[int, Cuda], None], ...] = (
     has_the_bits_of_the_host,
     runs_as_an_operation_of_a_bucket,
     averages_nothing_between_abort_and_resume,
     refuses_a_stream_that_is_being_captured,
-    is_kept_as_long_as_it_is_used,
 )
 
 
@@ -265,32 +255,3 @@ def dies(rank: int, folder: str) -> int | None:
 
 def test_a_rank_that_is_killed_is_lost(ranks: Ranks, tmp_path: Path) -> None:
     is_lost(ranks, dies, tmp_path)
-
-
-def waits_for_a_producer(rank: int, folder: str) -> str:
-    """A rank's device is busy, and the averaging ends: no rank waits for it."""
-    cuda = Cuda()
-    bagua.init()
-    stream, busy = cuda.stream(), Path(folder, "busy")
-    averaged = Averaged(cuda, "busy", np.full(COUNT, float(rank), np.float32), OFTEN, stream)
-    averaged.wait_until("a round", lambda: averaged.raw.stats()["rounds"] > 0)
-    averaged.lock.lock(stream=stream)
-    with blocked(cuda, stream, busy) if rank == 0 else nullcontext():
-        averaged.lock.unlock(stream=stream)
-        if rank == 0:
-            # The lock is free for the training although a round waits for the device.
-            for _ in range(50):
-                averaged.lock.begin_training(stream=stream)
-                averaged.lock.end_training(stream=stream)
-        else:
-            groups.default(required=True).communicator.raise_("RuntimeError", "of the user")
-        averaged.raw.stop(0.2)
-    bagua.shutdown()
-    cuda.close()
-    return "ended"
-
-
-def test_an_averaging_ends_although_the_device_is_busy(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2, waits_for_a_producer, str(tmp_path), clean=False) == ["ended"] * 2
-    # A round that has work on the busy device when it ends leaves the device the memory that the work uses.
-    ranks.check(leaking=1)

@@ -14,7 +14,6 @@ import pytest
 
 import bagua
 from bagua import engine
-from bagua.cuda.arrays import device_of
 from tests.cuda.buckets import Memory, Queue, Tensors
 from tests.cuda.device_arrays import Cuda
 from tests.cuda.ranks import Ranks, on_ranks
@@ -53,19 +52,6 @@ def test_a_bucket_begins_after_the_streams_of_its_marks_and_a_wait_orders_its_st
             cuda.order(third, stream)
     assert set(one.read(third)) == {4.0}
     assert set(two.read(first)) == {12.0}
-    queue.raw.shutdown()
-
-
-@on_ranks(3, BAGUA_SIM_DELAY_US=2000)
-def test_a_device_whose_work_begins_by_itself_changes_nothing(rank: int, cuda: Cuda) -> None:
-    stream = cuda.stream()
-    bucket = Tensors(cuda, "one", stream=stream)
-    bucket.raw.append_centralized(True, False, True)
-    queue = Queue("engine", bucket)
-    for step in range(1, 4):
-        bucket.write(float(step * rank), stream)
-        queue.step(stream)
-        assert set(bucket.read(stream)) == {float(step)}
     queue.raw.shutdown()
 
 
@@ -108,20 +94,6 @@ class Kept:
 
 
 @on_ranks(2)
-def test_memory_may_be_freed_when_a_wait_has_returned(cuda: Cuda) -> None:
-    stream = cuda.stream()
-    bucket = Tensors(cuda, "one", stream=stream)
-    operate(bucket, "centralized")
-    queue = Queue("engine", bucket)
-    bucket.write(1.0, stream)
-    queue.step(stream)
-    # cuMemFree waits for the work that uses the memory.
-    bucket.memory[0].array.free()
-    queue.register()
-    queue.raw.shutdown()
-
-
-@on_ranks(2)
 def test_a_bucket_that_is_replaced_is_held_until_the_device_is_done(cuda: Cuda) -> None:
     stream = cuda.stream()
     bucket = Tensors(cuda, "one", stream=stream)
@@ -150,25 +122,6 @@ def test_a_bucket_that_is_replaced_is_held_until_the_device_is_done(cuda: Cuda) 
     assert set(other.read(stream)) == {8.0}
     queue.raw.shutdown()
     next_queue.raw.shutdown()
-
-
-@on_ranks(2)
-def test_results_that_a_registration_waited_for_are_ordered_by_the_next_wait(cuda: Cuda) -> None:
-    stream = cuda.stream()
-    bucket = Tensors(cuda, "one", stream=stream)
-    operate(bucket, "centralized")
-    queue = Queue("engine", bucket)
-    bucket.write(1.0, stream)
-    queue.mark(bucket, stream)
-    # Waits for the ranks, and orders no stream; the next wait orders its stream after both.
-    queue.register(bucket)
-    assert queue.raw.wait(30.0, stream=stream) == 0
-    assert set(bucket.read(stream)) == {2.0}
-    # Marked and never complete; then the engine ends.
-    queue.raw.mark_ready(0, stream=stream)
-    queue.raw.shutdown()
-    with pytest.raises(bagua.AbortedError):
-        queue.raw.mark_ready(1, stream=stream)
 
 
 @on_ranks(2)
@@ -217,20 +170,6 @@ def test_a_stream_that_is_captured_is_refused_and_its_capture_stays_valid(cuda: 
     assert queue.raw.wait(30.0, stream=stream) == 1
     assert set(bucket.read(stream)) == {2.0}
     queue.raw.shutdown()
-
-
-@on_ranks(1)
-def test_tensors_of_two_places_are_named(cuda: Cuda) -> None:
-    bucket = Tensors(cuda, "one")
-    host = np.zeros(bucket.count, np.float32)
-    with pytest.raises(TypeError, match=r"^bucket 'one': tensor 'error' is on the host but 'one\.0' is on cuda:0$"):
-        bucket.raw.attach("error", host.ctypes.data, host.size, engine.DTYPES["float32"])
-    on_host = Tensors(None, "two")
-    extra = Memory(cuda, on_host.count)
-    with pytest.raises(TypeError, match=r"^bucket 'two': tensor 'error' is on cuda:0 but 'two\.0' is on the host$"):
-        on_host.raw.attach("error", extra.address, extra.count, extra.code, device=device_of(0))
-    with pytest.raises(ValueError, match="BAGUA_CUDA_COLLECTIVE"):
-        engine.Bucket("x", [], device=device_of(0), collective="magic")
 
 
 def mismatched(rank: int) -> str:

@@ -160,10 +160,6 @@ def test_a_ring_of_one_member_has_the_bits_of_the_host(ranks: Ranks, size: int, 
     ranks(size, equals_the_host, "low_precision", hierarchical, ["float32"])
 
 
-def test_hosts_are_combined_first_also_where_the_route_is_flat(ranks: Ranks) -> None:
-    ranks(3, equals_the_host, "centralized", True, ["float32"], hosts=HALVES, BAGUA_TRANSPORT="tcp")
-
-
 @device_rank
 def large(rank: int, cuda: Cuda, group: bagua.Group) -> dict[str, Any]:
     def bucket(on: Cuda | None) -> list[Tensors]:
@@ -187,18 +183,6 @@ def test_tensors_in_many_pieces_that_lie_apart_on_one_rank_only(ranks: Ranks) ->
         assert (stats["collective"], stats["to_host_bytes"], stats["to_device_bytes"]) == ("staged", count, count)
         assert stats["pinned_bytes"] == 16 << 20
     assert (apart["device_bytes"], adjacent["device_bytes"]) == (count, 0)
-
-
-@on_ranks(2)
-def test_the_bits_of_a_compressed_bucket_do_not_change_when_its_tensors_are_large(rank: int, cuda: Cuda) -> None:
-    def bucket(on: Cuda | None) -> list[Tensors]:
-        made = Tensors(on, "large", flat=False, sizes=((1 << 20) + 17, 5))
-        compressed(made, False)
-        return [made]
-
-    sides = Sides(cuda, bucket)
-    sides.step(lambda bucket: np.random.default_rng(rank).standard_normal(bucket.count).astype(np.float32))
-    sides.shutdown()
 
 
 @on_ranks(2)

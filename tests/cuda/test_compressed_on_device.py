@@ -14,7 +14,7 @@ from bagua import group as groups
 from tests.cuda import kernel_cases as cases
 from tests.cuda.buckets import Queue, Tensors
 from tests.cuda.device_arrays import LEGACY, Cuda
-from tests.cuda.ranks import BOTH, Ranks, device_rank, on_ranks
+from tests.cuda.ranks import Ranks, device_rank
 
 #: Codecs that have kernels.
 CODECS = ("minmax_u8", "f16", "bf16")
@@ -97,47 +97,6 @@ def test_a_device_combines_to_the_bits_of_the_host(ranks: Ranks, size: int) -> N
     ranks(size, every_kind, "float32", [1, 5, 1000])
 
 
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_half_types_too(ranks: Ranks, dtype: str) -> None:
-    ranks(2, every_kind, dtype, [3, 1001])
-
-
-@pytest.mark.slow
-@on_ranks(9, timeout=120.0)
-def test_more_than_eight_ranks_too(rank: int, cuda: Cuda) -> None:
-    chosen = [
-        (
-            (301,),
-            cases.elements("normal", KERNELS[dtype], 301, seed=rank),
-            {"by": by, "dtype": dtype, "name": f"{by} {dtype}"},
-        )
-        for by, dtype in itertools.product(CODECS, KERNELS)
-    ]
-    host, device = (communicated(on, chosen, f"{on}", LEGACY) for on in (None, cuda))
-    for case, expected, found in zip(chosen, host, device, strict=True):
-        assert expected == found, case[2]
-
-
-@device_rank
-def padded(rank: int, cuda: Cuda, group: bagua.Group) -> None:
-    for count, padding in ((1, 1), (5, 2), (17, 100), (1000, 7)):
-        for flat in (True, False):
-            found = []
-            for on in (None, cuda):
-                tensors = bucket(on, (count,), padding=padding, flat=flat)
-                # What padding holds does not count.
-                values = np.random.default_rng(rank).normal(size=count + padding).astype(np.float32)
-                found.append(step(tensors, values, f"{count} {padding} {flat} {on}"))
-            assert found[0] == found[1], (count, padding, flat)
-            assert not any(found[1][4 * count :])
-    assert group.size == 1 or on_the_device()["launches"] > 0
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_padding_is_taken_as_zeros_and_is_zero_afterwards(ranks: Ranks, size: int) -> None:
-    ranks(size, padded)
-
-
 @device_rank
 def million(rank: int, cuda: Cuda) -> list[dict[str, Any]]:
     values = np.random.default_rng(rank).normal(size=1_000_000).astype(np.float32)
@@ -181,54 +140,6 @@ def half_on_devices(rank: int, cuda: Cuda) -> bytes:
 def test_ranks_on_devices_and_on_the_host_combine_the_same_bucket(ranks: Ranks) -> None:
     found = ranks(3, half_on_devices)
     assert found == found[:1] * 3
-
-
-@device_rank
-def by_host(rank: int, cuda: Cuda, collective: str) -> tuple[int, int]:
-    stream = cuda.stream()
-    for average in (True, False):
-        for count in (1, 1001):
-            values = np.random.default_rng(rank).normal(size=count).astype(np.float32)
-            found = []
-            for on in (None, cuda):
-                tensors = bucket(on, (count,), average, True, stream=stream)
-                found.append(step(tensors, values, f"{average} {count} {on}", stream))
-            assert found[0] == found[1] or collective == "nccl", count
-    stats = on_the_device()
-    assert stats["collective"] == collective
-    return stats["launches"], stats["to_host_bytes"]
-
-
-def test_hosts_add_on_devices_and_only_their_first_ranks_encode(ranks: Ranks) -> None:
-    launches = [launches for launches, _ in ranks(4, by_host, "staged", hosts=[[0, 1], [2, 3]])]
-    assert [count > 0 for count in launches] == [True, False, True, False]
-
-
-def test_on_one_host_a_hierarchical_bucket_is_the_plain_all_reduce(ranks: Ranks) -> None:
-    assert [launches for launches, _ in ranks(2, by_host, "staged")] == [0, 0]
-
-
-def test_records_go_by_nccl_where_verbs_do(ranks: Ranks) -> None:
-    ranks(2, beside_nccl, BAGUA_CUDA_COLLECTIVE="nccl")
-    ranks.check_no_copies()
-
-
-@device_rank
-def beside_nccl(rank: int, cuda: Cuda, group: bagua.Group) -> None:
-    values = np.random.default_rng(rank).normal(size=1001).astype(np.float32)
-    host = step(bucket(None, (1001,)), values, "host")
-    tensors, plain = bucket(cuda, (1001,)), Tensors(cuda, "plain", sizes=(100,))
-    plain.raw.append_centralized(True, False, True)
-    queue = Queue("both", plain, tensors)
-    for _ in range(3):
-        plain.write(float(rank))
-        tensors.write(values)
-        queue.step()
-        assert set(plain.read()) == {0.5}
-        assert tensors.read().tobytes() == host
-    stats = on_the_device()
-    assert (stats["collective"], stats["launches"], group.size) == ("nccl", 3 * (2 * 2 + 3 + 2 * 1), 2)
-    queue.raw.shutdown()
 
 
 @device_rank
@@ -276,30 +187,4 @@ def peers(tensors: Tensors) -> None:
     tensors.attach("peer_weight")
 
 
-@on_ranks(2, by=BOTH)
-def test_producers_come_before_and_the_stream_of_the_wait_after(rank: int, cuda: Cuda) -> None:
-    producer, consumer = cuda.stream(), cuda.stream()
-    tensors = {flat: bucket(cuda, (1000, 1), flat=flat, stream=producer) for flat in (True, False)}
-    means = Tensors(cuda, "means", sizes=(1000, 1), flat=False, stream=producer)
-    peers(means)
-    for flat, each in [*tensors.items(), ("means", means)]:
-        queue = Queue(f"{flat}", each)
-        for number in range(3):
-            # Writing is late: the operation has to wait for the stream of the mark, and the reader for the operation.
-            each.write(np.full(1001, rank + number, np.float32), producer)
-            queue.mark(each, producer)
-            assert queue.raw.wait(30.0, stream=consumer) == 1
-            result = each if each is not means else each.extra["peer_weight"]
-            assert np.allclose(result.read(consumer), number + 0.5, rtol=1e-3)
-            cuda.order(consumer, producer)
-        queue.raw.shutdown()
-
-
 # --- failures ---------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2, BAGUA_LIBNVRTC="/nowhere/libnvrtc.so", XDG_CACHE_HOME="/nowhere")
-def test_without_nvrtc_the_first_use_is_an_error_that_names_it(cuda: Cuda) -> None:
-    # The first use on one rank may fail while the other rank still registers its bucket, which raises there.
-    with pytest.raises(bagua.BaguaError, match="NVRTC"):
-        Queue("engine", bucket(cuda, (1000,))).step()

@@ -151,32 +151,6 @@ def test_a_folder_that_cannot_be_written_is_no_error(nvrtc: Pretended, tmp_path:
         assert nvrtc.cubin(locked) == CODE
 
 
-@pytest.mark.slow
-def test_processes_that_compile_and_delete_at_once_all_get_whole_code(nvrtc: Pretended, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    program = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from bagua.config import CudaPlaces\n"
-        "from bagua.engine import CudaLibraries\n"
-        "libraries, cache, library = CudaLibraries(), Path(sys.argv[1]), sys.argv[2]\n"
-        "places = CudaPlaces(libcuda=None, libnvrtc=library, libnccl=None, site_packages=[])\n"
-        "codes = set()\n"
-        "for turn in range(300):\n"
-        "    codes.add(libraries.cubin(places, str(cache), 'update', 90))\n"
-        "    if turn % 3 == 0:\n"
-        "        for entry in cache.glob('*.cubin'):\n"
-        "            entry.unlink(missing_ok=True)\n"
-        "print(codes)\n"
-    )
-    command = [sys.executable, "-c", program, str(cache), str(nvrtc.path)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    printed = [process.communicate(timeout=120)[0] for process in running]
-    assert printed == [f"{ {CODE} }\n"] * 3
-    assert nvrtc.compilations >= 100
-    assert all(path.suffix == ".cubin" for path in cache.iterdir())
-
-
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -228,19 +202,3 @@ def test_the_command_writes_every_program_for_each_architecture(nvrtc: Pretended
     assert set(ended.stdout.splitlines()) == {str(out / name) for name in expected}
     assert (out / "update.sm_90.cubin").read_bytes() == CODE
     assert (out / "update.sm_70.ptx").read_text() == "// update of 5 headers for sm_70"
-
-
-def test_the_command_refuses_architectures_that_nvrtc_does_not_know(nvrtc: Pretended, tmp_path: Path) -> None:
-    ended = command(nvrtc.path, "--out", tmp_path / "some", "--arch", "90,121")
-    assert ended.returncode == 0, ended.stderr
-    assert {path.name.split(".")[1] for path in (tmp_path / "some").iterdir()} == {"sm_90", "sm_121"}
-    ended = command(nvrtc.path, "--out", tmp_path / "none", "--arch", "90,75")
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert (
-        ended.stderr == f"python -m bagua.cuda: NVRTC 12.4 ({nvrtc.path}) does not know [75]; it knows [70, 90, 121]\n"
-    )
-    assert not (tmp_path / "none").exists()
-    ended = command(Path("/nowhere/libnvrtc.so"), "--out", tmp_path / "none")
-    assert ended.returncode == 1
-    assert "bagua.cuda: the kernels cannot be compiled: libnvrtc (BAGUA_LIBNVRTC=/nowhere/" in ended.stderr
-    assert command(nvrtc.path, "--arch", "ninety", "--out", tmp_path).returncode == 2

@@ -10,15 +10,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import util
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bagua import config
-from tests.cases import slow_but
-from tools import elf
 
 #: A driver: what cuInit returns, and how many devices there are, is defined when it is compiled.
 DRIVER = r"""
@@ -26,7 +23,6 @@ DRIVER = r"""
 #include <string.h>
 
 int cuInit(unsigned flags) { return INIT; }
-#ifndef ONLY_INIT
 int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
 int cuDeviceGetCount(int *count) { *count = DEVICES; return 0; }
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal + 7; return 0; }
@@ -51,7 +47,6 @@ int cuGetErrorName(int code, const char **name) {
     *name = code == 100 ? "CUDA_ERROR_NO_DEVICE" : NULL;
     return *name ? 0 : 1;
 }
-#endif
 """
 
 #: An NVRTC of version MAJOR.8.
@@ -129,77 +124,34 @@ def test_importing_loads_no_library_and_no_torch() -> None:
     assert run(program) == "[] False\n"
 
 
-def test_without_a_driver_the_loaders_message_is_reported() -> None:
-    # A process of its own, so that a driver that another test loads does not count.
-    if "does not load" not in run("import bagua.cuda; print(bagua.cuda.why_not())"):
-        pytest.skip("this machine has a CUDA driver")
-    why, info = asked()
-    assert why is not None
-    assert why.startswith("libcuda does not load: libcuda.so.1: ")
-    assert info["driver"] == {"path": None, "version": None, "error": why}
-
-
-@pytest.mark.parametrize(
-    ("contents", "said"),
-    [
-        (None, "No such file"),
-        pytest.param("", "file too short", marks=pytest.mark.slow),
-        pytest.param("no library\n" * 100, "invalid ELF header", marks=pytest.mark.slow),
-    ],
-)
-def test_a_file_that_is_no_library_is_named_with_the_loaders_words(
-    contents: str | None, said: str, tmp_path: Path
-) -> None:
+def test_a_file_that_is_no_library_is_named_with_the_loaders_words(tmp_path: Path) -> None:
     file = tmp_path / "libcuda.so.1"
-    if contents is not None:
-        file.write_text(contents)
+    file.touch()
     why, info = asked(BAGUA_LIBCUDA=file)
     assert why is not None
     assert why.startswith(f"libcuda (BAGUA_LIBCUDA={file}) does not load: ")
-    assert said in why
+    assert "file too short" in why
     assert info["driver"]["path"] is None
 
 
-@pytest.mark.parametrize(
-    ("flags", "function"),
-    [
-        pytest.param(["-DEMPTY"], "cuInit", marks=pytest.mark.slow),
-        pytest.param(["-DINIT=0", "-DONLY_INIT"], "cuDeviceGetCount", marks=pytest.mark.slow),
-        (["-DINIT=0", "-DDEVICES=1", "-DNO_UUID"], "cuDeviceGetUuid"),
-    ],
-)
-def test_a_missing_function_of_a_library_is_named(flags: list[str], function: str, compiled: Compile) -> None:
-    library = compiled("int x;" if "-DEMPTY" in flags else DRIVER, *flags)
+def test_a_missing_function_of_a_library_is_named(compiled: Compile) -> None:
+    library = compiled(DRIVER, "-DINIT=0", "-DDEVICES=1", "-DNO_UUID")
     why, info = asked(BAGUA_LIBCUDA=library)
-    assert why == f"libcuda ({library}) has no function {function}"
+    assert why == f"libcuda ({library}) has no function cuDeviceGetUuid"
     assert info["driver"]["path"] == str(library)
 
 
-@pytest.mark.parametrize("only_init", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("code", "name"),
-    [
-        (100, "CUDA_ERROR_NO_DEVICE"),
-        pytest.param(803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", marks=pytest.mark.slow),
-        pytest.param(-5, "an error that the driver", marks=pytest.mark.slow),
-    ],
+    [(100, "CUDA_ERROR_NO_DEVICE"), (803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"), (-5, "an error that the driver")],
 )
-def test_a_cu_init_that_fails_is_reported_with_name_and_number(
-    code: int, name: str, only_init: bool, compiled: Compile
-) -> None:
-    library = compiled(DRIVER, f"-DINIT={code}", "-DDEVICES=0", *(["-DONLY_INIT"] if only_init else []))
+def test_a_cu_init_that_fails_is_reported_with_name_and_number(code: int, name: str, compiled: Compile) -> None:
+    library = compiled(DRIVER, f"-DINIT={code}", "-DDEVICES=0")
     why, info = asked(BAGUA_LIBCUDA=library)
     assert why is not None
     assert why.startswith(f"libcuda ({library}): cuInit failed: {name}")
     assert why.endswith(f" ({code})")
     # The version is known without cuInit.
-    assert info["driver"]["version"] == (None if only_init else "12.4")
-
-
-def test_a_driver_without_a_device_says_so(compiled: Compile) -> None:
-    library = compiled(DRIVER, "-DINIT=0", "-DDEVICES=0")
-    why, info = asked(BAGUA_LIBCUDA=library)
-    assert why == f"libcuda ({library}): cuDeviceGetCount found no device"
     assert info["driver"]["version"] == "12.4"
 
 
@@ -220,23 +172,6 @@ def test_devices_are_described_and_what_a_driver_does_not_report_is_null(compile
     }
     # This driver fills the whole of the memory that it is given for the name.
     assert second == {"name": "x" * 255, "capability": None, "memory": None, "uuid": None}
-
-
-@pytest.mark.slow
-def test_a_file_that_is_named_is_tried_alone(compiled: Compile, tmp_path: Path) -> None:
-    compiled(DRIVER, "-DINIT=0", "-DDEVICES=1", "-Wl,-soname,libcuda.so.1", name="libcuda.so.1")
-    empty = tmp_path / "empty.so"
-    empty.touch()
-    why, _ = asked(LD_LIBRARY_PATH=tmp_path, BAGUA_LIBCUDA=empty)
-    assert why is not None
-    assert "file too short" in why
-
-
-@pytest.mark.slow
-def test_a_file_without_a_folder_is_one_of_the_current_folder(compiled: Compile, tmp_path: Path) -> None:
-    compiled(DRIVER, "-DINIT=100", "-DDEVICES=1", name="mine.so")
-    why, _ = asked("import os, sys; os.chdir(sys.argv[1])\n" + PROGRAM, tmp_path, BAGUA_LIBCUDA="mine.so")
-    assert why == "libcuda (./mine.so): cuInit failed: CUDA_ERROR_NO_DEVICE (100)"
 
 
 def test_the_loader_finds_the_driver_by_its_name(compiled: Compile, tmp_path: Path) -> None:
@@ -273,23 +208,11 @@ def test_the_folders_of_site_packages_come_last(compiled: Compile, tmp_path: Pat
     assert (info["nvrtc"]["path"], info["nvrtc"]["version"]) == (str(loaders / "libnvrtc.so.12"), "12.8")
 
 
-def test_what_was_found_first_holds_until_the_process_ends(compiled: Compile) -> None:
-    library = compiled(DRIVER, "-DINIT=0", "-DDEVICES=1")
-    program = (
-        "import os, sys, bagua.cuda as cuda\n"
-        "before = cuda.why_not()\n"
-        "os.environ['BAGUA_LIBCUDA'] = sys.argv[1]\n"
-        "print(before == cuda.why_not(), before)"
-    )
-    assert run(program, library, BAGUA_LIBCUDA="/nowhere.so").startswith("True libcuda (BAGUA_LIBCUDA=/nowhere.so)")
-
-
-@pytest.mark.parametrize("used_before", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_forked_child_has_no_cuda_and_its_parent_keeps_it(used_before: bool, compiled: Compile) -> None:
+def test_a_forked_child_has_no_cuda_and_its_parent_keeps_it(compiled: Compile) -> None:
     library = compiled(DRIVER, "-DINIT=0", "-DDEVICES=1")
     program = (
         "import json, os, sys, bagua.cuda as cuda\n"
-        "if sys.argv[1] == 'True': cuda.why_not()\n"
+        "cuda.why_not()\n"
         "reading, writing = os.pipe()\n"
         "if os.fork() == 0:\n"
         "    said = json.dumps([cuda.is_available(), cuda.why_not(), cuda.why_not(), cuda.info()])\n"
@@ -299,7 +222,7 @@ def test_a_forked_child_has_no_cuda_and_its_parent_keeps_it(used_before: bool, c
         "print(os.read(reading, 1 << 16).decode())\n"
         "print(cuda.why_not())"
     )
-    child, parent = run(program, used_before, BAGUA_LIBCUDA=library).splitlines()
+    child, parent = run(program, BAGUA_LIBCUDA=library).splitlines()
     available, why, again, info = json.loads(child)
     assert (available, why) == (False, again)
     assert "forked child" in why
@@ -334,14 +257,6 @@ def test_nvrtc_and_nccl_are_reported_without_a_driver() -> None:
     assert info["nccl"]["version"] == f"{major}.{rest // 100}.{rest % 100}"
 
 
-@pytest.mark.slow
-def test_the_packages_of_this_python_are_found_without_variables() -> None:
-    packaged("libnvrtc.so.1[0-9]"), packaged("libnccl.so.2")
-    _, info = asked()
-    assert Path(info["nvrtc"]["path"]).exists()
-    assert Path(info["nccl"]["path"]).exists()
-
-
 def test_every_function_of_the_table_is_in_nccl_itself() -> None:
     program = (
         "import bagua.cuda\n"
@@ -357,11 +272,8 @@ def test_an_nccl_that_is_too_old_for_the_table_is_reported_with_its_version(comp
     assert info["nccl"] == {"path": str(library), "version": "2.14.3"}
 
 
-@pytest.mark.parametrize("contents", slow_but([None], [None, "", "text"]))
-def test_a_missing_nvrtc_and_nccl_are_null_and_raise_nothing(contents: str | None, tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    if contents is not None:
-        file.write_text(contents)
+def test_a_missing_nvrtc_and_nccl_are_null_and_raise_nothing() -> None:
+    file = "/nowhere/library"
     _, info = asked(BAGUA_LIBNVRTC=file, BAGUA_LIBNCCL=file)
     assert info["nvrtc"] == {"path": None, "version": None, "architectures": []}
     assert info["nccl"] == {"path": None, "version": None}
@@ -375,47 +287,9 @@ def test_the_cache_is_in_the_users_folder_of_caches(tmp_path: Path) -> None:
     assert run(program, XDG_CACHE_HOME="relative", HOME=tmp_path) == f"{tmp_path}/.cache/bagua/cuda\n"
 
 
-@pytest.mark.parametrize("arguments", slow_but([[]], [[], ["info"]]))
-def test_the_command_prints_the_info_as_json(arguments: list[str], tmp_path: Path) -> None:
+def test_the_command_prints_the_info_as_json(tmp_path: Path) -> None:
     environment = os.environ | {"BAGUA_LIBCUDA": str(tmp_path / "none")}
-    command = [sys.executable, "-m", "bagua.cuda", *arguments]
+    command = [sys.executable, "-m", "bagua.cuda"]
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
     assert shown.stderr == ""
     assert f"{tmp_path}/none" in json.loads(shown.stdout)["driver"]["error"]
-
-
-# --- what the extension needs -----------------------------------------------------------------------------------------
-
-
-def extension() -> Path:
-    """The file that `import bagua._bagua` loads."""
-    spec = util.find_spec("bagua._bagua")
-    assert spec is not None, "the extension is not built: make setup"
-    assert spec.origin is not None
-    return Path(spec.origin)
-
-
-def test_the_extension_needs_no_library_and_no_symbol_of_cuda() -> None:
-    assert elf.foreign(elf.needed(extension())) == []
-    symbols = elf.undefined(extension())
-    assert "dlopen" in symbols
-    assert elf.of_cuda(symbols) == []
-
-
-def test_a_library_that_needs_cuda_would_be_found_out(compiled: Compile) -> None:
-    source = (
-        "int cuInit(unsigned), ncclGroupStart(void), nvrtcVersion(int *, int *), cudaFree(void *), custom(void);\n"
-        "int all(void) { return cuInit(0) + ncclGroupStart() + nvrtcVersion(0, 0) + cudaFree(0) + custom(); }"
-    )
-    symbols = elf.undefined(compiled(source, "-Wl,--unresolved-symbols=ignore-all"))
-    assert sorted(elf.of_cuda(symbols)) == ["cuInit", "cudaFree", "ncclGroupStart", "nvrtcVersion"]
-    assert "custom" in symbols
-
-
-def test_the_symbols_are_those_that_nm_shows() -> None:
-    nm = shutil.which("nm")
-    if nm is None:
-        pytest.skip("nm is not installed (Debian and Ubuntu: binutils)")
-    shown = subprocess.run([nm, "-D", "--undefined-only", extension()], check=True, capture_output=True, text=True)
-    names = [line.split()[-1].split("@")[0] for line in shown.stdout.splitlines()]
-    assert sorted(elf.undefined(extension())) == sorted(names)

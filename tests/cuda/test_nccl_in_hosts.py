@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import bagua
-from tests.cuda.buckets import Queue, Tensors, check_sums
+from tests.cuda.buckets import check_sums
 from tests.cuda.device_arrays import Cuda
 from tests.cuda.failing_calls import UNKNOWN, two_errors
 from tests.cuda.ranks import Ranks
@@ -168,36 +168,6 @@ def test_operations_and_buckets_keep_the_order_of_streams(ranks: Ranks) -> None:
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def disagree(rank: int, in_a_bucket: bool) -> str:
-    """Only rank 1 differs, which sends nothing to the other host."""
-    cuda, group = begin()
-    found, queue = "", Queue("engine")
-    x, sizes = cuda.array(ONES), (1000, 1000 + (rank == 1))
-    try:
-        # The ranks agree on what combines arrays, and compare their calls with that.
-        for at, op in enumerate(("max", "min" if rank == 1 else "max")):
-            if in_a_bucket:
-                bucket = Tensors(cuda, f"bucket {at}", sizes=sizes[at : at + 1])
-                bucket.raw.append_centralized(False, False, True)
-                queue.register(bucket)
-                queue.step()
-            else:
-                group.all_reduce(x, op, timeout=20.0)
-    except bagua.BaguaError as error:
-        found = f"{type(error).__name__}: {error}"
-    queue.raw.shutdown()
-    end(cuda)
-    return found
-
-
-@pytest.mark.parametrize("in_a_bucket", [False, True], ids=["call", "bucket"])
-def test_calls_that_differ_are_a_mismatch_on_all_ranks_where_they_are_compared(ranks: Ranks, in_a_bucket: bool) -> None:
-    checked = {} if in_a_bucket else {"BAGUA_CUDA_CHECK": 1}
-    for text in run(ranks, disagree, in_a_bucket, **checked):
-        assert text.startswith("MismatchError: "), text
-        assert all(word in text for word in (("1000", "1001") if in_a_bucket else ("min", "max"))), text
-
-
 def fails(rank: int, failing: int, variable: str, fault: str, timeout: float) -> list[dict[str, Any]]:
     """The errors of this rank, at once and again, where a call of one rank fails."""
     if rank == failing:
@@ -236,13 +206,6 @@ def test_a_failing_call_is_a_device_error_here_and_an_exception_of_this_rank_on_
                 assert (error["class"], error["rank"], error["kind"]) == ("PeerRaisedError", rank, "DeviceError")
     assert not any("panicked" in text for text in ranks.output)
     assert all(report["faults"] == [] for report in ranks.reports)
-
-
-@pytest.mark.slow
-def test_work_that_never_ends_on_one_host_is_ended_on_both_by_the_deadline(ranks: Ranks) -> None:
-    for errors in run(ranks, fails, 3, "BAGUA_SIM_NCCL", "stuck:ncclBroadcast:1", 1.0, clean=False):
-        assert [error["class"] for error in errors] == ["BaguaTimeoutError"] * 2
-        assert "all_reduce" in errors[0]["text"]
 
 
 def dies(rank: int, dying: int) -> Any:

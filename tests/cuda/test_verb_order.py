@@ -17,7 +17,6 @@ import pytest
 
 import bagua
 from bagua import engine
-from tests.cuda.buckets import check_sums
 from tests.cuda.device_arrays import LEGACY, Cuda
 from tests.cuda.ranks import BOTH, on_ranks
 
@@ -130,15 +129,6 @@ def test_an_operation_holds_its_array_until_the_device_is_done(cuda: Cuda, group
 
 
 @on_ranks(2, by=BOTH)
-def test_an_array_may_be_freed_when_a_verb_has_returned(cuda: Cuda, group: bagua.Group) -> None:
-    for _ in range(2):
-        x = cuda.array(ONES)
-        group.all_reduce(x)
-        # cuMemFree waits for the work that uses the memory.
-        x.free()
-
-
-@on_ranks(2, by=BOTH)
 def test_dropped_handles_leave_nothing_behind_when_the_group_is_left(cuda: Cuda, group: bagua.Group) -> None:
     arrays = [cuda.array(ONES) for _ in range(5)]
     for x in arrays:
@@ -198,31 +188,6 @@ def test_a_stream_that_is_captured_is_refused_and_its_capture_stays_valid(cuda: 
 
 
 @on_ranks(2, by=["nccl"])
-def test_a_handle_of_nccl_is_completed_when_the_device_is_done(rank: int, cuda: Cuda, group: bagua.Group) -> None:
-    x = cuda.array(ONES)
-    handle = group.all_reduce(x, async_op=True)
-    handle.wait()
-    # The question lets the device begin.
-    while not handle.is_completed():
-        pass
-    late = cuda.array(ONES)
-    if rank == 0:
-        handle = group.all_reduce(late, async_op=True)
-        # The host's part is over, although the other rank has not come.
-        handle.wait(30.0)
-        with pytest.raises(bagua.BaguaTimeoutError):
-            handle.synchronize(0.05)
-        assert not handle.is_completed()
-        group.send(ONES, 1)
-    else:
-        group.recv(np.empty_like(ONES), 0)
-        handle = group.all_reduce(late, async_op=True)
-    handle.synchronize(30.0)
-    assert handle.is_completed()
-    assert late.read().tolist() == [2.0] * 1000
-
-
-@on_ranks(2, by=["nccl"], compiler=True)
 def test_operations_of_one_group_keep_their_order_whatever_runs_them(cuda: Cuda, group: bagua.Group) -> None:
     x = cuda.array(np.arange(1000, dtype=np.int32))
     # NCCL, our kernel, NCCL, host memory, NCCL, without a wait between.
@@ -238,39 +203,3 @@ def test_operations_of_one_group_keep_their_order_whatever_runs_them(cuda: Cuda,
     half = 2 * np.arange(1000)[:500]
     assert out.read().tolist() == [*half, *half]
     assert group.stats()["cuda"]["collective"] == "nccl"
-
-
-@on_ranks(3, by=["nccl"])
-def test_groups_have_communicators_of_their_own(cuda: Cuda, group: bagua.Group, by: str) -> None:
-    parts = [group.new_group([0, 1, 2]), group.new_group([2, 0], ordered=True), group.new_group([1])]
-    for _ in range(2):
-        for each in (group, *parts):
-            if each is not None:
-                x = cuda.array(ONES)
-                each.all_reduce(x)
-                assert x.read().tolist() == [each.size] * 1000
-                assert each.stats()["cuda"]["collective"] == by
-    for each in parts:
-        if each is not None:
-            each.leave()
-
-
-@on_ranks(2, by=["nccl"])
-def test_large_arrays_do_not_pass_through_host_memory(rank: int, cuda: Cuda, group: bagua.Group) -> None:
-    x = cuda.array(np.full(5 << 20, rank + 1, np.float32))
-    y = cuda.array(np.arange(2 * (1 << 20), dtype=np.float32) + rank)
-    handle = group.all_reduce(x, async_op=True)
-    group.all_to_all(y)
-    handle.wait()
-    assert (x.read() == 3.0).all()
-    assert (y.read().reshape(2, -1)[1 - rank] == np.arange(1 << 20) + rank * (1 << 20) + (1 - rank)).all()
-    stats = bagua.stats()["groups"]["world"]["cuda"]
-    assert (stats["to_host_bytes"], stats["pinned_bytes"]) == (0, 0)
-
-
-@on_ranks(2, by=["nccl"])
-def test_buckets_whose_tensors_lie_apart_are_gathered_before_and_scattered_after(
-    rank: int, cuda: Cuda, group: bagua.Group
-) -> None:
-    check_sums(cuda, rank, 2, cuda.stream())
-    assert group.stats()["cuda"]["to_host_bytes"] == 0

@@ -5,16 +5,12 @@ A test that asks for `ranks` runs on the device only. One that asks for `anywher
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
 import pytest
 
-from tests.cuda.ranks import OnDevice, Ranks, simulated_compiler
-from tests.cuda.simulated import built
+from tests.cuda.ranks import OnDevice, Ranks, _driver_of_ranks
 from tests.gpu.place import why_not
 
-__all__ = ["simulated_compiler"]
+__all__ = ["_driver_of_ranks"]
 
 
 @pytest.fixture
@@ -31,14 +27,4 @@ def anywhere(request: pytest.FixtureRequest) -> Ranks:
     if request.param == "device":
         found: Ranks = request.getfixturevalue("ranks")
         return found
-    return Ranks(built())
-
-
-@pytest.fixture
-def compiler(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Variables for ranks that launch kernels. On the device NVRTC and the cache are those of the machine."""
-    on_device = "anywhere" not in request.fixturenames or request.node.callspec.params["anywhere"] == "device"
-    if on_device:
-        return {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]} if "XDG_CACHE_HOME" in os.environ else {}
-    found: dict[str, Any] = request.getfixturevalue("simulated_compiler")
-    return found
+    return Ranks(request.getfixturevalue("_driver_of_ranks"))

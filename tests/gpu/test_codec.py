@@ -25,8 +25,8 @@ from tests.cuda.ranks import OnDevice, Ranks
     ids=lambda it: it.__name__,
 )
 @pytest.mark.parametrize("name", cases.CODED)
-def test_records_and_values_are_those_of_the_host(ranks: Ranks, compiler: Any, scenario: Any, name: str) -> None:
-    ranks(1, scenario, name, **compiler)
+def test_records_and_values_are_those_of_the_host(ranks: Ranks, scenario: Any, name: str) -> None:
+    ranks(1, scenario, name)
 
 
 @pytest.mark.parametrize(
@@ -37,13 +37,11 @@ def test_records_and_values_are_those_of_the_host(ranks: Ranks, compiler: Any, s
         codecs.large_chunks,
         codecs.test_the_work_is_behind_that_of_every_producer_and_before_that_of_the_stream.on_ranks,
         codecs.test_a_stream_that_is_captured_is_refused_and_its_capture_stays_valid.on_ranks,
-        codecs.blocks,
     ],
     ids=lambda it: it.__name__,
 )
-def test_what_holds_on_the_simulated_driver_holds_on_a_device(ranks: Ranks, compiler: Any, scenario: Any) -> None:
-    # The last one returns it, the others raise.
-    assert ranks(1, scenario, **compiler) in ([None], [True])
+def test_what_holds_on_the_simulated_driver_holds_on_a_device(ranks: Ranks, scenario: Any) -> None:
+    ranks(1, scenario)
 
 
 def large(rank: int, name: str, count: int) -> None:
@@ -62,9 +60,9 @@ def large(rank: int, name: str, count: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", cases.CODED)
-def test_a_hundred_million_elements_have_the_bytes_of_the_host(anywhere: Ranks, compiler: Any, name: str) -> None:
+def test_a_hundred_million_elements_have_the_bytes_of_the_host(anywhere: Ranks, name: str) -> None:
     count = 100_000_000 if isinstance(anywhere, OnDevice) else 5_000
-    anywhere(1, large, name, count, timeout=240, **compiler)
+    anywhere(1, large, name, count, timeout=240)
 
 
 def held_while_late(rank: int) -> None:
@@ -93,5 +91,5 @@ def held_while_late(rank: int) -> None:
     cuda.close()
 
 
-def test_a_call_holds_its_arrays_until_the_device_is_done(anywhere: Ranks, compiler: Any) -> None:
-    anywhere(1, held_while_late, **compiler)
+def test_a_call_holds_its_arrays_until_the_device_is_done(anywhere: Ranks) -> None:
+    anywhere(1, held_while_late)

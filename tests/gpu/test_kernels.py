@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.cuda.ranks import Ranks
@@ -11,7 +9,7 @@ from tests.gpu.kernels import check_all
 
 
 @pytest.mark.slow
-def test_every_kernel_computes_what_the_core_computes(anywhere: Ranks, compiler: Any) -> None:
+def test_every_kernel_computes_what_the_core_computes(anywhere: Ranks) -> None:
     # The compiler, a process of its own, writes a report too.
-    assert anywhere(1, check_all, clean=False, timeout=200, **compiler)[0] > 200
+    assert anywhere(1, check_all, clean=False, timeout=200)[0] > 200
     anywhere.check()

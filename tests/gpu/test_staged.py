@@ -62,7 +62,6 @@ def test_ranks_of_two_pretended_hosts_have_the_bits_of_the_host(ranks: Ranks) ->
         order.test_an_operation_begins_after_every_producer_of_its_arrays.on_ranks,
         order.test_a_result_does_not_overtake_work_on_its_array.on_ranks,
         order.test_a_handle_orders_the_streams_that_it_gets.on_ranks,
-        order.test_an_array_may_be_freed_when_a_verb_has_returned.on_ranks,
         order.test_dropped_handles_leave_nothing_behind_when_the_group_is_left.on_ranks,
         order.test_a_stream_that_is_captured_is_refused_and_its_capture_stays_valid.on_ranks,
     ],

@@ -230,7 +230,7 @@ unsigned long long exchange_in_warp(unsigned mask, unsigned long long value, uns
     return given[source % WARP];
 }
 
-Outcome run_grid(Dim grid, Dim block, size_t shared_bytes, unsigned blocks, void (*body)(void *), void *argument) {
+Outcome run_grid(Dim grid, Dim block, size_t shared_bytes, void (*body)(void *), void *argument) {
     const unsigned long long threads = 1ull * block.x * block.y * block.z, all = 1ull * grid.x * grid.y * grid.z;
     if (threads == 0 || threads > 1024 || all == 0) return BAD_LAUNCH;
     const std::lock_guard<std::mutex> guard(one_at_a_time);
@@ -242,7 +242,7 @@ Outcome run_grid(Dim grid, Dim block, size_t shared_bytes, unsigned blocks, void
     own.argument = argument;
     launch = &own;
     Outcome outcome = DONE;
-    for (unsigned long long number = 0; number < all && number < blocks && outcome == DONE; number++) {
+    for (unsigned long long number = 0; number < all && outcome == DONE; number++) {
         memset(own.shared.get(), 0xa5, shared_bytes);
         for (size_t i = 0; i < threads; i++) {
             char *stack = stack_of(i);

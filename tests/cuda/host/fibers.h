@@ -36,7 +36,7 @@ void sync_warp(unsigned mask);
 // Gives a value to the other lanes of the mask, and returns the one that lane `source` gives.
 unsigned long long exchange_in_warp(unsigned mask, unsigned long long value, unsigned source);
 
-// Runs the first `blocks` blocks of a grid, in the order of their numbers. `body` is called once for each thread.
-Outcome run_grid(Dim grid, Dim block, size_t shared_bytes, unsigned blocks, void (*body)(void *), void *argument);
+// Runs the blocks of a grid in the order of their numbers. `body` is called once for each thread.
+Outcome run_grid(Dim grid, Dim block, size_t shared_bytes, void (*body)(void *), void *argument);
 
 }  // namespace bagua

@@ -14,23 +14,6 @@ struct CUuuid {
     char bytes[16];
 };
 
-// One attribute of cuLaunchKernelEx; the simulator refuses those that change what a kernel may do.
-struct CUlaunchAttribute {
-    int id;
-    char pad[4];
-    char value[64];
-};
-
-// The geometry of cuLaunchKernelEx.
-struct CUlaunchConfig {
-    unsigned grid[3];
-    unsigned block[3];
-    unsigned shared_bytes;
-    void *stream;
-    CUlaunchAttribute *attributes;
-    unsigned attribute_count;
-};
-
 constexpr CUresult CUDA_SUCCESS = 0;
 constexpr CUresult CUDA_ERROR_INVALID_VALUE = 1;
 constexpr CUresult CUDA_ERROR_OUT_OF_MEMORY = 2;
@@ -40,10 +23,6 @@ constexpr CUresult CUDA_ERROR_NO_DEVICE = 100;
 constexpr CUresult CUDA_ERROR_INVALID_DEVICE = 101;
 constexpr CUresult CUDA_ERROR_INVALID_IMAGE = 200;
 constexpr CUresult CUDA_ERROR_INVALID_CONTEXT = 201;
-constexpr CUresult CUDA_ERROR_MAP_FAILED = 205;
-constexpr CUresult CUDA_ERROR_ALREADY_MAPPED = 208;
-constexpr CUresult CUDA_ERROR_NO_BINARY_FOR_GPU = 209;
-constexpr CUresult CUDA_ERROR_PEER_ACCESS_UNSUPPORTED = 217;
 constexpr CUresult CUDA_ERROR_INVALID_PTX = 218;
 constexpr CUresult CUDA_ERROR_SHARED_OBJECT_INIT_FAILED = 303;
 constexpr CUresult CUDA_ERROR_INVALID_HANDLE = 400;
@@ -51,28 +30,19 @@ constexpr CUresult CUDA_ERROR_ILLEGAL_STATE = 401;
 constexpr CUresult CUDA_ERROR_NOT_FOUND = 500;
 constexpr CUresult CUDA_ERROR_NOT_READY = 600;
 constexpr CUresult CUDA_ERROR_ILLEGAL_ADDRESS = 700;
-constexpr CUresult CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704;
-constexpr CUresult CUDA_ERROR_PEER_ACCESS_NOT_ENABLED = 705;
 constexpr CUresult CUDA_ERROR_CONTEXT_IS_DESTROYED = 709;
-constexpr CUresult CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712;
-constexpr CUresult CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713;
 constexpr CUresult CUDA_ERROR_LAUNCH_FAILED = 719;
 constexpr CUresult CUDA_ERROR_NOT_PERMITTED = 800;
 constexpr CUresult CUDA_ERROR_NOT_SUPPORTED = 801;
 constexpr CUresult CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900;
 constexpr CUresult CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901;
-constexpr CUresult CUDA_ERROR_STREAM_CAPTURE_MERGE = 902;
-constexpr CUresult CUDA_ERROR_STREAM_CAPTURE_UNMATCHED = 903;
-constexpr CUresult CUDA_ERROR_STREAM_CAPTURE_UNJOINED = 904;
-constexpr CUresult CUDA_ERROR_STREAM_CAPTURE_ISOLATION = 905;
 constexpr CUresult CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906;
-constexpr CUresult CUDA_ERROR_CAPTURED_EVENT = 907;
 constexpr CUresult CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD = 908;
 
 // Flags of cuStreamCreate: without it, a stream is ordered with the legacy stream.
 constexpr unsigned CU_STREAM_NON_BLOCKING = 1;
 // Flags of cuEventCreate.
-constexpr unsigned CU_EVENT_DISABLE_TIMING = 2, CU_EVENT_INTERPROCESS = 4;
+constexpr unsigned CU_EVENT_DISABLE_TIMING = 2;
 // Stream handles with a meaning of their own.
 constexpr std::uintptr_t CU_STREAM_LEGACY = 1, CU_STREAM_PER_THREAD = 2;
 // Values of CU_POINTER_ATTRIBUTE_MEMORY_TYPE.

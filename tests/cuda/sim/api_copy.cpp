@@ -1,6 +1,5 @@
-// Copies and fills.
+// Copies, and a fill.
 
-#include <algorithm>
 #include <cstring>
 
 #include "call.h"
@@ -32,7 +31,7 @@ CUresult copy(const Copy &asked, void *handle) {
         if (const CUresult code = resolve(asked.function, asked.from, asked.bytes, asked.from_side, &from)) return code;
         if (to.on_device() != from.on_device()) count_copy(to.on_device() ? "to_device" : "to_host", asked.bytes);
         const bool captured = stream->capture != nullptr;
-        const std::size_t bytes = asked.asynchronous && broken("short-copy") ? asked.bytes - 1 : asked.bytes;
+        const std::size_t bytes = asked.bytes;
         const unsigned char *source = from.data();
         std::shared_ptr<std::vector<unsigned char>> staged;
         if (!from.memory && to.on_device()) {
@@ -56,43 +55,9 @@ CUresult copy(const Copy &asked, void *handle) {
     });
 }
 
-// A fill that a call asked for: `count` elements of `size` bytes.
-CUresult set(const char *function, CUdeviceptr to, unsigned value, std::size_t size, std::size_t count, void *handle,
-             bool asynchronous) {
-    return call(function, Needs::context, [&](Lock &lock) {
-        Stream *stream;
-        if (const CUresult code = find_stream(function, handle, &stream)) return code;
-        if (to % size) return CUDA_ERROR_INVALID_VALUE;
-        if (count == 0) return CUDA_SUCCESS;
-        Place place;
-        if (const CUresult code = resolve(function, to, size * count, Side::device, &place)) return code;
-        unsigned char *target = place.data();
-        Work work = operation(
-            function, stream,
-            [=] {
-                std::memcpy(target, &value, size);
-                for (std::size_t done = size; done < size * count; done *= 2)
-                    std::memcpy(target + done, target, std::min(done, size * count - done));
-                return Outcome{};
-            },
-            {place.memory});
-        if (const CUresult code = enqueue(work)) return code;
-        // A fill of pinned memory is done when the call returns.
-        return place.on_device() || asynchronous ? CUDA_SUCCESS : host_wait(function, lock, work);
-    });
-}
-
 std::uintptr_t number(const void *address) { return reinterpret_cast<std::uintptr_t>(address); }
 
 }  // namespace
-
-SIM_EXPORT CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, std::size_t bytes) {
-    return copy({"cuMemcpy", to, Side::either, from, Side::either, bytes, false}, nullptr);
-}
-
-SIM_EXPORT CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, std::size_t bytes, void *stream) {
-    return copy({"cuMemcpyAsync", to, Side::either, from, Side::either, bytes, true}, stream);
-}
 
 SIM_EXPORT CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, std::size_t bytes) {
     return copy({"cuMemcpyHtoD_v2", to, Side::device, number(from), Side::host, bytes, false}, nullptr);
@@ -100,10 +65,6 @@ SIM_EXPORT CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, std::size_
 
 SIM_EXPORT CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, std::size_t bytes) {
     return copy({"cuMemcpyDtoH_v2", number(to), Side::host, from, Side::device, bytes, false}, nullptr);
-}
-
-SIM_EXPORT CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, std::size_t bytes) {
-    return copy({"cuMemcpyDtoD_v2", to, Side::device, from, Side::device, bytes, false}, nullptr);
 }
 
 SIM_EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, std::size_t bytes, void *stream) {
@@ -118,32 +79,21 @@ SIM_EXPORT CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, std::
     return copy({"cuMemcpyDtoDAsync_v2", to, Side::device, from, Side::device, bytes, true}, stream);
 }
 
-SIM_EXPORT CUresult cuMemcpyPeerAsync(CUdeviceptr to, void *to_context, CUdeviceptr from, void *from_context,
-                                      std::size_t bytes, void *stream) {
-    if (!is_context(to_context) || !is_context(from_context)) return CUDA_ERROR_INVALID_CONTEXT;
-    return copy({"cuMemcpyPeerAsync", to, Side::device, from, Side::device, bytes, true}, stream);
+SIM_EXPORT CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, std::size_t count, void *handle) {
+    return call("cuMemsetD8Async", Needs::context, [&](Lock &) {
+        Stream *stream;
+        if (const CUresult code = find_stream("cuMemsetD8Async", handle, &stream)) return code;
+        if (count == 0) return CUDA_SUCCESS;
+        Place place;
+        if (const CUresult code = resolve("cuMemsetD8Async", to, count, Side::device, &place)) return code;
+        unsigned char *target = place.data();
+        return enqueue(operation(
+            "cuMemsetD8Async", stream,
+            [=] {
+                std::memset(target, value, count);
+                return Outcome{};
+            },
+            {place.memory}));
+    });
 }
 
-SIM_EXPORT CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, std::size_t count) {
-    return set("cuMemsetD8_v2", to, value, 1, count, nullptr, false);
-}
-
-SIM_EXPORT CUresult cuMemsetD16_v2(CUdeviceptr to, unsigned short value, std::size_t count) {
-    return set("cuMemsetD16_v2", to, value, 2, count, nullptr, false);
-}
-
-SIM_EXPORT CUresult cuMemsetD32_v2(CUdeviceptr to, unsigned value, std::size_t count) {
-    return set("cuMemsetD32_v2", to, value, 4, count, nullptr, false);
-}
-
-SIM_EXPORT CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, std::size_t count, void *stream) {
-    return set("cuMemsetD8Async", to, value, 1, count, stream, true);
-}
-
-SIM_EXPORT CUresult cuMemsetD16Async(CUdeviceptr to, unsigned short value, std::size_t count, void *stream) {
-    return set("cuMemsetD16Async", to, value, 2, count, stream, true);
-}
-
-SIM_EXPORT CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, std::size_t count, void *stream) {
-    return set("cuMemsetD32Async", to, value, 4, count, stream, true);
-}

@@ -68,7 +68,6 @@ CUresult initialize() {
     for (unsigned long long device = 0; device < devices; ++device) {
         auto *context = new Context;
         context->device = static_cast<CUdevice>(device);
-        context->memory_limit = number_from_environment("BAGUA_SIM_MEMORY", 8ull << 30);
         state().contexts.push_back(context);
     }
     state().initialized = true;
@@ -83,26 +82,6 @@ Context *context_of(CUdevice device) {
 bool is_context(const void *handle) {
     const auto &contexts = state().contexts;
     return std::find(contexts.begin(), contexts.end(), handle) != contexts.end();
-}
-
-void end_context(Lock &lock, Context *context) {
-    wait_for_all(lock, context);
-    if (!context->sticky) state().lost += owned(context);
-    for (const auto &memory : all_memory())
-        if (memory->context == context) release(memory);
-    for (auto *stream : context->streams) {
-        stream->destroyed = true;
-        state().streams.erase(stream);
-    }
-    for (auto at = state().events.begin(); at != state().events.end();)
-        at = (*at)->context == context ? state().events.erase(at) : std::next(at);
-    context->streams.clear();
-    context->per_thread.clear();
-    context->peers.clear();
-    context->legacy = nullptr;
-    context->sticky = CUDA_SUCCESS;
-    context->retained = 0;
-    state().changed.notify_all();
 }
 
 bool forked() { return in_child; }

@@ -22,13 +22,10 @@ using Lock = std::unique_lock<std::mutex>;
 struct Context {
     CUdevice device = 0;                          // ordinal
     unsigned retained = 0;                        // how often it is retained; 0: it does not exist
-    unsigned flags = 0;                           // of cuDevicePrimaryCtxSetFlags
     CUresult sticky = 0;                          // the error that every later call returns
-    std::size_t memory_limit = 0;                 // bytes of the device
     Stream *legacy = nullptr;                     // the stream of handles 0 and 1
     std::map<pthread_t, Stream *> per_thread;     // the streams of handle 2
     std::vector<Stream *> streams;                // all, those above included
-    std::set<Context *> peers;                    // contexts whose memory this one's kernels may touch
 };
 
 // What the whole process has, under one lock.
@@ -40,7 +37,7 @@ struct State {
     std::vector<Context *> contexts;   // one for each device
     std::set<Event *> events;          // those that exist
     std::set<Stream *> streams;        // those that were created and not destroyed
-    unsigned long lost = 0;            // what a context took with it when it ended
+    unsigned long lost = 0;            // what libraries over the driver have not given back
 };
 
 State &state();
@@ -59,9 +56,6 @@ Context *context_of(CUdevice device);
 
 // Whether a handle is a context's.
 bool is_context(const void *handle);
-
-// Ends a context: its work is waited for, what it owns is gone.
-void end_context(Lock &lock, Context *context);
 
 // Whether this process was forked after the library was loaded.
 bool forked();

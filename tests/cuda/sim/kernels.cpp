@@ -1,8 +1,6 @@
 #include "kernels.h"
 
 #include <dlfcn.h>
-#include <setjmp.h>
-#include <signal.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -13,7 +11,7 @@ namespace sim {
 namespace {
 
 using Parameters = int (*)(const char *, std::size_t *, int);
-using Start = int (*)(const char *, const unsigned *, const unsigned *, std::size_t, void **, unsigned);
+using Start = int (*)(const char *, const unsigned *, const unsigned *, std::size_t, void **);
 
 // The library with the kernels.
 struct Library {
@@ -22,35 +20,13 @@ struct Library {
     std::string error;                // why there is none
 };
 
-// Where a kernel of this thread returns to when it touches memory that it must not; null outside a kernel.
-thread_local sigjmp_buf *way_out = nullptr;
-thread_local std::uintptr_t touched = 0;
-struct sigaction handler_before;
-
-void on_bad_access(int number, siginfo_t *info, void *context) {
-    const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
-    if (way_out && in_device_range(address)) {
-        touched = address;
-        siglongjmp(*way_out, 1);
-    }
-    // Nothing of ours: as if this handler were not there.
-    if (handler_before.sa_flags & SA_SIGINFO && handler_before.sa_sigaction) {
-        handler_before.sa_sigaction(number, info, context);
-    } else if (handler_before.sa_handler != SIG_DFL && handler_before.sa_handler != SIG_IGN) {
-        handler_before.sa_handler(number);
-    } else {
-        sigaction(number, &handler_before, nullptr);
-    }
-}
-
 const Library &library() {
     static const auto *loaded = [] {
         auto *made = new Library;
         Dl_info self;
-        dladdr(reinterpret_cast<void *>(&on_bad_access), &self);
+        dladdr(reinterpret_cast<void *>(&parameter_sizes), &self);
         const std::string own = self.dli_fname;
-        const char *named = std::getenv("BAGUA_SIM_KERNELS");
-        const std::string path = named ? named : own.substr(0, own.rfind('/') + 1) + "libkernels.so";
+        const std::string path = own.substr(0, own.rfind('/') + 1) + "libkernels.so";
         void *opened = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
         if (!opened) {
             made->error = dlerror();
@@ -59,25 +35,9 @@ const Library &library() {
         made->parameters = reinterpret_cast<Parameters>(dlsym(opened, "bagua_host_parameters"));
         made->start = reinterpret_cast<Start>(dlsym(opened, "bagua_host_launch"));
         if (!made->parameters || !made->start) made->error = path + " lacks bagua_host_parameters or bagua_host_launch";
-        struct sigaction action {};
-        action.sa_sigaction = on_bad_access;
-        action.sa_flags = SA_SIGINFO | SA_NODEFER;
-        sigaction(SIGSEGV, &action, &handler_before);
         return made;
     }();
     return *loaded;
-}
-
-// Runs it, and says which address of a device it must not have touched, 0 for none.
-std::uintptr_t start(Launch &launch, std::vector<void *> &arguments, unsigned blocks, int *code) {
-    sigjmp_buf place;
-    way_out = &place;
-    touched = 0;
-    if (sigsetjmp(place, 1) == 0)
-        *code = library().start(launch.kernel.c_str(), launch.grid.data(), launch.block.data(), launch.shared_bytes,
-                                arguments.data(), blocks);
-    way_out = nullptr;
-    return touched;
 }
 
 }  // namespace
@@ -110,8 +70,8 @@ std::vector<Memory> memory_of(const Launch &launch, const Context *context, std:
             if (!memory) memory = memory_at(word - 1);
             if (!memory && in_device_range(word)) *wrong = hex(word) + " is a parameter, and is not allocated";
             if (!memory) continue;
-            if (memory->on_device() && memory->context != context && !context->peers.count(memory->context))
-                *wrong = hex(word) + " is a parameter, and memory of a device whose access is not enabled";
+            if (memory->on_device() && memory->context != context)
+                *wrong = hex(word) + " is a parameter, and memory of another device";
             found.push_back(memory);
         }
     }
@@ -124,21 +84,15 @@ Outcome run_launch(Launch &launch, const std::vector<Memory> &memory) {
     const Lock alone(*one);
     std::vector<void *> arguments;
     for (auto &parameter : launch.parameters) arguments.push_back(parameter.data());
-    unsigned blocks = 0xffffffff;
-    if (broken("short-kernel")) blocks = launch.grid[0] * launch.grid[1] * launch.grid[2] - 1;
     const auto each = [&](void (*what)(Allocation &)) {
         const Lock lock(state().mutex);
         for (const auto &one_of : memory) what(*one_of);
     };
-    int code = 0;
     each(open_for_kernel);
-    const auto address = start(launch, arguments, blocks, &code);
+    const int code = library().start(launch.kernel.c_str(), launch.grid.data(), launch.block.data(), launch.shared_bytes,
+                                     arguments.data());
     each(close_after_kernel);
-    if (address) return {CUDA_ERROR_ILLEGAL_ADDRESS, launch.kernel + " touched " + hex(address) + ", no memory of its"};
     if (code) return {CUDA_ERROR_LAUNCH_FAILED, launch.kernel + " failed with " + std::to_string(code)};
-    for (const auto &one_of : memory)
-        if (one_of->on_device() && overrun(*one_of))
-            return {CUDA_ERROR_ILLEGAL_ADDRESS, launch.kernel + " wrote behind the end of " + hex(one_of->base)};
     return {};
 }
 

@@ -70,11 +70,6 @@ Memory found_in(const Table &map, std::uintptr_t address) {
     return address - memory->base < memory->bytes ? memory : nullptr;
 }
 
-unsigned long long next_id() {
-    static unsigned long long id = 0;
-    return ++id;
-}
-
 std::size_t pages(std::size_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
 
 // A NaN as float16, bfloat16, float32 and float64, and no identity of an integer operation.
@@ -110,7 +105,6 @@ Allocation::~Allocation() {
 
 CUresult allocate(Context *context, Kind kind, std::size_t bytes, Memory *made) {
     const bool device = kind != Kind::pinned;
-    if (device && bytes > context->memory_limit - bytes_in_use(context)) return CUDA_ERROR_OUT_OF_MEMORY;
     auto memory = std::make_shared<Allocation>();
     memory->kind = kind;
     memory->context = context;
@@ -129,24 +123,8 @@ CUresult allocate(Context *context, Kind kind, std::size_t bytes, Memory *made) 
             return CUDA_ERROR_OUT_OF_MEMORY;
         fill(reinterpret_cast<unsigned char *>(memory->base), memory->mapped);
     }
-    memory->id = next_id();
     table()[memory->base] = memory;
     *made = memory;
-    return CUDA_SUCCESS;
-}
-
-CUresult enroll(Context *context, std::uintptr_t base, std::size_t bytes, unsigned flags) {
-    for (const auto &other : all_memory())
-        if (other->base < base + bytes && base < other->base + other->bytes)
-            return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
-    auto memory = std::make_shared<Allocation>();
-    memory->kind = Kind::registered;
-    memory->context = context;
-    memory->base = base;
-    memory->bytes = memory->mapped = bytes;
-    memory->flags = flags;
-    memory->id = next_id();
-    table()[base] = memory;
     return CUDA_SUCCESS;
 }
 
@@ -154,11 +132,7 @@ void release(Memory memory) {
     if (!memory->live) return;
     memory->live = false;
     table().erase(memory->base);
-    // The addresses of registered memory are the caller's, who may use them again.
-    if (memory->kind == Kind::registered) return;
     dead()[memory->base] = memory;
-    if (memory->on_device() && overrun(*memory))
-        fault("bytes behind the end of " + hex(memory->base) + " were written");
     // The addresses stay taken, without access and without the bytes.
     map_at(memory->base, memory->mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1);
     if (memory->fd >= 0) close(memory->fd);
@@ -174,13 +148,6 @@ std::vector<Memory> all_memory() {
     std::vector<Memory> found;
     for (const auto &[base, memory] : table()) found.push_back(memory);
     return found;
-}
-
-std::size_t bytes_in_use(const Context *context) {
-    std::size_t sum = 0;
-    for (const auto &memory : all_memory())
-        if (memory->context == context && memory->on_device()) sum += memory->mapped;
-    return std::min(sum, context->memory_limit);
 }
 
 CUresult resolve(const char *function, std::uintptr_t address, std::size_t bytes, Side side, Place *place) {
@@ -203,8 +170,6 @@ CUresult resolve(const char *function, std::uintptr_t address, std::size_t bytes
     if (in_device_range(address) || pinned_range().has(address)) return wrong("are not allocated");
     if (side == Side::device) return wrong("are no device memory");
     if (!address) return wrong("are a null pointer");
-    for (const auto &other : all_memory())
-        if (other->base > address && other->base < address + bytes) return wrong("are pinned in part only");
     *place = {nullptr, address};
     return CUDA_SUCCESS;
 }
@@ -223,12 +188,6 @@ void open_for_kernel(Allocation &memory) {
 void close_after_kernel(Allocation &memory) {
     if (memory.open_count && --memory.open_count == 0 && memory.live)
         mprotect(reinterpret_cast<void *>(memory.base), memory.mapped, PROT_NONE);
-}
-
-bool overrun(const Allocation &memory) {
-    for (std::size_t at = memory.bytes; at < memory.mapped; ++at)
-        if (memory.shadow[at] != PATTERN[at % 2]) return true;
-    return false;
 }
 
 bool in_device_range(std::uintptr_t address) { return device_range().has(address); }

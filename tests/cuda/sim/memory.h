@@ -13,17 +13,15 @@ namespace sim {
 struct Context;
 
 // How memory came to be.
-enum class Kind { plain, ordered, pinned, registered };
+enum class Kind { plain, ordered, pinned };
 
-// Memory that a call of the driver made or registered.
+// Memory that a call of the driver made.
 struct Allocation {
     std::uintptr_t base = 0;             // first address, as the caller sees it; never given out again
     std::size_t bytes = 0;               // what was asked for
-    std::size_t mapped = 0;              // bytes in whole pages; what is behind `bytes` keeps its pattern
+    std::size_t mapped = 0;              // bytes in whole pages
     Kind kind = Kind::plain;             // how it came to be
     Context *context = nullptr;          // whose it is
-    unsigned flags = 0;                  // flags of cuMemHostAlloc and cuMemHostRegister
-    unsigned long long id = 0;           // number of the allocation, from 1
     int fd = -1;                         // the memfd with the bytes of device memory
     unsigned char *shadow = nullptr;     // device memory's second mapping, through which the simulator copies
     bool live = true;                    // false once the memory is gone
@@ -57,13 +55,10 @@ struct Place {
 };
 
 // Which memory a parameter may name.
-enum class Side { host, device, either };
+enum class Side { host, device };
 
 // Makes device or pinned memory with a pattern that is a NaN in every float type and zero in none.
 CUresult allocate(Context *context, Kind kind, std::size_t bytes, Memory *made);
-
-// Puts caller's memory into the table, so that it counts as pinned.
-CUresult enroll(Context *context, std::uintptr_t base, std::size_t bytes, unsigned flags);
 
 // Takes memory away: the caller's addresses lose their access for good.
 void release(Memory memory);
@@ -74,9 +69,6 @@ Memory memory_at(std::uintptr_t address);
 // All memory that is alive.
 std::vector<Memory> all_memory();
 
-// Bytes of device memory that are allocated on a context.
-std::size_t bytes_in_use(const Context *context);
-
 // Checks a range that a call named; a mistake is a fault and an error.
 CUresult resolve(const char *function, std::uintptr_t address, std::size_t bytes, Side side, Place *place);
 
@@ -86,9 +78,6 @@ std::string unusable(const Allocation &memory);
 // Gives and takes access to the addresses that the caller sees, while a kernel runs.
 void open_for_kernel(Allocation &memory);
 void close_after_kernel(Allocation &memory);
-
-// Whether bytes behind the end of device memory are no longer what they were.
-bool overrun(const Allocation &memory);
 
 // Whether an address is in the range from which device memory is taken.
 bool in_device_range(std::uintptr_t address);

@@ -106,15 +106,6 @@ CUresult wanted_failure(const char *function) {
     return CUDA_SUCCESS;
 }
 
-bool broken(const char *way) {
-    // Never destroyed: streams may still run when the process ends.
-    static const auto *ways = [] {
-        const char *text = std::getenv("BAGUA_SIM_BREAK");
-        return new std::string("," + std::string(text ? text : "") + ",");
-    }();
-    return ways->find("," + std::string(way) + ",") != std::string::npos;
-}
-
 unsigned long long number_from_environment(const char *name, unsigned long long otherwise) {
     const char *text = std::getenv(name);
     char *end = nullptr;

@@ -1,4 +1,4 @@
-// What the simulator counts, what it is told to break, and the report that it writes at exit.
+// What the simulator counts, which calls it lets fail, and the report that it writes at exit.
 #pragma once
 
 #include <string>
@@ -21,9 +21,6 @@ void fault(const std::string &text);
 
 // The error with which BAGUA_SIM_FAIL wants this call to fail, 0 if it does not. After count_call.
 CUresult wanted_failure(const char *function);
-
-// Whether BAGUA_SIM_BREAK names this way of being wrong.
-bool broken(const char *way);
 
 // A number from the environment, or the default where the variable is absent or no number.
 unsigned long long number_from_environment(const char *name, unsigned long long otherwise);

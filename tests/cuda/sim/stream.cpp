@@ -121,14 +121,11 @@ bool forbids(const Capture &capture) {
 
 }  // namespace
 
-Stream *make_stream(Context *context, unsigned flags, int priority, bool legacy) {
-    static unsigned long long id = 0;
+Stream *make_stream(Context *context, unsigned flags, bool legacy) {
     auto *stream = new Stream;
     stream->context = context;
     stream->flags = flags;
-    stream->priority = std::clamp(priority, -5, 0);
     stream->legacy = legacy;
-    stream->id = ++id;
     context->streams.push_back(stream);
     // Signals are for the program's own threads.
     sigset_t blocked, before;
@@ -144,11 +141,11 @@ CUresult find_stream(const char *function, void *handle, Stream **stream) {
     const auto number = reinterpret_cast<std::uintptr_t>(handle);
     Context *context = current();
     if (number <= CU_STREAM_LEGACY) {
-        if (!context->legacy) context->legacy = make_stream(context, 0, 0, true);
+        if (!context->legacy) context->legacy = make_stream(context, 0, true);
         *stream = context->legacy;
     } else if (number == CU_STREAM_PER_THREAD) {
         Stream *&mine = context->per_thread[pthread_self()];
-        if (!mine) mine = make_stream(context, 0, 0);
+        if (!mine) mine = make_stream(context, 0);
         *stream = mine;
     } else {
         auto *named = static_cast<Stream *>(handle);
@@ -182,7 +179,7 @@ CUresult enqueue(Work work, Work *made) {
             }
     if (stream->capture) {
         if (stream->capture->status != CAPTURE_ACTIVE) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
-        stream->capture->before[stream].insert(++stream->capture->nodes);
+        ++stream->capture->nodes;
         return CUDA_SUCCESS;
     }
     const auto follow = [&](const Work &other) {
@@ -226,18 +223,6 @@ CUresult wait_for(Lock &lock, const Work &work) {
     want(work);
     state().changed.wait(lock, [&] { return work->done; });
     return work->stream->context->sticky;
-}
-
-std::vector<Work> pending(const Stream *stream) {
-    std::vector<Work> found;
-    const auto add = [&](const Stream *each) {
-        if (each->last && !each->last->done) found.push_back(each->last);
-    };
-    add(stream);
-    if (stream->legacy)
-        for (const auto *other : stream->context->streams)
-            if (other->blocking()) add(other);
-    return found;
 }
 
 CUresult wait_for_all(Lock &lock, Context *context) {

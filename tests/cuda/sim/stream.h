@@ -56,8 +56,6 @@ using Work = std::shared_ptr<Operation>;
 struct Stream {
     Context *context = nullptr;          // whose it is
     unsigned flags = 0;                  // CU_STREAM_NON_BLOCKING or 0
-    int priority = 0;                    // from -5 (greatest) to 0
-    unsigned long long id = 0;           // number, from 1
     bool legacy = false;                 // it is the stream of handles 0 and 1
     bool destroyed = false;              // cuStreamDestroy was called; what is enqueued still runs
     std::deque<Work> queue;              // what has not ended
@@ -74,24 +72,18 @@ struct Event {
     Context *context = nullptr;          // whose it is
     unsigned flags = 0;                  // CU_EVENT_*
     Work record;                         // its newest record, null before the first
-    std::shared_ptr<Capture> capture;    // the capture in which it was recorded, if it was
-    std::set<unsigned long> before;      // the operations of that capture that it comes after
 };
 
 // A sequence of calls that becomes a graph.
 struct Capture {
-    unsigned long long id = 0;           // number, from 1
     int mode = CAPTURE_GLOBAL;           // CAPTURE_GLOBAL, _THREAD_LOCAL or _RELAXED
     int status = CAPTURE_ACTIVE;         // CAPTURE_ACTIVE or _INVALIDATED
     pthread_t thread{};                  // who began it
-    Stream *origin = nullptr;            // where it began, and must end
-    std::vector<Stream *> members;       // all streams in it
-    unsigned long nodes = 0;             // operations in it, numbered from 1
-    std::map<Stream *, std::set<unsigned long>> before;  // of each member: the operations that its next one comes after
+    unsigned long nodes = 0;             // operations in it
 };
 
 // Makes a stream and its thread.
-Stream *make_stream(Context *context, unsigned flags, int priority, bool legacy = false);
+Stream *make_stream(Context *context, unsigned flags, bool legacy = false);
 
 // The stream of a handle in the current context.
 CUresult find_stream(const char *function, void *handle, Stream **stream);
@@ -108,9 +100,6 @@ void want(const Work &work);
 
 // Waits on the calling thread until an operation has ended, and says how the context is.
 CUresult wait_for(Lock &lock, const Work &work);
-
-// What must have ended for a stream to be idle: its last operation; for the legacy stream those of blocking streams too.
-std::vector<Work> pending(const Stream *stream);
 
 // Waits for all of a context's streams.
 CUresult wait_for_all(Lock &lock, Context *context);
