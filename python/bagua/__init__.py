@@ -1,7 +1,7 @@
 """Bagua: communication for data-parallel training, for any framework.
 
-The verbs here work on the default group, on NumPy arrays, DLPack tensors in host memory, or anything with the buffer
-protocol:
+The verbs here run on the default group. They take NumPy arrays, DLPack tensors in host memory, and anything with the
+buffer protocol:
 
     import numpy as np
     import bagua
@@ -13,7 +13,7 @@ protocol:
         print(x, bagua.world_size())
     bagua.shutdown()
 
-Those whose names end in `_object` take anything that can be pickled.
+Verbs whose names end in `_object` take anything that can be pickled.
 
 Nothing here imports torch; `bagua.torch_api` does.
 """

@@ -1,4 +1,6 @@
-"""Arrays of any framework as operands: NumPy, DLPack on the CPU, the buffer protocol; CUDA's by `bagua.cuda.arrays`."""
+"""Turns arrays of any framework into operands: NumPy, DLPack on the CPU, the buffer protocol. `bagua.cuda.arrays` does
+the same for CUDA arrays.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from bagua import dlpack
 from bagua.engine import DTYPES, read_array
 from bagua.operand import Operand, numpy_code
 
-# Modules of the classes of plain tensors.
+# Modules that define plain tensors.
 _TORCH = ("torch", "torch.nn.parameter")
 
 if TYPE_CHECKING:
@@ -38,11 +40,11 @@ class SupportsCudaArray(Protocol):
 
 
 if TYPE_CHECKING:
-    #: What the verbs take.
+    #: The arrays that the verbs accept.
     Array: TypeAlias = np.ndarray[Any, Any] | SupportsDLPack | SupportsCudaArray | Buffer
-    #: Of a verb that returns what it was given.
+    #: The array type of a verb that returns its argument.
     ArrayT = TypeVar("ArrayT", bound=Array)
-    #: Of a verb that returns its `out`, or a new array.
+    #: The array type of a verb that returns its `out`, or a new array.
     ResultT = TypeVar("ResultT", bound=Array, default=np.ndarray[Any, Any])
 else:
     Array = Any
@@ -50,13 +52,15 @@ else:
 
 
 def operand(x: Any, what: str = "the array", stream: int | None = None) -> Operand:
-    """An array on the host or on a CUDA device; the device's work begins after what `stream` has.
+    """Returns the operand of an array on the host or on a CUDA device.
 
-    As `on_host`; BaguaError that says why there is no CUDA, NotImplementedError for a stream that is being captured.
+    On a CUDA device, the operation begins after the work that `stream` already has.
+
+    Raises the errors of `on_host`; BaguaError that says why there is no CUDA; NotImplementedError if the stream is
+    being captured.
     """
     found = read_plain(x)
     if found is not None:
-        # The same as below without another look at the array.
         address, count, dtype, dims, writable = found
         # A tensor that shares the memory keeps it when the caller gives `x` other memory (`x.data = ...`).
         owner = x if isinstance(x, np.ndarray) else x.detach()
@@ -67,7 +71,7 @@ def operand(x: Any, what: str = "the array", stream: int | None = None) -> Opera
     if (has_dlpack and int(x.__dlpack_device__()[0]) == dlpack.CUDA) or (
         not has_dlpack and hasattr(x, "__cuda_array_interface__")
     ):
-        # Here, because importing bagua.cuda decides to which process CUDA belongs.
+        # Not at the top, because importing bagua.cuda decides to which process CUDA belongs.
         from bagua.cuda import arrays
 
         return arrays.operand(x, what, stream)
@@ -75,11 +79,13 @@ def operand(x: Any, what: str = "the array", stream: int | None = None) -> Opera
 
 
 def read_plain(x: Any) -> tuple[int, int, int, tuple[int, ...] | None, bool] | None:
-    """Returns the address, count, type code, dimensions and writability of a contiguous array of NumPy, or tensor of
-    torch on the host; None for all other objects. A small call on a capsule of DLPack takes ten times as long.
+    """Returns the address, count, type code, shape and writability of a contiguous NumPy array or host tensor of torch;
+    None for every other object.
+
+    For a small array, this is ten times as fast as a DLPack capsule.
     """
     found = read_array(x)
-    # As with DLPack a tensor that needs a gradient is refused.
+    # DLPack refuses a tensor that requires a gradient, so this path does too.
     if found is None and type(x).__module__ in _TORCH and not x.requires_grad and (read := _tensor_reader()):
         tensor = read(x)
         return None if tensor is None else (*tensor[:4], True)
@@ -89,16 +95,19 @@ def read_plain(x: Any) -> tuple[int, int, int, tuple[int, ...] | None, bool] | N
 @functools.cache
 def _tensor_reader() -> Callable[[Any], Any] | None:
     try:
-        # Here, because it imports torch.
+        # Not at the top, because it imports torch.
         from bagua.torch_operand import reader
     except AttributeError:
-        # This torch is older than 2.5; it has DLPack.
+        # torch before 2.5: its tensors go through DLPack.
         return None
     return reader.at
 
 
 def on_host(x: Any, what: str = "the array") -> Operand:
-    """An array in host memory; TypeError for what is none, for a type that cannot be communicated, and on a device."""
+    """Returns the operand of an array in host memory.
+
+    Raises TypeError if `x` is not an array, is on a device, or has an element type that cannot be communicated.
+    """
     if isinstance(x, np.ndarray):
         return _from_numpy(x, numpy_code(x.dtype, what))
     if hasattr(x, "__dlpack__"):
@@ -126,7 +135,7 @@ def _from_numpy(array: np.ndarray[Any, Any], dtype: int) -> Operand:
 
 
 class _CapsuleMemory:
-    """Memory described by NumPy's array interface; keeps the capsule, which keeps the memory."""
+    """Memory of a DLPack capsule, described by NumPy's array interface. Keeps the capsule, and so the memory, alive."""
 
     def __init__(self, capsule: Any, interface: dict[str, Any]) -> None:
         self.capsule = capsule

@@ -1,6 +1,6 @@
-"""The engine for any framework: communicates buckets of arrays, in a fixed order, while the program computes.
+"""The engine for any framework: communicates buckets of arrays in a fixed order while the program computes.
 
-Hand over the buckets once, mark each array ready when its values are final, and wait once per step:
+Register the buckets once, mark each array ready when its values are final, and wait once per step:
 
     bucket = bagua.Bucket("all", {"bias": bias, "weight": weight})
     bucket.append_centralized(average=True)
@@ -30,18 +30,19 @@ __all__ = ["Bucket", "Engine"]
 
 
 class Bucket:
-    """Named arrays of one element type that are communicated together. Local, with all its methods.
+    """Named arrays of one element type that are communicated together. All methods are local to this rank.
 
-    The arrays must be writable and contiguous, on the host or all on one CUDA device; the bucket keeps them alive.
-    ValueError for an empty bucket, TypeError for mixed element types and places.
+    The arrays must be writable and contiguous, on the host or all on one CUDA device. The bucket keeps them alive.
+    Raises ValueError for an empty bucket or a duplicate name, and TypeError if element types or devices differ.
     """
 
     def __init__(self, name: str, tensors: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> None:
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
         self._memory: dict[str, Operand] = {}
-        # Arrays of the operations.
+        # Arrays of operations, such as error memory; see `attach`.
         self._extra: dict[str, Operand] = {}
-        #: What encoding lost of each element: float32, with error feedback only.
+        #: The encoding error that error feedback adds to the next step, in float32, one per element. None without error
+        #: feedback and for arrays on a CUDA device.
         self.error: numpy.ndarray[Any, Any] | None = None
         for tensor, array in pairs:
             if tensor in self._memory:
@@ -72,12 +73,12 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the bucket."""
         return self._raw.name
 
     @property
     def bytes(self) -> int:
-        """Bytes of all arrays."""
+        """Total bytes of all arrays."""
         return self._raw.bytes
 
     @property
@@ -98,13 +99,20 @@ class Bucket:
         compression: Compression = None,
         error_feedback: bool = False,
     ) -> Bucket:
-        """Adds an all_reduce: every rank ends with the average of all ranks, or with the sum. Returns the bucket.
+        """Appends an all_reduce: every rank ends with the average of all ranks, or the sum if `average` is False.
+        Returns the bucket.
 
-        `hierarchical` combines inside hosts first, also where the group would go flat; False takes the group's route.
-        `compression` is a codec's name or a `bagua.Codec`; where `hierarchical`, it is used between hosts only.
-        `error_feedback` adds what encoding lost to the next step's values; it is kept in `error`, and for arrays on a
-        CUDA device in one of float32 there that is attached as "error". All ranks must give the same. TypeError for
-        elements that the codec does not encode, ValueError for error feedback without a codec.
+        `hierarchical`: True reduces inside each host first, even if the group would use a flat all_reduce. False uses
+        the group's own choice.
+
+        `compression`: name of a codec, or a `bagua.Codec`. With `hierarchical`, only the exchange between hosts is
+        compressed.
+
+        `error_feedback`: True adds the encoding error of each step to the values of the next step. The error is kept in
+        `error`; for arrays on a CUDA device it is a float32 array there, attached as "error".
+
+        All ranks must pass the same arguments. Raises TypeError if the codec cannot encode the element type, and
+        ValueError for error feedback without a codec.
         """
         codec = raw_codec(compression)
         if codec is None:
@@ -122,10 +130,11 @@ class Bucket:
         return self
 
     def attach(self, name: str, array: Array) -> Bucket:
-        """Registers an array of the bucket's operations beside its own, such as error memory. Returns the bucket.
+        """Registers an array that the bucket's operations use besides the bucket's own, such as error memory. Returns
+        the bucket.
 
-        One of the same name is replaced. The bucket holds it; ValueError while the bucket is being communicated,
-        TypeError for another place than the bucket's.
+        Replaces an attached array of the same name. The bucket keeps the array alive. Raises ValueError while the
+        bucket is being communicated, and TypeError if the array is not on the bucket's device.
         """
         memory = operand(array, f"tensor '{name}'").to_write(f"tensor '{name}'")
         options: dict[str, Any] = {} if memory.device is None else {"device": memory.device, "keep": memory}
@@ -134,11 +143,11 @@ class Bucket:
         return self
 
     def append_callback(self, function: Callable[[str], object]) -> Bucket:
-        """Adds a call of `function(bucket name)` on the communication thread. Returns the bucket.
+        """Appends a call of `function(bucket name)` on the communication thread. Returns the bucket.
 
-        An exception in it fails the engine: the next call here raises BaguaError from it, and the other ranks get
-        PeerRaisedError. It is the only operation that waits for the GIL. Of arrays on a CUDA device, what it puts on
-        the legacy stream there comes between the other operations.
+        If the function raises, the engine fails: the next call on this rank raises BaguaError from that exception, and
+        the other ranks raise PeerRaisedError. This is the only operation that waits for the GIL. For arrays on a CUDA
+        device, work that the function puts on the legacy stream runs between the operations before and after it.
         """
         self._raw.append_callback(function)
         return self
@@ -172,7 +181,7 @@ class Engine:
         self._raw = owner.communicator.engine(name)
         self._buckets: dict[str, Bucket] = {}
         self._numbers: dict[str, int] = {}
-        # Kept until the engine has others: the core reads and writes their memory.
+        # Keeps the arrays alive, because the core reads and writes their memory.
         self._registered: list[Bucket] = []
 
     def __enter__(self) -> Engine:
@@ -184,10 +193,10 @@ class Engine:
         self.shutdown()
 
     def register(self, buckets: Iterable[Bucket]) -> None:
-        """Waits for what is pending, then replaces the buckets. Their order is that of communication, the same on
-        all ranks.
+        """Waits for pending buckets, then replaces the registered buckets.
 
-        ValueError for an array, or its name, that appears twice.
+        Buckets are communicated in this order, which must be the same on all ranks. Raises ValueError if an array or a
+        name appears twice.
         """
         registered = list(buckets)
         names = self._raw.register([bucket._raw for bucket in registered])
@@ -196,15 +205,18 @@ class Engine:
         self._numbers = {name: number for number, name in enumerate(names)}
 
     def mark_ready(self, tensor: str, array: Array | None = None, *, stream: int | None = None) -> None:
-        """The array's values are final for this step; the program must neither read nor write it until `wait` returns.
+        """Declares that an array's values are final for this step. The program must not read or write it until `wait`
+        returns.
 
-        On a CUDA device they are final when `stream` has come so far (a CUstream by DLPack's numbers, None: the legacy
-        stream), and the stream that the interface of a new `array` names. NotImplementedError for one that is being
-        captured.
+        `array` replaces the registered array if the values are now in other memory. Size and element type must be the
+        same.
 
-        `array` replaces the one that was registered (same size and type) when the values are somewhere else now.
-        ValueError for an unknown name, or one that was marked already; else what went wrong on the communication
-        thread.
+        `stream`: for arrays on a CUDA device, the stream (a CUstream as an integer, in DLPack's numbering; None is the
+        legacy stream) after whose present work the values are final. If a new `array` names a stream of its own, that
+        stream is waited for too.
+
+        Raises ValueError if no bucket has this tensor or it was marked already, NotImplementedError if the stream is
+        being captured, and any error that the communication thread has met.
         """
         number = self._numbers.get(tensor)
         if number is None:
@@ -214,7 +226,8 @@ class Engine:
             return
         bucket = self._buckets[tensor]
         memory = bucket._replace(tensor, array, stream)
-        # Held before the core sees it; what was there before is not in flight, or the core refuses.
+        # Keep the new array alive before the core sees it. The old one is not in flight, or the core would refuse the
+        # call.
         before, bucket._memory[tensor] = bucket._memory[tensor], memory
         try:
             options: dict[str, Any] = (
@@ -226,18 +239,20 @@ class Engine:
             raise
 
     def wait(self, timeout: float | None = None, *, stream: int | None = None) -> int:
-        """Waits until every bucket that is complete was communicated, and returns how many were.
+        """Blocks until every complete bucket has been communicated. Returns the number of those buckets.
 
-        Of arrays on a CUDA device, work that `stream` (None: the legacy stream) gets from now on sees the results,
-        whether or not the device has come so far. NotImplementedError for a stream that is being captured.
+        For arrays on a CUDA device, work that is put on `stream` (None: the legacy stream) after this call sees the
+        results; the host does not wait for the device.
 
-        `timeout` is in seconds. ValueError names the arrays that are missing of a bucket that is partly ready;
-        BaguaTimeoutError leaves the buckets running.
+        `timeout` is in seconds. Raises ValueError naming the missing arrays if a bucket is only partly ready;
+        BaguaTimeoutError, which leaves the buckets running; NotImplementedError if the stream is being captured.
         """
         return self._raw.wait(timeout, stream=stream)
 
     def unready(self) -> list[str]:
-        """Names of the arrays that are not ready yet, of buckets that were not communicated since the last `wait`."""
+        """Returns the names of arrays that are not ready yet, in buckets that were not communicated since the last
+        `wait`.
+        """
         return self._raw.unready()
 
     def shutdown(self) -> None:

@@ -18,9 +18,10 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Runs one command. Returns the exit code.
 
-    The exit code: 0, 1 for problems and failed ranks, 2 for what cannot be used or is missing, 130 after Ctrl-C.
+    The exit code is 0 on success, 1 for problems found and failed ranks, 2 for bad arguments and missing files or
+    packages, and 130 after Ctrl-C.
     """
     parser = _parser()
     options = parser.parse(sys.argv[1:] if arguments is None else arguments)

@@ -1,10 +1,10 @@
-"""Codecs: arrays become fewer bytes, and come back.
+"""Codecs: compress arrays to fewer bytes, and restore them.
 
     codec = bagua.Codec("minmax_u8")
     data = codec.encode(x)
     codec.decode(data, y)
 
-The formats and the errors of all codecs are in the page "Codecs".
+The page "Codecs" describes the formats and the error of each codec.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _Out = TypeVar("_Out", bound=Array)
 
 
 class Codec:
-    """Encodes elements of float32, float16 or bfloat16, the same on every processor.
+    """Encoder and decoder for float32, float16 and bfloat16. Results are the same on every processor.
 
-    | name | options | bytes for each float32 element | what comes back |
+    | name | options | bytes per float32 element | decoded value |
     |---|---|---|---|
     | `"minmax_u8"`, `"MinMaxUInt8"` | | 1 | one of 256 levels between the smallest and the largest element |
     | `"f16"`, `"bf16"` | | 2 | the nearest float16 or bfloat16 |
@@ -36,15 +36,16 @@ class Codec:
     | `"random_k"` | `k=0.01`, `seed=1` | 8 k | k elements drawn at random, 0 elsewhere |
     | `"onebit"` | | 1/8 | plus or minus the mean magnitude |
 
-    `k` is a share of the elements as a float, a number of them as an int (all, where there are fewer). `random_k` draws
-    anew at each call of :meth:`encode`: two objects with the same options draw the same places at the same call.
+    A float `k` is a fraction of the elements, an int `k` a number of elements (all, if there are fewer). `random_k`
+    draws new positions at each call of :meth:`encode`: two objects with the same options draw the same positions in the
+    same call.
 
     Sources: minmax_u8 is the compression of the original's ByteGrad; block_i8 follows Dettmers et al. 2021
     (arXiv:2110.02861), top_k Aji and Heafield 2017 (arXiv:1704.05021), onebit Seide et al. 2014 with the scale of
     Karimireddy et al. 2019 (arXiv:1901.09847).
 
-    Raises ValueError for an unknown name, which it answers with the known ones, or an option out of its range;
-    TypeError for an unknown option or one of another type.
+    Raises ValueError for an unknown name, listing the known ones, and for an option out of range. Raises TypeError for
+    an unknown option, or an option of the wrong type.
     """
 
     __slots__ = ("_raw",)
@@ -59,13 +60,13 @@ class Codec:
 
     @property
     def options(self) -> dict[str, float]:
-        """All options with their values, those that were not given included."""
+        """All options with their values, including defaults."""
         return self._raw.options
 
     def encoded_bytes(self, count: int, dtype: str = "float32", *, chunks: int = 1) -> int:
-        """Bytes that :meth:`encode` makes of `count` elements of a type, such as `"bfloat16"`.
+        """Returns the number of bytes that :meth:`encode` writes for `count` elements of a type such as `"bfloat16"`.
 
-        Raises as :meth:`encode`.
+        Raises the same errors as :meth:`encode`.
         """
         code = DTYPES.get(dtype)
         if code is None:
@@ -79,24 +80,24 @@ class Codec:
     @overload
     def encode(self, x: Array, *, chunks: int = 1, out: _Out, stream: int | None = None) -> _Out: ...
     def encode(self, x: Array, *, chunks: int = 1, out: Any = None, stream: int | None = None) -> Any:
-        """The elements of `x` as bytes: a NumPy array of uint8 with one dimension, or `out`.
+        """Encodes an array. Returns the bytes as a one-dimensional NumPy array of uint8, or `out`.
 
-        `x` is an array in host memory of any shape, in float32, float16 or bfloat16; it is only read, and copied when
-        it is not contiguous. Its elements, in C order, are cut into `chunks` equal parts with a record of their own
-        each. `out` is a contiguous array of uint8 with :meth:`encoded_bytes` bytes.
+        `x` is an array in host memory of any shape, in float32, float16 or bfloat16. It is only read, and copied first
+        if it is not contiguous. Its elements, in C order, are cut into `chunks` equal parts that are encoded
+        separately. `out` is a contiguous array of uint8 with :meth:`encoded_bytes` bytes.
 
-        For minmax_u8, f16 and bf16 `x` and `out` may be on a CUDA device: contiguous, and `out` is required. The bytes
-        are those of the host. `stream` is a CUstream as an integer, by DLPack's numbers; None is the legacy stream. The
-        work begins after what the stream has, what it gets afterwards sees the result, and nothing is waited for. The
-        first use on a device compiles the kernels, which takes seconds, or finds them in a cache.
+        With minmax_u8, f16 and bf16, `x` and `out` may be on a CUDA device. Both must then be contiguous, and `out` is
+        required. The bytes equal those of the host. `stream` is a CUstream as an integer, in DLPack's numbering; None
+        is the legacy stream. The kernels run in the order of that stream, and the host does not wait for them. The
+        first use on a device compiles the kernels, which takes seconds unless they are cached.
 
-        What a codec cannot express does not become finite: it comes back as NaN.
+        Elements that a codec cannot represent, such as infinity, are decoded as NaN.
 
-        Raises ValueError unless `chunks` divides the elements, and for an `out` of another length, read-only, not
-        contiguous or overlapping `x`; TypeError for another element type, of `x` or `out`, or for what is no array.
-        For CUDA arrays also NotImplementedError for another codec than these three, and for a stream that is being
-        captured into a graph; ValueError for what is not contiguous; TypeError without `out`, or for one in another
-        place; BaguaError without CUDA or NVRTC; DeviceError.
+        Raises ValueError if `chunks` does not divide the number of elements, or if `out` has another length, is
+        read-only, is not contiguous or overlaps `x`. Raises TypeError if `x` or `out` is not an array or has another
+        element type. For CUDA arrays, also raises NotImplementedError for any other codec and for a stream that is
+        being captured into a graph; ValueError if an array is not contiguous; TypeError if `out` is missing or on
+        another device; BaguaError without CUDA or NVRTC; and DeviceError.
         """
         memory = self._operand(x, "x", stream)
         expected = self._raw.encoded_bytes(memory.count, memory.dtype, chunks)
@@ -110,17 +111,18 @@ class Codec:
         return made
 
     def decode(self, data: Array, out: _Out, *, chunks: int = 1, stream: int | None = None) -> _Out:
-        """Fills `out` with what :meth:`encode` with as many `chunks` made `data` of, and returns it.
+        """Decodes into `out` the bytes that :meth:`encode` wrote with the same number of `chunks`. Returns `out`.
 
         `data` is an array of uint8, or bytes. `out` is a contiguous array in host memory, in float32, float16 or
-        bfloat16: of the type and the number of elements that were encoded, in any shape. The bytes are checked, so
-        that those of an attacker do no harm; after an error, parts of `out` may have been written.
+        bfloat16, with the element type and the number of elements that were encoded, in any shape. The bytes are
+        checked, so data from an attacker cannot do harm. After an error, parts of `out` may have been written.
 
-        Both may be on a CUDA device, and then contiguous, with `stream` as for :meth:`encode`.
+        Both may be on a CUDA device. They must then be contiguous; `stream` is as in :meth:`encode`.
 
-        Raises ValueError for bytes of another length or that no encoder writes, unless `chunks` divides the elements,
-        and for an `out` that is read-only, not contiguous or overlaps `data`; TypeError for another element
-        type, or for what is no array; for CUDA arrays also as :meth:`encode`.
+        Raises ValueError if the bytes have the wrong length or cannot come from the encoder, if `chunks` does not
+        divide the number of elements, or if `out` is read-only, is not contiguous or overlaps `data`. Raises TypeError
+        if either is not an array or has another element type. For CUDA arrays, also raises the errors of
+        :meth:`encode`.
         """
         memory = self._operand(out, "out", stream).to_write("out")
         records = _beside(memory, _bytes(data, "data", stream), "data", "out").to_read("data")
@@ -129,7 +131,9 @@ class Codec:
         return out
 
     def _operand(self, x: Array, what: str, stream: int | None) -> Operand:
-        """The memory of elements. NotImplementedError on a device for which the codec has no kernels."""
+        """Returns the operand of an array. Raises NotImplementedError if it is on a device for which the codec has no
+        kernels.
+        """
         memory = operand(x, what, stream)
         if memory.place is not None:
             self._raw.check_device()
@@ -148,7 +152,7 @@ class Codec:
         return hash(repr(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By name and options: a copy of random_k begins with the first draw."""
+        """Pickles the name and options. An unpickled random_k starts again with its first draw."""
         return _named, (self.name, self.options)
 
 
@@ -167,13 +171,13 @@ def _raw(name: str, options: dict[str, float]) -> engine.Codec:
 
 
 def _beside(one: Operand, other: Operand, what: str, beside: str) -> Operand:
-    """`other`, if it is in the same place as `one`."""
+    """Returns `other`. Raises TypeError if it is not on the device of `one`."""
     check_beside(one, other, what, beside)
     return other
 
 
 def _on_device(elements: Operand, records: Operand) -> dict[str, Any]:
-    """What the extension takes besides for memory of a device."""
+    """Returns the further arguments that the extension needs for device memory; empty for host memory."""
     if elements.place is None:
         return {}
     call = elements.place.call_alone([elements.place, records.place])
@@ -187,12 +191,15 @@ def _bytes(x: Array, what: str, stream: int | None) -> Operand:
     return memory
 
 
-#: What users may give for a compression: a codec, its name, or None for none.
+#: A user's choice of compression: a codec, the name of a codec, or None.
 Compression = str | Codec | None
 
 
 def raw_codec(compression: Compression) -> engine.Codec | None:
-    """The extension's codec. ValueError for an unknown name, TypeError for anything else than a codec or a name."""
+    """Returns the extension's codec, or None for None.
+
+    Raises ValueError for an unknown name, and TypeError for anything but a codec or a name.
+    """
     if compression is None:
         return None
     if isinstance(compression, str):

@@ -1,11 +1,11 @@
 """The verbs of a group, on arrays.
 
-Every verb checks its arguments before anything is sent, works in place where that has a meaning and the array is
-writable and contiguous, writes to `out=` otherwise, and returns the array that holds the result. With `async_op=True`
-it returns a `Handle` instead; until that is done, the arrays must not be touched.
+Every verb checks its arguments before it sends anything. Verbs that can run in place do so unless `out=` is given; the
+array must then be writable and contiguous. Each verb returns the array that holds the result. With `async_op=True` it
+returns a `Handle` instead, and the arrays must not be touched until that is done.
 
-Arrays may be on a CUDA device (the page "CUDA"). `stream` is a CUstream as an integer, by DLPack's numbers; None is the
-legacy stream. The verb begins after the work that the stream has, and work that it gets afterwards sees the result.
+Arrays may be on a CUDA device (page "CUDA"). `stream` is a CUstream as an integer, in DLPack's numbering; None is the
+legacy stream. The verb begins after the work that the stream already has, and work added afterwards sees the result.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Collectives"]
 
-#: A reduction, by its name or number.
+#: The name or number of a reduction.
 Op = Literal["sum", "avg", "min", "max", "product", "band", "bor", "bxor"] | int
 
 
 def op_code(op: str | int) -> int:
-    """The number of a reduce operation, by name or number. ValueError and TypeError name the ones that exist."""
+    """Returns the number of a reduction, given by name or number. Raises ValueError or TypeError that lists the known
+    ones.
+    """
     if type(op) is str and (known := engine.OPS.get(op)) is not None:
         return known
-    # Of an enumeration the name counts: torch's MIN has the number of our "max", Horovod's Sum that of our "product".
+    # Enumerations are matched by name: torch's MIN has the number of our "max", Horovod's Sum that of our "product".
     name = op if isinstance(op, str) else getattr(op, "name", None)
     if isinstance(name, str):
         code = engine.OPS.get(name.lower(), -1)
@@ -49,7 +51,7 @@ def op_code(op: str | int) -> int:
 
 
 class Collectives(Messages):
-    """Base of `Group`, below its verbs on objects: what its members do together with arrays."""
+    """Collective verbs on arrays: the base of `Group` below its verbs on objects."""
 
     # --- every rank combines ------------------------------------------------------------------------------------------
 
@@ -71,36 +73,36 @@ class Collectives(Messages):
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Any:
-        """Combines all ranks' arrays, element by element in rank order; every rank gets the result.
+        """Combines all ranks' arrays, element by element in rank order. Every rank gets the result.
 
-        `x`: a NumPy array, or anything with DLPack or the buffer protocol, of any shape, which is equal on all ranks.
-        Its elements are float16, bfloat16, float32, float64, complex64, complex128, bool, or integers of 8 to 64 bits.
-        They are overwritten by the result unless `out` is given.
+        `x`: a NumPy array, or anything with DLPack or the buffer protocol. It may have any shape, which must be equal
+        on all ranks. Its elements are float16, bfloat16, float32, float64, complex64, complex128, bool, or integers of
+        8 to 64 bits. The result overwrites them unless `out` is given.
 
         `op`: "sum" (no bool), "avg" (float and complex), "min", "max" (no complex), "product", "band", "bor" or "bxor"
         (integers and bool). Half-precision sums are accumulated in float32.
 
-        `out`: a writable array of the same shape, type and device for the result; `x` then keeps its elements, and may
-        be read-only or strided.
+        `out`: a writable array for the result, with the same shape, element type and device. `x` then keeps its
+        elements, and may be read-only or strided.
 
-        `async_op`: return a `Handle` at once. Its `wait()` returns the result; until then the arrays must not be
-        read or written.
+        `async_op`: return a `Handle` at once. Its `wait()` returns the result. Do not read or write the arrays before.
 
-        `timeout`: seconds, else BaguaTimeoutError; None: the group's.
+        `timeout`: seconds until BaguaTimeoutError; None uses the group's.
 
-        `stream`: of arrays on a CUDA device, a CUstream as an integer by DLPack's numbers; None is the legacy stream.
-        The verb begins after the work that the stream has, and work that it gets afterwards sees the result. Without
-        effect on the host.
+        `stream`: for arrays on a CUDA device, a CUstream as an integer, in DLPack's numbering; None is the legacy
+        stream. The verb begins after the work that the stream already has, and work added afterwards sees the result.
+        Ignored for arrays on the host.
 
-        Returns `out`, or `x` without it. Every rank of the group calls it, in the same order as its other verbs.
+        Returns `out`, or `x` if `out` is not given. Every rank of the group must call it, in the same order as the
+        group's other verbs.
 
-        Raises TypeError or ValueError for arguments that cannot be used, before anything is sent. Then MismatchError
-        where ranks disagree, BaguaTimeoutError, PeerLostError, PeerRaisedError or AbortedError; the group can only be
-        left afterwards.
+        Raises TypeError or ValueError for bad arguments, before anything is sent. After that, raises MismatchError if
+        ranks disagree, BaguaTimeoutError, PeerLostError, PeerRaisedError or AbortedError. After one of these, the group
+        can only be left.
         """
         code = op_code(op)
         if out is None and (found := read_plain(x)) is not None and found[4]:
-            # The same as below without the objects, which cost several times the rest of a small call.
+            # A shortcut past the objects below, which cost several times the rest of a small call.
             address, count, dtype, shape, _ = found
             done = self._communicator.run(
                 engine.ALL_REDUCE,
@@ -112,7 +114,7 @@ class Collectives(Messages):
                 shape=shape,
                 timeout=timeout,
                 async_op=async_op,
-                # The operation keeps the array, because the caller may drop the handle.
+                # The operation keeps the array alive, because the caller may drop the handle.
                 keep=x if async_op else None,
             )
             return outcome(done, x, self) if async_op else x
@@ -144,9 +146,10 @@ class Collectives(Messages):
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Any:
-        """As `all_reduce`, but only rank `dst` gets the result: in `out`, or in `x` without it.
+        """Combines all ranks' arrays as `all_reduce` does, but only rank `dst` gets the result.
 
-        On the other ranks `x` keeps its elements, `out` is not used, and the result is None.
+        On `dst`, the result is written to `out`, or to `x` if `out` is not given, and returned. On other ranks `x`
+        keeps its elements, `out` is ignored, and None is returned. Other arguments and errors are as in `all_reduce`.
         """
         code, root = op_code(op), self._rank(dst, "dst")
         target: Operand | None = None
@@ -175,11 +178,12 @@ class Collectives(Messages):
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Any:
-        """Rank r gets the combination of all ranks' r-th part of `x`, whose first dimension is divided among the ranks.
+        """Combines all ranks' arrays and gives rank r the r-th part of the result.
 
-        `x` of shape (n, ...) is equal in shape on all ranks, and n a multiple of their number (else ValueError). It
-        keeps its elements. Returns `out` of shape (n / size, ...), or a new NumPy array without it; `out` may be this
-        rank's part of `x` itself. Types, `op`, `async_op`, `timeout`, `stream` and errors are as in `all_reduce`.
+        `x` has shape (n, ...), equal on all ranks. Its first dimension is divided among the ranks; n must be a multiple
+        of the group's size (else ValueError). `x` keeps its elements. Returns `out` of shape (n / size, ...), or a new
+        NumPy array if `out` is not given. `out` may be this rank's part of `x` itself. Element types, `op`, `async_op`,
+        `timeout`, `stream` and errors are as in `all_reduce`.
         """
         code = op_code(op)
         src = self._operand(x, "the array", stream).to_read()
@@ -208,10 +212,11 @@ class Collectives(Messages):
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Any:
-        """Every rank gets rank `src`'s array: in `out`, or in `x` without it, and returns that.
+        """Copies rank `src`'s array to every rank.
 
-        `x` has one shape and type on all ranks; its elements are overwritten on every rank but `src` unless `out` is
-        given. Types, `out`, `async_op`, `timeout`, `stream` and errors are as in `all_reduce`.
+        `x` has the same shape and element type on all ranks. The result is written to `out`, or to `x` if `out` is not
+        given, and returned. `x` on rank `src` is never changed. Element types, `out`, `async_op`, `timeout`, `stream`
+        and errors are as in `all_reduce`.
         """
         root = self._rank(src, "src")
         source, target, result = self._pair(x, out, stream)
@@ -236,11 +241,11 @@ class Collectives(Messages):
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Any:
-        """Rank `dst` gets all ranks' arrays, stacked along a new first dimension; the others get None.
+        """Stacks all ranks' arrays along a new first dimension on rank `dst`. Other ranks get None.
 
-        `x` has one size and type on all ranks, and keeps its elements. Returns, on `dst`, `out` of shape
-        (size, *x.shape), or a new NumPy array without it; the others' `out` is not used. Types, `async_op`, `timeout`,
-        `stream` and errors are as in `all_reduce`.
+        `x` has the same size and element type on all ranks, and keeps its elements. On `dst`, returns `out` of shape
+        (size, *x.shape), or a new NumPy array if `out` is not given. Other ranks ignore `out`. Element types,
+        `async_op`, `timeout`, `stream` and errors are as in `all_reduce`.
         """
         root = self._rank(dst, "dst")
         given: Operand | None
@@ -275,11 +280,12 @@ class Collectives(Messages):
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Any:
-        """Rank r gets the r-th row of rank `src`'s `x`, whose first dimension is the number of ranks.
+        """Gives rank r the r-th row of rank `src`'s array.
 
-        The other ranks give no `x`, and an `out` of the shape and type of a row, whose elements are overwritten
-        (ValueError without it); on `src` the result is a new NumPy array without `out`. `x` keeps its elements. Returns
-        the row. Types, `async_op`, `timeout`, `stream` and errors are as in `all_reduce`.
+        On `src`, the first dimension of `x` is the number of ranks, `x` keeps its elements, and the row is written to
+        `out`, or to a new NumPy array if `out` is not given. Every other rank passes no `x`, and must pass an `out`
+        with the shape and element type of a row (else ValueError). Returns the row. Element types, `async_op`,
+        `timeout`, `stream` and errors are as in `all_reduce`.
         """
         root = self._rank(src, "src")
         source: Operand | None = None
@@ -301,7 +307,8 @@ class Collectives(Messages):
             given = target.nothing()  # not read on this rank
         elif target.count > 0 and target.address == source.address + self.rank * target.nbytes:
             if target.place is None:
-                # In place would mean that every rank has room for all rows; the own row is in place already.
+                # The core's in-place scatter needs room for all rows on every rank. This rank's row is in place
+                # already, so the copy goes to spare memory.
                 spare = np.empty(target.nbytes, np.uint8)
                 target = Operand(spare.ctypes.data, target.count, target.dtype, None, spare)
             else:
@@ -327,11 +334,11 @@ class Collectives(Messages):
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Any:
-        """Every rank gets all ranks' arrays, stacked along a new first dimension.
+        """Stacks all ranks' arrays along a new first dimension on every rank.
 
-        `x` has one size and type on all ranks, and keeps its elements. Returns `out` of shape (size, *x.shape), or a
-        new NumPy array without it; `x` may be this rank's part of `out` itself. Types, `async_op`, `timeout`, `stream`
-        and errors are as in `all_reduce`.
+        `x` has the same size and element type on all ranks, and keeps its elements. Returns `out` of shape (size,
+        *x.shape), or a new NumPy array if `out` is not given. `x` may be this rank's row of `out` itself. Element
+        types, `async_op`, `timeout`, `stream` and errors are as in `all_reduce`.
         """
         src = self._operand(x, "the array", stream).to_read()
         dst, result = self._target(src, out, (self.size, *src.shape), stream)
@@ -355,11 +362,11 @@ class Collectives(Messages):
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Any:
-        """Rank r gets the r-th part of every rank's array, in rank order.
+        """Gives rank r the r-th part of every rank's array, in rank order.
 
-        The first dimension of `x` is a multiple of the number of ranks (else ValueError) and is divided among them.
-        Returns `out`, of the shape of `x`; without it `x`, whose elements are overwritten. Types, `out`, `async_op`,
-        `timeout`, `stream` and errors are as in `all_reduce`.
+        The first dimension of `x` is divided among the ranks, and must be a multiple of their number (else ValueError).
+        Returns `out`, which has the shape of `x`. If `out` is not given, the result overwrites `x`, which is returned.
+        Element types, `out`, `async_op`, `timeout`, `stream` and errors are as in `all_reduce`.
         """
         src, dst, result = self._pair(x, out, stream)
         self._part(dst, "all_to_all")
@@ -370,7 +377,7 @@ class Collectives(Messages):
     @overload
     def barrier(self, *, async_op: Literal[True], timeout: float | None = None) -> Handle[None]: ...
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Any:
-        """Returns when every rank has called it; with `async_op` a `Handle`, whose `wait()` does.
+        """Blocks until every rank has called it. With `async_op`, returns a `Handle` whose `wait()` blocks instead.
 
         `timeout` and errors are as in `all_reduce`.
         """
@@ -389,14 +396,16 @@ class Collectives(Messages):
         timeout: float | None,
         **options: Any,
     ) -> Any:
-        """Begins a verb and returns its result, or its handle. The options are those of `verbs.operation`."""
+        """Begins a verb. Returns its result, or its handle if `async_op`. `options` are those of `verbs.operation`."""
         ready = verbs.operation(self._communicator, verb, src, dst, **options)
         return outcome(ready.begin(async_op, timeout), result, self)
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
     def _pair(self, x: Any, out: Any, stream: int | None) -> tuple[Operand | None, Operand, Any]:
-        """Source (None in place), destination, and what to return, of a verb whose result has the shape of `x`."""
+        """Returns the source (None if in place), the destination and the return value of a verb whose result has `x`'s
+        shape.
+        """
         memory = self._operand(x, "the array", stream)
         if out is None or out is x:
             return None, memory.to_write("the array", has_out=True), x
@@ -404,7 +413,7 @@ class Collectives(Messages):
         return *verbs.ALL_REDUCE.in_place(memory.to_read(), target, self.rank), out
 
     def _part(self, memory: Operand, verb: str) -> tuple[int, ...]:
-        """The shape of one rank's part of `memory`."""
+        """Returns the shape of one rank's part of `memory`."""
         if not memory.shape or memory.shape[0] % self.size:
             raise ValueError(
                 f"{verb}: the first dimension of shape {memory.shape} cannot be divided among {self.size} ranks"
@@ -412,7 +421,7 @@ class Collectives(Messages):
         return (memory.shape[0] // self.size, *memory.shape[1:])
 
     def _target(self, memory: Operand, out: Any, shape: tuple[int, ...], stream: int | None) -> tuple[Operand, Any]:
-        """Destination and what to return, of a verb whose result has another shape."""
+        """Returns the destination and the return value of a verb whose result has another shape than its argument."""
         if out is None:
             out = empty_like(memory, shape)
         return same_kind(memory, self._operand(out, "out", stream), shape), out

@@ -1,4 +1,6 @@
-"""The environment, read here and nowhere else; always at call time, so that a launcher or a test can set it late."""
+"""Reads the environment. No other module does. Every variable is read when it is needed, so a launcher or test can set
+it late.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,14 @@ from bagua.engine import ALGORITHMS, MAX_STREAMS, TRANSPORTS, Tls
 
 
 def text(name: str) -> str | None:
-    """The variable's value; None when it is unset or empty."""
+    """Returns the variable's value; None if it is unset or empty."""
     return os.environ.get(name) or None
 
 
 def integer(name: str, default: int, least: int | None = None, most: int | None = None) -> int:
-    """The variable as an integer, within limits. ValueError names the variable and what it holds."""
+    """Returns the variable as an integer. Raises ValueError with its name and value if it is not one, or outside the
+    limits.
+    """
     value = text(name)
     if value is None:
         return default
@@ -39,7 +43,7 @@ def integer(name: str, default: int, least: int | None = None, most: int | None 
 
 
 def number(name: str, default: float) -> float:
-    """The variable as a number. ValueError names the variable and what it holds."""
+    """Returns the variable as a number. Raises ValueError with its name and value if it is not one."""
     value = text(name)
     if value is None:
         return default
@@ -50,11 +54,11 @@ def number(name: str, default: float) -> float:
 
 
 def seconds(name: str, default: float) -> float:
-    """The variable as a time. ValueError names the variable where it is none, or not positive."""
+    """Returns the variable as a time in seconds. Raises ValueError with its name if it is not a positive number."""
     return _positive(name, number(name, default))
 
 
-#: A hundred years, also for an infinite time: the core's longest, and one that torch's stores can count.
+#: The longest time that the core and torch's stores can represent safely: a hundred years. Replaces an infinite time.
 _LONGEST = 100.0 * 365 * 24 * 3600
 
 
@@ -68,7 +72,9 @@ def _positive(name: str, value: float) -> float:
 
 
 def choice(name: str, choices: Sequence[str], default: str) -> str:
-    """The variable as one of these texts. ValueError names the variable, what it holds, and what there is."""
+    """Returns the variable if it is one of `choices`. Raises ValueError with its name, its value and the choices
+    otherwise.
+    """
     value = text(name) or default
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
@@ -76,7 +82,9 @@ def choice(name: str, choices: Sequence[str], default: str) -> str:
 
 
 def flag(name: str) -> bool:
-    """True for 1, true, yes and on; False for 0, false, no, off and an unset variable."""
+    """Returns True for 1, true, yes and on; False for 0, false, no, off and an unset variable. Raises ValueError
+    otherwise.
+    """
     value = (text(name) or "0").lower()
     if value in ("1", "true", "yes", "on"):
         return True
@@ -86,13 +94,13 @@ def flag(name: str) -> bool:
 
 
 def announce(**variables: str) -> None:
-    """Sets variables for this process and its children, which read their rank from the environment."""
+    """Sets variables for this process and its children."""
     os.environ.update(variables)
 
 
 @contextlib.contextmanager
 def keeping(*names: str) -> Iterator[None]:
-    """At the end these variables are as they were before."""
+    """Restores the named variables at the end of the `with` block."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield
@@ -105,28 +113,29 @@ def keeping(*names: str) -> Iterator[None]:
 
 
 def environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child: that of this process with other or further variables."""
+    """Returns this process's environment with some variables changed or added, for a child process."""
     return {**os.environ, **changes}
 
 
 class Variable(NamedTuple):
     """A variable whose name begins with BAGUA_."""
 
-    #: What holds where it is not set; None: nothing.
+    #: The value if the variable is not set; None if there is no default.
     default: str | None
-    #: What it holds. ValueError names the variable where that cannot be used.
+    #: Returns the variable's value. Raises ValueError with its name if the value is invalid.
     read: Callable[[], object]
 
 
-#: Every such variable by its name: the page "Settings" as a table.
+#: Every variable by its name, as on the page "Settings".
 VARIABLES: dict[str, Variable] = {}
 
-#: The beginning of their names.
 _PREFIX = "BAGUA_"
 
 
 def unknown() -> list[tuple[str, str | None]]:
-    """The variables that begin like ours and are none, each with the setting whose name is nearest, if one is near."""
+    """Returns the variables that begin with BAGUA_ but are not settings, each with the most similar setting, if any is
+    similar.
+    """
     names = {name.removeprefix(_PREFIX): name for name in VARIABLES}
     found = []
     for name in sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in VARIABLES):
@@ -136,7 +145,7 @@ def unknown() -> list[tuple[str, str | None]]:
 
 
 def warn_of_misspelt() -> None:
-    """Warns of each variable whose name is nearly that of a setting."""
+    """Warns of each variable whose name resembles that of a setting."""
     for name, nearest in unknown():
         if nearest is not None:
             hints.warn(f"unknown setting {name} is ignored; did you mean {nearest}?")
@@ -186,13 +195,13 @@ _timeout = _seconds("BAGUA_TIMEOUT", 300.0)
 
 @dataclass(frozen=True)
 class Settings:
-    """How a group is built, besides ranks and addresses; the extension reads them by their names."""
+    """Settings of a group other than ranks and addresses. The extension reads the fields by name."""
 
-    #: Seconds until an operation gives up.
+    #: Seconds until an operation raises BaguaTimeoutError.
     timeout: float
     #: Proves that a connection belongs to this job.
     secret: bytes
-    #: How TCP connections are encrypted; None: not at all.
+    #: How TCP connections are encrypted; None if they are not.
     tls: Tls | None
     #: Seconds of silence after which a peer is lost.
     heartbeat_timeout: float = field(default_factory=_seconds("BAGUA_HEARTBEAT_TIMEOUT", 5.0))
@@ -200,9 +209,9 @@ class Settings:
     transport: str = field(default_factory=_choice("BAGUA_TRANSPORT", TRANSPORTS, "auto"))
     #: TCP streams to a peer on another host.
     streams_per_peer: int = field(default_factory=_integer("BAGUA_STREAMS_PER_PEER", 2, 1, MAX_STREAMS))
-    #: How all_reduce goes between hosts: one of ALGORITHMS.
+    #: The all_reduce algorithm between hosts: one of ALGORITHMS.
     algorithm: str = field(default_factory=_choice("BAGUA_ALGORITHM", ALGORITHMS, "auto"))
-    #: Ranks share memory only if this is equal; "" asks the system.
+    #: Ranks share memory only if their host ids are equal. "" uses the system's id.
     host_id: str = field(default_factory=_text("BAGUA_HOST_ID", ""))
 
 
@@ -210,7 +219,9 @@ _TLS_FILES = ("BAGUA_TLS_CERT", "BAGUA_TLS_KEY", "BAGUA_TLS_CA")
 
 
 def _tls(has_secret: bool) -> Tls | None:
-    """What BAGUA_TLS and the files say. ValueError for a part of them, and for files that cannot be used."""
+    """Returns how to encrypt, from BAGUA_TLS and its files. Raises ValueError for an incomplete set, or an unusable
+    file.
+    """
     paths = {name: path for name in _TLS_FILES if (path := text(name)) is not None}
     if paths and text("BAGUA_TLS") is None:
         raise ValueError(f"{', '.join(paths)} set without BAGUA_TLS: set BAGUA_TLS=1 to encrypt, or BAGUA_TLS=0")
@@ -221,7 +232,7 @@ def _tls(has_secret: bool) -> Tls | None:
             raise ValueError("BAGUA_TLS=1 needs BAGUA_JOB_SECRET, or BAGUA_TLS_CERT, BAGUA_TLS_KEY and BAGUA_TLS_CA")
         return Tls()
     if missing := [name for name in _TLS_FILES if name not in paths]:
-        raise ValueError(f"{', '.join(paths)} needs {' and '.join(missing)} beside it")
+        raise ValueError(f"{', '.join(paths)} set without {' and '.join(missing)}: set all three")
     contents = []
     for name, path in paths.items():
         try:
@@ -236,11 +247,11 @@ def _tls(has_secret: bool) -> Tls | None:
 
 
 def settings(*, timeout: float | None = None, secret: str | bytes | None = None) -> Settings:
-    """Arguments where they are given, then the environment, then the defaults."""
+    """Returns the settings of a group: the arguments that are given, then the environment, then the defaults."""
     if secret is None:
         secret = _secret()
     if not isinstance(secret, str | bytes | bytearray | memoryview):
-        # Of an integer `bytes` makes so many zeros.
+        # bytes(n) would make n zero bytes.
         raise TypeError(f"the secret is a {type(secret).__name__}, not text or bytes")
     return Settings(
         timeout=_timeout() if timeout is None else _positive("timeout", float(timeout)),
@@ -249,14 +260,16 @@ def settings(*, timeout: float | None = None, secret: str | bytes | None = None)
     )
 
 
-# These make sense together only.
+# `settings` checks these together.
 _declared("BAGUA_TLS", "0", settings)
 for _file in _TLS_FILES:
     _declared(_file, None, settings)
 
 
 def address_book() -> str | None:
-    """The address book of an elastic job, BAGUA_ELASTIC; None in other jobs. ValueError for what names none."""
+    """Returns the address book of an elastic job (BAGUA_ELASTIC); None in other jobs. Raises ValueError for a malformed
+    URL.
+    """
     url = text("BAGUA_ELASTIC")
     if url is not None:
         try:
@@ -267,7 +280,7 @@ def address_book() -> str | None:
 
 
 def book_place(url: str) -> Path | tuple[str, int]:
-    """The directory, or the host and port, of an address book. ValueError for what names none."""
+    """Returns the directory, or the host and port, of an address book. Raises ValueError for a malformed URL."""
     with contextlib.suppress(ValueError):
         parsed = urlsplit(url)
         if parsed.scheme == "file" and parsed.path.startswith("/") and parsed.path != "/" and not parsed.netloc:
@@ -278,19 +291,19 @@ def book_place(url: str) -> Path | tuple[str, int]:
 
 
 _declared("BAGUA_ELASTIC", None, address_book)
-# The runner sets it for scripts.
+# Set by the runner, for scripts to read.
 _declared("BAGUA_RESTART_COUNT", None, partial(integer, "BAGUA_RESTART_COUNT", 0))
-# The launchers set it for scripts.
+# Set by the launchers, for scripts to read.
 _optional("BAGUA_NET_IMPLEMENT")
 
-#: Bytes of a gradient bucket.
+#: Largest size of a gradient bucket, in bytes.
 default_bucket_size = _integer("BAGUA_DEFAULT_BUCKET_SIZE", 10 * 1024 * 1024, 1)
-#: The hosts of `baguarun` where its options name none.
+#: The hosts of `baguarun` if its options name none.
 host_list = _optional("BAGUA_NODE_DOMAIN_NAMES")
-#: The port of ssh on hosts that name none.
+#: The ssh port of hosts that are given without one.
 ssh_port = _integer("BAGUA_SSH_PORT", 22, 1, 65535)
 
-# Those of the original's tuning service, which does not exist here: for scripts that ask for them.
+# Settings of the original's tuning service, which does not exist here. Scripts may still read them.
 service_port = _integer("BAGUA_SERVICE_PORT", -1)
 report_metrics = _flag("BAGUA_REPORT_METRICS")
 autotune_level = _integer("BAGUA_AUTOTUNE", 0)
@@ -307,7 +320,7 @@ def agent_serves_store() -> bool:
 
 
 def attempt() -> str:
-    """Identifies this start of the job among those that use the same store."""
+    """Returns an id of this start of the job, which differs from other starts that use the same store."""
     return f"{text('TORCHELASTIC_RUN_ID') or ''}/{text('TORCHELASTIC_RESTART_COUNT') or '0'}"
 
 
@@ -316,13 +329,15 @@ metrics_host = _text("BAGUA_METRICS_ADDR", "127.0.0.1")
 
 
 def metrics_address() -> tuple[str, int] | None:
-    """Where local rank 0 serves its metrics, each further rank of a host one port higher; None: nowhere."""
+    """Returns the host and port at which local rank 0 serves its metrics; None if metrics are off. Local rank n uses
+    port + n.
+    """
     port = _metrics_port()
     return (metrics_host(), port) if port else None
 
 
 def trace_dir() -> str | None:
-    """The directory of flight records; None when BAGUA_TRACE_DIR is set and empty: there are to be none."""
+    """Returns the directory of flight records; None if BAGUA_TRACE_DIR is set and empty, which turns records off."""
     found = os.environ.get("BAGUA_TRACE_DIR")
     return default_trace_dir() if found is None else found or None
 
@@ -331,10 +346,10 @@ _declared("BAGUA_TRACE_DIR", None, trace_dir)
 
 
 def default_trace_dir() -> str:
-    """The directory of flight records where BAGUA_TRACE_DIR is not set: "bagua" in what `tempfile.gettempdir` gives.
+    """Returns the directory of flight records if BAGUA_TRACE_DIR is unset: "bagua" in the system's temporary directory.
 
-    That function makes and removes a file, for which a thousand ranks of a host that fail at once wait. So it is only
-    called where no directory of its list can be written to.
+    `tempfile.gettempdir` creates and removes a file, which is slow when a thousand ranks of a host fail at once. This
+    function therefore calls it only if no directory of its list is writable.
     """
     found = tempfile.tempdir
     if found is None:
@@ -346,15 +361,15 @@ def default_trace_dir() -> str:
 
 @dataclass(frozen=True)
 class CudaPlaces:
-    """Where the libraries of CUDA are looked for."""
+    """Places in which CUDA's libraries are searched."""
 
-    #: Paths of files, each in place of everything else; None where the library is searched for.
+    #: Path of each library file; None if the library is to be searched for.
     libcuda: str | None
     libnvrtc: str | None
     libnccl: str | None
-    #: Folders of this Python's packages, in which `nvidia/*/lib` may be.
+    #: Folders of Python packages, which may contain `nvidia/*/lib`.
     site_packages: list[str]
-    #: NCCL 2.30 or newer may let several ranks use one device.
+    #: True if several ranks may use one device, which NCCL 2.30 and newer support.
     nccl_multi_rank_gpu: bool = False
 
 
@@ -363,7 +378,7 @@ _libnccl = _optional("BAGUA_LIBNCCL")
 
 
 def cuda_places() -> CudaPlaces:
-    """What the BAGUA_LIB variables name, and this Python's folders."""
+    """Returns the library paths of the BAGUA_LIB variables, and this Python's package folders."""
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
     if site.ENABLE_USER_SITE:
         folders.append(site.getusersitepackages())
@@ -377,8 +392,10 @@ def cuda_places() -> CudaPlaces:
 
 
 def cuda_cache() -> str | None:
-    """The folder of compiled kernels, `bagua/cuda` in that of the user's caches; None: the user has none."""
-    # A relative path does not count: https://specifications.freedesktop.org/basedir-spec/latest/
+    """Returns the folder of compiled kernels, `bagua/cuda` in the user's cache folder; None if the user has no cache
+    folder.
+    """
+    # A relative path must be ignored: https://specifications.freedesktop.org/basedir-spec/latest/
     caches = text("XDG_CACHE_HOME")
     if caches is None or not os.path.isabs(caches):
         caches = os.path.expanduser("~/.cache")
@@ -391,14 +408,14 @@ _log_level = _declared("BAGUA_LOG", None, lambda: choice("BAGUA_LOG", LOG_LEVELS
 
 
 def log_level() -> str | None:
-    """The level of the logger "bagua"; None leaves it alone."""
+    """Returns the level of the logger "bagua"; None leaves the level unchanged."""
     return _log_level()
 
 
-#: Whether ranks compare each call on CUDA arrays before it is put on a device.
+#: True if ranks compare each call on CUDA arrays before they enqueue it on a device.
 cuda_check = _flag("BAGUA_CUDA_CHECK")
 
 #: Values of BAGUA_CUDA_COLLECTIVE.
 CUDA_COLLECTIVES = ("auto", "nccl", "staged")
-#: How arrays on CUDA devices are combined.
+#: How ranks communicate arrays on CUDA devices: one of CUDA_COLLECTIVES.
 cuda_collective = _choice("BAGUA_CUDA_COLLECTIVE", CUDA_COLLECTIVES, "auto")

@@ -1,4 +1,4 @@
-"""The verbs as functions on the default group: each is the method of `Group` of the same name, with its text."""
+"""The verbs as functions on the default group. Each is the method of `Group` of the same name, with its docstring."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ __all__ = [
 
 _Verb = TypeVar("_Verb", bound=Callable[..., Any])
 
-# To type checkers a group, whose methods lack their `self` as the functions do.
+# A Group to type checkers: methods of an instance have no `self`, like the functions below.
 _GROUP = cast("group.Group", group.Group)
 
 
 def _on_default_group(method: _Verb) -> _Verb:
-    """A method of `Group` as a function: the same signature and text, on the default group."""
+    """Returns a function that calls a method of the default group, with the same signature and docstring."""
     name = method.__name__
 
     @functools.wraps(method)

@@ -1,9 +1,9 @@
-"""Marks what is going to be removed: it warns for two minor versions, as docs/reference/versions.md promises.
+"""Marks names that will be removed. They warn for two minor versions, as docs/reference/versions.md promises.
 
     @deprecated(since="0.3.0", instead="bagua.all_reduce")
     def old(x): ...
 
-warns from 0.3.0 on and is removed in 0.5.0. A test fails in the version that still has it.
+warns from 0.3.0 on and is removed in 0.5.0. A test fails in 0.5.0 if the name still exists.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 __all__ = ["MINOR_VERSIONS", "Deprecation", "deprecated", "deprecations", "overdue"]
 
-#: How many minor versions warn before the one that removes.
+#: Number of minor versions that warn before the one that removes the name.
 MINOR_VERSIONS = 2
 
 _Marked = TypeVar("_Marked", bound=Callable[..., Any])
@@ -25,7 +25,7 @@ _MARKED: list[Deprecation] = []
 
 
 class Deprecation(NamedTuple):
-    """A name that is going to be removed."""
+    """A name that will be removed."""
 
     #: Module and name.
     name: str
@@ -33,7 +33,7 @@ class Deprecation(NamedTuple):
     since: str
     #: The version that no longer has it.
     removal: str
-    #: What to use; "" where nothing takes its place.
+    #: The replacement; "" if there is none.
     instead: str
 
     def __str__(self) -> str:
@@ -42,10 +42,11 @@ class Deprecation(NamedTuple):
 
 
 def deprecated(*, since: str, instead: str = "") -> Callable[[_Marked], _Marked]:
-    """Makes every call of a function, and every construction of a class, a DeprecationWarning at the caller's line.
+    """Returns a decorator that makes each call of a function, or construction of a class, a DeprecationWarning at the
+    caller's line.
 
-    `since` is the first version that warns, as "major.minor.patch"; `instead` names what to use. ValueError where
-    `since` is no such version.
+    `since` is the first version that warns, as "major.minor.patch". `instead` names the replacement. Raises ValueError
+    if `since` is not of this form.
     """
     removal = _removal(since)
 
@@ -69,12 +70,12 @@ def deprecated(*, since: str, instead: str = "") -> Callable[[_Marked], _Marked]
 
 
 def deprecations() -> list[Deprecation]:
-    """What the imported modules have marked, in the order of their imports."""
+    """Returns the marked names of all imported modules, in the order of import."""
     return list(_MARKED)
 
 
 def overdue(version: str) -> list[Deprecation]:
-    """What should have been removed in a version of Bagua, or before."""
+    """Returns the marked names that should have been removed in the given version or before."""
     return [one for one in _MARKED if _numbers(one.removal) <= _numbers(version)]
 
 

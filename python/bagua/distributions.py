@@ -20,11 +20,11 @@ _RECORD = re.compile(r"(bagua(?:_cuda\d+)?)-(\d[^-]*)(?:-py[\d.]+)?\.(?:dist|egg
 
 
 class Conflict(NamedTuple):
-    """Distributions that own one folder."""
+    """Installed distributions that own the same folder."""
 
-    #: Their names and the folder.
+    #: The conflict, with the names of the distributions and the folder.
     why: str
-    #: What to do about it.
+    #: The commands that end the conflict.
     fix: str
 
 
@@ -47,6 +47,6 @@ def conflict() -> Conflict | None:
 
 
 def warn() -> None:
-    """Warns the importer of `bagua` of a conflict."""
+    """Warns the importer of `bagua` if there is a conflict."""
     if found := conflict():
         hints.warn(f"{found.why}: {found.fix}")

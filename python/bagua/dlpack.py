@@ -1,4 +1,4 @@
-"""DLPack, read here and not by NumPy: NumPy refuses bfloat16 and memory of devices.
+"""Reads DLPack capsules. NumPy's own reader refuses bfloat16 and device memory.
 
 https://dmlc.github.io/dlpack/latest/c_api.html
 """
@@ -19,7 +19,7 @@ __all__ = ["CUDA", "DEVICES", "ON_HOST", "CapsuleMemory", "contiguous", "export"
 ON_HOST = (1, 3, 11)
 #: Device type of CUDA memory.
 CUDA = 2
-#: Names of the other device types.
+#: Names of device types that are not host memory.
 DEVICES = {2: "CUDA", 4: "OpenCL", 7: "Vulkan", 8: "Metal", 10: "ROCm", 13: "CUDA managed memory", 14: "oneAPI"}
 
 
@@ -50,9 +50,9 @@ class _Versioned(ctypes.Structure):
 
 
 _READ_ONLY = 1
-# Packages whose arrays never change. They may export unversioned capsules, which have no read-only flag.
+# Packages with immutable arrays. They may export unversioned capsules, which have no read-only flag.
 _IMMUTABLE = {"jax", "jaxlib", "pyarrow", "tensorflow"}
-# DLPack's codes of the kinds of elements.
+# DLPack's type codes.
 _KINDS = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "complex": 5, "bool": 6}
 
 
@@ -81,15 +81,13 @@ _is_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
 class CapsuleMemory:
     """The memory that a capsule describes, valid until the capsule is freed."""
 
-    #: Of the first byte.
+    #: Address of the first element.
     address: int
-    #: Dimensions.
     shape: tuple[int, ...]
-    #: Elements from one index to the next, by dimension; None: contiguous.
+    #: Stride of each dimension, in elements; None if contiguous in C order.
     strides: tuple[int, ...] | None
-    #: NumPy's name of the type; that of an integer of the same size for bfloat16.
+    #: NumPy's type string; bfloat16 has that of an integer of the same size.
     typestr: str
-    #: Name of the element type.
     dtype_name: str
     #: False if the capsule or the class of the array says that the memory is read-only.
     writable: bool
@@ -98,14 +96,15 @@ class CapsuleMemory:
 def export(x: Any, what: str, **arguments: Any) -> tuple[Any, CapsuleMemory]:
     """Returns the capsule that an array exports, and the memory that the capsule describes.
 
-    Raises TypeError if the array exports none, or if its elements cannot be communicated.
+    `what` names the array in error texts; `arguments` go to its `__dlpack__`. Raises TypeError if the array exports no
+    capsule, or if its elements cannot be communicated.
     """
     capsule = _capsule_of(x, what, **arguments)
     return capsule, _memory_of(x, capsule, what)
 
 
 def _capsule_of(x: Any, what: str, **arguments: Any) -> Any:
-    # torch exports such a view, of the imaginary part of a conjugate for instance, without the sign.
+    # torch exports a lazily negated view, such as the imaginary part of a conjugate, without the sign.
     if hasattr(x, "is_neg") and x.is_neg():
         raise TypeError(f"{what} ({type(x).__name__}) is the negation of its memory: give its resolve_neg()")
     try:
@@ -137,7 +136,9 @@ def _memory_of(x: Any, capsule: Any, what: str) -> CapsuleMemory:
 
 
 def contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None, element: int = 1) -> bool:
-    """Whether elements follow each other in C order; strides in units of which an element has so many."""
+    """Returns True if elements follow each other in C order. `element` is the size of an element in the unit of the
+    strides.
+    """
     if strides is None or 0 in shape:
         return True
     expected = element

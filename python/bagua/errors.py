@@ -1,9 +1,9 @@
-"""What can go wrong between ranks: one class for each reaction of a caller.
+"""Errors between ranks: one class for each way in which a caller may react.
 
-Bad arguments are `ValueError`, `TypeError` or `NotImplementedError`, raised before anything is sent. Everything here
-is raised afterwards, and leaves the group unusable: `bagua.shutdown()` works, and a new group can be built in the same
-process. Only `PeerRaisedError` for an object that a rank could not pickle leaves the group as it was. Ranks in these
-errors are ranks of the world.
+Bad arguments raise `ValueError`, `TypeError` or `NotImplementedError` before anything is sent. The errors here are
+raised after that, and the group is then unusable: call `bagua.shutdown()`, and build a new group in the same process if
+needed. One exception: the group stays usable after a `PeerRaisedError` about an object that a rank could not pickle.
+Ranks in these errors are ranks of the world.
 """
 
 from __future__ import annotations
@@ -28,63 +28,63 @@ def _again(cls: type[BaguaError], text: str, fields: dict[str, Any]) -> BaguaErr
 
 @dataclass(eq=False, repr=False, match_args=False)
 class BaguaError(RuntimeError):
-    """Base of all errors of communication, and the error of a group that cannot be built or used."""
+    """Base of all communication errors. Raised itself if a group cannot be built or used."""
 
     text: InitVar[str] = ""
-    """What happened: the only argument without a name, and `str` of the error."""
+    """What happened: the only positional argument, and `str` of the error."""
     record: str | None = field(default=None, kw_only=True)
-    """Path of the file with this rank's last operations, when its group failed and the file could be written."""
+    """Path of the file with this rank's last operations; None unless its group failed and the file could be written."""
 
     def __post_init__(self, text: str) -> None:
         super().__init__(text)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The default would call the class with its text alone, and lose the fields in another process.
+        # The default would pass only the text, and lose the fields when the error is unpickled.
         return _again, (type(self), str(self), self.__dict__)
 
 
-# An argument, and no attribute.
+# `text` is an argument, not an attribute.
 del BaguaError.text  # type: ignore[attr-defined]
 
 
 @dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class _During:
-    """What an error may know of the operation that it ended."""
+    """The operation that an error ended, as far as it is known."""
 
     during: str = ""
-    """What this rank was doing, "" when it was doing nothing."""
+    """The operation of this rank, such as "all_reduce(sum)"; "" if there was none."""
     bucket: str = ""
-    """Bucket or other label of that operation, "" when it has none."""
+    """Bucket or other label of the operation; "" if it has none."""
     done_bytes: int = 0
-    """Bytes that were received and used."""
+    """Number of bytes received and used before the error."""
     total_bytes: int = 0
-    """Bytes that the operation needs in all."""
+    """Total number of bytes that the operation receives."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class PeerLostError(BaguaError, _During):
-    """A peer died, froze, left while it was needed, or was cut off."""
+    """A peer died, froze, was cut off, or left while it was needed."""
 
     rank: int = -1
     """The rank that is gone."""
     host: str = ""
     """Name of its host."""
     reason: str = ""
-    """How that was noticed."""
+    """How the loss was noticed."""
     noticed_by: int = -1
-    """The rank that noticed first."""
+    """The rank that noticed the loss first."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class BaguaTimeoutError(BaguaError, TimeoutError, _During):
-    """A deadline passed although the peers are alive."""
+    """A timeout expired although the peers are alive."""
 
     missing: tuple[int, ...] = ()
-    """The ranks that had not done their part; empty when only this process's communication thread was waited for."""
+    """Ranks that had not done their part; empty if the wait was only for this process's communication thread."""
     after: float = 0.0
-    """The deadline that was set, in seconds."""
+    """The timeout, in seconds."""
     noticed_by: int = -1
-    """The rank whose deadline passed."""
+    """The rank whose timeout expired."""
 
     def __post_init__(self, text: str) -> None:
         super().__post_init__(text)
@@ -93,35 +93,35 @@ class BaguaTimeoutError(BaguaError, TimeoutError, _During):
 
 @dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class PeerRaisedError(BaguaError):
-    """Another rank reported an exception."""
+    """Another rank raised an exception and reported it."""
 
     rank: int = -1
     """The rank that raised."""
     host: str = ""
     """Name of its host."""
     kind: str = ""
-    """Class of its exception, e.g. "ValueError"."""
+    """Class name of the exception, such as "ValueError"."""
     message: str = ""
-    """Text of its exception."""
+    """Text of the exception."""
 
 
 class MismatchError(BaguaError):
-    """Ranks disagree on what to do, in which order, or on which data; the text says what each rank was doing."""
+    """Ranks disagree on the operation, its order or its data. The text says what each rank was doing."""
 
 
 class AbortedError(BaguaError):
-    """The user or the engine gave up on the group."""
+    """The user or the engine aborted the group."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class DeviceError(BaguaError):
-    """A call of a device's driver, or of a library over it, failed on this rank."""
+    """A call of a device's driver, or of a library on top of it, failed on this rank."""
 
     api: str = ""
-    """The function, e.g. "cuMemcpyDtoHAsync" or "ncclAllReduce"."""
+    """The function that failed, such as "cuMemcpyDtoHAsync" or "ncclAllReduce"."""
     code: int = 0
-    """What it returned."""
+    """The error code that the function returned."""
     name: str = ""
-    """The name of that code, e.g. "CUDA_ERROR_ILLEGAL_ADDRESS"."""
+    """Name of the error code, such as "CUDA_ERROR_ILLEGAL_ADDRESS"."""
     device: int = -1
     """Number of the device in this process."""

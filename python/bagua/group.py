@@ -1,4 +1,4 @@
-"""Groups of ranks: joining one, its verbs on arrays and objects, sub-groups, and the default group."""
+"""Groups of ranks: joining a group, sub-groups, and the default group."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["Group", "Handle", "default", "join", "rank", "set_default", "shutdow
 
 
 class Group(ObjectCollectives):
-    """Ranks that work together. Ranks in its methods are ranks of the group.
+    """A group of ranks that communicate with each other. Ranks in its methods are ranks of the group.
 
-    A `with` block leaves the group at its end: `with bagua.init() as group:` ends as `shutdown` does, also after a
-    `shrink` inside it. If the block raises, the other ranks get PeerRaisedError with the exception's text.
+    A `with` block leaves the group at its end. `with bagua.init() as group:` does what `shutdown` does, even after a
+    `shrink` inside the block. If the block raises, the other ranks raise PeerRaisedError with the exception's text.
     """
 
     def __init__(
@@ -35,14 +35,17 @@ class Group(ObjectCollectives):
         self._local_world_size = local_world_size
         self._former_ranks: list[int] | None = None
         self.used_by_torch = False
-        """Whether a process group of torch.distributed uses it: destroying that leaves it, `shutdown()` does not."""
-        # True in a `with` block that was entered when this was the default group.
+        """True if a process group of torch.distributed uses this group. Destroying that leaves this group; `shutdown()`
+        does not.
+        """
+        # True if this was the default group when its `with` block was entered.
         self._ends_job = False
         self.is_world_of_torch_api = False
-        """Whether it is that of `bagua.torch_api`, which replaces it by `rebuild()`."""
-        # How often ranks in an order became a sub-group, so that the members name theirs alike.
+        """True if this is the group of `bagua.torch_api`, which replaces it in `rebuild()`."""
+        # Number of sub-groups made so far of the same ranks in the same order, so that all members give a sub-group one
+        # name.
         self._subgroups: dict[tuple[int, ...], int] = {}
-        # The second group of one name (two worlds in one process) gets a number in `stats()`.
+        # The second group with the same name (two worlds in one process) gets a number in `stats()`.
         self._key = next(key for key in _keys(self.name) if key not in process.groups)
         process.groups[self._key] = self
 
@@ -63,7 +66,7 @@ class Group(ObjectCollectives):
 
     @property
     def name(self) -> str:
-        """For reports and errors; the key in `stats()`."""
+        """Name of the group in reports and errors, and its key in `stats()`."""
         return self._communicator.name
 
     @property
@@ -73,17 +76,17 @@ class Group(ObjectCollectives):
 
     @property
     def hosts(self) -> list[list[int]]:
-        """Group ranks on each host, hosts in the order of their first rank."""
+        """Group ranks on each host. Hosts are in the order of their first rank."""
         return self._communicator.hosts
 
     @property
     def local_rank(self) -> int:
-        """This process's place among the ranks on its host."""
+        """Rank of this process among the ranks on its host."""
         return self._host().index(self.rank) if self._local_rank is None else self._local_rank
 
     @property
     def local_world_size(self) -> int:
-        """Ranks of the group on this host."""
+        """Number of ranks of the group on this host."""
         return len(self._host()) if self._local_world_size is None else self._local_world_size
 
     def _host(self) -> list[int]:
@@ -91,28 +94,29 @@ class Group(ObjectCollectives):
 
     @property
     def timeout(self) -> float:
-        """Default deadline of an operation, in seconds."""
+        """Default timeout of an operation, in seconds."""
         return self._communicator.timeout
 
     @property
     def collective(self) -> str:
-        """How the ranks are combined: "solo", "shm", "net" or "hier"."""
+        """How the ranks communicate: "solo" (one rank), "shm" (shared memory), "net" (sockets) or "hier" (both)."""
         return self._communicator.collective
 
     @property
     def transports(self) -> list[str]:
-        """Name of the transport towards each rank, "self" for this one."""
+        """Name of the transport to each rank, "self" for this one."""
         return self._communicator.transports
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the group was built, times in seconds."""
+        """Returns counters since the group was built. Times are in seconds."""
         return self._communicator.stats()
 
     def new_group(self, ranks: Sequence[int], ordered: bool = False) -> Group | None:
-        """The group of some members; None when this rank is not among them.
+        """Makes a group of some of this group's ranks. Returns None if this rank is not one of them.
 
-        Collective among the members, who call it in the same order for the same ranks; local on other ranks. The new
-        group numbers them in ascending order; with `ordered` in the order of `ranks`, whose first one is its rank 0.
+        All members must call it in the same order with the same ranks; other ranks need not call it. The new group
+        numbers its members in ascending order of `ranks`, or in the order given if `ordered`. Raises ValueError for no
+        ranks, duplicates, or ranks outside this group.
         """
         chosen = [self._rank(rank, "ranks") for rank in ranks]
         if not ordered:
@@ -130,22 +134,23 @@ class Group(ObjectCollectives):
         return Group(communicator)
 
     subgroup = new_group
-    """The same as `new_group`."""
+    """Alias of `new_group`."""
 
     def shrink(self, timeout: float | None = None, quorum: Literal["majority", "any"] = "majority") -> Group:
-        """The group of the ranks that are left, in the order of their ranks here. This one and its sub-groups are left.
+        """Makes a group of the remaining ranks, in the order of their ranks here. Leaves this group and its sub-groups.
 
-        Every rank that is left calls it, after PeerLostError or PeerRaisedError, and waits up to `timeout` seconds
-        (None: the group's) for those that run and have not called. After an exception of one rank all may be left. If
-        this was the default group, the new one is. `former_ranks` of the new group has each rank's rank here.
+        Every remaining rank calls it after PeerLostError or PeerRaisedError. (After an exception of one rank, all ranks
+        may remain.) It waits up to `timeout` seconds (None: the group's) for ranks that are running and have not called
+        it yet. If this was the default group, the new group becomes the default. Its `former_ranks` has each rank's
+        number here.
 
-        "majority": ranks whose process is known to have ended, or that have left, do not count; of the others more than
-        half must be here, or half with the lowest. "any" goes on without that: two partitions of the job may then both
-        go on. All ranks pass the same.
+        `quorum`, equal on all ranks: "majority" does not count ranks whose process has verifiably ended or that have
+        left. Of the others, more than half must take part, or exactly half including the lowest rank. "any" has no such
+        condition: if the network splits the job, both parts may continue.
 
-        Raises BaguaTimeoutError naming the ranks that have not called, after which the call can be repeated;
-        BaguaError that says "quorum" and which ranks may still run; PeerLostError naming this rank when the others went
-        on without it; ValueError for a sub-group.
+        Raises BaguaTimeoutError naming the ranks that have not called it, after which the call can be repeated;
+        BaguaError that says "quorum" and which ranks may still be running; PeerLostError naming this rank if the other
+        ranks continued without it; ValueError for a sub-group.
         """
         if self.is_world_of_torch_api:
             raise BaguaError("this is the group of init_process_group: call bagua.torch_api.rebuild() instead")
@@ -171,30 +176,32 @@ class Group(ObjectCollectives):
 
     @property
     def former_ranks(self) -> list[int] | None:
-        """Of a group made by `shrink`: the rank of each of its ranks in the group before. None for any other group."""
+        """For a group made by `shrink`: each member's rank in the previous group. None for other groups."""
         return None if self._former_ranks is None else list(self._former_ranks)
 
     @property
     def view(self) -> int:
-        """Number of the membership: 1 for a group that was joined, and grows with every `shrink`."""
+        """Number of the membership: 1 for a newly joined group, higher after each `shrink`."""
         return self._communicator.view
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = "float32") -> np.ndarray[Any, Any]:
-        """A new array, of zeros, in memory that the other ranks of this host can map.
+        """Returns a new array of zeros in memory that the other ranks on this host can map.
 
-        Verbs on tensors that lie in such arrays on all ranks work on the peers' memory in place, several times faster
-        than on any other array. Local: the ranks map each other's memory in the first such verb. The memory goes with
-        the array and its views, and may outlive the group.
+        If all ranks pass such arrays to a verb, the ranks read each other's memory directly, which is several times
+        faster than with other arrays. This call is local; the ranks map each other's memory in the first verb. The
+        memory is freed with the array and its views, and may outlive the group.
         """
         return shared_memory.empty(self._communicator, shape, dtype)
 
     def abort(self, reason: str = "aborted by the user") -> None:
-        """Ends every wait of the group, on every rank, with AbortedError."""
+        """Ends every wait in this group, on every rank, with AbortedError."""
         self._communicator.abort(reason)
 
     def leave(self) -> None:
-        """Leaves in order and closes this rank's connections. Idempotent; leaving the world leaves its sub-groups."""
-        # A failure that no call of this rank has raised gets its flight record here.
+        """Leaves the group and closes this rank's connections. Leaving the world also leaves its sub-groups.
+        Idempotent.
+        """
+        # Writes the flight record of a failure that no call of this rank has raised yet.
         with contextlib.suppress(BaguaError):
             self._communicator.cause()
         self._communicator.leave()
@@ -214,7 +221,7 @@ def default(*, required: Literal[True]) -> Group: ...
 @overload
 def default(*, required: bool = False) -> Group | None: ...
 def default(*, required: bool = False) -> Group | None:
-    """The default group; None, or a BaguaError when it is `required`, before `init()`."""
+    """Returns the default group. Before `init()`, returns None, or raises BaguaError if `required`."""
     found: Group | None = process.default_group
     if found is None and required:
         raise BaguaError("there is no default group: call bagua.init() first")
@@ -222,17 +229,17 @@ def default(*, required: bool = False) -> Group | None:
 
 
 def rank() -> int:
-    """This process's rank in the default group. BaguaError before `init()`."""
+    """Returns this process's rank in the default group. Raises BaguaError before `init()`."""
     return default(required=True).rank
 
 
 def world_size() -> int:
-    """Number of ranks of the default group. BaguaError before `init()`."""
+    """Returns the number of ranks in the default group. Raises BaguaError before `init()`."""
     return default(required=True).size
 
 
 def set_default(group: Group | None) -> None:
-    """Makes a group the one that the functions of `bagua` use."""
+    """Makes a group the default group, which the functions of `bagua` use."""
     process.default_group = group
 
 
@@ -249,20 +256,24 @@ def join(
     timeout: float | None = None,
     waiting: log.Waiting | None = None,
 ) -> Group:
-    """Builds a group with whatever the caller has to spread addresses.
+    """Joins a group, with the caller's own way to exchange addresses. Returns the group.
 
-    `spread` gets this rank's opaque address (a few hundred bytes) and returns every rank's, by rank. `towards` is a
-    host and a port in whose direction the peers are: this rank listens on the interface of that route; None listens on
-    loopback, or on the default route when other hosts take part according to `local_world_size`. `timeout` is in
-    seconds, for joining and as the default of operations. `secret` proves to the others that this rank belongs to the
-    job. `waiting` warns of ranks that do not come, and counts the time since it was made.
+    `spread` takes this rank's opaque address (a few hundred bytes) and returns every rank's address, by rank.
+
+    `towards` is a host and port in the direction of the peers: this rank listens on the interface that routes there.
+    None listens on the loopback interface if `local_world_size` says that all ranks are on this host, and on the
+    interface of the default route otherwise.
+
+    `timeout` is in seconds. It limits joining, and is the default of operations. `secret` proves to the other ranks
+    that this rank belongs to the job. `waiting` warns of ranks that do not come, and measures the time since it was
+    made.
     """
     log.configure()
     waiting = waiting or log.Waiting(rank, world_size)
     chosen = config.settings(timeout=timeout, secret=secret)
     lifecycle.install(_leave_all)
     if not process.settings_checked and not local_rank:
-        # One rank of a host says it for all.
+        # One warning per host is enough.
         process.settings_checked = True
         config.warn_of_misspelt()
     host = listen_host(towards, world_size, local_world_size)
@@ -284,7 +295,9 @@ def parameters(
     listen_host: str,
     secret: bytes | None = None,
 ) -> engine.GroupConfig:
-    """Parameters of a group that listens on any free port of `listen_host`; `secret` None is that of `chosen`."""
+    """Returns the parameters of a group that listens on a free port of `listen_host`. `secret` None takes that of
+    `chosen`.
+    """
     return engine.GroupConfig(
         rank,
         world_size,
@@ -298,12 +311,12 @@ def parameters(
 # Addresses that are reserved for documentation: the routes to them are the default routes, and nothing is sent.
 _ELSEWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
 
-# The second one counts on a host without IPv4.
+# The second address is for a host without IPv4.
 _LOOPBACK = (("127.0.0.1", 9), ("::1", 9))
 
 
 def listen_host(towards: tuple[str, int] | None, world_size: int, local_world_size: int | None) -> str:
-    """The address that this rank listens on, as `join` says."""
+    """Returns the address that this rank listens on. The arguments are as in `join`."""
     if towards is not None:
         return engine.local_address_towards(*towards)
     on_one_host = world_size == 1 or local_world_size == world_size
@@ -314,38 +327,41 @@ def listen_host(towards: tuple[str, int] | None, world_size: int, local_world_si
 
 
 def stats() -> dict[str, Any]:
-    """What every group of this process did: `stats()["groups"][name]["ops"][kind]` counts one kind of operation.
+    """Returns counters of every group of this process: `stats()["groups"][name]["ops"][kind]` counts one kind of
+    operation.
 
     `stats()["groups"][name]["connections"]` has the numbers of open connections: "control", which all groups of a rank
-    share, and "data", those of the group's channels and messages, of which so many were "opened" and "closed". "join_s"
-    is the time in seconds from when this rank listened until all ranks were connected. "agreement" has the "messages"
-    and "bytes" that this rank sent to agree on the group, where another one was shrunk to it.
+    share, and "data", for the group's channels and messages, with the numbers of those "opened" and "closed" so far.
+    "join_s" is the time in seconds from when this rank listened until all ranks were connected. "agreement" has the
+    "messages" and "bytes" that this rank sent to agree on the group, if `shrink` made it.
 
-    `stats()["elastic"]` is that of an elastic job, None in other jobs: "view", "ranks", "door" ("host:port") and
-    "connections_refused".
+    `stats()["elastic"]` describes an elastic job: "view", "ranks", "door" ("host:port") and "connections_refused". It
+    is None in other jobs.
     """
     groups = {group._key: group.stats() for group in sorted(process.live_groups(), key=lambda group: group._key)}
     return {"groups": groups, "elastic": None if process.elastic_stats is None else process.elastic_stats()}
 
 
 def shutdown() -> None:
-    """Leaves every group, also after a failure. Operations that are still running end with AbortedError. Idempotent.
+    """Leaves every group, even after a failure. Running operations end with AbortedError. Idempotent.
 
-    Groups of torch.distributed's backend "bagua" go on until torch destroys them.
+    Groups of torch.distributed's backend "bagua" stay until torch destroys them.
     """
     _leave_all(torchs=False)
 
 
 def end_job(error: BaseException | None) -> None:
-    """Does what `shutdown` does at the end of a `with` block, which `error` has ended unless it is None.
+    """Ends the job as `shutdown` does, at the end of a `with` block. `error` is the exception that ended the block, or
+    None.
 
-    The other ranks do not wait for a rank that raised: they get the error first, as they get an uncaught exception.
+    If the block raised, the other ranks first receive the error, as they do for an uncaught exception, and so do not
+    wait for this rank.
     """
     if error is None or isinstance(error, SystemExit):
         shutdown()
         return
     lifecycle.report(type(error), error)
-    # The group has failed, so that leaving it may raise too. The caller gets the error of the block.
+    # The group has failed, so leaving it may raise too. The caller gets the error of the block.
     with contextlib.suppress(Exception):
         shutdown()
 
@@ -357,7 +373,7 @@ def _leave_all(torchs: bool = True) -> None:
             hook()
         except Exception as error:
             first = first or error
-    # The world last: leaving it leaves its sub-groups.
+    # Leave the world last, because leaving it leaves its sub-groups.
     for group in sorted(process.live_groups(), key=lambda group: group.size):
         if torchs or not group.used_by_torch:
             group.leave()

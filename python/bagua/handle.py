@@ -1,4 +1,4 @@
-"""`Handle`: an asynchronous operation, or several as one, with what makes the result of what they received."""
+"""`Handle`: an asynchronous operation, or several operations as one, and the step that computes the result."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ class AnyHandle(Protocol):
     """An operation that may still be running."""
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Waits until it is done, or raises its error; after ``timeout`` seconds BaguaTimeoutError."""
+        """Blocks until the operation is done. Raises its error, or BaguaTimeoutError after ``timeout`` seconds."""
 
     def then(self, callback: Callable[[Exception | None], object], /) -> None:
-        """Calls ``callback(error)`` once when it is done: ``error`` is ``None``, or what :meth:`wait` raises.
+        """Calls ``callback(error)`` once when the operation is done: ``error`` is ``None``, or what :meth:`wait`
+        raises.
 
-        The call is made at once when it is done already, otherwise on a thread that calls the callbacks of all handles.
-        An exception of the callback goes to ``sys.unraisablehook``.
+        If the operation is already done, the call happens at once, otherwise on a thread that calls the callbacks of
+        all handles. An exception in the callback goes to ``sys.unraisablehook``.
         """
 
     def is_completed(self) -> bool:
-        """True when it is done or has failed."""
+        """Returns True if the operation is done or has failed."""
 
 
 class Handle(Generic[T]):
-    """The outcome of an asynchronous verb, now or later.
+    """The future result of an asynchronous verb.
 
-    `result` is the outcome, or `finish` makes it of what was received: once, on the first thread that waits, before the
-    first callback, or when `is_completed` finds that the parts are done.
+    The result is `result`, or the return value of `finish`, which computes it from the received data. `finish` runs
+    once: on the first thread that waits, before the first callback, or when `is_completed` finds that all parts are
+    done.
     """
 
     def __init__(
@@ -44,26 +46,26 @@ class Handle(Generic[T]):
         result: Any = None,
         keep: Any = None,
     ) -> None:
-        # The group: a sub-group without another reference leaves, and its operations fail.
+        # Keeps the group alive: a sub-group without references leaves, and its operations fail.
         self._keep = keep
-        # None is one that was done when it began. The core's have what a device asks for, too: streams, `synchronize`.
+        # A part that is None was done at once. The core's handles also take streams and have `synchronize`.
         self._parts: list[Any] = [part for part in parts if part is not None]
-        # None once it ran.
+        # None after it has run.
         self._finish = finish
         self._result: T = result
-        # What `finish` raised.
+        # The exception that `finish` raised.
         self._failure: Exception | None = None
-        # Held while `finish` runs, so that a second thread returns after it too.
+        # Held while `finish` runs, so that a second thread waits for it.
         self._lock = threading.Lock()
 
     def wait(self, timeout: float | None = None, *, stream: int | None = None) -> T:
-        """Waits until the verb is done, and returns its result.
+        """Blocks until the verb is done. Returns its result, or raises its error.
 
-        `timeout` is in seconds, for each part; None waits until the verb's own deadline. BaguaTimeoutError leaves the
+        `timeout` is in seconds, for each part; None waits until the verb's own timeout. BaguaTimeoutError leaves the
         verb running.
 
-        Of arrays on a CUDA device the ranks' part is waited for: work that `stream` (None: the call's) gets from now on
-        sees the result, whether or not the device has come so far.
+        For arrays on a CUDA device, waits for the ranks but not for the device: work that is put on `stream` (None: the
+        stream of the verb) after this call sees the result.
         """
         for part in self._parts:
             if stream is None:
@@ -73,20 +75,19 @@ class Handle(Generic[T]):
         return self._finished()
 
     def synchronize(self, timeout: float | None = None) -> T:
-        """As `wait`, until the device is done too, so that the host may read what it has written."""
+        """Blocks as `wait` does, and then until the device is done too, so that the host may read the result."""
         for part in self._parts:
             part.synchronize(timeout)
         return self._finished()
 
     def then(self, callback: Callable[[Exception | None], object], /) -> None:
-        """Calls `callback(error)` when the verb is done, exactly once: `error` is None, or the exception that `wait`
+        """Calls `callback(error)` exactly once when the verb is done: `error` is None, or the exception that `wait`
         raises.
 
-        When the verb is done already, the call happens here. Otherwise it happens on the thread "bagua-callbacks",
-        which calls all callbacks of the process one after another: a callback may block and start verbs, and only
-        other callbacks wait for it. The arrays are kept until the verb is done. An exception of a callback goes to
-        `sys.unraisablehook`; only one that is no Exception (KeyboardInterrupt, SystemExit) is raised here, when the
-        call happens here.
+        If the verb is already done, the call happens here. Otherwise it happens on the thread "bagua-callbacks", which
+        calls all callbacks of the process one after another. A callback may block and start verbs; only other callbacks
+        wait for it. The arrays are kept alive until the verb is done. An exception in a callback goes to
+        `sys.unraisablehook`. KeyboardInterrupt and SystemExit are raised here if the call happens here.
         """
         if not callable(callback):
             raise TypeError(f"{callback!r} is not callable")
@@ -117,7 +118,9 @@ class Handle(Generic[T]):
             ended(None)
 
     def is_completed(self) -> bool:
-        """True when the verb is done, well or not; of arrays on a device, when the device is done with them."""
+        """Returns True if the verb is done or has failed. For arrays on a device, the device must be done with them
+        too.
+        """
         if not all(part.is_completed() for part in self._parts):
             return False
         if self._finish is not None:
@@ -127,20 +130,20 @@ class Handle(Generic[T]):
         return True
 
     def senders(self) -> list[int | None]:
-        """Of received messages: the ranks that sent them; None for one that has not come."""
+        """Returns, for received messages, the rank that sent each; None for a message that has not come."""
         return [sender for part in self._parts for sender in part.senders()]
 
     @property
     def _is_what_came(self) -> bool:
-        """Whether nothing has to be done between the end of the parts and a callback."""
+        """True if nothing has to be done between the end of the parts and a callback."""
         return self._finish is None and self._failure is None
 
     def _before_callback(self) -> object:
-        """Called when the parts are done, before a callback that is given no error."""
+        """Runs when the parts are done, before a callback that gets no error."""
         return self._finished()
 
     def _finished(self) -> T:
-        """The result, which is made now if that is still to be done."""
+        """Returns the result. Computes it first if no other call has."""
         if self._finish is not None:
             with self._lock:
                 if self._finish is not None:
@@ -154,5 +157,5 @@ class Handle(Generic[T]):
         return self._result
 
     def _run(self, finish: Callable[[], T]) -> T:
-        """Calls `finish`, where its work belongs."""
+        """Calls `finish`. Subclasses choose the stream."""
         return finish()

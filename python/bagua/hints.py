@@ -1,4 +1,4 @@
-"""Texts that show a user where a mistake is: the name that was probably meant, and the line of a warning."""
+"""Texts that show users their mistake: the name that was probably meant, and the line that a warning is about."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 __all__ = ["nearest", "unknown_name", "warn"]
 
-# Packages between a user's line and a warning of ours: torch calls our hooks, and Lightning calls our strategy.
+# Packages that may be between a user's line and our warning: torch calls our hooks, Lightning calls our strategy.
 _INSIDE = (
     "bagua",
     "torch",
@@ -25,14 +25,16 @@ _INSIDE = (
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Returns the known name that is most like `name`, in any case; None if all of them differ more than `cutoff`."""
+    """Returns the known name that is most similar to `name`, ignoring case; None if none is at least as similar as
+    `cutoff`.
+    """
     by_text = {each.lower(): each for each in known}
     found = difflib.get_close_matches(name.lower(), by_text, n=1, cutoff=cutoff)
     return by_text[found[0]] if found else None
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
-    """Returns the text of an error: there is no `what` of this name, which one was probably meant, and which exist."""
+    """Returns an error text: there is no `what` of this name, which one was probably meant, and which exist."""
     known = list(known)
     near = nearest(name, known)
     suggestion = f"; did you mean {near!r}?" if near is not None else ";"
@@ -42,7 +44,7 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the innermost line of the call stack that is not in this package, torch or Lightning.
 
-    The frames between the caller and the warning differ in number, so a `stacklevel` cannot name that line.
+    A fixed `stacklevel` cannot find that line, because the number of frames in between varies.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:

@@ -25,22 +25,26 @@ def init(
     secret: str | bytes | None = None,
     timeout: float | None = None,
 ) -> group.Group:
-    """Joins this process to the others and makes the group the default one.
+    """Joins the ranks of the job and makes their group the default group. Returns the group.
 
-    `rank` and `world_size` default to what the launcher says (page "Launchers"): RANK and WORLD_SIZE, or the variables
-    of Slurm, OpenMPI, MPICH and Intel MPI; to a world of one without them. `init_method` says how the ranks find each
-    other: "env://" by MASTER_ADDR and MASTER_PORT, which a Slurm step need not set, "tcp://host:port" by a small server
-    that rank 0 runs there, "file://path" by files on a file system that all of them see (a new path for each group).
-    `secret` (BAGUA_JOB_SECRET) must be equal on all ranks. `timeout` (BAGUA_TIMEOUT, 300) is in seconds: for joining,
-    and the default of every operation.
+    `rank` and `world_size` default to what the launcher sets (page "Launchers"): RANK and WORLD_SIZE, or the variables
+    of Slurm, OpenMPI, MPICH and Intel MPI. Without a launcher, this process is a world of one.
 
-    Under a torch.distributed whose default backend is "bagua" its group is taken, and no rank joins another one.
+    `init_method` says how the ranks find each other. "env://" uses MASTER_ADDR and MASTER_PORT, which a Slurm step need
+    not set. "tcp://host:port" uses a small server that rank 0 runs at this address. "file://path" uses files on a file
+    system that all ranks see; the path must be new for each group.
 
-    Under torchrun MASTER_PORT is served by torchrun's own store. Then, and only then, torch is imported to use it.
+    `secret` (BAGUA_JOB_SECRET) must be equal on all ranks. `timeout` (BAGUA_TIMEOUT, 300) is in seconds: it limits
+    joining, and is the default of every operation.
 
-    Raises ValueError for arguments that cannot be used, BaguaTimeoutError naming the ranks that did not come,
-    BaguaError when there is a default group already, or when the process may not open as many file descriptors as the
-    group needs; a soft limit is raised.
+    If torch.distributed is initialised with the default backend "bagua", its group becomes the default group, and the
+    ranks do not join a second one.
+
+    Under torchrun, MASTER_PORT belongs to torchrun's own store. Only then is torch imported, to use that store.
+
+    Raises ValueError for bad arguments; BaguaTimeoutError naming the ranks that did not come; BaguaError if there is a
+    default group already, or if the process may not open enough file descriptors for the group. (A soft limit is raised
+    automatically.)
     """
     if group.default() is not None:
         raise BaguaError("bagua is initialised already: call bagua.shutdown() before bagua.init()")
@@ -91,7 +95,9 @@ def init(
 def _rendezvous(
     init_method: str, place: launcher.RankInfo, chosen: config.Settings, waiting: log.Waiting
 ) -> tuple[Spread | None, tuple[str, int] | None]:
-    """How to spread an address (None: by the launcher's store), and in whose direction to listen."""
+    """Returns how to exchange addresses (None: through the launcher's store), and the host and port towards which to
+    listen.
+    """
     try:
         parts = urlsplit(init_method)
         host, port = (parts.hostname, parts.port) if parts.scheme == "tcp" else (None, None)

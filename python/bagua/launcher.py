@@ -1,11 +1,12 @@
-"""Which rank this process is, as its launcher says: torchrun, PyTorchJob, Slurm, OpenMPI, MPICH or Intel MPI.
+"""Finds this process's rank in the variables of its launcher: torchrun, PyTorchJob, Slurm, OpenMPI, MPICH or Intel MPI.
 
-Everything that joins a job asks here: `bagua.init`, `init_process_group` and `bagua.torch_api.env`. Arguments win, then
-RANK and WORLD_SIZE, then a step of Slurm, then OpenMPI, then MPICH and Intel MPI; the first one that is recognised
-counts. MASTER_ADDR and MASTER_PORT win over what is derived.
+`bagua.init`, `init_process_group` and `bagua.torch_api.env` all ask here. Arguments take precedence, then RANK and
+WORLD_SIZE, then a Slurm step, then OpenMPI, then MPICH and Intel MPI. The first one that is recognised is used.
+MASTER_ADDR and MASTER_PORT take precedence over a derived address.
 
 Sources: the output environment variables of srun(1), the OMPI_* variables of OpenMPI's mpirun(1), the PMI_* variables
-of Hydra. The port of a Slurm job is Lightning's, so that both agree; that of an OpenMPI job is from the same range.
+of Hydra. The port of a Slurm job is computed as in Lightning, so that both agree; that of an OpenMPI job is in the same
+range.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Variables:
-    """The variables in which one launcher passes a process its rank; None where it has none."""
+    """The variables by which a launcher passes a process its rank; None for a value that it does not pass."""
 
     rank: str
     world_size: str
@@ -45,9 +46,9 @@ class _Variables:
 
 _ENVIRONMENT = _Variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
 
-# Name, the variable that only its ranks have, and the variables with their ranks. In order of precedence.
+# Launchers in order of precedence: name, a variable that only its ranks have, and the variables to read.
 _LAUNCHERS = (
-    # A batch script has a job, but no step: it is no rank.
+    # A batch script has a job but no step, and is not a rank.
     (
         "slurm",
         "SLURM_STEP_ID",
@@ -66,7 +67,7 @@ _LAUNCHERS = (
     ("mpich", "PMI_RANK", _Variables("PMI_RANK", "PMI_SIZE")),
 )
 
-# What to do where the address of rank 0 is missing.
+# How to pass the address of rank 0, for error texts.
 _HOW = {
     "slurm": "set it before srun, as in MASTER_ADDR=host0 MASTER_PORT=29500 srun ...",
     "openmpi": "pass it to every rank, as in mpirun -x MASTER_ADDR=host0 -x MASTER_PORT=29500 ...",
@@ -80,7 +81,7 @@ _HOW_ELSE = "start the ranks with a launcher such as torchrun, set it"
 
 @dataclass(frozen=True)
 class Found:
-    """What the environment says, unchecked: None for what it does not say."""
+    """The rank as the environment gives it, unchecked. A field is None if the environment does not set it."""
 
     #: "torchrun", "environment" (RANK and WORLD_SIZE), "slurm", "openmpi", "mpich", or "none".
     name: str
@@ -89,7 +90,7 @@ class Found:
     local_rank: int | None = None
     local_world_size: int | None = None
     node_rank: int | None = None
-    #: The variables that hold, or should hold, rank and world size.
+    #: Names of the variables for rank and world size, whether set or not.
     variables: tuple[str, str] = ("RANK", "WORLD_SIZE")
 
 
@@ -99,13 +100,13 @@ class RankInfo:
 
     rank: int
     world_size: int
-    #: None: among the ranks that share this host, as the group finds out.
+    #: None if not known before the group is joined. The group then counts the ranks on this host.
     local_rank: int | None
     local_world_size: int | None
 
 
 def found() -> Found:
-    """What the launcher says of this process. ValueError names a variable that is no integer."""
+    """Returns what the launcher says about this process. Raises ValueError naming a variable that is not an integer."""
     if config.text("RANK") is not None or config.text("WORLD_SIZE") is not None:
         name = "environment" if config.text("TORCHELASTIC_RUN_ID") is None else "torchrun"
         return _read(name, _ENVIRONMENT)
@@ -121,9 +122,9 @@ def place(
     local_rank: int | None = None,
     local_world_size: int | None = None,
 ) -> RankInfo:
-    """Arguments where they are given, then what the launcher says; alone in the world without either.
+    """Returns this process's rank: from the arguments, then from the launcher, else as the only rank of a world of one.
 
-    BaguaError where only one of rank and world size is known, ValueError for a rank outside its world or its host.
+    Raises BaguaError if only one of rank and world size is known, and ValueError for a rank outside its world.
     """
     launcher = found()
     found_rank = launcher.rank if rank is None else rank
@@ -133,12 +134,14 @@ def place(
     if found_rank is None or found_size is None:
         what = "rank" if found_rank is None else "world_size"
         variable = launcher.variables[0 if found_rank is None else 1]
-        raise BaguaError(f"{what} ({variable}) is neither given nor set in the environment, although the other one is")
+        raise BaguaError(
+            f"{what} ({variable}) is not set: pass both rank and world_size, or use a launcher such as torchrun"
+        )
     if found_size < 1:
         raise ValueError(f"world size {found_size} is not positive")
     if not 0 <= found_rank < found_size:
         raise ValueError(f"rank {found_rank} is not in a world of {found_size} ranks")
-    # Explicit ranks mean that the launcher's variables may describe another world.
+    # With explicit ranks, the launcher's variables may describe another world.
     if rank is None and world_size is None:
         local_rank = launcher.local_rank if local_rank is None else local_rank
         local_world_size = launcher.local_world_size if local_world_size is None else local_world_size
@@ -155,10 +158,12 @@ def local_rank_of(rank: int, world_size: int) -> int | None:
 
 
 def known_master() -> tuple[str | None, int | None]:
-    """Where rank 0 can be reached as far as the environment says, or a job of Slurm or OpenMPI lets derive it."""
+    """Returns the host and port of rank 0, as set in the environment or derived from a Slurm or OpenMPI job; None if
+    unknown.
+    """
     host = config.text("MASTER_ADDR")
     port = None if config.text("MASTER_PORT") is None else config.integer("MASTER_PORT", 0, 0, 65535)
-    # Also where RANK is set: init_process_group sets it, and may be called again.
+    # Do this even if RANK is set: init_process_group sets it, and may be called again.
     if config.text("SLURM_STEP_ID") is not None:
         nodes, job = config.text("SLURM_STEP_NODELIST"), config.text("SLURM_JOB_ID")
         if host is None and nodes is not None:
@@ -170,7 +175,7 @@ def known_master() -> tuple[str | None, int | None]:
             if not (job.isascii() and job.isdigit()):
                 raise ValueError(f"SLURM_JOB_ID={job!r} is not an integer")
             port = 15000 + int(job[-4:])
-    # Equal on all ranks of one mpirun.
+    # This id is equal on all ranks of one mpirun.
     mpi_job = config.text("PMIX_NAMESPACE") or config.text("OMPI_MCA_ess_base_jobid")
     if port is None and mpi_job is not None and config.text("OMPI_COMM_WORLD_RANK") is not None:
         port = 15000 + zlib.crc32(mpi_job.encode()) % 10000
@@ -178,10 +183,10 @@ def known_master() -> tuple[str | None, int | None]:
 
 
 def master() -> tuple[str, int]:
-    """Where rank 0 can be reached. BaguaError says how to pass what is missing."""
+    """Returns the host and port of rank 0. Raises BaguaError that says how to pass them if one is missing."""
     host, port = known_master()
     launcher = found()
-    # This host, unless the launcher starts ranks on several and passes the address to none of them.
+    # Default to this host, unless the launcher may have started ranks on several hosts without passing an address.
     one_host = launcher.local_world_size is not None and launcher.local_world_size == launcher.world_size
     if host is None and (one_host or launcher.name not in _HOW):
         host = "127.0.0.1"
@@ -237,7 +242,7 @@ def _read(name: str, variables: _Variables) -> Found:
     def integer(*names: str | None) -> int | None:
         return next((config.integer(name, 0) for name in names if name and config.text(name) is not None), None)
 
-    # torchrun's number of the host, where it has set all of its variables.
+    # GROUP_RANK is the host's number only if torchrun has set all of its variables.
     torchrun = all(config.text(name) is not None for name in ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     local_rank = integer("LOCAL_RANK", variables.local_rank)
     local_world_size = integer("LOCAL_WORLD_SIZE", variables.local_world_size)

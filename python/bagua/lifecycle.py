@@ -1,8 +1,7 @@
 """Process-wide state, the fork hook, and the exit hooks.
 
-Other modules keep no mutable module-level state of their own: each package has a typed record of it, which is
-registered here. So one file decides what a forked child inherits. The child is no rank of its parent's groups: it
-forgets them and sends nothing to their ranks.
+All mutable module-level state is registered here, as one typed record per package. This module therefore decides what a
+forked child inherits. A child is not a member of its parent's groups: it forgets them and sends nothing to their ranks.
 """
 
 from __future__ import annotations
@@ -35,86 +34,87 @@ __all__ = [
     "report",
 ]
 
-#: How long the interpreter's exit waits for callbacks of handles, in seconds: one that blocks must not hang it.
+#: Seconds for which the interpreter's exit waits for callbacks of handles, so that a blocked callback cannot hang it.
 _CALLBACKS_TIMEOUT = 5.0
 
-#: Seconds added to the time of an error that another rank has caused. torchrun dates a rank that was killed when it
-#: looks next, which may be a few seconds later.
+#: Seconds added to the time of an error that another rank caused. torchrun notices a killed rank, and dates its
+#: failure, up to a few seconds late.
 _AFTER_ITS_CAUSE = 5
 
 
 class Record:
-    """The process-wide state of one package, whose one instance :func:`record` makes.
+    """Process-wide state of one package. :func:`record` makes its only instance.
 
-    The package defines it, because this module imports none of them; its methods are called around a fork.
+    Each package defines its own subclass, because this module imports none of them. The methods are called around a
+    fork.
     """
 
     def before_fork(self) -> None:
-        """The process is about to fork."""
+        """Prepares for a fork of this process."""
 
     def after_fork_in_child(self) -> None:
-        """This is a forked child: what belongs to the parent alone is forgotten."""
+        """Forgets, in a forked child, what belongs to the parent only."""
         self.forget_groups()
 
     def after_fork_by_multiprocessing(self) -> None:
-        """As `after_fork_in_child`, when multiprocessing has cleared the finalizers of the child."""
+        """Does the same as `after_fork_in_child`, after multiprocessing has cleared the child's finalizers."""
 
     def forget_groups(self) -> None:
-        """The groups of this process have ended, or belong to its parent."""
+        """Drops references to groups, because they have ended or belong to the parent process."""
 
 
 R = TypeVar("R", bound=Record)
 
 
 class _Process:
-    """State of the framework-neutral layer, and the states of the layers above it once they are imported."""
+    """State of the framework-neutral layer, and the records of the packages above it."""
 
     def __init__(self) -> None:
-        # The process that installed the exit hooks; 0 before. In a forked child it is another process's id.
+        # Id of the process that installed the exit hooks; 0 before. In a forked child it is the parent's id.
         self.owner_pid = 0
-        # The bagua.Group that the functions of `bagua` use.
+        # The default bagua.Group.
         self.default_group: Any = None
-        # Key in `stats()` -> bagua.Group. Weak: a sub-group without another reference leaves.
+        # Key in `stats()` -> bagua.Group. Weak references, so that a sub-group without other references leaves.
         self.groups: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-        # What `stats()` says of an elastic job, where there may be one.
+        # Returns the "elastic" entry of `stats()`; None outside of elastic jobs.
         self.elastic_stats: Callable[[], Any] | None = None
-        # Called in order by `bagua.shutdown()` before the groups leave.
+        # `bagua.shutdown()` calls these in order before it leaves the groups.
         self.shutdown_hooks: list[Callable[[], None]] = []
-        # Id of a failed group -> path of its flight record, and what its errors say of it.
+        # Id of a failed group -> path of its flight record, and the text that its errors end with.
         self.records: dict[int, tuple[str | None, str]] = {}
-        # What only the processes of one job have in common, for their flight records: see `note_job`.
+        # Ids that all processes of this job share and no other job has, for flight records; see `note_job`.
         self.jobs: list[str] = []
-        # Held while a record is written. Re-entrant: a signal handler may use a failed group meanwhile.
+        # Held while a record is written. Re-entrant, because a signal handler may use a failed group at that moment.
         self.records_lock = threading.RLock()
-        # Rank -> token of the rendezvous place by which this process joined last; no rank serves it again.
+        # Rank -> token of the store entry by which this process joined last. That entry is not served again.
         self.joined_places: dict[int, str] = {}
         # HTTP servers of `bagua.metrics`.
         self.metrics_servers: list[Any] = []
-        # In a forked child: the parent's groups. Collecting them would close the parent's connections.
+        # In a forked child, the parent's groups, kept alive because collecting them would close the parent's
+        # connections.
         self.inherited: list[Any] = []
-        # Since bagua.cuda was imported. They belong to the process that imported it: its forked children have no CUDA.
+        # Set when bagua.cuda is imported. CUDA belongs to the importing process, and its forked children have none.
         self.cuda: engine.CudaLibraries | None = None
-        # Devices whose arrays were communicated, by number.
+        # Devices that have been used, by number.
         self.cuda_devices: dict[int, engine.CudaDevice] = {}
-        # The bagua.Group of torch.distributed's world where its backend is "bagua".
+        # The bagua.Group of torch.distributed's world if its backend is "bagua".
         self.torchs_world: Any = None
-        # Whether misspelt names of settings were looked for.
+        # True once this process has checked for misspelt settings.
         self.settings_checked = False
-        # The state of each package that was imported, by its class.
+        # The record of each imported package, by class.
         self.packages: dict[type[Record], Any] = {}
 
     def live_groups(self) -> list[Any]:
-        """The groups at one time: other threads may make and leave groups."""
-        # A loop over the dict itself would fail where one does so meanwhile.
+        """Returns the groups that exist now. Other threads may make and leave groups at the same time."""
+        # A loop over the dict itself would fail if another thread changed it.
         return [group for ref in self.groups.valuerefs() if (group := ref()) is not None]
 
 
-#: The only instance.
 process = _Process()
 
 
 def record(kind: type[R]) -> R:
-    """The only instance of a package's state."""
+    """Returns the only instance of a package's record, and makes it at the first call."""
     found: R | None = process.packages.get(kind)
     if found is None:
         found = process.packages[kind] = kind()
@@ -126,31 +126,33 @@ def record(kind: type[R]) -> R:
 
 
 def forget_groups() -> None:
-    """After the world's end: no state of any package belongs to a group any more."""
+    """Drops every package's references to groups, after the world has ended."""
     for package in process.packages.values():
         package.forget_groups()
 
 
 def note_job(shared: bytes) -> None:
-    """Notes bytes that all ranks of the job have and no other job has. Two records with one of them are of one job."""
+    """Notes bytes that all ranks of this job share and no other job has. Records with one in common are of the same
+    job.
+    """
     process.jobs.append(hashlib.sha256(shared).hexdigest()[:16])
 
 
 def cuda_libraries() -> engine.CudaLibraries:
-    """The libraries of CUDA. The first call loads nothing, and decides that they belong to this process."""
+    """Returns CUDA's libraries. The first call decides that they belong to this process, but loads nothing yet."""
     if process.cuda is None:
         process.cuda = engine.CudaLibraries()
     return process.cuda
 
 
 def install(shutdown: Callable[[], None]) -> None:
-    """Installs the exit hooks once per process, with `shutdown` as that of a normal exit."""
+    """Installs the exit hooks, once per process. `shutdown` runs at a normal exit."""
     if process.owner_pid == os.getpid():
         return
     inherited = process.owner_pid != 0
     process.owner_pid = os.getpid()
     if inherited:
-        # A forked child that joins a group of its own has the hooks already.
+        # A forked child has inherited the hooks.
         return
 
     def leave() -> None:
@@ -158,7 +160,7 @@ def install(shutdown: Callable[[], None]) -> None:
             try:
                 shutdown()
             finally:
-                # The operations that were pending have ended or end now. Their callbacks need the interpreter.
+                # Pending operations end now, and their callbacks need the interpreter.
                 engine.wait_for_callbacks(_CALLBACKS_TIMEOUT)
 
     atexit.register(leave)
@@ -175,15 +177,15 @@ def install(shutdown: Callable[[], None]) -> None:
 
 
 def at_exit(action: Callable[[], None]) -> None:
-    """The exit of the process begins with this, while other threads still run."""
+    """Runs `action` at the start of the process's exit, while other threads still run."""
     atexit.register(action)
 
 
 def report(kind: type[BaseException], error: BaseException) -> None:
-    """Reports an uncaught exception to the other ranks of every group; they raise PeerRaisedError."""
+    """Reports an uncaught exception to the other ranks of every group, which then raise PeerRaisedError."""
     if process.owner_pid != os.getpid():
         return
-    # The world first: it has all ranks.
+    # Start with the world, which has all ranks.
     for group in sorted(process.live_groups(), key=lambda group: -group.size):
         group.communicator.raise_(kind.__name__, str(error))
 
@@ -191,16 +193,16 @@ def report(kind: type[BaseException], error: BaseException) -> None:
 def _write_error_file(error: BaseException) -> None:
     """Writes an uncaught exception to the file from which torchrun makes its summary of a failed job.
 
-    The summary's root cause is the failure with the earliest second, and of several the lowest rank's. So an error
-    that follows from another rank's failure is dated later. Source of the format: ErrorHandler.record_exception of
-    torch.distributed.elastic.multiprocessing.errors.
+    torchrun's summary names as the root cause the failure with the earliest second, and among those the lowest rank. An
+    error that follows from another rank's failure is therefore dated later. Source of the format:
+    ErrorHandler.record_exception of torch.distributed.elastic.multiprocessing.errors.
     """
     path = config.text("TORCHELASTIC_ERROR_FILE")
     if path is None or process.owner_pid != os.getpid() or not isinstance(error, Exception):
         return
     follows = isinstance(error, (PeerLostError, PeerRaisedError))
     if os.path.exists(path) and not follows:
-        # The script has torch's `record` decorator.
+        # torch's `record` decorator has written the file already.
         return
     text = "".join(traceback.format_exception(error))
     when = int(time.time()) + (_AFTER_ITS_CAUSE if follows else 0)
@@ -218,7 +220,7 @@ def _after_fork_in_child() -> None:
     process.inherited.extend(process.groups.values())
     process.groups.clear()
     process.default_group = None
-    # A child that kept a listening socket would hold its port after the parent's end.
+    # An inherited listening socket would keep the port busy after the parent's end.
     for server in process.metrics_servers:
         server.socket.close()
     process.metrics_servers = []

@@ -1,4 +1,4 @@
-"""Linear algebra of low-rank and other compressed averages of torch tensors."""
+"""Linear algebra for low-rank averages of torch tensors."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ __all__ = ["is_finite", "orthonormal", "wide"]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which tensors of ``dtype`` are multiplied, and what is lost of them is kept: float64 for float64,
-    else float32.
+    """Returns the dtype in which tensors of ``dtype`` are multiplied and their error is kept: float64 for float64, else
+    float32.
     """
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all elements are finite. Reads the tensor once, unless the sum overflows."""
-    # The sum is not finite unless all elements are.
+    """Returns True if all elements are finite. Reads the tensor once, unless the sum overflows."""
+    # The sum is finite only if all elements are.
     return bool(torch.isfinite(tensor.sum(dtype=wide(tensor.dtype)))) or bool(torch.isfinite(tensor).all())
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor | None:
-    """Orthonormal columns that span at least those of a matrix, by QR: n x min(n, m) for one of n x m, in its dtype.
+    """Returns orthonormal columns whose span includes the columns of a matrix, by QR. None if an element is not finite.
 
-    Dependent columns give orthonormal ones too. None where an element is not finite.
+    For a matrix of n x m, the result is n x min(n, m) in the same dtype. The result is orthonormal even if the columns
+    are dependent.
     """
     if not is_finite(matrix):
         return None

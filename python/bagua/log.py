@@ -1,4 +1,4 @@
-"""The logger `bagua`: BAGUA_LOG, and what a rank reports about the groups it joins."""
+"""The logger `bagua` (BAGUA_LOG), and what a rank logs about the groups it joins."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Waiting", "configure", "joined", "log"]
 
 log = logging.getLogger("bagua")
 
-#: Seconds after which a rank warns of ranks that have not come; then after twice, four times as long, and so on.
+#: Seconds until a rank first warns of ranks that have not come. The waiting time doubles with each further warning.
 PATIENCE = 10.0
 
-#: The most ranks that a warning names.
+#: Largest number of ranks that a warning names.
 _NAMED = 16
 
 #: The Linux request for the IPv4 address of an interface: netdevice(7).
@@ -28,7 +28,9 @@ _SIOCGIFADDR = 0x8915
 
 
 def configure() -> None:
-    """Does what BAGUA_LOG says: sets the level, and writes to stderr unless the program has handlers of its own."""
+    """Sets up the logger as BAGUA_LOG says: its level, and a handler for stderr unless the program has handlers of its
+    own.
+    """
     level = config.log_level()
     if level is None:
         return
@@ -40,7 +42,7 @@ def configure() -> None:
 
 
 class Waiting:
-    """Warns of the ranks that have not come while this rank joins a group. Call it again and again with those ranks."""
+    """Warns of missing ranks while this rank joins a group. The caller calls it repeatedly with those ranks."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
@@ -48,7 +50,7 @@ class Waiting:
         self._due = PATIENCE
 
     def __call__(self, missing: Sequence[int]) -> None:
-        """Warns if it is time to."""
+        """Logs a warning if ranks are missing and the next warning is due."""
         waited = time.monotonic() - self._begun
         if not missing or waited < self._due:
             return
@@ -67,7 +69,7 @@ class Waiting:
 
 
 def joined(group: engine.Communicator) -> None:
-    """Reports how this rank reaches the other ranks of a group that it has joined."""
+    """Logs how this rank reaches the other ranks of a group that it has joined."""
     if not log.isEnabledFor(logging.INFO):
         return
     host = group.listen_host
@@ -101,7 +103,7 @@ def _ranks(count: int) -> str:
 
 
 def _interface(address: str) -> str | None:
-    """The name of the network interface whose main address this is."""
+    """Returns the name of the network interface whose main address this is; None if there is none."""
     wanted = ipaddress.ip_address(address)
     with contextlib.suppress(OSError):
         if wanted.version == 6:
@@ -111,7 +113,7 @@ def _interface(address: str) -> str | None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
             for _, name in socket.if_nameindex():
                 with contextlib.suppress(OSError):
-                    # A struct ifreq: 16 bytes of the name, then the address, 4 bytes behind the start of its structure.
+                    # A struct ifreq: 16 bytes of name, then a sockaddr_in with the address at offset 4.
                     found = fcntl.ioctl(asked, _SIOCGIFADDR, name.encode().ljust(40, b"\0"))
                     if found[20:24] == wanted.packed:
                         return name

@@ -1,7 +1,7 @@
-"""Messages between ranks on arrays.
+"""Point-to-point messages between ranks, on arrays.
 
-Each checks its arguments before anything is sent. With `async_op=True` it returns a `Handle`; until that is done, the
-arrays must not be touched.
+Each verb checks its arguments before it sends anything. With `async_op=True` it returns a `Handle`; the arrays must not
+be touched until that is done.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
 
     class Options(TypedDict, total=False):
-        """What each verb takes."""
+        """Options of every verb."""
 
         timeout: float | None
-        """Seconds; None for the group's."""
+        """Timeout in seconds; None uses the group's."""
         stream: int | None
-        """Of arrays on a CUDA device, a CUstream as an integer; None is the legacy stream."""
+        """For arrays on a CUDA device: a CUstream as an integer; None is the legacy stream."""
 
     class OutOptions(Options, Generic[ResultT], total=False):
-        """What each verb takes whose result is an array."""
+        """Options of every verb whose result is an array."""
 
         out: ResultT | None
-        """For the result."""
+        """The array for the result."""
 
 
 __all__ = ["Messages", "outcome"]
@@ -41,19 +41,19 @@ _OUT_OF_MEMORY = 2
 
 
 def outcome(handle: AnyHandle | None, result: Any, group: Messages) -> Any:
-    """What a verb of the group returns: its result, or the handle of an asynchronous one."""
+    """Returns the result of a verb that is done, or else a handle with that result."""
     return result if handle is None else Handle([handle], result=result, keep=group)
 
 
 class Messages:
-    """The messages of a group: between two ranks, or between all of them with sizes of their own."""
+    """Messages of a group, and the exchange between all ranks with different sizes: the base of `Collectives`."""
 
     def __init__(self, communicator: engine.Communicator) -> None:
         self._communicator = communicator
 
     @property
     def communicator(self) -> engine.Communicator:
-        """The same verbs by address, for callers that keep memory alive themselves."""
+        """The core's communicator: the same verbs by memory address, for callers that keep memory alive themselves."""
         return self._communicator
 
     @property
@@ -63,7 +63,7 @@ class Messages:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in the group."""
         return self._communicator.size
 
     @overload
@@ -103,14 +103,16 @@ class Messages:
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Any:
-        """Rank r gets `send_counts[r]` elements of every rank's `x`, as MPI_Alltoallv.
+        """Sends each rank its own number of elements, as MPI_Alltoallv: rank r gets `send_counts[r]` elements of every
+        rank's `x`.
 
-        Counts and displacements are in elements of the flattened arrays, one per rank; without displacements the parts
-        follow each other. `recv_counts[r]` must be what rank r sends to this rank. `x` keeps its elements.
+        Counts and displacements are in elements of the flattened arrays, one per rank. Without displacements the parts
+        follow each other. `recv_counts[r]` must equal what rank r sends to this rank. `x` keeps its elements.
 
-        Returns `out`, of any shape and the type of `x`, with the parts at `recv_displs`; without it a new NumPy array
-        of one dimension. Types, `async_op`, `timeout`, `stream` and errors are as in `all_reduce`; ValueError also when
-        a part is not within its array or two parts of the result overlap.
+        Returns `out`, which has any shape and the element type of `x`, with the received parts at `recv_displs`. If
+        `out` is not given, returns a new one-dimensional NumPy array. Element types, `async_op`, `timeout`, `stream`
+        and errors are as in `all_reduce`. Also raises ValueError if a part is not within its array, or if two parts of
+        the result overlap.
         """
         src = self._operand(x, "the array", stream).to_read()
         sends, recvs = [
@@ -159,13 +161,15 @@ class Messages:
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Any:
-        """Many messages at once, as a group of ncclSend and ncclRecv: `(peer, array)` for each.
+        """Sends and receives many messages at once, as a group of ncclSend and ncclRecv. Each is a pair `(peer,
+        array)`.
 
-        All arrays have one element type, and are all on the host or all on one CUDA device; else TypeError. Messages to
-        one peer arrive in the order given; the peer may take one with `recv`, too. Only the ranks named take part.
+        All arrays must have one element type, and be all on the host or all on one CUDA device (else TypeError).
+        Messages to one peer arrive in the order given. The peer may receive them with `recv` as well. Only the ranks
+        that are named take part.
 
-        Returns the arrays of `recvs`, whose elements are overwritten. `async_op`, `timeout`, `stream` and errors are as
-        in `all_reduce`, `tag` is as in `send`.
+        Returns the arrays of `recvs`, which are overwritten. `async_op`, `timeout`, `stream` and errors are as in
+        `all_reduce`; `tag` is as in `send`.
         """
         given = [(self._peer(peer, "peer"), self._operand(x, "the array", stream).to_read()) for peer, x in sends]
         wanted = [(self._peer(peer, "peer"), self._written(x, stream)) for peer, x in recvs]
@@ -195,15 +199,15 @@ class Messages:
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Any:
-        """Sends the array to rank `dst`, whose receive has the same `tag` (0 to 2**32 - 1).
+        """Sends an array to rank `dst`, whose receive must have the same `tag` (0 to 2**32 - 1). Returns None.
 
-        Messages do not wait for collectives of the group, nor collectives for messages. One of up to 64 KiB is done
-        when it is sent, as long as the receiver keeps at most 1 MiB of this rank's for receives to come; others when
-        it has them. An array on a CUDA device is copied through host
-        memory, and may be received on the host.
+        Messages and collectives of a group do not wait for each other. A message of up to 64 KiB is done as soon as it
+        is sent, as long as the receiver holds at most 1 MiB of this rank's messages without a matching receive. Other
+        messages are done when the receiver has them. An array on a CUDA device is copied through host memory, and may
+        be received on the host.
 
-        Returns None. `x` may be any array that `all_reduce` takes, also a read-only one; `async_op`, `timeout`,
-        `stream` and errors are as there. ValueError for this rank itself and for a rank outside the group.
+        `x` may be any array that `all_reduce` takes, including a read-only one. `async_op`, `timeout`, `stream` and
+        errors are as there. Raises ValueError for this rank itself and for a rank outside the group.
         """
         to = self._peer(dst, "dst")
         src = self._operand(x, "the array", stream).to_read()
@@ -227,18 +231,21 @@ class Messages:
         timeout: float | None = None,
         stream: int | None = None,
     ) -> Any:
-        """Receives the next message of rank `src` with this `tag` into `x`, and returns `x`.
+        """Receives the next message of rank `src` with this `tag` into `x`. Returns `x`.
 
-        `x` is a writable array in C order with as many elements, and of the type, as the sender's; its elements are
-        overwritten. MismatchError where it has not. `async_op`, `timeout`, `stream` and the other errors are as in
-        `all_reduce`; `x` may be on a CUDA device.
+        `x` is a writable array in C order, and is overwritten. It must have the sender's number of elements and element
+        type (else MismatchError). `x` may be on a CUDA device. `async_op`, `timeout`, `stream` and other errors are as
+        in `all_reduce`.
         """
         return outcome(self._receive(x, self._peer(src, "src"), tag, async_op, timeout, stream), x, self)
 
     def recv_any(
         self, x: ArrayT, *, tag: int = 0, timeout: float | None = None, stream: int | None = None
     ) -> tuple[ArrayT, int]:
-        """As :meth:`recv`, from whichever rank's message comes first: `(x, its rank)`."""
+        """Receives the next message of any rank with this `tag` into `x`. Returns `x` and the rank of the sender.
+
+        The arguments and errors are those of :meth:`recv`.
+        """
         handle = outcome(self._receive(x, None, tag, True, timeout, stream), x, self)
         handle.wait()
         (sender,) = handle.senders()
@@ -252,7 +259,9 @@ class Messages:
         return verbs.recv(self._communicator, dst, sender, tag).begin(async_op, timeout)
 
     def _operand(self, x: Any, what: str, stream: int | None) -> Operand:
-        """The memory of an array. A device that fails meanwhile ends the group: the others wait for this rank."""
+        """Returns the operand of an array. A device failure ends the group, because the other ranks wait
+        for this rank.
+        """
         try:
             return operand(x, what, stream)
         except DeviceError as error:

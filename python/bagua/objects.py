@@ -1,6 +1,7 @@
-"""The verbs of a group on objects that can be pickled. Each is two verbs on arrays: the sizes, then the bytes.
+"""The verbs of a group on picklable objects. Each consists of two verbs on arrays: one for the sizes, one for the
+bytes.
 
-A rank that cannot pickle its object takes part all the same: it sends why, so that no other waits for it.
+A rank that cannot pickle its object still takes part, and sends the reason instead, so that no other rank waits for it.
 """
 
 from __future__ import annotations
@@ -22,62 +23,63 @@ __all__ = ["ObjectCollectives"]
 T = TypeVar("T")
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-#: Of pickle: every Python that the ranks may have reads it.
+#: Pickle protocol, which every supported Python reads.
 _PROTOCOL = 5
 
-#: Objects of at most so many bytes are padded to the longest.
+#: Objects of at most this many bytes are padded to the length of the longest.
 _SHORT = 64 << 10
 
 
 class _Failure(NamedTuple):
-    """Is sent in place of an object that cannot be pickled."""
+    """The message that replaces an object that cannot be pickled."""
 
     host: str
     """Name of the rank's host."""
     kind: str
-    """Class of the exception."""
+    """Class name of the exception."""
     message: str
-    """Its text."""
+    """Text of the exception."""
 
 
 class ObjectCollectives(Collectives):
-    """Base of `Group`: its verbs on objects of Python, in host memory and synchronous."""
+    """Verbs on Python objects, in host memory and synchronous: the base of `Group`."""
 
     def all_gather_object(self, obj: T, *, timeout: float | None = None) -> list[T]:
-        """Every rank gets a list of all ranks' objects, in rank order.
+        """Gathers all ranks' objects on every rank. Returns them as a list, in rank order.
 
-        `obj`: anything that can be pickled, None included, of any size and type on each rank. The objects in the list
-        are copies, this rank's too.
+        `obj`: anything that can be pickled, including None. Size and type may differ between ranks. The objects in the
+        list are copies, including this rank's own.
 
-        `timeout`: seconds for the sizes, and again for the bytes, else BaguaTimeoutError; None: the group's.
+        `timeout`: seconds for the sizes, and again for the bytes, until BaguaTimeoutError; None uses the group's.
 
-        Unpickling runs what the sender has put in its object: as with torch.distributed, a rank trusts every rank of
-        the job. For numbers in arrays `all_gather` is faster.
+        Unpickling runs code that the sender chooses: as with torch.distributed, a rank trusts every rank of the job.
+        For numbers in arrays, `all_gather` is faster.
 
-        Returns when every rank of the group has called it, in the same order as its other verbs.
+        Every rank of the group must call it, in the same order as the group's other verbs.
 
-        Raises what pickle raises, on the rank whose object cannot be pickled; the ranks that would have received it get
-        PeerRaisedError. What unpickling raises is raised on the rank that received the object. The group can be used
-        afterwards in both cases, and in no other: MismatchError, BaguaTimeoutError, PeerLostError and AbortedError are
-        as in `all_reduce`.
+        On the rank whose object cannot be pickled, raises what pickle raises; the ranks that would have received it
+        raise PeerRaisedError. An error in unpickling is raised on the receiving rank. The group stays usable in these
+        cases. It does not after MismatchError, BaguaTimeoutError, PeerLostError and AbortedError, which are as in
+        `all_reduce`.
         """
         found = self._gathered(obj, None, timeout)
         assert found is not None, "every rank receives"
         return found
 
     def gather_object(self, obj: T, dst: int = 0, *, timeout: float | None = None) -> list[T] | None:
-        """Rank `dst` gets a list of all ranks' objects, in rank order; the others get None.
+        """Gathers all ranks' objects on rank `dst`. Returns them there as a list, in rank order, and None on other
+        ranks.
 
-        `obj`, `timeout`, errors and what unpickling trusts are as in `all_gather_object`. ValueError for a `dst`
-        outside the group, before anything is sent.
+        `obj`, `timeout`, errors and trust are as in `all_gather_object`. Raises ValueError for a `dst` outside the
+        group, before anything is sent.
         """
         return self._gathered(obj, self._rank(dst, "dst"), timeout)
 
     def broadcast_object(self, obj: Any, src: int = 0, *, timeout: float | None = None) -> Any:
-        """Every rank gets rank `src`'s object; on `src` that is `obj` itself, on the others a copy.
+        """Sends rank `src`'s object to every rank. Returns `obj` itself on `src`, and a copy on other ranks.
 
-        The other ranks' `obj` is not used. `timeout`, errors and what unpickling trusts are as in `all_gather_object`.
-        ValueError for a `src` outside the group, before anything is sent.
+        Other ranks' `obj` is ignored. `timeout`, errors and trust are as in `all_gather_object`. Raises ValueError for
+        a `src` outside the group, before anything is sent.
         """
         root = self._rank(src, "src")
         (data,), failure = _pickled([obj] if self.rank == root else [None])
@@ -90,11 +92,11 @@ class ObjectCollectives(Collectives):
         return obj if self.rank == root else self._unpickled(data, root)
 
     def scatter_object(self, objs: Sequence[Any] | None = None, src: int = 0, *, timeout: float | None = None) -> Any:
-        """Rank r gets a copy of the r-th of rank `src`'s objects.
+        """Returns to rank r a copy of the r-th of rank `src`'s objects.
 
-        `objs`: on `src` as many objects as the group has ranks (else ValueError, before anything is sent); not used on
-        the others. Where one of them cannot be pickled, no rank gets any. `timeout`, errors and what unpickling trusts
-        are as in `all_gather_object`. ValueError for a `src` outside the group, too.
+        `objs`: on `src`, one object for each rank (else ValueError, before anything is sent); ignored on other ranks.
+        If one object cannot be pickled, no rank gets any. `timeout`, errors and trust are as in `all_gather_object`.
+        Raises ValueError for a `src` outside the group.
         """
         root, ranks = self._rank(src, "src"), self.size
         parts: list[Bytes] = []
@@ -120,7 +122,9 @@ class ObjectCollectives(Collectives):
         return self._unpickled(data, root)
 
     def _gathered(self, obj: Any, dst: int | None, timeout: float | None) -> list[Any] | None:
-        """All ranks' objects on rank `dst`, or with None on every rank; None on the others."""
+        """Returns all ranks' objects on rank `dst`, or on every rank if `dst` is None. Returns None on the remaining
+        ranks.
+        """
         ranks, receives = self.size, dst in (None, self.rank)
         (mine,), failure = _pickled([obj])
         sizes = self.all_gather(np.array(len(mine)), timeout=timeout).tolist()
@@ -139,7 +143,7 @@ class ObjectCollectives(Collectives):
         return [self._unpickled(part, rank) for rank, part in enumerate(parts)] if receives else None
 
     def _unpickled(self, data: Bytes, sender: int) -> Any:
-        """The object in the bytes of a rank. PeerRaisedError where that could not pickle it."""
+        """Returns the object in another rank's bytes. Raises PeerRaisedError if that rank could not pickle it."""
         found = pickle.loads(data.data)
         if type(found) is not _Failure:
             return found
@@ -150,7 +154,9 @@ class ObjectCollectives(Collectives):
 
 
 def _pickled(objs: Sequence[Any]) -> tuple[list[Bytes], Exception | None]:
-    """The bytes of each object; where one cannot be pickled, those of a `_Failure` for each, and the exception."""
+    """Returns the bytes of each object, and None. If one cannot be pickled, returns a `_Failure` for each, and the
+    exception.
+    """
     try:
         return [_bytes(obj) for obj in objs], None
     except Exception as error:
@@ -165,9 +171,11 @@ def _bytes(obj: Any) -> Bytes:
 
 
 def _is_padded(sizes: Sequence[int]) -> bool:
-    """Whether the ranks' bytes are padded to the longest: where these are few, or at most doubled by that.
+    """Returns True if all ranks' bytes are padded to the same length: if they are short, or padding at most doubles
+    them.
 
-    Then a verb carries them that needs few messages between many ranks. Others travel by all_to_all_v, as they are.
+    Padded data can use a verb that sends few messages between many ranks. Other data goes through all_to_all_v
+    unpadded.
     """
     return max(sizes) <= _SHORT or len(sizes) * max(sizes) <= 2 * sum(sizes)
 
@@ -179,5 +187,5 @@ def _padded(data: Bytes, size: int) -> Bytes:
 
 
 def _only(rank: int, count: int, ranks: int) -> list[int]:
-    """Counts for all ranks: none but for one rank."""
+    """Returns a list with `count` at index `rank` and 0 elsewhere."""
     return [count if each == rank else 0 for each in range(ranks)]

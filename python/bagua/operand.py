@@ -1,7 +1,7 @@
-"""`Operand`: what an operation reads or writes, on the host or on a device.
+"""`Operand`: memory that an operation reads or writes, on the host or on a device.
 
-One adapter each makes it: `bagua.arrays` of NumPy, DLPack and the buffer protocol, `bagua.cuda.arrays` of arrays on
-CUDA devices, `bagua.torch_operand` of torch's tensors.
+`bagua.arrays` makes operands from NumPy, DLPack and the buffer protocol, `bagua.cuda.arrays` from arrays on CUDA
+devices, and `bagua.torch_operand` from torch's tensors.
 """
 
 from __future__ import annotations
@@ -22,71 +22,73 @@ __all__ = ["SIZES", "DeviceStream", "Operand", "check_beside", "empty_like", "nu
 
 
 _NAMES = {code: name for name, code in DTYPES.items()}
-# Those of NumPy, which has no bfloat16.
+# NumPy's dtypes by code. NumPy has no bfloat16.
 _NUMPY = {code: np.dtype(name) for name, code in DTYPES.items() if name != "bfloat16"}
-# (kind, bytes) of a NumPy type rather than the type itself: "long" and "long long" are two types of one layout.
+# Keyed by (kind, bytes) rather than by dtype, because "long" and "long long" are two dtypes with the same layout.
 _CODES = {(dtype.kind, dtype.itemsize): code for code, dtype in _NUMPY.items()}
 #: Bytes of an element, by the code of its type.
 SIZES = {code: _NUMPY[code].itemsize if code in _NUMPY else 2 for code in DTYPES.values()}
 
 
 class DeviceStream(Protocol):
-    """A CUDA device, and the stream on which the operands of a call are there."""
+    """A CUDA device, and the stream in whose order a call uses its operands there."""
 
     @property
     def device(self) -> Any:
-        """The device as the core knows it."""
+        """The core's handle of the device."""
 
     @property
     def where(self) -> str:
-        """The device, for error texts."""
+        """Name of the device, for error texts."""
 
     def call(self, raw: Communicator, places: Sequence[Any]) -> CudaCall:
-        """The device's side of an operation on operands at these places, which are all on this device.
+        """Returns the device's side of an operation on operands at these places, which are all on this device.
 
-        NotImplementedError for a stream that is being captured, before anything is enqueued.
+        Raises NotImplementedError if the stream is being captured, before anything is enqueued.
         """
 
     def call_messages(self, raw: Communicator, places: Sequence[Any]) -> CudaCall:
-        """As `call`, for messages."""
+        """Does the same as `call`, for messages."""
 
     def handle(self, done: Handle | None, finish: Callable[[], None] | None) -> AnyHandle | None:
-        """The handle of an asynchronous operation, with what copies its results; None of one that has returned."""
+        """Returns the handle of an asynchronous operation, which runs `finish` to copy its results; None if `done` is
+        None.
+        """
 
 
 @dataclass(slots=True, eq=False)
 class Operand:
-    """The memory of an array or a tensor, and what must stay alive with it."""
+    """Memory of an array or tensor, and the objects that must stay alive with it."""
 
-    #: Of the first byte, on the host or on a device.
+    #: Address of the first byte, on the host or on a device.
     address: int
-    #: Elements.
+    #: Number of elements.
     count: int
     #: Code of the element type.
     dtype: int
-    #: Dimensions; None for one dimension.
+    #: Shape; None if one-dimensional.
     dims: tuple[int, ...] | None
-    #: Owns the memory: what the caller gave, or a contiguous copy.
+    #: The object that owns the memory: the caller's array, or a contiguous copy.
     owner: Any
-    #: Where it is; None for the host.
+    #: The `DeviceStream` of memory on a device; None for the host.
     place: Any = None
-    #: Whether its elements follow each other in C order.
+    #: True if the elements follow each other in C order.
     contiguous: bool = True
-    #: Whether it may be written.
+    #: True if the memory may be written.
     writable: bool = True
-    #: Copies the result from here to where the caller wants it; None where that is here.
+    #: Copies the result from this memory to the caller's; None if this memory is the caller's.
     finish: Callable[[], None] | None = None
-    #: The tensors that the result goes to.
+    #: The caller's tensors that get the result.
     results: Sequence[Any] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Dimensions."""
+        """Shape of the array."""
         return (self.count,) if self.dims is None else self.dims
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Size in bytes."""
         return self.count * SIZES[self.dtype]
 
     @property
@@ -96,16 +98,18 @@ class Operand:
 
     @property
     def device(self) -> Any:
-        """The device as the core knows it; None for the host."""
+        """The core's handle of the device; None for the host."""
         return None if self.place is None else self.place.device
 
     @property
     def where(self) -> str:
-        """The place, for error texts."""
+        """Name of the device, or "the host", for error texts."""
         return "the host" if self.place is None else str(self.place.where)
 
     def to_write(self, what: str, *, has_out: bool = False) -> Operand:
-        """Returns itself. Raises ValueError if it cannot hold a result. `has_out`: the caller takes `out=`."""
+        """Returns the operand itself. Raises ValueError if it cannot hold a result. `has_out`: True if the caller takes
+        `out=`.
+        """
         instead = "pass out= with an array" if has_out else "pass an array"
         if not self.writable:
             raise ValueError(f"{what} is read-only: {instead} that can be written")
@@ -116,7 +120,7 @@ class Operand:
         return self
 
     def to_read(self, what: str = "the array") -> Operand:
-        """Itself, or a contiguous copy; ValueError where one would be needed on a device."""
+        """Returns the operand, or a contiguous copy. Raises ValueError if it is not contiguous and on a device."""
         if self.contiguous:
             return self
         if self.place is not None:
@@ -125,12 +129,14 @@ class Operand:
         return Operand(copy.ctypes.data, self.count, self.dtype, self.dims, copy)
 
     def nothing(self) -> Operand:
-        """No elements, at the same place."""
+        """Returns an operand without elements at the same place."""
         return Operand(self.address, 0, self.dtype, (0,), None, self.place)
 
 
 def same_kind(one: Operand, out: Operand, shape: tuple[int, ...]) -> Operand:
-    """`out`, if it can hold a result of this shape and of the type of `one`, at the same place."""
+    """Returns `out`. Raises TypeError or ValueError unless it has this shape, `one`'s element type and
+    `one`'s device.
+    """
     check_beside(one, out, "out", "the array")
     if out.dtype != one.dtype:
         raise TypeError(f"out has elements of type {out.dtype_name}, the array has {one.dtype_name}")
@@ -140,13 +146,18 @@ def same_kind(one: Operand, out: Operand, shape: tuple[int, ...]) -> Operand:
 
 
 def check_beside(one: Operand, other: Operand, what: str, beside: str) -> None:
-    """TypeError for two operands, `other` called `what` and `one` called `beside`, that are not at one place."""
+    """Raises TypeError unless two operands are on the same device. Error texts call `other` `what`, and
+    `one` `beside`.
+    """
     if one.where != other.where:
         raise TypeError(f"{what} is on {other.where}, {beside} is on {one.where}")
 
 
 def empty_like(one: Operand, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """A new NumPy array of this type. TypeError for a bfloat16 that NumPy has no type for, and on a device."""
+    """Returns a new NumPy array of an operand's element type.
+
+    Raises TypeError on a device, and for bfloat16 without the package ml_dtypes.
+    """
     if one.place is not None:
         raise TypeError(f"the array is on {one.where}, and the result has another shape: pass out= with an array there")
     if one.dtype in _NUMPY:
@@ -159,9 +170,11 @@ def empty_like(one: Operand, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
 
 
 def numpy_code(dtype: np.dtype[Any], what: str) -> int:
-    """The code of a NumPy type. TypeError for one that the core has none for."""
+    """Returns the code of a NumPy dtype. Raises TypeError if it cannot be communicated. `what` names the array in
+    errors.
+    """
     code = _CODES.get((dtype.kind, dtype.itemsize))
-    # ml_dtypes registers bfloat16 as a type of its own; its name says what it is without importing the package.
+    # ml_dtypes registers a dtype named bfloat16. Checking its name avoids importing the package.
     if dtype.name == "bfloat16":
         code = DTYPES["bfloat16"]
     if code is None:

@@ -1,10 +1,10 @@
-"""Flight records: the last operations of a rank, written to a file when its group has failed.
+"""Flight records: a rank's last operations, written to a file when its group has failed.
 
-The extension calls `of_failure` when it creates the exception of a failed group; leaving a group that has failed does
-so too, so that a rank that never raised the error has a record as well.
+The extension calls `of_failure` when it creates the exception of a failed group. Leaving a failed group calls it too,
+so that a rank that never raised the error also has a record.
 
-By default each job has a folder, and of a host's jobs the newest are kept: the rank that makes a job's folder removes
-the oldest ones. No other rank lists a folder, for which a thousand ranks that fail at once would wait.
+By default each job has a folder, and only the newest jobs of a host are kept. The rank that makes a job's folder
+removes the oldest ones. Other ranks never list folders, which would be slow when a thousand ranks fail at once.
 """
 
 from __future__ import annotations
@@ -23,44 +23,51 @@ from bagua.lifecycle import process
 
 __all__ = ["VERSION", "flight_recorder", "folders", "of_failure"]
 
-#: Format of the files.
+#: Version of the file format.
 VERSION = 1
 
-# A reader sees at once which rank wrote a file, and no rank has to ask another whether the name is free.
+# The name shows which rank wrote the file, and ranks need not coordinate to choose different names.
 _NAME = "rank{rank}-{group}-{pid}-{number}.json"
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
-#: Jobs of a user whose records are kept on a host.
+#: Number of jobs per user whose records are kept on a host.
 KEPT_JOBS = 50
 
-#: Name of the thread that removes the others.
+#: Name of the thread that removes older jobs.
 REMOVING = "bagua-old-records"
 
-# The identity of a job, see `lifecycle.note_job`.
+# The id of a job, see `lifecycle.note_job`.
 _JOB = re.compile(r"[0-9a-f]{16}")
 _NO_JOB = "0" * 16
 _NOT_PLAIN = re.compile(r"[^\w.,#-]+")
 
 
 def flight_recorder() -> list[dict[str, Any]]:
-    """The last 1,000 operations of this process, in all of its groups, oldest first.
+    """Returns the last 1,000 operations of this process, in all its groups, oldest first.
 
-    Each is a dict: `n` (its number in this process, counts by one), `group` and `channel` (0 for the group's own
-    operations, one more for each engine), `seq` (its number in the channel, or, of a message, between the two ranks;
-    None until it begins), `kind` such as "all_reduce(sum)", `label` (its bucket, or ""), `dtype`, `count` and `bytes`,
-    `root` (rank of the group, or None), `state` ("queued", "started", "done" or "failed"), `begin` and `end` (seconds
-    since the epoch, or None), and `missing` (the world ranks that had not come when it failed). In a forked child it
-    starts empty.
+    Each operation is a dict with these keys:
+
+    - `n`: number of the operation in this process.
+    - `group` and `channel`: channel 0 has the group's own operations, and each engine has a further one.
+    - `seq`: number in the channel, or for a message between the two ranks; None until the operation begins.
+    - `kind`, such as "all_reduce(sum)"; `label` (the bucket, or ""); `dtype`, `count` and `bytes`.
+    - `root`: rank of the group, or None.
+    - `state`: "queued", "started", "done" or "failed".
+    - `begin` and `end`: seconds since the epoch, or None.
+    - `missing`: world ranks that had not come when the operation failed.
+
+    The list starts empty in a forked child.
     """
     return engine.flight_recorder()
 
 
 def of_failure(failure: int, group: str, rank: int, host: str, error: str) -> tuple[str | None, str]:
-    """Writes the record of a failed group, at the first call for this failure; the path, and what the error's text
-    says of it. `failure` is the id of the group in this process, `rank` a world rank.
+    """Writes the record of a failed group, at the first call for this failure.
 
-    Raises nothing: what prevents the record must not replace the error.
+    `failure` is the id of the group in this process, `rank` a world rank. Returns the record's path (None if there is
+    no record), and the text that the error's message ends with. Raises nothing, because a problem with the record must
+    not replace the error.
     """
     with process.records_lock:
         known = process.records.get(failure)
@@ -75,7 +82,7 @@ def _write_or_explain(group: str, rank: int, host: str, error: str) -> tuple[str
         return None, ""
     try:
         path = _write(directory, group, rank, host, error)
-    # Also what an interpreter that is shutting down raises.
+    # Any exception, including those of an interpreter that is shutting down.
     except Exception as failure:
         return None, f"; no flight record: {type(failure).__name__}: {failure}"
     return path, f"; flight record: {path}"
@@ -99,7 +106,7 @@ def _write(directory: str, group: str, rank: int, host: str, error: str) -> str:
         else:
             folder, parent = _own_folder(directory)
             open_folders.callback(os.close, parent)
-            # Ranks that have more than one have the first in common: in an elastic job that of its address book.
+            # If ranks have several ids, they share the first one: in an elastic job that of its address book.
             directory = os.path.join(folder, next(iter(process.jobs), _NO_JOB))
             place, is_first = _job_folder(directory, parent)
         open_folders.callback(os.close, place)
@@ -110,7 +117,9 @@ def _write(directory: str, group: str, rank: int, host: str, error: str) -> str:
 
 
 def folders() -> list[str]:
-    """Where the records of this user's jobs are on this host. ValueError where BAGUA_TRACE_DIR forbids them."""
+    """Returns the folders on this host with records of this user's jobs. Raises ValueError if BAGUA_TRACE_DIR turns
+    records off.
+    """
     directory = config.trace_dir()
     if directory is None:
         raise ValueError("BAGUA_TRACE_DIR is empty, so there are no flight records: pass the files")
@@ -124,9 +133,10 @@ def _candidates(directory: str) -> tuple[str, str]:
 
 
 def _own_folder(directory: str) -> tuple[str, int]:
-    """A folder that no other user but root can change, and its descriptor: this one, or else that of this user.
+    """Returns a folder that no other user but root can change, and its descriptor: this one, or else the one of this
+    user.
 
-    In a temporary directory any user may make a folder or a link of this name before.
+    In a temporary directory, another user may have made a folder or a link of this name.
     """
     problems = []
     for candidate in _candidates(directory):
@@ -150,9 +160,10 @@ def _own_folder(directory: str) -> tuple[str, int]:
 
 
 def _open_or_make(path: str, parent: int | None = None) -> tuple[int, bool]:
-    """The descriptor of a folder, and whether this process made it.
+    """Returns the descriptor of a folder, and True if this process made it.
 
-    Most ranks of a host find it: to try to make it, each would wait for the others.
+    First tries to open the folder, because most ranks of a host find it, and ranks that try to make it wait for each
+    other.
     """
     flags = _FOLDER | os.O_NOFOLLOW
     with contextlib.suppress(FileNotFoundError):
@@ -166,9 +177,9 @@ def _open_or_make(path: str, parent: int | None = None) -> tuple[int, bool]:
 
 
 def _job_folder(path: str, parent: int) -> tuple[int, bool]:
-    """The descriptor of a job's folder in that of its user, and whether this process made the folder."""
+    """Returns the descriptor of a job's folder inside the user's folder, and True if this process made it."""
     place, is_first = _open_or_make(os.path.basename(path), parent)
-    # A sticky folder of root's is every user's.
+    # All users share root's sticky folder, so another user may have made this one.
     if os.fstat(place).st_uid != os.geteuid():
         os.close(place)
         raise PermissionError(f"{path} belongs to another user")
@@ -176,7 +187,7 @@ def _job_folder(path: str, parent: int) -> tuple[int, bool]:
 
 
 def _job_folders(folder: str) -> list[str]:
-    """The folders of this user's jobs in there, oldest first. None where it cannot be read."""
+    """Returns the folders of this user's jobs, oldest first. Empty if the parent cannot be read."""
     found = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -188,29 +199,29 @@ def _job_folders(folder: str) -> list[str]:
 
 
 def _remove_old_jobs_meanwhile(folder: str) -> None:
-    """As `_remove_old_jobs`, on a thread: all other ranks wait for this one where they go on without one that is lost.
+    """Runs `_remove_old_jobs` on a thread, so that ranks that continue after a failure need not wait for this one.
 
-    The process does not end before that has ended, so that old records do not pile up.
+    The process does not exit before that thread ends, so that old records do not pile up.
     """
     thread = threading.Thread(target=_remove_old_jobs, args=(folder,), name=REMOVING)
     try:
         thread.start()
-    # An interpreter that is shutting down starts no thread, and keeps no other rank waiting.
+    # An interpreter that is shutting down cannot start threads. No rank waits for it either.
     except RuntimeError:
         _remove_old_jobs(folder)
 
 
 def _remove_old_jobs(folder: str) -> None:
-    """Removes the records of all but the newest jobs; what cannot be removed stays."""
+    """Removes the records of all but the newest jobs. Ignores folders that cannot be removed."""
     for path in _job_folders(folder)[:-KEPT_JOBS]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _write_new(place: int, directory: str, rank: int, group: str, text: str) -> str:
-    """Writes a new file into an open folder; its name."""
+    """Writes a new file into an open folder. Returns the name of the file."""
     for number in range(10_000):
         name = _NAME.format(rank=rank, group=_plain(group), pid=os.getpid(), number=number)
-        # Neither an older file nor a link that another user put there is ever written to.
+        # Never write to an existing file, or to a link that another user made.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             descriptor = os.open(name, flags, 0o600, dir_fd=place)
@@ -220,7 +231,7 @@ def _write_new(place: int, directory: str, rank: int, group: str, text: str) -> 
             with open(descriptor, "wb") as file:
                 file.write(text.encode())
         except BaseException:
-            # Half a record would only mislead.
+            # Half a record would mislead.
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=place)
             raise
@@ -229,5 +240,5 @@ def _write_new(place: int, directory: str, rank: int, group: str, text: str) -> 
 
 
 def _plain(group: str) -> str:
-    """The group's name as a part of a file's name."""
+    """Returns the group's name with unusual characters replaced, for a file name."""
     return _NOT_PLAIN.sub("_", group)[:80] or "group"

@@ -1,4 +1,4 @@
-"""Shared memory in which the ranks of a host communicate in place, as buffers for arrays."""
+"""Arrays in memory that the ranks of a host share."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ __all__ = ["empty", "memory"]
 
 
 def memory(communicator: engine.Communicator, nbytes: int, label: str = "bagua-arena") -> ctypes.Array[ctypes.c_uint8]:
-    """`nbytes` of zeroed memory, as an object with the buffer protocol, which owns it.
+    """Returns an object with the buffer protocol that owns `nbytes` of zeroed memory. Local to this rank.
 
-    Local: made by this rank alone. Verbs on tensors that lie in such memory at all ranks work on the peers' memory
-    directly; where no peer shares memory with this rank it is ordinary memory.
+    Verbs on tensors that lie in such memory on all ranks read the peers' memory directly. If no peer shares memory with
+    this rank, this is ordinary memory.
     """
     arena = communicator.arena(nbytes, label=label)
     view = (ctypes.c_uint8 * nbytes).from_address(arena.address)
-    # What is made over the view holds the view, and the view holds the memory.
+    # Arrays made from the view keep the view alive, and the view keeps the memory alive.
     view.arena = arena  # type: ignore[attr-defined]
     return view
 
 
 def empty(communicator: engine.Communicator, shape: int | tuple[int, ...], dtype: DTypeLike) -> np.ndarray[Any, Any]:
-    """An array in such memory."""
+    """Returns an array of zeros in such memory. Raises ValueError for an impossible size."""
     kind = np.dtype(dtype)
     count = shape if isinstance(shape, int) else math.prod(shape)
     if not 0 <= count * kind.itemsize <= sys.maxsize:

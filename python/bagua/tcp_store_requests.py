@@ -1,8 +1,8 @@
-"""Requests to a store of torch.distributed that time out when its server does not answer.
+"""Requests to a torch.distributed store that time out even if its server does not answer.
 
-A client of torch's TCPStore waits for the answer of a frozen server, or of another program on that port, without a
-limit, whatever its timeout is. So a thread makes each request, and the caller waits for the thread as long as it wants.
-A thread that gets no answer stays in its call until the server's end closes the connection, or this process ends.
+torch's TCPStore ignores its own timeout while a frozen server, or another program on that port, sends no answer. Each
+request therefore runs on a thread, and the caller waits for the thread with a timeout. A thread without an answer stays
+in its call until the server closes the connection or this process ends.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ __all__ = ["ask"]
 
 _T = TypeVar("_T")
 
-#: Seconds between two looks at whether waiting still makes sense.
+#: Seconds between two calls of `look`.
 _SLICE = 0.02
 
 
 def ask(request: Callable[[], _T], limit: float, look: Callable[[], object] = lambda: None) -> _T:
-    """Returns what `request` returns, or raises what it raises; TimeoutError if it does neither for `limit` seconds.
+    """Calls `request` on a thread. Returns its result or raises its exception.
 
-    `look` is called again and again meanwhile. What it raises ends the wait.
+    Raises TimeoutError after `limit` seconds. Meanwhile, calls `look` repeatedly; an exception in it ends the wait.
     """
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
     until = time.monotonic() + limit
-    # A daemon: the process may end although the server never answers.
+    # A daemon thread, so that the process can end even if the server never answers.
     threading.Thread(target=_make, args=(request, answers), name="bagua-store", daemon=True).start()
     while True:
         left = until - time.monotonic()
@@ -49,5 +49,5 @@ def _make(request: Callable[[], Any], answers: queue.SimpleQueue[tuple[Any, Base
     try:
         answers.put((request(), None))
     except BaseException as failure:
-        # Its traceback would keep the store, in a cycle that only the garbage collector finds.
+        # The traceback would keep the store alive in a reference cycle.
         answers.put((None, failure.with_traceback(None)))

@@ -1,4 +1,4 @@
-"""Requires a torch that is new enough, before a part of the package imports it."""
+"""Checks that torch is installed and new enough, before a part of the package imports it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import re
 
 __all__ = ["OLDEST", "require", "too_old"]
 
-#: The oldest release of torch that is supported: the page "Settings" says why.
+#: The oldest supported release of torch. The page "Settings" says why.
 OLDEST = (2, 5)
 
 
 def require(part: str) -> None:
-    """ModuleNotFoundError without torch, ImportError where torch is too old; both name the part of the package."""
+    """Raises ModuleNotFoundError without torch, and ImportError if torch is too old. `part` names what needs it, for
+    errors.
+    """
     try:
         import torch
     except ModuleNotFoundError as error:
@@ -23,7 +25,7 @@ def require(part: str) -> None:
 
 
 def too_old(part: str, version: str) -> str | None:
-    """Why a release of torch cannot be used; None where it can."""
+    """Returns the reason why a release of torch cannot be used; None if it can."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or (int(numbers[1]), int(numbers[2])) >= OLDEST:
         return None

@@ -1,7 +1,7 @@
-"""Tensors of torch as operands.
+"""Operands of torch's tensors.
 
-A tensor is read once. For a plain tensor, on a torch new enough, the bindings (`engine.TensorReader`) return address,
-count and dtype in one call; every other tensor, and every error message, goes through the tensor's attributes.
+For a plain tensor on a recent torch, the bindings (`engine.TensorReader`) read address, count and dtype in one call.
+All other tensors, and all errors, go through the tensor's Python attributes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _changed(tensor: tuple[torch.Tensor]) -> None:
 def _version_counter() -> Callable[[tuple[torch.Tensor]], None]:
     count: Callable[[tuple[torch.Tensor]], None] = getattr(torch._C, "_increment_version", _changed)
     try:
-        # The C function itself: the Python function around it doubles the cost. An older torch takes no tuple.
+        # Call the C function directly: its Python wrapper doubles the cost. An older torch does not take a tuple.
         count((torch.empty(0),))
     except TypeError:
         return _changed
@@ -73,28 +73,28 @@ _count_version = _version_counter()
 
 #: Reads address, count and dtype of torch's tensors.
 reader = _new_reader(_count_version)
-#: The same, without counting. torch.distributed's collectives do not move the version counters of tensors in place.
+#: The same, but without incrementing version counters, because torch.distributed's in-place collectives do not either.
 silent_reader = _new_reader(lambda _: None)
 
 
 def will_change(operand: Operand) -> None:
-    """Increments the version counters of the tensors that an operation will write to."""
+    """Increments the version counters of the tensors that an operation will write."""
     for tensor in operand.results:
         try:
             _count_version((tensor,))
         except RuntimeError:
-            # One made in inference mode has no counter.
+            # A tensor made in inference mode has no counter.
             if not tensor.is_inference():
                 raise
 
 
 def dtype_code(tensor: torch.Tensor, what: str) -> int:
-    """The core's code of a tensor's dtype."""
+    """Returns the code of a tensor's dtype. Raises TypeError if it cannot be communicated."""
     return require_dtype(tensor.dtype, what)
 
 
 def require_dtype(dtype: torch.dtype, what: str) -> int:
-    """The core's code of a dtype. TypeError for one that cannot be communicated."""
+    """Returns the code of a dtype. Raises TypeError if it cannot be communicated."""
     code = DTYPES.get(dtype)
     if code is None:
         raise TypeError(
@@ -104,11 +104,11 @@ def require_dtype(dtype: torch.dtype, what: str) -> int:
 
 
 def divide_integers(tensor: torch.Tensor, divisor: int) -> None:
-    """Divides a tensor of integers in place, cut towards zero. `divisor` is positive, and less than 2^62."""
+    """Divides an integer tensor in place, rounding towards zero. `divisor` is positive and less than 2^62."""
     if tensor.dtype.is_signed or tensor.dtype is torch.uint8:
         tensor.div_(divisor, rounding_mode="trunc")
         return
-    # torch divides no wider unsigned integers. As int64 those from 2^63 on are negative, but half of them is not.
+    # torch cannot divide wider unsigned integers. As int64, values from 2^63 on are negative, but their halves are not.
     whole = tensor.to(torch.int64)
     half = (whole >> 1) & (2**63 - 1)
     quotient = half.div_(divisor, rounding_mode="trunc") * 2
@@ -116,12 +116,12 @@ def divide_integers(tensor: torch.Tensor, divisor: int) -> None:
 
 
 def check_on_cpu(tensor: torch.Tensor, what: str) -> None:
-    """Refuses a tensor outside host memory, or a sparse one."""
+    """Raises NotImplementedError for a tensor outside host memory, or a sparse one."""
     check_place(tensor, what, ("cpu",))
 
 
 def check_place(tensor: torch.Tensor, what: str, places: Sequence[str] = ("cpu", "cuda")) -> None:
-    """Refuses a tensor outside the memory of these kinds of devices, or a sparse one."""
+    """Raises NotImplementedError for a tensor on another kind of device than `places`, or a sparse one."""
     if tensor.device.type not in places:
         allowed = " and ".join(place.upper() for place in places)
         raise NotImplementedError(f"{what} is on {tensor.device}: only {allowed} tensors can be communicated here")
@@ -131,7 +131,7 @@ def check_place(tensor: torch.Tensor, what: str, places: Sequence[str] = ("cpu",
 
 
 def check_kinds(sent: torch.Tensor, received: torch.Tensor, names: Sequence[str]) -> None:
-    """Refuses two tensors of different dtypes, or in different places."""
+    """Raises TypeError unless two tensors have the same dtype and device. `names` are their names in errors."""
     one, other = names
     if sent.dtype != received.dtype:
         raise TypeError(f"{one} has dtype {sent.dtype}, {other} {received.dtype}: they must be equal")
@@ -140,7 +140,7 @@ def check_kinds(sent: torch.Tensor, received: torch.Tensor, names: Sequence[str]
 
 
 def check_pair(verb: verbs.Verb, sent: torch.Tensor, received: torch.Tensor, ranks: int, names: Sequence[str]) -> None:
-    """As `check_kinds`; also refuses two of sizes that do not fit the verb."""
+    """Does what `check_kinds` does. Also raises ValueError if the tensors' sizes do not fit the verb."""
     check_kinds(sent, received, names)
     why = verb.misfit(sent.numel(), received.numel(), ranks)
     if why is not None:
@@ -150,7 +150,9 @@ def check_pair(verb: verbs.Verb, sent: torch.Tensor, received: torch.Tensor, ran
 def operation(
     raw: engine.Communicator, verb: verbs.Verb, src: Operand | None, dst: Operand | None, **options: Any
 ) -> verbs.Operation:
-    """As `verbs.operation`. Must come after all checks: it increments the version counters of what will be written."""
+    """Returns `verbs.operation`, after incrementing the version counters of the tensors it writes. Call it after all
+    checks.
+    """
     if dst is not None:
         will_change(dst)
     return verbs.operation(raw, verb, src, dst, **options)
@@ -158,19 +160,22 @@ def operation(
 
 @dataclass(frozen=True)
 class Adapter:
-    """How a front end makes operands of tensors."""
+    """The rules by which a front end makes operands from tensors."""
 
-    #: Whether dtypes that the core has no code for are sent as bytes. Else TypeError.
+    #: True if dtypes unknown to the core are sent as bytes. Otherwise they raise TypeError.
     sends_bytes: bool = False
-    #: Whether results are copied to tensors without contiguous memory of their own. Else ValueError.
+    #: True if a tensor that is not contiguous gets a copy of the result. Otherwise it raises ValueError.
     copies_results: bool = False
-    #: Whether the ranks compare shapes where the verb does. Else sizes alone.
+    #: True if ranks compare shapes, in verbs that do. Otherwise they compare only sizes.
     compares_shapes: bool = True
     #: See `DeviceHandle.then`.
     then_orders: bool = True
 
     def check(self, tensor: Any, what: str) -> int:
-        """The code of a tensor that can be communicated, that of bytes where the core has none."""
+        """Returns the code of a tensor's dtype, or the code of bytes if `sends_bytes` applies.
+
+        Raises TypeError or NotImplementedError if the tensor cannot be communicated.
+        """
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
         check_place(tensor, what)
@@ -182,7 +187,9 @@ class Adapter:
         return DTYPES.get(tensor.dtype, _BYTES) if self.sends_bytes else dtype_code(tensor, what)
 
     def read(self, tensor: Any, what: str) -> Operand:
-        """A tensor to read. A copy, where its memory is not contiguous or has still to be negated or conjugated."""
+        """Returns an operand to read. Copies a tensor that is not contiguous, or that is lazily negated or
+        conjugated.
+        """
         found = reader.at(tensor)
         if found is not None:
             address, count, code, dims, owner = found
@@ -192,7 +199,9 @@ class Adapter:
         return self._operand(memory if _is_plain(memory) else _contiguous(memory), code)
 
     def write(self, tensor: Any, what: str, *, reads: bool = True) -> Operand:
-        """A tensor to write; with `reads`, one to read before."""
+        """Returns an operand to write. With `reads`, the operation reads it first, so a copy starts with the tensor's
+        values.
+        """
         found = reader.at(tensor)
         if found is not None:
             address, count, code, dims, owner = found
@@ -208,13 +217,13 @@ class Adapter:
 
         def finish() -> None:
             with torch.no_grad():
-                # `data` has a version counter of its own: the caller counts the change, or torch does not count it.
+                # `data` has its own version counter. The tensor's counter is incremented by the caller, if at all.
                 tensor.data.copy_(memory)
 
         return self._operand(memory, code, results=(tensor,), finish=finish)
 
     def joined(self, tensors: Sequence[Any], what: str, *, reads: bool = True, writes: bool = True) -> Operand:
-        """Several tensors, one after the other in one memory. TypeError for different dtypes and devices."""
+        """Returns one operand for several tensors, one after another. Raises TypeError if dtypes or devices differ."""
         for i, tensor in enumerate(tensors):
             if reader.at(tensor) is None:
                 self.check(tensor, f"{what}[{i}]")
@@ -227,7 +236,7 @@ class Adapter:
         if reads:
             refuse_capture(first)
             with torch.no_grad():
-                # Of one tensor torch's own flattening may be the same memory.
+                # For a single tensor, torch's flattening may return the same memory.
                 memory = _flatten(tensors) if len(tensors) > 1 else torch.cat([first.reshape(-1)])
         else:
             memory = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=first.dtype, device=first.device)
@@ -237,7 +246,7 @@ class Adapter:
         def finish() -> None:
             with torch.no_grad():
                 for tensor, piece in zip(tensors, _unflatten(memory, tensors), strict=True):
-                    # torch 2.5 gives those without elements another shape.
+                    # torch 2.5 gives empty tensors another shape.
                     if piece.numel() > 0:
                         tensor.detach().copy_(piece)
 
@@ -256,7 +265,7 @@ class Adapter:
         dims = tuple(memory.shape) if self.compares_shapes else None
         place = None
         if memory.is_cuda:
-            # Here, because importing bagua.cuda decides to which process CUDA belongs.
+            # Not at the top, because importing bagua.cuda decides to which process CUDA belongs.
             from bagua.cuda.tensors import TensorStream
 
             place = TensorStream(memory.device, self.then_orders)
@@ -264,10 +273,10 @@ class Adapter:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Returns False for a tensor whose values are elsewhere or nowhere: a subclass that holds tensors, a FakeTensor, a
-    tensor inside of a transform such as `torch.func.grad`.
+    """Returns False for a tensor without memory of its own: a subclass that holds other tensors, a FakeTensor, or a
+    tensor inside a transform such as `torch.func.grad`.
     """
-    # A FakeTensor only warns if it is asked.
+    # Asking a FakeTensor for its address only warns.
     if type(tensor) is not torch.Tensor and hasattr(tensor, "fake_mode"):
         return False
     try:
@@ -294,7 +303,9 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_capture(tensor: torch.Tensor) -> None:
-    """NotImplementedError for a device whose stream is being captured: a copy would become part of the graph."""
+    """Raises NotImplementedError if a device's stream is being captured, because a copy would become part
+    of the graph.
+    """
     if tensor.is_cuda:
         from bagua.cuda import tensors
 

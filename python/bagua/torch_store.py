@@ -1,11 +1,12 @@
-"""Joins through a store, of torch.distributed or our own, which has rank 0's address and nothing else.
+"""Joins a group through a store of torch.distributed or our own.
 
-All ranks get the addresses from rank 0, down a tree (rust/bagua-group/src/rendezvous/tree.rs). If the addresses
-were in the store, its server, which may be a rank, would send n lists of n addresses. Nothing is lost: every rank has
-to reach rank 0 for the group anyway.
+1. Rank 0 starts a rendezvous server, and writes its address to the store as a new, numbered entry. 2. Other ranks read
+the newest entry and connect to rank 0. If it is not served any more, they wait for the next entry. 3. Rank 0 sends all
+addresses down a tree (rust/bagua-group/src/rendezvous/tree.rs).
 
-A store may outlive groups, and under torchrun all processes of a job. So the entries are numbered. The newest counts,
-and when it is not served any more, the next one.
+The addresses themselves do not go through the store, because its server would have to send n lists of n addresses.
+Every rank has to reach rank 0 for the group anyway. The entries are numbered because a store may outlive groups, and
+under torchrun all processes of a job.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ __all__ = ["join"]
 
 _T = TypeVar("_T")
 
-# From this rank's address and the secret to all addresses.
+# Takes this rank's address and the secret; returns all addresses.
 _Spread = Callable[[bytes, bytes], list[bytes]]
 
-# Seconds between two attempts at an address that does not answer: at first, and at most.
+# Seconds between two attempts at an address that does not answer: the first pause, and the longest.
 _PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 
-# Seconds that the answer to a wait may take beyond the wait itself.
+# Seconds that the store's answer may come after the end of its own wait.
 _GRACE = 0.5
 
 
@@ -49,11 +50,11 @@ def join(
     timeout: float,
     waiting: log.Waiting | None = None,
 ) -> tuple[group.Group, int]:
-    """The group of all ranks that join by this store, and a number that no group had in it before.
+    """Joins all ranks that use this store. Returns the group, and a number that no earlier group of this store had.
 
-    `what` is what the user called, for error texts. `towards` is as in `group.join` on rank 0; the others listen
-    towards rank 0. `timeout` is in seconds. `waiting` is as in `group.join`. Raises BaguaTimeoutError naming the ranks
-    that did not come, BaguaError when the store does not answer.
+    `what` is the function that the user called, for error texts. `towards` is as in `group.join` on rank 0; other ranks
+    listen towards rank 0. `timeout` is in seconds. `waiting` is as in `group.join`. Raises BaguaTimeoutError naming the
+    ranks that did not come, and BaguaError if the store does not answer.
     """
     log.configure()
     found = waiting or log.Waiting(rank, world_size)
@@ -61,7 +62,7 @@ def join(
     def build(
         towards: tuple[str, int] | None, token: str, spread: Callable[[bytes, bytes], list[bytes]]
     ) -> group.Group:
-        # Only a process that can read the store has the token: it excludes others where the user has no secret.
+        # Only processes that can read the store have the token, so it keeps other processes out even without a secret.
         both = secret + token.encode()
         return group.join(
             rank,
@@ -122,20 +123,20 @@ class _Gone(Exception):
 
 @dataclass(frozen=True)
 class _Server:
-    """An entry: where the rendezvous server of one group's rank 0 listens."""
+    """An entry of the store: the address of the rendezvous server on a group's rank 0."""
 
     host: str
     port: int
-    #: Random, and so of this group alone.
+    #: Random token that identifies the group.
     token: str
 
 
 class _Entries:
-    """The entries in the store, which the ranks write and read until the timeout."""
+    """The numbered entries in the store. All requests fail when the timeout expires."""
 
     def __init__(self, store: Any, what: str, limit: float, look: Callable[[], object] = lambda: None) -> None:
         self._store, self._what, self._look = store, what, look
-        # Each attempt of the launcher has counters of its own.
+        # Each attempt of the launcher has its own counters.
         self._prefix = f"bagua/{config.attempt()}"
         self._until = time.monotonic() + limit
 
@@ -143,18 +144,20 @@ class _Entries:
         return self._until - time.monotonic()
 
     def count(self, more: int) -> int:
-        """The number of entries after adding `more`."""
+        """Returns the number of entries after adding `more`."""
         return self._ask(lambda: int(self._store.add(f"{self._prefix}/places", more)))
 
     def announce(self, server: _Server) -> int:
-        """Writes the newest entry, and returns its number."""
+        """Writes the newest entry. Returns its number."""
         number = self.count(0) + 1
-        # Counted afterwards: a rank that reads the number finds the entry.
+        # Count after writing, so that a rank that reads the number finds the entry.
         self._ask(lambda: self._store.set(self._key(number), json.dumps(asdict(server)).encode()))
         return self.count(1)
 
     def servers(self, spent: str | None) -> Iterator[tuple[int, _Server]]:
-        """The newest entry and its number, and the same or a newer one after a pause, and so on; none that is spent."""
+        """Yields the newest entry and its number, and after each pause the same one or a newer one. Skips the entry
+        with the token `spent`.
+        """
         number, pause = max(self.count(0), 1), _PAUSE
         server = self._read(number, self.left())
         while server is not None and self.left() > 0:
@@ -170,8 +173,8 @@ class _Entries:
         return f"{self._prefix}/place{number}"
 
     def _read(self, number: int, patience: float) -> _Server | None:
-        """None when it is not there in time."""
-        # 0 would mean "for ever" to a store.
+        """Returns an entry; None if it does not appear within `patience` seconds."""
+        # A store takes 0 as no limit.
         patience = max(patience, 0.001)
         began = time.monotonic()
         try:
@@ -180,7 +183,7 @@ class _Entries:
         except TimeoutError:
             return None
         except Exception as failure:
-            # Whatever the class: a store that is gone fails at once.
+            # The class of the exception varies. A store that is gone fails at once.
             if time.monotonic() - began < patience / 2:
                 raise self._silent(failure) from failure
             return None

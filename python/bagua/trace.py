@@ -1,7 +1,7 @@
 """Compares the flight records of several ranks: finds which ranks are missing from which operation.
 
-Operations of different ranks are the same one when group, channel and number are equal. Messages (send, recv,
-exchange) are numbered by each rank for itself, so of them only the rank's own record counts.
+Operations of different ranks are the same if group, channel and number are equal. Each rank numbers messages (send,
+recv, exchange) on its own, so for a message only that rank's record is used.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ __all__ = ["Finding", "Record", "chrome_trace", "find", "findings", "newest_job"
 
 Operation = dict[str, Any]
 
-# Kinds whose numbers are not those of the lane.
+# Kinds of messages, which have their own numbers.
 _MESSAGES = ("send/recv", "exchange")
 
 # Fields that must be equal on all ranks of one operation.
 _EQUAL = ("kind", "root", "dtype", "count")
 
 
-# What `Finding.as_json` has of each rank's operation.
+# Fields of an operation in `Finding.as_json`.
 _SHOWN = (*_EQUAL, "label", "state", "begin", "end")
 
-# What the values of an operation may be, besides those that are only compared or shown.
+# Types of the fields that are used.
 _TYPES: dict[str, tuple[type, ...]] = {
     "group": (str,),
     "channel": (int,),
@@ -48,20 +48,20 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass
 class Record:
-    """What is known of one rank."""
+    """The flight records of one rank."""
 
     rank: int
-    """Its rank in the world."""
+    """World rank."""
     host: str
-    """Name of its host."""
+    """Name of the rank's host."""
     pid: int
-    """Id of its process."""
+    """Id of the rank's process."""
     jobs: set[str]
-    """Two records are of one job where they have one of these in common; empty in a record of an older version."""
+    """Ids of the job. Two records with an id in common are of the same job. Empty in a record of an older version."""
     errors: list[str]
-    """The error of each file."""
+    """Error text of each file."""
     ops: dict[int, Operation]
-    """By their numbers in the process, in ascending order."""
+    """Operations by number in the process, in ascending order."""
 
 
 @dataclass(frozen=True, order=True)
@@ -77,16 +77,17 @@ class _OperationKey:
 
 
 def read(paths: Iterable[Path]) -> list[Record]:
-    """The records in these files, by rank; several files of one process become one record.
+    """Reads flight records. Returns one record per rank, in order of rank; several files of one process become one
+    record.
 
-    ValueError names a file that is no record, files of several jobs, or two files of one rank that are of different
-    processes; OSError names one that cannot be read.
+    Raises ValueError for a file that is not a record, for files of several jobs, and for two processes of the same
+    rank; OSError for a file that cannot be read.
     """
     files = [(path, _read_one(path)) for path in paths]
     known_jobs = _jobs([(path, record) for path, record in files if record.jobs])
     if len(known_jobs) > 1:
         jobs = "; ".join(", ".join(str(path) for path, _ in job) for job in known_jobs)
-        raise ValueError(f"these are records of {len(known_jobs)} jobs, pass those of one: {jobs}")
+        raise ValueError(f"these records are of {len(known_jobs)} jobs; pass the records of one job: {jobs}")
     found: dict[int, tuple[Path, Record]] = {}
     for path, record in files:
         first, known = found.setdefault(record.rank, (path, record))
@@ -98,7 +99,7 @@ def read(paths: Iterable[Path]) -> list[Record]:
         if known is not record:
             known.errors += record.errors
             for n, op in record.ops.items():
-                # A later file knows how an operation ended.
+                # A later file may know how the operation ended.
                 if n not in known.ops or op["end"] is not None:
                     known.ops[n] = op
             known.ops = dict(sorted(known.ops.items()))
@@ -106,11 +107,13 @@ def read(paths: Iterable[Path]) -> list[Record]:
 
 
 def newest_job(folders: Iterable[str]) -> list[Path]:
-    """The records of the job that wrote last, of those in these folders. ValueError where there are none."""
+    """Returns the files of the job that wrote a record last, in these folders. Raises ValueError if there are no
+    records.
+    """
     folders = list(folders)
     files = []
     for path in (path for folder in folders for path in Path(folder).glob("*.json")):
-        # What is no record, or is being written.
+        # Skip files that are not records, or are still being written.
         with contextlib.suppress(ValueError, OSError):
             files.append((path, _read_one(path)))
     if not files:
@@ -120,7 +123,7 @@ def newest_job(folders: Iterable[str]) -> list[Path]:
 
 
 def _jobs(files: Iterable[tuple[Path, Record]]) -> list[list[tuple[Path, Record]]]:
-    """The files of each job: those with an identity in common, also through other files."""
+    """Groups files by job. Files are of one job if they have an id in common, directly or through other files."""
     jobs: list[tuple[set[str], list[tuple[Path, Record]]]] = []
     for path, record in files:
         names, members = set(record.jobs), [(path, record)]
@@ -135,9 +138,9 @@ def _read_one(path: Path) -> Record:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict):
-            raise ValueError(f"it holds a {type(data).__name__}, and a record is an object")
+            raise ValueError(f"expected a JSON object, got {type(data).__name__}")
         if data.get("version") != VERSION:
-            raise ValueError(f"its version is {data.get('version')!r}, and this program reads version {VERSION}")
+            raise ValueError(f"version {data.get('version')!r}, expected {VERSION}")
         ops = {op["n"]: op for op in sorted(data["ops"], key=lambda op: int(op["n"]))}
         for op in ops.values():
             absent = [
@@ -154,7 +157,7 @@ def _read_one(path: Path) -> Record:
         raise ValueError(f"{path} is a directory: pass the records in it, {path / '*.json'}") from error
     except KeyError as error:
         raise ValueError(f"{path} is not a flight record: it lacks {error}") from error
-    # A file may be nested deeper than the parser goes.
+    # RecursionError: the JSON is nested too deeply.
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a flight record: {error}") from error
 
@@ -173,21 +176,21 @@ class Finding:
     seq: int
     """Number of the operation in its channel."""
     waiting: list[int]
-    """World ranks for which the operation did not end."""
+    """World ranks on which the operation did not end well."""
     missing: list[int]
-    """World ranks that did not come to the operation."""
+    """World ranks that did not begin the operation."""
     operations: dict[int, Operation]
     """The operation in the record of each rank that began it."""
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what `bagua trace merge --json` prints of it."""
+        """Returns the dict that `bagua trace merge --json` prints for this finding."""
         fields = {key: value for key, value in vars(self).items() if key not in ("lines", "operations")}
         shown = {rank: {key: op.get(key) for key in _SHOWN} for rank, op in sorted(self.operations.items())}
         return {**fields, "operations": shown, "text": "\n".join(self.lines)}
 
 
 def findings(records: Sequence[Record]) -> list[str]:
-    """One line for each operation that hung, and one for each rank's part in an operation that differed."""
+    """Returns the findings as lines of text."""
     return [line for finding in find(records) for line in finding.lines]
 
 
@@ -220,7 +223,7 @@ def find(records: Sequence[Record]) -> list[Finding]:
 def _by_key(
     records: Sequence[Record],
 ) -> tuple[dict[_OperationKey, dict[int, Operation]], list[tuple[int, Operation]]]:
-    """The collectives that were begun, by place and rank; and the messages that did not end well."""
+    """Returns the collectives that began, by operation and rank, and the messages that failed, with their ranks."""
     places: dict[_OperationKey, dict[int, Operation]] = defaultdict(dict)
     messages = []
     for record in records:
@@ -231,7 +234,7 @@ def _by_key(
                 if op["state"] != "done":
                     messages.append((record.rank, op))
                 continue
-            # A group that was built again under its name counts from 0 again: the last one is meant.
+            # A group that was rebuilt under the same name counts from 0 again. The last one wins.
             places[_OperationKey(op["group"], op["channel"], op["seq"])][record.rank] = op
     return places, messages
 
@@ -241,8 +244,10 @@ def _first_begin(ops: Iterable[Operation]) -> float:
 
 
 def _missing(place: _OperationKey, ops: Mapping[int, Operation], records: Sequence[Record]) -> list[int]:
-    """World ranks that never began the operation: those that others missed, unless their own record says that they
-    had begun it; and those whose record ends before it on this channel.
+    """Returns the world ranks that never began the operation.
+
+    These are the ranks that other ranks missed and whose own record does not have the operation, and ranks whose record
+    ends before it on this channel.
     """
     missed = {rank for op in ops.values() for rank in op["missing"]}
     for record in records:
@@ -260,7 +265,7 @@ def _missing(place: _OperationKey, ops: Mapping[int, Operation], records: Sequen
 
 
 def _disagreement(place: _OperationKey, ops: Mapping[int, Operation]) -> list[str]:
-    """What each rank did there; ranks that did the same share a line."""
+    """Returns lines that say what each rank did. Ranks that did the same share a line."""
     by_doing: dict[str, list[int]] = defaultdict(list)
     for rank, op in sorted(ops.items()):
         by_doing[f"{_name(op)} of {op['count']} elements of {op['dtype']}{_label(op)}"].append(rank)
@@ -272,7 +277,7 @@ def _waited(waiting: Sequence[int], missing: Sequence[int], op: Operation, place
 
 
 def _name(op: Operation) -> str:
-    """The kind with its root, as in error texts: "reduce(sum, root 1)"."""
+    """Returns the kind with its root, as in error texts: "reduce(sum, root 1)"."""
     kind, root = str(op["kind"]), op["root"]
     if root is None:
         return kind
@@ -290,8 +295,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def chrome_trace(records: Sequence[Record]) -> dict[str, Any]:
-    """All operations that were begun, in Chrome's trace format (microseconds since the epoch): the process is the
-    rank, the thread the channel. One that never ended lasts until the last moment that any record knows.
+    """Returns all operations that began as a trace in Chrome's format, in microseconds since the epoch.
+
+    Each rank is a process, and each channel a thread. An operation that never ended lasts until the last time in any
+    record.
 
     Source: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU ("Trace Event Format").
     """

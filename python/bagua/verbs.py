@@ -1,7 +1,7 @@
-"""The table of the verbs, a row each; what is asked of the operands of a verb, and how it begins.
+"""The table of verbs: the rules for each verb's operands, and the call that begins it.
 
-All that takes arrays or tensors (`bagua`, `bagua.torch_api`, `bagua.c10d`) makes operands of them and comes through
-here: it adds names, defaults and its own words in errors.
+The front ends (`bagua`, `bagua.torch_api`, `bagua.c10d`) turn arrays or tensors into operands and call this module.
+They add names, defaults and error texts of their own.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ __all__ = ["Operation", "Verb", "all_to_all_v", "is_defined", "operation", "recv
 
 
 class Verb(NamedTuple):
-    """One verb, by what its ranks read and write."""
+    """Description of a verb: what its ranks read and write."""
 
     name: str
-    #: Its code in the core.
+    #: Code in the core.
     code: int
-    #: Whether its source has a part for each rank.
+    #: True if the source has a part for each rank.
     sends_all: bool
-    #: Whether its destination has one.
+    #: True if the destination has a part for each rank.
     receives_all: bool
-    #: Whether the ranks' arrays must have one shape, and not only one size.
+    #: True if all ranks' arrays must have the same shape, and not only the same size.
     compares_shapes: bool
 
     def part(self, src: Operand | None, dst: Operand | None, ranks: int) -> int:
-        """Elements of one rank's part, or of the whole where there are no parts. Without `src` the verb is in place."""
+        """Returns the number of elements of one rank's part, or of the whole if there are no parts. `src` None means in
+        place.
+        """
         if src is not None and dst is not None and self.sends_all and not self.receives_all:
             return dst.count
         held = dst if src is None else src
@@ -43,16 +45,17 @@ class Verb(NamedTuple):
         return held.count // ranks if has_parts else held.count
 
     def misfit(self, sent: int, received: int, ranks: int) -> str | None:
-        """Why so many elements do not become so many; None where they do."""
+        """Returns why a verb cannot turn `sent` elements into `received` elements; None if it can."""
         if self.sends_all == self.receives_all:
             return None if sent == received else "they must be equal"
         part, whole, to = (received, sent, "send") if self.sends_all else (sent, received, "receive")
         return None if whole == part * ranks else f"{ranks} ranks need {part * ranks} to {to}"
 
     def in_place(self, src: Operand, dst: Operand, rank: int) -> tuple[Operand | None, Operand]:
-        """Source and destination; without a source where both are one, or one is this rank's part of the other.
+        """Returns source and destination. The source is None if it is the destination, or one is this rank's part of
+        the other.
 
-        NCCL defines in place by the same rule.
+        NCCL defines "in place" by the same rule.
         """
         if self.sends_all and not self.receives_all:
             return (None, src) if _is_part(dst, src, rank) else (src, dst)
@@ -83,12 +86,12 @@ _DEFINED = engine.DEFINED
 
 
 def is_defined(op: int, dtype: int) -> bool:
-    """Whether a reduction is defined for elements of a type, both by their codes."""
+    """Returns True if a reduction is defined for an element type. Both are given by code."""
     return (op, dtype) in _DEFINED
 
 
 class Operation:
-    """A verb and its operands, ready to begin: all that can be refused has been."""
+    """A verb with its operands. All checks are done, and it is ready to begin."""
 
     def __init__(
         self,
@@ -102,18 +105,19 @@ class Operation:
     ) -> None:
         self._raw = raw
         self._call = call
-        #: All are in one place.
+        #: All on the same device.
         self.operands = operands
-        #: Copies the result to where the caller wants it.
+        #: Copies the result to the caller's memory; None if the operands are the caller's memory.
         self.finish = finish
         self._is_message = is_message
-        # The second is copied to the first before.
+        # (to, from): copied before the verb begins.
         self._fill = fill
 
     def begin(self, async_op: bool = False, timeout: float | None = None) -> AnyHandle | None:
-        """Begins it; the handle of an asynchronous one. None for one that is done, with its results where they belong.
+        """Begins the operation. Returns the handle of an asynchronous one; None if it is done and its results are in
+        place.
 
-        NotImplementedError while the stream of its device is being captured, before anything is enqueued.
+        Raises NotImplementedError if the stream of its device is being captured, before anything is enqueued.
         """
         finish, operands = self.finish, self.operands
         place = operands[0].place if operands else None
@@ -130,7 +134,7 @@ class Operation:
             if self._fill is not None:
                 to, other = self._fill
                 ctypes.memmove(to.address, other.address, to.nbytes)
-            # A message may go on after a wait for it that was interrupted.
+            # A message may continue after its wait was interrupted, so it keeps the operands alive.
             keep = operands if async_op or self._is_message else None
             done = self._call(timeout=timeout, async_op=async_op, keep=keep)
             handle = done if done is None or finish is None else Handle([done], finish)
@@ -150,9 +154,9 @@ def operation(
     count: int | None = None,
     fill: Operand | None = None,
 ) -> Operation:
-    """A verb from `src` (None: in place) to `dst`; a barrier without both.
+    """Returns a verb from `src` (None: in place) to `dst`. Without both it is a barrier.
 
-    `count`: elements of one rank's part, where the operands have room for more. `fill` is copied to `dst` before.
+    `count`: number of elements of one rank's part, if the operands have room for more. `fill` is copied to `dst` first.
     """
     held = src if dst is None else dst
     if held is None:
@@ -181,7 +185,7 @@ def all_to_all_v(
     dst: Operand,
     receives: tuple[Sequence[int], Sequence[int]],
 ) -> Operation:
-    """The verb with counts and displacements of its own for each rank, of what is sent and of what is received."""
+    """Returns an all_to_all_v. `sends` and `receives` are pairs of counts and displacements, one number per rank."""
     call: Callable[..., Any] = partial(
         raw.all_to_all_v,
         None if src is None else src.address,
@@ -196,13 +200,13 @@ def all_to_all_v(
 
 
 def send(raw: engine.Communicator, src: Operand, to: int, tag: int = 0) -> Operation:
-    """A message to rank `to`."""
+    """Returns the sending of a message to rank `to`."""
     call = partial(raw.exchange, ((to, src.address, src.count),), (), src.dtype, tag=check_tag(tag))
     return Operation(raw, call, (src,), is_message=True)
 
 
 def recv(raw: engine.Communicator, dst: Operand, sender: int | None, tag: int = 0) -> Operation:
-    """The next message of rank `sender`, None for any, with this tag."""
+    """Returns the receipt of the next message with this tag from rank `sender`, or from any rank if None."""
     call = partial(raw.exchange, (), ((sender, dst.address, dst.count),), dst.dtype, tag=check_tag(tag))
     return Operation(raw, call, (dst,), finish=dst.finish, is_message=True)
 
@@ -213,7 +217,7 @@ def exchange(
     receives: Sequence[tuple[int, Operand]],
     tag: int = 0,
 ) -> Operation:
-    """Many messages at once, of one element type, as `(peer, operand)` for each."""
+    """Returns the exchange of many messages of one element type at once, as pairs `(peer, operand)`."""
     operands = [operand for _, operand in (*sends, *receives)]
     sent, received = [[(peer, x.address, x.count) for peer, x in each] for each in (sends, receives)]
     dtype = operands[0].dtype if operands else engine.DTYPES["uint8"]
@@ -221,7 +225,7 @@ def exchange(
 
 
 def whole(number: int, name: str) -> int:
-    """The number as an int. TypeError for one that is none, of which `int` would cut off a part."""
+    """Returns a number as an int. Raises TypeError for anything else, such as a float, which `int` would truncate."""
     try:
         return operator.index(number)
     except TypeError:
@@ -229,7 +233,7 @@ def whole(number: int, name: str) -> int:
 
 
 def check_tag(tag: int) -> int:
-    """The tag of a message. ValueError for one that the core has no room for."""
+    """Returns the tag of a message as an int. Raises ValueError unless it is from 0 to 2**32 - 1."""
     found = whole(tag, "tag")
     if not 0 <= found < 2**32:
         raise ValueError(f"tag={found} is not between 0 and 2**32 - 1")
@@ -237,7 +241,7 @@ def check_tag(tag: int) -> int:
 
 
 def check_counts(counts: Sequence[int], name: str, ranks: int) -> list[int]:
-    """One number for each rank. ValueError for another number of them, and for negative ones."""
+    """Returns one number for each rank. Raises ValueError for another length, and for negative numbers."""
     found = [whole(count, name) for count in counts]
     if len(found) != ranks or min(found, default=0) < 0:
         raise ValueError(f"{name}={found} must be {ranks} numbers, none of them negative")
@@ -245,5 +249,5 @@ def check_counts(counts: Sequence[int], name: str, ranks: int) -> list[int]:
 
 
 def starts(counts: Sequence[int]) -> list[int]:
-    """Displacements of parts of these counts that follow each other."""
+    """Returns the displacements of parts with these counts that follow each other."""
     return list(itertools.accumulate(counts, initial=0))[:-1]

@@ -45,7 +45,7 @@ def test_a_part_of_the_files_names_what_is_missing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("BAGUA_TLS_CERT", "a.pem")
     refused("BAGUA_TLS_CERT set without BAGUA_TLS")
     monkeypatch.setenv("BAGUA_TLS", "1")
-    refused("needs BAGUA_TLS_KEY and BAGUA_TLS_CA")
+    refused("set without BAGUA_TLS_KEY and BAGUA_TLS_CA")
 
 
 def test_certificates_that_fit_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -132,10 +132,10 @@ def test_records_of_two_processes_of_one_rank_are_refused_by_name(
     ("text", "says"),
     [
         ("", "Expecting value"),
-        ("[]", "it holds a list, and a record is an object"),
-        ("null", "it holds a NoneType, and a record is an object"),
-        ("{}", "its version is None"),
-        ('{"version": 2}', "its version is 2, and this program reads version 1"),
+        ("[]", "expected a JSON object, got list"),
+        ("null", "expected a JSON object, got NoneType"),
+        ("{}", "version None, expected 1"),
+        ('{"version": 2}', "version 2, expected 1"),
         (
             '{"version": 1, "rank": 0, "host": "a", "pid": 1, "error": "", "ops": [{"n": 3}]}',
             "operation 3 has no 'group'",
@@ -190,7 +190,7 @@ def of_job(folder: Path, rank: int, jobs: list[str], ops: list[dict[str, Any]], 
 def test_records_of_two_jobs_are_refused_and_each_job_is_named(tmp_path: Path) -> None:
     one = of_job(tmp_path, 0, ["a"], [op(0, 3466, "failed", missing=[1])], "first")
     other = of_job(tmp_path, 1, ["b"], [op(0, 1, "failed", missing=[0])], "second")
-    with pytest.raises(ValueError, match=f"records of 2 jobs, pass those of one: {one}; {other}"):
+    with pytest.raises(ValueError, match=f"records are of 2 jobs; pass the records of one job: {one}; {other}"):
         trace.read([one, other])
     assert cli.main(["trace", "merge", str(one), str(other)]) == 2
     # Rank 2 rejoined the job of rank 0, and rank 1 was in both of its groups.
