@@ -34,13 +34,14 @@ class GradHook:
         name = self._names.get(id(param))
         if (engine := self.engine()) is None or name is None or not isinstance(param, torch.nn.Parameter):
             return
-        hooks = _hooks_of(param)
-        is_final = next(reversed(hooks.values())) is self
-        if not is_final:
-            # A hook of the user's comes after this one in this backward, and before it from now on.
-            key = next(key for key, hook in hooks.items() if hook is self)
-            hooks[key] = hooks.pop(key)
-        engine.on_gradient(name, param, is_final)
+        hooks: Any = param._post_accumulate_grad_hooks
+        if len(hooks) == 1 or next(reversed(hooks.values())) is self:
+            engine.on_gradient(name, param)
+            return
+        # A hook of the user's comes after this one in this backward, and before it from now on.
+        key = next(key for key, hook in hooks.items() if hook is self)
+        hooks[key] = hooks.pop(key)
+        engine.on_gradient(name, param, is_final=False)
 
     def remove(self, param: torch.Tensor) -> None:
         """Removes the hook from a parameter."""
