@@ -454,12 +454,12 @@ test = each_case(CASES, *LAYOUTS)
 
 def test_options_out_of_range_are_refused() -> None:
     for mode in ("shift_one", "", None):
-        with pytest.raises(ValueError, match=r"no peer selection mode.*known: all"):
+        with pytest.raises(ValueError, match="must be 'all'"):
             AsyncModelAverageAlgorithm(mode)  # type: ignore[arg-type]
     for interval in (0, -1, float("nan")):
         with pytest.raises(ValueError, match="sync_interval_ms must be positive"):
             AsyncModelAverageAlgorithm(sync_interval_ms=interval)
-    with pytest.raises(ValueError, match="warmup_steps must not be negative: -1"):
+    with pytest.raises(ValueError, match="warmup_steps must not be negative; got -1"):
         AsyncModelAverageAlgorithm(warmup_steps=-1)
     with pytest.raises(ValueError, match="nonsense"):
         AsyncModelAverageAlgorithm(compression="nonsense")

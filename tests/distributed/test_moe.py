@@ -297,7 +297,7 @@ def wrong_arguments_are_named(rank: int) -> None:
     ):
         with pytest.raises(ValueError, match=text):
             MoE(HIDDEN, nn.Linear(HIDDEN, HIDDEN), **options)
-    with pytest.raises(ValueError, match="used_token is for k=1"):
+    with pytest.raises(ValueError, match="used_token works with k=1 only"):
         MoE(HIDDEN, nn.Linear(HIDDEN, HIDDEN), 2, k=2)(torch.randn(8, HIDDEN), torch.ones(8))
 
 

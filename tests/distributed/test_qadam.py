@@ -278,7 +278,7 @@ def an_algorithm_object_serves_one_model(rank: int) -> None:
     optimizer = QAdamOptimizer([*model.parameters(), *other.parameters()], warmup_steps=W)
     algorithm = QAdamAlgorithm(optimizer)
     model.with_bagua([optimizer], algorithm)
-    with pytest.raises(ValueError, match="serves a Sequential already: an object serves one model"):
+    with pytest.raises(ValueError, match="serves a Sequential already: make one QAdamAlgorithm"):
         other.with_bagua([optimizer], algorithm)
     model.with_bagua([optimizer], algorithm)
     train(model, optimizer, range(W + 1))

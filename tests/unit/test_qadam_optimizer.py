@@ -202,7 +202,7 @@ def test_a_first_gradient_after_the_warm_up_is_an_error_that_changes_nothing() -
         optimizer.step()
     before = [param.detach().clone() for param in params]
     give_gradients(params, W)
-    with pytest.raises(BaguaError, match=r"shape \[7\] has its first gradient after the 4 warm-up steps"):
+    with pytest.raises(BaguaError, match=r"shape \[7\] got its first gradient after the 4 warm-up steps"):
         optimizer.step()
     assert equal(params, before)
     assert optimizer.steps == W

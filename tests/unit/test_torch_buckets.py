@@ -144,7 +144,7 @@ def test_operations_are_appended_and_cleared_and_bad_ones_are_refused() -> None:
     with pytest.raises(ValueError, match="needs a compression"):
         bucket.append_low_precision_decentralized_synchronous_op(weight, weight, weight, compression=None)
     assert bucket.backend_bucket.ops() == []
-    with pytest.raises(ValueError, match="no peer selection mode 'ring'"):
+    with pytest.raises(ValueError, match="must be 'all', not 'ring'"):
         bucket.append_asynchronous_model_average_op("ring")
     assert bucket.backend_bucket.ops() == []
     assert bucket.append_asynchronous_model_average_op("all") is bucket._async_op

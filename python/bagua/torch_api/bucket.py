@@ -459,7 +459,9 @@ class BaguaBucket:
         elements that are not real floating-point numbers. Returns what also is ``bucket._async_op``.
         """
         if peer_selection_mode != "all":
-            raise ValueError(f"no peer selection mode {peer_selection_mode!r} for an asynchronous average; known: all")
+            raise ValueError(
+                f"peer_selection_mode of an asynchronous average must be 'all', not {peer_selection_mode!r}"
+            )
         # That of an algorithm orders streams with rounds which are none of the bucket's.
         elsewhere = lock is not None
         lock = engine.WeightLock() if lock is None else lock

@@ -1,4 +1,4 @@
-"""The original's short name for :mod:`bagua.torch_api.model_parallel.moe`."""
+"""Short name of :mod:`bagua.torch_api.model_parallel.moe`, as in the original Bagua."""
 
 from .model_parallel.moe import Experts, MoE, MOELayer, TopKGate, has_moe_layers, is_moe_param
 

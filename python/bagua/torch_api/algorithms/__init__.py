@@ -1,4 +1,4 @@
-"""How a model's ranks stay in step: one file per algorithm, each registered under its name."""
+"""The communication algorithms: one file per algorithm, each registered under its name."""
 
 from .async_model_average import AsyncModelAverageAlgorithm as AsyncModelAverageAlgorithm
 from .async_model_average import AsyncModelAverageAlgorithmImpl as AsyncModelAverageAlgorithmImpl

@@ -1,9 +1,14 @@
-"""Asynchronous model averaging: ranks train alone, and a thread averages their weights beside the training.
+"""Asynchronous model averaging: ranks train alone while a thread of each rank averages the weights.
 
-Every interval the ranks that take part copy their weights (the snapshots), average the copies, and add
-average - snapshot to their weights, under a lock that the training holds while it uses them. A rank at rest gets the
-average to the bit; one that trains keeps its progress. After Gan et al., VLDB 2021 (arXiv:2107.01499), section 3.3;
-``rust/bagua-core/src/average`` has the round.
+One round, every ``sync_interval_ms``:
+
+1. Each rank that takes part copies its weights (the *snapshot*) under the weight lock.
+2. The ranks average their snapshots. Training continues meanwhile.
+3. Each rank adds average - snapshot to its weights, under the lock.
+
+Training holds the lock while it uses the weights. A rank that did not train during the round ends up with exactly the
+average; one that did keeps its progress. After Gan et al., VLDB 2021 (arXiv:2107.01499), section 3.3. The round is
+implemented in ``rust/bagua-core/src/average``.
 """
 
 from __future__ import annotations
@@ -31,47 +36,49 @@ from ..model_engine.weights import WeightTensors, check_floating
 from ..process_group import DTYPES, Communicator, ProcessGroup, ReduceOp
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel, one_bucket_per_dtype
 
-#: Seconds that a training may pause between a forward and its backward before a round goes on without it.
+#: Seconds for which a round waits between a forward and its backward. After that, the round takes the lock.
 _PAUSE = 1.0
 
-#: Seconds after which an optimizer's step without a reported end counts as over: the program keeps the exception that
-#: it raised, and with it the frames of the step.
+#: Seconds after which an optimizer step counts as over if its end was not reported. That happens if the step raised and
+#: the program keeps the exception, and with it the frames of the step.
 _STEP = 60.0
 
 
 def check_options(peer_selection_mode: str, sync_interval_ms: float, warmup_steps: int) -> None:
-    """ValueError for a mode other than "all", an interval that is not positive, and a negative warm-up."""
+    """Raises ValueError for a mode other than "all", an interval that is not positive, or a negative warm-up."""
     if peer_selection_mode != "all":
-        raise ValueError(f"no peer selection mode {peer_selection_mode!r} for asynchronous averaging; known: all")
+        raise ValueError(f"peer_selection_mode of asynchronous averaging must be 'all', not {peer_selection_mode!r}")
     if not sync_interval_ms > 0:
         raise ValueError(f"sync_interval_ms must be positive, not {sync_interval_ms!r}")
     if warmup_steps < 0:
-        raise ValueError(f"warmup_steps must not be negative: {warmup_steps!r}")
+        raise ValueError(f"warmup_steps must not be negative; got {warmup_steps!r}")
 
 
 class _AveragedWeights(WeightTensors):
-    """The weights in their buckets, one per dtype, which the averaging thread reads and writes."""
+    """The weights in one bucket per dtype, which the averaging thread reads and writes."""
 
     def __init__(self, bagua_ddp: WrappedModel, started: Callable[[Sequence[BaguaBucket]], None]) -> None:
         super().__init__(bagua_ddp)
         self._started = started
-        # Of memory that other processes share.
+        # True after the warning about memory shared with other processes.
         self._warned = False
 
     def bind(self, buckets: Sequence[BaguaBucket]) -> None:
         """Starts the averaging."""
         super().bind(buckets)
-        # Of weights with gaps: their first forward would put them in place of what others have averaged until then.
+        # Otherwise the first forward would move back weights that are not dense, over what had been averaged until
+        # then.
         self.move_back()
         self._started(buckets)
 
     def have_moved(self) -> bool:
-        """True if a parameter was given other memory since."""
+        """Returns True if the program gave a parameter other memory."""
         return not all(slot.in_place() for slot in self._slots)
 
     def move_back(self) -> None:
-        """A parameter that was given other memory since gets its place in the bucket back, with the values it has now.
-        Under the weight lock.
+        """Moves parameters that the program gave other memory back to their buckets, with their current values.
+
+        Call under the weight lock.
         """
         for slot in self._slots:
             assert slot.place is not None
@@ -91,7 +98,7 @@ class _AveragedWeights(WeightTensors):
 
 
 class _Buffers:
-    """The model's buffers, as a rank that joins the job gets them: in memory of ours, contiguous."""
+    """The model's buffers in contiguous memory, from which a rank that joins the job copies them."""
 
     def __init__(self, ddp: WrappedModel) -> None:
         self._module = weakref.ref(ddp.module)
@@ -103,11 +110,11 @@ class _Buffers:
         self.move_back()
 
     def memory(self) -> list[torch.Tensor]:
-        """That of each buffer."""
+        """Returns one flat tensor per buffer."""
         return [place.own for place in self._places.values()]
 
     def move_back(self) -> None:
-        """See :meth:`_AveragedWeights.move_back`."""
+        """Like :meth:`_AveragedWeights.move_back`."""
         module = self._module()
         for name, buffer in () if module is None else module.named_buffers():
             place = self._places.get(name)
@@ -116,7 +123,7 @@ class _Buffers:
 
 
 class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
-    """See :class:`AsyncModelAverageAlgorithm`. ``model.bagua_algorithm`` of a model that it trains."""
+    """The implementation of :class:`AsyncModelAverageAlgorithm`, which is ``model.bagua_algorithm``."""
 
     hears_forward_and_backward = True
     comes_back = True
@@ -129,27 +136,26 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def __init__(self, process_group: ProcessGroup, *options: Any, **named: Any) -> None:
         super().__init__(process_group, *options, **named)
         if elastic.rejoined():
-            # A rank that joins a running job gets weights that were warmed up.
+            # A rank that rejoins a running job gets weights that are past the warm-up.
             self.warmup_steps = 0
         self._weights: _AveragedWeights | None = None
         self._lock = engine.WeightLock()
         self._averager: engine.Averager | None = None
-        # Aborted before the averaging began.
         self._aborted = False
         self._ended = False
-        # Completed steps of the first optimizer.
+        # Number of completed steps of the first optimizer.
         self._steps = 0
-        # Forwards with gradients whose backward has not ended, and until when they keep the lock (time.monotonic): None
-        # until the first of them is over.
+        # Number of forwards with gradients whose backward has not ended, and the time (time.monotonic) until which they
+        # keep the lock; None until the first of them has returned.
         self._awaited = 0
         self._awaited_until: float | None = None
-        # Steps of optimizers that run; several when one calls another's.
+        # Number of optimizer steps in progress; several if one optimizer calls another.
         self._stepping = 0
-        # The averaging thread reads and writes it until it has stopped.
+        # Keeps the memory alive that the averaging thread uses.
         self._memory: list[torch.Tensor] = []
-        # In an elastic job.
+        # None outside elastic jobs.
         self._buffers: _Buffers | None = None
-        # The CUDA device of the weights, on which the lock is an order of streams; None for the host.
+        # CUDA device of the weights, on which the lock orders streams; None for the host.
         self._device: torch.device | None = None
 
     # --- what travels, and when -------------------------------------------------------------------------------------
@@ -159,8 +165,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return self._weights is None
 
     def check(self, bagua_ddp: WrappedModel) -> None:
-        """ValueError without ``do_flatten``, and for a warm-up without an optimizer whose steps count. By name:
-        TypeError for parameters that are complex or that the codec does not encode.
+        """Raises ValueError without ``do_flatten``, or for a warm-up without an optimizer. Raises TypeError for
+        parameters that are complex or that the codec cannot encode.
         """
         if not bagua_ddp.do_flatten:
             raise ValueError("asynchronous averaging needs the weights in buckets of their own: do_flatten=True")
@@ -179,31 +185,33 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
                 raise TypeError(f"parameter {name!r}: {error}") from error
 
     def need_reset(self) -> bool:
-        """True when the warm-up is over: the weights take the place of the gradients."""
+        """Returns True when the warm-up is over and weights are exchanged instead of gradients."""
         return self._warming and self._steps >= self.warmup_steps
 
     def compared_step(self, bagua_ddp: WrappedModel) -> int:
-        """Of the warm-up, which all ranks end together."""
+        """Returns the step of the warm-up, which all ranks end together."""
         return self._steps + 1
 
     def communicates(self, step: int) -> bool:
-        """Gradients in the warm-up; afterwards nothing that belongs to a step."""
+        """Returns True during the warm-up. Later rounds do not belong to a step."""
         return self._warming
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
-        """The gradients in the warm-up, then the weights."""
+        """Exchanges gradients during the warm-up, and weights afterwards."""
         if self._steps < self.warmup_steps:
             return super().make_exchange(bagua_ddp)
         return _AveragedWeights(bagua_ddp, self._start)
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
-        """In the warm-up those of gradient_allreduce; then one per dtype."""
+        """Makes the buckets of gradient_allreduce during the warm-up, and one bucket per dtype afterwards."""
         if self._steps < self.warmup_steps:
             return super().tensors_to_buckets(tensors, do_flatten)
         return one_bucket_per_dtype(tensors, do_flatten, self.process_group)
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
-        """All-reduces gradients in the warm-up. Weights get the operation by which users lock, abort and reset."""
+        """Appends an all_reduce of gradients during the warm-up. Afterwards, appends the operation through which users
+        lock, abort and reset.
+        """
         bucket.clear_ops()
         if self._steps < self.warmup_steps:
             bucket.append_centralized_synchronous_op(average=True, group=self.process_group)
@@ -214,11 +222,13 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         )
 
     def sparse_op(self) -> ReduceOp:
-        """The average, in the warm-up; afterwards gradients, sparse or not, do not travel."""
+        """Returns the average for the warm-up. Afterwards no gradients are exchanged."""
         return ReduceOp.AVG
 
     def _start(self, buckets: Sequence[BaguaBucket]) -> None:
-        """The weights are in their buckets, equal on all ranks: the rounds begin one interval from now. Collective."""
+        """Starts the rounds, one interval from now. The weights are in their buckets, equal on all ranks.
+        Collective.
+        """
         ddp = self.bagua_ddp
         assert isinstance(ddp.exchange, _AveragedWeights)
         self._weights = ddp.exchange
@@ -241,9 +251,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
                 self._averager.abort(limit)
 
     def end(self) -> None:
-        """Stops the averaging; a round in progress ends first. Warns if the ranks' weights differ because of steps that
-        no round averaged.
-        """
+        """Stops the averaging after the round in progress. Warns if no round has averaged the last steps."""
         self._lock.end_training(**self._stream)
         if self._averager is None or self._ended:
             return
@@ -261,9 +269,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             )
 
     def _has_failed(self) -> bool:
-        """True if the averaging or its group has failed, which is an error elsewhere. Ranks that have ended before this
-        one are no failure.
-        """
+        """Returns True if the averaging or its group has failed. A rank that ended before this one is not a failure."""
         assert self._averager is not None
         for check in (self._averager.check, self._communicator().cause):
             try:
@@ -275,24 +281,24 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     @property
     def _stream(self) -> dict[str, Any]:
-        """What the lock takes: torch's current stream, where the weights are on a device."""
+        """The lock's arguments: torch's current stream if the weights are on a CUDA device."""
         return devices.stream_options(self._device)
 
     # --- the weight lock --------------------------------------------------------------------------------------------
 
     def forward_begins(self, bagua_ddp: WrappedModel, *, with_grad: bool) -> None:
-        """Holds the lock in each forward. Raises what failed in the averaging, in training."""
+        """Takes the lock for each forward. In training, raises errors of the averaging."""
         if self._weights is None or self._averager is None:
             return
         if with_grad:
             try:
                 self._averager.check()
             except DeviceError as error:
-                # It is an error of this rank alone.
+                # Only this rank has the error.
                 bagua_ddp.backend.reported(error)
                 raise
             if elastic.job() is None:
-                # A loss, or an exception of another rank, that need not reach the averaging.
+                # The averaging may not notice that a rank was lost or raised.
                 self._communicator().cause()
             self._averager.set_forwards(bagua_ddp.bagua_train_step_counter)
         self._lock.begin_training(**self._stream)
@@ -303,14 +309,14 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self._move_back()
 
     def _move_back(self) -> None:
-        """Under the lock: parameters and buffers that were given other memory are where the averaging thread works."""
+        """Moves parameters and buffers back to the memory that the averaging thread uses. Call under the lock."""
         if self._weights is not None:
             self._weights.move_back()
         if self._buffers is not None:
             self._buffers.move_back()
 
     def forward_ends(self, bagua_ddp: WrappedModel, output: Any) -> None:
-        """After a forward with gradients the lock is kept for its backward, for a second."""
+        """Keeps the lock for the backward, for a second, if the forward had gradients. Otherwise releases it."""
         if self._averager is None:
             return
         if self._awaited_until is None:
@@ -318,18 +324,18 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._release()
 
     def backward_begins(self, bagua_ddp: WrappedModel) -> None:
-        """Takes the lock again where a round has taken it since the forward."""
+        """Takes the lock again if a round took it since the forward."""
         if self._averager is not None:
             self._lock.begin_training(**self._stream)
 
     def backward_ends(self, bagua_ddp: WrappedModel) -> None:
-        """Gives the lock back."""
+        """Releases the lock."""
         self._awaited = max(0, self._awaited - 1)
         if self._averager is not None:
             self._release()
 
     def before_optimizer_step(self, bagua_ddp: WrappedModel, optimizer: torch.optim.Optimizer) -> None:
-        """Holds the lock in each step."""
+        """Takes the lock for each step."""
         if self._averager is not None:
             self._lock.begin_training(**self._stream)
             self._move_back()
@@ -338,17 +344,17 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self._release()
 
     def optimizer_step_ends(self, bagua_ddp: WrappedModel) -> None:
-        """Gives the lock back. A backward of a forward before the step would be wrong anyway: nothing waits for it."""
+        """Releases the lock, also for forwards before the step. Their backward would be wrong after the step anyway."""
         self._stepping = max(0, self._stepping - 1)
         self._awaited = 0
         if self._averager is not None:
             self._release()
 
     def init_post_optimizer_step_hook(self, bagua_ddp: WrappedModel) -> Callable[[torch.optim.Optimizer], None]:
-        """Counts the steps of the first optimizer for the warm-up, and those of all for :meth:`stats`."""
+        """Counts steps: of the first optimizer for the warm-up, and of all optimizers for :meth:`stats`."""
 
         def stepped(optimizer: torch.optim.Optimizer) -> None:
-            # Not by the argument: the model has this function, and would be in a cycle with it.
+            # Reads self.bagua_ddp, because a reference to the argument would be a cycle: the model holds this function.
             optimizers = self.bagua_ddp.bagua_optimizers
             first = bool(optimizers) and optimizers[0] is optimizer
             self._steps += first
@@ -358,7 +364,9 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return stepped
 
     def _release(self) -> None:
-        """Ends the training's hold, or has it lapse where a backward is to come or a step goes on around a closure."""
+        """Releases the lock. If a backward is expected or an optimizer step is in progress, sets a time for the release
+        instead.
+        """
         if self._stepping:
             self._lock.pause_training(_STEP, **self._stream)
             return
@@ -368,13 +376,16 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         if left > 0.0:
             self._lock.pause_training(left, **self._stream)
         else:
-            # Forwards that waited too long are forgotten: the next one has its own second.
+            # Forget forwards that waited too long; the next one gets its own second.
             self._awaited = 0
             self._lock.end_training(**self._stream)
 
     @contextlib.contextmanager
     def lock(self, bagua_module: Any) -> Iterator[None]:
-        """Inside, no round changes the weights, and other threads that lock them wait. The thread may lock again."""
+        """Holds the weight lock in a ``with`` block: no round changes the weights, and other threads that lock wait.
+
+        A thread may take the lock several times. ``bagua_module`` is the model.
+        """
         self._check_module(bagua_module)
         self._lock.lock(**self._stream)
         try:
@@ -384,7 +395,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self._lock.unlock(**self._stream)
 
     def model_state_dict(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """See :meth:`AlgorithmImpl.model_state_dict`: copied between two rounds, tied weights once."""
+        """Returns copies of the state, made between two rounds. Tied weights are copied once."""
         copies: dict[Any, torch.Tensor] = {}
         with self.lock(self.bagua_ddp):
             state = read()
@@ -397,13 +408,15 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return state
 
     def before_load(self, bagua_ddp: WrappedModel) -> None:
-        """BaguaError while this rank takes part in rounds: ranks do not load at the same moment, and what one has
-        loaded would be averaged with what another one still has.
+        """Raises BaguaError while this rank takes part in rounds.
+
+        Ranks do not load at the same moment, so loaded weights would be averaged with weights of ranks that have not
+        loaded yet.
         """
         if self._averager is not None and not self._aborted:
             raise BaguaError(
                 f"load_state_dict of model {bagua_ddp.bagua_module_name!r} while {self.name} averages its weights with "
-                "those that other ranks have not loaded yet: load before with_bagua, use "
+                "ranks that have not loaded theirs yet: load before with_bagua, use "
                 "bagua.torch_api.checkpoint.load_checkpoint, or call model.bagua_algorithm.abort(model) and barrier() "
                 "on all ranks, load, and call barrier() and model.bagua_algorithm.resume(model)"
             )
@@ -412,14 +425,15 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     @property
     def is_aborted(self) -> bool:
-        """Whether :meth:`abort` was called since the last :meth:`resume`."""
+        """True if :meth:`abort` was called since the last :meth:`resume`."""
         return self._aborted
 
     def abort(self, bagua_module: Any, timeout: float | None = None) -> None:
-        """This rank steps out: when this returns, its round in progress has ended, and nothing writes to its weights
-        any more. The others go on. Not collective; without effect when it is out already.
+        """Takes this rank out of the rounds, while the other ranks continue. Not collective.
 
-        ``timeout``: seconds, ``None`` for the group's; BaguaTimeoutError after it. Raises what failed in the averaging.
+        When this function returns, this rank's round in progress has ended, and nothing writes to its weights any more.
+        No effect if the rank is out already. ``bagua_module`` is the model. ``timeout`` is in seconds; None means the
+        group's timeout. Raises BaguaTimeoutError after the timeout, and errors of the averaging.
         """
         self._check_module(bagua_module)
         self._aborted = True
@@ -429,20 +443,21 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self._lock.order(**self._stream)
 
     def resume(self, bagua_module: Any) -> None:
-        """This rank is in from the next round on; its weights count as they are. Not collective; returns at once.
+        """Takes part in rounds again from the next one on, with this rank's current weights. Not collective; returns at
+        once.
 
-        Raises what failed in the averaging.
+        ``bagua_module`` is the model. Raises errors of the averaging.
         """
         self._check_module(bagua_module)
         self._aborted = False
         if self._averager is not None:
-            # Without rounds the weights may have been used without the lock.
+            # While no rounds ran, the weights may have been used without the lock.
             self._lock.mark(**self._stream)
             self._averager.resume()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """See :meth:`AlgorithmImpl.paused`: :meth:`abort`, and :meth:`resume` at the end if this rank took part."""
+        """Calls :meth:`abort`, and at the end of the block :meth:`resume` if this rank took part before."""
         took_part = not self._aborted
         self.abort(self.bagua_ddp)
         try:
@@ -452,10 +467,12 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
                 self.resume(self.bagua_ddp)
 
     def synchronize(self, bagua_module: Any, timeout: float | None = None) -> None:
-        """One round with the locks of all ranks held throughout: then all that take part hold the same bits.
+        """Runs one round during which all ranks hold their locks, so that all ranks that take part have bitwise equal
+        weights.
 
-        Collective among those. ``timeout``: seconds, ``None`` for the group's; BaguaTimeoutError then names the ranks
-        that never called. ValueError on a rank that does not take part. Nothing in the warm-up, where ranks are equal.
+        Collective among the ranks that take part. ``bagua_module`` is the model. ``timeout`` is in seconds; None means
+        the group's timeout. Has no effect during the warm-up, when the ranks are equal anyway. Raises BaguaTimeoutError
+        with the ranks that did not call, and ValueError on a rank that does not take part.
         """
         self._check_module(bagua_module)
         if self._averager is not None:
@@ -467,12 +484,20 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self._lock.order(**self._stream)
 
     def stats(self) -> dict[str, Any]:
-        """ "state" ("warmup", "running", "stopped"), "view" (grows with each change of membership), "ranks" (sorted
-        world ranks that take part), "rounds" (completed by this rank), "round_s" and "staleness" (of the last round, in
-        seconds and in optimizer steps between snapshot and update), "unaveraged_steps" (of the optimizers, while this
-        rank took part, that no round has averaged yet), "lock_wait_s" (of the threads of this rank, in
-        all), "lost" ({rank: reason}), "joined" (how often this rank was taken back), "payload_bytes" (of weights in
-        rounds), "wire_bytes_sent", "wire_bytes_received" (on sockets).
+        """Returns the state of the averaging on this rank.
+
+        - "state": "warmup", "running" or "stopped".
+        - "view": a number that grows with each change of membership.
+        - "ranks": sorted world ranks that take part.
+        - "rounds": number of rounds that this rank has completed.
+        - "round_s": seconds that the last round took.
+        - "staleness": optimizer steps between snapshot and update in the last round.
+        - "unaveraged_steps": optimizer steps of this rank that no round has averaged yet.
+        - "lock_wait_s": seconds that this rank's threads have waited for the lock.
+        - "lost": {rank: reason}.
+        - "joined": number of times that this rank was taken back.
+        - "payload_bytes": bytes of weights in rounds.
+        - "wire_bytes_sent", "wire_bytes_received": bytes on sockets.
         """
         found: dict[str, Any] = {
             "state": "warmup",
@@ -499,10 +524,10 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     def _check_unlocked(self, what: str) -> None:
         if self._lock.is_used_here():
-            raise BaguaError(f"{what} on a thread that holds the weight lock: the round that it waits for needs it")
+            raise BaguaError(f"{what} on a thread that holds the weight lock: release the lock first, a round needs it")
 
     def _check_module(self, bagua_module: Any) -> None:
-        """ValueError for what is not the model, its ``bagua_ddp``, or a wrapper with ``.inner``."""
+        """Raises ValueError unless given the model, its ``bagua_ddp``, or a wrapper with ``.inner``."""
         found = bagua_module
         for _ in range(8):
             if getattr(found, "bagua_algorithm", None) is self:
@@ -515,12 +540,14 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     # --- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`AlgorithmImpl.state_dict`; "optimizer_steps" decides about the warm-up."""
+        """Like :meth:`AlgorithmImpl.state_dict`. "optimizer_steps" decides whether the warm-up is over."""
         return {**super().state_dict(), "optimizer_steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See :meth:`AlgorithmImpl.load_state_dict`. A warm-up that was over ends with the next training forward."""
-        # The parameters are put aside and back meanwhile.
+        """Like :meth:`AlgorithmImpl.load_state_dict`. If the state is past the warm-up, the warm-up ends with the next
+        forward.
+        """
+        # The base class moves the parameters' values aside and back.
         with self.lock(self.bagua_ddp):
             super().load_state_dict(state)
         self._steps = int(state["optimizer_steps"])
@@ -530,9 +557,13 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 class AsyncModelAverageAlgorithm(Algorithm):
     """Trains each rank alone, and averages the weights of all ranks every ``sync_interval_ms`` milliseconds.
 
-    ``peer_selection_mode``: "all". ``warmup_steps``: steps of the first optimizer with gradient_allreduce before.
-    ``compression``: a codec's name or a :class:`bagua.Codec`, for the differences to the last average. ValueError for
-    another mode, ``sync_interval_ms`` <= 0, ``warmup_steps`` < 0 and an unknown codec.
+    Args:
+        peer_selection_mode: Must be "all".
+        sync_interval_ms: Milliseconds from one averaging round to the next.
+        warmup_steps: Number of steps of the first optimizer that use gradient_allreduce before averaging begins.
+        compression: A codec's name or a :class:`bagua.Codec` for the differences to the last average, or None.
+
+    Raises ValueError for another mode, ``sync_interval_ms`` <= 0, ``warmup_steps`` < 0, or an unknown codec.
     """
 
     _implementation = AsyncModelAverageAlgorithmImpl
@@ -549,7 +580,7 @@ class AsyncModelAverageAlgorithm(Algorithm):
 
     @property
     def needs_optimizers(self) -> bool:
-        """In the warm-up, whose steps it counts."""
+        """True if there is a warm-up, because it counts optimizer steps."""
         return self.warmup_steps > 0
 
 

@@ -1,4 +1,4 @@
-"""ByteGrad: gradients are averaged through a codec, eight bits per element by default.
+"""ByteGrad: averages gradients through a codec, by default with eight bits per element.
 
 Source: the original Bagua's ByteGrad (Gan et al., VLDB 2021, arXiv:2107.01499). The page "Algorithms" has the formula.
 """
@@ -17,12 +17,12 @@ from ..model_engine.gradients import GradientExchange
 from ..process_group import Communicator, ReduceOp
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
 
-#: The codec that "auto" compares with none.
+#: The codec that "auto" compares with sending uncompressed gradients.
 _AUTO = "minmax_u8"
 
 
 class ByteGradAlgorithmImpl(AlgorithmImpl):
-    """One compressed all_reduce per bucket of gradients."""
+    """Runs one compressed all_reduce per bucket of gradients."""
 
     hierarchical: bool
     average: bool
@@ -31,14 +31,14 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
     _pads_buckets = True
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
-        """The gradients."""
+        """Exchanges gradients. With error feedback, also takes back results that are discarded."""
         exchange = super().make_exchange(bagua_ddp)
         if self.error_feedback and isinstance(exchange, GradientExchange):
             exchange.discarded = self._give_back
         return exchange
 
     def _give_back(self, name: str, result: torch.Tensor, given: torch.Tensor | None) -> None:
-        """Returns to the error memory, in equal shares, what it contributed to a result that is not used."""
+        """Adds a discarded result to the error memory, in equal shares on all ranks that contributed to it."""
         communicator = self.process_group.get_global_communicator()
         assert isinstance(communicator, Communicator)
         ranks, holders = communicator.nranks(), communicator.members(self.hierarchical)
@@ -46,12 +46,12 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
             return
         error = self._tensors_of_state()["error"][name]
         error.add_(result.detach().to(error.dtype), alpha=(ranks if self.average else 1) / len(holders))
-        # By host, an old gradient of the other ranks of the host is not known here, and counts as 0.
+        # With hierarchical=True, old gradients of other ranks on this host are not known here and count as 0.
         if given is not None:
             error.sub_(given.detach().to(error.dtype))
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
-        """All-reduces the bucket through the codec."""
+        """Appends an all_reduce through the codec."""
         bucket.clear_ops()
         if self.compression == "auto":
             bucket.append_automatic_op(_AUTO, self.hierarchical, self.average, self.process_group)
@@ -66,12 +66,14 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         )
 
     def sparse_op(self) -> ReduceOp:
-        """The same for sparse gradients, whose rows are gathered in full precision."""
+        """Returns the reduction of sparse gradients, whose rows are gathered in full precision."""
         return ReduceOp.AVG if self.average else ReduceOp.SUM
 
     @property
     def choices(self) -> dict[str, str | None]:
-        """The codec that each bucket uses, by the bucket's name; None for no codec. With ``"auto"`` it changes."""
+        """Codec of each bucket, by the bucket's name; None means no codec. With ``"auto"`` the choice changes during
+        training.
+        """
         if self.compression == "auto":
             return {bucket.name: bucket.backend_bucket.choice() or None for bucket in self.bagua_ddp.bagua_buckets}
         codec = raw_codec(self.compression)
@@ -82,11 +84,16 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
 class ByteGradAlgorithm(Algorithm):
     """Averages (or sums) gradients through a codec.
 
-    ``hierarchical``: full precision inside hosts, the codec between them; on one host it is then
-    ``gradient_allreduce``. ``compression``: a codec's name, a :class:`bagua.Codec`, None for none, or ``"auto"``, which
-    times minmax_u8 against none in the first steps and every 1,000, and keeps the faster for each bucket.
-    ``error_feedback`` adds what encoding lost to the next step's gradients. ValueError for an unknown codec, and for
-    error feedback without a fixed one.
+    Args:
+        hierarchical: Adds in full precision inside each host, and uses the codec only between hosts. On a single host
+            the algorithm then equals ``gradient_allreduce``.
+        average: True divides by the number of ranks; False sums.
+        compression: A codec's name, a :class:`bagua.Codec`, None for no codec, or ``"auto"``. ``"auto"`` times
+            minmax_u8 against no codec in the first steps and every 1,000 steps, and uses the faster one for each
+            bucket.
+        error_feedback: Adds what encoding lost to the gradients of the next step.
+
+    Raises ValueError for an unknown codec, and for error feedback without a codec or with ``"auto"``.
     """
 
     _implementation = ByteGradAlgorithmImpl
@@ -101,7 +108,7 @@ class ByteGradAlgorithm(Algorithm):
         if self.compression != "auto":
             raw_codec(self.compression)
         if self.error_feedback and (self.compression is None or self.compression == "auto"):
-            raise ValueError(f"error_feedback needs a codec, and compression is {self.compression!r}")
+            raise ValueError(f"error_feedback needs a fixed codec, but compression is {self.compression!r}")
 
 
 GlobalAlgorithmRegistry.register("bytegrad", ByteGradAlgorithm, "compressed all-reduce of gradients")

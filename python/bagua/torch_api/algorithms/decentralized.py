@@ -1,9 +1,9 @@
-"""Decentralized training: each member steps with its own gradients, and averages its weights with those of peers.
+"""Decentralized training: each member steps with its own gradients and averages its weights with those of peers.
 
-Sources: Lian et al., NeurIPS 2017 (arXiv:1705.09056) for decentralized SGD, whose average runs beside forward and
-backward; the exponential graphs are those of Assran et al., ICML 2019 (arXiv:1811.10792) and Ying et al., NeurIPS 2021
-(arXiv:2110.13363). The compressed ring is DCD-PSGD of Tang et al., NeurIPS 2018 (arXiv:1803.06443), as in the original
-Bagua (Gan et al., VLDB 2021, arXiv:2107.01499). The page "Algorithms" has the formulas.
+Sources: Lian et al., NeurIPS 2017 (arXiv:1705.09056) for decentralized SGD, which averages during forward and backward;
+Assran et al., ICML 2019 (arXiv:1811.10792) and Ying et al., NeurIPS 2021 (arXiv:2110.13363) for the exponential graphs.
+The compressed ring is DCD-PSGD of Tang et al., NeurIPS 2018 (arXiv:1803.06443), as in the original Bagua (Gan et al.,
+VLDB 2021, arXiv:2107.01499). The page "Algorithms" has the formulas.
 """
 
 from __future__ import annotations
@@ -31,60 +31,62 @@ from .base import (
     tensors_of_buckets,
 )
 
-#: Whose weights a member averages with its own; the page "Algorithms" has the sets.
+#: The names of the rules by which a member chooses its peers. The page "Algorithms" describes them.
 PEER_SELECTION_MODES = tuple(engine.PEER_SELECTION_MODES)
 
 
 def check_interval(communication_interval: int) -> None:
-    """ValueError for a ``communication_interval`` that is not a positive integer."""
+    """Raises ValueError unless ``communication_interval`` is a positive integer."""
     if not isinstance(communication_interval, int) or communication_interval < 1:
         raise ValueError(f"communication_interval must be a positive integer, not {communication_interval!r}")
 
 
 class _WeightsAlgorithmImpl(AlgorithmImpl):
-    """What both algorithms share: weights travel in steps t with t % ``communication_interval`` == 0."""
+    """Base of both algorithms. Exchanges weights in each step t with t % ``communication_interval`` == 0."""
 
     hierarchical: bool
     communication_interval: int
 
     def communicates(self, step: int) -> bool:
-        """Every ``communication_interval``-th step."""
+        """Returns True for every ``communication_interval``-th step."""
         return step % self.communication_interval == 0
 
     def sparse_op(self) -> ReduceOp:
-        """Any: weights are dense, and gradients, sparse or not, do not travel."""
+        """Returns an operation so that sparse gradients are accepted. They are not exchanged, and weights are dense."""
         return ReduceOp.AVG
 
 
 class DecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
-    """One bucket per dtype, averaged with peers during each step's forward and backward."""
+    """Averages one bucket of weights per dtype with peers, during the forward and backward of each step."""
 
     hears_forward_and_backward = True
 
     peer_selection_mode: str
 
     def check(self, bagua_ddp: WrappedModel) -> None:
-        """TypeError for complex parameters, by name; ValueError for shift_one among an odd number of members."""
+        """Raises TypeError for complex parameters, and ValueError for "shift_one" with an odd number of members."""
         check_floating(bagua_ddp.bagua_build_params())
         communicator = self.process_group.get_global_communicator()
         assert isinstance(communicator, Communicator)
         engine.check_peer_selection(self.peer_selection_mode, len(communicator.members(self.hierarchical)))
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> WeightAverage:
-        """The weights."""
+        """Exchanges weights."""
         return WeightAverage(bagua_ddp)
 
     def forward_ends(self, bagua_ddp: WrappedModel, output: Any) -> None:
-        """Guards a graph that this step's exchange may outdate."""
+        """Guards the graph of ``output`` against use after this step's exchange changed the weights."""
         assert isinstance(bagua_ddp.exchange, WeightAverage)
         bagua_ddp.exchange.guard(output)
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
-        """One bucket per dtype: all weights are there when a step begins, so that smaller ones could go no earlier."""
+        """Makes one bucket per dtype. All weights are ready when a step begins, so smaller buckets could not be sent
+        earlier.
+        """
         return one_bucket_per_dtype(tensors, do_flatten, self.process_group)
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
-        """Averages the bucket with peers, into ``bucket._peer_weight``."""
+        """Appends averaging with peers. The average is written to ``bucket._peer_weight``."""
         bucket.clear_ops()
         bucket._peer_weight = bucket.extra_memory("peer-weight")
         bucket.append_decentralized_synchronous_op(
@@ -93,17 +95,17 @@ class DecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
 
 
 class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
-    """Encoded differences of the weights go to both neighbours of a ring after each step's optimizers."""
+    """Sends encoded differences of the weights to both neighbours of a ring, after each optimizer step."""
 
-    # The replicas.
+    # The bucket's replicas of the own weights and both neighbours' weights.
     keeps_weights = True
     _kinds_of_one_rank = ("weight", "left_peer_weight", "right_peer_weight")
 
     compression: Compression
 
     def check(self, bagua_ddp: WrappedModel) -> None:
-        """ValueError for parameters that no optimizer has, TypeError for elements that are complex or that the codec
-        does not encode; both with names.
+        """Raises ValueError for parameters without an optimizer, and TypeError for dtypes that the codec cannot
+        encode.
         """
         parameters = bagua_ddp.bagua_build_params()
         check_floating(parameters)
@@ -111,17 +113,17 @@ class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
         missing = [name for name, param in parameters if id(param) not in stepped]
         if missing:
             raise ValueError(
-                f"no optimizer given to with_bagua has the parameters {missing}: their weights would be communicated "
-                "after a step that never comes"
+                f"no optimizer given to with_bagua holds the parameters {missing}: give with_bagua an optimizer that "
+                "steps them, because weights are communicated after the optimizer's step"
             )
         check_codec(self.compression, bagua_ddp)
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> WeightUpdate:
-        """The weights."""
+        """Exchanges updates of the weights."""
         return WeightUpdate(bagua_ddp)
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
-        """Runs one round of the compressed ring on the bucket. All ranks have rank 0's weights now."""
+        """Appends a round of the compressed ring. All ranks have rank 0's weights at this moment."""
         bucket.clear_ops()
         replicas = bucket.flattened_tensor(), bucket.flattened_tensor(), bucket.flattened_tensor()
         bucket._weight, bucket._left_peer_weight, bucket._right_peer_weight = replicas
@@ -136,11 +138,15 @@ class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
 
 @dataclass(eq=False, repr=False)
 class DecentralizedAlgorithm(Algorithm):
-    """Averages weights with peers in full precision; the gradient at a rank's weights is applied to the average.
+    """Averages weights with peers in full precision. Each rank's gradient, computed at its own weights, is applied to
+    the average.
 
-    ``peer_selection_mode``: one of :data:`PEER_SELECTION_MODES`. ``hierarchical``: the members are hosts, with the
-    means of their ranks' weights. ``communication_interval``: the steps t with t % interval == 0 communicate, the
-    others are local. ValueError for an unknown mode and for an interval below 1.
+    Args:
+        hierarchical: The members are hosts, with the mean of their ranks' weights, instead of ranks.
+        peer_selection_mode: One of :data:`PEER_SELECTION_MODES`.
+        communication_interval: Steps t with t % interval == 0 communicate; the other steps are local.
+
+    Raises ValueError for an unknown mode or an interval below 1.
     """
 
     _implementation = DecentralizedAlgorithmImpl
@@ -156,11 +162,14 @@ class DecentralizedAlgorithm(Algorithm):
 
 @dataclass(eq=False, repr=False)
 class LowPrecisionDecentralizedAlgorithm(Algorithm):
-    """Averages weights with both neighbours of a ring; only encoded differences travel, after each optimizer step.
+    """Averages weights with both neighbours of a ring. After each optimizer step, only encoded differences are sent.
 
-    ``compression``: a codec's name or a :class:`bagua.Codec`. ``hierarchical``: the members are hosts, with the means
-    of their ranks' weights; all ranks of a host get the result. ``communication_interval``: the steps t with
-    t % interval == 0 communicate. ValueError for an unknown codec, for none, and for an interval below 1.
+    Args:
+        hierarchical: The members are hosts, with the mean of their ranks' weights. All ranks of a host get the result.
+        communication_interval: Steps t with t % interval == 0 communicate; the other steps are local.
+        compression: A codec's name or a :class:`bagua.Codec`.
+
+    Raises ValueError for an unknown or missing codec, or an interval below 1.
     """
 
     needs_optimizers = True

@@ -10,27 +10,31 @@ from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedMode
 
 
 class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
-    """One all_reduce per bucket of gradients."""
+    """Runs one all_reduce per bucket of gradients."""
 
     hierarchical: bool
     average: bool
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
-        """All-reduces the bucket."""
+        """Appends an all_reduce."""
         bucket.clear_ops()
         bucket.append_centralized_synchronous_op(
             hierarchical=self.hierarchical, average=self.average, group=self.process_group
         )
 
     def sparse_op(self) -> ReduceOp:
-        """The same for sparse gradients, whose rows are gathered; never inside hosts first."""
+        """Returns the reduction of sparse gradients, whose rows are gathered without a hierarchy."""
         return ReduceOp.AVG if self.average else ReduceOp.SUM
 
 
 @dataclass(eq=False, repr=False)
 class GradientAllReduceAlgorithm(Algorithm):
-    """``hierarchical``: add inside hosts first, then between them. ``average``: divide by the number of ranks; without,
-    gradients accumulate under ``no_sync`` only, as each other backward sums over the ranks all that ``.grad`` holds.
+    """Averages (or sums) gradients in full precision.
+
+    Args:
+        hierarchical: Adds inside each host first, then between hosts.
+        average: True divides by the number of ranks. With False, accumulate gradients only under ``no_sync``: every
+            other backward sums the whole ``.grad`` over the ranks again.
     """
 
     _implementation = GradientAllReduceAlgorithmImpl

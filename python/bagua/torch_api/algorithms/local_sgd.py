@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: every rank steps alone, and every k-th step the ranks average what they changed.
+"""Local SGD and DiLoCo: ranks step alone, and average their changes every k-th step.
 
 Sources: Stich, ICLR 2019 (arXiv:1805.09767) for local SGD; Douillard et al., 2023 (arXiv:2311.08105) for DiLoCo, whose
 outer optimizer is SGD with Nesterov momentum. With x the weights of one rank, a round at the end of every k-th step is
@@ -8,18 +8,18 @@ outer optimizer is SGD with Nesterov momentum. With x the weights of one rank, a
     x      = anchor - outer_lr * (D + outer_momentum * b if nesterov else b)
     anchor = x
 
-Local SGD has outer_lr 1 and no b. x is then equal to the bit on all ranks.
+Local SGD has outer_lr 1 and no b. After a round, x is bitwise equal on all ranks.
 
-**Rounding.** x, anchor and D have the parameter's dtype: anchor - x is rounded once, and so is the mean. b and the two
-formulas that follow have the parameter's dtype too, for float16 and bfloat16 float32; outer_lr and outer_momentum are
-rounded to it, each multiplication, addition and subtraction is rounded by itself, and x is rounded once more to the
-parameter's dtype.
+**Rounding.** x, anchor and D have the parameter's dtype: anchor - x is rounded once, and so is the mean. b and the
+formulas for b and x use the parameter's dtype, or float32 for float16 and bfloat16. outer_lr and outer_momentum are
+rounded to that dtype, each multiplication, addition and subtraction is rounded on its own, and x is rounded once more
+to the parameter's dtype.
 
-**When.** A round is due when the backward of a k-th step ends, and happens after the last ``step()`` of the optimizers
-that hold parameters of the model. An optimizer whose gradients are not finite is not waited for, since GradScaler skips
-it: where no other is left, this rank's part of the round starts at once, without a wait, and its weights change before
-the next step begins. So no rank waits for another's next forward. An optimizer that is not called for another reason
-delays the round until the next step begins.
+**When a round happens.** A round is due when the backward of a k-th step ends. It runs after the last ``step()`` of the
+optimizers that hold parameters of the model. GradScaler skips an optimizer whose gradients are not finite, so the round
+does not wait for that optimizer. If no other optimizer is left, this rank sends its part at once, does not wait, and
+changes its weights before the next step begins. In this way no rank waits for another rank's next forward. An optimizer
+that is not called for another reason delays the round until the next step begins.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedMode
 
 
 class OuterExchange(BetweenSteps):
-    """What the ranks changed since the last round, in buckets of its own; a round is at the end of a step.
+    """The changes of the weights since the last round, in buckets. A round happens at the end of a step.
 
-    All dictionaries are by parameter name; their tensors have the parameters' shapes.
+    All dictionaries map parameter names to tensors of the parameters' shapes.
     """
 
     def __init__(self, bagua_ddp: WrappedModel, algorithm: LocalSGDAlgorithmImpl) -> None:
         super().__init__(bagua_ddp)
         self._algorithm = algorithm
-        # The wait for rank 0's buffers, from when this rank sent its part until the weights have changed.
+        # Waits for rank 0's buffers. Set from when this rank has sent its part until the weights have changed.
         self._receive_buffers: Callable[[], None] | None = None
-        #: The weights after the last round; at first those that all ranks begin with. Equal on all ranks.
+        #: The weights after the last round, at first the initial weights. Equal on all ranks.
         self.anchors = {name: param.detach().clone() for name, param in self._parameters}
-        #: b, where outer_momentum is not 0. Equal on all ranks.
+        #: b, if outer_momentum is not 0. Equal on all ranks.
         self.momenta = {
             name: torch.zeros_like(anchor, dtype=_wide(anchor.dtype))
             for name, anchor in self.anchors.items()
@@ -63,7 +63,7 @@ class OuterExchange(BetweenSteps):
         self._differences: dict[str, torch.Tensor] = {}
 
     def register(self) -> list[torch.Tensor]:
-        """The parameters as Bagua tensors whose effective tensor is the difference, the last of the model first."""
+        """Registers the parameters in reverse order. The communicated tensor of each is its difference."""
         tensors = []
         for name, param in reversed(self._parameters):
             difference = self._differences[name] = torch.zeros_like(self.anchors[name])
@@ -71,11 +71,11 @@ class OuterExchange(BetweenSteps):
         return tensors
 
     def abandon(self) -> None:
-        """A step whose backward never came has no round on this rank."""
+        """Cancels this rank's round, because the backward of its step never completed."""
         self._open = False
 
     def _send(self, *, waits: bool) -> None:
-        """This rank's differences, and on rank 0 the buffers."""
+        """Sends this rank's differences, and on rank 0 the buffers."""
         with torch.no_grad():
             for name, param in self._parameters:
                 torch.sub(self.anchors[name], param, out=self._differences[name])
@@ -84,7 +84,7 @@ class OuterExchange(BetweenSteps):
         self._receive_buffers = self._algorithm.bagua_ddp.start_buffers()
 
     def _take_over(self) -> None:
-        """Moves anchors and parameters by the means."""
+        """Updates anchors and parameters from the mean differences."""
         algorithm = self._algorithm
         with torch.no_grad():
             for name, param in self._parameters:
@@ -94,33 +94,33 @@ class OuterExchange(BetweenSteps):
                     momentum = self.momenta[name]
                     momentum.mul_(algorithm.outer_momentum).add_(mean)
                     move = momentum.mul(algorithm.outer_momentum).add_(mean) if algorithm.nesterov else momentum
-                # Not sub(alpha=): it may round the product and the difference together.
+                # sub(alpha=) may round product and difference together.
                 anchor.copy_(anchor.to(move.dtype).sub_(move.mul(algorithm.outer_lr)))
                 param.copy_(anchor)
-                # Or weights that are loaded in place of those that are not finite would not be, after the next round.
+                # Otherwise, finite weights that are loaded later would become non-finite again in the next round.
                 anchor.nan_to_num_(0.0, 0.0, 0.0)
         self._forget()
 
     def _forget(self) -> None:
-        """The other ranks have sent or awaited the buffers."""
+        """Waits for the buffers, which the other ranks have sent or awaited."""
         receive_buffers, self._receive_buffers = self._receive_buffers, None
         if receive_buffers is not None:
             receive_buffers()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type to compute in."""
+    """Returns the dtype to compute in."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 class LocalSGDAlgorithmImpl(AlgorithmImpl):
-    """Rounds every k-th step, for both algorithms."""
+    """Runs a round every k-th step, for both local SGD and DiLoCo."""
 
     communication_interval: int
     hierarchical: bool
     compression: Compression
     error_feedback: bool
-    # Local SGD's, which are no options of it.
+    # Values of local SGD, which has no such options.
     outer_lr = 1.0
     outer_momentum = 0.0
     nesterov = False
@@ -129,27 +129,29 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
 
     @property
     def keeps_weights(self) -> bool:  # type: ignore[override]
-        """The anchors. The mean of the weights does not depend on them, unless it is encoded."""
+        """True if the result of a round depends on the anchors. A plain mean of weights does not."""
         return bool(self.outer_momentum or self.outer_lr != 1.0 or self.compression is not None)
 
     def communicates(self, step: int) -> bool:
-        """Whether a round is at the end of this step."""
+        """Returns True if this step ends with a round."""
         return (step + 1) % self.communication_interval == 0
 
     def buffers_due(self, step: int) -> bool:
-        """Never: rank 0's buffers travel after a round."""
+        """Returns False, because rank 0's buffers are sent after a round instead."""
         return False
 
     def sparse_op(self) -> ReduceOp:
-        """Sparse gradients stay on their rank; the weights that they changed are averaged like all others."""
+        """Returns an operation so that sparse gradients are accepted. They stay on their rank; the changed weights are
+        averaged.
+        """
         return ReduceOp.AVG
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> OuterExchange:
-        """The differences to the weights of the last round, which are now those that all ranks begin with."""
+        """Exchanges the changes of the weights. The weights are equal on all ranks at this moment."""
         return OuterExchange(bagua_ddp, self)
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
-        """Averages the bucket, through the codec if there is one."""
+        """Appends an average, through the codec if there is one."""
         bucket.clear_ops()
         bucket.append_centralized_synchronous_op(
             hierarchical=self.hierarchical,
@@ -171,15 +173,20 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
 
 @dataclass(eq=False, repr=False)
 class LocalSGDAlgorithm(Algorithm):
-    """Every rank steps alone; the weights are averaged at the end of every ``communication_interval``-th step.
+    """Every rank steps alone. The weights are averaged at the end of every ``communication_interval``-th step.
 
-    ``hierarchical``: inside hosts first, the codec between hosts only. ``compression``: a codec's name, a
-    :class:`bagua.Codec` or None, for what the ranks changed since the last average. ``error_feedback`` adds what
-    encoding lost to the next average. ValueError for an interval below 1, an unknown codec, and error feedback without
-    a codec; TypeError for what is no codec or no whole number.
+    Args:
+        communication_interval: Number of steps from one average to the next.
+        hierarchical: Averages inside each host first, and uses the codec only between hosts.
+        compression: A codec's name, a :class:`bagua.Codec`, or None. The codec encodes the change since the last
+            average.
+        error_feedback: Adds what encoding lost to the next average.
 
-    Between a step that one rank alone skips for another reason than an overflow and its next forward, nothing else may
-    be communicated: the others wait for it in their ``optimizer.step()``.
+    Raises ValueError for an interval below 1, an unknown codec, or error feedback without a codec. Raises TypeError for
+    an interval or codec of another type.
+
+    If one rank alone skips an optimizer step for a reason other than an overflow, do not communicate anything else
+    before its next forward: the other ranks wait for that rank in ``optimizer.step()``.
     """
 
     needs_optimizers = True
@@ -197,12 +204,17 @@ class LocalSGDAlgorithm(Algorithm):
 
 @dataclass(eq=False, repr=False)
 class DiLoCoAlgorithm(Algorithm):
-    """Every rank steps alone; at the end of every ``communication_interval``-th step an outer SGD steps.
+    """Every rank steps alone. An outer SGD steps at the end of every ``communication_interval``-th step.
 
-    Its gradient is the average of what the ranks changed, its learning rate ``outer_lr``, its momentum
-    ``outer_momentum``, in Nesterov's form with ``nesterov``. The other options and errors are those of
-    :class:`LocalSGDAlgorithm`; also ValueError for an ``outer_lr`` that is not above 0 and finite, and an
-    ``outer_momentum`` outside of [0, 1).
+    Args:
+        communication_interval: Number of steps from one outer step to the next.
+        outer_lr: Learning rate of the outer SGD, whose gradient is the mean change of the ranks' weights.
+        outer_momentum: Momentum of the outer SGD, at least 0 and less than 1.
+        nesterov: Uses Nesterov's form of the momentum.
+        hierarchical, compression, error_feedback: As in :class:`LocalSGDAlgorithm`.
+
+    Raises the errors of :class:`LocalSGDAlgorithm`, and ValueError for an ``outer_lr`` that is not positive and finite
+    or an ``outer_momentum`` outside [0, 1).
     """
 
     needs_optimizers = True
@@ -220,17 +232,17 @@ class DiLoCoAlgorithm(Algorithm):
     def __post_init__(self) -> None:
         _check(self.communication_interval, self.compression, self.error_feedback)
         if not 0 < self.outer_lr < float("inf"):
-            raise ValueError(f"outer_lr={self.outer_lr} is not above 0 and finite")
+            raise ValueError(f"outer_lr must be positive and finite, not {self.outer_lr}")
         if not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"outer_momentum={self.outer_momentum} is not in [0, 1)")
+            raise ValueError(f"outer_momentum must be in [0, 1), not {self.outer_momentum}")
 
 
 def _check(communication_interval: int, compression: Compression, error_feedback: bool) -> None:
     if operator.index(communication_interval) < 1:
-        raise ValueError(f"communication_interval={communication_interval} is below 1")
+        raise ValueError(f"communication_interval must be at least 1, not {communication_interval}")
     raw_codec(compression)
     if error_feedback and compression is None:
-        raise ValueError("error_feedback without compression has nothing to feed back")
+        raise ValueError("error_feedback=True needs a compression; it is None")
 
 
 GlobalAlgorithmRegistry.register("local_sgd", LocalSGDAlgorithm, "weights averaged every k-th step (local SGD)")

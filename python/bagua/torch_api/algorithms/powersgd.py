@@ -1,19 +1,19 @@
 """PowerSGD: the ranks average low-rank approximations of their gradients.
 
 Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
-NeurIPS 2019, arXiv:1905.13727. With M = g + e of each rank, a gradient as a matrix of n x m plus what the rank's
-earlier rounds lost of it, one round is::
+NeurIPS 2019, arXiv:1905.13727. A gradient is an n x m matrix g. Each rank adds e, what its earlier rounds lost of it: M
+= g + e. One round is::
 
     P  = orthonormal columns of (sum over ranks of M Q)      n x r, one all_reduce for all parameters
     Q' = mean over ranks of M^T P                            m x r, one all_reduce for all parameters
     g  = P Q'^T                                              the same on all ranks
     e  = M - P P^T M                                         each rank's own
 
-and Q' is the next round's Q. P's columns come from a QR decomposition, which has them also where M Q has a lower rank:
-then M^T P is 0 or rounding for these, and nothing is NaN. Every rank computes P and g from the same sums with the same
-operations, so they are equal bit for bit on processors of one kind.
+Q' becomes Q of the next round. P comes from a QR decomposition, which returns r columns even if the rank of M Q is
+lower. For the extra columns, M^T P is 0 up to rounding, and nothing is NaN. Every rank computes P and g from the same
+sums with the same operations, so they are bitwise equal on processors of one kind.
 
-The rounds run after backward. What is not worth a round is averaged in buckets during it.
+The rounds run after backward. Gradients that are not worth a round are averaged in buckets during backward.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ _APPROXIMATED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def rank_of(param: torch.Tensor, rank: int, min_compression: float) -> int | None:
-    """The rank r = min(n, m, ``rank``) of a gradient's approximation, as an n x m matrix with n = shape[0]; None if it
-    is averaged as it is: r (n + m) numbers must be at least ``min_compression`` times fewer than n m.
+    """Returns the rank r of a gradient's approximation, or None if the gradient is averaged as it is.
+
+    The gradient is an n x m matrix with n = shape[0], and r = min(n, m, ``rank``). It is approximated if r (n + m)
+    numbers are at least ``min_compression`` times fewer than n m.
     """
     if param.dim() == 0 or param.numel() == 0 or param.dtype not in _APPROXIMATED:
         return None
@@ -51,51 +53,52 @@ def rank_of(param: torch.Tensor, rank: int, min_compression: float) -> int | Non
 
 
 class _Matrix:
-    """One parameter that is approximated."""
+    """One approximated parameter."""
 
     def __init__(self, slot_name: str, param: torch.nn.Parameter, number: int, r: int, feedback: bool) -> None:
         self.name = slot_name
         self.param = param
-        # Place in the model's order, for the drawing of q.
+        # Index of the parameter in the model, for drawing q.
         self.number = number
         self.n, self.m, self.r = param.shape[0], param.numel() // param.shape[0], r
         self.dtype = wide(param.dtype)
-        # What earlier rounds lost of this rank's gradient, in the parameter's shape; None without error feedback.
+        # Loss of earlier rounds on this rank, in the parameter's shape; None without error feedback.
         self.error = torch.zeros(param.shape, dtype=self.dtype, device=param.device) if feedback else None
         # m x r, the same on all ranks.
         self.q = torch.empty(0)
 
     def draw(self, seed: int, number: int) -> torch.Tensor:
-        """Q for round ``number``: standard normal numbers, alike on every processor."""
+        """Returns Q for round ``number``: standard normal numbers, equal on every processor."""
         drawn = np.random.default_rng([seed, number, self.number]).standard_normal((self.m, self.r))
         return torch.from_numpy(drawn).to(self.dtype).to(self.param.device)
 
     def scaled_q(self) -> torch.Tensor:
-        """Q with columns times powers of two, so that a product with M neither underflows nor overflows for its sake.
+        """Returns Q with its columns scaled by powers of two, so that products with M neither underflow nor overflow
+        because of Q.
 
-        That changes no direction and no bit of the columns' significands.
+        The scaling changes no direction and no significand.
         """
         exponents = torch.frexp(self.q.abs().amax(0)).exponent.clamp(-120, 120).tolist()
         scales = [math.ldexp(1.0, -exponent) for exponent in exponents]
         return self.q * torch.tensor(scales, dtype=self.dtype, device=self.q.device)
 
     def given(self, grad: torch.Tensor) -> torch.Tensor:
-        """M, n x m: new memory."""
+        """Returns M (n x m) in new memory."""
         mine = grad.detach().to(self.dtype)
         mine = mine.clone(memory_format=torch.contiguous_format) if self.error is None else mine + self.error
         return mine.reshape(self.n, self.m)
 
 
 class PowerSGDExchange(GradientExchange):
-    """The gradients of one model: matrices by their approximations, the others in buckets."""
+    """The gradients of one model: large matrices as approximations, other gradients in buckets."""
 
     def __init__(self, bagua_ddp: WrappedModel, algorithm: PowerSGDAlgorithm) -> None:
         super().__init__(bagua_ddp)
         self._warm_start = algorithm.warm_start
         self._seed = algorithm.seed
-        #: Rounds so far.
+        #: Number of rounds so far.
         self.round = 0
-        #: What is approximated, by name, in the model's order.
+        #: Approximated parameters by name, in the model's order.
         self.matrices: dict[str, _Matrix] = {}
         for number, (name, param) in enumerate(self._parameters):
             r = rank_of(param, algorithm.rank, algorithm.min_compression)
@@ -105,7 +108,7 @@ class PowerSGDExchange(GradientExchange):
             matrix.q = matrix.draw(self._seed, 0)
 
     def register(self) -> list[torch.Tensor]:
-        """The parameters that are not approximated, see :meth:`GradientExchange.register`."""
+        """Registers the parameters that are not approximated. Otherwise like :meth:`GradientExchange.register`."""
         others = []
         for tensor in super().register():
             name = registration(tensor).name
@@ -126,7 +129,6 @@ class PowerSGDExchange(GradientExchange):
 
     def _completed(self, nowhere: set[str]) -> None:
         matrices = [matrix for name, matrix in self.matrices.items() if name not in nowhere]
-        # One rank's gradients are the average as they are.
         if not matrices or self._backend.size == 1:
             return
         given = {matrix.name: matrix.given(grad_of(matrix.param)) for matrix in matrices}
@@ -135,7 +137,7 @@ class PowerSGDExchange(GradientExchange):
         finite = all(
             is_finite(slot.param.grad)
             for slot in self._slots.values()
-            # What no rank used is still this rank's own.
+            # A gradient that no rank used is still this rank's own.
             if slot.name not in self.matrices and slot.name not in nowhere and slot.param.grad is not None
         )
         for matrix in matrices:
@@ -145,12 +147,12 @@ class PowerSGDExchange(GradientExchange):
             else:
                 grad.copy_((basis @ factors[matrix.name].T).view(grad.shape))
             finite = is_finite(grad) and finite
-        # The same on all ranks. A step that a GradScaler skips has used nothing of the errors and learned nothing.
+        # ``finite`` is equal on all ranks. GradScaler skips a step that is not finite, so errors and Q must not change.
         if finite:
             self._take_over(matrices, given, factors)
 
     def _bases(self, matrices: Sequence[_Matrix], given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
-        """P of each matrix; None, on all ranks, where it is not finite."""
+        """Returns P of each matrix; None on all ranks if P is not finite."""
         shapes = {matrix.name: (matrix.n, matrix.r, matrix.dtype) for matrix in matrices}
         sums = _Flat(shapes, matrices[0].param.device)
         for matrix in matrices:
@@ -171,7 +173,7 @@ class PowerSGDExchange(GradientExchange):
         given: Mapping[str, torch.Tensor],
         bases: Mapping[str, torch.Tensor | None],
     ) -> dict[str, torch.Tensor]:
-        """Q' of each matrix. What ``given`` has becomes the rank's new error."""
+        """Returns Q' of each matrix. Turns each matrix in ``given`` into this rank's new error."""
         shapes = {matrix.name: (matrix.m, matrix.r, matrix.dtype) for matrix in matrices}
         means = _Flat(shapes, matrices[0].param.device)
         for matrix in matrices:
@@ -194,19 +196,19 @@ class PowerSGDExchange(GradientExchange):
                 matrix.error = errors[matrix.name].view(matrix.param.shape)
             if self._warm_start:
                 found = factors[matrix.name]
-                # Of 0, as of gradients that are 0, no other direction would ever come.
+                # A zero column would stay zero in all later rounds, so the old column is kept.
                 matrix.q = torch.where(found.any(0), found, matrix.q)
         self.draw()
 
     def draw(self) -> None:
-        """Without a warm start: Q for the next round."""
+        """Draws Q for the next round, unless rounds start warm."""
         if not self._warm_start:
             for matrix in self.matrices.values():
                 matrix.q = matrix.draw(self._seed, self.round)
 
 
 class _Flat:
-    """Matrices by name, one after the other in memory of a device, with one all_reduce for each dtype."""
+    """Matrices by name in one flat tensor per dtype, which one all_reduce serves."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, int, torch.dtype]], device: torch.device) -> None:
         self.parts: dict[str, torch.Tensor] = {}
@@ -221,13 +223,13 @@ class _Flat:
             self._flats.append(flat)
 
     def all_reduce(self, backend: BucketEngine, op: ReduceOp) -> None:
-        """In place."""
+        """Reduces all matrices in place."""
         for handle in [backend.all_reduce(flat, op) for flat in self._flats]:
             handle.wait()
 
 
 class PowerSGDAlgorithmImpl(AlgorithmImpl):
-    """Rounds of PowerSGD after each backward, and one all_reduce for each bucket of the other gradients."""
+    """Runs a round of PowerSGD after each backward, and one all_reduce per bucket of other gradients."""
 
     algorithm: PowerSGDAlgorithm
 
@@ -236,18 +238,18 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
         self._exchange: PowerSGDExchange | None = None
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
-        """Gradients, as matrices where that is worth it."""
+        """Exchanges gradients, approximated if that is worth it."""
         self._exchange = PowerSGDExchange(bagua_ddp, self.algorithm)
         return self._exchange
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
-        """Averages the bucket."""
+        """Appends an average."""
         bucket.clear_ops()
         bucket.append_centralized_synchronous_op(average=True, group=self.process_group)
 
     @property
     def matrices(self) -> dict[str, tuple[int, int, int]]:
-        """n, m and rank of the gradients that are approximated, by parameter name."""
+        """(n, m, rank) of the approximated gradients, by parameter name."""
         return {name: (matrix.n, matrix.m, matrix.r) for name, matrix in self._made().matrices.items()}
 
     def _made(self) -> PowerSGDExchange:
@@ -255,16 +257,17 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
         return self._exchange
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`AlgorithmImpl.state_dict`: "round" counts the rounds; "error" is what a rank's rounds lost, in the
-        parameter's shape, and "q" (m x r) the next round's Q with a warm start; float64 for float64 parameters, else
-        float32.
+        """Like :meth:`AlgorithmImpl.state_dict`.
+
+        "round" is the number of rounds, "error" what this rank's rounds lost (shape of the parameter), and "q" (m x r)
+        the next round's Q with a warm start. Tensors are float64 for float64 parameters, else float32.
         """
         state = super().state_dict()
         state["round"] = self._made().round
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See :meth:`AlgorithmImpl.load_state_dict`."""
+        """Like :meth:`AlgorithmImpl.load_state_dict`."""
         super().load_state_dict(state)
         self._made().round = int(state["round"])
         self._made().draw()
@@ -279,17 +282,22 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
 
 @dataclass(eq=False, repr=False)
 class PowerSGDAlgorithm(Algorithm):
-    """Averages gradients by approximations of rank ``rank``, where these have at least ``min_compression`` times fewer
-    numbers than the gradient; the others are averaged as they are. On one rank nothing is approximated.
+    """Averages low-rank approximations of gradients.
 
-    A gradient is a matrix of shape[0] rows. ``warm_start``: a round begins with the last one's Q, which makes the
-    approximation better from step to step; otherwise with one drawn from ``seed``, as the first one is.
-    ``error_feedback``: each rank adds to its gradient what earlier rounds lost of it.
+    A gradient is a matrix with shape[0] rows. Gradients for which an approximation is not worth it are averaged as they
+    are. On one rank nothing is approximated. Gradients of float16 and bfloat16 are computed in float32. Models with
+    sparse gradients are refused. If the result of a round is not finite, it is so on all ranks, and errors and Q stay
+    as they were.
 
-    Sparse gradients are refused. A round whose result is not finite is so on all ranks, and leaves errors and Q as they
-    were. Gradients of float16 and bfloat16 are computed in float32.
+    Args:
+        rank: Rank of the approximations.
+        warm_start: True starts a round with Q of the last round, so that approximations improve from step to step.
+            False draws Q from ``seed`` for each round.
+        error_feedback: Adds to each rank's gradient what its earlier rounds lost.
+        min_compression: Approximates a gradient if the approximation has at least this many times fewer numbers.
+        seed: Seed for the first Q, or for all of them without ``warm_start``.
 
-    ValueError for a number out of its range.
+    Raises ValueError for a number outside its range.
     """
 
     _implementation = PowerSGDAlgorithmImpl

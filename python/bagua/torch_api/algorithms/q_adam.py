@@ -1,19 +1,21 @@
-"""QAdam: Adam whose ranks average gradients in warm-up steps, and compressed first moments from then on.
+"""QAdam: averages gradients during a warm-up, and compressed first moments of Adam afterwards.
 
-Source: 1-bit Adam (Tang et al., ICML 2021, arXiv:2102.02888): after the warm-up the second moment stays as it is, so
-that the update is linear in the first, which may then be compressed. The codec is a parameter, as in the original
-Bagua's QAdam (Gan et al., VLDB 2021, arXiv:2107.01499).
+Source: 1-bit Adam (Tang et al., ICML 2021, arXiv:2102.02888). After the warm-up the second moment is frozen, so the
+update is linear in the first moment, which can then be compressed. The codec is a parameter, as in the original Bagua's
+QAdam (Gan et al., VLDB 2021, arXiv:2107.01499).
 
 Steps 1 to W (``warmup_steps``) are Adam's on averaged gradients. With m and v as they are after step W, step t > W is::
 
     m = mean over ranks of (beta1 * m + (1 - beta1) * (g + weight_decay * p))      through the codec
     p = p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^W)) + eps)
 
-The mean is computed during backward, of what the moment would become (here the *candidate*), and ``step()`` takes it
-over. So backwards that accumulate all start from the same m, and a backward without a step changes no state.
+During backward, each rank computes what its first moment would become (the *candidate*), and the ranks average the
+candidates. ``step()`` replaces m by the mean. Backwards that accumulate therefore all start from the same m, and a
+backward without a step changes no state.
 
-A limit of the method: where an element's gradient was 0 in all warm-up steps v is 0, and eps alone divides its m. Such
-elements move far as soon as m is not 0, which a lossy codec can cause too; the warm-up must be long enough to see each.
+A limit of the method: if the gradient of an element is 0 in all warm-up steps, its v is 0, and m is divided by eps
+alone. Such elements move far as soon as m is not 0, which a lossy codec can also cause. Choose a warm-up that is long
+enough for every element to get a gradient.
 """
 
 from __future__ import annotations
@@ -37,28 +39,33 @@ from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedMode
 
 
 class QAdamOptimizer(torch.optim.Optimizer):
-    """Adam that keeps its second moment from step ``warmup_steps`` on. It also works alone, without ``with_bagua``.
+    """Adam that freezes its second moment after ``warmup_steps`` steps. Also works alone, without ``with_bagua``.
 
-    ``params``: real, dense parameters, or groups of them with an ``lr``, ``betas``, ``eps`` and ``weight_decay`` of
-    their own. Up to and including step ``warmup_steps`` it equals ``torch.optim.Adam(foreach=False)`` bit for bit;
-    ``weight_decay`` is Adam's: ``weight_decay * p`` is added to the gradient, also after the warm-up. A parameter
-    without a gradient stays as it is.
+    Args:
+        params: Real, dense parameters, or groups of them with their own ``lr``, ``betas``, ``eps`` and
+            ``weight_decay``.
+        lr: Learning rate.
+        warmup_steps: Number of steps of the warm-up, in which it equals ``torch.optim.Adam(foreach=False)`` bit for
+            bit.
+        betas: Decay rates of both moments.
+        eps: Added to the denominator.
+        weight_decay: As in Adam, ``weight_decay * p`` is added to the gradient, also after the warm-up.
+        legacy: Uses the original Bagua's arithmetic, for comparison. The gradient of step ``warmup_steps`` changes
+            neither moment, ``weight_decay`` acts in the warm-up only, the bias correction of the second moment keeps
+            changing, and after the warm-up the first moment uses ``beta1`` of the first group.
 
-    After the warm-up ``param.grad`` of a model with the algorithm ``qadam`` is this rank's own gradient. What changes
-    it between backward and ``step()``, such as clipping, then changes nothing, except that without a gradient
-    (``zero_grad()``) the parameter stays. A step without a backward since the last one is a BaguaError, as is a
-    ``torch.amp.GradScaler``, whose scale would be in the exchanged moments. Without the algorithm neither is so.
+    A parameter without a gradient does not change.
 
-    A parameter whose first gradient comes after the warm-up has no second moment: BaguaError.
+    With the algorithm ``qadam``, after the warm-up ``param.grad`` is this rank's own gradient. Changing it between
+    backward and ``step()``, for example by clipping, has no effect, except that a parameter whose gradient was removed
+    (``zero_grad()``) is not stepped. ``step()`` raises BaguaError if there was no backward since the last step, or if a
+    ``torch.amp.GradScaler`` is used, whose scale would be part of the exchanged moments.
 
-    ``legacy`` is the original Bagua's arithmetic, for comparison: the gradient of step ``warmup_steps`` changes neither
-    moment, ``weight_decay`` acts in the warm-up only, the bias correction of the second moment goes on changing, and
-    after the warm-up the first moment follows the first group's ``beta1``.
-
-    ValueError for a number out of its range, TypeError for complex parameters.
+    Raises ValueError for a number outside its range, and TypeError for complex parameters. ``step()`` raises BaguaError
+    if the first gradient of a parameter comes after the warm-up, because it then has no second moment.
     """
 
-    #: Why ``fuse_optimizer`` refuses it.
+    #: The reason that ``fuse_optimizer`` gives for refusing this optimizer.
     cannot_be_fused = "the moments that the ranks exchange belong to single parameters"
 
     def __init__(
@@ -74,16 +81,16 @@ class QAdamOptimizer(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool) or warmup_steps < 1:
             raise ValueError(f"warmup_steps must be a positive int, not {warmup_steps!r}")
-        #: Number of the first steps, which are Adam's.
+        #: Number of steps of the warm-up.
         self.warmup_steps = warmup_steps
         self.legacy = legacy
-        # Parameters whose moments an algorithm exchanges: the mean of the ranks' candidates, until a step takes it.
+        # Parameters whose moments an algorithm exchanges -> mean of the ranks' candidates, until a step uses it.
         self._averaged: dict[torch.Tensor, torch.Tensor | None] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, see :class:`torch.optim.Optimizer`. ValueError for a number out of its range."""
-        # In the group, because a state_dict and a broadcast of it carry the groups.
+        """Adds a group, as in :class:`torch.optim.Optimizer`. Raises ValueError for a number outside its range."""
+        # Stored in the group, because a state_dict and its broadcast include the groups.
         param_group["step"] = self.steps if self.param_groups else 0
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -97,7 +104,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     @property
     def steps(self) -> int:
-        """How often :meth:`step` was called; part of the state."""
+        """Number of calls of :meth:`step`. Part of the state."""
         return int(self.param_groups[0]["step"])
 
     @property
@@ -110,12 +117,12 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # Candidates of another state's moments are of no use; load_state_dict comes through here too.
+        # Candidates of the old state are useless. load_state_dict also calls this method.
         self._averaged = dict.fromkeys(self.__dict__.get("_averaged", ()))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler reads this; with True it sets two attributes, by which :meth:`step` recognises the call."""
+        """Read by GradScaler. If True, GradScaler sets two attributes, by which :meth:`step` recognises it."""
         return self.warmed_up and bool(self._averaged)
 
     def _refuse_scaled(self) -> None:
@@ -123,14 +130,14 @@ class QAdamOptimizer(torch.optim.Optimizer):
             for name in ("found_inf", "grad_scale"):
                 self.__dict__.pop(name, None)
             raise BaguaError(
-                "GradScaler with qadam after its warm-up: backward exchanged moments of scaled gradients, which "
-                "cannot be divided by the scale; train in bfloat16, or make GradScaler(enabled=False) after "
-                f"{self.warmup_steps} steps"
+                "GradScaler cannot be used with qadam after its warm-up: backward exchanged moments of scaled "
+                "gradients, which cannot be divided by the scale; train in bfloat16, or use GradScaler(enabled=False) "
+                f"after {self.warmup_steps} steps"
             )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Returns what ``closure`` did, which computes the gradients anew."""
+        """Runs one step. Returns the result of ``closure``, which computes the gradients again."""
         self._refuse_scaled()
         loss = None
         if closure is not None:
@@ -144,12 +151,11 @@ class QAdamOptimizer(torch.optim.Optimizer):
             group["step"] += 1
         for group, param in work:
             (self._update_legacy if self.legacy else self._update)(group, param, warming)
-        # Used up, or dropped by zero_grad().
         self._averaged = dict.fromkeys(self._averaged)
         return loss
 
     def _check(self, param: torch.Tensor, warming: bool) -> None:
-        """Before anything is changed."""
+        """Checks a parameter before anything changes."""
         if param.grad is not None and param.grad.layout != torch.strided:
             raise RuntimeError(f"QAdamOptimizer needs dense gradients, not {param.grad.layout}")
         if param in self._averaged and (warming or self._averaged[param] is None):
@@ -159,14 +165,14 @@ class QAdamOptimizer(torch.optim.Optimizer):
             )
         if not (warming or self.legacy or self.state.get(param, {}).get("exp_avg_sq_step")):
             raise BaguaError(
-                f"a parameter of shape {list(param.shape)} has its first gradient after the {self.warmup_steps} "
-                "warm-up steps of qadam, and so no second moment: begin with a new QAdamOptimizer, or more warmup_steps"
+                f"a parameter of shape {list(param.shape)} got its first gradient after the {self.warmup_steps} "
+                "warm-up steps of qadam and has no second moment: use a new QAdamOptimizer, or more warmup_steps"
             )
 
     def _state_of(self, param: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
         if not state:
-            # As torch's Adam has them; "exp_avg_sq_step" counts the updates of the second moment.
+            # The first three as in torch's Adam. "exp_avg_sq_step" counts updates of the second moment.
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
@@ -174,7 +180,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         return state
 
     def _update(self, group: Mapping[str, Any], param: torch.Tensor, warming: bool) -> None:
-        # The operations of torch's single-tensor Adam in its order, for equal bits.
+        # The same operations as in torch's single-tensor Adam, in the same order, for bitwise equality.
         state, (beta1, beta2) = self._state_of(param), group["betas"]
         m, v = state["exp_avg"], state["exp_avg_sq"]
         state["step"] += 1
@@ -217,7 +223,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
             m.copy_(averaged)
 
     def _candidate(self, group: Mapping[str, Any], param: torch.Tensor, grad: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes to ``out`` what the first moment becomes with a gradient; ``out`` may be the moment itself."""
+        """Writes to ``out`` what the first moment becomes with a gradient. ``out`` may be the moment itself."""
         m = self.state.get(param, {}).get("exp_avg")
         if m is None:
             m = torch.zeros_like(param)
@@ -231,24 +237,24 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
 
 class MomentExchange(GradientExchange):
-    """The first moments of one model's parameters: candidates of this rank during backward, then the ranks' mean.
+    """Averages the first moments of one model's parameters: this rank's candidates during backward, then the mean.
 
-    Only reads the gradients, which stay this rank's own. A parameter that got its gradient on other ranks only has one
-    of zeros here, so that the optimizers of all ranks step it.
+    Gradients stay this rank's own. If only other ranks have a gradient of a parameter, this rank gets zeros, so that
+    all ranks step the parameter.
     """
 
     def __init__(self, bagua_ddp: WrappedModel, optimizer: QAdamOptimizer, first_round: int) -> None:
         super().__init__(bagua_ddp)
         self._optimizer = optimizer
         self._first_round = first_round
-        # What the first moment of each parameter becomes; never given to a user.
+        # Parameter name -> candidate for its first moment. Never visible to the user.
         self._candidates: dict[str, torch.Tensor] = {}
         numbers = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        # Number of each parameter's group; load_state_dict replaces the groups themselves.
+        # Parameter name -> index of its group. Not the group itself, because load_state_dict replaces groups.
         self._group_of = {name: numbers[id(param)] for name, param in self._parameters}
 
     def register(self) -> list[torch.Tensor]:
-        """The parameters as Bagua tensors whose effective tensor is the candidate, the last of the model first."""
+        """Registers the parameters in reverse order. The communicated tensor of each is its candidate."""
         self._slots = {}
         tensors = []
         for name, param in reversed(self._parameters):
@@ -260,7 +266,9 @@ class MomentExchange(GradientExchange):
         return tensors
 
     def bind(self, buckets: Sequence[BaguaBucket]) -> None:
-        """Counts rounds from ``first_round`` on. A bucket moves a candidate's memory; it stays the same tensor."""
+        """Starts counting rounds at ``first_round``. A bucket moves a candidate's memory, but it stays the same
+        tensor.
+        """
         for slot in self._slots.values():
             slot.number = self._backend.number(slot.name)
         for bucket in buckets:
@@ -271,12 +279,12 @@ class MomentExchange(GradientExchange):
             self._optimizer._averaged[slot.param] = None
 
     def end(self) -> None:
-        """From now on the optimizer steps with the gradients that it finds."""
+        """Makes the optimizer use the gradients that it finds."""
         for slot in self._slots.values():
             self._optimizer._averaged.pop(slot.param, None)
 
     def accumulated(self, name: str) -> None:
-        """A gradient that the mean does not have."""
+        """Discards the mean, which lacks a gradient that was accumulated since."""
         super().accumulated(name)
         self._optimizer._averaged[self._slots[name].param] = None
 
@@ -288,10 +296,10 @@ class MomentExchange(GradientExchange):
         return None
 
     def _settle(self) -> None:
-        """Nothing: the gradients stay this rank's own."""
+        """Does nothing, because gradients stay this rank's own."""
 
     def finish(self) -> None:
-        """Waits until every candidate is averaged; what went wrong is raised here, out of ``backward()``."""
+        """Waits until all candidates are averaged. Raises communication errors out of ``backward()``."""
         try:
             super().finish()
         except BaseException:
@@ -299,13 +307,13 @@ class MomentExchange(GradientExchange):
             raise
 
     def abandon(self) -> None:
-        """Forgets a backward that never came to its end."""
+        """Forgets a backward that never completed."""
         super().abandon()
         self._forget()
 
     def _wait_and_agree(self, unused: Sequence[Slot]) -> set[str]:
-        # A gradient of an earlier backward that no step has used is part of this rank's candidate again: the ranks
-        # that have none take part with zeros. Where no rank has one, m stays as it is.
+        # A gradient that an earlier backward left unused is part of this rank's candidate again. Ranks without a
+        # gradient contribute zeros. If no rank has one, m does not change.
         without = {slot.name for slot in unused if slot.param.grad is None}
         for slot in unused:
             if slot.param.grad is None:
@@ -326,7 +334,7 @@ def _unchangeable(param: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 class QAdamAlgorithmImpl(AlgorithmImpl):
-    """Averages gradients in the warm-up, and moments through a codec from then on."""
+    """Averages gradients in the warm-up, and first moments through a codec afterwards."""
 
     hierarchical: bool
     compression: Compression
@@ -338,13 +346,13 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     def __init__(self, process_group: ProcessGroup, *options: Any, **named: Any) -> None:
         super().__init__(process_group, *options, **named)
         self.optimizer = self.q_adam_optimizer
-        # The number of the next exchange of moments when the buckets are made, for codecs that draw.
+        # Number of the next exchange of moments when buckets are made, for codecs that draw random numbers.
         self._round = 0
         self._moments: MomentExchange | None = None
 
     def check(self, bagua_ddp: WrappedModel) -> None:
-        """ValueError unless the optimizer has all parameters and was given to ``with_bagua``; TypeError for elements
-        that the codec does not encode, with the name of their parameter.
+        """Raises ValueError unless the optimizer has all parameters and was given to ``with_bagua``, and TypeError for
+        dtypes that the codec cannot encode.
         """
         known = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
         parameters = bagua_ddp.bagua_build_params()
@@ -353,20 +361,20 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             raise ValueError(f"q_adam_optimizer does not have the parameters {missing} of the model")
         if not any(optimizer is self.optimizer for optimizer in bagua_ddp.bagua_optimizers):
             raise ValueError("with_bagua needs the algorithm's q_adam_optimizer among its optimizers")
-        # The first use comes after the warm-up, which is late for the error.
+        # Checked now, because the codec is first used after the warm-up.
         check_codec(self.compression, bagua_ddp)
         self.algorithm.check_free(bagua_ddp.module)
 
     def need_reset(self) -> bool:
-        """True when the exchange is not the one for the optimizer's number of steps."""
+        """Returns True when the warm-up has just ended, or when a loaded state begins it again."""
         return self.optimizer.warmed_up == (self._moments is None)
 
     def compared_step(self, bagua_ddp: WrappedModel) -> int:
-        """The optimizer's, which decides about the warm-up."""
+        """Returns the optimizer's step, which decides whether the warm-up is over."""
         return self.optimizer.steps + 1
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
-        """Gradients, or moments after the warm-up."""
+        """Exchanges gradients in the warm-up, and moments afterwards."""
         self.algorithm.serve(bagua_ddp.module)
         self.end()
         if not self.optimizer.warmed_up:
@@ -375,13 +383,13 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         return self._moments
 
     def end(self) -> None:
-        """The optimizer trains alone from now on."""
+        """Disconnects the optimizer, which then works alone."""
         if self._moments is not None:
             self._moments.end()
             self._moments = None
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
-        """All-reduces the bucket, after the warm-up through the codec."""
+        """Appends an all_reduce, after the warm-up through the codec."""
         bucket.clear_ops()
         if self._moments is None:
             bucket.append_centralized_synchronous_op(hierarchical=False, average=True, group=self.process_group)
@@ -395,8 +403,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`AlgorithmImpl.state_dict`; "round" counts the exchanges of moments. m and v are in the
-        optimizer's state.
+        """Like :meth:`AlgorithmImpl.state_dict`. "round" counts exchanges of moments. The optimizer's state holds m and
+        v.
         """
         state = super().state_dict()
         if self._moments is None:
@@ -404,18 +412,23 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See :meth:`AlgorithmImpl.load_state_dict`."""
+        """Like :meth:`AlgorithmImpl.load_state_dict`."""
         super().load_state_dict(state)
         self._round = int(state["round"])
 
 
 @dataclass(eq=False, repr=False)
 class QAdamAlgorithm(Algorithm):
-    """Trains one model with a :class:`QAdamOptimizer`, which is also among the optimizers of ``with_bagua``.
+    """Trains one model with a :class:`QAdamOptimizer`, which must also be among the optimizers given to ``with_bagua``.
 
-    ``hierarchical``: after the warm-up full precision inside hosts, the codec between them; on one host nothing is
-    compressed then. ``compression``: a codec's name, a :class:`bagua.Codec`, or None. An object serves one model:
-    ValueError of ``with_bagua`` for another one. TypeError for another optimizer, ValueError for an unknown codec.
+    Args:
+        q_adam_optimizer: The model's optimizer.
+        hierarchical: After the warm-up, adds in full precision inside each host, and uses the codec only between hosts.
+            On a single host nothing is compressed then.
+        compression: A codec's name, a :class:`bagua.Codec`, or None.
+
+    Raises TypeError for another optimizer, and ValueError for an unknown codec. An object serves one model;
+    ``with_bagua`` raises ValueError for a second one.
     """
 
     needs_optimizers = True
@@ -435,7 +448,7 @@ class QAdamAlgorithm(Algorithm):
 
     @classmethod
     def options_from(cls, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-        """See :meth:`Algorithm.options_from`: the QAdamOptimizer, of which there must be one."""
+        """Returns the QAdamOptimizer among the optimizers. Raises ValueError unless there is exactly one."""
         found = [optimizer for optimizer in optimizers if isinstance(optimizer, QAdamOptimizer)]
         if len(found) != 1:
             given = [type(optimizer).__name__ for optimizer in optimizers]
@@ -443,20 +456,20 @@ class QAdamAlgorithm(Algorithm):
         return {"q_adam_optimizer": found[0]}
 
     def check_free(self, module: torch.nn.Module) -> None:
-        """ValueError when it serves another model."""
+        """Raises ValueError if this object serves another model."""
         served = None if self._model is None else self._model()
         if served is not None and served is not module:
             raise ValueError(
-                f"this QAdamAlgorithm serves a {type(served).__name__} already: an object serves one model, as its "
-                "optimizer does; make another one for each model"
+                f"this QAdamAlgorithm serves a {type(served).__name__} already: make one QAdamAlgorithm and one "
+                "QAdamOptimizer for each model"
             )
 
     def serve(self, module: torch.nn.Module) -> None:
-        """From now on it serves this model; called when the ranks have agreed."""
+        """Reserves this object for a model. Called when the ranks have agreed."""
         self._model = weakref.ref(module)
 
     def describe(self) -> str:
-        """Name and options, with those of the optimizer that must be equal on all ranks."""
+        """Returns name and options, including options of the optimizer that must be equal on all ranks."""
         optimizer = self.q_adam_optimizer
         return f"{super().describe()}, warmup_steps={optimizer.warmup_steps}, legacy={optimizer.legacy}"
 

@@ -1,4 +1,4 @@
-"""Data-parallel training by a wrapper around the model, and collectives with gradients."""
+"""Data-parallel training with a wrapper around the model, and differentiable collectives."""
 
 from . import functional
 from .wrapper import DistributedDataParallel

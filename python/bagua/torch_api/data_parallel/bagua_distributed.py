@@ -1,4 +1,4 @@
-"""The class that algorithms written for the original Bagua import, to annotate the model that they communicate for."""
+"""The type with which algorithms written for the original Bagua annotate the model that they communicate for."""
 
 from ..model_engine.engine import ModelEngine as BaguaDistributedDataParallel
 

@@ -1,11 +1,11 @@
-"""Communication hooks, torch's own among them: a user's function communicates the buckets of gradients.
+"""Communication hooks: a user's function, or one of torch's, communicates the buckets of gradients.
 
-A hook is called as torch's DistributedDataParallel calls it: for one bucket after the other, on the thread that runs
-backward, as soon as the bucket's gradients are there; its futures are waited for when backward ends. What it returns
-becomes the gradient as it is: a hook divides by the number of ranks itself.
+As in torch's DistributedDataParallel, the thread that runs backward calls the hook for each bucket in order, as soon as
+the bucket's gradients are computed, and waits for the hook's futures when backward ends. The future's value becomes the
+gradient without any change, so the hook itself divides by the number of ranks.
 
-On a CUDA device a hook is called on the current stream of that thread, behind the gradients of its bucket. The stream
-that is current at the end of the backward is ordered after the future's value, and after what the hook put on its own.
+On a CUDA device, the hook is called on that thread's current stream, after the gradients of its bucket. The current
+stream at the end of backward waits for the future's value and for the work that the hook queued on its own stream.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from ..tensor import effective, registration
 
 __all__ = ["CommHook", "GradBucket", "HookedAllReduce", "check"]
 
-#: Called with its state and a bucket; the future's value is the bucket's communicated buffer.
+#: Called with its state and a bucket. The future's value is the bucket's communicated buffer.
 CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
-# Sizes of torch's buckets, by which a hook with a state per bucket has the same state as there: bytes of the first one
-# and of the others.
+# Sizes of torch's buckets in bytes, the first one and the others. Hooks with a state per bucket then have the same
+# state as in torch.
 _FIRST_BUCKET = 1 << 20
 _BUCKET = 25 << 20
 
 
 class GradBucket:
-    """The gradients of one bucket, with the methods of torch's ``dist.GradBucket``, which only torch can make."""
+    """The gradients of one bucket, with the methods of ``dist.GradBucket``, which only torch can construct."""
 
     def __init__(self, index: int, buffer: torch.Tensor, gradients: list[torch.Tensor], last: bool) -> None:
         self._index = index
@@ -50,28 +50,28 @@ class GradBucket:
         self._parameters: list[torch.Tensor] = []
 
     def of(self, parameters: list[torch.Tensor]) -> GradBucket:
-        """The same bucket with the parameters that its gradients belong to."""
+        """Sets the parameters that the gradients belong to, and returns the bucket."""
         self._parameters = parameters
         return self
 
     def index(self) -> int:
-        """Index of the bucket in the order of communication, from 0."""
+        """Returns the index of the bucket in the order of communication, from 0."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """The gradients in one flat tensor."""
+        """Returns the gradients in one flat tensor."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views of the buffer, one for each parameter."""
+        """Returns views of the buffer, one for each parameter."""
         return self._gradients
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters, in the order of :meth:`gradients`."""
+        """Returns the parameters, in the order of :meth:`gradients`."""
         return self._parameters
 
     def is_last(self) -> bool:
-        """Whether no bucket follows in this backward."""
+        """Returns True if no bucket follows in this backward."""
         return self._last
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
@@ -80,40 +80,39 @@ class GradBucket:
 
 
 def check(hook: Any) -> None:
-    """TypeError and ValueError for what torch's DistributedDataParallel takes for no communication hook."""
+    """Raises TypeError or ValueError for a hook that torch's DistributedDataParallel would refuse."""
     if not callable(hook):
         raise TypeError(f"a communication hook must be callable, not {type(hook).__name__}")
     try:
         signature = inspect.signature(hook, eval_str=True)
     except NameError:
-        # Imported for type checkers only.
+        # The annotations name types that are imported for type checkers only.
         return
     bucket = signature.parameters.get("bucket")
     if bucket is None:
-        raise ValueError("a communication hook has the arguments state and bucket")
+        raise ValueError("a communication hook must have the arguments state and bucket")
     torchs = dist.GradBucket  # type: ignore[attr-defined]
     if bucket.annotation not in (inspect.Parameter.empty, Any, torchs, GradBucket):
-        raise ValueError(f"a communication hook's bucket is a dist.GradBucket, not {bucket.annotation!r}")
+        raise ValueError(f"a communication hook's bucket must be a dist.GradBucket, not {bucket.annotation!r}")
     if signature.return_annotation not in (inspect.Signature.empty, Any, torch.futures.Future[torch.Tensor]):
         raise ValueError(
-            f"a communication hook returns torch.futures.Future[torch.Tensor], not {signature.return_annotation!r}"
+            f"a communication hook must return torch.futures.Future[torch.Tensor], not {signature.return_annotation!r}"
         )
 
 
 @dataclass
 class _Bucket:
-    """One bucket and what has become of it in this backward."""
+    """One bucket and its state in this backward."""
 
     bucket: BaguaBucket
-    # Gradients that have not come.
+    # Number of gradients that are not computed yet.
     missing: int
-    # What the hook returned.
     future: torch.futures.Future[Any] | None = None
-    # On a CUDA device: on which streams gradients have come; when the hook was called, its stream alone.
+    # On a CUDA device: the streams on which gradients were computed; after the call of the hook, only its stream.
     streams: list[torch.cuda.Stream] = field(default_factory=list)
 
     def order(self) -> None:
-        """Orders the current stream behind `streams`, of which it becomes the only one."""
+        """Makes the current stream wait for ``streams``, and keeps only the current stream."""
         for device in {stream.device for stream in self.streams}:
             here = torch.cuda.current_stream(device)
             for stream in self.streams:
@@ -123,7 +122,7 @@ class _Bucket:
 
 
 class HookExchange(GradientExchange):
-    """Gradients whose buckets a hook communicates instead of the engine."""
+    """Gradients whose buckets are communicated by a hook instead of the engine."""
 
     uses_buckets = False
 
@@ -134,11 +133,11 @@ class HookExchange(GradientExchange):
         self._as_views = as_views
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[str, _Bucket] = {}
-        # How many buckets the hook was called for in this backward.
+        # Number of buckets that the hook was called for in this backward.
         self._called = 0
 
     def bind(self, buckets: Sequence[BaguaBucket]) -> None:
-        """See :meth:`Exchange.bind`."""
+        """Like :meth:`Exchange.bind`."""
         super().bind(buckets)
         self._buckets = [_Bucket(bucket, len(bucket.tensors)) for bucket in buckets]
         self._bucket_of = {registration(tensor).name: each for each in self._buckets for tensor in each.bucket.tensors}
@@ -163,13 +162,13 @@ class HookExchange(GradientExchange):
         shown = GradBucket(index, bucket.backend_tensor, views, index == len(self._buckets) - 1)
         future = self._hook(self._state, shown.of([slot.param for slot in slots]))
         if not isinstance(future, torch._C.Future):
-            raise TypeError(f"a communication hook returns a torch.futures.Future, not {type(future).__name__}")
+            raise TypeError(f"a communication hook must return a torch.futures.Future, not {type(future).__name__}")
         return future
 
     def _wait(self) -> None:
         for each in self._buckets:
             if each.future is None:
-                raise BaguaError(f"the gradients of bucket {each.bucket.name!r} of {self._module_name!r} did not come")
+                raise BaguaError(f"gradients of bucket {each.bucket.name!r} of model {self._module_name!r} are missing")
             value = each.future.wait()
             each.order()
             found = value[0] if isinstance(value, (list, tuple)) else value
@@ -187,7 +186,7 @@ class HookExchange(GradientExchange):
                 slot.param.grad = slot.grad.clone()
 
     def abandon(self) -> None:
-        """See :meth:`Exchange.abandon`. What the hook began ends without effect."""
+        """Like :meth:`Exchange.abandon`. Communication that the hook began has no effect."""
         self._reset()
 
     def _reset(self) -> None:
@@ -198,7 +197,7 @@ class HookExchange(GradientExchange):
 
 
 class HookedAllReduce(GradientAllReduceAlgorithmImpl):
-    """gradient_allreduce whose buckets a hook communicates."""
+    """gradient_allreduce with a hook that communicates the buckets."""
 
     def __init__(
         self, plain: GradientAllReduceAlgorithmImpl, hook: CommHook, state: Any, cap: int | None, as_views: bool
@@ -212,28 +211,30 @@ class HookedAllReduce(GradientAllReduceAlgorithmImpl):
         self._order: list[torch.Tensor] = []
 
     def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
-        """See :meth:`AlgorithmImpl.make_exchange`."""
+        """Exchanges gradients through the hook. Raises NotImplementedError for sparse gradients."""
         sparse = sparse_parameters(bagua_ddp.module, bagua_ddp.parameters)
         if sparse:
-            raise NotImplementedError(f"a communication hook for sparse gradients, which {sparse[0][0]!r} has")
+            raise NotImplementedError(f"communication hooks do not support sparse gradients, as of {sparse[0][0]!r}")
         return HookExchange(bagua_ddp, self._hook, self._state, self._as_views)
 
     def init_tensors(self, bagua_ddp: WrappedModel) -> list[torch.Tensor]:
-        """See :meth:`AlgorithmImpl.init_tensors`."""
+        """Like :meth:`AlgorithmImpl.init_tensors`."""
         self._order = super().init_tensors(bagua_ddp)
         return self._order
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
-        """The buckets that torch's DistributedDataParallel has after its first step."""
+        """Makes the buckets that torch's DistributedDataParallel has after its first step."""
         return super().tensors_to_buckets(_as_torch(self._order, self._limits), True)
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
-        """None: the hook does it."""
+        """Appends no operation, because the hook communicates."""
         bucket.clear_ops()
 
 
 def _as_torch(tensors: Sequence[torch.Tensor], limits: tuple[int, int]) -> list[list[torch.Tensor]]:
-    """Buckets that end with the tensor that reaches the limit, the first one of a dtype with a limit of its own."""
+    """Splits tensors into buckets. A bucket ends with the tensor that reaches the limit; the first bucket of a dtype
+    has its own limit.
+    """
     closed: list[list[torch.Tensor]] = []
     filling: dict[torch.dtype, list[torch.Tensor]] = {}
     sizes: dict[torch.dtype, int] = {}

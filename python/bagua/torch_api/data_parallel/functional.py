@@ -1,4 +1,4 @@
-"""Collectives through which autograd passes."""
+"""Collectives with a backward."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ def all_reduce(
     op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """A new tensor with the reduction of all ranks' tensors; its backward is collective too.
+    """Returns a new tensor with the reduction of all ranks' tensors. The backward is collective too.
 
-    The gradient of SUM is the sum of all ranks' gradients, that of AVG their mean. The sum of the gradients of MAX goes
-    to the elements that were the maximum, in equal parts where several ranks had it. ``group`` is one of bagua or of
-    torch.distributed (``None``: the default group). NotImplementedError for another op, TypeError for one of another
-    library; ValueError on a rank outside the group.
+    Args:
+        tensor: The same shape and dtype on all ranks.
+        op: SUM, AVG or MAX. The gradient of SUM is the sum of all ranks' gradients, that of AVG their mean. For MAX,
+            the sum of the gradients goes to the ranks that had the maximum, in equal parts.
+        group: A group of Bagua or torch.distributed; None means the default group.
+
+    Raises NotImplementedError for another op, TypeError for an op of another library, and ValueError on a rank outside
+    the group.
     """
     if not isinstance(op, ReduceOp):
         raise TypeError(f"op must be a bagua.torch_api.ReduceOp, not {op!r}")
     if op not in _DIFFERENTIABLE:
-        raise NotImplementedError(f"all_reduce: {op!r} has no gradient here; SUM, AVG and MAX have one")
+        raise NotImplementedError(f"all_reduce: {op!r} has no backward; use SUM, AVG or MAX")
     found = group_of(group)
     communicator = found.get_global_communicator()
     if not isinstance(communicator, Communicator):
@@ -77,6 +81,6 @@ class _Max(torch.autograd.Function):
         holders = _reduced(held.to(torch.int32), ReduceOp.SUM, ctx.communicator)
         function: Any = _Linear
         total = function.apply(grads[0], ReduceOp.SUM, ctx.communicator)
-        # Where no rank holds it (NaN) the quotient is not used.
+        # If no rank holds the maximum (NaN), the quotient is not used.
         share = total / holders.clamp(min=1).to(total.dtype)
         return torch.where(held, share, torch.zeros_like(share)), None, None

@@ -1,1 +1,1 @@
-"""Membership: stores, torch.distributed beside the group, `rebuild`, elastic jobs."""
+"""Membership: joining a job through stores, torch.distributed next to the group, ``rebuild``, and elastic jobs."""

@@ -1,10 +1,10 @@
-"""Elastic jobs: the first start of all processes, and the return of one into a running job.
+"""Elastic jobs: the first start of all processes, and the return of one process into a running job.
 
-Each rank has a join server (``rust/bagua-group/src/joining``) and puts its address into an address book. The book
-only distributes addresses: the process that answers at one proves by a handshake that it belongs to the job. When the
-servers of all ranks answer and none is in a job, rank 0 writes the address of the rendezvous of the first group; a
-process that reaches a rank in a job joins the averaging of its models instead
-(:mod:`..algorithms.async_model_average`).
+1. Each rank runs a join server (``rust/bagua-group/src/joining``) and writes its address into an address book. The book
+   only distributes addresses: a handshake proves that the process at an address belongs to the job.
+2. If the servers of all ranks answer and none is in a job, rank 0 writes the address of the first group's rendezvous.
+3. If a process reaches a rank that is in a job, it joins the averaging of that job's models instead
+   (:mod:`..algorithms.async_model_average`).
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from ..process_group import Communicator
 from ..process_group.collectives import Collectives
 from .state import membership_state
 
-# Seconds: for the answer of a join server, and between two reads of the book.
+# Seconds to wait for a join server's answer, and between two reads of the address book.
 _ANSWER, _PAUSE = 2.0, 0.1
 
 
 class _AddressBook:
-    """The address book: JSON objects in a store, which are files or what ``python -m bagua.distributed.store`` or a
-    runner serves (``rust/bagua-group/src/store``)."""
+    """The address book: JSON objects in files, or in a store served by ``python -m bagua.distributed.store`` or a
+    runner (``rust/bagua-group/src/store``).
+    """
 
     def __init__(self, url: str) -> None:
-        """ValueError for what is no URL of a book, BaguaTimeoutError when no server answers there."""
+        """Raises ValueError for a URL that is not a book, and BaguaTimeoutError if no server answers."""
         place = config.book_place(url)
         if isinstance(place, Path):
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            #: A host and a port in whose direction the other ranks are; None where it is not known.
+            #: A (host, port) in the direction of the other ranks; None if unknown.
             self.towards: tuple[str, int] | None = None
             self._store = engine.Store.files(place)
             return
@@ -52,16 +53,16 @@ class _AddressBook:
             raise BaguaTimeoutError(text, missing=(), after=chosen.timeout, noticed_by=-1) from failure
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """An entry; None when there is none."""
+        """Returns an entry; None if there is none."""
         found = self._store.get(name)
         return None if found is None else _entry(found)
 
     def write(self, name: str, entry: dict[str, Any]) -> None:
-        """Replaces an entry."""
+        """Writes or replaces an entry."""
         self._store.set(name, json.dumps(entry).encode())
 
     def write_new(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:
-        """Writes an entry that does not exist yet, and returns what is there then."""
+        """Writes an entry unless it exists, and returns the entry that is then in the book."""
         found = _entry(self._store.set_new(name, json.dumps(entry).encode()))
         if found is None:
             raise BaguaError(f"{name!r} in the address book is not an entry")
@@ -81,28 +82,29 @@ class Job:
     """The elastic job that this process is in."""
 
     join_server: engine.JoinServer
-    #: Whether it found the job running.
+    #: True if this process found the job running.
     rejoined: bool
     rank: int
     world_size: int
 
 
 def job() -> Job | None:
-    """The elastic job of this process; None in other jobs."""
+    """Returns the elastic job of this process; None in other jobs."""
     found: Job | None = membership_state.elastic
     return found
 
 
 def rejoined() -> bool:
-    """True if this process found its elastic job running, and came back into it."""
+    """Returns True if this process rejoined a running elastic job."""
     found = job()
     return found is not None and found.rejoined
 
 
 def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_size: int) -> neutral.Group:
-    """Forms the job with all other ranks, or finds it running; returns its group, or a group of this process alone.
+    """Forms the job with all other ranks, or finds it running.
 
-    BaguaError when a running process has this rank, BaguaTimeoutError after ``BAGUA_TIMEOUT`` seconds.
+    Returns the job's group, or a group of this process alone if the job was running. Raises BaguaError if another
+    running process has this rank, and BaguaTimeoutError after ``BAGUA_TIMEOUT`` seconds.
     """
     chosen = config.settings()
     log.configure()
@@ -110,9 +112,9 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
     book = _AddressBook(url)
     until = time.monotonic() + chosen.timeout
     token = str(book.write_new("token", {"token": secrets.token_hex(16)}).get("token", "")).encode()
-    # A rank that is started again has no addresses in common with the others.
+    # The token identifies the job, because a restarted rank shares no addresses with the other ranks.
     note_job(token)
-    # The token excludes other processes where the user has no secret.
+    # The token keeps processes of other jobs out if the user has set no secret.
     secret = chosen.secret + token
     towards = book.towards if local_world_size < world_size else None
     host = neutral.listen_host(towards, world_size, local_world_size)
@@ -169,7 +171,7 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
                     waiting=waiting,
                 )
             )
-            # The others may have written their entries since.
+            # The other ranks may have written their entries in the meantime.
             _look(book, own, rank, world_size)
             break
         if any(answer["in_job"] for answer in answers.values()):
@@ -189,7 +191,7 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
 
 
 def _status(own: engine.JoinServer, rank: int, entry: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The state of a rank, from the server in an entry; None when no process of the job answers there."""
+    """Returns the state of a rank from the server named in its entry; None if no process of the job answers there."""
     if entry is None:
         return None
     try:
@@ -199,7 +201,7 @@ def _status(own: engine.JoinServer, rank: int, entry: dict[str, Any] | None) -> 
 
 
 def _look(book: _AddressBook, own: engine.JoinServer, own_rank: int, world_size: int) -> dict[int, dict[str, Any]]:
-    """The answers of the other ranks, by rank; the own server gets their addresses."""
+    """Returns the answers of the other ranks' servers, by rank, and tells their addresses to the own server."""
     answers = {}
     for rank in range(world_size):
         if rank == own_rank:
@@ -223,7 +225,9 @@ def _start(
     world_size: int,
     host: str,
 ) -> tuple[engine.RendezvousServer | None, tuple[str, int]] | None:
-    """The address of the first group's rendezvous, with rank 0's server; None while there is none."""
+    """Returns rank 0's rendezvous server and the address of the first group's rendezvous; None if it has not
+    started.
+    """
     if rank == 0:
         if len(answers) < world_size - 1 or any(answer["in_job"] for answer in answers.values()):
             return None
@@ -233,7 +237,7 @@ def _start(
         book.write("start", {"host": host, "port": port, "incarnations": incarnations})
         return server, (host, port)
     start = book.read("start")
-    # An entry of an earlier start names earlier processes.
+    # An entry from an earlier start names other processes.
     if start is None or start.get("incarnations", {}).get(str(rank)) != own.incarnation:
         return None
     return None, (str(start["host"]), int(start["port"]))
@@ -250,7 +254,7 @@ def _refusing(name: str) -> Any:
 
 
 class RejoinedCommunicator(Communicator):
-    """The default group's communicator in a process that rejoined: its verbs raise BaguaError."""
+    """The default group's communicator in a process that rejoined. Its collectives raise BaguaError."""
 
 
 for _name, _method in vars(Collectives).items():
@@ -259,7 +263,7 @@ for _name, _method in vars(Collectives).items():
 
 
 def stats() -> dict[str, Any] | None:
-    """ "view", "ranks", "door" ("host:port") and "connections_refused"; None in other jobs."""
+    """Returns "view", "ranks", "door" ("host:port") and "connections_refused"; None outside elastic jobs."""
     found = job()
     if found is None:
         return None

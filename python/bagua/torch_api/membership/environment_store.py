@@ -1,4 +1,4 @@
-"""The store of torch.distributed that the environment names, through which the ranks of a job exchange addresses."""
+"""The torch.distributed store that the environment names, through which the ranks of a job exchange addresses."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .store_client import StoreClient, connect
 
 
 def environment_store(rank: int, world_size: int) -> StoreClient:
-    """The store at MASTER_ADDR and MASTER_PORT, which the launcher or rank 0 serves."""
+    """Returns the store at MASTER_ADDR and MASTER_PORT, which the launcher or rank 0 serves."""
     if world_size == 1 and config.text("MASTER_ADDR") is None:
-        # A plain `python script.py`: a world of one rank.
+        # A plain ``python script.py`` is a world of one rank.
         return StoreClient(HashStore())
     place = launcher.master()
     known = membership_state.stores.get(place)
@@ -33,8 +33,8 @@ def _open_store(host: str, port: int, rank: int, world_size: int) -> StoreClient
     if config.agent_serves_store():
         return StoreClient(next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=limit)))[0])
     if rank == 0:
-        # As torch's rendezvous does, but without waiting for workers: a rank that is missing is found, and named, when
-        # the addresses are exchanged.
+        # Like torch's rendezvous, but without waiting for workers: missing ranks are named when addresses are
+        # exchanged.
         own = TCPStore(
             host, port, world_size, True, timedelta(seconds=limit), wait_for_workers=False, multi_tenant=True
         )

@@ -1,4 +1,4 @@
-"""``rebuild()``: the surviving ranks of a failed job go on with its training, in memory."""
+"""``rebuild()``: the surviving ranks of a failed job continue training, without a restart."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .state import membership_state
 
 __all__ = ["Rebuilt", "rebuild"]
 
-# Bytes that each rank sends to each other one before `rebuild()` returns.
+# Bytes that each rank sends to every other rank as a test before ``rebuild()`` returns.
 _CARRIED = 16384
 
 _wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped
@@ -36,14 +36,14 @@ _wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """What :func:`rebuild` returns."""
+    """The result of :func:`rebuild`."""
 
     rank: int
-    """This process's rank now."""
+    """New rank of this process."""
     world_size: int
-    """Ranks now."""
+    """New number of ranks."""
     ranks: tuple[int, ...]
-    """Former rank of each rank."""
+    """Former rank of each new rank."""
     lost: tuple[int, ...]
     """Former ranks that are gone."""
     steps: dict[str, int]
@@ -51,21 +51,27 @@ class Rebuilt:
 
 
 def rebuild(timeout: float | None = None, *, quorum: Literal["majority", "any"] = "majority") -> Rebuilt:
-    """Goes on with the ranks that are left, from the last completed step.
+    """Continues training with the surviving ranks, from the last completed step.
 
-    Called by every rank that is left after PeerLostError or PeerRaisedError. It waits, for ``timeout`` seconds
-    (``None``: the group's), for those that run and have not called. Then the models on the default group are wrapped
-    as before, on the new one, and all ranks have the parameters, buffers and optimizer state of the lowest rank with
-    the most completed steps, bitwise. Gradients are dropped: the step in flight is to be made again, with all its
-    micro-batches. Models on other groups are unwrapped, with a RuntimeWarning; all other groups are gone. ``RANK``,
-    ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` are the new ones, and torch.distributed is initialised anew
-    if ``init_process_group`` had initialised it.
+    Every surviving rank calls this function after PeerLostError or PeerRaisedError.
 
-    ``quorum`` is as in :meth:`bagua.Group.shrink`. BaguaTimeoutError names the ranks that run and have not called,
-    BaguaError says "quorum" and which ranks may still run: after both, the call can be repeated. PeerLostError names
-    this rank when the others went on without it. An error of an algorithm that cannot work with so many ranks is
-    raised on all of them; its model is unwrapped then, and the group works. NotImplementedError where an optimizer is
-    torch's ZeroRedundancyOptimizer.
+    1. The call waits for ranks that are alive and have not called yet.
+    2. Models on the default group are wrapped again on the new group. All ranks get the parameters, buffers and
+       optimizer state of the lowest rank with the most completed steps, bitwise.
+    3. Gradients are dropped: repeat the step in flight with all its micro-batches.
+    4. Models on other groups are unwrapped, with a RuntimeWarning, and all other groups are gone.
+    5. RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE get the new values. torch.distributed is initialised again if
+       ``init_process_group`` had initialised it.
+
+    Args:
+        timeout: Seconds to wait; None means the group's timeout.
+        quorum: As in :meth:`bagua.Group.shrink`.
+
+    Raises BaguaTimeoutError, with the ranks that are alive and have not called, or BaguaError with "quorum" and the
+    ranks that may still be alive. After these two the call can be repeated. Raises PeerLostError for this rank if the
+    other ranks continued without it. If an algorithm cannot work with the new number of ranks, all ranks raise its
+    error; its model is unwrapped, and the group works. Raises NotImplementedError if an optimizer is torch's
+    ZeroRedundancyOptimizer.
     """
     default = communication._get_default_group()
     world: neutral.Group = default_collectives.default_communicator().group
@@ -78,7 +84,8 @@ def rebuild(timeout: float | None = None, *, quorum: Literal["majority", "any"] 
                 f"rebuild: an optimizer of model {ddp.bagua_module_name!r} has a part of its state on each rank, and "
                 "that of the lost rank is gone: start the job again from its last checkpoint"
             )
-    # What this rank raised while the group failed. The loss of a rank explains it, unless rebuilding fails after all.
+    # The error that this rank raised while the group failed. A lost rank explains it, unless rebuilding fails after
+    # all.
     own: Exception | None = None
     while True:
         try:
@@ -100,7 +107,7 @@ def rebuild(timeout: float | None = None, *, quorum: Literal["majority", "any"] 
 
 
 def _chain(error: Exception, cause: Exception | None) -> None:
-    """Makes `cause`, if there is one, the first cause of an error."""
+    """Makes ``cause``, if there is one, the first cause of ``error``."""
     first: BaseException = error
     while first.__cause__ is not None:
         first = first.__cause__
@@ -110,25 +117,25 @@ def _chain(error: Exception, cause: Exception | None) -> None:
 
 @dataclass
 class _Model:
-    """A model that is wrapped again."""
+    """A model to wrap again."""
 
     name: str
     holder: torch.nn.Module
-    """What ``_wrapped`` has it under: the model, or a wrapper around it."""
+    """The key in ``_wrapped``: the model or a wrapper around it."""
     kind: type[ModelEngine]
     module: torch.nn.Module
     optimizers: list[torch.optim.Optimizer]
     algorithm: Algorithm
     options: dict[str, Any]
-    """The keyword arguments of its engine."""
+    """Keyword arguments of the model's engine."""
     do_flatten: bool
     ignored: frozenset[str]
-    """Names of parameters and buffers that each rank has for itself."""
+    """Names of parameters and buffers that are not communicated."""
     progress: Progress
 
     @staticmethod
     def of(holder: torch.nn.Module, ddp: ModelEngine) -> _Model:
-        """As it is wrapped now."""
+        """Returns the record of a model that is wrapped now."""
         return _Model(
             ddp.bagua_module_name,
             holder,
@@ -143,7 +150,7 @@ class _Model:
         )
 
     def end(self) -> None:
-        """Ends what communicates for it, if anything does, and drops its gradients."""
+        """Ends the model's communication and drops its gradients."""
         ddp = _wrapped.pop(self.holder, None)
         if ddp is not None:
             ddp.close(at_exit=True)
@@ -151,7 +158,7 @@ class _Model:
             param.grad = None
 
     def wrap(self, group: ProcessGroup) -> None:
-        """Wraps it; its state is the same on all ranks already."""
+        """Wraps the model again. Its state is the same on all ranks already."""
         ddp = _wrapped[self.holder] = self.kind(
             self.module,
             self.optimizers,
@@ -165,18 +172,18 @@ class _Model:
         ddp.resume(self.progress)
 
     def state(self) -> Iterator[torch.Tensor]:
-        """Parameters and buffers that all ranks share."""
+        """Yields the parameters and buffers that all ranks share."""
         for named in (self.module.named_parameters(), self.module.named_buffers()):
             yield from (tensor for name, tensor in named if name not in self.ignored)
 
     def own(self) -> list[torch.Tensor]:
-        """Parameters that each rank has for itself."""
+        """Returns the parameters that are not communicated."""
         return [param for name, param in self.module.named_parameters() if name in self.ignored]
 
     def copy_of_state(self) -> Callable[[], None]:
-        """Copies what the ranks share, and returns a function that restores it."""
+        """Copies the shared state, and returns a function that restores it."""
         tensors = [(tensor.data, tensor.detach().clone()) for tensor in self.state()]
-        # Loading a state replaces an optimizer's tensors: the old ones keep their values.
+        # Loading a state replaces an optimizer's tensors, so the old ones keep their values.
         optimizers = [(optimizer, optimizer.state_dict()) for optimizer in self.optimizers]
 
         def restore() -> None:
@@ -190,12 +197,12 @@ class _Model:
 
 
 class _Plan:
-    """What is left to do after the ranks agreed on a smaller group. It can be begun anew when one more is lost."""
+    """The remaining work after the ranks agreed on a smaller group. Starts again if one more rank is lost."""
 
     def __init__(self, default: ProcessGroup) -> None:
-        #: By name, in ascending order: the same order on all ranks.
+        #: Sorted by name, so that all ranks have the same order.
         self.models: list[_Model] = []
-        # Former rank of each rank, of the group that rebuild() was called for.
+        # Former rank of each rank, in the group that rebuild() was called for.
         self._ranks = list(default.ranks)
         self._former_size = len(default.ranks)
         for module, ddp in list(_wrapped.items()):
@@ -208,7 +215,7 @@ class _Plan:
         self.models.sort(key=lambda model: model.name)
 
     def take_over(self, world: neutral.Group) -> None:
-        """Makes the group that of this process."""
+        """Makes ``world`` the default group of this process."""
         former = world.former_ranks
         assert former is not None
         self._ranks = [self._ranks[rank] for rank in former]
@@ -225,7 +232,7 @@ class _Plan:
         )
 
     def carry_out(self, world: neutral.Group) -> Rebuilt:
-        """Makes the ranks equal and wraps the models."""
+        """Copies the source's state to all ranks and wraps the models."""
         communicator, group = group_state.world, group_state.default_group
         assert communicator is not None
         assert group is not None
@@ -237,10 +244,10 @@ class _Plan:
             try:
                 model.wrap(group)
             except Exception as error:
-                # On all ranks, or the group has failed, which the next call finds.
+                # All ranks raise this error, or the group has failed, and the next call notices that.
                 refusal = refusal or error
         try:
-            # A barrier is a few small packets; the verbs that follow are not.
+            # A barrier alone would only test small packets, but the collectives that follow send larger ones.
             communicator.alltoall_inplace(torch.zeros(communicator.nranks(), _CARRIED, dtype=torch.uint8))
             communicator.barrier()
         except Exception as error:
@@ -254,21 +261,23 @@ class _Plan:
         return Rebuilt(world.rank, world.size, tuple(self._ranks), lost, steps)
 
     def _source(self, communicator: Communicator) -> int:
-        """The lowest rank with the most completed steps of all models, whose progress every rank takes over."""
+        """Returns the lowest rank with the most completed steps over all models. Every rank adopts its progress."""
         everybody = communicator.allgather_object({model.name: model.progress for model in self.models})
         for rank, said in enumerate(everybody):
             if said.keys() != everybody[0].keys():
                 raise MismatchError(
                     f"the ranks' models differ: rank 0 has {sorted(everybody[0])}, rank {rank} has {sorted(said)}"
                 )
-        # Every rank makes the steps of its models in the same order, so the rank that is ahead has the largest sum.
+        # Every rank steps its models in the same order, so the rank that is ahead has the largest sum.
         done = [sum(progress.steps for progress in said.values()) for said in everybody]
         source = done.index(max(done))
         self._found = everybody[source]
         return source
 
     def _take_state(self, communicator: Communicator, source: int) -> None:
-        """Every rank gets the source's state. When the source is lost meanwhile, every rank has its own again."""
+        """Copies the source's state to every rank. If the source is lost meanwhile, every rank gets its own state
+        back.
+        """
         rank = communicator.rank()
 
         def broadcast(room: torch.Tensor) -> None:

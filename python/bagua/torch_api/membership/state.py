@@ -14,20 +14,20 @@ __all__ = ["MembershipState", "membership_state"]
 
 
 class MembershipState(Record):
-    """The stores by which ranks meet, and what a membership that changes leaves to be done."""
+    """The stores through which ranks meet, and the state of elastic jobs and of ``rebuild``."""
 
     def __init__(self) -> None:
-        #: (host, port) of the master -> the store served there. Kept after the group ends: a second group must not wait
-        #: for a port that the first one's store still holds, nor reach the store of a peer that is slower to end.
+        #: (host, port) of the master -> the store served there. Kept after the group ends. Otherwise a second group
+        #: would wait for the port of the first group's store, or reach the store of a peer that ends later.
         self.stores: dict[tuple[str, int], StoreClient] = {}
-        #: The store by which torch.distributed's own group began, which its C++ half may still ask.
+        #: The store with which torch.distributed's group began. Its C++ half may still use the store.
         self.gloo_store: Store | None = None
-        #: The Job of an elastic job, and the _Plan of a call of rebuild() that raised.
+        #: The elastic job's Job, and the _Plan of a call of rebuild() that raised.
         self.elastic: Any = None
         self.rebuilding: Any = None
 
     def forget_groups(self) -> None:
-        """No process asks the store of gloo, and there is no elastic job."""
+        """Forgets the elastic job and gloo's store, which no process uses any more."""
         self.elastic = self.gloo_store = None
 
 

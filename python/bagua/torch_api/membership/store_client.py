@@ -1,4 +1,4 @@
-"""Connecting to a store of torch.distributed that another process serves, or will."""
+"""Connects to a torch.distributed store that another process serves or will serve."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from bagua import tcp_store_requests
 
 __all__ = ["StoreClient", "connect"]
 
-#: The longest first attempt, in seconds. On a slow line it takes several round trips, so each is twice as long as the
-#: one before.
+#: Limit of the first attempt, in seconds. Each further attempt may take twice as long, for slow connections.
 _ATTEMPT = 1.0
 
-#: Seconds between two attempts while no process listens: at first, and at most.
+#: Seconds between two attempts while no process listens: first and longest pause.
 _PAUSE, _LONGEST_PAUSE = 0.02, 0.25
 
 
@@ -36,10 +35,10 @@ class StoreClient:
 def connect(
     host: str, port: int, world_size: int, limit: float, cause: Callable[[], None] = lambda: None
 ) -> StoreClient:
-    """A client of the store at an address, which need not be served yet.
+    """Returns a client of the store at an address. The store may start to be served later.
 
-    Raises what `cause` raises, which is called in between; after `limit` seconds TimeoutError, OSError or torch's
-    DistError. A call of torch's alone would go on trying when its caller has given up.
+    Calls ``cause`` between attempts and raises what it raises. After ``limit`` seconds raises TimeoutError, OSError or
+    torch's DistError. A single call of torch would continue after its caller has given up.
     """
     until = time.monotonic() + limit
     attempt, pause = min(_ATTEMPT, limit), _PAUSE
@@ -64,7 +63,7 @@ def connect(
 
 
 def _open(host: str, port: int, world_size: int, limit: float) -> TCPStore:
-    # Checks that a process listens there: torch would try for three times its timeout.
+    # Checks that a process listens there, because torch would try for three times its timeout.
     socket.create_connection((host, port), limit).close()
-    # Without waiting for workers: a rank that is missing is found, and named, when addresses are exchanged.
+    # Without waiting for workers: missing ranks are named when addresses are exchanged.
     return TCPStore(host, port, world_size, False, timedelta(seconds=limit), wait_for_workers=False)

@@ -1,8 +1,8 @@
-"""Destroying groups of torch.distributed on every torch that is supported.
+"""Destroys groups of torch.distributed in every supported version of torch, without a deadlock.
 
-Before 2.6 torch joins the threads of a gloo group with Python's lock held. A thread that has just completed an
-operation may still need that lock, to release a tensor that only it holds: then both wait for ever. So the groups
-are kept a little longer there, and in that time this thread does not hold the lock.
+Before 2.6, torch joins the threads of a gloo group while holding the GIL. A thread that has just completed an operation
+may need the GIL to release a tensor, and both would then wait for ever. In these versions, ``destroy`` therefore keeps
+references to the groups for a moment after it has released the GIL.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch.torch_version import TorchVersion
 
 __all__ = ["destroy"]
 
-#: The first torch that joins them without Python's lock.
+#: First version of torch that joins the threads without the GIL.
 _JOINS_WITHOUT_LOCK = "2.6"
 
-#: Seconds for a thread that was interrupted between the end of an operation and the release of its tensors.
+#: Seconds for a thread to release its tensors after an operation.
 _MOMENT = 0.2
 
 
 def destroy(group: ProcessGroup | None = None) -> None:
-    """As ``torch.distributed.destroy_process_group``, without its deadlock."""
+    """Like ``torch.distributed.destroy_process_group``, without its deadlock."""
     threads_need_lock = TorchVersion(torch.__version__) < _JOINS_WITHOUT_LOCK
     held = list(_world.pg_map) if threads_need_lock else []
     destroy_process_group(group)

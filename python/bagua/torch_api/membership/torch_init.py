@@ -1,5 +1,6 @@
-"""Initialises torch.distributed beside a group of ours, whose failure ends the initialisation: at first, and again on
-the ranks that are left of a group.
+"""Initialises torch.distributed for the ranks of a Bagua group, at first and after ``rebuild``.
+
+If the Bagua group fails, the initialisation ends with its error.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ __all__ = ["begin", "begin_again", "begin_gloo", "cause_of_failure"]
 
 _T = TypeVar("_T")
 
-#: The timeout of torch.distributed's operations, as torch's own default.
+#: Timeout of torch.distributed's operations, equal to torch's default.
 _TIMEOUT = timedelta(minutes=30)
 
-#: Seconds that gloo's start may take, and one more for every rank: addresses are fetched one after the other. A rank
-#: that waits for the connection of a peer that has given up is not notified.
+#: Seconds that gloo may take to start, plus one for each rank, because addresses are fetched one after the other. If a
+#: peer gives up, the ranks that wait for its connection are not told.
 _LONGEST_START = 20.0
 
-#: Seconds between two looks for a key of another rank.
+#: Seconds between two reads of another rank's key.
 _PAUSE = 0.005
 
-#: How long a failure of torch.distributed waits for the report of a lost rank that may have caused it, in seconds.
+#: Seconds to wait, after a failure of torch.distributed, for the report of a lost rank that may have caused it.
 _CAUSE_GRACE = 0.5
 
 
 class _Watched(Store):
-    """A store whose requests end with the error of a group that has failed: the rank waited for may be lost."""
+    """A store whose requests raise a group's error if the group fails, because the rank waited for may be lost."""
 
     def __init__(self, client: StoreClient, world: neutral.Group, limit: timedelta) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class _Watched(Store):
         self._look: Callable[[], object] = lambda: world.communicator.cause()
 
     def let_go(self) -> None:
-        """Requests no longer look at the group, which ends when its owners leave it."""
+        """Stops watching the group."""
         self._look = lambda: None
 
     def _ask(self, request: Callable[[], _T]) -> _T:
@@ -75,22 +76,22 @@ class _Watched(Store):
         return self._ask(lambda: self._inner.compare_set(key, expected, desired))
 
     def delete_key(self, key: str) -> bool:
-        """Deletes a key; whether it was there."""
+        """Deletes a key. Returns True if it existed."""
         return self._ask(lambda: self._inner.delete_key(key))
 
     def num_keys(self) -> int:
-        """How many keys there are."""
+        """Returns the number of keys."""
         return self._ask(self._inner.num_keys)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are set."""
+        """Returns True if all keys are set."""
         return self._ask(lambda: self._inner.check(list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Waits until all keys are set."""
         limit = (self._limit if timeout is None else timeout).total_seconds()
         until = time.monotonic() + limit
-        # By short requests: a rank that gives up leaves none behind that is not answered.
+        # Uses short requests, so that a rank that gives up leaves none unanswered.
         while not self.check(keys):
             if time.monotonic() > until:
                 raise TimeoutError(f"no value for {list(keys)} after {limit:.1f} s")
@@ -98,14 +99,14 @@ class _Watched(Store):
 
 
 def begin(client: StoreClient, world: neutral.Group) -> None:
-    """Initialises torch.distributed with gloo for the ranks of ``world``, within its timeout or less.
+    """Initialises torch.distributed with gloo for the ranks of ``world``, within the timeout of ``world`` or less.
 
-    An error of any kind when a rank is lost meanwhile: see :func:`cause_of_failure`.
+    If a rank is lost meanwhile, raises an error of any type; see :func:`cause_of_failure`.
     """
     limit = timedelta(seconds=min(world.timeout, _LONGEST_START + world.size))
     watched = _Watched(client, world, limit)
     core = dist.distributed_c10d
-    # The keys of a group have its number, which torch counts also where the group fails, and not all ranks come so far.
+    # Torch puts the number of a group into its keys, and counts groups that failed too. Not all ranks get that far.
     groups = core._world.group_count
     try:
         begin_gloo(watched, world.rank, world.size, limit)
@@ -114,36 +115,37 @@ def begin(client: StoreClient, world: neutral.Group) -> None:
         raise
     finally:
         watched.let_go()
-    # A rank that leaves as soon as its own connections are open would break those that others are still making.
+    # Without a barrier, a rank that leaves early would break connections that other ranks are still making.
     world.barrier()
-    # Later groups take the plain store: torch clones it, and may outlive the Python half of the watched one.
+    # Later groups use the plain store, because torch clones it and may outlive the Python half of the watched one.
     default: Any = core._get_default_group()
     backend, _ = core._world.pg_map[default]
     core._world.pg_map[default] = (backend, PrefixStore("later", client.store))
     membership_state.gloo_store = watched
-    # Its name before torch 2.9.
+    # _set_pg_timeout is the name before torch 2.9.
     set_timeout: Any = getattr(core, "set_timeout", None) or core._set_pg_timeout
     set_timeout(_TIMEOUT)
 
 
 def begin_again(world: neutral.Group, communicator: Communicator) -> None:
-    """Initialises torch.distributed for the ranks of a new group, by a store that one of them serves.
+    """Initialises torch.distributed for the ranks of a new group, through a store that one of them serves.
 
-    An error of any kind when a rank is lost meanwhile.
+    If a rank is lost meanwhile, raises an error of any type.
     """
     if dist.is_initialized():
         torch_destroy.destroy()
     client = _common_store(communicator) or _new_store(world, communicator)
-    # A prefix of its own for each group: torch uses the same keys for every group.
+    # Each group needs its own prefix because torch uses the same keys for every group.
     prefix = f"bagua/rebuilt/{communicator.broadcast_object(secrets.token_hex(8))}"
     begin(replace(client, store=PrefixStore(prefix, client.store)), world)
 
 
 def _common_store(communicator: Communicator) -> StoreClient | None:
-    """The last of each rank's stores, if that is the same one on all ranks and one of them serves it.
+    """Returns the newest store if all ranks have the same one and one of them serves it; otherwise None.
 
-    A new one costs two connections of each rank. For each, the one thread of torch's server asks the name server for
-    the name of the peer, and answers no request meanwhile: at 20 ranks 5 s where the name server drops questions.
+    A new store needs two connections per rank. For each connection, torch's single server thread asks the name server
+    for the peer's name and answers no request meanwhile. At 20 ranks, this takes 5 s if the name server drops
+    questions.
     """
     place, client = next(reversed(membership_state.stores.items()), (None, None))
     said = communicator.allgather_object((place, client is not None and client.serves))
@@ -152,7 +154,7 @@ def _common_store(communicator: Communicator) -> StoreClient | None:
 
 
 def _new_store(world: neutral.Group, communicator: Communicator) -> StoreClient:
-    """A store that the lowest rank serves until its process ends, as that of init_process_group."""
+    """Opens a store that the lowest rank serves until its process ends."""
     own, host = None, world.communicator.listen_host
     if world.rank == 0:
         limit = timedelta(seconds=world.timeout)
@@ -167,12 +169,14 @@ def _new_store(world: neutral.Group, communicator: Communicator) -> StoreClient:
 
 
 def begin_gloo(store: Store, rank: int, world_size: int, limit: timedelta) -> None:
-    """Initialises torch.distributed. ``limit`` is the timeout of this, and of its operations."""
+    """Initialises torch.distributed with gloo. ``limit`` is the timeout of the start and of operations."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
 def cause_of_failure(world: neutral.Group) -> PeerLostError | PeerRaisedError | None:
-    """Why something that the ranks of ``world`` did together has failed, if a rank was lost or raised."""
+    """Returns the lost or raising rank's error if that explains why an operation of ``world``'s ranks failed; else
+    None.
+    """
     until = time.monotonic() + _CAUSE_GRACE
     while time.monotonic() < until:
         try:

@@ -1,4 +1,4 @@
-"""Models whose parts are on different ranks."""
+"""Models with different parts on different ranks."""
 
 from . import moe
 

@@ -1,4 +1,4 @@
-"""Process groups: sets of ranks, their communicators, and the collectives on torch tensors. No default group."""
+"""Process groups: sets of ranks, their communicators, and collectives on torch tensors. No default group."""
 
 from bagua.handle import AnyHandle as Handle
 from bagua.torch_operand import DTYPES, check_on_cpu, check_place, dtype_code

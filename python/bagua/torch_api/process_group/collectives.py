@@ -1,8 +1,8 @@
-"""The collectives of a communicator on torch tensors: arguments are checked before any communication.
+"""Collectives of a communicator on torch tensors. Arguments are checked before any communication.
 
-``src`` and ``dst`` are ranks of the group. With ``async_op=True`` a collective returns a handle with
-``wait(timeout=None)``, ``then(callback)`` and ``is_completed()`` immediately; the tensors must not be read or written
-until it is done. A method has the text of the function of its name in ``default_collectives``, where there is one.
+``src`` and ``dst`` are ranks in the group. With ``async_op=True`` a collective returns a handle at once, with
+``wait(timeout=None)``, ``then(callback)`` and ``is_completed()``. Do not read or write the tensors until the operation
+has completed. Docstrings come from the functions of the same names in ``default_collectives``.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ def _counts(counts: Sequence[int], displs: Sequence[int], numel: int, n: int, wh
 
 
 class Collectives:
-    """Base of ``Communicator``: what the ranks of one group do together.
+    """Base class of ``Communicator``: the collectives that the ranks of one group run together.
 
-    A verb increments the version counter of each tensor that it writes, so that a backward that needs the values from
-    before raises. The collectives of torch.distributed do not.
+    A collective increments the version counter of each tensor that it writes, so that a backward that needs the old
+    values raises. Collectives of torch.distributed do not.
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        #: The collectives by address.
+        #: The core's communicator, whose collectives take addresses.
         self.raw = group.communicator
 
     def rank(self) -> int:
-        """This process's rank in the group."""
+        """Returns this process's rank in the group."""
         return self.raw.rank
 
     def nranks(self) -> int:
-        """The number of ranks in the group."""
+        """Returns the number of ranks in the group."""
         return self.raw.size
 
     def _peer(self, rank: int, what: str) -> int:
@@ -81,7 +81,7 @@ class Collectives:
         op: ReduceOp | None = None,
         root: int = 0,
     ) -> Handle | None:
-        """A verb on two tensors, or in place, that every rank writes to."""
+        """Runs a verb on two tensors, or in place. Every rank writes to ``recv``."""
         if async_op and (begun := self.raw.try_begin(verb.code, reader, send, recv, op or 0, root)) is not None:
             return begun
         if send is None:
@@ -216,7 +216,7 @@ class Collectives:
         return self._run(verbs.ALL_GATHER, None, tensor, async_op)
 
     def allgather_object(self, obj: T) -> list[T]:
-        """:meth:`bagua.Group.all_gather_object`: every rank gets all ranks' objects, in rank order."""
+        """Returns all ranks' objects in rank order, as :meth:`bagua.Group.all_gather_object`."""
         return self.group.all_gather_object(obj)
 
     def gather(

@@ -1,7 +1,7 @@
-"""Process groups of the torch layer, and the communicators behind them. No default group exists at this level.
+"""Process groups of the torch layer and their communicators. No default group exists at this level.
 
-A :class:`ProcessGroup` is a set of ranks; a :class:`Communicator` carries the collectives of its members. A rank
-outside the group holds :data:`NON_COMM_MEMBER` instead, whose collectives return without effect, as in the original.
+A :class:`ProcessGroup` is a set of ranks; a :class:`Communicator` has the collectives of its members. A rank outside
+the group has :data:`NON_COMM_MEMBER` instead, whose collectives return without effect, as in the original Bagua.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ from .collectives import Collectives
 
 
 class Communicator(Collectives):
-    """The ranks of one group as this member sees them: the collectives on tensors, and by address in ``raw``."""
+    """A member's access to one group: collectives on tensors, and on addresses through ``raw``."""
 
     def members(self, hierarchical: bool) -> list[int]:
-        """The ranks that exchange with each other: all, or the first of each host."""
+        """Returns the ranks that exchange with each other: all ranks, or the first rank of each host if
+        ``hierarchical``.
+        """
         return [host[0] for host in self.raw.hosts] if hierarchical else list(range(self.nranks()))
 
     def device_id(self) -> int:
-        """-1: the tensors lie in host memory."""
+        """Returns -1, because communicators are not bound to a device."""
         return -1
 
     def empty(
         self, shape: int | Sequence[int], dtype: torch.dtype | None = None, *, label: str = "bagua-arena"
     ) -> torch.Tensor:
-        """A new tensor of zeros in an arena: memory that the ranks of this host can map, and reduce without a copy.
+        """Returns a new tensor of zeros in memory that the ranks of this host can map and reduce without a copy.
 
-        Local: the ranks map each other's arenas in the first collective on tensors that lie in arenas on all of them.
-        The memory is released with the last tensor that uses it, and may outlive the group.
+        Local: ranks map each other's memory in the first collective whose tensors all lie in such memory. The memory is
+        released with the last tensor that uses it, and may outlive the group.
         """
         dtype = torch.get_default_dtype() if dtype is None else dtype
         require_dtype(dtype, "the tensor")
@@ -52,14 +54,14 @@ class Communicator(Collectives):
         return torch.frombuffer(memory, dtype=dtype).view(sizes)
 
     def abort(self) -> None:
-        """Ends every blocked call of the group, on every rank, with :class:`bagua.errors.AbortedError`.
+        """Ends every blocked call of the group on every rank with :class:`bagua.errors.AbortedError`.
 
         May be called from any thread.
         """
         self.raw.abort("abort() was called")
 
     def check_abort(self) -> bool:
-        """True if the group was aborted, False while it works; raises any other error that ended it."""
+        """Returns True if the group was aborted and False if it works. Raises any other error that ended the group."""
         try:
             self.raw.cause()
         except AbortedError:
@@ -68,40 +70,39 @@ class Communicator(Collectives):
 
     @staticmethod
     def generate_nccl_unique_id_str() -> NoReturn:
-        """NotImplementedError: ranks find each other by ``init_process_group`` and ``new_group``, not by an NCCL id."""
+        """Raises NotImplementedError: ranks find each other through ``init_process_group``, without an NCCL id."""
         raise NotImplementedError(
             "there is no NCCL id to exchange: open a communicator with init_process_group() or new_group()"
         )
 
 
 class NonMember:
-    """Takes the place of a communicator on ranks outside the group."""
+    """Stands in for a communicator on ranks outside the group."""
 
     def rank(self) -> int:
-        """-1: not a rank of the group."""
+        """Returns -1: this process is not a rank of the group."""
         return -1
 
     def nranks(self) -> int:
-        """-1: the size is not known outside the group."""
+        """Returns -1: the size is not known outside the group."""
         return -1
 
     def device_id(self) -> int:
-        """-1, as for a member."""
+        """Returns -1, as for a member."""
         return -1
 
     def abort(self) -> None:
-        """There is nothing to abort."""
+        """Does nothing."""
 
     def check_abort(self) -> bool:
-        """Never aborted."""
+        """Returns False."""
         return False
 
     def _no_effect(self, *args: Any, async_op: bool = False, **kwargs: Any) -> Handle | None:
-        """Returns without effect."""
         return engine.Handle.completed() if async_op else None
 
     def __getattr__(self, name: str) -> Callable[..., Handle | None]:
-        """Each collective of a communicator."""
+        """Returns a function without effect for each collective of a communicator."""
         if name.startswith("_") or not callable(getattr(Collectives, name, None)):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return self._no_effect
@@ -114,15 +115,15 @@ class NonMember:
 #: The communicator of a rank that is not in the group.
 NON_COMM_MEMBER = NonMember()
 
-#: What a group has for its ranks and for others.
+#: Type of a group's communicator on any rank.
 AnyCommunicator = Communicator | NonMember
 
 
 class ProcessGroup:
     """A set of ranks of a parent communicator, in ascending order, whose members can communicate.
 
-    ``parent`` is called when a communicator is opened. ``stream`` exists for the original's signature; host memory has
-    no stream to order operations on.
+    ``parent`` is called to open a communicator. ``stream`` is accepted for compatibility with the original Bagua and
+    has no effect.
     """
 
     def __init__(
@@ -138,8 +139,9 @@ class ProcessGroup:
         return f"{type(self).__name__}(ranks={self.ranks}, group_name={self.group_name!r})"
 
     def members(self, hierarchical: bool) -> int:
-        """How many members exchange with each other: ranks, or the hosts that they are on. 1 on a rank outside the
-        group. Local.
+        """Returns the number of members that exchange with each other: ranks, or hosts if ``hierarchical``.
+
+        Returns 1 on a rank outside the group. Local.
         """
         parent = self._parent()
         if parent.rank() not in self.ranks:
@@ -149,26 +151,30 @@ class ProcessGroup:
         return sum(any(rank in self.ranks for rank in host) for host in parent.raw.hosts)
 
     def get_global_communicator(self) -> AnyCommunicator:
-        """Spans every rank of the group. Collective among these at the first call, as the two below."""
+        """Returns the communicator of all ranks of the group. The first call is collective among these ranks."""
         return self.communicator("global")
 
     def get_intra_node_communicator(self) -> AnyCommunicator:
-        """Spans the ranks of the group on this rank's host."""
+        """Returns the communicator of the group's ranks on this host. The first call is collective among all ranks of
+        the group.
+        """
         return self.communicator("intra")
 
     def get_inter_node_communicator(self) -> AnyCommunicator:
-        """Spans the first rank of the group on each host."""
+        """Returns the communicator of the group's first rank on each host. The first call is collective among all its
+        ranks.
+        """
         return self.communicator("inter")
 
     def communicator(self, scope: str) -> AnyCommunicator:
-        """One of the three by name: "global", "intra" or "inter"; opened at the first call."""
+        """Returns one of the three communicators: "global", "intra" or "inter". The first call opens it."""
         found = self._communicators.get(scope)
         if found is None:
             found = self._communicators[scope] = self._open(scope)
         return found
 
     def adopt(self, communicator: Communicator) -> None:
-        """Takes a communicator of all ranks that is already open."""
+        """Uses an open communicator as that of all ranks."""
         self._communicators["global"] = communicator
 
     def _open(self, scope: str) -> AnyCommunicator:

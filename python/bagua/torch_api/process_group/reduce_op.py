@@ -1,4 +1,4 @@
-"""The original's reduce operations."""
+"""The reduce operations, with the numbers of the original Bagua."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from bagua import engine, verbs
 
 
 class ReduceOp(IntEnum):
-    """The reduction of the elements of several ranks. The numbers are those of the original."""
+    """Reductions of elements over ranks. The numbers are those of the original Bagua."""
 
     SUM = engine.OPS["sum"]
-    """The sum; not of bool."""
+    """Sum. Not defined for bool."""
     PRODUCT = engine.OPS["product"]
-    """The product."""
+    """Product."""
     MIN = engine.OPS["min"]
-    """The least; not of complex numbers."""
+    """Minimum. Not defined for complex numbers."""
     MAX = engine.OPS["max"]
-    """The greatest; not of complex numbers."""
+    """Maximum. Not defined for complex numbers."""
     BOR = engine.OPS["bor"]
-    """Bitwise or; of integers and bool."""
+    """Bitwise or. Defined for integers and bool."""
     BAND = engine.OPS["band"]
-    """Bitwise and; of integers and bool."""
+    """Bitwise and. Defined for integers and bool."""
     BXOR = engine.OPS["bxor"]
-    """Bitwise exclusive or; of integers and bool."""
+    """Bitwise exclusive or. Defined for integers and bool."""
     AVG = engine.OPS["avg"]
-    """The mean; of floating-point and complex numbers."""
+    """Mean. Defined for floating-point and complex numbers."""
 
 
 _NAMES = {code: name for name, code in engine.DTYPES.items()}
 
 
 def check_op(op: ReduceOp | int, dtype: int) -> int:
-    """The core's number of a reduction, if it is defined for the dtype with this code."""
-    # By class: torch.distributed's ReduceOp compares equal by number, but its numbers mean other operations.
+    """Returns the core's number of a reduction. Raises TypeError if it is not defined for the dtype with this code."""
+    # Compared by class, because torch.distributed's ReduceOp compares equal by number but gives numbers other meanings.
     if type(op) is ReduceOp and verbs.is_defined(op, dtype):
         return op
     if not isinstance(op, int):

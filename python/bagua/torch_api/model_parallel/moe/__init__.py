@@ -1,4 +1,4 @@
-"""A mixture of experts whose experts are spread over the ranks."""
+"""Mixture-of-experts layers with the experts distributed over the ranks."""
 
 from .experts import Experts, is_moe_param
 from .gate import TopKGate

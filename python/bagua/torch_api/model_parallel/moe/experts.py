@@ -1,4 +1,4 @@
-"""The experts of one rank, and how others know that a parameter is an expert's."""
+"""The experts of one rank, and the mark by which expert parameters are recognised."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
-    """True if the parameter is an expert's: its own on each rank, never communicated by ``with_bagua``."""
+    """Returns True if the parameter belongs to an expert. ``with_bagua`` does not communicate such parameters."""
     return bool(getattr(param, "expert", False))
 
 
 class Experts(torch.nn.Module):
-    """Copies of one expert; the i-th of ``num_local_experts`` on rank r is expert r * num_local_experts + i.
+    """The experts of one rank: copies of one module. Copy i on rank r is expert r * num_local_experts + i of the job.
 
-    Input and output have shape [ranks, num_local_experts, capacity, hidden]: what each rank sent to each expert.
+    Input and output have shape [ranks, num_local_experts, capacity, hidden]: tokens by sending rank and expert.
     """
 
-    #: Parameters and buffers below this module belong to this rank.
+    #: Marks that parameters and buffers below this module belong to this rank alone.
     expert = True
 
     def __init__(self, expert: torch.nn.Module, num_local_experts: int = 1) -> None:
@@ -29,7 +29,7 @@ class Experts(torch.nn.Module):
             param.expert = True  # type: ignore[attr-defined]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Each expert's output for its part."""
+        """Returns each expert's output for its tokens."""
         outputs = []
         for part, expert in zip(inputs.chunk(self.num_local_experts, dim=1), self.bagua_experts, strict=True):
             output = expert(part)

@@ -1,8 +1,9 @@
-"""Which expert sees which token: top-1 and top-2 gates.
+"""Top-1 and top-2 gates, which choose the experts of each token.
 
-Top-2 with capacity and load-balancing loss after GShard (Lepikhin et al., arXiv:2006.16668), top-1 after the Switch
-Transformer (Fedus et al., arXiv:2101.03961). The formulas are those of the original; instead of its one-hot tensors of
-tokens x experts x capacity, a choice is a number: the slot of an expert's capacity that the token takes.
+Top-2 with capacity and load-balancing loss follows GShard (Lepikhin et al., arXiv:2006.16668), top-1 the Switch
+Transformer (Fedus et al., arXiv:2101.03961). The formulas are those of the original Bagua. The original stores choices
+as one-hot tensors of tokens x experts x capacity; here a choice is a number, the slot that the token takes in the
+expert's capacity.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ _JITTER = 0.01
 
 @dataclass(frozen=True)
 class Routing:
-    """What a gate decided for S tokens, with k choices each."""
+    """The choices of a gate for S tokens, with k choices per token."""
 
-    #: Load-balancing loss, a scalar of the graph.
+    #: Load-balancing loss: a scalar with a graph.
     l_aux: torch.Tensor
     #: int64 [k, S]: the expert of each choice.
     experts: torch.Tensor
-    #: int64 [k, S]: place among the expert's tokens; -1 where the choice was dropped.
+    #: int64 [k, S]: slot of the token among the expert's tokens; -1 if the choice was dropped.
     places: torch.Tensor
-    #: float32 [k, S]: share of the expert's output in the token's; 0 where dropped.
+    #: float32 [k, S]: weight of the expert's output in the token's output; 0 if the choice was dropped.
     weights: torch.Tensor
-    #: int64 [experts]: how many tokens chose each expert first, before any was dropped.
+    #: int64 [experts]: number of tokens that chose each expert first, before any were dropped.
     exp_counts: torch.Tensor
-    #: Tokens that each expert takes from this rank.
+    #: Number of tokens that each expert accepts from this rank.
     capacity: int
 
 
 def capacity_of(tokens: int, experts: int, factor: float, least: int = 0) -> int:
-    """How many tokens an expert takes."""
+    """Returns the number of tokens that an expert accepts."""
     return max(math.ceil(tokens / experts * factor), least)
 
 
@@ -55,10 +56,14 @@ def top1(
     noise: bool = False,
     random_priority: bool = True,
 ) -> Routing:
-    """Each token to one expert.
+    """Assigns each token to one expert.
 
-    ``logits``: float32 [S, E]. ``used_token``: [S], 0 for a token that no expert shall see. ``noise``: choose by Gumbel
-    noise on the logits. ``random_priority``: which tokens a full expert drops is drawn; otherwise the last ones.
+    Args:
+        logits: float32 [S, E].
+        capacity: Number of tokens that each expert accepts.
+        used_token: [S], 0 for a token that no expert shall get.
+        noise: Adds Gumbel noise to the logits before choosing.
+        random_priority: True drops random tokens of a full expert; False drops the last ones.
     """
     tokens, experts = logits.shape
     gates = torch.softmax(logits, dim=1)
@@ -85,10 +90,12 @@ def top1(
 
 
 def top2(logits: torch.Tensor, capacity: int, *, noise: bool = True) -> Routing:
-    """Each token to two experts, weighted by their gates among those of the two that kept it.
+    """Assigns each token to two experts, weighted by the gates of those that accept it.
 
-    ``logits``: float32 [S, E]. ``noise``: the second is chosen by Gumbel noise. All first choices come before all
-    second ones.
+    Args:
+        logits: float32 [S, E].
+        capacity: Number of tokens that each expert accepts. All first choices come before all second choices.
+        noise: Adds Gumbel noise to the logits before choosing the second expert.
     """
     experts = logits.shape[1]
     gates = torch.softmax(logits, dim=1)
@@ -109,10 +116,11 @@ def top2(logits: torch.Tensor, capacity: int, *, noise: bool = True) -> Routing:
 
 
 class TopKGate(torch.nn.Module):
-    """A linear gate in float32, without bias, and the choice by it.
+    """A linear gate in float32 without bias, which chooses k = 1 or 2 experts per token.
 
-    ``noisy_gate_policy``: ``"Jitter"`` multiplies the gate's input by U(0.99, 1.01), ``"RSample"`` adds Gumbel noise to
-    the logits by which k=1 chooses; both in training only. In evaluation nothing is drawn at all.
+    ``noisy_gate_policy`` adds randomness in training: ``"Jitter"`` multiplies the gate's input by U(0.99, 1.01),
+    ``"RSample"`` adds Gumbel noise to the logits for k=1. Evaluation draws no random numbers. Raises ValueError for an
+    unusable argument.
     """
 
     def __init__(
@@ -140,7 +148,7 @@ class TopKGate(torch.nn.Module):
         self.noisy_gate_policy = noisy_gate_policy
 
     def forward(self, tokens: torch.Tensor, used_token: torch.Tensor | None = None) -> Routing:
-        """``tokens``: [S, model_dim]; ``used_token``: [S] or None, for k=1."""
+        """Returns the routing of ``tokens`` [S, model_dim]. ``used_token`` is [S] or None, for k=1 only."""
         count, experts = len(tokens), self.wg.out_features
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
         with torch.autocast(tokens.device.type, enabled=False):
@@ -157,6 +165,6 @@ class TopKGate(torch.nn.Module):
                 random_priority=self.training,
             )
         if used_token is not None:
-            raise ValueError("used_token is for k=1")
-        # As in the original: least capacities are for k=1.
+            raise ValueError("used_token works with k=1 only; leave it out for k=2")
+        # As in the original, a minimum capacity applies to k=1 only.
         return top2(logits, capacity_of(2 * count, experts, factor), noise=self.training)

@@ -1,6 +1,7 @@
-"""A mixture-of-experts layer: sends tokens to the ranks of their experts and back, and gradients likewise.
+"""A mixture-of-experts layer, which sends tokens to the ranks of their experts and the results back.
 
-Expert parallelism after GShard (Lepikhin et al., arXiv:2006.16668): one all_to_all to the experts, one back.
+Expert parallelism after GShard (Lepikhin et al., arXiv:2006.16668): one all_to_all to the experts and one back.
+Gradients take the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .gate import Routing, TopKGate
 
 
 class _AllToAll(torch.autograd.Function):
-    """Chunk r along the first dimension goes to rank r; the gradient comes back."""
+    """Sends chunk r along the first dimension to rank r. The backward sends the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, communicator: Communicator) -> torch.Tensor:
@@ -36,7 +37,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """Identity; the gradient is multiplied."""
+    """The identity, whose backward multiplies the gradient by a factor."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, factor: float) -> torch.Tensor:
@@ -50,7 +51,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def _communicator() -> Communicator | None:
-    """All ranks; ``None`` when there is only this one, or no job."""
+    """Returns the communicator of all ranks; None if there is only one rank."""
     if not is_initialized() and env.get_world_size() == 1:
         return None
     found = _get_default_group().get_global_communicator()
@@ -69,41 +70,43 @@ class MOELayer(torch.nn.Module):
     def forward(
         self, hidden: torch.Tensor, used_token: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Output of the input's shape and dtype, load-balancing loss, and tokens per expert."""
+        """Returns the output (shape and dtype of the input), the load-balancing loss, and the number of tokens per
+        expert.
+        """
         communicator = _communicator()
         ranks = 1 if communicator is None else communicator.nranks()
         experts = self.gate.wg.out_features
         if experts != ranks * self.experts.num_local_experts:
             raise ValueError(
-                f"this layer was built for {experts} experts, and {ranks} rank(s) with "
+                f"this layer was built for {experts} experts, but {ranks} rank(s) with "
                 f"{self.experts.num_local_experts} each have {ranks * self.experts.num_local_experts}: "
-                "init_process_group comes before MoE"
+                "call init_process_group before constructing MoE"
             )
         tokens = hidden.reshape(-1, hidden.shape[-1])
         routing: Routing = self.gate(tokens, used_token)
         room = _largest(routing.capacity, communicator)
-        # The slot of each choice in the memory of all experts; what was dropped has none.
+        # Slot of each choice in the memory of all experts. Dropped choices have no slot.
         slots = torch.where(routing.places < 0, 0, routing.experts * room + routing.places)
         kept = routing.places >= 0
         choices = torch.arange(len(tokens), device=tokens.device).expand_as(slots)
         sent = tokens.new_zeros(experts * room, tokens.shape[1]).index_copy(0, slots[kept], tokens[choices[kept]])
         answers = self._ask(sent.view(ranks, -1, room, tokens.shape[1]), communicator)
         answers = answers.reshape(experts * room, -1)
-        # A dropped choice reads slot 0 with weight 0, and slot 0 may hold what an expert made of nothing.
+        # A dropped choice reads slot 0, which may hold NaN: an expert's output for an empty slot.
         parts = torch.where(kept.unsqueeze(-1), answers[slots], 0.0)
         output = (parts * routing.weights.unsqueeze(-1).to(parts.dtype)).sum(0)
         return output.view(*hidden.shape[:-1], -1).to(hidden.dtype), routing.l_aux, routing.exp_counts
 
     def _ask(self, sent: torch.Tensor, communicator: Communicator | None) -> torch.Tensor:
-        """What the experts say to [ranks, local experts, room, hidden] of this rank, in the same order."""
+        """Sends [ranks, local experts, room, hidden] to the experts, and returns their output in the same order."""
         if communicator is None:
             answers: torch.Tensor = self.experts(sent)
             return answers
         received: torch.Tensor = _AllToAll.apply(sent, communicator)
         divisor = communicator.nranks() if self._averaged() else 1
         if divisor != 1:
-            # An expert's gradient is the sum over the tokens of all ranks. Where all other gradients are averages it is
-            # divided too, and the tokens' own gradient is not.
+            # An expert's gradient is the sum over the tokens of all ranks. If all other gradients are averages, it is
+            # divided by the number of ranks too. The tokens' own gradient is not divided.
             received = _ScaleGradient.apply(received, float(divisor))
         answered = self.experts(received)
         if divisor != 1:
@@ -117,7 +120,9 @@ class MOELayer(torch.nn.Module):
 
 
 def _largest(capacity: int, communicator: Communicator | None) -> int:
-    """Ranks with different numbers of tokens send equally many slots."""
+    """Returns the largest capacity of all ranks, so that ranks with different numbers of tokens send the same number of
+    slots.
+    """
     if communicator is None:
         return capacity
     largest = torch.tensor([capacity], dtype=torch.int64)
@@ -126,19 +131,19 @@ def _largest(capacity: int, communicator: Communicator | None) -> int:
 
 
 class MoE(torch.nn.Module):
-    """A mixture of ``num_local_experts`` copies of ``expert`` on each rank.
+    """A mixture of experts with ``num_local_experts`` copies of ``expert`` on each rank.
 
-    hidden_size
-        size of the last dimension of the input, which ``expert`` must keep.
-    k, capacity_factor, eval_capacity_factor, min_capacity, noisy_gate_policy
-        how the gate chooses: see :class:`TopKGate`. An expert takes ``ceil(k * tokens / experts * capacity_factor)``
-        tokens of each rank, for k=1 at least ``min_capacity``; what is more is dropped, and its output is 0.
-    output_dropout_prob
-        dropout of the output.
+    Args:
+        hidden_size: Size of the last dimension of the input. ``expert`` must keep it.
+        expert: The module to copy. All experts of a rank start equal.
+        num_local_experts: Number of experts on each rank.
+        k, capacity_factor, eval_capacity_factor, min_capacity, noisy_gate_policy: Options of the gate, see
+        :class:`TopKGate`. An expert accepts ``ceil(k * tokens / experts * capacity_factor)`` tokens of each rank, for
+        k=1 at least ``min_capacity``. Further tokens are dropped, and their output is 0.
+        output_dropout_prob: Dropout probability of the output.
 
-    All experts of a rank begin as equal copies of ``expert``. Their parameters carry ``expert = True``: ``with_bagua``
-    neither broadcasts nor averages them. Their gradients are the exact ones of the sum of all ranks' losses; under a
-    ``with_bagua`` that averages, of the mean, as all other gradients are then.
+    Parameters of experts carry ``expert = True``, so that ``with_bagua`` neither broadcasts nor averages them. Their
+    gradients are those of the sum of all ranks' losses, or of the mean if ``with_bagua`` averages gradients.
     """
 
     def __init__(
@@ -167,15 +172,16 @@ class MoE(torch.nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``hidden_states``: [..., hidden_size]; ``used_token``: 0 for tokens to leave out, one entry per token.
+        """Applies gate and experts to ``hidden_states`` [..., hidden_size].
 
-        Returns the output in the input's shape, the load-balancing loss (add a small multiple of it to the loss), and
-        int64 [experts]: how many of this rank's tokens chose each expert first.
+        ``used_token`` has one entry per token, 0 for tokens to leave out. Returns the output in the input's shape, the
+        load-balancing loss (add a small multiple of it to the loss), and int64 [experts]: the number of this rank's
+        tokens that chose each expert first.
         """
         output, l_aux, exp_counts = self.bagua_moe(hidden_states, used_token)
         return self.dropout(output), l_aux, exp_counts
 
 
 def has_moe_layers(module: torch.nn.Module) -> bool:
-    """True if there is a mixture of experts in the module."""
+    """Returns True if the module contains a mixture-of-experts layer."""
     return any(isinstance(child, MOELayer) for child in module.modules())
