@@ -50,15 +50,22 @@ def _parser() -> Parser:
     actions = traces.add_subparsers(required=True, metavar="ACTION")
     merge = actions.add_parser(
         "merge",
-        help="which rank did not come to which operation",
+        help="find the ranks that did not reach an operation",
         description="Compares the flight records of one failed job and prints each operation that hung or differed.",
         epilog="example: bagua trace merge /shared/records/*.json --out trace.json",
     )
     merge.add_argument(
-        "files", nargs="*", metavar="FILE", type=Path, help="records, one or more of each rank (the newest job's here)"
+        "files",
+        nargs="*",
+        metavar="FILE",
+        type=Path,
+        help="records of all ranks (default: the newest job on this host)",
     )
     merge.add_argument(
-        "--out", type=output_file, metavar="FILE", help="write all operations as a trace for Perfetto or Chrome"
+        "--out",
+        type=output_file,
+        metavar="FILE",
+        help="write all operations as a trace for Perfetto or Chrome to this file",
     )
     merge.add_argument("--json", action="store_true", help="print one JSON object")
     merge.set_defaults(run=_merge)
@@ -66,8 +73,8 @@ def _parser() -> Parser:
         command.add(commands)
     completing = commands.add_parser(
         "completion",
-        help="completion of commands and options in a shell",
-        description="Prints the script by which a shell completes the commands and options of bagua and baguarun.",
+        help="print a shell completion script",
+        description="Prints a script with which a shell completes the commands and options of bagua and baguarun.",
         epilog="example: bagua completion bash > ~/.local/share/bash-completion/completions/bagua",
     )
     completing.add_argument("shell", choices=SHELLS)

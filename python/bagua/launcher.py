@@ -100,7 +100,7 @@ class RankInfo:
 
     rank: int
     world_size: int
-    #: None if not known before the group is joined. The group then counts the ranks on this host.
+    #: The local rank; None if the launcher does not say. The joined group then counts the ranks on its host.
     local_rank: int | None
     local_world_size: int | None
 

@@ -1,1 +1,1 @@
-"""The commands of `bagua`, one module each; `bagua.cli` puts them together. None imports torch at its top."""
+"""The commands of `bagua`, one module each, which `bagua.cli` combines. No module here imports torch at its top."""

@@ -1,4 +1,4 @@
-"""Two processes that all_reduce, started by `bagua doctor`.
+"""The trial of `bagua doctor`: two processes that run an all_reduce.
 
 python -m bagua.commands.all_reduce_check RANK RANKS FILE
 """
@@ -22,7 +22,7 @@ from bagua.distributed import end_with_parent
 
 __all__ = ["main", "run"]
 
-#: Seconds until the ranks give up, and until they are ended.
+#: Timeout of the ranks' operations, and seconds until the ranks are killed.
 _TIMEOUT, _LIMIT = 20.0, 60.0
 
 # Large enough for more than one chunk.
@@ -30,12 +30,14 @@ _ELEMENTS = 1 << 20
 
 
 def run(ranks: int = 2) -> tuple[dict[str, Any], str]:
-    """{ranks, ok, seconds}, with the time from the start of the processes to their end; and why it failed, else ""."""
+    """Runs the trial. Returns a dict with `ranks`, `ok` and `seconds` (from start to end), and the reason for a failure
+    or "".
+    """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bagua-doctor-") as folder:
         wrapper = [sys.executable, "-I", "-S", end_with_parent.__file__, str(os.getpid())]
         command = [*wrapper, sys.executable, "-m", "bagua.commands.all_reduce_check"]
-        # A running job's metrics are none of the trial's, nor is the trial's failure one of the job's.
+        # Keep the trial's metrics and flight records apart from those of a running job.
         variables = config.environment({"BAGUA_METRICS_PORT": "", "BAGUA_TRACE_DIR": "", "OMP_NUM_THREADS": "1"})
         processes: list[subprocess.Popen[str]] = []
         try:
@@ -63,7 +65,7 @@ def run(ranks: int = 2) -> tuple[dict[str, Any], str]:
 
 
 def _failure(processes: Sequence[subprocess.Popen[str]], until: float) -> str:
-    """What the first rank that failed has written last; "" when all ended well."""
+    """Returns the last line that the first failed rank wrote; "" if all ranks ended well."""
     for rank, process in enumerate(processes):
         try:
             _, errors = process.communicate(timeout=max(0.0, until - time.monotonic()))
@@ -76,7 +78,7 @@ def _failure(processes: Sequence[subprocess.Popen[str]], until: float) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """One rank of the check."""
+    """Runs one rank of the trial. Returns the exit code."""
     rank, ranks, path = int(arguments[0]), int(arguments[1]), arguments[2]
     bagua.init(rank, ranks, f"file://{path}", local_rank=rank, local_world_size=ranks, timeout=_TIMEOUT)
     x = np.arange(_ELEMENTS, dtype=np.float32) % 1000 + rank

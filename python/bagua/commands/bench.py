@@ -1,9 +1,9 @@
-"""`bagua bench`: all_reduce beside gloo's, in one run, with every answer checked.
+"""`bagua bench`: compares all_reduce with gloo's in one run, and checks every answer.
 
-Ranks of a job measure that job. Without a launcher the command starts its own ranks on this host. Both contenders work
-in place on the same plain tensors, in turns of a few batches. A batch is one call, or up to 200 calls on small tensors,
-each on a tensor of its own; the ranks sleep before each batch. benchmarks/collectives.py, which made the table in the
-README, measures in the same way.
+Inside a job, the command measures that job. Otherwise it starts its own ranks on this host. Bagua and gloo take turns
+of a few batches, in place on the same plain tensors. A batch is one call, or up to 200 calls on small tensors, each on
+its own tensor; the ranks sleep before each batch. benchmarks/collectives.py, which made the table in the README,
+measures in the same way.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from bagua.metrics.server import why_not_local
 
 __all__ = ["add", "sizes_of"]
 
-# Tensors of a size that each rank has at once.
+# Number of tensors of one size that a rank holds at once.
 _TENSORS = 4
 
 # Seconds for all sizes, and for one of them.
 _BUDGET, _BUDGET_OF_ONE = 12.0, 3.0
 
-# Below this many bytes several calls are timed together, because one is shorter than the skew of its start; their
-# tensors together stay in the caches.
+# Calls on fewer bytes are timed together, because one is shorter than the ranks' difference in start times. The tensors
+# of a batch together fit in the caches.
 _SMALL, _CALLS_TOGETHER, _BYTES_TOGETHER = 64 << 10, 200, 1 << 20
 
-# Seconds after which a batch or a turn is long enough.
+# Target duration of a batch and of a turn, in seconds.
 _LONG = 0.02
 
-# Timed batches of a turn, and batches before them: the caches hold the data of the other contender. Then the calls by
-# themselves.
+# Timed batches per turn; untimed batches before them, because the caches hold the other library's data; and single
+# calls after them.
 _BATCHES, _UNTIMED, _SINGLES = 10, 2, 3
 
-# Seconds that the ranks sleep before a batch, as between the steps of a program, and before they check its sums.
+# Seconds that the ranks sleep before a batch, as a program does between steps, and before they check its sums.
 _PAUSE, _PAUSE_OF_CHECK = 0.05, 0.01
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -63,20 +63,22 @@ def add(commands: Any) -> None:
     """Adds the command to the command line."""
     parser = commands.add_parser(
         "bench",
-        help="all_reduce against gloo",
-        description="Times all_reduce against torch's gloo, on ranks that it starts here or as the ranks of a job.",
+        help="compare all_reduce with gloo",
+        description="Compares the speed of all_reduce with torch's gloo, on ranks that it starts here or inside a job.",
         epilog="example: bagua bench --ranks 4 --sizes 4K,1M,16M",
     )
-    parser.add_argument("--ranks", type=int, metavar="N", help="ranks to start on this host (2)")
-    parser.add_argument("--sizes", default="4K,1M,16M", metavar="LIST", help="bytes, such as 4K,1M,16M, the default")
+    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks to start on this host (default: 2)")
+    parser.add_argument("--sizes", default="4K,1M,16M", metavar="LIST", help="sizes in bytes (default: 4K,1M,16M)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    # The file by which ranks that the command itself has started find each other.
+    # The file through which ranks that this command started find each other.
     parser.add_argument("--rendezvous", help=argparse.SUPPRESS)
     parser.set_defaults(run=_run)
 
 
 def sizes_of(text: str) -> list[int]:
-    """The bytes of "4K,1M,16MiB": units of 1024. ValueError for anything that is no number of float32 elements."""
+    """Returns the sizes in bytes of "4K,1M,16MiB", in units of 1024. Raises ValueError unless each is a whole number of
+    float32.
+    """
     found = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*([0-9]+)\s*([KMG]?)(?:i?B)?\s*", part, re.IGNORECASE)
@@ -112,7 +114,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check_memory(size: int, ranks: int) -> None:
-    """ValueError for a size of which the ranks of this host cannot hold their tensors."""
+    """Raises ValueError if this host's memory cannot hold the tensors of its ranks."""
     needed, there = _TENSORS * size * ranks, machine.machine()["memory_bytes"]
     if needed > there:
         raise ValueError(
@@ -122,13 +124,13 @@ def _check_memory(size: int, ranks: int) -> None:
 
 
 def _start(ranks: int, options: argparse.Namespace) -> int:
-    """Runs the command as so many ranks of this host; 1 when one of them fails."""
+    """Runs the command as `ranks` ranks on this host. Returns 1 if one of them fails."""
     if ranks < 1:
         raise ValueError(f"--ranks is {ranks}; it must be at least 1")
     wrapper = [sys.executable, "-I", "-S", end_with_parent.__file__, str(os.getpid())]
     gloo = {}
     if why_not_local("127.0.0.1") is not None and config.text("GLOO_SOCKET_IFNAME") is None:
-        # gloo knows no other loopback address by itself.
+        # gloo does not find an IPv6 loopback address by itself.
         gloo["GLOO_SOCKET_IFNAME"] = machine.interface_of("::1") or ""
     with tempfile.TemporaryDirectory(prefix="bagua-bench-") as folder:
         command = [sys.executable, "-m", "bagua", "bench", "--sizes", options.sizes]
@@ -146,7 +148,7 @@ def _start(ranks: int, options: argparse.Namespace) -> int:
                     "OMP_NUM_THREADS": "1",
                     **gloo,
                 }
-                # In sessions of their own: Ctrl-C reaches this process alone, which ends them.
+                # In a session of its own, so that Ctrl-C reaches only this process, which ends the ranks.
                 started = subprocess.Popen(
                     [*wrapper, *command], env=config.environment(variables), start_new_session=True
                 )
@@ -159,7 +161,7 @@ def _start(ranks: int, options: argparse.Namespace) -> int:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """0 when all have ended with 0; 1 as soon as one has not."""
+    """Returns 0 when all processes have ended with 0, and 1 as soon as one has failed."""
     while True:
         codes = [process.poll() for process in processes]
         if any(code not in (None, 0) for code in codes):
@@ -170,14 +172,14 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def _measure(joined: bagua.Group, sizes: Sequence[int]) -> dict[str, Any]:
-    """The figures of all sizes, equal on all ranks."""
+    """Returns the results of all sizes, equal on all ranks."""
     import torch
     import torch.distributed as dist
 
     from bagua.torch_api.membership import torch_destroy
 
     torch.set_num_threads(1)
-    # Kept until the end: on rank 0 it serves.
+    # Kept until the end, because rank 0's store is the server.
     store = _store(joined)
     try:
         dist.init_process_group("gloo", store=store, rank=joined.rank, world_size=joined.size)
@@ -197,7 +199,7 @@ def _measure(joined: bagua.Group, sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def _store(joined: bagua.Group) -> Any:
-    """A store of torch that rank 0 serves, on all ranks."""
+    """Returns a store of torch, which rank 0 serves."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-ignore]
 
     limit = timedelta(seconds=joined.timeout)
@@ -212,7 +214,7 @@ def _store(joined: bagua.Group) -> Any:
 
 
 class _Batch(NamedTuple):
-    """One batch of this rank: seconds of its clock, and the processors before and after."""
+    """Times in seconds of one batch on this rank, and the processors on which it began and ended."""
 
     begun: float
     ended: float
@@ -221,7 +223,7 @@ class _Batch(NamedTuple):
 
 
 class _Contender:
-    """One library's all_reduce on the tensors of a size."""
+    """One library's all_reduce on tensors of one size."""
 
     def __init__(self, joined: bagua.Group, name: str, calls: list[Callable[[], object]], tensors: _Tensors) -> None:
         # One call for each tensor.
@@ -236,14 +238,14 @@ class _Contender:
         self._number = max(1, min(_BATCHES, int(_LONG / seconds / self._calls)))
 
     def play(self) -> None:
-        """Plays one turn: batches, and single calls if a batch has several."""
+        """Runs one turn: batches, and then single calls if a batch has several."""
         untimed = _UNTIMED if self._number > 1 else 0
         batches = self._turn(self._calls, self._number + untimed)[untimed:]
         self._batches += batches
         self._singles += batches if self._calls == 1 else self._turn(1, _SINGLES)
 
     def _turn(self, calls: int, batches: int) -> list[_Batch]:
-        """Times batches of `calls` calls. BaguaError for a wrong sum."""
+        """Times batches of `calls` calls. Raises BaguaError for a wrong sum."""
         clock, processor, functions = time.perf_counter, _processor(), self._functions[:calls]
         found = []
         for _ in range(batches):
@@ -259,20 +261,26 @@ class _Contender:
         return found
 
     def seconds(self) -> float:
-        """Median seconds of a call in a batch, from when the last rank begins the batch until the last rank ends it."""
+        """Returns the median seconds per call in a batch, from when the last rank begins the batch until the last rank
+        ends it.
+        """
         begun, ended = ([getattr(batch, name) for batch in self._batches] for name in ("begun", "ended"))
         if len(self._joined.communicator.machines) > 1:
-            # Hosts have no clock in common.
+            # Clocks of different hosts cannot be compared.
             begun, ended = [0.0] * len(begun), [end - begin for begin, end in zip(begun, ended, strict=True)]
         pairs = zip(_maximum(self._joined, begun), _maximum(self._joined, ended), strict=True)
         return statistics.median(end - begin for begin, end in pairs) / self._calls
 
     def single_seconds(self) -> float:
-        """Median seconds of one call by itself on the slowest rank, with its wait for the ranks that begin later."""
+        """Returns the median seconds of a single call on the slowest rank, including its wait for ranks that begin
+        later.
+        """
         return statistics.median(_maximum(self._joined, [batch.ended - batch.begun for batch in self._singles]))
 
     def shared_processor(self) -> float:
-        """Share of batches in which two ranks of a host were on one processor although another one was free."""
+        """Returns the share of batches in which two ranks of a host ran on the same processor although another one was
+        free.
+        """
         own = np.array([(batch.first, batch.last) for batch in self._batches], dtype=np.int64)
         found = self._joined.all_gather(own.reshape(1, -1)).reshape(self._joined.size, -1, 2)
         processors = machine.machine()["cores"]
@@ -285,7 +293,7 @@ class _Contender:
 
 
 class _Tensors:
-    """The tensors of one size: as many as a batch has calls."""
+    """The tensors of one size, one for each call of a batch."""
 
     def __init__(self, joined: bagua.Group, size: int) -> None:
         import torch
@@ -299,35 +307,35 @@ class _Tensors:
         self.x = [torch.empty_like(self._own) for _ in range(copies)]
 
     def rewrite(self, count: int) -> None:
-        """Makes the first tensors this rank's."""
+        """Fills the first `count` tensors with this rank's values."""
         for x in self.x[:count]:
             x.copy_(self._own)
 
     def right(self, count: int) -> bool:
-        """Returns True if the first tensors are the sums of all ranks'."""
+        """Returns True if the first `count` tensors hold the sum over all ranks."""
         import torch
 
         return all(torch.equal(x, self._expected) for x in self.x[:count])
 
 
 def _processor() -> Callable[[], int]:
-    """The function that returns the processor of the calling thread."""
+    """Returns the function that returns the calling thread's processor."""
     return ctypes.CDLL(None).sched_getcpu
 
 
 def _maximum(joined: bagua.Group, values: Sequence[float]) -> list[float]:
-    """The maximum over all ranks of each value."""
+    """Returns the maximum of each value over all ranks."""
     found = np.array(values, dtype=np.float64)
     joined.all_reduce(found, op="max")
     return list(map(float, found))
 
 
 def _race(joined: bagua.Group, size: int, budget: float) -> dict[str, float]:
-    """The figures of all_reduce of `size` bytes, ours and gloo's. BaguaError for a wrong sum."""
+    """Returns the results of all_reduce on `size` bytes for Bagua and gloo. Raises BaguaError for a wrong sum."""
     import torch.distributed as dist
 
     tensors = _Tensors(joined, size)
-    # An array in a tensor's memory costs a call what a tensor costs a call of bagua.torch_api.
+    # A call on this array costs as much as a call of bagua.torch_api on the tensor.
     ours = _Contender(joined, "bagua", [partial(joined.all_reduce, x.numpy()) for x in tensors.x], tensors)
     gloo = _Contender(joined, "gloo", [partial(dist.all_reduce, x) for x in tensors.x], tensors)
     until = time.monotonic() + budget
@@ -336,7 +344,7 @@ def _race(joined: bagua.Group, size: int, budget: float) -> dict[str, float]:
         ours.play()
         gloo.play()
         more[0] = time.monotonic() < until
-        # All go on for as long as rank 0 does.
+        # Rank 0 decides when all ranks stop.
         joined.broadcast(more, 0)
     seconds, gloo_seconds = ours.seconds(), gloo.seconds()
     return {

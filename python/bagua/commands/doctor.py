@@ -1,4 +1,4 @@
-"""`bagua doctor`: what this machine and this environment mean for a job, and what is wrong with them."""
+"""`bagua doctor`: checks whether this machine and environment can run a job."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from bagua.metrics.server import why_not_local
 
 __all__ = ["add", "examine"]
 
-# Open files that a rank needs besides its connections: its own, the application's, and those of connections that are
-# not authenticated yet.
+# Open files of a rank besides its connections to peers: its own, the application's, and unauthenticated connections.
 _FILES = 256
 
-# Lanes whose streams are counted: those of the group, of engines and of sub-groups.
+# Estimated number of channels with their own streams: those of the group, of engines and of sub-groups.
 _LANES = 4
 
 
@@ -29,13 +28,13 @@ def add(commands: Any) -> None:
     """Adds the command to the command line."""
     parser = commands.add_parser(
         "doctor",
-        help="what this machine and environment mean for a job",
+        help="check whether this machine and environment can run a job",
         description="Examines this machine and this environment. The exit code is 1 when a problem is found.",
         epilog="example: srun --ntasks 2 bagua doctor --no-trial",
     )
-    parser.add_argument("--all", action="store_true", help="show the settings that are not set, too")
+    parser.add_argument("--all", action="store_true", help="also show settings that have their defaults")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--no-trial", action="store_true", help="do not start two processes that all_reduce")
+    parser.add_argument("--no-trial", action="store_true", help="skip the trial all_reduce of two processes")
     parser.set_defaults(run=_run)
 
 
@@ -46,13 +45,13 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def examine(*, with_trial: bool = True) -> dict[str, Any]:
-    """Everything that `bagua doctor --json` prints."""
+    """Returns the dict that `bagua doctor --json` prints."""
     problems = _Problems()
     found: dict[str, Any] = {
         "versions": _versions(),
         "machine": machine.machine(),
         "transports": _transports(problems),
-        # Before the trial, and before anything raises them.
+        # Read before the trial or anything else can raise them.
         "limits": machine.limits(),
         "settings": _settings(problems),
     }
@@ -69,7 +68,7 @@ def examine(*, with_trial: bool = True) -> dict[str, Any]:
     if with_trial:
         found["trial"], why = all_reduce_check.run()
         if why:
-            problems.add("trial of two processes", why, "mend the other problems first, or run it by hand: bagua bench")
+            problems.add("trial of two processes", why, "fix the other problems first, or try it yourself: bagua bench")
     found["problems"] = problems.found
     return found
 
@@ -105,7 +104,7 @@ def _transports(problems: _Problems) -> dict[str, Any]:
     found = {}
     for name, (available, why) in (("shm", machine.shm()), ("tcp", machine.tcp())):
         if not available:
-            problems.add(f"transport {name}", why, "see what the kernel or the container forbids this process")
+            problems.add(f"transport {name}", why, "check the restrictions of the kernel or the container")
         elif name == "shm" and config.text("BAGUA_TRANSPORT") == "tcp":
             available, why = False, "BAGUA_TRANSPORT=tcp"
         found[name] = {"available": available, "why": why}
@@ -119,7 +118,7 @@ def _settings(problems: _Problems) -> dict[str, Any]:
         value, source = variable.default, "default"
         if name == "BAGUA_TRACE_DIR":
             value = config.default_trace_dir()
-        # An empty variable is an unset one, but for the directory of flight records, where it means none.
+        # An empty variable counts as unset, except for the directory of flight records, where it turns records off.
         if environment.get(name) or (name in environment and name == "BAGUA_TRACE_DIR"):
             value, source = environment[name], "environment"
             try:
@@ -143,8 +142,8 @@ def _settings(problems: _Problems) -> dict[str, Any]:
 
 
 def _why_no_records() -> OSError | None:
-    """Why no file can be created in BAGUA_TRACE_DIR, or in the directory above in which ranks would create it; None if
-    one can, or if the variable is not set.
+    """Returns the error of creating a file in BAGUA_TRACE_DIR, or in the closest existing parent. None if that works,
+    or if the variable is not set.
     """
     if config.text("BAGUA_TRACE_DIR") is None:
         return None
@@ -157,7 +156,7 @@ def _why_no_records() -> OSError | None:
 
 
 def _place(problems: _Problems) -> launcher.RankInfo | None:
-    """The rank of this process; None, and a problem, where it cannot be determined."""
+    """Returns this process's rank. Returns None and adds a problem if it cannot be determined."""
     try:
         place = launcher.place()
         if place.world_size > 1:
@@ -181,7 +180,7 @@ def _network(place: launcher.RankInfo | None, problems: _Problems) -> dict[str, 
     try:
         host, port = launcher.known_master()
     except ValueError:
-        # Named by the launcher's problem already.
+        # The launcher's problem names it already.
         host, port = None, None
     for name, wanted in (("MASTER_ADDR", host), ("BAGUA_ELASTIC", _book_host())):
         if wanted is not None and (why := launcher.unresolved(wanted)):
@@ -230,7 +229,7 @@ def _cuda() -> dict[str, Any]:
 
 
 def _text(found: dict[str, Any], with_defaults: bool) -> str:
-    """What is shown without `--json`: the problems first."""
+    """Returns the text that is shown without `--json`, with the problems first."""
     parts = ["no problems"]
     if found["problems"]:
         lines = [tables.bold(f"problems: {len(found['problems'])}")]
@@ -253,7 +252,7 @@ def _text(found: dict[str, Any], with_defaults: bool) -> str:
         for name, each in found["settings"].items()
         if with_defaults or each["source"] != "default"
     ]
-    parts.append(tables.pairs("settings", chosen or [("all have their defaults, which --all shows",)]))
+    parts.append(tables.pairs("settings", chosen or [("all have their defaults; --all shows them",)]))
     if found["trial"] is not None:
         outcome = "works" if found["trial"]["ok"] else "failed"
         parts.append(f"trial: all_reduce of {found['trial']['ranks']} ranks {outcome}, {found['trial']['seconds']} s")
@@ -261,7 +260,7 @@ def _text(found: dict[str, Any], with_defaults: bool) -> str:
 
 
 def _shown(name: str, value: object) -> tuple[str, str]:
-    """The name and value of one finding; bytes with a unit."""
+    """Returns the name and value of one finding as text; numbers of bytes get a unit."""
     if value is None:
         return name, "-"
     if isinstance(value, bool):

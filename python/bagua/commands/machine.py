@@ -1,4 +1,4 @@
-"""What this machine has and allows, as far as communication depends on it."""
+"""Properties and limits of this machine that matter for communication."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def machine() -> dict[str, Any]:
-    """Cores that this process may use, bytes of memory, and the kernel."""
+    """Returns the number of cores that this process may use, the bytes of memory, and the kernel's release."""
     return {
         "cores": _cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -27,12 +27,16 @@ def machine() -> dict[str, Any]:
 
 
 def _cores() -> int:
-    """Those that this process may use; all where the system keeps no process to some, as macOS."""
+    """Returns the number of cores that this process may use. Counts all cores on systems without affinity, such as
+    macOS.
+    """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def limits() -> dict[str, Any]:
-    """Soft limits of this process, None for unlimited; the quota of its control group in cores, None without one."""
+    """Returns this process's soft limits (None: unlimited), and the CPU quota of its control group in cores (None: no
+    quota).
+    """
     return {
         "open_files": _limit(resource.RLIMIT_NOFILE)[0],
         "locked_memory_bytes": _limit(resource.RLIMIT_MEMLOCK)[0],
@@ -45,12 +49,14 @@ def _limit(which: int) -> list[int | None]:
 
 
 def hard_limit_of_files() -> int | None:
-    """What the soft limit of open files can be raised to; None: anything."""
+    """Returns the hard limit of open files; None if there is none."""
     return _limit(resource.RLIMIT_NOFILE)[1]
 
 
 def cpu_quota(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Cores that the control groups of this process may use at once: the least of them and their parents."""
+    """Returns the number of cores that this process's control groups allow: the smallest quota among them and their
+    parents.
+    """
     found: list[float] = []
     try:
         lines = own.read_text().splitlines()
@@ -70,7 +76,7 @@ def cpu_quota(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
 
 
 def _quota_at(folder: Path) -> list[float]:
-    """The quota of one control group, of version 2 or 1."""
+    """Returns the quota of one control group (version 2 or 1) as a list of at most one number."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -82,7 +88,7 @@ def _quota_at(folder: Path) -> list[float]:
 
 
 def shm() -> tuple[bool, str]:
-    """Whether ranks of this host can share memory, and why."""
+    """Returns True if ranks on this host can share memory, and the reason."""
     if not hasattr(os, "memfd_create"):
         return False, "this system has no anonymous files: ranks of one host use TCP"
     try:
@@ -99,7 +105,7 @@ def shm() -> tuple[bool, str]:
 
 
 def tcp() -> tuple[bool, str]:
-    """Whether a connection to this host can be made, and why."""
+    """Returns True if a loopback connection can be made, and the reason."""
     why = []
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         try:
@@ -113,7 +119,7 @@ def tcp() -> tuple[bool, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has the address; None where none has."""
+    """Returns the interface that has the address; None if there is none."""
     wanted = ipaddress.ip_address(address)
     if wanted.version == 6:
         try:
@@ -127,7 +133,7 @@ def interface_of(address: str) -> str | None:
             try:
                 answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)
             except OSError:
-                # It has no IPv4 address.
+                # This interface has no IPv4 address.
                 continue
             if answer[20:24] == wanted.packed:
                 return name
@@ -135,7 +141,7 @@ def interface_of(address: str) -> str | None:
 
 
 def mtu_of(interface: str) -> int | None:
-    """Bytes of the largest packet of an interface; None where the kernel does not say."""
+    """Returns the size of an interface's largest packet in bytes; None if the kernel does not say."""
     try:
         return int(Path("/sys/class/net", interface, "mtu").read_text())
     except (OSError, ValueError):

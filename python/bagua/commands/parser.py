@@ -1,4 +1,4 @@
-"""The parser of a command line: one line for what it refuses, files to write, and completion for shells."""
+"""Command line parser with one-line errors, checks of output files, and shell completion."""
 
 from __future__ import annotations
 
@@ -12,37 +12,40 @@ from bagua import engine, hints
 
 __all__ = ["SHELLS", "Parser", "completion", "output_file"]
 
-#: Shells that `completion` knows.
 SHELLS = ("bash", "zsh", "fish")
 
 
 class Parser(argparse.ArgumentParser):
-    """As argparse's; `-V` shows the version, and an error is one line that names the help."""
+    """An ArgumentParser with `-V`, whose errors are one line that points to `--help`."""
 
     def add_version(self) -> None:
         """Adds `-V` and `--version`."""
         self.add_argument("-V", "--version", action="version", version=f"{self.prog} {engine.version()}")
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """The options. SystemExit with code 2 for errors, and, with the help on stderr, without any argument."""
+        """Returns the options. Exits with code 2 for errors, and if there are no arguments, with the help text on
+        stderr.
+        """
         if not arguments:
             self.exit(2, self.format_help())
         return self.parse_args(arguments)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Raises argparse's error, with the choice that was probably meant."""
+        """Raises argparse's error, which suggests the choice that was probably meant."""
         near = hints.nearest(str(value), map(str, action.choices or ()))
         if near is not None and value not in (action.choices or ()):
             raise argparse.ArgumentError(action, f"invalid choice: {str(value)!r}; did you mean {near!r}?")
         super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
-        """Exits with code 2."""
+        """Exits with code 2 and a one-line message."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def output_file(text: str) -> Path:
-    """The type of an argument that names a file to write. What it refuses would be known after the work otherwise."""
+    """Returns the path of a file to write, as an argparse type. Raises ArgumentTypeError early, before the command does
+    its work.
+    """
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a directory: name a file in it")
@@ -52,14 +55,14 @@ def output_file(text: str) -> Path:
 
 
 def completion(shell: str, parsers: Sequence[argparse.ArgumentParser]) -> str:
-    """The script by which a shell of `SHELLS` completes the commands and options of these programs."""
+    """Returns the script with which a shell of `SHELLS` completes the commands and options of these programs."""
     if shell == "fish":
         return "\n".join(line for parser in parsers for line in _fish(parser))
     start = ["autoload -U +X bashcompinit && bashcompinit"] if shell == "zsh" else []
     return "\n".join([*start, *(_bash(parser) for parser in parsers)])
 
 
-# Words before the one that is completed -> what may follow, for one program.
+# For one program: a case for each sequence of words so far, with the words that may follow.
 _BASH = """_{prog}() {{
     local words
     case "${{COMP_WORDS[*]:1:COMP_CWORD-1}}" in
@@ -75,7 +78,7 @@ def _bash(parser: argparse.ArgumentParser) -> str:
     for path, each in _levels(parser):
         words = [word for action in _actions(each) for word in (*_options(action), *_choices(action))]
         cases.append(f'        "{" ".join(path)}"*) words="{" ".join(words)}" ;;')
-    # The longest first: the first one that fits counts.
+    # Longest first, because the first matching case is used.
     return _BASH.format(prog=parser.prog, cases="\n".join(reversed(cases)))
 
 
@@ -98,7 +101,7 @@ def _fish(parser: argparse.ArgumentParser) -> Iterator[str]:
 def _levels(
     parser: argparse.ArgumentParser, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
-    """A parser and those of its commands, with the words that lead to each."""
+    """Yields a parser and the parsers of its commands, each with the words that lead to it."""
     yield path, parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -111,13 +114,13 @@ def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def _options(action: argparse.Action) -> list[str]:
-    """The flags of an argument; of those that `flags.both` makes the one with dashes."""
+    """Returns the flags of an argument. Of two that differ in dashes and underscores, returns the one with dashes."""
     flags = action.option_strings
     return [flag for flag in flags if "_" not in flag or flag.replace("_", "-") not in flags]
 
 
 def _choices(action: argparse.Action) -> dict[str, str]:
-    """The words that an argument without a flag may be, with their help."""
+    """Returns the words that a positional argument may be, with their help."""
     if isinstance(action, argparse._SubParsersAction):
         helps: Any = {each.dest: each.help for each in action._choices_actions}
         return {word: helps.get(word) or "" for word in action.choices}

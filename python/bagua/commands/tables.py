@@ -1,4 +1,4 @@
-"""Tables as plain text; on a terminal their heads are bold."""
+"""Plain-text tables. On a terminal, their headings are bold."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ __all__ = ["amount", "bold", "pairs", "red", "show", "table", "width"]
 
 
 def show(text: str) -> bool:
-    """Writes to standard output; False once its reader has ended, as `head` does. Later writes then go nowhere."""
+    """Prints text to standard output. Returns False if the reader has closed it, as `head` does; later output is
+    discarded.
+    """
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # The interpreter writes what is left in the buffer at its end, and must not fail there.
+        # The interpreter flushes the buffer when it exits, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return False
     return True
 
 
 def bold(text: str) -> str:
-    """The text, bold on a terminal."""
+    """Returns the text, bold if standard output is a terminal."""
     return _styled(text, 1)
 
 
 def red(text: str) -> str:
-    """The text, red on a terminal."""
+    """Returns the text, red if standard output is a terminal."""
     return _styled(text, 31)
 
 
@@ -39,7 +41,9 @@ def _styled(text: str, style: int) -> str:
 
 
 def width() -> int | None:
-    """Columns of the terminal that standard output is; None where it is none, or does not know its size."""
+    """Returns the number of columns of the terminal; None if standard output is not a terminal, or its size
+    is unknown.
+    """
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns or None
     except (OSError, ValueError):
@@ -54,8 +58,8 @@ def table(
     left: int = 1,
     within: int | None = None,
 ) -> str:
-    """A table whose first `left` columns are aligned to the left and whose others to the right; its lines are cut to
-    `within` characters.
+    """Returns a table as text. The first `left` columns are aligned left, the others right. Lines are cut to `within`
+    characters.
     """
     cells = [list(columns), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -64,7 +68,7 @@ def table(
 
 
 def pairs(name: str, rows: Iterable[Sequence[str]]) -> str:
-    """A name, and below it rows of cells that are aligned to the left."""
+    """Returns a heading with rows of left-aligned cells below it."""
     cells = list(map(list, rows))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join([bold(name), *(f"  {_line(row, widths, len(row))}" for row in cells)])
@@ -76,7 +80,7 @@ def _line(row: Sequence[str], widths: Sequence[int], left: int) -> str:
 
 
 def amount(value: float) -> str:
-    """A number of bytes with a decimal unit."""
+    """Returns a number of bytes as text with a decimal unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

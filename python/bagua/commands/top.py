@@ -1,4 +1,4 @@
-"""`bagua top`: what the ranks that serve their metrics are doing, a row per rank and op."""
+"""`bagua top`: shows live metrics of ranks, one row per rank and op."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bagua.commands import tables
 
 __all__ = ["add", "read", "rows"]
 
-# Seconds between two readings, and until an endpoint counts as one that does not answer.
+# Seconds between two readings, and timeout of a reading.
 _INTERVAL, _PATIENCE = 1.0, 3.0
 
 _COLUMNS = ("endpoint", "rank", "group", "op", "calls", "payload", "sent", "received", "wait s", "reduce s")
@@ -40,14 +40,14 @@ _ESCAPED = re.compile(r"\\(.)")
 
 
 class Reading(NamedTuple):
-    """What one endpoint said."""
+    """The metrics of one endpoint at one time."""
 
-    #: When, in seconds of time.monotonic.
+    #: Time of the reading, by time.monotonic.
     at: float
     rank: str
     #: (group, op) -> values in the order of `_SAMPLES`.
     ops: Mapping[tuple[str, str], Sequence[float]]
-    #: Why there are none; "" where it answered.
+    #: The reason why the endpoint gave no metrics; "" if it did.
     trouble: str
 
 
@@ -55,14 +55,16 @@ def add(commands: Any) -> None:
     """Adds the command to the command line."""
     parser = commands.add_parser(
         "top",
-        help="what running ranks are doing",
+        help="show live metrics of running ranks",
         description="Shows the counters and rates of ranks that serve metrics (BAGUA_METRICS_PORT). With --once the "
         "exit code is 1 when none answers.",
         epilog="example: bagua top host0:9400 host0:9401 host1:9400",
     )
-    parser.add_argument("--once", action="store_true", help="print one table, of two readings a second apart, and end")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line, for each reading")
-    parser.add_argument("endpoints", nargs="+", metavar="HOST:PORT", help="where a rank serves its metrics")
+    parser.add_argument(
+        "--once", action="store_true", help="take two readings a second apart, print one table, and exit"
+    )
+    parser.add_argument("--json", action="store_true", help="print each reading as one line of JSON")
+    parser.add_argument("endpoints", nargs="+", metavar="HOST:PORT", help="address at which a rank serves its metrics")
     parser.set_defaults(run=_run)
 
 
@@ -77,7 +79,7 @@ def _run(options: argparse.Namespace) -> int:
         while True:
             time.sleep(_INTERVAL)
             now = _read_all(endpoints)
-            # On a terminal each table replaces the one before.
+            # On a terminal, each table replaces the previous one.
             clear = "" if options.once or not sys.stdout.isatty() else "\x1b[H\x1b[J"
             shown = _json(endpoints, before, now) if options.json else clear + _table(endpoints, before, now)
             if not tables.show(shown) or options.once:
@@ -88,15 +90,15 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _read_all(endpoints: Sequence[str]) -> list[Reading]:
-    """Readings of all endpoints, taken at the same time."""
+    """Reads all endpoints in parallel."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(64, len(endpoints))) as pool:
         return list(pool.map(read, endpoints))
 
 
 def read(endpoint: str) -> Reading:
-    """What one endpoint says; why it says nothing, if it does not."""
+    """Reads one endpoint. If that fails, the reading's `trouble` says why."""
     try:
-        # No proxy: the ranks are in this network.
+        # Bypass proxies, because the ranks are in this network.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(f"http://{endpoint}/metrics", timeout=_PATIENCE) as answer:
             samples = list(_samples(answer.read().decode()))
@@ -117,7 +119,8 @@ def read(endpoint: str) -> Reading:
 
 
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Name, labels and value of each sample in Prometheus's text format. ValueError for text that has another one.
+    """Yields the name, labels and value of each sample in Prometheus's text format. Raises ValueError for another
+    format.
 
     Source: https://prometheus.io/docs/instrumenting/exposition_formats/
     """
@@ -136,16 +139,16 @@ def _unescaped(escaped: re.Match[str]) -> str:
 
 
 def _rates(key: tuple[str, str], before: Reading, now: Reading) -> list[float] | None:
-    """The growth of each counter of a group and op per second; None if it is not known."""
+    """Returns the growth per second of each counter of a group and op; None if unknown."""
     span, old, values = now.at - before.at, before.ops.get(key), now.ops[key]
-    # Counters that went back are those of another group with this name.
+    # A counter that decreased belongs to a new group of the same name.
     if span <= 0 or before.trouble or (old is not None and old[0] > values[0]):
         return None
     return [(value - (old[i] if old else 0)) / span for i, value in enumerate(values)]
 
 
 def _json(endpoints: Sequence[str], before: Sequence[Reading], now: Sequence[Reading]) -> str:
-    """Returns the line that `--json` prints of one reading."""
+    """Returns the line that `--json` prints for one reading."""
     names = [sample.removeprefix("bagua_op_").removesuffix("_total") for sample in _SAMPLES]
     found = [
         {
@@ -170,7 +173,7 @@ def _json(endpoints: Sequence[str], before: Sequence[Reading], now: Sequence[Rea
 
 
 def rows(endpoint: str, before: Reading, now: Reading) -> list[tuple[str, ...]]:
-    """The rows of one endpoint: one per op, or one that says why there is none."""
+    """Returns the rows of one endpoint: one per op, or a single row that says why there are none."""
     if now.trouble or not now.ops:
         return [(endpoint, now.rank, "", now.trouble or "no operation yet", *[""] * 10)]
     found = []
@@ -197,5 +200,5 @@ def rows(endpoint: str, before: Reading, now: Reading) -> list[tuple[str, ...]]:
 
 def _table(endpoints: Sequence[str], before: Sequence[Reading], now: Sequence[Reading]) -> str:
     found = [row for each in zip(endpoints, before, now, strict=True) for row in rows(*each)]
-    # A line that is longer than the terminal is wide would take two, and the table would not replace the one before.
+    # A line longer than the terminal would wrap, and the table would not replace the previous one.
     return tables.table((*_COLUMNS, *_RATES), found, left=4, within=tables.width())

@@ -1,12 +1,13 @@
-"""CUDA: whether this process can use it, and what there is. The verbs of `bagua` take arrays on its devices.
+"""CUDA: reports whether this process can use it, and what is installed. The verbs of `bagua` take arrays on its
+devices.
 
     import bagua.cuda
 
     print(bagua.cuda.why_not() or bagua.cuda.info()["devices"])
 
 `python -m bagua.cuda` prints `info()`; `python -m bagua.cuda compile --out DIR` compiles the kernels. Importing this
-loads no library, and no torch. The driver, NVRTC and NCCL are looked for at their first use; what was found, or why it
-was not, holds until the process ends. A child that is forked after the import has no CUDA.
+module loads neither CUDA's libraries nor torch. The driver, NVRTC and NCCL are searched at their first use, and the
+result is kept until the process ends. A child that is forked after the import cannot use CUDA.
 """
 
 from __future__ import annotations
@@ -22,24 +23,26 @@ _LIBRARIES = lifecycle.cuda_libraries()
 
 
 def is_available() -> bool:
-    """Whether the driver works and has a device: `why_not() is None`."""
+    """Returns True if the driver works and has a device, that is if `why_not()` returns None."""
     return why_not() is None
 
 
 def why_not() -> str | None:
-    """Why there is no device that can be used, in one line, the same at each call; None when there is one.
+    """Returns the reason why CUDA cannot be used, in one line; None if it can.
 
-    The line names the library and what the loader or the driver said, such as "libcuda (/usr/lib/libcuda.so.1): cuInit
-    failed: CUDA_ERROR_NO_DEVICE (100)". The first call initialises the driver, which may take seconds.
+    The line names the library and the error of the loader or driver, such as "libcuda (/usr/lib/libcuda.so.1): cuInit
+    failed: CUDA_ERROR_NO_DEVICE (100)". The first call initialises the driver, which may take seconds. Later calls
+    return the same result.
     """
     return _LIBRARIES.why_not(config.cuda_places())
 
 
 def info() -> dict[str, Any]:
-    """What there is of CUDA, as a dict that JSON can hold; what is absent is None or empty. Never raises.
+    """Returns a description of CUDA's libraries and devices, as a dict for JSON. Absent parts are None or empty. Never
+    raises.
 
-    - `driver`: `path`; `version`, the newest CUDA that it serves ("13.0"); `error`, which is `why_not()`
-    - `nvrtc`: `path`, `version` ("13.2") and `architectures`, those that it compiles for (90: compute capability 9.0)
+    - `driver`: `path`; `version`, the newest CUDA version that it supports ("13.0"); `error`, which is `why_not()`
+    - `nvrtc`: `path`, `version` ("13.2") and `architectures`, the compute capabilities times ten that it compiles for
     - `nccl`: `path` and `version` ("2.30.7")
     - `devices`, a list: `name`, `capability` ("9.0"), `memory` in bytes, `uuid`
     - `cache`: the folder for compiled kernels, which need not exist

@@ -1,4 +1,4 @@
-"""`python -m bagua.cuda`: what there is of CUDA, as one JSON object. `compile` writes the kernels to a folder."""
+"""`python -m bagua.cuda`: prints CUDA's libraries and devices as JSON. `compile` writes the kernels to a folder."""
 
 import json
 import sys
@@ -14,16 +14,16 @@ def _architectures(text: str) -> list[int]:
 
 
 def main() -> int:
-    """Prints `bagua.cuda.info()`, or the names of the files that were written."""
+    """Prints `bagua.cuda.info()`, or compiles the kernels and prints the names of the files. Returns the exit code."""
     parser = Parser(
         prog="python -m bagua.cuda",
         description="Reports the libraries and devices of CUDA, as JSON.",
         epilog="example: python -m bagua.cuda compile --out kernels --arch 80,90",
     )
     actions = parser.add_subparsers(dest="action", metavar="info|compile")
-    actions.add_parser("info", help="libraries and devices of CUDA, which is the default")
-    compiling = actions.add_parser("compile", help="compile the kernels with NVRTC; needs no driver")
-    compiling.add_argument("--out", required=True, metavar="DIR", help="where NAME.sm_X.ptx and NAME.sm_X.cubin go")
+    actions.add_parser("info", help="print CUDA's libraries and devices (the default)")
+    compiling = actions.add_parser("compile", help="compile the kernels with NVRTC, without a driver")
+    compiling.add_argument("--out", required=True, metavar="DIR", help="folder for NAME.sm_X.ptx and NAME.sm_X.cubin")
     compiling.add_argument(
         "--arch",
         type=_architectures,

@@ -1,4 +1,4 @@
-"""Arrays in the memory of CUDA devices: DLPack, or `__cuda_array_interface__` (version 2 or 3).
+"""Operands of arrays on CUDA devices: DLPack, or `__cuda_array_interface__` (version 2 or 3).
 
 https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
 """
@@ -26,17 +26,17 @@ _LEGACY = 1
 
 
 class ArrayStream(NamedTuple):
-    """Where an array is, and the streams of a call on it."""
+    """The device of an array, and the streams of a call on it."""
 
     device: CudaDevice
     #: The stream of the call.
     stream: int
-    #: A stream of the array's own that has work on it, where it names one.
+    #: The stream on which the array's values are produced; None if the array names none.
     producer: int | None = None
 
     @property
     def where(self) -> str:
-        """The device, for error texts."""
+        """Name of the device, for error texts."""
         return f"cuda:{self.device.number}"
 
     def call(self, raw: Communicator, places: Sequence[ArrayStream]) -> CudaCall:
@@ -50,23 +50,23 @@ class ArrayStream(NamedTuple):
         return raw.cuda_messages(self.device, self.stream, self.producers(places))
 
     def call_alone(self, places: Sequence[ArrayStream]) -> CudaCall:
-        """As `call`, for what this process does by itself."""
+        """Returns the device's side of an operation that does not involve other ranks."""
         return self.device.call(self.stream, self.producers(places))
 
     def handle(self, done: engine.Handle | None, finish: Callable[[], None] | None) -> AnyHandle | None:
-        """What the core says: results are never copied here."""
+        """Returns `done`: results never have to be copied here."""
         return done
 
     def producers(self, places: Sequence[ArrayStream]) -> list[int]:
-        """Streams that the call's is to be ordered after."""
+        """Returns the streams that the call's stream must wait for."""
         return [each for each in {place.producer for place in places} - {None, self.stream} if each]
 
 
 def operand(x: Any, what: str, stream: int | None) -> Operand:
-    """An array on a CUDA device, whose stream is ordered after the array's producer.
+    """Returns the operand of an array on a CUDA device. The call's stream waits for the array's producer.
 
-    BaguaError with `why_not()` without CUDA; TypeError for what cannot be sent; NotImplementedError when the stream is
-    being captured, before anything is enqueued.
+    Raises BaguaError with `why_not()` without CUDA; TypeError if the array cannot be sent; NotImplementedError if the
+    stream is being captured, before anything is enqueued.
     """
     stream = _stream(stream)
     if not hasattr(x, "__dlpack__"):
@@ -95,7 +95,7 @@ def _from_interface(x: Any, what: str, stream: int) -> Operand:
     strides = interface.get("strides")
     producer = interface.get("stream")
     if producer == 0:
-        raise ValueError(f"{what} names stream 0, which means nothing in __cuda_array_interface__")
+        raise ValueError(f"{what} names stream 0, which __cuda_array_interface__ does not allow")
     device = device_of(_number(address, what) if 0 not in shape else 0)
     place = ArrayStream(device, stream, None if producer is None else int(producer))
     plain = contiguous(shape, None if strides is None else tuple(strides), kind.itemsize)
@@ -103,7 +103,9 @@ def _from_interface(x: Any, what: str, stream: int) -> Operand:
 
 
 def _stream(stream: int | None) -> int:
-    """A stream by DLPack's numbers; None is the legacy stream."""
+    """Returns a stream in DLPack's numbering; None is the legacy stream. Raises TypeError or ValueError for anything
+    else.
+    """
     if stream is None:
         return _LEGACY
     if isinstance(stream, bool) or not isinstance(stream, int):
@@ -114,24 +116,24 @@ def _stream(stream: int | None) -> int:
 
 
 def device_of(number: int) -> CudaDevice:
-    """A device, by its number. BaguaError with `why_not()` without CUDA, DeviceError."""
+    """Returns a device by number. Raises BaguaError with `why_not()` without CUDA, and DeviceError."""
     devices = lifecycle.process.cuda_devices
     found = devices.get(number)
     if found is None:
         made = lifecycle.cuda_libraries().device(config.cuda_places(), config.cuda_cache(), number)
-        # Another thread may have been faster; all must have the same object.
+        # Another thread may have been faster. All threads must use the same object.
         found = devices.setdefault(number, made)
         if found is made:
-            # The driver's objects are freed while it is there.
+            # Free the driver's objects before the driver is unloaded.
             lifecycle.at_exit(found.release)
     return found
 
 
 def _number(address: int, what: str) -> int:
-    """The number of the device whose memory an address is."""
+    """Returns the number of the device that owns an address. Raises TypeError if no device does."""
     number = lifecycle.cuda_libraries().device_of(config.cuda_places(), address)
     if number is None:
-        raise TypeError(f"{what} says that it is on a CUDA device, and its memory is not")
+        raise TypeError(f"{what} says that it is on a CUDA device, but its memory is not")
     if number < 0:
         raise TypeError(f"{what} is in CUDA managed memory, which cannot be communicated")
     return number

@@ -1,4 +1,4 @@
-"""Compiling the kernels for devices in advance, without a driver. Devices compile those that they need at first use."""
+"""Compiles the device kernels in advance, without a driver. Otherwise each kernel is compiled at its first use."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ __all__ = ["compile_to"]
 
 
 def compile_to(folder: str | Path, architectures: Sequence[int] | None = None) -> Iterator[Path]:
-    """Writes NAME.sm_X.ptx and NAME.sm_X.cubin of every program to a folder, and yields each path once it is written.
+    """Writes NAME.sm_X.ptx and NAME.sm_X.cubin of every program to a folder. Yields each path after it is written.
 
-    `architectures` are compute capabilities times ten, 90 for 9.0; None means those of 70, 75, 80, 86, 89, 90, 100
-    and 120 that NVRTC compiles for. The folder is made where it is missing. A program takes seconds.
+    `architectures` are compute capabilities times ten, such as 90 for 9.0. None means those of 70, 75, 80, 86, 89, 90,
+    100 and 120 that NVRTC supports. The folder is created if it does not exist. Each program takes seconds to compile.
 
-    Raises BaguaError without NVRTC, or for an architecture that it does not know; OSError where nothing can be written.
+    Raises BaguaError without NVRTC or for an architecture that it does not support, and OSError if a file cannot be
+    written.
     """
     libraries, places = lifecycle.cuda_libraries(), config.cuda_places()
     nvrtc = libraries.report(places)["nvrtc"]

@@ -1,6 +1,6 @@
-"""Operations on torch's tensors in the memory of CUDA devices, in the order of torch's current streams.
+"""Operations on torch tensors on CUDA devices, in the order of torch's current streams.
 
-Of a tensor its device and its addresses are asked, of torch.cuda the current stream and events.
+Only the tensor's device and address, and torch.cuda's current stream and events, are used.
 """
 
 from __future__ import annotations
@@ -26,39 +26,40 @@ def _number(stream: torch.cuda.Stream) -> int:
 
 
 def current_stream(device: torch.device) -> int:
-    """The current stream of the calling thread there, by DLPack's numbers."""
+    """Returns the calling thread's current stream on a device, in DLPack's numbering."""
     return _number(torch.cuda.current_stream(device))
 
 
 def refuse_capture(device: torch.device) -> None:
-    """NotImplementedError when the current stream is being captured into a graph; leaves the capture as it is."""
+    """Raises NotImplementedError if the current stream is being captured into a graph. Does not disturb the capture."""
     device_of(device.index).refuse_capture([current_stream(device)])
 
 
 class TensorStream:
-    """The device of tensors: an operation on them begins after what the current stream has at the call."""
+    """The device of tensors. An operation on them begins after the work that the current stream has at the time of the
+    call.
+    """
 
     def __init__(self, device: torch.device, then_orders: bool = True) -> None:
         self._device = device
         self._then_orders = then_orders
-        # The stream of the call.
         self._stream: torch.cuda.Stream | None = None
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """That of the call: the one that was current when it was asked for first."""
+        """The stream of the call: the one that was current when this property was first read."""
         if self._stream is None:
             self._stream = torch.cuda.current_stream(self._device)
         return self._stream
 
     @property
     def device(self) -> engine.CudaDevice:
-        """The device as the core knows it."""
+        """The core's handle of the device."""
         return device_of(self._device.index)
 
     @property
     def where(self) -> str:
-        """The device, for error texts."""
+        """Name of the device, for error texts."""
         return str(self._device)
 
     def call(self, raw: engine.Communicator | engine.Engine, _: Sequence[TensorStream] = ()) -> engine.CudaCall:
@@ -70,15 +71,17 @@ class TensorStream:
         return raw.cuda_messages(self.device, _number(self.stream), [])
 
     def handle(self, done: engine.Handle | None, finish: Callable[[], None] | None = None) -> DeviceHandle | None:
-        """The handle of an asynchronous operation; None of one that has returned, which has ordered its stream."""
+        """Returns the handle of an asynchronous operation; None if `done` is None, because the stream is then already
+        ordered.
+        """
         return None if done is None else DeviceHandle(done, self._device, self.stream, finish, self._then_orders)
 
 
 class DeviceHandle(Handle[None]):
-    """An operation on a device that may still be running.
+    """The handle of an operation on a device.
 
-    `copy` copies the results to where the caller wants them: once, on the stream of the verb, as what it reads belongs
-    to it.
+    `copy` copies the results to the caller's memory. It runs once, on the stream of the verb, which owns the memory
+    that it reads.
     """
 
     def __init__(
@@ -94,19 +97,19 @@ class DeviceHandle(Handle[None]):
         self._stream = stream
         self._then_orders = then_orders
         make: Any = torch.cuda.Event
-        #: Recorded behind the copies.
+        #: Event recorded after the copies.
         self._copied: Any = None if copy is None else make()
 
     @property
     def raw(self) -> engine.Handle:
-        """The operation as the extension knows it, which orders no stream of torch's."""
+        """The extension's handle, which does not order torch's streams."""
         raw: Any = self._parts[0]
         return cast("engine.Handle", raw)
 
     def wait(self, timeout: float | None = None, *, stream: int | None = None) -> None:
-        """Waits for the ranks' part, or raises its error; after `timeout` seconds BaguaTimeoutError.
+        """Blocks until the ranks' part is done. Raises its error, or BaguaTimeoutError after `timeout` seconds.
 
-        Work that torch's current stream gets from now on sees the result, whether or not the device has come so far.
+        Does not wait for the device: work that is put on torch's current stream after this call sees the result.
         """
         if self._copied is None:
             self.raw.wait(timeout, stream=current_stream(self._device))
@@ -116,7 +119,9 @@ class DeviceHandle(Handle[None]):
         torch.cuda.current_stream(self._device).wait_event(self._copied)
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """As `wait`, until the device is done too; the copies are waited for without a limit."""
+        """Blocks as `wait` does, and then until the device and the copies are done. The timeout does not limit the
+        copies.
+        """
         super().synchronize(timeout)
         if self._copied is not None:
             self._copied.synchronize()
@@ -124,13 +129,14 @@ class DeviceHandle(Handle[None]):
     def then(self, callback: Callable[[Exception | None], object], /) -> None:
         """Calls `callback(error)` once when the ranks' part is done: `error` is None, or what `wait` raises.
 
-        Work that the callback puts on the current stream of its thread sees the result. Not without `then_orders`: that
-        stream is mostly the device's default stream, whose other work would wait for the result too.
+        With `then_orders`, work that the callback puts on its thread's current stream sees the result. That stream is
+        usually the device's default stream, so its other work would wait for the result too; without `then_orders` it
+        does not.
         """
         super().then(callback)
 
     def is_completed(self) -> bool:
-        """True when it is done, well or not, and the device with it and with the copies."""
+        """Returns True if the operation is done or has failed, and the device and the copies are done too."""
         return super().is_completed() and (self._copied is None or bool(self._copied.query()))
 
     @property

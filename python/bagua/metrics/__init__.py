@@ -1,7 +1,7 @@
-"""The counters of `bagua.stats()` for Prometheus and per training step, and probes for a supervisor.
+"""Exports the counters of `bagua.stats()` to Prometheus and per training step, and answers probes of a supervisor.
 
-`serve()`, or BAGUA_METRICS_PORT, answers Prometheus and the probes over HTTP; each answer is `bagua.stats()` at that
-moment, in the text format that `prometheus_client` writes. `StepMeter` does without it.
+`serve()`, or BAGUA_METRICS_PORT, starts an HTTP server for Prometheus and the probes. It needs `prometheus_client`.
+`StepMeter` does not.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ _log = logging.getLogger(__name__)
 
 
 def serve(port: int = 0, addr: str = "127.0.0.1") -> int:
-    """Answers `GET /metrics`, `/healthz` and `/readyz` at `addr` until the process ends, on threads; the port (0: any
-    free one).
+    """Starts threads that answer `GET /metrics`, `/healthz` and `/readyz` until the process ends. Returns the port.
 
-    By group and op every counter in `stats()["groups"][group]["ops"][op]`: `calls` as `bagua_op_calls_total`, `wait_s`
-    as `bagua_op_wait_seconds_total`; by group: `bagua_connections_refused_total`, `bagua_connections` (by kind:
-    "control" and "data"), `bagua_group_size`; and `bagua_info`.
-    A group that was left is no longer shown.
+    `port` 0 chooses a free port. `addr` is the address to listen on.
 
-    `/healthz` has status 200 when each control thread of this process ran while it was asked, which takes up to a
-    second, and 503 when one did not for 3 s. Without a group of two ranks or more, or while one is being joined, none
-    runs: 200, and the text says that none was looked at. That an answer comes at all shows that the interpreter runs
-    threads.
-    `/readyz` has 200 while the default group (or torch.distributed's world of the backend "bagua") has been joined and
-    has not failed, and 503 before and afterwards. Both answer with one line of text.
+    `/metrics` has every counter of `stats()["groups"][group]["ops"][op]`, by group and op: `calls` as
+    `bagua_op_calls_total`, `wait_s` as `bagua_op_wait_seconds_total`, and so on. By group, it has
+    `bagua_connections_refused_total`, `bagua_connections` (by kind: "control" and "data") and `bagua_group_size`. It
+    also has `bagua_info`. A group disappears when it is left.
 
-    Every process that can connect can read the counters, host, process and version in `bagua_info`, and the error
-    of a failed group. ImportError without prometheus_client, OSError where the address cannot be used.
+    `/healthz` checks for up to a second that each control thread of this process runs. Status 200 means that all ran,
+    503 that one did not run for 3 s. Before a group of two or more ranks has been joined there is no control thread to
+    check: the status is 200 and the text says so. Any answer shows that the interpreter runs threads.
+
+    `/readyz` is 200 while this process is a member of a default group (or of torch.distributed's world of the backend
+    "bagua") that has not failed, and 503 otherwise. Both probes answer with one line of text.
+
+    Every process that can connect can read the counters, the host, process and version in `bagua_info`, and the error
+    of a failed group. Raises ImportError without prometheus_client, and OSError if the address cannot be used.
     """
     client = _client()
     registry = client.CollectorRegistry(auto_describe=False)
@@ -50,12 +51,13 @@ def serve(port: int = 0, addr: str = "127.0.0.1") -> int:
 
 
 def begin(local_rank: int | None) -> None:
-    """Serves as BAGUA_METRICS_PORT says, unless this process serves already.
+    """Starts the server if BAGUA_METRICS_PORT is set and this process does not serve yet.
 
-    Called before a group is joined, so that a supervisor can ask a rank that waits for others. Where `local_rank` is
-    not known yet (None), only checks the setting; called again when the group has been joined.
+    Called before a group is joined, so that a supervisor can ask a rank that waits for others. If `local_rank` is None
+    because it is not known yet, only checks the setting; the caller calls again after joining.
 
-    Raises ValueError for a port that cannot be used, and ImportError without prometheus_client.
+    Raises ValueError for an invalid port, and ImportError without prometheus_client. Only warns if the address cannot
+    be used.
     """
     address = config.metrics_address()
     if address is None or process.metrics_servers:
@@ -67,23 +69,23 @@ def begin(local_rank: int | None) -> None:
     try:
         serve(port + local_rank, host)
     except (OSError, OverflowError, UnicodeError) as error:
-        # The job is worth more than its metrics.
         name = "BAGUA_METRICS_PORT" if why_not_local(host) is None else "BAGUA_METRICS_ADDR"
         _log.warning("%s: no metrics at %s:%d: %s", name, host, port + local_rank, error)
 
 
 class StepMeter:
-    """What communication costs per training step, over all groups of this process."""
+    """Measures the cost of communication per training step, over all groups of this process."""
 
     def __init__(self) -> None:
         self._before = _totals()
 
     def step(self, steps: int = 1) -> dict[str, float]:
-        """Since the last call, or since the meter was made, divided by the number of `steps` in between.
+        """Returns averages per step since the last call, or since the meter was made. `steps` is the number of steps in
+        between.
 
-        `payload_mb_per_step` (10^6 bytes of the user's tensors), `wire_mb_per_step` (10^6 bytes sent to sockets),
-        `wait_ms_per_step` (milliseconds blocked waiting for peers) and `calls_per_step` (operations). What a group did
-        between the last call and its end is not in them.
+        The keys are `payload_mb_per_step` (10^6 bytes of the user's tensors), `wire_mb_per_step` (10^6 bytes sent to
+        sockets), `wait_ms_per_step` (milliseconds of waiting for peers) and `calls_per_step` (operations). Operations
+        of groups that were left in between are not included. Raises ValueError if `steps` is less than 1.
         """
         if steps < 1:
             raise ValueError(f"steps is {steps}; it must be at least 1")
@@ -91,7 +93,7 @@ class StepMeter:
         sums = dict.fromkeys(("payload_bytes", "wire_bytes_sent", "wait_s", "calls"), 0.0)
         for key, values in now.items():
             before = self._before.get(key, {})
-            # Fewer calls than before: another group has the name of one that was left.
+            # Fewer calls than before mean that a new group has the name of one that was left.
             again = values["calls"] < before.get("calls", 0)
             for name in sums:
                 sums[name] += values[name] - (0 if again else before.get(name, 0))
@@ -105,7 +107,7 @@ class StepMeter:
 
 
 class _Collector:
-    """Turns `bagua.stats()` into families of samples, for one answer."""
+    """Converts `bagua.stats()` to Prometheus metrics, once per request."""
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client import core
@@ -155,7 +157,9 @@ def _client() -> ModuleType:
 
 
 def _metric(key: str) -> str:
-    """The metric of a counter in `stats()`, without the `_total` that Prometheus has at the end of all counters."""
+    """Returns the metric name of a counter in `stats()`, without the suffix `_total` that Prometheus adds to all
+    counters.
+    """
     return f"bagua_op_{key.removesuffix('_s')}_seconds" if key.endswith("_s") else f"bagua_op_{key}"
 
 

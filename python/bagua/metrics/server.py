@@ -1,4 +1,4 @@
-"""The HTTP server of a rank: `/metrics`, `/healthz` and `/readyz`."""
+"""The HTTP server of a rank for `/metrics`, `/healthz` and `/readyz`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PROBES: dict[str, Callable[[], probes.Answer]] = {"/healthz": probes.alive, "/r
 
 
 class Server(socketserver.ThreadingMixIn, WSGIServer):
-    """A thread for each connection, so that a probe that waits holds up no other."""
+    """An HTTP server with one thread per connection, so that a slow probe does not delay other requests."""
 
     daemon_threads = True
 
     def server_bind(self) -> None:
-        """As that of `WSGIServer`, without asking a name server for this host's name."""
+        """Binds as `WSGIServer` does, but does not ask a name server for this host's name."""
         socketserver.TCPServer.server_bind(self)
         host, port, *_ = self.server_address
         self.server_name, self.server_port = str(host), int(port)
@@ -30,18 +30,18 @@ class Server(socketserver.ThreadingMixIn, WSGIServer):
 
 
 class _Silent(WSGIRequestHandler):
-    """Writes no line for a request."""
+    """A request handler that logs nothing."""
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def address_string(self) -> str:
-        """The address, without asking a name server."""
+        """Returns the client's address without asking a name server."""
         return str(self.client_address[0])
 
 
 def why_not_local(addr: str) -> Exception | None:
-    """Returns the error of listening at an address of this host, at any port; None if that works."""
+    """Returns the error of listening at an address of this host, on any port; None if that works."""
     try:
         family = _family(addr, 0)
         with socket.create_server((addr, 0), family=family):
@@ -55,10 +55,10 @@ def _family(addr: str, port: int) -> socket.AddressFamily:
 
 
 def start(port: int, addr: str, metrics: Callable[..., Iterable[bytes]]) -> Server:
-    """Serves the probes, and `metrics` (a WSGI application) at / and /metrics, on a thread of its own. Every other path
-    is status 404: a misspelt one of a probe would be 200 for ever.
+    """Starts a thread that serves the probes, and `metrics` (a WSGI application) at / and /metrics. Returns the server.
 
-    OSError where the address cannot be used, OverflowError for a port that is none.
+    Other paths get status 404, because a misspelt probe path would otherwise always succeed. Raises OSError if the
+    address cannot be used, and OverflowError for an invalid port.
     """
 
     def answer(environ: dict[str, Any], begin: Callable[..., Any]) -> Iterable[bytes]:
