@@ -38,10 +38,10 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one node's ranks to their end.
+    """Runs one node's ranks until they end. Returns the exit code.
 
-    The exit code: 0 when every rank has ended with 0; 1 after one restart too many, or without the address book;
-    2 for arguments that cannot be used; 130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP.
+    The exit code is 0 if every rank ended with 0; 1 if a rank failed more often than allowed, or the address book could
+    not be served; 2 for bad arguments; 130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] != ["--keep-going"]:
@@ -59,9 +59,9 @@ class _Rank:
         self.local_rank = local_rank
         #: Number of restarts so far.
         self.restarts = 0
-        #: None between two starts, and after it has ended with 0.
+        #: The running process; None before a restart, and after the rank has ended with 0.
         self.process: subprocess.Popen[bytes] | None = None
-        #: When to start it, by time.monotonic. None while it runs, and after it has ended with 0.
+        #: Time of the next start, by time.monotonic. None while the rank runs, and after it has ended with 0.
         self.due: float | None = time.monotonic()
 
 
@@ -75,7 +75,7 @@ class _Runner:
         self._ranks = [_Rank(first + local, local) for local in range(options.nproc_per_node)]
         # On one node every process of the job is a child of this one. On several the runners have to be given a secret.
         drawn = options.nnodes == 1 and config.text(config.SECRET) is None
-        #: What the environment of every rank has besides the runner's own.
+        #: Environment variables that every rank gets in addition to the runner's own.
         self._shared = {config.SECRET: secrets.token_hex(32)} if drawn else {}
 
     def run(self) -> int:
@@ -117,7 +117,7 @@ class _Runner:
 
     def _start(self, rank: _Rank) -> subprocess.Popen[bytes]:
         variables = {
-            # As torchrun does: one rank per core, not each rank on all cores.
+            # One thread per rank by default, as with torchrun, so that ranks do not each use all cores.
             "OMP_NUM_THREADS": config.text("OMP_NUM_THREADS") or "1",
             "RANK": str(rank.rank),
             "WORLD_SIZE": str(self._options.nnodes * self._options.nproc_per_node),

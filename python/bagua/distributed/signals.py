@@ -12,10 +12,10 @@ __all__ = ["Signals"]
 
 
 class Signals:
-    """Inside the `with` block the given signals only make `wait` return. For the main thread.
+    """Turns signals into values: inside the `with` block, they only make `wait` return. Use it on the main thread.
 
-    A handler and a pipe instead of `sigwait`: libraries have started threads before this one could block a signal,
-    and the kernel may deliver it to any thread that does not.
+    It uses a handler and a pipe instead of `sigwait`, because libraries have already started threads that do not block
+    these signals, and the kernel may deliver a signal to any of them.
     """
 
     def __init__(self, *numbers: signal.Signals) -> None:
@@ -28,7 +28,7 @@ class Signals:
             os.set_blocking(end, False)
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in self._numbers:
-            # nohup ignores SIGHUP for what it starts, which is respected.
+            # Respect nohup, which starts programs with SIGHUP ignored.
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, lambda *_: None)
         return self

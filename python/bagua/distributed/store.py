@@ -1,8 +1,8 @@
 """Serves the address book of elastic jobs: `python -m bagua.distributed.store --listen HOST:PORT`.
 
-Only a process with the job's secret (BAGUA_JOB_SECRET) can read and write the book. Without a secret every process can
-that reaches the server, and a token in the book admits to the job: then let it listen where only the job's hosts can
-connect. With BAGUA_TLS=1 its connections are encrypted.
+Only processes with the job's secret (BAGUA_JOB_SECRET) can read and write the book. Without a secret, every process
+that can reach the server can read the token in the book, and join the job with it. Then listen only on an address that
+no host outside the job can reach. BAGUA_TLS=1 encrypts the connections.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ __all__ = ["main", "parse", "serve", "url"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serves until SIGTERM (0) or Ctrl-C (130); 1 when it cannot listen, 2 for arguments that cannot be used."""
+    """Serves until a signal arrives. Returns the exit code: 0 after SIGTERM, 130 after Ctrl-C, 1 if it cannot listen.
+
+    Exits with code 2 for bad arguments.
+    """
     parser = Parser(
         prog="python -m bagua.distributed.store",
         description="Serves the address book of elastic jobs.",
@@ -34,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="HOST:PORT",
         help="an address of this machine, with port 0 for any free port; without HOST every address",
     )
-    parser.add_argument("--keep", metavar="FILE", help="a file that keeps the entries for a later start")
+    parser.add_argument("--keep", metavar="FILE", help="file that keeps the entries across restarts of the store")
     given = parser.parse_args(arguments)
     try:
         host, port = parse(given.listen)
@@ -47,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except OSError as error:
             print(f"{parser.prog}: {error}", file=sys.stderr)
             return 1
-        # The port as the kernel chose it, if it was 0.
+        # Port 0 means that the kernel chose the port.
         print(url(host or socket.gethostname(), server.port), flush=True)
         arrived = signals.wait()
         server.stop()
@@ -65,7 +68,7 @@ def serve(host: str, port: int, chosen: config.Settings, kept_in: str | None = N
 
 
 def parse(address: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT, [IPv6 address]:PORT or :PORT. ValueError for anything else."""
+    """Returns the host and port of HOST:PORT, [IPv6 address]:PORT or :PORT. Raises ValueError for anything else."""
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not colon or not (port.isascii() and port.isdigit()) or int(port) > 65535:
@@ -76,7 +79,7 @@ def parse(address: str) -> tuple[str, int]:
 
 
 def url(host: str, port: int) -> str:
-    """The book's name for BAGUA_ELASTIC."""
+    """Returns the book's URL, for BAGUA_ELASTIC."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 

@@ -16,10 +16,10 @@ HorovodInternalError = BaguaError
 
 
 class _HorovodState(Record):
-    """What holds from ``hvd.init`` to ``hvd.shutdown``. Dropped with the groups of the torch layer."""
+    """State between ``hvd.init`` and ``hvd.shutdown``. Dropped with the groups of the torch layer."""
 
     def __init__(self) -> None:
-        #: None outside of a job; True if init joined the default process group, so that shutdown leaves it.
+        #: True if init joined the default process group, so that shutdown leaves it. None outside of a job.
         self.joined: bool | None = None
 
     def forget_groups(self) -> None:

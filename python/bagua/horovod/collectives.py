@@ -61,7 +61,7 @@ def _into(tensor: torch.Tensor, handle: Handle[Any]) -> Handle[Any]:
     return Handle([handle], finish)
 
 
-#: The mean; that of integers is truncated towards zero.
+#: The mean. Means of integers are truncated towards zero.
 Average = ReduceOp.AVG
 #: The sum.
 Sum = ReduceOp.SUM
@@ -88,10 +88,10 @@ class _Cast:
 
 
 class Compression:
-    """What tensors are turned into before they are reduced.
+    """Codecs for tensors that are reduced.
 
-    ``none`` changes nothing. ``fp16`` sends floating-point tensors as float16: values beyond 65504 become infinite.
-    A class of your own needs the static methods ``compress(tensor)``, which returns the tensor to communicate and a
+    ``none`` changes nothing. ``fp16`` sends floating-point tensors as float16: values beyond 65504 become infinite. A
+    class of your own needs the static methods ``compress(tensor)``, which returns the tensor to communicate and a
     context, and ``decompress(tensor, context)``.
     """
 
@@ -344,17 +344,18 @@ def barrier() -> None:
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    """Returns the object of ``root_rank``, a rank of the job, by pickle. Ignores the other ranks' objects.
+    """Returns the object of ``root_rank``, a rank of the job. Ignores the other ranks' objects, and sends this one by
+    pickle.
 
-    Unpickling runs what that rank has put in its object. Errors are those of :func:`bagua.broadcast_object`.
+    Unpickling runs code that the root chooses. Errors are those of :func:`bagua.broadcast_object`.
     """
     return world().broadcast_object(obj, root_rank)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Returns every rank's object in the order of the ranks, by pickle.
+    """Returns every rank's object in the order of the ranks, sent by pickle.
 
-    Unpickling runs what the members have put in their objects, so use it only among ranks that trust each other. Errors
-    are those of :func:`bagua.all_gather_object`.
+    Unpickling runs code that the sender chooses, so use this only among ranks that trust each other. Errors are those
+    of :func:`bagua.all_gather_object`.
     """
     return world().allgather_object(obj)

@@ -19,12 +19,12 @@ from .collectives import Reduction
 
 
 class GradientReducer:
-    """The gradients of one DistributedOptimizer.
+    """Reducer of the gradients of one DistributedOptimizer.
 
-    The parameters are divided into units: messages of one dtype, in the reverse of the optimizer's order, which is
-    about the order in which a backward makes the gradients. A unit is sent when all of its gradients are there and the
-    units before it were sent; :meth:`synchronize` sends the rest. So every rank sends the same units in the same
-    order, whichever gradients it has.
+    The parameters are divided into units. A unit is one message of one dtype. Units are in the reverse of the
+    optimizer's order, which is about the order in which backward computes gradients. A unit is sent when all its
+    gradients are there and all earlier units were sent; :meth:`synchronize` sends the rest. Every rank therefore sends
+    the same units in the same order, even if some of its gradients are missing.
     """
 
     def __init__(

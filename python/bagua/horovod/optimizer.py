@@ -1,4 +1,4 @@
-"""DistributedOptimizer, and what gives all ranks the same parameters and optimizer state."""
+"""DistributedOptimizer, and the functions that give all ranks the same parameters and optimizer state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
 
 class _Distributed(torch.optim.Optimizer):
-    """What DistributedOptimizer puts before the methods of the user's class."""
+    """The methods that DistributedOptimizer adds to the user's optimizer class."""
 
     _bagua_reducer: GradientReducer
 
@@ -32,7 +32,9 @@ class _Distributed(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, :meth:`step` does not reduce gradients: :meth:`synchronize` has done so."""
+        """Makes :meth:`step` skip the reduction inside the ``with`` block, because :meth:`synchronize` has already
+        reduced.
+        """
         self._bagua_reducer.step_synchronizes = False
         try:
             yield
@@ -40,11 +42,13 @@ class _Distributed(torch.optim.Optimizer):
             self._bagua_reducer.step_synchronizes = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Changes how many backward passes each step has, from the next step on. ValueError below 1."""
+        """Sets the number of backward passes per step, from the next step on. Raises ValueError below 1."""
         self._bagua_reducer.set_passes(passes)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The step of the user's class, with reduced gradients. Those of a closure are reduced after each call."""
+        """Runs the step of the user's class on reduced gradients. With a closure, gradients are reduced after each call
+        of it.
+        """
         reducer = self._bagua_reducer
         if closure is not None:
             inner = closure
@@ -66,16 +70,16 @@ class _Distributed(torch.optim.Optimizer):
         reducer.synchronized = False
         return result
 
-    # torch wraps step() of a class that lacks this to call its hooks; the step inside this one calls them.
+    # Keeps torch from wrapping this step() to call hooks, because the inner step calls them.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As torch's. AssertionError between a backward and its step, where gradients are being reduced."""
+        """Clears the gradients. Raises AssertionError between backward and step, while gradients are being reduced."""
         self._bagua_reducer.forget()
         super().zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the gradients of the new parameters are reduced too."""
+        """Adds parameters. Their gradients are reduced too."""
         super().add_param_group(param_group)
         self._bagua_reducer.watch(_params(self))
 

@@ -1,1 +1,1 @@
-"""Programs of their own, under the names of the original."""
+"""Standalone programs, under the original's names."""

@@ -2,8 +2,8 @@
 
     baguarun --host_list host0,host1:2222 --nproc_per_node N [-x NAME[=VALUE] ...] script [arguments]
 
-The job ends when one host's launcher fails, or with this process: each remote launcher ends when its standard input
-does, which ssh closes with its connection.
+The job ends if one host's launcher fails, or if this process ends. Each remote launcher ends when its standard input
+closes, which happens when the ssh connection ends.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from bagua.distributed.signals import Signals
 
 __all__ = ["hosts_of", "main", "parser"]
 
-# Seconds in which the launchers may end by themselves. Those that need longer go on without a connection.
+# Seconds that the launchers get to end by themselves. After that their connections are closed.
 _GRACE = 3.0
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the job to its end.
+    """Runs the job until it ends. Returns the exit code.
 
-    The exit code: 0 when every host's launcher has ended with 0, else that of the first that has not; 2 for arguments
-    that cannot be used; 130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP.
+    The exit code is 0 if every host's launcher ended with 0, else that of the first one that failed; 2 for bad
+    arguments; 130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP.
     """
     known = parser()
     options = known.parse(sys.argv[1:] if arguments is None else arguments)
@@ -54,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(hosts: Sequence[tuple[str, int]], commands: Sequence[str], signals: Signals) -> int:
-    """Starts the command of each host, and waits for all of them or the first that fails."""
+    """Runs one command per host over ssh, until all have ended or one has failed."""
     connections: list[subprocess.Popen[bytes]] = []
     try:
         for (host, port), command in zip(hosts, commands, strict=True):
-            # In this process group, so that ssh may ask for a password.
+            # ssh stays in this process group, so that it may ask for a password.
             connections.append(subprocess.Popen(["ssh", "-p", str(port), host, command], stdin=subprocess.PIPE))
         while True:
             codes = [connection.poll() for connection in connections]
@@ -79,7 +79,7 @@ def _run(hosts: Sequence[tuple[str, int]], commands: Sequence[str], signals: Sig
 
 
 def _end(connections: Sequence[subprocess.Popen[bytes]], signals: Signals) -> None:
-    """Ends the standard input of the launchers; after the grace period, or at another signal, the connections."""
+    """Closes the launchers' standard input. After the grace period, or at another signal, kills the connections."""
     for connection in connections:
         assert connection.stdin is not None
         with contextlib.suppress(OSError):
@@ -97,23 +97,23 @@ def _end(connections: Sequence[subprocess.Popen[bytes]], signals: Signals) -> No
 def _command(
     options: argparse.Namespace, hosts: Sequence[tuple[str, int]], node_rank: int, carried: dict[str, str]
 ) -> str:
-    """Returns what the shell of one host runs."""
+    """Returns the command that the shell of one host runs."""
     launch = [sys.executable, "-m", "bagua.distributed.launch", END_WITH_STDIN]
     launch += ["--nnodes", str(len(hosts)), "--node_rank", str(node_rank)]
     launch += ["--nproc_per_node", str(options.nproc_per_node)]
     launch += ["--master_addr", hosts[0][0].rpartition("@")[2], "--master_port", str(options.master_port)]
     launch += [f"--{name}" for name in ("module", "no_python") if getattr(options, name)]
     launch += [options.script, *options.args]
-    # The shell replaces itself, so that what ends the connection ends the launcher.
+    # The shell replaces itself with the launcher, so that the end of the connection ends the launcher.
     steps = [f"cd {shlex.quote(os.getcwd())}"]
     steps += [f"export {name}={shlex.quote(value)}" for name, value in carried.items()]
     return " && ".join([*steps, f"exec {shlex.join(launch)}"])
 
 
 def hosts_of(text: str, port: int) -> list[tuple[str, int]]:
-    """Returns the hosts of "host0,user@host1:2222" with their ssh ports; `port` for a host without one.
+    """Returns the hosts of "host0,user@host1:2222" with their ssh ports. `port` is for hosts without one.
 
-    Raises ValueError for a bad one.
+    Raises ValueError for a malformed host.
     """
     found = []
     for part in text.split(","):
@@ -125,7 +125,9 @@ def hosts_of(text: str, port: int) -> list[tuple[str, int]]:
 
 
 def _carried(given: Sequence[str]) -> dict[str, str]:
-    """The variables of -x. ValueError for a name that is none, or that this process does not have."""
+    """Returns the variables of -x. Raises ValueError for an invalid name, or for a variable that this process does not
+    have.
+    """
     own = config.environment({})
     found = {}
     for text in given:
@@ -139,7 +141,7 @@ def _carried(given: Sequence[str]) -> dict[str, str]:
 
 
 def parser() -> Parser:
-    """That of the command line."""
+    """Returns the command line parser."""
     parser = Parser(
         prog="baguarun",
         description="Starts the ranks of a job on several hosts, by ssh.",
@@ -151,13 +153,19 @@ def parser() -> Parser:
     def both(name: str) -> tuple[str, str]:
         return f"--{name.replace('_', '-')}", f"--{name}"
 
-    parser.add_argument(*both("host_list"), metavar="HOST[:PORT],...", help="or the variable BAGUA_NODE_DOMAIN_NAMES")
-    parser.add_argument(*both("ssh_port"), type=int, metavar="PORT", help="or the variable BAGUA_SSH_PORT (22)")
-    parser.add_argument(*both("nproc_per_node"), required=True, metavar="N", help="ranks on each host")
-    parser.add_argument(*both("master_port"), type=int, default=29500, metavar="PORT", help="on the first host (29500)")
-    parser.add_argument("-x", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for every rank")
+    parser.add_argument(*both("host_list"), metavar="HOST[:PORT],...", help="hosts (default: BAGUA_NODE_DOMAIN_NAMES)")
+    parser.add_argument(*both("ssh_port"), type=int, metavar="PORT", help="ssh port (default: BAGUA_SSH_PORT, else 22)")
+    parser.add_argument(*both("nproc_per_node"), required=True, metavar="N", help="number of ranks on each host")
+    parser.add_argument(
+        *both("master_port"), type=int, default=29500, metavar="PORT", help="port on the first host (default: 29500)"
+    )
+    parser.add_argument(
+        "-x", action="append", default=[], metavar="NAME[=VALUE]", help="environment variable for every rank"
+    )
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
-    parser.add_argument(*both("no_python"), action="store_true", help="the script is a program of its own")
+    parser.add_argument(
+        *both("no_python"), action="store_true", help="the script is an executable, not a Python program"
+    )
     parser.add_argument("script", help="the program that every rank runs")
     # argparse would name it among the arguments that are missing.
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False
