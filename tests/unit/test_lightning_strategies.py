@@ -163,7 +163,7 @@ def test_another_device_is_refused(namespace: str) -> None:
         bagua.lightning.strategies(namespace)[:2], ("setup_distributed", "_setup_distributed"), strict=True
     ):
         made = strategy(parallel_devices=[torch.device("meta")])
-        with pytest.raises(misconfigured(namespace), match="the device is meta, and only the CPU is served"):
+        with pytest.raises(misconfigured(namespace), match="the device is meta, and only the CPU is supported"):
             getattr(made, setup)()
 
 

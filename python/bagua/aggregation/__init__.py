@@ -1,4 +1,4 @@
-"""Aggregation of gradients and models by hand, with the classes and closures of mlbench.
+"""Aggregates gradients and models by hand, with the classes and closures of mlbench.
 
     from bagua.aggregation import AllReduceAggregation
 
@@ -7,7 +7,7 @@
     aggregate(model, "avg_world")
     optimizer.step()
 
-The optimizers that do this by themselves are in :mod:`bagua.aggregation.optim`.
+The optimizers in :mod:`bagua.aggregation.optim` do this themselves.
 """
 
 from bagua.torch_needed import require

@@ -1,11 +1,11 @@
-"""The base of every aggregation: replaces the tensors of a model by what all ranks make of them.
+"""The base of every aggregation: replaces a model's tensors by a combination of all ranks' tensors.
 
-The four variants (gradients or weights, one tensor per parameter or one for the model) are written here once; a
-subclass combines a flat tensor in ``_agg``.
+The four variants (gradients or weights; one message per parameter or one per dtype) are written here once. A subclass
+combines a flat tensor in ``_agg``.
 
-A parameter without a gradient counts as zero where another rank has one, and stays ``None`` where no rank has. Whether
-a rank has one is sent behind the values, one element per parameter, because a collective of its own would cost a
-latency.
+A parameter without a gradient counts as zero if another rank has one, and stays ``None`` if no rank has. One further
+element per parameter, behind the values, says whether this rank has a gradient. Sending it separately would cost
+another round trip.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .tensor_packing import flatten
 Denominator = torch.Tensor | float | None
 Closure = Callable[..., None]
 
-# One parameter, and the value of it that is communicated; None for a gradient that this rank does not have.
+# A parameter, and its gradient or weight to communicate; None for a gradient that this rank does not have.
 Entry = tuple[torch.nn.Parameter, torch.Tensor | None]
 
 
 def divisor(denom: Denominator) -> float:
-    """A denominator as a number. ValueError unless it is one element, finite and not zero."""
+    """Returns a denominator as a number. Raises ValueError unless it is a single finite element other than zero."""
     value = math.nan
     if isinstance(denom, torch.Tensor):
         if denom.numel() == 1:
@@ -40,9 +40,10 @@ def divisor(denom: Denominator) -> float:
 
 
 class Aggregation(ABC):
-    """Base of all aggregations. ``use_cuda`` communicates from CUDA memory where tensors and ranks allow it.
+    """Base of all aggregations. With ``use_cuda``, tensors are sent from CUDA memory if the tensors and the group
+    support it.
 
-    A subclass supplies :meth:`_agg`, and where it can refuse an operation, :meth:`_check`.
+    A subclass supplies :meth:`_agg`, and :meth:`_check` if it can refuse an operation.
     """
 
     def __init__(self, use_cuda: bool = False) -> None:
@@ -50,49 +51,50 @@ class Aggregation(ABC):
 
     @abstractmethod
     def _agg(self, data: Any, op: str, denom: Denominator = None) -> Any:
-        """What all ranks make of ``data``, a flat tensor: that tensor itself, changed, or a new one of its shape."""
+        """Combines all ranks' ``data``, a flat tensor. Returns that tensor, modified, or a new one of the
+        same shape.
+        """
 
     def _check(self, op: str, denom: Denominator) -> None:  # noqa: B027
-        """Refuses what cannot be done. Called before anything is communicated."""
+        """Raises an error for arguments that cannot be used, before anything is communicated."""
 
     def _place(self, device: torch.device) -> torch.device:
-        """Where a tensor from ``device`` must lie to be communicated."""
+        """Returns the device on which a tensor from ``device`` is communicated."""
         return device if self.use_cuda else torch.device("cpu")
 
     def _agg_marked(self, data: torch.Tensor, marks: int, op: str, denom: Denominator) -> torch.Tensor:
-        """As :meth:`_agg` for a tensor whose last ``marks`` elements are marks: what is zero everywhere must stay
-        zero, what is not zero somewhere must become something else than zero.
+        """Runs :meth:`_agg` on a tensor whose last ``marks`` elements are marks.
+
+        A mark that is zero on all ranks must stay zero. A mark that is not zero on some rank must not become zero.
         """
         result: torch.Tensor = self._agg(data, op, denom)
         return result
 
     def agg_grad(self, by_layer: bool = False) -> Closure:
-        """A function ``(model, op, denom=None)`` that aggregates gradients in place, and returns ``None``.
+        """Returns a function ``(model, op, denom=None)`` that aggregates the model's gradients in place.
 
-        ``by_layer`` communicates each parameter on its own, instead of all that share a dtype at once.
+        With ``by_layer``, each parameter is communicated separately, instead of all parameters of a dtype at once.
         """
         return self._agg_gradients_by_layer if by_layer else self._agg_gradients_by_model
 
     def agg_model(self, by_layer: bool = False) -> Closure:
-        """A function ``(model, op, denom=None)`` that aggregates weights in place, and returns ``None``. Buffers stay
-        as they are.
+        """Returns a function ``(model, op, denom=None)`` that aggregates the model's weights in place, but not its
+        buffers.
+
+        With ``by_layer``, each parameter is communicated separately, instead of all parameters of a dtype at once.
         """
         return self._agg_weights_by_layer if by_layer else self._agg_weights_by_model
 
     def _agg_gradients_by_layer(self, model: torch.nn.Module, op: str, denom: Denominator = None) -> None:
-        """Each gradient in a communication of its own."""
         self._aggregate([[entry] for entry in _gradients(model)], op, denom, marked=True)
 
     def _agg_gradients_by_model(self, model: torch.nn.Module, op: str, denom: Denominator = None) -> None:
-        """All gradients of one dtype in one communication."""
         self._aggregate(_by_dtype(_gradients(model)), op, denom, marked=True)
 
     def _agg_weights_by_layer(self, model: torch.nn.Module, op: str, denom: Denominator = None) -> None:
-        """Each parameter in a communication of its own."""
         self._aggregate([[entry] for entry in _weights(model)], op, denom, marked=False)
 
     def _agg_weights_by_model(self, model: torch.nn.Module, op: str, denom: Denominator = None) -> None:
-        """All parameters of one dtype in one communication."""
         self._aggregate(_by_dtype(_weights(model)), op, denom, marked=False)
 
     @torch.no_grad()
@@ -105,34 +107,34 @@ class Aggregation(ABC):
         device = self._place(part[0][0].device)
         values = [torch.zeros_like(parameter) if value is None else value for parameter, value in part]
         if marked:
-            # For min, the smallest number must mean "present".
+            # For min, "present" must be the smaller number.
             present = -1.0 if op == "min" else 1.0
             marks = [0.0 if value is None else present for _, value in part]
             values.append(torch.tensor(marks, dtype=values[0].dtype))
         count = len(part) if marked else 0
         result = self._agg_marked(flatten(values, device), count, op, denom)
-        # One transfer instead of one per parameter, where the marks lie in CUDA memory.
+        # If the marks are in CUDA memory, this copies them all at once instead of one by one.
         present_anywhere = (result[result.numel() - count :] != 0).tolist() if marked else [True] * len(part)
         offset = 0
         for (parameter, _), has_value in zip(part, present_anywhere, strict=True):
             piece = result[offset : offset + parameter.numel()].view(parameter.shape)
             offset += parameter.numel()
             if not marked:
-                # Through detach and not .data: autograd learns that what it may have saved has changed.
+                # detach and not .data, so that autograd notices that a saved tensor has changed.
                 parameter.detach().copy_(piece)
             elif has_value:
                 put_gradient(parameter, piece)
 
 
 def put_gradient(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Writes a gradient in place, or makes one where there is none."""
+    """Writes a gradient in place, and creates it if there is none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     parameter.grad.detach().copy_(value.reshape(parameter.shape))
 
 
 def gradient_of(parameter: torch.nn.Parameter, index: int) -> torch.Tensor | None:
-    """A parameter's dense gradient, or None. NotImplementedError for a sparse one."""
+    """Returns a parameter's gradient, or None. Raises NotImplementedError for a sparse gradient."""
     gradient = parameter.grad
     if gradient is not None and gradient.layout != torch.strided:
         raise NotImplementedError(
@@ -150,7 +152,7 @@ def _weights(model: torch.nn.Module) -> list[Entry]:
 
 
 def _by_dtype(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Groups of one dtype, in the order in which the dtypes first appear, which is the same on all ranks."""
+    """Groups entries by dtype, in the order in which the dtypes first appear, which is the same on all ranks."""
     found: dict[torch.dtype, list[Entry]] = {}
     for parameter, value in entries:
         found.setdefault(parameter.dtype if value is None else value.dtype, []).append((parameter, value))

@@ -1,4 +1,4 @@
-"""Aggregations in which every rank gets the same: all-reduce, over our engine, torch.distributed or Horovod."""
+"""Aggregations after which every rank has the same result: all-reduce over our engine, torch.distributed or Horovod."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = [
 
 #: The operation that divides the sum by the number of ranks.
 AVG_WORLD = "avg_world"
-#: The operation that divides the sum by `denom`, which the caller passes.
+#: The operation that divides the sum by the caller's `denom`.
 AVG_CUSTOM = "avg_custom"
-#: The operations by which mlbench-core averages.
+#: The averaging operations of mlbench-core.
 ALLREDUCE_AGGREGATION_OPS = [AVG_WORLD, AVG_CUSTOM]
 
 _Kind = Literal["avg_world", "avg_custom", "sum", "min", "max"]
 
-#: Every name of an operation.
+#: Name or alias -> operation.
 _KINDS: dict[str, _Kind] = {
     AVG_WORLD: "avg_world",
     "avg": "avg_world",
@@ -45,21 +45,21 @@ _KINDS: dict[str, _Kind] = {
 
 
 class AllReduceAggregation(Aggregation):
-    """Averages, adds, or takes the smallest or largest of all ranks' gradients or weights, element by element.
+    """Averages, adds, or takes the minimum or maximum of all ranks' gradients or weights, element by element.
 
     ``op`` of the closures is ``"avg_world"`` (or ``"avg"``), ``"avg_custom"`` (or ``"custom_avg"``: the sum divided by
-    ``denom``, a number or a tensor of one element), ``"sum"``, ``"min"`` or ``"max"``; another is NotImplementedError,
-    and a ``denom`` that cannot divide is ValueError, both before anything is communicated.
+    ``denom``, a number or a tensor of one element), ``"sum"``, ``"min"`` or ``"max"``. They raise NotImplementedError
+    for another ``op`` and ValueError for an invalid ``denom``, before anything is communicated.
 
-    ``world_size`` is the group's size, or 1 to stay alone, for which no process group is needed. Division comes after
-    the sum unless ``divide_before`` is set. Half precision accumulates in float32 and is rounded once, so sums that
-    would overflow before the division of an average do not.
+    ``world_size`` is the group's size, or 1 to communicate with nobody, which needs no process group. The division
+    comes after the sum unless ``divide_before`` is set. Half precision is accumulated in float32 and rounded once, so
+    an average does not overflow if only the sum would.
 
-    A ``denom`` is not communicated. If the ranks' differ, then with ``divide_before`` every rank gets the sum of
-    x_r / denom_r; without, each rank gets the sum divided by its own, and the replicas diverge.
+    ``denom`` is not communicated. If it differs between ranks and ``divide_before`` is set, every rank gets the sum of
+    x_r / denom_r. Without ``divide_before``, each rank divides the sum by its own ``denom``, and the replicas diverge.
 
-    ``group`` has the ranks that take part: by default our default group; a process group of ours or of
-    torch.distributed; or ``"torch"``.
+    ``group`` has the ranks that take part: None for our default group, a process group of ours or of torch.distributed,
+    or ``"torch"``.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class AllReduceAggregation(Aggregation):
         self._reducer()
 
     def _agg(self, data: Any, op: str, denom: Denominator = None) -> Any:
-        """The combination of all ranks' tensors, in place."""
+        """Combines all ranks' tensors in place."""
         self._check(op, denom)
         return self._agg_marked(data, 0, op, denom)
 
@@ -101,7 +101,7 @@ class AllReduceAggregation(Aggregation):
         if kind == "avg_world" and not self.divide_before:
             reducer.all_reduce(data, "mean")
         elif kind == "avg_world" or (kind == "avg_custom" and self.divide_before):
-            # The marks are not divided: a large denominator could make them vanish.
+            # Marks are not divided, because a large denominator could round them to zero.
             data[:end].div_(self.world_size if kind == "avg_world" else divisor(denom))
             reducer.all_reduce(data, "sum")
         elif kind == "avg_custom":
@@ -123,8 +123,9 @@ def _horovod() -> ModuleType | None:
 
 
 class AllReduceAggregationHVD(AllReduceAggregation):
-    """:class:`AllReduceAggregation` over Horovod where that is installed (``hvd.init()`` is the caller's), and over
-    our engine or ``group`` where it is not. torch.distributed need not be initialised.
+    """:class:`AllReduceAggregation` over Horovod if it is installed, else over our engine or ``group``.
+
+    The caller must have called ``hvd.init()``. torch.distributed need not be initialised.
     """
 
     def __init__(

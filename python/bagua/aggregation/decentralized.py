@@ -1,8 +1,8 @@
-"""Averages with neighbours only: each rank gets the mean of its own tensor and its neighbours'.
+"""Averages with neighbours: each rank gets the mean of its own tensor and its neighbours' tensors.
 
-The uniform gossip step of decentralised SGD: Lian et al., "Can Decentralized Algorithms Outperform Centralized
-Algorithms?", NeurIPS 2017. The weights are 1 / (number of neighbours + 1), so the mean over all ranks is kept on
-regular graphs only; on others it is not.
+This is the uniform gossip step of decentralised SGD: Lian et al., "Can Decentralized Algorithms Outperform Centralized
+Algorithms?", NeurIPS 2017. The weights are 1 / (number of neighbours + 1). The mean over all ranks is therefore
+preserved on regular graphs only.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _OPS = ("avg_world", "avg")
 
 
 class DecentralizedAggregation(Aggregation):
-    """The mean over this rank and its ``neighbors``, of gradients or weights.
+    """Averages gradients or weights over this rank and its ``neighbors``.
 
-    Neighbours must be mutual. Whether they are is found out at the first call, which every rank of the group makes:
-    ValueError on all of them if not. Later calls communicate between neighbours only. ``rank`` is this rank in the
-    group; to have no neighbours is allowed and changes nothing. ``op`` of the closures is ``"avg_world"`` or ``"avg"``.
+    Neighbours must be mutual. The first call checks this: every rank of the group must make it, and all raise
+    ValueError if a pair is not mutual. Later calls communicate between neighbours only. ``rank`` is this rank in the
+    group. A rank without neighbours keeps its tensors. ``op`` of the closures is ``"avg_world"`` or ``"avg"``.
     """
 
     def __init__(self, rank: int, neighbors: Sequence[int], use_cuda: bool = False, *, group: Group = None) -> None:
@@ -51,7 +51,7 @@ class DecentralizedAggregation(Aggregation):
             self._mutual = True
 
     def _agg(self, data: Any, op: str, denom: Denominator = None) -> Any:
-        """A new tensor: added in rank order, so that ranks with the same neighbourhood get the same bits."""
+        """Returns a new tensor. Adds in rank order, so that ranks with the same neighbourhood get the same bits."""
         self._check(op, denom)
         peers = self._peers()
         theirs = peers.exchange(data, self.neighbors)
@@ -65,10 +65,10 @@ class DecentralizedAggregation(Aggregation):
 
 
 def _check_mutual(peers: Peers, rank: int, neighbors: Sequence[int]) -> None:
-    """Every rank learns all ranks' neighbours, and all come to the same judgement."""
+    """Gathers all ranks' neighbours on every rank. Raises ValueError on all ranks if they are not mutual."""
     row = torch.zeros(peers.size + 2, dtype=torch.int64)
     row[0] = rank
-    # A neighbour that does not exist has no column.
+    # A neighbour outside the group has no column.
     outside = [other for other in neighbors if not 0 <= other < peers.size]
     row[1] = outside[0] if outside else -1
     row[2:][[other for other in neighbors if other not in outside]] = 1

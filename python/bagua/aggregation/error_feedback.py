@@ -1,8 +1,8 @@
-"""The base of the compressing aggregations: gradients of a model, with an error memory for each parameter.
+"""The base of compressing aggregations: gradients of a model, with an error memory for each parameter.
 
-What a step does not send stays in the memory and is added to the next gradient ("error feedback"): Stich, Cordonnier
-and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018; Karimireddy et al., "Error Feedback Fixes SignSGD and other
-Gradient Compression Schemes", ICML 2019.
+The part of a gradient that a step does not send stays in the memory and is added to the next gradient ("error
+feedback"): Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018; Karimireddy et al., "Error Feedback
+Fixes SignSGD and other Gradient Compression Schemes", ICML 2019.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 class CompressingAggregation(Aggregation):
-    """Base: aggregates the gradients of the model that it was made for; weights are NotImplementedError.
+    """Base of aggregations that compress the gradients of one model. They raise NotImplementedError for weights.
 
-    ``memories`` holds one tensor per parameter, in the shape of the parameter: what has not been sent yet.
+    ``memories`` has one tensor per parameter, in the parameter's shape: the values that have not been sent yet.
     """
 
     def __init__(self, model: torch.nn.Module, use_cuda: bool = False, *, group: Group = None) -> None:
@@ -45,7 +45,7 @@ class CompressingAggregation(Aggregation):
         return find(self.group)
 
     def _rank(self) -> dict[str, Any]:
-        """Whose memories these are; nothing as long as there is no group."""
+        """Returns the rank and world size that the memories belong to; an empty dict while there is no group."""
         try:
             peers = self._peers()
         except BaguaError:
@@ -57,10 +57,10 @@ class CompressingAggregation(Aggregation):
         """Aggregates the gradients of some parameters (by index), and replaces them in the list ``gradients``."""
 
     def _begin(self, gradients: Gradients) -> None:
-        """Called once per step, before the parameters are aggregated all at once or one by one."""
+        """Prepares for a step. Called once, before the parameters are aggregated all at once or one by one."""
 
     def agg_model(self, by_layer: bool = False) -> Closure:
-        """NotImplementedError: weights that are only partly sent would be partly lost."""
+        """Raises NotImplementedError, because weights that are sent only in part would be lost in part."""
         self._refuse()
 
     def _agg_weights_by_layer(self, model: torch.nn.Module, op: str, denom: Denominator = None) -> None:
@@ -73,15 +73,15 @@ class CompressingAggregation(Aggregation):
         raise NotImplementedError(f"{type(self).__name__} aggregates gradients, not weights: use agg_grad()")
 
     def _agg(self, data: Any, op: str, denom: Denominator = None) -> Any:
-        """The aggregated gradients: from a list to a list, each in its parameter's shape or ``None``."""
+        """Returns the aggregated gradients. Argument and result are lists with a tensor or ``None`` for
+        each parameter.
+        """
         return self._step(data, op, denom, by_layer=False)
 
     def _agg_gradients_by_model(self, model: torch.nn.Module, op: str, denom: Denominator = None) -> None:
-        """All gradients at once."""
         self._aggregate_model(model, op, denom, by_layer=False)
 
     def _agg_gradients_by_layer(self, model: torch.nn.Module, op: str, denom: Denominator = None) -> None:
-        """The gradients one by one: the same numbers in more messages."""
         self._aggregate_model(model, op, denom, by_layer=True)
 
     def _aggregate_model(self, model: torch.nn.Module, op: str, denom: Denominator, by_layer: bool) -> None:
@@ -114,12 +114,13 @@ class CompressingAggregation(Aggregation):
         return memory.clone() if gradient is None else gradient.to(memory.dtype) + memory
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on bit for bit. It differs from rank to rank: save it on each."""
+        """Returns the state for resuming bit for bit. It differs between ranks: save it on each rank."""
         return {"memories": [memory.clone() for memory in self.memories], **self._rank()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` returned on this rank. ValueError if it is that of another model, another
-        rank, or another number of ranks.
+        """Restores the state that :meth:`state_dict` returned on this rank.
+
+        Raises ValueError if it is the state of another model, another rank, or another number of ranks.
         """
         require_own(state, self._rank(), ["memories"], "leave it out: a new aggregation has nothing that was not sent")
         memories = state["memories"]

@@ -1,4 +1,4 @@
-"""Mixed precision: a half-precision model, a float32 copy that is optimised, and a loss scale that finds itself.
+"""Mixed precision: a half-precision model, a float32 copy that is optimised, and a loss scale that adapts itself.
 
 Micikevicius et al., "Mixed Precision Training", ICLR 2018.
 """
@@ -18,10 +18,10 @@ from .peers import Group
 
 
 class DynamicLossScaler:
-    """A factor that keeps small gradients above half precision's smallest number.
+    """A loss scale that keeps small gradients above half precision's smallest number.
 
-    An overflow divides ``loss_scale`` by ``scale_factor``; ``scale_window`` steps without one multiply it, up to
-    ``max_scale``.
+    An overflow divides ``loss_scale`` by ``scale_factor``. After ``scale_window`` steps without an overflow it is
+    multiplied, up to ``max_scale``.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class DynamicLossScaler:
         self._good = 0
 
     def update_scale(self, overflow: bool) -> None:
-        """Called once per step."""
+        """Adapts the scale after a step. ``overflow``: True if the step's gradient overflowed."""
         if overflow:
             self.loss_scale /= self.scale_factor
             self._good = 0
@@ -51,14 +51,14 @@ class DynamicLossScaler:
 
 
 class FP16Optimizer:
-    """Steps of any optimizer on a float32 copy of a model in half precision, with gradients averaged over all ranks.
+    """Runs any optimizer on a float32 copy of a half-precision model, with gradients averaged over all ranks.
 
-    Make the optimizer over ``[fp32_params]``, one flat float32 parameter that replaces all parameters of the model
-    that require gradients, and hand it to :meth:`set_optimizer`; it is then in ``optimizer``.
+    Make the optimizer over ``[fp32_params]``, one flat float32 parameter that replaces all parameters of the model that
+    require gradients. Pass it to :meth:`set_optimizer`, which stores it in ``optimizer``.
 
-    The loss goes through :meth:`backward_loss`, which scales it. A step whose gradient overflowed on any rank is
-    skipped on all, because infinity survives the average. ``grad_clip`` is the largest L2 norm of the averaged,
-    unscaled gradient. One of ``average_world`` and ``average_custom`` must be chosen (NotImplementedError).
+    Call :meth:`backward_loss` on the loss, which scales it. If the gradient overflows on any rank, all ranks skip the
+    step, because infinity survives the average. ``grad_clip`` is the largest L2 norm of the averaged, unscaled
+    gradient. Raises NotImplementedError unless ``average_world`` or ``average_custom`` is chosen.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class FP16Optimizer:
         return [parameter for parameter in self.fp16_model.parameters() if parameter.requires_grad]
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer of ``fp32_params``. ValueError if it optimises anything else."""
+        """Sets the optimizer of ``fp32_params``. Raises ValueError if it optimises anything else."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if len(parameters) != 1 or parameters[0] is not self.fp32_params:
             raise ValueError("the optimizer must be made over [fp32_params]")
@@ -115,11 +115,12 @@ class FP16Optimizer:
         multiplier: float = 1,
         denom: Denominator = None,
     ) -> bool:
-        """One step; True if weights were updated, False if the gradient overflowed and the scale was lowered instead.
+        """Runs one step. Returns True if weights were updated, False if the gradient overflowed and the scale was
+        lowered.
 
-        Gradients are divided by the loss scale times ``multiplier``; ``denom`` divides with ``average_custom``.
-        ``closure`` computes gradients through :meth:`backward_loss`. FloatingPointError when the scale reaches
-        ``min_scale``: then it is not the scale that overflows.
+        ``closure`` computes gradients through :meth:`backward_loss`. Gradients are divided by the loss scale times
+        ``multiplier``. ``denom`` is the denominator of ``average_custom``. Raises FloatingPointError if the scale falls
+        to ``min_scale``, because then the scale is not the cause of the overflow.
         """
         if self.optimizer is None:
             raise ValueError("the optimizer has not been set: call set_optimizer()")
@@ -152,6 +153,6 @@ class FP16Optimizer:
         return True
 
     def zero_grad(self) -> None:
-        """Forgets the gradients of the model and of ``fp32_params``."""
+        """Clears the gradients of the model and of ``fp32_params``."""
         self.fp16_model.zero_grad()
         self.fp32_params.grad = None

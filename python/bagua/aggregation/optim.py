@@ -1,6 +1,6 @@
-"""Optimizers that aggregate by themselves: each step is communication and update in one.
+"""Optimizers that aggregate by themselves: each step communicates and updates.
 
-The names, constructors and hooks are those of mlbench. A ``closure`` is evaluated before gradients are aggregated. A
+Names, constructors and hooks are those of mlbench. A ``closure`` is evaluated before gradients are aggregated. A
 ``tracker`` gets a call of ``record_batch_agg()`` after aggregation and of ``record_batch_opt_step()`` after the update.
 ``group`` is as in :class:`bagua.aggregation.AllReduceAggregation`.
 """
@@ -53,8 +53,10 @@ def _required(name: str, value: _T | None) -> _T:
 
 
 class GenericCentralizedOptimizer:
-    """Base: an optimizer of torch, in ``optimizer``, with an all-reduce of gradients before each step, or of weights
-    at the beginning and after each step (``agg_grad=False``). Everything it does not know goes to ``optimizer``.
+    """Base of optimizers that all-reduce around a torch optimizer, which is in ``optimizer``.
+
+    With ``agg_grad``, gradients are aggregated before each step. Without it, weights are aggregated at the start and
+    after each step. Attributes that this class does not have are those of ``optimizer``.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class GenericCentralizedOptimizer:
             self.agg(self.model, AVG_WORLD)
 
     def step(self, closure: LossClosure = None, tracker: Any = None) -> Any:
-        """Aggregates and updates, in this order or the reverse; returns what the closure returned."""
+        """Aggregates gradients and updates, or updates and aggregates weights. Returns the result of the closure."""
         return self._step(closure, tracker, None)
 
     def _step(self, closure: LossClosure, tracker: Any, denom: Denominator) -> Any:
@@ -97,7 +99,7 @@ class GenericCentralizedOptimizer:
         return loss
 
     def _before_update(self) -> None:
-        """What is done to the gradients last."""
+        """Processes the aggregated gradients just before the update."""
 
     def _aggregate(self, tracker: Any, denom: Denominator) -> None:
         self.agg(self.model, self.agg_mode, denom)
@@ -110,7 +112,7 @@ class GenericCentralizedOptimizer:
         return self.optimizer
 
     def __getattr__(self, name: str) -> Any:
-        # Called for what is not found otherwise; before __init__ is through, that may be anything.
+        # Python calls this for missing attributes. During __init__, `optimizer` itself may be missing.
         optimizer = self.__dict__.get("optimizer")
         if optimizer is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}, and no optimizer yet")
@@ -118,7 +120,7 @@ class GenericCentralizedOptimizer:
 
 
 class CentralizedSGD(GenericCentralizedOptimizer):
-    """torch.optim.SGD with averages over all ranks. The arguments in the middle are those of torch."""
+    """torch.optim.SGD with averages over all ranks. Arguments from ``lr`` to ``nesterov`` are torch's."""
 
     def __init__(
         self,
@@ -141,7 +143,7 @@ class CentralizedSGD(GenericCentralizedOptimizer):
 
 
 class CentralizedAdam(GenericCentralizedOptimizer):
-    """torch.optim.Adam with averages over all ranks. The arguments in the middle are those of torch."""
+    """torch.optim.Adam with averages over all ranks. Arguments from ``lr`` to ``amsgrad`` are torch's."""
 
     def __init__(
         self,
@@ -163,10 +165,10 @@ class CentralizedAdam(GenericCentralizedOptimizer):
 
 
 class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
-    """Any optimizer, with averages over the world or by a denominator of the caller's, and gradient clipping.
+    """Any optimizer with gradient clipping and averages over the world, or sums divided by the caller's denominator.
 
-    ``grad_clip`` is the largest L2 norm that the aggregated gradients may have. One of ``average_world`` and
-    ``average_custom`` must be chosen (NotImplementedError).
+    ``grad_clip`` is the largest L2 norm of the aggregated gradients. Raises NotImplementedError unless
+    ``average_world`` or ``average_custom`` is chosen.
     """
 
     def __init__(
@@ -192,7 +194,7 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         self.optimizer = optimizer
 
     def step(self, closure: LossClosure = None, tracker: Any = None, denom: Denominator = None) -> bool:
-        """One step; True. ``denom`` divides with ``average_custom``."""
+        """Runs one step. Returns True. ``denom`` is the denominator of ``average_custom``."""
         self._step(closure, tracker, denom)
         return True
 
@@ -204,8 +206,8 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
 class PowerSGD(torch.optim.SGD):
     """torch.optim.SGD on gradients aggregated by :class:`bagua.aggregation.PowerAggregation`.
 
-    ``world_size`` 1 leaves the number of ranks to the group. With one rank nothing is compressed. The aggregation's
-    state is part of ``state_dict()``, which therefore differs from rank to rank.
+    ``world_size`` 1 takes the number of ranks from the group. With one rank, nothing is compressed. The aggregation's
+    state is part of ``state_dict()``, which therefore differs between ranks.
     """
 
     def __init__(
@@ -235,7 +237,7 @@ class PowerSGD(torch.optim.SGD):
         self.agg = self.aggregation.agg_grad(by_layer)
 
     def step(self, closure: LossClosure = None, tracker: Any = None) -> Any:
-        """Aggregates gradients and updates; returns what the closure returned."""
+        """Aggregates gradients and updates. Returns the result of the closure."""
         loss = _evaluate(closure)
         if self.aggregation.ranks > 1:
             self.agg(self.model, self.agg_mode)
@@ -247,20 +249,20 @@ class PowerSGD(torch.optim.SGD):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, and the aggregation's as ``"aggregation"``."""
+        """Returns torch's state, with the aggregation's state as ``"aggregation"``."""
         return super().state_dict() | {"aggregation": self.aggregation.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` returned on this rank."""
+        """Restores the state that :meth:`state_dict` returned on this rank."""
         rest = dict(state_dict)
         self.aggregation.load_state_dict(rest.pop("aggregation"))
         super().load_state_dict(rest)
 
 
 class DecentralizedSGD(torch.optim.SGD):
-    """torch.optim.SGD, after each step of which the weights are averaged with those of the neighbours.
+    """torch.optim.SGD that averages weights with the neighbours after each step.
 
-    Momentum stays this rank's own. See :class:`bagua.aggregation.DecentralizedAggregation`.
+    Momentum is not averaged. See :class:`bagua.aggregation.DecentralizedAggregation`.
     """
 
     def __init__(
@@ -279,7 +281,7 @@ class DecentralizedSGD(torch.optim.SGD):
         *,
         group: Group = None,
     ) -> None:
-        # Rank 0 is a rank, and no neighbours are neighbours.
+        # Rank 0 and an empty list of neighbours are valid.
         rank, neighbors = _required("rank", rank), _required("neighbors", neighbors)
         model, lr = _required("model", model), _required("lr", lr)
         if not average_world:
@@ -290,7 +292,7 @@ class DecentralizedSGD(torch.optim.SGD):
         self.agg = DecentralizedAggregation(rank, list(neighbors), use_cuda, group=group).agg_model(by_layer)
 
     def step(self, closure: LossClosure = None, tracker: Any = None) -> Any:
-        """Updates, then averages weights; returns what the closure returned."""
+        """Updates, then averages weights. Returns the result of the closure."""
         loss = super().step(closure)
         if tracker:
             tracker.record_batch_opt_step()
@@ -301,15 +303,17 @@ class DecentralizedSGD(torch.optim.SGD):
 
 
 class SparsifiedSGD(torch.optim.Optimizer):
-    """SGD with memory (Stich, Cordonnier and Jaggi, NeurIPS 2018): what is sparsified and remembered is lr times the
-    gradient, so a learning rate that changes does not rescale what is still to be sent.
+    """SGD with memory (Stich, Cordonnier and Jaggi, NeurIPS 2018).
 
-    Each rank sends ``sparse_grad_size`` elements of every parameter: a block in a row, or any (``random_sparse``), or
-    what ``method`` says; an int is a count and a float a fraction. The sum over the ranks is divided by their number
-    with ``average_world``. Weight decay is not sparsified: it is lr * weight_decay * w on every rank. The initial
-    weights are the caller's to make equal.
+    The learning rate times the gradient is sparsified and remembered, so a change of the learning rate does not rescale
+    values that are still to be sent.
 
-    A weighted mean of all iterates, in which later ones weigh more, is kept by :meth:`update_estimated_weights`.
+    Each rank sends ``sparse_grad_size`` elements of every parameter (an int is a count, a float a fraction): a
+    contiguous block, random elements with ``random_sparse``, or those of ``method``. With ``average_world``, the sum
+    over ranks is divided by their number. Weight decay is not sparsified: every rank applies lr * weight_decay * w. The
+    caller must make the initial weights equal.
+
+    :meth:`update_estimated_weights` keeps a weighted mean of all iterates, in which later iterates weigh more.
     """
 
     def __init__(
@@ -341,7 +345,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: LossClosure = None) -> Any:
-        """Aggregates sparsified updates and applies them; returns what the closure returned."""
+        """Aggregates sparsified updates and applies them. Returns the result of the closure."""
         loss = _evaluate(closure)
         rates = [group["lr"] for group in self.param_groups for _ in group["params"]]
         decays = [group["lr"] * group["weight_decay"] for group in self.param_groups for _ in group["params"]]
@@ -357,8 +361,9 @@ class SparsifiedSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update_estimated_weights(self, iteration: int, sparse_vector_size: int) -> None:
-        """Takes this iterate into the mean, with the weights (t + tau)^2 of the paper's theorem 2.4, where t counts
-        from 0 and tau is the parameter's size divided by ``sparse_vector_size``.
+        """Adds the current weights to the mean, with the weights (t + tau)^2 of the paper's theorem 2.4.
+
+        ``iteration`` is t, from 0. tau is the parameter's size divided by ``sparse_vector_size``.
         """
         t = float(iteration)
         for estimate, parameter in zip(self._estimates, self._parameters, strict=True):
@@ -368,15 +373,15 @@ class SparsifiedSGD(torch.optim.Optimizer):
             estimate.lerp_(parameter.detach(), share)
 
     def get_estimated_weights(self) -> list[torch.Tensor]:
-        """The mean, one tensor per parameter."""
+        """Returns the weighted mean, one tensor per parameter."""
         return self._estimates
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, and the aggregation's as ``"aggregation"``: it differs from rank to rank."""
+        """Returns torch's state, with the aggregation's state as ``"aggregation"``, which differs between ranks."""
         return super().state_dict() | {"aggregation": self.aggregation.state_dict(), "estimates": self._estimates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` returned on this rank."""
+        """Restores the state that :meth:`state_dict` returned on this rank."""
         rest = dict(state_dict)
         self.aggregation.load_state_dict(rest.pop("aggregation"))
         self._estimates = [estimate.clone() for estimate in rest.pop("estimates")]
@@ -384,9 +389,9 @@ class SparsifiedSGD(torch.optim.Optimizer):
 
 
 class SignSGD(torch.optim.SGD):
-    """SGD by the sign of the (momentum of the) gradient: each weight moves by lr.
+    """SGD that uses only the sign of the gradient, or of its momentum: each weight moves by lr.
 
-    With ``world_size`` above 1 the ranks vote, and the majority's sign counts; a tie does not move the weight.
+    If ``world_size`` is above 1, the ranks vote and the majority's sign is used; a tie does not move the weight.
     Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018. A vote is one byte.
     """
 
@@ -408,7 +413,7 @@ class SignSGD(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: LossClosure = None) -> Any:
-        """Votes and moves; returns what the closure returned."""
+        """Votes on the signs and updates. Returns the result of the closure."""
         loss = _evaluate(closure)
         parameters = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
         signs = [
@@ -417,7 +422,7 @@ class SignSGD(torch.optim.SGD):
         ]
         peers = find(self.group, self.world_size)
         if peers.size > 1 and signs:
-            # The sum of the votes must fit.
+            # The sum of all votes must fit in the dtype.
             kind = torch.int8 if peers.size <= 127 else torch.int32
             place = peers.place(signs[0].device, False)
             votes = torch.cat([sign.reshape(-1).to(place, kind) for sign in signs])
@@ -429,7 +434,7 @@ class SignSGD(torch.optim.SGD):
         return loss
 
     def _direction(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """The gradient with weight decay and momentum, as in torch.optim.SGD."""
+        """Returns the gradient with weight decay and momentum, as in torch.optim.SGD."""
         assert parameter.grad is not None
         direction = parameter.grad.add(parameter, alpha=group["weight_decay"])
         if not group["momentum"]:

@@ -1,7 +1,7 @@
-"""The other ranks, as an aggregation uses them: one protocol, and an implementation for each library that reaches them.
+"""The ranks that an aggregation communicates with: one protocol, and an implementation for each library.
 
-``Alone`` is the one to read first. An aggregation asks :func:`find` anew at each call, so it may be built before the
-process group, and outlives one that is torn down and built again.
+``Alone`` is the one to read first. An aggregation calls :func:`find` each time, so it may be built before the process
+group, and keeps working after the group is replaced.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from bagua.torch_operand import Adapter
 
 Reduction = Literal["sum", "mean", "min", "max"]
 
-#: What a caller may name as the ranks to work with: ``None`` is our default group, ``"torch"`` that of
-#: torch.distributed.
+#: A caller's choice of ranks: ``None`` is our default group, ``"torch"`` the default group of torch.distributed.
 Group = ProcessGroup | neutral.Group | dist.ProcessGroup | str | None
 
 _TENSORS = Adapter()
@@ -32,60 +31,62 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class Reducer(Protocol):
-    """What an all-reduce aggregation needs of the other ranks."""
+    """Ranks that can all-reduce."""
 
     size: int
 
     def place(self, device: torch.device, use_cuda: bool) -> torch.device:
-        """The device that a tensor from ``device`` must be on to be communicated: CUDA only if ``use_cuda``, or if
-        there is no other.
+        """Returns the device on which a tensor from ``device`` is communicated: CUDA if ``use_cuda``, or if nothing
+        else works.
         """
 
     def all_reduce(self, data: torch.Tensor, op: Reduction) -> None:
-        """Combines a contiguous tensor of any dtype and shape in place, bitwise equal on all ranks.
+        """Combines a contiguous tensor of any dtype and shape in place. The result is bitwise equal on all ranks.
 
         Half precision is accumulated in float32 and rounded once.
         """
 
 
 class Peers(Reducer, Protocol):
-    """Everything that the aggregations need of the other ranks."""
+    """Ranks with all operations that aggregations need."""
 
     rank: int
 
     def all_gather(self, data: torch.Tensor) -> torch.Tensor:
-        """Every rank's flat tensor of n elements: a tensor of shape [size, n], in rank order."""
+        """Returns every rank's flat tensor of n elements as a tensor of shape [size, n], in rank order."""
 
     def exchange(self, data: torch.Tensor, peers: Sequence[int]) -> list[torch.Tensor]:
-        """Sends a flat tensor to some ranks, and returns theirs, in the order of ``peers``. They must do the same."""
+        """Sends a flat tensor to some ranks, and returns their tensors in the order of ``peers``. These ranks must do
+        the same.
+        """
 
 
 class Alone:
-    """No other ranks: nothing is sent, and no process group is needed."""
+    """A single rank: sends nothing, and needs no process group."""
 
     rank = 0
     size = 1
 
     def place(self, device: torch.device, use_cuda: bool) -> torch.device:
-        """Stays where it is."""
+        """Returns ``device``."""
         return device
 
     def all_reduce(self, data: torch.Tensor, op: Reduction) -> None:
-        """One rank's combination is its own tensor."""
+        """Leaves the tensor as it is."""
 
     def all_gather(self, data: torch.Tensor) -> torch.Tensor:
-        """The tensor as the only row."""
+        """Returns the tensor as the only row."""
         return data.unsqueeze(0)
 
     def exchange(self, data: torch.Tensor, peers: Sequence[int]) -> list[torch.Tensor]:
-        """Nothing: there is no other rank."""
+        """Returns an empty list. Raises ValueError if ``peers`` is not empty."""
         if peers:
             raise ValueError(f"ranks {list(peers)} cannot be reached: there is one rank only")
         return []
 
 
 class BaguaPeers:
-    """Ranks of a group of ours. Tensors travel from host memory."""
+    """Ranks of one of our groups. Tensors are sent from host memory."""
 
     _OPS: ClassVar = {
         "sum": ReduceOp.SUM,
@@ -100,21 +101,21 @@ class BaguaPeers:
         self.size = communicator.nranks()
 
     def place(self, device: torch.device, use_cuda: bool) -> torch.device:
-        """Host memory."""
+        """Returns host memory."""
         return torch.device("cpu")
 
     def all_reduce(self, data: torch.Tensor, op: Reduction) -> None:
-        """The engine's all_reduce."""
+        """Calls the engine's all_reduce."""
         self._communicator.allreduce_inplace(data, self._OPS[op])
 
     def all_gather(self, data: torch.Tensor) -> torch.Tensor:
-        """The engine's all_gather."""
+        """Calls the engine's all_gather."""
         everybody = data.new_empty((self.size, data.numel()))
         self._communicator.allgather(data, everybody)
         return everybody
 
     def exchange(self, data: torch.Tensor, peers: Sequence[int]) -> list[torch.Tensor]:
-        """The engine's exchange: all messages at once, so no order of sending and receiving can block."""
+        """Sends and receives all messages at once, so that no order of calls can deadlock."""
         received = [torch.empty_like(data) for _ in peers]
         if peers:
             sent, room = _TENSORS.read(data, "tensor"), [_TENSORS.write(theirs, "tensor") for theirs in received]
@@ -124,7 +125,7 @@ class BaguaPeers:
 
 
 class TorchPeers:
-    """Ranks of a process group of torch.distributed, whatever its backend."""
+    """Ranks of a process group of torch.distributed with any backend."""
 
     _OPS: ClassVar = {
         "sum": dist.ReduceOp.SUM,
@@ -137,13 +138,15 @@ class TorchPeers:
         self._group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        # Such as "cpu:gloo,cuda:nccl".
+        # For example "cpu:gloo,cuda:nccl".
         backends = str(dist.get_backend_config(group)).split(",")
-        # Messages of our own backend travel through host memory anyway.
+        # Our own backend copies messages through host memory anyway.
         self._devices = {part.partition(":")[0] for part in backends if ":" in part and part != "cuda:bagua"}
 
     def place(self, device: torch.device, use_cuda: bool) -> torch.device:
-        """Host memory, unless ``use_cuda`` and CUDA is possible, or the backend (NCCL) supports nothing else."""
+        """Returns host memory, unless ``use_cuda`` and the backend supports CUDA, or the backend (NCCL) supports only
+        CUDA.
+        """
         if use_cuda and device.type == "cuda" and "cuda" in self._devices:
             return device
         if "cpu" in self._devices or not self._devices:
@@ -151,7 +154,7 @@ class TorchPeers:
         return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
 
     def all_reduce(self, data: torch.Tensor, op: Reduction) -> None:
-        """Backends reduce half precision as such, and not all know a mean."""
+        """Sums half precision in float32 and divides a sum for the mean, because not all backends do."""
         wide = data.float() if data.dtype in HALVES else data
         dist.all_reduce(wide, self._OPS[op], group=self._group)
         if op == "mean":
@@ -160,13 +163,13 @@ class TorchPeers:
             data.copy_(wide)
 
     def all_gather(self, data: torch.Tensor) -> torch.Tensor:
-        """torch.distributed.all_gather."""
+        """Calls torch.distributed.all_gather."""
         everybody = data.new_empty((self.size, data.numel()))
         dist.all_gather(list(everybody.unbind()), data, group=self._group)
         return everybody
 
     def exchange(self, data: torch.Tensor, peers: Sequence[int]) -> list[torch.Tensor]:
-        """Batched, so that no order of sending and receiving can block."""
+        """Sends and receives all messages in one batch, so that no order of calls can deadlock."""
         received = [torch.empty_like(data) for _ in peers]
         messages = []
         for peer, theirs in zip(peers, received, strict=True):
@@ -186,13 +189,13 @@ class HorovodReducer:
         self.size = int(horovod.size())
 
     def place(self, device: torch.device, use_cuda: bool) -> torch.device:
-        """Host memory unless ``use_cuda``."""
+        """Returns host memory unless ``use_cuda``."""
         return device if use_cuda else torch.device("cpu")
 
     def all_reduce(self, data: torch.Tensor, op: Reduction) -> None:
-        """Always Horovod's Sum, never its Average, so that the division is the same with every library.
+        """Uses Horovod's Sum and never its Average, so that the division is the same with every library.
 
-        No name is given: Horovod then numbers the tensors itself, and two calls in flight cannot collide.
+        Passes no name, so that Horovod numbers the tensors and two calls in flight cannot collide.
         """
         wide = data.float() if data.dtype in HALVES else data
         kind = {"min": "Min", "max": "Max"}.get(op, "Sum")
@@ -201,11 +204,11 @@ class HorovodReducer:
 
 
 def find(group: Group = None, world_size: int | None = None) -> Peers:
-    """The ranks to work with.
+    """Returns the ranks of a group.
 
-    ``world_size`` 1 is :class:`Alone`; another number must be the group's size (ValueError), ``None`` is whatever that
-    is. Without a group this is the default group of ours; BaguaError if there is none although the environment names
-    several ranks.
+    ``world_size`` 1 returns :class:`Alone`. Another number must be the group's size (else ValueError); ``None`` accepts
+    any size. Without ``group``, uses our default group. Raises BaguaError if there is none although the environment
+    names several ranks.
     """
     if world_size == 1:
         return Alone()

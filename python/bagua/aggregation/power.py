@@ -1,12 +1,14 @@
 """Low-rank aggregation with error feedback: PowerSGD.
 
-Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
-NeurIPS 2019, algorithms 1 and 2. A gradient of n x m elements, seen as a matrix M, costs r (n + m) elements: one step
-of subspace iteration, P = orthonormal(mean(M Q)), Q = mean(M^T P), of which P Q^T is the result.
+Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS
+2019, algorithms 1 and 2. For a gradient of n x m elements, seen as a matrix M, r (n + m) elements are sent. Each step
+is one step of subspace iteration:
 
-Two things are done otherwise than in the paper, so that a step is exact whenever the mean has rank r or less. Q is made
-orthonormal before it is used, which changes no span and keeps small singular directions above rounding. And a warm Q
-whose columns have become dependent (after zero gradients, or gradients of lower rank) is drawn anew.
+1. P = orthonormal(mean(M Q)) 2. Q = mean(M^T P) 3. The result is P Q^T.
+
+Two changes to the paper make a step exact whenever the mean has rank r or less. Q is made orthonormal before it is
+used, which does not change its span and keeps small singular directions above rounding. And a reused Q whose columns
+have become dependent (after zero gradients, or gradients of lower rank) is replaced by a random one.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ _OPS = ("avg_world", "avg")
 def orthogonalize(matrix: torch.Tensor, eps: torch.Tensor | float = 1e-16) -> None:
     """Makes the columns of a matrix orthonormal, in place.
 
-    Modified Gram-Schmidt, each column twice: once leaves columns that were almost dependent visibly not orthogonal
-    (Giraud, Langou and Rozloznik, 2005). A column that depends on those before it becomes zero, and so do those beyond
-    the number of rows. ``eps`` is added to the norms.
+    Uses modified Gram-Schmidt, twice per column, because one pass leaves nearly dependent columns visibly not
+    orthogonal (Giraud, Langou and Rozloznik, 2005). A column that depends on earlier ones becomes zero, and so do
+    columns beyond the number of rows. ``eps`` is added to the norms.
     """
     small = float(eps)
     with torch.no_grad():
@@ -44,7 +46,7 @@ def orthogonalize(matrix: torch.Tensor, eps: torch.Tensor | float = 1e-16) -> No
                 for other in before.unbind(1):
                     column -= torch.dot(other, column) * other
             rest = torch.linalg.vector_norm(column)
-            # What is left of a dependent column is rounding, which must not become a direction.
+            # The rest of a dependent column is rounding error, which must not become a direction.
             rounding = max(matrix.shape) * torch.finfo(matrix.dtype).eps
             if rest <= rounding * length:
                 column.zero_()
@@ -53,22 +55,22 @@ def orthogonalize(matrix: torch.Tensor, eps: torch.Tensor | float = 1e-16) -> No
 
 
 class PowerAggregation(CompressingAggregation):
-    """Aggregates gradients by their best approximation of rank ``rank`` that one power iteration finds.
+    """Aggregates gradients by an approximation of rank ``rank``, found by one power iteration.
 
-    Tensors of one dimension or none travel as they are. Computes in float32, or float64 for float64 parameters.
-    ``world_size`` is the group's size; 1, the default, leaves that to the group. ``reuse_query`` starts from the last
-    step's Q instead of a random one ("warm start"). ``seed`` starts the draws of Q, which are the same on all ranks and
-    touch no other random number generator.
+    Tensors with at most one dimension are sent uncompressed. Computes in float32, or in float64 for float64 parameters.
+    ``world_size`` is the group's size; 1, the default, accepts any size. With ``reuse_query``, each step starts from
+    the last step's Q instead of a random one ("warm start"). ``seed`` is the seed for random Q, which are the same on
+    all ranks and do not use other random number generators.
 
-    ``memory="aggregated"`` remembers the difference between this rank's gradient and the result;
-    ``memory="local"`` the part of its own gradient outside the common subspace, as in the paper, which is zero at full
-    rank and does not grow with the ranks' disagreement. ``error_feedback=False`` remembers nothing.
+    ``memory="aggregated"`` remembers the difference between this rank's gradient and the result. ``memory="local"``
+    remembers the part of its own gradient outside the common subspace, as in the paper; it is zero at full rank and
+    does not grow with the ranks' disagreement. ``error_feedback=False`` remembers nothing.
 
-    ``op`` of the closure is ``"avg"`` or ``"avg_world"``. A step with tensors of a single dtype is three collectives,
-    of r (n + m) elements for each matrix, one for each element of the other tensors, and one for each parameter that
-    says whether there is a gradient.
+    ``op`` of the closure is ``"avg"`` or ``"avg_world"``. A step with tensors of a single dtype takes three
+    collectives. They send r (n + m) elements for each matrix, all elements of the other tensors, and one element per
+    parameter that says whether there is a gradient.
 
-    ``bases`` and ``queries`` hold the last P and Q of each parameter, ``None`` for those that travel as they are.
+    ``bases`` and ``queries`` hold the last P and Q of each parameter, ``None`` for those sent uncompressed.
     """
 
     def __init__(
@@ -99,13 +101,13 @@ class PowerAggregation(CompressingAggregation):
         self.seed = seed
         self.bases: list[torch.Tensor | None] = [None] * len(self.parameters)
         self.queries: list[torch.Tensor | None] = [None] * len(self.parameters)
-        # Steps that drew at least one Q: the position in the sequence of seeds.
+        # Number of steps that drew at least one Q, which is the position in the sequence of seeds.
         self._draws = 0
         self._seeds = np.random.RandomState(seed)
 
     @property
     def ranks(self) -> int:
-        """How many ranks take part."""
+        """Number of ranks that take part."""
         return self._peers().size
 
     def _peers(self) -> Peers:
@@ -121,7 +123,7 @@ class PowerAggregation(CompressingAggregation):
         return parameter.dim() > 1 and parameter.numel() > 0
 
     def _begin(self, gradients: Gradients) -> None:
-        """A usable Q for every matrix, the same on all ranks because all draw in the same order."""
+        """Draws a Q for every matrix that needs one. All ranks draw the same, because they draw in the same order."""
         matrices = [index for index in range(len(self.parameters)) if self._is_matrix(index)]
         cold = [index for index in matrices if not self.reuse_query or _degenerate(self.queries[index])]
         if not cold:
@@ -159,7 +161,7 @@ class PowerAggregation(CompressingAggregation):
         sums = {i: self._with_memory(i, gradients[i]).reshape(self.parameters[i].shape[0], -1) for i in matrices}
         present = [gradients[i] is not None for i in matrices]
         products = [sums[i] @ _orthonormal(self.queries[i]) for i in matrices]
-        # The scale of P is no matter, so its sum does.
+        # The scale of P does not matter, so a sum suffices.
         products, anywhere = self._reduce(peers, products, present, "sum")
         live = [i for i, has_value in zip(matrices, anywhere, strict=True) if has_value]
         for i, product in zip(matrices, products, strict=True):
@@ -174,14 +176,14 @@ class PowerAggregation(CompressingAggregation):
             result = exact.to(parameter.dtype)
             gradients[i] = result.view(parameter.shape)
             if not is_finite(exact):
-                # An overflow is everybody's, and memory and warm start must survive the step that is skipped for it.
+                # All ranks see an overflow and skip the step. Memory and warm start must not be lost in it.
                 self.queries[i] = None
                 continue
             self.queries[i] = query
             if self.error_feedback:
                 left = whole - result if self.memory == "aggregated" else whole - basis @ (basis.T @ whole)
                 if self.memory == "local":
-                    # What half precision rounds away stays as well.
+                    # Keep the rounding error of half precision, too.
                     left += exact - result
                 self.memories[i].copy_(left.view(parameter.shape))
 
@@ -197,7 +199,7 @@ class PowerAggregation(CompressingAggregation):
         present: Sequence[bool] | None,
         op: Literal["sum", "mean"],
     ) -> tuple[list[torch.Tensor], list[bool]]:
-        """Tensors of one dtype in one all-reduce, and for each whether any rank has it."""
+        """All-reduces tensors of one dtype together. Also returns, for each, True if any rank has it."""
         marks = torch.tensor([float(mark) for mark in present or []], dtype=tensors[0].dtype)
         flat = flatten([*tensors, marks], peers.place(tensors[0].device, self.use_cuda))
         peers.all_reduce(flat, op)
@@ -209,12 +211,12 @@ class PowerAggregation(CompressingAggregation):
         return results, (flat[offset:] != 0).tolist() if present is not None else [True] * len(tensors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Memories, queries, and the count of the draws."""
+        """Returns the memories, the queries and the number of draws."""
         queries = [None if query is None else query.clone() for query in self.queries]
         return super().state_dict() | {"queries": queries, "draws": self._draws, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` returned on this rank."""
+        """Restores the state that :meth:`state_dict` returned on this rank."""
         super().load_state_dict(state)
         self.queries = [
             None if query is None else query.to(memory.device, copy=True)
@@ -227,14 +229,14 @@ class PowerAggregation(CompressingAggregation):
 
 
 def _orthonormal(matrix: torch.Tensor | None) -> torch.Tensor:
-    """As `orthonormal`, but all NaN where an element is not finite."""
+    """Does what `orthonormal` does, but returns all NaN if an element is not finite."""
     assert matrix is not None
     basis = orthonormal(matrix)
     return torch.full_like(matrix, math.nan) if basis is None else basis
 
 
 def _degenerate(query: torch.Tensor | None) -> bool:
-    """True when the columns are dependent up to rounding, or there are none yet."""
+    """Returns True if the columns are dependent up to rounding, or if there is no query yet."""
     if query is None:
         return True
     sizes = torch.linalg.svdvals(query)

@@ -1,9 +1,11 @@
-"""Aggregates only the k most important, k random or a block of k elements of each gradient; the rest waits its turn.
+"""Aggregates only some elements of each gradient: the k largest, k random ones, or a block of k. The rest waits its
+turn.
 
 Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018: top-k and random-k with error feedback.
 
-Each rank chooses for itself, so up to world size times k elements of a result are not zero. One all_gather per step
-carries all choices as bytes: whether there is a gradient, int64 positions, and values in the parameters' dtypes.
+Each rank chooses on its own, so up to world size times k elements of a result are not zero. One all_gather per step
+carries all choices as bytes: one flag per parameter (is there a gradient?), int64 positions, and values in the
+parameters' dtypes.
 """
 
 from __future__ import annotations
@@ -29,14 +31,15 @@ _CUSTOM = ("avg_custom", "custom_avg")
 class SparsifiedAggregation(CompressingAggregation):
     """Aggregates sparsified gradients.
 
-    ``k`` says how much of each tensor a rank sends: a float in (0, 1] is a fraction (at least one element), an int a
-    count, and more than there is means all. ``method`` says which: ``"top_k"`` the largest in magnitude, ``"random_k"``
-    any, ``"block"`` that many in a row, at a random place. ``seed`` starts the choice of the random ones, which differs
-    from rank to rank and touches no other random number generator. ``error_feedback=False`` forgets what is not sent.
+    ``k`` is the amount that a rank sends of each tensor: a float in (0, 1] is a fraction (at least one element), an int
+    a count (at most all elements). ``method`` chooses the elements: ``"top_k"`` the largest in magnitude,
+    ``"random_k"`` random ones, ``"block"`` consecutive ones at a random place. ``seed`` is the seed of the random
+    choice, which differs between ranks and does not use other random number generators. ``error_feedback=False`` drops
+    the elements that are not sent.
 
     ``op`` of the closure is ``"avg_world"``, ``"avg_custom"`` (see :class:`AllReduceAggregation`) or ``"sum"``. After
-    each step with an average over the world, the mean of the ranks' memories and the result together equal the mean of
-    gradients and memories before.
+    each step with an average over the world, the mean of the ranks' memories plus the result equals the mean of
+    gradients plus memories before it.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class SparsifiedAggregation(CompressingAggregation):
         self._generator: torch.Generator | None = None
 
     def count(self, index: int) -> int:
-        """How many elements of a parameter each rank sends."""
+        """Returns the number of elements of a parameter that each rank sends."""
         numel = self.parameters[index].numel()
         if isinstance(self.k, float):
             return min(numel, max(1, math.ceil(self.k * numel)))
@@ -76,19 +79,19 @@ class SparsifiedAggregation(CompressingAggregation):
 
     def _random(self) -> torch.Generator:
         if self._generator is None:
-            # A prime keeps the seeds of neighbouring ranks and seeds apart.
+            # The prime keeps the generators of neighbouring ranks and seeds apart.
             self._generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self._peers().rank)
         return self._generator
 
     def _choose(self, values: torch.Tensor, k: int) -> torch.Tensor:
-        """What is sent of a flat tensor, as int64: positions, or where the block begins."""
+        """Returns the choice from a flat tensor, as int64: the positions, or the start of the block."""
         size = values.numel()
         if self.method == "top_k":
             return torch.topk(values.abs(), k, sorted=False).indices.cpu()
         if self.method == "random_k":
             return torch.randperm(size, generator=self._random())[:k]
         blocks = -(-size // k) if k else 1
-        # The last block ends with the tensor and overlaps its neighbour, so that every element has its turn.
+        # The last block ends with the tensor and may overlap the one before, so that every element has its turn.
         block = int(torch.randint(blocks, (1,), generator=self._random()).item())
         return torch.tensor([min(block * k, size - k)])
 
@@ -105,7 +108,7 @@ class SparsifiedAggregation(CompressingAggregation):
             place = self._choose(whole, self.count(index))
             value = whole[self._positions(place, self.count(index)).to(whole.device)]
             if not is_finite(whole):
-                # Everybody must see it, whichever elements were chosen.
+                # All ranks must see this, whichever elements were chosen.
                 value = torch.full_like(value, math.nan)
             sums.append(whole)
             places.append(place)
@@ -123,7 +126,7 @@ class SparsifiedAggregation(CompressingAggregation):
             result = torch.zeros(whole.numel(), dtype=whole.dtype)
             for row in everybody:
                 theirs = _values(row, at_place, places[number])
-                # One rank's positions are different ones, so the order of additions is that of the ranks.
+                # Positions of one rank are distinct, so additions happen in rank order.
                 result.index_add_(
                     0, self._positions(theirs, k), _values(row, at_value, values[number]).to(result.dtype)
                 )
@@ -132,21 +135,21 @@ class SparsifiedAggregation(CompressingAggregation):
             if not anywhere[number]:
                 continue
             gradients[index] = (result / denominator).to(parameter.device, parameter.dtype).view(parameter.shape)
-            # An overflow is everybody's, and the memory must survive the step that is skipped for it.
+            # All ranks see an overflow and skip the step. The memory must not be lost in it.
             if self.error_feedback and is_finite(result):
                 positions = self._positions(places[number], k).to(whole.device)
                 sent = values[number].to(whole.device, whole.dtype)
-                # What half precision rounds away stays as well.
+                # Keep the rounding error of half precision, too.
                 whole[positions] -= sent
                 self.memories[index].copy_(whole.view(parameter.shape))
 
     def state_dict(self) -> dict[str, Any]:
-        """Memories, and the state of the random generator."""
+        """Returns the memories and the state of the random generator."""
         generator = None if self._generator is None else self._generator.get_state()
         return super().state_dict() | {"generator": generator}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` returned on this rank."""
+        """Restores the state that :meth:`state_dict` returned on this rank."""
         super().load_state_dict(state)
         self._generator = None
         if state["generator"] is not None:
@@ -163,6 +166,6 @@ def _size(tensor: torch.Tensor) -> int:
 
 
 def _values(row: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
-    """The tensor whose bytes begin there."""
-    # A copy begins at an address that any element type may lie at.
+    """Returns the tensor whose bytes start at ``begin``, with the dtype and size of ``like``."""
+    # The copy is aligned for every element type.
     return row[begin : begin + _size(like)].clone().view(like.dtype)

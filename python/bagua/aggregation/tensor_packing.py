@@ -1,4 +1,4 @@
-"""Packs many tensors into one message, and unpacks them."""
+"""Packs several tensors into one message, and unpacks them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def pack_tensors(
 ) -> tuple[torch.Tensor, list[int], list[torch.Size]]:
     """Concatenates tensors of one dtype.
 
-    Returns the flat tensor, the index where each tensor begins with the total length at the end (so ``len + 1``
-    numbers), and the shapes. The flat tensor lies in CUDA memory if the first tensor does and ``use_cuda`` is set, else
-    on the host. No tensors make an empty float32 tensor. TypeError for different dtypes.
+    Returns the flat tensor, the start index of each tensor followed by the total length (``len + 1`` numbers), and the
+    shapes. The flat tensor is in CUDA memory if the first tensor is and ``use_cuda`` is set, else on the host. An empty
+    sequence gives an empty float32 tensor. Raises TypeError if dtypes differ.
     """
     kinds = sorted({str(tensor.dtype) for tensor in tensors})
     if len(kinds) > 1:
@@ -31,12 +31,12 @@ def pack_tensors(
 
 
 def unpack_tensors(aggregated: torch.Tensor, indices: Sequence[int], sizes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    """The tensors that :func:`pack_tensors` concatenated, as views into the flat tensor."""
+    """Returns the tensors that :func:`pack_tensors` concatenated, as views of the flat tensor."""
     return [aggregated[begin:end].view(size) for begin, end, size in zip(indices[:-1], indices[1:], sizes, strict=True)]
 
 
 def flatten(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """A fresh flat tensor on ``device`` with the elements of all, in order and in logical (not memory) order."""
+    """Returns a new flat tensor on ``device`` with all tensors' elements, each in logical (not memory) order."""
     return torch.cat([tensor.detach().reshape(-1).to(device) for tensor in tensors])
 
 
@@ -46,10 +46,10 @@ def global_average(
     *,
     group: Group = None,
 ) -> torch.Tensor:
-    """The sum of all ranks' sums, divided by the sum of their counts: a tensor without dimensions.
+    """Returns the sum of all ranks' sums divided by the sum of their counts, as a tensor without dimensions.
 
-    Its dtype is that of ``sum`` if that is a floating-point tensor, torch's default otherwise; what is added up in
-    between is float64.
+    The result has the dtype of ``sum`` if that is a floating-point tensor, else torch's default dtype. The sums are
+    computed in float64.
     """
     kind = sum.dtype if isinstance(sum, torch.Tensor) and sum.is_floating_point() else torch.get_default_dtype()
     peers = find(group)

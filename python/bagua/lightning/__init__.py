@@ -5,10 +5,10 @@
 
     Trainer(strategy="bagua", accelerator="cpu", devices=2)
 
-Lightning has two names with classes of their own: `lightning`, and `pytorch_lightning` with `lightning_fabric`.
-Importing this registers the strategies "bagua", "bagua_spawn", "bagua_fork" and "bagua_notebook" in those that are
-installed. The classes here are those of `lightning` if it is installed, else those of `pytorch_lightning`;
-`strategies()` returns those of either. The page "Train with Lightning or Fabric" has more.
+Lightning exists under two names with separate classes: `lightning`, and `pytorch_lightning` with `lightning_fabric`.
+Importing this module registers the strategies "bagua", "bagua_spawn", "bagua_fork" and "bagua_notebook" in each of them
+that is installed. The classes here are for `lightning` if it is installed, else for `pytorch_lightning`; `strategies()`
+returns those of either. See the page "Train with Lightning or Fabric".
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _NAMESPACES = ("lightning", "pytorch_lightning")
 
 
 def strategies(namespace: str = "lightning") -> tuple[type[Any], type[Any], type[Any]]:
-    """`BaguaStrategy`, `FabricBaguaStrategy` and `CommunicationMonitor` of "lightning" or "pytorch_lightning".
+    """Returns `BaguaStrategy`, `FabricBaguaStrategy` and `CommunicationMonitor` for "lightning" or "pytorch_lightning".
 
-    ValueError for another name, ImportError where it is not installed.
+    Raises ValueError for another name, and ImportError if that package is not installed.
     """
     if namespace not in _NAMESPACES:
         raise ValueError(f"Lightning's namespaces are {' and '.join(map(repr, _NAMESPACES))}, not {namespace!r}")

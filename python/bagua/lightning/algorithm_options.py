@@ -1,4 +1,4 @@
-"""The algorithm and options of a strategy, checked before any process is launched."""
+"""Checks the algorithm and options of a strategy before any process is launched."""
 
 from __future__ import annotations
 
@@ -12,24 +12,22 @@ from bagua import hints
 
 __all__ = ["QADAM", "Refused", "check", "check_device", "make", "needs_optimizers"]
 
-#: What qadam says of other optimizers, word for word as Lightning 1.9 did.
+#: The error text for qadam with another optimizer, exactly as in Lightning 1.9.
 QADAM = "Bagua QAdam can only accept one QAdamOptimizer and one LR Scheduler."
 
 
 class Refused(ValueError):
-    """These arguments cannot be used; the text says what to change."""
+    """Arguments that cannot be used. The text says what to change."""
 
 
 def check_device(device: device) -> None:
-    """:class:`Refused` unless it is the CPU."""
+    """Raises :class:`Refused` unless the device is the CPU."""
     if device.type != "cpu":
-        raise Refused(f"the device is {device}, and only the CPU is served: pass accelerator='cpu'")
+        raise Refused(f"the device is {device}, and only the CPU is supported: pass accelerator='cpu'")
 
 
 def check(algorithm: Any, options: Mapping[str, Any]) -> None:
-    """:class:`Refused` with what is wrong, unless ``algorithm`` is an ``Algorithm`` or the name of one with these
-    options.
-    """
+    """Raises :class:`Refused` unless ``algorithm`` is an ``Algorithm``, or the name of one that takes these options."""
     from bagua.torch_api.algorithms import Algorithm, GlobalAlgorithmRegistry
 
     if isinstance(algorithm, Algorithm):
@@ -48,14 +46,14 @@ def check(algorithm: Any, options: Mapping[str, Any]) -> None:
         known = [name for name in taken if name != "q_adam_optimizer"]
         raise Refused(f"{algorithm!r} has no option {', '.join(map(repr, unknown))}; it has {', '.join(known)}")
     try:
-        # The values: each constructor checks its own.
+        # Each constructor checks the values of its options.
         Algorithm.init(algorithm, **_first(algorithm, _placeholder_optimizer), **options)
     except (TypeError, ValueError) as wrong:
         raise Refused(f"algorithm {algorithm!r}: {wrong}") from wrong
 
 
 def make(algorithm: Any, options: Mapping[str, Any], optimizers: Sequence[optim.Optimizer], schedulers: int = 0) -> Any:
-    """The ``Algorithm``. :class:`Refused` with :data:`QADAM` where qadam has other optimizers than it takes."""
+    """Returns the ``Algorithm``. Raises :class:`Refused` with :data:`QADAM` if qadam does not get its own optimizer."""
     from bagua.torch_api.algorithms import Algorithm
 
     if isinstance(algorithm, Algorithm):
@@ -66,7 +64,9 @@ def make(algorithm: Any, options: Mapping[str, Any], optimizers: Sequence[optim.
 
 
 def needs_optimizers(algorithm: Any, options: Mapping[str, Any]) -> bool:
-    """Whether it acts on the steps of the optimizers, so that these have to be given with the model."""
+    """Returns True if the algorithm acts on the optimizers' steps, so that they must be set up together
+    with the model.
+    """
     from bagua.torch_api.algorithms import Algorithm
 
     if isinstance(algorithm, str):

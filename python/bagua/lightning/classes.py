@@ -15,9 +15,11 @@ __all__ = ["make"]
 
 
 def make(module: str, pytorch: str, fabric: str) -> tuple[Any, Any, Any, Any, Any]:
-    """Makes the environment, the strategies of the Trainer and of Fabric, and two callbacks; registers the strategies.
+    """Makes the environment, the strategies of the Trainer and of Fabric, and two callbacks, and registers the
+    strategies.
 
-    `module` is where pickle finds the classes. `pytorch` and `fabric` are the packages of their base classes.
+    `module` is the module in which pickle finds the classes. `pytorch` and `fabric` are the packages of their base
+    classes.
     """
     misconfigured = import_module(f"{pytorch}.utilities.exceptions").MisconfigurationException
 

@@ -19,10 +19,10 @@ class CompressGradientsMethods(_Base):  # type: ignore[misc]
 
         Trainer(strategy="ddp", devices=2, callbacks=[CompressGradients("minmax_u8")])
 
-    `codec` and `error_feedback` are those of `bagua.hooks.CompressedState`. With error feedback, checkpoints hold what
-    the ranks owe on average, so that a fit may resume on another number of ranks.
+    `codec` and `error_feedback` are those of `bagua.hooks.CompressedState`. With error feedback, checkpoints hold the
+    mean of the ranks' errors, so that training may resume on another number of ranks.
 
-    MisconfigurationException of a fit whose strategy does not wrap the model in torch's DistributedDataParallel.
+    Raises MisconfigurationException in a fit whose strategy does not wrap the model in torch's DistributedDataParallel.
     """
 
     _misconfigured: type[Exception]
@@ -42,10 +42,10 @@ class CompressGradientsMethods(_Base):  # type: ignore[misc]
         model.register_comm_hook(self.compressed, compressed_hook)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the hook after `consolidate`. Lightning calls it on all ranks."""
+        """Returns the state of the hook after `consolidate`. Lightning calls this on all ranks."""
         self.compressed.consolidate()
         return self.compressed.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over the state of a checkpoint."""
+        """Restores the hook's state from a checkpoint."""
         self.compressed.load_state_dict(state_dict)

@@ -20,7 +20,7 @@ def wrap(
     broadcast_buffers: bool,
     bucket_size: int | None,
 ) -> torch.nn.Module:
-    """The module in a ``DistributedDataParallel`` of Bagua. Collective. ``bucket_size`` in bytes."""
+    """Returns the module in Bagua's ``DistributedDataParallel``. Collective. ``bucket_size`` is in bytes."""
     from bagua.torch_api.data_parallel import DistributedDataParallel
 
     return DistributedDataParallel(
@@ -35,19 +35,19 @@ def wrap(
 
 
 def is_wrapped(module: Any) -> bool:
-    """Whether :func:`wrap` made it."""
+    """Returns True if :func:`wrap` made the module."""
     from bagua.torch_api.data_parallel import DistributedDataParallel
 
     return isinstance(module, DistributedDataParallel)
 
 
 def unwrap(wrapped: Any) -> None:
-    """Removes the wrapper's hooks and ends its engine: the module inside trains alone again."""
+    """Removes the wrapper's hooks and ends its engine. The module inside then trains without communication."""
     from bagua.torch_api.distributed import unwrap as end
 
     end(wrapped)
 
 
 def inner(module: Any) -> Any:
-    """What was wrapped; a module that is not wrapped itself."""
+    """Returns the module inside a wrapper, or the module itself if it is not wrapped."""
     return module.module if is_wrapped(module) else module

@@ -1,4 +1,4 @@
-"""`BaguaEnvironment`: the ranks that Bagua's own launchers start, for Lightning."""
+"""`BaguaEnvironment`: tells Lightning about ranks that Bagua's own launchers have started."""
 
 from __future__ import annotations
 
@@ -12,59 +12,59 @@ _Base: Any = object
 
 
 def is_detected() -> bool:
-    """Whether a launcher has set ``BAGUA_SERVICE_PORT``."""
+    """Returns True if a launcher has set ``BAGUA_SERVICE_PORT``."""
     return config.text("BAGUA_SERVICE_PORT") is not None
 
 
 class EnvironmentMethods(_Base):  # type: ignore[misc]
-    """Ranks that were started with the original's variable ``BAGUA_SERVICE_PORT``.
+    """Cluster environment of ranks that were started with the original's variable ``BAGUA_SERVICE_PORT``.
 
     Rank and world size come from the environment, and Lightning starts no process.
     """
 
     @staticmethod
     def detect() -> bool:
-        """Whether this process was started so."""
+        """Returns True if a launcher has set ``BAGUA_SERVICE_PORT``."""
         return is_detected()
 
     @property
     def creates_processes_externally(self) -> bool:
-        """True."""
+        """Always True, because a launcher has started the ranks."""
         return True
 
     @property
     def main_address(self) -> str:
-        """``MASTER_ADDR``, else this machine."""
+        """``MASTER_ADDR``, or else this host."""
         return launcher.known_master()[0] or "127.0.0.1"
 
     @property
     def main_port(self) -> int:
-        """``MASTER_PORT``, else -1."""
+        """``MASTER_PORT``, or else -1."""
         return launcher.known_master()[1] or -1
 
     @property
     def service_port(self) -> int:
-        """``BAGUA_SERVICE_PORT``, else -1; nothing listens there."""
+        """``BAGUA_SERVICE_PORT``, or else -1. Nothing listens there."""
         return config.service_port()
 
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Returns the number of ranks of the job."""
         return launcher.found().world_size or 1
 
     def set_world_size(self, size: int) -> None:
-        """Nothing: the launcher has decided."""
+        """Does nothing, because the launcher has set the size."""
 
     def global_rank(self) -> int:
-        """Number of this process in the job."""
+        """Returns this process's rank in the job."""
         return launcher.found().rank or 0
 
     def set_global_rank(self, rank: int) -> None:
-        """Nothing: the launcher has decided."""
+        """Does nothing, because the launcher has set the rank."""
 
     def local_rank(self) -> int:
-        """Number of this process on its host."""
+        """Returns this process's rank on its host."""
         return launcher.found().local_rank or 0
 
     def node_rank(self) -> int:
-        """Number of the host in the job."""
+        """Returns the number of this host in the job."""
         return launcher.found().node_rank or 0

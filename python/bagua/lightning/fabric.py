@@ -1,4 +1,4 @@
-"""What `FabricBaguaStrategy` does differently from Fabric's `DDPStrategy`, under either name of Lightning."""
+"""The differences between `FabricBaguaStrategy` and Fabric's `DDPStrategy`, under either name of Lightning."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ __all__ = ["FabricStrategyMethods"]
 
 
 class _SyncControl:
-    """Fabric's interface for a backward that communicates nothing."""
+    """Fabric's interface for a backward pass without communication."""
 
     def no_backward_sync(self, module: Any, enabled: bool) -> AbstractContextManager[None]:
-        """Inside, gradients only accumulate, if ``enabled``. TypeError for a module that was not set up."""
+        """Returns a context in which gradients only accumulate, if ``enabled``. Raises TypeError for a module that was
+        not set up.
+        """
         if not enabled:
             return contextlib.nullcontext()
         if not ddp_wrapper.is_wrapped(module):
@@ -34,9 +36,9 @@ class _SyncControl:
 class FabricStrategyMethods(CommonMethods):
     """Sets up models and optimizers of a Fabric for one of Bagua's algorithms, on the CPU.
 
-    The arguments are those of ``BaguaStrategy``, with Fabric's name ``precision``. Algorithms that act on the steps of
-    the optimizers (qadam, low_precision_decentralized, local_sgd, diloco, async with a warm-up) need
-    ``fabric.setup(model, optimizer)``: RuntimeError where the model is set up alone.
+    The arguments are those of ``BaguaStrategy``, with Fabric's name ``precision``. Algorithms that act on the
+    optimizers' steps (qadam, low_precision_decentralized, local_sgd, diloco, async with a warm-up) need
+    ``fabric.setup(model, optimizer)``, and raise RuntimeError if the model is set up alone.
     """
 
     def __init__(
@@ -85,12 +87,12 @@ class FabricStrategyMethods(CommonMethods):
         process_group.join()
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As ``BaguaStrategy.reduce``."""
-        # Fabric names the group of all ranks.
+        """Reduces a tensor over all ranks, as ``BaguaStrategy.reduce``."""
+        # Fabric passes the group of all ranks explicitly.
         return self._reduce(tensor, None if group is dist.group.WORLD else group, reduce_op)
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Wraps a model alone. RuntimeError where the algorithm acts on the steps of its optimizers."""
+        """Wraps a model without optimizers. Raises RuntimeError if the algorithm acts on its optimizers' steps."""
         if algorithm_options.needs_optimizers(self._algorithm, self._bagua_kwargs):
             raise RuntimeError(self._err_msg_joint_setup_required())
         wrapped: torch.nn.Module = self._wrapped(module, [])
@@ -103,21 +105,23 @@ class FabricStrategyMethods(CommonMethods):
         return self._wrapped(module, optimizers), list(optimizers), scheduler
 
     def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        """The state of the model, without the wrapper's prefix."""
+        """Returns the state of the model, without the wrapper's prefix."""
         state: dict[str, Any] = super().get_module_state_dict(ddp_wrapper.inner(module))
         return state
 
     def load_module_state_dict(
         self, module: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True
     ) -> None:
-        """Loads a state without the wrapper's prefix."""
+        """Loads a state without the wrapper's prefix into the model."""
         super().load_module_state_dict(module=ddp_wrapper.inner(module), state_dict=state_dict, strict=strict)
 
     @contextlib.contextmanager
     def paused(self, module: torch.nn.Module) -> Iterator[None]:
-        """Inside, this rank takes no part in the rounds of ``async``; nothing with other algorithms.
+        """Keeps this rank out of the averaging rounds of ``async`` inside the ``with`` block. No effect on other
+        algorithms.
 
-        Fabric has no hook for the end of a training or an evaluation: ``with fabric.strategy.paused(model)``.
+        Fabric has no hook for the end of training or evaluation, so call ``with fabric.strategy.paused(model)``
+        yourself.
         """
         wrapped: Any = getattr(module, "_forward_module", module)
         with wrapped.bagua_algorithm.paused() if ddp_wrapper.is_wrapped(wrapped) else contextlib.nullcontext():

@@ -1,4 +1,4 @@
-"""`CommunicationMonitor`: what communication costs per step, in the trainer's logs."""
+"""`CommunicationMonitor`: logs the cost of communication per step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _Base: Any = object
 
 class MonitorMethods(_Base):  # type: ignore[misc]
     """Logs ``bagua/payload_mb_per_step``, ``bagua/wire_mb_per_step``, ``bagua/wait_ms_per_step`` and
-    ``bagua/calls_per_step`` to every logger of the trainer, for this rank: means over the optimizer steps since the
-    last time, as `bagua.metrics.StepMeter` counts them.
+    ``bagua/calls_per_step`` of this rank to every logger of the trainer: means over the optimizer steps since the last
+    log, by `bagua.metrics.StepMeter`.
 
-    ``every_n_steps``: after how many optimizer steps of the fit. ValueError unless it is a positive int;
-    MisconfigurationException of a fit without a logger.
+    ``every_n_steps`` is the number of optimizer steps between logs. Raises ValueError unless it is a positive int, and
+    MisconfigurationException in a fit without a logger.
     """
 
     _misconfigured: type[Exception]
@@ -28,17 +28,17 @@ class MonitorMethods(_Base):  # type: ignore[misc]
             raise ValueError(f"every_n_steps must be a positive int, not {every_n_steps!r}")
         self.every_n_steps = every_n_steps
         self._meter: StepMeter | None = None
-        # The trainer's number of optimizer steps when something was logged last.
+        # The trainer's number of optimizer steps at the last log.
         self._logged_at = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begins to count."""
+        """Starts the meter."""
         if not trainer.loggers:
             raise self._misconfigured("CommunicationMonitor needs a logger, and this Trainer has none")
         self._meter, self._logged_at = StepMeter(), trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Logs when it is time."""
+        """Logs if ``every_n_steps`` steps have passed."""
         steps = trainer.global_step - self._logged_at
         if self._meter is None or steps < self.every_n_steps:
             return
@@ -48,5 +48,5 @@ class MonitorMethods(_Base):  # type: ignore[misc]
             logger.log_metrics(found, step=trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Counts no longer."""
+        """Stops the meter."""
         self._meter = None

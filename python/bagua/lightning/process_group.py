@@ -25,15 +25,15 @@ _OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 
-# With these in the environment Lightning takes a process for a launched one, which it is not after a world of one.
+# If these are set, Lightning assumes that a launcher started this process, which is not so after a world of one.
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 class _Restart(Record):
-    """What a fit that failed leaves for the next one."""
+    """State that a failed fit leaves for the next one."""
 
     def __init__(self) -> None:
-        #: Store, world size, and the number of the next world.
+        #: The store, the world size and the number of the next world; None if no fit has failed.
         self.after_failure: tuple[Any, int, int] | None = None
 
 
@@ -41,13 +41,13 @@ _restart = record(_Restart)
 
 
 def join() -> None:
-    """Makes the world of torch.distributed that of Bagua too, unless it is already."""
+    """Makes Bagua's default group from the world of torch.distributed, unless it exists already."""
     import bagua.torch_api as bagua
 
     if bagua.is_initialized():
         if process.torchs_world in (None, default()):
             return
-        # That of an earlier world of torch.distributed, which was destroyed.
+        # Bagua's group belongs to an earlier world of torch.distributed, which was destroyed.
         bagua.destroy_process_group()
     if dist.get_world_size() > 1:
         bagua.init_process_group()
@@ -57,23 +57,23 @@ def join() -> None:
 
 
 def fail(exception: BaseException) -> None:
-    """Reports to the other ranks that this one raised: their calls end with PeerRaisedError instead of a timeout."""
+    """Reports an exception to the other ranks, so that their calls raise PeerRaisedError instead of timing out."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         report(type(exception), exception)
 
 
 def leave() -> None:
-    """Ends a failed world, so that the next fit of this process can have another one."""
+    """Ends a failed world, so that the next fit in this process can have a new one."""
     import bagua.torch_api as bagua
 
     if not dist.is_initialized():
         return
     if dist.get_backend() != "bagua":
-        # torch's world goes on; the group of Bagua beside it has failed.
+        # torch's own world continues. Only Bagua's group has failed.
         if dist.get_world_size() > 1 and bagua.is_initialized():
             bagua.destroy_process_group()
         return
-    # The store goes on: a rank that is early would reach that of the failed world at the same port.
+    # Keep the store: otherwise an early rank would reach the failed world's store at the same port.
     store: Any = dist.distributed_c10d._get_default_store()
     number = 1 if _restart.after_failure is None else _restart.after_failure[2] + 1
     _restart.after_failure = store, dist.get_world_size(), number
@@ -82,7 +82,7 @@ def leave() -> None:
 
 
 def restart(backend: str, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Where the last world of these ranks failed: initialises torch.distributed by its store."""
+    """Initialises torch.distributed with the failed world's store, if the last world of these ranks failed."""
     after_failure = _restart.after_failure
     if dist.is_initialized() or after_failure is None or after_failure[1] != world_size:
         return
@@ -97,10 +97,11 @@ def restart(backend: str, rank: int, world_size: int, timeout: timedelta) -> Non
 
 
 def reduce(who: str, tensor: Any, group: Any, reduce_op: Any) -> Any:
-    """Reduces a tensor over all ranks, in place; anything else is returned as it is.
+    """Reduces a tensor over all ranks, in place, and returns it. Returns anything else unchanged.
 
-    ``reduce_op``: "mean", "avg" and None, which are the same, "sum", "min", "max", "product" (in any case), or a
-    ``torch.distributed.ReduceOp``. A mean of integers is cut towards zero. ValueError for anything else, or a group.
+    ``reduce_op`` is "mean" (or "avg" or None), "sum", "min", "max" or "product", in any case, or a
+    ``torch.distributed.ReduceOp``. A mean of integers is truncated towards zero. Raises ValueError for another value,
+    and for a group.
     """
     if not isinstance(tensor, torch.Tensor):
         return tensor

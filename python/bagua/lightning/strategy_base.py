@@ -15,12 +15,12 @@ __all__ = ["CommonMethods"]
 
 _Base: Any = object
 
-# Name in Lightning's registry, and how the ranks are started.
+# Name in Lightning's registry -> start method of the ranks.
 _NAMES = {"bagua": "popen", "bagua_spawn": "spawn", "bagua_fork": "fork", "bagua_notebook": "fork"}
 
 
 class CommonMethods(_Base):  # type: ignore[misc]
-    """The choice of an algorithm, the ranks, and the wrapping of a model."""
+    """The methods that both strategies share: choosing an algorithm, joining, and wrapping a model."""
 
     #: MisconfigurationException and BaguaEnvironment of the namespace.
     _misconfigured: type[Exception]
@@ -32,38 +32,38 @@ class CommonMethods(_Base):  # type: ignore[misc]
         if cluster_environment is None and is_detected():
             cluster_environment = self._environment()
         if timeout is not None:
-            # Its default is the base class's.
+            # Without a timeout, the base class's default applies.
             others["timeout"] = timeout
         super().__init__(
             cluster_environment=cluster_environment, process_group_backend=process_group_backend or "bagua", **others
         )
 
     def _choose(self, algorithm: Any, options: Mapping[str, Any], **wrapping_options: Any) -> None:
-        """Remembers what to train with. MisconfigurationException names what is wrong with it."""
+        """Stores the algorithm and its options. Raises MisconfigurationException if they cannot be used."""
         self._algorithm, self._bagua_kwargs, self._wrapping = algorithm, dict(options), wrapping_options
         with self._refusing():
             algorithm_options.check(algorithm, options)
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Turns what a user has to change into Lightning's exception for it."""
+        """Converts `Refused` to Lightning's MisconfigurationException."""
         try:
             yield
         except algorithm_options.Refused as wrong:
-            # The text about qadam is that of Lightning 1.9.
+            # The text about qadam must stay exactly as in Lightning 1.9.
             text = str(wrong) if str(wrong) == algorithm_options.QADAM else f"{type(self).__name__}: {wrong}"
             raise self._misconfigured(text) from wrong
 
     def _prepare_to_join(self, device: torch.device) -> None:
-        """Called before the ranks join. MisconfigurationException for a device that is not the CPU."""
-        # Registers the backend, where torch does not find it by its entry point.
+        """Prepares for joining the ranks. Raises MisconfigurationException for a device that is not the CPU."""
+        # Registers the backend if torch did not find it through its entry point.
         import bagua.c10d  # noqa: F401
 
         with self._refusing():
             algorithm_options.check_device(device)
 
     def _wrapped(self, module: Any, optimizers: Sequence[torch.optim.Optimizer], schedulers: int = 0) -> Any:
-        """The module in the wrapper that communicates for it. Collective."""
+        """Returns the module in Bagua's wrapper. Collective."""
         with self._refusing():
             algorithm = algorithm_options.make(self._algorithm, self._bagua_kwargs, optimizers, schedulers)
         return ddp_wrapper.wrap(module, optimizers, algorithm, **self._wrapping)
@@ -73,7 +73,7 @@ class CommonMethods(_Base):  # type: ignore[misc]
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers "bagua", "bagua_spawn", "bagua_fork" and "bagua_notebook", unless they are."""
+        """Registers "bagua", "bagua_spawn", "bagua_fork" and "bagua_notebook", unless they are registered already."""
         for name, start_method in _NAMES.items():
             if name not in strategy_registry:
                 strategy_registry.register(

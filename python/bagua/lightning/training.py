@@ -1,4 +1,4 @@
-"""What `BaguaStrategy` does differently from Lightning's `DDPStrategy`, under either name of Lightning."""
+"""The differences between `BaguaStrategy` and Lightning's `DDPStrategy`, under either name of Lightning."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ __all__ = ["StrategyMethods"]
 class StrategyMethods(CommonMethods):
     """Trains a LightningModule on several ranks with one of Bagua's algorithms, on the CPU.
 
-    ``algorithm``: its name (the page "Algorithms"), with its options as further keyword arguments, or an ``Algorithm``.
-    ``flatten``: gradients are views of their buckets' memory. ``find_unused_parameters``: parameters that take no part
-    in a step are not an error. ``broadcast_buffers``: each step ends with rank 0's buffers. ``bucket_size``:
-    bytes that are communicated at once (default: the environment's). The other arguments are those of ``DDPStrategy``;
-    ``process_group_backend`` is "bagua" by default.
+    - ``algorithm``: its name (page "Algorithms"), with its options as further keyword arguments, or an ``Algorithm``.
+    - ``flatten``: True makes gradients views of their buckets' memory.
+    - ``find_unused_parameters``: True allows parameters that take no part in a step.
+    - ``broadcast_buffers``: True copies rank 0's buffers to all ranks in each step.
+    - ``bucket_size``: bytes that are communicated at once (default: BAGUA_DEFAULT_BUCKET_SIZE).
 
-    MisconfigurationException names an unknown algorithm or option, and a device that is not the CPU. Where another rank
-    is lost or raises, training ends with its number in a ``bagua.errors`` exception.
+    The other arguments are those of ``DDPStrategy``; ``process_group_backend`` is "bagua" by default.
+
+    Raises MisconfigurationException for an unknown algorithm or option, and for a device that is not the CPU. If
+    another rank is lost or raises, training ends with an exception of ``bagua.errors`` that names it.
     """
 
-    #: The LightningModule, in its wrapper while it is trained.
+    #: The LightningModule, wrapped during training.
     model: Any
 
     def __init__(
@@ -68,15 +70,15 @@ class StrategyMethods(CommonMethods):
             broadcast_buffers=broadcast_buffers,
             bucket_size=bucket_size,
         )
-        # An exception was reported to the other ranks.
+        # True once an exception has been reported to the other ranks.
         self._failed = False
-        # Of a validation.
+        # Keeps this rank out of asynchronous averaging during a validation.
         self._paused = contextlib.ExitStack()
 
     # --- the ranks ----------------------------------------------------------------------------------------------------
 
     def setup_distributed(self) -> None:
-        """Joins the other ranks, and makes their group Bagua's."""
+        """Joins the other ranks, and makes Bagua's group from them."""
         self._prepare_to_join(self.root_device)
         self.set_world_ranks()
         process_group.restart(self._process_group_backend, self.global_rank, self.world_size, self._timeout)
@@ -84,20 +86,20 @@ class StrategyMethods(CommonMethods):
         process_group.join()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a tensor over all ranks, in place, and returns it; anything but a tensor is returned as it is.
+        """Reduces a tensor over all ranks, in place, and returns it. Returns anything else unchanged.
 
-        ``reduce_op``: "mean", "avg" and None, which are the same, "sum", "min", "max", "product", or a ``ReduceOp``.
-        A mean of integers is cut towards zero. ValueError for another one, and for a group.
+        ``reduce_op`` is "mean" (or "avg" or None), "sum", "min", "max" or "product", or a ``ReduceOp``. A mean of
+        integers is truncated towards zero. Raises ValueError for another value, and for a group.
         """
         return self._reduce(tensor, group, reduce_op)
 
     # --- the model ----------------------------------------------------------------------------------------------------
 
     def configure_ddp(self) -> None:
-        """Nothing yet: algorithms need the optimizers, which are made after this."""
+        """Does nothing: algorithms need the optimizers, which are made later."""
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Makes the optimizers, and wraps the model for them."""
+        """Makes the optimizers, and wraps the model together with them."""
         self._unwrap()
         super().setup_optimizers(trainer)
         self.model = self._setup_model(self.model)
@@ -106,7 +108,9 @@ class StrategyMethods(CommonMethods):
         return self._wrapped(model, self.optimizers, len(self.lr_scheduler_configs))
 
     def pre_backward(self, closure_loss: Any) -> None:
-        """With manual optimization a backward runs inside the forward, and no_sync may differ between two of them."""
+        """Decides whether this backward communicates. Manual optimization runs backward inside forward, and may change
+        no_sync in between.
+        """
         super().pre_backward(closure_loss)
         if self._is_wrapped() and not self.lightning_module.automatic_optimization:
             self.model.bagua_ddp.decide_now()
@@ -116,20 +120,22 @@ class StrategyMethods(CommonMethods):
 
     def _unwrap(self) -> None:
         if self._is_wrapped():
-            # After a validation that raised; the error of a group was raised already.
+            # A validation that raised is still paused. A group's error was raised already.
             with contextlib.suppress(BaguaError):
                 self._paused.close()
             ddp_wrapper.unwrap(self.model)
             self.model = self.lightning_module
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state of the LightningModule, without a wrapper's prefix; copied between two rounds of ``async``."""
+        """Returns the state of the LightningModule without a wrapper's prefix. Copied between two averaging rounds of
+        ``async``.
+        """
         read = super().lightning_module_state_dict
         state: dict[str, Any] = self.model.bagua_algorithm.model_state_dict(read) if self._is_wrapped() else read()
         return state
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Loads it on all ranks together, outside of the rounds of ``async``."""
+        """Loads a checkpoint on all ranks at once. Under ``async``, waits until no averaging round is running."""
         load = functools.partial(super().load_model_state_dict, checkpoint, strict)
         if not self._is_wrapped():
             load()
@@ -140,20 +146,22 @@ class StrategyMethods(CommonMethods):
         load_weights(self.lightning_module, Coordinator(), load)
 
     def on_validation_start(self) -> None:
-        """This rank steps out of asynchronous averaging: all batches see the same weights."""
+        """Leaves asynchronous averaging for the validation, so that all its batches see the same weights."""
         super().on_validation_start()
         if self._is_wrapped():
             self._paused.enter_context(self.model.bagua_algorithm.paused())
 
     def on_validation_end(self) -> None:
-        """This rank takes part in asynchronous averaging again."""
+        """Takes part in asynchronous averaging again."""
         super().on_validation_end()
         self._paused.close()
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def on_train_end(self) -> None:
-        """Ends the rounds of ``async`` with one that averages all steps, so that the ranks' weights are equal."""
+        """Ends the averaging of ``async`` with a round that includes all steps, so that the ranks' weights
+        are equal.
+        """
         super().on_train_end()
         from bagua.torch_api.algorithms import AsyncModelAverageAlgorithmImpl
 
@@ -163,15 +171,15 @@ class StrategyMethods(CommonMethods):
             algorithm.abort(self.model)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Ends the other ranks' training too."""
+        """Reports the exception to the other ranks, which ends their training too."""
         super().on_exception(exception)
         self._failed = True
         process_group.fail(exception)
 
     def teardown(self) -> None:
-        """Gives the LightningModule back as it was, without hooks. Nothing before a model is connected.
+        """Removes the wrapper and its hooks from the LightningModule. Does nothing before a model is connected.
 
-        The group stays for the next fit of this process, unless an exception has ended it.
+        The group stays for the next fit in this process, unless an exception has ended it.
         """
         if self.lightning_module is None or self.accelerator is None or self.cluster_environment is None:
             return
