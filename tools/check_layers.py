@@ -66,6 +66,7 @@ TORCH = (
     "horovod/*",
     "hooks.py",
     "linalg.py",
+    "torch_exchange.py",
     "torch_operand.py",
 )
 

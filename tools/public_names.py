@@ -115,6 +115,7 @@ INTERNAL = (
     "bagua.torch_api.model_engine*",
     "bagua.torch_api.patches",
     "bagua.torch_api.process_group.state",
+    "bagua.torch_exchange",
     "bagua.torch_needed",
     "bagua.torch_operand",
     "bagua.torch_store",

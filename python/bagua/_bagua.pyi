@@ -440,12 +440,12 @@ class Communicator:
 @final
 class CompressedExchange:
     """
-    Averages tensors in host memory over the `size` members of a group, through a codec. `rank` is this process's place among them.
+    Combines tensors in host memory over the `size` members of a group, through a codec. `rank` is this process's place among them.
 
     Two functions send the records, which are blocks of `record` bytes, one for each member, at an address of host memory:
     `all_to_all(sent, received, record)` sends block j of `sent` to member j and stores the block of member i at place i of `received`;
     `all_gather(blocks, record)` fills `blocks`, of which block `rank` is there, with the block of each member. Both return when that is
-    done. What they raise, `all_reduce` raises.
+    done. What they raise, the methods raise.
     """
     def __new__(cls, /, codec: Codec, rank: SupportsIndex, size: SupportsIndex, all_to_all: Any, all_gather: Any) -> CompressedExchange: ...
     def all_reduce(self, /, address: SupportsIndex, count: SupportsIndex, dtype: SupportsIndex, *, call: SupportsIndex, error: SupportsIndex | None) -> None:
@@ -455,6 +455,16 @@ class CompressedExchange:
         caller promises that both stay valid, and that no other code uses them, until the call has returned.
 
         Raises TypeError for a type that cannot be encoded, ValueError when an option of the codec does not fit the count.
+        """
+    def reduce_scatter(self, /, address: SupportsIndex, result: SupportsIndex, count: SupportsIndex, dtype: SupportsIndex, *, average: bool, call: SupportsIndex, error: SupportsIndex | None) -> None:
+        """
+        Combines the `count` elements of type `dtype` at `address`, which consist of one part for each member, and stores this member's part
+        of the result at `result`: the mean over the members if `average`, else the sum. Each part is encoded once. The elements at
+        `address` are overwritten. `call` and `error` are those of `all_reduce`. The caller promises that all three places stay valid, that
+        they do not overlap, and that no other code uses them, until the call has returned.
+
+        Raises TypeError for a type that cannot be encoded, ValueError if the count is not a multiple of the number of members, or if an
+        option of the codec does not fit the count.
         """
 
 @final

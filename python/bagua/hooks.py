@@ -18,7 +18,6 @@ cannot come between them on one rank only, which would make ranks wait for each 
 
 # Without `from __future__ import annotations`: torch compares the annotations of a hook with its classes.
 
-import ctypes
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -27,9 +26,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from bagua import engine
 from bagua.codecs import Codec
-from bagua.torch_operand import DTYPES
+from bagua.torch_exchange import TensorExchange, codec_of, sending_device
 
 __all__ = ["CompressedState", "compressed_hook"]
 
@@ -55,9 +53,7 @@ class CompressedState:
         error_feedback: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.codec = Codec(codec) if isinstance(codec, str) else codec
-        if not isinstance(self.codec, Codec):
-            raise TypeError(f"codec must be a codec's name or a bagua.Codec, not {type(codec).__name__}")
+        self.codec = codec_of(codec)
         self.error_feedback = error_feedback
         self._given_group = process_group
         self._sender: _Sender | None = None
@@ -92,9 +88,9 @@ class CompressedState:
         that is resumed, with any number of ranks.
         """
         if self.error_feedback and self._memory.buckets:
-            sender = self._started()
+            wire = self._started().exchange.wire
             for errors in self._memory.buckets.values():
-                sender.wire.average(errors)
+                wire.average(errors)
 
     def _started(self) -> "_Sender":
         if self._sender is None:
@@ -198,52 +194,11 @@ class _ErrorMemory:
         part.copy_(error.reshape(-1))
 
 
-class _Wire:
-    """Sends records on a process group of its own, from host memory."""
-
-    def __init__(self, given: dist.ProcessGroup | None) -> None:
-        group = dist.group.WORLD if given is None else given
-        if group is None or dist.get_rank(group) < 0:
-            raise ValueError("compressed_hook needs an initialized process group that this rank is in")
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        backends = str(dist.get_backend_config(group))
-        # A group that has only NCCL sends from devices.
-        self._device = torch.device("cpu" if "cpu:" in backends else torch.cuda.current_device())
-        self._group: Any = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=group._get_backend(self._device).options._timeout,
-            backend=None if given is None else backends,
-            use_local_synchronization=True,
-        )
-
-    def all_to_all(self, sent: int, received: int, record: int) -> None:
-        """As `engine.CompressedExchange` calls it."""
-        results = _bytes(received, self.size * record)
-        there = results.to(self._device)
-        dist.all_to_all_single(there, _bytes(sent, self.size * record).to(self._device), group=self._group)
-        results.copy_(there)
-
-    def all_gather(self, blocks: int, record: int) -> None:
-        """As `engine.CompressedExchange` calls it."""
-        results = _bytes(blocks, self.size * record)
-        there = results.to(self._device)
-        own = there[self.rank * record :][:record].clone()
-        dist.all_gather_into_tensor(there, own, group=self._group)
-        results.copy_(there)
-
-    def average(self, errors: torch.Tensor) -> None:
-        """Replaces a tensor by its mean over the ranks."""
-        sent = errors.to(self._device)
-        dist.all_reduce(sent, group=self._group)
-        errors.copy_(sent.div_(self.size))
-
-
 class _Sender:
     """Reduces buckets one after the other, on a thread of its own."""
 
     def __init__(self, given: dist.ProcessGroup | None, codec: Codec) -> None:
-        self.wire = wire = _Wire(given)
-        self._exchange = engine.CompressedExchange(codec._raw, wire.rank, wire.size, wire.all_to_all, wire.all_gather)
+        self.exchange = TensorExchange(codec, _own_group(given))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bagua-hook")
         # The first error. After it, the ranks may no longer be at the same bucket.
         self._failure: BaseException | None = None
@@ -259,7 +214,7 @@ class _Sender:
             try:
                 # On a device, the copies follow the gradients, and DDP's next work follows the copies.
                 with torch.cuda.stream(stream):
-                    self._reduce(buffer, call, error)
+                    self.exchange.all_reduce(buffer, call=call, error=error)
             except BaseException as failure:
                 self._failure = failure
                 raise
@@ -270,21 +225,18 @@ class _Sender:
         self._thread.submit(begins.set_result, None)
         return result
 
-    def _reduce(self, buffer: torch.Tensor, call: int, error: torch.Tensor | None) -> None:
-        host = buffer.cpu()
-        errors = None if error is None else error.cpu()
-        self._exchange.all_reduce(
-            host.data_ptr(),
-            host.numel(),
-            DTYPES[host.dtype],
-            call=call,
-            error=None if errors is None else errors.data_ptr(),
-        )
-        buffer.copy_(host)
-        if error is not None and errors is not None:
-            error.copy_(errors)
 
-
-def _bytes(address: int, count: int) -> torch.Tensor:
-    """Returns host memory as a tensor of uint8, without a copy."""
-    return torch.frombuffer((ctypes.c_uint8 * count).from_address(address), dtype=torch.uint8)
+def _own_group(given: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Returns a new group of the same ranks, which sends in the same way."""
+    group = dist.group.WORLD if given is None else given
+    if group is None or dist.get_rank(group) < 0:
+        raise ValueError("compressed_hook needs an initialized process group that this rank is in")
+    own = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=group._get_backend(sending_device(group)).options._timeout,
+        backend=None if given is None else str(dist.get_backend_config(group)),
+        use_local_synchronization=True,
+    )
+    # Ranks outside of a new group get a number instead.
+    assert not isinstance(own, int)
+    return own

@@ -13,6 +13,8 @@
 //! **One-shot** codecs, for example of the largest elements: each member sends one record of the whole tensor to all
 //! other members.
 //!
+//! [`reduce_scatter`] is steps 1 to 3 of two-shot without the second encoding, for every codec.
+//!
 //! **Error feedback** (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, arXiv:1901.09847): what encoding
 //! lost is added to the next tensor. Invariant: in every step, the sum over ranks of (input + error before) = divisor *
 //! result + the sum of (error after), within float32 rounding. So the owner of a chunk also keeps what its second
@@ -22,6 +24,7 @@
 //! They have the same bytes as on the host, so some members may encode on a device and others on the host, if the
 //! device's messages pass through the host.
 
+use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
@@ -148,16 +151,8 @@ pub fn all_reduce<E: RecordExchange + ?Sized>(
     let mut fresh = Workspace::default();
     let work = work.as_deref_mut().unwrap_or(&mut fresh);
     let place = data.device();
-    if !data.is_empty()
-        && exchange.size() > 1
-        && let Some(error) = &error
-        && error.len() != how.elements * ERROR
-    {
-        return Err(Error::InvalidArgument(format!(
-            "error memory of {} elements for {}",
-            error.len() / ERROR,
-            how.elements
-        )));
+    if !data.is_empty() && exchange.size() > 1 {
+        check_error(error.as_ref().map(BufferMut::len), how)?;
     }
     if place.is_none() {
         let error = error.map(BufferMut::into_host).transpose()?;
@@ -206,8 +201,7 @@ fn on_host<E: RecordExchange + ?Sized>(
         return Ok(());
     }
     if let Some(error) = error.as_deref() {
-        work.error.resize(error.len(), 0);
-        for_dtype(dtype, Compensate { data: &mut data[..carried], error, after: &mut work.error });
+        compensate(dtype, &mut data[..carried], error, work);
     }
     let feedback = error.is_some();
     match how.codec.exchange() {
@@ -233,10 +227,56 @@ fn on_host<E: RecordExchange + ?Sized>(
     Ok(())
 }
 
-fn two_shot<E: RecordExchange + ?Sized>(
+/// Stores this member's part of the combined `data` in `result`. `data` consists of one part for each member, and
+/// contains input plus error memory afterwards. Every codec sends one record for each part. All of it is on the host.
+///
+/// If this member's part of the result, or anything that this member sent, is not finite, the error memory stays as it
+/// was.
+///
+/// # Errors
+/// `InvalidArgument` if a length does not fit, or if options of the codec do not fit the number of elements. Otherwise
+/// as [`Collective::exchange`].
+pub fn reduce_scatter<E: RecordExchange + ?Sized>(
     exchange: &mut E,
     cx: &OpContext<'_>,
     data: &mut [u8],
+    result: &mut [u8],
+    how: &Compression<'_>,
+) -> Result<()> {
+    let Extra { error, work, .. } = &mut *cx.extra.borrow_mut();
+    let mut fresh = Workspace::default();
+    let work = work.as_deref_mut().unwrap_or(&mut fresh);
+    let (dtype, members) = (cx.dtype(), exchange.size());
+    if data.len() != members * result.len() {
+        let (data, result) = (data.len(), result.len());
+        return Err(Error::InvalidArgument(format!("{data} bytes for {members} parts of {result} bytes")));
+    }
+    let mut error = error.as_mut().map(|error| error.reborrow().into_host()).transpose()?;
+    check_error(error.as_ref().map(|error| error.len()), how)?;
+    if members == 1 || data.is_empty() {
+        result.copy_from_slice(data);
+        return Ok(());
+    }
+    if let Some(error) = error.as_deref() {
+        compensate(dtype, data, error, work);
+    }
+    scatter(exchange, cx, data, how, error.is_some(), work)?;
+    result.copy_from_slice(&work.mean);
+    if let Some(error) = &mut error
+        && for_dtype(dtype, IsFinite(result))
+        && for_dtype(DType::F32, IsFinite(&work.error))
+    {
+        error.copy_from_slice(&work.error);
+    }
+    Ok(())
+}
+
+/// Encodes `data` in one chunk per member, sends record j to member j, and combines this member's chunk of all members
+/// in `work.mean`. With feedback, subtracts from `work.error` what all chunks decode to.
+fn scatter<E: RecordExchange + ?Sized>(
+    exchange: &mut E,
+    cx: &OpContext<'_>,
+    data: &[u8],
     how: &Compression<'_>,
     feedback: bool,
     work: &mut Workspace,
@@ -248,18 +288,15 @@ fn two_shot<E: RecordExchange + ?Sized>(
     let record = how.codec.record_len(count, dtype);
     resize(work, members * record, members * chunk, chunk);
     let Workspace { sent, received, decoded, mean, error, scratch, .. } = work;
-    let errors = |chunk: usize| {
-        let end = how.elements * ERROR;
-        (chunk * count * ERROR).min(end)..((chunk + 1) * count * ERROR).min(end)
-    };
 
     let start = Instant::now();
     for (j, (elements, record)) in data.chunks(chunk).zip(sent.chunks_mut(record)).enumerate() {
-        encode(cx, how, elements, record, scratch);
+        let how = Compression { draw: how.draw + j as u64, ..*how };
+        encode(cx, &how, elements, record, scratch);
         if feedback {
             let decoded = &mut decoded[..chunk];
             how.codec.decode(dtype, record, decoded)?;
-            for_dtype(dtype, Lose { error: &mut error[errors(j)], decoded });
+            for_dtype(dtype, Lose { error: &mut error[errors(how.elements, count, j)], decoded });
         }
     }
     cx.stats.add_encode(start.elapsed());
@@ -268,12 +305,39 @@ fn two_shot<E: RecordExchange + ?Sized>(
     let start = Instant::now();
     received[me * record..][..record].copy_from_slice(&sent[me * record..][..record]);
     combine(cx, how, &records(received, record), decoded, mean)?;
+    cx.stats.add_encode(start.elapsed());
+    Ok(())
+}
+
+/// Returns the bytes of a chunk in the error memory of `elements` elements, which has none of the padding.
+fn errors(elements: usize, count: usize, chunk: usize) -> Range<usize> {
+    let end = elements * ERROR;
+    (chunk * count * ERROR).min(end)..((chunk + 1) * count * ERROR).min(end)
+}
+
+fn two_shot<E: RecordExchange + ?Sized>(
+    exchange: &mut E,
+    cx: &OpContext<'_>,
+    data: &mut [u8],
+    how: &Compression<'_>,
+    feedback: bool,
+    work: &mut Workspace,
+) -> Result<()> {
+    scatter(exchange, cx, data, how, feedback, work)?;
+    let (dtype, members, me) = (cx.dtype(), exchange.size(), exchange.rank());
+    let chunk = data.len() / members;
+    let count = chunk / dtype.size();
+    let Workspace { sent, mean, error, scratch, .. } = work;
+    let record = sent.len() / members;
+
+    let start = Instant::now();
     let own = &mut sent[me * record..][..record];
     encode(cx, how, mean, own, scratch);
     let mine = &mut data[me * chunk..][..chunk];
     how.codec.decode(dtype, own, mine)?;
     if feedback {
-        for_dtype(dtype, LoseMean { error: &mut error[errors(me)], mean, decoded: mine, times: how.divisor });
+        let error = &mut error[errors(how.elements, count, me)];
+        for_dtype(dtype, LoseMean { error, mean, decoded: mine, times: how.divisor });
     }
     cx.stats.add_encode(start.elapsed());
     exchange.all_gather(cx, sent.as_mut_slice().into(), record)?;
@@ -369,6 +433,23 @@ fn one_shot<E: RecordExchange + ?Sized>(
     combine(cx, how, &records(received, record), decoded, data)?;
     cx.stats.add_encode(start.elapsed());
     Ok(())
+}
+
+/// Checks the number of bytes of the error memory.
+fn check_error(bytes: Option<usize>, how: &Compression<'_>) -> Result<()> {
+    match bytes {
+        Some(bytes) if bytes != how.elements * ERROR => {
+            let (kept, elements) = (bytes / ERROR, how.elements);
+            Err(Error::InvalidArgument(format!("error memory of {kept} elements for {elements}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Adds the error memory to `data`. `work.error` then has the sums before they were rounded.
+fn compensate(dtype: DType, data: &mut [u8], error: &[u8], work: &mut Workspace) {
+    work.error.resize(error.len(), 0);
+    for_dtype(dtype, Compensate { data, error, after: &mut work.error });
 }
 
 /// Resizes the workspace to these numbers of bytes for records, their elements, and the elements' mean.

@@ -26,7 +26,9 @@ mod over_exchange;
 pub mod shm;
 mod solo;
 
-pub use compressed::{RecordExchange, all_reduce as compressed_all_reduce};
+pub use compressed::{
+    RecordExchange, all_reduce as compressed_all_reduce, reduce_scatter as compressed_reduce_scatter,
+};
 pub use hier::{ByHost, Hier};
 pub use net::{Algorithm, Net};
 pub use over_exchange::{agreed, check_layouts, check_operands, over_exchange};

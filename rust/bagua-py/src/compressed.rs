@@ -1,4 +1,4 @@
-//! `CompressedExchange`: a compressed all_reduce whose records another communication library sends.
+//! `CompressedExchange`: compressed collectives whose records another communication library sends.
 
 #![allow(unsafe_code)]
 
@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bagua_core::codec::{self, chunks};
-use bagua_core::collective::{OpContext, RecordExchange, compressed_all_reduce};
+use bagua_core::collective::{OpContext, RecordExchange, compressed_all_reduce, compressed_reduce_scatter};
 use bagua_core::error::{Error, Result};
 use bagua_core::health::GroupHealth;
 use bagua_core::memory::{Buffer, BufferMut};
@@ -22,12 +22,12 @@ use crate::codec::Codec;
 use crate::errors;
 use crate::tensor;
 
-/// Averages tensors in host memory over the `size` members of a group, through a codec. `rank` is this process's place among them.
+/// Combines tensors in host memory over the `size` members of a group, through a codec. `rank` is this process's place among them.
 ///
 /// Two functions send the records, which are blocks of `record` bytes, one for each member, at an address of host memory:
 /// `all_to_all(sent, received, record)` sends block j of `sent` to member j and stores the block of member i at place i of `received`;
 /// `all_gather(blocks, record)` fills `blocks`, of which block `rank` is there, with the block of each member. Both return when that is
-/// done. What they raise, `all_reduce` raises.
+/// done. What they raise, the methods raise.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct CompressedExchange {
     codec: Arc<dyn codec::Codec>,
@@ -61,45 +61,86 @@ impl CompressedExchange {
         call: u64,
         error: Option<usize>,
     ) -> PyResult<()> {
-        let mut raised = None;
-        let outcome = py.detach(|| self.run(address, count, tensor::dtype(dtype)?, call, error, &mut raised));
-        match raised {
-            Some(raised) => Err(raised),
-            None => outcome.map_err(|e| errors::raise(py, e)),
-        }
+        self.run(py, address, count, dtype, self.size, call, error, |functions, cx, data, how| {
+            compressed_all_reduce(functions, cx, data, how)
+        })
+    }
+
+    /// Combines the `count` elements of type `dtype` at `address`, which consist of one part for each member, and stores this member's part
+    /// of the result at `result`: the mean over the members if `average`, else the sum. Each part is encoded once. The elements at
+    /// `address` are overwritten. `call` and `error` are those of `all_reduce`. The caller promises that all three places stay valid, that
+    /// they do not overlap, and that no other code uses them, until the call has returned.
+    ///
+    /// Raises TypeError for a type that cannot be encoded, ValueError if the count is not a multiple of the number of members, or if an
+    /// option of the codec does not fit the count.
+    #[expect(clippy::too_many_arguments, reason = "the signature is Python's, and most arguments are keywords there")]
+    #[pyo3(signature = (address, result, count, dtype, *, average, call, error))]
+    fn reduce_scatter(
+        &self,
+        py: Python<'_>,
+        address: usize,
+        result: usize,
+        count: usize,
+        dtype: u8,
+        average: bool,
+        call: u64,
+        error: Option<usize>,
+    ) -> PyResult<()> {
+        let divisor = if average { self.size } else { 1 };
+        self.run(py, address, count, dtype, divisor, call, error, |functions, cx, data, how| {
+            // SAFETY: the caller's promise.
+            let mut result = unsafe { tensor::region_at(result, count / self.size, cx.dtype()) }?;
+            compressed_reduce_scatter(functions, cx, data.into_host()?, result.buffer_mut().into_host()?, how)
+        })
     }
 }
 
 impl CompressedExchange {
-    fn run(
+    #[expect(clippy::too_many_arguments, reason = "those of the calls from Python")]
+    fn run<C>(
         &self,
+        py: Python<'_>,
         address: usize,
         count: usize,
-        dtype: DType,
+        dtype: u8,
+        divisor: usize,
         call: u64,
         error: Option<usize>,
-        raised: &mut Option<PyErr>,
-    ) -> Result<()> {
-        self.codec.check(dtype)?;
-        // SAFETY: the caller's promise, see `all_reduce`.
-        let mut data = unsafe { tensor::region_at(address, count, dtype) }?;
-        // SAFETY: the caller's promise, see `all_reduce`.
-        let mut error = error.map(|error| unsafe { tensor::region_at(error, count, DType::F32) }).transpose()?;
-        let mut work = std::mem::take(&mut *lock(&self.memory));
-        let extra = Extra { error: error.as_mut().map(|e| e.buffer_mut()), work: Some(&mut work), ..Extra::default() };
-        let cx = OpContext {
-            fingerprint: Fingerprint::new(Kind::CompressedAllReduce, dtype, count),
-            // The two functions have deadlines of their own.
-            deadline: Deadline::after(Duration::MAX),
-            health: &GroupHealth::local(self.rank, self.size),
-            stats: &OpStats::default(),
-            label: "",
-            extra: &RefCell::new(extra),
-        };
-        let how = Compression { codec: &*self.codec, divisor: self.size, draw: chunks::draw(call, 0), elements: count };
-        let outcome = compressed_all_reduce(&mut Functions { exchange: self, raised }, &cx, data.buffer_mut(), &how);
-        *lock(&self.memory) = work;
-        outcome
+        collective: C,
+    ) -> PyResult<()>
+    where
+        C: FnOnce(&mut Functions<'_>, &OpContext<'_>, BufferMut<'_>, &Compression<'_>) -> Result<()> + Send,
+    {
+        let mut raised = None;
+        let outcome = py.detach(|| {
+            let dtype = tensor::dtype(dtype)?;
+            self.codec.check(dtype)?;
+            // SAFETY: the caller's promise, see `all_reduce` and `reduce_scatter`.
+            let mut data = unsafe { tensor::region_at(address, count, dtype) }?;
+            // SAFETY: as above.
+            let mut error = error.map(|error| unsafe { tensor::region_at(error, count, DType::F32) }).transpose()?;
+            let mut work = std::mem::take(&mut *lock(&self.memory));
+            let extra =
+                Extra { error: error.as_mut().map(|e| e.buffer_mut()), work: Some(&mut work), ..Extra::default() };
+            let cx = OpContext {
+                fingerprint: Fingerprint::new(Kind::CompressedAllReduce, dtype, count),
+                // The two functions have deadlines of their own.
+                deadline: Deadline::after(Duration::MAX),
+                health: &GroupHealth::local(self.rank, self.size),
+                stats: &OpStats::default(),
+                label: "",
+                extra: &RefCell::new(extra),
+            };
+            let how = Compression { codec: &*self.codec, divisor, draw: chunks::draw(call, 0), elements: count };
+            let mut functions = Functions { exchange: self, raised: &mut raised };
+            let outcome = collective(&mut functions, &cx, data.buffer_mut(), &how);
+            *lock(&self.memory) = work;
+            outcome
+        });
+        match raised {
+            Some(raised) => Err(raised),
+            None => outcome.map_err(|e| errors::raise(py, e)),
+        }
     }
 }
 

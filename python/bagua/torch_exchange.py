@@ -1,0 +1,104 @@
+"""Collectives on tensors of torch through a codec, whose records torch.distributed sends."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bagua import engine
+from bagua.codecs import Codec
+from bagua.torch_operand import DTYPES
+
+__all__ = ["TensorExchange", "Wire", "codec_of", "sending_device"]
+
+
+def codec_of(codec: str | Codec) -> Codec:
+    """Returns a codec by its name, or the codec itself. Raises TypeError for other objects."""
+    if isinstance(codec, str):
+        return Codec(codec)
+    if not isinstance(codec, Codec):
+        raise TypeError(f"codec must be a codec's name or a bagua.Codec, not {type(codec).__name__}")
+    return codec
+
+
+def sending_device(group: dist.ProcessGroup) -> torch.device:
+    """Returns where a group sends from. A group that has only NCCL sends from the current device."""
+    return torch.device("cpu" if "cpu:" in str(dist.get_backend_config(group)) else torch.cuda.current_device())
+
+
+class Wire:
+    """Sends records and tensors on a process group. The records are in host memory."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._device = sending_device(group)
+        self._group: Any = group
+
+    def all_to_all(self, sent: int, received: int, record: int) -> None:
+        """As `engine.CompressedExchange` calls it."""
+        results = _bytes(received, self.size * record)
+        there = results.to(self._device)
+        dist.all_to_all_single(there, _bytes(sent, self.size * record).to(self._device), group=self._group)
+        results.copy_(there)
+
+    def all_gather(self, blocks: int, record: int) -> None:
+        """As `engine.CompressedExchange` calls it."""
+        results = _bytes(blocks, self.size * record)
+        there = results.to(self._device)
+        own = there[self.rank * record :][:record].clone()
+        dist.all_gather_into_tensor(there, own, group=self._group)
+        results.copy_(there)
+
+    def average(self, tensor: torch.Tensor) -> None:
+        """Replaces a tensor by its mean over the ranks."""
+        sent = tensor.to(self._device)
+        dist.all_reduce(sent, group=self._group)
+        tensor.copy_(sent.div_(self.size))
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Replaces a tensor by that of the group's first rank."""
+        sent = tensor.to(self._device).contiguous()
+        dist.broadcast(sent, dist.get_global_rank(self._group, 0), group=self._group)
+        tensor.copy_(sent)
+
+
+class TensorExchange:
+    """Compressed collectives on a process group. Tensors on a device pass through host memory, where the codec runs.
+
+    `call` is the number of the call, equal on all ranks, from which codecs that draw at random draw. `error` is the
+    error memory, with one float32 per element of the tensor, or None.
+    """
+
+    def __init__(self, codec: Codec, group: dist.ProcessGroup) -> None:
+        self.wire = wire = Wire(group)
+        self._exchange = engine.CompressedExchange(codec._raw, wire.rank, wire.size, wire.all_to_all, wire.all_gather)
+
+    def all_reduce(self, tensor: torch.Tensor, *, call: int, error: torch.Tensor | None) -> None:
+        """Replaces a contiguous tensor by its mean over the ranks."""
+        host, kept = tensor.cpu(), None if error is None else error.cpu()
+        place = host.data_ptr(), host.numel(), DTYPES[host.dtype]
+        self._exchange.all_reduce(*place, call=call, error=None if kept is None else kept.data_ptr())
+        tensor.copy_(host)
+        if error is not None and kept is not None:
+            error.copy_(kept)
+
+    def reduce_scatter(
+        self, result: torch.Tensor, tensor: torch.Tensor, *, average: bool, call: int, error: torch.Tensor | None
+    ) -> None:
+        """Stores this rank's part of the sum, or of the average, over the ranks in `result`. Both are contiguous.
+
+        Overwrites `tensor`, which has one part per rank. The error memory must be in host memory.
+        """
+        host, part = tensor.cpu(), result.cpu()
+        place = host.data_ptr(), part.data_ptr(), host.numel(), DTYPES[host.dtype]
+        kept = None if error is None else error.data_ptr()
+        self._exchange.reduce_scatter(*place, average=average, call=call, error=kept)
+        result.copy_(part)
+
+
+def _bytes(address: int, count: int) -> torch.Tensor:
+    """Returns host memory as a tensor of uint8, without a copy."""
+    return torch.frombuffer((ctypes.c_uint8 * count).from_address(address), dtype=torch.uint8)
