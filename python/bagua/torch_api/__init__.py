@@ -1,4 +1,4 @@
-"""Bagua for torch, under the names of the original. Conventionally ``import bagua.torch_api as bagua``."""
+"""Bagua for torch, with the names of the original Bagua. Usually imported as ``import bagua.torch_api as bagua``."""
 
 from bagua.torch_needed import require
 
@@ -78,5 +78,5 @@ __all__ += default_collectives.__all__
 
 
 def __dir__() -> list[str]:
-    """Shows the public names only: the other modules of the package are its own."""
+    """Lists public names only."""
     return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -22,8 +22,10 @@ from .utils import check_contiguous
 
 
 def _flat_memory(count: int, like: torch.Tensor, name: str) -> tuple[torch.Tensor, object]:
-    """Zeros of the dtype of ``like``, on its device, and the owner of their memory: an arena where there is a default
-    group of several ranks, private memory otherwise; of zeros on a device the zeros themselves. Local.
+    """Returns zeros with dtype and device of ``like``, and the owner of their memory. Local.
+
+    The memory is shared with the ranks of this host if there is a default group of several ranks, and private
+    otherwise. On a device the zeros own their memory.
     """
     if like.device.type != "cpu" or count == 0:
         flat = torch.zeros(count, dtype=like.dtype, device=like.device)
@@ -39,23 +41,23 @@ def _flat_memory(count: int, like: torch.Tensor, name: str) -> tuple[torch.Tenso
 
 
 class DecentralizedSynchronousOp:
-    """What :meth:`BaguaBucket.append_decentralized_synchronous_op` returns."""
+    """The result of :meth:`BaguaBucket.append_decentralized_synchronous_op`."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
 
     def copy_back_peer_weight(self, bucket: engine.Bucket) -> None:
-        """Copies the result into the tensors of ``bucket.backend_bucket``, after the wait for the bucket.
+        """Copies the average into the tensors of ``bucket``, which is ``BaguaBucket.backend_bucket``.
 
-        ValueError while the bucket is being communicated.
+        Call it after the wait for the bucket. Raises ValueError while the bucket is being communicated.
         """
         bucket.copy_from_extra("peer_weight", **devices.stream_options(self._device))
 
 
 class AsyncModelAverageOp:
-    """What :meth:`BaguaBucket.append_asynchronous_model_average_op` returns.
+    """The result of :meth:`BaguaBucket.append_asynchronous_model_average_op`.
 
-    A thread holds the lock while it uses or changes the weights; the same thread may lock again.
+    A thread holds the lock while it uses or changes the weights. It may take the lock several times.
     """
 
     def __init__(
@@ -63,47 +65,53 @@ class AsyncModelAverageOp:
     ) -> None:
         self._lock = lock
         self._device = device
-        # What the methods below do.
         self._abort: Callable[[], None] = partial(core.set_takes_part, False)
         self._reset: Callable[[], None] = partial(core.set_takes_part, True)
         self._status: Callable[[], str] = lambda: "running" if core.takes_part else "stopped"
 
     def lock_weight(self) -> None:
-        """Takes the lock; waits for a round that copies or writes the weights. On a CUDA device work that torch's
-        current stream gets from now on comes behind that of the round.
+        """Takes the lock, after waiting for a round that is copying or writing the weights.
+
+        On a CUDA device, later work on torch's current stream runs after the work of that round.
         """
         self._lock.lock(**devices.stream_options(self._device))
 
     def unlock_weight(self) -> None:
-        """Gives it back. BaguaError, a RuntimeError, on a thread that does not hold it."""
+        """Releases the lock. Raises BaguaError, a RuntimeError, on a thread that does not hold it."""
         self._lock.unlock(**devices.stream_options(self._device))
 
     def control_by(self, abort: Callable[[], None], reset: Callable[[], None], status: Callable[[], str]) -> None:
-        """An algorithm makes the rounds: it does what the methods below do."""
+        """Makes the methods below call these functions instead. Used by an algorithm that runs the rounds itself."""
         self._abort, self._reset, self._status = abort, reset, status
 
     def abort(self) -> None:
-        """This rank's weights count no more, and are not changed any more. Not collective."""
+        """Takes this rank out of the rounds, so that its weights neither count nor change. Not collective."""
         self._abort()
 
     def reset(self) -> None:
-        """They count again from the next round on. Not collective."""
+        """Takes part again from the next round on. Not collective."""
         self._reset()
 
     def get_status(self) -> str:
-        """ "running" or "stopped"; of an algorithm also "warmup"."""
+        """Returns "running" or "stopped", or "warmup" if an algorithm runs the rounds."""
         return self._status()
 
 
 class BaguaBucket:
-    """Bagua tensors of one dtype and device under one name.
+    """Bagua tensors of one dtype and device, under one name. All methods are local.
 
-    With ``flatten`` their effective tensors are moved into one arena: contiguous memory that the other ranks of this
-    host can map, and reduce without a copy; tensors on a CUDA device into contiguous memory there. Without a default
-    group the memory is private. Local, with all methods: a bucket of a sub-group is built on its ranks only. ``group``
-    (``None``: the default group) is the one that operations are for which name none. With ``alignment`` > 1 a tensor of
-    zeros is added where needed, so that the number of elements can be divided by it. Lazy negations and conjugates
-    (``is_neg()``, ``is_conj()``) are resolved with ``flatten``, and a ValueError without.
+    Args:
+        tensors: The tensors, which must be registered (``ensure_bagua_tensor``).
+        name: Name of the bucket.
+        flatten: True moves the effective tensors into contiguous memory, which the other ranks of this host can map and
+            reduce without a copy. Tensors on a CUDA device move to contiguous memory there. Without a default group the
+            memory is private.
+        alignment: If above 1, zeros are added so that the number of elements is a multiple of it.
+        group: The group of operations that are appended without a group. None means the default group. A bucket of a
+            sub-group is built on its ranks only.
+
+    Lazy negations and conjugates (``is_neg()``, ``is_conj()``) are resolved with ``flatten``; without it they raise
+    ValueError.
     """
 
     def __init__(
@@ -123,39 +131,37 @@ class BaguaBucket:
         self.name = name
         self.alignment = alignment
         self.bagua_module_name = registration(self.tensors[0]).module_name
-        # When the bucket is flattened: its memory, and where in it each tensor belongs, padding included.
+        # The memory of a flattened bucket, and the slice of each tensor in it, padding included.
         self.memory: FlatMemory | None = None
         self.places: list[BucketSlice] = []
         self.padding_tensor: torch.Tensor | None = None
-        # What encoding lost of each element, padding left out: float32, with error feedback only.
+        # Error feedback: what encoding lost of each element, without padding, in float32.
         self.error: torch.Tensor | None = None
-        # Of the decentralized algorithms, each as long as the bucket: the mean with the peers' weights; the weights as
-        # both neighbours of a ring have them, and those of the neighbours.
+        # For decentralized algorithms, each as long as the bucket: the mean with the peers' weights; this rank's
+        # weights as both neighbours in a ring know them; and the neighbours' weights.
         self._peer_weight: torch.Tensor | None = None
         self._weight: torch.Tensor | None = None
         self._left_peer_weight: torch.Tensor | None = None
         self._right_peer_weight: torch.Tensor | None = None
-        # The operation that averages weights asynchronously.
         self._async_op: AsyncModelAverageOp | None = None
-        # Owners of the flat memory and of that of the operations: it stays, whatever becomes of the tensors in it.
+        # Owners of the flat memory and of the operations' memory. They keep it, whatever happens to the tensors.
         self._owners: list[object] = []
-        # Tensors of the operations, by name.
         self._extra: dict[str, torch.Tensor] = {}
         self._built_for = group
-        # The group that the operations were appended for; None: that of the model.
+        # The group of the appended operations; None means the model's group.
         self._group: ProcessGroup | None = None
-        # Of each tensor, padding included.
+        # Registration of each tensor, padding included.
         self.registrations = self._check()
         parts = [each.effective(tensor) for each, tensor in zip(self.registrations, self._members(), strict=True)]
         if flatten:
             self._flatten(parts)
         self.flatten = flatten
-        # The memory that is registered with the core: the bucket's own; unless it is flattened the tensors', which the
-        # core uses where no later address replaces it.
+        # The memory registered with the core: the bucket's own, or the tensors' memory, which the core uses unless it
+        # gets a newer address.
         self._registered = [values.detach() for values in parts] if self.memory is None else [self.memory.own]
-        #: The CUDA device of its tensors; None for the host.
+        #: CUDA device of the tensors; None for the host.
         self.device = devices.device_of(self._registered[0])
-        # Without hooks and graphs, which may refer to the bucket.
+        # Detached, because hooks and graphs may refer to the bucket.
         keep = None if self.device is None else [values.detach() for values in self._registered]
         self.backend_bucket = engine.Bucket(name, self._described(), **devices.bucket_options(self.device, keep))
 
@@ -175,7 +181,7 @@ class BaguaBucket:
         return f"<BaguaBucket {self.name!r} of model {self.bagua_module_name!r}: {shown}>"
 
     def _check(self) -> list[Registration]:
-        """Checks the tensors, and adds the padding. Returns the registrations of all."""
+        """Checks the tensors, adds the padding, and returns all registrations."""
         known = [registration(tensor) for tensor in self.tensors]
         names = [each.name for each in known]
         repeated = sorted(name for name, times in Counter(names).items() if times > 1)
@@ -254,7 +260,7 @@ class BaguaBucket:
 
     @property
     def backend_tensor(self) -> torch.Tensor | None:
-        """The flat memory, when the bucket owns one."""
+        """The flat memory of a flattened bucket; None for other buckets."""
         return None if self.memory is None else self.memory.shown()
 
     def _allocate(self, count: int, like: torch.Tensor, name: str) -> torch.Tensor:
@@ -263,7 +269,7 @@ class BaguaBucket:
         return flat
 
     def flattened_tensor(self) -> torch.Tensor:
-        """A new tensor, gapless in memory, with the values of the effective tensors and the padding."""
+        """Returns a new flat tensor with a copy of the effective tensors' values and the padding."""
         parts = self._effective()
         flat = torch.zeros(sum(part.numel() for part in parts), dtype=parts[0].dtype, device=parts[0].device)
         offset = 0
@@ -274,7 +280,9 @@ class BaguaBucket:
         return flat
 
     def extra_memory(self, name: str) -> torch.Tensor:
-        """Zeros of the bucket's dtype and number of elements, padding included; in an arena with ``flatten``. Local."""
+        """Returns zeros with the bucket's dtype and number of elements, padding included. Shared memory with
+        ``flatten``.
+        """
         values = self._registered
         count = sum(part.numel() for part in values)
         if not self.flatten:
@@ -282,7 +290,9 @@ class BaguaBucket:
         return self._allocate(count, values[0], f"{self.name}-{name}")
 
     def parts_of(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Views of a flat tensor with the bucket's elements (padding may be left out), by the names of its tensors."""
+        """Returns views of a flat tensor, one per tensor of the bucket, by name. The flat tensor may lack the
+        padding.
+        """
         parts, offset = {}, 0
         layouts = [(place.shape, place.strides) for place in self.places] or [
             (values.shape, layout_of(values)) for values in self._registered
@@ -293,29 +303,28 @@ class BaguaBucket:
         return parts
 
     def check_flatten(self) -> bool:
-        """True if the effective tensors lie one after the other in memory."""
+        """Returns True if the effective tensors are contiguous in memory."""
         return check_contiguous(self._effective())
 
     def bytes(self) -> int:
-        """Bytes of all tensors, padding included."""
+        """Returns the bytes of all tensors, padding included."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._effective())
 
     def check_group(self, group: ProcessGroup) -> None:
-        """Refuses to run operations that were appended for another group than the one that runs them."""
+        """Raises NotImplementedError if operations were appended for a group other than ``group``."""
         if self._group is not None and self._group.ranks != group.ranks:
             raise NotImplementedError(
-                f"bucket {self.name!r} has operations for ranks {self._group.ranks}, "
-                f"its model communicates with {group.ranks}: "
-                "an operation on another group than the model's does not exist yet"
+                f"bucket {self.name!r} has operations for ranks {self._group.ranks}, but its model communicates "
+                f"with {group.ranks}: append operations for the model's group"
             )
 
     def append_python_op(
         self, python_function: Callable[[str], None], group: ProcessGroup | None = None
     ) -> BaguaBucket:
-        """Runs ``python_function(bucket name)`` on the communication thread. Of a bucket on a CUDA device its work on
-        the default stream comes between that of the other operations.
+        """Appends a call of ``python_function(bucket name)`` on the communication thread. Returns the bucket.
 
-        If it raises, backward on this rank raises BaguaError from that exception, and the other ranks get
+        For a bucket on a CUDA device, the function's work on the default stream runs between the other operations. If
+        the function raises, backward on this rank raises BaguaError from that exception, and the other ranks raise
         PeerRaisedError.
         """
         self._group = group or self._group
@@ -332,11 +341,19 @@ class BaguaBucket:
         *,
         error_feedback: bool = False,
     ) -> BaguaBucket:
-        """Sums or averages the tensors over all ranks. ``hierarchical``: inside hosts first, then between them.
+        """Appends a sum or average of the tensors over all ranks. Returns the bucket.
 
-        ``compression``: a codec's name or a :class:`bagua.Codec`; between hosts only, where ``hierarchical``. It needs
-        ``scattergather=True``, else ValueError; TypeError for elements that the codec does not encode.
-        ``error_feedback`` adds what encoding lost to the next step's values; it is kept in :attr:`error`.
+        Args:
+            hierarchical: Adds inside each host first, then between hosts.
+            average: True divides by the number of ranks.
+            scattergather: Required with ``compression``: each rank reduces one part of the bucket.
+            compression: A codec's name, a :class:`bagua.Codec`, or None. With ``hierarchical`` it is used between hosts
+                only.
+            group: The group, see :class:`BaguaBucket`.
+            error_feedback: Adds what encoding lost to the values of the next step. Kept in :attr:`error`.
+
+        Raises ValueError for options that do not fit each other, and TypeError for a dtype that the codec cannot
+        encode.
         """
         codec = raw_codec(compression)
         if codec is None:
@@ -364,9 +381,11 @@ class BaguaBucket:
         average: bool = True,
         group: ProcessGroup | None = None,
     ) -> BaguaBucket:
-        """Sums or averages the tensors over all ranks, through the codec or without it: the ranks time both in the
-        first 10 communications of every 1,000, and keep the faster. ``backend_bucket.choice()`` is the codec, or "".
-        NotImplementedError for tensors on a device, whose work this thread does not wait for.
+        """Appends a sum or average over all ranks that uses the codec only if that is faster. Returns the bucket.
+
+        The ranks time both ways in the first 10 of every 1,000 communications. ``backend_bucket.choice()`` is the
+        codec's name, or "" for none. Raises NotImplementedError for tensors on a CUDA device, because timing would have
+        to wait for the device.
         """
         codec = raw_codec(compression)
         if codec is None:
@@ -382,12 +401,17 @@ class BaguaBucket:
         peer_selection_mode: str = "all",
         group: ProcessGroup | None = None,
     ) -> DecentralizedSynchronousOp:
-        """Averages the tensors with peers: the mean goes into ``peer_weight``, and the tensors stay as they are.
+        """Appends an average with peers. The average is written to ``peer_weight``; the tensors do not change.
 
-        ``peer_weight`` has the bucket's dtype and number of elements, padding included, else ValueError. Modes: "all",
-        "shift_one" (another peer in each round; ValueError for an odd number of members above 1), "ring",
-        "exponential", "one_peer_exponential". ``hierarchical``: the members are hosts, with the means of their ranks.
-        The number of the round is that of the bucket's communications.
+        Args:
+            peer_weight: A tensor with the bucket's dtype and number of elements, padding included.
+            hierarchical: The members are hosts, with the mean of their ranks, instead of ranks.
+            peer_selection_mode: "all", "shift_one" (another peer in each round, for an even number of members), "ring",
+                "exponential" or "one_peer_exponential".
+            group: The group, see :class:`BaguaBucket`.
+
+        A round's number is the number of times that the bucket has been communicated. Raises ValueError for an argument
+        that does not fit.
         """
         among = group or self._built_for or group_state.default_group
         engine.check_peer_selection(peer_selection_mode, 1 if among is None else among.members(hierarchical))
@@ -406,11 +430,17 @@ class BaguaBucket:
         compression: Compression = "MinMaxUInt8",
         group: ProcessGroup | None = None,
     ) -> None:
-        """Exchanges encoded differences of the tensors with both neighbours of a ring, and replaces the tensors.
+        """Appends an exchange of encoded differences with both neighbours in a ring, which replaces the tensors.
 
-        ``weight`` is what both neighbours know of this member, ``left_peer_weight`` and ``right_peer_weight`` what it
-        knows of them: each of the bucket's dtype and number of elements, else ValueError, and initially the values that
-        the member it is a copy of begins with. ``hierarchical``: the members are hosts, with the means of their ranks.
+        Args:
+            weight: This member's weights as both neighbours know them.
+            left_peer_weight, right_peer_weight: The neighbours' weights as this member knows them. These three tensors
+            have the bucket's dtype and number of elements, and start as copies of the respective member's weights.
+            hierarchical: The members are hosts, with the mean of their ranks, instead of ranks.
+            compression: A codec's name or a :class:`bagua.Codec`.
+            group: The group, see :class:`BaguaBucket`.
+
+        Raises ValueError for an argument that does not fit.
         """
         codec = raw_codec(compression)
         if codec is None:
@@ -434,12 +464,12 @@ class BaguaBucket:
         count, dtype = sum(part.numel() for part in values), values[0].dtype
         if tensor.numel() != count or tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(
-                f"bucket {self.name!r} has {count} elements of {dtype}: its {name} must be as many, contiguous, not "
-                f"{tensor.numel()} of {tensor.dtype}"
+                f"bucket {self.name!r} has {count} elements of {dtype}: its {name} must be contiguous and have the "
+                f"same number and dtype, not {tensor.numel()} of {tensor.dtype}"
             )
 
     def _attach(self, name: str, tensor: torch.Tensor) -> None:
-        """Registers a tensor of the operations, and keeps it alive."""
+        """Registers a tensor of an operation, and keeps it alive."""
         code = dtype_code(tensor, f"{name} of bucket {self.name!r}")
         options = devices.memory_options(self.device, tensor.detach())
         self.backend_bucket.attach(name, tensor.data_ptr(), tensor.numel(), code, **options)
@@ -452,17 +482,18 @@ class BaguaBucket:
         *,
         lock: engine.WeightLock | None = None,
     ) -> AsyncModelAverageOp:
-        """Averages the tensors over all ranks that take part, and adds average - snapshot to them under a lock. Each
-        communication of the bucket is one round; the algorithm "async" makes rounds by itself instead.
+        """Appends an average over all ranks that take part: adds average - snapshot to the tensors, under a lock.
 
-        ``peer_selection_mode``: "all", else ValueError. ``lock``: of the weights, ``None`` for a new one. TypeError for
-        elements that are not real floating-point numbers. Returns what also is ``bucket._async_op``.
+        Each communication of the bucket is one round. (The algorithm "async" starts its rounds itself.)
+        ``peer_selection_mode`` must be "all", else ValueError. ``lock`` is the lock of the weights; None makes a new
+        one. Raises TypeError for elements that are not real floating-point numbers. Returns the operation, which is
+        also ``bucket._async_op``.
         """
         if peer_selection_mode != "all":
             raise ValueError(
                 f"peer_selection_mode of an asynchronous average must be 'all', not {peer_selection_mode!r}"
             )
-        # That of an algorithm orders streams with rounds which are none of the bucket's.
+        # An algorithm's lock orders streams with rounds that are not the bucket's.
         elsewhere = lock is not None
         lock = engine.WeightLock() if lock is None else lock
         core = self.backend_bucket.append_asynchronous_model_average(lock, elsewhere=elsewhere)
@@ -471,7 +502,7 @@ class BaguaBucket:
         return self._async_op
 
     def clear_ops(self) -> BaguaBucket:
-        """Removes the operations."""
+        """Removes the operations. Returns the bucket."""
         self.backend_bucket.clear_ops()
         self._group = None
         self.error = None

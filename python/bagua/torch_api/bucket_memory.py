@@ -1,10 +1,10 @@
-"""Memory that the core works in, and the tensors over it that users have.
+"""Memory that the core works in, and tensors over it that users get.
 
-torch can replace the memory under every tensor that a user reaches. ``tensor.data = ...`` and ``set_`` do so for one
-tensor; ``share_memory_()``, and a queue of torch.multiprocessing on a thread of its own, for all tensors of a storage,
-whose old memory they free. So a tensor with which we keep memory alive, or by which we find it, is never given to a
-user, nor is another tensor of its storage: a user gets tensors over the same memory, each in a storage of its own.
-Whatever becomes of that storage, the memory stays, and comparing addresses shows that a tensor has other memory.
+torch can replace the memory under every tensor that a user holds. ``tensor.data = ...`` and ``set_`` do so for one
+tensor. ``share_memory_()``, and a queue of torch.multiprocessing on its own thread, do so for all tensors of a storage,
+and free the old memory. Tensors that keep memory alive, or by which the core's memory is found, are therefore never
+given to a user, nor is another tensor of the same storage. A user gets tensors over the same memory, each in its own
+storage. Whatever happens to that storage, the memory stays, and comparing addresses shows whether a tensor has moved.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _from_dlpack: Any = torch._C._from_dlpack
 
 
 def is_lazy_value(tensor: torch.Tensor) -> bool:
-    """True if its memory holds the negatives or conjugates of its values, which torch computes when it reads."""
+    """Returns True if the memory holds negated or conjugated values, which torch resolves when it reads them."""
     return tensor.is_neg() or tensor.is_conj()
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose memory holds its values: the same one, or a copy where :func:`is_lazy_value`."""
+    """Returns the tensor, or a copy whose memory holds the actual values if :func:`is_lazy_value`."""
     return tensor.resolve_conj().resolve_neg()
 
 
 def require_resolved(tensor: torch.Tensor, what: str) -> None:
-    """ValueError where :func:`is_lazy_value`: the core would read the wrong values, and write wrong results."""
+    """Raises ValueError if :func:`is_lazy_value`, because the core would read and write wrong values."""
     if is_lazy_value(tensor):
         relation = "conjugate" if tensor.is_conj() else "negation"
         raise ValueError(
@@ -38,7 +38,7 @@ def require_resolved(tensor: torch.Tensor, what: str) -> None:
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides for the tensor's values in contiguous memory: its own if it has no gaps, else row-major ones."""
+    """Returns strides for the values in contiguous memory: the tensor's own if it has no gaps, else row-major ones."""
     if tensor.is_contiguous():
         return tensor.stride()
     expected = 1
@@ -52,8 +52,10 @@ def layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def over(memory: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same host memory in a storage of its own, which begins at the first element, and which keeps
-    ``memory`` alive; the reverse does not hold. On a device, where no storage is moved, in the same storage.
+    """Returns a tensor over the same host memory in a storage of its own, which keeps ``memory`` alive.
+
+    The reverse does not hold. The new storage begins at the tensor's first element. On a device, where storages do not
+    move, the tensor shares the storage.
     """
     if memory.device.type != "cpu" or memory.numel() == 0:
         return memory.detach()
@@ -62,12 +64,14 @@ def over(memory: torch.Tensor) -> torch.Tensor:
 
 
 def window(flat: torch.Tensor, shape: torch.Size, strides: Sequence[int], offset: int) -> torch.Tensor:
-    """A tensor without gaps over a part of a flat tensor, from element ``offset``; :func:`flat_under` finds the part.
+    """Returns a dense tensor over a part of a flat tensor, from element ``offset`` on. :func:`flat_under` finds the
+    part.
 
-    In host memory it has a storage of its own, which begins there. torch up to 2.15 adds a sparse COO tensor without
-    dense dimensions to a view at twice the view's storage offset: to another parameter, were they in one storage.
+    In host memory the result has its own storage, which begins at that element. The reason is that torch up to 2.15
+    adds a sparse COO tensor without dense dimensions to a view at twice the view's storage offset. In a shared storage
+    that would be another parameter.
     """
-    # Flat: DLPack changes strides of dimensions with one element in older versions of torch.
+    # Flat, because DLPack changes strides of dimensions with one element in older versions of torch.
     part = flat.as_strided((shape.numel(),), (1,), flat.storage_offset() + offset)
     found = over(part)
     storage = found.untyped_storage()
@@ -78,7 +82,9 @@ def window(flat: torch.Tensor, shape: torch.Size, strides: Sequence[int], offset
 
 
 def flat_under(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a flat tensor that a :func:`window` was made over, in the flat one's storage; else the tensor."""
+    """Returns the part of a flat tensor that a :func:`window` was made over; for any other tensor, the tensor
+    itself.
+    """
     part = vars(tensor.untyped_storage()).get("_bagua_part")
     # share_memory_() gives the same storage other memory.
     return part if part is not None and part.data_ptr() == tensor.data_ptr() else tensor
@@ -88,22 +94,24 @@ class FlatMemory:
     """The memory of a flattened bucket."""
 
     def __init__(self, own: torch.Tensor) -> None:
-        #: One-dimensional, without gaps; never given to a user.
+        #: Flat and dense. Never given to a user.
         self.own = own
         self._shown = over(own)
-        #: Each shape of a slice, so that equal ones are one object: a bucket of many tensors has few shapes.
+        #: Shapes of slices, so that equal shapes are one object. A bucket of many tensors has few shapes.
         self.shapes: dict[torch.Size, torch.Size] = {}
 
     def shown(self) -> torch.Tensor:
-        """The same memory, for users."""
+        """Returns a tensor over the same memory for users."""
         if self._shown.data_ptr() != self.own.data_ptr():
             self._shown = over(self.own)
         return self._shown
 
 
 class BucketSlice:
-    """The slice of a bucket's memory that belongs to one tensor of the bucket. The tensors over it are made when they
-    are first needed, which is in the first backward for a gradient that does not exist yet.
+    """The slice of a bucket's memory that belongs to one tensor of the bucket.
+
+    Tensors over the slice are made when they are first needed. For a gradient that does not exist yet, that is the
+    first backward.
     """
 
     __slots__ = ("_flat", "_offset", "_own", "_shown", "address", "dtype", "shape", "strides")
@@ -132,14 +140,16 @@ class BucketSlice:
         return flat.as_strided(self.shape, self.strides, flat.storage_offset() + self._offset)
 
     def stand_in(self) -> torch.Tensor:
-        """A tensor over the slice for a short time. Those of one bucket share a storage, so they are quickly made."""
+        """Returns a temporary tensor over the slice. Such tensors share one storage per bucket, so making them is
+        cheap.
+        """
         return self._in(self._flat.shown())
 
     def _window(self) -> torch.Tensor:
         return window(self._flat.own, self.shape, self.strides, self._offset)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor's values are those of the slice, element by element."""
+        """Returns True if the tensor lies exactly in the slice, element by element."""
         return (
             tensor.data_ptr() == self.address
             and tensor.stride() == self.strides
@@ -149,14 +159,15 @@ class BucketSlice:
         )
 
     def tensor(self) -> torch.Tensor:
-        """A new tensor over the slice, for users."""
+        """Returns a new tensor over the slice, for users."""
         if self._shown is None or self._shown.data_ptr() != self.address:
             self._shown = self._window()
         return self._shown.data
 
     def put_back(self, tensor: torch.Tensor) -> None:
-        """Gives a tensor that got other memory its slice again, with the values it has now. Not one of another type
-        or shape, which was changed on purpose.
+        """Moves a tensor that got other memory back to its slice, with its current values.
+
+        A tensor whose dtype or shape was changed, on purpose, is left alone.
         """
         if tensor.dtype is self.dtype and tensor.shape == self.shape:
             self.take(tensor)
@@ -166,5 +177,6 @@ class BucketSlice:
         """Copies values into the slice."""
         if values.requires_grad:
             values = values.detach()
-        # Other strides over the same memory: torch does not see that the two overlap, as their storages differ.
+        # The values may have other strides over the same memory. torch does not notice this overlap, because the
+        # storages differ.
         self.own.copy_(values.clone() if values.data_ptr() == self.address else values)

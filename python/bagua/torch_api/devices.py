@@ -1,7 +1,7 @@
-"""Where the tensors of a model are: on the host, or on a CUDA device, and what the engine takes for that.
+"""The device of a model's tensors, and the arguments that the engine needs for it.
 
-`bagua.cuda.tensors` knows torch's streams. It is imported when there is a tensor on a device, and not before: importing
-`bagua.cuda` decides to which process CUDA belongs.
+``bagua.cuda.tensors`` knows torch's streams. It is imported only when a tensor is on a CUDA device, because importing
+``bagua.cuda`` decides which process owns CUDA.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["bucket_options", "check_place", "device_of", "memory_options", "stre
 
 
 def device_of(tensor: torch.Tensor) -> torch.device | None:
-    """The CUDA device of a tensor; None for the host."""
+    """Returns the CUDA device of a tensor; None for the host."""
     return tensor.device if tensor.device.type == "cuda" else None
 
 
 def stream_options(device: torch.device | None) -> dict[str, Any]:
-    """What the engine takes for work on the current stream of a device; nothing for the host."""
+    """Returns the engine's arguments for work on the current stream of a device; none for the host."""
     if device is None:
         return {}
     from bagua.cuda import tensors
@@ -32,7 +32,7 @@ def stream_options(device: torch.device | None) -> dict[str, Any]:
 
 
 def memory_options(device: torch.device | None, keep: object) -> dict[str, Any]:
-    """What the engine takes with an address on a device, whose owner is `keep`; nothing for the host."""
+    """Returns the engine's arguments for an address on a device whose owner is ``keep``; none for the host."""
     if device is None:
         return {}
     from bagua.cuda import arrays
@@ -41,7 +41,7 @@ def memory_options(device: torch.device | None, keep: object) -> dict[str, Any]:
 
 
 def bucket_options(device: torch.device | None, keep: object) -> dict[str, Any]:
-    """What a bucket takes with the addresses of its tensors; nothing for the host."""
+    """Returns a bucket's arguments for tensors on a device; none for the host."""
     if device is None:
         return {}
     return memory_options(device, keep) | {"collective": config.cuda_collective(), "check": config.cuda_check()}

@@ -1,4 +1,4 @@
-"""``model.with_bagua(...)``: the one call that makes a model train on several ranks."""
+"""``model.with_bagua(...)``: the call that makes a model train on several ranks."""
 
 from __future__ import annotations
 
@@ -42,35 +42,37 @@ def with_bagua(
     broadcast_buffers: bool = True,
     bucket_size: int | None = None,
 ) -> ModuleT:
-    """Makes ``module`` train in step with the other ranks, and returns it. Collective among the ranks of the group.
+    """Makes ``module`` train together with the other ranks, and returns it. Collective among the ranks of the group.
 
-    Call it after ``init_process_group()`` and after the model and its optimizers are built; ``model.with_bagua(...)``
-    is the same as a method. Parameters, buffers and the optimizers' state become rank 0's. From then on
-    ``loss.backward()`` returns with gradients that are communicated as ``algorithm`` says. Called again, it replaces
-    what was there before, unless it raises; :func:`unwrap` ends it.
+    Call it after ``init_process_group()`` and after the model and its optimizers are built. ``model.with_bagua(...)``
+    is the same as a method. Parameters, buffers and the optimizers' state become rank 0's. From then on,
+    ``loss.backward()`` returns when gradients have been communicated as ``algorithm`` says. A second call replaces the
+    first one, unless it raises. :func:`unwrap` ends it.
 
-    ``module``: on the CPU or on one CUDA device; it is changed itself. ``optimizers``: all that change its parameters,
-    in a list; of a ``ZeroRedundancyOptimizer`` each rank keeps its own state. ``algorithm``: one of
-    ``bagua.torch_api.algorithms``, such as ``ByteGradAlgorithm(hierarchical=False)``, or its name, such as
-    ``"bytegrad"``, for its default options. ``process_group``: the ranks that train together, of Bagua or
-    torch.distributed; ``None`` is all ranks.
+    Args:
+        module: The model, on the CPU or on one CUDA device. It is changed in place.
+        optimizers: A list of all optimizers that change the model's parameters. For a ``ZeroRedundancyOptimizer`` each
+            rank keeps its own state.
+        algorithm: One of ``bagua.torch_api.algorithms``, such as ``ByteGradAlgorithm(hierarchical=False)``, or its name
+            with default options, such as ``"bytegrad"``.
+        process_group: The ranks that train together, a group of Bagua or torch.distributed. ``None`` means all ranks.
+        do_flatten: True makes each gradient a view of its bucket's memory, which every backward overwrites: clone
+            gradients that must outlive ``zero_grad()``.
+        find_unused_parameters: True allows parameters that get no gradient in a step.
+        broadcast_buffers: True sends rank 0's buffers to all ranks.
+        bucket_size: Size of a bucket in bytes, which are communicated at once. The default is
+            ``BAGUA_DEFAULT_BUCKET_SIZE``, 10 MiB.
 
-    With ``do_flatten`` a gradient is a view of its bucket's memory, which every backward overwrites: clone what must
-    outlive ``zero_grad()``.
+    The gradient of a weight may be sparse if the weight belongs to an ``Embedding`` or ``EmbeddingBag`` with
+    ``sparse=True``, and to nothing else.
 
-    Gradients may be sparse where a weight is that of an ``Embedding`` or ``EmbeddingBag`` with ``sparse=True`` and of
-    nothing else.
-
-    ``find_unused_parameters``: parameters that do not take part in a step are not an error. ``broadcast_buffers``: rank
-    0's buffers before each training forward. ``bucket_size``: bytes that are communicated at once (default: those of
-    ``BAGUA_DEFAULT_BUCKET_SIZE``, 10 MiB).
-
-    Raises BaguaError before ``init_process_group()``, ValueError and TypeError for arguments that cannot be used,
-    MismatchError where ranks have different models, optimizers or algorithms.
+    Raises BaguaError before ``init_process_group()``, ValueError and TypeError for unusable arguments, and
+    MismatchError if ranks have different models, optimizers or algorithms.
     """
     group = to_bagua_process_group(process_group)
     if (before := _wrapped.get(module)) is not None:
-        # Other ranks may wait for what the last step left undone here. Where that fails, the weights become rank 0's.
+        # Other ranks may wait for work that the last step left undone here. If it fails, the weights become rank 0's
+        # anyway.
         with contextlib.suppress(BaguaError):
             before.bagua_algorithm.before_step(before)
     _wrapped[module] = InPlaceEngine(
@@ -89,7 +91,7 @@ def with_bagua(
 
 
 def unwrap(module: ModuleT) -> ModuleT:
-    """Makes a model train alone again. Nothing happens to one that does already."""
+    """Makes a model train alone again, and returns it. No effect on a model that is not wrapped."""
     engine.unwrap(module)
     return module
 
@@ -99,11 +101,13 @@ def algorithm_of(module: torch.nn.Module) -> AlgorithmImpl: ...
 @overload
 def algorithm_of(module: torch.nn.Module, kind: type[ImplT]) -> ImplT: ...
 def algorithm_of(module: torch.nn.Module, kind: type[Any] = AlgorithmImpl) -> Any:
-    """Returns the algorithm that communicates for a wrapped model, as ``module.bagua_algorithm`` does, with a type.
+    """Returns the algorithm that communicates for a wrapped model: ``module.bagua_algorithm`` with a type.
 
-    ``module``: a model of :func:`with_bagua`, or a ``DistributedDataParallel`` of Bagua. ``kind``: the class whose
-    members the caller uses, such as ``AsyncModelAverageAlgorithmImpl``. ValueError for a model that is not wrapped,
-    TypeError if the algorithm is not of this class.
+    Args:
+        module: A model of :func:`with_bagua`, or Bagua's ``DistributedDataParallel``.
+        kind: The expected class, such as ``AsyncModelAverageAlgorithmImpl``.
+
+    Raises ValueError if the model is not wrapped, and TypeError if the algorithm is not of this class.
     """
     ddp = _wrapped.get(module)
     if ddp is None:
@@ -114,7 +118,9 @@ def algorithm_of(module: torch.nn.Module, kind: type[Any] = AlgorithmImpl) -> An
 
 
 def no_sync(module: torch.nn.Module) -> AbstractContextManager[None]:
-    """Gradients only accumulate inside; the first backward afterwards communicates their sum."""
+    """Returns a context manager inside which gradients only accumulate. The first backward afterwards communicates
+    their sum.
+    """
     return _ddp_of(module).no_sync()
 
 
@@ -125,7 +131,7 @@ def _ddp_of(module: Any) -> ModelEngine:
     return ddp
 
 
-# Inside the class its own member has the name.
+# In the class body, the name with_bagua is already the member.
 _with_bagua = with_bagua
 
 
@@ -133,16 +139,18 @@ class BaguaModule:
     """The members added to :class:`torch.nn.Module`."""
 
     with_bagua = _with_bagua
-    """The function :func:`with_bagua` as a method of the model."""
+    """:func:`with_bagua` as a method of the model."""
 
     @property
     def bagua_ddp(self: Any) -> ModelEngine:
-        """What communicates for this model."""
+        """The engine that communicates for this model."""
         return _ddp_of(self)
 
     @property
     def bagua_module_name(self: Any) -> str:
-        """Name of the model among this process's; by default its class and a number. Set it before ``with_bagua``."""
+        """Name of the model, unique in this process; by default its class and a number. Set it before
+        ``with_bagua``.
+        """
         name = _names.get(self)
         if name is None:
             raise AttributeError(f"this {type(self).__name__} has no name yet")
@@ -154,22 +162,22 @@ class BaguaModule:
 
     @property
     def bagua_algorithm(self: Any) -> AlgorithmImpl:
-        """The algorithm at work."""
+        """The algorithm that communicates for this model."""
         return _ddp_of(self).bagua_algorithm
 
     @property
     def bagua_optimizers(self: Any) -> list[torch.optim.Optimizer]:
-        """The optimizers that were given."""
+        """The optimizers given to ``with_bagua``."""
         return _ddp_of(self).bagua_optimizers
 
     @property
     def bagua_buckets(self: Any) -> list[BaguaBucket]:
-        """The buckets, in the order of communication."""
+        """The buckets in the order of communication."""
         return _ddp_of(self).bagua_buckets
 
 
 def _end_all() -> None:
-    """Ends what communicates for every model."""
+    """Ends the communication of all models."""
     for module in list(_wrapped):
         bagua_ddp.end_with_group(module)
     model_state.wrapped_count = 0

@@ -1,5 +1,6 @@
-"""Every change that ``import bagua.torch_api`` makes to torch: members added to tensors, modules and process groups,
-and hooks on the steps of optimizers.
+"""All changes that ``import bagua.torch_api`` makes to torch.
+
+It adds members to tensors, modules and process groups, and hooks to the steps of optimizers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _patch_tensor() -> None:
 
 
 class _Attribute:
-    """A property that is not a ``property``: TorchScript compiles every ``property`` of a module's class."""
+    """A property that is not a ``property``, because TorchScript compiles every ``property`` of a module's class."""
 
     def __init__(self, wrapped: property) -> None:
         self._property = wrapped
@@ -60,7 +61,7 @@ def _patch_module() -> None:
     list_members = torch.nn.Module.__dir__
 
     def list_present(self: torch.nn.Module) -> list[str]:
-        """The names of a module's members. torch.compile reads every one, and fails if one raises."""
+        """Lists only members that can be read. torch.compile reads every listed member, and fails if one raises."""
         names = list_members(self)  # type: ignore[no-untyped-call]
         return [name for name in names if name not in attributes or hasattr(self, name)]
 
@@ -68,7 +69,7 @@ def _patch_module() -> None:
 
 
 def _patch_script() -> None:
-    """TorchScript compiles a module's hooks. It gets a wrapped model without its communication, as a copy does."""
+    """Hides Bagua's hooks from TorchScript, which would compile them. A scripted copy does not communicate."""
     recursive: Any = torch.jit._recursive
     create = recursive.create_script_module
 

@@ -1,4 +1,4 @@
-"""States of which a rank can use only its own: the error of another rank's."""
+"""Checks that a rank loads only its own state, for state that differs between ranks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 def require_own(state: Mapping[str, Any], mine: Mapping[str, Any], kinds: Sequence[str], remedy: str) -> None:
-    """ValueError unless the entries ``kinds`` of the state are those of this rank, among the same members.
+    """Raises ValueError unless the entries ``kinds`` of ``state`` were saved by this rank, among the same members.
 
-    ``mine`` has "rank" and "world_size", and "members" where these are exchanged with; what the state lacks of them, as
-    one of an older version does, is not compared. Another rank's state would be wrong without a sign: a replica of a
-    neighbour that is another rank now, for instance, keeps the weights apart for good.
+    ``mine`` has "rank" and "world_size", and "members" if ranks exchange with some ranks only. Entries that ``state``
+    lacks, as in older versions, are not compared. Without this check, another rank's state would be wrong unnoticed: a
+    replica of a former neighbour, for example, would keep the ranks' weights apart for good.
     """
     theirs = {**mine, **{name: state[name] for name in mine if name in state}}
     if not kinds or theirs == mine:

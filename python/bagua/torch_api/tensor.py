@@ -1,9 +1,9 @@
-"""Bagua tensors: torch tensors registered for communication under a name, for a model.
+"""Bagua tensors: torch tensors that are registered for communication, with a name and a model.
 
-``patches`` adds the methods of :class:`BaguaTensor` to :class:`torch.Tensor`; every name contains "bagua". The
-registered tensor is permanent; its *effective* tensor, whose values are communicated, is what the getter returns at
-each access (for a parameter, usually its ``.grad``). Registrations are kept beside the tensors and not in them, so that
-a pickled or copied tensor is a plain one.
+``patches`` adds the methods of :class:`BaguaTensor` to :class:`torch.Tensor`; their names contain "bagua". The
+registered tensor is permanent. Its *effective* tensor, whose values are communicated, is the result of the getter at
+each access; for a parameter this is usually ``.grad``. Registrations are stored outside the tensors, so that a pickled
+or copied tensor is a plain one.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Setter = Callable[[torch.Tensor, torch.Tensor], None]
 
 @dataclass(slots=True)
 class Registration:
-    """Name, model and closures of a tensor."""
+    """Name, model, getter and setter of a tensor."""
 
     name: str
     module_name: str | None
     getter: Getter | None
     setter: Setter | None
-    # The effective tensor is zeros in place of a gradient to come, until the model's buckets are made.
+    # True while the effective tensor is zeros that stand for a future gradient, until the model's buckets are made.
     is_stand_in: bool = False
 
     def effective(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor whose values are communicated for this one. ValueError if the getter has none."""
+        """Returns the tensor whose values are communicated. Raises ValueError if the getter returns None."""
         found: torch.Tensor | None = tensor if self.getter is None else self.getter(tensor)
         if found is None:
             raise ValueError(
@@ -48,7 +48,7 @@ _registrations: MutableMapping[torch.Tensor, Registration] = model_state.registr
 
 @dataclass(frozen=True)
 class BackendTensor:
-    """Address, count and dtype of a tensor's values, as the core takes them."""
+    """Address, number of elements and dtype of a tensor's values, as the core takes them."""
 
     name: str
     ptr: int
@@ -56,16 +56,16 @@ class BackendTensor:
     dtype: torch.dtype
 
     def data_ptr(self) -> int:
-        """Address of the first element."""
+        """Returns the address of the first element."""
         return self.ptr
 
     def num_elements(self) -> int:
-        """Number of elements."""
+        """Returns the number of elements."""
         return self.count
 
 
 def registration(tensor: torch.Tensor) -> Registration:
-    """The registration of a Bagua tensor."""
+    """Returns the registration of a Bagua tensor. Raises ValueError for any other tensor."""
     found = _registrations.get(tensor)
     if found is None:
         raise ValueError(
@@ -75,7 +75,7 @@ def registration(tensor: torch.Tensor) -> Registration:
 
 
 def _attribute_of(tensor: torch.Tensor) -> Registration:
-    # AttributeError, so that hasattr and getattr with a default work on any tensor.
+    # AttributeError makes hasattr, and getattr with a default, work on any tensor.
     if (found := _registrations.get(tensor)) is None:
         raise AttributeError("this tensor is not a Bagua tensor: call ensure_bagua_tensor(name) on it")
     return found
@@ -101,7 +101,7 @@ def register(
 
 
 def effective(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose values are communicated."""
+    """Returns the tensor whose values are communicated."""
     return registration(tensor).effective(tensor)
 
 
@@ -111,20 +111,20 @@ def forget(tensor: torch.Tensor) -> None:
 
 
 class BaguaTensor:
-    """The methods added to :class:`torch.Tensor`."""
+    """The methods that are added to :class:`torch.Tensor`."""
 
     @property
     def bagua_tensor_name(self: Any) -> str:
-        """Unique among the tensors of its model. AttributeError unless it was registered."""
+        """Name of the tensor, unique in its model. Raises AttributeError unless the tensor is registered."""
         return _attribute_of(self).name
 
     @property
     def bagua_module_name(self: Any) -> str | None:
-        """Name of the model that it belongs to. AttributeError unless it was registered."""
+        """Name of the tensor's model. Raises AttributeError unless the tensor is registered."""
         return _attribute_of(self).module_name
 
     def is_bagua_tensor(self: Any) -> bool:
-        """True when it was registered."""
+        """Returns True if the tensor is registered."""
         return self in _registrations
 
     def ensure_bagua_tensor(
@@ -134,9 +134,15 @@ class BaguaTensor:
         getter_closure: Getter | None = None,
         setter_closure: Setter | None = None,
     ) -> torch.Tensor:
-        """Registers this tensor.
+        """Registers this tensor, and returns it.
 
-        A second call with the same names replaces the closures; with other names it is an error.
+        Args:
+            name: Unique name in the model.
+            module_name: Name of the model.
+            getter_closure: Takes this tensor and returns its effective tensor, by default itself.
+            setter_closure: Takes this tensor and a new effective tensor, and replaces the old one.
+
+        A second call with the same names replaces the closures. Raises ValueError for other names.
         """
         register(self, name, module_name, getter_closure, setter_closure)
         return _as_tensor(self)
@@ -148,39 +154,40 @@ class BaguaTensor:
         getter_closure: Getter | None = None,
         setter_closure: Setter | None = None,
     ) -> torch.Tensor:
-        """A new tensor over the same memory, registered."""
+        """Registers a new tensor over the same memory, and returns it. Arguments as in :meth:`ensure_bagua_tensor`."""
         view = self.detach().view(self.shape) if self.is_contiguous() else self.detach()
         return BaguaTensor.ensure_bagua_tensor(view, name, module_name, getter_closure, setter_closure)
 
     def bagua_getter_closure(self: Any) -> torch.Tensor:
-        """The effective tensor."""
+        """Returns the effective tensor."""
         return effective(self)
 
     def bagua_setter_closure(self: Any, tensor: torch.Tensor) -> None:
-        """Replaces the effective tensor."""
+        """Replaces the effective tensor. Raises ValueError without a setter."""
         setter = registration(self).setter
         if setter is None:
             raise ValueError(f"Bagua tensor {registration(self).name!r} was registered without a setter")
         setter(self, tensor)
 
     def bagua_backend_tensor(self: Any) -> BackendTensor:
-        """Address, count and dtype of its values now."""
+        """Returns the current address, number of elements and dtype of the values."""
         values = effective(self)
         return BackendTensor(registration(self).name, values.data_ptr(), values.numel(), values.dtype)
 
     def bagua_ensure_grad(self: Any) -> torch.Tensor:
-        """Gives a parameter a gradient of zeros if it has none."""
+        """Gives a parameter a gradient of zeros if it has none, and returns the parameter."""
         if self.grad is None:
             if not isinstance(self, torch.nn.Parameter):
-                raise NotImplementedError(f"a gradient of zeros for a {type(self).__name__}: only parameters get one")
-            # Same strides as the parameter: autograd then accumulates in place, and optimizers iterate both alike.
+                raise NotImplementedError(f"bagua_ensure_grad() needs a Parameter, not a {type(self).__name__}")
+            # Same strides as the parameter, so that autograd accumulates in place and optimizers iterate over both
+            # alike.
             self.grad = torch.zeros_like(self, requires_grad=False)
         return _as_tensor(self)
 
     def bagua_mark_communication_ready(self: Any) -> None:
-        """Its values are final for this step; its bucket is communicated once all of its tensors are ready.
+        """Reports that the values are final for this step. The bucket is communicated when all its tensors are ready.
 
-        ValueError if they are a lazy negation or conjugate (``is_neg()``, ``is_conj()``).
+        Raises ValueError for a lazy negation or conjugate (``is_neg()``, ``is_conj()``), or a tensor without a model.
         """
         known = registration(self)
         if known.module_name is None:
@@ -194,7 +201,7 @@ class BaguaTensor:
         backend.mark_communication_ready(self)
 
     def bagua_mark_communication_ready_without_synchronization(self: Any) -> None:
-        """The same: host memory has no stream to wait for."""
+        """Like :meth:`bagua_mark_communication_ready`. Exists for compatibility with the original Bagua."""
         self.bagua_mark_communication_ready()
 
     def bagua_set_storage(self: Any, storage: torch.UntypedStorage, storage_offset: int = 0) -> None:

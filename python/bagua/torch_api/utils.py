@@ -1,4 +1,4 @@
-"""Small tools that the original's users reach: flattening, dtype names, averages of measurements."""
+"""Small tools of the original Bagua: flattening, dtype names, and averages of measurements."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = [
     "unflatten",
 ]
 
-#: One tensor from many of one dtype, and back.
+#: ``flatten`` makes one tensor from many of one dtype; ``unflatten`` reverses it.
 flatten: Callable[[Sequence[torch.Tensor]], torch.Tensor] = _utils._flatten_dense_tensors
 unflatten: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]] = _utils._unflatten_dense_tensors
 
-# The original's names, such as bf16, f32, u8 and bool. It has no complex types.
+# The original Bagua's names, such as bf16, f32, u8 and bool. It has no complex types.
 _NAMES = {
     getattr(torch, name): re.sub(r"^(bf|f|u|i)[a-z]+", r"\1", name)
     for name in engine.DTYPES
@@ -38,7 +38,7 @@ _NAMES = {
 
 
 def to_bagua_datatype(datatype: torch.dtype) -> str:
-    """The short name of an element type."""
+    """Returns the short name of a dtype, such as "f32". Raises ValueError for a dtype that cannot be communicated."""
     name = _NAMES.get(datatype)
     if name is None:
         raise ValueError(f"{datatype} cannot be communicated; these can: {', '.join(map(str, _NAMES))}")
@@ -46,10 +46,10 @@ def to_bagua_datatype(datatype: torch.dtype) -> str:
 
 
 def check_contiguous(tensors: Sequence[torch.Tensor]) -> bool:
-    """True if the tensors lie one after the other in memory."""
+    """Returns True if each tensor begins in memory where the previous one ends."""
     end: int | None = None
     for tensor in tensors:
-        # Nothing is nowhere: an empty tensor leaves no gap.
+        # An empty tensor leaves no gap.
         if tensor.numel() == 0:
             continue
         if end is not None and tensor.data_ptr() != end:
@@ -59,7 +59,7 @@ def check_contiguous(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def get_flattened_tensor(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """A new tensor with the values of all, one after the other; ``None`` for none."""
+    """Returns a new flat tensor with the values of all tensors; None if there are none."""
     if not tensors:
         return None
     with torch.no_grad():
@@ -67,7 +67,9 @@ def get_flattened_tensor(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None
 
 
 def apply_flattened_call(bucket: Sequence[torch.Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
-    """Calls ``call`` once on the flattened values of tensors of one dtype, and copies what it left there back."""
+    """Calls ``call`` once on the flattened values of tensors of one dtype, and copies the result back to the
+    tensors.
+    """
     with torch.no_grad():
         flat = flatten([tensor.detach() for tensor in bucket])
         call(flat, *(extra_args if extra_args is not None else ()))
@@ -76,7 +78,7 @@ def apply_flattened_call(bucket: Sequence[torch.Tensor], call: Callable[..., Any
 
 
 def apply_flattened_call_all(tensors: Sequence[torch.Tensor], call: Callable[..., Any]) -> None:
-    """:func:`apply_flattened_call` for each dtype among the tensors, in the order of their first tensor."""
+    """Calls :func:`apply_flattened_call` for each dtype, in the order of the first tensor of each dtype."""
     groups: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
@@ -85,7 +87,11 @@ def apply_flattened_call_all(tensors: Sequence[torch.Tensor], call: Callable[...
 
 
 def average_by_removing_extreme_values(raw_score_list: Sequence[float]) -> tuple[float, float, list[float]]:
-    """Mean, standard deviation and the values used: without the first third (warm-up) and what is 2 deviations off."""
+    """Returns mean, standard deviation, and the list of values used.
+
+    Leaves out the first third (warm-up) and values more than 2 standard deviations from the mean. Raises ValueError
+    without values.
+    """
     scores = torch.tensor(list(raw_score_list)[len(raw_score_list) // 3 :], dtype=torch.float64)
     if scores.numel() == 0:
         raise ValueError("no values to average")
@@ -99,10 +105,10 @@ def _now() -> float:
 
 
 class StatisticalAverage:
-    """Means of a rate over the last 1, 2, 4, … seconds, in a list that grows with the logarithm of time.
+    """Means of a rate over the last 1, 2, 4, ... seconds, in a list that grows with the logarithm of time.
 
-    ``record(v)`` means that the rate was v since the last record. Means between two of these durations are interpolated
-    linearly. ``record_tail`` is (seconds beyond the longest duration in ``records``, mean over all the time).
+    ``record(v)`` reports that the rate was v since the last record. Means between two of these durations are
+    interpolated linearly. ``record_tail`` is (seconds beyond the longest duration in ``records``, mean over all time).
     """
 
     def __init__(
@@ -114,12 +120,12 @@ class StatisticalAverage:
     ) -> None:
         self._clock = clock
         self.last_update_time = clock() if last_update_time is None else last_update_time
-        # Mean over the last 2**i seconds.
+        # records[i] is the mean over the last 2**i seconds.
         self.records = list(records or ())
         self.record_tail = record_tail
 
     def record(self, val: float) -> None:
-        """The rate was ``val`` since the last record."""
+        """Records that the rate was ``val`` since the last record."""
         now = self._clock()
         span = now - self.last_update_time
         if span <= 0.0:
@@ -138,15 +144,17 @@ class StatisticalAverage:
         self.records, self.last_update_time = records, now
 
     def get(self, last_n_seconds: float) -> float:
-        """The mean over the last n seconds."""
+        """Returns the mean over the last n seconds."""
         return self.get_records_mean(last_n_seconds - (self._clock() - self.last_update_time))
 
     def get_records_mean(self, last_n_seconds: float) -> float:
-        """The mean over the last n seconds before the last record: of 1 second at least, of all the time at most."""
+        """Returns the mean over n seconds up to the last record, with n limited to between 1 and all recorded
+        seconds.
+        """
         return self._mean(last_n_seconds)
 
     def total_recording_time(self) -> float:
-        """Seconds from the beginning to the last record."""
+        """Returns the number of seconds from the first to the last record."""
         return _longest(self.records) + self.record_tail[0]
 
     def _mean(self, seconds: float) -> float:
@@ -161,5 +169,5 @@ class StatisticalAverage:
 
 
 def _longest(records: Sequence[float]) -> float:
-    """Seconds of the longest duration in ``records``."""
+    """Returns the longest duration in ``records``, in seconds."""
     return 2.0 ** (len(records) - 1) if records else 0.0

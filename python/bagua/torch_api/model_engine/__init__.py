@@ -1,1 +1,1 @@
-"""Communicates for one model: its buckets in order, and the exchange of its gradients or weights."""
+"""Communication for one model: its buckets in order, and the exchange of its gradients or weights."""

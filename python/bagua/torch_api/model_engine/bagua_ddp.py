@@ -1,4 +1,4 @@
-"""A model that ``with_bagua`` has changed in place: hooks on the model call its engine around each forward."""
+"""A model that ``with_bagua`` changed in place: hooks on the model call its engine around each forward."""
 
 from __future__ import annotations
 
@@ -19,29 +19,31 @@ _ended = model_state.ended
 
 
 def _unwrapped(module: torch.nn.Module, inputs: Any) -> None:
-    """The forward hook of a copy of a wrapped model: without effect, as the copy trains alone."""
+    """The forward hook of a copy of a wrapped model. Does nothing, because the copy trains alone."""
 
 
 def _unwrapped_after(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-    """As :func:`_unwrapped`, after a forward."""
+    """Like :func:`_unwrapped`, after a forward."""
 
 
 def _unwrapped_hook() -> Any:
-    """The forward hook of a model that was pickled."""
+    """Returns the forward hook of a model that was pickled."""
     return _unwrapped
 
 
 def _unwrapped_after_hook() -> Any:
-    """As :func:`_unwrapped_hook`, after a forward."""
+    """Like :func:`_unwrapped_hook`, after a forward."""
     return _unwrapped_after
 
 
 def _no_engine() -> None:
-    """Where an engine was."""
+    """Stands in for the weak reference to an engine that has ended."""
 
 
 class _ForwardHook:
-    """Calls a model's engine before each forward; without one it is that of a model whose group has ended."""
+    """Calls a model's engine before each forward. Without an engine, refuses training after the model's group has
+    ended.
+    """
 
     def __init__(self, ddp: ModelEngine | None) -> None:
         self._ddp: Callable[[], ModelEngine | None] = _no_engine if ddp is None else weakref.ref(ddp)
@@ -58,7 +60,7 @@ class _ForwardHook:
 
 
 class _AfterForwardHook:
-    """Calls a model's engine after each forward, also after one that raised."""
+    """Calls a model's engine after each forward, also if it raised."""
 
     def __init__(self, ddp: ModelEngine) -> None:
         self._ddp = weakref.ref(ddp)
@@ -80,7 +82,7 @@ def _is_ours(hook: Any) -> bool:
 
 @contextlib.contextmanager
 def hidden_forward_hooks(module: torch.nn.Module) -> Iterator[None]:
-    """Inside, neither the module nor a module in it has a forward hook of ours, also not one that a copy kept."""
+    """Removes Bagua's forward hooks from a module and its children for the duration of a ``with`` block."""
     hidden = []
     for child in module.modules():
         both: tuple[Any, Any] = (child._forward_pre_hooks, child._forward_hooks)
@@ -100,7 +102,7 @@ def hidden_forward_hooks(module: torch.nn.Module) -> Iterator[None]:
 
 
 class InPlaceEngine(ModelEngine):
-    """What ``model.with_bagua(...)`` puts at ``model.bagua_ddp``.
+    """The engine of a model of ``with_bagua``, which is ``model.bagua_ddp``.
 
     Ends with its model, its group, or the next ``with_bagua``.
     """
@@ -112,12 +114,14 @@ class InPlaceEngine(ModelEngine):
 
 
 def end_with_group(wrapped: torch.nn.Module) -> None:
-    """Ends what communicates for a model whose group has ended, without communication. When there is another group, its
-    next training forward is a BaguaError, rather than the begin of a training that no other rank takes part in.
+    """Ends the engine of a model whose group has ended, without communication.
+
+    If there is another group, the model's next training forward raises BaguaError, because no other rank would take
+    part.
     """
     ddp = _wrapped.pop(wrapped)
     ddp.close(at_exit=True)
-    # A wrapper of ours asks by itself.
+    # DistributedDataParallel checks by itself.
     by_hook = isinstance(ddp, InPlaceEngine)
     handle = wrapped.register_forward_pre_hook(_ForwardHook(None)) if by_hook else None
     _ended[wrapped] = ddp.bagua_module_name, handle

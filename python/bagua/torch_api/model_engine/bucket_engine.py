@@ -1,4 +1,4 @@
-"""The engine behind one model: its buckets in order, and which of their tensors are ready."""
+"""The engine of one model: its buckets in order, and the readiness of their tensors."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from .state import model_state as _models
 
 _TENSORS = Adapter(compares_shapes=False)
 
-# Seconds that a round of averaging in progress may take to its end when the averaging stops.
+# Seconds that a round of averaging may take to end when averaging stops.
 _PATIENCE = 10.0
 
 
 @dataclass
 class AveragedMemory:
-    """What an averaging thread reads and writes, under ``lock``."""
+    """The memory that an averaging thread reads and writes under ``lock``."""
 
     #: Contiguous weights, one tensor per dtype.
     weights: list[torch.Tensor]
-    #: Contiguous; a rank that joins the job gets them.
+    #: Contiguous buffers, which are sent to a rank that joins the job.
     buffers: list[torch.Tensor]
     lock: engine.WeightLock
-    #: This rank's, in an elastic job.
+    #: This rank's join server in an elastic job; None otherwise.
     join_server: engine.JoinServer | None
-    #: Of what must be equal on all ranks.
+    #: SHA-256 of everything that must be equal on all ranks.
     digest: bytes
 
     @property
     def device(self) -> torch.device | None:
-        """The CUDA device of the weights; None for the host."""
+        """CUDA device of the weights; None for the host."""
         return devices.device_of(self.weights[0]) if self.weights else None
 
     def described_weights(self) -> list[tuple[int, int, int, bool]]:
-        """Address, count, dtype, and whether it is on a device."""
+        """Returns (address, number of elements, dtype, True if on a device) of each tensor of weights."""
         return [(part.data_ptr(), part.numel(), DTYPES[part.dtype], part.is_cuda) for part in self.weights]
 
     def described_buffers(self) -> list[tuple[int, int, int, bool]]:
-        """Their bytes, of whatever dtype."""
+        """Returns the same of the buffers, as bytes."""
         code = DTYPES[torch.uint8]
         return [
             (buffer.data_ptr(), buffer.numel() * buffer.element_size(), code, buffer.is_cuda) for buffer in self.buffers
         ]
 
     def on_device(self) -> tuple[engine.CudaDevice, int, object] | None:
-        """The device, torch's current stream there, and the tensors that own the memory; None for the host."""
+        """Returns the device, torch's current stream there, and the tensors that own the memory; None for the host."""
         device = self.device
         if device is None:
             return None
@@ -64,7 +64,7 @@ class AveragedMemory:
 
 
 class BucketEngine:
-    """One strictly ordered queue of buckets with a communication thread of its own."""
+    """A strictly ordered queue of buckets with its own communication thread."""
 
     def __init__(self, name: str, group: ProcessGroup) -> None:
         communicator = group.get_global_communicator()
@@ -75,14 +75,13 @@ class BucketEngine:
         self.communicator = communicator
         self._engine = communicator.raw.engine(name)
         self._buckets: list[BaguaBucket] = []
-        # Threads that average the weights of the model.
         self._averagers: list[engine.Averager] = []
-        # Number of each registered tensor, padding left out.
+        # Name -> number of each registered tensor, without padding.
         self._numbers: dict[str, int] = {}
-        # CUDA devices of the buckets, and that of each registered tensor by number.
+        # CUDA devices of the buckets; and the device of each registered tensor, by number.
         self._devices: list[torch.device] = []
         self._places: list[torch.device | None] = []
-        # By number: memory in place of a registered tensor's, which the engine may read and write until the wait.
+        # Number -> memory that the engine uses instead of a registered tensor's, until the wait.
         self._kept: dict[int, torch.Tensor] = {}
         _models.all_backends.add(self)
 
@@ -93,11 +92,11 @@ class BucketEngine:
 
     @property
     def size(self) -> int:
-        """Ranks in the group."""
+        """Number of ranks in the group."""
         return self.communicator.nranks()
 
     def register_ordered_buckets(self, buckets: Sequence[BaguaBucket]) -> None:
-        """Replaces the buckets. Their order is the order of communication, and must be the same on all ranks."""
+        """Replaces the buckets. Their order, which is the order of communication, must be the same on all ranks."""
         for bucket in buckets:
             bucket.check_group(self.group)
         names = self._engine.register([bucket.backend_bucket for bucket in buckets])
@@ -107,37 +106,41 @@ class BucketEngine:
         self._devices = list(dict.fromkeys(place for place in self._places if place is not None))
 
     def number(self, name: str) -> int:
-        """The number by which a registered tensor is marked ready. ValueError for an unknown name."""
+        """Returns the number by which a registered tensor is marked ready. Raises ValueError for an unknown name."""
         number = self._numbers.get(name)
         if number is None:
             raise ValueError(f"no registered bucket holds a tensor named {name!r}")
         return number
 
     def unready(self) -> set[int]:
-        """Numbers of the tensors that are not ready, of buckets that were not communicated since the last wait."""
+        """Returns the numbers of tensors that are not ready, in buckets that were not communicated since the last
+        wait.
+        """
         return {self.number(name) for name in self._engine.unready()}
 
     def set_step(self, step: int, *, after_load: bool = False) -> None:
-        """Buckets that go from now on belong to this step of the training, counted from 1: MismatchError where another
-        rank communicates them in another one, or has not loaded a state before it as this one (``after_load``). 0: the
-        steps are not compared.
+        """Sets the training step, counted from 1, to which the next communicated buckets belong; 0 turns the check off.
+
+        Ranks that disagree about the step, or about having loaded a state before it (``after_load``), raise
+        MismatchError.
         """
         self._engine.set_step(step, after_load)
 
     def mark_communication_ready(self, tensor: torch.Tensor) -> None:
-        """A registered tensor has its final values for this step. ValueError for a lazy negation or conjugate."""
+        """Reports that a registered tensor's values are final. Raises ValueError for a lazy negation or conjugate."""
         values, name = effective(tensor), registration(tensor).name
         require_resolved(values, f"tensor {name!r}")
         self.mark_ready(self.number(name), values)
 
     def mark_ready(self, number: int, values: torch.Tensor | None = None) -> None:
-        """The same by :meth:`number`. ``values`` has them, if their address changed, and is kept until the wait.
+        """Reports that the values of the tensor with this :meth:`number` are final.
 
-        On a CUDA device they are final when torch's current stream there has come so far, and the engine keeps
-        ``values`` until the device is done with them.
+        ``values`` holds them if their address changed, and is kept until the wait. On a CUDA device the values are
+        final once torch's current stream has reached this point, and the engine keeps ``values`` until the device is
+        done with them.
         """
         where = () if values is None else (values.data_ptr(), values.numel())
-        # A model on the host asks nothing of CUDA, not even whether it is there. The engine refuses an unknown number.
+        # A model on the host must not touch CUDA, not even to ask if it exists. The engine refuses an unknown number.
         device = self._places[number] if self._devices and 0 <= number < len(self._places) else None
         if device is None:
             self._engine.mark_ready(number, *where)
@@ -148,15 +151,15 @@ class BucketEngine:
         self._engine.mark_ready(number, *where, keep=keep, **devices.stream_options(device))
 
     def wait_pending_comm_ops(self) -> int:
-        """Waits until every bucket that was complete is communicated, and returns how many were.
+        """Waits until every complete bucket has been communicated, and returns the number of these buckets.
 
-        Of buckets on CUDA devices, work that torch's current streams there get from now on sees the results, whether or
-        not the devices have come so far.
+        For buckets on CUDA devices, later work on torch's current streams sees the results. The call does not wait for
+        the devices.
         """
         if not self._devices:
             done = self._engine.wait()
             if done == len(self._buckets):
-                # Otherwise a bucket may be waiting for others of its tensors.
+                # Otherwise a bucket may still wait for its other tensors.
                 self._kept.clear()
             return done
         first, *others = self._devices
@@ -166,7 +169,7 @@ class BucketEngine:
         return done
 
     def _begin(self, verb: verbs.Verb, tensor: torch.Tensor, *, parts: int = 1, op: int = 0, root: int = 0) -> Handle:
-        """A verb in place, in order with the buckets."""
+        """Starts a collective in place, in order with the buckets."""
         operand = _TENSORS.write(tensor, "tensor")
         count = operand.count // parts
         ready = verbs.operation(self._engine, verb, None, operand, op=op, root=root, count=count)
@@ -175,33 +178,35 @@ class BucketEngine:
         return handle
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Handle:
-        """In place, in order with the buckets."""
+        """Starts an all_reduce in place, in order with the buckets."""
         return self._begin(verbs.ALL_REDUCE, tensor, op=op)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Every rank's tensor, by rank in the first dimension; in order with the buckets."""
+        """Returns all ranks' tensors, with the rank as first dimension. In order with the buckets."""
         everybody = tensor.new_empty((self.size, *tensor.shape))
         everybody[self.rank] = tensor
         self.all_gather_inplace(everybody)
         return everybody
 
     def all_gather_inplace(self, everybody: torch.Tensor) -> None:
-        """The same where this rank's is in its place already."""
+        """Gathers in place: this rank's tensor is already in its place in ``everybody``."""
         self._begin(verbs.ALL_GATHER, everybody, parts=self.size).wait()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """In place, in order with the buckets."""
+        """Broadcasts in place, in order with the buckets."""
         self.start_broadcast(tensor, root).wait()
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
-        """The same without the wait."""
+        """Starts a broadcast, without waiting for it."""
         return self._begin(verbs.BROADCAST, tensor, root=root)
 
     def start_averager(
         self, memory: AveragedMemory, interval: float, codec: engine.Codec | None, takes_part: bool
     ) -> engine.Averager:
-        """Averages weights every ``interval`` seconds on a thread of its own, until it is stopped. The memory must stay
-        valid until then. Without ``takes_part`` this rank takes part from ``resume()`` on. Collective."""
+        """Starts a thread that averages the weights every ``interval`` seconds until it is stopped. Collective.
+
+        The memory must stay valid until then. With ``takes_part=False`` this rank takes part from ``resume()`` on.
+        """
         averager = self.communicator.raw.averager(
             self.name,
             memory.described_weights(),
@@ -220,7 +225,9 @@ class BucketEngine:
     def join_averager(
         self, memory: AveragedMemory, interval: float, codec: engine.Codec | None, timeout: float
     ) -> engine.Averager:
-        """The same in a process that joins a running job. BaguaTimeoutError after ``timeout`` seconds."""
+        """Starts the same thread in a process that joins a running job. Raises BaguaTimeoutError after ``timeout``
+        seconds.
+        """
         assert memory.join_server is not None
         averager = memory.join_server.join(
             self.name,
@@ -237,12 +244,12 @@ class BucketEngine:
         return averager
 
     def reported(self, error: Exception) -> Exception:
-        """``error``, after it was reported to the other ranks, which would wait for this one otherwise."""
+        """Reports ``error`` to the other ranks, which would wait for this one otherwise, and returns it."""
         self.communicator.raw.raise_(type(error).__name__, str(error))
         return error
 
     def shutdown(self) -> None:
-        """Ends the communication thread, and the averaging. May be called twice."""
+        """Ends the communication thread and the averaging. May be called twice."""
         for averager in self._averagers:
             averager.stop(_PATIENCE)
         self._averagers = []
@@ -252,25 +259,25 @@ class BucketEngine:
 
 
 def find(model_name: str) -> BucketEngine | None:
-    """The backend of a model by its name."""
+    """Returns the backend of the model with this name, or None."""
     found: BucketEngine | None = _models.backends.get(model_name)
     return found
 
 
 def adopt(backend: BucketEngine) -> None:
-    """Makes a backend that of the model of its name."""
+    """Makes ``backend`` the backend of the model with its name."""
     _models.backends[backend.name] = backend
 
 
 def release(backend: BucketEngine) -> None:
-    """Shuts a model's backend down."""
+    """Shuts down the backend of a model."""
     if _models.backends.get(backend.name) is backend:
         del _models.backends[backend.name]
     backend.shutdown()
 
 
 def shut_down_all() -> None:
-    """Shuts every backend down, before the group leaves."""
+    """Shuts down all backends, before the group leaves."""
     for backend in list(_models.all_backends):
         backend.shutdown()
     _models.backends.clear()

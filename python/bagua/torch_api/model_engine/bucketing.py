@@ -1,4 +1,4 @@
-"""Which tensors share a bucket: decided on each rank alone, with the same outcome on all."""
+"""Assigns tensors to buckets. Each rank decides alone, and all ranks come to the same result."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ..tensor import effective
 
 
 def split(tensors: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
-    """Buckets of at most ``limit`` bytes (a larger tensor has one of its own), each of one dtype and device.
+    """Splits tensors into buckets of at most ``limit`` bytes, each of one dtype and device.
 
-    Tensors keep their order, which is the order in which they become ready. A bucket has the position of its last
-    tensor: it cannot be sent before that one is ready, and must not delay buckets that can.
+    A larger tensor gets a bucket of its own. Tensors keep their order, in which they become ready. A bucket is ordered
+    by its last tensor: it cannot be sent before that tensor is ready, and must not delay buckets that can.
     """
     if limit <= 0:
         raise ValueError(f"a bucket size of {limit} bytes is not positive")
     closed: list[tuple[int, list[torch.Tensor]]] = []
-    # Per dtype and device: the position of the last tensor, bytes, tensors.
+    # (dtype, device) -> position of the last tensor, bytes, tensors.
     filling: dict[tuple[torch.dtype, torch.device], tuple[int, int, list[torch.Tensor]]] = {}
     for position, tensor in enumerate(tensors):
         kind, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
@@ -33,7 +33,7 @@ def split(tensors: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor
 
 
 def split_effective(tensors: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
-    """:func:`split` of Bagua tensors, by what their effective tensors are."""
+    """Like :func:`split`, for Bagua tensors by the sizes of their effective tensors."""
     values = [effective(tensor) for tensor in tensors]
     by_id = {id(value): tensor for value, tensor in zip(values, tensors, strict=True)}
     return [[by_id[id(value)] for value in bucket] for bucket in split(values, limit)]

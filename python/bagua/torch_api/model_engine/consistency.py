@@ -1,4 +1,4 @@
-"""Makes the ranks equal: they compare their models, then take rank 0's parameters, buffers and optimizer state."""
+"""Makes the ranks equal: compares their models, then copies rank 0's parameters, buffers and optimizer state."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .. import devices
 from ..process_group import Communicator
 from ..utils import unflatten
 
-#: Bytes of one broadcast of parameters: enough for full speed, little beside the model.
+#: Bytes per broadcast of parameters: enough for full speed, and small compared with a large model.
 _PIECE = 64 << 20
 
-#: Every dtype's elements start at a multiple of this in a packed message.
+#: Alignment in bytes of each dtype's elements in a packed message.
 ALIGN = 16
 
 
 def require_equal(communicator: Communicator, lines: Sequence[str], failure: Exception | None = None) -> None:
-    """Raises MismatchError on every rank, with the first line that differs from rank 0's, unless all say the same.
+    """Raises MismatchError on every rank, with the first line that differs from rank 0's, unless all lines are equal.
 
-    ``failure`` is what this rank found wrong with its own arguments: it is raised here, and its text in the
-    MismatchError of the others. The group stays usable.
+    ``failure`` is an error in this rank's own arguments. This rank raises it, and the other ranks raise MismatchError
+    with its text. The group stays usable.
     """
     said = ["agreed", *lines] if failure is None else ["refused", f"{type(failure).__name__}: {failure}"]
     digests = communicator.allgather_object(hashlib.sha256(repr(said).encode()).digest())
@@ -47,7 +47,7 @@ def require_equal(communicator: Communicator, lines: Sequence[str], failure: Exc
 
 
 def describe(kind: str, name: str, tensor: torch.Tensor) -> str:
-    """What must be equal of a parameter or buffer."""
+    """Returns a text with the properties of a parameter or buffer that must be equal on all ranks."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     strides = "" if tensor.is_contiguous() else f" with strides {list(tensor.stride())}"
     frozen = "" if tensor.requires_grad or kind == "buffer" else "frozen "
@@ -56,7 +56,7 @@ def describe(kind: str, name: str, tensor: torch.Tensor) -> str:
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Room for the bytes of tensors of any dtypes, all in one place, in one piece there, and a window for each."""
+    """Returns memory for the bytes of tensors of any dtypes on one device, and a view in it for each tensor."""
     runs = [list(run) for _, run in groupby(tensors, key=lambda tensor: tensor.dtype)]
     starts, end = [], 0
     for run in runs:
@@ -72,9 +72,9 @@ def pack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tens
 
 
 def broadcast_tensors(broadcast: Any, rank: int, tensors: Iterable[torch.Tensor], root: int = 0) -> None:
-    """Every rank gets the root's values, whatever the dtypes are. ``broadcast(tensor)`` sends bytes from the root.
+    """Copies the root's values to all ranks, for any dtypes. ``broadcast(tensor)`` sends bytes from the root.
 
-    Version counters stay as they are: autograd may have saved a buffer for a backward that is still to come.
+    Does not change version counters, because autograd may have saved a buffer for a later backward.
     """
 
     def at_once(room: torch.Tensor) -> Callable[[], None]:
@@ -88,9 +88,10 @@ def broadcast_tensors(broadcast: Any, rank: int, tensors: Iterable[torch.Tensor]
 def start_broadcast(
     start: Callable[[torch.Tensor], Callable[[], None]], rank: int, tensors: Iterable[torch.Tensor]
 ) -> Callable[[], None]:
-    """:func:`broadcast_tensors` in two halves: returns the wait, after which the tensors have rank 0's values.
+    """Starts :func:`broadcast_tensors` from rank 0, and returns a function that waits for it and then writes the
+    tensors.
 
-    ``start(tensor)`` starts to send bytes from rank 0, and returns the wait for them.
+    ``start(tensor)`` starts sending bytes from rank 0, and returns the wait for them.
     """
     waits = [_start_batch(start, rank == 0, batch) for batch in _batches(tensors)]
 
@@ -102,8 +103,8 @@ def start_broadcast(
 
 
 def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The tensors that have elements, in messages of about :data:`_PIECE` bytes, each of one place."""
-    # By device, bytes and tensors. The ranks' devices may have other numbers, and are seen in the same order.
+    """Yields the non-empty tensors in batches of about :data:`_PIECE` bytes, each on one device."""
+    # Device -> bytes and tensors. The ranks may number devices differently, but see them in the same order.
     filling: dict[torch.device, tuple[int, list[torch.Tensor]]] = {}
     for tensor in tensors:
         devices.check_place(tensor, "a parameter, buffer or optimizer state")
@@ -137,24 +138,24 @@ def _start_batch(
 
 
 def _nothing() -> None:
-    """The wait for what is done."""
+    """Waits for nothing."""
 
 
 class _Slot:
-    """Replaces a tensor in a pickled state."""
+    """A placeholder for a tensor in a pickled state."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
-        #: Not its device, which is another on each rank.
+        #: The device itself differs between ranks.
         self.on_device = tensor.device.type == "cuda"
 
     def tensor(self, device: torch.device) -> torch.Tensor:
-        """A tensor to receive into, on the host or that device."""
+        """Returns a tensor to receive into, on the host or on ``device``."""
         return torch.empty(self.shape, dtype=self.dtype, device=device if self.on_device else None)
 
 
 def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether each rank has a part of its state, as with torch's ZeroRedundancyOptimizer."""
+    """Returns True if each rank has a part of the optimizer's state, as with torch's ZeroRedundancyOptimizer."""
     return hasattr(optimizer, "consolidate_state_dict")
 
 
@@ -165,10 +166,10 @@ def broadcast_optimizer(
     own: Sequence[torch.Tensor] = (),
     root: int = 0,
 ) -> None:
-    """Every rank's optimizer ends with the root's state and hyperparameters, whatever its own were.
+    """Gives every rank's optimizer the root's state and hyperparameters.
 
-    The root says what there is, so ranks whose state is empty or longer cannot wait for messages that never come.
-    ``own`` are parameters that are not communicated, whose state each rank keeps. Not for an optimizer that
+    The root announces its tensors first, so ranks with an empty or longer state do not wait for messages that never
+    come. ``own`` are parameters that are not communicated, whose state each rank keeps. Not for an optimizer that
     :func:`is_sharded`.
     """
     apart = {id(param) for param in own}
@@ -206,10 +207,11 @@ def broadcast_optimizer(
 
 
 def restore_types(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Gives the tensors of an optimizer that was loaded with this state the state's dtypes again.
+    """Converts the tensors of an optimizer that has loaded ``state`` back to the dtypes in ``state``.
 
-    ``load_state_dict`` converts all but "step" to the dtype of their parameter. The rank whose state it is keeps its
-    own (NAdam's ``mu_product``, a float32 copy of a bfloat16 weight), and the ranks' weights would drift apart.
+    ``load_state_dict`` converts everything except "step" to the parameter's dtype. The rank that sent the state keeps
+    the original dtypes (NAdam's ``mu_product``, a float32 copy of a bfloat16 weight). Without this function the ranks'
+    weights would drift apart.
     """
     for number, param in _numbered(optimizer, state):
         loaded, received = optimizer.state.get(param), state["state"].get(number)
@@ -222,7 +224,7 @@ def restore_types(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> No
 
 
 def _numbered(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Number in the optimizer's state_dict, and parameter."""
+    """Yields number in the optimizer's state_dict, and parameter."""
     for theirs, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
         yield from zip(theirs["params"], group["params"], strict=True)
 

@@ -1,4 +1,4 @@
-"""Which tensors of a model are communicated, and when: the interface between a wrapped model and its algorithm."""
+"""The interface between a wrapped model and its algorithm: the tensors that are communicated, and when."""
 
 from __future__ import annotations
 
@@ -18,38 +18,39 @@ Parameters = Sequence[tuple[str, torch.nn.Parameter]]
 
 
 def always(tensor: torch.Tensor) -> Getter:
-    """A getter that answers with one tensor."""
+    """Returns a getter that always returns ``tensor``."""
     return lambda _: tensor
 
 
 class WrappedModel(Protocol):
-    """What an algorithm may use of the model that it communicates for: ``model.bagua_ddp``."""
+    """The members of ``model.bagua_ddp`` that an algorithm may use."""
 
     #: Name of the model, the same on all ranks.
     bagua_module_name: str
     bagua_optimizers: list[torch.optim.Optimizer]
-    #: In the order of communication.
+    #: The buckets in the order of communication.
     bagua_buckets: list[BaguaBucket]
-    #: Training forwards so far.
+    #: Number of training forwards so far.
     bagua_train_step_counter: int
-    #: SHA-256 of what is equal on all ranks: algorithm, options, parameters and buffers.
+    #: SHA-256 of everything that must be equal on all ranks: algorithm, options, parameters and buffers.
     digest: bytes
-    #: Names of parameters and buffers that each rank has for itself.
+    #: Names of parameters and buffers that are not communicated.
     parameters_to_ignore: frozenset[str]
-    #: Name and parameter of every gradient to communicate, in the model's order, as when the algorithm began.
+    #: Name and parameter of every gradient to communicate, in the model's order, when the algorithm began.
     parameters: Parameters
     process_group: ProcessGroup
     backend: BucketEngine
     exchange: Exchange
     find_unused_parameters: bool
-    #: Buckets own the memory of their tensors.
+    #: True if buckets own the memory of their tensors.
     do_flatten: bool
-    #: Bytes that are communicated at once.
+    #: Size of a bucket in bytes.
     bucket_size: int
-    #: Number of the last step that began; -1 before the first. A step begins with the first training forward (grad
-    #: enabled, outside ``no_sync``) after the last step's backward; nothing else begins one.
+    #: Number of the last step that began; -1 before the first. A step begins with the first training forward (with
+    #: gradients enabled, outside ``no_sync``) after the backward of the last step.
     step: int
-    #: Optimizer steps after a training forward without a backward, if gradients are exchanged; equal on all ranks.
+    #: If gradients are exchanged: number of optimizer steps after a training forward without a backward. Equal on all
+    #: ranks.
     empty_steps: int
 
     @property
@@ -57,77 +58,81 @@ class WrappedModel(Protocol):
         """The model."""
 
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Name and parameter of every gradient to communicate, in the model's order."""
+        """Returns name and parameter of every gradient to communicate, in the model's order."""
 
     def send_buffers(self) -> None:
-        """Every rank gets rank 0's buffers, unless ``broadcast_buffers`` is False. Collective."""
+        """Copies rank 0's buffers to every rank, unless ``broadcast_buffers`` is False. Collective."""
 
     def restart(self, step: int) -> None:
-        """The next training forward begins the step of this number."""
+        """Makes the next training forward begin step number ``step``."""
 
     def start_buffers(self) -> Callable[[], None]:
-        """Starts what :meth:`send_buffers` does, and returns the wait for it, which changes the buffers."""
+        """Starts :meth:`send_buffers`. Returns a function that waits for it and then changes the buffers."""
 
 
 class Exchange(ABC):
-    """The tensors of one model that are communicated. An algorithm makes it; see ``gradients`` and ``weights``.
+    """The tensors of one model that are communicated. Made by an algorithm; see ``gradients`` and ``weights``.
 
-    Every call but :meth:`register` does nothing unless it is replaced.
+    All methods except :meth:`register` do nothing by default.
     """
 
-    #: Other ranks wait for the gradients of every backward: one that never comes is an error on this rank.
+    #: True if other ranks wait for the gradients of every backward. A missing gradient is then an error on this rank.
     needs_gradients = False
-    #: The engine communicates the buckets.
+    #: True if the engine communicates the buckets.
     uses_buckets = True
 
     def __init__(self, bagua_ddp: WrappedModel) -> None:
-        # Not the object itself: it has this one.
+        # Keeps no reference to the model's engine, which refers to this object.
         self._backend = bagua_ddp.backend
         self._module_name = bagua_ddp.bagua_module_name
         self._parameters = bagua_ddp.parameters
 
     @abstractmethod
     def register(self) -> list[torch.Tensor]:
-        """The tensors to communicate as Bagua tensors, in the order in which they become ready."""
+        """Registers the tensors to communicate, and returns them in the order in which they become ready."""
 
     def bind(self, buckets: Sequence[BaguaBucket]) -> None:  # noqa: B027
-        """Takes over what the buckets made of the tensors; called when they are registered with the engine."""
+        """Connects the tensors to their buckets. Called when the buckets are registered with the engine."""
 
     def begin(self) -> None:  # noqa: B027
-        """A step that communicates begins: its first training forward is about to run."""
+        """Called before the first training forward of a step that communicates."""
 
     def accumulated(self, name: str) -> None:  # noqa: B027
-        """A gradient that ``no_sync`` keeps on this rank."""
+        """Called with the parameter's name when a gradient stays on this rank because of ``no_sync``."""
 
     def arrived(self, name: str, param: torch.nn.Parameter) -> None:  # noqa: B027
-        """A gradient has its final local value."""
+        """Called when the local value of a gradient is final."""
 
     def finish(self) -> None:  # noqa: B027
-        """The backward is done; its caller may use the gradients as soon as this returns."""
+        """Called at the end of backward. When it returns, the caller may use the gradients."""
 
     def abandon(self) -> None:  # noqa: B027
-        """Forgets a backward that never came to its end."""
+        """Forgets a backward that never completed."""
 
     def given_gradient(self, params: Collection[int]) -> str | None:
-        """Called if no backward came since the last step of an optimizer that holds the parameters with these ids: the
-        name of one whose gradient the ranks have not exchanged. Zeros do not count.
+        """Returns the name of a parameter whose gradient the ranks have not exchanged, or None. Gradients of zeros do
+        not count.
+
+        Called if no backward has run since the last step of an optimizer that holds the parameters with the ids
+        ``params``.
         """
         return None
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
-        """Before each step of an optimizer that holds parameters of the model."""
+        """Called before each step of an optimizer that holds parameters of the model."""
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
-        """After each step of such an optimizer."""
+        """Called after each step of such an optimizer."""
 
     def before_step(self) -> None:  # noqa: B027
-        """Before a step begins, and before the model is closed: does what the last step left undone."""
+        """Completes work that the last step left undone. Called before each step, and before the model is closed."""
 
     def before_load(self) -> None:  # noqa: B027
-        """Before other weights are loaded: takes over the results of what was sent, which they replace."""
+        """Completes pending communication before other weights are loaded, so that its result does not replace them."""
 
     def drop(self) -> bool:
-        """Instead of :meth:`before_step` when the model was collected: waits for what was begun, and begins nothing.
-        Whether something was left undone.
+        """Waits for communication that was begun, and begins none. Returns True if work was left undone.
+
+        Called instead of :meth:`before_step` when the model was garbage-collected.
         """
         return False

@@ -1,4 +1,4 @@
-"""The hook by which an engine learns that a gradient is complete, and by which the engine of a parameter is found."""
+"""The hook that tells an engine that a gradient is complete, and that leads from a parameter to its engine."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ class Owner(Protocol):
     """The engine of a model."""
 
     def on_gradient(self, name: str, param: torch.nn.Parameter, is_final: bool = True) -> None:
-        """A parameter's gradient has its final local value; otherwise it has when the backward ends."""
+        """Reports a gradient. Its local value is final now, or at the end of the backward if not ``is_final``."""
 
 
 class GradHook:
-    """Calls an engine when a gradient has its final local value. One object is the hook of all its parameters, and it
-    is found among a parameter's hooks by identity: neither a closure nor a handle is kept for each parameter.
+    """Tells an engine that the local value of a gradient is final.
+
+    One object is the hook of all parameters of a model, and finds itself among a parameter's hooks by identity. This
+    needs neither a closure nor a handle per parameter.
     """
 
     def __init__(self, engine: Owner, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
         self.engine = weakref.ref(engine)
-        # By the id of a parameter, which has this hook and is alive when it is called.
+        # Parameter's id -> name. A parameter with this hook is alive when the hook is called.
         self._names = {id(param): name for name, param in parameters}
         for _, param in parameters:
             param.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
@@ -38,7 +40,7 @@ class GradHook:
         if len(hooks) == 1 or next(reversed(hooks.values())) is self:
             engine.on_gradient(name, param)
             return
-        # A hook of the user's comes after this one in this backward, and before it from now on.
+        # The user added a hook after this one. It runs later in this backward, and earlier in the next ones.
         key = next(key for key, hook in hooks.items() if hook is self)
         hooks[key] = hooks.pop(key)
         engine.on_gradient(name, param, is_final=False)
@@ -51,7 +53,7 @@ class GradHook:
 
 
 def owner_of(param: torch.Tensor) -> Any:
-    """Which engine communicates the gradient of a parameter; None for none."""
+    """Returns the engine that communicates the gradient of a parameter, or None."""
     engines = (hook.engine() for hook in _hooks_of(param).values() if isinstance(hook, GradHook))
     return next((engine for engine in engines if engine is not None), None)
 

@@ -1,4 +1,6 @@
-"""The functions of an engine that torch calls: for a gradient, when a backward ends, before weights are loaded."""
+"""Functions through which torch calls an engine: around forwards, at the end of a backward, and before loading
+weights.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +21,28 @@ class Hooked(Protocol):
     bagua_module_name: str
 
     def on_gradient(self, name: str, param: torch.nn.Parameter, is_final: bool = True) -> None:
-        """A parameter's gradient has its final local value; otherwise it has when the backward ends."""
+        """Reports a gradient. Its local value is final now, or at the end of the backward if not ``is_final``."""
 
     def after_any_backward(self) -> None:
-        """A backward is over, however it ended."""
+        """Called after each backward, also if it raised."""
 
     def before_load(self) -> None:
-        """Before ``load_state_dict`` of the model, or of a module in it."""
+        """Called before ``load_state_dict`` of the model or of a module in it."""
 
     def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        """Before each forward of the model."""
+        """Called before each forward of the model."""
 
     def after_forward(self, output: Any) -> None:
-        """After each forward; ``output`` is None when it raised."""
+        """Called after each forward. ``output`` is None if it raised."""
 
 
-# Not compiled: communication has no graph. The first call imports the compiler, as making an optimizer does.
+# Not compiled, because communication has no graph. The first call imports the compiler, as making an optimizer does.
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def call_before_forward(ddp: Callable[[], Hooked | None], module: torch.nn.Module, inputs: Any) -> None:
-    """:meth:`Hooked.before_forward` of an engine that may have ended. BaguaError if it did with its group."""
+    """Calls :meth:`Hooked.before_forward` if the engine still exists. Raises BaguaError if it ended with its group."""
     refuse_training(module)
     if (present := ddp()) is not None:
-        # torch sets it during the forward of its wrapper.
+        # torch sets this during the forward of its own wrapper.
         inside = torch.nn.parallel.DistributedDataParallel._active_ddp_module
         if inside is not None and torch.is_grad_enabled():
             refuse_torchs_wrapper(module, present.bagua_module_name, inside)
@@ -49,19 +51,21 @@ def call_before_forward(ddp: Callable[[], Hooked | None], module: torch.nn.Modul
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def call_after_forward(ddp: Callable[[], Hooked | None], output: Any) -> None:
-    """:meth:`Hooked.after_forward` of an engine that may have ended."""
+    """Calls :meth:`Hooked.after_forward` if the engine still exists."""
     if (present := ddp()) is not None:
         present.after_forward(output)
 
 
 class EndOfBackward:
-    """Calls it when a backward is over, also when it raised: the engine of autograd then lets go of this object."""
+    """Calls an engine when a backward ends, also if it raised, because autograd then drops its reference to this
+    object.
+    """
 
     def __init__(self, ddp: Hooked) -> None:
         self._ddp = weakref.ref(ddp)
 
     def __call__(self) -> None:
-        """The backward came to its end; what is to do follows at once."""
+        """Does nothing. The work is done in ``__del__``, which follows at once."""
 
     def __del__(self) -> None:
         if (ddp := self._ddp()) is not None:
@@ -69,21 +73,21 @@ class EndOfBackward:
 
 
 def at_end_of_backward(callback: Any) -> None:
-    """Calls it when the backward that runs has come to its end."""
+    """Calls ``callback`` when the running backward has completed."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def _unwrapped(*_: Any) -> None:
-    """The hook of a copy of a wrapped model: without effect, as the copy trains alone."""
+    """The hook of a copy of a wrapped model. Does nothing, because the copy trains alone."""
 
 
 def _unwrapped_hook() -> Any:
-    """The hook of a model that was pickled."""
+    """Returns the hook of a model that was pickled."""
     return _unwrapped
 
 
 class _LoadHook:
-    """Calls it before a module of the model gets weights from ``load_state_dict``."""
+    """Calls an engine before a module of its model gets weights from ``load_state_dict``."""
 
     def __init__(self, ddp: Hooked) -> None:
         self._ddp = weakref.ref(ddp)
@@ -100,14 +104,15 @@ class _LoadHook:
 
 
 def follow_loads(ddp: Hooked, modules: Iterable[torch.nn.Module]) -> RemovableHandle:
-    """Calls it before ``load_state_dict`` of the model, of a module in it, and of one that it is in. ``modules``: the
-    model and all in it.
+    """Calls an engine before ``load_state_dict`` of the model, of a module in it, or of a module that contains it.
+
+    ``modules`` are the model and all modules in it.
     """
     hook = _LoadHook(ddp)
-    # A scripted module takes no hook; the model's own is called first.
+    # A scripted module takes no hook. The model's own hook is called first.
     children = (child for child in modules if not isinstance(child, torch.jit.ScriptModule))
     hooks = [child._load_state_dict_pre_hooks for child in children]
-    # One handle for all modules: torch's method makes four objects for each.
+    # One handle serves all modules; torch's method would make four objects for each.
     handle = RemovableHandle(OrderedDict(), extra_dict=hooks)
     for each in hooks:
         each[handle.id] = hook

@@ -1,12 +1,14 @@
-"""Sparse gradients: the rows of Embedding and EmbeddingBag weights that the ranks' samples touched, combined over all
-ranks.
+"""Sparse gradients: combines the rows of Embedding and EmbeddingBag weights that the ranks' samples touched.
 
-A model's sparse parameters are known before the first backward and equal on all ranks. Each backward runs one
-all_gather of row counts and, if any rank has a row, one of the rows, padded to the rank with most bytes. So all ranks
-call the same collectives, whichever parameters a rank used and however many rows it has. Every rank then adds all rows
-itself, in rank order as the dense collectives do: the results are bitwise equal on all ranks.
+The sparse parameters of a model are known before the first backward and equal on all ranks. After each backward, the
+ranks
 
-They run after backward: the number of rows is known only then, and the buckets of dense gradients go first.
+1. gather the numbers of rows with one all_gather,
+2. gather the rows with a second all_gather, padded to the rank with the most bytes, if any rank has a row,
+3. add all rows in rank order, as dense collectives do, so that the results are bitwise equal on all ranks.
+
+All ranks therefore call the same collectives, whichever parameters a rank used. They run after backward, because the
+number of rows is known only then, and buckets of dense gradients are sent first.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from .consistency import ALIGN
 from .exchange_interface import Parameters, WrappedModel
 from .gradients import GradientExchange
 
-# Rows are added in these, and rounded once, as in the core's reductions.
+# Rows are added in these dtypes and rounded once, as in the core's reductions.
 _ACCUMULATED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 _INDEX = torch.int64
 
 
 def sparse_parameters(module: torch.nn.Module, parameters: Parameters) -> list[tuple[str, torch.nn.Parameter]]:
-    """Those of ``parameters`` that are the weight of an Embedding or EmbeddingBag with ``sparse=True``."""
+    """Returns those ``parameters`` that are the weight of an Embedding or EmbeddingBag with ``sparse=True``."""
     weights = {
         id(child.weight)
         for child in module.modules()
@@ -55,27 +57,29 @@ class _Slot:
 
     name: str
     param: torch.nn.Parameter
-    # It got a gradient in this backward.
+    # True if the parameter got a gradient in this backward.
     arrived: bool = False
 
     def none(self) -> _Rows:
         return _Rows(torch.empty(0, dtype=_INDEX), torch.empty((0, *self.param.shape[1:]), dtype=self.param.dtype))
 
     def windows(self, room: torch.Tensor, start: int, rows: int) -> tuple[_Rows, int]:
-        """This parameter's rows in a message of bytes from ``start`` on, and where the next parameter's begin."""
+        """Returns views of this parameter's rows in a message, and the offset of the next parameter."""
         shape = (rows, *self.param.shape[1:])
         indices, start = _window(room, start, (rows,), _INDEX)
         values, start = _window(room, start, shape, self.param.dtype)
         return _Rows(indices, values), start
 
     def bytes(self, rows: int) -> int:
-        """Length of ``rows`` rows in a message."""
+        """Returns the bytes of ``rows`` rows in a message."""
         row = self.param.shape[1:].numel() * self.param.element_size()
         return _aligned(rows * _INDEX.itemsize) + _aligned(rows * row)
 
 
 class SparseGradientExchange(GradientExchange):
-    """The gradients of a model some of which are ``sparse``, combined by ``op``, SUM or AVG; the others in buckets."""
+    """Gradients of a model with ``sparse`` parameters: sparse ones combined by ``op`` (SUM or AVG), others in
+    buckets.
+    """
 
     def __init__(self, bagua_ddp: WrappedModel, sparse: Parameters, op: ReduceOp) -> None:
         super().__init__(bagua_ddp)
@@ -87,8 +91,9 @@ class SparseGradientExchange(GradientExchange):
         return [*self._parameters, *((slot.name, slot.param) for slot in self._sparse.values())]
 
     def arrived(self, name: str, param: torch.nn.Parameter) -> None:
-        """A gradient is complete on this rank. A second sparse one in the same backward (re-entrant checkpoints) is
-        added by autograd and goes with the first.
+        """Records a complete gradient.
+
+        Autograd adds a second sparse gradient in the same backward (re-entrant checkpoints) to the first one.
         """
         slot = self._sparse.get(name)
         if slot is None:
@@ -103,17 +108,17 @@ class SparseGradientExchange(GradientExchange):
         return slot.arrived or (slot.name in touched and slot.param.grad is not None)
 
     def _exchange_beside(self, touched: Collection[str]) -> None:
-        """Replaces each sparse gradient by the combination of all ranks'; collective.
+        """Replaces each sparse gradient by the combination of all ranks' gradients. Collective.
 
-        A parameter that no rank used keeps what it had. One that this rank did not use counts with its old gradient if
-        it has one, and with no rows otherwise.
+        A parameter that no rank used keeps its gradient. If only this rank did not use it, this rank contributes its
+        old gradient, if any.
         """
         slots = list(self._sparse.values())
         used = [self._is_used(slot, touched) for slot in slots]
         mine = [self._rows_of(slot, is_used) for slot, is_used in zip(slots, used, strict=True)]
         counts = torch.tensor([[int(u), len(rows.indices)] for u, rows in zip(used, mine, strict=True)], dtype=_INDEX)
         table: list[list[list[int]]] = self._backend.all_gather(counts).tolist()
-        # All ranks agree on the table, and so on everything that follows from it.
+        # All ranks have the same table, so they take the same decisions.
         live = [i for i in range(len(slots)) if any(theirs[i][0] for theirs in table)]
         rows = self._gather([slots[i] for i in live], [mine[i] for i in live], [[t[i][1] for i in live] for t in table])
         for slot, parts in zip([slots[i] for i in live], rows, strict=True):
@@ -141,13 +146,13 @@ class SparseGradientExchange(GradientExchange):
                 )
             )
         grad = grad.detach().coalesce()
-        # The message holds the values, not what torch would compute them from.
+        # Resolved, because the message must hold actual values.
         return _Rows(grad.indices()[0], resolved(grad.values()).to(param.dtype))
 
     def _gather(
         self, slots: Sequence[_Slot], mine: Sequence[_Rows], counts: Sequence[Sequence[int]]
     ) -> list[list[_Rows]]:
-        """Every rank's rows of each parameter; ``counts`` by rank, then by parameter."""
+        """Returns every rank's rows of each parameter. ``counts`` is by rank, then by parameter."""
         sizes = [sum(slot.bytes(n) for slot, n in zip(slots, theirs, strict=True)) for theirs in counts]
         longest = max(sizes)
         room = torch.empty(len(counts) * longest, dtype=torch.uint8)
@@ -166,7 +171,7 @@ class SparseGradientExchange(GradientExchange):
 
     def _replace(self, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
         if param.grad is not None and param.grad.requires_grad:
-            # create_graph=True: the values are combined, the graph stays that of this rank.
+            # With create_graph=True the values are combined, but the graph stays that of this rank.
             param.grad.data = grad
         else:
             param.grad = grad
@@ -187,16 +192,16 @@ def _window(room: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch
 
 
 def _combined(parts: Sequence[_Rows], param: torch.nn.Parameter, divisor: int) -> torch.Tensor:
-    """A coalesced gradient: the sum of all ranks' rows in rank order, then divided."""
+    """Returns a coalesced gradient: the sum of all ranks' rows in rank order, divided by ``divisor``."""
     touched, places = torch.unique(torch.cat([rows.indices for rows in parts]), return_inverse=True)
     dtype = _ACCUMULATED_IN.get(param.dtype, param.dtype)
     total = torch.zeros((len(touched), *param.shape[1:]), dtype=dtype)
     for rows, place in zip(parts, places.split([len(rows.indices) for rows in parts]), strict=True):
-        # No row comes twice on one rank, so no order of additions is left to the number of threads.
+        # A row occurs once per rank, so the order of additions does not depend on the number of threads.
         total.index_add_(0, place, rows.values.to(dtype))
     if divisor > 1:
         total /= divisor
-    # torch counts the rows in order and once: nothing is left to coalesce or to check.
+    # The rows are sorted and unique, so there is nothing to coalesce or check.
     return torch.sparse_coo_tensor(
         touched.unsqueeze(0), total.to(param.dtype), param.shape, is_coalesced=True, check_invariants=False
     )

@@ -1,4 +1,4 @@
-"""The models of this process that communicate. Engines and backends are typed where they are used."""
+"""State of all communicating models of this process. Engines and backends are typed where they are used."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ __all__ = ["ModelState", "model_state", "name_of"]
 
 
 class _Engines(WeakIdKeyDictionary):
-    """Module -> its ModelEngine. The engine ends with the last reference to the module: at once, although a hook of its
-    algorithm may hold the engine in a cycle that only the garbage collector finds.
+    """Module -> its ModelEngine.
+
+    The engine ends at once with the last reference to the module, even if a hook of its algorithm holds it in a cycle
+    that only the garbage collector finds.
     """
 
     def __setitem__(self, module: torch.nn.Module, engine: Any) -> None:
@@ -26,23 +28,22 @@ class _Engines(WeakIdKeyDictionary):
 
 
 class ModelState(Record):
-    """Kept beside the modules and tensors and not in them, so that a copied or pickled one is plain."""
+    """State that is stored outside modules and tensors, so that copies and pickles of them are plain."""
 
     def __init__(self) -> None:
-        #: Tensor -> its name, model and closures.
+        #: Tensor -> its Registration.
         self.registrations: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()
-        #: Model name -> its BucketEngine; and every BucketEngine that has not been collected.
+        #: Model name -> its BucketEngine; and every BucketEngine that still exists.
         self.backends: dict[str, Any] = {}
         self.all_backends: weakref.WeakSet[Any] = weakref.WeakSet()
-        #: Parameter -> what reduces its gradient for an `hvd.DistributedOptimizer`.
+        #: Parameter -> the object that reduces its gradient for an ``hvd.DistributedOptimizer``.
         self.optimizer_reducers: MutableMapping[torch.Tensor, weakref.ref[Any]] = WeakTensorKeyDictionary()
-        #: Module -> its ModelEngine, and module -> its name.
+        #: Module -> its ModelEngine; and module -> its name.
         self.wrapped: MutableMapping[torch.nn.Module, Any] = _Engines()
         self.module_names: MutableMapping[torch.nn.Module, str] = WeakIdKeyDictionary()
-        #: What was wrapped for a group that has ended -> the model's name, and the hook that refuses its training, if
-        #: it needs one.
+        #: Module or wrapper of a group that has ended -> the model's name, and the hook that refuses training, if any.
         self.ended: MutableMapping[torch.nn.Module, tuple[str, RemovableHandle | None]] = WeakIdKeyDictionary()
-        #: Numbers models in the order of their wrapping, which is the same on all ranks.
+        #: Number of models wrapped so far. Models are wrapped in the same order on all ranks.
         self.wrapped_count = 0
 
 
@@ -50,7 +51,7 @@ model_state = record(ModelState)
 
 
 def name_of(module: torch.nn.Module) -> str:
-    """The name under which a model communicates: the user's, else its class and a number."""
+    """Returns the model's name for communication: the user's, else its class and a number."""
     if module not in (names := model_state.module_names):
         names[module] = f"{type(module).__name__}_{model_state.wrapped_count}"
         model_state.wrapped_count += 1

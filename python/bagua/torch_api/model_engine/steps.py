@@ -1,8 +1,8 @@
-"""The steps of optimizers: how the engine of a model is called for them, and which of them its weights wait for.
+"""Optimizer steps: calls a model's engine around them, and knows which steps its weights wait for.
 
-The optimizers that were given to ``with_bagua`` have hooks of their own. Any other ``torch.optim.Optimizer`` that holds
-parameters of the model, such as a new one for a second phase of training, is followed by two hooks that torch calls for
-every optimizer of the process.
+Optimizers given to ``with_bagua`` get hooks of their own. Any other ``torch.optim.Optimizer`` that holds parameters of
+the model, such as a new one for a second phase of training, is covered by two hooks that torch calls for every
+optimizer of the process.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ class Follower(Protocol):
     bagua_optimizers: list[torch.optim.Optimizer]
 
     def holds_parameters_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer holds parameters that the engine communicates for."""
+        """Returns True if the optimizer holds parameters that the engine communicates for."""
 
     def before_optimizer(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> bool:
-        """Before a step. Whether :meth:`optimizer_returned` has to be called."""
+        """Called before a step. Returns True if :meth:`optimizer_returned` must be called."""
 
     def after_optimizer(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        """After a step that did not raise."""
+        """Called after a step that did not raise."""
 
     def optimizer_returned(self) -> None:
-        """After a step, also when it raised: then when no reference to the exception is left."""
+        """Called after a step. If the step raised, called when no reference to the exception is left."""
 
 
 class _StepArguments(dict[str, Any]):
-    """The keyword arguments of an optimizer's step. They last as long: torch calls no hook when it raises."""
+    """The keyword arguments of an optimizer's step. Their end tells the end of a step that raised, for which torch has
+    no hook.
+    """
 
     def __init__(self, engines: Sequence[Follower], arguments: Any) -> None:
         super().__init__(arguments)
@@ -54,7 +56,7 @@ class _StepArguments(dict[str, Any]):
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
-    """Whether a step computes its gradients itself; the first argument is the optimizer."""
+    """Returns True if a step computes its gradients itself. The first argument is the optimizer."""
     return any(callable(each) for each in (*args[1:], kwargs.get("closure")))
 
 
@@ -83,9 +85,9 @@ def follow_given(engine: Follower, optimizers: Sequence[torch.optim.Optimizer]) 
 
 
 def follow_others() -> None:
-    """Calls the engines around the steps of optimizers that they were not given. Called once per process.
+    """Calls engines around the steps of optimizers that they were not given. Called once per process.
 
-    The hooks stay: torch iterates over them while they run, and an engine may be collected meanwhile.
+    The hooks are never removed: torch iterates over them while they run, and an engine may be collected meanwhile.
     """
     register_optimizer_step_pre_hook(_before_any_step)
     register_optimizer_step_post_hook(_after_any_step)
@@ -100,7 +102,7 @@ def _engines_of_other(optimizer: torch.optim.Optimizer) -> list[Follower]:
     ]
 
 
-# Not compiled: torch's own hooks around the step are no part of a graph either.
+# Not compiled, like torch's own hooks around a step.
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     return _begin(_engines_of_other(optimizer), optimizer, args, kwargs)
@@ -113,7 +115,7 @@ def _after_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
 
 
 def gradients_are_finite(params: Sequence[torch.Tensor]) -> bool:
-    """False where GradScaler finds an overflow, and skips their optimizer."""
+    """Returns False if GradScaler would find an overflow and skip the optimizer."""
     for param in params:
         grad = param.grad
         if grad is None:
@@ -130,12 +132,12 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class AwaitedSteps:
-    """After which step of which optimizer the weights of a model are communicated.
+    """Finds the optimizer step after which a model's weights are communicated.
 
-    Expected are the optimizers given to ``with_bagua``, and others from their first step on. After a backward the
-    weights wait until each parameter that has a gradient, and that an expected optimizer holds, was in a step: so a new
-    optimizer with the parameters of an old one takes its place. Where no optimizer is known yet, all parameters that
-    have a gradient count. An optimizer that steps inside another one's step is a part of that one.
+    Expected are the optimizers given to ``with_bagua``, and other optimizers after their first step. After a backward,
+    the weights wait until each parameter that has a gradient and belongs to an expected optimizer was part of a step. A
+    new optimizer with the parameters of an old one thus takes its place. If no optimizer is known yet, all parameters
+    with a gradient count. A step inside another optimizer's step is part of that step.
     """
 
     def __init__(self, model: str, parameters: Sequence[torch.Tensor], given: Sequence[torch.optim.Optimizer]) -> None:
@@ -145,22 +147,24 @@ class AwaitedSteps:
         for optimizer in given:
             if self._held(optimizer):
                 self._expected.add(optimizer)
-        # Those that GradScaler skips in this step, as their gradients are not finite.
+        # Optimizers that GradScaler skips in this step because their gradients are not finite.
         self._skipping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        # Ids of the parameters that were in a step since the last backward.
+        # Ids of the parameters that were part of a step since the last backward.
         self._stepped: set[int] = set()
-        # Ids of the optimizers whose steps have begun and not returned, one inside the other. One whose step raised
-        # stays until its next step.
+        # Ids of the optimizers whose steps are running, outermost first. If a step raised, its id stays until the next
+        # step.
         self._running: list[int] = []
-        # The weights were communicated since the last backward.
+        # True if the weights were communicated since the last backward.
         self._complete = False
 
     def _held(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         return [param for param in parameters_of(optimizer) if id(param) in self._parameters]
 
     def backward_ended(self, *, looks_at_gradients: bool) -> bool:
-        """Steps are awaited from now on. With ``looks_at_gradients``: whether none will come, as GradScaler skips the
-        optimizers where gradients are not finite.
+        """Starts to wait for steps.
+
+        With ``looks_at_gradients``, returns True if GradScaler will skip all optimizers because gradients are not
+        finite.
         """
         self._stepped = set()
         self._complete = False
@@ -175,12 +179,13 @@ class AwaitedSteps:
         return len(self._skipping) == len(self._expected)
 
     def communicated(self) -> None:
-        """The last awaited step has returned, and the weights were communicated."""
+        """Records that the last awaited step has returned and the weights were communicated."""
         self._complete = True
 
     def begins(self, optimizer: torch.optim.Optimizer) -> bool:
-        """A step begins. Whether the optimizer holds parameters of the model. BaguaError for an optimizer that was not
-        expected, when the last of those that were has stepped.
+        """Records that a step begins. Returns True if the optimizer holds parameters of the model.
+
+        Raises BaguaError for an unexpected optimizer after the last expected one has stepped.
         """
         if id(optimizer) in self._running:
             del self._running[self._running.index(id(optimizer)) :]
@@ -194,7 +199,7 @@ class AwaitedSteps:
         return holds
 
     def is_last(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Called when a step has returned: whether no other is awaited."""
+        """Records that a step has returned. Returns True if no other step is awaited."""
         place = self._running.index(id(optimizer)) if id(optimizer) in self._running else 0
         del self._running[place:]
         held = self._held(optimizer)
@@ -211,46 +216,48 @@ class AwaitedSteps:
 
 
 class BetweenSteps(Exchange):
-    """What is communicated between two steps: after the last optimizer has stepped with the gradients of a step's
-    backward, or before the next step when one of them did not.
+    """Tensors that are communicated between two steps.
+
+    The ranks communicate after the last optimizer has stepped with the gradients of a step's backward. If an optimizer
+    does not step, they communicate before the next step.
     """
 
     def __init__(self, bagua_ddp: WrappedModel) -> None:
         super().__init__(bagua_ddp)
-        # Which optimizers are to step before this rank sends its part.
+        # Knows which optimizers have yet to step before this rank sends its part.
         self._steps = AwaitedSteps(
             self._module_name, [param for _, param in self._parameters], bagua_ddp.bagua_optimizers
         )
-        # A step that communicates has begun, and its backward has not ended.
+        # True from the beginning of a step that communicates until its backward ends.
         self._open = False
-        # Its backward has ended, and this rank has not sent its part since.
+        # True from the end of that backward until this rank sends its part.
         self._due = False
-        # The part was sent, and the result has not been taken over.
+        # True from when the part is sent until the result is taken over.
         self._sent = False
-        # An optimizer has stepped since this rank sent its part.
+        # True if an optimizer has stepped since this rank sent its part.
         self._changed = False
 
     @abstractmethod
     def _send(self, *, waits: bool) -> None:
-        """Hands this rank's part to the engine. ``waits``: :meth:`_take_over` follows at once."""
+        """Gives this rank's part to the engine. ``waits``: :meth:`_take_over` follows at once."""
 
     @abstractmethod
     def _take_over(self) -> None:
-        """Changes the parameters by the result, which has come."""
+        """Changes the parameters by the result, which has been received."""
 
     @abstractmethod
     def _forget(self) -> None:
-        """Instead of :meth:`_take_over` where nothing may change any more."""
+        """Called instead of :meth:`_take_over` if nothing may change any more."""
 
     def begin(self) -> None:
-        """A step begins after whose optimizers the ranks communicate."""
+        """Begins a step after which the ranks communicate."""
         self._open = True
 
     def finish(self) -> None:
-        """The step's backward is done; its optimizers come next.
+        """Ends the step's backward. Its optimizers step next.
 
-        Where each of them will skip its step, as GradScaler does where gradients are not finite, this rank sends its
-        part at once, without a wait: no other rank waits for its next forward then.
+        If GradScaler will skip every optimizer because gradients are not finite, this rank sends its part at once and
+        does not wait. No other rank then waits for its next forward.
         """
         self._due = self._due or self._open
         self._open = False
@@ -258,42 +265,44 @@ class BetweenSteps(Exchange):
             self._start(waits=False)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped; after the last one the ranks communicate. Collective then."""
+        """Records an optimizer step. After the last one, the ranks communicate; the call is collective then."""
         self._changed = True
         if self._steps.is_last(optimizer) and self._due:
             self.before_step()
             self._steps.communicated()
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes over what was sent after the backward: an optimizer steps in spite of its gradients."""
+        """Takes over a result that was sent after backward, if an optimizer steps although its gradients are not
+        finite.
+        """
         if self._steps.begins(optimizer) and self._sent:
             self.before_step()
 
     def before_step(self) -> None:
-        """Communicates, if a step's backward has ended since the last time. Collective then."""
+        """Communicates if a backward has ended since the last time. Collective then."""
         if self._due:
             self._start(waits=True)
         self.before_load()
 
     def before_load(self) -> None:
-        """See :meth:`Exchange.before_load`: the next step would put them in place of the weights that are loaded."""
+        """Takes over a pending result, which would otherwise replace the loaded weights in the next step."""
         if self._waited_for_sent():
             self._take_over()
 
     def drop(self) -> bool:
-        """The model was collected: waits for what was sent, and sends nothing. Whether changes were due to be sent."""
+        """Waits for what was sent, and sends nothing. Returns True if changes were not sent."""
         if self._waited_for_sent():
             self._forget()
         return self._due and self._changed
 
     def _start(self, *, waits: bool) -> None:
-        # First: after a failure the group is of no more use, and the state can still be saved.
+        # Reset first: if sending fails, the group is unusable, but the state can still be saved.
         self._due = self._changed = False
         self._send(waits=waits)
         self._sent = True
 
     def _waited_for_sent(self) -> bool:
-        """Waits for the result of what was sent. Whether something was."""
+        """Waits for the result if a part was sent. Returns True if one was."""
         sent, self._sent = self._sent, False
         if sent:
             self._backend.wait_pending_comm_ops()
