@@ -1,6 +1,4 @@
-"""Turns arrays of any framework into operands: NumPy, DLPack on the CPU, the buffer protocol. `bagua.cuda.arrays` does
-the same for CUDA arrays.
-"""
+"""Turns arrays of any framework into operands. `bagua.cuda.arrays` does this for arrays on CUDA devices."""
 
 from __future__ import annotations
 

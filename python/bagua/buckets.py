@@ -226,8 +226,7 @@ class Engine:
             return
         bucket = self._buckets[tensor]
         memory = bucket._replace(tensor, array, stream)
-        # Keep the new array alive before the core sees it. The old one is not in flight, or the core would refuse the
-        # call.
+        # Keep the new array alive before the core sees it. The core refuses the call if the old one is in flight.
         before, bucket._memory[tensor] = bucket._memory[tensor], memory
         try:
             options: dict[str, Any] = (
@@ -250,9 +249,7 @@ class Engine:
         return self._raw.wait(timeout, stream=stream)
 
     def unready(self) -> list[str]:
-        """Returns the names of arrays that are not ready yet, in buckets that were not communicated since the last
-        `wait`.
-        """
+        """Returns the arrays that are not ready, of buckets that were not communicated since the last `wait`."""
         return self._raw.unready()
 
     def shutdown(self) -> None:

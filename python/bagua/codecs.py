@@ -131,9 +131,7 @@ class Codec:
         return out
 
     def _operand(self, x: Array, what: str, stream: int | None) -> Operand:
-        """Returns the operand of an array. Raises NotImplementedError if it is on a device for which the codec has no
-        kernels.
-        """
+        """Returns the operand of an array. Raises NotImplementedError on a device if the codec has no kernels."""
         memory = operand(x, what, stream)
         if memory.place is not None:
             self._raw.check_device()
@@ -161,7 +159,7 @@ def _named(name: str, options: dict[str, float]) -> Codec:
 
 
 def _raw(name: str, options: dict[str, float]) -> engine.Codec:
-    """Returns the extension's codec. ValueError for an unknown name suggests the one that was probably meant."""
+    """Returns the extension's codec. Raises ValueError for an unknown name, suggesting a similar one."""
     try:
         return engine.Codec(name, options)
     except ValueError:
@@ -171,7 +169,6 @@ def _raw(name: str, options: dict[str, float]) -> engine.Codec:
 
 
 def _beside(one: Operand, other: Operand, what: str, beside: str) -> Operand:
-    """Returns `other`. Raises TypeError if it is not on the device of `one`."""
     check_beside(one, other, what, beside)
     return other
 

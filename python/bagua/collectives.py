@@ -32,9 +32,7 @@ Op = Literal["sum", "avg", "min", "max", "product", "band", "bor", "bxor"] | int
 
 
 def op_code(op: str | int) -> int:
-    """Returns the number of a reduction, given by name or number. Raises ValueError or TypeError that lists the known
-    ones.
-    """
+    """Returns a reduction's number from its name or number. Raises ValueError or TypeError with the known ones."""
     if type(op) is str and (known := engine.OPS.get(op)) is not None:
         return known
     # Enumerations are matched by name: torch's MIN has the number of our "max", Horovod's Sum that of our "product".
@@ -52,8 +50,6 @@ def op_code(op: str | int) -> int:
 
 class Collectives(Messages):
     """Collective verbs on arrays: the base of `Group` below its verbs on objects."""
-
-    # --- every rank combines ------------------------------------------------------------------------------------------
 
     @overload
     def all_reduce(
@@ -192,8 +188,6 @@ class Collectives(Messages):
         given, target = verbs.REDUCE_SCATTER.in_place(src, dst, self.rank)
         return self._begin(verbs.REDUCE_SCATTER, given, target, result, async_op, timeout, op=code)
 
-    # --- from and to one rank -----------------------------------------------------------------------------------------
-
     @overload
     def broadcast(
         self, x: ArrayT, src: int = 0, *, async_op: Literal[False] = False, **options: Unpack[OutOptions[ArrayT]]
@@ -307,15 +301,12 @@ class Collectives(Messages):
             given = target.nothing()  # not read on this rank
         elif target.count > 0 and target.address == source.address + self.rank * target.nbytes:
             if target.place is None:
-                # The core's in-place scatter needs room for all rows on every rank. This rank's row is in place
-                # already, so the copy goes to spare memory.
+                # `out` is this rank's row of `x` already, and the core needs another destination: spare memory.
                 spare = np.empty(target.nbytes, np.uint8)
                 target = Operand(spare.ctypes.data, target.count, target.dtype, None, spare)
             else:
                 given, target = None, source
         return self._begin(verbs.SCATTER, given, target, result, async_op, timeout, root=root)
-
-    # --- every rank to every rank -------------------------------------------------------------------------------------
 
     @overload
     def all_gather(
@@ -400,12 +391,8 @@ class Collectives(Messages):
         ready = verbs.operation(self._communicator, verb, src, dst, **options)
         return outcome(ready.begin(async_op, timeout), result, self)
 
-    # --- checks -------------------------------------------------------------------------------------------------------
-
     def _pair(self, x: Any, out: Any, stream: int | None) -> tuple[Operand | None, Operand, Any]:
-        """Returns the source (None if in place), the destination and the return value of a verb whose result has `x`'s
-        shape.
-        """
+        """Returns source (None if in place), destination and return value of a verb whose result has `x`'s shape."""
         memory = self._operand(x, "the array", stream)
         if out is None or out is x:
             return None, memory.to_write("the array", has_out=True), x
@@ -413,7 +400,6 @@ class Collectives(Messages):
         return *verbs.ALL_REDUCE.in_place(memory.to_read(), target, self.rank), out
 
     def _part(self, memory: Operand, verb: str) -> tuple[int, ...]:
-        """Returns the shape of one rank's part of `memory`."""
         if not memory.shape or memory.shape[0] % self.size:
             raise ValueError(
                 f"{verb}: the first dimension of shape {memory.shape} cannot be divided among {self.size} ranks"
@@ -421,7 +407,7 @@ class Collectives(Messages):
         return (memory.shape[0] // self.size, *memory.shape[1:])
 
     def _target(self, memory: Operand, out: Any, shape: tuple[int, ...], stream: int | None) -> tuple[Operand, Any]:
-        """Returns the destination and the return value of a verb whose result has another shape than its argument."""
+        """Returns destination and return value of a verb whose result has another shape than its argument."""
         if out is None:
             out = empty_like(memory, shape)
         return same_kind(memory, self._operand(out, "out", stream), shape), out

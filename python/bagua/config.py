@@ -1,6 +1,4 @@
-"""Reads the environment. No other module does. Every variable is read when it is needed, so a launcher or test can set
-it late.
-"""
+"""Reads the environment; no other module does. Variables are read when used, so that tests can set them late."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ def text(name: str) -> str | None:
 
 
 def integer(name: str, default: int, least: int | None = None, most: int | None = None) -> int:
-    """Returns the variable as an integer. Raises ValueError with its name and value if it is not one, or outside the
-    limits.
-    """
+    """Returns the variable as an integer. Raises ValueError with its name if it is not one, or outside the limits."""
     value = text(name)
     if value is None:
         return default
@@ -72,9 +68,7 @@ def _positive(name: str, value: float) -> float:
 
 
 def choice(name: str, choices: Sequence[str], default: str) -> str:
-    """Returns the variable if it is one of `choices`. Raises ValueError with its name, its value and the choices
-    otherwise.
-    """
+    """Returns the variable if it is one of `choices`, else raises ValueError with its name and the choices."""
     value = text(name) or default
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
@@ -82,9 +76,7 @@ def choice(name: str, choices: Sequence[str], default: str) -> str:
 
 
 def flag(name: str) -> bool:
-    """Returns True for 1, true, yes and on; False for 0, false, no, off and an unset variable. Raises ValueError
-    otherwise.
-    """
+    """Returns True for 1, true, yes and on; False for 0, false, no, off and unset. Raises ValueError otherwise."""
     value = (text(name) or "0").lower()
     if value in ("1", "true", "yes", "on"):
         return True
@@ -94,13 +86,11 @@ def flag(name: str) -> bool:
 
 
 def announce(**variables: str) -> None:
-    """Sets variables for this process and its children."""
     os.environ.update(variables)
 
 
 @contextlib.contextmanager
 def keeping(*names: str) -> Iterator[None]:
-    """Restores the named variables at the end of the `with` block."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield
@@ -133,9 +123,7 @@ _PREFIX = "BAGUA_"
 
 
 def unknown() -> list[tuple[str, str | None]]:
-    """Returns the variables that begin with BAGUA_ but are not settings, each with the most similar setting, if any is
-    similar.
-    """
+    """Returns the BAGUA_ variables that are not settings, each with a setting of a similar name, or None."""
     names = {name.removeprefix(_PREFIX): name for name in VARIABLES}
     found = []
     for name in sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in VARIABLES):
@@ -187,7 +175,7 @@ def _flag(name: str) -> Callable[[], bool]:
     return _declared(name, "0", partial(flag, name))
 
 
-#: The name of the variable whose value is not shown.
+#: The variable whose value is never shown.
 SECRET = "BAGUA_JOB_SECRET"
 _secret = _text(SECRET, "")
 _timeout = _seconds("BAGUA_TIMEOUT", 300.0)
@@ -219,9 +207,7 @@ _TLS_FILES = ("BAGUA_TLS_CERT", "BAGUA_TLS_KEY", "BAGUA_TLS_CA")
 
 
 def _tls(has_secret: bool) -> Tls | None:
-    """Returns how to encrypt, from BAGUA_TLS and its files. Raises ValueError for an incomplete set, or an unusable
-    file.
-    """
+    """Returns how to encrypt, from BAGUA_TLS and its files. Raises ValueError for incomplete or unusable files."""
     paths = {name: path for name in _TLS_FILES if (path := text(name)) is not None}
     if paths and text("BAGUA_TLS") is None:
         raise ValueError(f"{', '.join(paths)} set without BAGUA_TLS: set BAGUA_TLS=1 to encrypt, or BAGUA_TLS=0")
@@ -267,9 +253,7 @@ for _file in _TLS_FILES:
 
 
 def address_book() -> str | None:
-    """Returns the address book of an elastic job (BAGUA_ELASTIC); None in other jobs. Raises ValueError for a malformed
-    URL.
-    """
+    """Returns the URL of an elastic job's address book; None in other jobs. Raises ValueError for a malformed URL."""
     url = text("BAGUA_ELASTIC")
     if url is not None:
         try:
@@ -329,9 +313,7 @@ metrics_host = _text("BAGUA_METRICS_ADDR", "127.0.0.1")
 
 
 def metrics_address() -> tuple[str, int] | None:
-    """Returns the host and port at which local rank 0 serves its metrics; None if metrics are off. Local rank n uses
-    port + n.
-    """
+    """Returns the host and port of local rank 0's metrics; None if they are off. Local rank n uses port + n."""
     port = _metrics_port()
     return (metrics_host(), port) if port else None
 
@@ -392,9 +374,7 @@ def cuda_places() -> CudaPlaces:
 
 
 def cuda_cache() -> str | None:
-    """Returns the folder of compiled kernels, `bagua/cuda` in the user's cache folder; None if the user has no cache
-    folder.
-    """
+    """Returns the folder of compiled kernels, inside the user's cache folder; None if the user has none."""
     # A relative path must be ignored: https://specifications.freedesktop.org/basedir-spec/latest/
     caches = text("XDG_CACHE_HOME")
     if caches is None or not os.path.isabs(caches):
@@ -408,7 +388,6 @@ _log_level = _declared("BAGUA_LOG", None, lambda: choice("BAGUA_LOG", LOG_LEVELS
 
 
 def log_level() -> str | None:
-    """Returns the level of the logger "bagua"; None leaves the level unchanged."""
     return _log_level()
 
 

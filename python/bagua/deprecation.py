@@ -27,9 +27,7 @@ _MARKED: list[Deprecation] = []
 class Deprecation(NamedTuple):
     """A name that will be removed."""
 
-    #: Module and name.
     name: str
-    #: The first version that warns.
     since: str
     #: The version that no longer has it.
     removal: str

@@ -136,9 +136,7 @@ def _memory_of(x: Any, capsule: Any, what: str) -> CapsuleMemory:
 
 
 def contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None, element: int = 1) -> bool:
-    """Returns True if elements follow each other in C order. `element` is the size of an element in the unit of the
-    strides.
-    """
+    """Returns True if elements follow each other in C order. `element` is their size in the unit of the strides."""
     if strides is None or 0 in shape:
         return True
     expected = element

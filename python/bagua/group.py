@@ -42,8 +42,7 @@ class Group(ObjectCollectives):
         self._ends_job = False
         self.is_world_of_torch_api = False
         """True if this is the group of `bagua.torch_api`, which replaces it in `rebuild()`."""
-        # Number of sub-groups made so far of the same ranks in the same order, so that all members give a sub-group one
-        # name.
+        # Ranks in order -> number of sub-groups of them so far, from which all members derive the same name.
         self._subgroups: dict[tuple[int, ...], int] = {}
         # The second group with the same name (two worlds in one process) gets a number in `stats()`.
         self._key = next(key for key in _keys(self.name) if key not in process.groups)
@@ -198,9 +197,7 @@ class Group(ObjectCollectives):
         self._communicator.abort(reason)
 
     def leave(self) -> None:
-        """Leaves the group and closes this rank's connections. Leaving the world also leaves its sub-groups.
-        Idempotent.
-        """
+        """Leaves the group and its sub-groups, and closes this rank's connections. Idempotent."""
         # Writes the flight record of a failure that no call of this rank has raised yet.
         with contextlib.suppress(BaguaError):
             self._communicator.cause()
@@ -295,9 +292,7 @@ def parameters(
     listen_host: str,
     secret: bytes | None = None,
 ) -> engine.GroupConfig:
-    """Returns the parameters of a group that listens on a free port of `listen_host`. `secret` None takes that of
-    `chosen`.
-    """
+    """Returns the parameters of a group that listens on a free port. `secret` None takes the secret of `chosen`."""
     return engine.GroupConfig(
         rank,
         world_size,

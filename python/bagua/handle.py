@@ -118,9 +118,7 @@ class Handle(Generic[T]):
             ended(None)
 
     def is_completed(self) -> bool:
-        """Returns True if the verb is done or has failed. For arrays on a device, the device must be done with them
-        too.
-        """
+        """Returns True if the verb is done or has failed. On a device, the device must be done too."""
         if not all(part.is_completed() for part in self._parts):
             return False
         if self._finish is not None:
@@ -143,7 +141,6 @@ class Handle(Generic[T]):
         return self._finished()
 
     def _finished(self) -> T:
-        """Returns the result. Computes it first if no other call has."""
         if self._finish is not None:
             with self._lock:
                 if self._finish is not None:

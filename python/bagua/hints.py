@@ -25,9 +25,7 @@ _INSIDE = (
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Returns the known name that is most similar to `name`, ignoring case; None if none is at least as similar as
-    `cutoff`.
-    """
+    """Returns the known name most similar to `name`, ignoring case; None if no similarity reaches `cutoff`."""
     by_text = {each.lower(): each for each in known}
     found = difflib.get_close_matches(name.lower(), by_text, n=1, cutoff=cutoff)
     return by_text[found[0]] if found else None

@@ -95,9 +95,7 @@ def init(
 def _rendezvous(
     init_method: str, place: launcher.RankInfo, chosen: config.Settings, waiting: log.Waiting
 ) -> tuple[Spread | None, tuple[str, int] | None]:
-    """Returns how to exchange addresses (None: through the launcher's store), and the host and port towards which to
-    listen.
-    """
+    """Returns how to exchange addresses (None: by the launcher's store), and the host and port to listen towards."""
     try:
         parts = urlsplit(init_method)
         host, port = (parts.hostname, parts.port) if parts.scheme == "tcp" else (None, None)

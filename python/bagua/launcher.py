@@ -158,9 +158,7 @@ def local_rank_of(rank: int, world_size: int) -> int | None:
 
 
 def known_master() -> tuple[str | None, int | None]:
-    """Returns the host and port of rank 0, as set in the environment or derived from a Slurm or OpenMPI job; None if
-    unknown.
-    """
+    """Returns the host and port of rank 0, from the environment or a Slurm or OpenMPI job; None if unknown."""
     host = config.text("MASTER_ADDR")
     port = None if config.text("MASTER_PORT") is None else config.integer("MASTER_PORT", 0, 0, 65535)
     # Do this even if RANK is set: init_process_group sets it, and may be called again.

@@ -57,7 +57,7 @@ class Record:
         self.forget_groups()
 
     def after_fork_by_multiprocessing(self) -> None:
-        """Does the same as `after_fork_in_child`, after multiprocessing has cleared the child's finalizers."""
+        """Runs after `after_fork_in_child`, when multiprocessing has cleared the child's finalizers."""
 
     def forget_groups(self) -> None:
         """Drops references to groups, because they have ended or belong to the parent process."""
@@ -67,12 +67,9 @@ R = TypeVar("R", bound=Record)
 
 
 class _Process:
-    """State of the framework-neutral layer, and the records of the packages above it."""
-
     def __init__(self) -> None:
         # Id of the process that installed the exit hooks; 0 before. In a forked child it is the parent's id.
         self.owner_pid = 0
-        # The default bagua.Group.
         self.default_group: Any = None
         # Key in `stats()` -> bagua.Group. Weak references, so that a sub-group without other references leaves.
         self.groups: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -88,10 +85,8 @@ class _Process:
         self.records_lock = threading.RLock()
         # Rank -> token of the store entry by which this process joined last. That entry is not served again.
         self.joined_places: dict[int, str] = {}
-        # HTTP servers of `bagua.metrics`.
         self.metrics_servers: list[Any] = []
-        # In a forked child, the parent's groups, kept alive because collecting them would close the parent's
-        # connections.
+        # In a forked child: the parent's groups. Freeing them would close the parent's connections.
         self.inherited: list[Any] = []
         # Set when bagua.cuda is imported. CUDA belongs to the importing process, and its forked children have none.
         self.cuda: engine.CudaLibraries | None = None
@@ -132,9 +127,7 @@ def forget_groups() -> None:
 
 
 def note_job(shared: bytes) -> None:
-    """Notes bytes that all ranks of this job share and no other job has. Records with one in common are of the same
-    job.
-    """
+    """Notes bytes that all ranks of this job share and no other job has. Flight records use them to tell jobs apart."""
     process.jobs.append(hashlib.sha256(shared).hexdigest()[:16])
 
 

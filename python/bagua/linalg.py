@@ -8,9 +8,7 @@ __all__ = ["is_finite", "orthonormal", "wide"]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which tensors of ``dtype`` are multiplied and their error is kept: float64 for float64, else
-    float32.
-    """
+    """Returns the dtype for products and errors of tensors of ``dtype``: float64 for float64, else float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
@@ -21,10 +19,9 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor | None:
-    """Returns orthonormal columns whose span includes the columns of a matrix, by QR. None if an element is not finite.
+    """Returns orthonormal columns whose span includes a matrix's columns, by QR. None if an element is not finite.
 
-    For a matrix of n x m, the result is n x min(n, m) in the same dtype. The result is orthonormal even if the columns
-    are dependent.
+    For n x m elements the result is n x min(n, m), in the same dtype. The columns of the matrix may be dependent.
     """
     if not is_finite(matrix):
         return None

@@ -28,9 +28,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def configure() -> None:
-    """Sets up the logger as BAGUA_LOG says: its level, and a handler for stderr unless the program has handlers of its
-    own.
-    """
+    """Sets the logger's level to BAGUA_LOG, and logs to stderr unless the program has handlers of its own."""
     level = config.log_level()
     if level is None:
         return
@@ -50,7 +48,6 @@ class Waiting:
         self._due = PATIENCE
 
     def __call__(self, missing: Sequence[int]) -> None:
-        """Logs a warning if ranks are missing and the next warning is due."""
         waited = time.monotonic() - self._begun
         if not missing or waited < self._due:
             return

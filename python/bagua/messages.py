@@ -259,9 +259,7 @@ class Messages:
         return verbs.recv(self._communicator, dst, sender, tag).begin(async_op, timeout)
 
     def _operand(self, x: Any, what: str, stream: int | None) -> Operand:
-        """Returns the operand of an array. A device failure ends the group, because the other ranks wait
-        for this rank.
-        """
+        """Returns the operand of an array. Ends the group if the device fails, because other ranks wait."""
         try:
             return operand(x, what, stream)
         except DeviceError as error:

@@ -122,9 +122,7 @@ class ObjectCollectives(Collectives):
         return self._unpickled(data, root)
 
     def _gathered(self, obj: Any, dst: int | None, timeout: float | None) -> list[Any] | None:
-        """Returns all ranks' objects on rank `dst`, or on every rank if `dst` is None. Returns None on the remaining
-        ranks.
-        """
+        """Returns all ranks' objects on rank `dst`, or on every rank if `dst` is None. Returns None elsewhere."""
         ranks, receives = self.size, dst in (None, self.rank)
         (mine,), failure = _pickled([obj])
         sizes = self.all_gather(np.array(len(mine)), timeout=timeout).tolist()
@@ -154,9 +152,7 @@ class ObjectCollectives(Collectives):
 
 
 def _pickled(objs: Sequence[Any]) -> tuple[list[Bytes], Exception | None]:
-    """Returns the bytes of each object, and None. If one cannot be pickled, returns a `_Failure` for each, and the
-    exception.
-    """
+    """Returns each object's bytes, and None. If pickling fails, returns a `_Failure` for each, and the exception."""
     try:
         return [_bytes(obj) for obj in objs], None
     except Exception as error:
@@ -171,11 +167,9 @@ def _bytes(obj: Any) -> Bytes:
 
 
 def _is_padded(sizes: Sequence[int]) -> bool:
-    """Returns True if all ranks' bytes are padded to the same length: if they are short, or padding at most doubles
-    them.
+    """Returns True if all ranks' bytes are padded to one length: if they are short, or padding at most doubles them.
 
-    Padded data can use a verb that sends few messages between many ranks. Other data goes through all_to_all_v
-    unpadded.
+    Padded data can use a verb that sends few messages between many ranks. Other data goes through all_to_all_v.
     """
     return max(sizes) <= _SHORT or len(sizes) * max(sizes) <= 2 * sum(sizes)
 
@@ -187,5 +181,4 @@ def _padded(data: Bytes, size: int) -> Bytes:
 
 
 def _only(rank: int, count: int, ranks: int) -> list[int]:
-    """Returns a list with `count` at index `rank` and 0 elsewhere."""
     return [count if each == rank else 0 for each in range(ranks)]

@@ -42,18 +42,13 @@ class DeviceStream(Protocol):
         """Name of the device, for error texts."""
 
     def call(self, raw: Communicator, places: Sequence[Any]) -> CudaCall:
-        """Returns the device's side of an operation on operands at these places, which are all on this device.
-
-        Raises NotImplementedError if the stream is being captured, before anything is enqueued.
-        """
+        """Returns the device's side of an operation. Raises NotImplementedError if the stream is being captured."""
 
     def call_messages(self, raw: Communicator, places: Sequence[Any]) -> CudaCall:
         """Does the same as `call`, for messages."""
 
     def handle(self, done: Handle | None, finish: Callable[[], None] | None) -> AnyHandle | None:
-        """Returns the handle of an asynchronous operation, which runs `finish` to copy its results; None if `done` is
-        None.
-        """
+        """Returns the handle of an asynchronous operation, which runs `finish` at its end; None if `done` is None."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,17 +78,14 @@ class Operand:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
         return (self.count,) if self.dims is None else self.dims
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.count * SIZES[self.dtype]
 
     @property
     def dtype_name(self) -> str:
-        """Name of the element type."""
         return _NAMES[self.dtype]
 
     @property
@@ -107,9 +99,7 @@ class Operand:
         return "the host" if self.place is None else str(self.place.where)
 
     def to_write(self, what: str, *, has_out: bool = False) -> Operand:
-        """Returns the operand itself. Raises ValueError if it cannot hold a result. `has_out`: True if the caller takes
-        `out=`.
-        """
+        """Returns the operand. Raises ValueError if it cannot hold a result. `has_out`: the caller takes `out=`."""
         instead = "pass out= with an array" if has_out else "pass an array"
         if not self.writable:
             raise ValueError(f"{what} is read-only: {instead} that can be written")
@@ -134,9 +124,7 @@ class Operand:
 
 
 def same_kind(one: Operand, out: Operand, shape: tuple[int, ...]) -> Operand:
-    """Returns `out`. Raises TypeError or ValueError unless it has this shape, `one`'s element type and
-    `one`'s device.
-    """
+    """Returns `out`. Raises TypeError or ValueError unless it has this shape, and `one`'s element type and device."""
     check_beside(one, out, "out", "the array")
     if out.dtype != one.dtype:
         raise TypeError(f"out has elements of type {out.dtype_name}, the array has {one.dtype_name}")
@@ -146,18 +134,13 @@ def same_kind(one: Operand, out: Operand, shape: tuple[int, ...]) -> Operand:
 
 
 def check_beside(one: Operand, other: Operand, what: str, beside: str) -> None:
-    """Raises TypeError unless two operands are on the same device. Error texts call `other` `what`, and
-    `one` `beside`.
-    """
+    """Raises TypeError unless the operands are on the same device. `what` and `beside` name `other` and `one`."""
     if one.where != other.where:
         raise TypeError(f"{what} is on {other.where}, {beside} is on {one.where}")
 
 
 def empty_like(one: Operand, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Returns a new NumPy array of an operand's element type.
-
-    Raises TypeError on a device, and for bfloat16 without the package ml_dtypes.
-    """
+    """Returns a new NumPy array of an operand's type. Raises TypeError on a device, or without that type."""
     if one.place is not None:
         raise TypeError(f"the array is on {one.where}, and the result has another shape: pass out= with an array there")
     if one.dtype in _NUMPY:
@@ -170,9 +153,7 @@ def empty_like(one: Operand, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
 
 
 def numpy_code(dtype: np.dtype[Any], what: str) -> int:
-    """Returns the code of a NumPy dtype. Raises TypeError if it cannot be communicated. `what` names the array in
-    errors.
-    """
+    """Returns the code of a NumPy dtype. Raises TypeError if there is none. `what` names the array in errors."""
     code = _CODES.get((dtype.kind, dtype.itemsize))
     # ml_dtypes registers a dtype named bfloat16. Checking its name avoids importing the package.
     if dtype.name == "bfloat16":

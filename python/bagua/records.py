@@ -117,9 +117,7 @@ def _write(directory: str, group: str, rank: int, host: str, error: str) -> str:
 
 
 def folders() -> list[str]:
-    """Returns the folders on this host with records of this user's jobs. Raises ValueError if BAGUA_TRACE_DIR turns
-    records off.
-    """
+    """Returns the folders of this user's flight records on this host. Raises ValueError if records are turned off."""
     directory = config.trace_dir()
     if directory is None:
         raise ValueError("BAGUA_TRACE_DIR is empty, so there are no flight records: pass the files")
@@ -133,8 +131,8 @@ def _candidates(directory: str) -> tuple[str, str]:
 
 
 def _own_folder(directory: str) -> tuple[str, int]:
-    """Returns a folder that no other user but root can change, and its descriptor: this one, or else the one of this
-    user.
+    """Returns a folder that no other user but root can change, and its descriptor: `directory`, or one with the user's
+    id.
 
     In a temporary directory, another user may have made a folder or a link of this name.
     """
@@ -218,7 +216,6 @@ def _remove_old_jobs(folder: str) -> None:
 
 
 def _write_new(place: int, directory: str, rank: int, group: str, text: str) -> str:
-    """Writes a new file into an open folder. Returns the name of the file."""
     for number in range(10_000):
         name = _NAME.format(rank=rank, group=_plain(group), pid=os.getpid(), number=number)
         # Never write to an existing file, or to a link that another user made.
@@ -240,5 +237,4 @@ def _write_new(place: int, directory: str, rank: int, group: str, text: str) -> 
 
 
 def _plain(group: str) -> str:
-    """Returns the group's name with unusual characters replaced, for a file name."""
     return _NOT_PLAIN.sub("_", group)[:80] or "group"

@@ -11,9 +11,7 @@ OLDEST = (2, 5)
 
 
 def require(part: str) -> None:
-    """Raises ModuleNotFoundError without torch, and ImportError if torch is too old. `part` names what needs it, for
-    errors.
-    """
+    """Raises ModuleNotFoundError without torch, and ImportError if it is too old. `part` names what needs it."""
     try:
         import torch
     except ModuleNotFoundError as error:

@@ -89,7 +89,6 @@ def will_change(operand: Operand) -> None:
 
 
 def dtype_code(tensor: torch.Tensor, what: str) -> int:
-    """Returns the code of a tensor's dtype. Raises TypeError if it cannot be communicated."""
     return require_dtype(tensor.dtype, what)
 
 
@@ -150,9 +149,7 @@ def check_pair(verb: verbs.Verb, sent: torch.Tensor, received: torch.Tensor, ran
 def operation(
     raw: engine.Communicator, verb: verbs.Verb, src: Operand | None, dst: Operand | None, **options: Any
 ) -> verbs.Operation:
-    """Returns `verbs.operation`, after incrementing the version counters of the tensors it writes. Call it after all
-    checks.
-    """
+    """Calls `verbs.operation`, after all checks, and increments the version counters of the tensors it writes."""
     if dst is not None:
         will_change(dst)
     return verbs.operation(raw, verb, src, dst, **options)
@@ -187,9 +184,7 @@ class Adapter:
         return DTYPES.get(tensor.dtype, _BYTES) if self.sends_bytes else dtype_code(tensor, what)
 
     def read(self, tensor: Any, what: str) -> Operand:
-        """Returns an operand to read. Copies a tensor that is not contiguous, or that is lazily negated or
-        conjugated.
-        """
+        """Returns an operand to read. Copies a tensor that is not contiguous, or lazily negated or conjugated."""
         found = reader.at(tensor)
         if found is not None:
             address, count, code, dims, owner = found
@@ -199,9 +194,7 @@ class Adapter:
         return self._operand(memory if _is_plain(memory) else _contiguous(memory), code)
 
     def write(self, tensor: Any, what: str, *, reads: bool = True) -> Operand:
-        """Returns an operand to write. With `reads`, the operation reads it first, so a copy starts with the tensor's
-        values.
-        """
+        """Returns an operand to write. `reads`: it is read too, so a copy starts with the tensor's values."""
         found = reader.at(tensor)
         if found is not None:
             address, count, code, dims, owner = found
@@ -303,9 +296,7 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_capture(tensor: torch.Tensor) -> None:
-    """Raises NotImplementedError if a device's stream is being captured, because a copy would become part
-    of the graph.
-    """
+    """Raises NotImplementedError while the stream is being captured, because a copy would become part of the graph."""
     if tensor.is_cuda:
         from bagua.cuda import tensors
 

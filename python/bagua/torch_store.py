@@ -144,7 +144,6 @@ class _Entries:
         return self._until - time.monotonic()
 
     def count(self, more: int) -> int:
-        """Returns the number of entries after adding `more`."""
         return self._ask(lambda: int(self._store.add(f"{self._prefix}/places", more)))
 
     def announce(self, server: _Server) -> int:
@@ -155,9 +154,7 @@ class _Entries:
         return self.count(1)
 
     def servers(self, spent: str | None) -> Iterator[tuple[int, _Server]]:
-        """Yields the newest entry and its number, and after each pause the same one or a newer one. Skips the entry
-        with the token `spent`.
-        """
+        """Yields the newest entry and its number again and again, after pauses. Skips the token `spent`."""
         number, pause = max(self.count(0), 1), _PAUSE
         server = self._read(number, self.left())
         while server is not None and self.left() > 0:

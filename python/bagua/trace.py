@@ -66,7 +66,7 @@ class Record:
 
 @dataclass(frozen=True, order=True)
 class _OperationKey:
-    """One collective operation of a job."""
+    """The key of a collective operation of a job."""
 
     group: str
     channel: int
@@ -107,9 +107,7 @@ def read(paths: Iterable[Path]) -> list[Record]:
 
 
 def newest_job(folders: Iterable[str]) -> list[Path]:
-    """Returns the files of the job that wrote a record last, in these folders. Raises ValueError if there are no
-    records.
-    """
+    """Returns the record files of the job that wrote last, in these folders. Raises ValueError if there are none."""
     folders = list(folders)
     files = []
     for path in (path for folder in folders for path in Path(folder).glob("*.json")):
@@ -286,7 +284,6 @@ def _name(op: Operation) -> str:
 
 def _label(op: Operation) -> str:
     label = str(op.get("label") or "")
-    # As in error texts.
     return f", in {'bucket ' if label.isdecimal() else ''}{label}" if label else ""
 
 

@@ -34,9 +34,7 @@ class Verb(NamedTuple):
     compares_shapes: bool
 
     def part(self, src: Operand | None, dst: Operand | None, ranks: int) -> int:
-        """Returns the number of elements of one rank's part, or of the whole if there are no parts. `src` None means in
-        place.
-        """
+        """Returns the number of elements of one rank's part, or of the whole without parts. `src` None: in place."""
         if src is not None and dst is not None and self.sends_all and not self.receives_all:
             return dst.count
         held = dst if src is None else src
@@ -86,7 +84,6 @@ _DEFINED = engine.DEFINED
 
 
 def is_defined(op: int, dtype: int) -> bool:
-    """Returns True if a reduction is defined for an element type. Both are given by code."""
     return (op, dtype) in _DEFINED
 
 
@@ -200,7 +197,6 @@ def all_to_all_v(
 
 
 def send(raw: engine.Communicator, src: Operand, to: int, tag: int = 0) -> Operation:
-    """Returns the sending of a message to rank `to`."""
     call = partial(raw.exchange, ((to, src.address, src.count),), (), src.dtype, tag=check_tag(tag))
     return Operation(raw, call, (src,), is_message=True)
 

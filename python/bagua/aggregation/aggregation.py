@@ -51,9 +51,7 @@ class Aggregation(ABC):
 
     @abstractmethod
     def _agg(self, data: Any, op: str, denom: Denominator = None) -> Any:
-        """Combines all ranks' ``data``, a flat tensor. Returns that tensor, modified, or a new one of the
-        same shape.
-        """
+        """Returns the combination of all ranks' ``data``, a flat tensor: that tensor, changed, or a new one."""
 
     def _check(self, op: str, denom: Denominator) -> None:  # noqa: B027
         """Raises an error for arguments that cannot be used, before anything is communicated."""
@@ -63,9 +61,8 @@ class Aggregation(ABC):
         return device if self.use_cuda else torch.device("cpu")
 
     def _agg_marked(self, data: torch.Tensor, marks: int, op: str, denom: Denominator) -> torch.Tensor:
-        """Runs :meth:`_agg` on a tensor whose last ``marks`` elements are marks.
-
-        A mark that is zero on all ranks must stay zero. A mark that is not zero on some rank must not become zero.
+        """Runs :meth:`_agg` on a tensor that ends with ``marks`` elements that must stay zero if they are zero on all
+        ranks, and must not become zero if they are not.
         """
         result: torch.Tensor = self._agg(data, op, denom)
         return result
@@ -127,7 +124,6 @@ class Aggregation(ABC):
 
 
 def put_gradient(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Writes a gradient in place, and creates it if there is none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     parameter.grad.detach().copy_(value.reshape(parameter.shape))

@@ -87,7 +87,6 @@ class AllReduceAggregation(Aggregation):
         self._reducer()
 
     def _agg(self, data: Any, op: str, denom: Denominator = None) -> Any:
-        """Combines all ranks' tensors in place."""
         self._check(op, denom)
         return self._agg_marked(data, 0, op, denom)
 

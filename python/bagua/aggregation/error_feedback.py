@@ -57,7 +57,7 @@ class CompressingAggregation(Aggregation):
         """Aggregates the gradients of some parameters (by index), and replaces them in the list ``gradients``."""
 
     def _begin(self, gradients: Gradients) -> None:
-        """Prepares for a step. Called once, before the parameters are aggregated all at once or one by one."""
+        """Prepares for a step. Called once, before all parameters are aggregated."""
 
     def agg_model(self, by_layer: bool = False) -> Closure:
         """Raises NotImplementedError, because weights that are sent only in part would be lost in part."""
@@ -73,9 +73,7 @@ class CompressingAggregation(Aggregation):
         raise NotImplementedError(f"{type(self).__name__} aggregates gradients, not weights: use agg_grad()")
 
     def _agg(self, data: Any, op: str, denom: Denominator = None) -> Any:
-        """Returns the aggregated gradients. Argument and result are lists with a tensor or ``None`` for
-        each parameter.
-        """
+        """Returns the aggregated gradients of a list with a tensor or ``None`` for each parameter."""
         return self._step(data, op, denom, by_layer=False)
 
     def _agg_gradients_by_model(self, model: torch.nn.Module, op: str, denom: Denominator = None) -> None:

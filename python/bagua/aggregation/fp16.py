@@ -35,7 +35,7 @@ class DynamicLossScaler:
         self.scale_factor = scale_factor
         self.scale_window = scale_window
         self.max_scale = max_scale
-        # Steps since the last overflow.
+        # Number of steps since the last overflow.
         self._good = 0
 
     def update_scale(self, overflow: bool) -> None:

@@ -36,9 +36,7 @@ class Reducer(Protocol):
     size: int
 
     def place(self, device: torch.device, use_cuda: bool) -> torch.device:
-        """Returns the device on which a tensor from ``device`` is communicated: CUDA if ``use_cuda``, or if nothing
-        else works.
-        """
+        """Returns the device from which a tensor is sent: CUDA if ``use_cuda``, or if nothing else works."""
 
     def all_reduce(self, data: torch.Tensor, op: Reduction) -> None:
         """Combines a contiguous tensor of any dtype and shape in place. The result is bitwise equal on all ranks.
@@ -56,9 +54,7 @@ class Peers(Reducer, Protocol):
         """Returns every rank's flat tensor of n elements as a tensor of shape [size, n], in rank order."""
 
     def exchange(self, data: torch.Tensor, peers: Sequence[int]) -> list[torch.Tensor]:
-        """Sends a flat tensor to some ranks, and returns their tensors in the order of ``peers``. These ranks must do
-        the same.
-        """
+        """Sends a flat tensor to some ranks, which send theirs. Returns these in the order of ``peers``."""
 
 
 class Alone:
@@ -68,18 +64,15 @@ class Alone:
     size = 1
 
     def place(self, device: torch.device, use_cuda: bool) -> torch.device:
-        """Returns ``device``."""
         return device
 
     def all_reduce(self, data: torch.Tensor, op: Reduction) -> None:
         """Leaves the tensor as it is."""
 
     def all_gather(self, data: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor as the only row."""
         return data.unsqueeze(0)
 
     def exchange(self, data: torch.Tensor, peers: Sequence[int]) -> list[torch.Tensor]:
-        """Returns an empty list. Raises ValueError if ``peers`` is not empty."""
         if peers:
             raise ValueError(f"ranks {list(peers)} cannot be reached: there is one rank only")
         return []
@@ -101,15 +94,12 @@ class BaguaPeers:
         self.size = communicator.nranks()
 
     def place(self, device: torch.device, use_cuda: bool) -> torch.device:
-        """Returns host memory."""
         return torch.device("cpu")
 
     def all_reduce(self, data: torch.Tensor, op: Reduction) -> None:
-        """Calls the engine's all_reduce."""
         self._communicator.allreduce_inplace(data, self._OPS[op])
 
     def all_gather(self, data: torch.Tensor) -> torch.Tensor:
-        """Calls the engine's all_gather."""
         everybody = data.new_empty((self.size, data.numel()))
         self._communicator.allgather(data, everybody)
         return everybody
@@ -144,9 +134,7 @@ class TorchPeers:
         self._devices = {part.partition(":")[0] for part in backends if ":" in part and part != "cuda:bagua"}
 
     def place(self, device: torch.device, use_cuda: bool) -> torch.device:
-        """Returns host memory, unless ``use_cuda`` and the backend supports CUDA, or the backend (NCCL) supports only
-        CUDA.
-        """
+        """Returns host memory, unless CUDA is asked for and supported, or the backend (NCCL) supports nothing else."""
         if use_cuda and device.type == "cuda" and "cuda" in self._devices:
             return device
         if "cpu" in self._devices or not self._devices:
@@ -163,7 +151,6 @@ class TorchPeers:
             data.copy_(wide)
 
     def all_gather(self, data: torch.Tensor) -> torch.Tensor:
-        """Calls torch.distributed.all_gather."""
         everybody = data.new_empty((self.size, data.numel()))
         dist.all_gather(list(everybody.unbind()), data, group=self._group)
         return everybody
@@ -189,7 +176,6 @@ class HorovodReducer:
         self.size = int(horovod.size())
 
     def place(self, device: torch.device, use_cuda: bool) -> torch.device:
-        """Returns host memory unless ``use_cuda``."""
         return device if use_cuda else torch.device("cpu")
 
     def all_reduce(self, data: torch.Tensor, op: Reduction) -> None:

@@ -30,9 +30,7 @@ _ELEMENTS = 1 << 20
 
 
 def run(ranks: int = 2) -> tuple[dict[str, Any], str]:
-    """Runs the trial. Returns a dict with `ranks`, `ok` and `seconds` (from start to end), and the reason for a failure
-    or "".
-    """
+    """Runs the trial. Returns `ranks`, `ok` and `seconds` in a dict, and the reason for a failure, or ""."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bagua-doctor-") as folder:
         wrapper = [sys.executable, "-I", "-S", end_with_parent.__file__, str(os.getpid())]
@@ -78,7 +76,6 @@ def _failure(processes: Sequence[subprocess.Popen[str]], until: float) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs one rank of the trial. Returns the exit code."""
     rank, ranks, path = int(arguments[0]), int(arguments[1]), arguments[2]
     bagua.init(rank, ranks, f"file://{path}", local_rank=rank, local_world_size=ranks, timeout=_TIMEOUT)
     x = np.arange(_ELEMENTS, dtype=np.float32) % 1000 + rank

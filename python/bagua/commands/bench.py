@@ -42,15 +42,13 @@ _TENSORS = 4
 # Seconds for all sizes, and for one of them.
 _BUDGET, _BUDGET_OF_ONE = 12.0, 3.0
 
-# Calls on fewer bytes are timed together, because one is shorter than the ranks' difference in start times. The tensors
-# of a batch together fit in the caches.
+# Calls on fewer bytes are timed together, because one is shorter than the skew of the ranks' start.
 _SMALL, _CALLS_TOGETHER, _BYTES_TOGETHER = 64 << 10, 200, 1 << 20
 
 # Target duration of a batch and of a turn, in seconds.
 _LONG = 0.02
 
-# Timed batches per turn; untimed batches before them, because the caches hold the other library's data; and single
-# calls after them.
+# Batches per turn, untimed batches before them to warm the caches, and single calls after them.
 _BATCHES, _UNTIMED, _SINGLES = 10, 2, 3
 
 # Seconds that the ranks sleep before a batch, as a program does between steps, and before they check its sums.
@@ -60,7 +58,6 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def add(commands: Any) -> None:
-    """Adds the command to the command line."""
     parser = commands.add_parser(
         "bench",
         help="compare all_reduce with gloo",
@@ -76,9 +73,7 @@ def add(commands: Any) -> None:
 
 
 def sizes_of(text: str) -> list[int]:
-    """Returns the sizes in bytes of "4K,1M,16MiB", in units of 1024. Raises ValueError unless each is a whole number of
-    float32.
-    """
+    """Returns the bytes of "4K,1M,16MiB", in units of 1024. Raises ValueError unless each is a multiple of 4."""
     found = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*([0-9]+)\s*([KMG]?)(?:i?B)?\s*", part, re.IGNORECASE)
@@ -114,7 +109,6 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check_memory(size: int, ranks: int) -> None:
-    """Raises ValueError if this host's memory cannot hold the tensors of its ranks."""
     needed, there = _TENSORS * size * ranks, machine.machine()["memory_bytes"]
     if needed > there:
         raise ValueError(
@@ -161,7 +155,6 @@ def _start(ranks: int, options: argparse.Namespace) -> int:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Returns 0 when all processes have ended with 0, and 1 as soon as one has failed."""
     while True:
         codes = [process.poll() for process in processes]
         if any(code not in (None, 0) for code in codes):
@@ -172,7 +165,6 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def _measure(joined: bagua.Group, sizes: Sequence[int]) -> dict[str, Any]:
-    """Returns the results of all sizes, equal on all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -199,7 +191,6 @@ def _measure(joined: bagua.Group, sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def _store(joined: bagua.Group) -> Any:
-    """Returns a store of torch, which rank 0 serves."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-ignore]
 
     limit = timedelta(seconds=joined.timeout)
@@ -261,9 +252,7 @@ class _Contender:
         return found
 
     def seconds(self) -> float:
-        """Returns the median seconds per call in a batch, from when the last rank begins the batch until the last rank
-        ends it.
-        """
+        """Returns the median seconds per call in a batch, from the last rank's start to the last rank's end."""
         begun, ended = ([getattr(batch, name) for batch in self._batches] for name in ("begun", "ended"))
         if len(self._joined.communicator.machines) > 1:
             # Clocks of different hosts cannot be compared.
@@ -272,15 +261,11 @@ class _Contender:
         return statistics.median(end - begin for begin, end in pairs) / self._calls
 
     def single_seconds(self) -> float:
-        """Returns the median seconds of a single call on the slowest rank, including its wait for ranks that begin
-        later.
-        """
+        """Returns the median seconds of a single call on the slowest rank, with its wait for ranks that start later."""
         return statistics.median(_maximum(self._joined, [batch.ended - batch.begun for batch in self._singles]))
 
     def shared_processor(self) -> float:
-        """Returns the share of batches in which two ranks of a host ran on the same processor although another one was
-        free.
-        """
+        """Returns the share of batches in which two ranks shared a processor although another one was free."""
         own = np.array([(batch.first, batch.last) for batch in self._batches], dtype=np.int64)
         found = self._joined.all_gather(own.reshape(1, -1)).reshape(self._joined.size, -1, 2)
         processors = machine.machine()["cores"]
@@ -307,24 +292,20 @@ class _Tensors:
         self.x = [torch.empty_like(self._own) for _ in range(copies)]
 
     def rewrite(self, count: int) -> None:
-        """Fills the first `count` tensors with this rank's values."""
         for x in self.x[:count]:
             x.copy_(self._own)
 
     def right(self, count: int) -> bool:
-        """Returns True if the first `count` tensors hold the sum over all ranks."""
         import torch
 
         return all(torch.equal(x, self._expected) for x in self.x[:count])
 
 
 def _processor() -> Callable[[], int]:
-    """Returns the function that returns the calling thread's processor."""
     return ctypes.CDLL(None).sched_getcpu
 
 
 def _maximum(joined: bagua.Group, values: Sequence[float]) -> list[float]:
-    """Returns the maximum of each value over all ranks."""
     found = np.array(values, dtype=np.float64)
     joined.all_reduce(found, op="max")
     return list(map(float, found))

@@ -25,7 +25,6 @@ _LANES = 4
 
 
 def add(commands: Any) -> None:
-    """Adds the command to the command line."""
     parser = commands.add_parser(
         "doctor",
         help="check whether this machine and environment can run a job",
@@ -142,9 +141,7 @@ def _settings(problems: _Problems) -> dict[str, Any]:
 
 
 def _why_no_records() -> OSError | None:
-    """Returns the error of creating a file in BAGUA_TRACE_DIR, or in the closest existing parent. None if that works,
-    or if the variable is not set.
-    """
+    """Returns the error of creating a file in BAGUA_TRACE_DIR or its closest existing parent; None if there is none."""
     if config.text("BAGUA_TRACE_DIR") is None:
         return None
     directory = Path(config.trace_dir() or "").absolute()
@@ -229,7 +226,6 @@ def _cuda() -> dict[str, Any]:
 
 
 def _text(found: dict[str, Any], with_defaults: bool) -> str:
-    """Returns the text that is shown without `--json`, with the problems first."""
     parts = ["no problems"]
     if found["problems"]:
         lines = [tables.bold(f"problems: {len(found['problems'])}")]

@@ -27,16 +27,12 @@ def machine() -> dict[str, Any]:
 
 
 def _cores() -> int:
-    """Returns the number of cores that this process may use. Counts all cores on systems without affinity, such as
-    macOS.
-    """
+    """Returns the number of cores that this process may use. macOS cannot restrict them, so all count there."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def limits() -> dict[str, Any]:
-    """Returns this process's soft limits (None: unlimited), and the CPU quota of its control group in cores (None: no
-    quota).
-    """
+    """Returns this process's soft limits, and its control group's CPU quota in cores. None means unlimited."""
     return {
         "open_files": _limit(resource.RLIMIT_NOFILE)[0],
         "locked_memory_bytes": _limit(resource.RLIMIT_MEMLOCK)[0],
@@ -49,14 +45,11 @@ def _limit(which: int) -> list[int | None]:
 
 
 def hard_limit_of_files() -> int | None:
-    """Returns the hard limit of open files; None if there is none."""
     return _limit(resource.RLIMIT_NOFILE)[1]
 
 
 def cpu_quota(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Returns the number of cores that this process's control groups allow: the smallest quota among them and their
-    parents.
-    """
+    """Returns the CPU quota in cores: the smallest one of this process's control groups and their parents."""
     found: list[float] = []
     try:
         lines = own.read_text().splitlines()
@@ -76,7 +69,6 @@ def cpu_quota(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
 
 
 def _quota_at(folder: Path) -> list[float]:
-    """Returns the quota of one control group (version 2 or 1) as a list of at most one number."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):

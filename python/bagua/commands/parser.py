@@ -19,33 +19,26 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser with `-V`, whose errors are one line that points to `--help`."""
 
     def add_version(self) -> None:
-        """Adds `-V` and `--version`."""
         self.add_argument("-V", "--version", action="version", version=f"{self.prog} {engine.version()}")
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Returns the options. Exits with code 2 for errors, and if there are no arguments, with the help text on
-        stderr.
-        """
+        """Returns the options. Exits with code 2 for errors, and with the help on stderr if there are no arguments."""
         if not arguments:
             self.exit(2, self.format_help())
         return self.parse_args(arguments)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Raises argparse's error, which suggests the choice that was probably meant."""
         near = hints.nearest(str(value), map(str, action.choices or ()))
         if near is not None and value not in (action.choices or ()):
             raise argparse.ArgumentError(action, f"invalid choice: {str(value)!r}; did you mean {near!r}?")
         super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
-        """Exits with code 2 and a one-line message."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def output_file(text: str) -> Path:
-    """Returns the path of a file to write, as an argparse type. Raises ArgumentTypeError early, before the command does
-    its work.
-    """
+    """Returns the path of a file to write, for argparse. Checks it early, before the command does its work."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a directory: name a file in it")
@@ -62,7 +55,7 @@ def completion(shell: str, parsers: Sequence[argparse.ArgumentParser]) -> str:
     return "\n".join([*start, *(_bash(parser) for parser in parsers)])
 
 
-# For one program: a case for each sequence of words so far, with the words that may follow.
+# Completion of one program: each case maps the words typed so far to the words that may follow.
 _BASH = """_{prog}() {{
     local words
     case "${{COMP_WORDS[*]:1:COMP_CWORD-1}}" in

@@ -12,9 +12,7 @@ __all__ = ["amount", "bold", "pairs", "red", "show", "table", "width"]
 
 
 def show(text: str) -> bool:
-    """Prints text to standard output. Returns False if the reader has closed it, as `head` does; later output is
-    discarded.
-    """
+    """Prints text. Returns False if the reader is gone, as with `head`; later output is discarded."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -25,12 +23,10 @@ def show(text: str) -> bool:
 
 
 def bold(text: str) -> str:
-    """Returns the text, bold if standard output is a terminal."""
     return _styled(text, 1)
 
 
 def red(text: str) -> str:
-    """Returns the text, red if standard output is a terminal."""
     return _styled(text, 31)
 
 
@@ -41,9 +37,7 @@ def _styled(text: str, style: int) -> str:
 
 
 def width() -> int | None:
-    """Returns the number of columns of the terminal; None if standard output is not a terminal, or its size
-    is unknown.
-    """
+    """Returns the number of columns of the terminal; None if standard output is not a terminal of known size."""
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns or None
     except (OSError, ValueError):
@@ -58,9 +52,7 @@ def table(
     left: int = 1,
     within: int | None = None,
 ) -> str:
-    """Returns a table as text. The first `left` columns are aligned left, the others right. Lines are cut to `within`
-    characters.
-    """
+    """Returns a table as text, cut to `within` columns. The first `left` columns are aligned left, the others right."""
     cells = [list(columns), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     head, *lines = (_line(row, widths, left)[:within] for row in cells)
@@ -68,7 +60,6 @@ def table(
 
 
 def pairs(name: str, rows: Iterable[Sequence[str]]) -> str:
-    """Returns a heading with rows of left-aligned cells below it."""
     cells = list(map(list, rows))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join([bold(name), *(f"  {_line(row, widths, len(row))}" for row in cells)])
@@ -80,7 +71,6 @@ def _line(row: Sequence[str], widths: Sequence[int], left: int) -> str:
 
 
 def amount(value: float) -> str:
-    """Returns a number of bytes as text with a decimal unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

@@ -52,7 +52,6 @@ class Reading(NamedTuple):
 
 
 def add(commands: Any) -> None:
-    """Adds the command to the command line."""
     parser = commands.add_parser(
         "top",
         help="show live metrics of running ranks",
@@ -90,7 +89,6 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _read_all(endpoints: Sequence[str]) -> list[Reading]:
-    """Reads all endpoints in parallel."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(64, len(endpoints))) as pool:
         return list(pool.map(read, endpoints))
 
@@ -119,8 +117,7 @@ def read(endpoint: str) -> Reading:
 
 
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Yields the name, labels and value of each sample in Prometheus's text format. Raises ValueError for another
-    format.
+    """Yields name, labels and value of each sample in Prometheus's text format. Raises ValueError for other text.
 
     Source: https://prometheus.io/docs/instrumenting/exposition_formats/
     """
@@ -148,7 +145,6 @@ def _rates(key: tuple[str, str], before: Reading, now: Reading) -> list[float] |
 
 
 def _json(endpoints: Sequence[str], before: Sequence[Reading], now: Sequence[Reading]) -> str:
-    """Returns the line that `--json` prints for one reading."""
     names = [sample.removeprefix("bagua_op_").removesuffix("_total") for sample in _SAMPLES]
     found = [
         {

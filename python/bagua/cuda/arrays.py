@@ -36,17 +36,14 @@ class ArrayStream(NamedTuple):
 
     @property
     def where(self) -> str:
-        """Name of the device, for error texts."""
         return f"cuda:{self.device.number}"
 
     def call(self, raw: Communicator, places: Sequence[ArrayStream]) -> CudaCall:
-        """See `DeviceStream.call`."""
         return raw.cuda_call(
             self.device, self.stream, self.producers(places), config.cuda_collective(), config.cuda_check()
         )
 
     def call_messages(self, raw: Communicator, places: Sequence[ArrayStream]) -> CudaCall:
-        """See `DeviceStream.call_messages`."""
         return raw.cuda_messages(self.device, self.stream, self.producers(places))
 
     def call_alone(self, places: Sequence[ArrayStream]) -> CudaCall:
@@ -54,7 +51,6 @@ class ArrayStream(NamedTuple):
         return self.device.call(self.stream, self.producers(places))
 
     def handle(self, done: engine.Handle | None, finish: Callable[[], None] | None) -> AnyHandle | None:
-        """Returns `done`: results never have to be copied here."""
         return done
 
     def producers(self, places: Sequence[ArrayStream]) -> list[int]:
@@ -103,9 +99,7 @@ def _from_interface(x: Any, what: str, stream: int) -> Operand:
 
 
 def _stream(stream: int | None) -> int:
-    """Returns a stream in DLPack's numbering; None is the legacy stream. Raises TypeError or ValueError for anything
-    else.
-    """
+    """Returns a stream in DLPack's numbering; None is the legacy stream. Raises TypeError or ValueError."""
     if stream is None:
         return _LEGACY
     if isinstance(stream, bool) or not isinstance(stream, int):

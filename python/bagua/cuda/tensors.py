@@ -36,9 +36,7 @@ def refuse_capture(device: torch.device) -> None:
 
 
 class TensorStream:
-    """The device of tensors. An operation on them begins after the work that the current stream has at the time of the
-    call.
-    """
+    """The device of tensors. An operation on them begins after the work that the current stream has at the call."""
 
     def __init__(self, device: torch.device, then_orders: bool = True) -> None:
         self._device = device
@@ -54,26 +52,20 @@ class TensorStream:
 
     @property
     def device(self) -> engine.CudaDevice:
-        """The core's handle of the device."""
         return device_of(self._device.index)
 
     @property
     def where(self) -> str:
-        """Name of the device, for error texts."""
         return str(self._device)
 
     def call(self, raw: engine.Communicator | engine.Engine, _: Sequence[TensorStream] = ()) -> engine.CudaCall:
-        """See `DeviceStream.call`."""
         return raw.cuda_call(self.device, _number(self.stream), [], config.cuda_collective(), config.cuda_check())
 
     def call_messages(self, raw: engine.Communicator, _: Sequence[TensorStream] = ()) -> engine.CudaCall:
-        """See `DeviceStream.call_messages`."""
         return raw.cuda_messages(self.device, _number(self.stream), [])
 
     def handle(self, done: engine.Handle | None, finish: Callable[[], None] | None = None) -> DeviceHandle | None:
-        """Returns the handle of an asynchronous operation; None if `done` is None, because the stream is then already
-        ordered.
-        """
+        """Returns the handle of an asynchronous operation; None if `done` is None, as the stream is then in order."""
         return None if done is None else DeviceHandle(done, self._device, self.stream, finish, self._then_orders)
 
 
@@ -119,9 +111,7 @@ class DeviceHandle(Handle[None]):
         torch.cuda.current_stream(self._device).wait_event(self._copied)
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Blocks as `wait` does, and then until the device and the copies are done. The timeout does not limit the
-        copies.
-        """
+        """Blocks as `wait` does, and until the device and the copies are done. No timeout limits the copies."""
         super().synchronize(timeout)
         if self._copied is not None:
             self._copied.synchronize()

@@ -190,7 +190,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _how(code: int) -> str:
-    """Returns how a process with an exit code ended; -N means signal N."""
     if code > 0:
         return f"ended with exit code {code}"
     try:
@@ -208,7 +207,6 @@ def _say(text: str) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Returns the options. Raises SystemExit with code 2 and a message for options that cannot be used."""
     parser = Parser(
         prog="python -m bagua.distributed.run --keep-going",
         description="Starts the ranks of an elastic job on this node, and starts a rank that fails again, alone.",

@@ -297,7 +297,6 @@ def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) ->
 
 
 def _rows(tensor: Any, splits: torch.Tensor | Sequence[int] | None) -> list[int]:
-    """Returns how many rows of a tensor go to each rank."""
     count, ranks = len(tensor), size()
     rows = [count // ranks] * ranks if splits is None else [operator.index(split) for split in splits]
     if len(rows) != ranks or min(rows) < 0 or sum(rows) > count or (splits is None and count % ranks):

@@ -32,9 +32,7 @@ class _Distributed(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Makes :meth:`step` skip the reduction inside the ``with`` block, because :meth:`synchronize` has already
-        reduced.
-        """
+        """Makes :meth:`step` inside the ``with`` block skip the reduction, which :meth:`synchronize` has done."""
         self._bagua_reducer.step_synchronizes = False
         try:
             yield
@@ -46,9 +44,7 @@ class _Distributed(torch.optim.Optimizer):
         self._bagua_reducer.set_passes(passes)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Runs the step of the user's class on reduced gradients. With a closure, gradients are reduced after each call
-        of it.
-        """
+        """Runs the user's step on reduced gradients. With a closure, reduces them after each call of it."""
         reducer = self._bagua_reducer
         if closure is not None:
             inner = closure

@@ -21,7 +21,6 @@ class Refused(ValueError):
 
 
 def check_device(device: device) -> None:
-    """Raises :class:`Refused` unless the device is the CPU."""
     if device.type != "cpu":
         raise Refused(f"the device is {device}, and only the CPU is supported: pass accelerator='cpu'")
 
@@ -64,9 +63,7 @@ def make(algorithm: Any, options: Mapping[str, Any], optimizers: Sequence[optim.
 
 
 def needs_optimizers(algorithm: Any, options: Mapping[str, Any]) -> bool:
-    """Returns True if the algorithm acts on the optimizers' steps, so that they must be set up together
-    with the model.
-    """
+    """Returns True if the algorithm acts on optimizer steps, and so needs the optimizers with the model."""
     from bagua.torch_api.algorithms import Algorithm
 
     if isinstance(algorithm, str):

@@ -20,9 +20,7 @@ class _SyncControl:
     """Fabric's interface for a backward pass without communication."""
 
     def no_backward_sync(self, module: Any, enabled: bool) -> AbstractContextManager[None]:
-        """Returns a context in which gradients only accumulate, if ``enabled``. Raises TypeError for a module that was
-        not set up.
-        """
+        """Returns a context in which gradients only accumulate. Raises TypeError for a module that was not set up."""
         if not enabled:
             return contextlib.nullcontext()
         if not ddp_wrapper.is_wrapped(module):

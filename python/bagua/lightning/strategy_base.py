@@ -39,7 +39,6 @@ class CommonMethods(_Base):  # type: ignore[misc]
         )
 
     def _choose(self, algorithm: Any, options: Mapping[str, Any], **wrapping_options: Any) -> None:
-        """Stores the algorithm and its options. Raises MisconfigurationException if they cannot be used."""
         self._algorithm, self._bagua_kwargs, self._wrapping = algorithm, dict(options), wrapping_options
         with self._refusing():
             algorithm_options.check(algorithm, options)
@@ -63,7 +62,6 @@ class CommonMethods(_Base):  # type: ignore[misc]
             algorithm_options.check_device(device)
 
     def _wrapped(self, module: Any, optimizers: Sequence[torch.optim.Optimizer], schedulers: int = 0) -> Any:
-        """Returns the module in Bagua's wrapper. Collective."""
         with self._refusing():
             algorithm = algorithm_options.make(self._algorithm, self._bagua_kwargs, optimizers, schedulers)
         return ddp_wrapper.wrap(module, optimizers, algorithm, **self._wrapping)

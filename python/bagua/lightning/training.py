@@ -75,8 +75,6 @@ class StrategyMethods(CommonMethods):
         # Keeps this rank out of asynchronous averaging during a validation.
         self._paused = contextlib.ExitStack()
 
-    # --- the ranks ----------------------------------------------------------------------------------------------------
-
     def setup_distributed(self) -> None:
         """Joins the other ranks, and makes Bagua's group from them."""
         self._prepare_to_join(self.root_device)
@@ -93,8 +91,6 @@ class StrategyMethods(CommonMethods):
         """
         return self._reduce(tensor, group, reduce_op)
 
-    # --- the model ----------------------------------------------------------------------------------------------------
-
     def configure_ddp(self) -> None:
         """Does nothing: algorithms need the optimizers, which are made later."""
 
@@ -108,9 +104,7 @@ class StrategyMethods(CommonMethods):
         return self._wrapped(model, self.optimizers, len(self.lr_scheduler_configs))
 
     def pre_backward(self, closure_loss: Any) -> None:
-        """Decides whether this backward communicates. Manual optimization runs backward inside forward, and may change
-        no_sync in between.
-        """
+        """Decides if this backward communicates. In manual optimization, no_sync may change between two backwards."""
         super().pre_backward(closure_loss)
         if self._is_wrapped() and not self.lightning_module.automatic_optimization:
             self.model.bagua_ddp.decide_now()
@@ -127,9 +121,7 @@ class StrategyMethods(CommonMethods):
             self.model = self.lightning_module
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the state of the LightningModule without a wrapper's prefix. Copied between two averaging rounds of
-        ``async``.
-        """
+        """Returns the LightningModule's state without a wrapper's prefix, copied between two rounds of ``async``."""
         read = super().lightning_module_state_dict
         state: dict[str, Any] = self.model.bagua_algorithm.model_state_dict(read) if self._is_wrapped() else read()
         return state
@@ -156,12 +148,8 @@ class StrategyMethods(CommonMethods):
         super().on_validation_end()
         self._paused.close()
 
-    # --- the end ------------------------------------------------------------------------------------------------------
-
     def on_train_end(self) -> None:
-        """Ends the averaging of ``async`` with a round that includes all steps, so that the ranks' weights
-        are equal.
-        """
+        """Ends ``async`` with a round that averages all steps, so that the ranks' weights are equal."""
         super().on_train_end()
         from bagua.torch_api.algorithms import AsyncModelAverageAlgorithmImpl
 

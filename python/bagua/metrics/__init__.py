@@ -107,8 +107,6 @@ class StepMeter:
 
 
 class _Collector:
-    """Converts `bagua.stats()` to Prometheus metrics, once per request."""
-
     def collect(self) -> Iterator[Any]:
         from prometheus_client import core
 
@@ -157,9 +155,7 @@ def _client() -> ModuleType:
 
 
 def _metric(key: str) -> str:
-    """Returns the metric name of a counter in `stats()`, without the suffix `_total` that Prometheus adds to all
-    counters.
-    """
+    """Returns the metric name of a counter in `stats()`, without Prometheus's suffix `_total`."""
     return f"bagua_op_{key.removesuffix('_s')}_seconds" if key.endswith("_s") else f"bagua_op_{key}"
 
 

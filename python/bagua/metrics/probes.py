@@ -1,6 +1,4 @@
-"""Probes for a supervisor such as Kubernetes: liveness (do the control threads run?) and readiness (is the group
-joined?).
-"""
+"""Probes for a supervisor such as Kubernetes: do the control threads run, and has the group been joined?"""
 
 from __future__ import annotations
 
@@ -94,9 +92,7 @@ def joined() -> Any:
 
 
 def _switches() -> dict[str, int]:
-    """Returns the context switches of each control thread of this process, by thread id. Raises OSError
-    without /proc.
-    """
+    """Returns each control thread's context switches, by thread id. Raises OSError without /proc."""
     found = {}
     for task in _TASKS.iterdir():
         try:

@@ -30,13 +30,10 @@ class Server(socketserver.ThreadingMixIn, WSGIServer):
 
 
 class _Silent(WSGIRequestHandler):
-    """A request handler that logs nothing."""
-
     def log_message(self, format: str, *args: Any) -> None:
         """Does nothing."""
 
     def address_string(self) -> str:
-        """Returns the client's address without asking a name server."""
         return str(self.client_address[0])
 
 

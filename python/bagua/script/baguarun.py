@@ -97,7 +97,6 @@ def _end(connections: Sequence[subprocess.Popen[bytes]], signals: Signals) -> No
 def _command(
     options: argparse.Namespace, hosts: Sequence[tuple[str, int]], node_rank: int, carried: dict[str, str]
 ) -> str:
-    """Returns the command that the shell of one host runs."""
     launch = [sys.executable, "-m", "bagua.distributed.launch", END_WITH_STDIN]
     launch += ["--nnodes", str(len(hosts)), "--node_rank", str(node_rank)]
     launch += ["--nproc_per_node", str(options.nproc_per_node)]
@@ -125,9 +124,7 @@ def hosts_of(text: str, port: int) -> list[tuple[str, int]]:
 
 
 def _carried(given: Sequence[str]) -> dict[str, str]:
-    """Returns the variables of -x. Raises ValueError for an invalid name, or for a variable that this process does not
-    have.
-    """
+    """Returns the variables of -x. Raises ValueError for an invalid name, or a variable that is not set."""
     own = config.environment({})
     found = {}
     for text in given:
