@@ -246,7 +246,7 @@ def an_execution_of_the_operation_alone_is_one_round(rank: int) -> None:
         execute()
         expected = torch.tensor(left * (size - 1) / size)
         assert all(torch.allclose(tensor, expected) for tensor in tensors)
-        with pytest.raises(ValueError, match="must be .all., not .ring."):
+        with pytest.raises(ValueError, match="must be 'all', not 'ring'"):
             bucket.append_asynchronous_model_average_op("ring")
         bucket.clear_ops()
         assert bucket._async_op is None

@@ -1,4 +1,4 @@
-"""``DistributedDataParallel``: torch's wrapper, with any of Bagua's algorithms."""
+"""``DistributedDataParallel``: the wrapper of torch, with any of Bagua's algorithms."""
 
 from __future__ import annotations
 
@@ -35,28 +35,38 @@ _engines: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped
 
 
 class DistributedDataParallel(torch.nn.Module, Joinable):
-    """Trains ``module`` in step with the other ranks, as torch's DistributedDataParallel does. Collective among the
-    ranks of the group.
+    """Trains ``module`` together with the other ranks, like torch's DistributedDataParallel. Collective among the
+    ranks.
 
-    Parameters, buffers and the state of ``optimizers`` become rank 0's (``init_sync=False``: they stay). From then on
-    ``loss.backward()`` returns with gradients that are communicated as ``algorithm`` says, an ``Algorithm`` or the name
-    of one (``None``: gradient_allreduce), in buckets of ``bucket_cap_mb`` MiB (``None``: the environment's). With
-    ``gradient_as_bucket_view`` a gradient is a view of its bucket's memory, which every backward overwrites.
+    ``loss.backward()`` returns when gradients have been communicated. A forward in evaluation, or without gradients,
+    does not communicate. Attributes that the wrapper does not have are the model's.
 
-    ``broadcast_buffers``, or ``forward_sync_buffers`` where it is given: rank 0's buffers at the end of each
-    backward that exchanges gradients.
-    ``find_unused_parameters``: parameters that do not take part in a step are not an error; nor are they with
-    ``static_graph``. ``process_group``: one of bagua or of torch.distributed (``None``: the default group of bagua, or
-    torch.distributed's world where its backend is "bagua"); or a ``device_mesh`` of one dimension.
+    Args:
+        module: The model, on the CPU or on one CUDA device.
+        device_ids, output_device: The model's CUDA device, to which the inputs of ``forward`` are moved. Leave them out
+        on the CPU.
+        dim: Must be 0.
+        broadcast_buffers: True copies rank 0's buffers to all ranks at the end of each backward that exchanges
+            gradients.
+        init_sync: True copies rank 0's parameters, buffers and optimizer state to all ranks.
+        process_group: A group of Bagua or torch.distributed. None means Bagua's default group, or torch.distributed's
+            world if its backend is "bagua".
+        bucket_cap_mb: Size of a bucket in MiB. None means ``BAGUA_DEFAULT_BUCKET_SIZE``.
+        find_unused_parameters: True allows parameters that get no gradient in a step.
+        check_reduction: Has no effect, as in torch.
+        gradient_as_bucket_view: True makes each gradient a view of its bucket's memory, which every backward
+            overwrites.
+        static_graph: True allows unused parameters, and several gradients of a parameter in one backward.
+        device_mesh: A mesh of one dimension, instead of ``process_group``.
+        mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce: Not supported; must be None.
+        forward_sync_buffers: Replaces ``broadcast_buffers`` if given.
+        optimizers: The model's optimizers, for algorithms that act on their steps.
+        algorithm: An ``Algorithm``, or the name of one. None means gradient_allreduce.
 
-    A forward in evaluation, or without gradients, communicates nothing. Attributes that the wrapper does not have are
-    the model's.
-
-    ``dim`` other than 0, ``mixed_precision``, ``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce`` raise
-    NotImplementedError; ``device_ids`` and ``output_device`` ValueError for a model on the CPU, and unless they name
-    the one device of the model; a model without a parameter that needs a gradient BaguaError. MismatchError names the
-    parameter when the ranks' models differ, ValueError says "already" when another model communicates it; the group
-    stays usable after both.
+    Raises NotImplementedError for unsupported arguments; ValueError for ``device_ids`` or ``output_device`` other than
+    the model's device, and (with "already") if another wrapper communicates a parameter; BaguaError for a model without
+    a parameter that needs a gradient; and MismatchError, with the parameter's name, if the ranks' models differ. The
+    group stays usable after ValueError and MismatchError.
     """
 
     module: torch.nn.Module
@@ -105,7 +115,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if device_mesh is not None:
             process_group = _group_of(device_mesh, process_group)
         if not any(param.requires_grad for param in module.parameters()):
-            raise BaguaError(f"{type(module).__name__} has no parameter that needs a gradient: nothing is to be done")
+            raise BaguaError(f"{type(module).__name__} has no parameter that needs a gradient: it needs no wrapper")
         self.module = module
         self.broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.find_unused_parameters = find_unused_parameters
@@ -118,13 +128,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._given_group = process_group
         self._bucket_size = None if bucket_cap_mb is None else max(int(bucket_cap_mb * (1 << 20)), 1)
         self._algorithm = GradientAllReduceAlgorithm() if algorithm is None else algorithm
-        # What backward shall do while no engine asks for it.
+        # Value of require_backward_grad_sync while there is no engine.
         self._syncs = True
-        # A copy communicates from its first training forward on.
+        # True for a copy, which communicates from its first training forward on.
         self._is_copy = False
-        # A newer wrapper of the same module communicates instead.
+        # True if a newer wrapper of the same module communicates instead.
         self._is_replaced = False
-        # An older wrapper of the very same module, as when a cell of a notebook runs again.
+        # An older wrapper of the same module, as when a cell of a notebook runs again.
         wrappers = [each for each in list(_engines) if isinstance(each, DistributedDataParallel)]
         older = next((each for each in wrappers if each.module is self.module), None)
         try:
@@ -161,14 +171,16 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @property
     def _engine(self) -> WrapperEngine | None:
-        """None after the group's end, in a copy that was not trained, and while ``with_bagua`` has the wrapper."""
+        """The engine. None after the group has ended, in an untrained copy, and while ``with_bagua`` has the
+        wrapper.
+        """
         found = _engines.get(self)
         return found if isinstance(found, WrapperEngine) else None
 
     def _at_work(self) -> WrapperEngine:
         engine = self._engine
         if engine is None:
-            # Code that reads all attributes of an object handles no other error.
+            # AttributeError, because code that reads all attributes of an object handles no other error.
             raise AttributeError(
                 "this wrapper communicates nothing: its group has ended, a newer wrapper of the same module has "
                 "replaced it, or it is an untrained copy"
@@ -178,7 +190,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     # --- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's forward. With ``device_ids`` the tensors of its inputs are brought to that device."""
+        """Returns the model's output. With ``device_ids``, tensors among the inputs are moved to that device first."""
         if self._device is not None:
             inputs, kwargs = _moved((inputs, kwargs), self._device)
         if is_recorded():
@@ -196,7 +208,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before_forward(self, inputs: Any) -> bool:
-        """Whether the algorithm has to be called at the forward's end."""
+        """Returns True if the algorithm must be called at the end of the forward."""
         if self._is_replaced:
             raise BaguaError(
                 f"a newer DistributedDataParallel of the same {type(self.module).__name__} has replaced this one, "
@@ -218,7 +230,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forward and backward inside only accumulate gradients; the first step afterwards communicates their sum."""
+        """Only accumulates gradients inside the block. The first step afterwards communicates their sum."""
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
@@ -228,7 +240,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the backward of the next forward communicates. May be set."""
+        """True if the backward of the next forward communicates. May be set."""
         return self._syncs
 
     @require_backward_grad_sync.setter
@@ -239,7 +251,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             engine.require_backward_grad_sync = value
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward, if it is one of training, begins with rank 0's buffers."""
+        """Returns True if the next training forward begins with rank 0's buffers."""
         engine = self._engine
         return engine is not None and engine.buffer_schedule.wait and bool(engine.buffers())
 
@@ -251,31 +263,33 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """For training in which ranks have unequally many inputs: ``with model.join(): ...``.
+        """Trains with different numbers of inputs on the ranks: ``with model.join(): ...``.
 
-        A rank without inputs counts with zeros; ``divide_by_initial_world_size=False`` divides by the ranks that have
-        some. In the end all ranks have the model of the last one. NotImplementedError for algorithms other than
-        gradient_allreduce.
+        A rank without inputs contributes zeros. ``divide_by_initial_world_size=False`` divides by the number of ranks
+        that still have inputs. At the end, all ranks get the model of the last rank that had inputs. Raises
+        NotImplementedError for algorithms other than gradient_allreduce.
         """
         return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """See :meth:`join`; for torch's ``Join`` with other joinables, such as ZeroRedundancyOptimizer."""
+        """Returns the hook for torch's ``Join`` with other joinables, such as ZeroRedundancyOptimizer. See
+        :meth:`join`.
+        """
         return self._at_work().join_hook(kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
-        """The CPU."""
+        """The device for Join's own tensors: the CPU."""
         return torch.device("cpu")
 
     @property
     def join_process_group(self) -> Any:
-        """The group of torch.distributed by which ``Join`` counts the ranks that have inputs.
+        """The torch.distributed group in which ``Join`` counts ranks that have inputs.
 
-        One of the same ranks is made, collectively, where the wrapper was given a group of bagua that is smaller than
-        the world.
+        If the wrapper was given a group of Bagua smaller than the world, a torch.distributed group of the same ranks is
+        made, collectively.
         """
         if isinstance(self._given_group, dist.ProcessGroup):
             return self._given_group
@@ -289,10 +303,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     # --- hooks --------------------------------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """``hook(state, bucket)`` communicates the buckets from now on, as with torch's DistributedDataParallel.
+        """Makes ``hook(state, bucket)`` communicate the buckets from now on, as in torch's DistributedDataParallel.
 
-        Called by all ranks, once. TypeError and ValueError for what is no communication hook; NotImplementedError for
-        algorithms other than gradient_allreduce, and where gradients are sparse.
+        All ranks call this once. Raises TypeError or ValueError if ``hook`` is not a communication hook, and
+        NotImplementedError for algorithms other than gradient_allreduce or sparse gradients.
         """
         self._at_work().register_comm_hook(state, hook)
 
@@ -300,22 +314,22 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @property
     def process_group(self) -> ProcessGroup | dist.ProcessGroup:
-        """The group that was given, else bagua's default group."""
+        """The group that was given, else Bagua's default group."""
         return self._at_work().process_group if self._given_group is None else self._given_group
 
     @property
     def bagua_ddp(self) -> ModelEngine:
-        """What communicates for the model."""
+        """The engine that communicates for the model."""
         return self._at_work()
 
     @property
     def bagua_module_name(self) -> str:
-        """The model's name, the same on all ranks."""
+        """Name of the model, the same on all ranks."""
         return self._at_work().bagua_module_name
 
     @property
     def bagua_algorithm(self) -> AlgorithmImpl:
-        """The algorithm at work."""
+        """The algorithm that communicates for the model."""
         return self._at_work().bagua_algorithm
 
     @property
@@ -325,12 +339,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @property
     def bagua_buckets(self) -> list[BaguaBucket]:
-        """The buckets, in the order of communication."""
+        """The buckets in the order of communication."""
         return self._at_work().bagua_buckets
 
     @property
     def parameters_to_ignore(self) -> frozenset[str]:
-        """Names of the model's parameters and buffers that each rank has for itself."""
+        """Names of the model's parameters and buffers that are not communicated."""
         engine = self._engine
         return frozenset() if engine is None else engine.parameters_to_ignore
 
@@ -344,7 +358,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             return getattr(module, name)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Takes the states of a wrapper and of the model alone."""
+        """Loads the state of a wrapper, or of a model without a wrapper."""
         wrapped = prefix + _PREFIX
         own = {name for name, _ in self.module.state_dict().items()}
         given = [name for name in state_dict if name.startswith(prefix)]
@@ -356,8 +370,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     # --- copies -------------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """A wrapper around a copy of the model, without optimizers and hook. It communicates from its first training
-        forward on, which all ranks make together; until then it is for this rank alone.
+        """Returns a wrapper around a copy of the model, without optimizers and hook.
+
+        The copy communicates from its first training forward on, which all ranks run together. Until then it belongs to
+        this rank alone.
         """
         made = type(self).__new__(type(self))
         memo[id(self)] = made
@@ -371,14 +387,16 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return {**self.__dict__, **own}
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: as :meth:`__deepcopy__`. BaguaError for another group than the default one."""
+        """Returns the state for a pickle, like :meth:`__deepcopy__`. Raises BaguaError for any group but the default
+        one.
+        """
         if self._given_group is not None:
             raise BaguaError("a wrapper can be pickled when it communicates with the default group")
         return self._state_of_copy()
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Inputs with their tensors on a device, in the order of its current stream."""
+    """Moves tensors among the inputs to a device, in the order of its current stream."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -393,7 +411,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 def _device_of(
     module: torch.nn.Module, device_ids: Sequence[int | torch.device] | None, output_device: Any
 ) -> torch.device | None:
-    """The CUDA device to which forward brings its inputs; None where the caller does."""
+    """Returns the CUDA device to which forward moves its inputs; None if the caller does so."""
     if not device_ids and output_device is None:
         return None
     places = list(dict.fromkeys(param.device for param in module.parameters()))
@@ -402,7 +420,7 @@ def _device_of(
         raise ValueError(f"{given} for a model on the CPU: leave them out")
     wanted = [_as_device(each) for each in [*(device_ids or ()), *([] if output_device is None else [output_device])]]
     if len(device_ids or ()) > 1 or any(each not in places for each in wanted):
-        raise ValueError(f"{given} for a model on {', '.join(map(str, places))}: a model is on one device, name that")
+        raise ValueError(f"{given} for a model on {', '.join(map(str, places))}: name the model's one device")
     return places[0] if device_ids else None
 
 

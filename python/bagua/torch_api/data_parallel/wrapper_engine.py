@@ -1,4 +1,4 @@
-"""The engine of a wrapper: with uneven inputs (torch's Join) and communication hooks."""
+"""The engine of DistributedDataParallel, with uneven inputs (torch's Join) and communication hooks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["WrapperEngine"]
 
 
 class WrapperEngine(ModelEngine):
-    """What communicates for a :class:`DistributedDataParallel`."""
+    """The communication of a :class:`DistributedDataParallel`."""
 
     def __init__(
         self,
@@ -30,27 +30,26 @@ class WrapperEngine(ModelEngine):
         static_graph: bool = False,
         **options: Any,
     ) -> None:
-        # The wrapper, which torch's Join configures for uneven inputs.
+        # The wrapper, which Join configures for uneven inputs.
         self._owner = owner
         self._comm_hook: tuple[Any, CommHook] | None = None
-        # Bytes of a bucket as the user gave them.
+        # Size of a bucket in bytes, if the user gave one.
         self._cap = cap
         self._static_graph = static_graph
-        # Ranks that still have inputs, in training with uneven ones.
+        # Number of ranks that still have inputs, with uneven inputs.
         self._active = 0
         self.divide_by_initial_world_size = True
-        # Whether the last forward with gradients was to be communicated.
+        # True if the last forward with gradients was outside no_sync.
         self._armed = True
-        # A forward runs.
         self._in_forward = False
-        # Gradients were exchanged inside it.
+        # True if gradients were exchanged inside the running forward.
         self._exchanged_in_forward = False
         super().__init__(*args, **options)
         if comm_hook is not None:
             self.register_comm_hook(*comm_hook)
 
     def options(self) -> dict[str, Any]:
-        """See :meth:`ModelEngine.options`."""
+        """Like :meth:`ModelEngine.options`."""
         own = {"owner": self._owner, "cap": self._cap, "static_graph": self._static_graph}
         return {**super().options(), **own, "comm_hook": self._comm_hook}
 
@@ -58,9 +57,9 @@ class WrapperEngine(ModelEngine):
         return module.training and torch.is_grad_enabled()
 
     def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        """See :meth:`ModelEngine.before_forward`."""
+        """Like :meth:`ModelEngine.before_forward`."""
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            # As with torch: a backward communicates when its forward was outside no_sync.
+            # As in torch, a backward communicates if its forward was outside no_sync.
             if self.require_backward_grad_sync:
                 self._armed = True
             elif not self._in_step:
@@ -70,7 +69,7 @@ class WrapperEngine(ModelEngine):
             self._in_forward, self._exchanged_in_forward = True, False
 
     def forward_returned(self) -> None:
-        """After each forward that did not raise."""
+        """Called after each forward that did not raise."""
         if torch._C._current_graph_task_id() != -1:
             return
         self._in_forward = False
@@ -80,7 +79,7 @@ class WrapperEngine(ModelEngine):
 
     def _gradients_are_exchanged(self) -> None:
         if self._in_forward:
-            # With Lightning's manual optimization backwards run inside a forward, whose rest may change buffers.
+            # With Lightning's manual optimization, backwards run inside a forward, whose rest may change buffers.
             self._exchanged_in_forward = True
         elif not self._joins():
             super()._gradients_are_exchanged()
@@ -89,22 +88,27 @@ class WrapperEngine(ModelEngine):
         return self._armed
 
     def decide_now(self) -> None:
-        """Whether the next backward communicates is what no_sync says now, not what it said at the forward: for a
-        backward inside the forward of its step, as with Lightning's manual optimization.
+        """Makes the next backward communicate as no_sync says now, instead of at the forward.
+
+        For a backward inside the forward of its step, as with Lightning's manual optimization.
         """
         self._armed = self.require_backward_grad_sync
 
     # --- uneven inputs ------------------------------------------------------------------------------------------------
 
     def join_hook(self, divide_by_initial_world_size: bool) -> JoinHook:
-        """What a rank does that has no inputs any more. NotImplementedError for an algorithm that cannot."""
+        """Returns the hook for a rank without inputs. Raises NotImplementedError unless the algorithm is
+        gradient_allreduce.
+        """
         self._require_all_reduce("join")
         self.divide_by_initial_world_size = divide_by_initial_world_size
         return _JoinHook(self)
 
     def _require_all_reduce(self, what: str) -> GradientAllReduceAlgorithmImpl:
         if not isinstance(self.bagua_algorithm, GradientAllReduceAlgorithmImpl):
-            raise NotImplementedError(f"{what} with {self.bagua_algorithm.name}: only gradient_allreduce has it")
+            raise NotImplementedError(
+                f"{what} works with gradient_allreduce only, not with {self.bagua_algorithm.name}"
+            )
         return self.bagua_algorithm
 
     def _init_algorithm(self) -> None:
@@ -112,9 +116,9 @@ class WrapperEngine(ModelEngine):
         if isinstance(self.exchange, GradientExchange):
             self.exchange.is_static = self._static_graph
             self.exchange.takes_given = self.do_flatten
-            # A hook's result stays as it is.
+            # The result of a hook is not scaled.
             if self._comm_hook is None:
-                # Weakly, or the engine would outlive its model until a collection of garbage.
+                # A weak reference, because the engine would otherwise outlive its model until a garbage collection.
                 this = weakref.ref(self)
                 self.exchange.factor = lambda: 1.0 if (engine := this()) is None else engine._factor()
 
@@ -134,14 +138,15 @@ class WrapperEngine(ModelEngine):
         self._count(True, self.require_backward_grad_sync)
 
     def _joins(self) -> bool:
-        """True in training with uneven inputs. Buffers are then those of the last rank that has inputs for the next
-        forward, so that they are sent before it.
+        """Returns True in training with uneven inputs.
+
+        The buffers for the next forward are then sent before it, from the last rank that has inputs.
         """
         owner = self._owner()
         return owner is not None and bool(owner._join_config.enable)
 
     def _count(self, is_one: bool, syncs: bool = False) -> bool:
-        """How many ranks have inputs; the last of them sends what all ranks get. Whether a backward communicates."""
+        """Counts the ranks with inputs, and makes the last one the sender. Returns True if a backward communicates."""
         said = self.backend.all_gather(torch.tensor([[is_one, syncs]], dtype=torch.uint8)).view(-1, 2)
         ones: list[int] = said[:, 0].tolist()
         self._active = sum(ones)
@@ -149,7 +154,7 @@ class WrapperEngine(ModelEngine):
         return bool(said[:, 1].any())
 
     def shadow(self) -> None:
-        """Takes part in a forward of the ranks that still have inputs, and in its backward. Collective."""
+        """Takes part in a forward and backward of the ranks that still have inputs. Collective."""
         syncs = self._count(False)
         if self.buffer_schedule.forward_begins(syncs=syncs):
             self.send_buffers()
@@ -158,7 +163,7 @@ class WrapperEngine(ModelEngine):
             self.exchange.shadow()
 
     def end_of_inputs(self, is_last: bool) -> None:
-        """Every rank gets the model of the last one that had inputs. Collective."""
+        """Copies the model of the last rank that had inputs to every rank. Collective."""
         self._count(is_last)
         ignored = {id(buffer) for buffer in self.module.buffers()} if not self.broadcast_buffers else set()
         self.broadcast([tensor for tensor in self._state() if id(tensor) not in ignored])
@@ -166,13 +171,13 @@ class WrapperEngine(ModelEngine):
     # --- hooks --------------------------------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """The hook communicates from now on. Collective."""
+        """Makes the hook communicate from now on. Collective."""
         plain = self._require_all_reduce("a communication hook")
         check(hook)
         if self._comm_hook is not None:
             raise BaguaError(f"model {self.bagua_module_name!r} has a communication hook already")
         if self._in_step:
-            raise BaguaError("a communication hook is registered before the forward, not between it and its backward")
+            raise BaguaError("register a communication hook before the forward, not between it and its backward")
         self._comm_hook = state, hook
         self.bagua_algorithm = HookedAllReduce(plain, hook, state, self._cap, self.do_flatten)
         self.bagua_algorithm.attach(self, plain.name)
@@ -180,13 +185,13 @@ class WrapperEngine(ModelEngine):
 
 
 class _JoinHook(JoinHook):
-    """A rank without inputs."""
+    """The Join hook of a rank without inputs."""
 
     def __init__(self, engine: WrapperEngine) -> None:
         self._engine = engine
 
     def main_hook(self) -> None:
-        """Called for each step of the others."""
+        """Called for each step of the other ranks."""
         self._engine.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:

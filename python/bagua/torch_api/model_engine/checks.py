@@ -1,4 +1,4 @@
-"""Checks a model when it is wrapped, and afterwards that it is still the one that was wrapped."""
+"""Checks a model when it is wrapped, and later checks that it has not changed since."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .exchange_interface import WrappedModel
 from .grad_hook import owner_of
 from .state import model_state
 
-# By what was wrapped: name of a model whose group has ended, and the hook that refuses its training, if it needs one.
+# Module or wrapper -> name of a model whose group has ended, and the hook that refuses its training, if any.
 _ended = model_state.ended
 
 
@@ -31,13 +31,13 @@ def _never() -> bool:
     return False
 
 
-# torch before 2.7 does not distinguish an export from a compilation.
+# torch before 2.7 does not distinguish export from compilation.
 _is_exporting = getattr(torch.compiler, "is_exporting", _never)
 _is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
 def is_recorded() -> bool:
-    """Whether a forward makes a program, which holds the forward and not the communication of one training step."""
+    """Returns True while a forward is recorded as a program, which must not contain communication."""
     return _is_exporting() or _is_tracing()
 
 
@@ -47,22 +47,25 @@ class Tracked:
     def __init__(self, model_name: str, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
         self._model_name = model_name
         self._parameters = list(parameters)
-        # Equal ones are one object: a model of many parameters has few kinds of them.
+        # Equal entries share one object, because a model with many parameters has few kinds of them.
         kinds: dict[Any, Any] = {}
         found = ((param.dtype, param.shape) for _, param in parameters)
         self._kinds: list[tuple[torch.dtype, torch.Size]] = [kinds.setdefault(kind, kind) for kind in found]
 
     def is_frozen(self, current: Callable[[], Sequence[object]]) -> bool:
-        """True if no parameter needs a gradient now, as when another model is trained through this one: a forward then
-        counts as evaluation. ``current`` returns the parameters that do.
+        """Returns True if no parameter needs a gradient now, for example because another model is trained through this
+        one.
+
+        A forward then counts as evaluation. ``current`` returns the parameters that need a gradient now.
         """
         frozen = not any(param.requires_grad for _, param in self._parameters)
         return bool(self._parameters) and frozen and not current()
 
     def check(self, module: torch.nn.Module, current: Sequence[tuple[str, torch.nn.Parameter]], may_go: bool) -> None:
-        """A change is an error here, rather than ranks that silently differ. ``may_go``: parameters may need a gradient
-        no longer. None is one for the time of ``torch.func.functional_call``, which puts plain tensors in place of
-        parameters.
+        """Raises BaguaError if the parameters have changed, because the ranks would differ unnoticed otherwise.
+
+        ``may_go`` allows parameters that no longer need a gradient. During ``torch.func.functional_call``, plain
+        tensors replace parameters; that is not a change.
         """
         differs = len(current) != len(self._parameters) or any(
             mine is not theirs for (_, mine), (_, theirs) in zip(current, self._parameters, strict=True)
@@ -82,7 +85,7 @@ class Tracked:
         new = [name for name in after if name not in before]
         replaced = [name for name, param in after.items() if before.get(name, param) is not param]
         gone = [name for name in before if name not in after]
-        # Without a gradient it counts as unused, and a caller that allows this can go on.
+        # A parameter without a gradient counts as unused, which ``may_go`` allows.
         if not new and not replaced and may_go:
             return
         changes = (
@@ -108,9 +111,11 @@ class Tracked:
 
 
 class KeptWeights:
-    """The weights as they were, where an algorithm keeps what it derived from them: anchors, or replicas of neighbours.
+    """Notices changes of weights, for an algorithm that keeps state derived from them: anchors, or replicas of
+    neighbours.
 
-    Weights that other code changes, without the algorithm's state for them, would count as training.
+    If other code changed the weights without loading the algorithm's state, the algorithm would treat the change as
+    training.
     """
 
     def __init__(
@@ -119,30 +124,32 @@ class KeptWeights:
         self._model_name = model_name
         self._algorithm_name = algorithm_name
         self._parameters = list(parameters)
-        # By name, from before the first change since the last training forward or step.
+        # Parameter name -> weights before the first change since the last training forward or step.
         self._before: dict[str, torch.Tensor] | None = None
-        # A parameter that a step has found changed.
+        # Name of a parameter that had changed when an optimizer stepped.
         self._changed: str | None = None
-        #: The algorithm's state was loaded since the last training forward.
+        #: True if the algorithm's state was loaded since the last training forward.
         self.state_is_loaded = False
 
     def remember(self) -> None:
-        """Weights are about to change."""
+        """Records the weights, which are about to change."""
         if self._before is None:
             self._before = {name: param.detach().clone() for name, param in self._parameters}
 
     def before_step(self) -> None:
-        """Before a step of an optimizer, which changes them too."""
+        """Called before an optimizer step, which changes weights as well."""
         if self._before is not None:
             self._changed, self._before = self._find(), None
 
     def accept(self) -> None:
-        """The algorithm has derived what it keeps from the weights as they are."""
+        """Accepts the current weights, from which the algorithm has derived its state."""
         self._before, self._changed, self.state_is_loaded = None, None, False
 
     def check(self) -> None:
-        """Before each training forward: BaguaError where weights have changed, and the algorithm's state was not
-        loaded. Weights that were put back, as after an evaluation of averaged ones, have not.
+        """Raises BaguaError if weights have changed and the algorithm's state was not loaded. Called before training
+        forwards.
+
+        Weights that were changed and put back, for example to evaluate averaged ones, are accepted.
         """
         name = None if self.state_is_loaded else self._find()
         if name is not None:
@@ -155,7 +162,7 @@ class KeptWeights:
         self.accept()
 
     def _find(self) -> str | None:
-        """The first parameter that has changed."""
+        """Returns the name of the first changed parameter, or None."""
         before = self._before or {}
         for name, param in self._parameters if before and self._changed is None else ():
             if not torch.allclose(param.detach(), before[name], rtol=0, atol=0, equal_nan=True):
@@ -164,8 +171,10 @@ class KeptWeights:
 
 
 class WrappedBuffers:
-    """The buffers that are communicated, as they were when the model was wrapped. Later they may change on all ranks
-    alike; a rank cannot know whether the others changed theirs before they communicate.
+    """The communicated buffers, as they were when the model was wrapped.
+
+    Buffers may change later, but only in the same way on all ranks. A rank cannot know whether other ranks changed
+    theirs before they communicate.
     """
 
     def __init__(self, model_name: str, buffers: Mapping[str, torch.Tensor], ignored: frozenset[str]) -> None:
@@ -184,7 +193,7 @@ class WrappedBuffers:
 
     @contextlib.contextmanager
     def explain(self, rank: int, module: torch.nn.Module) -> Iterator[None]:
-        """Adds this rank's changes to a MismatchError inside, whose text has the numbers of bytes alone."""
+        """Adds this rank's changes to a MismatchError in the block, which otherwise only says numbers of bytes."""
         try:
             yield
         except MismatchError as error:
@@ -199,9 +208,10 @@ class WrappedBuffers:
 
 
 def refuse_training(wrapped: torch.nn.Module) -> None:
-    """BaguaError in a training forward of what was wrapped for a group that has ended, where this process has another
-    one: its ranks would differ silently. Without a group each model trains alone. Not when a checkpoint computes the
-    forward again.
+    """Raises BaguaError in a training forward of a model whose group has ended, if this process has another group.
+
+    Its ranks would differ unnoticed. Without a group, each model may train alone. Accepts a forward that a checkpoint
+    computes again.
     """
     found = _ended.get(wrapped)
     if found is None or (group_state.default_group is None and process.torchs_world is None):
@@ -214,28 +224,28 @@ def refuse_training(wrapped: torch.nn.Module) -> None:
 
 
 def allow_training(wrapped: torch.nn.Module) -> None:
-    """From now on :func:`refuse_training` does nothing."""
+    """Ends the refusal of :func:`refuse_training`."""
     _, handle = _ended.pop(wrapped, ("", None)) if _ended else ("", None)
     if handle is not None:
         handle.remove()
 
 
 class Rounds:
-    """How often each bucket had been communicated when a training step began."""
+    """Number of times that each bucket had been communicated when a training step began."""
 
     def __init__(self) -> None:
         self._before: list[tuple[BaguaBucket, int]] = []
 
     def begin(self, buckets: Sequence[BaguaBucket]) -> None:
-        """A step begins in which each of these buckets has to be communicated."""
+        """Begins a step in which each of these buckets must be communicated."""
         self._before = [(bucket, bucket.backend_bucket.step) for bucket in buckets]
 
     def forget(self) -> None:
-        """The step did not come to its end."""
+        """Forgets the step, which was not completed."""
         self._before = []
 
     def end(self, model: WrappedModel) -> None:
-        """The step has ended: BaguaError if a bucket was not communicated since :meth:`begin`."""
+        """Ends the step. Raises BaguaError if a bucket was not communicated since :meth:`begin`."""
         before, self._before = self._before, []
         buckets = [bucket.name for bucket, step in before if bucket.backend_bucket.step == step]
         if not buckets:
@@ -251,28 +261,31 @@ class Rounds:
 
 
 class OwnSteps:
-    """Where weights travel: which steps of optimizers had no training forward. One is this rank's own until the next
-    communication; ranks that take two in a row would train alone.
+    """If weights are exchanged: refuses optimizer steps without a training forward.
+
+    One such step stays on this rank until the next exchange. Ranks that take two in a row would train alone.
     """
 
     def __init__(self) -> None:
         self._forwards = 0
-        # A backward that communicates came outside of a step since the last training forward.
+        # True if a backward outside a step has communicated since the last training forward.
         self._outside = False
-        # The forwards at each optimizer's last step, and whether it was such a step.
+        # Optimizer -> number of forwards at its last step, and True if that step had no training forward.
         self._last: MutableMapping[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
 
     def forward_begins(self) -> None:
-        """Before each training forward."""
+        """Called before each training forward."""
         self._forwards += 1
         self._outside = False
 
     def backward_begins(self, in_step: bool) -> None:
-        """Before each backward that communicates; ``in_step``: a training forward has begun a step."""
+        """Called before each backward that communicates. ``in_step``: a training forward has begun a step."""
         self._outside = self._outside or not in_step
 
     def check(self, model: WrappedModel, algorithm: str, optimizer: torch.optim.Optimizer) -> None:
-        """Before each step of the optimizer: BaguaError if it and the one before are such steps."""
+        """Called before each optimizer step. Raises BaguaError for the second step in a row without a training
+        forward.
+        """
         before, was = self._last.get(optimizer, (0, False))
         now = self._outside and before == self._forwards
         self._last[optimizer] = (self._forwards, now)
@@ -287,23 +300,24 @@ class OwnSteps:
 
 
 class PassingForwards:
-    """Where weights travel: finds forwards through which another model is trained, such as those of a GAN's
-    discriminator for the loss of the generator. Their backward reaches the parameters, but no step follows it.
+    """If weights are exchanged: finds forwards through which another model is trained.
 
-    An input of such a forward needs a gradient. So does an input in a chain of models that are trained together: what
-    follows the first backward of such forwards decides. It is the same on all ranks, which run one program.
+    An example is a GAN's discriminator in the loss of the generator. Its backward reaches the parameters, but no step
+    follows. An input of such a forward needs a gradient, but so does an input in a chain of models that are trained
+    together. The first such backward decides: either a step of this model follows, or not. The result is the same on
+    all ranks, which run the same program.
     """
 
     def __init__(self) -> None:
-        # Inputs of the forwards since the last backward: whether each forward had one that needs a gradient.
+        # For each forward since the last backward: True if an input needed a gradient.
         self._passing: list[bool] = []
-        # The last backward was one of such forwards alone, and no optimizer of the model has stepped since.
+        # True if the last backward followed only such forwards and no optimizer of the model has stepped since.
         self._pending = False
-        # No step of the model follows such a backward; None if that is not known yet.
+        # True if no step of the model follows such a backward; None if unknown.
         self._no_step_follows: bool | None = None
 
     def are_of_another(self, inputs: Any) -> bool:
-        """Before each training forward. True if it belongs to the training of another model."""
+        """Called before each training forward. Returns True if the forward belongs to the training of another model."""
         if self._pending and self._no_step_follows is None:
             self._no_step_follows = True
         passing = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(inputs))
@@ -311,19 +325,21 @@ class PassingForwards:
         return passing and self._no_step_follows is True
 
     def backward_ends(self) -> None:
-        """After each backward that communicates."""
+        """Called after each backward that communicates."""
         self._pending = bool(self._passing) and all(self._passing)
         self._passing = []
 
     def stepped(self) -> None:
-        """After each step of an optimizer of the model."""
+        """Called after each step of an optimizer of the model."""
         if self._pending:
             self._no_step_follows = self._pending = False
 
 
 def require_exchanged(model: WrappedModel, optimizer: torch.optim.Optimizer) -> None:
-    """No backward came since the optimizer's last step: BaguaError if there is a gradient all the same. Not of an
-    optimizer that the wrapper was not given, as torch's DDP is given none: its program may average gradients itself.
+    """Raises BaguaError if a gradient was not exchanged. Called if no backward has run since the optimizer's last step.
+
+    Accepts optimizers that the wrapper was not given (torch's DDP is given none), whose program may average gradients
+    itself.
     """
     if not any(optimizer is given for given in model.bagua_optimizers):
         return
@@ -341,7 +357,7 @@ def require_exchanged(model: WrappedModel, optimizer: torch.optim.Optimizer) -> 
 
 @contextlib.contextmanager
 def explain_empty_steps(model: WrappedModel) -> Iterator[None]:
-    """Adds to a MismatchError inside what the number of a step means if gradients are exchanged."""
+    """Adds to a MismatchError in the block what the step number means if gradients are exchanged."""
     try:
         yield
     except MismatchError as error:
@@ -355,7 +371,7 @@ def explain_empty_steps(model: WrappedModel) -> Iterator[None]:
 
 
 def step_inside_backward(rank: int, model_name: str) -> BaguaError:
-    """The error of an optimizer's step in a hook of a backward, where gradients travel."""
+    """Returns the error for an optimizer step in a hook of a backward, if gradients are exchanged."""
     return BaguaError(
         f"optimizer.step() on rank {rank} inside a backward, before the gradients of model {model_name!r} are "
         "communicated: step when backward() has returned, not in a hook"
@@ -365,8 +381,9 @@ def step_inside_backward(rank: int, model_name: str) -> BaguaError:
 def ignored_names(
     modules: Mapping[str, torch.nn.Module], parameters: Mapping[str, torch.nn.Parameter]
 ) -> frozenset[str]:
-    """What is not communicated: what the user named, and what belongs to an expert, of which each rank has its own.
-    ``modules`` and ``parameters``: those of the model by name, with the model itself as "".
+    """Returns the names of tensors that are not communicated: those that the user listed, and those of experts.
+
+    ``modules`` and ``parameters`` are the model's, by name. The model itself has the name "".
     """
     names = {name for name, param in parameters.items() if getattr(param, "expert", False) is True}
     for path, child in modules.items():
@@ -379,8 +396,8 @@ def ignored_names(
 
 
 def refuse_torchs_wrapper(module: torch.nn.Module, model_name: str, inside: Any) -> None:
-    """Raises BaguaError in a forward of a wrapped model inside that of torch's DistributedDataParallel, ``inside``, if
-    that sends gradients of the same parameters.
+    """Raises BaguaError if torch's DistributedDataParallel, ``inside``, also sends gradients of this model's
+    parameters.
     """
     own = {id(param) for param in module.parameters() if param.requires_grad}
     for name, param in inside.module.named_parameters():
@@ -399,18 +416,19 @@ def check_module(
     buffers: Mapping[str, torch.Tensor],
     older: Any,
 ) -> None:
-    """Raises the error of a model that cannot be wrapped. ``older`` communicates for it now, and will end; or None.
+    """Raises an error if the model cannot be wrapped.
 
-    ``modules``: the model and all in it. ``parameters`` and ``buffers``: those that are to be communicated.
+    ``modules`` are the model and all modules in it, ``parameters`` and ``buffers`` those to communicate. ``older`` is
+    the wrapper that communicates for the model now and will end, or None.
     """
     if any(isinstance(child, torch.nn.parallel.DistributedDataParallel) for child in modules):
         raise ValueError(
             "the model is, or holds, torch's DistributedDataParallel, which sends the gradients too: wrap its .module "
             "instead, and do not use torch's wrapper"
         )
-    # The first tensor, and its place.
+    # Name and device of the first tensor.
     first: tuple[str, torch.device] | None = None
-    # What the checks of one parameter alone depend on, of those that passed.
+    # Kinds of parameters that passed the checks, which depend on nothing else.
     passed: set[Any] = set()
     for name, param in parameters.items():
         what = f"parameter {name!r}"
@@ -419,7 +437,9 @@ def check_module(
             if is_lazy(param):
                 raise ValueError(f"{what} has no shape yet: run one forward before it is wrapped")
             if hasattr(param, "placements"):
-                raise NotImplementedError(f"{what} is a DTensor, which the other ranks have parts of")
+                raise NotImplementedError(
+                    f"{what} is a DTensor, whose parts are on several ranks: such models cannot be wrapped"
+                )
             devices.check_place(param, what)
             first = first or (what, param.device)
             _check_same_place(first, what, param)
@@ -429,7 +449,8 @@ def check_module(
         if param.requires_grad:
             if model_state.optimizer_reducers:
                 _check_not_reduced(param, what)
-            # Its name alone: an exception keeps the frame's variables alive, and with them the engine.
+            # Keeps only the owner's name, because an exception keeps the frame's variables, and with them the engine,
+            # alive.
             owner = owner_of(param)
             other = None if owner is older else getattr(owner, "bagua_module_name", None)
             del owner
@@ -440,13 +461,13 @@ def check_module(
                 )
     for name, buffer in buffers.items():
         _check_buffer(name, buffer)
-        # One on the host beside parameters on a device is broadcast by itself.
+        # A host buffer of a model on a device is broadcast separately.
         if first is not None and buffer.is_cuda:
             _check_same_place(first, f"buffer {name!r}", buffer)
 
 
 def _check_not_reduced(param: torch.Tensor, what: str) -> None:
-    """ValueError for a parameter of an ``hvd.DistributedOptimizer``."""
+    """Raises ValueError for a parameter of an ``hvd.DistributedOptimizer``."""
     reducer = model_state.optimizer_reducers.get(param)
     if reducer is not None and reducer() is not None:
         raise ValueError(
@@ -457,7 +478,7 @@ def _check_not_reduced(param: torch.Tensor, what: str) -> None:
 
 
 def _check_buffer(name: str, buffer: torch.Tensor) -> None:
-    """Refuses what the ranks cannot receive rank 0's values in."""
+    """Raises an error for a buffer that cannot receive rank 0's values."""
     if is_lazy(buffer):
         raise ValueError(f"buffer {name!r} has no shape yet: run one forward before it is wrapped")
     devices.check_place(buffer, f"buffer {name!r}")
@@ -471,7 +492,7 @@ def _check_buffer(name: str, buffer: torch.Tensor) -> None:
 
 
 def _check_same_place(first: tuple[str, torch.device], what: str, tensor: torch.Tensor) -> None:
-    """TypeError for a tensor in another place than the model's first one."""
+    """Raises TypeError for a tensor on another device than the model's first tensor."""
     if tensor.device != first[1]:
         raise TypeError(
             f"{first[0]} is on {first[1]}, and {what} on {tensor.device}: a model is on the host or on one device"

@@ -1,4 +1,4 @@
-"""The engine of a model on several ranks: its buckets, the readiness of its gradients, its steps, for every wrapper."""
+"""The engine of one model on several ranks, for every kind of wrapper: buckets, readiness of gradients, and steps."""
 
 from __future__ import annotations
 
@@ -62,22 +62,22 @@ TensorT = TypeVar("TensorT", bound=torch.Tensor)
 class Progress(NamedTuple):
     """How far the training of a model has come."""
 
-    #: Completed steps of the first optimizer.
+    #: Number of completed steps of the first optimizer.
     steps: int = 0
     #: Number of the step after the last completed one.
     next_step: int = 0
-    #: Training forwards up to the last completed step.
+    #: Number of training forwards up to the last completed step.
     forwards: int = 0
 
 
 class ModelEngine:
-    """What communicates for one model, however it is wrapped.
+    """The communication of one model, however the model is wrapped.
 
-    Its owner calls :meth:`before_forward` and :meth:`after_forward` around each forward of the model; hooks of its own
-    report gradients and optimizer steps. Ends with its model, its group, or :meth:`close`.
+    The owner calls :meth:`before_forward` and :meth:`after_forward` around each forward. Hooks of the engine report
+    gradients and optimizer steps. The engine ends with its model, its group, or :meth:`close`.
 
-    ``older``: what was wrapped before with the same parameters. It ends when all ranks have accepted the arguments, so
-    that an error in these leaves it as it is.
+    ``older`` is an earlier wrapper of the same parameters. It ends when all ranks have accepted the arguments, so that
+    an error in the arguments leaves it as it is.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ModelEngine:
         communicator = process_group.get_global_communicator()
         if not isinstance(communicator, Communicator):
             raise ValueError(f"this rank is not in {process_group}, so it cannot train there")
-        # Weakly: the model may be collected, and then this with it.
+        # Weak, so that the engine ends when the model is collected.
         self._module = weakref.ref(module)
         if isinstance(optimizers, torch.optim.Optimizer):
             raise TypeError(f"optimizers must be a list of optimizers: [{type(optimizers).__name__}(...)]")
@@ -117,32 +117,32 @@ class ModelEngine:
         self.bagua_train_step_counter = 0
         self.step = -1
         self.empty_steps = 0
-        #: The rank whose buffers all ranks get.
+        #: The rank whose buffers are sent to all ranks.
         self.root = 0
         self.buffer_schedule = BufferSchedule()
-        #: At the end of the last completed step.
+        #: Progress at the end of the last completed step.
         self.progress = Progress()
-        # From the first forward of a step until its backward has ended.
+        # True from the first forward of a step until its backward has ended.
         self._in_step = False
         self.bagua_buckets: list[BaguaBucket] = []
-        # What the ranks' buckets must have in common.
+        # Descriptions of the buckets, which must be equal on all ranks.
         self._layout: list[str] = []
         self._in_backward = False
-        # The thread that runs it.
+        # Thread that runs the backward.
         self._thread = 0
-        # Gradients that came in it, and that a later hook of the user's may have changed since.
+        # Gradients of this backward that a later hook of the user may still change.
         self._late: list[tuple[str, torch.nn.Parameter]] = []
-        # The same, with backwards under `no_sync`; only for an algorithm that uses the hooks of passes.
+        # True during any backward, also under ``no_sync``. Only kept for an algorithm that uses hooks around passes.
         self._in_any_backward = False
-        # A training forward whose backward should communicate, while no gradient has come since.
+        # True if a training forward waits for a backward that communicates, and no gradient has come since.
         self._forward_waits = False
-        # Backwards that reached a parameter; and how many there were when each optimizer stepped last.
+        # Number of backwards that reached a parameter, now and at the last step of each optimizer.
         self._backwards = 0
         self._stepped_at: MutableMapping[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._own_steps = OwnSteps()
         self._passing = PassingForwards()
         self._rounds = Rounds()
-        # The algorithm's state was loaded since the last step that communicated.
+        # True if the algorithm's state was loaded since the last step that communicated.
         self._state_is_loaded = False
         self._handles: list[RemovableHandle] = []
         self._grad_hook: GradHook | None = None
@@ -151,7 +151,7 @@ class ModelEngine:
 
         self._tracked = [(name, param) for name, param in parameters.items() if param.requires_grad]
         self._tracked_ids = {id(param) for _, param in self._tracked}
-        #: Name and parameter of every gradient to communicate, as when the algorithm began.
+        #: Name and parameter of every gradient to communicate, when the algorithm began.
         self.parameters: Parameters = self._tracked
         self._agree(module, algorithm, None if older is None else _wrapped.get(older), modules, parameters, buffers)
         if older is not None:
@@ -159,7 +159,7 @@ class ModelEngine:
         self._unchanged = Tracked(name, self._tracked)
         self._wrapped_buffers = WrappedBuffers(name, buffers, self.parameters_to_ignore)
         self._kept = KeptWeights(name, self.bagua_algorithm.name, self._tracked)
-        # The second name is the original's, which algorithms written for it use.
+        # Algorithms written for the original Bagua use the second name.
         self.backend = self._bagua_backend = backends.BucketEngine(name, process_group)
         backends.adopt(self.backend)
         try:
@@ -178,7 +178,7 @@ class ModelEngine:
             raise
 
     def options(self) -> dict[str, Any]:
-        """The keyword arguments by which another group gets an engine like this one."""
+        """Returns the keyword arguments for an engine like this one on another group."""
         return {
             "find_unused_parameters": self.find_unused_parameters,
             "broadcast_buffers": self.broadcast_buffers,
@@ -194,7 +194,7 @@ class ModelEngine:
         return module
 
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Name and parameter of every gradient to communicate, in the model's order; shared parameters once."""
+        """Returns name and parameter of every gradient to communicate, in the model's order; shared parameters once."""
         return [
             (name, param)
             for name, param in self.module.named_parameters()
@@ -202,7 +202,7 @@ class ModelEngine:
         ]
 
     def _shared(self, named: Iterable[tuple[str, TensorT]]) -> dict[str, TensorT]:
-        """Those that are communicated."""
+        """Returns the tensors that are communicated, by name."""
         return {name: tensor for name, tensor in named if name not in self.parameters_to_ignore}
 
     def _agree(
@@ -214,7 +214,9 @@ class ModelEngine:
         parameters: dict[str, torch.nn.Parameter],
         buffers: dict[str, torch.Tensor],
     ) -> None:
-        """Compares the ranks' models and settings: a difference is an error with a name, not garbage or a hang."""
+        """Compares the ranks' models and settings, so that a difference is a clear error instead of garbage or a
+        hang.
+        """
         failure: Exception | None = None
         lines: list[str] = []
         try:
@@ -255,7 +257,7 @@ class ModelEngine:
         require_equal(self._communicator, lines, failure)
 
     def _state(self) -> list[torch.Tensor]:
-        """The parameters and buffers that are communicated."""
+        """Returns the parameters and buffers that are communicated."""
         named: tuple[Iterable[tuple[str, torch.Tensor]], ...] = (
             self.module.named_parameters(),
             self.module.named_buffers(),
@@ -284,8 +286,10 @@ class ModelEngine:
         self._post_step_hook = self.bagua_algorithm.init_post_optimizer_step_hook(self)
 
     def _describe_buckets(self, buckets: Sequence[BaguaBucket]) -> list[str]:
-        """Names the parameters whose weights or gradients each bucket holds. A user's algorithm may order its tensors
-        differently on each rank, so that buckets of the same size would add up different parameters.
+        """Returns the names of the parameters in each bucket.
+
+        A user's algorithm may order its tensors differently on each rank, so that buckets of the same size would add up
+        different parameters.
         """
         names = {id(tensor): name for name, param in self._tracked for tensor in (param, param.grad)}
         lines = []
@@ -296,14 +300,14 @@ class ModelEngine:
 
     def _broadcast_state(self, shared: list[torch.Tensor], own: list[torch.nn.Parameter]) -> None:
         self.broadcast(shared)
-        # Each rank keeps the state of a sharded one, which is of different parameters.
+        # Each rank keeps its own state of a sharded optimizer, which belongs to different parameters on each rank.
         for optimizer in (each for each in self.bagua_optimizers if not is_sharded(each)):
             broadcast_optimizer(self._communicator, lambda room: self.backend.broadcast(room, 0), optimizer, own)
 
     def _hook(self, module: torch.nn.Module, modules: Iterable[torch.nn.Module]) -> None:
         self._grad_hook = GradHook(self, self._tracked)
-        # torch.utils.swap_tensors, which would leave the hook with the other tensor, refuses one with a weak reference,
-        # such as that of a Bagua tensor's registration.
+        # torch.utils.swap_tensors would leave the hook on the other tensor. It refuses a tensor with a weak reference,
+        # such as one in a Bagua tensor's registration.
         registered = {id(tensor) for bucket in self.bagua_buckets for tensor in bucket.tensors}
         self._references = [weakref.ref(param) for _, param in self._tracked if id(param) not in registered]
         self._hook_forward(module)
@@ -311,11 +315,11 @@ class ModelEngine:
         self._handles += follow_given(self, self.bagua_optimizers)
 
     def holds_parameters_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer holds parameters that this engine communicates for."""
+        """Returns True if the optimizer holds parameters that this engine communicates for."""
         return bool(self._handles) and any(id(param) in self._tracked_ids for param in parameters_of(optimizer))
 
     def before_optimizer(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> bool:
-        """Before each step of an optimizer. Whether :meth:`optimizer_returned` has to be called."""
+        """Called before each step of an optimizer. Returns True if :meth:`optimizer_returned` must be called."""
         if self.exchange.needs_gradients:
             self._check_outside_of_backward()
         if not has_closure:
@@ -325,7 +329,7 @@ class ModelEngine:
         return self.bagua_algorithm.hears_forward_and_backward
 
     def after_optimizer(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        """After each step of an optimizer that did not raise."""
+        """Called after each step of an optimizer that did not raise."""
         if has_closure:
             self._check_step(optimizer)
         if self.bagua_optimizers and optimizer is self.bagua_optimizers[0]:
@@ -334,18 +338,19 @@ class ModelEngine:
         self._post_step_hook(optimizer)
 
     def before_load(self) -> None:
-        """Before ``load_state_dict`` of the model, or of a module in it."""
+        """Called before ``load_state_dict`` of the model or of a module in it."""
         self.bagua_algorithm.before_load(self)
         self._weights_change()
 
     def _weights_change(self) -> None:
-        """Weights may change from now until the next training forward, other than by training."""
+        """Records the weights, which may change until the next training forward for reasons other than training."""
         if self.bagua_algorithm.keeps_weights:
             self._kept.remember()
 
     def begin_anew(self) -> None:
-        """All ranks have loaded weights: an algorithm that keeps some begins with those of :attr:`root`, unless its own
-        state was loaded too. Collective.
+        """Restarts an algorithm that keeps state derived from weights, after all ranks have loaded weights. Collective.
+
+        The algorithm starts with the weights of :attr:`root`, unless its own state was loaded too.
         """
         if self.bagua_algorithm.keeps_weights and not self._kept.state_is_loaded:
             self.broadcast(self._state())
@@ -353,14 +358,14 @@ class ModelEngine:
             self._kept.accept()
 
     def optimizer_returned(self) -> None:
-        """After each step of an optimizer, also when it raised."""
+        """Called after each step of an optimizer, also if it raised."""
         self.bagua_algorithm.optimizer_step_ends(self)
 
     def _hook_forward(self, module: torch.nn.Module) -> None:
-        """Arranges that the methods below are called; nothing where the owner does so."""
+        """Arranges the calls around forwards. Does nothing if the owner makes them."""
 
     def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        """Before each forward of the model: nothing in evaluation, nor when a checkpoint computes the forward again."""
+        """Called before each forward of the model. Does nothing when a checkpoint computes the forward again."""
         if torch._C._current_graph_task_id() != -1:
             return
         if not self._in_step:
@@ -369,7 +374,8 @@ class ModelEngine:
             self.bagua_algorithm.forward_begins(self, with_grad=False)
             return
         if self._unchanged.is_frozen(self.bagua_build_params):
-            # torch's DDP sends buffers here too, and async keeps its lock for a backward through the model.
+            # torch's DDP also sends buffers here. The algorithm "async" keeps its lock for a backward through the
+            # model.
             self._send_waiting_buffers(False)
             self.bagua_algorithm.forward_begins(self, with_grad=torch.is_grad_enabled())
             return
@@ -385,7 +391,7 @@ class ModelEngine:
         self._forward_waits = self._forward_waits or counts
         begins = counts and not self._in_step
         if begins:
-            # The hooks of an algorithm may communicate until now.
+            # An algorithm's hooks may communicate until here.
             self._rounds.end(self)
             self.step += 1
             self._in_step = True
@@ -394,7 +400,7 @@ class ModelEngine:
             self._begin_algorithm_anew()
         self._send_waiting_buffers(begins)
         if begins and self.bagua_algorithm.communicates(self.step):
-            # Where gradients travel, a state has no weights from which the ranks could drift apart.
+            # If gradients are exchanged, a state contains no weights that could make the ranks drift apart.
             after_load = self._state_is_loaded and not self.exchange.needs_gradients
             self.backend.set_step(self.bagua_algorithm.compared_step(self), after_load=after_load)
             self._state_is_loaded = False
@@ -405,14 +411,16 @@ class ModelEngine:
         self.bagua_algorithm.forward_begins(self, with_grad=torch.is_grad_enabled())
 
     def _trains(self, module: torch.nn.Module) -> bool:
-        """Whether a forward that begins now is one of training: the others communicate nothing."""
+        """Returns True if the forward that begins now is a training forward. Other forwards do not communicate."""
         return module.training
 
     def _forward_is_announced(self) -> None:
-        """Called before a training forward, in which nothing was communicated yet; decides :attr:`root`."""
+        """Called before the first communication of a training forward. Decides :attr:`root`."""
 
     def _send_waiting_buffers(self, begins: bool) -> None:
-        """Sends the buffers of :attr:`root` before a training forward, by which a step may begin, if they are due."""
+        """Sends the buffers of :attr:`root` before a training forward if they are due. ``begins``: the forward begins a
+        step.
+        """
         syncs = self.require_backward_grad_sync
         if not self.bagua_algorithm.buffers_due(self.step):
             return
@@ -420,27 +428,29 @@ class ModelEngine:
             self.send_buffers()
 
     def _gradients_are_exchanged(self) -> None:
-        """A backward in which the ranks exchanged gradients has ended: :attr:`root` sends its buffers."""
+        """Called after a backward that exchanged gradients: sends the buffers of :attr:`root` if they are due."""
         if self.bagua_algorithm.buffers_due(self.step) and self.buffer_schedule.gradients_are_exchanged():
             self.send_buffers()
 
     def _backward_communicates(self) -> bool:
-        """Whether a gradient that comes now is communicated; otherwise it only accumulates."""
+        """Returns True if gradients of this backward are communicated. Otherwise they only accumulate."""
         return self.require_backward_grad_sync
 
     def after_forward(self, output: Any) -> None:
-        """After each forward for which :meth:`before_forward` did something; ``output`` is None when it raised."""
+        """Called after each forward that :meth:`before_forward` handled. ``output`` is None if the forward raised."""
         if torch._C._current_graph_task_id() == -1:
             self.bagua_algorithm.forward_ends(self, output)
 
     def after_any_backward(self) -> None:
-        """A backward is over, however it ended."""
+        """Called after each backward, also if it raised."""
         self._in_any_backward = False
         self.bagua_algorithm.backward_ends(self)
 
     def _end_broken_backward(self) -> None:
-        """The last backward raised half-way. Where weights travel, the step goes on with another one: what the other
-        ranks have communicated in it, or will, this rank communicates once, too.
+        """Cleans up after a backward that raised.
+
+        If weights are exchanged, the step continues with the next backward, because this rank must communicate once in
+        each step, like the other ranks.
         """
         if self.exchange.needs_gradients:
             self._end_broken_step()
@@ -454,7 +464,7 @@ class ModelEngine:
         self.exchange.abandon()
 
     def restart(self, step: int) -> None:
-        """The next training forward begins the step of this number."""
+        """Makes the next training forward begin step number ``step``."""
         self._rounds.forget()
         if self._in_step:
             self._end_broken_step()
@@ -463,24 +473,24 @@ class ModelEngine:
         self.progress = self.progress._replace(next_step=step)
 
     def resume(self, progress: Progress) -> None:
-        """Goes on after the last completed step of a model that was wrapped before."""
+        """Continues after the last completed step of a model that was wrapped before."""
         self.progress = progress
         self.bagua_train_step_counter = progress.forwards
         self.restart(progress.next_step)
         self._state_is_loaded = False
 
     def send_buffers(self) -> None:
-        """Every rank gets the buffers of :attr:`root`, unless ``broadcast_buffers`` is False. Collective."""
+        """Copies the buffers of :attr:`root` to every rank, unless ``broadcast_buffers`` is False. Collective."""
         with self._wrapped_buffers.explain(self.backend.rank, self.module):
             self.broadcast(self.buffers())
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Every rank gets the values that :attr:`root` has. Collective."""
+        """Copies the values of :attr:`root` to every rank. Collective."""
         root = self.root
         broadcast_tensors(lambda room: self.backend.broadcast(room, root), self.backend.rank, tensors, root)
 
     def start_buffers(self) -> Callable[[], None]:
-        """Starts what :meth:`send_buffers` does, and returns the wait for it, which changes the buffers."""
+        """Starts :meth:`send_buffers`. Returns a function that waits for it and then changes the buffers."""
 
         def start(room: torch.Tensor) -> Callable[[], None]:
             return self.backend.start_broadcast(room, 0).wait
@@ -489,13 +499,13 @@ class ModelEngine:
         return self._wrapped_buffers.explain(self.backend.rank, self.module)(wait)
 
     def buffers(self) -> list[torch.Tensor]:
-        """The buffers that :attr:`root` sends."""
+        """Returns the buffers that :attr:`root` sends."""
         if not self.broadcast_buffers:
             return []
         return [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
 
     def on_gradient(self, name: str, param: torch.nn.Parameter, is_final: bool = True) -> None:
-        """A parameter's gradient has its final local value; otherwise it has when the backward ends."""
+        """Handles a gradient. Its local value is final now, or at the end of the backward if not ``is_final``."""
         if self.bagua_algorithm.hears_forward_and_backward and not self._in_any_backward:
             self._in_any_backward = True
             self.bagua_algorithm.backward_begins(self)
@@ -514,9 +524,9 @@ class ModelEngine:
         elif self._thread != get_ident():
             error = BaguaError(
                 f"two threads on rank {self.backend.rank} run a backward of model {self.bagua_module_name!r} at the "
-                "same time: their gradients are in one sum, of which each would communicate a part"
+                "same time, so that their gradients are mixed: run one backward at a time"
             )
-            # The gradients of the first thread have parts of the second's, and the other ranks wait for them.
+            # The first thread's gradients contain parts of the second's, and the other ranks wait for them.
             raise self.backend.reported(error)
         if is_final:
             self._backward_hook(name, param)
@@ -524,8 +534,9 @@ class ModelEngine:
             self._late.append((name, param))
 
     def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Ends a step whose backward was left out, or reached no parameter. BaguaError if the optimizer would step with
-        gradients of this rank alone.
+        """Ends a step without a backward, or whose backward reached no parameter.
+
+        Raises BaguaError if the optimizer would step with gradients that were not exchanged.
         """
         needs_gradients = self.exchange.needs_gradients
         if not needs_gradients:
@@ -534,28 +545,29 @@ class ModelEngine:
         if not (self._forward_waits and self._tracked and before == self._backwards):
             return
         if not needs_gradients:
-            # The step ends here as after a backward, or this rank would begin the next one later than the others.
+            # The step ends here as after a backward. Otherwise this rank would begin the next one later than the other
+            # ranks.
             self._forward_waits = self._in_step = False
             self._post_backward_hook()
             return
         require_exchanged(self, optimizer)
         if self._in_step:
-            # A rank that leaves out a backward alone is noticed at the next exchange.
+            # If this rank alone has left out a backward, the next exchange notices.
             self._in_step = False
             self._rounds.forget()
             self.empty_steps += 1
 
     def _check_outside_of_backward(self) -> None:
-        """Gradients are communicated when backward returns: a hook that steps before would use this rank's own."""
+        """Raises BaguaError for an optimizer step in a hook of a backward, when gradients are not communicated yet."""
         if torch._C._current_graph_task_id() != -1 and self._backward_communicates():
             raise self.backend.reported(step_inside_backward(self.backend.rank, self.bagua_module_name))
 
     def _after_backward(self) -> None:
-        # None outside of any node, which its type does not say.
+        # None outside of any node, which the declared type does not say.
         node: Any = torch._C._current_autograd_node()
         if node is not None:
-            # A backward inside another's node (a re-entrant checkpoint) has ended: the rest of the outer one is to
-            # come. Its callbacks can only be reached from a hook of that node.
+            # A backward inside a node of another one (a re-entrant checkpoint) has ended, but the outer one continues.
+            # Only a hook of that node can queue a callback for the outer backward.
             handles: list[Any] = []
 
             def in_outer(*_: Any) -> None:
@@ -580,7 +592,7 @@ class ModelEngine:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients only accumulate inside; the first backward afterwards communicates their sum."""
+        """Only accumulates gradients inside the block. The first backward afterwards communicates their sum."""
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
@@ -594,16 +606,16 @@ class ModelEngine:
         self._ending.atexit = False
 
     def close(self, *, at_exit: bool = False, collected: bool = False) -> None:
-        """Removes every hook and ends the engine. The model stays as it is and trains alone. May be called twice.
+        """Removes all hooks and ends the engine. The model keeps its weights and trains alone. May be called twice.
 
-        What the last step began or left undone is communicated first, as the other ranks wait for it; ``at_exit`` an
-        open step is cut off. Where the model was ``collected``, which each rank does at a moment of its own, what was
-        begun comes to its end, and nothing begins.
+        Work of the last step is communicated first, because other ranks wait for it. ``at_exit`` cuts off an open step.
+        ``collected`` means that the model was garbage-collected, which happens at a different moment on each rank:
+        communication that was begun completes, and none begins.
         """
         if self._ending is not None:
             self._ending.detach()
         undone = False
-        # An error of the group was raised where it happened, or will be where the group is used next.
+        # An error of the group was raised before, or will be when the group is used next.
         with contextlib.suppress(BaguaError, ValueError):
             if self.bagua_buckets and collected:
                 undone = self.bagua_algorithm.drop(self)
@@ -631,13 +643,13 @@ class ModelEngine:
             )
 
     def __del__(self) -> None:
-        # Absent when the constructor refused its arguments.
+        # Absent if the constructor refused its arguments.
         if hasattr(self, "backend"):
             self.close(collected=True)
 
 
 def unwrap(wrapped: torch.nn.Module) -> None:
-    """Ends what communicates for a model, or refuses its training; nothing where neither is so."""
+    """Ends a model's communication, or the refusal of its training. No effect on other models."""
     ddp = _wrapped.pop(wrapped, None)
     if ddp is not None:
         ddp.close()
@@ -645,12 +657,12 @@ def unwrap(wrapped: torch.nn.Module) -> None:
 
 
 def engines_of(model: torch.nn.Module) -> list[ModelEngine]:
-    """What communicates for the model, or for modules in it."""
+    """Returns the engines that communicate for the model or for modules in it."""
     owners = {id(owner): owner for param in model.parameters() if (owner := owner_of(param)) is not None}
     return list(owners.values())
 
 
 def owner_of(param: torch.Tensor) -> ModelEngine | None:
-    """Which wrapped model communicates the gradient of a parameter."""
+    """Returns the engine that communicates the gradient of a parameter, or None."""
     owner: ModelEngine | None = _owner_of(param)
     return owner

@@ -1,11 +1,13 @@
-"""Communicates gradients: from the hook that gets one first to the moment when backward returns.
+"""Communicates gradients, from the hook that first sees a gradient until backward returns.
 
-With flattening each bucket owns one piece of memory, and a gradient that is elsewhere (always after ``zero_grad()``,
-which drops it) is copied there and then replaced by a tensor over its place in the bucket. Without, the core works on
-the gradient's own memory, which becomes ours (see ``bucket_memory``), or on a copy: where another tensor may have that
-memory, where its layout is not that of the other ranks, and where the gradient is a lazy negation or conjugate
-(``is_neg()``, ``is_conj()``). What has happened to a gradient since the last backward is seen when it is handed over,
-and what happens to it from then on when all are communicated.
+- **With flattening**, each bucket owns one piece of memory. A gradient that lies elsewhere is copied there, and then
+  replaced by a tensor over its place in the bucket. That is always so after ``zero_grad()``, which drops gradients.
+- **Without flattening**, the core works on the gradient's own memory, which becomes the core's (see ``bucket_memory``).
+  The core works on a copy if another tensor may have that memory, if the layout differs from the other ranks', or if
+  the gradient is a lazy negation or conjugate (``is_neg()``, ``is_conj()``).
+
+Changes of a gradient since the last backward are noticed when it is handed to the engine. Later changes are noticed
+when all gradients have been communicated.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from .exchange_interface import Exchange, Parameters, WrappedModel
 
 
 def grad_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient of a parameter that has one."""
+    """Returns the gradient of a parameter, which must have one."""
     assert parameter.grad is not None
     return parameter.grad
 
@@ -39,10 +41,12 @@ _references: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count
 
 
 def _is_in_use(grad: torch.Tensor) -> bool:
-    """True if another tensor may have its memory: one that autograd still reads in this backward, or the gradient of
-    another parameter, as after ``a.view(-1) + b.view(-1)``.
+    """Returns True if another tensor may use the gradient's memory.
+
+    That is one that autograd still reads in this backward, or the gradient of another parameter, as after ``a.view(-1)
+    + b.view(-1)``.
     """
-    # One reference is the tensor's, one that of the Python object.
+    # The tensor and the Python object have one reference each.
     return _references is None or _references(grad.untyped_storage()._cdata) > 2
 
 
@@ -52,70 +56,70 @@ def _one() -> float:
 
 @dataclass(slots=True)
 class Slot:
-    """One parameter's gradient."""
+    """The gradient of one parameter."""
 
     name: str
     param: torch.nn.Parameter
-    # Had a gradient before it was registered; otherwise it goes back to None until there is one.
+    # True if the parameter had a gradient before it was registered. If not, its gradient is None until a backward.
     had_grad: bool
-    # The same on all ranks, whatever becomes of the parameter; strides without gaps.
+    # Equal on all ranks, whatever happens to the parameter. The strides have no gaps.
     strides: tuple[int, ...]
     dtype: torch.dtype
-    # Its place in the bucket's memory; None when the bucket is not flattened.
+    # Place in the memory of a flattened bucket; None in others.
     place: BucketSlice | None = None
-    # Otherwise the tensor that was marked ready last, which no user has; alive as long as the core may read it.
+    # Without a place: the tensor marked ready last, which no user has. Kept alive while the core may read it.
     wire: torch.Tensor | None = None
-    # Handed to the engine in this backward; and what, with torch's count of its changes.
+    # State of this backward: True if handed to the engine; the gradient that was; and its version counter then.
     sent: bool = False
     grad: torch.Tensor | None = None
     version: int = 0
-    # The engine's number of it; None if it is in no bucket.
+    # The engine's number of the tensor; None if it is in no bucket.
     number: int | None = None
-    # In a static graph: gradients that came in this backward, and how many come in each (0: not known yet).
+    # In a static graph: number of gradients so far in this backward, and in each one (0: unknown).
     came: int = 0
     expected: int = 0
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """Memory for a gradient in the layout of all ranks."""
+        """Returns memory for a gradient in the layout of all ranks."""
         return torch.empty_strided(self.param.shape, self.strides, dtype=self.dtype, device=device)
 
 
 @dataclass
 class _Backward:
-    """What happened since the last backward that communicated."""
+    """Events since the last backward that communicated."""
 
-    # Accumulated under no_sync: these hold gradients that the others have not seen.
+    # Names of parameters with gradients accumulated under no_sync, which other ranks have not seen.
     touched: set[str] = field(default_factory=set)
-    # The first thing that the engine refused; raised at the end, where an unused parameter would explain it better.
+    # The engine's first error. Raised at the end, because an unused parameter would be the better explanation.
     failure: Exception | None = None
 
 
 class GradientExchange(Exchange):
-    """The gradients of one model and what has become of them in this backward."""
+    """The gradients of one model, and their state in this backward."""
 
     needs_gradients = True
 
     def __init__(self, bagua_ddp: WrappedModel) -> None:
         super().__init__(bagua_ddp)
         self._find_unused = bagua_ddp.find_unused_parameters
-        #: Called with the name of a parameter that no rank used, its communicated gradient, and the gradient of this
-        #: rank, which comes back.
+        #: Called for a parameter that no rank used, with its name, the communicated gradient, and this rank's gradient,
+        #: which is put back.
         self.discarded: Callable[[str, torch.Tensor, torch.Tensor | None], None] | None = None
-        #: By what the communicated gradients are multiplied before backward returns.
+        #: Returns the factor for communicated gradients, applied before backward returns.
         self.factor: Callable[[], float] = _one
-        #: The graph is the same in each step: a parameter may get several gradients in one backward.
+        #: True if the graph is the same in each step. A parameter may then get several gradients in one backward.
         self.is_static = False
-        #: A gradient to which a backward brought nothing is communicated: the user may have put it there.
+        #: True if a gradient that a backward did not touch is communicated, because the user may have set it.
         self.takes_given = False
-        # A hook of the algorithm's own marks tensors ready, and with them memory that may be elsewhere.
+        # True if a hook of the algorithm marks tensors ready, possibly with memory elsewhere.
         self._has_other_marks = False
-        # Before init_tensors gives all of them one.
+        # Recorded before init_tensors gives every parameter a gradient.
         self._had_grad = {name for name, param in self._parameters if param.grad is not None}
         self._slots: dict[str, Slot] = {}
         self._now = _Backward()
 
     def register(self) -> list[torch.Tensor]:
-        """The parameters as Bagua tensors whose effective tensor is their gradient, the last of the model first."""
+        """Registers the parameters in reverse order. The communicated tensor of each is its gradient."""
         self._make_slots()
         tensors: list[torch.Tensor] = []
         for name, slot in self._slots.items():
@@ -136,13 +140,13 @@ class GradientExchange(Exchange):
         }
 
     def bind(self, buckets: Sequence[BaguaBucket]) -> None:
-        """Takes over what the buckets made of the gradients; called when they are registered with the engine."""
+        """Connects the gradients to their buckets. Called when the buckets are registered with the engine."""
         if not self._slots:
-            # The algorithm has an init_tensors of its own, which registers gradients as the original Bagua's does.
+            # The algorithm has its own init_tensors, which registers gradients like the original Bagua's.
             self._make_slots()
         of_grad = {id(slot.param.grad): slot for slot in self._slots.values() if slot.param.grad is not None}
         for bucket in buckets:
-            # Without the padding, which comes last.
+            # The padding, which comes last, is left out.
             for number, (tensor, known) in enumerate(zip(bucket.tensors, bucket.registrations, strict=False)):
                 slot = of_grad.get(id(known.effective(tensor)))
                 if slot is None:
@@ -152,15 +156,15 @@ class GradientExchange(Exchange):
                 slot.place = bucket.places[number] if bucket.flatten else None
                 slot.strides = layout_of(grad_of(slot.param)) if slot.place is None else slot.place.strides
                 if not slot.had_grad:
-                    # An optimizer steps where there is a gradient, even of zeros: none until backward brings one.
+                    # An optimizer would step a gradient of zeros, so there is none until a backward brings one.
                     slot.param.grad = None
 
     def accumulated(self, name: str) -> None:
-        """A gradient that is not communicated yet."""
+        """Records a gradient that is not communicated yet."""
         self._now.touched.add(name)
 
     def arrived(self, name: str, param: torch.nn.Parameter) -> None:
-        """A gradient is complete on this rank: hands it to the engine."""
+        """Hands a gradient that is complete on this rank to the engine."""
         slot = self._slots.get(name)
         if slot is None:
             return
@@ -171,7 +175,7 @@ class GradientExchange(Exchange):
             )
         if self.is_static:
             slot.came += 1
-            # In the first backward they go when it is over.
+            # In the first backward, gradients are sent when it has ended.
             if slot.came != slot.expected:
                 return
         self._send(slot)
@@ -198,13 +202,15 @@ class GradientExchange(Exchange):
         self._mark(slot, wire)
 
     def _prepare(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor | None:
-        """Puts a gradient's values where the engine reads them; returns what has them, unless that is its place."""
+        """Puts a gradient's values where the engine reads them. Returns the tensor that holds them unless that is its
+        place.
+        """
         place = slot.place
         if place is None:
             return self._own_memory(slot, grad)
         if not place.holds(grad):
             place.take(grad)
-            # create_graph=True: a gradient with a graph that may still be differentiated stays.
+            # With create_graph=True, a gradient whose graph may still be differentiated stays.
             if not grad.requires_grad:
                 try:
                     slot.param.grad = place.tensor()
@@ -220,12 +226,12 @@ class GradientExchange(Exchange):
 
     def _own_memory(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
         wire = slot.wire
-        # The core reads memory, and torch's lazy negation and conjugate change no memory: without a copy, the gradients
-        # of the ranks that have one would be averaged with the wrong sign. The other ranks' have the same layout.
+        # The core reads memory, and torch's lazy negation and conjugate do not change memory. Without a copy, such
+        # gradients would be averaged with the wrong sign. The layout must be that of the other ranks.
         fits = grad.stride() == slot.strides and grad.dtype is slot.dtype and not is_lazy_value(grad)
         if fits and wire is not None and wire.data_ptr() == grad.data_ptr():
             return wire
-        # Its reference to memory that the gradient was given again must not count as another tensor's.
+        # Dropped first, because its reference to the memory must not count as another tensor's.
         slot.wire = wire = None
         if not fits or grad.requires_grad or _is_in_use(grad):
             wire = slot.empty(grad.device).copy_(grad.detach())
@@ -254,7 +260,7 @@ class GradientExchange(Exchange):
             self._now.failure = failure
 
     def finish(self) -> None:
-        """Waits until every gradient is communicated; what went wrong is raised here, out of ``backward()``."""
+        """Waits until every gradient is communicated. Raises all errors, out of ``backward()``."""
         try:
             unused = self._rest()
             if self.is_static:
@@ -264,7 +270,7 @@ class GradientExchange(Exchange):
             if names and not self._find_unused:
                 raise self._unused(names)
             if self._now.failure is not None:
-                # Other ranks take part in what this one has begun.
+                # Other ranks take part in the communication that this rank has begun.
                 self._wait_for_begun()
                 raise self._now.failure
             nowhere: set[str] = set()
@@ -284,7 +290,7 @@ class GradientExchange(Exchange):
         self._backend.wait_pending_comm_ops()
 
     def _settle(self) -> None:
-        """Copies the results from the memory that was marked ready to gradients that are elsewhere."""
+        """Copies results to gradients that lie elsewhere."""
         for slot in self._slots.values():
             grad = slot.grad
             if grad is None:
@@ -299,7 +305,7 @@ class GradientExchange(Exchange):
                 )
             own = slot.wire if slot.place is None else slot.place.own
             if own is not None and grad.data_ptr() != own.data_ptr():
-                # Not through autograd: the values are averaged, the graph stays that of this rank.
+                # Bypasses autograd: values are averaged, but the graph stays that of this rank.
                 grad.data.copy_(own)
 
     def _scale(self, nowhere: set[str]) -> None:
@@ -311,7 +317,9 @@ class GradientExchange(Exchange):
                 param.grad.data.mul_(factor)
 
     def shadow(self) -> None:
-        """Takes part in the exchange of a backward that this rank does not make, with zeros. Its gradients stay."""
+        """Takes part, with zeros, in the exchange of a backward that this rank does not run. This rank's gradients do
+        not change.
+        """
         own = [(param, param.grad) for _, param in self._all_parameters()]
         kept = [(param, None if grad is None else grad.clone()) for param, grad in own]
         try:
@@ -333,24 +341,30 @@ class GradientExchange(Exchange):
                 param.grad = grad
 
     def _all_parameters(self) -> Parameters:
-        """Those whose gradients are in no bucket included."""
+        """Returns all parameters, including those whose gradients are in no bucket."""
         return self._parameters
 
     def _unused_beside(self, touched: Collection[str]) -> list[str]:
-        """Names of parameters that are in no bucket and have no gradient to send; ``touched`` got one under no_sync."""
+        """Returns the names of parameters in no bucket without a gradient to send. ``touched`` got one under
+        no_sync.
+        """
         return []
 
     def _exchange_beside(self, touched: Collection[str]) -> None:
-        """Communicates the gradients that are in no bucket, after the buckets. Collective."""
+        """Communicates gradients that are in no bucket, after the buckets. Collective."""
 
     def _completed(self, nowhere: set[str]) -> None:
-        """Every bucket is communicated. ``nowhere``: names of the parameters that no rank has a gradient for."""
+        """Called when every bucket is communicated. ``nowhere``: names of parameters for which no rank has a
+        gradient.
+        """
 
     def _rest(self) -> list[Slot]:
-        """Sends what was accumulated under no_sync and got nothing now; returns what has no gradient to send."""
+        """Sends gradients accumulated under no_sync that this backward did not touch. Returns slots without a gradient
+        to send.
+        """
         unused: list[Slot] = []
         rest = [slot for slot in self._slots.values() if not slot.sent]
-        # An algorithm's own hook may have marked a tensor ready by itself.
+        # A hook of the algorithm may have marked a tensor ready.
         unready = self._backend.unready() if rest else set()
         for slot in rest:
             if slot.number is not None and slot.number not in unready:
@@ -364,7 +378,7 @@ class GradientExchange(Exchange):
         return unused
 
     def given_gradient(self, params: Collection[int]) -> str | None:
-        """See :meth:`Exchange.given_gradient`."""
+        """Returns the name of a parameter whose gradient was not exchanged; see :meth:`Exchange.given_gradient`."""
         for name, param in self._all_parameters():
             if id(param) in params and param.grad is not None and not self._is_result(name, param.grad):
                 values = param.grad._values() if param.grad.layout == torch.sparse_coo else param.grad
@@ -373,7 +387,7 @@ class GradientExchange(Exchange):
         return None
 
     def _is_result(self, name: str, grad: torch.Tensor) -> bool:
-        """True if a gradient lies where the last exchange left its result, and was not changed since."""
+        """Returns True if a gradient is the unchanged result of the last exchange."""
         slot = self._slots.get(name)
         if slot is None or grad._version != slot.version:
             return False
@@ -383,7 +397,7 @@ class GradientExchange(Exchange):
 
     def _unused(self, unused: Sequence[str]) -> Exception:
         names = ", ".join(map(repr, unused))
-        # The others wait for buckets that will never be complete.
+        # The other ranks wait for buckets that will never be complete.
         return self._backend.reported(
             BaguaError(
                 f"no gradient for {names} of model {self._module_name!r} in this backward on rank "
@@ -393,7 +407,7 @@ class GradientExchange(Exchange):
         )
 
     def _wait_and_agree(self, unused: Sequence[Slot]) -> set[str]:
-        """Names of the parameters that no rank used."""
+        """Sends zeros for unused parameters. Returns the names of parameters that no rank used."""
         before: dict[str, torch.Tensor | None] = {}
         for slot in unused:
             grad = slot.param.grad
@@ -407,12 +421,12 @@ class GradientExchange(Exchange):
             slot = self._slots[name]
             if self.discarded is not None and slot.param.grad is not None:
                 self.discarded(name, slot.param.grad, before[name])
-            # As if there had been no communication, so that an optimizer leaves the parameter alone.
+            # Put back, so that an optimizer does not step the parameter.
             slot.param.grad = before[name]
         return nowhere
 
     def _wait_and_compare(self, without: Collection[str]) -> set[str]:
-        """Waits until every bucket is communicated. Of these parameters, the names that all ranks have here."""
+        """Waits until every bucket is communicated. Returns the names in ``without`` that all ranks have there."""
         present = torch.tensor([name not in without for name in self._slots], dtype=torch.uint8)
         handle = self._backend.all_reduce(present, ReduceOp.MAX)
         self._wait()
@@ -420,14 +434,14 @@ class GradientExchange(Exchange):
         return {name for name, anywhere in zip(self._slots, present.tolist(), strict=True) if not anywhere}
 
     def abandon(self) -> None:
-        """Forgets a backward that never came to its end."""
+        """Forgets a backward that never completed."""
         self._wait_for_begun()
         self._reset()
 
     def _wait_for_begun(self) -> None:
-        """Waits for what was begun in a backward that has failed."""
+        """Waits for communication that a failed backward has begun."""
         with contextlib.suppress(BaguaError, ValueError):
-            # Incomplete buckets would be a second error after the one that ended the backward, which was raised there.
+            # Incomplete buckets raise a second error. The first one ended the backward and was raised there.
             self._backend.wait_pending_comm_ops()
 
     def _reset(self) -> None:

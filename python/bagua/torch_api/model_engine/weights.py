@@ -1,21 +1,20 @@
 """Communicates weights instead of gradients: copies them for the core, and applies its results to the parameters.
 
-Two classes, for two kinds of algorithms:
+Two classes serve two kinds of algorithms:
 
-- :class:`WeightAverage`: the exchange begins with a step's first forward and its result is taken over when the step's
-  backward ends. The core reads a copy of the weights that is made when the exchange begins, and never the parameters:
-  nothing that runs meanwhile (an ``optimizer.step()`` between forward and backward, a user's assignment) can race with
-  the communication thread. Without the copy such a write would be a data race, of which other ranks could see one
-  half, and the result of the exchange would overwrite it. With the copy, a weight that torch's version counter shows as
-  changed keeps its change: it becomes weight + (mean - copy). An unchanged one becomes the mean to the bit. The price
-  is one copy of the weights per communication, and their size in memory.
-- :class:`WeightUpdate`: the exchange runs between two steps and replaces the weights in place. The training thread
-  waits for it, so no other code writes the weights.
+- :class:`WeightAverage` begins the exchange with a step's first forward and takes over the result when the step's
+  backward ends. The core reads a copy of the weights that is made at the beginning. Without the copy, a write during
+  the exchange (an ``optimizer.step()`` between forward and backward, a user's assignment) would be a data race, and the
+  result would overwrite it. With the copy, a weight that torch's version counter shows as changed becomes weight +
+  (mean - copy), and an unchanged one becomes exactly the mean. The price is one copy of the weights per exchange, and
+  the memory for it.
+- :class:`WeightUpdate` runs the exchange between two steps and replaces the weights in place. The training thread waits
+  for it, so no other code writes the weights.
 
-Both raise the version counters of the parameters that they write: a graph that saved weights before (a second backward
-with ``retain_graph=True``) raises torch's error about in-place changes, instead of silently using other weights; a
-graph of the model's output under :class:`WeightAverage` one of ours. ``no_sync()`` around all but the last backward
-avoids that.
+Both increment the version counters of parameters that they write. A graph that saved the old weights (a second backward
+with ``retain_graph=True``) then raises torch's error about in-place changes instead of silently using other weights.
+Under :class:`WeightAverage`, a graph of the model's output raises BaguaError. Running all but the last backward under
+``no_sync()`` avoids both.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from .steps import BetweenSteps
 
 
 def check_floating(parameters: Parameters) -> None:
-    """TypeError for the first parameter whose elements are not real floating-point numbers."""
+    """Raises TypeError for the first parameter that is not of a real floating-point dtype."""
     for name, param in parameters:
         if not param.is_floating_point():
             raise TypeError(f"parameter {name!r} is {param.dtype}: this algorithm averages real weights only")
@@ -55,16 +54,16 @@ class _Slot:
 
     name: str
     param: torch.nn.Parameter
-    # Its place in the bucket's memory, in which the core may work where the parameter lies in it; None when the bucket
-    # is not flattened. The parameter lies there until torch or its user gives it other memory.
+    # Place in the memory of a flattened bucket; None in others. The core may work there if the parameter lies there,
+    # which is so until torch or the user gives it other memory.
     place: BucketSlice | None
-    # Of the layout in which the ranks exchange it.
+    # A tensor with the layout in which the ranks exchange the parameter.
     like: torch.Tensor
-    # The engine's number of it.
+    # The engine's number of the tensor.
     number: int
 
     def in_place(self) -> bool:
-        """True if the parameter lies in its place."""
+        """Returns True if the parameter lies in its place."""
         return self.place is not None and self.place.holds(self.param)
 
 
@@ -76,9 +75,9 @@ class WeightTensors(Exchange):
         self._slots: list[_Slot] = []
 
     def register(self) -> list[torch.Tensor]:
-        """The parameters as Bagua tensors, the last of the model first.
+        """Registers the parameters in reverse order. The communicated tensor of each is the parameter itself.
 
-        The effective tensor is the parameter itself; of one whose memory has gaps or lazy values, a copy without.
+        If its memory has gaps or lazy values, a dense copy is communicated.
         """
         tensors = []
         for name, param in reversed(self._parameters):
@@ -89,7 +88,7 @@ class WeightTensors(Exchange):
         return tensors
 
     def bind(self, buckets: Sequence[BaguaBucket]) -> None:
-        """Takes over what the buckets made of the weights; called when they are registered with the engine."""
+        """Connects the weights to their buckets. Called when the buckets are registered with the engine."""
         params = dict(self._parameters)
         self._slots = []
         for bucket in buckets:
@@ -105,48 +104,49 @@ class _Averaged:
     """One parameter in a :class:`WeightAverage`."""
 
     slot: _Slot
-    # Its part of the copy that the core reads, and of the result.
+    # The parameter's part of the copy that the core reads, and of the result.
     copy: torch.Tensor
     mean: torch.Tensor
-    # The parameter's version counter and address when the copy was made.
+    # Version counter and address of the parameter when the copy was made.
     version: int = 0
     address: int = 0
 
     def is_unchanged(self) -> bool:
-        """True if nothing was assigned to the parameter since. torch counts no assignment to ``param.data``."""
+        """Returns True if the parameter was not changed since. torch does not count assignments to ``param.data``."""
         param = self.slot.param
         same = param._version == self.version
         return same and (param.data_ptr() == self.address or torch.equal(param, self.copy))
 
 
 class WeightAverage(WeightTensors):
-    """Weights that are averaged with peers during forward and backward; each bucket has its ``_peer_weight``.
+    """Weights that are averaged with peers during forward and backward. Each bucket has a ``_peer_weight`` for the
+    result.
 
-    See the module for what the core reads, and for weights that change meanwhile.
+    The module's docstring explains the copies, and what happens to weights that change meanwhile.
     """
 
     def __init__(self, bagua_ddp: WrappedModel) -> None:
         super().__init__(bagua_ddp)
         self._averaged: list[_Averaged] = []
-        # Communicated since the step's first forward, and not taken over yet.
+        # True from the step's first forward until the result is taken over.
         self._begun = False
-        # How often the weights were replaced.
+        # Number of times that the weights were replaced.
         self._taken_over = 0
 
     def bind(self, buckets: Sequence[BaguaBucket]) -> None:
-        """See :meth:`WeightTensors.bind`."""
+        """Like :meth:`WeightTensors.bind`."""
         super().bind(buckets)
         self._averaged = []
         slots = {slot.name: slot for slot in self._slots}
         for bucket in buckets:
             if bucket._peer_weight is None:
-                raise ValueError(f"bucket {bucket.name!r} has no peer weight: init_operations gives it one")
+                raise ValueError(f"bucket {bucket.name!r} has no _peer_weight: set it in init_operations")
             copies = bucket.parts_of(bucket.extra_memory("weights"))
             means = bucket.parts_of(bucket._peer_weight)
             self._averaged += [_Averaged(slots[name], copies[name], means[name]) for name in copies]
 
     def begin(self) -> None:
-        """Copies the weights and hands the copy to the engine. Nothing in a world of one rank."""
+        """Copies the weights and hands the copy to the engine. Does nothing on a single rank."""
         if self._backend.size == 1 or not self._averaged:
             return
         self._begun = True
@@ -158,8 +158,8 @@ class WeightAverage(WeightTensors):
             self._backend.mark_ready(entry.slot.number, entry.copy)
 
     def finish(self) -> None:
-        """The backward is done: waits for what :meth:`begin` began, and takes it over. Nothing when nothing was begun,
-        as in the second backward of a step.
+        """Waits for the exchange that :meth:`begin` began, and takes over its result. Does nothing in a step's second
+        backward.
         """
         if not self._begun:
             return
@@ -177,7 +177,7 @@ class WeightAverage(WeightTensors):
                 entry.slot.param.add_(entry.mean - entry.copy)
 
     def guard(self, output: Any) -> None:
-        """A backward of this output of the model must begin before the weights are replaced: BaguaError otherwise."""
+        """Makes a backward of this output raise BaguaError if it begins after the weights were replaced."""
         this, before = weakref.ref(self), self._taken_over
 
         def check(*_: Any) -> None:
@@ -194,35 +194,36 @@ class WeightAverage(WeightTensors):
                 tensor.grad_fn.register_prehook(check)
 
     def abandon(self) -> None:
-        """The step ends without its backward: waits for the exchange, as the peers do, and drops its result."""
+        """Ends a step without its backward: waits for the exchange, as the peers do, and drops its result."""
         if not self._begun:
             return
         self._begun = False
         with contextlib.suppress(BaguaError, ValueError):
-            # A failure of the group is raised by the next call to the engine.
+            # The next call to the engine raises a failure of the group.
             self._backend.wait_pending_comm_ops()
 
     def before_load(self) -> None:
-        """The mean of the weights of before does not count."""
+        """Drops the mean of the weights from before the load."""
         self.abandon()
 
 
 class WeightUpdate(BetweenSteps, WeightTensors):
-    """Weights that are communicated between two steps, in place."""
+    """Weights that are communicated in place between two steps."""
 
     def __init__(self, bagua_ddp: WrappedModel) -> None:
         super().__init__(bagua_ddp)
-        # What was handed to the engine and not taken over: each parameter, and its copy if it is not in place.
+        # Parameters handed to the engine whose result is not taken over yet, with their copies; None for a parameter in
+        # place.
         self._handed: list[tuple[_Slot, torch.Tensor | None]] = []
 
     def abandon(self) -> None:
-        """The peers communicate after this step, and wait for this rank."""
+        """Keeps the exchange after this step due, because the peers wait for this rank."""
         self._due = self._due or self._open
         self._open = False
 
     def _send(self, *, waits: bool) -> None:
-        """Copies of the weights, until they are taken over, except where a wait follows at once: a rank that goes on
-        may read its weights meanwhile.
+        """Hands weights to the engine: in place if a wait follows at once, else as copies, because this rank may read
+        its weights meanwhile.
         """
         with torch.no_grad():
             for slot in self._slots:
