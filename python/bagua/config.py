@@ -61,7 +61,7 @@ _LONGEST = 100.0 * 365 * 24 * 3600
 def _positive(name: str, value: float) -> float:
     if not value > 0:
         raise ValueError(f"{name} is {value} s; it must be positive")
-    # The core counts nanoseconds.
+    # The core counts whole nanoseconds.
     if value < 1e-9:
         raise ValueError(f"{name} is {value} s; it must be at least 1e-09")
     return min(value, _LONGEST)
@@ -82,7 +82,7 @@ def flag(name: str) -> bool:
         return True
     if value in ("0", "false", "no", "off"):
         return False
-    raise ValueError(f"{name}={value!r} is neither 0 nor 1")
+    raise ValueError(f"{name}={value!r} is not 0 or 1")
 
 
 def announce(**variables: str) -> None:

@@ -47,6 +47,6 @@ def conflict() -> Conflict | None:
 
 
 def warn() -> None:
-    """Warns the importer of `bagua` if there is a conflict."""
+    """Warns the importer of `bagua` if the original Bagua is installed in the same folder."""
     if found := conflict():
         hints.warn(f"{found.why}: {found.fix}")

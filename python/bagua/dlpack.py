@@ -106,7 +106,7 @@ def export(x: Any, what: str, **arguments: Any) -> tuple[Any, CapsuleMemory]:
 def _capsule_of(x: Any, what: str, **arguments: Any) -> Any:
     # torch exports a lazily negated view, such as the imaginary part of a conjugate, without the sign.
     if hasattr(x, "is_neg") and x.is_neg():
-        raise TypeError(f"{what} ({type(x).__name__}) is the negation of its memory: give its resolve_neg()")
+        raise TypeError(f"{what} ({type(x).__name__}) is a lazily negated view: pass its resolve_neg()")
     try:
         try:
             # The newer capsule says whether the memory may be written.

@@ -121,7 +121,7 @@ class Group(ObjectCollectives):
         if not ordered:
             chosen.sort()
         if not chosen or len(set(chosen)) != len(chosen):
-            raise ValueError(f"a group needs ranks, each of them once, not {list(ranks)}")
+            raise ValueError(f"a group needs at least one rank, and each rank only once; got {list(ranks)}")
         if self.rank not in chosen:
             return None
         number = self._subgroups[tuple(chosen)] = self._subgroups.get(tuple(chosen), 0) + 1
@@ -160,7 +160,7 @@ class Group(ObjectCollectives):
             raise ValueError(f"timeout is {timeout} s; it must be positive")
         if self.used_by_torch:
             raise BaguaError(
-                "this group is that of torch.distributed: call its destroy_process_group and init_process_group instead"
+                "this group belongs to torch.distributed: call its destroy_process_group and init_process_group instead"
             )
         communicator, former = self._communicator.shrink(timeout, quorum=quorum)
         was_default = process.default_group is self

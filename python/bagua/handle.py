@@ -137,7 +137,7 @@ class Handle(Generic[T]):
         return self._finish is None and self._failure is None
 
     def _before_callback(self) -> object:
-        """Runs when the parts are done, before a callback that gets no error."""
+        """Computes the result when all parts are done without an error, before the callback runs."""
         return self._finished()
 
     def _finished(self) -> T:

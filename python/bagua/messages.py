@@ -178,7 +178,7 @@ class Messages:
         if len(kinds := {memory.dtype_name for memory in memories}) > 1:
             raise TypeError(f"exchange: the arrays have different element types: {', '.join(sorted(kinds))}")
         if len(places := {memory.where for memory in memories}) > 1:
-            raise TypeError(f"exchange: the arrays are in different places: {', '.join(sorted(places))}")
+            raise TypeError(f"exchange: the arrays are on different devices: {', '.join(sorted(places))}")
         return outcome(verbs.exchange(self._communicator, given, wanted, tag).begin(async_op, timeout), result, self)
 
     @overload

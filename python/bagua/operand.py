@@ -134,7 +134,9 @@ def same_kind(one: Operand, out: Operand, shape: tuple[int, ...]) -> Operand:
 
 
 def check_beside(one: Operand, other: Operand, what: str, beside: str) -> None:
-    """Raises TypeError unless the operands are on the same device. `what` and `beside` name `other` and `one`."""
+    """Raises TypeError unless both operands are on the same device. `what` names `other` and `beside` names `one` in
+    the text.
+    """
     if one.where != other.where:
         raise TypeError(f"{what} is on {other.where}, {beside} is on {one.where}")
 
@@ -161,5 +163,7 @@ def numpy_code(dtype: np.dtype[Any], what: str) -> int:
     if code is None:
         raise TypeError(f"{what} has elements of type {dtype}; supported are {', '.join(DTYPES)}")
     if not dtype.isnative:
-        raise TypeError(f"{what} has elements of type {dtype} in the byte order of another machine")
+        raise TypeError(
+            f"{what} has elements of type {dtype}, in a foreign byte order: convert it to native byte order"
+        )
     return code

@@ -31,7 +31,7 @@ def memory(communicator: engine.Communicator, nbytes: int, label: str = "bagua-a
 
 
 def empty(communicator: engine.Communicator, shape: int | tuple[int, ...], dtype: DTypeLike) -> np.ndarray[Any, Any]:
-    """Returns an array of zeros in such memory. Raises ValueError for an impossible size."""
+    """Returns an array of zeros in memory from `memory`. Raises ValueError for an impossible size."""
     kind = np.dtype(dtype)
     count = shape if isinstance(shape, int) else math.prod(shape)
     if not 0 <= count * kind.itemsize <= sys.maxsize:

@@ -107,7 +107,8 @@ def divide_integers(tensor: torch.Tensor, divisor: int) -> None:
     if tensor.dtype.is_signed or tensor.dtype is torch.uint8:
         tensor.div_(divisor, rounding_mode="trunc")
         return
-    # torch cannot divide wider unsigned integers. As int64, values from 2^63 on are negative, but their halves are not.
+    # torch cannot divide uint16, uint32 and uint64. As int64, values from 2^63 on are negative, but their halves are
+    # not.
     whole = tensor.to(torch.int64)
     half = (whole >> 1) & (2**63 - 1)
     quotient = half.div_(divisor, rounding_mode="trunc") * 2
@@ -135,7 +136,7 @@ def check_kinds(sent: torch.Tensor, received: torch.Tensor, names: Sequence[str]
     if sent.dtype != received.dtype:
         raise TypeError(f"{one} has dtype {sent.dtype}, {other} {received.dtype}: they must be equal")
     if sent.device != received.device:
-        raise TypeError(f"{one} is on {sent.device}, {other} on {received.device}: they must be in one place")
+        raise TypeError(f"{one} is on {sent.device}, {other} on {received.device}: they must be on the same device")
 
 
 def check_pair(verb: verbs.Verb, sent: torch.Tensor, received: torch.Tensor, ranks: int, names: Sequence[str]) -> None:
@@ -225,7 +226,7 @@ class Adapter:
         if len(kinds := {tensor.dtype for tensor in tensors}) > 1:
             raise TypeError(f"{what} of different dtypes cannot be coalesced: {sorted(map(str, kinds))}")
         if len(places := {tensor.device for tensor in tensors}) > 1:
-            raise TypeError(f"{what} in different places cannot be coalesced: {sorted(map(str, places))}")
+            raise TypeError(f"{what} on different devices cannot be coalesced: {sorted(map(str, places))}")
         if reads:
             refuse_capture(first)
             with torch.no_grad():

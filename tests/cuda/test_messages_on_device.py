@@ -120,7 +120,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_is(rank: int, cuda: Cuda
         (lambda: group.send(x, peer, tag=-1), ValueError, "tag"),
         (lambda: group.recv(cuda.array(here, data=(x.address, True)), peer), ValueError, "read-only"),
         (lambda: group.send(cuda.array(here, strides=(8,)), peer), ValueError, "contiguous"),
-        (lambda: group.exchange([(peer, x)], [(peer, here)]), TypeError, "different places"),
+        (lambda: group.exchange([(peer, x)], [(peer, here)]), TypeError, "different devices"),
     ):
         with pytest.raises(kind, match=text):
             call()

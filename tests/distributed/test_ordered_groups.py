@@ -107,7 +107,7 @@ def test_verbs_messages_and_arenas_follow_the_order(rank: int, size: int, option
             assert ascending is not None
             check_place(ascending, order, rank)
         world.barrier()
-    with pytest.raises(ValueError, match="each of them once"):
+    with pytest.raises(ValueError, match="each rank only once"):
         world.new_group([1, 0, 1], ordered=True)
 
 

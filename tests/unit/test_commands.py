@@ -220,7 +220,7 @@ def test_bench_prints_checked_figures_of_ranks_that_it_starts() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("interface", "expected"),
-    [(None, (0, "")), ("none", (1, "gloo, which it measures too, cannot start on rank 0: .* set GLOO_SOCKET_IFNAME"))],
+    [(None, (0, "")), ("none", (1, "gloo, to compare with, cannot start on rank 0: .* set GLOO_SOCKET_IFNAME"))],
 )
 def test_bench_on_a_host_with_ipv6_alone(interface: str | None, expected: tuple[int, str]) -> None:
     pytest.importorskip("torch", reason="torch is not installed: make setup")

@@ -80,7 +80,7 @@ def test_the_classes_of_the_package_are_those_of_lightning() -> None:
     ("arguments", "text"),
     [
         ({"algorithm": "gossip"}, "no algorithm 'gossip'; known: .*gradient_allreduce"),
-        ({"algorithm": 3}, "algorithm is the name of one or an Algorithm, not 3"),
+        ({"algorithm": 3}, "algorithm must be an Algorithm or the name of one; got 3"),
         ({"find_unused": True}, "'gradient_allreduce' has no option 'find_unused'; it has hierarchical, average"),
         ({"algorithm": "bytegrad", "compression": "zip"}, "zip"),
         ({"algorithm": "decentralized", "peer_selection_mode": "unknown"}, "unknown"),

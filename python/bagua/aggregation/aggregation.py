@@ -35,7 +35,7 @@ def divisor(denom: Denominator) -> float:
     elif denom is not None:
         value = float(denom)
     if not math.isfinite(value) or value == 0.0:
-        raise ValueError(f"the denominator must be one finite element that is not zero, not {denom!r}")
+        raise ValueError(f"the denominator must be a single finite number other than zero; got {denom!r}")
     return value
 
 

@@ -67,7 +67,7 @@ class AllReduceAggregation(Aggregation):
     ) -> None:
         super().__init__(use_cuda)
         if world_size < 1:
-            raise ValueError(f"world_size is {world_size}: there is at least one rank")
+            raise ValueError(f"world_size is {world_size}; it must be at least 1")
         self.world_size = world_size
         self.divide_before = divide_before
         self.group = group

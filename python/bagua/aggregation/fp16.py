@@ -141,7 +141,9 @@ class FP16Optimizer:
         self.loss_scaler.update_scale(overflow)
         if overflow:
             if self.loss_scaler.loss_scale <= self.min_scale:
-                raise FloatingPointError(f"the loss scale has fallen to {self.loss_scaler.loss_scale}")
+                raise FloatingPointError(
+                    f"gradients overflow even with loss scale {self.loss_scaler.loss_scale}: check for infinity and NaN"
+                )
             return False
         self.optimizer.step()
         with torch.no_grad():

@@ -115,7 +115,7 @@ class GenericCentralizedOptimizer:
         # Python calls this for missing attributes. During __init__, `optimizer` itself may be missing.
         optimizer = self.__dict__.get("optimizer")
         if optimizer is None:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}, and no optimizer yet")
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}: its optimizer has not been set")
         return getattr(optimizer, name)
 
 

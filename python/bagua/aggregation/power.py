@@ -88,11 +88,11 @@ class PowerAggregation(CompressingAggregation):
     ) -> None:
         super().__init__(model, use_cuda, group=group)
         if rank < 1:
-            raise ValueError(f"rank is {rank}: an approximation has at least rank 1")
+            raise ValueError(f"rank is {rank}; it must be at least 1")
         if world_size < 1:
-            raise ValueError(f"world_size is {world_size}: there is at least one rank")
+            raise ValueError(f"world_size is {world_size}; it must be at least 1")
         if memory not in ("aggregated", "local"):
-            raise ValueError(f"memory={memory!r} is neither aggregated nor local")
+            raise ValueError(f"memory must be 'aggregated' or 'local'; got {memory!r}")
         self.reuse_query = reuse_query
         self.world_size = world_size
         self.rank = rank

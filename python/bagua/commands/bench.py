@@ -93,7 +93,7 @@ def _run(options: argparse.Namespace) -> int:
     ranks = (2 if options.ranks is None else options.ranks) if starts else place.local_world_size or 1
     _check_memory(max(sizes), ranks)
     if importlib.util.find_spec("torch") is None:
-        raise ImportError('bagua bench needs torch, whose gloo it measures too: pip install "torch>=2.5"')
+        raise ImportError('bagua bench needs torch, to compare with its gloo: pip install "torch>=2.5"')
     if starts:
         return _start(ranks, options)
     if options.ranks not in (None, place.world_size):
@@ -177,7 +177,7 @@ def _measure(joined: bagua.Group, sizes: Sequence[int]) -> dict[str, Any]:
         dist.init_process_group("gloo", store=store, rank=joined.rank, world_size=joined.size)
     except RuntimeError as error:
         raise BaguaError(
-            f"bench: gloo, which it measures too, cannot start on rank {joined.rank}: {error}; set GLOO_SOCKET_IFNAME "
+            f"bench: gloo, to compare with, cannot start on rank {joined.rank}: {error}; set GLOO_SOCKET_IFNAME "
             "to the network interface by which the ranks reach each other"
         ) from error
     try:

@@ -80,7 +80,7 @@ def _from_interface(x: Any, what: str, stream: int) -> Operand:
     interface = x.__cuda_array_interface__
     version = interface.get("version")
     if version not in (2, 3):
-        raise TypeError(f"{what} has version {version} of __cuda_array_interface__; 2 and 3 can be read")
+        raise TypeError(f"{what} has version {version} of __cuda_array_interface__; versions 2 and 3 are supported")
     if interface.get("mask") is not None:
         raise TypeError(f"{what} has a mask: masked arrays cannot be communicated")
     kind = np.dtype(interface["typestr"])

@@ -114,7 +114,7 @@ def DistributedOptimizer(
         raise ValueError("this optimizer is a DistributedOptimizer already")
     factor = float(gradient_predivide_factor)
     if factor != 1.0 and op is not Average:
-        raise ValueError("gradient_predivide_factor is for op=hvd.Average")
+        raise ValueError("gradient_predivide_factor needs op=hvd.Average")
     if not factor > 0:
         raise ValueError(f"gradient_predivide_factor must be positive, got {factor}")
     for name, given, instead in (

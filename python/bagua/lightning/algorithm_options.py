@@ -31,10 +31,12 @@ def check(algorithm: Any, options: Mapping[str, Any]) -> None:
 
     if isinstance(algorithm, Algorithm):
         if options:
-            raise Refused(f"{sorted(options)} go to the constructor of the {type(algorithm).__name__} that was given")
+            raise Refused(
+                f"pass {sorted(options)} to the constructor of {type(algorithm).__name__}, not to the strategy"
+            )
         return
     if not isinstance(algorithm, str):
-        raise Refused(f"algorithm is the name of one or an Algorithm, not {algorithm!r}")
+        raise Refused(f"algorithm must be an Algorithm or the name of one; got {algorithm!r}")
     names = GlobalAlgorithmRegistry.available_algorithms()
     if algorithm not in names:
         raise Refused(hints.unknown_name("algorithm", algorithm, names))

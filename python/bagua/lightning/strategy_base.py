@@ -22,7 +22,7 @@ _NAMES = {"bagua": "popen", "bagua_spawn": "spawn", "bagua_fork": "fork", "bagua
 class CommonMethods(_Base):  # type: ignore[misc]
     """The methods that both strategies share: choosing an algorithm, joining, and wrapping a model."""
 
-    #: MisconfigurationException and BaguaEnvironment of the namespace.
+    #: Lightning's MisconfigurationException and our BaguaEnvironment, for the namespace of this class.
     _misconfigured: type[Exception]
     _environment: type[Any]
 
