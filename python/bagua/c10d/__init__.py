@@ -1,11 +1,11 @@
-"""The backend "bagua" of torch.distributed, on CPU tensors; its collectives take CUDA tensors too.
+"""The backend "bagua" of torch.distributed, for CPU tensors. Its collectives also take CUDA tensors.
 
-    import bagua.c10d  # where torch does not find backends by their entry points (before 2.15)
+    import bagua.c10d  # before torch 2.15, which finds backends by their entry points
 
     torch.distributed.init_process_group("bagua")
 
-Rank, world size and store come from torch alone. The page "torch.distributed" has what works, and what
-differs from gloo.
+Rank, world size and store come from torch. The page "torch.distributed" says what works and what differs from
+gloo.
 """
 
 from bagua.torch_needed import require

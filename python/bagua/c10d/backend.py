@@ -1,4 +1,4 @@
-"""The half of a process group that torch's C++ code knows: it hands every verb to the half in Python."""
+"""The half of a process group that torch's C++ code calls. It hands every collective to the half in Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["register", "without_support"]
 
 _C = TypeVar("_C", bound=type)
 
-#: What C++ calls.
+#: Names of the methods that C++ calls.
 _FORWARDED = (
     "allreduce",
     "allreduce_sparse",
@@ -57,7 +57,7 @@ _FORWARDED = (
     "_wait_for_pending_works",
 )
 
-#: torch's names before 2.12.
+#: Name before torch 2.12 -> new name.
 _NEWER = {
     "_allgather_base": "all_gather_single",
     "_reduce_scatter_base": "reduce_scatter_single",
@@ -66,13 +66,13 @@ _NEWER = {
     "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
 }
 
-#: What newer releases of torch ask a group and its backend for. torch's own answer asks the Python half again, without
-#: an end.
+#: Properties that newer versions of torch read from a group and its backend. torch's own properties would ask the
+#: Python half again, without end.
 _NOT_SUPPORTED = ("supports_reconfigure", "supports_shrinking", "supports_window", "_supports_time_estimate")
 
 
 def without_support(half: _C) -> _C:
-    """Returns a class with the answer that torch asks for: no."""
+    """Adds the properties in ``_NOT_SUPPORTED``, all False, to a class. Returns the class."""
     for name in _NOT_SUPPORTED:
         setattr(half, name, property(lambda self: False))
     return half
@@ -80,36 +80,36 @@ def without_support(half: _C) -> _C:
 
 @without_support
 class _Backend(c10d.Backend):  # type: ignore[misc]
-    """Hands every verb to the process group, a `BaguaProcessGroup`."""
+    """Hands every collective to the process group, a ``BaguaProcessGroup``."""
 
     def __init__(self, group: Any) -> None:
         super().__init__(group.rank(), group.size())
-        # Weak: the group owns this object through C++, where no collector sees the cycle.
+        # Weak, because the group owns this object through C++, where the garbage collector sees no cycle.
         self._group = weakref.ref(group)
 
     def getBackendName(self) -> str:
-        """ "bagua"."""
+        """Returns "bagua"."""
         return "bagua"
 
     name = getBackendName
 
     @property
     def options(self) -> Any:
-        """The name and the timeout."""
+        """Name and timeout of the backend."""
         return c10d.Backend.Options("bagua", self._of()._timeout)
 
     @property
     def supports_splitting(self) -> bool:
-        """True: see :meth:`BaguaProcessGroup.split_group`."""
+        """True: :meth:`BaguaProcessGroup.split_group` splits groups."""
         return True
 
     @property
     def supports_coalescing(self) -> bool:
-        """False: batch_isend_irecv starts each message by itself, and returns a Work for each."""
+        """False: batch_isend_irecv starts each message separately, and returns a Work for each."""
         return False
 
     def comm_split_count(self) -> int:
-        """Number of operations, by which torch names a split group that has no description."""
+        """Returns the number of operations, with which torch names a split group without a description."""
         return int(self._of()._get_sequence_number_for_group())
 
     def _of(self) -> Any:
@@ -135,7 +135,7 @@ uncompiled(_Backend)
 
 
 def register(group: Any) -> _Backend | None:
-    """Registers the half for C++ where torch has a Backend that can be subclassed."""
+    """Registers the half for C++, if torch's Backend can be subclassed in Python. Returns the half, or None."""
     if not BACKEND_HAS_CONSTRUCTOR:
         return None
     backend = _Backend(group)

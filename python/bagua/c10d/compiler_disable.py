@@ -1,4 +1,4 @@
-"""Keeps torch.compile out of the verbs without importing the compiler, which takes seconds."""
+"""Excludes collectives from torch.compile without importing the compiler, which takes seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _C = TypeVar("_C", bound=type)
 
 
 def uncompiled(owner: _C) -> _C:
-    """A class whose methods, and what they call, torch.compile runs as they are."""
+    """Makes torch.compile run a class's methods, and the functions that they call, uncompiled. Returns the class."""
     evaluator: Any = torch._C._dynamo.eval_frame
     strategy = getattr(evaluator, "_FrameExecStrategy", None)
     if strategy is not None:

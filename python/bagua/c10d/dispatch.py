@@ -1,9 +1,9 @@
-"""Which calls of a process group take the way through torch's dispatcher.
+"""Decides which calls of a process group go through torch's dispatcher.
 
-Operators such as `c10d::allreduce_` call torch's own backends. The dispatcher unwraps tensor subclasses for them (the
-result of a functional collective, for instance, waits for its values there) and tensors of transforms such as
-`torch.func.grad`, skips meta tensors, and shows each call to dispatch modes such as `CommDebugMode`. If all tensors are
-plain, our process group runs a verb without the dispatcher, in a third of the time.
+Operators such as ``c10d::allreduce_`` call torch's own backends. For them, the dispatcher unwraps tensor subclasses
+(the result of a functional collective, for example, waits for its values there) and tensors of transforms such as
+``torch.func.grad``, skips meta tensors, and shows each call to dispatch modes such as ``CommDebugMode``. If all tensors
+are plain, the process group runs a collective without the dispatcher, in a third of the time.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = [
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-#: Classes of tensors that the core reads by itself.
+#: Tensor classes that the core reads directly.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-#: True if torch's ProcessGroup has the names `all_gather_single` and so on.
+#: True if torch's ProcessGroup has the names ``all_gather_single`` and so on.
 HAS_SINGLE = hasattr(c10d.ProcessGroup, "all_to_all_single")
 
 #: Number of dispatch modes that observe the operators of this thread.
@@ -39,11 +39,11 @@ is_observed: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 class _Calls(threading.local):
-    """Says, for each thread, what the dispatcher does there."""
+    """The dispatcher's state on each thread."""
 
-    #: True while it calls a process group.
+    #: True while the dispatcher calls a process group.
     calling = False
-    #: What its calls have returned since a method of the process group called it.
+    #: Works that the dispatcher's calls returned to the current method of the process group.
     works: list[c10d.Work] | None = None
 
 
@@ -51,7 +51,7 @@ _calls = _Calls()
 
 
 def _are_plain(arguments: Any) -> bool:
-    """Returns True if the tensors in some arguments, and in lists of them, need no dispatcher."""
+    """Returns True if no tensor in the arguments, or in lists of them, needs the dispatcher."""
     for each in arguments:
         kind = type(each)
         if kind in PLAIN:
@@ -71,8 +71,10 @@ def _are_plain(arguments: Any) -> bool:
 
 
 def dispatched(method: _Method) -> _Method:
-    """Returns a method of the process group that calls torch's own method of that name, which dispatches, if a tensor
-    or a mode needs that. The dispatcher then calls ours. The name may begin with an underscore.
+    """Decorates a method of the process group, to go through torch's dispatcher if a tensor or mode needs it.
+
+    The wrapper calls torch's method of the same name (without a leading underscore), which dispatches and calls the
+    decorated method again.
     """
     name = method.__name__.removeprefix("_")
     of_torch = getattr(c10d.ProcessGroup, name, None)
@@ -81,29 +83,29 @@ def dispatched(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # A call from the dispatcher does not go there again, even if it left a tensor as it was.
+        # A call from the dispatcher does not go there again, even if the dispatcher left a tensor as it was.
         if _calls.calling or (not is_observed() and _are_plain(args) and (not kwargs or _are_plain(kwargs.values()))):
             return method(self, *args, **kwargs)
-        # torch's methods take no None.
+        # torch's methods do not accept None.
         while args[-1:] == (None,):
             args = args[:-1]
         given = {option: value for option, value in kwargs.items() if value is not None}
         before, _calls.works = _calls.works, []
         try:
             work = of_torch(self, *args, **given)
-            # The object that torch returns lacks some methods of our Work.
+            # The object that torch returns lacks some methods of Bagua's Work.
             return self.together(_calls.works) if _calls.works else work
         finally:
             _calls.works = before
 
-    # pybind11 calls our override again, and would recurse, unless the calling function has the override's name.
+    # pybind11 would call this override again, and recurse, unless the calling function has the override's name.
     named: Any = call
     named.__code__ = named.__code__.replace(co_name=name)
     return cast(_Method, call)
 
 
 def from_dispatcher(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a method of the process group for the dispatcher, with the tensors that it has unwrapped."""
+    """Calls a method of the process group for the dispatcher, with the tensors that the dispatcher has unwrapped."""
     before, _calls.calling = _calls.calling, True
     try:
         found = method(*_waited_for(args), **kwargs)
@@ -115,7 +117,7 @@ def from_dispatcher(method: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _waited_for(arguments: Any) -> list[Any]:
-    """Replaces the results of functional collectives by their values. In lists of lists the dispatcher leaves them."""
+    """Replaces results of functional collectives by their values. The dispatcher does not do so in lists of lists."""
     found = []
     for each in arguments:
         if type(each) in PLAIN:

@@ -1,7 +1,7 @@
-"""How the ranks of a torch process group become a Bagua group.
+"""Makes Bagua groups of the ranks of torch process groups.
 
-The first group joins through its store. A later one whose members all belong to it is a sub-group, without rendezvous,
-unless the first one has failed: then its survivors meet in the store again.
+The first group joins through its store. A later group whose members all belong to the first one becomes a sub-group,
+without a rendezvous. If the first group has failed, its survivors meet in the store again.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class _Tree:
 
     def __init__(self, root: Group, ranks: Sequence[int]) -> None:
         self.root = root
-        #: World ranks, by rank in the first group.
+        #: Rank in the first group -> world rank.
         self.ranks = list(ranks)
-        #: Groups of torch that are in use: leaving the first group would end the others.
+        #: Groups that torch uses. Leaving the first group would end the others.
         self.used: list[Group] = []
 
     def group(self, ranks: Sequence[int]) -> Group | None:
-        """The sub-group of these world ranks, None where this tree has none for them."""
+        """Returns the sub-group of these world ranks; None if the first group has failed or lacks some of them."""
         if not set(ranks) <= set(self.ranks):
             return None
         try:
@@ -46,11 +46,11 @@ class _Tree:
         return self.root.new_group([self.ranks.index(rank) for rank in ranks], ordered=True)
 
     def open_group(self, store: Any, ranks: list[int], rank: int, timeout: timedelta) -> BaguaProcessGroup:
-        """See :func:`open_group`."""
+        """Like the function :func:`open_group`."""
         return open_group(store, ranks, rank, timeout)
 
     def ended(self, group: BaguaProcessGroup) -> None:
-        """Leaves a group; the first one when all others have been left."""
+        """Leaves a group. The first group is left after all others."""
         if group in _state.groups:
             _state.groups.remove(group)
         if _state.world is group:
@@ -66,16 +66,15 @@ class _Tree:
 
 
 def register() -> None:
-    """Makes "bagua" a backend of torch.distributed, for the devices of this machine. Idempotent.
-
-    Importing `bagua.c10d` calls it.
+    """Makes "bagua" a backend of torch.distributed for this machine's devices. Idempotent. Importing ``bagua.c10d``
+    calls it.
     """
     if "BAGUA" not in dist.Backend._plugins:
         dist.Backend.register_backend("bagua", create, extended_api=True, devices=device_types())
 
 
 def create(options: Any, _: Any = None) -> BaguaProcessGroup:
-    """What torch.distributed calls for a new group, on its members."""
+    """Makes a process group. torch.distributed calls this function on the members of a new group."""
     ranks = list(options.global_ranks_in_group)
     world = not ranks
     opened = open_group(
@@ -90,7 +89,7 @@ def create(options: Any, _: Any = None) -> BaguaProcessGroup:
 
 
 def open_group(store: Any, ranks: list[int], rank: int, timeout: timedelta) -> BaguaProcessGroup:
-    """The group of these world ranks, of which this process is the `rank`-th."""
+    """Returns the group of these world ranks. This process is number ``rank`` among them."""
     tree: _Tree | None = _state.tree
     group = None if tree is None else tree.group(ranks)
     if group is None:
@@ -103,7 +102,7 @@ def open_group(store: Any, ranks: list[int], rank: int, timeout: timedelta) -> B
     tree.used.append(group)
     group.used_by_torch = True
     opened = BaguaProcessGroup(group, ranks, store, timeout, tree)
-    # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch may keep the C++ half alone.
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch may keep only the C++ half.
     _state.groups.append(opened)
     return opened
 
@@ -135,7 +134,7 @@ def _join(store: Any, rank: int, size: int, timeout: timedelta) -> Group:
 
 
 def _host(store: Any) -> tuple[str, int] | None:
-    """Where the TCPStore at the bottom is served; None for a store without an address."""
+    """Returns (host, port) of the underlying TCPStore; None for a store without an address."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     host, port = getattr(store, "host", None), getattr(store, "port", None)

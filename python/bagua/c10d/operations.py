@@ -1,8 +1,7 @@
-"""The verbs of c10d as operations of the core: arguments are checked here, and nothing is sent.
+"""The collectives of c10d as operations of the core. These functions check arguments and send nothing.
 
-What has to be copied (lists of tensors, tensors that are not contiguous) goes through one contiguous memory. As with
-gloo, only the version counters of tensors that are nothing but outputs move, so that a program may make views of a
-parameter before it is broadcast.
+Lists of tensors and non-contiguous tensors are copied through one contiguous memory. As with gloo, only version
+counters of pure outputs are incremented, so that a program may make views of a parameter before it is broadcast.
 """
 
 from __future__ import annotations
@@ -42,43 +41,43 @@ __all__ = [
     "send",
 ]
 
-#: torch's programs may communicate every dtype and every view, and shapes may differ between ranks.
+#: Programs for torch may communicate any dtype and view, and shapes may differ between ranks.
 _TENSORS = Adapter(sends_bytes=True, copies_results=True, compares_shapes=False, then_orders=False)
 _INPUT, _OUTPUT = _NAMES = ("the input", "the output")
 
 
 @dataclass
 class Operation:
-    """What is ready to be started."""
+    """An operation that is ready to start."""
 
-    #: The verb, as torch's profiler calls it.
+    #: Name of the operation in torch's profiler.
     name: str
-    #: The same for the core.
+    #: The operation of the core.
     verb: verbs.Operation
-    #: The tensors that are written.
+    #: Tensors that the operation writes.
     result: list[Any]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The memory that it reads and writes."""
+        """Memory that the operation reads and writes."""
         return [operand.owner for operand in self.verb.operands if operand.owner is not None]
 
     @property
     def devices(self) -> list[torch.device]:
-        """The CUDA devices of its tensors; none for those on the host."""
+        """CUDA devices of the operation's tensors."""
         return [tensor.device for tensor in self.tensors if tensor.is_cuda]
 
     def begin(self, async_op: bool, timeout: float) -> AnyHandle | None:
-        """Starts it; the handle of an asynchronous one."""
+        """Starts the operation. Returns a handle if it is asynchronous."""
         handle = self.verb.begin(async_op, timeout)
         if handle is not None and self.verb.finish is not None:
-            # Results are copied whether or not a thread waits.
+            # Copies results even if no thread waits.
             handle.then(_ignore)
         return handle
 
 
 def _ignore(_: Exception | None) -> None:
-    """An error is what `wait` raises."""
+    """Ignores an error, which ``wait`` raises."""
 
 
 def _root(raw: engine.Communicator, root: int) -> int:
@@ -88,13 +87,13 @@ def _root(raw: engine.Communicator, root: int) -> int:
 
 
 def _reduced(mine: Operand, how: Reduction, ranks: int) -> None:
-    """Divides the result of a reduction, where that has to be done afterwards."""
+    """Divides the result of a reduction afterwards, if ``how`` requires it."""
     if not how.divides:
         return
     memory, then = mine.owner, mine.finish
 
     def finish() -> None:
-        # gloo does not move the version counter here either.
+        # Uses .data because gloo does not increment the version counter here either.
         divide_integers(memory.data, ranks)
         if then is not None:
             then()
@@ -105,7 +104,7 @@ def _reduced(mine: Operand, how: Reduction, ranks: int) -> None:
 def _joined(
     tensors: Sequence[Any], like: Any | None, ranks: int, what: str, *, reads: bool = False, writes: bool = False
 ) -> Operand:
-    """A list of tensors by rank; each must have the size and dtype of `like`, where that is given."""
+    """Returns one operand for a list of tensors by rank, which must have the size and dtype of ``like``, if given."""
     if len(tensors) != ranks:
         raise ValueError(f"{what} has {len(tensors)} tensors for a group of {ranks} ranks")
     joined = _TENSORS.joined(tensors, what, reads=reads, writes=writes)
@@ -118,7 +117,9 @@ def _joined(
 
 
 def all_reduce(raw: engine.Communicator, tensor: Any, op: Any, *, is_coalesced: bool = False) -> Operation:
-    """Every rank gets the reduction of all, in place. gloo copies the results of coalesced ones, which counts."""
+    """Reduces all ranks' tensors, in place on every rank. As with gloo, coalesced results increment version
+    counters.
+    """
     how = reduction(op, getattr(tensor, "dtype", None) or torch.uint8)
     mine = _TENSORS.write(tensor, "the tensor")
     if is_coalesced:
@@ -128,7 +129,7 @@ def all_reduce(raw: engine.Communicator, tensor: Any, op: Any, *, is_coalesced: 
 
 
 def reduce(raw: engine.Communicator, tensor: Any, op: Any, root: int) -> Operation:
-    """The root gets the reduction, in place; the tensors of the others do not change."""
+    """Reduces all ranks' tensors, in place on the root. The tensors of other ranks do not change."""
     how, root = reduction(op, getattr(tensor, "dtype", None) or torch.uint8), _root(raw, root)
     if raw.rank == root:
         mine = _TENSORS.write(tensor, "the tensor")
@@ -139,7 +140,7 @@ def reduce(raw: engine.Communicator, tensor: Any, op: Any, root: int) -> Operati
 
 
 def broadcast(raw: engine.Communicator, tensor: Any, root: int) -> Operation:
-    """Every rank gets the root's values, in place."""
+    """Copies the root's values to every rank, in place."""
     root = _root(raw, root)
     if raw.rank == root:
         mine = _TENSORS.read(tensor, "the tensor")
@@ -154,7 +155,7 @@ def _gather_all(raw: engine.Communicator, mine: Operand, room: Operand, result: 
 
 
 def all_gather(raw: engine.Communicator, output: Any, tensor: Any) -> Operation:
-    """Every rank gets every rank's tensor, one after the other in `output`."""
+    """Concatenates all ranks' tensors in ``output`` on every rank."""
     mine, room = _TENSORS.read(tensor, _INPUT), _TENSORS.write(output, _OUTPUT, reads=False)
     check_pair(verbs.ALL_GATHER, tensor, output, raw.size, _NAMES)
     will_change(room)
@@ -162,9 +163,11 @@ def all_gather(raw: engine.Communicator, output: Any, tensor: Any) -> Operation:
 
 
 def all_gather_list(raw: engine.Communicator, outputs: Sequence[Any], tensor: Any) -> Operation:
-    """Every rank gets every rank's tensor, in a list by rank; sizes may differ between ranks, as torch documents."""
+    """Gathers all ranks' tensors in a list by rank, on every rank. As torch documents, sizes may differ between
+    ranks.
+    """
     mine = _TENSORS.read(tensor, _INPUT)
-    # Every rank has the sizes of all, so all ranks decide alike.
+    # Every rank knows all sizes, so all ranks decide alike.
     if len({output.numel() for output in outputs if isinstance(output, torch.Tensor)}) > 1:
         return _all_gather_v(raw, outputs, tensor, mine)
     return _gather_all(raw, mine, _joined(outputs, tensor, raw.size, _OUTPUT, writes=True), list(outputs))
@@ -183,7 +186,7 @@ def _all_gather_v(raw: engine.Communicator, outputs: Sequence[Any], tensor: Any,
 
 
 def gather(raw: engine.Communicator, output: Any | None, tensor: Any, root: int) -> Operation:
-    """The root gets every rank's tensor, one after the other; `output` is read there alone."""
+    """Concatenates all ranks' tensors in ``output`` on the root. Other ranks ignore ``output``."""
     mine, root = _TENSORS.read(tensor, _INPUT), _root(raw, root)
     room = None
     if raw.rank == root:
@@ -195,7 +198,7 @@ def gather(raw: engine.Communicator, output: Any | None, tensor: Any, root: int)
 
 
 def gather_list(raw: engine.Communicator, outputs: Sequence[Any], tensor: Any, root: int) -> Operation:
-    """As :func:`gather`, into a list by rank."""
+    """Like :func:`gather`, into a list by rank."""
     mine, root = _TENSORS.read(tensor, _INPUT), _root(raw, root)
     room = _joined(outputs, tensor, raw.size, _OUTPUT, writes=True) if raw.rank == root else None
     return _gather(raw, mine, room, root, list(outputs))
@@ -207,7 +210,7 @@ def _gather(raw: engine.Communicator, mine: Operand, room: Operand | None, root:
 
 
 def scatter(raw: engine.Communicator, output: Any, tensors: Sequence[Any], root: int) -> Operation:
-    """Rank r gets the root's r-th tensor; `tensors` is read there alone."""
+    """Sends the root's tensor number r to rank r. Other ranks ignore ``tensors``."""
     root = _root(raw, root)
     mine = _TENSORS.write(output, _OUTPUT, reads=False)
     held = _joined(tensors, output, raw.size, _INPUT, reads=True) if raw.rank == root else mine.nothing()
@@ -215,7 +218,7 @@ def scatter(raw: engine.Communicator, output: Any, tensors: Sequence[Any], root:
 
 
 def reduce_scatter(raw: engine.Communicator, output: Any, tensor: Any, op: Any) -> Operation:
-    """Rank r gets the reduction of every rank's r-th part."""
+    """Reduces all ranks' tensors and gives part r of the result to rank r."""
     how = reduction(op, getattr(tensor, "dtype", None) or torch.uint8)
     room, mine = _TENSORS.read(tensor, _INPUT), _TENSORS.write(output, _OUTPUT, reads=False)
     check_pair(verbs.REDUCE_SCATTER, tensor, output, raw.size, _NAMES)
@@ -223,7 +226,7 @@ def reduce_scatter(raw: engine.Communicator, output: Any, tensor: Any, op: Any) 
 
 
 def reduce_scatter_list(raw: engine.Communicator, output: Any, tensors: Sequence[Any], op: Any) -> Operation:
-    """Does the same as :func:`reduce_scatter` with a list by rank. The parts of the ranks may have different sizes."""
+    """Like :func:`reduce_scatter`, with a list by rank. Its tensors may have different sizes."""
     how = reduction(op, getattr(output, "dtype", None) or torch.uint8)
     mine = _TENSORS.write(output, _OUTPUT, reads=False)
     if len({tensor.numel() for tensor in tensors if isinstance(tensor, torch.Tensor)}) > 1:
@@ -234,7 +237,9 @@ def reduce_scatter_list(raw: engine.Communicator, output: Any, tensors: Sequence
 def _reduce_scatter_v(
     raw: engine.Communicator, output: torch.Tensor, tensors: Sequence[Any], how: Reduction
 ) -> Operation:
-    """Parts of different sizes, which every rank has alike: each in as much room as the largest needs."""
+    """Reduces and scatters parts of different sizes, which are equal on all ranks. Each part is padded to the
+    largest.
+    """
     if len(tensors) != raw.size:
         raise ValueError(f"{_INPUT} has {len(tensors)} tensors for a group of {raw.size} ranks")
     for i, tensor in enumerate(tensors):
@@ -272,12 +277,12 @@ def _rows(tensor: torch.Tensor) -> int:
 
 
 def has_equal_parts(tensors: Sequence[Any], ranks: int) -> bool:
-    """Whether all are tensors whose rows the ranks can divide evenly."""
+    """Returns True if all arguments are tensors with a number of rows that is a multiple of ``ranks``."""
     return all(isinstance(tensor, torch.Tensor) and _rows(tensor) % ranks == 0 for tensor in tensors)
 
 
 def _counts(splits: Sequence[int], tensor: torch.Tensor, room: Operand, ranks: int, what: str) -> list[int]:
-    """Elements (bytes where the core has no code) to or from each rank."""
+    """Returns the number of elements to or from each rank (bytes for a dtype that the core does not know)."""
     rows = _rows(tensor)
     if not splits:
         if rows % ranks:
@@ -293,7 +298,7 @@ def _counts(splits: Sequence[int], tensor: torch.Tensor, room: Operand, ranks: i
 def all_to_all(
     raw: engine.Communicator, output: Any, tensor: Any, output_splits: Sequence[int], input_splits: Sequence[int]
 ) -> Operation:
-    """Rank r gets the r-th part of every rank's tensor. Splits are rows for each rank; none: equal parts."""
+    """Sends part r of the tensor to rank r. Splits are numbers of rows per rank; without splits, parts are equal."""
     mine, room = _TENSORS.read(tensor, _INPUT), _TENSORS.write(output, _OUTPUT, reads=False)
     check_kinds(tensor, output, _NAMES)
     sends = _counts(input_splits, tensor, mine, raw.size, _INPUT)
@@ -305,7 +310,7 @@ def all_to_all(
 
 
 def all_to_all_list(raw: engine.Communicator, outputs: Sequence[Any], tensors: Sequence[Any]) -> Operation:
-    """Rank r gets every rank's r-th tensor, in a list by rank; sizes may differ."""
+    """Sends tensor number r to rank r, and receives a list by rank. Sizes may differ."""
     mine = _joined(tensors, None, raw.size, _INPUT, reads=True)
     room = _joined(outputs, None, raw.size, _OUTPUT, writes=True)
     check_kinds(tensors[0], outputs[0], _NAMES)
@@ -314,7 +319,7 @@ def all_to_all_list(raw: engine.Communicator, outputs: Sequence[Any], tensors: S
 
 
 def _sizes(tensors: Sequence[torch.Tensor], joined: Operand) -> list[int]:
-    """Elements of each of the tensors that were joined (bytes where the core has no code)."""
+    """Returns the elements of each joined tensor (bytes for a dtype that the core does not know)."""
     unit = joined.count // joined.owner.numel() if joined.count else 1
     return [tensor.numel() * unit for tensor in tensors]
 
@@ -333,19 +338,19 @@ def _all_to_all_v(
 
 
 def barrier(raw: engine.Communicator) -> Operation:
-    """Done when every rank has called it."""
+    """Completes when every rank has called it."""
     return Operation("barrier", verbs.operation(raw, verbs.BARRIER, None, None), [])
 
 
 def send(raw: engine.Communicator, tensor: Any, to: int, tag: int) -> Operation:
-    """A message to a rank."""
+    """Sends a message to rank ``to``."""
     tag = verbs.check_tag(tag)
     held = _TENSORS.read(tensor, "the tensor")
     return Operation("send", verbs.send(raw, held, to, tag), [held.owner])
 
 
 def receive(raw: engine.Communicator, tensor: Any, sender: int | None, tag: int) -> Operation:
-    """The next message of a rank, None for any, with this tag."""
+    """Receives the next message with this tag from rank ``sender``; None means any rank."""
     tag = verbs.check_tag(tag)
     room = _TENSORS.write(tensor, "the tensor", reads=False)
     return Operation("recvAnySource" if sender is None else "recv", verbs.recv(raw, room, sender, tag), [tensor])

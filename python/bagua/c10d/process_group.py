@@ -1,8 +1,8 @@
 """The process group that torch.distributed calls.
 
-torch's holder around the Work of a Python Backend hands on `wait` and `get_future` alone, while the methods of a
-ProcessGroup's subclass return our Work itself. So the subclass has the verbs; the Backend (`backend.py`), registered
-on it, brings device types, the group's name and calls from C++.
+torch wraps the Work of a Python Backend in an object that has ``wait`` and ``get_future`` only. Methods of a
+ProcessGroup subclass return Bagua's Work itself. The subclass therefore has the collectives. The Backend
+(``backend.py``), registered with it, provides device types, the group's name, and calls from C++.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ __all__ = ["BaguaProcessGroup", "GroupFactory"]
 _NO_TIME = timedelta(0)
 _REDUCING = (verbs.ALL_REDUCE, verbs.REDUCE, verbs.REDUCE_SCATTER)
 _ROOTED = (verbs.REDUCE, verbs.BROADCAST)
-#: Verbs that increment the version counter of their output, as gloo's do.
+#: Collectives that increment the version counter of their output, as in gloo.
 _COUNTED = (verbs.ALL_GATHER, verbs.REDUCE_SCATTER)
-#: So many Works are kept at most that no thread waits for.
+#: Largest number of Works kept for which no thread waits.
 _MOST_KEPT = 1000
 
 
 @dataclass
 class _Call:
-    """What the options of a verb say."""
+    """The options of one call."""
 
     op: Any
     root: int
@@ -53,7 +53,7 @@ class _Call:
 
 
 def _one(tensors: Any, what: str) -> Any:
-    """The only tensor of a list, or the tensor itself."""
+    """Returns the only tensor of a list, or the tensor itself."""
     if type(tensors) is list and len(tensors) == 1:
         return tensors[0]
     if isinstance(tensors, torch.Tensor):
@@ -67,7 +67,7 @@ class GroupFactory(Protocol):
     """Opens and leaves groups."""
 
     def open_group(self, store: Any, ranks: list[int], rank: int, timeout: timedelta) -> BaguaProcessGroup:
-        """The group of these world ranks, of which this process is the `rank`-th."""
+        """Returns the group of these world ranks. This process is number ``rank`` among them."""
 
     def ended(self, group: BaguaProcessGroup) -> None:
         """Leaves a group. Idempotent."""
@@ -76,7 +76,7 @@ class GroupFactory(Protocol):
 @uncompiled
 @without_support
 class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
-    """The ranks of one group of torch.distributed. `ranks` are ranks of torch's world, by rank in the group."""
+    """The ranks of one group of torch.distributed. ``ranks`` are world ranks, by rank in the group."""
 
     def __init__(
         self,
@@ -90,37 +90,37 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
             super().__init__(store, group.rank, group.size)
         except TypeError:  # torch before 2.6
             super().__init__(group.rank, group.size)
-        #: The same ranks in Bagua's own API.
+        #: The same group in Bagua's own API.
         self.bagua_group = group
-        #: Ranks of torch's world.
+        #: Rank in the group -> rank in torch's world.
         self.world_ranks = list(ranks)
         self._raw = group.communicator
-        # That of the core's operations.
+        # Timeout of the core's operations.
         self._cores_timeout = timedelta(seconds=self._raw.timeout)
         self._store = store
         self._timeout = timeout
         self._factory = factory
         self._sequence = 0
-        # Works that were started since _start_coalescing.
+        # Works started since _start_coalescing; None outside of coalescing.
         self._coalescing: list[Work] | None = None
-        # The Python half of the Backend, which torch's C++ code may not keep.
+        # The Python half of the Backend, which torch's C++ code may not keep alive.
         self._backend = register(self)
-        # Where torch has no such Backend, and where torch's code hands a Work to C++ code, only its C++ half is kept,
-        # which waits for ever without the other half: such Works that no thread has waited for, oldest first; and those
-        # of them that one has waited for since the last operation.
+        # If torch has no such Backend, or its code hands a Work to C++ code, only the C++ half of a Work is kept, and
+        # it would wait for ever without the Python half. So these Works are kept until a thread has waited for them,
+        # oldest first; ``_asked`` lists those that a thread has waited for since the last operation.
         self._kept: OrderedDict[Work, None] = OrderedDict()
         self._asked: list[Work] = []
         if self._backend is None:
-            # Such a torch does not call `shutdown` when the group is destroyed.
+            # These versions of torch do not call ``shutdown`` when the group is destroyed.
             at_exit(self._kept.clear)
             at_exit(self._asked.clear)
-        # And has no place for the name.
+        # These versions also do not store the name.
         self._name = ""
 
     # --- every rank combines ------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, *, op: Any = None, timeout: Any = None) -> Work:
-        """Every rank gets the reduction of all tensors, in place; a sparse one by SUM."""
+        """Reduces all ranks' tensors, in place on every rank. Sparse tensors are reduced by SUM only."""
         if op is timeout:
             done = self._at_once(verbs.ALL_REDUCE, opts, None, _one(tensors, "all_reduce"))
             return done or self._allreduce(tensors, opts)
@@ -135,17 +135,17 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
                 return self._remember(sparse.all_reduce(self._raw, tensor, call.op, call.timeout))
         work = self._start(call, operations.all_reduce(self._raw, tensor, call.op))
         if call.async_op and isinstance(tensor, torch.Tensor) and tensor.numel() == 1:
-            # DDP's reducer gets the count of ranks that are not out of inputs so, and is the only one to keep it.
+            # DDP's reducer counts ranks that still have inputs in this way. Nothing else keeps this Work.
             self._keep(work)
         return work
 
     def allreduce_sparse(self, tensors: Any, opts: Any = None) -> Work:
-        """As :meth:`allreduce`."""
+        """Like :meth:`allreduce`."""
         return self.allreduce(tensors, opts)
 
     @dispatched
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> Work:
-        """As :meth:`allreduce` of each tensor."""
+        """Like :meth:`allreduce`, for each tensor."""
         call = self._call(opts)
         parts = [operations.all_reduce(self._raw, tensor, call.op, is_coalesced=True) for tensor in tensors]
         return self._start(call, *parts)
@@ -153,7 +153,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: int | None = None
     ) -> Work:
-        """The root gets the reduction of all tensors, in place."""
+        """Reduces all ranks' tensors, in place on the root."""
         if op is timeout is root:
             done = self._at_once(verbs.REDUCE, opts, None, _one(tensors, "reduce"))
             return done or self._reduce(tensors, opts)
@@ -168,14 +168,14 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, *, op: Any = None, timeout: Any = None
     ) -> Work:
-        """Rank r gets the reduction of every rank's r-th tensor."""
+        """Reduces lists of tensors over all ranks, and gives tensor number r of the result to rank r."""
         call = self._call(opts, op=op, timeout=timeout)
         lists = inputs if isinstance(outputs, torch.Tensor) else _one(inputs, "reduce_scatter")
         output = _one(outputs, "reduce_scatter")
         return self._start(call, operations.reduce_scatter_list(self._raw, output, lists, call.op))
 
     def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
-        """Rank r gets the reduction of every rank's r-th part."""
+        """Reduces tensors over all ranks, and gives part r of the result to rank r."""
         if done := self._at_once(verbs.REDUCE_SCATTER, opts, tensor, output):
             return done
         return self._reduce_scatter_single(output, tensor, opts)
@@ -187,7 +187,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     @dispatched
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Work:
-        """As :meth:`reduce_scatter_single` of each pair."""
+        """Like :meth:`reduce_scatter_single`, for each pair."""
         call = self._call(opts)
         pairs = zip(outputs, inputs, strict=True)
         return self._start(call, *(operations.reduce_scatter(self._raw, out, x, call.op) for out, x in pairs))
@@ -195,7 +195,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
     # --- tensors move -------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None) -> Work:
-        """Every rank gets the root's tensor, in place."""
+        """Copies the root's tensor to every rank, in place."""
         if timeout is root:
             done = self._at_once(verbs.BROADCAST, opts, None, _one(tensors, "broadcast"))
             return done or self._broadcast(tensors, opts)
@@ -208,13 +208,13 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     @dispatched
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
-        """Every rank gets every rank's tensor, in a list by rank."""
+        """Gathers all ranks' tensors in a list by rank, on every rank."""
         call = self._call(opts, timeout=timeout)
         lists = outputs if isinstance(inputs, torch.Tensor) else _one(outputs, "all_gather")
         return self._start(call, operations.all_gather_list(self._raw, lists, _one(inputs, "all_gather")))
 
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
-        """Every rank gets every rank's tensor, one after the other."""
+        """Concatenates all ranks' tensors on every rank."""
         if done := self._at_once(verbs.ALL_GATHER, opts, tensor, output):
             return done
         return self._all_gather_single(output, tensor, opts)
@@ -225,7 +225,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     @dispatched
     def allgather_coalesced(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = None) -> Work:
-        """As :meth:`allgather` of each input; `outputs` has a list for each rank."""
+        """Like :meth:`allgather`, for each input. ``outputs`` has one list for each rank."""
         if any(len(of_rank) != len(inputs) for of_rank in outputs):
             raise ValueError(f"each of the output lists needs {len(inputs)} tensors, one for each input")
         by_input = [[of_rank[i] for of_rank in outputs] for i in range(len(inputs))]
@@ -234,7 +234,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     @dispatched
     def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Work:
-        """As :meth:`all_gather_single` of each pair."""
+        """Like :meth:`all_gather_single`, for each pair."""
         pairs = zip(outputs, inputs, strict=True)
         return self._start(self._call(opts), *(operations.all_gather(self._raw, out, x) for out, x in pairs))
 
@@ -242,7 +242,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def gather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None
     ) -> Work:
-        """The root gets every rank's tensor, in a list by rank."""
+        """Gathers all ranks' tensors in a list by rank, on the root."""
         call = self._call(opts, root=root, timeout=timeout)
         nested = not isinstance(inputs, torch.Tensor)
         lists: Sequence[Any] = (outputs[0] if outputs else []) if nested else outputs
@@ -250,7 +250,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     @dispatched
     def gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
-        """The root gets every rank's tensor, one after the other."""
+        """Concatenates all ranks' tensors on the root."""
         call = self._call(opts)
         return self._start(call, operations.gather(self._raw, output, tensor, call.root))
 
@@ -258,7 +258,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None
     ) -> Work:
-        """Rank r gets the root's r-th tensor."""
+        """Sends the root's tensor number r to rank r."""
         call = self._call(opts, root=root, timeout=timeout)
         nested = not isinstance(outputs, torch.Tensor)
         lists: Sequence[Any] = (inputs[0] if inputs else []) if nested else inputs
@@ -266,7 +266,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     @dispatched
     def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Work:
-        """Rank r gets every rank's r-th tensor, in a list by rank."""
+        """Sends tensor number r to rank r, and receives a list by rank."""
         return self._start(self._call(opts), operations.all_to_all_list(self._raw, outputs, inputs))
 
     def all_to_all_single(
@@ -278,9 +278,9 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         opts: Any = None,
         timeout: Any = None,
     ) -> Work:
-        """Rank r gets the r-th part of every rank's tensor."""
+        """Sends part r of the tensor to rank r, and concatenates the parts received."""
         alike = not (timeout or output_splits or input_splits)
-        # The core divides elements, and torch rows.
+        # The core divides elements; torch divides rows.
         alike = alike and operations.has_equal_parts((tensor, output), self._raw.size)
         if alike and (done := self._at_once(verbs.ALL_TO_ALL, opts, tensor, output)):
             return done
@@ -295,32 +295,34 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     @dispatched
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
-        """Done when every rank has called it."""
+        """Completes when every rank has called it."""
         return self._start(self._call(opts, timeout=timeout), operations.barrier(self._raw))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Returns when every rank has called it. BaguaTimeoutError names all ranks that have not; it ends the group."""
+        """Blocks until every rank has called it. Raises BaguaTimeoutError with all missing ranks, which ends the
+        group.
+        """
         self._require_backend("monitored_barrier")
         begin = operations.barrier(self._raw).begin
-        # No time at all is a time limit here, and not the group's timeout.
+        # A timeout of zero is a limit here, and does not mean the group's timeout.
         begin(False, 0.0 if timeout is not None and not timeout else self._limit(timeout))
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
     @dispatched
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
-        """Sends a tensor to a rank, beside the collectives."""
+        """Sends a tensor to a rank, independently of collectives."""
         peer = self._peer(dst)
         return self._message(operations.send(self._raw, _one(tensors, "send"), peer, tag))
 
     @dispatched
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
-        """Receives a rank's next message with this tag."""
+        """Receives the next message with this tag from rank ``src``."""
         return self._receive(_one(tensors, "recv"), self._peer(src), tag)
 
     @dispatched
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
-        """Receives the next message with this tag from any rank, which is the Work's `source_rank`."""
+        """Receives the next message with this tag from any rank, which becomes ``source_rank`` of the Work."""
         return self._receive(_one(tensors, "recv"), None, tag)
 
     def _receive(self, tensor: Any, src: int | None, tag: int) -> Work:
@@ -341,13 +343,13 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
     # --- coalescing ---------------------------------------------------------------------------------------------------
 
     def _start_coalescing(self, device_type: Any = None) -> None:
-        """The operations until :meth:`_end_coalescing` become one Work. They begin at once."""
+        """Combines the operations until :meth:`_end_coalescing` into one Work. The operations start at once."""
         if self._coalescing is not None:
             raise RuntimeError("coalescing has begun already")
         self._coalescing = []
 
     def _end_coalescing(self, device_type: Any = None) -> Work:
-        """The Work of all operations since :meth:`_start_coalescing`."""
+        """Returns the Work of all operations since :meth:`_start_coalescing`."""
         works, self._coalescing = self._coalescing, None
         if works is None:
             raise RuntimeError("coalescing has not begun")
@@ -374,7 +376,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     @property
     def group_name(self) -> str:
-        """What torch calls the group, the same on all its ranks."""
+        """torch's name of the group, the same on all its ranks."""
         return super().group_name if self._backend is not None else self._name
 
     def _set_group_name(self, name: str) -> None:
@@ -390,7 +392,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> BaguaProcessGroup | None:
-        """The group of some ranks of this one, in their order; None on a rank that is not among them."""
+        """Returns the group of some ranks of this one, in their order; None on a rank that is not among them."""
         if self.rank() not in ranks:
             return None
         self._require_backend("split_group")
@@ -403,41 +405,41 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         return child
 
     def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
-        """NotImplementedError: ranks join by `init_process_group`."""
-        raise NotImplementedError("the backend 'bagua' merges no groups: ranks join by init_process_group")
+        """Raises NotImplementedError: ranks join through ``init_process_group``."""
+        raise NotImplementedError("the backend 'bagua' cannot merge groups: ranks join through init_process_group")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The deadline of later operations."""
+        """Sets the timeout of later operations."""
         self._timeout = timeout
 
     def shutdown(self) -> None:
-        """Leaves the group. Operations that still run fail with AbortedError."""
+        """Leaves the group. Operations that are still running fail with AbortedError."""
         self._kept.clear()
         self._asked.clear()
         self._factory.ended(self)
 
     def abort(self) -> None:
-        """Ends every wait of the group, on every rank, with AbortedError; and leaves it."""
+        """Ends all waits of the group on every rank with AbortedError, and leaves the group."""
         self._kept.clear()
         self._asked.clear()
         self.bagua_group.abort("torch.distributed aborted the group")
         self._factory.ended(self)
 
     def name(self) -> str:
-        """ "bagua"."""
+        """Returns "bagua"."""
         return "bagua"
 
     getBackendName = name
 
     def _wait_for_pending_works(self) -> None:
-        """Nothing: no hook runs when a Work ends."""
+        """Does nothing, because no hook runs when a Work ends."""
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many operations this rank has started."""
+        """Returns the number of operations that this rank has started."""
         return self._sequence
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing: every group counts from zero."""
+        """Does nothing, because every group counts from zero."""
 
     def _require_backend(self, what: str) -> None:
         if self._backend is None:
@@ -450,7 +452,9 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         return self._timeout.total_seconds() if own is None else own
 
     def _call(self, opts: Any, *, op: Any = None, root: int | None = None, timeout: Any = None) -> _Call:
-        """From options, or from the arguments of torch's short forms, whose first one may replace the options."""
+        """Reads a call's options, or the arguments of torch's short forms, whose first one may take the place of the
+        options.
+        """
         if isinstance(opts, (c10d.ReduceOp, c10d.ReduceOp.RedOpType)):
             op, opts = opts, None
         elif isinstance(opts, timedelta):
@@ -465,10 +469,10 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         )
 
     def _at_once(self, verb: verbs.Verb, opts: Any, src: Any, dst: Any) -> Work | None:
-        """Runs a blocking verb, or begins an asynchronous one in place, on plain tensors of the host.
+        """Runs a blocking collective, or starts an asynchronous one in place, on plain tensors of the host.
 
-        None, and nothing is done, where it takes more: copies, another timeout than the group's, an event, an error
-        text. A small all_reduce then costs a third.
+        Returns None, and does nothing, if the call needs more: copies, a timeout other than the group's, an event, or
+        an error text. This path takes a third of the time for a small all_reduce.
         """
         is_async = getattr(opts, "asyncOp", None)
         if (
@@ -502,7 +506,9 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         return None
 
     def _begun(self, verb: verbs.Verb, tensor: torch.Tensor, op: int | None, root: int) -> Work | None:
-        """Begins a verb in place. None, and nothing is done, where the tensor has to be copied, or an error is due."""
+        """Starts a collective in place. Returns None, and does nothing, if the tensor must be copied or an error is
+        due.
+        """
         found = silent_reader.at(tensor)
         if found is None or op is None or not 0 <= root < self._raw.size:
             return None
@@ -518,7 +524,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         return work
 
     def _start(self, call: _Call, *parts: Operation) -> Work:
-        """Begins operations whose arguments have all been checked."""
+        """Starts operations whose arguments have been checked."""
         result = [tensor for part in parts for tensor in part.result]
         devices = [device for part in parts for device in part.devices]
         self._sequence += 1
@@ -538,7 +544,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         return work
 
     def _keep(self, work: Work) -> None:
-        """Keeps it until a thread has waited for it."""
+        """Keeps a Work until a thread has waited for it."""
         while self._asked:
             self._kept.pop(self._asked.pop(), None)
         if len(self._kept) > _MOST_KEPT:
@@ -547,7 +553,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         work.on_asked = self._asked.append
 
     if not HAS_SINGLE:
-        # torch's names before 2.12. Newer releases have both, of which one calls the other.
+        # The names before torch 2.12. Newer versions have both, and one calls the other.
         _allgather_base = all_gather_single
         allgather_into_tensor_coalesced = all_gather_single_coalesced
         _reduce_scatter_base = reduce_scatter_single

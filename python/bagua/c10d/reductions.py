@@ -15,26 +15,28 @@ __all__ = ["CODES_BY_HASH", "Reduction", "reduction"]
 
 
 class Reduction(NamedTuple):
-    """How the core combines elements."""
+    """A reduction of the core."""
 
     code: int
-    #: Whether the sum is divided by the number of ranks afterwards: AVG of integers, cut towards zero as NCCL does.
+    #: True if the sum is divided by the number of ranks afterwards: AVG of integers, truncated towards zero as in NCCL.
     divides: bool = False
 
 
-#: torch's reduction -> code of the core, of those that both have.
+#: torch's reduction -> code of the core, for reductions that both have.
 CODES = {
     kind: engine.OPS[name.lower()]
     for name, kind in c10d.ReduceOp.RedOpType.__members__.items()
     if name.lower() in engine.OPS
 }
-#: The same by the hash of a ReduceOp, which is the number of its kind. A lookup by the kind takes three times as long.
+#: Hash of a ReduceOp -> code. The hash is the number of its kind; a lookup by the kind takes three times as long.
 CODES_BY_HASH = {hash(c10d.ReduceOp(kind)): code for kind, code in CODES.items()}
 _NAMES = {code: name for name, code in engine.OPS.items()}
 
 
 def reduction(op: Any, dtype: torch.dtype) -> Reduction:
-    """The reduction of a dtype. NotImplementedError for PREMUL_SUM, TypeError for one that is not defined."""
+    """Returns the reduction for a dtype. Raises NotImplementedError for PREMUL_SUM, and TypeError if it is not
+    defined.
+    """
     kind = getattr(op, "op", op)
     code = CODES.get(kind)
     if code is None:

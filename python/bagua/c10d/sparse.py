@@ -1,7 +1,7 @@
-"""SUM of sparse tensors: every rank gathers the rows of all and adds them up in rank order.
+"""SUM of sparse tensors: every rank gathers all ranks' rows and adds them in rank order.
 
-Numbers of rows differ, so their count goes first. Both steps block the caller: a sparse all_reduce returns when it is
-done.
+Numbers of rows differ between ranks, so they are gathered first. Both steps block the caller, so a sparse all_reduce
+has completed when it returns.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["all_reduce"]
 
 
 def all_reduce(raw: engine.Communicator, tensor: torch.Tensor, op: Any, timeout: float) -> Work:
-    """Every rank gets the sum, in place. NotImplementedError for another reduction."""
+    """Sums sparse tensors, in place on every rank. Raises NotImplementedError for another reduction."""
     if getattr(op, "op", op) != c10d.ReduceOp.RedOpType.SUM:
         raise NotImplementedError(f"a sparse tensor is reduced by SUM alone, not by {op}")
     if tensor.is_cuda:
-        raise NotImplementedError(f"the sparse tensor is on {tensor.device}: only those of the CPU are reduced yet")
+        raise NotImplementedError(f"the sparse tensor is on {tensor.device}: move it to the CPU first")
     mine = tensor.detach().coalesce()
     indices, values = mine.indices(), mine.values()
     counts = torch.empty(raw.size, dtype=torch.int64)
@@ -39,13 +39,13 @@ def all_reduce(raw: engine.Communicator, tensor: torch.Tensor, op: Any, timeout:
         total = total + torch.sparse_coo_tensor(gathered_indices[part].t(), gathered_values[part], tensor.shape)
         start += count
     with torch.no_grad():
-        # Not into tensor.detach(), which would keep the number of rows it has now.
+        # tensor.detach() would keep the current number of rows.
         tensor.copy_(total.coalesce())
     return Work(None, [tensor])
 
 
 def _gather_rows(raw: engine.Communicator, mine: torch.Tensor, rows: list[int], timeout: float) -> torch.Tensor:
-    """The rows of all ranks, one after the other."""
+    """Returns the rows of all ranks, concatenated."""
     sends = mine.repeat(raw.size, *([1] * (mine.dim() - 1)))
     room = torch.empty((sum(rows), *mine.shape[1:]), dtype=mine.dtype)
     all_to_all(raw, room, sends, rows, [mine.shape[0]] * raw.size).begin(False, timeout)

@@ -12,18 +12,18 @@ __all__ = ["C10dState", "c10d_state"]
 
 
 class C10dState(Record):
-    """Until torch destroys them."""
+    """State that lasts until torch destroys the groups."""
 
     def __init__(self) -> None:
         self.groups: list[BaguaProcessGroup] = []
-        #: That of torch's world.
+        #: The group of torch's world.
         self.world: BaguaProcessGroup | None = None
-        #: The first of the groups with its sub-groups: see `membership`.
+        #: The first group with its sub-groups: see ``membership``.
         self.tree: Any = None
 
     def after_fork_in_child(self) -> None:
-        """They belong to the parent."""
-        # Collecting them would close the parent's connections.
+        """Forgets the groups, which belong to the parent."""
+        # Kept alive, because collecting the groups would close the parent's connections.
         process.inherited.extend(self.groups)
         self.groups, self.world, self.tree = [], None, None
 

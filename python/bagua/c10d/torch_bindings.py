@@ -1,4 +1,4 @@
-"""The C++ half of torch.distributed, untyped: torch's stubs and its releases disagree about signatures."""
+"""The C++ half of torch.distributed, untyped because torch's stubs and versions disagree about signatures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from bagua import config
 
 __all__ = ["BACKEND_HAS_CONSTRUCTOR", "c10d", "device_types"]
 
-#: `torch._C._distributed_c10d`.
 c10d: Any = _distributed_c10d
 
 
@@ -26,15 +25,15 @@ def _has_constructor() -> bool:
     return True
 
 
-#: Whether Python can subclass torch's Backend: in 2.5 and 2.7 it cannot, in 2.15 it can. Else a group has no C++ half.
+#: True if Python can subclass torch's Backend: not in 2.5 and 2.7, but in 2.15. Otherwise a group has no C++ half.
 BACKEND_HAS_CONSTRUCTOR = _has_constructor()
 
 
 def device_types() -> list[str]:
-    """Returns the types of devices that the backend offers: "cuda" only on a machine that has such a device.
+    """Returns the device types that the backend offers: "cuda" only on a machine that has such a device.
 
-    torch prefers a type other than "cpu" for tensors of its own, such as those of `ShardedTensor.gather`, and then asks
-    for a driver that may not be there. BAGUA_LIBCUDA names a driver that torch does not know.
+    torch prefers a type other than "cpu" for its own tensors, such as those of ``ShardedTensor.gather``, and would then
+    need a driver that may not exist. BAGUA_LIBCUDA names a driver that torch does not know.
     """
     has_cuda = torch.cuda.device_count() > 0 or config.text("BAGUA_LIBCUDA") is not None
     return ["cpu", "cuda"] if has_cuda else ["cpu"]

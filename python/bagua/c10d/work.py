@@ -1,7 +1,7 @@
-"""`Work`: what a verb returns to torch. It completes without being waited for; so does its future.
+"""``Work``, the result of a collective for torch. A Work and its future complete even if no thread waits.
 
-A future that fails is one whose `then` raised: `Future.set_exception` would hand C++ a Python object as the value,
-which DDP's reducer takes for the reduced tensor.
+A future fails through a ``then`` that raises: ``Future.set_exception`` would hand C++ a Python object as the value,
+which DDP's reducer would take for the reduced tensor.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 __all__ = ["DoneWork", "Work", "seconds"]
 
-#: How long the interpreter's exit waits for continuations of futures, in seconds: one that blocks must not hang it.
+#: Seconds that the interpreter's exit waits for continuations of futures, so that a blocked one does not hang it.
 _EXIT_TIMEOUT = 5.0
 
 
 class _Threads(Record):
-    """Daemon threads that complete futures, and so run their continuations. No call waits for another one.
+    """Daemon threads that complete futures and run their continuations. No call waits for another one.
 
     concurrent.futures.ThreadPoolExecutor is not used because the interpreter joins its threads before the groups are
     left. A continuation that waits for an operation would then keep the process from ending.
@@ -46,20 +46,22 @@ class _Threads(Record):
         at_exit(self._end)
 
     def _reset(self) -> None:
-        #: Calls that no thread has taken.
+        #: Calls that no thread has taken yet.
         self._calls: queue.Queue[Callable[[], None]] = queue.Queue()
-        #: Number of threads that wait for a call which has not been added yet.
+        #: Number of idle threads, minus calls that have been added for them.
         self._idle = threading.Semaphore(0)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Calls `function` on an idle thread, or on a new one if all are busy: each of them may be blocked."""
+        """Calls ``function`` on an idle thread, or on a new one if all threads are busy, because each may be
+        blocked.
+        """
         self._calls.put(function)
         if self._idle.acquire(blocking=False):
             return
         try:
             threading.Thread(target=self._run, name="bagua-future", daemon=True).start()
         except RuntimeError:
-            # The system has no thread left, or this is the interpreter's exit, during which Python 3.12 starts none.
+            # The system has no thread left, or the interpreter is exiting, when Python 3.12 starts none.
             self._call_next()
 
     def _run(self) -> None:
@@ -69,30 +71,33 @@ class _Threads(Record):
 
     def _call_next(self) -> None:
         try:
-            # No variable keeps the function, and with it the tensors of an operation, while the thread is idle.
+            # No variable refers to the function, so that an idle thread does not keep the tensors of an operation
+            # alive.
             self._calls.get()()
         finally:
             self._calls.task_done()
 
     def _end(self) -> None:
-        """Waits until all calls have returned. The interpreter would end the threads in the midst of a continuation."""
+        """Waits until all calls have returned. Otherwise the interpreter would end the threads in the middle of a
+        continuation.
+        """
         ended = self._calls.all_tasks_done
         with ended:
             ended.wait_for(lambda: not self._calls.unfinished_tasks, _EXIT_TIMEOUT)
 
     def after_fork_in_child(self) -> None:
-        """The threads are the parent's."""
+        """Starts without threads, which belong to the parent."""
         self._reset()
 
 
 _threads = record(_Threads)
 
-#: The constructor of torch's Work. Without `super()`, which costs 0.1 us.
+#: The constructor of torch's Work, called without ``super()``, which takes 0.1 us.
 _construct: Callable[[Any], None] = c10d.Work.__init__
 
 
 def seconds(limit: timedelta | float | None) -> float | None:
-    """Seconds of a timeout of torch; None for what means no timeout of its own: None, zero or less."""
+    """Returns torch's timeout in seconds; None for None, zero or less, which mean the default timeout."""
     if limit is None:
         return None
     found = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)
@@ -101,22 +106,22 @@ def seconds(limit: timedelta | float | None) -> float | None:
 
 @uncompiled
 class Work(c10d.Work):  # type: ignore[misc]
-    """One operation. `handle` None: it is done already. The handle copies results to where the caller wants them.
+    """One operation, or one that is done already if ``handle`` is None. The handle copies results to their destination.
 
-    Under torch's profiler its waits are events, `name` with `.wait` behind it.
+    Under torch's profiler, waits are events called ``name`` + ``.wait``.
     """
 
-    # Defaults are attributes of the class, because setting each of them costs time in every small operation.
+    # Defaults are class attributes, because setting each of them would slow down every small operation.
 
-    #: The operations; None when they are done already.
+    #: The operation; None if it is done already.
     handle: AnyHandle | None = None
-    #: CUDA devices of its tensors, each once.
+    #: CUDA devices of the operation's tensors, each once.
     devices: Sequence[torch.device] = ()
-    #: The operations of a Work that stands for several: see `BaguaProcessGroup.together`.
+    #: The Works that this one combines: see ``BaguaProcessGroup.together``.
     parts: Sequence[Work] = ()
     #: Called once with this Work, when a thread has waited for it or its future is done.
     on_asked: Callable[[Work], object] | None = None
-    # Of an operation that is done already: the streams that see its results.
+    # Streams that see the results of an operation that is done already.
     _streams: Sequence[Any] = ()
     _error: Exception | None = None
     _future: Future[list[torch.Tensor]] | None = None
@@ -133,7 +138,7 @@ class Work(c10d.Work):  # type: ignore[misc]
         self._name = name
         self.handle = handle
         self._result: list[torch.Tensor] = list(result)
-        # Re-entrant: a handle that is done already calls back at once.
+        # Re-entrant, because a handle that is done calls back at once.
         self._lock = threading.RLock()
         if devices:
             self.devices = list(dict.fromkeys(devices))
@@ -143,10 +148,13 @@ class Work(c10d.Work):  # type: ignore[misc]
     # --- what torch calls ---------------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits until it is done, or raises its error. After `timeout` BaguaTimeoutError, and the operation goes on."""
+        """Blocks until the operation is done, and raises its error. Returns True.
+
+        Raises BaguaTimeoutError after ``timeout``; the operation then continues.
+        """
         handle = self.handle
         if handle is not None:
-            # A handle that is not timed costs less without a `with`.
+            # Checked here, because entering an event that does nothing would cost time.
             if profiled():
                 with event(f"{self._name}.wait"):
                     handle.wait(seconds(timeout))
@@ -159,22 +167,22 @@ class Work(c10d.Work):  # type: ignore[misc]
         return True
 
     def synchronize(self) -> None:
-        """As :meth:`wait`, which orders torch's current stream after operations on a CUDA device."""
+        """Like :meth:`wait`, which orders torch's current stream after operations on a CUDA device."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """True when it is done, well or not, and its results are where they belong: on a CUDA device, too.
+        """Returns True if the operation is done, failed or not, and the results are in place, on a CUDA device as well.
 
-        The future of an operation there is done earlier, when the ranks' part is.
+        There, the future is done earlier: when the ranks' part of the work is.
         """
         return self.handle is None or self.handle.is_completed()
 
     def is_success(self) -> bool:
-        """True when it is done and did not fail."""
+        """Returns True if the operation is done and did not fail."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        """What it failed with; None while it runs and after success."""
+        """Returns the error of the operation; None while it is running or if it succeeded."""
         if self._error is None and self.handle is not None and self.handle.is_completed():
             try:
                 self.handle.wait()
@@ -183,25 +191,25 @@ class Work(c10d.Work):  # type: ignore[misc]
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that were written."""
+        """Returns the tensors that the operation writes."""
         return self._result
 
     def get_future(self) -> Future[list[torch.Tensor]]:
-        """Returns a future of :meth:`result`. Its continuations run when the operation is done, on a thread of Bagua's.
+        """Returns a future of :meth:`result`. Its continuations run on a thread of Bagua's when the operation is done.
 
-        On a CUDA device the future is done when the ranks' part is, whether or not the device has come so far. Its
-        `wait` orders the current streams after the results, and a continuation has streams of its own that see them, as
-        torch has it: a tensor in the value is what is ordered, and a rank that gets none (`gather`, but at its root)
-        has to :meth:`wait` before it writes to its input.
+        On a CUDA device, the future is done when the ranks' part of the work is; the device may still be busy. ``wait``
+        of the future orders the current streams after the results. A continuation runs with streams of its own that see
+        the results. As torch defines it, this order covers the tensors in the value. A rank that gets no tensors
+        (``gather``, except on its root) must :meth:`wait` before it writes to its input.
         """
         with self._lock:
             if self._future is None:
-                # torch orders streams only if it is given the devices, and by this name.
+                # torch orders streams only if it gets the devices, under this name.
                 done: Future[None] = torch.futures.Future(devices=[*self.devices])
                 future = done.then(self._outcome)
 
                 def complete() -> None:
-                    # The device that is current here is the current one in continuations.
+                    # The current device here becomes the current one in continuations.
                     with torch.cuda.device(self.devices[0]) if self.devices else contextlib.nullcontext():
                         done.set_result(None)
 
@@ -212,7 +220,7 @@ class Work(c10d.Work):  # type: ignore[misc]
                     if has_no_continuation:
                         complete()
                     else:
-                        # A continuation may block. The thread that calls this has to end other operations meanwhile.
+                        # A continuation may block, but this thread must complete other operations.
                         _threads.call(complete)
 
                 if self.handle is None:
@@ -223,7 +231,7 @@ class Work(c10d.Work):  # type: ignore[misc]
             return self._future
 
     def source_rank(self) -> int:
-        """The rank in the group whose message came, of a receive from any source."""
+        """Returns the sender's rank in the group, for a receive from any source."""
         if self.parts:
             sources = {part.source_rank() for part in self.parts}
             if len(sources) > 1:
@@ -242,7 +250,7 @@ class Work(c10d.Work):  # type: ignore[misc]
     # --- how it ends --------------------------------------------------------------------------------------------------
 
     def asked(self) -> None:
-        """Reports that a thread has waited for it, or that its future is done."""
+        """Reports that a thread has waited for this Work, or that its future is done."""
         call, self.on_asked = self.on_asked, None
         if call is not None:
             call(self)
@@ -252,7 +260,8 @@ class Work(c10d.Work):  # type: ignore[misc]
         if self._error is not None:
             raise self._error
         if self.devices:
-            # Nothing has ordered the streams that torch has made current for this; it records events on them next.
+            # The streams that torch made current for this call are not ordered yet, and torch records events on them
+            # next.
             if self.handle is not None:
                 self.handle.wait()
             for stream in self._streams:
@@ -262,9 +271,9 @@ class Work(c10d.Work):  # type: ignore[misc]
 
 @uncompiled
 class DoneWork(Work):
-    """An operation that has returned, on tensors of the host. Half of what a small one costs would be a whole Work.
+    """An operation on host tensors that has returned. A full Work would be half of the time of a small operation.
 
-    Its maker sets the result, because a constructor in Python takes as long as torch's.
+    The caller sets the result, because a constructor in Python takes as long as torch's.
     """
 
     _name = "work"
@@ -273,5 +282,5 @@ class DoneWork(Work):
     __init__ = c10d.Work.__init__
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """It is done."""
+        """Returns True at once."""
         return True
