@@ -1,12 +1,12 @@
 //! The core's contract of collectives, asked of `staged` on CUDA devices: the simulated driver's, where `make cuda-sim` has built it or can.
 
 #[macro_use]
-#[path = "../../../bagua-core/tests/contract/collectives.rs"]
+#[path = "../../../bagua-core/tests/main/contract/collectives.rs"]
 mod collectives;
 mod cuda;
 mod implementations;
-#[path = "../../../bagua-core/tests/contract/oracle.rs"]
+#[path = "../../../bagua-core/tests/main/contract/oracle.rs"]
 mod oracle;
 #[allow(dead_code, reason = "it has streams and collectives of the core's own tests too")]
-#[path = "../../../bagua-core/tests/contract/world.rs"]
+#[path = "../../../bagua-core/tests/main/contract/world.rs"]
 mod world;

@@ -1,6 +1,6 @@
 //! Worlds for tests of groups: ranks that are threads of this process, and ranks that are processes, which can be stopped and killed.
 
-#![allow(dead_code, reason = "every test file uses other functions")]
+#![allow(dead_code, reason = "every program of tests uses other functions")]
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
@@ -118,7 +118,7 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts the test binary again, as rank `rank`. `entry` is the name of a test that calls [`run_commands`].
+    /// Starts this program again, as rank `rank`. `entry` is the path of an ignored test that calls [`run_commands`].
     pub fn start(entry: &str, rank: usize, size: usize, heartbeat: Duration) -> Process {
         Process::start_over(TransportChoice::Auto, entry, rank, size, heartbeat)
     }

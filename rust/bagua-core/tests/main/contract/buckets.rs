@@ -21,8 +21,8 @@ use bagua_core::stats::Stats;
 use bagua_core::types::{DType, Kind};
 use bagua_core::wait::Waited;
 
-use crate::toy::{Toy, ToyFactory, ToyMemory};
-use crate::world::local;
+use super::toy::{Toy, ToyFactory, ToyMemory};
+use super::world::local;
 
 const LONG: Option<Duration> = Some(Duration::from_secs(60));
 

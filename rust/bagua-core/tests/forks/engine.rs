@@ -1,4 +1,4 @@
-//! Invariant 5 of `engine`: a forked child cannot use the engine. Alone in its file, because it forks.
+//! Invariant 5 of `engine`: a forked child cannot use the engine.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,18 +1,16 @@
 //! Idle connections of a stranger without the secret, reopened as they are closed, keep no member out.
 
-mod group_world;
-
 use std::io::{ErrorKind, Read};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use crate::group_world::{config, connect_all, port, until};
 use bagua_group::{
     Access, Bootstrap, Config, JoinServer, RendezvousServer, Store, StoreServer, TcpStore, TransportChoice,
     rendezvous_at,
 };
-use group_world::{config, connect_all, port, until};
 use rustix::process::{Resource, getrlimit, setrlimit};
 
 /// Connections of the stranger: more than any listener has places for those that are not authenticated.

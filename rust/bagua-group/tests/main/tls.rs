@@ -1,17 +1,15 @@
 //! TLS between ranks: which connections are accepted, and the errors of ranks that disagree.
 
-mod group_world;
-
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use crate::group_world::{PATIENCE, config, connect_all, own_host, port, try_world, until, world_with};
 use bagua_group::{
     Access, Bootstrap, Config, RendezvousServer, Store, StoreServer, TcpStore, Tls, TransportChoice, rendezvous_at,
 };
 use bagua_types::error::{Error, Result};
-use group_world::{PATIENCE, own_host, port, try_world, until, world_with};
 
 /// How long ranks wait for one that cannot come.
 const LIMIT: Duration = Duration::from_secs(2);
@@ -125,15 +123,14 @@ fn the_lanes_of_an_encrypted_group_are_by_tls() {
 fn garbage_at_an_encrypted_port_is_refused_and_counted() {
     let bootstraps: Vec<_> = (0..2)
         .map(|rank| {
-            let mut config = group_world::config(rank, 2);
+            let mut config = config(rank, 2);
             encrypted(&mut config);
             Bootstrap::bind(config).unwrap()
         })
         .collect();
     let addresses: Vec<_> = bootstraps.iter().map(|bootstrap| bootstrap.address().to_vec()).collect();
     let port = port(&addresses[0]);
-    let groups: Vec<_> =
-        group_world::connect_all(bootstraps, &addresses).into_iter().map(|group| group.unwrap()).collect();
+    let groups: Vec<_> = connect_all(bootstraps, &addresses).into_iter().map(|group| group.unwrap()).collect();
     let refused = || groups[0].stats().connections_refused.load(Ordering::Relaxed);
     // No TLS; a record that is no handshake; the beginning of one, cut off; a length beyond the limit.
     let openings: [&[u8]; 4] =

@@ -1,29 +1,21 @@
 //! A forked child refuses to communicate, keeps no connections open, and does not affect its parent's group.
 
-mod group_world;
-
+use std::sync::Mutex;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
+use crate::alone;
+use crate::group_world::{AT_ONCE, NEVER_SILENT, cause, exit_code, fork, mixed, run_commands, until, world_with};
 use bagua_group::{Group, Options, PerProcess, TransportChoice};
 use bagua_net::platform::OPEN_DESCRIPTORS;
 use bagua_net::wait::lock;
 use bagua_types::error::Error;
-use group_world::{AT_ONCE, NEVER_SILENT, cause, exit_code, fork, mixed, run_commands, until, world_with};
 use rustix::process::Signal;
 
 #[test]
 #[ignore = "the other tests start processes that run this"]
 fn entry_of_processes() {
     run_commands();
-}
-
-/// Serialises the tests: a socket that another thread opens during a fork may stay open in the child.
-static ONE_TEST_AT_A_TIME: Mutex<()> = Mutex::new(());
-
-fn serialise() -> MutexGuard<'static, ()> {
-    lock(&ONE_TEST_AT_A_TIME)
 }
 
 fn sockets() -> usize {
@@ -34,7 +26,7 @@ fn sockets() -> usize {
 
 #[test]
 fn a_forked_child_gets_errors_closes_its_copies_and_does_not_affect_the_group() {
-    let _serialised = serialise();
+    let _alone = alone();
     for transport in [TransportChoice::Auto, TransportChoice::Tcp] {
         let groups = world_with(2, |config| config.transport = transport);
         let lanes: Vec<_> = std::thread::scope(|scope| {
@@ -73,7 +65,7 @@ fn a_forked_child_gets_errors_closes_its_copies_and_does_not_affect_the_group() 
 
 #[test]
 fn the_group_of_the_parent_works_after_a_fork() {
-    let _serialised = serialise();
+    let _alone = alone();
     let groups = world_with(2, |config| config.heartbeat_timeout = Duration::from_secs(1));
     let child = fork(|| std::thread::sleep(Duration::from_millis(1500)));
     assert_eq!(exit_code(child), 0);
@@ -84,8 +76,8 @@ fn the_group_of_the_parent_works_after_a_fork() {
 
 #[test]
 fn a_rank_that_dies_is_lost_at_once_although_its_child_still_runs() {
-    let _serialised = serialise();
-    let (groups, mut processes) = mixed("entry_of_processes", 2, &[1], NEVER_SILENT);
+    let _alone = alone();
+    let (groups, mut processes) = mixed("fork::entry_of_processes", 2, &[1], NEVER_SILENT);
     processes[0].write("fork");
     processes[0].read_after("FORKED");
     processes[0].signal(Signal::KILL);
@@ -96,7 +88,7 @@ fn a_rank_that_dies_is_lost_at_once_although_its_child_still_runs() {
 
 #[test]
 fn a_child_has_locks_of_its_own_where_a_thread_held_its_parents_at_the_fork() {
-    let _serialised = serialise();
+    let _alone = alone();
     static VALUE: PerProcess<Mutex<u32>> = PerProcess::new();
     let (held, hold) = std::sync::mpsc::channel();
     let (free, freed) = std::sync::mpsc::channel::<()>();

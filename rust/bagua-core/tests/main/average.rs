@@ -1,13 +1,11 @@
 //! Asynchronous averaging of weights that threads change meanwhile: what is kept, who takes part, and how it ends.
 
-#[path = "../../bagua-group/tests/group_world/mod.rs"]
-mod group_world;
-
 use std::panic::catch_unwind;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
+use crate::group_world::{until, world, world_with};
 use bagua_core::average::{Averager, AveragerState, Model, Settings};
 use bagua_core::codec::{self, Codec};
 use bagua_core::error::Error;
@@ -15,7 +13,6 @@ use bagua_core::group::{Group, Lane};
 use bagua_core::memory::{WeightLock, Weights};
 use bagua_core::types::DType;
 use bagua_core::wait::Waited;
-use group_world::{until, world, world_with};
 
 const INTERVAL: Duration = Duration::from_millis(2);
 const LONG: Duration = Duration::from_secs(30);

@@ -1,15 +1,13 @@
 //! Invalid connections to the listening port are refused and counted, and the group keeps working.
 
-mod group_world;
-
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use crate::group_world::{PATIENCE, cause, config, connect_all, port, until};
 use bagua_group::{Bootstrap, Group, VERSION};
 use bagua_types::error::Error;
-use group_world::{PATIENCE, cause, config, connect_all, port, until};
 
 /// A world of two whose rank 0 gets invalid connections.
 struct Target {

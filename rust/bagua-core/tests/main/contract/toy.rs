@@ -21,7 +21,7 @@ use bagua_core::same_ranks_as;
 use bagua_core::types::DType;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
-use crate::world::{Ranks, hier, local, shm};
+use super::world::{Ranks, hier, local, shm};
 
 /// Kind of the toy device in fingerprints.
 pub const KIND: u8 = 200;
@@ -544,7 +544,7 @@ fn reading_toy_memory_outside_the_copy_functions_ends_the_process() {
         let byte = unsafe { std::ptr::read_volatile(memory.address() as *const u8) };
         panic!("the host has read {byte} from memory of a device");
     }
-    let name = "toy::reading_toy_memory_outside_the_copy_functions_ends_the_process";
+    let name = "contract::toy::reading_toy_memory_outside_the_copy_functions_ends_the_process";
     let child = std::process::Command::new(std::env::current_exe().unwrap())
         .args(["--exact", name, "--nocapture"])
         .env(READS, "1")

@@ -14,7 +14,7 @@ use bagua_core::transport::{Batch, Clock, Fault, Faults, Local, Mesh, OpContext,
 use bagua_core::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 use bagua_core::wait::Doorbell;
 
-use crate::world::{Rank, Say, each, on_demand, world};
+use super::world::{Rank, Say, each, on_demand, world};
 
 type Bundle = Vec<Box<dyn Transport>>;
 

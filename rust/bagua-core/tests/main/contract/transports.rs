@@ -6,8 +6,8 @@ use bagua_core::transport::{Readiness, Transport};
 use bagua_core::wait::Doorbell;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::oracle::noise;
-use crate::world::{Ends, late_ends, local_ends, shm_ends, tcp_ends, tls_ends};
+use super::oracle::noise;
+use super::world::{Ends, late_ends, local_ends, shm_ends, tcp_ends, tls_ends};
 
 macro_rules! contract {
     ($name:ident, $ends:expr) => {

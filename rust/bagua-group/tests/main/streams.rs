@@ -1,15 +1,13 @@
 //! Streams between hosts: when they open, how many there are, and the algorithms of all_reduce over them.
 
-mod group_world;
-
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
+use crate::group_world::{AT_ONCE, NEVER_SILENT, mixed_over, run_commands, try_world, until, world_with};
 use bagua_collectives::{Algorithm, Io, Verb};
 use bagua_group::{Bootstrap, Config, Group, Lane, Options, TransportChoice};
 use bagua_types::error::Error;
 use bagua_types::types::{DType, ReduceOp};
-use group_world::{AT_ONCE, NEVER_SILENT, mixed_over, run_commands, try_world, until, world_with};
 use rustix::process::Signal;
 
 fn sum(groups: &[Group]) {
@@ -241,7 +239,8 @@ fn a_rank_that_leaves_or_raises_while_streams_open_is_named() {
 #[test]
 fn a_rank_that_is_killed_while_streams_open_is_named_at_once() {
     for (killed, survivor) in [(0, 1), (1, 0)] {
-        let (groups, processes) = mixed_over(TransportChoice::Tcp, "entry_of_processes", 2, &[killed], NEVER_SILENT);
+        let (groups, processes) =
+            mixed_over(TransportChoice::Tcp, "streams::entry_of_processes", 2, &[killed], NEVER_SILENT);
         let mut lane = groups[0].lane().unwrap();
         std::thread::scope(|scope| {
             let waiting = scope.spawn(move || lane.barrier(&Options::default()));

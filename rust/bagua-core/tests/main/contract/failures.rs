@@ -14,7 +14,7 @@ use bagua_core::transport::{Mesh, Transport};
 use bagua_core::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 use bagua_core::wait::Doorbell;
 
-use crate::world::{
+use super::world::{
     Ends, Rank, Ranks, Say, bundled, each, each_leaving, local, local_ends, mixed, tcp, tcp_ends, tls, tls_ends, world,
 };
 

@@ -1,18 +1,16 @@
 //! Groups: building them, failing on all ranks with the first cause, leaving them, sub-groups.
 
-mod group_world;
-
 use std::time::Duration;
 
-use bagua_group::{Bootstrap, Config, TransportChoice};
-use bagua_types::error::{Error, Exception};
-use group_world::{
+use crate::group_world::{
     AT_ONCE, NEVER_SILENT, PATIENCE, cause, config, connect_all, mixed, mixed_over, run_commands, try_world, until,
     world, world_with,
 };
+use bagua_group::{Bootstrap, Config, TransportChoice};
+use bagua_types::error::{Error, Exception};
 use rustix::process::Signal;
 
-const ENTRY: &str = "entry_of_processes";
+const ENTRY: &str = "health::entry_of_processes";
 
 /// The start of the reason for a killed rank of this host.
 const DIED: &str = "its process died on this host";

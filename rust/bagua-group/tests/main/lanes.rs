@@ -1,19 +1,17 @@
 //! Lanes of groups: the collective for the group's hosts, operations on it, and failures.
 
-mod group_world;
-
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::time::Duration;
 
+use crate::group_world::{cause, until, world, world_with};
 use bagua_collectives::{Collective, CollectiveFactory, Io, Verb};
 use bagua_group::{Config, Group, Lane, Options, TransportChoice};
 use bagua_net::memory::{Device, Region};
 use bagua_net::request::PartLayout;
 use bagua_types::error::{Error, Result};
 use bagua_types::types::{DType, ReduceOp};
-use group_world::{cause, until, world, world_with};
 
 /// Opens a lane on every rank at the same time.
 fn lanes(groups: &[Group]) -> Vec<Lane> {

@@ -4,9 +4,9 @@
 use bagua_core::collective::{Io, Verb};
 use bagua_core::types::{DType, Kind, ReduceOp};
 
-use crate::implementations::in_rank_order;
-use crate::oracle::{assert_combined, input, noise};
-use crate::world::{Rank, Ranks, Say, each, local, world};
+use super::implementations::in_rank_order;
+use super::oracle::{assert_combined, input, noise};
+use super::world::{Rank, Ranks, Say, each, local, world};
 
 macro_rules! contract {
     ($name:ident, $ranks:expr, [$($size:literal),*]) => {

@@ -1,15 +1,13 @@
 //! Groups that go on without the ranks that they have lost.
 
-mod group_world;
-
 use std::time::Duration;
 
+use crate::group_world::{cause, join, mixed, until, world, world_with};
 use bagua_group::{Config, Group, Lane, Options, Quorum, TransportChoice, View};
 use bagua_types::error::{Error, Result};
-use group_world::{cause, join, mixed, until, world, world_with};
 use rustix::process::Signal;
 
-const ENTRY: &str = "entry_of_processes";
+const ENTRY: &str = "shrink::entry_of_processes";
 
 const HEARTBEAT: Duration = Duration::from_secs(5);
 

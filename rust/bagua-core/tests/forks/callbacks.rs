@@ -1,4 +1,4 @@
-//! Invariant 5 of `engine`, for the callbacks of handles: they run in the process that added them. Alone in its file, because it forks.
+//! Invariant 5 of `engine`, for the callbacks of handles: they run in the process that added them.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};

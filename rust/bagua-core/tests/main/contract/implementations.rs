@@ -1,8 +1,8 @@
 //! The collectives of which the contract is asked, and the numbers of ranks.
 
-use crate::collectives::*;
-use crate::toy::{toy_hier, toy_local, toy_shm};
-use crate::world::{
+use super::collectives::*;
+use super::toy::{toy_hier, toy_local, toy_shm};
+use super::world::{
     Ranks, bundled, closing, direct, doubling, halving, hier, local, mixed, on_demand, ring, shm, solo, tcp, tls,
 };
 

@@ -1,12 +1,11 @@
 //! Tensors in arenas: results bitwise equal to those of other memory, any mixture of memory among the ranks, and freeing.
 
-mod group_world;
-
 use std::collections::HashMap;
 use std::sync::Mutex;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
+use crate::group_world::{AT_ONCE, NEVER_SILENT, Process, mixed, world, world_with};
 use bagua_collectives::{Io, Verb};
 use bagua_group::{Config, Group, Lane, Options, TransportChoice};
 use bagua_net::memory::SharedArena;
@@ -14,7 +13,6 @@ use bagua_net::platform::OPEN_DESCRIPTORS;
 use bagua_net::wait::lock;
 use bagua_types::error::Error;
 use bagua_types::types::{DType, Kind, ReduceOp};
-use group_world::{AT_ONCE, NEVER_SILENT, Process, mixed, world, world_with};
 use rustix::process::{Resource, getrlimit, setrlimit};
 
 /// A rank as a thread: a group in shared memory, and a lane by TCP for comparison.
@@ -391,7 +389,7 @@ fn descriptors(label: &str) -> usize {
 #[test]
 fn a_rank_that_cannot_map_the_arenas_of_its_peers_copies_with_them() {
     let ranks = [0, 1];
-    let (_, processes) = mixed("entry_of_few_descriptors", 2, &ranks, Duration::from_secs(5));
+    let (_, processes) = mixed("arenas::entry_of_few_descriptors", 2, &ranks, Duration::from_secs(5));
     for mut process in processes {
         assert_eq!(process.read_after("ZERO-COPY "), "0, right");
         assert_eq!(process.end(), Some(0));
@@ -401,7 +399,7 @@ fn a_rank_that_cannot_map_the_arenas_of_its_peers_copies_with_them() {
 #[test]
 #[ignore = "the test above starts processes that run this"]
 fn entry_of_few_descriptors() {
-    let group = group_world::join();
+    let group = crate::group_world::join();
     let mut lane = group.lane().unwrap();
     let arena = group.arena(100_000, "test").unwrap();
     lane.barrier(&OPTIONS).unwrap();
@@ -494,7 +492,7 @@ fn the_memory_of_peers_goes_with_the_own_arena_and_with_the_lane() {
 #[test]
 #[ignore = "the test below starts processes that run this"]
 fn entry_of_processes() {
-    let group = group_world::join();
+    let group = crate::group_world::join();
     let (arena, mut lane) = (group.arena(8 << 20, "test").unwrap(), group.lane().unwrap());
     let mut round = 0;
     loop {
@@ -516,7 +514,7 @@ fn entry_of_processes() {
 fn a_rank_that_is_killed_during_zero_copy_operations_is_lost_at_once_and_no_other_crashes() {
     for _ in 0..3 {
         let ranks = [0, 1, 2];
-        let (_, processes) = mixed("entry_of_processes", 3, &ranks, NEVER_SILENT);
+        let (_, processes) = mixed("arenas::entry_of_processes", 3, &ranks, NEVER_SILENT);
         let mut processes: Vec<Process> = processes;
         processes.iter_mut().for_each(|process| _ = process.read_after("RUNNING"));
         let killed = processes.remove(1);

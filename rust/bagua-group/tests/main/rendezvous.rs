@@ -1,7 +1,5 @@
 //! The exchange of addresses through TCP and files: any order of arrival, missing ranks, wrong clients, misconfigured ranks.
 
-mod group_world;
-
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
@@ -9,9 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use crate::group_world::{PATIENCE, own_host, until};
 use bagua_group::{RendezvousServer, VERSION, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
 use bagua_types::error::{Error, Result};
-use group_world::{PATIENCE, own_host, until};
 
 fn free_port() -> u16 {
     TcpListener::bind((own_host().as_str(), 0)).unwrap().local_addr().unwrap().port()

@@ -5,8 +5,6 @@
 //! counts a step before and after each; or it runs the verbs of shared memory or TCP, with a step before and after each. At the step of
 //! the script the process kills itself, or reports that the line to a peer broke.
 
-#[path = "../../../bagua-group/tests/group_world/mod.rs"]
-mod group_world;
 mod script;
 
 use std::collections::BTreeSet;
@@ -17,16 +15,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
+use crate::group_world::{Process, config, hex, unhex, until};
 use bagua_core::average::{Averager, Elastic, Model, Settings};
 use bagua_core::group::{Bootstrap, Config, JoinServer, TransportChoice};
 use bagua_core::memory::{WeightLock, Weights};
 use bagua_core::types::DType;
 use bagua_core::wait::{Deadline, Waited};
-use group_world::{Process, config, hex, unhex, until};
 use rustix::process::Signal;
 use script::{Factory, Fate, How, Script, ScriptLine};
 
-const ENTRY: &str = "entry_of_processes";
+const ENTRY: &str = "average_deaths::entry_of_processes";
 
 const HEARTBEAT: Duration = Duration::from_secs(5);
 

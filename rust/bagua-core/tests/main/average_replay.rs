@@ -1,20 +1,17 @@
 //! Openings of connections that were recorded on the line and are played back to the join server of a running elastic job: none joins, all are
 //! counted, and rounds go on.
 
-#[path = "../../bagua-group/tests/group_world/mod.rs"]
-mod group_world;
-
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::group_world::{PATIENCE, config, port, until, world};
 use bagua_core::average::{Averager, Elastic, Model, Settings};
 use bagua_core::group::{Bootstrap, Config, Group, JoinServer, Lane, TransportChoice};
 use bagua_core::memory::{WeightLock, Weights};
 use bagua_core::types::DType;
 use bagua_core::wait::{Deadline, Waited};
-use group_world::{PATIENCE, config, port, until, world};
 
 const LONG: Duration = Duration::from_secs(30);
 

@@ -1,15 +1,13 @@
 //! A rank that ends or freezes while a group is being joined is named by the others, long before their deadline.
 
-mod group_world;
-
 use std::time::{Duration, Instant};
 
+use crate::group_world::{Process, cause, config, connect_all, run_commands, sockets, until};
 use bagua_group::{Bootstrap, Config, Group};
 use bagua_types::error::Error;
-use group_world::{Process, cause, config, connect_all, run_commands, sockets, until};
 use rustix::process::Signal;
 
-const ENTRY: &str = "entry_of_processes";
+const ENTRY: &str = "joining::entry_of_processes";
 
 /// How long a rank may be silent. The deadline is 20 s.
 const HEARTBEAT: Duration = Duration::from_secs(2);

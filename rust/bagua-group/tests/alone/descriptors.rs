@@ -1,10 +1,9 @@
-//! Groups close all descriptors and end all threads. Alone in its file, because it counts those of the whole process.
+//! Groups close all descriptors and end all threads.
 
-mod group_world;
-
+use crate::alone;
+use crate::group_world::{until, world_with};
 use bagua_group::{Group, Options, TransportChoice};
 use bagua_net::platform::OPEN_DESCRIPTORS;
-use group_world::{until, world_with};
 
 fn count(path: &str) -> usize {
     std::fs::read_dir(path).unwrap().count()
@@ -12,6 +11,7 @@ fn count(path: &str) -> usize {
 
 #[test]
 fn dropping_groups_with_lanes_closes_all_descriptors_and_ends_all_threads() {
+    let _alone = alone();
     let round = || {
         for transport in [TransportChoice::Auto, TransportChoice::Tcp] {
             let groups = world_with(3, |config| {

@@ -1,18 +1,15 @@
 //! Processes that join the averaging of an elastic job, and the server that they join by.
 
-#[path = "../../bagua-group/tests/group_world/mod.rs"]
-mod group_world;
-
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
+use crate::group_world::{config, until, world};
 use bagua_core::average::{Averager, Elastic, Model, Settings};
 use bagua_core::error::Error;
 use bagua_core::group::JoinServer;
 use bagua_core::memory::{WeightLock, Weights};
 use bagua_core::types::DType;
 use bagua_core::wait::{Deadline, Waited};
-use group_world::{config, until, world};
 
 const INTERVAL: Duration = Duration::from_millis(2);
 const LONG: Duration = Duration::from_secs(30);
