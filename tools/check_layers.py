@@ -48,7 +48,6 @@ RUST_CIRCLES = (
     {"builder", "group", "lane"},
     {f"control::{file}" for file in ("accept", "groups", "peers", "plane", "session", "world")},
     {"control::dial", "control::probe"},
-    {"simulation::ranks", "simulation::views"},
     {"views::action", "views::agreement"},
 )
 

@@ -26,7 +26,6 @@
 //! | `views` | agreement of a failed group's ranks on a smaller group |
 //! | `store` | the key-value store through which processes find each other: by a server, or in files |
 //! | `rendezvous` | exchange of addresses through TCP or files, for callers without a store |
-//! | `simulation` | joining, losses and views of thousands of ranks over a simulated network, for benchmarks and tests |
 
 #![cfg_attr(doctest, doc = include_str!("../README.md"))]
 #![deny(unsafe_code)]
@@ -54,11 +53,9 @@ mod message_streams;
 mod rendezvous;
 mod segment;
 mod serve;
-#[doc(hidden)]
-pub mod simulation;
 mod store;
 mod streams;
-#[cfg(all(test, not(model)))]
+#[cfg(test)]
 mod tests;
 mod tls;
 mod views;

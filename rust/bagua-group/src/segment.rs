@@ -223,7 +223,7 @@ impl Passing<'_> {
     }
 }
 
-#[cfg(all(test, not(model)))]
+#[cfg(test)]
 mod tests {
     use super::super::config::Config;
     use super::super::control::{Control, Plane};

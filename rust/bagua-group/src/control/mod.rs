@@ -37,12 +37,15 @@ mod thread;
 mod world;
 
 pub(super) use accept::Listeners;
+#[cfg(test)]
 pub(super) use assembly::{Assembly, Step};
 pub(super) use dial::Dial;
+pub(super) use message::{Body, Closing, MeshId, Notice};
 #[cfg(test)]
-pub(super) use message::Routed;
-pub(super) use message::{Body, Closing, MeshId, Message, Notice};
-pub(super) use overlay::{Action, FULL, Overlay, Presence};
+pub(super) use message::{Message, Routed};
+#[cfg(test)]
+pub(super) use overlay::{Action, Presence};
+pub(super) use overlay::{FULL, Overlay};
 pub(super) use plane::{ConnectState, Loss, Plane};
 pub(super) use thread::{Control, Leaving};
 pub(super) use world::World;

@@ -322,6 +322,7 @@ impl Overlay {
     }
 
     /// Whether a notice was passed on before: it has no effect any more.
+    #[cfg(test)]
     pub(in super::super) fn knows(&self, notice: &Notice) -> bool {
         self.key(notice).is_some_and(|key| self.seen.contains(&key))
     }

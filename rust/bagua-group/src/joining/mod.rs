@@ -16,7 +16,7 @@ mod message;
 mod server;
 
 pub use connection::JoinConnection;
-#[cfg(all(test, not(model)))]
+#[cfg(test)]
 pub(super) use message::COUNT_LIMIT;
 pub use message::JoinMessage;
 pub use message::{JobStatus, JoinRequest};

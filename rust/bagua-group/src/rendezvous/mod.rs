@@ -13,20 +13,19 @@ mod common;
 mod file;
 mod route;
 mod server;
-#[cfg(all(test, not(model)))]
+#[cfg(test)]
 mod tests;
 mod tree;
 
 pub use client::{rendezvous_at, rendezvous_tcp};
 pub(super) use common::runtime;
 pub use common::{Awaited, Limits};
-#[cfg(all(test, not(model)))]
+#[cfg(test)]
 pub(super) use file::Content;
 pub use file::rendezvous_file;
 pub use route::local_address_towards;
-#[cfg(all(test, not(model)))]
+#[cfg(test)]
 pub(super) use server::Registration;
 pub use server::RendezvousServer;
-pub(super) use tree::parent;
-#[cfg(all(test, not(model)))]
-pub(super) use tree::{Answer, MissingRanks};
+#[cfg(test)]
+pub(super) use tree::{Answer, MissingRanks, parent};

@@ -18,14 +18,14 @@ mod client;
 mod file;
 mod message;
 mod server;
-#[cfg(all(test, not(model)))]
+#[cfg(test)]
 mod tests;
 
 use std::time::Duration;
 
 pub use client::TcpStore;
 pub use file::FileStore;
-#[cfg(all(test, not(model)))]
+#[cfg(test)]
 pub(super) use message::{Reply, Request};
 pub use server::StoreServer;
 

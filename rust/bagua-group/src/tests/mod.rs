@@ -1,4 +1,5 @@
-//! The parsers of everything that comes from another process, fed with bytes that no correct process sends.
+//! The parsers of everything that comes from another process, fed with bytes that no correct process sends; and the state machines of the
+//! control plane, over a simulated network.
 //!
 //! | file | what it is |
 //! |---|---|
@@ -8,11 +9,13 @@
 //! | `corpus.txt` | the committed corpus |
 //! | `mutate` | changes of an input |
 //! | `allocations` | how much memory a parser holds at most |
+//! | `simulation` | joining, losses and views in worlds of many ranks |
 
 mod allocations;
 pub(super) mod examples;
 mod fuzz;
 mod mutate;
+mod simulation;
 mod targets;
 
 /// A loopback address of this process alone: a port that is free there is not taken by another test, nor by an outgoing connection,

@@ -252,6 +252,7 @@ impl Agreement {
     }
 
     /// The view that this rank is ready for or has accepted.
+    #[cfg(test)]
     pub(in super::super) fn view(&self) -> u64 {
         self.view
     }

@@ -48,15 +48,18 @@ mod shrink;
 #[cfg(test)]
 mod tests;
 
+#[cfg(test)]
 pub(super) use action::{Action as ViewAction, Outcome};
 pub use agreement::Quorum;
+#[cfg(test)]
 pub(super) use agreement::{Agreement, Gone};
 pub use carry::carry_data;
 pub(super) use inbox::Inbox;
-#[cfg(all(test, not(model)))]
+#[cfg(test)]
 pub(super) use message::GoneRank;
 pub(super) use message::{Endpoint, RANKS_LIMIT, ViewMessage};
 pub use shrink::View;
+#[cfg(test)]
 pub(super) use shrink::collecting;
-#[cfg(all(test, not(model)))]
+#[cfg(test)]
 pub(super) use tests::replay::{ENDPOINT, replay};

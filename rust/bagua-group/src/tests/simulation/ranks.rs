@@ -4,15 +4,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::super::collecting::Collecting;
-use super::super::control::{Assembly, Body, FULL, Message, Notice, Overlay, Presence, Step};
-use super::super::views::{Agreement, ViewMessage, collecting};
-use super::super::wire::Encoding;
 use super::network::{COST, Event, Item, LATENCY, Network, OPENING, SECOND};
 use super::views::{Build, Building};
-use super::{PerRank, Report, Scenario, Traffic, seconds};
+use super::{PerRank, Report, Scenario, seconds};
+use crate::collecting::Collecting;
+use crate::control::{Assembly, Body, FULL, Message, Notice, Overlay, Presence, Step};
+use crate::views::{Agreement, ViewMessage, collecting};
+use crate::wire::Encoding;
 
-/// As [`Config::heartbeat_timeout`](super::super::Config::heartbeat_timeout) by default.
+/// As [`Config::heartbeat_timeout`](crate::Config::heartbeat_timeout) by default.
 pub(super) const HEARTBEAT_TIMEOUT: u64 = 5 * SECOND;
 /// The time between two heartbeats, as `control/session.rs` chooses it for that timeout.
 pub(super) const PERIOD: u64 = SECOND;
@@ -84,8 +84,8 @@ pub(super) struct Node {
     pub(super) losses: Collecting,
     pub(super) building: Option<Building>,
     pub(super) end: Option<(u64, End)>,
-    /// By [`Kind`]: messages and bytes received.
-    pub(super) loads: [(u64, u64); 4],
+    /// By [`Kind`]: messages received. Those for others that the rank passed on count too.
+    pub(super) received: [u64; 4],
 }
 
 /// All ranks.
@@ -109,11 +109,8 @@ pub(super) struct World {
     pub(super) builds: Vec<Build>,
     /// The views that were opened.
     pub(super) views: Vec<(u64, Vec<usize>)>,
-    /// When all members of the last view had begun to build it.
-    pub(super) agreed_at: Option<u64>,
     /// Ranks that have not come to the end of the scenario.
     pub(super) unfinished: usize,
-    events: u64,
 }
 
 impl World {
@@ -142,7 +139,7 @@ impl World {
             losses: collecting(size),
             building: None,
             end: None,
-            loads: [(0, 0); 4],
+            received: [0; 4],
         };
         if scenario == Scenario::Slow {
             for _ in 0..size / 10 {
@@ -182,9 +179,7 @@ impl World {
             fault_at: None,
             builds: Vec::new(),
             views: Vec::new(),
-            agreed_at: None,
             unfinished: if scenario == Scenario::NoFault { size } else { size - count },
-            events: 0,
         }
     }
 
@@ -204,7 +199,6 @@ impl World {
                 break;
             }
             if self.unfinished > 0 || matches!(item.event, Event::Message(_)) {
-                self.events += 1;
                 self.happen(at, item);
             }
         }
@@ -233,7 +227,7 @@ impl World {
         };
         self.now = self.network.handle(at, rank, cost, bytes);
         if let Some(kind) = kind {
-            self.count(rank, kind, bytes);
+            self.nodes[rank].received[kind as usize] += 1;
         }
         match event {
             Event::Message(message) => self.received(rank, from, message),
@@ -254,7 +248,7 @@ impl World {
             }
             Event::Register => self.registered(),
             Event::MayFetch => {
-                let parent = super::super::rendezvous::parent(rank);
+                let parent = crate::rendezvous::parent(rank);
                 self.network.send(self.now, rank, parent, ADDRESS, 3, Event::Fetch);
             }
             Event::Fetch => self.asked_for_list(rank, from),
@@ -324,11 +318,7 @@ impl World {
     }
 
     /// An event of the overlay of a rank, and what follows from it.
-    pub(super) fn control(
-        &mut self,
-        rank: usize,
-        event: impl FnOnce(&mut Overlay, &mut Vec<super::super::control::Action>),
-    ) {
+    pub(super) fn control(&mut self, rank: usize, event: impl FnOnce(&mut Overlay, &mut Vec<crate::control::Action>)) {
         let mut out = Vec::new();
         event(&mut self.nodes[rank].overlay, &mut out);
         self.perform(rank, out);
@@ -471,10 +461,7 @@ impl World {
     pub(super) fn report(&self) -> Report {
         let running = || self.nodes.iter().enumerate().filter(|(_, node)| node.state == Condition::Runs);
         let since = |last: Option<u64>| Some(seconds(last?.saturating_sub(self.fault_at?)));
-        let traffic = |kind: Kind| Traffic {
-            messages: PerRank::of(running().map(|(_, node)| node.loads[kind as usize].0)),
-            bytes: PerRank::of(running().map(|(_, node)| node.loads[kind as usize].1)),
-        };
+        let traffic = |kind: Kind| PerRank::of(running().map(|(_, node)| node.received[kind as usize]));
         let gave_up = |rank: usize| self.nodes[rank].state == Condition::GaveUp;
         let (mut wrong, mut missing) = (0, 0);
         for (rank, node) in self.nodes.iter().enumerate().filter(|(_, node)| node.state != Condition::Ended) {
@@ -493,8 +480,6 @@ impl World {
             _ => None,
         });
         Report {
-            scenario: self.scenario,
-            ranks: self.size(),
             connections: self.connections.unwrap_or_else(|| self.count_connections()),
             joined: if self.scenario.is_joining() { None } else { self.joined_at.map(seconds) },
             joining: traffic(Kind::Joining),
@@ -502,15 +487,11 @@ impl World {
             losses: traffic(Kind::Loss),
             view: since(opened.max()),
             views: traffic(Kind::View),
-            agreed: since(self.agreed_at),
-            repair: traffic(Kind::Repair),
             wrong,
             missing,
-            gave_up: self.nodes.iter().filter(|node| node.state == Condition::GaveUp).count(),
             different: self.views.len(),
             refused: ends(End::Refused),
             unfinished: self.unfinished,
-            events: self.events,
         }
     }
 }

@@ -1,9 +1,9 @@
 //! The exchange of addresses, opening connections, and asking whether ranks run.
 
-use super::super::control::Action;
-use super::super::rendezvous::parent;
 use super::network::{Event, OPENING, SECOND};
-use super::ranks::{ADDRESS, Condition, HEARTBEAT_TIMEOUT, Kind, PERIOD, World};
+use super::ranks::{ADDRESS, Condition, HEARTBEAT_TIMEOUT, PERIOD, World};
+use crate::control::Action;
+use crate::rendezvous::parent;
 
 /// The most ranks that are asked at a time, as in `control/probe.rs`.
 const AT_A_TIME: usize = 8;
@@ -220,11 +220,5 @@ impl World {
                 _ => {}
             }
         }
-    }
-
-    /// Counts what a rank has received.
-    pub(super) fn count(&mut self, rank: usize, kind: Kind, bytes: usize) {
-        let load = &mut self.nodes[rank].loads[kind as usize];
-        *load = (load.0 + 1, load.1 + bytes as u64);
     }
 }

@@ -3,10 +3,10 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::super::control::{Body, Notice, Presence};
-use super::super::views::{Agreement, Endpoint, Gone, Outcome, Quorum, ViewAction, ViewMessage};
 use super::network::{Event, LATENCY, SECOND};
 use super::ranks::{End, World};
+use crate::control::{Body, Notice, Presence};
+use crate::views::{Agreement, Endpoint, Gone, Outcome, Quorum, ViewAction, ViewMessage};
 
 /// As in `views/shrink.rs`.
 const REMINDER: u64 = SECOND;
@@ -140,7 +140,6 @@ impl World {
         self.nodes[rank].building = Some(Building { build, entered: false, round: 0, came: 0 });
         self.builds[build].begun += 1;
         if self.builds[build].begun == self.builds[build].members.len() {
-            self.agreed_at = Some(self.now);
             let connected = self.now + self.joined_at.unwrap_or_default().saturating_sub(self.list_known);
             for member in self.builds[build].members.clone() {
                 let at = connected + self.network.draw(LATENCY);

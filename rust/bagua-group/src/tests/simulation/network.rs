@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use super::super::control::Message;
+use crate::control::Message;
 
 /// Times are nanoseconds.
 pub(super) const SECOND: u64 = 1_000_000_000;
