@@ -241,7 +241,7 @@ test-arm: ## Runs the core's tests for 64-bit ARM in an emulator (not part of ma
 		{ echo "This Rust toolchain cannot build for $(ARM): rustup target add $(ARM)" >&2; exit 1; }
 	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
 	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64-static -L /usr/aarch64-linux-gnu" \
-		cargo test -p bagua-types -p bagua-kernels -p bagua-net -p bagua-collectives -p bagua-group -p bagua-core --lib --tests --target $(ARM) -- $(NOT_EMULATED)
+		cargo test -p bagua-kernels -p bagua-net -p bagua-collectives -p bagua-group -p bagua-core --lib --tests --target $(ARM) -- $(NOT_EMULATED)
 
 # With another Python that has torch, numpy and pytest, and with the extension built: PYTHONPATH=python python3 -m tests.gpu
 .PHONY: gpu-test

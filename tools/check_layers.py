@@ -39,7 +39,7 @@ RUST = (
             r"\bthread\s*::\s*(?:spawn|scope|Builder)\b",
             "only engine and group start threads",
         )
-        for crate in ("types", "kernels", "net", "collectives")
+        for crate in ("kernels", "net", "collectives")
     ),
 )
 

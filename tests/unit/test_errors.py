@@ -72,7 +72,7 @@ def test_an_error_without_one_has_no_cause() -> None:
 
 
 def test_every_core_error_is_matched_and_every_class_is_used() -> None:
-    core = (ROOT / "rust/bagua-types/src/error.rs").read_text()
+    core = (ROOT / "rust/bagua-kernels/src/error.rs").read_text()
     source = (ROOT / "rust/bagua-py/src/errors.rs").read_text()
     body = re.search(r"pub enum Error \{(.*?)\n\}", core, re.S)
     assert body is not None

@@ -58,7 +58,7 @@ def test_crates_are_published_after_those_that_they_use_and_private_ones_not_at_
     packages = [private, package("a", "c"), package("b", "a", "c"), package("c", "b", kind="dev")]
     assert release.libraries(packages) == ["c", "a", "b"]
     order = release.libraries(release.metadata())
-    assert order.index("bagua-types") < order.index("bagua-core") < order.index("bagua-cuda")
+    assert order.index("bagua-kernels") < order.index("bagua-core") < order.index("bagua-cuda")
     assert not {"bagua-py", "bagua-bench"} & set(order)
 
 

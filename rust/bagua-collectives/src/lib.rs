@@ -37,11 +37,10 @@ pub use solo::Solo;
 
 pub use bagua_net::request::{HostIo, Incoming, Io, OpContext, Outgoing, Verb};
 
-use bagua_kernels::{codec, reduce};
+use bagua_kernels::{codec, error, reduce, types};
 #[cfg(test)]
 use bagua_net::{health, stats};
 use bagua_net::{memory, platform, request, sync, transport, wait};
-use bagua_types::{error, types};
 
 use std::fmt::Debug;
 

@@ -15,7 +15,7 @@
 //! | | [`request`]: one operation as a value |
 //! | | [`memory`], [`stats`], [`recorder`], [`health`], [`wait`] |
 //! | `bagua-kernels` | [`reduce`], [`codec`]: element-wise kernels; compression |
-//! | `bagua-types` | [`types`], [`error`]: element types, reduce operations, fingerprints; what can fail |
+//! | | [`types`], [`error`]: element types, reduce operations, fingerprints; what can fail |
 
 #![cfg_attr(doctest, doc = include_str!("../README.md"))]
 #![deny(unsafe_code)]
@@ -29,8 +29,7 @@ pub mod schedule;
 
 pub use bagua_collectives::{self as collective, same_ranks_as};
 pub use bagua_group as group;
-pub use bagua_kernels::{codec, reduce};
+pub use bagua_kernels::{codec, coded, error, reduce, types};
 pub use bagua_net::{health, memory, platform, recorder, request, stats, transport, wait};
-pub use bagua_types::{coded, error, types};
 
 use bagua_net::sync;

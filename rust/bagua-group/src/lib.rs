@@ -62,9 +62,8 @@ mod views;
 mod wire;
 
 use bagua_collectives::{self as collective, same_ranks_as};
-use bagua_kernels::codec;
+use bagua_kernels::{codec, error, types};
 use bagua_net::{health, memory, platform, recorder, request, stats, transport, wait};
-use bagua_types::{error, types};
 
 pub use bootstrap::Bootstrap;
 pub use config::{Config, MAX_STREAMS, TransportChoice};

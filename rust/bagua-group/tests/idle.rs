@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use bagua_collectives::{Io, Verb};
 use bagua_group::{Group, Lane, Options, TransportChoice};
+use bagua_kernels::error::{Error, Result};
+use bagua_kernels::types::{DType, Kind, ReduceOp};
 use bagua_net::platform::OPEN_DESCRIPTORS;
-use bagua_types::error::{Error, Result};
-use bagua_types::types::{DType, Kind, ReduceOp};
 use group_world::{until, world_with};
 use rustix::process::{Resource, Rlimit, setrlimit};
 

@@ -6,9 +6,9 @@ use std::time::Instant;
 
 use bagua_collectives::{Io, Verb};
 use bagua_group::{Bootstrap, Config, Group, Lane, Options, TransportChoice};
+use bagua_kernels::error::{Error, Result};
+use bagua_kernels::types::{DType, ReduceOp};
 use bagua_net::platform::OPEN_DESCRIPTORS;
-use bagua_types::error::{Error, Result};
-use bagua_types::types::{DType, ReduceOp};
 use group_world::{config, world_with};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 

@@ -4,7 +4,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 use bagua_kernels::codec::{NAMES, Scratch, by_name, chunks};
-use bagua_types::types::DType;
+use bagua_kernels::types::DType;
 
 thread_local! {
     /// Allocations of this thread.

@@ -25,5 +25,4 @@ pub mod sync;
 pub mod transport;
 pub mod wait;
 
-use bagua_kernels::codec;
-use bagua_types::{error, types};
+use bagua_kernels::{codec, error, types};

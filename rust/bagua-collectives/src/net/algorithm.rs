@@ -47,7 +47,7 @@
 //! all ranks. All ranks get the same bits, at the price of 1.5 times the bytes. The choice depends only on bytes, ranks
 //! and dtype, which are equal on all ranks.
 
-use bagua_types::coded;
+use bagua_kernels::coded;
 
 use crate::types::DType;
 

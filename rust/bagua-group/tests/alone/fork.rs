@@ -7,9 +7,9 @@ use std::time::Duration;
 use crate::alone;
 use crate::group_world::{AT_ONCE, NEVER_SILENT, cause, exit_code, fork, mixed, run_commands, until, world_with};
 use bagua_group::{Group, Options, PerProcess, TransportChoice};
+use bagua_kernels::error::Error;
 use bagua_net::platform::OPEN_DESCRIPTORS;
 use bagua_net::wait::lock;
-use bagua_types::error::Error;
 use rustix::process::Signal;
 
 #[test]

@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use bagua_group::{Bootstrap, Config, Group, TransportChoice};
-use bagua_types::error::{Error, Result};
+use bagua_kernels::error::{Error, Result};
 
 /// The longest that a test waits for one event.
 pub const PATIENCE: Duration = Duration::from_secs(30);

@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use crate::group_world::{AT_ONCE, NEVER_SILENT, Process, mixed, world, world_with};
 use bagua_collectives::{Io, Verb};
 use bagua_group::{Config, Group, Lane, Options, TransportChoice};
+use bagua_kernels::error::Error;
+use bagua_kernels::types::{DType, Kind, ReduceOp};
 use bagua_net::memory::SharedArena;
 use bagua_net::platform::OPEN_DESCRIPTORS;
 use bagua_net::wait::lock;
-use bagua_types::error::Error;
-use bagua_types::types::{DType, Kind, ReduceOp};
 use rustix::process::{Resource, getrlimit, setrlimit};
 
 /// A rank as a thread: a group in shared memory, and a lane by TCP for comparison.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::group_world::{PATIENCE, cause, config, connect_all, port, until};
 use bagua_group::{Bootstrap, Group, VERSION};
-use bagua_types::error::Error;
+use bagua_kernels::error::Error;
 
 /// A world of two whose rank 0 gets invalid connections.
 struct Target {

@@ -7,7 +7,7 @@ use crate::group_world::{
     world, world_with,
 };
 use bagua_group::{Bootstrap, Config, TransportChoice};
-use bagua_types::error::{Error, Exception};
+use bagua_kernels::error::{Error, Exception};
 use rustix::process::Signal;
 
 const ENTRY: &str = "health::entry_of_processes";

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::group_world::{Process, cause, config, connect_all, run_commands, sockets, until};
 use bagua_group::{Bootstrap, Config, Group};
-use bagua_types::error::Error;
+use bagua_kernels::error::Error;
 use rustix::process::Signal;
 
 const ENTRY: &str = "joining::entry_of_processes";

@@ -8,10 +8,10 @@ use std::time::Duration;
 use crate::group_world::{cause, until, world, world_with};
 use bagua_collectives::{Collective, CollectiveFactory, Io, Verb};
 use bagua_group::{Config, Group, Lane, Options, TransportChoice};
+use bagua_kernels::error::{Error, Result};
+use bagua_kernels::types::{DType, ReduceOp};
 use bagua_net::memory::{Device, Region};
 use bagua_net::request::PartLayout;
-use bagua_types::error::{Error, Result};
-use bagua_types::types::{DType, ReduceOp};
 
 /// Opens a lane on every rank at the same time.
 fn lanes(groups: &[Group]) -> Vec<Lane> {

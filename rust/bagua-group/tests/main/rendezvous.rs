@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crate::group_world::{PATIENCE, own_host, until};
 use bagua_group::{RendezvousServer, VERSION, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp};
-use bagua_types::error::{Error, Result};
+use bagua_kernels::error::{Error, Result};
 
 fn free_port() -> u16 {
     TcpListener::bind((own_host().as_str(), 0)).unwrap().local_addr().unwrap().port()

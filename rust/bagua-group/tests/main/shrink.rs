@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::group_world::{cause, join, mixed, until, world, world_with};
 use bagua_group::{Config, Group, Lane, Options, Quorum, TransportChoice, View};
-use bagua_types::error::{Error, Result};
+use bagua_kernels::error::{Error, Result};
 use rustix::process::Signal;
 
 const ENTRY: &str = "shrink::entry_of_processes";

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use crate::group_world::{AT_ONCE, NEVER_SILENT, mixed_over, run_commands, try_world, until, world_with};
 use bagua_collectives::{Algorithm, Io, Verb};
 use bagua_group::{Bootstrap, Config, Group, Lane, Options, TransportChoice};
-use bagua_types::error::Error;
-use bagua_types::types::{DType, ReduceOp};
+use bagua_kernels::error::Error;
+use bagua_kernels::types::{DType, ReduceOp};
 use rustix::process::Signal;
 
 fn sum(groups: &[Group]) {

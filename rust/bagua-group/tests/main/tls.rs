@@ -9,7 +9,7 @@ use crate::group_world::{PATIENCE, config, connect_all, own_host, port, try_worl
 use bagua_group::{
     Access, Bootstrap, Config, RendezvousServer, Store, StoreServer, TcpStore, Tls, TransportChoice, rendezvous_at,
 };
-use bagua_types::error::{Error, Result};
+use bagua_kernels::error::{Error, Result};
 
 /// How long ranks wait for one that cannot come.
 const LIMIT: Duration = Duration::from_secs(2);

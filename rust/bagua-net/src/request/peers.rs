@@ -4,7 +4,7 @@
 //! (arXiv:1811.10792) and Ying et al., NeurIPS 2021 (arXiv:2110.13363) for exponential graphs. The `shift_one` pairs
 //! are those of the original Bagua.
 
-use bagua_types::coded;
+use bagua_kernels::coded;
 
 use crate::error::{Error, Result};
 

@@ -27,7 +27,7 @@ use std::net::TcpStream;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use bagua_types::coded;
+use bagua_kernels::coded;
 
 use crate::error::Source;
 
