@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::address::{self, Address};
 use super::config::{Config, MAX_STREAMS};
 use super::control::{ConnectState, Control, Listeners, Notice, Plane, World};
-use super::descriptors::{self, Need};
+use super::descriptors;
 use super::fork::OwnerProcess;
 use super::group::Group;
 use super::handshake;
@@ -38,7 +38,7 @@ pub struct Bootstrap {
 
 impl Bootstrap {
     /// First step: listens. The caller must then exchange the [`Bootstrap::address`] of all ranks. Raises the process's soft limit of
-    /// file descriptors to what the world needs.
+    /// file descriptors to its hard limit.
     ///
     /// # Errors
     /// `InvalidArgument` for an invalid configuration, `System` when the hard limit of file descriptors is too low, or a socket or the
@@ -211,10 +211,9 @@ fn connect(control: Control, world: World, begun: Instant, cancelled: &AtomicBoo
     Group::world(control, health, partition(&ids, shares))
 }
 
-/// Raises the soft limit of file descriptors to what a rank of a world needs.
+/// Raises the limit of file descriptors, and checks that it suffices for a rank of a world.
 fn provide_descriptors(config: &Config) -> Result<()> {
-    descriptors::provide(descriptors::open(), Need::of_world(config))
-        .map_err(|shortage| shortage.error(&describe(config)))
+    descriptors::provide(|| descriptors::of_world(config), describe(config))
 }
 
 /// Who needs file descriptors, for the error text.

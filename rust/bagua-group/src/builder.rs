@@ -8,7 +8,6 @@ use std::sync::Arc;
 use super::connection::DataConn;
 use super::fork::ForkFd;
 use super::handshake::Purpose;
-use super::idle;
 use super::lane::ProcessBound;
 use super::streams::{LaneConns, StreamOpener};
 use crate::collective::shm::{segment_len, spare_links};
@@ -150,8 +149,7 @@ impl LaneBuilder<'_> {
             |member: &usize| rings.iter_mut().find(|(other, _)| other == member).and_then(|(_, link)| link.take());
         let bundles = members.iter().map(ring_to).map(|ring| ring.into_iter().collect()).collect();
         let opener = Box::new(StreamOpener::new(self.conns, index, members.clone()));
-        let mesh = Mesh::on_demand(own_index, members.clone(), bundles, bell, opener);
-        idle::register(&control.plane, self.conns.mesh(index), members, health, mesh.table());
+        let mesh = Mesh::on_demand(own_index, members, bundles, bell, opener);
         Net::new(mesh).with(control.plane.config.algorithm)
     }
 

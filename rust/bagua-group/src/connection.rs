@@ -1,8 +1,8 @@
 //! Authenticated connections: control connections, and data connections, which stay pending until their lane asks for them.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::io::{self, Read as _, Write as _};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream as StdUnixStream;
 use std::pin::Pin;
 use std::sync::{Arc, Condvar, Mutex};
@@ -58,15 +58,6 @@ impl AsyncSocket {
             None => AsyncSocket::Tcp(stream),
             Some(ends) => AsyncSocket::Tls(ends.accept(stream).await?),
         })
-    }
-
-    /// Its descriptor.
-    pub(super) fn descriptor(&self) -> BorrowedFd<'_> {
-        match self {
-            AsyncSocket::Tcp(stream) => stream.as_fd(),
-            AsyncSocket::Tls(socket) => socket.stream().as_fd(),
-            AsyncSocket::Unix(socket) => socket.socket.get_ref().as_fd(),
-        }
     }
 
     /// The local address of a TCP connection.
@@ -385,8 +376,6 @@ pub(super) struct PendingConns {
     /// The most connections that may be pending.
     limit: usize,
     conns: Mutex<HashMap<ConnKey, DataConn>>,
-    /// Connections that a lane waits for, until it takes them.
-    awaited: Mutex<HashSet<ConnKey>>,
     /// Notified when a connection is added.
     added: Condvar,
     /// Called when a stream of messages of a group is added, by the group's id.
@@ -401,7 +390,6 @@ impl PendingConns {
         PendingConns {
             limit: pending_limit(world_size),
             conns: Mutex::default(),
-            awaited: Mutex::default(),
             added: Condvar::new(),
             watchers: Mutex::default(),
         }
@@ -416,16 +404,6 @@ impl PendingConns {
     /// True below the limit.
     pub(super) fn has_room(&self) -> bool {
         lock(&self.conns).len() < self.limit
-    }
-
-    /// Notes that a lane waits for these connections.
-    pub(super) fn expect(&self, keys: &[ConnKey]) {
-        lock(&self.awaited).extend(keys);
-    }
-
-    /// True when a lane waits for this connection.
-    pub(super) fn expects(&self, key: &ConnKey) -> bool {
-        lock(&self.awaited).contains(key)
     }
 
     /// Adds a connection. It replaces one with the same key, which the peer abandoned.
@@ -451,9 +429,6 @@ impl PendingConns {
         loop {
             let found = conns.remove(key);
             if found.is_some() || deadline.passed() {
-                if found.is_some() {
-                    lock(&self.awaited).remove(key);
-                }
                 return found;
             }
             conns = wait_on_for(&self.added, conns, deadline.left());
@@ -478,9 +453,7 @@ impl PendingConns {
 
     /// Closes the pending connections of a group, or all.
     pub(super) fn clear(&self, group: Option<u64>) {
-        let is_other = |key: &ConnKey| group.is_some_and(|group| group != key.group);
-        lock(&self.conns).retain(|key, _| is_other(key));
-        lock(&self.awaited).retain(is_other);
+        lock(&self.conns).retain(|key, _| group.is_some_and(|group| group != key.group));
     }
 }
 

@@ -203,13 +203,11 @@ pub(super) enum Refusal {
     NeedsTls,
     /// The client uses TLS and the server does not.
     NoTls,
-    /// The server is short of file descriptors; another attempt may succeed.
-    Descriptors,
 }
 
 impl Refusal {
     /// All refusals; the index of one is its code.
-    const ALL: [Refusal; 12] = [
+    const ALL: [Refusal; 11] = [
         Refusal::Protocol,
         Refusal::Version(VERSION),
         Refusal::WorldSize,
@@ -221,7 +219,6 @@ impl Refusal {
         Refusal::Duplicate,
         Refusal::NeedsTls,
         Refusal::NoTls,
-        Refusal::Descriptors,
     ];
 
     /// The number of a refusal in the answer to the client.
@@ -238,7 +235,6 @@ impl Refusal {
             Refusal::Duplicate => 8,
             Refusal::NeedsTls => 9,
             Refusal::NoTls => 10,
-            Refusal::Descriptors => 11,
         }
     }
 }
@@ -259,7 +255,6 @@ impl std::fmt::Display for Refusal {
             Refusal::Duplicate => "refused: this rank is already connected",
             Refusal::NeedsTls => "refused: the accepting rank uses TLS (BAGUA_TLS), the connecting one does not",
             Refusal::NoTls => "refused: the connecting rank uses TLS (BAGUA_TLS), the accepting one does not",
-            Refusal::Descriptors => "refused: the accepting rank is short of file descriptors",
         })
     }
 }

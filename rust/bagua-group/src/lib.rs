@@ -21,7 +21,6 @@
 //! | `segment` | memory that the ranks of a host share, and passing descriptors of it |
 //! | `message_streams` | the streams of a group's messages |
 //! | `descriptors` | how many file descriptors a rank needs, and raising the limit of its process |
-//! | `idle` | closing streams that neither end uses, where the process is short of file descriptors |
 //! | `fork` | closing the descriptors of a group in forked children |
 //! | `views` | agreement of a failed group's ranks on a smaller group |
 //! | `store` | the key-value store through which processes find each other: by a server, or in files |
@@ -45,7 +44,6 @@ mod duplicate;
 mod fork;
 mod group;
 mod handshake;
-mod idle;
 mod joining;
 mod lane;
 mod listen;

@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 
 use super::connection::{ConnKey, DataConn};
 use super::control::{Control, Dial, Plane};
-use super::descriptors::Need;
 use super::fork::ForkFd;
 use super::handshake::Purpose;
 use super::streams::DataStream;
@@ -56,7 +55,7 @@ impl MessageStreams {
         let rank = self.health.world_rank(peer);
         // Two for this stream, and as many for the one in the other direction.
         let plane = Arc::clone(&self.control.plane);
-        let need = move || Need::of_streams(4, plane.arrived(&[]));
+        let need = move || 4usize.saturating_sub(plane.arrived(&[]));
         let what = format!("rank {}, which opens a stream of messages,", self.health.world_rank(self.health.rank()));
         let dial = Dial { to: rank, purpose: Purpose::Messages, group: self.group, channel: 0, index: 0 };
         let timed_out = self.health.timed_out(

@@ -13,10 +13,8 @@ use tokio::task::JoinSet;
 
 use super::admission::{Admission, Candidate};
 use super::connection::{AsyncSocket, ControlConn};
-use super::descriptors;
 use super::fork::OwnerProcess;
 use super::handshake::{self, ReceivedHello, Refusal};
-use super::idle;
 use super::listen::Listener;
 use super::tls::{Ends, Refused};
 use crate::error::{Error, Result};
@@ -95,12 +93,7 @@ async fn next(
             Ok((conn, from)) => return (conn, admission.enter(from)),
             // The client has closed the connection already, or the process has no free descriptor: retry. Meanwhile the client waits, and
             // connects again when it has waited for too long.
-            Err(error) => {
-                if descriptors::ran_out(&error) {
-                    idle::close_some();
-                }
-                tokio::time::sleep(RETRY_PAUSE).await;
-            }
+            Err(_) => tokio::time::sleep(RETRY_PAUSE).await,
         }
     }
 }

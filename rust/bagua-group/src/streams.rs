@@ -12,18 +12,15 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
-use tokio::sync::oneshot;
-
 use super::connection::{ConnKey, DataConn};
-use super::control::{Control, Dial, MeshId, Plane};
-use super::descriptors::{self, Need};
+use super::control::{Control, Dial, Plane};
+use super::descriptors;
 use super::fork::ForkFd;
 use super::handshake::Purpose;
 use crate::error::{Error, Result};
 use crate::health::GroupHealth;
 use crate::stats::Stats;
 use crate::transport::{Batch, Broken, OpContext, OpenStreams, Opened, Readiness, Tls, Transport};
-use crate::wait::Deadline;
 
 /// Bit position of a stream's number in its `index`.
 const NUMBER_SHIFT: u32 = 8;
@@ -105,11 +102,6 @@ pub(super) enum Awaited {
 }
 
 impl LaneConns {
-    /// Identifies a mesh of the lane.
-    pub(super) fn mesh(&self, index: u32) -> MeshId {
-        MeshId { group: self.group, channel: self.channel, index }
-    }
-
     /// The connection that another rank of the group opens; `None` where this one does: the rank with the higher world rank dials.
     fn accepted_key(&self, peer: usize, purpose: Purpose, index: u32) -> Option<ConnKey> {
         let LaneConns { health, group, channel, .. } = self;
@@ -156,23 +148,11 @@ pub(super) struct StreamOpener {
     members: Vec<usize>,
     /// By index of the mesh: the streams that are being opened, in the order of their numbers.
     opening: HashMap<usize, VecDeque<Awaited>>,
-    /// Those for which there are no file descriptors yet.
-    waiting: Vec<Waiting>,
-}
-
-/// Streams that open when idle ones are closed.
-struct Waiting {
-    /// The outcome of that.
-    room: oneshot::Receiver<Result<()>>,
-    /// Indices of the mesh, and the numbers of the streams to each.
-    streams: Vec<(usize, Range<u32>)>,
-    /// Of the operation.
-    deadline: Deadline,
 }
 
 impl StreamOpener {
     pub(super) fn new(conns: &LaneConns, index: u32, members: Vec<usize>) -> StreamOpener {
-        StreamOpener { conns: conns.clone(), index, members, opening: HashMap::new(), waiting: Vec::new() }
+        StreamOpener { conns: conns.clone(), index, members, opening: HashMap::new() }
     }
 
     /// The numbers of the streams of these batches, each of a peer.
@@ -193,32 +173,6 @@ impl StreamOpener {
     fn index(&self, number: u32) -> u32 {
         self.index | number << NUMBER_SHIFT
     }
-
-    /// Begins to connect these streams.
-    fn connect(&mut self, streams: Vec<(usize, Range<u32>)>, deadline: Deadline) {
-        for (peer, numbers) in streams {
-            let begin =
-                |number| self.conns.begin(self.members[peer], Purpose::Stream, self.index(number), deadline.left());
-            let awaited: Vec<_> = numbers.map(begin).collect();
-            self.opening.entry(peer).or_default().extend(awaited);
-        }
-    }
-
-    /// Begins to connect the streams for which there is room now.
-    fn connect_waiting(&mut self) -> Result<()> {
-        let mut at = 0;
-        while let Some(waiting) = self.waiting.get_mut(at) {
-            // Disconnected when this rank has left.
-            let Ok(made) = waiting.room.try_recv() else {
-                at += 1;
-                continue;
-            };
-            made?;
-            let Waiting { streams, deadline, .. } = self.waiting.swap_remove(at);
-            self.connect(streams, deadline);
-        }
-        Ok(())
-    }
 }
 
 impl OpenStreams for StreamOpener {
@@ -229,24 +183,21 @@ impl OpenStreams for StreamOpener {
             |peer: usize, number: u32| self.conns.accepted_key(self.members[peer], Purpose::Stream, self.index(number));
         let keys = streams.iter().flat_map(|(peer, numbers)| numbers.clone().filter_map(|number| key(*peer, number)));
         let keys: Vec<ConnKey> = keys.collect();
-        control.plane.pending.expect(&keys);
         let all: usize = streams.iter().map(|(_, numbers)| numbers.len()).sum();
-        let plane = Arc::clone(&control.plane);
-        let need = move || Need::of_streams(all, plane.arrived(&keys));
-        let open = descriptors::open();
-        if descriptors::provide(open, need()).is_ok() {
-            self.connect(streams, cx.deadline);
-        } else {
-            let rank = health.world_rank(health.rank());
-            let what = format!("rank {rank}, which opens {all} streams of channel {channel},");
-            let room = control.make_room(self.conns.mesh(self.index), need, what, cx.deadline.left());
-            self.waiting.push(Waiting { room, streams, deadline: cx.deadline });
+        let rank = health.world_rank(health.rank());
+        // Those that have arrived are open already.
+        let need = || all.saturating_sub(control.plane.arrived(&keys));
+        descriptors::provide(need, format_args!("rank {rank}, which opens {all} streams of channel {channel},"))?;
+        for (peer, numbers) in streams {
+            let begin =
+                |number| self.conns.begin(self.members[peer], Purpose::Stream, self.index(number), cx.deadline.left());
+            let awaited: Vec<_> = numbers.map(begin).collect();
+            self.opening.entry(peer).or_default().extend(awaited);
         }
         Ok(())
     }
 
     fn opened(&mut self, peer: usize) -> Result<Opened> {
-        self.connect_waiting()?;
         let mut opened = Opened { streams: Vec::new(), all: false };
         let Some(awaited) = self.opening.get_mut(&peer) else { return Ok(opened) };
         while let Some(next) = awaited.front() {

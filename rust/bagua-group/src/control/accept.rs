@@ -6,9 +6,7 @@ use std::sync::atomic::Ordering;
 
 use super::super::config::{Config, TransportChoice};
 use super::super::connection::{AsyncSocket, ConnKey, ControlConn};
-use super::super::descriptors;
 use super::super::handshake::{self, Hello, Purpose, ReceivedHello, Refusal};
-use super::super::idle;
 use super::super::listen::{Listener, listen};
 use super::super::serve::{Accepted, Service};
 use super::super::tls::{Ends, Refused};
@@ -17,13 +15,6 @@ use super::session;
 use crate::error::{Error, Result};
 use crate::platform;
 use crate::wait::lock;
-
-/// Descriptors that are kept free of connections for which no lane of this rank asks yet: the next operation needs some, and connections
-/// for later ones could take them all.
-const KEPT_FREE: usize = 16;
-
-/// Descriptors of an accepted stream of messages.
-const OF_MESSAGES: usize = 2;
 
 /// The listening sockets of a rank.
 pub(in super::super) struct Listeners {
@@ -68,25 +59,6 @@ impl Listeners {
     }
 }
 
-impl Plane {
-    /// Why an authenticated data connection is not accepted now: its client connects again later.
-    fn check_room(&self, hello: &Hello, socket: &AsyncSocket) -> Accepted<()> {
-        let is_short = |spare| descriptors::is_short(socket.descriptor(), spare);
-        match hello.purpose {
-            // Its lane will ask for it, and makes room for that.
-            Purpose::Stream if !self.pending.expects(&ConnKey::from(hello)) && is_short(KEPT_FREE) => {
-                Err(Refusal::Descriptors)
-            }
-            Purpose::Messages if is_short(OF_MESSAGES) => {
-                idle::close_some();
-                Err(Refusal::Descriptors)
-            }
-            _ if !self.pending.has_room() => Err(Refusal::Busy),
-            _ => Ok(()),
-        }
-    }
-}
-
 impl Service for Plane {
     type Client = Hello;
 
@@ -123,8 +95,10 @@ impl Service for Plane {
         handshake::authenticate(socket, &received, &world.key).await?;
         match purpose {
             Purpose::Rendezvous | Purpose::Join | Purpose::Store | Purpose::Probe => return Err(Refusal::Purpose),
-            Purpose::Stream | Purpose::Segment | Purpose::Messages => self.check_room(&received.hello, socket)?,
-            Purpose::Control => {}
+            Purpose::Stream | Purpose::Segment | Purpose::Messages if !self.pending.has_room() => {
+                return Err(Refusal::Busy);
+            }
+            Purpose::Stream | Purpose::Segment | Purpose::Messages | Purpose::Control => {}
         }
         Ok(received.hello)
     }
@@ -154,9 +128,6 @@ impl Service for Plane {
         if let Some(text) = text.clone().or_else(|| explains.then(|| why.to_string())) {
             lock(&self.connecting).last_refusal = Some(text);
         }
-        // A rank of the job that comes again is no stranger.
-        if *why != Refusal::Descriptors {
-            self.stats.connections_refused.fetch_add(1, Ordering::Relaxed);
-        }
+        self.stats.connections_refused.fetch_add(1, Ordering::Relaxed);
     }
 }

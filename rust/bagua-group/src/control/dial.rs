@@ -5,14 +5,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::net::{TcpStream, UnixStream};
-use tokio::sync::oneshot;
 
 use super::super::address::Address;
 use super::super::connection::{ControlConn, DataConn};
-use super::super::descriptors::{self, Need};
+use super::super::descriptors;
 use super::super::handshake::{self, Failed, Hello, Purpose, Refusal, STEP_TIMEOUT};
-use super::super::idle;
-use super::message::MeshId;
 use super::plane::Plane;
 use super::probe::{Verdict, probe};
 use super::session;
@@ -129,14 +126,11 @@ impl Plane {
         loop {
             match self.attempt(address, kind, &hello).await {
                 Ok(conn) => return Ok(conn),
-                // The table of the peer was full, or its process has no free descriptor.
-                Err(why @ Failed::Refused(Refusal::Busy | Refusal::Descriptors)) => failed(why.to_string()),
+                // The table of the peer was full.
+                Err(why @ Failed::Refused(Refusal::Busy)) => failed(why.to_string()),
                 Err(why @ (Failed::Refused(_) | Failed::Tls(_))) => return Err(why),
-                Err(Failed::Broken { how, source }) => {
+                Err(Failed::Broken { how, .. }) => {
                     failed(how);
-                    if source.get().is_some_and(descriptors::ran_out) {
-                        idle::close_some();
-                    }
                     // The peer listened before it published its name: a name that does not exist here is in another namespace.
                     if kind == SocketKind::Unix
                         && dial.purpose == Purpose::Control
@@ -190,8 +184,7 @@ impl Control {
                             | Refusal::Secret
                             | Refusal::Purpose
                             | Refusal::Busy
-                            | Refusal::Duplicate
-                            | Refusal::Descriptors,
+                            | Refusal::Duplicate,
                         )
                         | Failed::Tls(_)
                         | Failed::Broken { .. } => Error::other(text),
@@ -224,42 +217,20 @@ impl Control {
         receiver
     }
 
-    /// Starts to make room for file descriptors of a mesh, see [`idle::make_room`]. `what` says who needs them. The receiver gets the outcome.
-    pub(in super::super) fn make_room(
-        &self,
-        mesh: MeshId,
-        need: impl Fn() -> Need + Send + 'static,
-        what: String,
-        limit: Duration,
-    ) -> oneshot::Receiver<Result<()>> {
-        let (mut outcome, receiver) = oneshot::channel();
-        let plane = Arc::clone(&self.plane);
-        self.spawn(async move {
-            tokio::select! {
-                made = idle::make_room(&plane, Some(mesh), need, limit) => {
-                    let _ = outcome.send(made.map_err(|shortage| shortage.error(&what)));
-                }
-                () = outcome.closed() => {}
-            }
-        });
-        receiver
-    }
-
-    /// Starts to open a stream of messages, when there is room for its descriptors; `what` says who needs them. `done` gets the outcome on the
-    /// control thread: `None` when the deadline passed.
+    /// Starts to open a stream of messages, if the process may open as many descriptors as `need` returns; `what` says who needs them. `done`
+    /// gets the outcome on the control thread: `None` when the deadline passed.
     pub(in super::super) fn dial_messages(
         &self,
         dial: Dial,
-        need: impl Fn() -> Need + Send + 'static,
+        need: impl FnOnce() -> usize + Send + 'static,
         what: String,
         deadline: Instant,
         done: impl FnOnce(Option<std::result::Result<DataConn, String>>) + Send + 'static,
     ) {
         let plane = Arc::clone(&self.plane);
         self.spawn(async move {
-            let limit = deadline.saturating_duration_since(Instant::now());
-            if let Err(shortage) = idle::make_room(&plane, None, need, limit).await {
-                return done(Some(Err(shortage.error(&what).to_string())));
+            if let Err(error) = descriptors::provide(need, what) {
+                return done(Some(Err(error.to_string())));
             }
             let dialled = tokio::time::timeout_at(deadline.into(), plane.dial(&dial, SocketKind::Tcp, |_| ())).await;
             done(dialled.ok().map(|made| {

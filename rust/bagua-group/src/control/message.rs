@@ -5,7 +5,6 @@ use serde::{Deserialize, Serialize};
 use super::super::views::ViewMessage;
 use super::super::wire::{Encoding, Malformed, RANKS_LIMIT, Ranks, cause, rank, text};
 use crate::error::Error;
-use crate::transport::CloseRequest;
 
 /// The most ranks in a list of a message.
 const RANKS: usize = super::super::views::RANKS_LIMIT;
@@ -115,51 +114,6 @@ pub(in super::super) enum Body {
     Connect,
     /// A message of the agreement on the next view.
     View(ViewMessage),
-    /// On closing the streams between the two ranks, see [`super::super::idle`].
-    Streams {
-        /// The mesh.
-        mesh: MeshId,
-        /// What it says.
-        closing: Closing,
-    },
-}
-
-/// Identifies a mesh of streams on all its ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(in super::super) struct MeshId {
-    /// Id of the group.
-    pub(in super::super) group: u64,
-    /// Number of the lane.
-    pub(in super::super) channel: u32,
-    /// Distinguishes the meshes of one lane.
-    pub(in super::super) index: u32,
-}
-
-/// What two ranks say to each other about closing the streams between them in one mesh, see [`CloseRequest`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(in super::super) enum Closing {
-    /// The sender does not use them and asks the receiver to close them.
-    Asked {
-        /// Number of the request.
-        number: u64,
-        /// Messages that the sender has sent to the receiver.
-        sent: u64,
-        /// Messages that it has received from it.
-        received: u64,
-    },
-    /// The answer.
-    Answered {
-        /// Number of the request.
-        number: u64,
-        /// The sender has closed its ends.
-        closed: bool,
-    },
-}
-
-impl From<CloseRequest> for Closing {
-    fn from(CloseRequest { number, sent, received }: CloseRequest) -> Closing {
-        Closing::Asked { number, sent, received }
-    }
 }
 
 impl Encoding for Message {

@@ -40,7 +40,7 @@ pub(super) use accept::Listeners;
 #[cfg(test)]
 pub(super) use assembly::{Assembly, Step};
 pub(super) use dial::Dial;
-pub(super) use message::{Body, Closing, MeshId, Notice};
+pub(super) use message::{Body, Notice};
 #[cfg(test)]
 pub(super) use message::{Message, Routed};
 #[cfg(test)]

@@ -15,7 +15,6 @@ use super::super::config::Config;
 use super::super::connection::{ConnKey, PendingConns, Socket};
 use super::super::fork::OwnerProcess;
 use super::super::handshake::Purpose;
-use super::super::idle;
 use super::super::tls::Ends;
 use super::super::views::Inbox;
 use super::assembly::Assembly;
@@ -226,7 +225,6 @@ impl Plane {
             Action::Notice(notice) => self.noticed(notice, source),
             Action::Deliver(from, Body::LeftGroup { group }) => self.left_group(from, group),
             Action::Deliver(from, Body::View(message)) => self.views.put(from, message),
-            Action::Deliver(from, Body::Streams { mesh, closing }) => idle::received(self, from, mesh, closing),
             Action::Deliver(_, Body::Connect) => {}
             Action::PassLater => {
                 let plane = Arc::clone(self);

@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 use tokio::io::{AsyncWriteExt, BufReader, WriteHalf};
 
 use super::super::connection::{AsyncSocket, ControlConn};
-use super::super::idle;
 use super::super::wire::{Encoding, FRAME_LIMIT, read_frame};
 use super::message::Message;
 use super::peers::{Frames, Peer};
@@ -104,7 +103,6 @@ pub(super) async fn heartbeat(plane: Arc<Plane>) {
         let now = Instant::now();
         plane.beat(now, lateness.next(now), &frame);
         plane.repair();
-        idle::ask_again(&plane);
         tokio::time::sleep(period).await;
     }
 }

@@ -219,13 +219,9 @@ fn refusal(why: Refusal, rank: usize, world_size: usize, rendezvous: &str) -> Er
         }
         Refusal::Duplicate => Error::Mismatch(format!("two processes have rank {rank} ({rendezvous})")),
         Refusal::Version(_) | Refusal::NeedsTls | Refusal::NoTls => Error::Mismatch(format!("{rendezvous}: {why}")),
-        Refusal::Protocol
-        | Refusal::Job
-        | Refusal::Rank
-        | Refusal::Secret
-        | Refusal::Purpose
-        | Refusal::Busy
-        | Refusal::Descriptors => Error::other(format!("{rendezvous}: {why}")),
+        Refusal::Protocol | Refusal::Job | Refusal::Rank | Refusal::Secret | Refusal::Purpose | Refusal::Busy => {
+            Error::other(format!("{rendezvous}: {why}"))
+        }
     }
 }
 

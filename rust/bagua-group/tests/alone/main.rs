@@ -1,10 +1,11 @@
-//! Tests that fork, or that count the descriptors and threads of their process, so that no other test may run in that process meanwhile.
+//! Tests that fork, that count the descriptors and threads of their process, or that set a limit of it, so that no other test may run in that process meanwhile.
 //! nextest gives every test its own process. `cargo test` runs them as threads, which [`alone`] serialises.
 
 mod descriptors;
 mod fork;
 #[path = "../group_world/mod.rs"]
 mod group_world;
+mod limits;
 
 use std::sync::{Mutex, MutexGuard};
 

@@ -98,7 +98,7 @@ pub fn unhex(text: &str) -> Vec<u8> {
 
 /// The command that starts this test binary, in the emulator if cargo runs it in one.
 #[expect(clippy::disallowed_methods, reason = "tests for another architecture run in an emulator")]
-fn this_program() -> Command {
+pub fn this_program() -> Command {
     let program = std::env::current_exe().unwrap();
     match std::env::var("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER") {
         Ok(runner) if cfg!(target_arch = "aarch64") => {

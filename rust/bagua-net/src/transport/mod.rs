@@ -15,10 +15,7 @@ pub mod tls;
 pub use crate::request::{Incoming, OpContext, Outgoing};
 pub use fault::{Clock, Fault, Faults};
 pub use local::{Local, local_mesh};
-pub use mesh::{
-    Batch, ByteCounts, CloseRequest, Endpoint, Frames, IdleStreams, Mesh, OpenStreams, Opened, PeerFault, Plan, SPIN,
-    Step, StreamTable,
-};
+pub use mesh::{Batch, ByteCounts, Endpoint, Frames, Mesh, OpenStreams, Opened, PeerFault, Plan, SPIN, Step};
 pub use tcp::{Tcp, USER_TIMEOUT};
 pub use tls::Tls;
 

@@ -3,7 +3,7 @@
 use super::collectives::*;
 use super::toy::{toy_hier, toy_local, toy_shm};
 use super::world::{
-    Ranks, bundled, closing, direct, doubling, halving, hier, local, mixed, on_demand, ring, shm, solo, tcp, tls,
+    Ranks, bundled, direct, doubling, halving, hier, local, mixed, on_demand, ring, shm, solo, tcp, tls,
 };
 
 contract!(net_local, local, [1, 2, 3, 4, 5, 8, 9, 16, 33]);
@@ -13,7 +13,6 @@ contract!(net_tcp, tcp, [1, 2, 3, 4, 9]);
 contract!(net_tls, tls, [2, 3, 5]);
 contract!(net_mixed, mixed, [3, 4, 5]);
 contract!(net_on_demand, on_demand, [2, 3, 5, 9]);
-contract!(net_closing, closing, [2, 3, 5, 9]);
 contract!(net_bundled, bundled, [2, 3, 5]);
 contract!(net_direct, direct, [20]);
 contract!(net_ring, ring, [2, 3, 7]);

@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::net::{TcpListener, TcpStream};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bagua_core::collective::shm::{Shm, segment_len};
@@ -14,9 +14,7 @@ use bagua_core::health::GroupHealth;
 use bagua_core::memory::Arena;
 use bagua_core::stats::Stats;
 use bagua_core::transport::shm::{ring_links, rings_len};
-use bagua_core::transport::{
-    Batch, Fault, Faults, Local, Mesh, OpenStreams, Opened, StreamTable, Tcp, Transport, local_mesh,
-};
+use bagua_core::transport::{Batch, Fault, Faults, Local, Mesh, OpenStreams, Opened, Tcp, Transport, local_mesh};
 use bagua_core::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 use bagua_core::wait::{Deadline, Doorbell, lock};
 
@@ -183,40 +181,14 @@ fn bundles_of(
 
 /// `net` over TCP between odd and even ranks, of which the streams open on demand, and over streams between threads otherwise.
 pub fn on_demand(size: usize) -> Vec<Box<dyn Collective>> {
-    opening(size).0
-}
-
-/// As [`on_demand`], where idle streams are closed all the time.
-pub fn closing(size: usize) -> Vec<Box<dyn Collective>> {
-    let (nets, tables) = opening(size);
-    // Ends with the collectives.
-    std::thread::spawn(move || {
-        while let Some(tables) = tables.iter().map(Weak::upgrade).collect::<Option<Vec<_>>>() {
-            for (rank, table) in tables.iter().enumerate() {
-                for peer in table.idle().into_iter().map(|idle| idle.peer) {
-                    let Some(request) = table.ask(peer) else { continue };
-                    let closed = tables[peer].requested(rank, request).unwrap();
-                    table.answered(peer, request.number, closed);
-                }
-            }
-            drop(tables);
-            std::thread::sleep(Duration::from_micros(200));
-        }
-    });
-    nets
-}
-
-/// See [`on_demand`]; also the streams of each rank.
-fn opening(size: usize) -> (Vec<Box<dyn Collective>>, Vec<Weak<StreamTable>>) {
     let asked = Arc::new(Mutex::default());
     let opener = |rank| Box::new(Pairs { rank, awaited: Vec::new(), asked: Arc::clone(&asked) });
     let net = |(rank, (links, bell)): (usize, (Links, Doorbell))| {
         let bundles = links.into_iter().map(|link| link.into_iter().collect()).collect();
         let mesh = Mesh::on_demand(rank, (0..size).collect(), bundles, Some(bell), opener(rank));
-        let table = Arc::downgrade(mesh.table());
-        (Box::new(Net::new(mesh)) as Box<dyn Collective>, table)
+        Box::new(Net::new(mesh)) as Box<dyn Collective>
     };
-    links(size, |a, b| if a % 2 == b % 2 { Some(true) } else { None }).into_iter().enumerate().map(net).unzip()
+    links(size, |a, b| if a % 2 == b % 2 { Some(true) } else { None }).into_iter().enumerate().map(net).collect()
 }
 
 /// Two TCP connections between two ranks, one in each batch, from when both have requested it.

@@ -90,16 +90,12 @@ impl Stream {
 /// The streams to one peer.
 pub struct Endpoint {
     peer: usize,
-    /// Empty for this rank's own index, before they are opened, and while they are on hold: no bytes move then.
+    /// Empty for this rank's own index, and before they are opened.
     streams: Vec<Stream>,
-    /// The streams that the peer was asked to close, see [`super::table`].
-    held: Vec<Stream>,
-    /// How many batches of streams were requested; 0 before the first, and after they were closed.
+    /// Number of batches of streams that were requested.
     batches: usize,
     /// Requested streams are missing.
     opening: bool,
-    /// Of all runs in this process, the number of the last one that used the streams.
-    last_run: u64,
     /// Frame whose chunks are being handed to streams, and the number of bytes handed out.
     current: Option<Moving>,
     /// Error of `send`. Receiving continues, because the peer's last messages may explain the error.
@@ -111,16 +107,7 @@ impl Endpoint {
     pub fn new(peer: usize, links: Vec<Box<dyn Transport>>) -> Endpoint {
         let streams: Vec<Stream> = links.into_iter().map(Stream::new).collect();
         let batches = if streams.is_empty() { 0 } else { Batch::Others as usize + 1 };
-        Endpoint {
-            peer,
-            streams,
-            held: Vec::new(),
-            batches,
-            opening: false,
-            last_run: 0,
-            current: None,
-            send_broken: None,
-        }
+        Endpoint { peer, streams, batches, opening: false, current: None, send_broken: None }
     }
 
     /// The batches up to the one that is wanted that were not requested. They count as requested from now on.
@@ -149,65 +136,19 @@ impl Endpoint {
         self.streams.iter_mut().for_each(|stream| stream.carried = 0);
     }
 
-    /// False before it has streams, and while they are on hold.
-    pub fn is_open(&self) -> bool {
-        !self.streams.is_empty()
-    }
-
-    /// Number of streams, those on hold included.
+    /// Returns the number of streams.
     pub(super) fn count(&self) -> usize {
-        self.streams.len() + self.held.len()
+        self.streams.len()
     }
 
-    /// Notes the run that uses the streams.
-    pub(super) fn use_in(&mut self, run: u64) {
-        self.last_run = run;
-    }
-
-    /// See [`Endpoint::use_in`].
-    pub(super) fn last_run(&self) -> u64 {
-        self.last_run
-    }
-
-    /// True when there are streams and they are sockets.
+    /// True if there are streams and they are sockets.
     pub(super) fn is_wire(&self) -> bool {
-        self.streams.first().or(self.held.first()).is_some_and(|stream| stream.link.is_wire())
-    }
-
-    /// True when the streams are sockets and this end is not inside a frame.
-    pub(super) fn may_close(&self) -> bool {
-        let rests = |stream: &Stream| {
-            let moves = stream.out.is_some() || stream.into.is_some() || stream.in_head_len > 0;
-            stream.link.is_wire() && !moves && stream.broken.is_none()
-        };
-        self.is_open() && self.current.is_none() && self.send_broken.is_none() && self.streams.iter().all(rests)
-    }
-
-    /// Puts the streams on hold: no bytes move.
-    pub(super) fn hold(&mut self) {
-        self.held.append(&mut self.streams);
-    }
-
-    /// True while streams are on hold.
-    pub(super) fn is_held(&self) -> bool {
-        !self.held.is_empty()
-    }
-
-    /// Uses the streams again that are on hold.
-    pub(super) fn resume(&mut self) {
-        self.streams.append(&mut self.held);
-    }
-
-    /// Closes the streams, those on hold included.
-    pub(super) fn shut(&mut self) {
-        self.streams.clear();
-        self.held.clear();
-        self.batches = 0;
+        self.streams.first().is_some_and(|stream| stream.link.is_wire())
     }
 
     /// Returns the name of the transport, or `None` without a stream.
     pub fn name(&self) -> Option<&'static str> {
-        self.streams.first().or(self.held.first()).map(|stream| stream.link.name())
+        self.streams.first().map(|stream| stream.link.name())
     }
 
     /// Returns, for each stream to wait for, how to wait, and whether the wait is for bytes to receive and for room to

@@ -9,7 +9,6 @@
 //! | `frames` | the interface through which an endpoint gets and delivers frames |
 //! | `chunk` | the length of a frame if there are several streams to a peer |
 //! | `open` | opens the streams to a peer in the first run that needs them |
-//! | `table` | the streams between two runs, when two ranks may close those between them |
 //! | `plan` | the messages of one operation |
 //! | `run` | turns a plan into frames |
 
@@ -19,10 +18,7 @@ mod frames;
 mod open;
 mod plan;
 mod run;
-mod table;
 
-use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
@@ -38,8 +34,6 @@ pub use plan::Plan;
 pub use plan::Step;
 use plan::{Listed, Lists};
 use run::{PeerMessages, Run};
-use table::Links;
-pub use table::{CloseRequest, IdleStreams, StreamTable};
 
 /// How long an idle rank polls its streams before it sleeps. Longer than a round trip on one host, and short enough not
 /// to slow down a thread that computes on the same core.
@@ -63,24 +57,18 @@ const BUSY_ROUNDS: u32 = 64;
 /// ends its streams, so the limit matters only if its host or the network fails.
 const LAST_BYTES: Duration = Duration::from_secs(5);
 
-/// Number of runs in this process so far, to find the least recently used streams.
-static RUNS: AtomicU64 = AtomicU64::new(0);
-
 /// The streams of one rank to the other members of a group.
 pub struct Mesh {
     rank: usize,
     /// Group rank of each index.
     members: Vec<usize>,
-    /// The streams and message counts of each peer between runs. A peer may have no stream until the first run with
-    /// messages for it.
-    table: Arc<StreamTable>,
-    /// The streams during a run, by index. Empty between runs.
+    /// The streams to each peer, by index. A peer may have no stream until the first run with messages for it.
     endpoints: Vec<Endpoint>,
-    /// Number of the current run in this process.
-    number: u64,
+    /// The messages to and from each peer, by index.
+    messages: Vec<PeerMessages>,
     /// Opener of missing streams. `None` if every peer had its streams from the start.
     opener: Option<Box<dyn OpenStreams>>,
-    /// Indices of the active peers whose streams are being opened, or are on hold: none at the end of a run without an error.
+    /// Indices of the active peers whose streams are being opened. Empty at the end of a run without an error.
     opening: Vec<usize>,
     /// True if some peer has several streams.
     bundled: bool,
@@ -157,14 +145,12 @@ impl Mesh {
         let bundled = bundles.iter().any(|bundle| bundle.len() > 1);
         let messages = members.iter().map(|_| PeerMessages::default()).collect();
         let endpoints = bundles.into_iter().enumerate().map(|(peer, bundle)| Endpoint::new(peer, bundle)).collect();
-        let table = Arc::new(StreamTable::new(Links { endpoints, messages }));
         let lists = (members.iter().map(|_| (Vec::new(), Vec::new())).collect(), vec![0; members.len()]);
         Mesh {
             rank,
             members,
-            table,
-            endpoints: Vec::new(),
-            number: 0,
+            endpoints,
+            messages,
             opener,
             opening: Vec::new(),
             bundled,
@@ -193,12 +179,7 @@ impl Mesh {
             None if index == self.rank => "self",
             None => unopened,
         };
-        self.table.look(|endpoints| endpoints.iter().enumerate().map(name).collect())
-    }
-
-    /// The streams between runs, to close those that are idle. Of a mesh [on demand](Mesh::on_demand): in others they do not open again.
-    pub fn table(&self) -> &Arc<StreamTable> {
-        &self.table
+        self.endpoints.iter().enumerate().map(name).collect()
     }
 
     /// Sends and receives all messages. Peers are indices of the mesh. Messages between two ranks are matched in the
@@ -284,31 +265,25 @@ impl Mesh {
     /// # Errors
     /// As [`Mesh::exchange`].
     pub fn run(&mut self, cx: &OpContext<'_>, plan: &mut dyn Plan) -> Result<()> {
-        let Links { endpoints, mut messages } = self.table.take();
-        self.endpoints = endpoints;
+        let mut messages = std::mem::take(&mut self.messages);
         let outcome = self.run_with(cx, plan, &mut messages);
-        self.table.put(Links { endpoints: std::mem::take(&mut self.endpoints), messages }, outcome.is_ok());
+        self.messages = messages;
         outcome
     }
 
     fn run_with(&mut self, cx: &OpContext<'_>, plan: &mut dyn Plan, messages: &mut [PeerMessages]) -> Result<()> {
         self.active.clear();
         self.opening.clear();
-        self.number = RUNS.fetch_add(1, Relaxed);
         let (n, mut missing) = (self.size(), Vec::new());
         for peer in (1..n).map(|distance| (self.rank + distance) % n) {
             let endpoint = &mut self.endpoints[peer];
             endpoint.begin();
             messages[peer].begin(plan.counts(peer));
             if !messages[peer].is_done() {
-                endpoint.use_in(self.number);
                 self.active.push(peer);
                 let before = missing.len();
-                // Whether the peer closes those on hold it has not answered yet.
-                if !endpoint.is_held() {
-                    missing.extend(endpoint.ask_for(|| wanted(plan, peer, n)).iter().map(|batch| (peer, *batch)));
-                }
-                if endpoint.is_held() || missing.len() > before {
+                missing.extend(endpoint.ask_for(|| wanted(plan, peer, n)).iter().map(|batch| (peer, *batch)));
+                if missing.len() > before {
                     self.opening.push(peer);
                 }
             }
@@ -363,33 +338,15 @@ impl Mesh {
         }
     }
 
-    /// Takes the streams that have been opened, and those on hold that the peer has not closed; true when there are some.
-    fn take_opened(&mut self, cx: &OpContext<'_>, run: &mut Run<'_>) -> Result<bool> {
-        let ranks = self.size();
-        let Mesh { endpoints, opening, opener, table, bundled, .. } = self;
+    /// Takes the streams that have been opened. Returns true if there are any.
+    fn take_opened(&mut self, run: &mut Run<'_>) -> Result<bool> {
+        let Mesh { endpoints, opening, opener, bundled, .. } = self;
         let opener = opener.as_mut().expect(COMPLETE);
         let (mut any, mut at) = (false, 0);
         while let Some(&peer) = opening.get(at) {
             let endpoint = &mut endpoints[peer];
-            if endpoint.is_held() {
-                let Some(closed) = table.settle(peer, endpoint) else {
-                    at += 1;
-                    continue;
-                };
-                any |= !closed;
-                endpoint.begin();
-                let asked = endpoint.ask_for(|| wanted(run.plan, peer, ranks));
-                let missing: Vec<_> = asked.iter().map(|batch| (peer, *batch)).collect();
-                if missing.is_empty() {
-                    opening.swap_remove(at);
-                } else {
-                    opener.begin(cx, &missing)?;
-                }
-                continue;
-            }
             let opened = opener.opened(peer)?;
             any |= !opened.streams.is_empty();
-            table.note_opened(opened.streams.len());
             if opened.all {
                 opening.swap_remove(at);
             } else {
@@ -405,7 +362,7 @@ impl Mesh {
     /// Makes progress with every peer. Returns true if bytes moved or streams were opened. Serves all peers before it
     /// returns an error of one, so that each peer gets this rank's header before this rank fails.
     fn progress(&mut self, transfer: &mut Transfer<'_, '_>, run: &mut Run<'_>) -> Result<bool> {
-        let mut any = !self.opening.is_empty() && self.take_opened(transfer.cx, run)?;
+        let mut any = !self.opening.is_empty() && self.take_opened(run)?;
         let mut lost: Option<(usize, Broken)> = None;
         let mut mismatch: Option<(usize, String)> = None;
         for &peer in &self.active {

@@ -30,7 +30,7 @@ pub struct Opened {
 /// while others open, so that each peer gets this rank's headers as early as it can, and a mismatch is found.
 pub trait OpenStreams: Send {
     /// Begins to open these batches, each of a peer, in an operation whose deadline is theirs. Called once for each batch, the first before
-    /// the others; and again after all streams to the peer were closed.
+    /// the others.
     ///
     /// # Errors
     /// Whatever prevents it: file descriptors are short.

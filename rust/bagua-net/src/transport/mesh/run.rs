@@ -41,11 +41,6 @@ impl PeerMessages {
         self.before.1 += self.missing.len() as u64;
     }
 
-    /// Returns the number of messages sent and received. Called between runs.
-    pub(super) fn done(&self) -> (u64, u64) {
-        self.before
-    }
-
     /// True if every message has been started or has arrived, respectively.
     pub(super) fn is_done(&self) -> bool {
         self.to_begin == 0 && self.to_arrive == 0
