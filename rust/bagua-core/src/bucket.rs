@@ -378,7 +378,7 @@ mod tests {
         bucket.mark_ready(0, Some(moved), None).unwrap();
         assert_eq!(bucket.regions().unwrap()[0].address(), address);
         let error = bucket.mark_ready(0, Some(tensor("", DType::F32, &mut b).region), None).unwrap_err();
-        assert_eq!(error.to_string(), "tensor 'a' has 2 elements of float32, its new memory has 4 of float32");
+        assert_eq!(error.to_string(), "tensor 'a' has 2 elements of float32, but its new memory has 4 of float32");
         assert!(bucket.mark_ready(0, Some(tensor("", DType::I32, &mut b[..8]).region), None).is_err());
     }
 

@@ -142,14 +142,14 @@ mod tests {
     fn memory_of_the_wrong_size_or_place_is_refused() {
         assert_eq!(text(ELEMENTS, 1, RECORDS), "");
         assert!(text(ELEMENTS, 3, RECORDS).contains("chunks"));
-        assert!(text(ELEMENTS, 2, RECORDS).contains("which have 192"));
+        assert!(text(ELEMENTS, 2, RECORDS).contains("have 192 bytes"));
         assert!(text(Elements { address: 0x1002, ..ELEMENTS }, 1, RECORDS).contains("not aligned"));
         assert!(text(ELEMENTS, 1, Records { address: 0x1190 - 1, ..RECORDS }).contains("overlap"));
         assert_eq!(text(ELEMENTS, 1, Records { address: 0x1190, ..RECORDS }), "");
         assert!(text(ELEMENTS, 1, Records { address: 0x1000 - 159, ..RECORDS }).contains("overlap"));
         assert_eq!(text(Elements { address: 1, count: 0, ..ELEMENTS }, 5, Records { address: 0, len: 0 }), "");
         let error = check_memory(&F16, ELEMENTS, 1, RECORDS).unwrap_err();
-        assert!(error.to_string().contains("which have 224"), "{error}");
+        assert!(error.to_string().contains("have 224 bytes"), "{error}");
     }
 
     #[test]

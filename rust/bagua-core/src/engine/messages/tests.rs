@@ -253,7 +253,7 @@ fn messages_of_one_call_end_together_and_an_empty_call_at_once() {
 #[test]
 fn peers_that_are_none_are_refused_and_the_group_stays_usable() {
     let ranks = world(2);
-    for (peer, text) in [(Some(0), "itself"), (Some(2), "rank 2 is not among the 2"), (None, "without a destination")] {
+    for (peer, text) in [(Some(0), "itself"), (Some(2), "rank 2 is not in the group"), (None, "needs a destination")] {
         let memory = Memory::of(vec![1; 4]);
         let sends = vec![Message { peer, tag: 0, data: memory.region(DType::U8) }];
         let error = ranks[0].messenger.post(sends, Vec::new(), None, Box::new(memory)).err().unwrap();
