@@ -100,15 +100,14 @@ class AsyncModelAverageOp:
 class BaguaBucket:
     """Bagua tensors of one dtype and device, under one name. All methods are local.
 
-    Args:
-        tensors: The tensors, which must be registered (``ensure_bagua_tensor``).
-        name: Name of the bucket.
-        flatten: True moves the effective tensors into contiguous memory, which the other ranks of this host can map and
-            reduce without a copy. Tensors on a CUDA device move to contiguous memory there. Without a default group the
-            memory is private.
-        alignment: If above 1, zeros are added so that the number of elements is a multiple of it.
-        group: The group of operations that are appended without a group. None means the default group. A bucket of a
-            sub-group is built on its ranks only.
+    - ``tensors``: The tensors, which must be registered (``ensure_bagua_tensor``).
+    - ``name``: Name of the bucket.
+    - ``flatten``: True moves the effective tensors into contiguous memory, which the other ranks of this host can map
+      and reduce without a copy. Tensors on a CUDA device move to contiguous memory there. Without a default group the
+      memory is private.
+    - ``alignment``: If above 1, zeros are added so that the number of elements is a multiple of it.
+    - ``group``: The group of operations that are appended without a group. None means the default group. A bucket of a
+      sub-group is built on its ranks only.
 
     Lazy negations and conjugates (``is_neg()``, ``is_conj()``) are resolved with ``flatten``; without it they raise
     ValueError.
@@ -343,14 +342,13 @@ class BaguaBucket:
     ) -> BaguaBucket:
         """Appends a sum or average of the tensors over all ranks. Returns the bucket.
 
-        Args:
-            hierarchical: Adds inside each host first, then between hosts.
-            average: True divides by the number of ranks.
-            scattergather: Required with ``compression``: each rank reduces one part of the bucket.
-            compression: A codec's name, a :class:`bagua.Codec`, or None. With ``hierarchical`` it is used between hosts
-                only.
-            group: The group, see :class:`BaguaBucket`.
-            error_feedback: Adds what encoding lost to the values of the next step. Kept in :attr:`error`.
+        - ``hierarchical``: Adds inside each host first, then between hosts.
+        - ``average``: True divides by the number of ranks.
+        - ``scattergather``: Required with ``compression``: each rank reduces one part of the bucket.
+        - ``compression``: A codec's name, a :class:`bagua.Codec`, or None. With ``hierarchical`` it is used between
+          hosts only.
+        - ``group``: The group, see :class:`BaguaBucket`.
+        - ``error_feedback``: Adds what encoding lost to the values of the next step. Kept in :attr:`error`.
 
         Raises ValueError for options that do not fit each other, and TypeError for a dtype that the codec cannot
         encode.
@@ -403,12 +401,11 @@ class BaguaBucket:
     ) -> DecentralizedSynchronousOp:
         """Appends an average with peers. The average is written to ``peer_weight``; the tensors do not change.
 
-        Args:
-            peer_weight: A tensor with the bucket's dtype and number of elements, padding included.
-            hierarchical: The members are hosts, with the mean of their ranks, instead of ranks.
-            peer_selection_mode: "all", "shift_one" (another peer in each round, for an even number of members), "ring",
-                "exponential" or "one_peer_exponential".
-            group: The group, see :class:`BaguaBucket`.
+        - ``peer_weight``: A tensor with the bucket's dtype and number of elements, padding included.
+        - ``hierarchical``: The members are hosts, with the mean of their ranks, instead of ranks.
+        - ``peer_selection_mode``: "all", "shift_one" (another peer in each round, for an even number of members),
+          "ring", "exponential" or "one_peer_exponential".
+        - ``group``: The group, see :class:`BaguaBucket`.
 
         A round's number is the number of times that the bucket has been communicated. Raises ValueError for an argument
         that does not fit.
@@ -432,13 +429,13 @@ class BaguaBucket:
     ) -> None:
         """Appends an exchange of encoded differences with both neighbours in a ring, which replaces the tensors.
 
-        Args:
-            weight: This member's weights as both neighbours know them.
-            left_peer_weight, right_peer_weight: The neighbours' weights as this member knows them. These three tensors
-            have the bucket's dtype and number of elements, and start as copies of the respective member's weights.
-            hierarchical: The members are hosts, with the mean of their ranks, instead of ranks.
-            compression: A codec's name or a :class:`bagua.Codec`.
-            group: The group, see :class:`BaguaBucket`.
+        - ``weight``: This member's weights as both neighbours know them.
+        - ``left_peer_weight``, ``right_peer_weight``: The neighbours' weights as this member knows them. These three
+          tensors have the bucket's dtype and number of elements, and start as copies of the respective member's
+          weights.
+        - ``hierarchical``: The members are hosts, with the mean of their ranks, instead of ranks.
+        - ``compression``: A codec's name or a :class:`bagua.Codec`.
+        - ``group``: The group, see :class:`BaguaBucket`.
 
         Raises ValueError for an argument that does not fit.
         """

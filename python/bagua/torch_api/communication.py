@@ -118,10 +118,9 @@ def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaPr
 def get_communicator(group_name: str, comm_name: Literal["global", "inter", "intra"]) -> AnyCommunicator:
     """Returns a communicator of the group called ``group_name``.
 
-    Args:
-        group_name: The name of a group that this process knows.
-        comm_name: ``"global"`` for all ranks of the group, ``"inter"`` for the first rank of each host, ``"intra"`` for
-            the ranks on this host.
+    - ``group_name``: The name of a group that this process knows.
+    - ``comm_name``: ``"global"`` for all ranks of the group, ``"inter"`` for the first rank of each host, ``"intra"``
+      for the ranks on this host.
 
     Returns ``NON_COMM_MEMBER`` on a rank outside the communicator. The members open a new communicator collectively.
     Raises ValueError for an unknown group name or communicator name.
@@ -243,15 +242,14 @@ def init_process_group(
     In ``with init_process_group():`` the end of the block calls :func:`destroy_process_group`. If the block raises, the
     other ranks raise PeerRaisedError with the text of the error.
 
-    Args:
-        store: A store of torch.distributed through which the ranks find each other. Requires ``rank``, ``world_size``
-            and ``local_world_size``.
-        rank, world_size, local_world_size: This process's rank, the number of ranks, and the number of ranks on this
-        host. By default the launcher's (page "Launchers"). RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are
-        written to the environment.
-        elastic: Makes the job elastic: the address book through which ranks find each other, ``file:///directory`` on a
-            file system that all ranks see, or ``tcp://host:port``. The default is ``BAGUA_ELASTIC``. Cannot be combined
-            with ``store``. See the page "Elastic jobs".
+    - ``store``: A store of torch.distributed through which the ranks find each other. Requires ``rank``, ``world_size``
+      and ``local_world_size``.
+    - ``rank``, ``world_size``, ``local_world_size``: This process's rank, the number of ranks, and the number of ranks
+      on this host. By default the launcher's (page "Launchers"). RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are
+      written to the environment.
+    - ``elastic``: Makes the job elastic: the address book through which ranks find each other, ``file:///directory`` on
+      a file system that all ranks see, or ``tcp://host:port``. The default is ``BAGUA_ELASTIC``. Cannot be combined
+      with ``store``. See the page "Elastic jobs".
 
     Initialises torch.distributed with gloo, unless it is initialised already or the job is elastic. If
     torch.distributed uses the backend "bagua", its group becomes the default group.

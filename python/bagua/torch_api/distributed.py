@@ -49,19 +49,18 @@ def with_bagua(
     ``loss.backward()`` returns when gradients have been communicated as ``algorithm`` says. A second call replaces the
     first one, unless it raises. :func:`unwrap` ends it.
 
-    Args:
-        module: The model, on the CPU or on one CUDA device. It is changed in place.
-        optimizers: A list of all optimizers that change the model's parameters. For a ``ZeroRedundancyOptimizer`` each
-            rank keeps its own state.
-        algorithm: One of ``bagua.torch_api.algorithms``, such as ``ByteGradAlgorithm(hierarchical=False)``, or its name
-            with default options, such as ``"bytegrad"``.
-        process_group: The ranks that train together, a group of Bagua or torch.distributed. ``None`` means all ranks.
-        do_flatten: True makes each gradient a view of its bucket's memory, which every backward overwrites: clone
-            gradients that must outlive ``zero_grad()``.
-        find_unused_parameters: True allows parameters that get no gradient in a step.
-        broadcast_buffers: True sends rank 0's buffers to all ranks.
-        bucket_size: Size of a bucket in bytes, which are communicated at once. The default is
-            ``BAGUA_DEFAULT_BUCKET_SIZE``, 10 MiB.
+    - ``module``: The model, on the CPU or on one CUDA device. It is changed in place.
+    - ``optimizers``: A list of all optimizers that change the model's parameters. For a ``ZeroRedundancyOptimizer``
+      each rank keeps its own state.
+    - ``algorithm``: One of ``bagua.torch_api.algorithms``, such as ``ByteGradAlgorithm(hierarchical=False)``, or its
+      name with default options, such as ``"bytegrad"``.
+    - ``process_group``: The ranks that train together, a group of Bagua or torch.distributed. ``None`` means all ranks.
+    - ``do_flatten``: True makes each gradient a view of its bucket's memory, which every backward overwrites: clone
+      gradients that must outlive ``zero_grad()``.
+    - ``find_unused_parameters``: True allows parameters that get no gradient in a step.
+    - ``broadcast_buffers``: True sends rank 0's buffers to all ranks in each step.
+    - ``bucket_size``: Size of a bucket in bytes, which are communicated at once. The default is
+      ``BAGUA_DEFAULT_BUCKET_SIZE``, 10 MiB.
 
     The gradient of a weight may be sparse if the weight belongs to an ``Embedding`` or ``EmbeddingBag`` with
     ``sparse=True``, and to nothing else.
@@ -103,9 +102,8 @@ def algorithm_of(module: torch.nn.Module, kind: type[ImplT]) -> ImplT: ...
 def algorithm_of(module: torch.nn.Module, kind: type[Any] = AlgorithmImpl) -> Any:
     """Returns the algorithm that communicates for a wrapped model: ``module.bagua_algorithm`` with a type.
 
-    Args:
-        module: A model of :func:`with_bagua`, or Bagua's ``DistributedDataParallel``.
-        kind: The expected class, such as ``AsyncModelAverageAlgorithmImpl``.
+    - ``module``: A model of :func:`with_bagua`, or Bagua's ``DistributedDataParallel``.
+    - ``kind``: The expected class, such as ``AsyncModelAverageAlgorithmImpl``.
 
     Raises ValueError if the model is not wrapped, and TypeError if the algorithm is not of this class.
     """

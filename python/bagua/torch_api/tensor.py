@@ -136,11 +136,10 @@ class BaguaTensor:
     ) -> torch.Tensor:
         """Registers this tensor, and returns it.
 
-        Args:
-            name: Unique name in the model.
-            module_name: Name of the model.
-            getter_closure: Takes this tensor and returns its effective tensor, by default itself.
-            setter_closure: Takes this tensor and a new effective tensor, and replaces the old one.
+        - ``name``: Unique name in the model.
+        - ``module_name``: Name of the model.
+        - ``getter_closure``: Takes this tensor and returns its effective tensor, by default itself.
+        - ``setter_closure``: Takes this tensor and a new effective tensor, and replaces the old one.
 
         A second call with the same names replaces the closures. Raises ValueError for other names.
         """

@@ -557,11 +557,10 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 class AsyncModelAverageAlgorithm(Algorithm):
     """Trains each rank alone, and averages the weights of all ranks every ``sync_interval_ms`` milliseconds.
 
-    Args:
-        peer_selection_mode: Must be "all".
-        sync_interval_ms: Milliseconds from one averaging round to the next.
-        warmup_steps: Number of steps of the first optimizer that use gradient_allreduce before averaging begins.
-        compression: A codec's name or a :class:`bagua.Codec` for the differences to the last average, or None.
+    - ``peer_selection_mode``: Must be "all".
+    - ``sync_interval_ms``: Milliseconds from one averaging round to the next.
+    - ``warmup_steps``: Number of steps of the first optimizer that use gradient_allreduce before averaging begins.
+    - ``compression``: A codec's name or a :class:`bagua.Codec` for the differences to the last average, or None.
 
     Raises ValueError for another mode, ``sync_interval_ms`` <= 0, ``warmup_steps`` < 0, or an unknown codec.
     """

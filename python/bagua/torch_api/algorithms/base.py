@@ -473,10 +473,9 @@ class _Registry(dict[str, dict[str, Any]]):
     def register(self, name: str, algorithm: Callable[..., Algorithm], description: str | None = None) -> None:
         """Registers an algorithm.
 
-        Args:
-            name: The new name. Raises ValueError if it is already registered.
-            algorithm: A subclass of :class:`Algorithm`, or a function that returns one from keyword arguments.
-            description: A sentence for people.
+        - ``name``: The new name. Raises ValueError if it is already registered.
+        - ``algorithm``: A subclass of :class:`Algorithm`, or a function that returns one from keyword arguments.
+        - ``description``: A sentence for people.
         """
         if not isinstance(name, str):
             raise TypeError(f"an algorithm's name is a str, not {name!r}")

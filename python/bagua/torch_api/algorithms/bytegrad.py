@@ -84,14 +84,12 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
 class ByteGradAlgorithm(Algorithm):
     """Averages (or sums) gradients through a codec.
 
-    Args:
-        hierarchical: Adds in full precision inside each host, and uses the codec only between hosts. On a single host
-            the algorithm then equals ``gradient_allreduce``.
-        average: True divides by the number of ranks; False sums.
-        compression: A codec's name, a :class:`bagua.Codec`, None for no codec, or ``"auto"``. ``"auto"`` times
-            minmax_u8 against no codec in the first steps and every 1,000 steps, and uses the faster one for each
-            bucket.
-        error_feedback: Adds what encoding lost to the gradients of the next step.
+    - ``hierarchical``: Adds in full precision inside each host, and uses the codec only between hosts. On a single host
+      the algorithm then equals ``gradient_allreduce``.
+    - ``average``: True divides by the number of ranks; False sums.
+    - ``compression``: A codec's name, a :class:`bagua.Codec`, None for no codec, or ``"auto"``. ``"auto"`` times
+      minmax_u8 against no codec in the first steps and every 1,000 steps, and uses the faster one for each bucket.
+    - ``error_feedback``: Adds what encoding lost to the gradients of the next step.
 
     Raises ValueError for an unknown codec, and for error feedback without a codec or with ``"auto"``.
     """

@@ -141,10 +141,9 @@ class DecentralizedAlgorithm(Algorithm):
     """Averages weights with peers in full precision. Each rank's gradient, computed at its own weights, is applied to
     the average.
 
-    Args:
-        hierarchical: The members are hosts, with the mean of their ranks' weights, instead of ranks.
-        peer_selection_mode: One of :data:`PEER_SELECTION_MODES`.
-        communication_interval: Steps t with t % interval == 0 communicate; the other steps are local.
+    - ``hierarchical``: The members are hosts, with the mean of their ranks' weights, instead of ranks.
+    - ``peer_selection_mode``: One of :data:`PEER_SELECTION_MODES`.
+    - ``communication_interval``: Steps t with t % interval == 0 communicate; the other steps are local.
 
     Raises ValueError for an unknown mode or an interval below 1.
     """
@@ -164,10 +163,10 @@ class DecentralizedAlgorithm(Algorithm):
 class LowPrecisionDecentralizedAlgorithm(Algorithm):
     """Averages weights with both neighbours of a ring. After each optimizer step, only encoded differences are sent.
 
-    Args:
-        hierarchical: The members are hosts, with the mean of their ranks' weights. All ranks of a host get the result.
-        communication_interval: Steps t with t % interval == 0 communicate; the other steps are local.
-        compression: A codec's name or a :class:`bagua.Codec`.
+    - ``hierarchical``: The members are hosts, with the mean of their ranks' weights. All ranks of a host get the
+      result.
+    - ``communication_interval``: Steps t with t % interval == 0 communicate; the other steps are local.
+    - ``compression``: A codec's name or a :class:`bagua.Codec`.
 
     Raises ValueError for an unknown or missing codec, or an interval below 1.
     """

@@ -31,10 +31,9 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
 class GradientAllReduceAlgorithm(Algorithm):
     """Averages (or sums) gradients in full precision.
 
-    Args:
-        hierarchical: Adds inside each host first, then between hosts.
-        average: True divides by the number of ranks. With False, accumulate gradients only under ``no_sync``: every
-            other backward sums the whole ``.grad`` over the ranks again.
+    - ``hierarchical``: Adds inside each host first, then between hosts.
+    - ``average``: True divides by the number of ranks. With False, accumulate gradients only under ``no_sync``: every
+      other backward sums the whole ``.grad`` over the ranks again.
     """
 
     _implementation = GradientAllReduceAlgorithmImpl

@@ -175,12 +175,11 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
 class LocalSGDAlgorithm(Algorithm):
     """Every rank steps alone. The weights are averaged at the end of every ``communication_interval``-th step.
 
-    Args:
-        communication_interval: Number of steps from one average to the next.
-        hierarchical: Averages inside each host first, and uses the codec only between hosts.
-        compression: A codec's name, a :class:`bagua.Codec`, or None. The codec encodes the change since the last
-            average.
-        error_feedback: Adds what encoding lost to the next average.
+    - ``communication_interval``: Number of steps from one average to the next.
+    - ``hierarchical``: Averages inside each host first, and uses the codec only between hosts.
+    - ``compression``: A codec's name, a :class:`bagua.Codec`, or None. The codec encodes the change since the last
+      average.
+    - ``error_feedback``: Adds what encoding lost to the next average.
 
     Raises ValueError for an interval below 1, an unknown codec, or error feedback without a codec. Raises TypeError for
     an interval or codec of another type.
@@ -206,12 +205,11 @@ class LocalSGDAlgorithm(Algorithm):
 class DiLoCoAlgorithm(Algorithm):
     """Every rank steps alone. An outer SGD steps at the end of every ``communication_interval``-th step.
 
-    Args:
-        communication_interval: Number of steps from one outer step to the next.
-        outer_lr: Learning rate of the outer SGD, whose gradient is the mean change of the ranks' weights.
-        outer_momentum: Momentum of the outer SGD, at least 0 and less than 1.
-        nesterov: Uses Nesterov's form of the momentum.
-        hierarchical, compression, error_feedback: As in :class:`LocalSGDAlgorithm`.
+    - ``communication_interval``: Number of steps from one outer step to the next.
+    - ``outer_lr``: Learning rate of the outer SGD, whose gradient is the mean change of the ranks' weights.
+    - ``outer_momentum``: Momentum of the outer SGD, at least 0 and less than 1.
+    - ``nesterov``: Uses Nesterov's form of the momentum.
+    - ``hierarchical``, ``compression``, ``error_feedback``: As in :class:`LocalSGDAlgorithm`.
 
     Raises the errors of :class:`LocalSGDAlgorithm`, and ValueError for an ``outer_lr`` that is not positive and finite
     or an ``outer_momentum`` outside [0, 1).

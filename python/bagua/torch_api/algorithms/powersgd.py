@@ -289,13 +289,12 @@ class PowerSGDAlgorithm(Algorithm):
     sparse gradients are refused. If the result of a round is not finite, it is so on all ranks, and errors and Q stay
     as they were.
 
-    Args:
-        rank: Rank of the approximations.
-        warm_start: True starts a round with Q of the last round, so that approximations improve from step to step.
-            False draws Q from ``seed`` for each round.
-        error_feedback: Adds to each rank's gradient what its earlier rounds lost.
-        min_compression: Approximates a gradient if the approximation has at least this many times fewer numbers.
-        seed: Seed for the first Q, or for all of them without ``warm_start``.
+    - ``rank``: Rank of the approximations.
+    - ``warm_start``: True starts a round with Q of the last round, so that approximations improve from step to step.
+      False draws Q from ``seed`` for each round.
+    - ``error_feedback``: Adds to each rank's gradient what its earlier rounds lost.
+    - ``min_compression``: Approximates a gradient if the approximation has at least this many times fewer numbers.
+    - ``seed``: Seed for the first Q, or for all of them without ``warm_start``.
 
     Raises ValueError for a number outside its range.
     """

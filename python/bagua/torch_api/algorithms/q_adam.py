@@ -41,18 +41,17 @@ from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedMode
 class QAdamOptimizer(torch.optim.Optimizer):
     """Adam that freezes its second moment after ``warmup_steps`` steps. Also works alone, without ``with_bagua``.
 
-    Args:
-        params: Real, dense parameters, or groups of them with their own ``lr``, ``betas``, ``eps`` and
-            ``weight_decay``.
-        lr: Learning rate.
-        warmup_steps: Number of steps of the warm-up, in which it equals ``torch.optim.Adam(foreach=False)`` bit for
-            bit.
-        betas: Decay rates of both moments.
-        eps: Added to the denominator.
-        weight_decay: As in Adam, ``weight_decay * p`` is added to the gradient, also after the warm-up.
-        legacy: Uses the original Bagua's arithmetic, for comparison. The gradient of step ``warmup_steps`` changes
-            neither moment, ``weight_decay`` acts in the warm-up only, the bias correction of the second moment keeps
-            changing, and after the warm-up the first moment uses ``beta1`` of the first group.
+    - ``params``: Real, dense parameters, or groups of them with their own ``lr``, ``betas``, ``eps`` and
+      ``weight_decay``.
+    - ``lr``: Learning rate.
+    - ``warmup_steps``: Number of steps of the warm-up, in which it equals ``torch.optim.Adam(foreach=False)`` bit for
+      bit.
+    - ``betas``: Decay rates of both moments.
+    - ``eps``: Added to the denominator.
+    - ``weight_decay``: As in Adam, ``weight_decay * p`` is added to the gradient, also after the warm-up.
+    - ``legacy``: Uses the original Bagua's arithmetic, for comparison. The gradient of step ``warmup_steps`` changes
+      neither moment, ``weight_decay`` acts in the warm-up only, the bias correction of the second moment keeps
+      changing, and after the warm-up the first moment uses ``beta1`` of the first group.
 
     A parameter without a gradient does not change.
 
@@ -421,11 +420,10 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 class QAdamAlgorithm(Algorithm):
     """Trains one model with a :class:`QAdamOptimizer`, which must also be among the optimizers given to ``with_bagua``.
 
-    Args:
-        q_adam_optimizer: The model's optimizer.
-        hierarchical: After the warm-up, adds in full precision inside each host, and uses the codec only between hosts.
-            On a single host nothing is compressed then.
-        compression: A codec's name, a :class:`bagua.Codec`, or None.
+    - ``q_adam_optimizer``: The model's optimizer.
+    - ``hierarchical``: After the warm-up, adds in full precision inside each host, and uses the codec only between
+      hosts. On a single host nothing is compressed then.
+    - ``compression``: A codec's name, a :class:`bagua.Codec`, or None.
 
     Raises TypeError for another optimizer, and ValueError for an unknown codec. An object serves one model;
     ``with_bagua`` raises ValueError for a second one.

@@ -29,12 +29,11 @@ def load_checkpoint(
     All ranks call this function, and all load the checkpoint that rank 0's tracker names. A model with experts must be
     loaded by the number of ranks that saved it.
 
-    Args:
-        checkpoints_path: A directory on a file system that all ranks share.
-        model: The model to load into.
-        optimizer: The optimizer to load into.
-        lr_scheduler: The learning-rate scheduler to load into.
-        strict: As in ``Module.load_state_dict``.
+    - ``checkpoints_path``: A directory on a file system that all ranks share.
+    - ``model``: The model to load into.
+    - ``optimizer``: The optimizer to load into.
+    - ``lr_scheduler``: The learning-rate scheduler to load into.
+    - ``strict``: As in ``Module.load_state_dict``.
 
     Raises FileNotFoundError if the tracker names a checkpoint that does not exist. Raises BaguaError if the checkpoint
     holds no state for the given optimizer or scheduler, or if another rank failed.

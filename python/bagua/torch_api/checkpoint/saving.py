@@ -42,12 +42,11 @@ def save_checkpoint(
     optimizer. If a rank crashes at any moment, the newest checkpoint is still the one from before, even if the same
     iteration is being saved again. Returns when everything is on disk.
 
-    Args:
-        iteration: Number of the checkpoint, from 0 on.
-        checkpoints_path: A directory on a file system that all ranks share.
-        model: The model to save.
-        optimizer: The optimizer to save.
-        lr_scheduler: The learning-rate scheduler to save.
+    - ``iteration``: Number of the checkpoint, from 0 on.
+    - ``checkpoints_path``: A directory on a file system that all ranks share.
+    - ``model``: The model to save.
+    - ``optimizer``: The optimizer to save.
+    - ``lr_scheduler``: The learning-rate scheduler to save.
 
     Raises ValueError for an unusable iteration, and TypeError, before anything is written, if a state holds objects
     that a safe load would refuse. If one rank raises OSError, the others raise BaguaError.

@@ -35,19 +35,19 @@ _COUNTS = ("hits", "misses", "unreadable", "bytes_read", "bytes_written", "faile
 class CacheLoader:
     """Values by key: computed by the first :meth:`get` and read from a store afterwards.
 
-    Args:
-        backend: ``"redis"`` (arguments of :class:`~bagua.torch_api.contrib.utils.redis_store.RedisStore`: ``hosts``,
-            ``cluster_mode``, ``capacity_per_node``, ``redis_cluster``, ``timeout``); ``"lmdb"``, a file on this host
-            (``path``, by default one per user and data set in the platform's cache folder; ``capacity_per_node`` in
-            bytes); ``"memory"``, for this process alone (``capacity_per_node``); or ``"auto"``: Redis if ``hosts`` is
-            given or ``redis-server`` is installed, else LMDB, else memory.
-        dataset_name: Values are stored under ``"{dataset_name}_{key}"``. Loaders with the same name share their values.
-        writer_buffer_size: Number of values that are written to the store at a time. This process can read buffered
-            values. They are written by :meth:`flush` and :meth:`close`, before a fork, and at exit.
-        allow_pickle: By default, values are numbers, text, bytes, ``None``, lists, tuples, dictionaries, sets, NumPy
-            arrays and tensors. True also allows other values, which are pickled and signed with the job's secret
-            (``BAGUA_JOB_SECRET``; Redis servers started by the job have a secret of their own). A pickle without a
-            valid signature is never loaded.
+    - ``backend``: ``"redis"`` (arguments of :class:`~bagua.torch_api.contrib.utils.redis_store.RedisStore`: ``hosts``,
+      ``cluster_mode``, ``capacity_per_node``, ``redis_cluster``, ``timeout``); ``"lmdb"``, a file on this host
+      (``path``, by default one per user and data set in the platform's cache folder; ``capacity_per_node`` in bytes);
+      ``"memory"``, for this process alone (``capacity_per_node``); or ``"auto"``: Redis if ``hosts`` is given or
+      ``redis-server`` is installed, else LMDB, else memory.
+    - ``dataset_name``: Values are stored under ``"{dataset_name}_{key}"``. Loaders with the same name share their
+      values.
+    - ``writer_buffer_size``: Number of values that are written to the store at a time. This process can read buffered
+      values. They are written by :meth:`flush` and :meth:`close`, before a fork, and at exit.
+    - ``allow_pickle``: By default, values are numbers, text, bytes, ``None``, lists, tuples, dictionaries, sets, NumPy
+      arrays and tensors. True also allows other values, which are pickled and signed with the job's secret
+      (``BAGUA_JOB_SECRET``; Redis servers started by the job have a secret of their own). A pickle without a valid
+      signature is never loaded.
 
     If a store is lost, hangs or is full, values are computed instead, and :meth:`stats` counts them. A process and its
     DataLoader workers log one warning per server. May be used from several threads and in DataLoader workers, forked or

@@ -18,11 +18,10 @@ __all__ = ["CachedDataset"]
 class CachedDataset(Dataset[Any]):
     """A map-style data set whose samples are cached by index.
 
-    Args:
-        dataset: The data set to wrap. It must return the same sample for an index every time. Apply random augmentation
-            after the cache; otherwise the first result is kept.
-        backend, dataset_name, writer_buffer_size: As in :class:`CacheLoader`, which also takes the other keyword
-        arguments.
+    - ``dataset``: The data set to wrap. It must return the same sample for an index every time. Apply random
+      augmentation after the cache; otherwise the first result is kept.
+    - ``backend``, ``dataset_name``, ``writer_buffer_size``: As in :class:`CacheLoader`, which also takes the other
+      keyword arguments.
 
     Works in DataLoader workers. A DataLoader reads a whole batch in one round trip. Raises the errors of
     :class:`CacheLoader`.
@@ -76,11 +75,10 @@ class CachedDataset(Dataset[Any]):
     ) -> int:
         """Computes and stores the samples that are not cached yet, and returns the number of samples computed.
 
-        Args:
-            indices: Indices of the samples. By default the ranks that share the store divide all indices among them.
-            batch_size: Number of samples per round trip.
-            num_workers: Number of processes that compute samples; 0 computes them in this process.
-            progress: Shows a progress bar if tqdm is installed.
+        - ``indices``: Indices of the samples. By default the ranks that share the store divide all indices among them.
+        - ``batch_size``: Number of samples per round trip.
+        - ``num_workers``: Number of processes that compute samples; 0 computes them in this process.
+        - ``progress``: Shows a progress bar if tqdm is installed.
 
         Does not wait for other ranks.
         """

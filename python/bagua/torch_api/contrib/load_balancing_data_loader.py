@@ -29,23 +29,22 @@ __all__ = ["LoadBalancingDistributedBatchSampler", "LoadBalancingDistributedSamp
 class LoadBalancingDistributedSampler(Sampler[int]):
     """Yields this rank's indices, one per step. In each step all ranks get samples of similar complexity.
 
-    Args:
-        dataset: A map-style data set of constant size.
-        complexity_fn: Returns the computational cost of a sample, an integer in any unit. Called once per sample. A
-            fraction raises TypeError.
-        num_replicas, rank: Number of ranks that share the data set, and this rank. The defaults are those of
-        torch.distributed if it is initialised, else WORLD_SIZE and RANK.
-        shuffle: Shuffles the steps, and the distribution of samples of equal complexity. See ``random_level``.
-        seed: Seed of the shuffling, equal on all ranks.
-        drop_last: True leaves out the most complex samples that do not fill a step. False repeats the least complex
-            ones to fill it. Either way, every rank gets the same number of indices.
-        random_level: 0 gives the best balance and the same neighbours in every epoch; 1 is nearly random. Before
-            sorting, a random integer up to this fraction of the range of complexities is added to each complexity.
-        complexities: Known complexities in the order of the data set. ``complexity_fn`` is not called then.
-        complexity_cache: Path of a file that keeps complexities between jobs. Written if it does not exist. Raises
-            ValueError if it holds a different number of samples.
-        process_group: Divides the computation of complexities among the ranks of this torch.distributed group; every
-            rank must construct its sampler. By default each rank computes all of them.
+    - ``dataset``: A map-style data set of constant size.
+    - ``complexity_fn``: Returns the computational cost of a sample, an integer in any unit. Called once per sample. A
+      fraction raises TypeError.
+    - ``num_replicas``, ``rank``: Number of ranks that share the data set, and this rank. The defaults are those of
+      torch.distributed if it is initialised, else WORLD_SIZE and RANK.
+    - ``shuffle``: Shuffles the steps, and the distribution of samples of equal complexity. See ``random_level``.
+    - ``seed``: Seed of the shuffling, equal on all ranks.
+    - ``drop_last``: True leaves out the most complex samples that do not fill a step. False repeats the least complex
+      ones to fill it. Either way, every rank gets the same number of indices.
+    - ``random_level``: 0 gives the best balance and the same neighbours in every epoch; 1 is nearly random. Before
+      sorting, a random integer up to this fraction of the range of complexities is added to each complexity.
+    - ``complexities``: Known complexities in the order of the data set. ``complexity_fn`` is not called then.
+    - ``complexity_cache``: Path of a file that keeps complexities between jobs. Written if it does not exist. Raises
+      ValueError if it holds a different number of samples.
+    - ``process_group``: Divides the computation of complexities among the ranks of this torch.distributed group; every
+      rank must construct its sampler. By default each rank computes all of them.
 
     Call :meth:`set_epoch` before each epoch to change the order. :attr:`complexities` may be passed to another sampler.
     Raises ValueError for unusable arguments.
@@ -164,12 +163,11 @@ class LoadBalancingDistributedSampler(Sampler[int]):
 class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
     """Yields batches of varying size, cut from another sampler's indices. Every rank yields the same number of batches.
 
-    Args:
-        sampler: The sampler that yields the indices. Its own ``drop_last`` must be False.
-        batch_fn: Takes the list of a rank's indices in an epoch and returns a list of batches. Every rank calls it for
-            all ranks, so it must be deterministic.
-        drop_last: True leaves out the last batches of ranks that have more than others. False repeats the first batches
-            of ranks that have fewer.
+    - ``sampler``: The sampler that yields the indices. Its own ``drop_last`` must be False.
+    - ``batch_fn``: Takes the list of a rank's indices in an epoch and returns a list of batches. Every rank calls it
+      for all ranks, so it must be deterministic.
+    - ``drop_last``: True leaves out the last batches of ranks that have more than others. False repeats the first
+      batches of ranks that have fewer.
 
     Raises ValueError if the sampler drops samples itself, or if a rank has no batch to repeat.
     """

@@ -22,11 +22,10 @@ def all_reduce(
 ) -> torch.Tensor:
     """Returns a new tensor with the reduction of all ranks' tensors. The backward is collective too.
 
-    Args:
-        tensor: The same shape and dtype on all ranks.
-        op: SUM, AVG or MAX. The gradient of SUM is the sum of all ranks' gradients, that of AVG their mean. For MAX,
-            the sum of the gradients goes to the ranks that had the maximum, in equal parts.
-        group: A group of Bagua or torch.distributed; None means the default group.
+    - ``tensor``: The same shape and dtype on all ranks.
+    - ``op``: SUM, AVG or MAX. The gradient of SUM is the sum of all ranks' gradients, that of AVG their mean. For MAX,
+      the sum of the gradients goes to the ranks that had the maximum, in equal parts.
+    - ``group``: A group of Bagua or torch.distributed; None means the default group.
 
     Raises NotImplementedError for another op, TypeError for an op of another library, and ValueError on a rank outside
     the group.

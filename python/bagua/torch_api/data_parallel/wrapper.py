@@ -41,27 +41,26 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     ``loss.backward()`` returns when gradients have been communicated. A forward in evaluation, or without gradients,
     does not communicate. Attributes that the wrapper does not have are the model's.
 
-    Args:
-        module: The model, on the CPU or on one CUDA device.
-        device_ids, output_device: The model's CUDA device, to which the inputs of ``forward`` are moved. Leave them out
-        on the CPU.
-        dim: Must be 0.
-        broadcast_buffers: True copies rank 0's buffers to all ranks at the end of each backward that exchanges
-            gradients.
-        init_sync: True copies rank 0's parameters, buffers and optimizer state to all ranks.
-        process_group: A group of Bagua or torch.distributed. None means Bagua's default group, or torch.distributed's
-            world if its backend is "bagua".
-        bucket_cap_mb: Size of a bucket in MiB. None means ``BAGUA_DEFAULT_BUCKET_SIZE``.
-        find_unused_parameters: True allows parameters that get no gradient in a step.
-        check_reduction: Has no effect, as in torch.
-        gradient_as_bucket_view: True makes each gradient a view of its bucket's memory, which every backward
-            overwrites.
-        static_graph: True allows unused parameters, and several gradients of a parameter in one backward.
-        device_mesh: A mesh of one dimension, instead of ``process_group``.
-        mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce: Not supported; must be None.
-        forward_sync_buffers: Replaces ``broadcast_buffers`` if given.
-        optimizers: The model's optimizers, for algorithms that act on their steps.
-        algorithm: An ``Algorithm``, or the name of one. None means gradient_allreduce.
+    - ``module``: The model, on the CPU or on one CUDA device.
+    - ``device_ids``, ``output_device``: The model's CUDA device, to which the inputs of ``forward`` are moved. Leave
+      them out on the CPU.
+    - ``dim``: Must be 0.
+    - ``broadcast_buffers``: True copies rank 0's buffers to all ranks at the end of each backward that exchanges
+      gradients.
+    - ``init_sync``: True copies rank 0's parameters, buffers and optimizer state to all ranks.
+    - ``process_group``: A group of Bagua or torch.distributed. None means Bagua's default group, or torch.distributed's
+      world if its backend is "bagua".
+    - ``bucket_cap_mb``: Size of a bucket in MiB. None means ``BAGUA_DEFAULT_BUCKET_SIZE``.
+    - ``find_unused_parameters``: True allows parameters that get no gradient in a step.
+    - ``check_reduction``: Has no effect, as in torch.
+    - ``gradient_as_bucket_view``: True makes each gradient a view of its bucket's memory, which every backward
+      overwrites.
+    - ``static_graph``: True allows unused parameters, and several gradients of a parameter in one backward.
+    - ``device_mesh``: A mesh of one dimension, instead of ``process_group``.
+    - ``mixed_precision``, ``delay_all_reduce_named_params``, ``param_to_hook_all_reduce``: Not supported; must be None.
+    - ``forward_sync_buffers``: Replaces ``broadcast_buffers`` if given.
+    - ``optimizers``: The model's optimizers, for algorithms that act on their steps.
+    - ``algorithm``: An ``Algorithm``, or the name of one. None means gradient_allreduce.
 
     Raises NotImplementedError for unsupported arguments; ValueError for ``device_ids`` or ``output_device`` other than
     the model's device, and (with "already") if another wrapper communicates a parameter; BaguaError for a model without

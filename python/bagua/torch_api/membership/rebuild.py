@@ -63,9 +63,8 @@ def rebuild(timeout: float | None = None, *, quorum: Literal["majority", "any"] 
     5. RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE get the new values. torch.distributed is initialised again if
        ``init_process_group`` had initialised it.
 
-    Args:
-        timeout: Seconds to wait; None means the group's timeout.
-        quorum: As in :meth:`bagua.Group.shrink`.
+    - ``timeout``: Seconds to wait; None means the group's timeout.
+    - ``quorum``: As in :meth:`bagua.Group.shrink`.
 
     Raises BaguaTimeoutError, with the ranks that are alive and have not called, or BaguaError with "quorum" and the
     ranks that may still be alive. After these two the call can be repeated. Raises PeerLostError for this rank if the

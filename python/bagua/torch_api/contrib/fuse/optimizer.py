@@ -30,12 +30,11 @@ _MEMBERS = ("params", "param_names")
 def fuse_optimizer(optimizer: Optimizer, do_flatten: bool = True, check_flatten: bool = True) -> Optimizer:
     """Adds the method ``fuse_step(closure=None, *, grad_scaler=None)`` to an optimizer, and returns the optimizer.
 
-    Args:
-        optimizer: The optimizer to fuse. Its ``step`` and ``state_dict`` work as before, and both kinds of step may
-            alternate.
-        do_flatten: Moves the parameters of each group, dtype and device into one piece of memory. False fuses only
-            parameters that are contiguous already.
-        check_flatten: Checks before each step that the parameters are still contiguous, and makes them so again.
+    - ``optimizer``: The optimizer to fuse. Its ``step`` and ``state_dict`` work as before, and both kinds of step may
+      alternate.
+    - ``do_flatten``: Moves the parameters of each group, dtype and device into one piece of memory. False fuses only
+      parameters that are contiguous already.
+    - ``check_flatten``: Checks before each step that the parameters are still contiguous, and makes them so again.
 
     ``fuse_step`` calls ``closure`` like ``step`` does. With ``grad_scaler`` it steps like
     ``grad_scaler.step(optimizer)``, which skips a step whose gradients overflowed. It raises NotImplementedError for a

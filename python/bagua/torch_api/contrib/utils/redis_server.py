@@ -42,12 +42,11 @@ END
 class RedisServer:
     """A ``redis-server`` process that this process owns.
 
-    Args:
-        host: Address to listen on.
-        capacity: Memory limit in bytes.
-        port: 0 chooses a free port.
-        password: None admits every process that reaches the address.
-        settings: Names and values of further settings of Redis.
+    - ``host``: Address to listen on.
+    - ``capacity``: Memory limit in bytes.
+    - ``port``: 0 chooses a free port.
+    - ``password``: None admits every process that reaches the address.
+    - ``settings``: Names and values of further settings of Redis.
 
     Raises RuntimeError, with the server's output, if the server does not start.
     """

@@ -179,18 +179,16 @@ class RedisClusterNodes(RedisNode):
 class RedisStore(ClusterStore):
     """A store on Redis servers.
 
-    Args:
-        hosts: Dictionaries with ``"host"`` and ``"port"``, optionally ``"password"``, ``"username"`` and other options
-            of redis-py's client (``"ssl"``, ``"db"``). None starts ``redis-server`` on each host of the job, once per
-            process for all stores, on the host's own address, with a password that only this job knows. All ranks must
-            then construct the store together if torch.distributed is initialised; otherwise each process gets its own
-            server.
-        cluster_mode: True spreads keys over all hosts by xxh64. False makes each host of the job use one: ``hosts[node
-            rank modulo their number]``.
-        capacity_per_node: Memory limit in bytes of each server that the job starts.
-        redis_cluster: The hosts are nodes of one Redis Cluster; one of them is enough.
-        timeout: Seconds that a server may take to answer before it counts as lost, and seconds to wait for the first
-            answer at construction.
+    - ``hosts``: Dictionaries with ``"host"`` and ``"port"``, optionally ``"password"``, ``"username"`` and other
+      options of redis-py's client (``"ssl"``, ``"db"``). None starts ``redis-server`` on each host of the job, once per
+      process for all stores, on the host's own address, with a password that only this job knows. All ranks must then
+      construct the store together if torch.distributed is initialised; otherwise each process gets its own server.
+    - ``cluster_mode``: True spreads keys over all hosts by xxh64. False makes each host of the job use one:
+      ``hosts[node rank modulo their number]``.
+    - ``capacity_per_node``: Memory limit in bytes of each server that the job starts.
+    - ``redis_cluster``: The hosts are nodes of one Redis Cluster; one of them is enough.
+    - ``timeout``: Seconds that a server may take to answer before it counts as lost, and seconds to wait for the first
+      answer at construction.
 
     Reads from a lost server are misses; see :class:`LossyStore`.
 

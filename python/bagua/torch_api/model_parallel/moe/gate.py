@@ -58,12 +58,11 @@ def top1(
 ) -> Routing:
     """Assigns each token to one expert.
 
-    Args:
-        logits: float32 [S, E].
-        capacity: Number of tokens that each expert accepts.
-        used_token: [S], 0 for a token that no expert shall get.
-        noise: Adds Gumbel noise to the logits before choosing.
-        random_priority: True drops random tokens of a full expert; False drops the last ones.
+    - ``logits``: float32 [S, E].
+    - ``capacity``: Number of tokens that each expert accepts.
+    - ``used_token``: [S], 0 for a token that no expert shall get.
+    - ``noise``: Adds Gumbel noise to the logits before choosing.
+    - ``random_priority``: True drops random tokens of a full expert; False drops the last ones.
     """
     tokens, experts = logits.shape
     gates = torch.softmax(logits, dim=1)
@@ -92,10 +91,9 @@ def top1(
 def top2(logits: torch.Tensor, capacity: int, *, noise: bool = True) -> Routing:
     """Assigns each token to two experts, weighted by the gates of those that accept it.
 
-    Args:
-        logits: float32 [S, E].
-        capacity: Number of tokens that each expert accepts. All first choices come before all second choices.
-        noise: Adds Gumbel noise to the logits before choosing the second expert.
+    - ``logits``: float32 [S, E].
+    - ``capacity``: Number of tokens that each expert accepts. All first choices come before all second choices.
+    - ``noise``: Adds Gumbel noise to the logits before choosing the second expert.
     """
     experts = logits.shape[1]
     gates = torch.softmax(logits, dim=1)

@@ -133,14 +133,13 @@ def _largest(capacity: int, communicator: Communicator | None) -> int:
 class MoE(torch.nn.Module):
     """A mixture of experts with ``num_local_experts`` copies of ``expert`` on each rank.
 
-    Args:
-        hidden_size: Size of the last dimension of the input. ``expert`` must keep it.
-        expert: The module to copy. All experts of a rank start equal.
-        num_local_experts: Number of experts on each rank.
-        k, capacity_factor, eval_capacity_factor, min_capacity, noisy_gate_policy: Options of the gate, see
-        :class:`TopKGate`. An expert accepts ``ceil(k * tokens / experts * capacity_factor)`` tokens of each rank, for
-        k=1 at least ``min_capacity``. Further tokens are dropped, and their output is 0.
-        output_dropout_prob: Dropout probability of the output.
+    - ``hidden_size``: Size of the last dimension of the input. ``expert`` must keep it.
+    - ``expert``: The module to copy. All experts of a rank start equal.
+    - ``num_local_experts``: Number of experts on each rank.
+    - ``k``, ``capacity_factor``, ``eval_capacity_factor``, ``min_capacity``, ``noisy_gate_policy``: Options of the
+      gate, see :class:`TopKGate`. An expert accepts ``ceil(k * tokens / experts * capacity_factor)`` tokens of each
+      rank, for k=1 at least ``min_capacity``. Further tokens are dropped, and their output is 0.
+    - ``output_dropout_prob``: Dropout probability of the output.
 
     Parameters of experts carry ``expert = True``, so that ``with_bagua`` neither broadcasts nor averages them. Their
     gradients are those of the sum of all ranks' losses, or of the mean if ``with_bagua`` averages gradients.
