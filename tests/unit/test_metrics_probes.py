@@ -53,9 +53,9 @@ def test_a_rank_is_ready_while_it_is_in_a_group_and_its_control_thread_is_looked
         statuses = [status for status, _ in found]
         assert statuses == [503, 200, 200, 200, 503, 200]
         texts = [text for _, text in found]
-        assert texts[0] == texts[4] == "not joined: there is no default group, not yet or not any more\n"
+        assert texts[0] == texts[4] == "not joined: there is no default group now\n"
         assert texts[1] == texts[5]
-        assert "no control thread was looked at: no group has been joined" in texts[1]
+        assert "no control thread was checked: no group has been joined" in texts[1]
         assert texts[2] == f"joined: rank {rank} of 2\n"
         assert texts[3].startswith("control thread runs: ")
 
@@ -68,7 +68,7 @@ def is_alone(rank: int) -> list[str]:
 
 def test_a_world_of_one_has_no_control_thread_and_says_so() -> None:
     ((health, ready),) = World(1).run(is_alone)
-    assert "no control thread was looked at: a world of one rank has none" in health
+    assert "no control thread was checked: a world of one rank has none" in health
     assert ready == "joined: rank 0 of 1\n"
 
 
@@ -163,7 +163,7 @@ def test_a_rank_that_waits_for_others_to_join_answers_already(join: Callable[[],
         _, found = world.run(waits_for_rank_1, join, port)
     (health, _), (ready, why) = found
     assert (health, ready) == (200, 503)
-    assert why == "not joined: there is no default group, not yet or not any more\n"
+    assert why == "not joined: there is no default group now\n"
 
 
 class Folder:
@@ -237,7 +237,7 @@ def test_threads_that_cannot_be_looked_at_are_not_alive(monkeypatch: pytest.Monk
     monkeypatch.setattr(probes, "_TASKS", Path("/no/such/folder"))
     ok, text = probes.alive(0.1)
     assert not ok
-    assert text.startswith("cannot look at the control thread: ")
+    assert text.startswith("cannot check the control thread: ")
 
 
 def test_a_probe_that_waits_holds_up_no_other(tasks: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def test_a_probe_that_waits_holds_up_no_other(tasks: Folder, monkeypatch: pytest
 def test_a_misspelt_path_is_no_answer(path: str) -> None:
     port = metrics.serve()
     try:
-        assert ask(port, path) == (404, "there are /metrics, /healthz and /readyz here\n")
+        assert ask(port, path) == (404, "not found; try /metrics, /healthz or /readyz\n")
         assert [ask(port, known)[0] for known in ("/", "/metrics", "/healthz")] == [200] * 3
     finally:
         server = process.metrics_servers.pop()

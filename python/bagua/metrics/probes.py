@@ -49,13 +49,13 @@ def alive(limit: float = LIMIT_S) -> Answer:
         try:
             now = _switches()
         except OSError as error:
-            return Answer(False, f"cannot look at the control thread: {error}")
+            return Answer(False, f"cannot check the control thread: {error}")
         group = joined()
         # While a group is being joined, its control thread does not send heartbeats yet.
         joins = group is None and not process.live_groups()
         if joins or (not now and (group is None or group.size == 1)):
             what = "no group has been joined" if group is None else "a world of one rank has none"
-            return Answer(True, f"this server answers; no control thread was looked at: {what}")
+            return Answer(True, f"this server answers; no control thread was checked: {what}")
         # A thread that has ended is not in `now`. A new thread counts from here.
         waiting = [thread for thread, count in now.items() if before.setdefault(thread, count) == count]
         if now and not waiting:
@@ -74,7 +74,7 @@ def ready() -> Answer:
     """
     group = joined()
     if group is None:
-        return Answer(False, "not joined: there is no default group, not yet or not any more")
+        return Answer(False, "not joined: there is no default group now")
     try:
         group._communicator.cause()
     except Exception as error:

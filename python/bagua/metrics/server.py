@@ -65,7 +65,7 @@ def start(port: int, addr: str, metrics: Callable[..., Iterable[bytes]]) -> Serv
             return metrics(environ, begin)
         if probe is None:
             begin("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
-            return [f"there are /metrics, {' and '.join(_PROBES)} here\n".encode()]
+            return [f"not found; try /metrics, {' or '.join(_PROBES)}\n".encode()]
         found = probe()
         begin(
             "200 OK" if found.ok else "503 Service Unavailable",
