@@ -63,6 +63,7 @@ TORCH = (
     "cuda/tensors.py",
     "lightning/*",
     "horovod/*",
+    "fsdp.py",
     "hooks.py",
     "linalg.py",
     "torch_exchange.py",

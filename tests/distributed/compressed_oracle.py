@@ -81,3 +81,23 @@ class CompressedAllReduce:
         for x in decoded[1:]:
             total = total + x.astype(np.float32)
         return (total / np.float32(self.divisor)).astype(decoded[0].dtype)
+
+
+class CompressedReduceScatter(CompressedAllReduce):
+    """The reduce_scatter, in which every codec sends one record for each member's part."""
+
+    def parts(self, inputs: Sequence[Values]) -> list[Values]:
+        """The part of each member. What is not finite stays out of the errors of those who sent or got it."""
+        if self.errors is None:
+            self.errors = [np.zeros(len(x), np.float32) for x in inputs]
+        after = [x.astype(np.float32) + e for x, e in zip(inputs, self.errors, strict=True)]
+        decoded = []
+        for codec, x, left in zip(self._codecs, inputs, after, strict=True):
+            given = left.astype(x.dtype) if self.feedback else x
+            decoded.append(codec.decode(codec.encode(given, chunks=self.members), given, chunks=self.members))
+            left -= decoded[-1].astype(np.float32)
+        parts = np.split(self._mean(decoded), self.members)
+        if self.feedback:
+            whole = [np.isfinite(x).all() and np.isfinite(part).all() for x, part in zip(after, parts, strict=True)]
+            self.errors = [x if finite else e for x, e, finite in zip(after, self.errors, whole, strict=True)]
+        return parts

@@ -47,6 +47,25 @@ def fully_sharded(pair: Pair) -> None:
         assert torch.equal(found, expected)
 
 
+@needs_torch((2, 15), "its replicate takes other arguments")
+def replicated(pair: Pair) -> None:
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    def weights(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        replicate(model, mesh=DeviceMesh.from_group(group, "cpu"))
+        optimizer = torch.optim.Adam(model.parameters())
+        for step in range(STEPS):
+            model(torch.full((3, 8), 1.0 + step + pair.rank)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.full_tensor().detach() for param in model.parameters()]  # type: ignore[operator]
+
+    for found, expected in zip(weights(pair.ours), weights(pair.gloo), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.slow
 @needs_backend_class("its fully_shard is for CUDA alone, or averages by other means than on gloo")
 def sharded_checkpoint(pair: Pair) -> None:
