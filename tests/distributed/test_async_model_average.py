@@ -369,7 +369,7 @@ def models_and_options_that_do_not_fit_are_refused_before_any_communication(rank
     whole = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="do_flatten=True"):
         whole.with_bagua([], AsyncModelAverageAlgorithm(), do_flatten=False)
-    with pytest.raises(ValueError, match=r"warm-up of 3 steps.*was given none"):
+    with pytest.raises(ValueError, match=r"warmup_steps=3 .*was given none"):
         whole.with_bagua([], AsyncModelAverageAlgorithm(warmup_steps=3))
     complex_ = torch.nn.Module()
     complex_.register_parameter("weight", torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64)))

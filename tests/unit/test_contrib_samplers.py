@@ -232,7 +232,7 @@ def test_batch_samplers_refuse_what_cannot_work() -> None:
         LoadBalancingDistributedBatchSampler(samplers([1, 2], 1, drop_last=True)[0], growing)
     with pytest.raises(TypeError, match="SequentialSampler"):
         LoadBalancingDistributedBatchSampler(torch.utils.data.SequentialSampler([1]), growing)
-    with pytest.raises(ValueError, match="no batch for rank 1"):
+    with pytest.raises(ValueError, match="for rank 1"):
         len(
             batch_samplers([1, 2, 3, 4], 2, lambda indices: [[i] for i in indices if i % 2 == 0], False, shuffle=False)[
                 0

@@ -172,7 +172,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             raise ValueError("asynchronous averaging needs the weights in buckets of their own: do_flatten=True")
         if self.warmup_steps and not bagua_ddp.bagua_optimizers:
             raise ValueError(
-                f"a warm-up of {self.warmup_steps} steps of the first optimizer, but with_bagua was given none"
+                f"warmup_steps={self.warmup_steps} counts steps of the first optimizer, but with_bagua was given none"
             )
         parameters = bagua_ddp.bagua_build_params()
         check_floating(parameters)
@@ -584,5 +584,5 @@ class AsyncModelAverageAlgorithm(Algorithm):
 
 
 GlobalAlgorithmRegistry.register(
-    "async", AsyncModelAverageAlgorithm, "weights averaged every interval by a thread, beside the training"
+    "async", AsyncModelAverageAlgorithm, "weights averaged every interval by a thread, during training"
 )

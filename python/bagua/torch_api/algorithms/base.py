@@ -425,7 +425,7 @@ class Algorithm:
     def reify(self, process_group: ProcessGroup) -> AlgorithmImpl:
         """Returns a new implementation of this algorithm for one model, which communicates with ``process_group``."""
         if self._implementation is None:
-            raise NotImplementedError(f"{type(self).__name__}.reify")
+            raise NotImplementedError(f"{type(self).__name__} must override reify()")
         return self._implementation(process_group, self)
 
     @property

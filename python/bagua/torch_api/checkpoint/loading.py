@@ -68,7 +68,10 @@ def load_checkpoint(
         if iteration == RELEASE:
             return 0
         if whole["iteration"] != iteration:
-            raise BaguaError(f"{tracker_file(path)} says {iteration}, and the file in {folder} {whole['iteration']}")
+            raise BaguaError(
+                f"{tracker_file(path)} names iteration {iteration}, but {model_file(folder)} holds iteration "
+                f"{whole['iteration']}"
+            )
         return int(iteration)
 
     return load_weights(model, ranks, load)
@@ -77,7 +80,7 @@ def load_checkpoint(
 def _read_optimizer(folder: Path, ranks: Coordinator) -> dict[str, Any]:
     saved = len(list(folder.glob(optimizer_file(folder, 0).name.replace("_0_", "_*_", 1))))
     if saved != ranks.size:
-        raise BaguaError(f"{folder} was saved by {saved} ranks, and {ranks.size} load it: their optimizers do not fit")
+        raise BaguaError(f"{folder} was saved by {saved} ranks, but {ranks.size} load it: use {saved} ranks")
     return _read(optimizer_file(folder, ranks.rank))
 
 

@@ -99,7 +99,7 @@ def _require_safe(value: Any, where: str) -> None:
     """Raises TypeError unless a value is whole on this rank and can be read without running code from the file."""
     if hasattr(value, "placements") and hasattr(value, "to_local"):
         raise TypeError(
-            f"{where} is a {type(value).__name__}, of which this rank has a part only: save sharded models with "
+            f"{where} is a {type(value).__name__}, whose parts are on several ranks: save sharded models with "
             "torch.distributed.checkpoint"
         )
     if isinstance(value, torch.Tensor) or type(value) in _SAFE:

@@ -200,7 +200,8 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
             total = min(counts) if self.drop_last else max(counts)
             if total and 0 in counts:
                 raise ValueError(
-                    f"batch_fn made no batch for rank {counts.index(0)} and {total} for another: none can be repeated"
+                    f"batch_fn made {total} batches for one rank but none, which could be repeated, for rank "
+                    f"{counts.index(0)}"
                 )
             mine = by_rank[self.sampler.rank]
             self._known = self.sampler.epoch, [mine[number % len(mine)] for number in range(total)]
@@ -258,7 +259,7 @@ class _Position:
         if consumed is None:
             return self._given
         if not 0 <= consumed <= total:
-            raise ValueError(f"consumed is {consumed}, and an epoch has {total}")
+            raise ValueError(f"consumed is {consumed}, but an epoch has {total}")
         return consumed
 
 

@@ -390,7 +390,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         one.
         """
         if self._given_group is not None:
-            raise BaguaError("a wrapper can be pickled when it communicates with the default group")
+            raise BaguaError("a wrapper can be pickled only if it communicates with the default group")
         return self._state_of_copy()
 
 

@@ -122,7 +122,7 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
     own = engine.JoinServer(entering, token)
     other = _status(own, rank, book.read(f"rank-{rank}"))
     if other is not None:
-        raise BaguaError(f"rank {rank} is alive: another process of this job has it")
+        raise BaguaError(f"rank {rank} is alive: another process of this job runs as this rank")
     book.write(f"rank-{rank}", {"server": own.address, "incarnation": own.incarnation})
 
     def alone() -> neutral.Group:

@@ -347,7 +347,7 @@ def require_exchanged(model: WrappedModel, optimizer: torch.optim.Optimizer) -> 
     if name is not None:
         error = BaguaError(
             f"optimizer.step() on rank {model.backend.rank} would use a gradient of {name!r} of model "
-            f"{model.bagua_module_name!r} that no backward() has brought, so that the ranks did not average it: "
+            f"{model.bagua_module_name!r} that no backward() has computed, so the ranks did not average it: "
             "torch.autograd.grad computed it, or it was assigned or changed since; call backward(), or average such "
             "gradients yourself and do not give the optimizer to the wrapper"
         )
@@ -486,7 +486,7 @@ def _check_buffer(name: str, buffer: torch.Tensor) -> None:
         raise NotImplementedError(f"buffer {name!r} is quantized, {buffer.dtype}: such tensors are not communicated")
     if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
         raise ValueError(
-            f"buffer {name!r} of shape {list(buffer.shape)} is expanded: several of its elements are one place in "
+            f"buffer {name!r} of shape {list(buffer.shape)} is expanded: several of its elements share one place in "
             "memory, which cannot be written; register expanded.clone()"
         )
 

@@ -190,7 +190,7 @@ class ModelEngine:
         """The model."""
         module = self._module()
         if module is None:
-            raise BaguaError(f"model {self.bagua_module_name!r} exists no longer")
+            raise BaguaError(f"model {self.bagua_module_name!r} no longer exists")
         return module
 
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:

@@ -1,1 +1,1 @@
-"""Where the cache keeps its values: key-value stores, and the form in which values are written."""
+"""Key-value stores for the sample cache, and the encoding of values in them."""

@@ -151,7 +151,7 @@ class ClusterStore(Store):
                 from xxhash import xxh64_intdigest
             except ImportError as absent:
                 raise ImportError(
-                    'several cache stores are routed by xxhash, which is not installed: pip install "xxhash>=3"'
+                    'several cache stores need the package xxhash, which is not installed: pip install "xxhash>=3"'
                 ) from absent
             self._hash = xxh64_intdigest
 
