@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bagua.codecs import Codec
-from bagua.torch_exchange import TensorExchange, codec_of
+from bagua.torch_exchange import TensorExchange, Wire, codec_of
 
 __all__ = ["CompressedShards", "compress"]
 
@@ -67,21 +67,22 @@ def compress(
     found = _parameter_groups(module)
     for name, _, group in found:
         _check(name, group, [each for each in (inner, outer) if each is not None])
-    across = None if replicas is None else _group_of(replicas, [group for _, _, group in found])
+    across = [] if replicas is None else [_group_of(replicas, [group for _, _, group in found])]
     reduced: dict[str, _Collective] = {}
     for name, fsdp, group in found:
-        shards = group.mesh_info.shard_process_group
+        mesh = group.mesh_info
         if inner is not None:
-            scatters = _ReduceScatter(name, inner, error_feedback, shards, across)
+            groups = [mesh.shard_process_group, *across]
+            scatters = _ReduceScatter(name, inner, error_feedback, mesh.shard_mesh_size, groups)
             fsdp.set_custom_reduce_scatter(scatters)
             reduced[f"{name}:reduce_scatter"] = scatters
-        if outer is not None and across is not None:
-            averages = _ReplicaAverage(name, outer, error_feedback, shards, across)
+        if outer is not None:
+            averages = _ReplicaAverage(name, outer, error_feedback, mesh.shard_mesh_size, across)
             fsdp.set_all_reduce_hook(averages)
             reduced[f"{name}:replicas"] = averages
             with torch.no_grad():
                 for parameter in group.fsdp_params:
-                    averages.exchange.wire.broadcast(parameter.sharded_param.to_local())
+                    averages.wires[0].broadcast(parameter.sharded_param.to_local())
     return CompressedShards(reduced, error_feedback)
 
 
@@ -133,40 +134,28 @@ class CompressedShards:
         one replica.
         """
         for one in self._collectives.values():
-            one.consolidate()
+            if one.error is not None:
+                for wire in one.wires:
+                    wire.average(one.error)
 
 
 class _Collective:
     """One compressed collective of one FSDP module, with what it keeps from step to step."""
 
     def __init__(
-        self,
-        name: str,
-        codec: Codec,
-        error_feedback: bool,
-        shards: dist.ProcessGroup,
-        replicas: dist.ProcessGroup | None,
+        self, name: str, codec: Codec, error_feedback: bool, shards: int, groups: Sequence[dist.ProcessGroup]
     ) -> None:
         self._name = name
         self._error_feedback = error_feedback
-        self._codec = codec
-        self._replicas = replicas
         #: Number of ranks that share the module.
-        self.shards = dist.get_world_size(shards)
-        self.exchange = TensorExchange(codec, self._sends_on(shards))
+        self.shards = shards
+        #: The first of the groups sends the records. The memory of all ranks of all groups is owed to the same result.
+        self.exchange = TensorExchange(codec, groups[0])
+        self.wires = [Wire(group) for group in groups]
         #: Number of calls so far, from which codecs that draw at random draw.
         self.calls = 0
         #: What encoding has lost, in host memory. None before the first call, and without error feedback.
         self.error: torch.Tensor | None = None
-
-    def _sends_on(self, shards: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Returns the group of the ranks that exchange records."""
-        raise NotImplementedError
-
-    def consolidate(self) -> None:
-        """Replaces the error memory by the mean over the ranks that exchange records."""
-        if self.error is not None:
-            self.exchange.wire.average(self.error)
 
     def _next(self, given: torch.Tensor) -> dict[str, Any]:
         """Returns number and error memory of the next call, with these gradients."""
@@ -183,14 +172,6 @@ class _Collective:
 
 class _ReduceScatter(_Collective):
     """The reduce_scatter of one FSDP module, as torch's `ReduceScatter`."""
-
-    def _sends_on(self, shards: dist.ProcessGroup) -> dist.ProcessGroup:
-        return shards
-
-    def consolidate(self) -> None:
-        super().consolidate()
-        if self.error is not None and self._replicas is not None:
-            TensorExchange(self._codec, self._replicas).wire.average(self.error)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns memory for an operand."""
@@ -216,10 +197,6 @@ class _ReduceScatter(_Collective):
 
 class _ReplicaAverage(_Collective):
     """The average of one FSDP module's shard over the replicas, which FSDP calls after its reduce_scatter."""
-
-    def _sends_on(self, shards: dist.ProcessGroup) -> dist.ProcessGroup:
-        assert self._replicas is not None
-        return self._replicas
 
     def __call__(self, shard: torch.Tensor) -> None:
         """Replaces the shard by its mean."""
