@@ -198,7 +198,7 @@ class Group(ObjectCollectives):
 
     def leave(self) -> None:
         """Leaves the group and its sub-groups, and closes this rank's connections. Idempotent."""
-        # Writes the flight record of a failure that no call of this rank has raised yet.
+        # Write the flight record of a failure that no call of this rank has raised yet.
         with contextlib.suppress(BaguaError):
             self._communicator.cause()
         self._communicator.leave()

@@ -134,9 +134,7 @@ def same_kind(one: Operand, out: Operand, shape: tuple[int, ...]) -> Operand:
 
 
 def check_beside(one: Operand, other: Operand, what: str, beside: str) -> None:
-    """Raises TypeError unless both operands are on the same device. `what` names `other` and `beside` names `one` in
-    the text.
-    """
+    """Raises TypeError unless the operands are on the same device. `what` and `beside` name them in the text."""
     if one.where != other.where:
         raise TypeError(f"{what} is on {other.where}, {beside} is on {one.where}")
 

@@ -210,7 +210,6 @@ def _remove_old_jobs_meanwhile(folder: str) -> None:
 
 
 def _remove_old_jobs(folder: str) -> None:
-    """Removes the records of all but the newest jobs. Ignores folders that cannot be removed."""
     for path in _job_folders(folder)[:-KEPT_JOBS]:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -434,7 +434,6 @@ class SignSGD(torch.optim.SGD):
         return loss
 
     def _direction(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Returns the gradient with weight decay and momentum, as in torch.optim.SGD."""
         assert parameter.grad is not None
         direction = parameter.grad.add(parameter, alpha=group["weight_decay"])
         if not group["momentum"]:

@@ -63,7 +63,7 @@ def run(ranks: int = 2) -> tuple[dict[str, Any], str]:
 
 
 def _failure(processes: Sequence[subprocess.Popen[str]], until: float) -> str:
-    """Returns the last line that the first failed rank wrote; "" if all ranks ended well."""
+    """Returns the last line that the first failed rank wrote; "" if there is none."""
     for rank, process in enumerate(processes):
         try:
             _, errors = process.communicate(timeout=max(0.0, until - time.monotonic()))

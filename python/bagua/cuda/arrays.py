@@ -29,7 +29,6 @@ class ArrayStream(NamedTuple):
     """The device of an array, and the streams of a call on it."""
 
     device: CudaDevice
-    #: The stream of the call.
     stream: int
     #: The stream on which the array's values are produced; None if the array names none.
     producer: int | None = None

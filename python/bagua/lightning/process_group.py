@@ -119,7 +119,7 @@ def reduce(who: str, tensor: Any, group: Any, reduce_op: Any) -> Any:
         raise ValueError(f"unrecognized reduce_op {reduce_op!r} for {who}: it takes a name, None or a ReduceOp")
     if not dist.is_initialized():
         return tensor
-    # gloo has no average.
+    # gloo cannot average.
     divided = op == dist.ReduceOp.AVG and dist.get_backend() == "gloo"
     dist.all_reduce(tensor, dist.ReduceOp.SUM if divided else op)
     if divided:
