@@ -39,7 +39,6 @@ help: ## Explains every target
 	@echo "  RANKS=4 make train              trains with four ranks"
 	@echo "  make train ALGORITHM=bytegrad   trains with another algorithm (docs/explain/algorithms.md)"
 	@echo "  PYTEST_PROCESSES=1 make test    runs one Python test after the other"
-	@echo "  STEPS=sdist make release        runs some of the steps of a release (tools/release.py lists them)"
 
 ##@ Set-up and use
 
@@ -145,7 +144,8 @@ MODEL := RUSTFLAGS="--cfg model -D warnings" cargo test --profile model --target
 .PHONY: lint
 lint: installed ## Layers, licences, workflows, formatting, clippy, ruff, mypy, and the extension's stub against the extension
 	$(BIN)/python tools/check_layers.py
-	$(BIN)/python tools/release.py versions licences
+	$(BIN)/python tools/release.py versions
+	$(BIN)/python tools/crates.py --check
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 	cargo fmt --all --check
@@ -162,15 +162,10 @@ format: installed ## Formats Rust and Python, and applies the fixes of ruff that
 	$(BIN)/ruff format .
 
 .PHONY: docs
-docs: installed $(DOCS)/.packages ## Builds the documentation site into site/, without a network, and checks its links
+docs: $(DOCS)/.packages ## Builds the documentation site into site/, and checks its links
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
-	$(BIN)/python -m tools.check_site site
 
-.PHONY: docs-in-a-browser
-docs-in-a-browser: docs ## Opens the site's pages in Chromium: they must fit wide and narrow windows, and the search must work
-	$(BIN)/python -m tools.check_pages site
-
-# mkdocs reads the sources, and asks the Python of .venv what functions are when they are imported: its own environment has no torch.
+# mkdocs reads the sources: its environment has no torch.
 $(DOCS)/.packages: $(VENV)/.made requirements/docs.in requirements/constraints.txt
 	$(UV) venv --quiet --allow-existing --python $(BIN)/python $(DOCS)
 	$(UV) pip install --python $(DOCS)/bin/python --constraint requirements/constraints.txt --requirement requirements/docs.in
@@ -289,26 +284,32 @@ gpu-bench: setup ## Measures on this machine's GPU, and prints a table with the 
 TARGET ?=
 
 .PHONY: wheel
-wheel: $(VENV)/.wheel$(TARGET:%=-%) ## Builds the wheel that a user installs into dist/, audits it, and runs two ranks from it; TARGET=… for another machine
+wheel: $(VENV)/.wheel$(TARGET:%=-%) ## Builds the wheel that a user installs into dist/, checks it, and runs two ranks from it; TARGET=… for another machine
 
-$(VENV)/.wheel$(TARGET:%=-%): $(VENV)/.packages tools/wheel.py tools/elf.py tools/crates.py tools/description.py tools/smoke.py README.md LICENSE \
-		LICENSE-THIRD-PARTY.txt $(PYTHON_SOURCES) $(RUST_SOURCES)
-	@tools/step "Compiling the wheel as small as it gets: some minutes, most of them in the last crate" \
+$(VENV)/.wheel$(TARGET:%=-%): $(VENV)/.packages tools/wheel.py tools/smoke.py README.md LICENSE LICENSE-THIRD-PARTY.txt $(PYTHON_SOURCES) $(RUST_SOURCES)
+	@tools/step "Compiling the wheel as small as it gets, checking it, and running two ranks from it: some minutes" \
 		$(BIN)/python tools/wheel.py build $(TARGET)
-	@echo "== Auditing the wheel, and running two ranks from it: some seconds"
-	@$(BIN)/python tools/wheel.py check $(TARGET)
 	@touch $@
 
-# A dry run that publishes nothing; `make release RELEASE=yes` publishes, and RELEASE=check says whether that would.
-STEPS ?=
+.PHONY: sdist
+sdist: $(VENV)/.packages ## Builds the sdist into dist/, a wheel from it, and runs two ranks from that
+	rm -f dist/bagua_rs-*.tar.gz
+	$(BIN)/maturin sdist --out dist
+	CARGO_TARGET_DIR=$(CURDIR)/target $(BIN)/python tools/wheel.py smoke dist/bagua_rs-*.tar.gz
+
+# cargo does not unpack a crate's package again if an earlier dry run of the same version has, and would compile the old one.
+.PHONY: crates
+crates: ## Packages every crate as for crates.io, and compiles it from its package
+	rm -rf "$${CARGO_HOME:-$$HOME/.cargo}"/registry/src/-*/{bagua,nccl-sys}-*
+	cargo publish --workspace --dry-run --locked --allow-dirty
 
 .PHONY: release
-release: $(VENV)/.packages ## Builds and checks everything that a release publishes into dist/, and prints a table; RELEASE=yes publishes it
-	RELEASE=$(RELEASE) $(BIN)/python tools/release.py $(STEPS)
+release: wheel sdist crates docs ## Builds and checks everything that a release publishes; .github/workflows/release.yml publishes
+	$(BIN)/python tools/release.py versions
 
 .PHONY: licences
 licences: ## Writes the licence texts of every linked crate into LICENSE-THIRD-PARTY.txt
-	$(PYTHON) tools/crates.py licences
+	$(PYTHON) tools/crates.py
 
 .PHONY: constraints
 constraints: $(VENV)/.made ## Pins the newest versions of requirements/*.in for every supported Python

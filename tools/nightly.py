@@ -25,7 +25,6 @@ PARTS = {
     "wheel": "wheel",
     "oldest": "test-oldest",
     "arm": "test-arm",
-    "site": "docs-in-a-browser",
     "bench": "bench",
 }
 LOGS = Path("target/nightly")

@@ -1,14 +1,13 @@
 """Hooks of mkdocs: the pages of docs/ as they are, the files that they link to, and the reference.
 
-docs/ is written for a reader of the repository: links lead to files outside docs/, headings have GitHub's anchors, and
-fences have marks for the tests. Here all three become what mkdocs understands. No page of the reference is committed.
+docs/ is written for a reader of the repository: links lead to files outside docs/, and fences have marks for the tests.
+Here both become what mkdocs understands. No page of the reference is committed: griffe reads the sources.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,9 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
-from tools import release, since  # noqa: E402
-from tools.description import LINK  # noqa: E402
-from tools.public_names import PUBLIC, is_module, public_modules  # noqa: E402
-
+#: A link of Markdown that is relative and leads to a file: what is between its parentheses.
+_LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
 _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(<code>)")
 _FENCE = re.compile(r"^(?P<fence>```\w+) (?:not run: (?P<reason>.*)|.*)$", re.MULTILINE)
 
@@ -29,25 +25,11 @@ _FENCE = re.compile(r"^(?P<fence>```\w+) (?:not run: (?P<reason>.*)|.*)$", re.MU
 _ELSEWHERE = "repository"
 
 
-def slug(heading: str, separator: str) -> str:
-    """The anchor of a heading, as GitHub makes it."""
-    return re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", separator)
-
-
-def on_config(config: Any) -> Any:
-    """Adds the modules to the navigation's reference, and GitHub's anchors."""
-    config.mdx_configs.setdefault("toc", {})["slugify"] = slug
-    pages = next(part["Reference"] for part in config.nav if "Reference" in part)
-    pages += [{f"API: {head}": [{m: _page(m)} for m in modules]} for head, modules in PUBLIC.items()]
-    return config
-
-
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages of the modules, and every file of the repository that a page links to."""
-    known = since.versions(ROOT, release.version())
-    for module, names in public_modules().items():
-        content = reference(module, names, since.sentence(module, names, known))
-        files.append(File.generated(config, _page(module), content=content))
+    """Adds the pages of modules that the navigation has, and every file of the repository that a page links to."""
+    for module in re.findall(r"'api/([\w.]+)\.md'", str(config.nav)):
+        content = f"::: {module}\n    options:\n      heading_level: 1\n"
+        files.append(File.generated(config, f"api/{module}.md", content=content))
     waiting = [*(ROOT / "docs").rglob("*.md")]
     done = set(waiting)
     while waiting:
@@ -76,7 +58,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         target = _in_site((source.parent / found["target"]).resolve())
         return posixpath.relpath(target, here or ".") + (found["anchor"] or "")
 
-    return _FENCE.sub(_fence, LINK.sub(lead, markdown))
+    return _FENCE.sub(_fence, _LINK.sub(lead, markdown))
 
 
 def _fence(found: re.Match[str]) -> str:
@@ -92,26 +74,10 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
 
 def linked_files(document: Path) -> Iterable[Path]:
     """The files of the repository outside docs/ that a document links to."""
-    for found in LINK.finditer(document.read_text(encoding="utf-8")):
+    for found in _LINK.finditer(document.read_text(encoding="utf-8")):
         target = (document.parent / found["target"]).resolve()
         if target.is_file() and not target.is_relative_to(ROOT / "docs"):
             yield target
-
-
-def reference(module: str, names: list[str], age: str) -> str:
-    """The page of a module: what it says of itself, since when it exists, and an entry for each public name."""
-    lines = [f"::: {module}", "    options:", "      members: false", "      heading_level: 1", "", age, ""]
-    # Functions, then classes, then errors: not the order of their first letters' codes.
-    for name in sorted(names, key=lambda name: (name.endswith("Error"), name[:1].isupper(), name)):
-        dotted = f"{module}.{name}"
-        # Modules have pages of their own: here only their first words.
-        extra = ["    options:", "      members: false"] if is_module(dotted) else []
-        lines += [f"::: {dotted}", *extra, ""]
-    return "\n".join(lines)
-
-
-def _page(module: str) -> str:
-    return f"api/{module}.md"
 
 
 def _in_site(path: Path) -> str:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from tools import elf
 
 
 def extension() -> Path:
@@ -23,30 +19,13 @@ def extension() -> Path:
 
 
 def test_the_extension_links_neither_libtorch_nor_libpython_nor_cuda() -> None:
-    libraries = elf.needed(extension())
-    assert any(name.startswith("libc.so") for name in libraries), libraries
-    assert elf.foreign(libraries) == []
-
-
-def test_libraries_of_torch_python_and_cuda_would_be_found_out() -> None:
-    wrong = ["libtorch_cpu.so", "libc10.so", "libpython3.11.so.1.0", "libcuda.so.1", "libcudart.so.13", "libnccl.so.2"]
-    assert elf.foreign(["libc.so.6", *wrong, "libm.so.6", "ld-linux-x86-64.so.2"]) == wrong
-
-
-def test_the_elf_reader_agrees_with_readelf() -> None:
-    readelf = shutil.which("readelf")
-    if readelf is None:
-        pytest.skip("readelf is not installed (Debian and Ubuntu: binutils)")
-    for path in (extension(), Path(shutil.which("bash") or "/bin/sh").resolve()):
-        shown = subprocess.run([readelf, "-d", path], check=True, capture_output=True, text=True).stdout
-        assert elf.needed(path) == re.findall(r"\(NEEDED\).*\[(.*)\]", shown)
-
-
-def test_the_elf_reader_refuses_what_is_no_elf_file(tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    text.write_text("not a library")
-    with pytest.raises(ValueError, match="not an ELF file"):
-        elf.needed(text)
+    elffile = pytest.importorskip("elftools.elf.elffile", reason="pyelftools is not installed: make setup")
+    with extension().open("rb") as file:
+        dynamic = elffile.ELFFile(file).get_section_by_name(".dynamic")
+        libraries = {tag.needed.split(".so")[0] for tag in dynamic.iter_tags("DT_NEEDED")}
+    assert "libc" in libraries
+    # libpthread and libdl are parts of libc since glibc 2.34.
+    assert libraries <= {"libc", "libm", "libdl", "libpthread", "libgcc_s", "ld-linux-x86-64", "ld-linux-aarch64"}
 
 
 def test_importing_bagua_imports_neither_torch_nor_a_framework() -> None:
