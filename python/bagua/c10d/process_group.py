@@ -44,8 +44,6 @@ _MOST_KEPT = 1000
 
 @dataclass
 class _Call:
-    """The options of one call."""
-
     op: Any
     root: int
     timeout: float

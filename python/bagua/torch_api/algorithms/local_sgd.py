@@ -109,7 +109,6 @@ class OuterExchange(BetweenSteps):
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype to compute in."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

@@ -154,7 +154,6 @@ class QAdamOptimizer(torch.optim.Optimizer):
         return loss
 
     def _check(self, param: torch.Tensor, warming: bool) -> None:
-        """Checks a parameter before anything changes."""
         if param.grad is not None and param.grad.layout != torch.strided:
             raise RuntimeError(f"QAdamOptimizer needs dense gradients, not {param.grad.layout}")
         if param in self._averaged and (warming or self._averaged[param] is None):

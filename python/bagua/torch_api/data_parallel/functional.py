@@ -64,8 +64,6 @@ class _Linear(torch.autograd.Function):
 
 
 class _Max(torch.autograd.Function):
-    """MAX."""
-
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, op: ReduceOp, communicator: Communicator) -> torch.Tensor:
         result = _reduced(tensor, op, communicator)

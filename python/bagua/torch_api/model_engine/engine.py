@@ -257,7 +257,6 @@ class ModelEngine:
         require_equal(self._communicator, lines, failure)
 
     def _state(self) -> list[torch.Tensor]:
-        """Returns the parameters and buffers that are communicated."""
         named: tuple[Iterable[tuple[str, torch.Tensor]], ...] = (
             self.module.named_parameters(),
             self.module.named_buffers(),

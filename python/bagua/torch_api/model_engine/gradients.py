@@ -286,7 +286,6 @@ class GradientExchange(Exchange):
             self._reset()
 
     def _wait(self) -> None:
-        """Waits until every bucket is communicated."""
         self._backend.wait_pending_comm_ops()
 
     def _settle(self) -> None:

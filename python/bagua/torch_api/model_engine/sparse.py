@@ -53,8 +53,6 @@ class _Rows:
 
 @dataclass
 class _Slot:
-    """One sparse parameter."""
-
     name: str
     param: torch.nn.Parameter
     # True if the parameter got a gradient in this backward.

@@ -50,8 +50,6 @@ def _itself(parameter: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class _Slot:
-    """One parameter."""
-
     name: str
     param: torch.nn.Parameter
     # Place in the memory of a flattened bucket; None in others. The core may work there if the parameter lies there,
