@@ -36,12 +36,16 @@ class Wire:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._device = sending_device(group)
         self._group: Any = group
+        # Operands of the last operation. A thread of gloo lets go of them late. If it had the last reference, it would
+        # need the GIL, and end the process if Python exits meanwhile (github.com/pytorch/pytorch/pull/179291).
+        self._operands: tuple[torch.Tensor, ...] = ()
 
     def all_to_all(self, sent: int, received: int, record: int) -> None:
         """As `engine.CompressedExchange` calls it."""
         results = _bytes(received, self.size * record)
-        there = results.to(self._device)
-        dist.all_to_all_single(there, _bytes(sent, self.size * record).to(self._device), group=self._group)
+        there, given = results.to(self._device), _bytes(sent, self.size * record).to(self._device)
+        dist.all_to_all_single(there, given, group=self._group)
+        self._operands = there, given
         results.copy_(there)
 
     def all_gather(self, blocks: int, record: int) -> None:
@@ -50,18 +54,21 @@ class Wire:
         there = results.to(self._device)
         own = there[self.rank * record :][:record].clone()
         dist.all_gather_into_tensor(there, own, group=self._group)
+        self._operands = there, own
         results.copy_(there)
 
     def average(self, tensor: torch.Tensor) -> None:
         """Replaces a tensor by its mean over the ranks."""
         sent = tensor.to(self._device)
         dist.all_reduce(sent, group=self._group)
+        self._operands = (sent,)
         tensor.copy_(sent.div_(self.size))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replaces a tensor by that of the group's first rank."""
         sent = tensor.to(self._device).contiguous()
         dist.broadcast(sent, dist.get_global_rank(self._group, 0), group=self._group)
+        self._operands = (sent,)
         tensor.copy_(sent)
 
 
