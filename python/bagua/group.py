@@ -113,9 +113,9 @@ class Group(ObjectCollectives):
     def new_group(self, ranks: Sequence[int], ordered: bool = False) -> Group | None:
         """Makes a group of some of this group's ranks. Returns None if this rank is not one of them.
 
-        All members must call it in the same order with the same ranks; other ranks need not call it. The new group
-        numbers its members in ascending order of `ranks`, or in the order given if `ordered`. Raises ValueError for no
-        ranks, duplicates, or ranks outside this group.
+        Collective among the members, which call it in the same order with the same ranks; other ranks need not call it.
+        The new group numbers its members in ascending order of `ranks`, or in the order given if `ordered`. Raises
+        ValueError for no ranks, duplicates, or ranks outside this group.
         """
         chosen = [self._rank(rank, "ranks") for rank in ranks]
         if not ordered:

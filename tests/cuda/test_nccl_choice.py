@@ -180,7 +180,7 @@ def test_a_group_stays_on_the_device_of_its_communicator(rank: int, cuda: Cuda, 
     group.all_reduce(x)
     other = Cuda(device=2 + rank)
     y = other.array(ONES)
-    with pytest.raises(TypeError, match=f"the array is on cuda:{2 + rank}, and .* communicator on cuda:{rank}"):
+    with pytest.raises(TypeError, match=f"the array is on cuda:{2 + rank}, but .* communicator is on cuda:{rank}"):
         group.all_reduce(y)
     other.close()
     cuda.driver.start(rank)

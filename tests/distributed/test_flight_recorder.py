@@ -429,4 +429,4 @@ def test_the_command_names_a_file_that_is_no_record(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2
-    assert "x.json is not a flight record: its version is 2" in done.stderr
+    assert "x.json is not a flight record: version 2, expected 1" in done.stderr

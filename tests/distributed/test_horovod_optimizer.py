@@ -274,7 +274,7 @@ def wrong_arguments_are_refused_before_anything_is_sent(rank: int) -> None:
             (ValueError, "at least 1, got 0", {"backward_passes_per_step": 0}),
             (TypeError, "op must be hvd.Average", {"op": "sum"}),
             (NotImplementedError, "hvd.Average", {"op": hvd.Adasum}),
-            (ValueError, "for op=hvd.Average", {"op": hvd.Sum, "gradient_predivide_factor": 2.0}),
+            (ValueError, "needs op=hvd.Average", {"op": hvd.Sum, "gradient_predivide_factor": 2.0}),
             (ValueError, "must be positive", {"gradient_predivide_factor": 0.0}),
             (
                 ValueError,
