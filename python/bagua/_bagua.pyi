@@ -56,11 +56,11 @@ class Averager:
     """
     def abort(self, /, timeout: SupportsFloat | SupportsIndex) -> None:
         """
-        This rank takes part no more. Waits for at most `timeout` seconds until nothing writes to its weights any more.
+        Ends this rank's part in the averaging. Waits for at most `timeout` seconds until nothing writes to its weights any more.
         """
     def check(self, /) -> None:
         """
-        Nothing failed so far.
+        Raises the error of the averaging, if it has failed.
         """
     def count_step(self, /) -> None:
         """
@@ -73,7 +73,7 @@ class Averager:
         """
     def resume(self, /) -> None:
         """
-        This rank takes part from the next round on.
+        Takes part in the averaging again from the next round on.
         """
     def set_forwards(self, /, forwards: SupportsIndex) -> None:
         """
@@ -89,11 +89,13 @@ class Averager:
         """
     def synchronize(self, /, timeout: SupportsFloat | SupportsIndex) -> None:
         """
-        One round of all ranks that take part with their locks held throughout. BaguaTimeoutError names those that never called.
+        Runs one round of averaging in which every participating rank holds its locks throughout. Raises
+        BaguaTimeoutError, which names the ranks that did not call.
         """
     def wait_joined(self, /, timeout: SupportsFloat | SupportsIndex) -> None:
         """
-        Waits for at most `timeout` seconds until a joining rank's weights are the average of a round in which its own did not count.
+        Waits for at most `timeout` seconds until a joining rank has the average of a round in which its own weights did
+        not count.
         """
 
 @final
@@ -116,29 +118,32 @@ class Bootstrap:
         """
     def connect(self, /, addresses: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]], waiting: Any | None = None) -> Communicator:
         """
-        Connects to all peers and opens the group's main lane. `addresses[r]` is the address of rank r. May be called once.
+        Connects to all peers and opens the group's main lane. `addresses[r]` is the address of rank r. May be called
+        once.
 
-        `waiting` is called with the ranks that this rank waits for, every 50 to 200 ms. Raises BaguaTimeoutError naming the ranks that did not
-        connect within `connect_timeout`.
+        Every 50 to 200 ms, `waiting` is called with the ranks that this rank waits for. Raises BaguaTimeoutError, which
+        names the ranks that did not connect within `connect_timeout`.
         """
 
 @final
 class Bucket:
     """
-    Named tensors of one element type that travel together: a list of (name, address, count, dtype, padding).
+    Named tensors of one element type that are communicated together: a list of (name, address, count, dtype, padding).
 
-    The caller promises that the addresses stay valid as long as the bucket is registered with an engine. With `device` they are addresses of
-    that CUDA device, and `keep` is held until it is done with them; `collective` is a value of BAGUA_CUDA_COLLECTIVE, and `check`
-    of BAGUA_CUDA_CHECK.
+    The caller promises that the addresses stay valid as long as the bucket is registered with an engine. With `device`,
+    the addresses are on that CUDA device, and `keep` is held until the device has finished with them. `collective` is a
+    value of BAGUA_CUDA_COLLECTIVE, and `check` a value of BAGUA_CUDA_CHECK.
+
     Raises ValueError for an empty list or a repeated name, TypeError for mixed element types.
     """
     def __new__(cls, /, name: str, tensors: SupportsGetItem[int, tuple[str, SupportsIndex, SupportsIndex, SupportsIndex, bool]], *, device: CudaDevice | None = None, collective: str = "auto", check: bool = False, keep: Any | None = None) -> Bucket: ...
     def append_asynchronous_model_average(self, /, lock: WeightLock, *, elsewhere: bool = False) -> AsyncModelAverage:
         """
-        Adds a round of asynchronous model averaging, of weights that are used under `lock`. On a device the lock orders streams with what
-        operations do with the bucket, unless it is `elsewhere`: with an averaging that makes the rounds itself.
+        Adds a round of asynchronous averaging of weights that are used under `lock`. On a device, the lock orders other
+        streams with the operations on the bucket. `elsewhere` turns this off, for an averaging that runs the rounds
+        itself.
 
-        Raises TypeError for elements that are not real floating-point numbers.
+        Raises TypeError if the elements are not real floating-point numbers.
         """
     def append_automatic(self, /, codec: Codec, average: bool, hierarchical: bool) -> None:
         """
@@ -147,22 +152,24 @@ class Bucket:
         """
     def append_callback(self, /, function: Any) -> None:
         """
-        Adds a call of `function(bucket name)` on the communication thread: the one operation that waits for the GIL.
+        Adds a call of `function(bucket name)` on the communication thread. No other operation waits for the GIL.
 
-        An exception in it fails the engine and the group: the next call of the engine on this rank raises BaguaError from it, and the other
-        ranks get PeerRaisedError with its class and text. `clear_ops` lets go of the function.
+        If the function raises, the engine and the group fail. The next call of the engine on this rank raises
+        BaguaError with that exception as its cause, and the other ranks get PeerRaisedError with its class and text.
+        `clear_ops` drops the function.
         """
     def append_centralized(self, /, average: bool, hierarchical: bool, scattergather: bool) -> None:
         """
-        Adds an all_reduce: the average of all ranks, or the sum. `hierarchical` combines inside hosts first, also where the group would
-        go flat; `scattergather` changes nothing, as every route is a reduce-scatter followed by an all-gather.
+        Adds an all_reduce, which averages over all ranks if `average` is true and sums otherwise. With `hierarchical`,
+        ranks of one host combine their tensors first, even if the group would not. `scattergather` has no effect,
+        because every all_reduce here is a reduce-scatter followed by an all-gather.
         """
     def append_compressed(self, /, codec: Codec, average: bool, hierarchical: bool, error_feedback: bool) -> None:
         """
-        Adds an all_reduce through a codec. `error_feedback` needs the extra tensor "error": a float32 for each element, padding left
-        out.
+        Adds an all_reduce through a codec. `error_feedback` needs the extra tensor "error", with one float32 for each
+        element except padding.
 
-        Raises TypeError for an element type that the codec does not encode, ValueError for a codec whose options do not fit the
+        Raises TypeError if the codec does not encode the element type, ValueError if the codec's options do not fit the
         number of elements.
         """
     def append_decentralized(self, /, peer_selection_mode: str, hierarchical: bool) -> None:
@@ -173,15 +180,18 @@ class Bucket:
         """
     def append_low_precision_decentralized(self, /, codec: Codec, hierarchical: bool) -> None:
         """
-        Adds a round of the compressed ring, with the extra tensors "weight", "left_peer_weight" and "right_peer_weight".
+        Adds a round of the compressed ring, with the extra tensors "weight", "left_peer_weight" and
+        "right_peer_weight".
 
-        Raises as append_compressed.
+        Raises the same errors as `append_compressed`.
         """
     def attach(self, /, name: str, address: SupportsIndex, count: SupportsIndex, dtype: SupportsIndex, *, device: CudaDevice | None = None, keep: Any | None = None) -> None:
         """
-        Registers a tensor of the operations beside the bucket's own (peer weights, replicas, error memory); one of the same name is
-        replaced. The address stays valid as long as the bucket is registered; it is one of `device`, whose `keep` is held as the bucket's.
-        Raises ValueError while the bucket is being communicated, TypeError for another place than the bucket's.
+        Registers an extra tensor for the operations (peer weights, replicas, error memory), or replaces the one of the
+        same name. The address must stay valid as long as the bucket is registered. With `device`, the address is on
+        that device, and `keep` is held like that of the bucket.
+
+        Raises ValueError while the bucket is being communicated, TypeError if the tensor is not on the bucket's device.
         """
     @property
     def bytes(self, /) -> int:
@@ -198,8 +208,8 @@ class Bucket:
         """
     def copy_from_extra(self, /, name: str, *, stream: SupportsIndex | None = None) -> None:
         """
-        Copies an extra tensor of the bucket's length into the bucket; on a device as work of `stream` (None: the legacy stream). Raises
-        ValueError while the bucket is being communicated.
+        Copies an extra tensor of the bucket's length into the bucket. On a device, the copy is work of `stream` (None:
+        the legacy stream). Raises ValueError while the bucket is being communicated.
         """
     @property
     def dtype(self, /) -> int:
@@ -209,7 +219,7 @@ class Bucket:
     @property
     def name(self, /) -> str:
         """
-        Its name.
+        Name of the bucket.
         """
     def ops(self, /) -> list[str]:
         """
@@ -217,22 +227,24 @@ class Bucket:
         """
     def set_step(self, /, step: SupportsIndex) -> None:
         """
-        Counts communications from `step` on, to resume a training. Raises ValueError while the bucket is being communicated.
+        Counts communications from `step`, to resume a training. Raises ValueError while the bucket is being
+        communicated.
         """
     @property
     def step(self, /) -> int:
         """
-        How often it was communicated, since it was registered or since a step was set.
+        Number of times the bucket was communicated since it was registered. `set_step` sets this number.
         """
 
 @final
 class Codec:
     """
-    A codec with its options. `bagua.Codec` is the one for users; this one takes addresses. The caller promises that they stay valid, and
-    that no other code writes to a source or uses a destination, until the call has returned; on a device, until that is done.
+    A codec with its options, for callers that pass addresses. Users have `bagua.Codec`. The caller promises that the
+    addresses stay valid, and that no other code writes to a source or uses a destination, until the call has returned,
+    or on a device until the work is done.
 
-    Raises ValueError for an unknown name or an option out of its range, TypeError for an option that the codec does not have or of
-    another type.
+    Raises ValueError for an unknown name or an option out of its range, TypeError for an unknown option or one of the
+    wrong type.
     """
     def __new__(cls, /, name: str, options: dict) -> Codec: ...
     def check_device(self, /) -> None:
@@ -241,24 +253,28 @@ class Codec:
         """
     def decode(self, /, src: SupportsIndex, len: SupportsIndex, dst: SupportsIndex, count: SupportsIndex, dtype: SupportsIndex, chunks: SupportsIndex, *, call: CudaCall | None = None, keep: Any | None = None) -> None:
         """
-        Decodes the `len` bytes at `src` into `count` elements at `dst`, in `chunks` equal parts; with `call` as `encode`.
+        Decodes the `len` bytes at `src` into `count` elements at `dst`, in `chunks` equal parts. `call` is that of
+        `encode`.
 
-        Raises as `encode`, and ValueError for bytes that no encoder writes, which are not looked for on a device.
+        Raises the errors of `encode`, and ValueError for bytes that no encoder writes. A device does not check for such
+        bytes.
         """
     def encode(self, /, src: SupportsIndex, count: SupportsIndex, dtype: SupportsIndex, chunks: SupportsIndex, dst: SupportsIndex, len: SupportsIndex, *, call: CudaCall | None = None, keep: Any | None = None) -> None:
         """
-        Encodes `count` elements at `src` in `chunks` equal parts into the `len` bytes at `dst`.
+        Encodes `count` elements at `src`, in `chunks` equal parts, into the `len` bytes at `dst`.
 
-        With `call` both are memory of its device: the work is put on the call's stream, and `keep` is held until the device is done.
+        With `call`, both addresses are on its device: the call's stream does the work, and `keep` is held until the
+        device is done.
 
-        Raises as `encoded_bytes`, and ValueError when `len` is another number than that, or when the memory overlaps; on a device also as
-        `check_device`, BaguaError without NVRTC, DeviceError.
+        Raises the errors of `encoded_bytes`, and ValueError if `len` differs from `encoded_bytes` or if the memory
+        overlaps. On a device, also raises the errors of `check_device`, BaguaError without NVRTC, and DeviceError.
         """
     def encoded_bytes(self, /, count: SupportsIndex, dtype: SupportsIndex, chunks: SupportsIndex) -> int:
         """
-        Bytes of the records of `count` elements in `chunks` equal parts.
+        Returns the number of bytes that `count` elements take when they are encoded in `chunks` equal parts.
 
-        Raises ValueError unless `chunks` divides `count`, or when an option does not fit; TypeError for a type that cannot be encoded.
+        Raises ValueError if `chunks` does not divide `count` or an option does not fit, TypeError for a type that
+        cannot be encoded.
         """
     @property
     def name(self, /) -> str:
@@ -274,10 +290,11 @@ class Codec:
 @final
 class Communicator:
     """
-    A group of ranks and its main lane: every verb runs in program order, a blocking one on the calling thread.
+    A group of ranks and its main lane. Verbs run in program order; a blocking verb runs on the calling thread.
 
-    The caller promises that an address stays valid until the verb has returned or its handle is done. `keep` holds any object
-    until then. Verbs raise ValueError or TypeError before anything is sent, and the classes of `bagua.errors` afterwards.
+    The caller promises that an address stays valid until the verb has returned or its handle is done. `keep` holds any
+    object until then. Verbs raise ValueError or TypeError before anything is sent, and the classes of `bagua.errors`
+    afterwards.
     """
     def __repr__(self, /) -> str: ...
     def abort(self, /, reason: str) -> None:
@@ -286,26 +303,31 @@ class Communicator:
         """
     def all_to_all_v(self, /, src: SupportsIndex | None, src_count: SupportsIndex, dst: SupportsIndex, dst_count: SupportsIndex, dtype: SupportsIndex, send_counts: SupportsGetItem[int, SupportsIndex], send_displs: SupportsGetItem[int, SupportsIndex], recv_counts: SupportsGetItem[int, SupportsIndex], recv_displs: SupportsGetItem[int, SupportsIndex], *, timeout: SupportsFloat | SupportsIndex | None = None, async_op: bool = False, keep: Any | None = None, place: CudaCall | None = None) -> Handle | None:
         """
-        Rank r gets `send_counts[r]` elements from `send_displs[r]` of every rank's source, at `recv_displs` of its destination.
-        `src_count` and `dst_count` are the elements of the whole buffers. `src` None: in place at `dst` (`src_count` is not used).
+        Sends `send_counts[r]` elements, from element `send_displs[r]` of the source, to each rank r, and receives
+        `recv_counts[r]` elements from rank r at element `recv_displs[r]` of the destination. `src_count` and
+        `dst_count` are the elements of the whole buffers. With `src` None, works in place at `dst` and ignores
+        `src_count`.
         """
     def arena(self, /, nbytes: SupportsIndex, *, label: str = "bagua-arena") -> Arena:
         """
-        Memory for tensors, `nbytes` zeroed bytes, made by this rank alone. Verbs on tensors that lie in such memory on all ranks of a host
-        work on the peers' memory directly: the ranks map each other's in the first of them. Local.
+        Allocates `nbytes` zeroed bytes for tensors. Not collective. If the tensors of a verb lie in such memory on all
+        ranks of a host, the verb works on the peers' memory directly. The first such verb maps it.
         """
     def averager(self, /, name: str, weights: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex, bool]], lock: WeightLock, interval: SupportsFloat | SupportsIndex, codec: Codec | None, *, buffers: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex, bool]], join_server: JoinServer | None, digest: SupportsLenAndGetItem[SupportsIndex], takes_part: bool, device: tuple[CudaDevice, SupportsIndex, Any] | None = None) -> Averager:
         """
-        Averages weights, a list of (address, count, dtype) equal in count and dtype on all ranks, every `interval` seconds with the other
-        ranks, through a codec if there is one. Every rank of the group calls it, in the same order.
+        Averages weights every `interval` seconds with the other ranks, through a codec if one is given. `weights` is a
+        list of (address, count, dtype), with the same counts and dtypes on all ranks. Every rank of the group calls
+        this, in the same order.
 
-        In an elastic job `join_server` is this rank's: ranks that are lost leave the averaging, and processes that join get
-        the average, and a rank's `buffers`; `digest` is that of what must be equal on all ranks.
+        In an elastic job, `join_server` is this rank's server: lost ranks leave the averaging, and processes that join
+        get the average and a rank's `buffers`. `digest` is a digest of everything that must be equal on all ranks.
 
-        Entries of `weights` and `buffers` end in whether they are on the CUDA device of `device`, a tuple (device, stream, keep): the first
-        snapshot comes behind what the stream has now, and `keep` is held until the averager has stopped and the device is done.
+        Each entry of `weights` and `buffers` ends in a boolean, which is true for memory on the CUDA device of
+        `device`, a tuple (device, stream, keep). The first snapshot is taken after the work that the stream has now.
+        `keep` is held until the averager has stopped and the device is done.
 
-        The caller promises that the addresses stay valid until the averager has stopped, and that the memory is used under `lock`.
+        The caller promises that the addresses stay valid until the averager has stopped, and that the memory is used
+        under `lock`.
         """
     def cause(self, /) -> None:
         """
@@ -318,14 +340,16 @@ class Communicator:
         """
     def cuda_call(self, /, device: CudaDevice, stream: SupportsIndex, producers: SupportsGetItem[int, SupportsIndex], collective: str, check: bool = False) -> CudaCall:
         """
-        The device's side of one operation, to be passed as `place`: it begins after what `stream` and the streams of `producers` have at the
-        call of the verb. `collective` is a value of BAGUA_CUDA_COLLECTIVE; with `check` (BAGUA_CUDA_CHECK) the ranks compare calls first.
+        Returns the device's side of one operation, to be passed as `place`. The operation begins after the work that
+        `stream` and the streams of `producers` have when the verb is called. `collective` is a value of
+        BAGUA_CUDA_COLLECTIVE. With `check` (BAGUA_CUDA_CHECK), ranks first compare their calls.
 
-        Raises NotImplementedError for a stream that is being captured, ValueError for an unknown collective, DeviceError.
+        Raises NotImplementedError for a stream that is being captured, ValueError for an unknown collective,
+        DeviceError.
         """
     def cuda_messages(self, /, device: CudaDevice, stream: SupportsIndex, producers: SupportsGetItem[int, SupportsIndex]) -> CudaCall:
         """
-        As `cuda_call`, for messages.
+        Returns the device's side of messages, as `cuda_call` does for verbs.
         """
     def engine(self, /, name: str) -> Engine:
         """
@@ -333,10 +357,11 @@ class Communicator:
         """
     def exchange(self, /, sends: SupportsGetItem[int, tuple[SupportsIndex | None, SupportsIndex, SupportsIndex]], recvs: SupportsGetItem[int, tuple[SupportsIndex | None, SupportsIndex, SupportsIndex]], dtype: SupportsIndex, *, tag: SupportsIndex = 0, timeout: SupportsFloat | SupportsIndex | None = None, async_op: bool = False, keep: Any | None = None, place: CudaCall | None = None) -> Handle | None:
         """
-        Messages, in both directions and beside the verbs: lists of (peer, address, count). The other side must have the same type, tag and
-        count. The peer of a receive may be None for any rank: `Handle.senders` says who it was. `keep` is held until all are done, also by a
-        blocking call, which Ctrl-C may end before. With `place`, which `cuda_messages` makes, the addresses are a device's: the bytes travel
-        through host memory.
+        Sends and receives messages, independently of the verbs. `sends` and `recvs` are lists of (peer, address,
+        count). The other side must use the same type, tag and count. The peer of a receive may be None, for any rank:
+        `Handle.senders` then tells the sender. `keep` is held until all messages are done, even if Ctrl-C ends a
+        blocking call earlier. With `place`, which `cuda_messages` returns, the addresses are on a device, and the bytes
+        travel through host memory.
         """
     @property
     def hosts(self, /) -> list[list[int]]:
@@ -355,7 +380,8 @@ class Communicator:
     @property
     def machines(self, /) -> list[list[int]]:
         """
-        Group ranks on each machine, in the order of their first rank: as `hosts`, and also where ranks may not share memory.
+        Ranks of the group on each machine, in the order of their first rank. Unlike `hosts`, also lists ranks of a
+        machine together if they may not share memory.
         """
     @property
     def name(self, /) -> str:
@@ -378,24 +404,27 @@ class Communicator:
         """
     def run(self, /, verb: SupportsIndex, src: SupportsIndex | None, dst: SupportsIndex | None, count: SupportsIndex, dtype: SupportsIndex, op: SupportsIndex = 0, root: SupportsIndex = 0, *, shape: SupportsGetItem[int, SupportsIndex] | None = None, timeout: SupportsFloat | SupportsIndex | None = None, async_op: bool = False, keep: Any | None = None, place: CudaCall | None = None) -> Handle | None:
         """
-        A verb, by its code in `VERBS`, on host memory. n is the number of ranks, r a rank.
+        Runs a verb (a code in `VERBS`) on host memory. In the following, n is the number of ranks and r a rank.
 
-        `count` elements of type `dtype` (a code in `DTYPES`) are the whole tensor for all_reduce, reduce and broadcast, and one rank's
-        shard for the others. `src` and `dst` are addresses; without `src` the verb works in place at `dst`, whose shard r lies at r *
-        count. Otherwise all_gather and gather (on its root) write n * count elements, scatter (on its root) and reduce_scatter read
-        n * count, and all_to_all does both; `dst` may be None where this rank gets nothing. `op` is a code in `OPS`, `root` a rank of
-        the group; verbs that have none ignore them. With `async_op` it returns a handle, and `keep` is held until that is done.
+        `count` elements of type `dtype` (a code in `DTYPES`) are the whole tensor for all_reduce, reduce and broadcast,
+        and one rank's shard for the other verbs. `src` and `dst` are addresses. Without `src` the verb works in place
+        at `dst`, where shard r starts at element r * count. Otherwise all_gather and gather (on its root) write n *
+        count elements, scatter (on its root) and reduce_scatter read n * count, and all_to_all does both. `dst` may be
+        None if this rank receives nothing. `op` is a code in `OPS`, and `root` a rank of the group; verbs without an
+        operation or a root ignore them. With `async_op`, returns a handle, and `keep` is held until the handle is done.
 
-        With `place` the addresses are a device's: the verb runs on the communication thread, `keep` is held until the device is done, and
-        this thread waits for the other ranks, never for the device. When the verb has returned, the call's stream is ordered after it.
+        With `place` the addresses are on a device. The verb runs on the communication thread, and `keep` is held until
+        the device is done. This thread waits for the other ranks, never for the device. When the verb has returned,
+        later work of the call's stream runs after the verb.
         """
     def shrink(self, /, timeout: SupportsFloat | SupportsIndex | None = None, *, quorum: str = "majority") -> tuple[Communicator, list[int]]:
         """
-        The group of the ranks that are left, with the rank here of each of its ranks; this group is left. Every such rank calls it, with
-        the same `quorum`: "majority" or "any". `timeout` is in seconds.
+        Leaves this group, and returns the group of the surviving ranks, with the rank in this group of each of its
+        ranks. Every survivor calls it with the same `quorum`: "majority" or "any". `timeout` is in seconds.
 
-        Raises ValueError for arguments that cannot be used and for a sub-group, BaguaTimeoutError naming the ranks that live and have not
-        called, PeerLostError naming this rank when the others went on without it, and BaguaError without a quorum.
+        Raises ValueError for invalid arguments and for a sub-group, BaguaTimeoutError, which names the living ranks
+        that have not called, PeerLostError, which names this rank, if the other ranks continued without it, and
+        BaguaError without a quorum.
         """
     @property
     def size(self, /) -> int:
@@ -408,8 +437,8 @@ class Communicator:
         """
     def subgroup(self, /, ranks: SupportsGetItem[int, SupportsIndex], name: str) -> Communicator | None:
         """
-        The group of some members, given as ranks of this group: its rank r is `ranks[r]`. None when this rank is not among them. The
-        members call it in the same order, with the same ranks and name.
+        Returns the group of some members, given as ranks of this group: rank r of the new group is `ranks[r]`. Returns
+        None if this rank is not a member. Members call this in the same order, with the same ranks and name.
         """
     @property
     def timeout(self, /) -> float:
@@ -423,13 +452,14 @@ class Communicator:
         """
     def try_begin(self, /, verb: SupportsIndex, reader: TensorReader, src: Any | None, dst: Any, op: Any, root: Any) -> Handle | None:
         """
-        As `try_run`, but asynchronous: returns a handle, which holds the tensors, or None where nothing is done.
+        Starts a verb as `try_run` does, without waiting. Returns a handle, which holds the tensors, or None if nothing
+        was done.
         """
     def try_run(self, /, verb: SupportsIndex, reader: TensorReader, src: Any | None, dst: Any, op: Any, root: Any) -> bool:
         """
-        A blocking verb (by its code in `VERBS`) on plain tensors: from `src`, which may be None, to `dst`, which then has changed.
-        `root` is the root of the verbs that have one. Returns False, and does nothing, where the tensors are not plain or do not fit
-        the verb; `run` then says what is wrong.
+        Runs a blocking verb (a code in `VERBS`) on plain tensors, from `src`, which may be None, to `dst`, which is
+        modified. `root` is ignored by verbs without a root. Returns False, and does nothing, if the tensors are not
+        plain or do not fit the verb. `run` then raises the error.
         """
     @property
     def view(self, /) -> int:
@@ -440,31 +470,35 @@ class Communicator:
 @final
 class CompressedExchange:
     """
-    Combines tensors in host memory over the `size` members of a group, through a codec. `rank` is this process's place among them.
+    An exchange that combines tensors in host memory over the `size` members of a group, through a codec. `rank` is this
+    process's rank in the group.
 
-    Two functions send the records, which are blocks of `record` bytes, one for each member, at an address of host memory:
-    `all_to_all(sent, received, record)` sends block j of `sent` to member j and stores the block of member i at place i of `received`;
-    `all_gather(blocks, record)` fills `blocks`, of which block `rank` is there, with the block of each member. Both return when that is
-    done. What they raise, the methods raise.
+    Two functions send the records. A record is `record` bytes of host memory, and there is one for each member.
+    `all_to_all(sent, received, record)` sends block j of `sent` to member j, and stores the block from member i at
+    place i of `received`. `all_gather(blocks, record)` starts with block `rank` of `blocks`, and fills in the block of
+    each other member. Both functions return when the exchange is done. The methods pass on the exceptions that they
+    raise.
     """
     def __new__(cls, /, codec: Codec, rank: SupportsIndex, size: SupportsIndex, all_to_all: Any, all_gather: Any) -> CompressedExchange: ...
     def all_reduce(self, /, address: SupportsIndex, count: SupportsIndex, dtype: SupportsIndex, *, call: SupportsIndex, error: SupportsIndex | None) -> None:
         """
-        Replaces the `count` elements of type `dtype` at `address` by their mean over the members. `call` is the number of the call, equal on
-        all members, from which codecs that draw at random draw. `error` is the address of as many float32, the error memory, or None. The
-        caller promises that both stay valid, and that no other code uses them, until the call has returned.
+        Replaces the `count` elements of type `dtype` at `address` by their mean over the members. `call` is the number
+        of the call, equal on all members: codecs with randomness use it as a seed. `error` is None or the address of
+        the error memory, which has `count` float32. The caller promises that both addresses stay valid, and that no
+        other code uses them, until the call has returned.
 
-        Raises TypeError for a type that cannot be encoded, ValueError when an option of the codec does not fit the count.
+        Raises TypeError for a type that cannot be encoded, ValueError if an option of the codec does not fit the count.
         """
     def reduce_scatter(self, /, address: SupportsIndex, result: SupportsIndex, count: SupportsIndex, dtype: SupportsIndex, *, average: bool, call: SupportsIndex, error: SupportsIndex | None) -> None:
         """
-        Combines the `count` elements of type `dtype` at `address`, which consist of one part for each member, and stores this member's part
-        of the result at `result`: the mean over the members if `average`, else the sum. Each part is encoded once. The elements at
-        `address` are overwritten. `call` and `error` are those of `all_reduce`. The caller promises that all three places stay valid, that
-        they do not overlap, and that no other code uses them, until the call has returned.
+        Combines the `count` elements of type `dtype` at `address`, which consist of one part for each member, and
+        stores this member's part of the result at `result`: the mean over the members if `average`, otherwise the sum.
+        Each part is encoded once. The elements at `address` are overwritten. `call` and `error` are those of
+        `all_reduce`. The caller promises that the three addresses stay valid, that their memory does not overlap, and
+        that no other code uses it, until the call has returned.
 
-        Raises TypeError for a type that cannot be encoded, ValueError if the count is not a multiple of the number of members, or if an
-        option of the codec does not fit the count.
+        Raises TypeError for a type that cannot be encoded, ValueError if the count is not a multiple of the number of
+        members, or if an option of the codec does not fit the count.
         """
 
 @final
@@ -474,8 +508,8 @@ class CudaCall:
     """
     def copy(self, /, to: SupportsIndex, from_: SupportsIndex, bytes: SupportsIndex) -> None:
         """
-        Copies `bytes` between two arrays of the device on the call's stream, behind the work of its producers and before the verb begins.
-        The caller promises that both addresses stay valid until the device is done.
+        Copies `bytes` between two arrays of the device, on the call's stream: after the work of the producers, and
+        before the verb begins. The caller promises that both addresses stay valid until the device is done.
         """
 
 @final
@@ -496,7 +530,7 @@ class CudaDevice:
         """
     def refuse_capture(self, /, streams: SupportsGetItem[int, SupportsIndex]) -> None:
         """
-        Raises NotImplementedError when one of the streams is being captured into a graph, and leaves the capture as it is.
+        Raises NotImplementedError if one of the streams is being captured into a graph. The capture continues.
         """
     def release(self, /) -> None:
         """
@@ -506,40 +540,45 @@ class CudaDevice:
 @final
 class CudaLibraries:
     """
-    The CUDA driver, NVRTC and NCCL of the process that creates this. A forked child of it has none.
+    The CUDA driver, NVRTC and NCCL in the process that creates this object. A forked child cannot use them.
 
-    Creating it loads nothing. Each library is looked for at its first use, in the places (`bagua.config.CudaPlaces`) of that call, and
-    what was found holds from then on.
+    The constructor loads nothing. The first use of a library searches the places (`bagua.config.CudaPlaces`) of that
+    call. Later calls use the library that was found.
     """
     def __new__(cls, /) -> CudaLibraries: ...
     def compile(self, /, places: Incomplete, program: str, architecture: SupportsIndex) -> tuple[bytes, bytes, str]:
         """
-        A program of kernels for an architecture (90: compute capability 9.0), compiled without a driver: PTX, machine code, and the log.
+        Compiles a program of kernels for an architecture (90: compute capability 9.0) without a driver. Returns PTX,
+        machine code and the log.
         """
     def cubin(self, /, places: Incomplete, cache: str | PathLike[str] | None, program: str, architecture: SupportsIndex) -> bytes:
         """
-        Machine code of a program for an architecture: from the folder `cache`, or compiled and then kept there. None: nothing is kept.
+        Returns the machine code of a program for an architecture, from the folder `cache`. If it is not there, compiles
+        it and stores it. With None, nothing is stored.
         """
     def device(self, /, places: Incomplete, cache: str | PathLike[str] | None, number: SupportsIndex) -> CudaDevice:
         """
-        A device, by its number. The first use of a device may create its primary context, which takes a while. The places and the folder
-        `cache` (None: nothing is kept) of the first call for a device are those of its kernels and of NCCL.
+        Returns the device with this number. The first use of a device may create its primary context, which is slow.
+        The first call for a device fixes the places and the folder `cache` (None: no cache) of its kernels and of NCCL.
 
-        Raises BaguaError with `why_not()` where there is no CUDA, DeviceError.
+        Raises BaguaError with the text of `why_not()` if there is no CUDA, and DeviceError.
         """
     def device_of(self, /, places: Incomplete, address: SupportsIndex) -> int | None:
         """
-        Number of the device whose memory an address is; None for memory of the host, -1 for managed memory. Raises as `device`.
+        Returns the number of the device that has the memory at an address; None for host memory, -1 for managed memory.
+        Raises the errors of `device`.
         """
     def report(self, /, places: Incomplete) -> dict:
         """
-        What there is: `driver`, `nvrtc` and `nccl` as dicts with `path`, `version` and `error`, None where that does not apply; nvrtc's
-        `architectures`; and `devices` as dicts with `name`, `capability` (major, minor), `memory` (bytes) and `uuid` (16 bytes), None where
-        the driver does not report it. Initialises the driver.
+        Returns the libraries and devices of this process. `driver`, `nvrtc` and `nccl` are dicts with `path`, `version`
+        and `error`, each None if it does not apply. The dict of `nvrtc` also has `architectures`. `devices` are dicts
+        with `name`, `capability` (major, minor), `memory` (bytes) and `uuid` (16 bytes), each None if the driver does
+        not report it. Initialises the driver.
         """
     def why_not(self, /, places: Incomplete) -> str | None:
         """
-        Why no device can be used, in one line, the same at each call; None when one can. Initialises the driver.
+        Returns in one line why no device can be used, or None if one can. Every call returns the same. Initialises the
+        driver.
         """
 
 @final
@@ -553,21 +592,22 @@ class Engine:
         """
     def mark_ready(self, /, number: SupportsIndex, address: SupportsIndex | None = None, count: SupportsIndex | None = None, *, stream: SupportsIndex | None = None, producers: SupportsGetItem[int, SupportsIndex] | None = None, keep: Any | None = None) -> None:
         """
-        The values of the tensor with this number are final for this step. `address` and `count` say where it is now, if it moved; in the same
-        place as before.
+        Marks the tensor with this number as final for this step. `address` and `count` give its new location if it
+        moved; None means the same place as before.
 
-        Of a tensor on a device the bucket is communicated behind the work that `stream` (None: the legacy stream) has now, and `keep` is held
-        until the device is done; with `keep` also behind that of the streams of `producers`.
+        For a tensor on a device, the bucket is communicated after the work that `stream` (None: the legacy stream) has
+        now, and with `keep` also after that of the streams of `producers`. `keep` is held until the device is done.
 
-        Raises ValueError for an unknown number or a tensor that was marked already, NotImplementedError for a stream that is being captured,
-        and what went wrong on the communication thread.
+        Raises ValueError for an unknown number or a tensor that was marked already, NotImplementedError for a stream
+        that is being captured, and the error of the communication thread if it failed.
         """
     def register(self, /, buckets: SupportsGetItem[int, Bucket]) -> list[str]:
         """
-        Waits for what is pending, then replaces the buckets. Their order is the order of communication, equal on all ranks.
+        Waits for pending buckets, then replaces the buckets. The order of the list is the order of communication, equal
+        on all ranks.
 
-        Returns the names of the tensors, padding left out: a tensor's index in this list is its number. Raises ValueError for a
-        tensor name, or the memory of a tensor, that appears twice.
+        Returns the names of the tensors except padding. The number of a tensor is its index in this list. Raises
+        ValueError if a tensor name, or a tensor's memory, appears twice.
         """
     def run(self, /, verb: SupportsIndex, src: SupportsIndex | None, dst: SupportsIndex | None, count: SupportsIndex, dtype: SupportsIndex, op: SupportsIndex = 0, root: SupportsIndex = 0, *, shape: SupportsGetItem[int, SupportsIndex] | None = None, timeout: SupportsFloat | SupportsIndex | None = None, async_op: bool = False, keep: Any | None = None, place: CudaCall | None = None) -> Handle | None:
         """
@@ -575,8 +615,9 @@ class Engine:
         """
     def set_step(self, /, step: SupportsIndex, after_load: bool = False) -> None:
         """
-        Buckets that go from now on belong to this step of a training, counted from 1: MismatchError where another rank communicates them in
-        another one, or has not loaded a state before it as this one (`after_load`). 0, as in the beginning: the steps are not compared.
+        Sets the training step, counted from 1, of buckets that are communicated from now on. If another rank
+        communicates them in another step, both raise MismatchError. So do ranks of which only one has loaded a state
+        before the step (`after_load`). Ranks do not compare steps if `step` is 0, which is the initial value.
         """
     def shutdown(self, /) -> None:
         """
@@ -588,23 +629,31 @@ class Engine:
         """
     def wait(self, /, timeout: SupportsFloat | SupportsIndex | None = None, *, stream: SupportsIndex | None = None) -> int:
         """
-        Waits until every scheduled bucket is done, at most `timeout` seconds, and returns how many were. Ctrl-C ends the wait.
+        Waits until every scheduled bucket is done, for at most `timeout` seconds, and returns the number of buckets.
+        Ctrl-C ends the wait.
 
-        Of buckets on a device, work that `stream` (None: the legacy stream) gets from now on sees the results; the device may still have work.
+        For buckets on a device, work that `stream` (None: the legacy stream) gets from now on sees the results. The
+        device may still be working.
 
-        Raises what went wrong; ValueError names the tensors that are missing of a bucket that is partly ready. NotImplementedError for a
-        stream that is being captured: another wait reports the buckets.
+        Raises the error of the communication thread. Raises ValueError, which names the missing tensors, if only some
+        tensors of a bucket are ready. Raises NotImplementedError for a stream that is being captured; a later wait then
+        reports the buckets.
         """
 
 @final
 class GroupConfig:
     """
-    The parameters with which a rank joins a group, which is called `name` and listens on any free port of `listen_host`.
+    The parameters of a rank that joins the group `name` and listens on any free port of `listen_host`.
 
-    `settings` has the attributes of `bagua.config.Settings`: ranks with equal `host_id` share memory ("": boot id and network namespace),
-    `transport` is one of `TRANSPORTS`, `streams_per_peer` (1 to 64) is the number of TCP streams to a rank on another host, `algorithm` (one
-    of `ALGORITHMS`) is the algorithm of all_reduce between hosts; `timeout` (of an operation, and of connecting) and `heartbeat_timeout` are
-    in seconds; with `tls` every TCP connection is encrypted. Raises ValueError for invalid arguments.
+    `settings` has the attributes of `bagua.config.Settings`:
+    - Ranks with equal `host_id` share memory ("": boot id and network namespace).
+    - `transport` is one of `TRANSPORTS`.
+    - `streams_per_peer` (1 to 64) is the number of TCP streams to a rank on another host.
+    - `algorithm` (one of `ALGORITHMS`) is the algorithm of all_reduce between hosts.
+    - `timeout` (of an operation, and of connecting) and `heartbeat_timeout` are in seconds.
+    - `tls` encrypts every TCP connection.
+
+    Raises ValueError for invalid arguments.
     """
     def __new__(cls, /, rank: SupportsIndex, world_size: SupportsIndex, settings: Any, *, name: str, secret: SupportsGetItem[int, SupportsIndex], listen_host: str) -> GroupConfig: ...
 
@@ -624,46 +673,53 @@ class Handle:
         """
     def senders(self, /) -> list[int | None]:
         """
-        Ranks of the group that sent the messages that were received, in the order of the receives; None for a message that has not come.
+        Ranks of the group that sent the received messages, in the order of the receives; None for a message that has
+        not arrived.
         """
     def synchronize(self, /, timeout: SupportsFloat | SupportsIndex | None = None) -> None:
         """
-        Waits until the operation is done, on its device too, at most `timeout` seconds. Ctrl-C ends the wait. Raises as `wait`.
+        Waits until the operation is done, also on its device, for at most `timeout` seconds. Ctrl-C ends the wait.
+        Raises the errors of `wait`.
         """
     def then(self, callback: Any, /) -> None:
         """
-        Calls `callback(error)` when the operation is done, exactly once: `error` is None, or the exception that `wait` raises.
+        Calls `callback(error)` exactly once when the operation is done. `error` is None, or the exception that `wait`
+        raises.
 
-        When the operation is done already, the call happens here. Otherwise it happens on the thread "bagua-callbacks", which
-        calls the callbacks of all handles of the process one after another: a callback may block and start operations, and
-        only other callbacks wait for it. An exception of a callback goes to `sys.unraisablehook`; only one that is no Exception
-        (KeyboardInterrupt, SystemExit) is raised here, when the call happens here.
+        If the operation is done already, this thread calls the callback now. Otherwise the thread "bagua-callbacks"
+        does. It calls the callbacks of all handles of the process one after another, so a callback may block and start
+        operations, and delays only other callbacks. An exception of a callback goes to `sys.unraisablehook`. Only if
+        this thread calls the callback, an exception that is not an Exception (KeyboardInterrupt, SystemExit) is raised
+        here.
 
-        Raises TypeError for what is not callable, BaguaError in a forked child while the operation is pending.
+        Raises TypeError if `callback` is not callable, BaguaError in a forked child while the operation is pending.
         """
     def wait(self, /, timeout: SupportsFloat | SupportsIndex | None = None, *, stream: SupportsIndex | None = None) -> None:
         """
-        Waits until the operation is done, at most `timeout` seconds (None: until its own deadline ends it). Ctrl-C ends the wait.
+        Waits until the operation is done, for at most `timeout` seconds (None: until the operation's own deadline).
+        Ctrl-C ends the wait.
 
-        Of an operation on a device, work that `stream` (None: the call's) gets from now on sees the result; the device may still have work.
+        For an operation on a device, work that `stream` (None: the call's stream) gets from now on sees the result. The
+        device may still be working.
 
-        Raises BaguaTimeoutError when `timeout` passes, which leaves the operation running; NotImplementedError for a stream that is being
-        captured; else what the operation raises.
+        Raises BaguaTimeoutError if `timeout` passes, and the operation continues. Raises NotImplementedError for a
+        stream that is being captured, and otherwise the error of the operation.
         """
 
 @final
 class JoinServer:
     """
-    The server of one rank of an elastic job: it accepts who knows the secret and the token, and connects to the servers of other ranks.
+    The server of one rank of an elastic job. Accepts clients that know the secret and the token, and connects to the
+    servers of other ranks.
 
-    `config` is that of the groups that this process joins; `token` is a random number of the job.
-    Addresses are "host:port". Raises BaguaError when the socket cannot be opened.
+    `config` is that of the groups that this process joins. `token` is a random number of the job. Addresses are
+    "host:port". Raises BaguaError if the socket cannot be opened.
     """
     def __new__(cls, /, config: GroupConfig, token: SupportsGetItem[int, SupportsIndex]) -> JoinServer: ...
     @property
     def address(self, /) -> str:
         """
-        Where it listens.
+        Address at which the server listens.
         """
     def enter_job(self, /) -> None:
         """
@@ -676,8 +732,9 @@ class JoinServer:
         """
     def join(self, /, name: str, weights: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex, bool]], buffers: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex, bool]], lock: WeightLock, interval: SupportsFloat | SupportsIndex, codec: Codec | None, digest: SupportsLenAndGetItem[SupportsIndex], timeout: SupportsFloat | SupportsIndex, device: tuple[CudaDevice, SupportsIndex, Any] | None = None) -> Averager:
         """
-        Joins the averaging of a model in the running job: as `Communicator.averager`, but not collective, and alone where the other
-        ranks run. The weights are the job's after `Averager.wait_joined`. The caller promises the same of the addresses.
+        Joins the averaging of a model in the running job. Unlike `Communicator.averager`, only the joining rank calls
+        it. This rank has the job's weights after `Averager.wait_joined`. The caller's promise about the addresses is
+        that of `Communicator.averager`.
 
         Raises MismatchError for a model that does not fit, BaguaTimeoutError after `timeout` seconds.
         """
@@ -688,20 +745,21 @@ class JoinServer:
     @property
     def refused(self, /) -> int:
         """
-        How many connections it refused.
+        Number of connections that the server has refused.
         """
     def status(self, /, rank: SupportsIndex, at: str, timeout: SupportsFloat | SupportsIndex) -> dict:
         """
-        Requests the state of a rank: {"rank", "incarnation", "in_job", "models"}. Raises BaguaError when its server does not answer within
-        `timeout` seconds, or refuses.
+        Requests the state of a rank: {"rank", "incarnation", "in_job", "models"}. Raises BaguaError if the rank's
+        server refuses or does not answer within `timeout` seconds.
         """
 
 @final
 class RendezvousServer:
     """
-    Rank 0's server of a rendezvous. It listens from its creation on: on `host`, an IP address, and `port`, 0 for any free port.
+    Rank 0's server of a rendezvous. Listens as soon as it is created, on `host` (an IP address) and `port` (0: any free
+    port).
 
-    Raises ValueError for an invalid address, BaguaError when the socket cannot be opened.
+    Raises ValueError for an invalid address, BaguaError if the socket cannot be opened.
     """
     def __new__(cls, /, host: str, port: SupportsIndex) -> RendezvousServer: ...
     def address(self, /) -> tuple[str, int]:
@@ -718,8 +776,8 @@ class RendezvousServer:
 @final
 class Store:
     """
-    Values, which are bytes, by key, with the calls of torch.distributed.Store. Its methods raise BaguaError when the store does not answer
-    or cannot keep a value.
+    Values, which are bytes, by key, with the methods of torch.distributed.Store. The methods raise BaguaError if the
+    store does not answer or cannot store a value.
     """
     def add(self, /, key: str, amount: SupportsIndex) -> int:
         """
@@ -745,8 +803,8 @@ class Store:
     @staticmethod
     def tcp(host: str, port: SupportsIndex, secret: SupportsGetItem[int, SupportsIndex], timeout: SupportsFloat | SupportsIndex, tls: Tls | None = None) -> Store:
         """
-        Connects to a `StoreServer`. Raises BaguaTimeoutError when none answers within `timeout` seconds, BaguaError when it has another
-        secret or only one of the two uses TLS.
+        Connects to a `StoreServer`. Raises BaguaTimeoutError if no server answers within `timeout` seconds, BaguaError
+        if the server has another secret or only one side uses TLS.
         """
     def wait(self, /, keys: SupportsGetItem[int, str], timeout: timedelta) -> None:
         """
@@ -756,10 +814,10 @@ class Store:
 @final
 class StoreServer:
     """
-    Serves a store on `host` ("": every address) and `port` (0: any free one) until `stop`. The values are kept in the file `kept_in`, if it
-    is given, for a later server.
+    A server of a store on `host` ("": every address) and `port` (0: any free port), until `stop`. With `kept_in`, the
+    values are stored in that file for a later server.
 
-    Raises BaguaError, whose cause is the OSError, when it cannot listen there or use the file.
+    Raises BaguaError, whose cause is the OSError, if the server cannot listen there or use the file.
     """
     def __new__(cls, /, host: str, port: SupportsIndex, secret: SupportsGetItem[int, SupportsIndex], tls: Tls | None = None, kept_in: str | PathLike[str] | None = None) -> StoreServer: ...
     @property
@@ -775,39 +833,41 @@ class StoreServer:
 @final
 class TensorReader:
     """
-    Reads the tensors of some classes that share one exchange table; without classes, none.
+    A reader of tensors of some classes that share one exchange table. Without classes it reads none.
 
-    `lazy_flags` is called with a tensor that is plain otherwise and returns its lazy operations (a conjugation or negation that torch has
-    not applied yet): falsy for a plain tensor. `changed` is called with a tuple of one tensor after a verb has written to it. Raises
-    TypeError for classes without such a table.
+    `lazy_flags` is called with a tensor that is otherwise plain, and returns a false value unless torch has a
+    conjugation or negation of it that is not applied yet. `changed` is called with a tuple of one tensor after a verb
+    has written to it. Raises TypeError for classes without an exchange table.
     """
     def __new__(cls, /, classes: SupportsGetItem[int, type], lazy_flags: Any, changed: Any) -> TensorReader: ...
     def at(self, /, x: Any) -> tuple[int, int, int, tuple | None, Any] | None:
         """
-        Address, number of elements, code of the type, dimensions (None for one dimension) and the tensor itself, of a plain tensor; None
-        for all others, also for a tensor with a lazy negation.
+        Returns address, number of elements, code of the type, dimensions (None for one dimension) and the tensor itself
+        if the tensor is plain. Returns None for all others, including a tensor with a lazy negation.
         """
 
 @final
 class Tls:
     """
-    TLS 1.3: without arguments by a key pair that is derived from the job's secret; with the PEM texts of this rank's certificate, its
-    private key and the CA by certificates, which the CA has signed for all ranks.
+    A TLS 1.3 configuration. Without arguments, a key pair derived from the job's secret identifies a rank. With the PEM
+    texts of this rank's certificate, its private key and the CA, certificates that the CA signed identify the ranks.
 
-    Raises ValueError that says which of them cannot be used, and why.
+    Raises ValueError, which says which argument cannot be used and why.
     """
     def __new__(cls, /, certificate: SupportsGetItem[int, SupportsIndex] | None = None, key: SupportsGetItem[int, SupportsIndex] | None = None, ca: SupportsGetItem[int, SupportsIndex] | None = None) -> Tls: ...
 
 @final
 class WeightLock:
     """
-    The lock of one model's weights, between its training, its averaging and its user: first come, first served.
+    The lock of one model's weights. The training, the averaging and the user's code take it in the order in which they
+    ask for it.
 
-    Of weights on a CUDA device who takes it has work that its `stream` gets from then on come behind that of the holders before; who gives
-    it back says where its own work is. None is the legacy stream. No thread waits for the device. A stream that is being captured is a
-    NotImplementedError, and the lock is not taken; it is given back whatever is raised.
+    For weights on a CUDA device, the lock also orders streams: work that the new holder puts on its `stream` runs after
+    the work of the earlier holders, and a holder that releases the lock names the stream of its own work. None is the
+    legacy stream. No thread waits for the device. Taking the lock with a stream that is being captured raises
+    NotImplementedError and leaves the lock free. Releasing the lock frees it even if the call raises.
 
-    Without effect in a forked child, where nothing averages.
+    The lock has no effect in a forked child, because nothing averages there.
     """
     def __new__(cls, /) -> WeightLock: ...
     def begin_training(self, /, *, stream: SupportsIndex | None = None) -> None:
@@ -828,8 +888,8 @@ class WeightLock:
         """
     def mark(self, /, *, stream: SupportsIndex | None = None) -> None:
         """
-        Who takes the lock next comes behind the work that `stream` has now, without giving it back: after a time in which no other thread
-        used the weights, so that no lock was needed.
+        Orders the next holder's work after the work that `stream` has now, without releasing the lock. Call it after a
+        time in which no other thread used the weights, so that no lock was needed.
         """
     def order(self, /, *, stream: SupportsIndex | None = None) -> None:
         """
@@ -856,7 +916,8 @@ def check_peer_selection(peer_selection_mode: str, members: SupportsIndex) -> No
 
 def flight_recorder() -> list[dict]:
     """
-    The last operations of this process as dicts, oldest first; times in seconds since the epoch. See `bagua.flight_recorder`.
+    Returns the last operations of this process as dicts, oldest first. Times are in seconds since the epoch. See
+    `bagua.flight_recorder`.
     """
 
 def local_address_towards(host: str, port: SupportsIndex) -> str:
@@ -866,15 +927,15 @@ def local_address_towards(host: str, port: SupportsIndex) -> str:
 
 def read_array(x: Any) -> tuple[int, int, int, tuple | None, bool] | None:
     """
-    Address, number of elements, code of the type, dimensions (None for one dimension), and whether it is writeable, of a contiguous NumPy
-    array; None for all other objects.
+    Returns address, number of elements, code of the type, dimensions (None for one dimension), and true if the array is
+    writeable, of a contiguous NumPy array. Returns None for all other objects.
     """
 
 def rendezvous_at(host: str, port: SupportsIndex, rank: SupportsIndex, world_size: SupportsIndex, address: SupportsGetItem[int, SupportsIndex], secret: SupportsGetItem[int, SupportsIndex], timeout: SupportsFloat | SupportsIndex, tls: Tls | None = None, heartbeat_timeout: SupportsFloat | SupportsIndex = 5.0, waiting: Any | None = None) -> list[bytes]:
     """
-    As `rendezvous_tcp` on ranks other than 0, through the `RendezvousServer` at `host:port`.
+    Exchanges addresses as `rendezvous_tcp` does on ranks other than 0, through the `RendezvousServer` at `host:port`.
 
-    Raises PeerLostError when the connection to the server fails or breaks.
+    Raises PeerLostError if the connection to the server fails or breaks.
     """
 
 def rendezvous_file(path: str | PathLike[str], rank: SupportsIndex, world_size: SupportsIndex, address: SupportsGetItem[int, SupportsIndex], timeout: SupportsFloat | SupportsIndex, waiting: Any | None = None) -> list[bytes]:
@@ -886,17 +947,20 @@ def rendezvous_file(path: str | PathLike[str], rank: SupportsIndex, world_size: 
 
 def rendezvous_tcp(host: str, port: SupportsIndex, rank: SupportsIndex, world_size: SupportsIndex, address: SupportsGetItem[int, SupportsIndex], secret: SupportsGetItem[int, SupportsIndex], timeout: SupportsFloat | SupportsIndex, tls: Tls | None = None, heartbeat_timeout: SupportsFloat | SupportsIndex = 5.0, waiting: Any | None = None) -> list[bytes]:
     """
-    Exchanges addresses through a TCP server that rank 0 runs on `host:port` until every rank has all of them.
+    Exchanges addresses through a TCP server that rank 0 runs on `host:port` until every rank has all addresses.
 
-    `address` is this rank's blob from `Bootstrap.address()`, `timeout` is in seconds. Returns the blobs of all ranks, by rank.
-    A rank whose process ends after it came is lost unless another one takes its rank within `heartbeat_timeout` seconds. `waiting` is called
-    with the ranks that this rank waits for, every 50 to 200 ms while it knows of any.
-    Raises BaguaTimeoutError naming the missing ranks, PeerLostError naming a lost one, or another BaguaError.
+    `address` is this rank's blob from `Bootstrap.address()`, `timeout` is in seconds. Returns the blobs of all ranks,
+    by rank. A rank whose process ends after it has connected is lost unless another process takes its rank within
+    `heartbeat_timeout` seconds. While this rank knows which ranks are missing, it calls `waiting` with them every 50 to
+    200 ms.
+
+    Raises BaguaTimeoutError, which names the missing ranks, PeerLostError, which names a lost rank, or another
+    BaguaError.
     """
 
 def set_recording(on: bool) -> None:
     """
-    Whether operations that begin from now on are recorded, as they are by default. For benchmarks of the recorder itself.
+    Turns the recording of later operations on (the default) or off. For benchmarks of the recorder itself.
     """
 
 def tables() -> dict:
@@ -911,7 +975,9 @@ def version() -> str:
 
 def wait_for_callbacks(timeout: SupportsFloat | SupportsIndex) -> None:
     """
-    Waits until every callback that was given to `Handle.then` has returned. For the end of a program, after its groups were left.
+    Waits until every callback that was given to `Handle.then` has returned. Call it at the end of a program, after
+    leaving its groups.
 
-    Raises BaguaError when some have not after `timeout` seconds, ValueError in a callback, which would wait for itself.
+    Raises BaguaError if some have not returned after `timeout` seconds. Raises ValueError in a callback, which would
+    wait for itself.
     """

@@ -37,19 +37,21 @@ fn this_thread() -> Owner {
 /// The legacy stream, by DLPack's number.
 const LEGACY: usize = 1;
 
-/// The lock of one model's weights, between its training, its averaging and its user: first come, first served.
+/// The lock of one model's weights. The training, the averaging and the user's code take it in the order in which they
+/// ask for it.
 ///
-/// Of weights on a CUDA device who takes it has work that its `stream` gets from then on come behind that of the holders before; who gives
-/// it back says where its own work is. None is the legacy stream. No thread waits for the device. A stream that is being captured is a
-/// NotImplementedError, and the lock is not taken; it is given back whatever is raised.
+/// For weights on a CUDA device, the lock also orders streams: work that the new holder puts on its `stream` runs after
+/// the work of the earlier holders, and a holder that releases the lock names the stream of its own work. None is the
+/// legacy stream. No thread waits for the device. Taking the lock with a stream that is being captured raises
+/// NotImplementedError and leaves the lock free. Releasing the lock frees it even if the call raises.
 ///
-/// Without effect in a forked child, where nothing averages.
+/// The lock has no effect in a forked child, because nothing averages there.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct WeightLock {
     core: Arc<memory::WeightLock>,
-    /// Of weights that are averaged on a device.
+    /// The order of streams, if the weights are averaged on a device.
     order: OnceLock<Arc<WeightOrder>>,
-    /// Of buckets on devices whose operations take the lock.
+    /// The devices of buckets whose operations take the lock.
     places: Mutex<Vec<Arc<OperationDevice>>>,
     /// The process that made it.
     owner: u32,
@@ -83,7 +85,7 @@ impl WeightLock {
         ordered
     }
 
-    /// What the holder's stream has now comes before the next holder's work.
+    /// Orders the next holder's work after the work that the holder's `stream` has now.
     fn leave(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
         self.on_device(py, |order| order.leave(stream.unwrap_or(LEGACY)), |place| Device::mark(&**place, stream))
     }
@@ -186,8 +188,8 @@ impl WeightLock {
         self.on_device(py, |order| order.enter(stream.unwrap_or(LEGACY)), |place| place.order(stream))
     }
 
-    /// Who takes the lock next comes behind the work that `stream` has now, without giving it back: after a time in which no other thread
-    /// used the weights, so that no lock was needed.
+    /// Orders the next holder's work after the work that `stream` has now, without releasing the lock. Call it after a
+    /// time in which no other thread used the weights, so that no lock was needed.
     #[pyo3(signature = (*, stream=None))]
     fn mark(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
         if self.is_foreign() {
@@ -226,12 +228,12 @@ impl Averager {
 
 #[pymethods]
 impl Averager {
-    /// Nothing failed so far.
+    /// Raises the error of the averaging, if it has failed.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         self.core.check().map_err(|e| errors::raise(py, e))
     }
 
-    /// This rank takes part no more. Waits for at most `timeout` seconds until nothing writes to its weights any more.
+    /// Ends this rank's part in the averaging. Waits for at most `timeout` seconds until nothing writes to its weights any more.
     fn abort(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         let timeout = seconds("timeout", timeout)?;
         self.core.abort();
@@ -239,12 +241,13 @@ impl Averager {
         interrupt::wait_in_slices(py, None, Some(timeout), |limit| self.core.wait_aborted(limit), timed_out)
     }
 
-    /// This rank takes part from the next round on.
+    /// Takes part in the averaging again from the next round on.
     fn resume(&self, py: Python<'_>) -> PyResult<()> {
         self.core.resume().map_err(|e| errors::raise(py, e))
     }
 
-    /// One round of all ranks that take part with their locks held throughout. BaguaTimeoutError names those that never called.
+    /// Runs one round of averaging in which every participating rank holds its locks throughout. Raises
+    /// BaguaTimeoutError, which names the ranks that did not call.
     fn synchronize(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         let timeout = seconds("timeout", timeout)?;
         let call = self.core.synchronize().map_err(|e| errors::raise(py, e))?;
@@ -252,7 +255,8 @@ impl Averager {
         interrupt::wait_in_slices(py, None, Some(timeout), |limit| call.wait(limit), timed_out)
     }
 
-    /// Waits for at most `timeout` seconds until a joining rank's weights are the average of a round in which its own did not count.
+    /// Waits for at most `timeout` seconds until a joining rank has the average of a round in which its own weights did
+    /// not count.
     fn wait_joined(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         let timeout = seconds("timeout", timeout)?;
         let timed_out = |after| self.timed_out(after, "the first round of averaging");
@@ -325,10 +329,11 @@ pub fn settings(
     Ok(core::Settings { name: name.to_owned(), interval: seconds("interval", interval)?, codec, takes_part, elastic })
 }
 
-/// Memory that is used under a lock: its address, its count, its element type, and whether it is on the device of the averaging.
+/// Memory that is used under a lock: address, count, element type, and True if it is on the averaging's device.
 pub type Described = (usize, usize, u8, bool);
 
-/// The device of an averaging, for Python's arguments: the device, the stream that has the last work on the weights, and who has them.
+/// The device of an averaging, as Python passes it: the device, the stream with the last work on the weights, and the
+/// owner of the weights.
 pub type OnDevice<'py> = (PyRef<'py, CudaDevice>, usize, Py<PyAny>);
 
 /// The memory of a model. `lane_device`, where it is on a device: what the averaging has there.

@@ -25,18 +25,19 @@ use crate::errors;
 use crate::handle::callable;
 use crate::tensor;
 
-/// Named tensors of one element type that travel together: a list of (name, address, count, dtype, padding).
+/// Named tensors of one element type that are communicated together: a list of (name, address, count, dtype, padding).
 ///
-/// The caller promises that the addresses stay valid as long as the bucket is registered with an engine. With `device` they are addresses of
-/// that CUDA device, and `keep` is held until it is done with them; `collective` is a value of BAGUA_CUDA_COLLECTIVE, and `check`
-/// of BAGUA_CUDA_CHECK.
+/// The caller promises that the addresses stay valid as long as the bucket is registered with an engine. With `device`,
+/// the addresses are on that CUDA device, and `keep` is held until the device has finished with them. `collective` is a
+/// value of BAGUA_CUDA_COLLECTIVE, and `check` a value of BAGUA_CUDA_CHECK.
+///
 /// Raises ValueError for an empty list or a repeated name, TypeError for mixed element types.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Bucket {
     pub core: core::SharedBucket,
-    /// How many of its tensors can be marked ready: all but padding.
+    /// Number of tensors that can be marked ready: all except padding.
     pub markable: usize,
-    /// Its tensors' device; `None` for the host.
+    /// The device of the tensors; `None` for host memory.
     pub place: Option<Arc<OperationDevice>>,
 }
 
@@ -88,7 +89,7 @@ impl Bucket {
         Ok(Bucket { core: core::SharedBucket::new(bucket), markable, place })
     }
 
-    /// Its name.
+    /// Name of the bucket.
     #[getter]
     fn name(&self) -> String {
         self.core.name().to_owned()
@@ -106,8 +107,9 @@ impl Bucket {
         self.core.dtype() as u8
     }
 
-    /// Adds an all_reduce: the average of all ranks, or the sum. `hierarchical` combines inside hosts first, also where the group would
-    /// go flat; `scattergather` changes nothing, as every route is a reduce-scatter followed by an all-gather.
+    /// Adds an all_reduce, which averages over all ranks if `average` is true and sums otherwise. With `hierarchical`,
+    /// ranks of one host combine their tensors first, even if the group would not. `scattergather` has no effect,
+    /// because every all_reduce here is a reduce-scatter followed by an all-gather.
     #[pyo3(signature = (average, hierarchical, scattergather))]
     fn append_centralized(
         &self,
@@ -119,10 +121,10 @@ impl Bucket {
         self.append(py, || Ok(Arc::new(CentralizedOp::new(average, hierarchical, scattergather))))
     }
 
-    /// Adds an all_reduce through a codec. `error_feedback` needs the extra tensor "error": a float32 for each element, padding left
-    /// out.
+    /// Adds an all_reduce through a codec. `error_feedback` needs the extra tensor "error", with one float32 for each
+    /// element except padding.
     ///
-    /// Raises TypeError for an element type that the codec does not encode, ValueError for a codec whose options do not fit the
+    /// Raises TypeError if the codec does not encode the element type, ValueError if the codec's options do not fit the
     /// number of elements.
     fn append_compressed(
         &self,
@@ -159,17 +161,19 @@ impl Bucket {
         })
     }
 
-    /// Adds a round of the compressed ring, with the extra tensors "weight", "left_peer_weight" and "right_peer_weight".
+    /// Adds a round of the compressed ring, with the extra tensors "weight", "left_peer_weight" and
+    /// "right_peer_weight".
     ///
-    /// Raises as append_compressed.
+    /// Raises the same errors as `append_compressed`.
     fn append_low_precision_decentralized(&self, py: Python<'_>, codec: &Codec, hierarchical: bool) -> PyResult<()> {
         self.append(py, || Ok(Arc::new(LowPrecisionDecentralizedOp::new(codec.core(), hierarchical))))
     }
 
-    /// Adds a round of asynchronous model averaging, of weights that are used under `lock`. On a device the lock orders streams with what
-    /// operations do with the bucket, unless it is `elsewhere`: with an averaging that makes the rounds itself.
+    /// Adds a round of asynchronous averaging of weights that are used under `lock`. On a device, the lock orders other
+    /// streams with the operations on the bucket. `elsewhere` turns this off, for an averaging that runs the rounds
+    /// itself.
     ///
-    /// Raises TypeError for elements that are not real floating-point numbers.
+    /// Raises TypeError if the elements are not real floating-point numbers.
     #[pyo3(signature = (lock, *, elsewhere=false))]
     fn append_asynchronous_model_average(
         &self,
@@ -185,28 +189,30 @@ impl Bucket {
         Ok(AsyncModelAverage { core: op })
     }
 
-    /// Copies an extra tensor of the bucket's length into the bucket; on a device as work of `stream` (None: the legacy stream). Raises
-    /// ValueError while the bucket is being communicated.
+    /// Copies an extra tensor of the bucket's length into the bucket. On a device, the copy is work of `stream` (None:
+    /// the legacy stream). Raises ValueError while the bucket is being communicated.
     #[pyo3(signature = (name, *, stream=None))]
     fn copy_from_extra(&self, py: Python<'_>, name: &str, stream: Option<usize>) -> PyResult<()> {
         py.detach(|| self.core.lock().copy_from_extra(name, stream)).map_err(|e| errors::raise(py, e))
     }
 
-    /// How often it was communicated, since it was registered or since a step was set.
+    /// Number of times the bucket was communicated since it was registered. `set_step` sets this number.
     #[getter]
     fn step(&self) -> u64 {
         self.core.lock().step()
     }
 
-    /// Counts communications from `step` on, to resume a training. Raises ValueError while the bucket is being communicated.
+    /// Counts communications from `step`, to resume a training. Raises ValueError while the bucket is being
+    /// communicated.
     fn set_step(&self, py: Python<'_>, step: u64) -> PyResult<()> {
         self.core.lock().set_step(step).map_err(|e| errors::raise(py, e))
     }
 
-    /// Adds a call of `function(bucket name)` on the communication thread: the one operation that waits for the GIL.
+    /// Adds a call of `function(bucket name)` on the communication thread. No other operation waits for the GIL.
     ///
-    /// An exception in it fails the engine and the group: the next call of the engine on this rank raises BaguaError from it, and the other
-    /// ranks get PeerRaisedError with its class and text. `clear_ops` lets go of the function.
+    /// If the function raises, the engine and the group fail. The next call of the engine on this rank raises
+    /// BaguaError with that exception as its cause, and the other ranks get PeerRaisedError with its class and text.
+    /// `clear_ops` drops the function.
     fn append_callback(&self, py: Python<'_>, function: Bound<'_, PyAny>) -> PyResult<()> {
         let function = callable(&function)?;
         let op = CallbackOp::new(move |bucket| {
@@ -219,9 +225,11 @@ impl Bucket {
         self.core.lock().append(Arc::new(op)).map_err(|e| errors::raise(py, e))
     }
 
-    /// Registers a tensor of the operations beside the bucket's own (peer weights, replicas, error memory); one of the same name is
-    /// replaced. The address stays valid as long as the bucket is registered; it is one of `device`, whose `keep` is held as the bucket's.
-    /// Raises ValueError while the bucket is being communicated, TypeError for another place than the bucket's.
+    /// Registers an extra tensor for the operations (peer weights, replicas, error memory), or replaces the one of the
+    /// same name. The address must stay valid as long as the bucket is registered. With `device`, the address is on
+    /// that device, and `keep` is held like that of the bucket.
+    ///
+    /// Raises ValueError while the bucket is being communicated, TypeError if the tensor is not on the bucket's device.
     #[pyo3(signature = (name, address, count, dtype, *, device=None, keep=None))]
     fn attach(
         &self,

@@ -1,8 +1,8 @@
 //! Calling a user's function on a thread that Python did not start.
 //!
-//! Before Python 3.14, a thread that asks for the GIL during the interpreter's shutdown ends by `pthread_exit`, which unwinds the stack
-//! from within the function it runs. The frames above, PyO3's among them, cannot be unwound so: the process would abort. A function
-//! that still computes then therefore sleeps for ever in [`call_user`].
+//! Before Python 3.14, a thread that asks for the GIL while the interpreter shuts down is ended by `pthread_exit`,
+//! which unwinds the thread's stack. Rust frames, including PyO3's, cannot be unwound in this way: the process would
+//! abort. If this happens to a function in [`call_user`], the thread sleeps for ever instead.
 #![allow(unsafe_code)]
 
 use std::thread;
@@ -12,14 +12,15 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 unsafe extern "C-unwind" {
-    // As PyO3 declares it, but that it may unwind: the compiler cannot unwind through a function that is declared not to.
+    // The declaration is PyO3's, except that the function may unwind: unwinding through a function declared otherwise
+    // aborts.
     fn PyObject_CallObject(callable: *mut ffi::PyObject, arguments: *mut ffi::PyObject) -> *mut ffi::PyObject;
 }
 
 /// Calls a function and drops what it returns.
 pub fn call_user(function: &Bound<'_, PyAny>, arguments: &Bound<'_, PyTuple>) -> PyResult<()> {
-    // SAFETY: both are references to living objects, the thread is attached, and the result is a new reference, or null with an
-    // exception set.
+    // SAFETY: both are references to living objects, the thread is attached, and the result is a new reference, or null
+    // with an exception set.
     let result = unsafe {
         let result = call_or_sleep(function.as_ptr(), arguments.as_ptr());
         Bound::from_owned_ptr_or_err(function.py(), result)

@@ -18,11 +18,12 @@ use crate::cuda_call::CudaCall;
 use crate::errors;
 use crate::tensor;
 
-/// A codec with its options. `bagua.Codec` is the one for users; this one takes addresses. The caller promises that they stay valid, and
-/// that no other code writes to a source or uses a destination, until the call has returned; on a device, until that is done.
+/// A codec with its options, for callers that pass addresses. Users have `bagua.Codec`. The caller promises that the
+/// addresses stay valid, and that no other code writes to a source or uses a destination, until the call has returned,
+/// or on a device until the work is done.
 ///
-/// Raises ValueError for an unknown name or an option out of its range, TypeError for an option that the codec does not have or of
-/// another type.
+/// Raises ValueError for an unknown name or an option out of its range, TypeError for an unknown option or one of the
+/// wrong type.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Codec {
     core: Arc<dyn codec::Codec>,
@@ -33,7 +34,7 @@ pub struct Codec {
 }
 
 impl Codec {
-    /// As the core takes it.
+    /// Returns the core's codec.
     pub fn core(&self) -> Arc<dyn codec::Codec> {
         self.core.clone()
     }
@@ -97,21 +98,23 @@ impl Codec {
         Ok(options)
     }
 
-    /// Bytes of the records of `count` elements in `chunks` equal parts.
+    /// Returns the number of bytes that `count` elements take when they are encoded in `chunks` equal parts.
     ///
-    /// Raises ValueError unless `chunks` divides `count`, or when an option does not fit; TypeError for a type that cannot be encoded.
+    /// Raises ValueError if `chunks` does not divide `count` or an option does not fit, TypeError for a type that
+    /// cannot be encoded.
     fn encoded_bytes(&self, py: Python<'_>, count: i64, dtype: u8, chunks: i64) -> PyResult<usize> {
         sizes(count, dtype, chunks)
             .and_then(|(count, dtype, chunks)| chunks::records_len(&*self.core, dtype, count, chunks))
             .map_err(|e| errors::raise(py, e))
     }
 
-    /// Encodes `count` elements at `src` in `chunks` equal parts into the `len` bytes at `dst`.
+    /// Encodes `count` elements at `src`, in `chunks` equal parts, into the `len` bytes at `dst`.
     ///
-    /// With `call` both are memory of its device: the work is put on the call's stream, and `keep` is held until the device is done.
+    /// With `call`, both addresses are on its device: the call's stream does the work, and `keep` is held until the
+    /// device is done.
     ///
-    /// Raises as `encoded_bytes`, and ValueError when `len` is another number than that, or when the memory overlaps; on a device also as
-    /// `check_device`, BaguaError without NVRTC, DeviceError.
+    /// Raises the errors of `encoded_bytes`, and ValueError if `len` differs from `encoded_bytes` or if the memory
+    /// overlaps. On a device, also raises the errors of `check_device`, BaguaError without NVRTC, and DeviceError.
     #[pyo3(signature = (src, count, dtype, chunks, dst, len, *, call=None, keep=None))]
     fn encode(
         &self,
@@ -132,7 +135,8 @@ impl Codec {
                 // SAFETY: the caller's promise, see the class; `keep` holds both arrays until the device is done.
                 return unsafe { on_device::encode(call.core(), &*self.core, from, chunks, to) };
             }
-            // SAFETY: the caller's promise, see the class: both stay valid, and no other code uses `dst`, while this call lasts.
+            // SAFETY: the caller of the method promises (see the class) that both addresses stay valid, and that no
+            // other code uses `dst`, while this call lasts.
             let (src, dst) = unsafe { (tensor::region_at(src, count, dtype), tensor::region_at(dst, len, DType::U8)) };
             let (src, mut dst) = (src?, dst?);
             tensor::check_apart(&src, &dst)?;
@@ -145,9 +149,11 @@ impl Codec {
         })
     }
 
-    /// Decodes the `len` bytes at `src` into `count` elements at `dst`, in `chunks` equal parts; with `call` as `encode`.
+    /// Decodes the `len` bytes at `src` into `count` elements at `dst`, in `chunks` equal parts. `call` is that of
+    /// `encode`.
     ///
-    /// Raises as `encode`, and ValueError for bytes that no encoder writes, which are not looked for on a device.
+    /// Raises the errors of `encode`, and ValueError for bytes that no encoder writes. A device does not check for such
+    /// bytes.
     #[pyo3(signature = (src, len, dst, count, dtype, chunks, *, call=None, keep=None))]
     fn decode(
         &self,

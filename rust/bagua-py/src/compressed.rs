@@ -22,12 +22,14 @@ use crate::codec::Codec;
 use crate::errors;
 use crate::tensor;
 
-/// Combines tensors in host memory over the `size` members of a group, through a codec. `rank` is this process's place among them.
+/// An exchange that combines tensors in host memory over the `size` members of a group, through a codec. `rank` is this
+/// process's rank in the group.
 ///
-/// Two functions send the records, which are blocks of `record` bytes, one for each member, at an address of host memory:
-/// `all_to_all(sent, received, record)` sends block j of `sent` to member j and stores the block of member i at place i of `received`;
-/// `all_gather(blocks, record)` fills `blocks`, of which block `rank` is there, with the block of each member. Both return when that is
-/// done. What they raise, the methods raise.
+/// Two functions send the records. A record is `record` bytes of host memory, and there is one for each member.
+/// `all_to_all(sent, received, record)` sends block j of `sent` to member j, and stores the block from member i at
+/// place i of `received`. `all_gather(blocks, record)` starts with block `rank` of `blocks`, and fills in the block of
+/// each other member. Both functions return when the exchange is done. The methods pass on the exceptions that they
+/// raise.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct CompressedExchange {
     codec: Arc<dyn codec::Codec>,
@@ -46,11 +48,12 @@ impl CompressedExchange {
         CompressedExchange { codec: codec.core(), rank, size, all_to_all, all_gather, memory: Mutex::default() }
     }
 
-    /// Replaces the `count` elements of type `dtype` at `address` by their mean over the members. `call` is the number of the call, equal on
-    /// all members, from which codecs that draw at random draw. `error` is the address of as many float32, the error memory, or None. The
-    /// caller promises that both stay valid, and that no other code uses them, until the call has returned.
+    /// Replaces the `count` elements of type `dtype` at `address` by their mean over the members. `call` is the number
+    /// of the call, equal on all members: codecs with randomness use it as a seed. `error` is None or the address of
+    /// the error memory, which has `count` float32. The caller promises that both addresses stay valid, and that no
+    /// other code uses them, until the call has returned.
     ///
-    /// Raises TypeError for a type that cannot be encoded, ValueError when an option of the codec does not fit the count.
+    /// Raises TypeError for a type that cannot be encoded, ValueError if an option of the codec does not fit the count.
     #[pyo3(signature = (address, count, dtype, *, call, error))]
     fn all_reduce(
         &self,
@@ -66,13 +69,14 @@ impl CompressedExchange {
         })
     }
 
-    /// Combines the `count` elements of type `dtype` at `address`, which consist of one part for each member, and stores this member's part
-    /// of the result at `result`: the mean over the members if `average`, else the sum. Each part is encoded once. The elements at
-    /// `address` are overwritten. `call` and `error` are those of `all_reduce`. The caller promises that all three places stay valid, that
-    /// they do not overlap, and that no other code uses them, until the call has returned.
+    /// Combines the `count` elements of type `dtype` at `address`, which consist of one part for each member, and
+    /// stores this member's part of the result at `result`: the mean over the members if `average`, otherwise the sum.
+    /// Each part is encoded once. The elements at `address` are overwritten. `call` and `error` are those of
+    /// `all_reduce`. The caller promises that the three addresses stay valid, that their memory does not overlap, and
+    /// that no other code uses it, until the call has returned.
     ///
-    /// Raises TypeError for a type that cannot be encoded, ValueError if the count is not a multiple of the number of members, or if an
-    /// option of the codec does not fit the count.
+    /// Raises TypeError for a type that cannot be encoded, ValueError if the count is not a multiple of the number of
+    /// members, or if an option of the codec does not fit the count.
     #[expect(clippy::too_many_arguments, reason = "the signature is Python's, and most arguments are keywords there")]
     #[pyo3(signature = (address, result, count, dtype, *, average, call, error))]
     fn reduce_scatter(
@@ -147,7 +151,7 @@ impl CompressedExchange {
 /// The two functions as an exchange of records.
 struct Functions<'a> {
     exchange: &'a CompressedExchange,
-    /// What a function has raised.
+    /// The exception that one of the two functions raised.
     raised: &'a mut Option<PyErr>,
 }
 

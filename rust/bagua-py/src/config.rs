@@ -11,12 +11,17 @@ use pyo3::prelude::*;
 use crate::errors::{self, seconds};
 use crate::tls::{Tls, tls_of};
 
-/// The parameters with which a rank joins a group, which is called `name` and listens on any free port of `listen_host`.
+/// The parameters of a rank that joins the group `name` and listens on any free port of `listen_host`.
 ///
-/// `settings` has the attributes of `bagua.config.Settings`: ranks with equal `host_id` share memory ("": boot id and network namespace),
-/// `transport` is one of `TRANSPORTS`, `streams_per_peer` (1 to 64) is the number of TCP streams to a rank on another host, `algorithm` (one
-/// of `ALGORITHMS`) is the algorithm of all_reduce between hosts; `timeout` (of an operation, and of connecting) and `heartbeat_timeout` are
-/// in seconds; with `tls` every TCP connection is encrypted. Raises ValueError for invalid arguments.
+/// `settings` has the attributes of `bagua.config.Settings`:
+/// - Ranks with equal `host_id` share memory ("": boot id and network namespace).
+/// - `transport` is one of `TRANSPORTS`.
+/// - `streams_per_peer` (1 to 64) is the number of TCP streams to a rank on another host.
+/// - `algorithm` (one of `ALGORITHMS`) is the algorithm of all_reduce between hosts.
+/// - `timeout` (of an operation, and of connecting) and `heartbeat_timeout` are in seconds.
+/// - `tls` encrypts every TCP connection.
+///
+/// Raises ValueError for invalid arguments.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct GroupConfig {
     core: Config,

@@ -28,10 +28,10 @@ impl From<LibraryPathsArgument> for LibraryPaths {
     }
 }
 
-/// The CUDA driver, NVRTC and NCCL of the process that creates this. A forked child of it has none.
+/// The CUDA driver, NVRTC and NCCL in the process that creates this object. A forked child cannot use them.
 ///
-/// Creating it loads nothing. Each library is looked for at its first use, in the places (`bagua.config.CudaPlaces`) of that call, and
-/// what was found holds from then on.
+/// The constructor loads nothing. The first use of a library searches the places (`bagua.config.CudaPlaces`) of that
+/// call. Later calls use the library that was found.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct CudaLibraries {
     core: Arc<Libraries>,
@@ -44,15 +44,17 @@ impl CudaLibraries {
         CudaLibraries { core: Arc::new(Libraries::new()) }
     }
 
-    /// Why no device can be used, in one line, the same at each call; None when one can. Initialises the driver.
+    /// Returns in one line why no device can be used, or None if one can. Every call returns the same. Initialises the
+    /// driver.
     fn why_not(&self, py: Python<'_>, places: LibraryPathsArgument) -> Option<String> {
         let places = places.into();
         py.detach(|| self.core.why_not(&places)).map(|error| error.to_string())
     }
 
-    /// What there is: `driver`, `nvrtc` and `nccl` as dicts with `path`, `version` and `error`, None where that does not apply; nvrtc's
-    /// `architectures`; and `devices` as dicts with `name`, `capability` (major, minor), `memory` (bytes) and `uuid` (16 bytes), None where
-    /// the driver does not report it. Initialises the driver.
+    /// Returns the libraries and devices of this process. `driver`, `nvrtc` and `nccl` are dicts with `path`, `version`
+    /// and `error`, each None if it does not apply. The dict of `nvrtc` also has `architectures`. `devices` are dicts
+    /// with `name`, `capability` (major, minor), `memory` (bytes) and `uuid` (16 bytes), each None if the driver does
+    /// not report it. Initialises the driver.
     fn report<'py>(&self, py: Python<'py>, places: LibraryPathsArgument) -> PyResult<Bound<'py, PyDict>> {
         let places = places.into();
         let (driver, nvrtc, nccl) =
@@ -85,7 +87,8 @@ impl CudaLibraries {
         Ok(report)
     }
 
-    /// A program of kernels for an architecture (90: compute capability 9.0), compiled without a driver: PTX, machine code, and the log.
+    /// Compiles a program of kernels for an architecture (90: compute capability 9.0) without a driver. Returns PTX,
+    /// machine code and the log.
     fn compile<'py>(
         &self,
         py: Python<'py>,
@@ -102,7 +105,8 @@ impl CudaLibraries {
         Ok((PyBytes::new(py, &compiled.ptx), PyBytes::new(py, &compiled.cubin), compiled.log))
     }
 
-    /// Machine code of a program for an architecture: from the folder `cache`, or compiled and then kept there. None: nothing is kept.
+    /// Returns the machine code of a program for an architecture, from the folder `cache`. If it is not there, compiles
+    /// it and stores it. With None, nothing is stored.
     fn cubin<'py>(
         &self,
         py: Python<'py>,
@@ -119,10 +123,10 @@ impl CudaLibraries {
         Ok(PyBytes::new(py, &code.map_err(|error| raise(py, &error))?))
     }
 
-    /// A device, by its number. The first use of a device may create its primary context, which takes a while. The places and the folder
-    /// `cache` (None: nothing is kept) of the first call for a device are those of its kernels and of NCCL.
+    /// Returns the device with this number. The first use of a device may create its primary context, which is slow.
+    /// The first call for a device fixes the places and the folder `cache` (None: no cache) of its kernels and of NCCL.
     ///
-    /// Raises BaguaError with `why_not()` where there is no CUDA, DeviceError.
+    /// Raises BaguaError with the text of `why_not()` if there is no CUDA, and DeviceError.
     fn device(
         &self,
         py: Python<'_>,
@@ -140,7 +144,8 @@ impl CudaLibraries {
         context.map(CudaDevice::of).map_err(|e| errors::raise(py, e))
     }
 
-    /// Number of the device whose memory an address is; None for memory of the host, -1 for managed memory. Raises as `device`.
+    /// Returns the number of the device that has the memory at an address; None for host memory, -1 for managed memory.
+    /// Raises the errors of `device`.
     fn device_of(&self, py: Python<'_>, places: LibraryPathsArgument, address: usize) -> PyResult<Option<i32>> {
         let places = places.into();
         let memory = py.detach(|| self.core.driver(&places).map_err(Error::from)?.memory_at(address));

@@ -22,7 +22,7 @@ pub const SETTING: &str = "value of BAGUA_CUDA_COLLECTIVE";
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct CudaDevice {
     context: Arc<Context>,
-    /// Of calls without a group: what they hold.
+    /// Objects that calls without a group hold.
     lane_device: Arc<LaneDevice>,
 }
 
@@ -49,7 +49,7 @@ impl CudaDevice {
         self.context.device()
     }
 
-    /// Raises NotImplementedError when one of the streams is being captured into a graph, and leaves the capture as it is.
+    /// Raises NotImplementedError if one of the streams is being captured into a graph. The capture continues.
     fn refuse_capture(&self, py: Python<'_>, streams: Vec<usize>) -> PyResult<()> {
         py.detach(|| self.context.refuse_capture(&streams)).map_err(|e| errors::raise(py, e))
     }
@@ -68,7 +68,7 @@ impl CudaDevice {
     }
 }
 
-/// What a lane has on each device that it has used.
+/// State of one lane on each device that the lane has used.
 pub struct LaneDevices {
     /// The group's, which ends waits for a device.
     health: Arc<GroupHealth>,
@@ -80,17 +80,17 @@ impl LaneDevices {
         LaneDevices { health: Arc::clone(group.health()), list: Mutex::default() }
     }
 
-    /// Of a thread with a lane of its own.
+    /// Returns the state of a thread that has a lane of its own.
     pub fn of(group: &Group, lane_device: Arc<LaneDevice>) -> LaneDevices {
         LaneDevices { health: Arc::clone(group.health()), list: Mutex::new(vec![lane_device]) }
     }
 
-    /// All of them.
+    /// Returns the state on every device that the lane has used.
     pub fn all(&self) -> Vec<Arc<LaneDevice>> {
         lock(&self.list).clone()
     }
 
-    /// What it has on a device.
+    /// Returns the lane's state on a device.
     pub fn on(&self, context: &Arc<Context>) -> Arc<LaneDevice> {
         let mut list = lock(&self.list);
         let known = list.iter().find(|lane_device| Arc::ptr_eq(lane_device.context(), context));
@@ -134,8 +134,8 @@ pub fn finished(py: Python<'_>, handle: Handle, async_op: bool) -> PyResult<Opti
     handle.order(py, None).map(|()| None)
 }
 
-/// Of several lanes of a group; None before one of them has used a device. Without a collective where the ranks have chosen none so far, and
-/// codecs or copies are all that there was.
+/// Returns the counters of several lanes of a group, or None before one of them has used a device. The collective
+/// is None if the ranks have not chosen one, because they only used codecs or copies.
 pub fn stats<'py>(py: Python<'py>, lanes: &[Arc<LaneDevices>]) -> PyResult<Option<Bound<'py, PyDict>>> {
     let lane_devices: Vec<_> = lanes.iter().flat_map(|lane| lane.all()).collect();
     let used = |counts: Counts| counts.launches + counts.to_host_bytes + counts.to_device_bytes > 0;
@@ -173,7 +173,7 @@ impl CudaCall {
         &self.core
     }
 
-    /// As the core takes it.
+    /// Returns the core's device.
     pub fn device(&self) -> Arc<dyn Device> {
         Arc::clone(&self.core) as Arc<dyn Device>
     }
@@ -181,8 +181,8 @@ impl CudaCall {
 
 #[pymethods]
 impl CudaCall {
-    /// Copies `bytes` between two arrays of the device on the call's stream, behind the work of its producers and before the verb begins.
-    /// The caller promises that both addresses stay valid until the device is done.
+    /// Copies `bytes` between two arrays of the device, on the call's stream: after the work of the producers, and
+    /// before the verb begins. The caller promises that both addresses stay valid until the device is done.
     fn copy(&self, py: Python<'_>, to: usize, from_: usize, bytes: usize) -> PyResult<()> {
         let copy = || {
             self.core.follow_producers()?;

@@ -29,9 +29,10 @@ pub struct Engine {
     group: Group,
     /// The group, for its errors.
     origin: Origin,
-    /// Element type and place of each registered tensor by number, for `mark_ready` with an address. Never locked while waiting.
+    /// Element type and device of each registered tensor, by number, for a `mark_ready` with an address. No thread
+    /// waits while it holds this mutex.
     tensors: Mutex<Vec<(DType, Option<Arc<OperationDevice>>)>>,
-    /// What its lane has on devices.
+    /// State of the engine's lane on devices.
     lane_devices: Arc<LaneDevices>,
 }
 
@@ -59,10 +60,11 @@ impl CommunicationThread for Engine {
 #[pymethods]
 #[expect(clippy::too_many_arguments, reason = "the signatures are Python's, and most arguments are keywords there")]
 impl Engine {
-    /// Waits for what is pending, then replaces the buckets. Their order is the order of communication, equal on all ranks.
+    /// Waits for pending buckets, then replaces the buckets. The order of the list is the order of communication, equal
+    /// on all ranks.
     ///
-    /// Returns the names of the tensors, padding left out: a tensor's index in this list is its number. Raises ValueError for a
-    /// tensor name, or the memory of a tensor, that appears twice.
+    /// Returns the names of the tensors except padding. The number of a tensor is its index in this list. Raises
+    /// ValueError if a tensor name, or a tensor's memory, appears twice.
     fn register(&self, py: Python<'_>, buckets: Vec<Py<Bucket>>) -> PyResult<Vec<String>> {
         let buckets: Vec<&Bucket> = buckets.iter().map(Py::get).collect();
         let cores: Vec<_> = buckets.iter().map(|bucket| bucket.core.clone()).collect();
@@ -78,21 +80,22 @@ impl Engine {
         Ok(self.core.tensors())
     }
 
-    /// Buckets that go from now on belong to this step of a training, counted from 1: MismatchError where another rank communicates them in
-    /// another one, or has not loaded a state before it as this one (`after_load`). 0, as in the beginning: the steps are not compared.
+    /// Sets the training step, counted from 1, of buckets that are communicated from now on. If another rank
+    /// communicates them in another step, both raise MismatchError. So do ranks of which only one has loaded a state
+    /// before the step (`after_load`). Ranks do not compare steps if `step` is 0, which is the initial value.
     #[pyo3(signature = (step, after_load=false))]
     fn set_step(&self, py: Python<'_>, step: u32, after_load: bool) {
         py.detach(|| self.core.set_step(step, after_load));
     }
 
-    /// The values of the tensor with this number are final for this step. `address` and `count` say where it is now, if it moved; in the same
-    /// place as before.
+    /// Marks the tensor with this number as final for this step. `address` and `count` give its new location if it
+    /// moved; None means the same place as before.
     ///
-    /// Of a tensor on a device the bucket is communicated behind the work that `stream` (None: the legacy stream) has now, and `keep` is held
-    /// until the device is done; with `keep` also behind that of the streams of `producers`.
+    /// For a tensor on a device, the bucket is communicated after the work that `stream` (None: the legacy stream) has
+    /// now, and with `keep` also after that of the streams of `producers`. `keep` is held until the device is done.
     ///
-    /// Raises ValueError for an unknown number or a tensor that was marked already, NotImplementedError for a stream that is being captured,
-    /// and what went wrong on the communication thread.
+    /// Raises ValueError for an unknown number or a tensor that was marked already, NotImplementedError for a stream
+    /// that is being captured, and the error of the communication thread if it failed.
     #[pyo3(signature = (number, address=None, count=None, *, stream=None, producers=None, keep=None))]
     fn mark_ready(
         &self,
@@ -133,12 +136,15 @@ impl Engine {
         py.detach(mark).map_err(|e| self.origin.raise(py, e))
     }
 
-    /// Waits until every scheduled bucket is done, at most `timeout` seconds, and returns how many were. Ctrl-C ends the wait.
+    /// Waits until every scheduled bucket is done, for at most `timeout` seconds, and returns the number of buckets.
+    /// Ctrl-C ends the wait.
     ///
-    /// Of buckets on a device, work that `stream` (None: the legacy stream) gets from now on sees the results; the device may still have work.
+    /// For buckets on a device, work that `stream` (None: the legacy stream) gets from now on sees the results. The
+    /// device may still be working.
     ///
-    /// Raises what went wrong; ValueError names the tensors that are missing of a bucket that is partly ready. NotImplementedError for a
-    /// stream that is being captured: another wait reports the buckets.
+    /// Raises the error of the communication thread. Raises ValueError, which names the missing tensors, if only some
+    /// tensors of a bucket are ready. Raises NotImplementedError for a stream that is being captured; a later wait then
+    /// reports the buckets.
     #[pyo3(signature = (timeout=None, *, stream=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>, stream: Option<usize>) -> PyResult<usize> {
         let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;

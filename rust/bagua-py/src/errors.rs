@@ -20,17 +20,18 @@ static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
 /// The module `bagua.records`, imported at the first failure of a group.
 static RECORDS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
 
-/// The group whose operation an error ended. Holds no reference to the group: a handle that is not waited for does not keep it.
+/// The group whose operation ended with an error. Holds no reference to the group, so that a handle that nobody waits
+/// for does not keep the group alive.
 #[derive(Clone)]
 pub struct Origin(Arc<FailedGroup>);
 
-/// What a flight record says of its group.
+/// The facts about a group that go into a flight record.
 struct FailedGroup {
-    /// Different for every group of this process.
+    /// Identifier, different for every group of this process.
     id: u64,
     /// Name of the group.
     name: String,
-    /// Whether the group has failed.
+    /// Record of the group's failure.
     health: Arc<GroupHealth>,
     /// The process that built the group: a forked child is no rank of it.
     owner: u32,
@@ -42,8 +43,9 @@ impl Origin {
         Origin(Arc::new(FailedGroup { id: group.id(), name, health, owner: std::process::id() }))
     }
 
-    /// The exception for a core error, as [`raise`] creates it. If the group has failed, other than by being aborted, the first of them
-    /// writes the flight record of this rank, and all of them end with its path.
+    /// Returns the exception for a core error, as [`raise`] does. If the group has failed without being aborted, the
+    /// first exception writes the flight record of this rank, and the text of every exception ends with the record's
+    /// path.
     pub fn raise(&self, py: Python<'_>, error: Error) -> PyErr {
         let FailedGroup { id, name, health, owner } = &*self.0;
         let aborted = |error: &Error| matches!(error, Error::Aborted(_));
@@ -69,8 +71,8 @@ impl Origin {
 }
 
 impl Origin {
-    /// The exception for a failure on this rank outside of a communication thread; one that is no matter of an argument poisons the group,
-    /// and a group that has failed before raises its first cause.
+    /// Returns the exception for a failure on this rank outside of a communication thread. Unless an argument caused
+    /// the failure, the group is poisoned. If the group failed before, the exception is that of its first cause.
     pub fn fail(&self, py: Python<'_>, error: Error) -> PyErr {
         let error = if error.is_argument() { error } else { py.detach(|| self.0.health.fail(error)) };
         self.raise(py, error)
@@ -82,13 +84,13 @@ impl Origin {
     }
 }
 
-/// The exception for a core error, created as `cls(message, **fields)` for classes of `bagua.errors`. The operating system's error or the
-/// exception of a user's function that led to it becomes its `__cause__`.
+/// Returns the exception for a core error, created as `cls(message, **fields)` with a class of `bagua.errors`. Its
+/// `__cause__` is the error of the operating system, or the exception of a user's function, that led to the error.
 pub fn raise(py: Python<'_>, error: Error) -> PyErr {
     raise_with(py, error, (None, String::new()))
 }
 
-/// As [`raise`], with the path of a flight record and what the text says of it.
+/// Returns the exception of [`raise`], with the path of a flight record and the text about the record.
 fn raise_with(py: Python<'_>, error: Error, record: (Option<String>, String)) -> PyErr {
     let code = error.os_error().and_then(std::io::Error::raw_os_error);
     let original = error.exception().and_then(|exception| take_exception(&*exception.original));
@@ -99,8 +101,9 @@ fn raise_with(py: Python<'_>, error: Error, record: (Option<String>, String)) ->
     raised
 }
 
-/// An exception for [`bagua_core::error::Exception`]. The first error that is raised because of it takes it: a failed group, which keeps its
-/// cause, would keep the objects that the traceback refers to, and some of those may keep the group.
+/// Wraps an exception for [`bagua_core::error::Exception`]. The first exception that is raised because of this one
+/// takes it out. Otherwise a failed group, which keeps its cause, would keep the objects in the traceback alive, and
+/// these may in turn keep the group alive.
 pub fn keep_exception(raised: PyErr) -> Box<dyn Any + Send + Sync> {
     Box::new(Mutex::new(Some(raised)))
 }

@@ -1,8 +1,9 @@
-//! A verb on torch's tensors in one call from Python, where there is nothing to explain.
+//! Verbs on plain torch tensors, in a single call from Python.
 //!
-//! Tensors that are not plain, of two types, or of sizes that do not fit: the call returns that nothing was done. Python then calls the
-//! verb by address, where the arguments' checks raise, or make the copy that is needed. So every check exists once, and the core's own
-//! are enough here. A small blocking all_reduce costs 0.8 us from Python through this call, and 1.3 us by address.
+//! If tensors are not plain, differ in type or have sizes that do not fit, the call does nothing and says so. Python
+//! then calls the verb by address, which raises the error or makes the necessary copy. Every check therefore exists
+//! once, and the core's own checks are enough here. A small blocking all_reduce takes 0.8 us from Python through this
+//! call, and 1.3 us by address.
 
 #![allow(unsafe_code)]
 
@@ -68,7 +69,7 @@ impl Communicator {
         self.go(py, call, None, bytes, &op, move |lane, options| request.run(lane, options))
     }
 
-    /// The verb, if it is one that has an operation and a root as given, on plain tensors of one type that do not overlap.
+    /// Returns the verb, if its operation and root are valid and the tensors are plain, of one type and do not overlap.
     #[inline]
     pub fn plain(
         &self,
@@ -96,8 +97,8 @@ impl Communicator {
             return None;
         }
         let shape = from.as_ref().map_or(to.shape, |from| from.shape);
-        // SAFETY: just read from tensors that the caller holds until a blocking verb has returned, and an asynchronous one until it is done;
-        // they hold their memory.
+        // SAFETY: the addresses were just read from tensors, which hold their memory. The caller holds the tensors
+        // until a blocking verb has returned or an asynchronous one is done.
         let region = |plain: &tensor_reader::Plain<_>| unsafe { tensor::region_at(plain.address, plain.count, dtype) };
         let source = from.as_ref().map(region).transpose().ok()?;
         let operands = Operands::new(source, region(&to).ok()?).ok()?;

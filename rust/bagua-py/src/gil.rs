@@ -1,14 +1,16 @@
 //! Releasing the GIL around blocking operations and drops of the core.
 //!
-//! A blocking verb runs on the calling thread, because a hand-over to another thread costs more than a small all_reduce. [`run_verb`] does
-//! one of two things:
+//! A blocking verb runs on the calling thread, because handing it to another thread takes longer than a small
+//! all_reduce. [`run_verb`] does one of two things:
 //! - A verb that may take long releases the GIL until it is done.
-//! - A verb on little memory keeps the GIL while it spins, some tens of microseconds at most, and releases it only to sleep. Taking the GIL
-//!   back takes up to 5 ms if another Python thread is busy. If none is, releasing the GIL costs as much as the rest of the call.
+//! - A verb on little memory keeps the GIL while it spins, for some tens of microseconds at most, and releases the GIL
+//!   only to sleep. Taking the GIL back takes up to 5 ms if another Python thread is busy. If none is, releasing the
+//!   GIL takes as long as the rest of the call.
 //!
 //! In both cases a verb that sleeps runs Python's signal handlers now and then: see [`crate::interrupt`].
 //!
-//! What is rare and takes longer than starting a thread ([`run_released`]) runs on another thread, while the caller waits in slices.
+//! Rare operations that take longer than starting a thread run on another thread ([`run_released`]), while the caller
+//! waits in slices.
 
 use std::cell::RefCell;
 use std::time::Instant;
@@ -21,7 +23,7 @@ use pyo3::prelude::*;
 use crate::errors::Origin;
 use crate::interrupt::{self, SLICE};
 
-/// Why a blocking verb has no result.
+/// The reason why a blocking verb has no result.
 pub enum Failure {
     /// A signal handler raised this while the verb waited.
     Raised(PyErr),
@@ -46,7 +48,7 @@ struct RunningVerb {
     group: Group,
     /// True if the verb keeps the GIL except while it sleeps.
     keeps_gil: bool,
-    /// When the verb slept first, and when it last ran the signal handlers. `None` before the first sleep.
+    /// Times of the verb's first sleep and of its last run of the signal handlers. `None` before the first sleep.
     slept: Option<(Instant, Instant)>,
     /// The exception that a signal handler has raised.
     raised: Option<PyErr>,
@@ -101,8 +103,8 @@ pub fn run_verb<T: Send>(
     }
 }
 
-/// Refuses an operation of a signal handler that runs inside a blocking verb of this thread: the verb has the lane, and waits for the
-/// handler's end.
+/// Refuses an operation that a signal handler starts inside a blocking verb of this thread. The verb owns the lane and
+/// waits for the handler to return, so the operation could never run.
 pub fn refuse_inside_verb(group: &Group) -> Result<()> {
     RUNNING.with_borrow(|running| running.as_ref().map_or(Ok(()), |outer| Err(outer.refusal(group))))
 }
@@ -139,8 +141,8 @@ fn sleep_in_slices(wait: &mut (dyn FnMut() + Send)) {
     });
 }
 
-/// Runs an operation of a group on another thread, while this thread waits without the GIL and runs Python's signal handlers. If one raises
-/// an exception, the group fails on all ranks, which ends the operation.
+/// Runs an operation of a group on another thread, while this thread waits without the GIL and runs Python's signal
+/// handlers. If a handler raises an exception, the group fails on all ranks, which ends the operation.
 pub fn run_released<T: Send + 'static>(
     py: Python<'_>,
     group: &Group,
@@ -153,8 +155,8 @@ pub fn run_released<T: Send + 'static>(
     result.map_err(|e| origin.raise(py, e))
 }
 
-/// A value of the core whose drop may wait for a thread that itself waits for the GIL, to run a Python callback: it is dropped
-/// without the GIL. In a forked child, whose threads and sockets belong to the parent, it is never dropped.
+/// A value of the core that is dropped without the GIL, because its drop may wait for a thread that itself waits for
+/// the GIL to run a Python callback. A forked child never drops it: its threads and sockets belong to the parent.
 pub struct DropWithoutGil<T: Send> {
     /// `None` only during drop and after `into_inner`.
     inner: Option<T>,
@@ -188,7 +190,8 @@ impl<T: Send> Drop for DropWithoutGil<T> {
             return;
         }
         let mut undropped = Some(inner);
-        // While the interpreter shuts down, nothing can be attached to it; the value is then dropped below, without the GIL.
+        // No thread can attach to an interpreter that is shutting down. The value is then dropped below, without the
+        // GIL.
         let _ = Python::try_attach(|py| {
             let inner = undropped.take();
             py.detach(move || drop(inner));

@@ -1,7 +1,8 @@
 //! `Communicator`: a group's verbs by address.
 //!
-//! Addresses are those of host memory, or with `place` of a device's; counts are elements (of one rank's chunk in the verbs that have chunks), element types and
-//! reduce operations are the codes of `bagua_core::types`, ranks are ranks of the group, timeouts are seconds.
+//! Addresses are in host memory, or with `place` on a device. Counts are in elements (of one rank's chunk, for verbs
+//! that have chunks). Element types and reduce operations are codes of `bagua_core::types`. Ranks are ranks of the
+//! group. Timeouts are in seconds.
 
 #![allow(unsafe_code)]
 
@@ -34,29 +35,30 @@ use crate::request::{self, Call, CommunicationThread, Request};
 use crate::tensor::{self, Operands};
 use crate::tensor_reader::TensorReader;
 
-/// A group of ranks and its main lane: every verb runs in program order, a blocking one on the calling thread.
+/// A group of ranks and its main lane. Verbs run in program order; a blocking verb runs on the calling thread.
 ///
-/// The caller promises that an address stays valid until the verb has returned or its handle is done. `keep` holds any object
-/// until then. Verbs raise ValueError or TypeError before anything is sent, and the classes of `bagua.errors` afterwards.
+/// The caller promises that an address stays valid until the verb has returned or its handle is done. `keep` holds any
+/// object until then. Verbs raise ValueError or TypeError before anything is sent, and the classes of `bagua.errors`
+/// afterwards.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Communicator {
     core: DropWithoutGil<Arc<core::Communicator>>,
     /// The group, for its errors.
     origin: Origin,
-    /// What its main lane has on devices, its messages, and then its engines.
+    /// State on devices of the main lane, then of the messages, then of each engine.
     lane_devices: Mutex<Vec<Arc<LaneDevices>>>,
-    /// Its verbs wait by spinning first, so that those on little memory need not release the GIL.
+    /// True if verbs spin before they sleep. Verbs on little memory then need not release the GIL.
     spins: bool,
 }
 
 /// A verb on more bytes than this may take longer than the GIL should be held.
 const BRIEF: usize = 64 << 10;
 
-/// Where its main lane and its messages are in `Communicator::lane_devices`.
+/// Index in `Communicator::lane_devices` of the main lane. The messages follow it.
 const MAIN: usize = 0;
 const MESSAGES: usize = 1;
 
-/// Of a verb that never keeps the GIL.
+/// Size that stands for a verb that never keeps the GIL.
 const LONG: usize = usize::MAX;
 
 impl Communicator {
@@ -81,8 +83,8 @@ impl Communicator {
         gil::run_verb(py, self.group(), self.spins && bytes <= BRIEF, || self.core.run(verb))
     }
 
-    /// Runs a verb on so many bytes here, or hands it to the communication thread, which runs all on a device; `op` describes it while it is
-    /// queued.
+    /// Runs a verb on this many bytes here, or hands the verb to the communication thread, which runs all verbs on a
+    /// device. `op` describes the verb while it is queued.
     pub fn go(
         &self,
         py: Python<'_>,
@@ -193,7 +195,8 @@ impl Communicator {
         self.group().hosts()
     }
 
-    /// Group ranks on each machine, in the order of their first rank: as `hosts`, and also where ranks may not share memory.
+    /// Ranks of the group on each machine, in the order of their first rank. Unlike `hosts`, also lists ranks of a
+    /// machine together if they may not share memory.
     #[getter]
     fn machines(&self) -> Vec<Vec<usize>> {
         self.group().machines()
@@ -229,9 +232,9 @@ impl Communicator {
         self.core.transports().1
     }
 
-    /// A blocking verb (by its code in `VERBS`) on plain tensors: from `src`, which may be None, to `dst`, which then has changed.
-    /// `root` is the root of the verbs that have one. Returns False, and does nothing, where the tensors are not plain or do not fit
-    /// the verb; `run` then says what is wrong.
+    /// Runs a blocking verb (a code in `VERBS`) on plain tensors, from `src`, which may be None, to `dst`, which is
+    /// modified. `root` is ignored by verbs without a root. Returns False, and does nothing, if the tensors are not
+    /// plain or do not fit the verb. `run` then raises the error.
     fn try_run(
         &self,
         verb: u8,
@@ -244,7 +247,8 @@ impl Communicator {
         self.plain(verb, reader, src, dst, op, root).map_or(Ok(false), |plain| self.run_plain(plain, reader, dst))
     }
 
-    /// As `try_run`, but asynchronous: returns a handle, which holds the tensors, or None where nothing is done.
+    /// Starts a verb as `try_run` does, without waiting. Returns a handle, which holds the tensors, or None if nothing
+    /// was done.
     fn try_begin(
         &self,
         verb: u8,
@@ -257,16 +261,18 @@ impl Communicator {
         self.plain(verb, reader, src, dst, op, root).map_or(Ok(None), |plain| self.begin_plain(plain, reader, src, dst))
     }
 
-    /// A verb, by its code in `VERBS`, on host memory. n is the number of ranks, r a rank.
+    /// Runs a verb (a code in `VERBS`) on host memory. In the following, n is the number of ranks and r a rank.
     ///
-    /// `count` elements of type `dtype` (a code in `DTYPES`) are the whole tensor for all_reduce, reduce and broadcast, and one rank's
-    /// shard for the others. `src` and `dst` are addresses; without `src` the verb works in place at `dst`, whose shard r lies at r *
-    /// count. Otherwise all_gather and gather (on its root) write n * count elements, scatter (on its root) and reduce_scatter read
-    /// n * count, and all_to_all does both; `dst` may be None where this rank gets nothing. `op` is a code in `OPS`, `root` a rank of
-    /// the group; verbs that have none ignore them. With `async_op` it returns a handle, and `keep` is held until that is done.
+    /// `count` elements of type `dtype` (a code in `DTYPES`) are the whole tensor for all_reduce, reduce and broadcast,
+    /// and one rank's shard for the other verbs. `src` and `dst` are addresses. Without `src` the verb works in place
+    /// at `dst`, where shard r starts at element r * count. Otherwise all_gather and gather (on its root) write n *
+    /// count elements, scatter (on its root) and reduce_scatter read n * count, and all_to_all does both. `dst` may be
+    /// None if this rank receives nothing. `op` is a code in `OPS`, and `root` a rank of the group; verbs without an
+    /// operation or a root ignore them. With `async_op`, returns a handle, and `keep` is held until the handle is done.
     ///
-    /// With `place` the addresses are a device's: the verb runs on the communication thread, `keep` is held until the device is done, and
-    /// this thread waits for the other ranks, never for the device. When the verb has returned, the call's stream is ordered after it.
+    /// With `place` the addresses are on a device. The verb runs on the communication thread, and `keep` is held until
+    /// the device is done. This thread waits for the other ranks, never for the device. When the verb has returned,
+    /// later work of the call's stream runs after the verb.
     #[pyo3(signature = (verb, src, dst, count, dtype, op=0, root=0, *, shape=None, timeout=None, async_op=false, keep=None,
         place=None))]
     fn run(
@@ -294,8 +300,10 @@ impl Communicator {
         self.go(py, call, place, request.bytes(), &op, move |lane, options| request.run(lane, options))
     }
 
-    /// Rank r gets `send_counts[r]` elements from `send_displs[r]` of every rank's source, at `recv_displs` of its destination.
-    /// `src_count` and `dst_count` are the elements of the whole buffers. `src` None: in place at `dst` (`src_count` is not used).
+    /// Sends `send_counts[r]` elements, from element `send_displs[r]` of the source, to each rank r, and receives
+    /// `recv_counts[r]` elements from rank r at element `recv_displs[r]` of the destination. `src_count` and
+    /// `dst_count` are the elements of the whole buffers. With `src` None, works in place at `dst` and ignores
+    /// `src_count`.
     #[pyo3(signature = (src, src_count, dst, dst_count, dtype, send_counts, send_displs, recv_counts, recv_displs, *,
         timeout=None, async_op=false, keep=None, place=None))]
     fn all_to_all_v(
@@ -332,10 +340,12 @@ impl Communicator {
         self.go(py, call, place, LONG, &op, verb)
     }
 
-    /// The device's side of one operation, to be passed as `place`: it begins after what `stream` and the streams of `producers` have at the
-    /// call of the verb. `collective` is a value of BAGUA_CUDA_COLLECTIVE; with `check` (BAGUA_CUDA_CHECK) the ranks compare calls first.
+    /// Returns the device's side of one operation, to be passed as `place`. The operation begins after the work that
+    /// `stream` and the streams of `producers` have when the verb is called. `collective` is a value of
+    /// BAGUA_CUDA_COLLECTIVE. With `check` (BAGUA_CUDA_CHECK), ranks first compare their calls.
     ///
-    /// Raises NotImplementedError for a stream that is being captured, ValueError for an unknown collective, DeviceError.
+    /// Raises NotImplementedError for a stream that is being captured, ValueError for an unknown collective,
+    /// DeviceError.
     #[pyo3(signature = (device, stream, producers, collective, check=false))]
     fn cuda_call(
         &self,
@@ -349,7 +359,7 @@ impl Communicator {
         self.lane_devices()[MAIN].call(py, &self.origin, device, stream, producers, collective, check)
     }
 
-    /// As `cuda_call`, for messages.
+    /// Returns the device's side of messages, as `cuda_call` does for verbs.
     fn cuda_messages(
         &self,
         py: Python<'_>,
@@ -360,10 +370,11 @@ impl Communicator {
         self.lane_devices()[MESSAGES].call(py, &self.origin, device, stream, producers, Requested::Auto.name(), false)
     }
 
-    /// Messages, in both directions and beside the verbs: lists of (peer, address, count). The other side must have the same type, tag and
-    /// count. The peer of a receive may be None for any rank: `Handle.senders` says who it was. `keep` is held until all are done, also by a
-    /// blocking call, which Ctrl-C may end before. With `place`, which `cuda_messages` makes, the addresses are a device's: the bytes travel
-    /// through host memory.
+    /// Sends and receives messages, independently of the verbs. `sends` and `recvs` are lists of (peer, address,
+    /// count). The other side must use the same type, tag and count. The peer of a receive may be None, for any rank:
+    /// `Handle.senders` then tells the sender. `keep` is held until all messages are done, even if Ctrl-C ends a
+    /// blocking call earlier. With `place`, which `cuda_messages` returns, the addresses are on a device, and the bytes
+    /// travel through host memory.
     #[pyo3(signature = (sends, recvs, dtype, *, tag=0, timeout=None, async_op=false, keep=None, place=None))]
     fn exchange(
         &self,
@@ -384,19 +395,20 @@ impl Communicator {
         self.post(py, call, sends, recvs, place)
     }
 
-    /// The group of some members, given as ranks of this group: its rank r is `ranks[r]`. None when this rank is not among them. The
-    /// members call it in the same order, with the same ranks and name.
+    /// Returns the group of some members, given as ranks of this group: rank r of the new group is `ranks[r]`. Returns
+    /// None if this rank is not a member. Members call this in the same order, with the same ranks and name.
     fn subgroup(&self, py: Python<'_>, ranks: Vec<usize>, name: &str) -> PyResult<Option<Communicator>> {
         let (group, name) = (self.group().clone(), name.to_owned());
         let open = move || group.subgroup(&ranks, &name)?.map(core::Communicator::new).transpose();
         Ok(gil::run_released(py, self.group(), &self.origin, open)?.map(Communicator::of))
     }
 
-    /// The group of the ranks that are left, with the rank here of each of its ranks; this group is left. Every such rank calls it, with
-    /// the same `quorum`: "majority" or "any". `timeout` is in seconds.
+    /// Leaves this group, and returns the group of the surviving ranks, with the rank in this group of each of its
+    /// ranks. Every survivor calls it with the same `quorum`: "majority" or "any". `timeout` is in seconds.
     ///
-    /// Raises ValueError for arguments that cannot be used and for a sub-group, BaguaTimeoutError naming the ranks that live and have not
-    /// called, PeerLostError naming this rank when the others went on without it, and BaguaError without a quorum.
+    /// Raises ValueError for invalid arguments and for a sub-group, BaguaTimeoutError, which names the living ranks
+    /// that have not called, PeerLostError, which names this rank, if the other ranks continued without it, and
+    /// BaguaError without a quorum.
     #[pyo3(signature = (timeout=None, *, quorum="majority"))]
     fn shrink(&self, py: Python<'_>, timeout: Option<f64>, quorum: &str) -> PyResult<(Communicator, Vec<usize>)> {
         let timeout = timeout.map(|timeout| seconds("timeout", timeout)).transpose()?;
@@ -410,8 +422,8 @@ impl Communicator {
         Ok((Communicator::of(view.opened), view.ranks))
     }
 
-    /// Memory for tensors, `nbytes` zeroed bytes, made by this rank alone. Verbs on tensors that lie in such memory on all ranks of a host
-    /// work on the peers' memory directly: the ranks map each other's in the first of them. Local.
+    /// Allocates `nbytes` zeroed bytes for tensors. Not collective. If the tensors of a verb lie in such memory on all
+    /// ranks of a host, the verb works on the peers' memory directly. The first such verb maps it.
     #[pyo3(signature = (nbytes, *, label="bagua-arena"))]
     fn arena(&self, py: Python<'_>, nbytes: usize, label: &str) -> PyResult<Arena> {
         py.detach(|| self.group().arena(nbytes, label)).map(Arena::of).map_err(|e| self.origin.raise(py, e))
@@ -430,16 +442,19 @@ impl Communicator {
         Ok(Engine::of(engine, group, self.origin.clone(), lane_devices))
     }
 
-    /// Averages weights, a list of (address, count, dtype) equal in count and dtype on all ranks, every `interval` seconds with the other
-    /// ranks, through a codec if there is one. Every rank of the group calls it, in the same order.
+    /// Averages weights every `interval` seconds with the other ranks, through a codec if one is given. `weights` is a
+    /// list of (address, count, dtype), with the same counts and dtypes on all ranks. Every rank of the group calls
+    /// this, in the same order.
     ///
-    /// In an elastic job `join_server` is this rank's: ranks that are lost leave the averaging, and processes that join get
-    /// the average, and a rank's `buffers`; `digest` is that of what must be equal on all ranks.
+    /// In an elastic job, `join_server` is this rank's server: lost ranks leave the averaging, and processes that join
+    /// get the average and a rank's `buffers`. `digest` is a digest of everything that must be equal on all ranks.
     ///
-    /// Entries of `weights` and `buffers` end in whether they are on the CUDA device of `device`, a tuple (device, stream, keep): the first
-    /// snapshot comes behind what the stream has now, and `keep` is held until the averager has stopped and the device is done.
+    /// Each entry of `weights` and `buffers` ends in a boolean, which is true for memory on the CUDA device of
+    /// `device`, a tuple (device, stream, keep). The first snapshot is taken after the work that the stream has now.
+    /// `keep` is held until the averager has stopped and the device is done.
     ///
-    /// The caller promises that the addresses stay valid until the averager has stopped, and that the memory is used under `lock`.
+    /// The caller promises that the addresses stay valid until the averager has stopped, and that the memory is used
+    /// under `lock`.
     #[pyo3(signature = (name, weights, lock, interval, codec, *, buffers, join_server, digest, takes_part, device=None))]
     fn averager(
         &self,

@@ -21,9 +21,9 @@ pub struct Handle {
     core: core::Handle,
     /// The group of the operation; `None` for one that had nothing to do.
     origin: Option<Origin>,
-    /// Of received messages: who sent them.
+    /// Senders of the received messages.
     senders: Option<core::Senders>,
-    /// Of an operation on a device: when the device is done.
+    /// The device that finishes the operation, if it runs on one.
     device: Option<Arc<OperationDevice>>,
 }
 
@@ -64,12 +64,14 @@ impl Handle {
 
 #[pymethods]
 impl Handle {
-    /// Waits until the operation is done, at most `timeout` seconds (None: until its own deadline ends it). Ctrl-C ends the wait.
+    /// Waits until the operation is done, for at most `timeout` seconds (None: until the operation's own deadline).
+    /// Ctrl-C ends the wait.
     ///
-    /// Of an operation on a device, work that `stream` (None: the call's) gets from now on sees the result; the device may still have work.
+    /// For an operation on a device, work that `stream` (None: the call's stream) gets from now on sees the result. The
+    /// device may still be working.
     ///
-    /// Raises BaguaTimeoutError when `timeout` passes, which leaves the operation running; NotImplementedError for a stream that is being
-    /// captured; else what the operation raises.
+    /// Raises BaguaTimeoutError if `timeout` passes, and the operation continues. Raises NotImplementedError for a
+    /// stream that is being captured, and otherwise the error of the operation.
     #[pyo3(signature = (timeout=None, *, stream=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>, stream: Option<usize>) -> PyResult<()> {
         let timeout = timeout.map(|limit| seconds("timeout", limit)).transpose()?;
@@ -77,7 +79,8 @@ impl Handle {
         self.order(py, stream)
     }
 
-    /// Waits until the operation is done, on its device too, at most `timeout` seconds. Ctrl-C ends the wait. Raises as `wait`.
+    /// Waits until the operation is done, also on its device, for at most `timeout` seconds. Ctrl-C ends the wait.
+    /// Raises the errors of `wait`.
     #[pyo3(signature = (timeout=None))]
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let start = Instant::now();
@@ -95,20 +98,23 @@ impl Handle {
         interrupt::wait_in_slices(py, self.origin.as_ref(), left, |limit| place.wait_for(limit), late)
     }
 
-    /// Ranks of the group that sent the messages that were received, in the order of the receives; None for a message that has not come.
+    /// Ranks of the group that sent the received messages, in the order of the receives; None for a message that has
+    /// not arrived.
     fn senders(&self) -> Vec<Option<usize>> {
         let senders = self.senders.iter().flat_map(|senders| senders.iter());
         senders.map(|rank| Some(rank.load(Ordering::Acquire)).filter(|rank| *rank != core::NO_RANK)).collect()
     }
 
-    /// Calls `callback(error)` when the operation is done, exactly once: `error` is None, or the exception that `wait` raises.
+    /// Calls `callback(error)` exactly once when the operation is done. `error` is None, or the exception that `wait`
+    /// raises.
     ///
-    /// When the operation is done already, the call happens here. Otherwise it happens on the thread "bagua-callbacks", which
-    /// calls the callbacks of all handles of the process one after another: a callback may block and start operations, and
-    /// only other callbacks wait for it. An exception of a callback goes to `sys.unraisablehook`; only one that is no Exception
-    /// (KeyboardInterrupt, SystemExit) is raised here, when the call happens here.
+    /// If the operation is done already, this thread calls the callback now. Otherwise the thread "bagua-callbacks"
+    /// does. It calls the callbacks of all handles of the process one after another, so a callback may block and start
+    /// operations, and delays only other callbacks. An exception of a callback goes to `sys.unraisablehook`. Only if
+    /// this thread calls the callback, an exception that is not an Exception (KeyboardInterrupt, SystemExit) is raised
+    /// here.
     ///
-    /// Raises TypeError for what is not callable, BaguaError in a forked child while the operation is pending.
+    /// Raises TypeError if `callback` is not callable, BaguaError in a forked child while the operation is pending.
     #[pyo3(signature = (callback, /))]
     fn then(&self, py: Python<'_>, callback: Bound<'_, PyAny>) -> PyResult<()> {
         let later = callable(&callback)?;
@@ -166,9 +172,11 @@ pub fn callable(object: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
     Ok(object.clone().unbind())
 }
 
-/// Waits until every callback that was given to `Handle.then` has returned. For the end of a program, after its groups were left.
+/// Waits until every callback that was given to `Handle.then` has returned. Call it at the end of a program, after
+/// leaving its groups.
 ///
-/// Raises BaguaError when some have not after `timeout` seconds, ValueError in a callback, which would wait for itself.
+/// Raises BaguaError if some have not returned after `timeout` seconds. Raises ValueError in a callback, which would
+/// wait for itself.
 #[pyfunction]
 pub fn wait_for_callbacks(py: Python<'_>, timeout: f64) -> PyResult<()> {
     let timeout = seconds("timeout", timeout)?;

@@ -1,11 +1,12 @@
 //! Signals during waits.
 //!
-//! Python runs signal handlers on its main thread, between two bytecodes: never while that thread is inside the extension. So every wait
-//! that may be long runs them itself ([`run_signal_handlers`]) once in a [`SLICE`], and less often when it lasts longer:
+//! Python runs signal handlers on its main thread, between two bytecodes, and therefore never while that thread is
+//! inside the extension. So every wait that may be long runs the handlers itself ([`run_signal_handlers`]), once in a
+//! [`SLICE`], and less often in a long wait:
 //! - A wait for a handle or an engine ([`wait_in_slices`]). An exception of a handler ends the wait, not the operation.
-//! - Work that runs on another thread ([`run_on_thread`]). An exception of a handler ends the wait for it.
-//! - A blocking verb on the calling thread ([`crate::gil::run_verb`]). The verb uses the caller's memory, so an exception of a handler has
-//!   to end it: the group fails on all ranks ([`fail_group`]).
+//! - A wait for work on another thread ([`run_on_thread`]). An exception of a handler ends the wait, not the work.
+//! - A blocking verb on the calling thread ([`crate::gil::run_verb`]). The verb uses the caller's memory, so an
+//!   exception of a handler must end the verb: the group fails on all ranks ([`fail_group`]).
 
 use std::sync::Mutex;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -19,11 +20,13 @@ use pyo3::prelude::*;
 
 use crate::errors::{self, Origin};
 
-/// How long a thread waits before it runs Python's signal handlers; in a long wait up to four times as long, see [`lengthened`].
+/// Time a thread waits before it runs Python's signal handlers. In a long wait up to four times as long, see
+/// [`lengthened`].
 pub const SLICE: Duration = Duration::from_millis(50);
 
-/// Runs the handlers of pending signals, on Python's main thread. Returns what a handler raised, and `CancelledError` if the asyncio task of
-/// this thread was cancelled: that is all that the handler of `asyncio.run` does for the first Ctrl-C.
+/// Runs the handlers of pending signals, on Python's main thread. Returns the exception of a handler. Returns
+/// `CancelledError` if the asyncio task of this thread was cancelled, because the handler of `asyncio.run` only cancels
+/// the task at the first Ctrl-C and raises nothing.
 pub fn run_signal_handlers(py: Python<'_>) -> PyResult<()> {
     py.check_signals()?;
     if is_cancelled(py)? {
@@ -33,8 +36,8 @@ pub fn run_signal_handlers(py: Python<'_>) -> PyResult<()> {
     Ok(())
 }
 
-/// True if the asyncio task that runs on this thread was cancelled and has not got its `CancelledError` yet. A handler may also run, and raise,
-/// in the Python code that is called here.
+/// Returns true if the asyncio task of this thread was cancelled and has not got its `CancelledError` yet. This calls
+/// Python code, in which a signal handler may run and raise.
 fn is_cancelled(py: Python<'_>) -> PyResult<bool> {
     let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
     // Not imported here: without it there is no task.
@@ -51,7 +54,8 @@ fn is_cancelled(py: Python<'_>) -> PyResult<bool> {
     task.getattr_opt(intern!(py, "_must_cancel"))?.map_or(Ok(false), |cancelled| cancelled.is_truthy())
 }
 
-/// Fails the group on all ranks, because a signal handler of this rank raised an exception: the other ranks get PeerRaisedError.
+/// Fails the group on all ranks, because a signal handler of this rank raised an exception. The other ranks get
+/// PeerRaisedError.
 pub fn fail_group(py: Python<'_>, group: &Group, raised: &PyErr) {
     let (kind, mut text) = errors::described(py, raised);
     if text.is_empty() {
@@ -60,7 +64,8 @@ pub fn fail_group(py: Python<'_>, group: &Group, raised: &PyErr) {
     py.detach(|| group.raise(&kind, &text));
 }
 
-/// Runs work on a thread of its own. An exception of a signal handler ends the wait, not the work, which ends by its deadline.
+/// Runs work on a new thread. An exception of a signal handler ends the wait, not the work, which its own deadline
+/// ends.
 pub fn run_on_thread<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T> + Send + 'static,
@@ -68,7 +73,8 @@ pub fn run_on_thread<T: Send + 'static>(
     run_and_report(py, None, work)
 }
 
-/// As [`run_on_thread`]. Between two slices the caller calls the function of `waiting` with the ranks that the work waits for, if there are any.
+/// Runs work as [`run_on_thread`] does. Between two slices the caller calls the function of `waiting` with the ranks
+/// that the work waits for, if there are any.
 pub fn run_and_report<T: Send + 'static>(
     py: Python<'_>,
     waiting: Option<(&Bound<'_, PyAny>, &Awaited)>,
@@ -77,7 +83,8 @@ pub fn run_and_report<T: Send + 'static>(
     on_thread(py, waiting, work)?.map_err(|e| errors::raise(py, e))
 }
 
-/// As [`run_and_report`], with the result of the work itself. The error is what a signal handler or the function of `waiting` raised.
+/// Runs work as [`run_and_report`] does, and returns the result of the work itself. An error is the exception of a
+/// signal handler or of the function of `waiting`.
 pub fn on_thread<T: Send + 'static>(
     py: Python<'_>,
     waiting: Option<(&Bound<'_, PyAny>, &Awaited)>,
@@ -116,8 +123,9 @@ pub fn on_thread<T: Send + 'static>(
     }
 }
 
-/// Waits for an operation of the core for at most `timeout` (`None`: until it is done), in slices without the GIL, and runs Python's signal
-/// handlers between the slices: see [`bagua_core::wait::wait_in_slices`]. `origin` is the group that is waited for, if it is one.
+/// Waits for an operation of the core for at most `timeout` (`None`: until it is done), in slices without the GIL, and
+/// runs Python's signal handlers between the slices: see [`bagua_core::wait::wait_in_slices`]. `origin` is the group
+/// that the caller waits for, if there is one.
 pub fn wait_in_slices<T: Send>(
     py: Python<'_>,
     origin: Option<&Origin>,

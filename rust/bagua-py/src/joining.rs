@@ -21,10 +21,11 @@ use crate::errors::{self, seconds};
 use crate::gil::DropWithoutGil;
 use crate::interrupt;
 
-/// The server of one rank of an elastic job: it accepts who knows the secret and the token, and connects to the servers of other ranks.
+/// The server of one rank of an elastic job. Accepts clients that know the secret and the token, and connects to the
+/// servers of other ranks.
 ///
-/// `config` is that of the groups that this process joins; `token` is a random number of the job.
-/// Addresses are "host:port". Raises BaguaError when the socket cannot be opened.
+/// `config` is that of the groups that this process joins. `token` is a random number of the job. Addresses are
+/// "host:port". Raises BaguaError if the socket cannot be opened.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct JoinServer {
     core: DropWithoutGil<Arc<group::JoinServer>>,
@@ -50,7 +51,7 @@ impl JoinServer {
         Ok(JoinServer { core: DropWithoutGil::new(Arc::new(core)) })
     }
 
-    /// Where it listens.
+    /// Address at which the server listens.
     #[getter]
     fn address(&self) -> String {
         self.core.address().to_string()
@@ -62,7 +63,7 @@ impl JoinServer {
         self.core.incarnation()
     }
 
-    /// How many connections it refused.
+    /// Number of connections that the server has refused.
     #[getter]
     fn refused(&self) -> u64 {
         self.core.refused()
@@ -79,8 +80,8 @@ impl JoinServer {
         Ok(())
     }
 
-    /// Requests the state of a rank: {"rank", "incarnation", "in_job", "models"}. Raises BaguaError when its server does not answer within
-    /// `timeout` seconds, or refuses.
+    /// Requests the state of a rank: {"rank", "incarnation", "in_job", "models"}. Raises BaguaError if the rank's
+    /// server refuses or does not answer within `timeout` seconds.
     fn status<'py>(&self, py: Python<'py>, rank: usize, at: &str, timeout: f64) -> PyResult<Bound<'py, PyDict>> {
         let (at, limit) = (address(py, at)?, seconds("timeout", timeout)?);
         let status = py.detach(|| self.core.status(rank, at, limit)).map_err(|e| errors::raise(py, e))?;
@@ -92,8 +93,9 @@ impl JoinServer {
         Ok(dict)
     }
 
-    /// Joins the averaging of a model in the running job: as `Communicator.averager`, but not collective, and alone where the other
-    /// ranks run. The weights are the job's after `Averager.wait_joined`. The caller promises the same of the addresses.
+    /// Joins the averaging of a model in the running job. Unlike `Communicator.averager`, only the joining rank calls
+    /// it. This rank has the job's weights after `Averager.wait_joined`. The caller's promise about the addresses is
+    /// that of `Communicator.averager`.
     ///
     /// Raises MismatchError for a model that does not fit, BaguaTimeoutError after `timeout` seconds.
     #[expect(clippy::too_many_arguments, reason = "the signature is Python's")]

@@ -25,7 +25,7 @@
 //! | `gil` | releasing the GIL around blocking operations and drops |
 //! | `interrupt` | signals during waits |
 //! | `call_user` | calling a user's function on a thread that Python did not start |
-//! | `tensor` | addresses become regions of memory, by unsafe functions: their callers are the methods that take addresses |
+//! | `tensor` | addresses become regions of memory, by unsafe functions |
 //! | `tensor_reader` | address, size and type of a tensor or an array |
 //! | `errors` | core errors become Python exceptions |
 

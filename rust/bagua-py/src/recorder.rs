@@ -6,14 +6,15 @@ use bagua_core::types::DType;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// The last operations of this process as dicts, oldest first; times in seconds since the epoch. See `bagua.flight_recorder`.
+/// Returns the last operations of this process as dicts, oldest first. Times are in seconds since the epoch. See
+/// `bagua.flight_recorder`.
 #[pyfunction]
 pub fn flight_recorder(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     let operations = py.detach(|| group::flight_recorder().operations());
     operations.into_iter().map(|operation| shown(py, operation)).collect()
 }
 
-/// Whether operations that begin from now on are recorded, as they are by default. For benchmarks of the recorder itself.
+/// Turns the recording of later operations on (the default) or off. For benchmarks of the recorder itself.
 #[pyfunction]
 pub fn set_recording(on: bool) {
     group::flight_recorder().set_recording(on);

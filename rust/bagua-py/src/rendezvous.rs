@@ -14,7 +14,8 @@ use crate::errors;
 use crate::interrupt;
 use crate::tls::{Tls, tls_of};
 
-/// Runs an exchange of addresses on another thread, while this one notices Ctrl-C and calls `waiting`; the blobs of all ranks.
+/// Exchanges addresses on another thread, while this one notices Ctrl-C and calls `waiting`. Returns the blobs of all
+/// ranks.
 fn exchange(
     py: Python<'_>,
     waiting: Option<Bound<'_, PyAny>>,
@@ -31,12 +32,15 @@ fn limits(timeout: f64, heartbeat_timeout: f64) -> PyResult<Limits> {
     Ok(Limits { lost_after, ..errors::seconds("timeout", timeout)?.into() })
 }
 
-/// Exchanges addresses through a TCP server that rank 0 runs on `host:port` until every rank has all of them.
+/// Exchanges addresses through a TCP server that rank 0 runs on `host:port` until every rank has all addresses.
 ///
-/// `address` is this rank's blob from `Bootstrap.address()`, `timeout` is in seconds. Returns the blobs of all ranks, by rank.
-/// A rank whose process ends after it came is lost unless another one takes its rank within `heartbeat_timeout` seconds. `waiting` is called
-/// with the ranks that this rank waits for, every 50 to 200 ms while it knows of any.
-/// Raises BaguaTimeoutError naming the missing ranks, PeerLostError naming a lost one, or another BaguaError.
+/// `address` is this rank's blob from `Bootstrap.address()`, `timeout` is in seconds. Returns the blobs of all ranks,
+/// by rank. A rank whose process ends after it has connected is lost unless another process takes its rank within
+/// `heartbeat_timeout` seconds. While this rank knows which ranks are missing, it calls `waiting` with them every 50 to
+/// 200 ms.
+///
+/// Raises BaguaTimeoutError, which names the missing ranks, PeerLostError, which names a lost rank, or another
+/// BaguaError.
 #[pyfunction]
 #[pyo3(signature = (host, port, rank, world_size, address, secret, timeout, tls=None, heartbeat_timeout=5.0, waiting=None))]
 #[expect(clippy::too_many_arguments, reason = "the signature is Python's")]
@@ -66,9 +70,10 @@ fn socket_address(py: Python<'_>, host: &str, port: u16) -> PyResult<SocketAddr>
     parsed.map(|host| SocketAddr::new(host, port)).map_err(|e| errors::raise(py, e))
 }
 
-/// Rank 0's server of a rendezvous. It listens from its creation on: on `host`, an IP address, and `port`, 0 for any free port.
+/// Rank 0's server of a rendezvous. Listens as soon as it is created, on `host` (an IP address) and `port` (0: any free
+/// port).
 ///
-/// Raises ValueError for an invalid address, BaguaError when the socket cannot be opened.
+/// Raises ValueError for an invalid address, BaguaError if the socket cannot be opened.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct RendezvousServer {
     address: SocketAddr,
@@ -117,9 +122,9 @@ impl RendezvousServer {
     }
 }
 
-/// As `rendezvous_tcp` on ranks other than 0, through the `RendezvousServer` at `host:port`.
+/// Exchanges addresses as `rendezvous_tcp` does on ranks other than 0, through the `RendezvousServer` at `host:port`.
 ///
-/// Raises PeerLostError when the connection to the server fails or breaks.
+/// Raises PeerLostError if the connection to the server fails or breaks.
 #[pyfunction]
 #[pyo3(signature = (host, port, rank, world_size, address, secret, timeout, tls=None, heartbeat_timeout=5.0, waiting=None))]
 #[expect(clippy::too_many_arguments, reason = "the signature is Python's")]

@@ -19,7 +19,7 @@ use crate::errors::{self, Origin, seconds};
 use crate::handle::Handle;
 use crate::tensor::{self, Operands};
 
-/// What every operation takes besides its operands.
+/// Arguments of every operation besides its operands.
 pub struct Call {
     pub shape: Option<Shape>,
     pub timeout: Option<Duration>,
@@ -53,8 +53,8 @@ pub trait CommunicationThread: Sync {
     /// The core's.
     fn worker(&self) -> &core::LaneWorker;
 
-    /// Hands it a verb, on memory of a device with `place`, and waits for the host's part unless it is asynchronous. The calling thread never
-    /// waits for the device.
+    /// Hands a verb to the lane, on memory of a device with `place`, and waits for the host's part unless the verb is
+    /// asynchronous. The calling thread never waits for the device.
     fn submit(
         &self,
         py: Python<'_>,
@@ -89,7 +89,7 @@ pub trait CommunicationThread: Sync {
     }
 }
 
-/// What the flight recorder says of messages while they are queued.
+/// Returns the description of queued messages for the flight recorder.
 pub fn messages(kind: Kind, dtype: DType, count: usize) -> Announced<'static> {
     let bytes = count.saturating_mul(dtype.size());
     Announced { what: What::Kind(kind, None), dtype: Some(dtype), count, bytes, root: None, label: "" }
@@ -108,7 +108,8 @@ pub struct Request {
 pub type Codes = (u8, Option<usize>, Option<usize>, usize, u8, u8, usize);
 
 impl Request {
-    /// The request that these codes and addresses mean, for this rank of the group; `place` is the device of the addresses.
+    /// Returns the request of these codes and addresses, for this rank of the group. `place` is the device of the
+    /// addresses.
     ///
     /// # Safety
     /// The promise of [`tensor`], as long as the request lives.
@@ -163,7 +164,7 @@ impl Request {
         self.operands.bytes()
     }
 
-    /// What the flight recorder says of it while it is queued.
+    /// Returns the description of the queued request for the flight recorder.
     pub fn announced(&self) -> Announced<'static> {
         Announced {
             what: What::Kind(self.verb.kind(), self.verb.op()),

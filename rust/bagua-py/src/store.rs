@@ -13,10 +13,10 @@ use crate::errors;
 use crate::interrupt;
 use crate::tls::{Tls, tls_of};
 
-/// Serves a store on `host` ("": every address) and `port` (0: any free one) until `stop`. The values are kept in the file `kept_in`, if it
-/// is given, for a later server.
+/// A server of a store on `host` ("": every address) and `port` (0: any free port), until `stop`. With `kept_in`, the
+/// values are stored in that file for a later server.
 ///
-/// Raises BaguaError, whose cause is the OSError, when it cannot listen there or use the file.
+/// Raises BaguaError, whose cause is the OSError, if the server cannot listen there or use the file.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct StoreServer {
     port: u16,
@@ -55,8 +55,8 @@ impl StoreServer {
     }
 }
 
-/// Values, which are bytes, by key, with the calls of torch.distributed.Store. Its methods raise BaguaError when the store does not answer
-/// or cannot keep a value.
+/// Values, which are bytes, by key, with the methods of torch.distributed.Store. The methods raise BaguaError if the
+/// store does not answer or cannot store a value.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Store {
     core: Arc<dyn group::Store>,
@@ -64,8 +64,8 @@ pub struct Store {
 
 #[pymethods]
 impl Store {
-    /// Connects to a `StoreServer`. Raises BaguaTimeoutError when none answers within `timeout` seconds, BaguaError when it has another
-    /// secret or only one of the two uses TLS.
+    /// Connects to a `StoreServer`. Raises BaguaTimeoutError if no server answers within `timeout` seconds, BaguaError
+    /// if the server has another secret or only one side uses TLS.
     #[staticmethod]
     #[pyo3(signature = (host, port, secret, timeout, tls=None))]
     fn tcp(

@@ -1,10 +1,11 @@
-//! Addresses become regions of memory.
+//! Conversion of addresses into regions of memory.
 //!
-//! The promise of every caller in Python that passes an address to a method of this module's classes: from the call until the
-//! verb has returned (or its handle is done; for a bucket's tensor, as long as the bucket is registered) the address is that of
-//! `count` elements of `dtype` that stay allocated, writable where they are a destination, and neither read nor written by
-//! others while the core works on them. `bagua.arrays` and `bagua.torch_api` keep it by holding the owner. The docstrings of the
-//! classes repeat it; `tools/check_layers.py` lists the files whose methods take addresses, the only ones that call these functions.
+//! Every Python caller that passes an address to a method of these classes makes this promise. The address is that of
+//! `count` elements of `dtype`. The memory stays allocated from the call until the verb has returned or its handle is
+//! done, and the tensors of a bucket as long as the bucket is registered. A destination is writable. No other code
+//! reads or writes the memory while the core works on it. `bagua.arrays` and `bagua.torch_api` hold the owner of the
+//! memory for this reason. The docstrings of the classes repeat the promise. `tools/check_layers.py` lists the files
+//! whose methods take addresses; only these files call the functions here.
 
 #![allow(unsafe_code)]
 
@@ -81,7 +82,7 @@ pub unsafe fn shards_in(
     unsafe { region_in(place, address, count, dtype) }
 }
 
-/// Whether no byte belongs to both: the core's slices must not alias.
+/// Returns true if no byte belongs to both regions, because the core's slices must not alias.
 fn are_apart(a: &Region, b: &Region) -> bool {
     a.is_empty() || b.is_empty() || a.address() + a.len() <= b.address() || b.address() + b.len() <= a.address()
 }
@@ -94,7 +95,7 @@ pub fn check_apart(src: &Region, dst: &Region) -> Result<()> {
     Err(Error::InvalidArgument("source and destination overlap".to_owned()))
 }
 
-/// What a verb reads and writes; moves to the communication thread with its job.
+/// Operands of a verb, which move to the communication thread with its job.
 pub enum Operands {
     /// One buffer.
     InPlace(Region),
@@ -134,7 +135,7 @@ impl Operands {
         }
     }
 
-    /// As the core takes them.
+    /// Returns the operands in the form that the core takes.
     pub fn io(&mut self) -> Io<'_> {
         match self {
             Operands::InPlace(both) => Io::InPlace(both.buffer_mut()),

@@ -1,9 +1,10 @@
 //! Address, length and type of tensors and arrays, without creating Python objects.
 //!
-//! Reading address, count, type, device, layout and strides of a torch tensor through attributes costs 0.7 us, creating a DLPack capsule
-//! 2 us, and `ctypes.data` of a NumPy array 1.1 us. Here a tensor is read through the C function of its class (DLPack's exchange table,
-//! torch 2.10 and later), an array through its array struct. Only plain tensors are read: of exactly a registered class, contiguous in host
-//! memory, of a supported type. For all others the caller reads the attributes, and raises the error if there is one.
+//! Reading address, count, type, device, layout and strides of a torch tensor through attributes takes 0.7 us, creating
+//! a DLPack capsule 2 us, and `ctypes.data` of a NumPy array 1.1 us. This module reads a tensor through the C function
+//! of its class (DLPack's exchange table, torch 2.10 and later), and an array through its array struct. It reads only
+//! plain tensors: contiguous, in host memory, of a supported type, and exactly of a registered class. For all others,
+//! the caller reads the attributes and raises the error if there is one.
 //!
 //! <https://dmlc.github.io/dlpack/latest/c_api.html>, <https://numpy.org/doc/stable/reference/arrays.interface.html>
 
@@ -108,11 +109,11 @@ pub struct Plain<T> {
     pub shape: T,
 }
 
-/// Reads the tensors of some classes that share one exchange table; without classes, none.
+/// A reader of tensors of some classes that share one exchange table. Without classes it reads none.
 ///
-/// `lazy_flags` is called with a tensor that is plain otherwise and returns its lazy operations (a conjugation or negation that torch has
-/// not applied yet): falsy for a plain tensor. `changed` is called with a tuple of one tensor after a verb has written to it. Raises
-/// TypeError for classes without such a table.
+/// `lazy_flags` is called with a tensor that is otherwise plain, and returns a false value unless torch has a
+/// conjugation or negation of it that is not applied yet. `changed` is called with a tuple of one tensor after a verb
+/// has written to it. Raises TypeError for classes without an exchange table.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct TensorReader {
     /// Exactly these classes: a subclass may interpret its memory differently.
@@ -143,7 +144,7 @@ impl TensorReader {
             strides: null(),
             byte_offset: 0,
         };
-        // SAFETY: `x` is of a class that the table belongs to, this thread is attached, and `tensor` has room for the result.
+        // SAFETY: the table belongs to the class of `x`, this thread is attached, and `tensor` has room for the result.
         if unsafe { (self.describe?)(x.as_ptr().cast(), &raw mut tensor) } != 0 {
             drop(PyErr::take(py));
             return None;
@@ -152,7 +153,8 @@ impl TensorReader {
         if tensor.device_type != HOST_DEVICE {
             return None;
         }
-        // SAFETY: until this thread releases the GIL, both are null or have as many elements as the tensor has dimensions.
+        // SAFETY: until this thread releases the GIL, both pointers are null or have one element for each dimension of
+        // the tensor.
         let (dims, strides) = unsafe { (dims(tensor.shape, tensor.ndim)?, dims(tensor.strides, tensor.ndim)) };
         if strides.is_some_and(|strides| !contiguous(dims, strides)) {
             return None;
@@ -201,8 +203,8 @@ impl TensorReader {
         Ok(TensorReader { classes: classes.into_iter().map(Bound::unbind).collect(), describe, lazy_flags, changed })
     }
 
-    /// Address, number of elements, code of the type, dimensions (None for one dimension) and the tensor itself, of a plain tensor; None
-    /// for all others, also for a tensor with a lazy negation.
+    /// Returns address, number of elements, code of the type, dimensions (None for one dimension) and the tensor itself
+    /// if the tensor is plain. Returns None for all others, including a tensor with a lazy negation.
     fn at<'py>(&self, x: Bound<'py, PyAny>) -> Option<Found<'py>> {
         let Plain { address, count, dtype, shape } = self.read(&x, |dims| dims_tuple(x.py(), dims))?;
         Some((address, count, dtype as u8, shape, x))
@@ -227,11 +229,12 @@ struct Array {
 const PLAIN: c_int = 0x1 | 0x100 | 0x200;
 const WRITEABLE: c_int = 0x400;
 
-/// Address, number of elements, code of the type, dimensions (None for one dimension), and whether the array is writeable.
+/// Address, number of elements, code of the type, dimensions (None for one dimension), and true if the array is
+/// writeable.
 type FoundArray<'py> = (usize, usize, u8, Option<Bound<'py, PyTuple>>, bool);
 
-/// Address, number of elements, code of the type, dimensions (None for one dimension), and whether it is writeable, of a contiguous NumPy
-/// array; None for all other objects.
+/// Returns address, number of elements, code of the type, dimensions (None for one dimension), and true if the array is
+/// writeable, of a contiguous NumPy array. Returns None for all other objects.
 #[pyfunction]
 pub fn read_array<'py>(x: &Bound<'py, PyAny>) -> Option<FoundArray<'py>> {
     static NDARRAY: pyo3::sync::PyOnceLock<Py<PyType>> = pyo3::sync::PyOnceLock::new();

@@ -6,10 +6,10 @@ use pyo3::prelude::*;
 
 use crate::errors;
 
-/// TLS 1.3: without arguments by a key pair that is derived from the job's secret; with the PEM texts of this rank's certificate, its
-/// private key and the CA by certificates, which the CA has signed for all ranks.
+/// A TLS 1.3 configuration. Without arguments, a key pair derived from the job's secret identifies a rank. With the PEM
+/// texts of this rank's certificate, its private key and the CA, certificates that the CA signed identify the ranks.
 ///
-/// Raises ValueError that says which of them cannot be used, and why.
+/// Raises ValueError, which says which argument cannot be used and why.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Tls {
     core: group::Tls,
