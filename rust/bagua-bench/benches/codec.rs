@@ -1,10 +1,11 @@
-//! Speed of every codec on one core, as a ratio to the speed of copying its input: above 1, it takes less time than the copy.
+//! Speed of every codec on one core, as a ratio to the speed of copying its input. A codec with a ratio above 1 takes
+//! less time than the copy.
 //!
 //!     cargo bench --bench codec                # 10 MiB of float32
 //!     cargo bench --bench codec -- bfloat16    # of another element type
 //!
-//! Every round times the copy and all codecs once, in turn, so that a change of the processor's speed meets all of them. The ratio is
-//! that of the medians. The first round checks what comes back.
+//! Every round times the copy and all codecs once, in turn, so that changes of the processor's speed affect all of
+//! them. The ratio is that of the medians. The first round checks the decoded values.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};

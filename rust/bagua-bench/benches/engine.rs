@@ -1,5 +1,6 @@
-//! What the engine adds to the collectives: deciding which bucket goes (`schedule`), and handing buckets to the communication
-//! thread until they are reported done (`engine`), with an operation that does nothing in a world of one.
+//! Overhead of the engine over the collectives: choosing the next bucket (`schedule`), and handing buckets to the
+//! communication thread until they are reported done (`engine`), with an operation that does nothing in a world of one
+//! rank.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,8 +23,8 @@ fn name(bucket: usize, tensor: usize) -> String {
     format!("layers.{bucket}.block.{tensor}.weight")
 }
 
-/// Numbers of the tensors in the order in which a backward pass would mark them: the last bucket's last tensor first would release
-/// nothing until the end, so each bucket's tensors come backwards, buckets in order.
+/// Returns the numbers of the tensors in the order in which a backward pass marks them. Buckets come in order, and the
+/// tensors of each bucket come backwards. If the last bucket came first, nothing could be sent until the end.
 fn marks(buckets: usize, tensors: usize) -> Vec<usize> {
     (0..buckets).flat_map(|bucket| (0..tensors).rev().map(move |tensor| bucket * tensors + tensor)).collect()
 }

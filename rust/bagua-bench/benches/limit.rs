@@ -1,11 +1,13 @@
-//! How near all_reduce comes to what the memory of this machine allows.
+//! Comparison of all_reduce with the limit that the memory of this machine sets.
 //!
-//! The limit: processes that each have all buffers mapped, combine their own share of all of them in a plain loop and write the
-//! result into all, between two barriers. Beside it, in the same processes and call by call in turn, our all_reduce of tensors in
-//! an arena and of ordinary tensors, by [`Group`] from bind to lane. Every buffer is rewritten before every call. A call takes as
-//! long as its slowest rank; shown are medians over calls, as bytes of the tensor per second, and ratios to the limit.
+//! The limit is measured with processes that map all buffers. Each process combines its own share of all buffers in a
+//! plain loop and writes the result into all of them, between two barriers. The same processes alternate these calls
+//! with our all_reduce of tensors in an arena and of ordinary tensors, by [`Group`] from bind to lane. Every buffer is
+//! rewritten before every call. A call takes as long as its slowest rank. The table shows medians over calls, as bytes
+//! of the tensor per second, and ratios to the limit.
 //!
-//! `cargo bench --bench limit -- [--short] [--ranks 2|4] [--copies]`, the last of which is another table (`copies`); the processes share one anonymous file, which they inherit.
+//! `cargo bench --bench limit -- [--short] [--ranks 2|4] [--copies]`. `--copies` prints another table (`copies`). The
+//! processes share one anonymous file, which they inherit.
 
 #[path = "limit/copies.rs"]
 mod copies;
@@ -26,7 +28,8 @@ const MOST: usize = SIZES[SIZES.len() - 1];
 /// The most calls of one kind at one size.
 const CALLS: usize = 2000;
 const LINE: usize = 128;
-/// What each rank has in front of the buffers: its barrier counter, its address, and nanoseconds of [`Variant::ALL`] per call.
+/// Offset of a rank's address. In front of the buffers, each rank has its barrier counter, its address, and nanoseconds
+/// of [`Variant::ALL`] per call.
 const ADDRESS: usize = LINE;
 const TIMES: usize = 4096;
 const CONTROL: usize = TIMES + Variant::ALL.len() * CALLS * 8;
@@ -42,7 +45,7 @@ impl Variant {
     const ALL: [Variant; 3] = [Variant::Limit, Variant::InPlace, Variant::Ordinary];
 }
 
-/// What the processes share.
+/// Memory that the processes share.
 struct Board {
     arena: Arena,
     rank: usize,
@@ -72,10 +75,11 @@ impl Board {
         }
     }
 
-    /// A rank's buffer.
+    /// Returns a rank's buffer.
     ///
     /// # Safety
-    /// As for [`Arena::slice_mut`]: this process uses one slice of a range at a time, between barriers that keep the others off it.
+    /// The caller keeps the rule of [`Arena::slice_mut`]: this process uses one slice of a range at a time, between
+    /// barriers that keep the other processes off it.
     #[expect(clippy::mut_from_ref, reason = "exclusion is across processes; the barriers promise it")]
     unsafe fn bytes(&self, rank: usize, range: std::ops::Range<usize>) -> &mut [u8] {
         let begin = (self.ranks * CONTROL).next_multiple_of(2 << 20) + rank * MOST;
@@ -83,7 +87,7 @@ impl Board {
         unsafe { self.arena.slice_mut(begin + range.start..begin + range.end) }
     }
 
-    /// How long a call of a variant took a rank.
+    /// Returns the place of the nanoseconds that a call of a variant took on a rank.
     fn time_of(&self, rank: usize, variant: usize, call: usize) -> &std::sync::atomic::AtomicU64 {
         self.arena.long(rank * CONTROL + TIMES + (variant * CALLS + call) * 8)
     }
@@ -169,7 +173,7 @@ fn check(data: &[f32], ranks: usize, call: usize) {
     assert_eq!(data.last(), Some(&expected), "call {call}: a wrong sum at the end");
 }
 
-/// How many calls of each kind at a size.
+/// Returns the number of calls of each kind at a size.
 fn calls(bytes: usize, short: bool) -> usize {
     let budget = if short { 512 << 20 } else { 4 << 30 };
     (budget / bytes).clamp(7, if short { CALLS / 4 } else { CALLS })

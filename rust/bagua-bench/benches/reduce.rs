@@ -1,5 +1,5 @@
-//! Speed of `reduce::combine` and `reduce::combine_everywhere` in bytes read and written per second. Every answer is checked once
-//! before it is timed.
+//! Speed of `reduce::combine` and `reduce::combine_everywhere` in bytes read and written per second. Every result is
+//! checked once before it is timed.
 //!
 //! `cargo bench --bench reduce -- --levels` prints another table (`levels`): every level of the kernels on two cores.
 
@@ -66,8 +66,8 @@ fn reduce(criterion: &mut Criterion) {
     }
 }
 
-/// Sums of sums grow after the first, at the last to infinity, and averages stay as they are; both take as long as any other. Every part
-/// begins with a line of memory, as a rank's tensor does.
+/// Repeated sums grow to infinity and averages stay as they are. The values do not change the time. Every part begins
+/// at a cache line, as a rank's tensor does.
 fn everywhere(criterion: &mut Criterion) {
     for op in [ReduceOp::Sum, ReduceOp::Avg] {
         for dtype in [DType::F32, DType::BF16, DType::F16] {

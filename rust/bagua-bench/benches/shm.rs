@@ -1,5 +1,5 @@
-//! Time of an all_reduce between two ranks in shared memory: two threads, each with a mapping of its own, as two processes
-//! have. The average is taken in place, as for gradients, and checked before and after it is timed.
+//! Time of an all_reduce between two ranks in shared memory. The ranks are two threads, each with its own mapping, as
+//! two processes have. The average is taken in place, as for gradients, and checked before and after it is timed.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -17,7 +17,7 @@ const RANKS: usize = 2;
 const KIB: usize = 1024;
 const SIZES: [usize; 4] = [4 * KIB, 64 * KIB, 1024 * KIB, 16_384 * KIB];
 
-/// What the second rank is asked to do: so many all_reduces of so many bytes. The channel's end is its own.
+/// Order to the second rank: number of bytes, and number of all_reduces. Closing the channel ends the rank.
 type Round = (usize, u64);
 
 fn lane(rank: usize, arena: Arena) -> Lane {
@@ -25,7 +25,8 @@ fn lane(rank: usize, arena: Arena) -> Lane {
     Lane::new(Box::new(shm), GroupHealth::local(rank, RANKS), Arc::default(), 0, 0, Duration::from_secs(60))
 }
 
-/// Averages rank 0's ones with rank 1's twos, then the result with itself, `times` times in all. The time of all but the first.
+/// Averages rank 0's ones with rank 1's twos, then the result with itself, `times` times in all. Returns the time of
+/// all calls except the first.
 fn round(lane: &mut Lane, bytes: usize, times: u64) -> Duration {
     let mine = if lane.rank() == 0 { 1.0f32 } else { 2.0 };
     let mut data = mine.to_ne_bytes().repeat(bytes / 4);

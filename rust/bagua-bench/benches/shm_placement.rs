@@ -1,10 +1,11 @@
-//! all_reduce of 1 KiB by ranks that begin on one processor: with ranks that move apart, and with ranks that leave their placement
-//! to the kernel. Beside it, by ranks that are bound to a processor each: the cost of the mechanism where it has nothing to do.
+//! all_reduce of 1 KiB by ranks that begin on one processor: with ranks that move apart, and with ranks that leave
+//! their placement to the kernel. A third figure is for ranks that are each bound to a processor. It shows the cost of
+//! the mechanism when it has nothing to do.
 //!
-//! Ranks are threads, each with a mapping of its own, as processes have. In each round every rank makes one untimed batch of calls, is
-//! moved to the first allowed processor without being bound there, and makes the timed batches. Between two batches the ranks sleep
-//! at a barrier, so that the kernel chooses their processors when it wakes them. A batch takes as long as its slowest rank. Rounds of
-//! the two placements alternate.
+//! Ranks are threads, each with its own mapping, as processes have. In each round every rank makes one untimed batch of
+//! calls, is moved to the first allowed processor without being bound to it, and makes the timed batches. Between two
+//! batches the ranks sleep at a barrier, so that the kernel chooses their processors when it wakes them. A batch takes
+//! as long as its slowest rank. Rounds of the two placements alternate.
 //!
 //! `cargo bench --bench shm_placement -- [--short]`
 
@@ -23,10 +24,10 @@ const BYTES: usize = 1024;
 const CALLS: u32 = 200;
 const BATCHES: usize = 48;
 const ROUNDS: usize = 20;
-/// Whether the ranks move apart.
+/// Name of each placement, and true if the ranks move apart.
 const PLACEMENTS: [(&str, bool); 2] = [("ranks move apart", true), ("left to the kernel", false)];
 
-/// Where the ranks are when the timed batches begin.
+/// Placement of the ranks when the timed batches begin.
 #[derive(Clone, Copy, PartialEq)]
 enum Begin {
     /// All on the first allowed processor, and free to move.

@@ -1,8 +1,9 @@
-//! Time of an all_reduce between two processes over TCP on the loopback interface, beside a bare pair of sockets that moves as many
-//! bytes both ways.
+//! Time of an all_reduce between two processes over TCP on the loopback interface, next to that of a bare pair of
+//! sockets that moves the same number of bytes in both directions.
 //!
-//! The program starts itself again for the second rank. Calls of the two kinds alternate; buffers are rewritten before every call
-//! and every answer is checked. What is shown are medians over calls of the slower rank. Arguments: `--streams N` (default 1 and 2).
+//! The program starts itself again for the second rank. Calls of the two kinds alternate. Buffers are rewritten before
+//! every call, and every result is checked. The table shows medians over calls of the slower rank. Arguments:
+//! `--streams N` (default 1 and 2).
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -19,7 +20,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 const KIB: usize = 1024;
 const SIZES: [usize; 6] = [64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB, 16_384 * KIB, 65_536 * KIB];
 
-/// How long each size is measured, and the fewest calls.
+/// Measuring time of each size, and the fewest calls.
 const LONG_ENOUGH: (Duration, usize) = (Duration::from_millis(1500), 7);
 
 /// Most that a bare socket is given or asked for at a time.

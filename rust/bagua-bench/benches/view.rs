@@ -1,10 +1,12 @@
-//! Time from the death of a rank to the next view on all others, and what the agreement costs, by number of ranks.
+//! Time from the death of a rank until all other ranks have the next view, and the cost of the agreement, by number of
+//! ranks.
 //!
-//! The ranks are threads of this process, with a control thread each as processes have; the one that dies is a process, which is killed
-//! by SIGKILL. The others wait until they detect it, and call `Group::shrink`, which opens a lane of the new group. All are on one host:
-//! control connections over loopback, lanes in shared memory. Messages and bytes are those about the agreement on the old group's
-//! control connections; processor time is that of the whole process from the kill to the last rank's return, and so also has the
-//! connections of the new group that are opened by then, and their handshakes. Leaving the old group comes later, and is not in it.
+//! The ranks are threads of this process, each with a control thread, as in a process of its own. The rank that dies is
+//! a process, which is killed by SIGKILL. The other ranks wait until they detect the death, and call `Group::shrink`,
+//! which opens a lane of the new group. All ranks are on one host: control connections use loopback, lanes use shared
+//! memory. Messages and bytes are those of the agreement on the old group's control connections. Processor time is that
+//! of the whole process from the kill to the last rank's return. This includes connections and handshakes of the new
+//! group up to that moment, but not leaving the old group, which follows.
 //!
 //! `cargo bench --bench view -- [--ranks N ...] [--runs N] [--json]`
 
@@ -20,14 +22,14 @@ use rustix::time::{ClockId, clock_gettime};
 
 const HEARTBEAT: Duration = Duration::from_secs(10);
 
-/// What one death cost.
+/// Cost of one death.
 struct Figures {
     /// Seconds until the last rank detected it.
     detected: f64,
     /// Seconds until the first and the last rank had the new view.
     first: f64,
     last: f64,
-    /// Of the agreement, sent by all ranks.
+    /// Messages and bytes of the agreement, summed over the ranks that send them.
     messages: u64,
     bytes: u64,
     /// Seconds of processor time.

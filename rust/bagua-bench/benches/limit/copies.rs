@@ -1,8 +1,8 @@
 //! `--copies`: ordinary tensors, which every variant has to copy.
 //!
-//! Two ranks. *windows*: `memcpy` through shared memory in pieces that fit the cache, with bare flags. *kernel*: `process_vm_readv` and
-//! `process_vm_writev`, each side half of the work. *ours*: the same verb. Sizes are of what broadcast and all_reduce work on, and of
-//! what all_gather leaves.
+//! There are two ranks. *windows* uses `memcpy` through shared memory in pieces that fit the cache, with bare flags.
+//! *kernel* uses `process_vm_readv` and `process_vm_writev`, and each side does half of the work. *ours* runs the same
+//! verb. Sizes are those of the tensor for broadcast and all_reduce, and of the result for all_gather.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::Instant;
@@ -16,7 +16,7 @@ use crate::{Board, CONTROL, KIB, MOST, calls, floats, median_of};
 const SIZES: [usize; 6] = [256 * KIB, 512 * KIB, 1024 * KIB, 4096 * KIB, 16_384 * KIB, MOST];
 /// Bytes of a window. Half and twice that are no faster.
 const WINDOW: usize = 256 * KIB;
-/// Where a rank's flags are.
+/// Offset of a rank's flags.
 const FLAGS: usize = 2048;
 /// Bytes that the kernel moves at once.
 const TRANSFER: usize = 1024 * KIB;
@@ -42,7 +42,7 @@ struct Bare<'a> {
     peer: Peer,
     source: &'a [u8],
     target: &'a mut [u8],
-    /// Where the kernel puts what is added up next.
+    /// Destination of the kernel's copies, before they are added up.
     scratch: &'a mut [u8],
 }
 

@@ -1,9 +1,10 @@
 //! `--levels`: every level of the kernels, by element type, on two cores.
 //!
-//! Two threads, each on a core of its own, rewrite a tensor each; then each combines its half of both tensors into both, as two ranks
-//! do in an arena. Per round every level and type takes part once, in random order. Figures are fastest and median times, as multiples of
-//! float32's on the level in use. Hosts of virtual machines move the two cores together and apart: rounds in which two threads meet much
-//! faster than in others have a table of their own.
+//! Two threads, each on its own core, rewrite one tensor each. Then each thread combines its half of both tensors into
+//! both, as two ranks do in an arena. In each round every level and type runs once, in random order. The table shows
+//! fastest and median times as multiples of those of float32 on the level in use. The host of a virtual machine may
+//! move the two cores together and apart, so rounds in which two threads meet much faster than in the rest have a table
+//! of their own.
 
 use std::cell::UnsafeCell;
 use std::hint::spin_loop;
@@ -20,7 +21,7 @@ use crate::KIB;
 
 const SIZES: [usize; 4] = [256 * KIB, 1024 * KIB, 4096 * KIB, 16_384 * KIB];
 const DTYPES: [DType; 4] = [DType::F32, DType::F16, DType::BF16, DType::I32];
-/// Of both tensors: numbers near one or a hundredth in every type.
+/// Bytes that fill the two tensors: numbers near one or a hundredth in every type.
 const FILLING: [u8; 2] = [0x3c, 0x3d];
 /// Seconds for each size.
 const BUDGET: Duration = Duration::from_secs(10);
@@ -39,7 +40,8 @@ struct SharedTensors {
 #[repr(align(128))]
 struct Counter(AtomicU32);
 
-// SAFETY: of each tensor, both threads touch what `Thread::rewrite` and `Thread::combine` say, with a meeting between the two.
+// SAFETY: both threads touch only the parts of a tensor that `Thread::rewrite` and `Thread::combine` name, and meet
+// between the two calls.
 unsafe impl Sync for SharedTensors {}
 
 /// One of the two threads.

@@ -38,7 +38,8 @@ fn pending(worker: &LaneWorker) -> (Handle, mpsc::Sender<()>) {
     (handle, open)
 }
 
-/// What a forked child sees of a pending and of a completed job of its parent, and of a worker of its own.
+/// Returns true if a forked child sees the expected states: of a pending and a completed job of its parent, and of a
+/// worker of its own.
 fn child(pending_handle: &Handle, done: &Handle) -> bool {
     let refused =
         matches!(pending_handle.on_done(|_| ()), Err(Error::System { message, .. }) if message.contains("forked"));
@@ -73,8 +74,8 @@ fn callbacks_run_in_the_process_that_added_them() {
             }
         });
         for _ in 0..FORKS {
-            // SAFETY: the child takes no lock that another thread of the parent may hold, but malloc's, which the C library makes
-            // usable in it, and ends with `_exit`.
+            // SAFETY: the child takes no lock that another thread of the parent may hold, except malloc's, which the C
+            // library makes usable in the child. The child ends with `_exit`.
             let pid = unsafe { libc::fork() };
             if pid == 0 {
                 let right = child(&handle, &done);

@@ -129,7 +129,8 @@ fn on_settings<T: Send>(
 
 #[test]
 fn a_rank_may_stop_as_soon_as_it_has_started() {
-    // The others may still be in their `start`, which must not fail of it. They are late where the processors have more to do.
+    // The other ranks may still be in their `start`, which must not fail because a rank has stopped. Threads that spin
+    // keep the processors busy, so that those ranks are late.
     let ended = AtomicBool::new(false);
     std::thread::scope(|scope| {
         for _ in 0..8 {

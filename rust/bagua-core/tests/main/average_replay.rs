@@ -1,5 +1,5 @@
-//! Openings of connections that were recorded on the line and are played back to the join server of a running elastic job: none joins, all are
-//! counted, and rounds go on.
+//! Recorded openings of connections are replayed to the join server of a running elastic job. None of them joins, all
+//! are counted, and the rounds of averaging continue.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -22,7 +22,7 @@ const PROOF: usize = 32;
 /// Passes connections on to another address, and keeps what their clients send.
 struct Tap {
     address: SocketAddr,
-    /// Of each connection.
+    /// Recorded bytes of each connection.
     recorded: Arc<Mutex<Vec<Vec<u8>>>>,
 }
 

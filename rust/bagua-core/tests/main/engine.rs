@@ -1,4 +1,5 @@
-//! The public interface of the engine: order of operations, errors, timeouts, shutdown. Numbers refer to the invariants of `engine`.
+//! The public interface of the engine: order of operations, errors, timeouts, shutdown. Numbers refer to the invariants
+//! of `engine`.
 //!
 //! Ranks are threads of this process; the collectives have their own contract test.
 
@@ -30,7 +31,7 @@ fn single_rank_engine() -> (Engine, Arc<GroupHealth>) {
     (Engine::over(lane(&health, Solo::new()), health.clone(), "model").unwrap(), health)
 }
 
-/// As `wait`, in slices of no length.
+/// Waits as `wait` does, in slices of zero length.
 fn in_slices<E>(
     engine: &Engine,
     timeout: Option<Duration>,
@@ -339,7 +340,8 @@ fn marking_with_new_memory_communicates_that_memory() {
 
 #[test]
 fn shutdown_fails_queued_buckets_and_ends_a_running_operation() {
-    // Invariant 3: the first operation waits until the group is poisoned, as a collective does whose peer does not take part.
+    // Invariant 3: the first operation waits until the group is poisoned, like a collective whose peer does not take
+    // part.
     let (engine, health) = single_rank_engine();
     let (op, log) = recorder();
     let buckets = buckets("a b");

@@ -25,7 +25,7 @@ fn held(worker: &LaneWorker, result: Result<()>) -> (Handle, mpsc::Sender<()>) {
     (handle, open)
 }
 
-/// As [`held`]; the first receiver gets a message when the job runs.
+/// Starts a job as [`held`] does. The first receiver gets a message when the job runs.
 fn begun(worker: &LaneWorker, result: Result<()>) -> (Handle, mpsc::Sender<()>, mpsc::Receiver<()>) {
     let (open, opened) = mpsc::channel::<()>();
     let (began, begins) = mpsc::channel();

@@ -1,4 +1,5 @@
-//! Tests of the crate's public interface. They are one program, because each program links the whole core. Tests that fork are in `forks`.
+//! Tests of the crate's public interface. They are one program, because each program links the whole core. Tests that
+//! fork are in `forks`.
 
 mod average;
 mod average_deaths;

@@ -1,9 +1,10 @@
-//! A rank dies, or a line breaks, at every step of a round of averaging: no survivor is torn, the sum is kept, and a process of the dead
-//! rank comes back.
+//! A rank dies, or a connection breaks, at every step of a round of averaging. No survivor is torn, the sum is kept,
+//! and a new process of the dead rank joins.
 //!
-//! The ranks are processes with a collective that follows a script. It makes every verb of single messages, sent one after another, and
-//! counts a step before and after each; or it runs the verbs of shared memory or TCP, with a step before and after each. At the step of
-//! the script the process kills itself, or reports that the line to a peer broke.
+//! The ranks are processes with a collective that follows a script. The collective either builds every verb from single
+//! messages, which it sends one after another, and counts a step before and after each message; or it runs the verbs of
+//! shared memory or TCP, and counts a step before and after each verb. At the step in the script, the process kills
+//! itself, or reports that the connection to a peer broke.
 
 mod script;
 
@@ -32,10 +33,10 @@ const INTERVAL: Duration = Duration::from_millis(2);
 
 const LONG: Duration = Duration::from_secs(30);
 
-/// What a joining rank has before it joins, which must not count.
+/// Weight of a joining rank before it joins, which must not count.
 const OF_JOINER: f64 = -7000.0;
 
-/// What a rank has at the beginning.
+/// Returns the initial weight of a rank.
 fn initial(rank: usize) -> f64 {
     10f64.powi(rank as i32)
 }
@@ -178,7 +179,7 @@ impl Job {
         Job::start_beating(HEARTBEAT, how, size, fates)
     }
 
-    /// As [`Job::start`], with this heartbeat timeout.
+    /// Starts a job as [`Job::start`] does, with this heartbeat timeout.
     fn start_beating(heartbeat: Duration, how: How, size: usize, fates: &[(usize, usize, Fate)]) -> Job {
         let mut ranks: Vec<Process> = (0..size).map(|rank| Process::start(ENTRY, rank, size, heartbeat)).collect();
         for (rank, process) in ranks.iter_mut().enumerate() {
@@ -209,14 +210,14 @@ impl Job {
         self.ranks.iter_mut().enumerate().filter_map(|(rank, process)| Some(act(rank, process.as_mut()?))).collect()
     }
 
-    /// What all living ranks have after a round of them.
+    /// Runs a round of all living ranks, and returns the value that all of them have afterwards.
     #[track_caller]
     fn settle(&mut self, script: &str) -> f64 {
         let ranks = self.living();
         self.settle_among(&ranks, script)
     }
 
-    /// What these ranks have after a round of them.
+    /// Runs a round of these ranks, and returns the value that all of them have afterwards.
     #[track_caller]
     fn settle_among(&mut self, ranks: &[usize], script: &str) -> f64 {
         let values = self.ask(ranks, &format!("settle {}", words(ranks)), "VALUE ");
@@ -354,8 +355,8 @@ fn a_death_before_or_after_any_verb_over_tcp_tears_no_survivor() {
     }
 }
 
-/// Over a line that breaks, one rank calls the other lost, which leaves, comes back, and counts with the weights that it has. The others are
-/// not torn.
+/// If a connection breaks, one rank calls the other lost. That rank leaves, comes back, and counts with the weights
+/// that it has. No other rank is torn.
 #[test]
 fn a_line_that_breaks_at_any_step_of_a_round_costs_no_rank_for_long_and_tears_none_of_the_others() {
     for size in 2..=4 {
@@ -367,8 +368,8 @@ fn a_line_that_breaks_at_any_step_of_a_round_costs_no_rank_for_long_and_tears_no
             let mut job = Job::start(How::Messages, size, &[(who, step, Fate::Breaks)]);
             let found = job.settle(&script);
             let all = average_of(0..size);
-            // The round was written by all or none, by all but a rank that was called lost, or by that one only. Which of them the
-            // others call lost depends on which rank detected the broken line first.
+            // All ranks or none wrote the round, or all except a rank that was called lost, or only that rank. Which
+            // rank is called lost depends on which one detected the broken connection first.
             let without = (0..size).map(|lost| all + (initial(lost) - all) / size as f64);
             let apart = without.flat_map(|without| [without, 2.0 * all - without]);
             let possible: Vec<f64> = if step < 2 * round / 3 { vec![all] } else { apart.chain([all]).collect() };

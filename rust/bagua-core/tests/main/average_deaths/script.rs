@@ -14,7 +14,7 @@ use super::INTERVAL;
 /// The label of the exchange with which a round begins.
 const STATUS: &str = "status";
 
-/// What the collective of a process does.
+/// Kind of collective that a process has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
     /// Verbs of single messages over TCP.
@@ -25,7 +25,7 @@ pub enum How {
     Shm,
 }
 
-/// What happens at a step.
+/// Event at a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fate {
     /// The process ends.

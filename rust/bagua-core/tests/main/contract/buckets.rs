@@ -97,7 +97,7 @@ const OPERATIONS: [Make; 6] = [
 /// The number of the compressed ring.
 const RING: usize = 5;
 
-/// What two steps of an operation leave in the tensors and the extra tensors.
+/// Returns the tensors and the extra tensors after two steps of an operation.
 fn after_two_steps(
     rank: usize,
     collective: Box<dyn bagua_core::collective::Collective>,
@@ -176,8 +176,8 @@ fn every_operation_writes_to_a_device_what_it_writes_to_the_host() {
     }
 }
 
-/// What a compressed all_reduce without error feedback leaves in these values, the last of which are padding, what the device was called
-/// for, and the records that were not finite.
+/// Runs a compressed all_reduce without error feedback on these values, the last of which are padding. Returns the
+/// result, the calls of the device, and the number of records that were not finite.
 fn compressed(
     rank: usize,
     collective: Box<dyn bagua_core::collective::Collective>,

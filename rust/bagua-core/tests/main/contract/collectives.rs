@@ -59,7 +59,7 @@ fn chunk_of(count: usize) -> usize {
     if count > 100_000 { count / 4 + 1 } else { count }
 }
 
-/// What a reducing verb left in a rank's buffers.
+/// A rank's buffers after a reducing verb.
 struct Reduced {
     all_reduce: Vec<u8>,
     reduce: Vec<u8>,

@@ -1,5 +1,5 @@
-//! Invariants 3 and 4 of `bagua_core::collective`: nothing is used before it is checked, and every wait ends. Without a control
-//! plane: each rank has a health of its own.
+//! Invariants 3 and 4 of `bagua_core::collective`: nothing is used before it is checked, and every wait ends. There is
+//! no control plane, and each rank has a health of its own.
 
 use std::sync::Barrier;
 use std::sync::atomic::Ordering::Relaxed;
@@ -46,7 +46,8 @@ fn a_rank_that_leaves_is_lost_to_the_others_within_a_second() {
                 assert_eq!(*first, Ok(()), "rank {r}");
                 assert_eq!(second.is_ok(), r == 2, "rank {r}");
             }
-            // The second rank to notice may blame the first one: only a health of the whole group would name the rank that left.
+            // The second rank to notice may blame the first rank. Only a health of the whole group would name the rank
+            // that left.
             let blamed: Vec<_> = outcomes.iter().filter_map(|(_, second, _)| second.clone().err()).collect();
             assert!(blamed.iter().any(|e| matches!(e, Error::PeerLost { rank: 2, .. })), "{blamed:?}");
             assert!(blamed.iter().all(|e| matches!(e, Error::PeerLost { .. })), "{blamed:?}");

@@ -25,8 +25,8 @@ contract!(toy_shm, toy_shm, [1, 2, 3, 4]);
 contract!(toy_hier, toy_hier, [1, 2, 3, 4]);
 contract!(shm, shm, [1, 2, 3, 4, 5, 8]);
 
-/// True where every element is combined in rank order: not inside hosts first, not in a ring, not by doubling or halving, and not in worlds
-/// in which one of those may be chosen.
+/// Returns true if the implementation combines every element in rank order. It does not if it may combine inside hosts
+/// first, in a ring, or by doubling or halving in worlds of this size.
 pub fn in_rank_order(ranks: Ranks, size: usize) -> bool {
     let is = |other: Ranks| std::ptr::fn_addr_eq(ranks, other);
     size <= 2 || !is(hier) && !is(toy_hier) && !is(ring) && !is(doubling) && !is(halving) && (size <= 16 || is(direct))

@@ -1,5 +1,5 @@
-//! One contract, many implementations: an implementation joins with a factory in `world` and a line in `implementations`,
-//! `transports` or both.
+//! One contract for many implementations. To add an implementation, write a factory in `world` and a line in
+//! `implementations`, `transports` or both.
 
 mod buckets;
 #[macro_use]

@@ -1,4 +1,4 @@
-//! What a reduction must give: float64 (i128 for integers), in rank order, element by element.
+//! Expected results of reductions: computed in float64 (i128 for integers), in rank order, element by element.
 
 use std::collections::HashMap;
 use std::sync::{LazyLock, Mutex};
@@ -15,7 +15,8 @@ pub fn noise(rank: usize, index: usize) -> u64 {
     x ^ x >> 29
 }
 
-/// The longest tensors that [`input`] has made of one type and operation, by rank: making them takes longer than the reductions do.
+/// The longest tensors that [`input`] has made of one type and operation, by rank. Making them takes longer than
+/// reducing them.
 #[derive(Default)]
 struct Longest {
     of: Option<(DType, ReduceOp)>,
@@ -24,7 +25,8 @@ struct Longest {
 
 static LONGEST: LazyLock<Mutex<Longest>> = LazyLock::new(Mutex::default);
 
-/// A rank's tensor, with values for which no sum or product of 67 ranks leaves the type. A shorter one is the beginning of a longer one.
+/// Returns a rank's tensor. No sum or product of these values over 67 ranks overflows the type. A shorter tensor is the
+/// beginning of a longer one.
 pub fn input(dtype: DType, op: ReduceOp, rank: usize, count: usize) -> Vec<u8> {
     let mut longest = lock(&LONGEST);
     if longest.of != Some((dtype, op)) {
@@ -119,7 +121,8 @@ fn eps(dtype: DType) -> f64 {
     }
 }
 
-/// Panics unless `got` is the combination of `inputs`: exactly for integers, within world * eps of the magnitudes for floats.
+/// Panics unless `got` is the combination of `inputs`: exactly for integers, within world * eps of the magnitudes for
+/// floats.
 pub fn assert_combined(what: &str, dtype: DType, op: ReduceOp, inputs: &[&[u8]], got: &[u8]) {
     let size = dtype.size();
     for (index, element) in got.chunks_exact(size).enumerate() {

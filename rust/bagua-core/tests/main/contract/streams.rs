@@ -219,8 +219,8 @@ fn a_bundle_of_which_one_stream_breaks_loses_the_peer() {
     }
 }
 
-/// Two ranks joined by streams with these faults, and the clocks that those go by: one per rank, which counts how often the rank
-/// has tried to send. Machines that are busy with something else do not show in it.
+/// Returns two ranks joined by streams with these faults, and one clock per rank that times the faults. A clock counts
+/// how often its rank has tried to send, so the load of the machine does not affect it.
 fn faulty(faults: &[Faults]) -> (Vec<Rank>, [Arc<AtomicU32>; 2]) {
     let clocks: [Arc<AtomicU32>; 2] = std::array::from_fn(|_| Arc::default());
     let time = |rank: usize| -> Clock {
@@ -239,7 +239,7 @@ fn faulty(faults: &[Faults]) -> (Vec<Rank>, [Arc<AtomicU32>; 2]) {
     (vec![rank(0, left, a), rank(1, right, b)], clocks)
 }
 
-/// What a try to send takes by the clocks of [`faulty`].
+/// Time that one attempt to send takes on the clocks of [`faulty`].
 const TRY: Duration = Duration::from_micros(100);
 
 /// Bytes per second of the slower rank, if each sent so many.

@@ -1,8 +1,8 @@
-//! The toy device: memory that the host cannot read, and the collective that works on it. The device to read first.
+//! The toy device: memory that the host cannot read, and the collective that works on it. Read this device first.
 //!
-//! Its memory is a mapping without access rights. Only the copy functions open it, for the length of the copy, so any other access
-//! ends the process. The collective copies to the host, runs the host's collective, and copies back, as a staged collective of a
-//! real device does.
+//! The memory is a mapping without access rights. Only the copy functions open it, for the length of the copy, so any
+//! other access ends the process. The collective copies to the host, runs the host's collective, and copies back, as a
+//! staged collective of a real device does.
 
 use std::any::Any;
 use std::iter::zip;
@@ -429,7 +429,7 @@ fn fill(mut memory: BufferMut<'_>, values: Vec<f32>) -> Result<()> {
     memory.copy_from(&values.into_iter().flat_map(f32::to_ne_bytes).collect::<Vec<u8>>())
 }
 
-/// What a record of toy memory decodes to.
+/// Decodes a record in toy memory.
 fn decoded(cx: &OpContext<'_>, record: Buffer<'_>, chunks: &Chunks) -> Result<Vec<f32>> {
     let mut elements = vec![0; chunks.count * 4];
     MinMaxU8.decode(cx.dtype(), &on_host(record)?, &mut elements)?;
@@ -455,7 +455,8 @@ impl CollectiveFactory for ToyFactory {
     }
 }
 
-/// Takes host buffers, and runs everything on copies of them in toy memory: so that the contract of host memory is asked of it.
+/// A collective that takes host buffers and runs everything on copies of them in toy memory, so that the contract of
+/// host memory applies to the toy device.
 struct OnToy {
     staged: Box<dyn Collective>,
     device: Arc<dyn Device>,

@@ -27,7 +27,7 @@ pub type Ends = fn() -> [(Box<dyn Transport>, Doorbell); 2];
 /// The stream to each rank.
 type Links = Vec<Option<Box<dyn Transport>>>;
 
-/// What is left of a rank in a test: its collective, its health, its counters, its sequence number.
+/// State of a rank in a test: its collective, health, counters and sequence number.
 pub struct Rank {
     pub collective: Box<dyn Collective>,
     pub health: Arc<GroupHealth>,
@@ -35,7 +35,7 @@ pub struct Rank {
     pub seq: u64,
 }
 
-/// What an operation says of itself, without the numbers that [`Rank::call`] adds.
+/// Description of an operation, without the numbers that [`Rank::call`] adds.
 #[derive(Clone, Copy)]
 pub struct Say {
     pub kind: Kind,
@@ -97,7 +97,7 @@ pub fn each<T: Send>(ranks: &mut [Rank], f: impl Fn(usize, &mut Rank) -> T + Syn
     })
 }
 
-/// As [`each`], for ranks that are dropped as soon as they are done: the others see their streams end.
+/// Runs `f` as [`each`] does, but drops each rank as soon as it is done, so that the other ranks see its streams end.
 pub fn each_leaving<T: Send>(ranks: Vec<Rank>, f: impl Fn(usize, &mut Rank) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let f = &f;
@@ -179,7 +179,8 @@ fn bundles_of(
     links.into_iter().enumerate().map(net).collect()
 }
 
-/// `net` over TCP between odd and even ranks, of which the streams open on demand, and over streams between threads otherwise.
+/// Returns `net` over TCP streams that open on demand between odd and even ranks, and over streams between threads
+/// otherwise.
 pub fn on_demand(size: usize) -> Vec<Box<dyn Collective>> {
     let asked = Arc::new(Mutex::default());
     let opener = |rank| Box::new(Pairs { rank, awaited: Vec::new(), asked: Arc::clone(&asked) });
@@ -194,7 +195,7 @@ pub fn on_demand(size: usize) -> Vec<Box<dyn Collective>> {
 /// Two TCP connections between two ranks, one in each batch, from when both have requested it.
 struct Pairs {
     rank: usize,
-    /// Those that this rank has requested and not fetched: peers and batches.
+    /// Batches that this rank has requested and not fetched, with their peers.
     awaited: Vec<(usize, Batch)>,
     /// By both ranks and batch: which of them has asked, then the ends that were not fetched, by rank.
     asked: Arc<Mutex<HashMap<Pair, Asked>>>,
@@ -257,7 +258,8 @@ fn mixed_mesh(size: usize, is_local: fn(usize, usize) -> bool) -> Vec<Box<dyn Co
     ranks.map(|rank| Box::new(Net::new(mesh(rank))) as Box<dyn Collective>).collect()
 }
 
-/// By rank, its stream to each other rank, and its doorbell: a stream between threads, a TCP connection or, for `None`, no stream.
+/// Returns, by rank, its stream to each other rank, and its doorbell. A stream is one between threads, a TCP connection
+/// or, for `None`, absent.
 fn links(size: usize, is_local: impl Fn(usize, usize) -> Option<bool>) -> Vec<(Links, Doorbell)> {
     let bells: Vec<_> = (0..size).map(|_| Doorbell::local()).collect();
     let mut links: Vec<Links> = (0..size).map(|_| (0..size).map(|_| None).collect()).collect();
