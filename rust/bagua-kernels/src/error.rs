@@ -22,7 +22,8 @@ pub struct Progress {
     pub total: u64,
 }
 
-/// An exception of the user's code on this rank. It is the source of an [`Error::System`] here; the other ranks get [`Error::PeerRaised`].
+/// An exception of the user's code on this rank. It is the source of an [`Error::System`] on this rank. The other ranks
+/// get [`Error::PeerRaised`].
 #[derive(Debug)]
 pub struct Exception {
     /// Class of the exception, e.g. "ValueError".
@@ -41,8 +42,9 @@ impl fmt::Display for Exception {
 
 impl std::error::Error for Exception {}
 
-/// The operating system's error, or the user's [`Exception`], that led to an [`Error`], if there was one. It does not travel: an error that another rank reported has
-/// none. Two sources always compare equal, because the text of the error contains their text.
+/// The cause of an [`Error`], if there is one: an error of the operating system, or the user's [`Exception`]. Sources
+/// are not sent, so an error that another rank reported has none. Two sources always compare equal, because the text of
+/// the error contains their text.
 #[derive(Clone, Debug, Default)]
 pub struct Source(Option<Arc<io::Error>>);
 
@@ -70,11 +72,11 @@ impl Eq for Source {}
 /// A call of a device's driver, or of a library over it, that failed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceFailure {
-    /// What failed, and why.
+    /// Message that says what failed, and why.
     pub message: String,
     /// The function, "cuMemAlloc" for instance; empty where no function of the library failed.
     pub api: String,
-    /// What it returned.
+    /// Code that the function returned.
     pub code: i32,
     /// The name of that code.
     pub name: String,
@@ -84,10 +86,11 @@ pub struct DeviceFailure {
     pub harmless: bool,
 }
 
-/// An error of the core. Ranks are world ranks (ranks of the group that `connect` built), so that a text means the same in the log of
-/// every sub-group.
+/// An error of the core. Ranks are world ranks (ranks of the group that `connect` built), so that a text means the same
+/// in the log of every sub-group.
 ///
-/// `Clone`, because one cause ends many waits, on this rank and, through the control connections, on all others.
+/// Errors can be cloned, because one cause ends many waits on this rank, and through the control connections on all
+/// others.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Error {
     /// A peer's process died or froze, the peer left the group, or the network to it failed.
@@ -96,7 +99,7 @@ pub enum Error {
         rank: usize,
         /// Name of its host.
         host: String,
-        /// How the loss was detected, for example "no heartbeat for 5.0 s".
+        /// Evidence of the loss, for example "no heartbeat for 5.0 s".
         reason: String,
         /// World rank that detected the loss first.
         noticed_by: usize,
@@ -124,7 +127,7 @@ pub enum Error {
         host: String,
         /// Class of the exception, e.g. "ValueError".
         kind: String,
-        /// Its text.
+        /// Text of the exception.
         message: String,
     },
     /// Ranks disagree on an operation, on its data, or on the order of operations.
@@ -137,13 +140,14 @@ pub enum Error {
     UnsupportedType(String),
     /// A feature that does not exist yet. Raised before any communication.
     NotImplemented(String),
-    /// What was asked for cannot be served, as all ranks found out together. Nothing of the operation was sent, and nothing is poisoned.
+    /// All ranks found out together that they cannot serve the request. No rank sent anything for the operation, and
+    /// the group is not poisoned.
     Unavailable(String),
     /// A call of a device's driver, or of a library over it, failed.
     Device(Box<DeviceFailure>),
     /// The group could not be built or used, or a system call failed.
     System {
-        /// What failed, and why.
+        /// Message that says what failed, and why.
         message: String,
         /// The error of the system call, or the user's exception.
         source: Source,
@@ -269,8 +273,8 @@ fn during(progress: &Option<Box<Progress>>) -> String {
     }
 }
 
-/// What an error's text says of an operation's label: " in NAME", " in bucket 3" where the name is a number, as buckets without a name of
-/// their own have it; nothing without a label.
+/// Returns the part of an error's text that names the operation's label: " in NAME", or " in bucket 3" if the name is a
+/// number, which buckets without a name of their own have. Empty without a label.
 pub fn in_bucket(label: &str) -> String {
     match label {
         "" => String::new(),

@@ -2,8 +2,8 @@
 
 use crate::error::{Error, Result};
 
-/// An enumeration whose variants have a code and a name, each written once: the type, all of its values in the order of the codes, and the
-/// conversions come from the one list.
+/// Declares an enumeration whose variants each have a code and a name. One list gives the type, the list of values in
+/// the order of their codes, and the conversions.
 #[macro_export]
 macro_rules! coded {
     ($(#[$about:meta])* $Type:ident { $($(#[$doc:meta])* $Variant:ident = $code:literal, $name:literal;)* }) => {
@@ -120,8 +120,8 @@ impl DType {
     }
 }
 
-/// The element types that a reduction is defined for. What has no single meaning is left out: the average of integers or
-/// bool, the sum of bool, bits of floats, an order of complex numbers.
+/// Element types that a reduction is defined for. Combinations without a single meaning are left out: the average of
+/// integers or bool, the sum of bool, bit operations on floats, an order of complex numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ElementTypes {
     /// Every type.
@@ -144,7 +144,7 @@ macro_rules! reductions {
         coded! { $(#[$about])* $Type { $($(#[$doc])* $Variant = $code, $name;)* } }
 
         impl $Type {
-            /// What it is defined for.
+            /// Returns the element types that the reduction is defined for.
             pub const fn element_types(self) -> ElementTypes {
                 match self {
                     $($Type::$Variant => ElementTypes::$element_types,)*
@@ -155,11 +155,12 @@ macro_rules! reductions {
 }
 
 reductions! {
-    /// How elements of several ranks become one. The numbers are those of the original's `ReduceOp`.
+    /// Operation that combines the elements of several ranks. The codes are those of the original Bagua's `ReduceOp`.
     ReduceOp {
         /// x0 + x1 + …, in rank order.
         Sum = 0, "sum", Numbers;
-        /// x0 * x1 * …, in rank order; complex: (a + bi)(c + di) = (ac - bd) + (ad + bc)i, each product and sum rounded.
+        /// x0 * x1 * …, in rank order. For complex numbers, (a + bi)(c + di) = (ac - bd) + (ad + bc)i, with each
+        /// product and sum rounded.
         Product = 1, "product", All;
         /// The smallest. A NaN in any rank's element gives NaN.
         Min = 2, "min", Ordered;
@@ -207,7 +208,7 @@ impl ReduceOp {
 }
 
 coded! {
-    /// What an operation is. The code is what travels in message headers.
+    /// Kind of an operation. Message headers contain its code.
     #[allow(missing_docs)]
     Kind {
         AllReduce = 1, "all_reduce";
@@ -231,7 +232,7 @@ coded! {
 /// The first four dimensions of a tensor, for fingerprints and error texts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Shape {
-    /// How many dimensions the tensor has (saturating at 255).
+    /// Number of dimensions of the tensor (saturating at 255).
     pub ndim: u8,
     /// The first four of them, each saturating at `u32::MAX`.
     pub dims: [u32; 4],
@@ -259,18 +260,18 @@ impl Shape {
     }
 }
 
-/// What an operation says of itself to the other ranks: the part of a message header that must be equal on both sides.
+/// Description of an operation for the other ranks: the part of a message header that must be equal on both sides.
 ///
-/// A difference is a [`Error::Mismatch`] on both sides instead of a hang or silent garbage.
+/// A difference is an [`Error::Mismatch`] on both sides instead of a hang or wrong data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fingerprint {
-    /// Which incarnation of the group: two groups built one after the other never understand each other.
+    /// Incarnation of the group. A message of a group built earlier or later is a mismatch.
     pub epoch: u32,
-    /// Which lane of the group: each engine has its own.
+    /// Lane of the group: each engine has its own.
     pub lane: u32,
-    /// What is being done.
+    /// Kind of the operation.
     pub kind: Kind,
-    /// How many operations this lane did before (for `Send`: how many messages this pair exchanged before).
+    /// Number of earlier operations of this lane (for `Send`: number of earlier messages of this pair).
     pub seq: u64,
     /// Element type.
     pub dtype: DType,
@@ -288,7 +289,7 @@ pub struct Fingerprint {
     pub codec: u8,
     /// Kind of the device that the tensor is on; 0 for the host.
     pub device: u8,
-    /// How the operation is done, where ranks could differ: a sum of the constants of [`flags`].
+    /// Options of the operation in which ranks could differ: a sum of the constants of [`flags`].
     pub flags: u16,
     /// The step of a training that it belongs to, from 1 on, see [`compared_step`]; 0 where steps are not compared.
     pub step: u32,
@@ -297,8 +298,8 @@ pub struct Fingerprint {
 /// Added to a step, see [`compared_step`].
 const AFTER_LOAD: u32 = 1 << 31;
 
-/// The step as ranks compare it. `after_load`: this rank has loaded a state since it communicated last, so that a rank in a step of the
-/// same number that has loaded none differs.
+/// Returns the step as ranks compare it. `after_load` is true if this rank has loaded a state since it last
+/// communicated. The step then differs from the same step on a rank that has not.
 #[must_use]
 pub fn compared_step(step: u32, after_load: bool) -> u32 {
     if after_load && step > 0 { step | AFTER_LOAD } else { step }
@@ -369,7 +370,8 @@ impl std::fmt::Display for Fingerprint {
         }
         let hierarchical = if self.flags & flags::HIERARCHICAL == 0 { "" } else { ", hierarchical" };
         write!(f, "{hierarchical}")?;
-        // Flight records and traces call a lane a channel. The first lane is the group's own. No user knows the number of an epoch.
+        // Flight records and traces call a lane a channel. The first lane is the group's own. The number of an epoch is
+        // left out, because users do not know it.
         if self.lane > 0 {
             write!(f, " (channel {})", self.lane)?;
         }

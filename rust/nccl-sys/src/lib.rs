@@ -1,4 +1,4 @@
-//! NCCL's C types, and a table of its functions that is filled at run time: nothing is linked.
+//! NCCL's C types, and a table of its functions that is filled at run time. This crate links no library.
 //!
 //! | file | what it has |
 //! |---|---|
@@ -6,7 +6,7 @@
 //! | `table` | [`Functions`]: the functions of one loaded library |
 //!
 //! Names, numbers and layouts are those of NCCL's user guide,
-//! <https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html>. How the library is found is the caller's matter.
+//! <https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html>. The caller finds and loads the library.
 
 #![cfg_attr(doctest, doc = include_str!("../README.md"))]
 

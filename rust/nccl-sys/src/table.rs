@@ -21,8 +21,8 @@ impl fmt::Display for Missing {
 
 impl std::error::Error for Missing {}
 
-/// Declares the table: each function's name in the table, its symbol, and its C signature. Without those of `later` versions of
-/// NCCL a table can be filled.
+/// Declares the table: each function's name in the table, its symbol, and its C signature. Functions of `later`
+/// versions of NCCL may be missing from a library.
 macro_rules! table {
     (
         required { $($(#[$doc:meta])* $field:ident = $symbol:literal ($($argument:ty),*) -> $result:ty;)* }
@@ -39,12 +39,12 @@ macro_rules! table {
             /// Symbols of the functions that every library must have.
             pub const REQUIRED: &'static [&'static CStr] = &[$($symbol),*];
 
-            /// Fills the table with what `symbol` returns for each name.
+            /// Fills the table with the addresses that `symbol` returns for each name.
             ///
             /// # Safety
             ///
-            /// What `symbol` returns for a name is the address of NCCL's function of that name, and stays so as long as the table
-            /// or a copy of it is used.
+            /// For each name, `symbol` returns the address of NCCL's function of that name, or None. The address stays
+            /// valid as long as the table or a copy of it is used.
             pub unsafe fn load(symbol: impl Fn(&'static CStr) -> Option<NonNull<c_void>>) -> Result<Functions, Missing> {
                 Ok(Functions {
                     $($field: {
@@ -75,20 +75,20 @@ table! {
         get_version = c"ncclGetVersion" (*mut c_int) -> ncclResult_t;
         /// Creates the id of a new communicator.
         get_unique_id = c"ncclGetUniqueId" (*mut ncclUniqueId) -> ncclResult_t;
-        /// Makes this rank's communicator: communicator, ranks, id, this rank, configuration.
+        /// Creates this rank's communicator: communicator, ranks, id, this rank, configuration.
         comm_init_rank_config = c"ncclCommInitRankConfig"
             (*mut ncclComm_t, c_int, ncclUniqueId, c_int, *mut ncclConfig_t) -> ncclResult_t;
         /// Ends the operations of a communicator; the first step of an orderly end.
         comm_finalize = c"ncclCommFinalize" (ncclComm_t) -> ncclResult_t;
         /// Frees a communicator that has been finalized.
         comm_destroy = c"ncclCommDestroy" (ncclComm_t) -> ncclResult_t;
-        /// Frees a communicator whatever it does, its kernels too.
+        /// Aborts the operations of a communicator, including its kernels, and frees it.
         comm_abort = c"ncclCommAbort" (ncclComm_t) -> ncclResult_t;
-        /// Writes how the communicator is: in progress, well, or failed.
+        /// Writes the state of a communicator: in progress, success, or the error.
         comm_get_async_error = c"ncclCommGetAsyncError" (ncclComm_t, *mut ncclResult_t) -> ncclResult_t;
-        /// A text for a result; static, NUL-terminated.
+        /// Returns the text of a result; static, NUL-terminated.
         get_error_string = c"ncclGetErrorString" (ncclResult_t) -> *const c_char;
-        /// A text for the last error of this process; NUL-terminated. The communicator may be null.
+        /// Returns the text of the last error of this process; NUL-terminated. The communicator may be null.
         get_last_error = c"ncclGetLastError" (ncclComm_t) -> *const c_char;
         /// Writes the number of ranks.
         comm_count = c"ncclCommCount" (ncclComm_t, *mut c_int) -> ncclResult_t;
@@ -96,9 +96,9 @@ table! {
         comm_user_rank = c"ncclCommUserRank" (ncclComm_t, *mut c_int) -> ncclResult_t;
         /// Writes the number of the communicator's device.
         comm_cu_device = c"ncclCommCuDevice" (ncclComm_t, *mut c_int) -> ncclResult_t;
-        /// From here to `group_end` calls are collected.
+        /// Begins a group: calls up to `group_end` are collected.
         group_start = c"ncclGroupStart" () -> ncclResult_t;
-        /// Enqueues what was collected.
+        /// Ends a group: enqueues the collected calls.
         group_end = c"ncclGroupEnd" () -> ncclResult_t;
         /// Source, target, elements, type, operation, communicator, stream.
         all_reduce = c"ncclAllReduce"

@@ -1,6 +1,7 @@
 //! Handles, numbers and structures of NCCL's interface, by their C names.
 //!
-//! Enumerations of C are integers here: a library that is newer than this file may return a number that it does not list.
+//! C enumerations are integers here, because a library that is newer than this file may return a number that is not
+//! listed.
 
 #![allow(non_camel_case_types)]
 
@@ -10,19 +11,20 @@ use std::ptr;
 /// Bytes of an [`ncclUniqueId`].
 pub const UNIQUE_ID_BYTES: usize = 128;
 
-/// What a field of [`ncclConfig_t`] holds that NCCL is to choose (`NCCL_CONFIG_UNDEF_INT`).
+/// Value of an unset field of [`ncclConfig_t`] (`NCCL_CONFIG_UNDEF_INT`). NCCL then chooses.
 pub const UNDEFINED: c_int = c_int::MIN;
 
-/// The number by which NCCL knows an initialised [`ncclConfig_t`] (`NCCL_API_MAGIC`).
+/// The number by which NCCL recognises an initialised [`ncclConfig_t`] (`NCCL_API_MAGIC`).
 pub const MAGIC: c_uint = 0xcafe_beef;
 
-/// NCCL 2.19.0 as `ncclGetVersion` counts: the oldest version that is served, and the one whose [`ncclConfig_t`] this is.
+/// Number of NCCL 2.19.0, as `ncclGetVersion` returns it: the oldest supported version, and the one whose
+/// fields [`ncclConfig_t`] has.
 pub const OLDEST_VERSION: c_int = 21900;
 
-/// What an [`ncclComm_t`] points to; only NCCL knows its contents.
+/// Target of an [`ncclComm_t`]. Only NCCL knows its contents.
 #[repr(C)]
 pub struct ncclComm {
-    /// Nothing that a caller may look at.
+    /// Placeholder that gives the type no public fields.
     opaque: [u8; 0],
 }
 
@@ -32,7 +34,7 @@ pub type ncclComm_t = *mut ncclComm;
 /// A stream of the CUDA runtime, which is a stream of the driver.
 pub type cudaStream_t = *mut c_void;
 
-/// What rank 0 creates and all ranks of a new communicator are given.
+/// Identifier of a new communicator. Rank 0 creates it, and passes it to all ranks.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ncclUniqueId {
@@ -40,7 +42,7 @@ pub struct ncclUniqueId {
     pub internal: [c_char; UNIQUE_ID_BYTES],
 }
 
-/// What a call returns.
+/// Result of a call.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ncclResult_t(pub c_int);
@@ -63,7 +65,7 @@ impl ncclResult_t {
     /// `ncclInProgress`: the work of a non-blocking communicator has not been enqueued yet.
     pub const IN_PROGRESS: Self = Self(7);
 
-    /// Its name in NCCL's header; one that is not listed here is "ncclResult_t".
+    /// Returns the name in NCCL's header, or "ncclResult_t" for a number that is not listed here.
     pub fn name(self) -> &'static str {
         match self {
             Self::SUCCESS => "ncclSuccess",
@@ -107,7 +109,7 @@ impl ncclDataType_t {
     pub const BFLOAT16: Self = Self(9);
 }
 
-/// How elements are combined.
+/// Reduction operation.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ncclRedOp_t(pub c_int);
@@ -125,8 +127,8 @@ impl ncclRedOp_t {
     pub const AVERAGE: Self = Self(4);
 }
 
-/// How a communicator is made: the fields of NCCL 2.19, with which every later version begins. From `size` and `version` a later
-/// library knows that the others are not there.
+/// Options of a new communicator: the fields of NCCL 2.19, with which the structure of every later version begins. A
+/// later library learns from `size` and `version` that the newer fields are missing.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct ncclConfig_t {
@@ -134,9 +136,10 @@ pub struct ncclConfig_t {
     pub size: usize,
     /// [`MAGIC`].
     pub magic: c_uint,
-    /// The version whose fields these are, as `ncclGetVersion` counts.
+    /// The NCCL version whose fields the structure has, as `ncclGetVersion` returns it.
     pub version: c_uint,
-    /// 0: calls return before their work is done or enqueued, and `ncclCommGetAsyncError` returns when it is. 1: they wait.
+    /// 1 if calls wait. With 0 they may return before their work is done or enqueued, and `ncclCommGetAsyncError`
+    /// reports when it is.
     pub blocking: c_int,
     /// Thread blocks per cluster, 0 to 8.
     pub cga_cluster_size: c_int,
@@ -151,7 +154,7 @@ pub struct ncclConfig_t {
 }
 
 impl ncclConfig_t {
-    /// A configuration in which NCCL chooses everything but whether calls block.
+    /// Returns a configuration that sets `blocking` and leaves everything else to NCCL.
     pub fn new(blocking: bool) -> ncclConfig_t {
         ncclConfig_t {
             size: size_of::<ncclConfig_t>(),

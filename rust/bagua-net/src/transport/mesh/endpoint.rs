@@ -12,7 +12,7 @@ use super::open::{Batch, Opened};
 use crate::transport::frame::{BadFrame, Header, LEN};
 use crate::transport::{Broken, Readiness, Transport};
 
-/// How long one of several streams may be broken, at a chunk boundary, while the other streams receive nothing. Until
+/// Time that one of several streams may be broken, at a chunk boundary, while the other streams receive nothing. Until
 /// then, the other streams may still deliver bytes that the peer sent before it closed all of them. Longer than a round
 /// trip around the world.
 const LINGER: Duration = Duration::from_secs(1);

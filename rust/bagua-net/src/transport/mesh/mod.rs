@@ -35,8 +35,8 @@ pub use plan::Step;
 use plan::{Listed, Lists};
 use run::{PeerMessages, Run};
 
-/// How long an idle rank polls its streams before it sleeps. Longer than a round trip on one host, and short enough not
-/// to slow down a thread that computes on the same core.
+/// Time that an idle rank polls its streams before it sleeps. Longer than a round trip on one host, and short enough
+/// not to slow down a thread that computes on the same core.
 pub const SPIN: Duration = Duration::from_micros(30);
 
 /// Shortest and longest sleep if no single wait covers all streams: some notify through a descriptor and others through
@@ -53,8 +53,8 @@ const COMPLETE: &str = "an opener where streams are missing";
 /// After this number of busy rounds over all peers, the mesh checks the group's health and the deadline.
 const BUSY_ROUNDS: u32 = 64;
 
-/// How long a rank waits without receiving a byte for the last messages of a member that has left. A member that leaves
-/// ends its streams, so the limit matters only if its host or the network fails.
+/// Time that a rank waits without receiving a byte for the last messages of a member that has left. A member that
+/// leaves ends its streams, so the limit matters only if its host or the network fails.
 const LAST_BYTES: Duration = Duration::from_secs(5);
 
 /// The streams of one rank to the other members of a group.
@@ -98,9 +98,9 @@ impl Mesh {
         Mesh::bundled(rank, members, links.into_iter().map(|link| link.into_iter().collect()).collect(), bell)
     }
 
-    /// As [`Mesh::new`], with any number of streams to each index (none to this rank). A message is divided into
-    /// chunks, and each chunk goes to the first stream with room. Both ends must have the same number of streams in the
-    /// same order.
+    /// Builds a mesh like [`Mesh::new`], with any number of streams to each index (none to this rank). A message is
+    /// divided into chunks, and each chunk goes to the first stream with room. Both ends must have the same number of
+    /// streams in the same order.
     ///
     /// # Panics
     /// If the arguments are inconsistent.
@@ -115,8 +115,8 @@ impl Mesh {
         Mesh::build(rank, members, bundles, bell, None)
     }
 
-    /// As [`Mesh::bundled`], but an empty bundle is opened by the first run with messages for that member. Both ends of
-    /// a pair run the same operation, so both open the streams in it.
+    /// Builds a mesh like [`Mesh::bundled`], but the first run with messages for a member opens the streams of an empty
+    /// bundle. Both ends of a pair run the same operation, so both open the streams in it.
     ///
     /// # Panics
     /// If the arguments are inconsistent.
@@ -193,8 +193,9 @@ impl Mesh {
         self.exchange_step(cx, Step::default(), sends, recvs)
     }
 
-    /// As [`Mesh::exchange`], for a peer whose operation may be visible elsewhere, for example in shared memory. While
-    /// no bytes move, `elsewhere` is asked for the text of a peer's operation that differs from this one.
+    /// Exchanges messages like [`Mesh::exchange`], with a peer whose operation may be visible elsewhere, for example in
+    /// shared memory. While no bytes move, `elsewhere` is asked for the text of a peer's operation that differs from
+    /// this one.
     ///
     /// # Errors
     /// As [`Mesh::exchange`].
@@ -208,7 +209,7 @@ impl Mesh {
         self.run_listed(cx, Step::default(), sends, recvs, elsewhere)
     }
 
-    /// As [`Mesh::exchange`], for one of several exchanges in an operation.
+    /// Exchanges messages like [`Mesh::exchange`], as one of several exchanges in an operation.
     ///
     /// # Errors
     /// As [`Mesh::exchange`].
