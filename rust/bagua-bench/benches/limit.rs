@@ -59,7 +59,7 @@ impl Board {
         (ranks * CONTROL).next_multiple_of(2 << 20) + ranks * MOST
     }
 
-    /// All ranks have come here. Where ranks outnumber cores it yields, as ours do.
+    /// Waits until all ranks have called this. Yields if ranks may outnumber cores, as the barriers of the core do.
     fn barrier(&mut self) {
         self.passed += 1;
         let counter = |rank: usize| self.arena.word(rank * CONTROL);
@@ -92,7 +92,7 @@ impl Board {
         self.arena.long(rank * CONTROL + TIMES + (variant * CALLS + call) * 8)
     }
 
-    /// Every rank's address, by rank.
+    /// Returns the address of every rank, by rank.
     fn spread(&mut self, mine: &[u8]) -> Vec<Vec<u8>> {
         let place = |rank: usize| rank * CONTROL + ADDRESS;
         // SAFETY: only this rank writes there, before the barrier.
@@ -167,7 +167,8 @@ fn rewrite(data: &mut [f32], rank: usize, call: usize) {
 
 fn check(data: &[f32], ranks: usize, call: usize) {
     let expected: f32 = (0..ranks).map(|rank| (rank + 1 + call) as f32).sum();
-    // All of it once, some of it later, so that the checks do not take longer than the calls.
+    // The first call is checked completely. Later calls are sampled, so that the checks do not take longer than the
+    // calls.
     let step = if call == 0 { 1 } else { 509 };
     assert!(data.iter().step_by(step).all(|value| *value == expected), "call {call}: a wrong sum");
     assert_eq!(data.last(), Some(&expected), "call {call}: a wrong sum at the end");
@@ -226,7 +227,7 @@ fn measure(board: &mut Board, lane: &mut Lane, tensors: &mut Tensors, bytes: usi
 fn median_of(board: &Board, variant: usize, calls: usize) -> f64 {
     let slowest =
         |call| (0..board.ranks).map(|rank| board.time_of(rank, variant, call).load(Relaxed)).max().unwrap_or(0);
-    // The first call finds nothing in its caches and its branches untrained.
+    // The first call is left out: its caches are cold and its branches are not predicted yet.
     let mut times: Vec<u64> = (1..calls).map(slowest).collect();
     times.sort_unstable();
     times[times.len() / 2] as f64 * 1e-9

@@ -19,12 +19,12 @@ const KIB: usize = 1024;
 const SIZES: [usize; 4] = [64 * KIB, 256 * KIB, 1024 * KIB, 16_384 * KIB];
 const LINE: usize = 64;
 
-/// A small whole number at every index: exact in every type, and so is the sum of four of them.
+/// Returns a small whole number for every index. It is exact in every type, and so is the sum of four of them.
 fn number(input: usize, index: usize) -> u8 {
     ((index * 7 + input * 13) % 25) as u8
 }
 
-/// A number over another, exact where it is asked for.
+/// Returns `value / divisor`, which must be exact in the type.
 fn element(dtype: DType, value: u8, divisor: u8) -> Vec<u8> {
     let quotient = f32::from(value) / f32::from(divisor);
     match dtype {

@@ -23,15 +23,15 @@ const SIZES: [usize; 6] = [64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB, 16_384 *
 /// Measuring time of each size, and the fewest calls.
 const LONG_ENOUGH: (Duration, usize) = (Duration::from_millis(1500), 7);
 
-/// Most that a bare socket is given or asked for at a time.
+/// Maximum number of bytes in one call of a bare socket.
 const BLOCK: usize = 256 * KIB;
 
 struct Rank {
     rank: usize,
     lane: Lane,
-    /// Moves as many bytes without any protocol.
+    /// Stream that moves the same number of bytes without any protocol.
     bare: TcpStream,
-    /// Carries times and decisions.
+    /// Stream that carries times and decisions.
     talk: TcpStream,
 }
 
@@ -81,7 +81,7 @@ impl Rank {
         }
     }
 
-    /// The slower rank's time of one call.
+    /// Returns the slower rank's time of one call.
     fn time(&mut self, run: impl FnOnce(&mut Rank)) -> Duration {
         self.swap(0);
         let start = Instant::now();
@@ -91,7 +91,7 @@ impl Rank {
         Duration::from_nanos(mine.max(theirs))
     }
 
-    /// Median times of all_reduce and of bare sockets.
+    /// Returns the median times of all_reduce and of bare sockets.
     fn measure(&mut self, bytes: usize) -> (Duration, Duration) {
         let (mut ours, mut bare) = (Vec::new(), Vec::new());
         let mut data = vec![0; bytes];

@@ -24,7 +24,7 @@ const HEARTBEAT: Duration = Duration::from_secs(10);
 
 /// Cost of one death.
 struct Figures {
-    /// Seconds until the last rank detected it.
+    /// Seconds until the last rank detected the death.
     detected: f64,
     /// Seconds until the first and the last rank had the new view.
     first: f64,
@@ -41,7 +41,7 @@ fn cpu() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
-/// Waits until a rank is lost, and goes on without it.
+/// Waits until a rank is lost, and shrinks the group.
 fn survive(group: &Group, since: Instant) -> (f64, f64, View<bagua_core::group::Lane>) {
     let lost = cause(group);
     let detected = since.elapsed().as_secs_f64();
@@ -50,7 +50,7 @@ fn survive(group: &Group, since: Instant) -> (f64, f64, View<bagua_core::group::
     (detected, since.elapsed().as_secs_f64(), view)
 }
 
-/// Kills the last of so many ranks.
+/// Kills the last of `ranks` ranks, and returns the cost.
 fn measure(ranks: usize) -> Figures {
     let (groups, processes) = mixed("victim", ranks, &[ranks - 1], HEARTBEAT);
     let (before, since) = (cpu(), Instant::now());
@@ -100,7 +100,7 @@ fn main() {
             }
             "--runs" => runs = arguments.next().and_then(|word| word.parse().ok()).expect("a number of runs"),
             "--json" => json = true,
-            // What cargo adds.
+            // Cargo adds this argument.
             "--bench" => {}
             other => panic!("unknown option {other:?}"),
         }

@@ -51,7 +51,7 @@ impl Bare<'_> {
         self.board.arena.word(rank * CONTROL + FLAGS + which * 128)
     }
 
-    /// This rank has come to `count` of something.
+    /// Tells the peer that this rank has reached `count`.
     fn raise(&self, which: usize, count: usize) {
         self.flag(self.board.rank, which).store(count as u32, Release);
     }
@@ -62,7 +62,7 @@ impl Bare<'_> {
         }
     }
 
-    /// A rank's window of a piece.
+    /// Returns a rank's window for a piece.
     #[expect(clippy::mut_from_ref, reason = "the flags say whose it is")]
     fn window(&self, rank: usize, piece: usize, len: usize) -> &mut [u8] {
         let begin = piece % 2 * WINDOW;

@@ -23,12 +23,12 @@ const SIZES: [usize; 4] = [256 * KIB, 1024 * KIB, 4096 * KIB, 16_384 * KIB];
 const DTYPES: [DType; 4] = [DType::F32, DType::F16, DType::BF16, DType::I32];
 /// Bytes that fill the two tensors: numbers near one or a hundredth in every type.
 const FILLING: [u8; 2] = [0x3c, 0x3d];
-/// Seconds for each size.
+/// Measuring time of each size.
 const BUDGET: Duration = Duration::from_secs(10);
-/// Meetings that are timed together, and how often.
+/// Number of meetings that are timed together, and number of such timings.
 const MEETINGS: (u32, u32) = (20, 10);
 
-/// Looks at the other thread's counter before this one yields its core.
+/// Number of looks at the other thread's counter before this thread yields its core.
 const LOOKS: u32 = 1 << 20;
 
 /// Memory of both threads.

@@ -110,13 +110,13 @@ fn on_settings<T: Send>(
                 let model = Model { weights: vec![weights], buffers: vec![] };
                 let started = Averager::start(&group, &mut lane, model, settings(rank));
                 if started.is_err() {
-                    // The others wait for this rank below.
+                    // The other ranks wait for this rank below.
                     barrier.wait();
                 }
                 let averager = started.unwrap();
                 let rank = Rank { rank, averager, lock, memory, count: COUNT, _lane: lane, _group: group };
                 let outcome = act(&rank, barrier);
-                // No rank leaves while others still look at their rounds.
+                // No rank leaves while other ranks still look at their rounds.
                 barrier.wait();
                 rank.averager.stop(LONG);
                 outcome
@@ -287,7 +287,7 @@ fn each_call_of_synchronize_is_one_round() {
     });
 }
 
-/// The first rank is in an exchange of statuses, for which it has said that it takes no part, when it resumes.
+/// Rank 0 resumes during an exchange of statuses in which it has said that it takes no part.
 #[test]
 fn a_rank_that_resumed_before_another_synchronizes_is_synchronized_with() {
     let settings = |rank| Settings { interval: if rank == 0 { INTERVAL } else { LONG }, ..plain() };
@@ -354,7 +354,8 @@ fn rounds_go_on_while_a_training_pauses_for_ever() {
 fn the_lock_is_free_while_a_rank_waits_for_another() {
     on_all(2, INTERVAL, None, |rank, barrier| {
         if rank.rank == 0 {
-            // Rank 0 holds its lock: rank 1's rounds cannot go on, but its lock is free nearly always.
+            // Rank 0 holds its lock, so rank 1's rounds are stuck. Rank 1's lock is nevertheless free nearly all the
+            // time.
             let _guard = rank.lock.lock(0);
             barrier.wait();
             barrier.wait();

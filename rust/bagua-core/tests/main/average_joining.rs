@@ -82,14 +82,14 @@ fn a_process_joins_through_any_server_with_the_average_of_the_others() {
                 until("the others go on", || {
                     servers[1].status(0, servers[0].address(), LONG).is_ok_and(|status| status.in_job)
                 });
-                // Another model is refused, and the rounds go on.
+                // A different model is refused, and the rounds continue.
                 let (other, ..) = model(1, &lock, 500.0);
                 let refused = Averager::join(other, settings(&servers[1], [4; 32]), &Deadline::after(LONG));
                 assert!(matches!(refused, Err(Error::Mismatch(text)) if text.contains("differs")));
                 let (other, joined, buffer) = model(1, &lock, 500.0);
                 let averager = Averager::join(other, settings(&servers[1], DIGEST), &Deadline::after(LONG)).unwrap();
                 assert_eq!(averager.wait_joined(LONG), Waited::Done(Ok(())));
-                // The average of all three, from before; its own 500 did not count.
+                // The joining rank has the average of all three ranks from before. Its own 500 did not count.
                 assert_eq!(value(&lock, joined), 3.0);
                 assert_eq!(value(&lock, weights), 3.0);
                 assert_eq!((value(&lock, buffer), averager.forwards()), (0.0, 100));

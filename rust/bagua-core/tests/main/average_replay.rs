@@ -125,7 +125,8 @@ fn hello_of_another_group() -> Vec<u8> {
     })
 }
 
-/// Two whole rounds of these ranks, after which the server of the first has refused so many connections.
+/// Waits for two whole rounds of these ranks. The server of the first rank must then have refused `refused`
+/// connections.
 #[track_caller]
 fn rounds_go_on(ranks: &[&Rank], numbers: &[usize], refused: u64) {
     for rank in ranks {
@@ -175,10 +176,10 @@ fn openings_that_are_played_back_to_a_join_server_are_refused_and_counted_and_ro
     rounds_go_on(&[&ranks[0], &ranks[1], &joiner], &[0, 1, 2], 0);
     let openings: Vec<Vec<u8>> = tap.recorded().into_iter().filter(|bytes| !bytes.is_empty()).collect();
     let opening = openings.last().unwrap();
-    // Hello, proof, and its request to join.
+    // The opening is a hello, a proof and the request to join.
     assert!(opening.starts_with(b"BGhello\n") && opening.len() > HELLO + PROOF + 32, "{}", opening.len());
 
-    // While it is a member, and after it has left: its opening must not let it join again.
+    // The rank's opening must not let a replay join, neither while the rank is a member nor after it has left.
     let mut refused = 0;
     let mixed = [&former, &opening[HELLO..]].concat();
     let parts: [&[u8]; 7] = [
@@ -199,11 +200,12 @@ fn openings_that_are_played_back_to_a_join_server_are_refused_and_counted_and_ro
         }
         for bytes in parts {
             let answer = play(at, bytes);
-            // Nothing, a refusal, or the answer to the hello and a refusal of the old proof; never an acceptance.
+            // The answer is empty, a refusal, or an answer to the hello with a refusal of the old proof. It is never an
+            // acceptance.
             assert!(!answer.ends_with(&[0]) && answer.len() <= 1 + 32 + 32 + 2, "{answer:?}");
             refused += 1;
         }
-        // At the same time, more than the server serves at a time.
+        // These connections are more than the server serves at the same time.
         std::thread::scope(|scope| (0..100).for_each(|_| _ = scope.spawn(|| play(at, opening))));
         refused += 100;
         let all: Vec<&Rank> = ranks.iter().chain(&joiner).collect();

@@ -67,7 +67,7 @@ fn bucket(name: &str, tensors: Vec<Tensor>) -> SharedBucket {
     SharedBucket::new(Bucket::new(name, tensors).unwrap())
 }
 
-/// Buckets from text: "ab c" is 0: [a, b], 1: [c].
+/// Returns buckets described by a text: "ab c" is bucket 0 with tensors a and b, and bucket 1 with tensor c.
 fn buckets(text: &str) -> Vec<SharedBucket> {
     let tensors = |letters: &str| letters.chars().map(|letter| tensor(&letter.to_string(), memory(&[1.0]).1)).collect();
     text.split_whitespace().enumerate().map(|(index, letters)| bucket(&index.to_string(), tensors(letters))).collect()
@@ -106,7 +106,7 @@ fn mark(engine: &Engine, tensors: &str) {
     tensors.chars().for_each(|tensor| engine.mark_ready(number(engine, &tensor.to_string()), None, None).unwrap());
 }
 
-/// Number of the tensor of this name; one that no tensor has for an unknown name.
+/// Returns the number of the tensor with this name, or an invalid number for an unknown name.
 fn number(engine: &Engine, name: &str) -> usize {
     engine.tensors().iter().position(|known| known == name).unwrap_or(usize::MAX)
 }
@@ -265,7 +265,7 @@ fn a_bucket_that_is_done_between_two_slices_of_a_wait_is_no_timeout() {
     let mut open = Some(open);
     let finish_both = || {
         if open.take().is_some() {
-            // In order with the buckets: they are done when this job is.
+            // The worker runs jobs in order, so the buckets are done when this job is done.
             engine.worker().submit("a job", Box::new(|_| Ok(()))).unwrap().wait(LONG).unwrap();
         }
         Ok::<(), ()>(())

@@ -167,14 +167,14 @@ fn entry_of_processes() {
 /// A job of processes.
 struct Job {
     how: How,
-    /// By rank; `None` for a dead one.
+    /// Processes by rank; `None` for a dead rank.
     ranks: Vec<Option<Process>>,
-    /// By rank.
+    /// Addresses of the join servers, by rank.
     servers: Vec<String>,
 }
 
 impl Job {
-    /// Starts a job in which this happens at these steps of these ranks.
+    /// Starts a job with these fates: each a rank, a step of the rank, and the event at that step.
     fn start(how: How, size: usize, fates: &[(usize, usize, Fate)]) -> Job {
         Job::start_beating(HEARTBEAT, how, size, fates)
     }
@@ -201,7 +201,7 @@ impl Job {
         Job { how, ranks: ranks.into_iter().map(Some).collect(), servers }
     }
 
-    /// The ranks that live.
+    /// Returns the living ranks.
     fn living(&self) -> Vec<usize> {
         (0..self.ranks.len()).filter(|rank| self.ranks[*rank].is_some()).collect()
     }
@@ -226,7 +226,7 @@ impl Job {
         values[0]
     }
 
-    /// Gives these ranks a command, and waits for their answers, the text after this word.
+    /// Sends a command to these ranks, and returns their answers: the text after `word`.
     fn ask(&mut self, ranks: &[usize], command: &str, word: &str) -> Vec<String> {
         let is_asked = |rank| ranks.contains(&rank);
         self.each(|rank, process| is_asked(rank).then(|| process.write(command)));
@@ -237,7 +237,7 @@ impl Job {
         self.each(|rank, process| ranks.contains(&rank).then(|| process.signal(signal)));
     }
 
-    /// Every rank adds something of its own while rounds go on: the divisor is the number of those that take part.
+    /// Lets every rank add its own number while rounds run, and checks that the average is over the living ranks.
     #[track_caller]
     fn check_divisor(&mut self, before: f64, script: &str) -> f64 {
         let ranks = self.living();
@@ -257,7 +257,7 @@ impl Job {
         assert_eq!(process.killed_by(), Some(libc::SIGKILL), "{script}");
     }
 
-    /// A new process of a dead rank comes in.
+    /// Starts a new process for a dead rank.
     fn comes_back(&mut self, rank: usize) {
         let mut process = Process::start(ENTRY, rank, self.ranks.len(), HEARTBEAT);
         process.write(&ScriptLine { how: self.how, fate: None, joins: true }.line());
@@ -296,7 +296,7 @@ fn steps_of_a_round(how: How, size: usize) -> usize {
     steps[0]
 }
 
-/// A rank dies at a step. Returns whether the round was written.
+/// Runs a job in which a rank dies at a step. Returns true if the round was written.
 fn a_death(how: How, size: usize, step: usize, who: usize) -> bool {
     let script = format!("{how:?}, {size} ranks, rank {who} dies at step {step}");
     let mut job = Job::start(how, size, &[(who, step, Fate::Dies)]);
@@ -313,7 +313,8 @@ fn a_death(how: How, size: usize, step: usize, who: usize) -> bool {
     written
 }
 
-/// Deaths of every rank at every step of a round, and at the first of the next one; both outcomes occur.
+/// Lets every rank die at every step of a round, and at the first step of the next round. Checks that both outcomes
+/// occur.
 fn deaths(how: How, size: usize) {
     let mut outcomes = BTreeSet::new();
     for step in 0..=steps_of_a_round(how, size) {
@@ -383,7 +384,7 @@ fn a_line_that_breaks_at_any_step_of_a_round_costs_no_rank_for_long_and_tears_no
 fn a_second_death_while_the_others_find_out_about_the_first_tears_no_survivor() {
     for size in [3, 4] {
         let round = steps_of_a_round(How::Messages, size);
-        // In the agreement of the round: there some may know more than others.
+        // The deaths fall into the agreement of the round, in which some ranks may know more than other ranks.
         for first in round - size - 1..=round {
             for second in first..first + 2 * size + 4 {
                 let (one, other) = (first % size, (first + 1 + second % (size - 1)) % size);
@@ -411,7 +412,7 @@ fn to_a_rank_without_which_the_others_went_on_all_of_them_are_lost_until_it_is_b
     job.signal(&[2], Signal::STOP);
     job.settle_among(&[0, 1], script);
     job.ask(&[0, 1], "lost 2", "LOST");
-    // They do not answer when it looks for them.
+    // Ranks 0 and 1 do not answer when rank 2 looks for them.
     job.signal(&[0, 1], Signal::STOP);
     job.signal(&[2], Signal::CONT);
     job.ask(&[2], "lost 0 1", "LOST");

@@ -58,11 +58,11 @@ impl ScriptLine {
     }
 }
 
-/// The part of a process, and how far it is. Shared by the collectives of all its lanes.
+/// A process's part of the script, and its progress. The collectives of all its lanes share it.
 #[derive(Debug)]
 pub struct Script {
     pub part: ScriptLine,
-    /// All ranks have started: what the script does is no failure of the start.
+    /// True if all ranks have started. No round begins before, so that no event of the script makes the start fail.
     pub goes: AtomicBool,
     /// Exchanges of statuses that have begun.
     pub rounds: AtomicUsize,
@@ -73,7 +73,7 @@ pub struct Script {
 }
 
 impl Script {
-    /// Counts a step of a round; at the step of the script this does not return, or returns that a line breaks.
+    /// Counts a step of a round. At the step in the script, kills this process, or returns true if a connection breaks.
     fn step(&self) -> bool {
         if self.rounds.load(SeqCst) == 0 {
             return false;
@@ -171,7 +171,7 @@ impl Collective for Scripted {
         if self.size() == 1 {
             return self.inner.run(cx, verb, io);
         }
-        // The data between the members of a new view is more than a connection holds that no peer reads from.
+        // Members of a new view exchange more data than an unread connection can hold.
         if self.script.part.how != How::Messages || matches!(verb, Verb::AllToAll) {
             let next = (self.rank() + 1) % self.size();
             self.step(cx, next)?;

@@ -54,7 +54,8 @@ fn legal() -> impl Iterator<Item = (DType, ReduceOp)> {
     all.filter(|(dtype, op)| op.check(*dtype).is_ok())
 }
 
-/// Elements of a reduce_scatter's chunk in the case of `count`: less where the whole is large, to stay fast.
+/// Returns the elements of a chunk of reduce_scatter in the case of `count`. For large tensors it is less than `count`,
+/// so that the test stays fast.
 fn chunk_of(count: usize) -> usize {
     if count > 100_000 { count / 4 + 1 } else { count }
 }
@@ -135,7 +136,7 @@ fn check_reductions(ranks: &mut [Rank], dtype: DType, op: ReduceOp, count: usize
         let c = chunk_of(count) * dtype.size();
         assert_eq!(outcome.reduce_scatter.len(), c);
         let of_chunk: Vec<&[u8]> = chunks.iter().map(|chunk| &chunk[r * c..(r + 1) * c]).collect();
-        // The other form's bits are compared below.
+        // The bits of the other form (in place or split) are compared below.
         if form == 0 && (n <= 9 || r % 16 == 0) {
             assert_combined(&what, dtype, op, &of_chunk, &outcome.reduce_scatter);
         }
@@ -148,11 +149,11 @@ fn check_reductions(ranks: &mut [Rank], dtype: DType, op: ReduceOp, count: usize
 pub fn reductions_equal_the_oracle_in_every_type_and_op(ranks: Ranks, size: usize) {
     let in_order = in_rank_order(ranks, size);
     let mut ranks = world(ranks, size);
-    // Only the half-precision types are combined otherwise in worlds of more than 64.
+    // In worlds of more than 64 ranks, only the half-precision types are combined in a different way.
     let is_half = |dtype: DType| matches!(dtype, DType::F16 | DType::BF16);
     for (dtype, op) in legal().filter(|(dtype, _)| size <= 64 || is_half(*dtype)) {
         for count in SMALL {
-            // Worlds beyond 4 take every type and op once, and every size many times.
+            // Worlds of more than 4 ranks test every type and op with one size only. All sizes occur many times.
             if size <= 4 || count == SMALL[(dtype as usize + op as usize) % 4] {
                 check_reductions(&mut ranks, dtype, op, count, in_order);
             }
@@ -166,7 +167,7 @@ pub fn large_reductions_equal_the_oracle(ranks: Ranks, size: usize) {
     for (dtype, op) in [(DType::F32, ReduceOp::Sum), (DType::BF16, ReduceOp::Avg), (DType::I64, ReduceOp::Max)] {
         check_reductions(&mut ranks, dtype, op, (1 << 20) + 3, in_order);
     }
-    // Shares of several pieces and not all of one length.
+    // The ranks' shares have several pieces and differ in length.
     check_reductions(&mut ranks, DType::U8, ReduceOp::Bxor, (3 << 20) + 1, in_order);
 }
 

@@ -1,4 +1,4 @@
-//! The collectives of which the contract is asked, and the numbers of ranks.
+//! The collectives that the contract tests, and the numbers of ranks.
 
 use super::collectives::*;
 use super::toy::{toy_hier, toy_local, toy_shm};

@@ -37,7 +37,7 @@ pub fn input(dtype: DType, op: ReduceOp, rank: usize, count: usize) -> Vec<u8> {
     made[..count * dtype.size()].to_vec()
 }
 
-/// Adds elements until there are so many.
+/// Adds elements until there are `count` of them.
 fn extend(out: &mut Vec<u8>, dtype: DType, op: ReduceOp, rank: usize, count: usize) {
     let there = out.len() / dtype.size();
     out.reserve((count * dtype.size()).saturating_sub(out.len()));
@@ -45,7 +45,8 @@ fn extend(out: &mut Vec<u8>, dtype: DType, op: ReduceOp, rank: usize, count: usi
         let random = noise(rank, index);
         let small = match op {
             ReduceOp::Product => 1 + i64::from(random.is_multiple_of(8) && rank < 6),
-            // At most 127 in all, where each of so many ranks adds about half of its most.
+            // The sum of 67 ranks stays within 127 for i8, because a rank adds about half of its largest value on
+            // average.
             ReduceOp::Sum | ReduceOp::Avg => (random % if rank < 33 { 4 } else { 2 }) as i64,
             ReduceOp::Min | ReduceOp::Max => (random % 100) as i64,
             ReduceOp::Bor | ReduceOp::Band | ReduceOp::Bxor => (random % 128) as i64,

@@ -108,7 +108,7 @@ fn chunks_land_where_they_belong_whichever_stream_brings_them_first() {
 fn a_chunk_of_a_later_operation_waits_for_it() {
     let (mut rank, mut peer) = rank_and_raw_peer();
     let later = chunk(1, 100, 0, 100);
-    // As the message says in its own operation: message 1 of the pair, of operation 1.
+    // The header that the message has in its own operation: message 1 of the pair, in operation 1.
     let mut later_header = later[..frame::LEN].to_vec();
     later_header[24] = 1;
     assert_eq!(peer[0].send(&later_header, &later[frame::LEN..]), Ok(later.len()));
@@ -121,7 +121,7 @@ fn a_chunk_of_a_later_operation_waits_for_it() {
     }
 }
 
-/// Has the first stream at once, and the second after some calls.
+/// An opener that has the first stream at once, and the second stream after some calls.
 struct OneAfterTheOther(Vec<Box<dyn Transport>>, u32);
 
 impl OpenStreams for OneAfterTheOther {
@@ -205,7 +205,7 @@ fn a_bundle_of_which_one_stream_breaks_loses_the_peer() {
             let error = receive(&mut rank, &mut [[0; 100]]).unwrap_err();
             assert!(matches!(error, Error::PeerLost { rank: 1, .. }), "{error}");
         } else {
-            // What the other stream brings in time is still used.
+            // Bytes that arrive in time on the other stream are still used.
             drop(first);
             let mut second = second;
             let whole = chunk(0, 100, 0, 100);
@@ -230,7 +230,7 @@ fn faulty(faults: &[Faults]) -> (Vec<Rank>, [Arc<AtomicU32>; 2]) {
     let bells = [Doorbell::local(), Doorbell::local()];
     let (mut left, mut right): (Bundle, Bundle) = (Vec::new(), Vec::new());
     for faults in faults {
-        // With room for everything, so that only the rate says what can be sent.
+        // The stream has room for everything, so that only the rate limits it.
         let (a, b) = Local::pair((bells[0].clone(), bells[1].clone()), 64 << 20);
         left.push(Box::new(Fault::by_clock(a, *faults, time(0))));
         right.push(Box::new(Fault::by_clock(b, *faults, time(1))));
@@ -242,7 +242,7 @@ fn faulty(faults: &[Faults]) -> (Vec<Rank>, [Arc<AtomicU32>; 2]) {
 /// Time that one attempt to send takes on the clocks of [`faulty`].
 const TRY: Duration = Duration::from_micros(100);
 
-/// Bytes per second of the slower rank, if each sent so many.
+/// Returns the bytes per second of the slower rank, if each rank sent `len` bytes.
 fn speed(clocks: &[Arc<AtomicU32>; 2], len: usize) -> f64 {
     let tries = clocks.iter().map(|clock| clock.load(Relaxed)).max().unwrap();
     len as f64 / (TRY * tries).as_secs_f64()
@@ -250,7 +250,7 @@ fn speed(clocks: &[Arc<AtomicU32>; 2], len: usize) -> f64 {
 
 const HEALTHY: f64 = 40e6;
 
-/// One of two streams has a tenth of the rate of the other.
+/// Returns the faults of streams of which one has a tenth of the other's rate.
 fn throttled() -> [[Faults; 2]; 2] {
     let of = |rate| Faults { rate: Some(rate), ..Faults::default() };
     [[of(HEALTHY), of(HEALTHY / 10.0)], [of(HEALTHY / 10.0), of(HEALTHY)]]
@@ -288,7 +288,7 @@ fn pieces_of_a_reduction_overtake_a_slow_stream_too() {
             rank.call(say, |x, cx| x.run(cx, Verb::AllReduce(ReduceOp::Sum), Io::in_place(&mut data))).unwrap();
             assert!(data.chunks_exact(4).all(|element| element == 3.0f32.to_ne_bytes()));
         });
-        // Of two ranks each sends as many bytes as the tensor has.
+        // With two ranks, each rank sends as many bytes as the tensor has.
         let reached = speed(&clocks, len) / (1.1 * HEALTHY);
         assert!(reached >= 0.8, "{reached:.2} of what both streams can carry");
     }

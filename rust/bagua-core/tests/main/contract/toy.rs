@@ -26,20 +26,20 @@ use super::world::{Ranks, hier, local, shm};
 /// Kind of the toy device in fingerprints.
 pub const KIND: u8 = 200;
 
-/// See the module.
+/// The toy device, see the module.
 #[derive(Debug)]
 pub struct Toy {
     name: String,
-    /// One copy at a time: two copies on one page would close it under each other.
+    /// Held during a copy. If two copies ran on one page, the first to end would close the page for the other.
     copying: Mutex<()>,
-    /// The calls of its methods for buckets.
+    /// Calls of the device's methods for buckets.
     calls: Mutex<Vec<String>>,
     /// Memory for steps of operations.
     room: Mutex<Option<Mapping>>,
 }
 
 impl Toy {
-    /// A stream that it cannot follow.
+    /// Number of a stream that the device refuses to follow.
     pub const REFUSED: usize = 99;
 
     pub fn device(index: usize) -> Arc<dyn Device> {
@@ -51,7 +51,7 @@ impl Toy {
         })
     }
 
-    /// The calls that a toy device has got for buckets.
+    /// Returns the calls of a toy device's methods for buckets.
     pub fn calls(device: &Arc<dyn Device>) -> Vec<String> {
         let device: &dyn Any = &**device;
         device.downcast_ref::<Toy>().unwrap().calls.lock().unwrap().clone()
@@ -407,7 +407,7 @@ impl DeviceCodec for ToyCodec {
     }
 }
 
-/// Chunks on the host become records of toy memory.
+/// Encodes chunks on the host into records in toy memory.
 fn encode_all(cx: &OpContext<'_>, host: &[u8], chunks: &Chunks, mut records: BufferMut<'_>) -> Result<()> {
     let mut encoded = vec![0; records.len()];
     for (elements, record) in host.chunks(chunks.count * 4).zip(encoded.chunks_mut(chunks.record)) {
@@ -417,14 +417,14 @@ fn encode_all(cx: &OpContext<'_>, host: &[u8], chunks: &Chunks, mut records: Buf
     records.copy_from(&encoded)
 }
 
-/// The sums of what the records of toy memory decode to, in their order.
+/// Decodes the records in toy memory, and returns their sum, added up in the order of the records.
 fn sums(cx: &OpContext<'_>, records: Buffer<'_>, chunks: &Chunks) -> Result<Vec<f32>> {
     let mut all = records.chunks(chunks.record).map(|record| decoded(cx, record, chunks));
     let first = all.next().unwrap()?;
     all.try_fold(first, |sums, more| Ok(zip(sums, more?).map(|(sum, value)| sum + value).collect()))
 }
 
-/// Toy memory gets these float32.
+/// Writes these float32 to toy memory.
 fn fill(mut memory: BufferMut<'_>, values: Vec<f32>) -> Result<()> {
     memory.copy_from(&values.into_iter().flat_map(f32::to_ne_bytes).collect::<Vec<u8>>())
 }
@@ -436,7 +436,7 @@ fn decoded(cx: &OpContext<'_>, record: Buffer<'_>, chunks: &Chunks) -> Result<Ve
     Ok(elements.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)).collect())
 }
 
-/// Makes [`Staged`] collectives.
+/// Factory of [`Staged`] collectives.
 #[derive(Debug)]
 pub struct ToyFactory;
 
@@ -533,7 +533,7 @@ fn toy_memory_comes_back_through_its_copy_functions_only() {
     assert!(error.contains("toy:0"), "{error}");
 }
 
-/// Set in the process that reads where it must not.
+/// Environment variable that is set in the process that reads toy memory directly.
 const READS: &str = "BAGUA_TEST_READS_TOY_MEMORY";
 
 #[test]

@@ -43,7 +43,7 @@ contract!(tcp, tcp_ends);
 contract!(tls, tls_ends);
 contract!(late, late_ends);
 
-/// Sleeps as the transport says, for a moment.
+/// Sleeps for at most 20 ms, in the way that the transport's readiness asks for.
 fn sleep(end: &dyn Transport, bell: &Doorbell, rings: u32, wanted: PollFlags) {
     match end.readiness() {
         Readiness::Doorbell => bell.wait(rings, Duration::from_millis(20)),
@@ -64,7 +64,7 @@ fn bytes_arrive_in_order_in_both_directions_at_once(ends: Ends) {
         while sent < TOTAL || got.len() < TOTAL {
             turn += 1;
             let rings = bell.rings();
-            // Heads, bodies and reads of uneven lengths, empty heads and empty bodies among them.
+            // Heads, bodies and reads have uneven lengths. Some heads and bodies are empty.
             let head = &out[sent..(sent + noise(me, turn) as usize % 100).min(TOTAL)];
             let body = &out[sent + head.len()..(sent + head.len() + noise(me + 2, turn) as usize % 5000).min(TOTAL)];
             let moved_out = end.send(head, body).unwrap();
@@ -96,7 +96,7 @@ fn neither_call_blocks(ends: Ends) {
     assert_eq!(left.recv(&mut [0; 8]), Ok(0));
     let block = vec![7; 1 << 20];
     let mut sent = 0u64;
-    // Full at some point: a megabyte at a time, no socket buffer holds a thousand of them.
+    // The stream is full at some point, because no socket buffer holds a thousand megabytes.
     let full = (0..1000).any(|_| {
         let count = left.send(&[], &block).unwrap();
         sent += count as u64;

@@ -192,12 +192,12 @@ pub fn on_demand(size: usize) -> Vec<Box<dyn Collective>> {
     links(size, |a, b| if a % 2 == b % 2 { Some(true) } else { None }).into_iter().enumerate().map(net).collect()
 }
 
-/// Two TCP connections between two ranks, one in each batch, from when both have requested it.
+/// Two TCP connections between two ranks, one for each batch. A connection opens when both ranks have requested it.
 struct Pairs {
     rank: usize,
     /// Batches that this rank has requested and not fetched, with their peers.
     awaited: Vec<(usize, Batch)>,
-    /// By both ranks and batch: which of them has asked, then the ends that were not fetched, by rank.
+    /// State by pair of ranks and batch: the rank that has asked first, then the ends that were not fetched, by rank.
     asked: Arc<Mutex<HashMap<Pair, Asked>>>,
 }
 
