@@ -56,7 +56,8 @@ class Averager:
     """
     def abort(self, /, timeout: SupportsFloat | SupportsIndex) -> None:
         """
-        Ends this rank's part in the averaging. Waits for at most `timeout` seconds until nothing writes to its weights any more.
+        Ends this rank's part in the averaging. Waits for at most `timeout` seconds until nothing writes to its weights
+        any more.
         """
     def check(self, /) -> None:
         """
@@ -849,8 +850,9 @@ class TensorReader:
 @final
 class Tls:
     """
-    A TLS 1.3 configuration. Without arguments, a key pair derived from the job's secret identifies a rank. With the PEM
-    texts of this rank's certificate, its private key and the CA, certificates that the CA signed identify the ranks.
+    A TLS 1.3 configuration. Without arguments, ranks authenticate with a key pair derived from the job's secret. With
+    the PEM texts of this rank's certificate, its private key and the CA, ranks authenticate with certificates that the
+    CA signed.
 
     Raises ValueError, which says which argument cannot be used and why.
     """

@@ -23,7 +23,7 @@ use crate::gil::DropWithoutGil;
 use crate::interrupt;
 use crate::tensor;
 
-/// The number of the calling thread among the owners of weight locks.
+/// Returns the number of the calling thread among the owners of weight locks.
 fn this_thread() -> Owner {
     static THREADS: AtomicU64 = AtomicU64::new(0);
     thread_local!(static NUMBER: Cell<Option<Owner>> = const { Cell::new(None) });
@@ -53,9 +53,9 @@ pub struct WeightLock {
     order: OnceLock<Arc<WeightOrder>>,
     /// The devices of buckets whose operations take the lock.
     places: Mutex<Vec<Arc<OperationDevice>>>,
-    /// The process that made it.
+    /// The process that created the lock.
     owner: u32,
-    /// Nanoseconds that threads of Python have waited for it.
+    /// Nanoseconds that Python's threads have waited for the lock.
     waited: AtomicU64,
 }
 
@@ -64,7 +64,7 @@ impl WeightLock {
         Arc::clone(&self.core)
     }
 
-    /// From now on it orders streams with what operations do with a bucket's tensors.
+    /// Makes the lock order streams with the operations on a bucket's tensors from now on.
     pub fn follow(&self, place: &Arc<OperationDevice>) {
         lock(&self.places).push(Arc::clone(place));
     }
@@ -233,7 +233,8 @@ impl Averager {
         self.core.check().map_err(|e| errors::raise(py, e))
     }
 
-    /// Ends this rank's part in the averaging. Waits for at most `timeout` seconds until nothing writes to its weights any more.
+    /// Ends this rank's part in the averaging. Waits for at most `timeout` seconds until nothing writes to its weights
+    /// any more.
     fn abort(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         let timeout = seconds("timeout", timeout)?;
         self.core.abort();
@@ -317,7 +318,7 @@ impl Averager {
     }
 }
 
-/// The settings of an averager, from Python's.
+/// Returns the settings of an averager, from Python's arguments.
 pub fn settings(
     name: &str,
     interval: f64,
@@ -336,7 +337,7 @@ pub type Described = (usize, usize, u8, bool);
 /// owner of the weights.
 pub type OnDevice<'py> = (PyRef<'py, CudaDevice>, usize, Py<PyAny>);
 
-/// The memory of a model. `lane_device`, where it is on a device: what the averaging has there.
+/// Returns the memory of a model. `lane_device` is the averaging's state on the device, if the model is on one.
 ///
 /// # Errors
 /// As [`tensor::weights_in`], and `NotImplemented` for a stream that is being captured.
@@ -365,6 +366,6 @@ pub unsafe fn model(
         unsafe { tensor::weights_in(averaging, address, count, dtype, Arc::clone(&core)) }
     };
     let all = |list: Vec<Described>| list.into_iter().map(one).collect::<Result<_>>();
-    // The kernels may have to be compiled.
+    // Released, because the kernels may have to be compiled.
     py.detach(|| Ok(core::Model { weights: all(weights)?, buffers: all(buffers)? }))
 }

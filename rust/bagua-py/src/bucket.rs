@@ -42,7 +42,7 @@ pub struct Bucket {
 }
 
 impl Bucket {
-    /// A device as the bucket knows it: the value of its own tensors where it is theirs.
+    /// Returns the value for a device. For the device of the bucket's own tensors, this is the value that they have.
     fn place_on(&self, device: &CudaDevice, keep: Option<Py<PyAny>>) -> Arc<dyn Device> {
         match &self.place {
             Some(place) if Arc::ptr_eq(place.lane_device().context(), device.context()) => {

@@ -29,7 +29,7 @@ pub struct Codec {
     core: Arc<dyn codec::Codec>,
     /// Calls of `encode`, for codecs that draw at random.
     calls: AtomicU64,
-    /// Memory of the encoder; a second thread that encodes meanwhile finds an empty one.
+    /// Memory of the encoder. A second thread that encodes at the same time gets empty memory.
     scratch: Mutex<Scratch>,
 }
 
@@ -56,7 +56,7 @@ fn option(name: &str, value: &Bound<'_, PyAny>) -> PyResult<CodecOption> {
     Ok(CodecOption::Float(number))
 }
 
-/// An element type and equal parts of `count` elements, from Python's integers.
+/// Returns the element type, and the division of `count` elements into equal parts, from Python's integers.
 fn sizes(count: i64, dtype: u8, chunks: i64) -> Result<(usize, DType, usize)> {
     let refused = || Error::InvalidArgument(format!("{count} elements cannot be cut into {chunks} equal chunks"));
     let parsed = usize::try_from(count).ok().zip(usize::try_from(chunks).ok());
@@ -189,7 +189,7 @@ impl Codec {
 }
 
 impl Codec {
-    /// Work without the GIL; the device of `call` holds `keep` until it is done.
+    /// Runs work without the GIL. The device of `call` holds `keep` until the work is done.
     fn run(
         &self,
         py: Python<'_>,

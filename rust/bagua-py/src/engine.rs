@@ -41,7 +41,7 @@ impl Engine {
         Engine { core: DropWithoutGil::new(Arc::new(core)), group, origin, tensors: Mutex::default(), lane_devices }
     }
 
-    /// Element type and place of a registered tensor.
+    /// Returns the element type and the device of a registered tensor.
     fn tensor(&self, number: usize) -> Option<(DType, Option<Arc<OperationDevice>>)> {
         lock(&self.tensors).get(number).cloned()
     }
@@ -125,7 +125,7 @@ impl Engine {
                     ));
                 }
             };
-            // First: the last mark of a bucket lets it go.
+            // This comes before the mark, because the last mark of a bucket starts its communication.
             if let (Some(keep), Some((_, Some(place)))) = (keep, self.tensor(number)) {
                 place.keep_marked(Box::new(keep));
                 let marked = producers.unwrap_or_default().into_iter().try_for_each(|stream| place.mark(Some(stream)));

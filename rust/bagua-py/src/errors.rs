@@ -33,7 +33,7 @@ struct FailedGroup {
     name: String,
     /// Record of the group's failure.
     health: Arc<GroupHealth>,
-    /// The process that built the group: a forked child is no rank of it.
+    /// The process that built the group. A forked child is not a rank of the group.
     owner: u32,
 }
 
@@ -62,9 +62,10 @@ impl Origin {
             module.bind(py).getattr("of_failure")?.call1(arguments)?.extract()
         };
         match written() {
-            // Ctrl-C while the record was written.
+            // Ctrl-C was pressed while the record was written.
             Err(raised) if !raised.is_instance_of::<PyException>(py) => raised,
-            // What prevents a record must not replace the error: only an interpreter that is shutting down raises here.
+            // A failure to write the record must not replace the error. Only an interpreter that is shutting down
+            // raises here.
             record => raise_with(py, error, record.unwrap_or_default()),
         }
     }
@@ -192,7 +193,7 @@ pub fn seconds(name: &str, value: f64) -> PyResult<Duration> {
     Ok(Duration::try_from_secs_f64(value).unwrap_or(LONGEST).min(LONGEST))
 }
 
-/// Checks of arguments: core errors become Python's.
+/// Conversion of the core's argument errors into Python's.
 pub fn with<T>(py: Python<'_>, check: impl FnOnce() -> Result<T>) -> PyResult<T> {
     check().map_err(|e| raise(py, e))
 }

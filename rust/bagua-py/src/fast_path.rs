@@ -26,12 +26,12 @@ pub struct Plain {
     dtype: DType,
     shape: Shape,
     operands: Operands,
-    /// This rank's tensor does not change.
+    /// True if this rank's tensor does not change.
     reads_only: bool,
 }
 
 impl Communicator {
-    /// See `try_run` there, of a verb that writes to `dst`.
+    /// Implements `Communicator.try_run` for a verb that writes to `dst`.
     pub fn run_plain(&self, plain: Plain, reader: &TensorReader, dst: &Bound<'_, PyAny>) -> PyResult<bool> {
         let Plain { verb, dtype, shape, mut operands, reads_only } = plain;
         let options = Options { shape: Some(shape), ..Options::DEFAULT };
@@ -40,7 +40,7 @@ impl Communicator {
         match outcome {
             Err(Failure::Failed(error)) if error.is_argument() => Ok(false),
             outcome => {
-                // Also after a failure, which may have come when half of it was written.
+                // Reported also after a failure, because half of the tensor may have been written.
                 if !reads_only {
                     reader.changed(dst)?;
                 }
@@ -49,7 +49,7 @@ impl Communicator {
         }
     }
 
-    /// See `try_begin` there, of a verb from `src`, which may be None, to `dst`.
+    /// Implements `Communicator.try_begin` for a verb from `src`, which may be None, to `dst`.
     pub fn begin_plain(
         &self,
         plain: Plain,

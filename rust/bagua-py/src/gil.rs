@@ -71,7 +71,7 @@ thread_local! {
     static RUNNING: RefCell<Option<RunningVerb>> = const { RefCell::new(None) };
 }
 
-/// Runs a blocking verb of a group on this thread. `is_brief`: with the GIL, which it releases only to sleep.
+/// Runs a blocking verb of a group on this thread. If `is_brief`, the verb keeps the GIL except while it sleeps.
 ///
 /// If a signal handler raises an exception, the group fails on all ranks, which ends the verb.
 pub fn run_verb<T: Send>(
@@ -109,7 +109,7 @@ pub fn refuse_inside_verb(group: &Group) -> Result<()> {
     RUNNING.with_borrow(|running| running.as_ref().map_or(Ok(()), |outer| Err(outer.refusal(group))))
 }
 
-/// The hook around each sleep of a verb: without the GIL, and once in a slice followed by the signal handlers.
+/// The hook around each sleep of a verb. Sleeps without the GIL, and runs the signal handlers once in a slice.
 fn sleep_in_slices(wait: &mut (dyn FnMut() + Send)) {
     let keeps_gil = RUNNING.with_borrow_mut(|verb| {
         verb.as_mut().is_some_and(|verb| {
@@ -169,7 +169,7 @@ impl<T: Send> DropWithoutGil<T> {
         DropWithoutGil { inner: Some(inner), owner: std::process::id() }
     }
 
-    /// The value itself; its drop is then up to the caller.
+    /// Returns the value. The caller then has to drop it without the GIL.
     pub fn into_inner(mut self) -> T {
         self.inner.take().expect("only drop and into_inner empty it")
     }

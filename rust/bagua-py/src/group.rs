@@ -73,7 +73,7 @@ impl Communicator {
         self.core.group()
     }
 
-    /// Runs a verb on so many bytes on this thread.
+    /// Runs a verb on this number of bytes on this thread.
     pub fn here(
         &self,
         py: Python<'_>,
@@ -474,7 +474,7 @@ impl Communicator {
         let settings = average::settings(name, interval, codec.map(Codec::core), elastic, takes_part)?;
         let group = self.group();
         let on_device = |device: &CudaDevice| {
-            // Its thread looks at failures of its own group.
+            // The averager's thread looks at failures of its own group.
             let lane_device = Arc::new(LaneDevice::new(device.context()));
             sync::lock(&self.lane_devices).push(Arc::new(LaneDevices::of(group, Arc::clone(&lane_device))));
             lane_device
@@ -504,7 +504,7 @@ impl Communicator {
             self.group().leave();
             let lane_devices = self.lane_devices();
             if !lane_devices[MAIN].all().is_empty() || !lane_devices[MESSAGES].all().is_empty() {
-                // Its thread lets go of the device's memory, which may outlive the interpreter otherwise.
+                // The thread frees the device's memory, which could otherwise outlive the interpreter.
                 self.core.shutdown();
                 lane_devices[MESSAGES].all().iter().for_each(|lane_device| _ = lane_device.end());
             }

@@ -32,23 +32,23 @@ impl Handle {
         Handle { core, origin, senders: None, device: None }
     }
 
-    /// The handle of messages.
+    /// Returns the handle of messages.
     pub fn of_messages(posted: core::Posted, origin: Origin) -> Handle {
         Handle { core: posted.handle, origin: Some(origin), senders: Some(posted.senders), device: None }
     }
 
-    /// The handle of an operation on a device.
+    /// Returns the handle of an operation on a device.
     pub fn on_device(self, place: Arc<OperationDevice>) -> Handle {
         Handle { device: Some(place), ..self }
     }
 
-    /// After `finish`: work that the stream (None: the call's) gets from now on sees the result.
+    /// Makes work that the stream (None: the call's stream) gets from now on see the result. Call it after `finish`.
     pub fn order(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
         let Some(place) = &self.device else { return Ok(()) };
         py.detach(|| place.order(stream)).map_err(|e| self.failed(py, e))
     }
 
-    /// The exception for a failure of the device, which is reported to the group's other ranks.
+    /// Returns the exception for a failure of the device, and reports the failure to the other ranks of the group.
     fn failed(&self, py: Python<'_>, error: Error) -> PyErr {
         match &self.origin {
             Some(origin) => origin.fail(py, error),
@@ -120,7 +120,7 @@ impl Handle {
         let later = callable(&callback)?;
         let origin = self.origin.clone();
         let call_later = move |result: &Result<()>| {
-            // Without an interpreter, which has shut down then, there is nothing to call.
+            // If the interpreter has shut down, there is nothing to call.
             let _ = Python::try_attach(|py| {
                 let callback = later.into_bound(py);
                 if let Err(raised) = call_with(&callback, origin.as_ref(), result) {
@@ -128,7 +128,8 @@ impl Handle {
                 }
             });
         };
-        // With the GIL: no thread waits for the GIL while it holds a lock of a handle or of the queue of callbacks.
+        // This keeps the GIL. No thread waits for the GIL while it holds a lock of a handle or of the queue of
+        // callbacks.
         let added = self.core.add_callback(call_later).map_err(|e| errors::raise(py, e))?;
         match added.map(|(_, result)| call_with(&callback, self.origin.as_ref(), &result)) {
             Some(Err(raised)) if raised.is_instance_of::<PyException>(py) => {
@@ -163,7 +164,7 @@ fn call_with(callback: &Bound<'_, PyAny>, origin: Option<&Origin>, result: &Resu
     call_user(callback, &PyTuple::new(py, [error])?)
 }
 
-/// A reference to a callable. TypeError for anything else.
+/// Returns a reference to a callable, or TypeError for anything else.
 pub fn callable(object: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
     if !object.is_callable() {
         let text = format!("{} is not callable", object.repr()?);

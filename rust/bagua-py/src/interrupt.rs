@@ -40,7 +40,7 @@ pub fn run_signal_handlers(py: Python<'_>) -> PyResult<()> {
 /// Python code, in which a signal handler may run and raise.
 fn is_cancelled(py: Python<'_>) -> PyResult<bool> {
     let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
-    // Not imported here: without it there is no task.
+    // This looks asyncio up without importing it. If it is not imported, there is no task.
     let asyncio = modules.call_method1(intern!(py, "get"), (intern!(py, "asyncio"),))?;
     if asyncio.is_none() {
         return Ok(false);
@@ -50,7 +50,7 @@ fn is_cancelled(py: Python<'_>) -> PyResult<bool> {
         return Ok(false);
     }
     let task = asyncio.call_method1(intern!(py, "current_task"), (running,))?;
-    // Every task of CPython's asyncio has it.
+    // Every task of CPython's asyncio has this attribute.
     task.getattr_opt(intern!(py, "_must_cancel"))?.map_or(Ok(false), |cancelled| cancelled.is_truthy())
 }
 
@@ -93,7 +93,7 @@ pub fn on_thread<T: Send + 'static>(
     let (sender, receiver) = mpsc::sync_channel(1);
     let spawned = std::thread::Builder::new()
         .name("bagua-joining".to_owned())
-        // After an interrupt there is no receiver; what was built is then dropped on that thread.
+        // After an interrupt there is no receiver. The result is then dropped on that thread.
         .spawn(move || drop(sender.send(work())));
     let thread = match spawned {
         Ok(thread) => thread,
@@ -105,7 +105,7 @@ pub fn on_thread<T: Send + 'static>(
         let received = py.detach(|| lock(&receiver).recv_timeout(slice));
         match received {
             Ok(result) => {
-                // The work is done: the thread ends now. Its panic after that would change nothing.
+                // The work is done, and the thread is about to end. A panic of the thread would change nothing.
                 let _ = py.detach(|| thread.join());
                 return Ok(result);
             }

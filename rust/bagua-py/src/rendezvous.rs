@@ -26,7 +26,7 @@ fn exchange(
     Ok(addresses.iter().map(|blob| PyBytes::new(py, blob).unbind()).collect())
 }
 
-/// The time limits of an exchange, from seconds.
+/// Returns the time limits of an exchange, from seconds.
 fn limits(timeout: f64, heartbeat_timeout: f64) -> PyResult<Limits> {
     let lost_after = errors::seconds("heartbeat_timeout", heartbeat_timeout)?;
     Ok(Limits { lost_after, ..errors::seconds("timeout", timeout)?.into() })
@@ -64,7 +64,7 @@ pub fn rendezvous_tcp(
     })
 }
 
-/// The socket address of an IP address and a port.
+/// Returns the socket address of an IP address and a port.
 fn socket_address(py: Python<'_>, host: &str, port: u16) -> PyResult<SocketAddr> {
     let parsed = host.parse().map_err(|e| Error::InvalidArgument(format!("host '{host}' is not an IP address: {e}")));
     parsed.map(|host| SocketAddr::new(host, port)).map_err(|e| errors::raise(py, e))
@@ -77,7 +77,7 @@ fn socket_address(py: Python<'_>, host: &str, port: u16) -> PyResult<SocketAddr>
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct RendezvousServer {
     address: SocketAddr,
-    /// Taken by `serve`.
+    /// `None` after `serve`.
     server: Mutex<Option<group::RendezvousServer>>,
 }
 

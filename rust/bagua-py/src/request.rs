@@ -50,7 +50,7 @@ pub trait CommunicationThread: Sync {
     /// The group, for its errors.
     fn origin(&self) -> &Origin;
 
-    /// The core's.
+    /// Thread of the core.
     fn worker(&self) -> &core::LaneWorker;
 
     /// Hands a verb to the lane, on memory of a device with `place`, and waits for the host's part unless the verb is
@@ -72,7 +72,7 @@ pub trait CommunicationThread: Sync {
             let outcome = prepared.and_then(|()| verb(lane, &options));
             match on_device {
                 Some(device) => device.keep(Box::new(keep)),
-                // Without the GIL: PyO3 puts the reference aside, and the next call from Python drops it.
+                // This may run without the GIL. PyO3 then keeps the reference, and the next call from Python drops it.
                 None => drop(keep),
             }
             outcome
@@ -119,10 +119,10 @@ impl Request {
         unsafe { Request::checked(group, codes, place) }.map_err(|e| errors::raise(py, e))
     }
 
-    /// A verb of this rank of the group on these operands.
+    /// Returns the request for a verb of this rank of the group on these operands.
     ///
     /// # Errors
-    /// As [`Lane::run`] for operands that do not fit the verb.
+    /// The errors of [`Lane::run`] for operands that do not fit the verb.
     pub fn of(group: &Group, verb: Verb<'static>, dtype: DType, mut operands: Operands) -> Result<Request> {
         let count = Lane::check(verb, dtype, &operands.io(), group.rank(), group.size())?;
         Ok(Request { verb, dtype, count, operands })
@@ -176,7 +176,7 @@ impl Request {
         }
     }
 
-    /// Runs it.
+    /// Runs the request.
     #[inline]
     pub fn run(&mut self, lane: &mut Lane, options: &Options<'_>) -> Result<()> {
         lane.run(options, self.dtype, self.verb, self.operands.io())

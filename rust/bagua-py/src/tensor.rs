@@ -17,7 +17,7 @@ use bagua_core::request::Io;
 use bagua_core::types::{DType, ReduceOp};
 use bagua_cuda::{Averaged, Averaging};
 
-/// `count` elements at `address`.
+/// Returns the region of `count` elements at `address`.
 ///
 /// # Safety
 /// The promise above.
@@ -26,7 +26,7 @@ pub unsafe fn region_at(address: usize, count: usize, dtype: DType) -> Result<Re
     unsafe { Region::new(address as *mut u8, count, dtype) }
 }
 
-/// `count` elements at `address` in a device's memory, or in the host's.
+/// Returns the region of `count` elements at `address` in a device's memory, or in host memory.
 ///
 /// # Safety
 /// The promise above, for memory of that device.
@@ -39,10 +39,11 @@ pub unsafe fn region_in(place: DeviceRef<'_>, address: usize, count: usize, dtyp
     }
 }
 
-/// `count` elements at `address` that are shared under a lock, on the host or on the device of an averaging.
+/// Returns the region of `count` elements at `address` that are shared under a lock, on the host or on the device of an
+/// averaging.
 ///
 /// # Safety
-/// The promise above, but for who uses them meanwhile: until the averaging has stopped, whoever holds the lock.
+/// The promise above, with one difference: until the averaging has stopped, the holder of the lock uses the elements.
 pub unsafe fn weights_in(
     averaging: Option<&Arc<Averaging>>,
     address: usize,
@@ -61,10 +62,10 @@ pub unsafe fn weights_in(
     }
 }
 
-/// `per_rank` elements for each of `ranks` ranks at `address`, on a device or on the host.
+/// Returns the region of `per_rank` elements for each of `ranks` ranks at `address`, on a device or on the host.
 ///
 /// # Safety
-/// As [`region_in`], for the elements of all ranks.
+/// The promise of [`region_in`], for the elements of all ranks.
 pub unsafe fn shards_in(
     place: DeviceRef<'_>,
     address: usize,
@@ -87,7 +88,7 @@ fn are_apart(a: &Region, b: &Region) -> bool {
     a.is_empty() || b.is_empty() || a.address() + a.len() <= b.address() || b.address() + b.len() <= a.address()
 }
 
-/// Refuses two buffers that overlap, where no operation works in place.
+/// Refuses two buffers that overlap, for operations that cannot work in place.
 pub fn check_apart(src: &Region, dst: &Region) -> Result<()> {
     if are_apart(src, dst) {
         return Ok(());
@@ -99,17 +100,17 @@ pub fn check_apart(src: &Region, dst: &Region) -> Result<()> {
 pub enum Operands {
     /// One buffer.
     InPlace(Region),
-    /// Two that do not overlap.
+    /// Two buffers that do not overlap.
     Split {
-        /// Read.
+        /// Buffer that is read.
         src: Region,
-        /// Written.
+        /// Buffer that is written.
         dst: Region,
     },
 }
 
 impl Operands {
-    /// Two buffers, refused where they overlap.
+    /// Returns operands with two buffers, and an error if they overlap.
     pub fn split(src: Region, dst: Region) -> Result<Operands> {
         if !are_apart(&src, &dst) {
             return Err(Error::InvalidArgument(
@@ -119,7 +120,7 @@ impl Operands {
         Ok(Operands::Split { src, dst })
     }
 
-    /// One buffer when `src` is `None`, else two.
+    /// Returns operands with one buffer if `src` is `None`, otherwise with two.
     pub fn new(src: Option<Region>, dst: Region) -> Result<Operands> {
         match src {
             None => Ok(Operands::InPlace(dst)),
@@ -144,12 +145,12 @@ impl Operands {
     }
 }
 
-/// The element type with this code.
+/// Returns the element type with this code.
 pub fn dtype(code: u8) -> Result<DType> {
     DType::from_code(code).ok_or_else(|| Error::UnsupportedType(format!("no element type has code {code}")))
 }
 
-/// The reduce operation with this number.
+/// Returns the reduce operation with this number.
 pub fn reduce_op(code: u8) -> Result<ReduceOp> {
     ReduceOp::from_code(code).ok_or_else(|| Error::InvalidArgument(format!("no reduce operation has number {code}")))
 }

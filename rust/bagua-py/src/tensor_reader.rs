@@ -80,7 +80,7 @@ macro_rules! element_types {
 
 element_types! {
     F16: 2, 16, b'f';
-    // NumPy has none, and none of its kinds is 0.
+    // NumPy does not have this type, and none of its kinds is 0.
     BF16: 4, 16, 0;
     F32: 2, 32, b'f';
     F64: 2, 64, b'f';
@@ -161,7 +161,7 @@ impl TensorReader {
         }
         let count = dims.iter().map(|dim| usize::try_from(*dim).unwrap_or(0)).product();
         let address = tensor.data.addr() + usize::try_from(tensor.byte_offset).ok()?;
-        // A tensor whose values are nowhere, such as torch's zero tensors.
+        // The tensor has no memory, as torch's zero tensors.
         if address == 0 && count > 0 {
             return None;
         }

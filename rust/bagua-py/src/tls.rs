@@ -6,8 +6,9 @@ use pyo3::prelude::*;
 
 use crate::errors;
 
-/// A TLS 1.3 configuration. Without arguments, a key pair derived from the job's secret identifies a rank. With the PEM
-/// texts of this rank's certificate, its private key and the CA, certificates that the CA signed identify the ranks.
+/// A TLS 1.3 configuration. Without arguments, ranks authenticate with a key pair derived from the job's secret. With
+/// the PEM texts of this rank's certificate, its private key and the CA, ranks authenticate with certificates that the
+/// CA signed.
 ///
 /// Raises ValueError, which says which argument cannot be used and why.
 #[pyclass(frozen, module = "bagua._bagua")]
@@ -37,7 +38,7 @@ impl Tls {
     }
 }
 
-/// The core's TLS of an argument.
+/// Returns the core's TLS configuration of an argument.
 pub fn tls_of(tls: Option<&Bound<'_, Tls>>) -> Option<group::Tls> {
     tls.map(|tls| tls.get().core())
 }
