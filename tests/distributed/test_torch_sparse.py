@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua.torch_api as bagua
@@ -98,19 +100,32 @@ def average(grads: list[torch.Tensor]) -> torch.Tensor:
     return torch.from_numpy(np.mean([grad.double().numpy() for grad in grads], axis=0))
 
 
-def train(model: torch.nn.Module, make: Optimizers, rank: int, set_to_none: bool) -> list[torch.Tensor]:
-    """All gradients of all steps, and the final parameters. ``model`` is called through its wrapper, if it has one."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
+def average_alone(parameter: torch.Tensor) -> None:
+    """Replaces a gradient by the mean over the ranks, divided before it is added, as torch's DDP does."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, gradient(parameter) / len(everyone))
+    parameter.grad = functools.reduce(torch.add, everyone)
+
+
+def train(
+    model: torch.nn.Module, make: Optimizers, rank: int, set_to_none: bool, *, alone: bool = False
+) -> list[torch.Tensor]:
+    """All gradients of all steps, and the final parameters. A model without a wrapper (``alone``) has its gradients
+    averaged here. torch's DDP on gloo is not the reference: in 2 of 70 runs the process ended in its backward with a
+    corrupted heap, for a reason that is not known.
+    """
     found = []
-    optimizers = make(inner)
+    optimizers = make(model)
     for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
         model(*batch(rank, step)).backward()
-        found += [gradient(parameter) for parameter in inner.parameters()]
+        for parameter in model.parameters() if alone else ():
+            average_alone(parameter)
+        found += [gradient(parameter) for parameter in model.parameters()]
         for optimizer in optimizers:
             optimizer.step()
-    return found + [parameter.detach().clone() for parameter in inner.parameters()]
+    return found + [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def close(rank: int, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
@@ -124,7 +139,7 @@ def sparse_and_dense_parameters_train_as_under_torch(rank: int) -> None:
     torch.manual_seed(3)
     first = Net()
     for make, set_to_none in itertools.product(OPTIMIZERS.values(), (True, False)):
-        expected = train(DistributedDataParallel(copy.deepcopy(first)), make, rank, set_to_none)
+        expected = train(copy.deepcopy(first), make, rank, set_to_none, alone=True)
         # A rank alone has no rows in every second step.
         filled = 2 * STEPS if bagua.get_world_size() > 1 else STEPS
         assert sum(tensor.is_sparse and len(tensor.values()) > 0 for tensor in expected) == filled
