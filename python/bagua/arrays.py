@@ -19,7 +19,7 @@ _TORCH = ("torch", "torch.nn.parameter")
 if TYPE_CHECKING:
     from typing_extensions import Buffer, TypeVar
 
-__all__ = ["Array", "ArrayT", "ResultT", "on_host", "operand", "read_plain"]
+__all__ = ["Array", "ArrayT", "ResultT", "on_host", "operand", "owner_of", "read_plain"]
 
 
 class SupportsDLPack(Protocol):
@@ -60,9 +60,7 @@ def operand(x: Any, what: str = "the array", stream: int | None = None) -> Opera
     found = read_plain(x)
     if found is not None:
         address, count, dtype, dims, writable = found
-        # A tensor that shares the memory keeps it when the caller gives `x` other memory (`x.data = ...`).
-        owner = x if isinstance(x, np.ndarray) else x.detach()
-        return Operand(address, count, dtype, dims, owner, None, True, writable)
+        return Operand(address, count, dtype, dims, owner_of(x), None, True, writable)
     if isinstance(x, np.ndarray):
         return on_host(x, what)
     has_dlpack = hasattr(x, "__dlpack__")
@@ -88,6 +86,12 @@ def read_plain(x: Any) -> tuple[int, int, int, tuple[int, ...] | None, bool] | N
         tensor = read(x)
         return None if tensor is None else (*tensor[:4], True)
     return found
+
+
+def owner_of(x: Any) -> Any:
+    """Returns an object that keeps the memory of what `read_plain` has read."""
+    # A tensor that shares the memory keeps it when the caller gives `x` other memory (`x.data = ...`).
+    return x if isinstance(x, np.ndarray) else x.detach()
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from bagua import engine, verbs
-from bagua.arrays import Array, ArrayT, ResultT, read_plain
+from bagua.arrays import Array, ArrayT, ResultT, owner_of, read_plain
 from bagua.handle import Handle
 from bagua.messages import Messages, outcome
 from bagua.operand import Operand, empty_like, same_kind
@@ -111,7 +111,7 @@ class Collectives(Messages):
                 timeout=timeout,
                 async_op=async_op,
                 # The operation keeps the array alive, because the caller may drop the handle.
-                keep=x if async_op else None,
+                keep=owner_of(x) if async_op else None,
             )
             return outcome(done, x, self) if async_op else x
         src, dst, result = self._pair(x, out, stream)
