@@ -34,7 +34,7 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 
 
 def owed(state: CompressedState) -> torch.Tensor:
-    """What all ranks owe together, divided by their number."""
+    """Returns the mean of the error memory over the ranks."""
     errors = torch.cat(state.state_dict()["errors"])
     dist.all_reduce(errors)
     return errors / dist.get_world_size()

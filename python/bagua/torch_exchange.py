@@ -41,7 +41,7 @@ class Wire:
         self._operands: tuple[torch.Tensor, ...] = ()
 
     def all_to_all(self, sent: int, received: int, record: int) -> None:
-        """As `engine.CompressedExchange` calls it."""
+        """Sends block j at `sent` to rank j, and stores the block from rank i at place i of `received`."""
         results = _bytes(received, self.size * record)
         there, given = results.to(self._device), _bytes(sent, self.size * record).to(self._device)
         dist.all_to_all_single(there, given, group=self._group)
@@ -49,7 +49,7 @@ class Wire:
         results.copy_(there)
 
     def all_gather(self, blocks: int, record: int) -> None:
-        """As `engine.CompressedExchange` calls it."""
+        """Fills the memory at `blocks`, which holds this rank's block, with the blocks of all ranks."""
         results = _bytes(blocks, self.size * record)
         there = results.to(self._device)
         own = there[self.rank * record :][:record].clone()

@@ -95,7 +95,7 @@ def train(model: nn.Module, rank: int, steps: range) -> None:
 
 
 def flat(gradients: list[torch.Tensor], shards: int) -> torch.Tensor:
-    """What FSDP gives to its reduce_scatter: rank j's rows of all parameters, padded, for each j."""
+    """Returns the input that FSDP gives to its reduce_scatter: for each rank j, its rows of all parameters, padded."""
     rows = []
     for gradient in gradients:
         count = -(-len(gradient) // shards) * shards - len(gradient)
