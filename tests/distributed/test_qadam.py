@@ -72,8 +72,8 @@ def the_buckets_change_once_and_nothing_is_broadcast_then(rank: int) -> None:
     optimizer = wrapped(model, compression="minmax_u8")
     algorithm = model.bagua_algorithm
     made: list[int] = []
-    make = algorithm.make_exchange
-    algorithm.make_exchange = lambda ddp: (made.append(optimizer.steps), make(ddp))[1]
+    make = algorithm.init_tensors
+    algorithm.init_tensors = lambda ddp: (made.append(optimizer.steps), make(ddp))[1]
     asked: list[bool] = []
     need = algorithm.need_reset
     algorithm.need_reset = lambda: (asked.append(need()), asked[-1])[1]

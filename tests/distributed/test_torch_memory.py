@@ -274,8 +274,8 @@ def channels_last(model: nn.Module) -> None:
 
 def at_rest(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Inside, the weights are not averaged beside the training, as a load demands."""
-    algorithm = getattr(model, "bagua_algorithm", None)
-    return contextlib.nullcontext() if algorithm is None else algorithm.paused()
+    engine = getattr(model, "bagua_ddp", None)
+    return contextlib.nullcontext() if engine is None else engine.policy.pause()
 
 
 def reload(model: nn.Module) -> None:

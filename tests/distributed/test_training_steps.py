@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError, MismatchError
 from bagua.torch_api.algorithms import Algorithm, AlgorithmImpl
+from bagua.torch_api.algorithms._policy import ExchangePolicy
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from tests.distributed.torch_ranks import ENVIRONMENT, cases_in, each_case, same_everywhere
 from tests.waits import meet
@@ -393,8 +394,8 @@ class MarksNothing(WaitsByItself):
 class MarksNothingInSomeSteps(MarksNothing):
     """An algorithm that says in which steps it communicates."""
 
-    def communicates(self, step: int) -> bool:
-        return False
+    def _policy(self) -> ExchangePolicy:
+        return ExchangePolicy(communicates=lambda step: False)
 
 
 class OneMoreTensor(OfGradients):

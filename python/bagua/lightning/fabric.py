@@ -122,5 +122,5 @@ class FabricStrategyMethods(CommonMethods):
         yourself.
         """
         wrapped: Any = getattr(module, "_forward_module", module)
-        with wrapped.bagua_algorithm.paused() if ddp_wrapper.is_wrapped(wrapped) else contextlib.nullcontext():
+        with wrapped.bagua_ddp.policy.pause() if ddp_wrapper.is_wrapped(wrapped) else contextlib.nullcontext():
             yield

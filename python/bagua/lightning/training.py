@@ -123,7 +123,7 @@ class StrategyMethods(CommonMethods):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the LightningModule's state without a wrapper's prefix, copied between two rounds of ``async``."""
         read = super().lightning_module_state_dict
-        state: dict[str, Any] = self.model.bagua_algorithm.model_state_dict(read) if self._is_wrapped() else read()
+        state: dict[str, Any] = self.model.bagua_ddp.policy.read_state(read) if self._is_wrapped() else read()
         return state
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
@@ -141,7 +141,7 @@ class StrategyMethods(CommonMethods):
         """Leaves asynchronous averaging for the validation, so that all its batches see the same weights."""
         super().on_validation_start()
         if self._is_wrapped():
-            self._paused.enter_context(self.model.bagua_algorithm.paused())
+            self._paused.enter_context(self.model.bagua_ddp.policy.pause())
 
     def on_validation_end(self) -> None:
         """Takes part in asynchronous averaging again."""

@@ -73,7 +73,7 @@ def with_bagua(
         # Other ranks may wait for work that the last step left undone here. If it fails, the weights become rank 0's
         # anyway.
         with contextlib.suppress(BaguaError):
-            before.bagua_algorithm.before_step(before)
+            before.exchange.before_step()
     _wrapped[module] = InPlaceEngine(
         module,
         optimizers,

@@ -32,8 +32,10 @@ from ..bucket_memory import BucketSlice, FlatMemory
 from ..membership import elastic
 from ..model_engine.bucket_engine import AveragedMemory
 from ..model_engine.exchange_interface import Exchange
+from ..model_engine.sparse import exchange_gradients
 from ..model_engine.weights import WeightTensors, check_floating
 from ..process_group import DTYPES, Communicator, ProcessGroup, ReduceOp
+from ._policy import ExchangePolicy, TrainingCallbacks
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel, one_bucket_per_dtype
 
 #: Seconds for which a round waits between a forward and its backward. After that, the round takes the lock.
@@ -57,9 +59,9 @@ def check_options(peer_selection_mode: str, sync_interval_ms: float, warmup_step
 class _AveragedWeights(WeightTensors):
     """The weights in one bucket per dtype, which the averaging thread reads and writes."""
 
-    def __init__(self, bagua_ddp: WrappedModel, started: Callable[[Sequence[BaguaBucket]], None]) -> None:
+    def __init__(self, bagua_ddp: WrappedModel, algorithm: AsyncModelAverageAlgorithmImpl) -> None:
         super().__init__(bagua_ddp)
-        self._started = started
+        self._algorithm = algorithm
         # True after the warning about memory shared with other processes.
         self._warned = False
 
@@ -69,7 +71,15 @@ class _AveragedWeights(WeightTensors):
         # Otherwise the first forward would move back weights that are not dense, over what had been averaged until
         # then.
         self.move_back()
-        self._started(buckets)
+        self._algorithm._start(buckets)
+
+    def before_load(self) -> None:
+        """Raises BaguaError while this rank takes part in rounds.
+
+        Ranks do not load at the same moment, so loaded weights would be averaged with weights of ranks that have not
+        loaded yet.
+        """
+        self._algorithm._check_load()
 
     def have_moved(self) -> bool:
         """Returns True if the program gave a parameter other memory."""
@@ -125,9 +135,6 @@ class _Buffers:
 class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     """The implementation of :class:`AsyncModelAverageAlgorithm`, which is ``model.bagua_algorithm``."""
 
-    hears_forward_and_backward = True
-    comes_back = True
-
     peer_selection_mode: str
     sync_interval_ms: float
     warmup_steps: int
@@ -164,7 +171,29 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def _warming(self) -> bool:
         return self._weights is None
 
-    def check(self, bagua_ddp: WrappedModel) -> None:
+    def _policy(self) -> ExchangePolicy:
+        return ExchangePolicy(
+            make_exchange=self._make_exchange,
+            communicates=self._communicates,
+            compared_step=self._compared_step,
+            check_model=self._check_model,
+            callbacks=TrainingCallbacks(
+                before_forward=self._before_forward,
+                after_forward=self._after_forward,
+                before_backward=self._before_backward,
+                after_backward=self._after_backward,
+                before_optimizer_step=self._before_optimizer_step,
+                after_optimizer_step=self._after_optimizer_step,
+            ),
+            close=self._close,
+            read_state=self._read_state,
+            pause=self._pause,
+            can_rejoin=True,
+            # Averages sparse gradients in the warm-up. Afterwards no gradients are exchanged.
+            sparse_op=ReduceOp.AVG,
+        )
+
+    def _check_model(self, bagua_ddp: WrappedModel) -> None:
         """Raises ValueError without ``do_flatten``, or for a warm-up without an optimizer. Raises TypeError for
         parameters that are complex or that the codec cannot encode.
         """
@@ -188,19 +217,19 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         """Returns True when the warm-up is over and weights are exchanged instead of gradients."""
         return self._warming and self._steps >= self.warmup_steps
 
-    def compared_step(self, bagua_ddp: WrappedModel) -> int:
+    def _compared_step(self) -> int:
         """Returns the step of the warm-up, which all ranks end together."""
         return self._steps + 1
 
-    def communicates(self, step: int) -> bool:
+    def _communicates(self, step: int) -> bool:
         """Returns True during the warm-up. Later rounds do not belong to a step."""
         return self._warming
 
-    def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
+    def _make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
         """Exchanges gradients during the warm-up, and weights afterwards."""
         if self._steps < self.warmup_steps:
-            return super().make_exchange(bagua_ddp)
-        return _AveragedWeights(bagua_ddp, self._start)
+            return exchange_gradients(bagua_ddp, ReduceOp.AVG)
+        return _AveragedWeights(bagua_ddp, self)
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
         """Makes the buckets of gradient_allreduce during the warm-up, and one bucket per dtype afterwards."""
@@ -220,10 +249,6 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         op.control_by(
             lambda: self.abort(self.bagua_ddp), lambda: self.resume(self.bagua_ddp), lambda: str(self.stats()["state"])
         )
-
-    def sparse_op(self) -> ReduceOp:
-        """Returns the average for the warm-up. Afterwards no gradients are exchanged."""
-        return ReduceOp.AVG
 
     def _start(self, buckets: Sequence[BaguaBucket]) -> None:
         """Starts the rounds, one interval from now. The weights are in their buckets, equal on all ranks.
@@ -250,7 +275,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             if self._aborted:
                 self._averager.abort(limit)
 
-    def end(self) -> None:
+    def _close(self) -> None:
         """Stops the averaging after the round in progress. Warns if no round has averaged the last steps."""
         self._lock.end_training(**self._stream)
         if self._averager is None or self._ended:
@@ -286,7 +311,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     # --- the weight lock --------------------------------------------------------------------------------------------
 
-    def forward_begins(self, bagua_ddp: WrappedModel, *, with_grad: bool) -> None:
+    def _before_forward(self, with_grad: bool) -> None:
         """Takes the lock for each forward. In training, raises errors of the averaging."""
         if self._weights is None or self._averager is None:
             return
@@ -295,12 +320,12 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
                 self._averager.check()
             except DeviceError as error:
                 # Only this rank has the error.
-                bagua_ddp.backend.reported(error)
+                self.bagua_ddp.backend.reported(error)
                 raise
             if elastic.job() is None:
                 # The averaging may not notice that a rank was lost or raised.
                 self._communicator().cause()
-            self._averager.set_forwards(bagua_ddp.bagua_train_step_counter)
+            self._averager.set_forwards(self.bagua_ddp.bagua_train_step_counter)
         self._lock.begin_training(**self._stream)
         if with_grad:
             if not self._awaited:
@@ -315,7 +340,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         if self._buffers is not None:
             self._buffers.move_back()
 
-    def forward_ends(self, bagua_ddp: WrappedModel, output: Any) -> None:
+    def _after_forward(self, output: Any) -> None:
         """Keeps the lock for the backward, for a second, if the forward had gradients. Otherwise releases it."""
         if self._averager is None:
             return
@@ -323,18 +348,18 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self._awaited_until = time.monotonic() + _PAUSE
         self._release()
 
-    def backward_begins(self, bagua_ddp: WrappedModel) -> None:
+    def _before_backward(self) -> None:
         """Takes the lock again if a round took it since the forward."""
         if self._averager is not None:
             self._lock.begin_training(**self._stream)
 
-    def backward_ends(self, bagua_ddp: WrappedModel) -> None:
+    def _after_backward(self) -> None:
         """Releases the lock."""
         self._awaited = max(0, self._awaited - 1)
         if self._averager is not None:
             self._release()
 
-    def before_optimizer_step(self, bagua_ddp: WrappedModel, optimizer: torch.optim.Optimizer) -> None:
+    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the lock for each step."""
         if self._averager is not None:
             self._lock.begin_training(**self._stream)
@@ -343,7 +368,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         if self._averager is not None:
             self._release()
 
-    def optimizer_step_ends(self, bagua_ddp: WrappedModel) -> None:
+    def _after_optimizer_step(self) -> None:
         """Releases the lock, also for forwards before the step. Their backward would be wrong after the step anyway."""
         self._stepping = max(0, self._stepping - 1)
         self._awaited = 0
@@ -394,7 +419,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         finally:
             self._lock.unlock(**self._stream)
 
-    def model_state_dict(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def _read_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Returns copies of the state, made between two rounds. Tied weights are copied once."""
         copies: dict[Any, torch.Tensor] = {}
         with self.lock(self.bagua_ddp):
@@ -407,16 +432,11 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
                     state[name] = copies[place]
         return state
 
-    def before_load(self, bagua_ddp: WrappedModel) -> None:
-        """Raises BaguaError while this rank takes part in rounds.
-
-        Ranks do not load at the same moment, so loaded weights would be averaged with weights of ranks that have not
-        loaded yet.
-        """
+    def _check_load(self) -> None:
         if self._averager is not None and not self._aborted:
             raise BaguaError(
-                f"load_state_dict of model {bagua_ddp.bagua_module_name!r} while {self.name} averages its weights with "
-                "ranks that have not loaded theirs yet: load before with_bagua, use "
+                f"load_state_dict of model {self.bagua_ddp.bagua_module_name!r} while {self.name} averages its weights "
+                "with ranks that have not loaded theirs yet: load before with_bagua, use "
                 "bagua.torch_api.checkpoint.load_checkpoint, or call model.bagua_algorithm.abort(model) and barrier() "
                 "on all ranks, load, and call barrier() and model.bagua_algorithm.resume(model)"
             )
@@ -456,7 +476,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self._averager.resume()
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def _pause(self) -> Iterator[None]:
         """Calls :meth:`abort`, and at the end of the block :meth:`resume` if this rank took part before."""
         took_part = not self._aborted
         self.abort(self.bagua_ddp)

@@ -7,7 +7,6 @@ buckets have been received. A subclass overrides the hooks in which it differs.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -20,13 +19,11 @@ from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
 from ..model_engine import bucketing
-from ..model_engine.exchange_interface import Exchange
 from ..model_engine.exchange_interface import WrappedModel as WrappedModel
-from ..model_engine.gradients import GradientExchange
-from ..model_engine.sparse import SparseGradientExchange, sparse_parameters
-from ..process_group import DTYPES, Communicator, ProcessGroup, ReduceOp
+from ..process_group import DTYPES, Communicator, ProcessGroup
 from ..rank_state import require_own
 from ..tensor import effective
+from ._policy import ExchangePolicy
 
 
 class AlgorithmImpl:
@@ -36,32 +33,15 @@ class AlgorithmImpl:
     The algorithm's options become attributes of this object.
 
     The model calls the hooks in this order. When the model is wrapped, and again when :meth:`need_reset` returns True:
-    :meth:`make_exchange`, :meth:`init_tensors`, :meth:`tensors_to_buckets`, :meth:`init_operations` once per bucket,
-    then the four methods ``init_*_hook``, which return the functions to call during training. In each step:
-    :meth:`before_step`, the forward pre-hook, the backward hook once per gradient, the post-backward hook, the
-    post-optimizer-step hook.
+    :meth:`init_tensors`, :meth:`tensors_to_buckets`, :meth:`init_operations` once per bucket, then the four methods
+    ``init_*_hook``, which return the functions to call during training. In each step: the forward pre-hook, the
+    backward hook once per gradient, the post-backward hook, the post-optimizer-step hook.
     """
 
-    #: Weak reference to the model that this object communicates for. :meth:`attach` sets it before any other method is
-    #: called.
+    #: Weak reference to the model that this object communicates for. Set before any hook is called.
     _model: weakref.ref[Any] | None = None
     #: The algorithm's registered name. Saved in states, so that a state of another algorithm can be refused.
     name = ""
-    #: True if a process may rejoin a running elastic job that uses this algorithm.
-    comes_back = False
-    #: True if the model shall call :meth:`forward_ends`, :meth:`backward_begins`, :meth:`backward_ends` and
-    #: :meth:`optimizer_step_ends`.
-    hears_forward_and_backward = False
-    #: True if the algorithm keeps state derived from the weights. Loading weights without that state then raises
-    #: BaguaError.
-    keeps_weights = False
-    #: True if assigning weights between ``with_bagua`` and the first step raises BaguaError as well.
-    begins_equal = False
-    # True if each bucket is padded to a multiple of the number of ranks in the group.
-    _pads_buckets = False
-    # Kinds of state that only the rank that saved them can load, and only in a group with the same members.
-    _kinds_of_one_rank: ClassVar[tuple[str, ...]] = ("error",)
-
     # The first Algorithm subclass that this class implements. Used to make an algorithm from the constructor's
     # arguments.
     _algorithm: ClassVar[type[Algorithm] | None] = None
@@ -86,10 +66,14 @@ class AlgorithmImpl:
         where = "" if model is None else f" of model {model.bagua_module_name!r}"
         return f"<{type(self).__name__}{where}{options}>"
 
-    def attach(self, bagua_ddp: WrappedModel, name: str) -> None:
+    def _attach(self, bagua_ddp: WrappedModel, name: str) -> None:
         """Connects this object to its model. Called once, with the model and the algorithm's registered name."""
         self._model = weakref.ref(bagua_ddp)
         self.name = name
+
+    def _policy(self) -> ExchangePolicy:
+        """Returns what the model's engine must know in addition to the public hooks. Called once."""
+        return ExchangePolicy()
 
     @property
     def bagua_ddp(self) -> WrappedModel:
@@ -99,114 +83,12 @@ class AlgorithmImpl:
             raise BaguaError(f"the model that this {type(self).__name__} communicated for no longer exists")
         return model
 
-    def check(self, bagua_ddp: WrappedModel) -> None:
-        """Raises an error if the algorithm cannot train this model. Called before any communication.
-
-        If one rank raises, the other ranks raise MismatchError.
-        """
-
-    def end(self) -> None:
-        """Releases resources, such as threads. Called when the model is wrapped again or unwrapped.
-
-        May be called twice. Not called when the process ends.
-        """
-
     def need_reset(self) -> bool:
         """Returns True to rebuild tensors, buckets and operations before the next forward pass.
 
         Called before each training forward. A rebuild does not broadcast weights. All ranks must return the same value.
         """
         return False
-
-    def compared_step(self, bagua_ddp: WrappedModel) -> int:
-        """Returns the step number that ranks compare before they communicate, starting at 1; 0 turns the check off.
-
-        Ranks that disagree raise MismatchError, for example after only some of them loaded a state. By default the
-        number counts exchanges of weights. If gradients are exchanged, it counts optimizer steps that had no backward
-        pass before them.
-        """
-        return bagua_ddp.empty_steps if bagua_ddp.exchange.needs_gradients else bagua_ddp.step + 1
-
-    def communicates(self, step: int) -> bool:
-        """Returns True if step number ``step``, counted from 0, communicates.
-
-        If it does, every bucket must be communicated in that step; otherwise the model raises BaguaError.
-        """
-        return True
-
-    def buffers_due(self, step: int) -> bool:
-        """Returns True if rank 0 broadcasts the model's buffers in step number ``step``, counted from 0.
-
-        Buffers are sent after the backward pass if gradients are exchanged, and before the first forward pass
-        otherwise.
-        """
-        return self.communicates(step)
-
-    def before_step(self, bagua_ddp: WrappedModel) -> None:
-        """Completes work that the last step left undone because its optimizer was never stepped.
-
-        Called before each step and before the model is closed.
-        """
-        bagua_ddp.exchange.before_step()
-
-    def drop(self, bagua_ddp: WrappedModel) -> bool:
-        """Waits for communication that this rank has begun, and begins no other. Returns True if work was left undone.
-
-        Called instead of :meth:`before_step` when the model was garbage-collected, which happens at a different moment
-        on each rank.
-        """
-        return bagua_ddp.exchange.drop()
-
-    def before_optimizer_step(self, bagua_ddp: WrappedModel, optimizer: torch.optim.Optimizer) -> None:
-        """Called before each step of every optimizer that holds parameters of the model, including optimizers that
-        ``with_bagua`` was not given.
-        """
-        bagua_ddp.exchange.before_optimizer_step(optimizer)
-
-    def optimizer_step_ends(self, bagua_ddp: WrappedModel) -> None:
-        """Called after each step of such an optimizer. If the step raised, called when the exception is freed."""
-
-    def forward_begins(self, bagua_ddp: WrappedModel, *, with_grad: bool) -> None:
-        """Called immediately before each forward, in training and evaluation.
-
-        ``with_grad`` is True in training mode with gradients enabled.
-        """
-
-    def forward_ends(self, bagua_ddp: WrappedModel, output: Any) -> None:
-        """Called after each forward with the model's output, or with None if the forward raised."""
-
-    def backward_begins(self, bagua_ddp: WrappedModel) -> None:
-        """Called at the first gradient of each backward pass, also inside ``no_sync``."""
-
-    def backward_ends(self, bagua_ddp: WrappedModel) -> None:
-        """Called after each backward pass for which :meth:`backward_begins` was called, also if it raised."""
-
-    def before_load(self, bagua_ddp: WrappedModel) -> None:
-        """Called before the model's ``load_state_dict``. Raises BaguaError, before any weight changes, if weights
-        cannot be loaded now.
-        """
-        bagua_ddp.exchange.before_load()
-
-    def model_state_dict(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Returns the model's state dict, which ``read()`` returns. An algorithm whose threads change weights returns
-        copies.
-        """
-        return read()
-
-    def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager inside which no thread of the algorithm changes this rank's weights. Not
-        collective.
-        """
-        return contextlib.nullcontext()
-
-    def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
-        """Returns the object that decides which tensors are exchanged: by default, gradients.
-
-        Called before each call of :meth:`init_tensors`.
-        """
-        if sparse := sparse_parameters(bagua_ddp.module, bagua_ddp.parameters):
-            return SparseGradientExchange(bagua_ddp, sparse, self.sparse_op() or ReduceOp.SUM)
-        return GradientExchange(bagua_ddp)
 
     def init_tensors(self, bagua_ddp: WrappedModel) -> list[torch.Tensor]:
         """Registers the tensors to communicate, and returns them in the order in which they become ready."""
@@ -218,20 +100,12 @@ class AlgorithmImpl:
         ``do_flatten`` True moves the tensors of each bucket into one contiguous piece of memory.
         """
         group = self.process_group
-        communicator = group.get_global_communicator() if self._pads_buckets else None
+        communicator = group.get_global_communicator() if self._policy().pads_buckets else None
         ranks = communicator.nranks() if isinstance(communicator, Communicator) else 1
         return [BaguaBucket(bucket, str(i), do_flatten, ranks, group=group) for i, bucket in enumerate(tensors)]
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
         """Appends communication operations to a bucket. Called once per bucket; the default appends none."""
-
-    def sparse_op(self) -> ReduceOp | None:
-        """Returns how sparse gradients are combined: ``ReduceOp.SUM`` or ``ReduceOp.AVG``. None refuses models with
-        sparse gradients.
-
-        Called once. The default hooks exchange sparse gradients after the buckets.
-        """
-        return None
 
     def init_forward_pre_hook(self, bagua_ddp: WrappedModel) -> Callable[[Any], None]:
         """Returns the function to call before each training forward, with the model's inputs."""
@@ -275,7 +149,7 @@ class AlgorithmImpl:
         states of the model and its optimizers.
         """
         ddp = self.bagua_ddp
-        self.before_step(ddp)
+        ddp.exchange.before_step()
         buckets = ddp.bagua_buckets
         state: dict[str, Any] = {
             "algorithm": self.name,
@@ -297,7 +171,7 @@ class AlgorithmImpl:
             raise ValueError(f"this is a state of algorithm {state.get('algorithm')!r}, not of {self.name!r}")
         own = self._tensors_of_state()
         remedy = "leave the algorithm's state out, and load the states of model and optimizers before with_bagua"
-        require_own(state, self._ranks(), [kind for kind in own if kind in self._kinds_of_one_rank], remedy)
+        require_own(state, self._ranks(), [kind for kind in own if kind in self._policy().rank_state], remedy)
         unknown = sorted(kind for kind, value in state.items() if isinstance(value, Mapping) and kind not in own)
         if unknown:
             raise ValueError(f"the state has {unknown}, which this model's algorithm does not use with its options")
@@ -319,7 +193,7 @@ class AlgorithmImpl:
             # Other ranks may be waiting for what this rank still owes. Sending it must not change the parameters, which
             # are already loaded.
             kept = [(param, param.detach().clone()) for _, param in ddp.bagua_build_params()]
-            self.before_step(ddp)
+            ddp.exchange.before_step()
             for param, values in kept:
                 param.copy_(values)
             for kind, tensors in own.items():

@@ -12,9 +12,10 @@ import torch
 from bagua.codecs import Compression, raw_codec
 
 from ..bucket import BaguaBucket
-from ..model_engine.exchange_interface import Exchange
 from ..model_engine.gradients import GradientExchange
+from ..model_engine.sparse import exchange_gradients
 from ..process_group import Communicator, ReduceOp
+from ._policy import ExchangePolicy
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
 
 #: The codec that "auto" compares with sending uncompressed gradients.
@@ -28,12 +29,19 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
     average: bool
     compression: Compression
     error_feedback: bool
-    _pads_buckets = True
 
-    def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
+    def _policy(self) -> ExchangePolicy:
+        return ExchangePolicy(make_exchange=self._make_exchange, sparse_op=self._sparse_op, pads_buckets=True)
+
+    @property
+    def _sparse_op(self) -> ReduceOp:
+        # Rows of sparse gradients are gathered in full precision.
+        return ReduceOp.AVG if self.average else ReduceOp.SUM
+
+    def _make_exchange(self, bagua_ddp: WrappedModel) -> GradientExchange:
         """Exchanges gradients. With error feedback, also takes back results that are discarded."""
-        exchange = super().make_exchange(bagua_ddp)
-        if self.error_feedback and isinstance(exchange, GradientExchange):
+        exchange = exchange_gradients(bagua_ddp, self._sparse_op)
+        if self.error_feedback:
             exchange.discarded = self._give_back
         return exchange
 
@@ -64,10 +72,6 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
             group=self.process_group,
             error_feedback=self.error_feedback,
         )
-
-    def sparse_op(self) -> ReduceOp:
-        """Returns the reduction of sparse gradients, whose rows are gathered in full precision."""
-        return ReduceOp.AVG if self.average else ReduceOp.SUM
 
     @property
     def choices(self) -> dict[str, str | None]:

@@ -21,6 +21,7 @@ from ..bucket import BaguaBucket
 from ..model_engine.steps import parameters_of
 from ..model_engine.weights import WeightAverage, WeightUpdate, check_floating
 from ..process_group import Communicator, ReduceOp
+from ._policy import ExchangePolicy, TrainingCallbacks
 from .base import (
     Algorithm,
     AlgorithmImpl,
@@ -33,6 +34,9 @@ from .base import (
 
 #: The names of the rules by which a member chooses its peers. The page "Algorithms" describes them.
 PEER_SELECTION_MODES = tuple(engine.PEER_SELECTION_MODES)
+
+#: A bucket's replicas of the own weights and both neighbours' weights.
+_REPLICAS = ("weight", "left_peer_weight", "right_peer_weight")
 
 
 def check_interval(communication_interval: int) -> None:
@@ -47,37 +51,37 @@ class _WeightsAlgorithmImpl(AlgorithmImpl):
     hierarchical: bool
     communication_interval: int
 
-    def communicates(self, step: int) -> bool:
-        """Returns True for every ``communication_interval``-th step."""
+    def _communicates(self, step: int) -> bool:
         return step % self.communication_interval == 0
-
-    def sparse_op(self) -> ReduceOp:
-        """Returns an operation so that sparse gradients are accepted. They are not exchanged, and weights are dense."""
-        return ReduceOp.AVG
 
 
 class DecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
     """Averages one bucket of weights per dtype with peers, during the forward and backward of each step."""
 
-    hears_forward_and_backward = True
-
     peer_selection_mode: str
 
-    def check(self, bagua_ddp: WrappedModel) -> None:
+    def _policy(self) -> ExchangePolicy:
+        return ExchangePolicy(
+            make_exchange=WeightAverage,
+            communicates=self._communicates,
+            check_model=self._check_model,
+            callbacks=TrainingCallbacks(after_forward=self._guard),
+            # Accepts models with sparse gradients, which stay on their rank. The weights are dense.
+            sparse_op=ReduceOp.AVG,
+        )
+
+    def _check_model(self, bagua_ddp: WrappedModel) -> None:
         """Raises TypeError for complex parameters, and ValueError for "shift_one" with an odd number of members."""
         check_floating(bagua_ddp.bagua_build_params())
         communicator = self.process_group.get_global_communicator()
         assert isinstance(communicator, Communicator)
         engine.check_peer_selection(self.peer_selection_mode, len(communicator.members(self.hierarchical)))
 
-    def make_exchange(self, bagua_ddp: WrappedModel) -> WeightAverage:
-        """Exchanges weights."""
-        return WeightAverage(bagua_ddp)
-
-    def forward_ends(self, bagua_ddp: WrappedModel, output: Any) -> None:
+    def _guard(self, output: Any) -> None:
         """Guards the graph of ``output`` against use after this step's exchange changed the weights."""
-        assert isinstance(bagua_ddp.exchange, WeightAverage)
-        bagua_ddp.exchange.guard(output)
+        exchange = self.bagua_ddp.exchange
+        assert isinstance(exchange, WeightAverage)
+        exchange.guard(output)
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
         """Makes one bucket per dtype. All weights are ready when a step begins, so smaller buckets could not be sent
@@ -97,13 +101,20 @@ class DecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
 class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
     """Sends encoded differences of the weights to both neighbours of a ring, after each optimizer step."""
 
-    # The bucket's replicas of the own weights and both neighbours' weights.
-    keeps_weights = True
-    _kinds_of_one_rank = ("weight", "left_peer_weight", "right_peer_weight")
-
     compression: Compression
 
-    def check(self, bagua_ddp: WrappedModel) -> None:
+    def _policy(self) -> ExchangePolicy:
+        return ExchangePolicy(
+            make_exchange=WeightUpdate,
+            communicates=self._communicates,
+            check_model=self._check_model,
+            has_weight_state=True,
+            rank_state=_REPLICAS,
+            # As in DecentralizedAlgorithmImpl.
+            sparse_op=ReduceOp.AVG,
+        )
+
+    def _check_model(self, bagua_ddp: WrappedModel) -> None:
         """Raises ValueError for parameters without an optimizer, and TypeError for dtypes that the codec cannot
         encode.
         """
@@ -118,10 +129,6 @@ class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
             )
         check_codec(self.compression, bagua_ddp)
 
-    def make_exchange(self, bagua_ddp: WrappedModel) -> WeightUpdate:
-        """Exchanges updates of the weights."""
-        return WeightUpdate(bagua_ddp)
-
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
         """Appends a round of the compressed ring. All ranks have rank 0's weights at this moment."""
         bucket.clear_ops()
@@ -132,7 +139,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
         )
 
     def _tensors_of_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        attributes = {kind: f"_{kind}" for kind in self._kinds_of_one_rank}
+        attributes = {kind: f"_{kind}" for kind in _REPLICAS}
         return tensors_of_buckets(self.bagua_ddp.bagua_buckets, attributes)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..bucket import BaguaBucket
 from ..process_group import ReduceOp
+from ._policy import ExchangePolicy
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
 
 
@@ -22,9 +23,9 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
             hierarchical=self.hierarchical, average=self.average, group=self.process_group
         )
 
-    def sparse_op(self) -> ReduceOp:
-        """Returns the reduction of sparse gradients, whose rows are gathered without a hierarchy."""
-        return ReduceOp.AVG if self.average else ReduceOp.SUM
+    def _policy(self) -> ExchangePolicy:
+        # Rows of sparse gradients are gathered without a hierarchy.
+        return ExchangePolicy(sparse_op=ReduceOp.AVG if self.average else ReduceOp.SUM)
 
 
 @dataclass(eq=False, repr=False)

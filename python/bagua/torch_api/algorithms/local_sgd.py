@@ -37,6 +37,7 @@ from ..model_engine.exchange_interface import always
 from ..model_engine.steps import BetweenSteps
 from ..process_group import ReduceOp
 from ..tensor import BaguaTensor
+from ._policy import ExchangePolicy
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
 
 
@@ -123,30 +124,25 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
     outer_lr = 1.0
     outer_momentum = 0.0
     nesterov = False
-    begins_equal = True
-    _pads_buckets = True
 
-    @property
-    def keeps_weights(self) -> bool:  # type: ignore[override]
-        """True if the result of a round depends on the anchors. A plain mean of weights does not."""
-        return bool(self.outer_momentum or self.outer_lr != 1.0 or self.compression is not None)
+    def _policy(self) -> ExchangePolicy:
+        return ExchangePolicy(
+            make_exchange=self._make_exchange,
+            communicates=self._communicates,
+            # Rank 0's buffers are sent after a round instead.
+            sends_buffers=False,
+            # The result of a round depends on the anchors, unless it is a plain mean of weights.
+            has_weight_state=bool(self.outer_momentum or self.outer_lr != 1.0 or self.compression is not None),
+            fixes_initial_weights=True,
+            pads_buckets=True,
+            # Accepts models with sparse gradients, which stay on their rank. The changed weights are averaged.
+            sparse_op=ReduceOp.AVG,
+        )
 
-    def communicates(self, step: int) -> bool:
-        """Returns True if this step ends with a round."""
+    def _communicates(self, step: int) -> bool:
         return (step + 1) % self.communication_interval == 0
 
-    def buffers_due(self, step: int) -> bool:
-        """Returns False, because rank 0's buffers are sent after a round instead."""
-        return False
-
-    def sparse_op(self) -> ReduceOp:
-        """Returns an operation so that sparse gradients are accepted. They stay on their rank; the changed weights are
-        averaged.
-        """
-        return ReduceOp.AVG
-
-    def make_exchange(self, bagua_ddp: WrappedModel) -> OuterExchange:
-        """Exchanges the changes of the weights. The weights are equal on all ranks at this moment."""
+    def _make_exchange(self, bagua_ddp: WrappedModel) -> OuterExchange:
         return OuterExchange(bagua_ddp, self)
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:

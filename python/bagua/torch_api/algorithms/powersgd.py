@@ -30,10 +30,10 @@ from bagua.linalg import is_finite, orthonormal, wide
 
 from ..bucket import BaguaBucket
 from ..model_engine.bucket_engine import BucketEngine
-from ..model_engine.exchange_interface import Exchange
 from ..model_engine.gradients import GradientExchange, Slot, grad_of
 from ..process_group import ProcessGroup, ReduceOp
 from ..tensor import forget, registration
+from ._policy import ExchangePolicy
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel
 
 _APPROXIMATED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -237,8 +237,10 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
         super().__init__(process_group, *options, **named)
         self._exchange: PowerSGDExchange | None = None
 
-    def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
-        """Exchanges gradients, approximated if that is worth it."""
+    def _policy(self) -> ExchangePolicy:
+        return ExchangePolicy(make_exchange=self._make_exchange)
+
+    def _make_exchange(self, bagua_ddp: WrappedModel) -> PowerSGDExchange:
         self._exchange = PowerSGDExchange(bagua_ddp, self.algorithm)
         return self._exchange
 

@@ -33,8 +33,10 @@ from bagua.errors import BaguaError
 from ..bucket import BaguaBucket
 from ..model_engine.exchange_interface import Exchange, always
 from ..model_engine.gradients import GradientExchange, Slot
+from ..model_engine.sparse import exchange_gradients
 from ..process_group import ProcessGroup
 from ..tensor import BaguaTensor
+from ._policy import ExchangePolicy
 from .base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, WrappedModel, check_codec
 
 
@@ -336,7 +338,6 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     hierarchical: bool
     compression: Compression
-    _pads_buckets = True
 
     q_adam_optimizer: QAdamOptimizer
     algorithm: QAdamAlgorithm
@@ -348,7 +349,16 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._round = 0
         self._moments: MomentExchange | None = None
 
-    def check(self, bagua_ddp: WrappedModel) -> None:
+    def _policy(self) -> ExchangePolicy:
+        return ExchangePolicy(
+            make_exchange=self._make_exchange,
+            compared_step=self._compared_step,
+            check_model=self._check_model,
+            close=self._end_moments,
+            pads_buckets=True,
+        )
+
+    def _check_model(self, bagua_ddp: WrappedModel) -> None:
         """Raises ValueError unless the optimizer has all parameters and was given to ``with_bagua``, and TypeError for
         dtypes that the codec cannot encode.
         """
@@ -367,20 +377,20 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         """Returns True when the warm-up has just ended, or when a loaded state begins it again."""
         return self.optimizer.warmed_up == (self._moments is None)
 
-    def compared_step(self, bagua_ddp: WrappedModel) -> int:
+    def _compared_step(self) -> int:
         """Returns the optimizer's step, which decides whether the warm-up is over."""
         return self.optimizer.steps + 1
 
-    def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
+    def _make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
         """Exchanges gradients in the warm-up, and moments afterwards."""
         self.algorithm.serve(bagua_ddp.module)
-        self.end()
+        self._end_moments()
         if not self.optimizer.warmed_up:
-            return super().make_exchange(bagua_ddp)
+            return exchange_gradients(bagua_ddp)
         self._moments = MomentExchange(bagua_ddp, self.optimizer, self._round)
         return self._moments
 
-    def end(self) -> None:
+    def _end_moments(self) -> None:
         """Disconnects the optimizer, which then works alone."""
         if self._moments is not None:
             self._moments.end()

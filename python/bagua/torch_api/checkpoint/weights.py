@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 def state_of(model: torch.nn.Module) -> dict[str, Any]:
-    """Returns the model's ``state_dict()``, read as :meth:`AlgorithmImpl.model_state_dict` requires."""
+    """Returns the model's ``state_dict()``, read as :attr:`ExchangePolicy.read_state` requires."""
     read: Callable[[], dict[str, Any]] = model.state_dict
     for engine in engines_of(model):
-        read = partial(engine.bagua_algorithm.model_state_dict, read)
+        read = partial(engine.policy.read_state, read)
     return read()
 
 
@@ -35,8 +35,8 @@ def load_weights(model: torch.nn.Module, ranks: Coordinator, load: Callable[[], 
 
     def step_out() -> None:
         for engine in engines:
-            engine.bagua_algorithm.before_step(engine)
-            paused.enter_context(engine.bagua_algorithm.paused())
+            engine.exchange.before_step()
+            paused.enter_context(engine.policy.pause())
 
     with contextlib.ExitStack() as paused:
         if engines:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from bagua.errors import BaguaError
 
+from ..algorithms._policy import ExchangePolicy
 from ..algorithms.base import WrappedModel
 from ..algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 from ..bucket import BaguaBucket
@@ -210,7 +211,10 @@ class HookedAllReduce(GradientAllReduceAlgorithmImpl):
         self._as_views = as_views
         self._order: list[torch.Tensor] = []
 
-    def make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
+    def _policy(self) -> ExchangePolicy:
+        return ExchangePolicy(make_exchange=self._make_exchange, sparse_op=super()._policy().sparse_op)
+
+    def _make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
         """Exchanges gradients through the hook. Raises NotImplementedError for sparse gradients."""
         sparse = sparse_parameters(bagua_ddp.module, bagua_ddp.parameters)
         if sparse:

@@ -220,7 +220,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             refuse_training(self)
             return False
         call_before_forward(lambda: engine, self.module, inputs)
-        return engine.bagua_algorithm.hears_forward_and_backward
+        return engine.policy.callbacks is not None
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _forward_returned(self) -> None:

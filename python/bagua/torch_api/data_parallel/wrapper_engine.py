@@ -179,8 +179,7 @@ class WrapperEngine(ModelEngine):
         if self._in_step:
             raise BaguaError("register a communication hook before the forward, not between it and its backward")
         self._comm_hook = state, hook
-        self.bagua_algorithm = HookedAllReduce(plain, hook, state, self._cap, self.do_flatten)
-        self.bagua_algorithm.attach(self, plain.name)
+        self._use(HookedAllReduce(plain, hook, state, self._cap, self.do_flatten), plain.name)
         self._begin_algorithm_anew()
 
 

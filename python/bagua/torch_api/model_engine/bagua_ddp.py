@@ -109,7 +109,7 @@ class InPlaceEngine(ModelEngine):
 
     def _hook_forward(self, module: torch.nn.Module) -> None:
         self._handles.append(module.register_forward_pre_hook(_ForwardHook(self)))
-        if self.bagua_algorithm.hears_forward_and_backward:
+        if self.policy.callbacks is not None:
             self._handles.append(module.register_forward_hook(_AfterForwardHook(self), always_call=True))
 
 

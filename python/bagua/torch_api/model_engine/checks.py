@@ -254,7 +254,7 @@ class Rounds:
         error = BaguaError(
             f"{which} not communicated in step {model.step} of model {model.bagua_module_name!r} on rank "
             f"{model.backend.rank}, so that the ranks train apart: an algorithm has to mark each tensor of a bucket "
-            "ready in each step (tensor.bagua_mark_communication_ready()), unless its communicates(step) returns False"
+            "ready in each step (tensor.bagua_mark_communication_ready())"
         )
         # The other ranks may wait for these buckets.
         raise model.backend.reported(error)

@@ -16,7 +16,8 @@ from bagua import hints
 from bagua.errors import BaguaError
 
 from .. import env
-from ..algorithms.base import Algorithm, chosen
+from ..algorithms._policy import ExchangePolicy
+from ..algorithms.base import Algorithm, AlgorithmImpl, chosen
 from ..bucket import BaguaBucket
 from ..membership import elastic
 from ..process_group import Communicator, ProcessGroup
@@ -46,11 +47,11 @@ from .consistency import (
     require_equal,
     start_broadcast,
 )
-from .exchange_interface import Parameters
+from .exchange_interface import Exchange, Parameters
 from .grad_hook import GradHook
 from .grad_hook import owner_of as _owner_of
 from .hooks import EndOfBackward, at_end_of_backward, follow_loads
-from .sparse import sparse_parameters
+from .sparse import exchange_gradients, sparse_parameters
 from .state import model_state
 from .steps import follow_given, parameters_of
 
@@ -168,7 +169,7 @@ class ModelEngine:
                 self._broadcast_state([*parameters.values(), *buffers.values()], own)
             self._init_algorithm()
             require_equal(self._communicator, self._layout)
-            if self.bagua_algorithm.begins_equal:
+            if self.policy.fixes_initial_weights:
                 self._weights_change()
             self._hook(module, modules.values())
             for child in modules.values():
@@ -222,9 +223,8 @@ class ModelEngine:
         try:
             self.algorithm = algorithm = chosen(given, self.bagua_optimizers)
             check_module(modules.values(), parameters, buffers, older)
-            self.bagua_algorithm = algorithm.reify(self.process_group)
-            self.bagua_algorithm.attach(self, algorithm.registered_name)
-            if elastic.rejoined() and not self.bagua_algorithm.comes_back:
+            self._use(algorithm.reify(self.process_group), algorithm.registered_name)
+            if elastic.rejoined() and not self.policy.can_rejoin:
                 raise BaguaError(
                     f"{type(algorithm).__name__} cannot be used by a rank that rejoined an elastic job: use "
                     "AsyncModelAverageAlgorithm"
@@ -235,12 +235,12 @@ class ModelEngine:
                     f"parameter {sparse[0][0]!r} on {sparse[0][1].device} has sparse gradients, which are communicated "
                     "on the CPU only: make its embedding with sparse=False"
                 )
-            if sparse and self.bagua_algorithm.sparse_op() is None:
+            if sparse and self.policy.sparse_op is None:
                 raise NotImplementedError(
                     f"parameter {sparse[0][0]!r} has sparse gradients, "
                     f"which {type(algorithm).__name__} does not communicate yet"
                 )
-            self.bagua_algorithm.check(self)
+            self.policy.check_model(self)
             kinds = [type(optimizer).__name__ for optimizer in self.bagua_optimizers]
             lines = [
                 f"algorithm {algorithm.describe()}",
@@ -256,6 +256,12 @@ class ModelEngine:
         self.digest = hashlib.sha256("\n".join(lines).encode()).digest()
         require_equal(self._communicator, lines, failure)
 
+    def _use(self, algorithm: AlgorithmImpl, name: str) -> None:
+        """Communicates with this algorithm, registered under ``name``, from now on."""
+        self.bagua_algorithm = algorithm
+        algorithm._attach(self, name)
+        self.policy: ExchangePolicy = algorithm._policy()
+
     def _state(self) -> list[torch.Tensor]:
         named: tuple[Iterable[tuple[str, torch.Tensor]], ...] = (
             self.module.named_parameters(),
@@ -268,7 +274,8 @@ class ModelEngine:
         self._init_algorithm()
 
     def _init_algorithm(self) -> None:
-        self.exchange = self.bagua_algorithm.make_exchange(self)
+        make, sparse_op = self.policy.make_exchange, self.policy.sparse_op
+        self.exchange: Exchange = exchange_gradients(self, sparse_op) if make is None else make(self)
         tensors = self.bagua_algorithm.init_tensors(self)
         buckets = self.bagua_algorithm.tensors_to_buckets(
             bucketing.split_effective(tensors, self.bucket_size), self.do_flatten
@@ -324,8 +331,11 @@ class ModelEngine:
         if not has_closure:
             self._check_step(optimizer)
         self._kept.before_step()
-        self.bagua_algorithm.before_optimizer_step(self, optimizer)
-        return self.bagua_algorithm.hears_forward_and_backward
+        self.exchange.before_optimizer_step(optimizer)
+        if self.policy.callbacks is None:
+            return False
+        self.policy.callbacks.before_optimizer_step(optimizer)
+        return True
 
     def after_optimizer(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Called after each step of an optimizer that did not raise."""
@@ -338,12 +348,12 @@ class ModelEngine:
 
     def before_load(self) -> None:
         """Called before ``load_state_dict`` of the model or of a module in it."""
-        self.bagua_algorithm.before_load(self)
+        self.exchange.before_load()
         self._weights_change()
 
     def _weights_change(self) -> None:
         """Records the weights, which may change until the next training forward for reasons other than training."""
-        if self.bagua_algorithm.keeps_weights:
+        if self.policy.has_weight_state:
             self._kept.remember()
 
     def begin_anew(self) -> None:
@@ -351,14 +361,15 @@ class ModelEngine:
 
         The algorithm starts with the weights of :attr:`root`, unless its own state was loaded too.
         """
-        if self.bagua_algorithm.keeps_weights and not self._kept.state_is_loaded:
+        if self.policy.has_weight_state and not self._kept.state_is_loaded:
             self.broadcast(self._state())
             self._begin_algorithm_anew()
             self._kept.accept()
 
     def optimizer_returned(self) -> None:
         """Called after each step of an optimizer, also if it raised."""
-        self.bagua_algorithm.optimizer_step_ends(self)
+        if self.policy.callbacks is not None:
+            self.policy.callbacks.after_optimizer_step()
 
     def _hook_forward(self, module: torch.nn.Module) -> None:
         """Arranges the calls around forwards. Does nothing if the owner makes them."""
@@ -368,15 +379,15 @@ class ModelEngine:
         if torch._C._current_graph_task_id() != -1:
             return
         if not self._in_step:
-            self.bagua_algorithm.before_step(self)
+            self.exchange.before_step()
         if not self._trains(module):
-            self.bagua_algorithm.forward_begins(self, with_grad=False)
+            self._before_forward(with_grad=False)
             return
         if self._unchanged.is_frozen(self.bagua_build_params):
             # torch's DDP also sends buffers here. The algorithm "async" keeps its lock for a backward through the
             # model.
             self._send_waiting_buffers(False)
-            self.bagua_algorithm.forward_begins(self, with_grad=torch.is_grad_enabled())
+            self._before_forward(with_grad=torch.is_grad_enabled())
             return
         if self._in_backward:
             self._end_broken_backward()
@@ -398,16 +409,25 @@ class ModelEngine:
         if self.bagua_algorithm.need_reset():
             self._begin_algorithm_anew()
         self._send_waiting_buffers(begins)
-        if begins and self.bagua_algorithm.communicates(self.step):
+        if begins and self.policy.communicates(self.step):
             # If gradients are exchanged, a state contains no weights that could make the ranks drift apart.
             after_load = self._state_is_loaded and not self.exchange.needs_gradients
-            self.backend.set_step(self.bagua_algorithm.compared_step(self), after_load=after_load)
+            self.backend.set_step(self._compared_step(), after_load=after_load)
             self._state_is_loaded = False
             if self.exchange.uses_buckets and self.backend.size > 1:
                 self._rounds.begin(self.bagua_buckets)
             self.exchange.begin()
         self._forward_pre_hook(inputs)
-        self.bagua_algorithm.forward_begins(self, with_grad=torch.is_grad_enabled())
+        self._before_forward(with_grad=torch.is_grad_enabled())
+
+    def _before_forward(self, *, with_grad: bool) -> None:
+        if self.policy.callbacks is not None:
+            self.policy.callbacks.before_forward(with_grad)
+
+    def _compared_step(self) -> int:
+        if self.policy.compared_step is not None:
+            return self.policy.compared_step()
+        return self.empty_steps if self.exchange.needs_gradients else self.step + 1
 
     def _trains(self, module: torch.nn.Module) -> bool:
         """Returns True if the forward that begins now is a training forward. Other forwards do not communicate."""
@@ -416,19 +436,22 @@ class ModelEngine:
     def _forward_is_announced(self) -> None:
         """Called before the first communication of a training forward. Decides :attr:`root`."""
 
+    def _buffers_due(self) -> bool:
+        return self.policy.sends_buffers and self.policy.communicates(self.step)
+
     def _send_waiting_buffers(self, begins: bool) -> None:
         """Sends the buffers of :attr:`root` before a training forward if they are due. ``begins``: the forward begins a
         step.
         """
         syncs = self.require_backward_grad_sync
-        if not self.bagua_algorithm.buffers_due(self.step):
+        if not self._buffers_due():
             return
         if self.buffer_schedule.forward_begins(syncs=syncs) if self.exchange.needs_gradients else syncs and begins:
             self.send_buffers()
 
     def _gradients_are_exchanged(self) -> None:
         """Called after a backward that exchanged gradients: sends the buffers of :attr:`root` if they are due."""
-        if self.bagua_algorithm.buffers_due(self.step) and self.buffer_schedule.gradients_are_exchanged():
+        if self._buffers_due() and self.buffer_schedule.gradients_are_exchanged():
             self.send_buffers()
 
     def _backward_communicates(self) -> bool:
@@ -437,13 +460,14 @@ class ModelEngine:
 
     def after_forward(self, output: Any) -> None:
         """Called after each forward that :meth:`before_forward` handled. ``output`` is None if the forward raised."""
-        if torch._C._current_graph_task_id() == -1:
-            self.bagua_algorithm.forward_ends(self, output)
+        if self.policy.callbacks is not None and torch._C._current_graph_task_id() == -1:
+            self.policy.callbacks.after_forward(output)
 
     def after_any_backward(self) -> None:
         """Called after each backward, also if it raised."""
         self._in_any_backward = False
-        self.bagua_algorithm.backward_ends(self)
+        if self.policy.callbacks is not None:
+            self.policy.callbacks.after_backward()
 
     def _end_broken_backward(self) -> None:
         """Cleans up after a backward that raised.
@@ -505,9 +529,9 @@ class ModelEngine:
 
     def on_gradient(self, name: str, param: torch.nn.Parameter, is_final: bool = True) -> None:
         """Handles a gradient. Its local value is final now, or at the end of the backward if not ``is_final``."""
-        if self.bagua_algorithm.hears_forward_and_backward and not self._in_any_backward:
+        if self.policy.callbacks is not None and not self._in_any_backward:
             self._in_any_backward = True
-            self.bagua_algorithm.backward_begins(self)
+            self.policy.callbacks.before_backward()
             at_end_of_backward(EndOfBackward(self))
         if not self._backward_communicates():
             self._backwards += 1
@@ -617,11 +641,11 @@ class ModelEngine:
         # An error of the group was raised before, or will be when the group is used next.
         with contextlib.suppress(BaguaError, ValueError):
             if self.bagua_buckets and collected:
-                undone = self.bagua_algorithm.drop(self)
+                undone = self.exchange.drop()
             if self._in_step and not at_exit:
                 self._end_broken_step()
             if self.bagua_buckets and not collected:
-                self.bagua_algorithm.before_step(self)
+                self.exchange.before_step()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -632,7 +656,7 @@ class ModelEngine:
             for tensor in bucket.tensors:
                 forget(tensor)
         self.bagua_buckets = []
-        self.bagua_algorithm.end()
+        self.policy.close()
         backends.release(self.backend)
         if undone:
             hints.warn(

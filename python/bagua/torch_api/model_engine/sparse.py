@@ -203,3 +203,10 @@ def _combined(parts: Sequence[_Rows], param: torch.nn.Parameter, divisor: int) -
     return torch.sparse_coo_tensor(
         touched.unsqueeze(0), total.to(param.dtype), param.shape, is_coalesced=True, check_invariants=False
     )
+
+
+def exchange_gradients(bagua_ddp: WrappedModel, sparse_op: ReduceOp | None = None) -> GradientExchange:
+    """Returns the exchange of the model's gradients, in which ``sparse_op`` combines sparse ones (None: SUM)."""
+    if sparse := sparse_parameters(bagua_ddp.module, bagua_ddp.parameters):
+        return SparseGradientExchange(bagua_ddp, sparse, sparse_op or ReduceOp.SUM)
+    return GradientExchange(bagua_ddp)
