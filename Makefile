@@ -52,7 +52,7 @@ setup: check-python $(VENV)/.extension ## Makes .venv with everything pinned, an
 
 .PHONY: clean
 clean: ## Removes what was built, and the virtual environments
-	rm -rf target dist site $(VENV) $(OLDEST) $(DOCS) $(MPIS:%=.venv-mpi-%) python/bagua/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf target dist site $(VENV) $(OLDEST) $(DOCS) $(MPIS:%=.venv-mpi-%) .venv-deepspeed python/bagua/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each step leaves a stamp, so that nothing is done twice.
@@ -247,7 +247,7 @@ gpu-test: setup ## Runs the tests of tests/gpu on this machine's GPU, and prints
 
 .PHONY: bench
 bench: setup $(VENV)/.bench ## A short version of all benchmarks, against gloo and the MPIs that can be installed
-	-$(MAKE) --keep-going bench-mpi
+	-$(MAKE) --keep-going bench-mpi bench-deepspeed
 	cargo bench
 	$(BIN)/python benchmarks/collectives.py --budget 0.5 --sizes 1KiB 1MiB 16MiB
 	$(BIN)/python benchmarks/collectives.py --placement --sizes 1KiB
@@ -272,6 +272,14 @@ bench-mpi: $(MPIS:%=.venv-mpi-%/.packages) ## Installs Intel MPI, MPICH and Open
 .venv-mpi-%/.packages: $(VENV)/.made requirements/mpi.in requirements/constraints.txt
 	$(UV) venv --quiet --clear --python $(BIN)/python .venv-mpi-$*
 	$(UV) pip install --python .venv-mpi-$*/bin/python --constraint requirements/constraints.txt numpy mpi4py $(patsubst impi,impi-rt,$*)
+	touch $@
+
+.PHONY: bench-deepspeed
+bench-deepspeed: .venv-deepspeed/.packages ## Installs DeepSpeed in .venv-deepspeed for benchmarks/collectives.py, which compiles its all_reduce at first use
+
+.venv-deepspeed/.packages: $(VENV)/.made requirements/deepspeed.in requirements/constraints.txt
+	$(UV) venv --quiet --clear --python $(BIN)/python .venv-deepspeed
+	$(UV) pip install --python .venv-deepspeed/bin/python $(BACKEND) --constraint requirements/constraints.txt --requirement requirements/deepspeed.in
 	touch $@
 
 .PHONY: gpu-bench

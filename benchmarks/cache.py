@@ -4,7 +4,7 @@ Every method reads the same values from the same server in the same process; the
 counts. A single value is compared with redis-py's ``get``, a batch with its ``mget``. redis-py is measured twice: with
 raw bytes as its result, and with the least work that makes a writable sample of them, its type and shape known
 beforehand. The cache's samples are checked, and have the type with which they were stored. Needs ``redis-server`` and
-``pip install "redis[hiredis]>=5.3" "xxhash>=3" "msgpack>=1" "lmdb>=1.4"``.
+``pip install "redis[hiredis]>=5.3" "xxhash>=3" "msgpack>=1"``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares our collectives with torch's gloo, Intel MPI, MPICH and OpenMPI in one run, and checks every result.
+"""Compares our collectives with gloo, DeepSpeed, Intel MPI, MPICH and OpenMPI in one run, and checks every result.
 
     python benchmarks/collectives.py --csv out           # 2 and 4 ranks, every verb at 16 MiB, all_reduce at every
     size, every dtype
@@ -30,13 +30,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import mpi
+import environments
 from common import Timed, add_output_options, machine, parse_size, percentile, pyplot, save_if_asked, show_size
-from contenders import DTYPES, MPIS, OURS, VERBS
+from contenders import DTYPES, MPIS, OURS, OURS_IN_TORCH, VERBS
 from rank_set import RankError, RankSet
 
 SIZES = ("1KiB", "16KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB", "256MiB")
-PEERS = ("gloo", *MPIS)
+PEERS = (OURS_IN_TORCH, "gloo", "deepspeed", *MPIS)
 #: Below this many bytes several calls are timed together, because one is shorter than the skew of its start.
 SMALL = 64 << 10
 CALLS_TOGETHER = 200
@@ -124,16 +124,21 @@ def measure(sets: Sequence[RankSet], case: tuple[str, str, int], budget: float, 
     for name, ranks in owners.items():
         timed_turn(ranks, name, shapes[name], way)
     rounds = int(max(5, min(200, budget / (time.perf_counter() - begun))))
-    batches: dict[str, list[Batch]] = {name: [] for name in owners}
+    turns: dict[str, list[list[Batch]]] = {name: [] for name in owners}
     order = list(owners)
     for _ in range(rounds):
         # Each round begins with another contender: the one before influences where the kernel places ranks.
         order.append(order.pop(0))
         for name in order:
-            batches[name] += timed_turn(owners[name], name, shapes[name], way)
+            turns[name].append(timed_turn(owners[name], name, shapes[name], way))
+    medians = {
+        name: [statistics.median(batch.seconds for batch in one) for one in found] for name, found in turns.items()
+    }
     verb, dtype, size = case
-    for name, found in batches.items():
+    for name, by_round in turns.items():
+        found = [batch for one in by_round for batch in one]
         seconds = [batch.seconds for batch in found]
+        rounds_with_deepspeed = zip(medians.get("deepspeed", ()), medians[name], strict=False)
         yield {
             "ranks": sets[0].ranks,
             "verb": verb,
@@ -145,6 +150,7 @@ def measure(sets: Sequence[RankSet], case: tuple[str, str, int], budget: float, 
             "batches": len(seconds),
             "slow": slow(seconds, min(seconds)),
             "shared_processor": round(statistics.fmean(batch.shared() for batch in found), 2),
+            "deepspeed_ratio": statistics.median([theirs / own for theirs, own in rounds_with_deepspeed] or [0.0]),
         }
 
 
@@ -153,13 +159,13 @@ def contenders(ranks: int, args: argparse.Namespace) -> Iterator[tuple[list[Rank
     """The sets of ranks, joined, and the threads that each contender added; prints why a contender is missing."""
     with contextlib.ExitStack() as stack:
         sets, threads = [], {}
-        torch = [*OURS, *["gloo"] * ("gloo" in args.peers)]
-        for name in ("torch", *(name for name in MPIS if name in args.peers)):
+        torch = [*OURS, *(name for name in (OURS_IN_TORCH, "gloo") if name in args.peers)]
+        for name in ("torch", *(name for name in args.peers if name not in torch)):
             try:
                 if name == "torch":
                     started = RankSet(name, ranks, sys.executable, limit=args.limit)
                 else:
-                    started = mpi.start(name, ranks, args.limit, args.environments)
+                    started = environments.start(name, ranks, args.limit, args.environments)
                 stack.enter_context(started)
                 if args.pin:
                     started.ask("pin")
@@ -207,6 +213,12 @@ def show(rows: Sequence[dict[str, Any]], statistic: str = "seconds") -> None:
             for name in OURS:
                 ratio = by_name[name][statistic] / full[name][statistic]
                 print(f"{ranks} ranks, {verb} of {show_size(size)}, {name}: {dtype} takes {ratio:.2f}x float32")
+    for (ranks, verb, dtype, size), by_name in cases.items():
+        for name in (*OURS, OURS_IN_TORCH):
+            if name in by_name and "deepspeed" in by_name:
+                ratio = by_name[name]["deepspeed_ratio"]
+                case = f"{ranks} ranks, {verb} of {show_size(size)} of {dtype}"
+                print(f"{case}: {name} is {ratio:.2f} times as fast as DeepSpeed (median over the rounds)")
     for size, goals in GOALS.items():
         by_name = cases.get((2, "all_reduce", "float32", size), {})
         best = best_mpi(by_name, statistic)
@@ -304,7 +316,9 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--barrier", dest="pause", action="store_const", const=None, help="a barrier that spins in place of the pause"
     )
-    parser.add_argument("--environments", type=Path, default=mpi.ENVIRONMENTS, help="the folder of .venv-mpi-NAME")
+    parser.add_argument(
+        "--environments", type=Path, default=environments.ENVIRONMENTS, help="the folder of .venv-mpi-NAME"
+    )
     parser.add_argument("--pin", action="store_true", help="pin rank r of every contender to the r-th processor")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which ranks are ended")
     return parser

@@ -1,4 +1,5 @@
-"""The contenders: ours through torch_api on ordinary tensors and in an arena, torch's gloo, an MPI through mpi4py.
+"""The contenders: ours through torch_api on ordinary tensors and in an arena, ours as the backend "bagua" of
+torch.distributed, torch's gloo, DeepSpeed's shared-memory all_reduce, an MPI through mpi4py.
 
 A contender allocates the memory of a case (`empty`), and returns a function that makes one call (`call`), or None for a
 case that it lacks. Buffers are NumPy arrays, because the environment of an MPI has no torch; torch views them.
@@ -174,6 +175,8 @@ class OursInArena(Ours):
 class Gloo(Torch):
     """torch.distributed with the gloo backend."""
 
+    BACKEND = "gloo"
+
     def __init__(self, rank: int, ranks: int, folder: str) -> None:
         super().__init__(rank, ranks, folder)
         import torch.distributed as dist
@@ -182,7 +185,7 @@ class Gloo(Torch):
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=FileStore(f"{folder}/gloo", ranks), rank=rank, world_size=ranks)
         # Any: torch declares it as a group or the number of a rank that is not a member.
-        self._group: Any = dist.new_group(list(range(ranks)), backend="gloo")
+        self._group: Any = dist.new_group(list(range(ranks)), backend=self.BACKEND)
 
     def call(self, b: Buffers) -> Call | None:
         """A function that makes the call once."""
@@ -198,6 +201,35 @@ class Gloo(Torch):
             "all_to_all": lambda: dist.all_to_all_single(dst, src, group=group),
         }
         return calls[b.case.verb]
+
+
+class OursInTorch(Gloo):
+    """The same calls of torch.distributed with the backend "bagua"."""
+
+    BACKEND = "bagua"
+
+    def __init__(self, rank: int, ranks: int, folder: str) -> None:
+        import bagua.c10d  # noqa: F401 - registers the backend with a torch that does not look for it
+
+        super().__init__(rank, ranks, folder)
+
+
+class DeepSpeed(Torch):
+    """DeepSpeed's all_reduce in shared memory, which serves inference on CPUs in place of gloo's."""
+
+    def __init__(self, rank: int, ranks: int, folder: str) -> None:
+        super().__init__(rank, ranks, folder)
+        import deepspeed.comm.comm as dist
+
+        dist.init_distributed("gloo", verbose=False)
+        if dist.cdb.shm_comm_op is None:
+            raise RuntimeError("DeepSpeed could not compile its operation in shared memory")
+        self._dist = dist
+
+    def call(self, b: Buffers) -> Call | None:
+        """A function that makes the call once; None for the verbs that DeepSpeed passes to gloo."""
+        all_reduce, (_, dst) = self._dist.inference_all_reduce, self.tensors(b)
+        return (lambda: all_reduce(dst)) if b.case.verb == "all_reduce" else None
 
 
 class Mpi(Contender):
@@ -228,10 +260,14 @@ class Mpi(Contender):
 
 
 OURS = ("ours", "ours-arena")
+#: Compared with DeepSpeed, which users also call through a module of torch.distributed's form.
+OURS_IN_TORCH = "ours-c10d"
 MPIS = ("impi", "mpich", "openmpi")
 CONTENDERS: dict[str, type[Contender]] = {
     "ours": Ours,
     "ours-arena": OursInArena,
+    OURS_IN_TORCH: OursInTorch,
     "gloo": Gloo,
+    "deepspeed": DeepSpeed,
     **dict.fromkeys(MPIS, Mpi),
 }
