@@ -84,20 +84,32 @@ class AlgorithmImpl:
         return model
 
     def need_reset(self) -> bool:
-        """Returns True to rebuild tensors, buckets and operations before the next forward pass.
+        """Returns True to rebuild tensors, buckets and operations before this forward, for example after a warm-up.
 
-        Called before each training forward. A rebuild does not broadcast weights. All ranks must return the same value.
+        Called before each training forward. All ranks must return the same value. A rebuild does not broadcast weights.
         """
         return False
 
     def init_tensors(self, bagua_ddp: WrappedModel) -> list[torch.Tensor]:
-        """Registers the tensors to communicate, and returns them in the order in which they become ready."""
+        """Registers the tensors to communicate, and returns them in the order in which they become ready.
+
+        Called when the model is wrapped, and when :meth:`need_reset` returned True. The default registers the gradients
+        of all parameters, in reverse order, because backward computes the last parameter's gradient first. The order
+        must be the same on all ranks.
+
+        - ``bagua_ddp``: The model's engine. ``bagua_ddp.bagua_build_params()`` has the names and parameters.
+        """
         return bagua_ddp.exchange.register()
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
-        """Returns one bucket for each list of tensors in ``tensors``.
+        """Returns the buckets in the order of communication: by default, one for each list in ``tensors``.
 
-        ``do_flatten`` True moves the tensors of each bucket into one contiguous piece of memory.
+        Called after :meth:`init_tensors`.
+
+        - ``tensors``: The tensors that :meth:`init_tensors` returned, in lists of about ``bucket_size`` bytes and of
+          one dtype.
+        - ``do_flatten``: The argument of ``with_bagua``. True moves the tensors of each bucket into one contiguous
+          piece of memory, ``bucket.backend_tensor``.
         """
         group = self.process_group
         communicator = group.get_global_communicator() if self._policy().pads_buckets else None
@@ -105,10 +117,17 @@ class AlgorithmImpl:
         return [BaguaBucket(bucket, str(i), do_flatten, ranks, group=group) for i, bucket in enumerate(tensors)]
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
-        """Appends communication operations to a bucket. Called once per bucket; the default appends none."""
+        """Appends the operations that communicate a bucket, with ``bucket.append_..._op``. By default, appends none.
+
+        Called once per bucket, after :meth:`tensors_to_buckets`. When all tensors of the bucket are ready, the
+        communication thread runs the operations in this order.
+        """
 
     def init_forward_pre_hook(self, bagua_ddp: WrappedModel) -> Callable[[Any], None]:
-        """Returns the function to call before each training forward, with the model's inputs."""
+        """Returns the function to call before each training forward, with the tuple of the model's positional inputs.
+
+        Called after :meth:`init_operations`, like the three methods below. The default function does nothing.
+        """
 
         def hook(inputs: Any) -> None:
             pass
@@ -116,20 +135,26 @@ class AlgorithmImpl:
         return hook
 
     def init_backward_hook(self, bagua_ddp: WrappedModel) -> Callable[[str, torch.nn.Parameter], None]:
-        """Returns the function to call when the local value of a gradient is final, with the parameter's name and the
-        parameter.
+        """Returns the function to call when backward has computed a gradient on this rank.
+
+        Its arguments are the parameter's name and the parameter. Not called under ``no_sync``. The default function
+        marks the gradient ready. A function of your own does this with ``param.bagua_mark_communication_ready()``.
         """
         return bagua_ddp.exchange.arrived
 
     def init_post_backward_hook(self, bagua_ddp: WrappedModel) -> Callable[[], None]:
-        """Returns the function to call before ``backward`` returns, when all gradients are computed."""
+        """Returns the function to call when all gradients are computed, before ``backward`` returns.
+
+        Not called under ``no_sync``. The default function waits until all buckets are communicated, and raises the
+        errors of communication. A function of your own does this with ``bagua_ddp.backend.wait_pending_comm_ops()``.
+        """
         return bagua_ddp.exchange.finish
 
     def init_post_optimizer_step_hook(self, bagua_ddp: WrappedModel) -> Callable[[torch.optim.Optimizer], None]:
-        """Returns the function to call, with the optimizer, after each optimizer step.
+        """Returns the function to call after each optimizer step, with the optimizer.
 
-        The function is called for every optimizer that holds parameters of the model, including optimizers that
-        ``with_bagua`` was not given.
+        Called for every optimizer that holds parameters of the model, including optimizers that ``with_bagua`` was not
+        given. The default function does nothing for gradients.
         """
         return bagua_ddp.exchange.stepped
 
