@@ -21,9 +21,9 @@ import torch
 from common import add_output_options, parse_size, save_if_asked
 
 import bagua
-from bagua import engine
+from bagua import extension
 
-CODECS = tuple(engine.CODECS)
+CODECS = tuple(extension.CODECS)
 
 
 class Eager:

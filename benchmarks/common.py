@@ -199,7 +199,7 @@ def refuse_extension_of_tests(sources: Path | None = None) -> None:
     if "--quick" in sys.argv or "--child" in sys.argv:
         return
     # Builds from before the constant are optimized. Other programs than ours may lack bagua.
-    program = "import bagua.engine as it; print(it.__file__ if not getattr(it, 'IS_OPTIMIZED', True) else '')"
+    program = "import bagua.extension as it; print(it.__file__ if not getattr(it, 'IS_OPTIMIZED', True) else '')"
     env = os.environ | ({} if sources is None else {"PYTHONPATH": str(sources)})
     shown = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
     if shown.stdout.strip():

@@ -54,9 +54,9 @@ def overhead(batches: int) -> list[dict[str, Any]]:
 
     import bagua.c10d  # noqa: F401 -- before 2.6, torch does not find the backend by itself
     import bagua.torch_api as api
-    from bagua import engine, group
+    from bagua import extension, group
 
-    uint8, float32 = engine.DTYPES["uint8"], engine.DTYPES["float32"]
+    uint8, float32 = extension.DTYPES["uint8"], extension.DTYPES["float32"]
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="bagua-bench-") as folder:
         api.init_process_group(FileStore(f"{folder}/ours", 1), 0, 1, 1)
@@ -73,8 +73,10 @@ def overhead(batches: int) -> list[dict[str, Any]]:
 
         layers: dict[str, Callable[[], Any]] = {
             "nothing (the loop of this measurement)": lambda: None,
-            "extension, barrier (a no-op collective)": lambda: raw.run(engine.BARRIER, None, None, 0, uint8),
-            "extension, by address": lambda: raw.run(engine.ALL_REDUCE, None, address, 256, float32, engine.OPS["sum"]),
+            "extension, barrier (a no-op collective)": lambda: raw.run(extension.BARRIER, None, None, 0, uint8),
+            "extension, by address": lambda: raw.run(
+                extension.ALL_REDUCE, None, address, 256, float32, extension.OPS["sum"]
+            ),
             "bagua, NumPy array": lambda: world.all_reduce(array),
             "torch_api, tensor": lambda: api.allreduce_inplace(x, total),
             "torch_api, async_op and wait": begun_and_done,

@@ -27,7 +27,7 @@ def measure(options: dict[str, Any]) -> None:
     import numpy as np
 
     import bagua
-    from bagua import engine
+    from bagua import extension
 
     rank, folder = this_rank(), options["folder"]
     group = bagua.init(rank, RANKS, f"file://{Path(folder, 'rendezvous')}", local_rank=rank, local_world_size=RANKS)
@@ -37,7 +37,7 @@ def measure(options: dict[str, Any]) -> None:
     barrier = Barrier(folder, rank, RANKS)
 
     def batch(recording: bool) -> float:
-        engine.set_recording(recording)
+        extension.set_recording(recording)
         x[:] = rank
         barrier.wait()
         begun = time.perf_counter_ns()
@@ -59,7 +59,7 @@ def measure(options: dict[str, Any]) -> None:
     recorded = len(bagua.flight_recorder())
     if recorded != 1000:
         raise AssertionError(f"the recorder holds {recorded} operations")
-    engine.set_recording(True)
+    extension.set_recording(True)
     bagua.shutdown()
     if rank == 0:
         ratios = [a / b for a, b in zip(with_, without, strict=True)]

@@ -317,9 +317,9 @@ def _end_torch_without_deadlock() -> None:
     """Tests end their gloo groups by torch's own name, which may hang before torch 2.6: see `torch_end`."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.torch_version.TorchVersion(torch.__version__) < "2.6":
-        from bagua.torch_api.membership import torch_destroy
+        from bagua.torch_api.membership import torch_destroy_process_group
 
-        torch.distributed.destroy_process_group = torch_destroy.destroy
+        torch.distributed.destroy_process_group = torch_destroy_process_group.destroy
 
 
 def rank_main(call: str, rank: int) -> None:

@@ -52,7 +52,7 @@ RUST_CIRCLES = (
 )
 
 # The only Python file that keeps process-wide state by `global` and installs fork and exit hooks.
-LIFECYCLE = "lifecycle.py"
+LIFECYCLE = "process_state.py"
 
 # Python modules that may import torch at module level.
 TORCH = (
@@ -66,7 +66,7 @@ TORCH = (
     "fsdp.py",
     "hooks.py",
     "linalg.py",
-    "torch_exchange.py",
+    "compressed_torch_collectives.py",
     "torch_operand.py",
 )
 
@@ -286,8 +286,8 @@ def check_python(root: Path) -> Iterator[Violation]:
         for node in ast.walk(tree):
             line = getattr(node, "lineno", 1)
             names = imported(node)
-            if inside != "engine.py" and any("_bagua" in name.split(".") for name in names):
-                yield Violation(path, line, "only python/bagua/engine.py imports the extension")
+            if inside != "extension.py" and any("_bagua" in name.split(".") for name in names):
+                yield Violation(path, line, "only python/bagua/extension.py imports the extension")
             if inside != LIFECYCLE and keeps_state(node):
                 yield Violation(
                     path, line, f"only python/bagua/{LIFECYCLE} uses `global` and installs fork and exit hooks"

@@ -18,11 +18,11 @@ Verbs whose names end in `_object` take anything that can be pickled.
 Nothing here imports torch; `bagua.torch_api` does.
 """
 
+from bagua import conflicting_packages as _distributions
 from bagua import default_group as _default_group
-from bagua import distributions as _distributions
-from bagua import engine as _engine
+from bagua import extension as _engine
 from bagua import group
-from bagua.buckets import Bucket, Engine
+from bagua.array_buckets import Bucket, Engine
 from bagua.codecs import Codec
 from bagua.default_group import *  # noqa: F403 - the verbs, which are listed there
 from bagua.errors import (
@@ -36,7 +36,7 @@ from bagua.errors import (
 )
 from bagua.group import Group, rank, shutdown, stats, world_size
 from bagua.handle import Handle
-from bagua.joining import init
+from bagua.initialize import init
 from bagua.records import flight_recorder
 
 __version__ = _engine.version()

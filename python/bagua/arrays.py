@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from bagua import dlpack
-from bagua.engine import DTYPES, read_array
+from bagua.extension import DTYPES, read_array
 from bagua.operand import Operand, numpy_code
 
 # Modules that define plain tensors.

@@ -14,9 +14,9 @@ from typing import Any, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from bagua import engine, hints
+from bagua import extension, hints
 from bagua.arrays import Array, operand
-from bagua.engine import DTYPES
+from bagua.extension import DTYPES
 from bagua.operand import Operand, check_beside
 
 __all__ = ["Codec"]
@@ -158,14 +158,14 @@ def _named(name: str, options: dict[str, float]) -> Codec:
     return Codec(name, **options)
 
 
-def _raw(name: str, options: dict[str, float]) -> engine.Codec:
+def _raw(name: str, options: dict[str, float]) -> extension.Codec:
     """Returns the extension's codec. Raises ValueError for an unknown name, suggesting a similar one."""
     try:
-        return engine.Codec(name, options)
+        return extension.Codec(name, options)
     except ValueError:
-        if name in engine.CODECS:
+        if name in extension.CODECS:
             raise
-        raise ValueError(hints.unknown_name("codec", name, engine.CODECS)) from None
+        raise ValueError(hints.unknown_name("codec", name, extension.CODECS)) from None
 
 
 def _beside(one: Operand, other: Operand, what: str, beside: str) -> Operand:
@@ -192,7 +192,7 @@ def _bytes(x: Array, what: str, stream: int | None) -> Operand:
 Compression = str | Codec | None
 
 
-def raw_codec(compression: Compression) -> engine.Codec | None:
+def raw_codec(compression: Compression) -> extension.Codec | None:
     """Returns the extension's codec, or None for None.
 
     Raises ValueError for an unknown name, and TypeError for anything but a codec or a name.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from bagua import engine, verbs
+from bagua import extension, verbs
 from bagua.arrays import Array, ArrayT, ResultT, owner_of, read_plain
 from bagua.handle import Handle
 from bagua.messages import Messages, outcome
@@ -33,18 +33,18 @@ Op = Literal["sum", "avg", "min", "max", "product", "band", "bor", "bxor"] | int
 
 def op_code(op: str | int) -> int:
     """Returns a reduction's number from its name or number. Raises ValueError or TypeError with the known ones."""
-    if type(op) is str and (known := engine.OPS.get(op)) is not None:
+    if type(op) is str and (known := extension.OPS.get(op)) is not None:
         return known
     # Enumerations are matched by name: torch's MIN has the number of our "max", Horovod's Sum that of our "product".
     name = op if isinstance(op, str) else getattr(op, "name", None)
     if isinstance(name, str):
-        code = engine.OPS.get(name.lower(), -1)
+        code = extension.OPS.get(name.lower(), -1)
     elif isinstance(op, int | np.integer) and not isinstance(op, bool):
         code = int(op)
     else:
-        raise TypeError(f"op={op!r} is a {type(op).__name__}, not one of {', '.join(engine.OPS)}")
-    if code not in engine.OPS.values():
-        raise ValueError(f"op must be one of {', '.join(engine.OPS)}; got {op!r}")
+        raise TypeError(f"op={op!r} is a {type(op).__name__}, not one of {', '.join(extension.OPS)}")
+    if code not in extension.OPS.values():
+        raise ValueError(f"op must be one of {', '.join(extension.OPS)}; got {op!r}")
     return code
 
 
@@ -101,7 +101,7 @@ class Collectives(Messages):
             # A shortcut past the objects below, which cost several times the rest of a small call.
             address, count, dtype, shape, _ = found
             done = self._communicator.run(
-                engine.ALL_REDUCE,
+                extension.ALL_REDUCE,
                 None,
                 address,
                 count,
@@ -373,7 +373,7 @@ class Collectives(Messages):
         `timeout` and errors are as in `all_reduce`.
         """
         done = self._communicator.run(
-            engine.BARRIER, None, None, 0, engine.DTYPES["uint8"], timeout=timeout, async_op=async_op
+            extension.BARRIER, None, None, 0, extension.DTYPES["uint8"], timeout=timeout, async_op=async_op
         )
         return outcome(done, None, self)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from bagua import hints
-from bagua.engine import ALGORITHMS, MAX_STREAMS, TRANSPORTS, Tls
+from bagua.extension import ALGORITHMS, MAX_STREAMS, TRANSPORTS, Tls
 
 
 def text(name: str) -> str | None:

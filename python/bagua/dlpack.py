@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bagua.engine import DTYPES
+from bagua.extension import DTYPES
 
 __all__ = ["CUDA", "DEVICES", "ON_HOST", "CapsuleMemory", "contiguous", "export"]
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bagua.codecs import Codec
-from bagua.torch_exchange import TensorExchange, Wire, codec_of
+from bagua.compressed_torch_collectives import TensorExchange, Wire, codec_of
 
 __all__ = ["CompressedShards", "compress"]
 

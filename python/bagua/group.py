@@ -7,11 +7,11 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from bagua import config, engine, lifecycle, log, shared_memory
+from bagua import config, extension, log, process_state, shared_memory
 from bagua.errors import BaguaError
 from bagua.handle import Handle
-from bagua.lifecycle import process
-from bagua.objects import ObjectCollectives
+from bagua.object_collectives import ObjectCollectives
+from bagua.process_state import process
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,7 +28,11 @@ class Group(ObjectCollectives):
     """
 
     def __init__(
-        self, communicator: engine.Communicator, *, local_rank: int | None = None, local_world_size: int | None = None
+        self,
+        communicator: extension.Communicator,
+        *,
+        local_rank: int | None = None,
+        local_world_size: int | None = None,
     ) -> None:
         super().__init__(communicator)
         self._local_rank = local_rank
@@ -268,16 +272,16 @@ def join(
     log.configure()
     waiting = waiting or log.Waiting(rank, world_size)
     chosen = config.settings(timeout=timeout, secret=secret)
-    lifecycle.install(_leave_all)
+    process_state.install(_leave_all)
     if not process.settings_checked and not local_rank:
         # One warning per host is enough.
         process.settings_checked = True
         config.warn_of_misspelt()
     host = listen_host(towards, world_size, local_world_size)
-    listening = engine.Bootstrap(parameters(chosen, rank, world_size, name=name, listen_host=host))
+    listening = extension.Bootstrap(parameters(chosen, rank, world_size, name=name, listen_host=host))
     with contextlib.closing(listening) as bootstrap:
         addresses = [bytes(address) for address in spread(bootstrap.address())]
-        lifecycle.note_job(b"".join(addresses))
+        process_state.note_job(b"".join(addresses))
         communicator = bootstrap.connect(addresses, waiting)
     log.joined(communicator)
     return Group(communicator, local_rank=local_rank, local_world_size=local_world_size)
@@ -291,9 +295,9 @@ def parameters(
     name: str,
     listen_host: str,
     secret: bytes | None = None,
-) -> engine.GroupConfig:
+) -> extension.GroupConfig:
     """Returns the parameters of a group that listens on a free port. `secret` None takes the secret of `chosen`."""
-    return engine.GroupConfig(
+    return extension.GroupConfig(
         rank,
         world_size,
         chosen,
@@ -313,11 +317,11 @@ _LOOPBACK = (("127.0.0.1", 9), ("::1", 9))
 def listen_host(towards: tuple[str, int] | None, world_size: int, local_world_size: int | None) -> str:
     """Returns the address that this rank listens on. The arguments are as in `join`."""
     if towards is not None:
-        return engine.local_address_towards(*towards)
+        return extension.local_address_towards(*towards)
     on_one_host = world_size == 1 or local_world_size == world_size
     for place in _LOOPBACK if on_one_host else (*_ELSEWHERE, *_LOOPBACK):
         with contextlib.suppress(BaguaError):
-            return engine.local_address_towards(*place)
+            return extension.local_address_towards(*place)
     return "127.0.0.1"
 
 
@@ -355,7 +359,7 @@ def end_job(error: BaseException | None) -> None:
     if error is None or isinstance(error, SystemExit):
         shutdown()
         return
-    lifecycle.report(type(error), error)
+    process_state.report(type(error), error)
     # The group has failed, so leaving it may raise too. The caller gets the error of the block.
     with contextlib.suppress(Exception):
         shutdown()

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from bagua.codecs import Codec
-from bagua.torch_exchange import TensorExchange, codec_of, sending_device
+from bagua.compressed_torch_collectives import TensorExchange, codec_of, sending_device
 
 __all__ = ["CompressedState", "compressed_hook"]
 

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from bagua import config, engine
+from bagua import config, extension
 
 __all__ = ["Waiting", "configure", "joined", "log"]
 
@@ -65,7 +65,7 @@ class Waiting:
         )
 
 
-def joined(group: engine.Communicator) -> None:
+def joined(group: extension.Communicator) -> None:
     """Logs how this rank reaches the other ranks of a group that it has joined."""
     if not log.isEnabledFor(logging.INFO):
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 
-from bagua import engine, verbs
+from bagua import extension, verbs
 from bagua.arrays import Array, ArrayT, ResultT, operand
 from bagua.errors import DeviceError
 from bagua.handle import AnyHandle, Handle
@@ -48,11 +48,11 @@ def outcome(handle: AnyHandle | None, result: Any, group: Messages) -> Any:
 class Messages:
     """Messages of a group, and the exchange between all ranks with different sizes: the base of `Collectives`."""
 
-    def __init__(self, communicator: engine.Communicator) -> None:
+    def __init__(self, communicator: extension.Communicator) -> None:
         self._communicator = communicator
 
     @property
-    def communicator(self) -> engine.Communicator:
+    def communicator(self) -> extension.Communicator:
         """The core's communicator: the same verbs by memory address, for callers that keep memory alive themselves."""
         return self._communicator
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from bagua.engine import DTYPES
+from bagua.extension import DTYPES
 
 if TYPE_CHECKING:
-    from bagua.engine import Communicator, CudaCall, Handle
+    from bagua.extension import Communicator, CudaCall, Handle
     from bagua.handle import AnyHandle
 
 __all__ = ["SIZES", "DeviceStream", "Operand", "check_beside", "empty_like", "numpy_code", "same_kind"]

@@ -18,8 +18,8 @@ import stat
 import threading
 from typing import Any
 
-from bagua import config, engine
-from bagua.lifecycle import process
+from bagua import config, extension
+from bagua.process_state import process
 
 __all__ = ["VERSION", "flight_recorder", "folders", "of_failure"]
 
@@ -37,7 +37,7 @@ KEPT_JOBS = 50
 #: Name of the thread that removes older jobs.
 REMOVING = "bagua-old-records"
 
-# The id of a job, see `lifecycle.note_job`.
+# The id of a job, see `process_state.note_job`.
 _JOB = re.compile(r"[0-9a-f]{16}")
 _NO_JOB = "0" * 16
 _NOT_PLAIN = re.compile(r"[^\w.,#-]+")
@@ -59,7 +59,7 @@ def flight_recorder() -> list[dict[str, Any]]:
 
     The list starts empty in a forked child.
     """
-    return engine.flight_recorder()
+    return extension.flight_recorder()
 
 
 def of_failure(failure: int, group: str, rank: int, host: str, error: str) -> tuple[str | None, str]:
@@ -96,7 +96,7 @@ def _write(directory: str, group: str, rank: int, host: str, error: str) -> str:
         "pid": os.getpid(),
         "jobs": process.jobs,
         "error": error,
-        "ops": engine.flight_recorder(),
+        "ops": extension.flight_recorder(),
     }
     text = json.dumps(record, allow_nan=False)
     with contextlib.ExitStack() as open_folders:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bagua import engine
+from bagua import extension
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["empty", "memory"]
 
 
-def memory(communicator: engine.Communicator, nbytes: int, label: str = "bagua-arena") -> ctypes.Array[ctypes.c_uint8]:
+def memory(
+    communicator: extension.Communicator, nbytes: int, label: str = "bagua-arena"
+) -> ctypes.Array[ctypes.c_uint8]:
     """Returns an object with the buffer protocol that owns `nbytes` of zeroed memory. Local to this rank.
 
     Verbs on tensors that lie in such memory on all ranks read the peers' memory directly. If no peer shares memory with
@@ -30,7 +32,7 @@ def memory(communicator: engine.Communicator, nbytes: int, label: str = "bagua-a
     return view
 
 
-def empty(communicator: engine.Communicator, shape: int | tuple[int, ...], dtype: DTypeLike) -> np.ndarray[Any, Any]:
+def empty(communicator: extension.Communicator, shape: int | tuple[int, ...], dtype: DTypeLike) -> np.ndarray[Any, Any]:
     """Returns an array of zeros in memory from `memory`. Raises ValueError for an impossible size."""
     kind = np.dtype(dtype)
     count = shape if isinstance(shape, int) else math.prod(shape)

@@ -1,6 +1,6 @@
 """Operands of torch's tensors.
 
-For a plain tensor on a recent torch, the bindings (`engine.TensorReader`) read address, count and dtype in one call.
+For a plain tensor on a recent torch, the bindings (`extension.TensorReader`) read address, count and dtype in one call.
 All other tensors, and all errors, go through the tensor's Python attributes.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bagua import engine, verbs
+from bagua import extension, verbs
 from bagua.operand import Operand
 
 __all__ = [
@@ -32,9 +32,9 @@ __all__ = [
 ]
 
 #: The dtypes that can be communicated, and their codes in the core.
-DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in engine.DTYPES.items()}
+DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in extension.DTYPES.items()}
 
-_BYTES = engine.DTYPES["uint8"]
+_BYTES = extension.DTYPES["uint8"]
 
 _flatten: Callable[[Sequence[torch.Tensor]], torch.Tensor] = torch._utils._flatten_dense_tensors
 _unflatten: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -59,13 +59,13 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
     return tensor.is_neg() or tensor.is_conj()
 
 
-def _new_reader(changed: Callable[[tuple[torch.Tensor]], None]) -> engine.TensorReader:
+def _new_reader(changed: Callable[[tuple[torch.Tensor]], None]) -> extension.TensorReader:
     # The lazy negative and conjugate flags of a tensor. Tensor.is_neg releases the GIL, and another thread may keep it.
     lazy_flags = getattr(torch._C, "_get_tensor_metadata", _is_lazy)
     try:
-        return engine.TensorReader([torch.Tensor, torch.nn.Parameter], lazy_flags, changed)
+        return extension.TensorReader([torch.Tensor, torch.nn.Parameter], lazy_flags, changed)
     except (AttributeError, TypeError):  # torch before 2.10 does not export a tensor's address to C
-        return engine.TensorReader([], lazy_flags, changed)
+        return extension.TensorReader([], lazy_flags, changed)
 
 
 # Increments a tensor's version counter, by which autograd detects that a saved tensor was written.
@@ -97,7 +97,7 @@ def require_dtype(dtype: torch.dtype, what: str) -> int:
     code = DTYPES.get(dtype)
     if code is None:
         raise TypeError(
-            f"{what} has dtype {dtype}, which cannot be communicated; these can: {', '.join(engine.DTYPES)}"
+            f"{what} has dtype {dtype}, which cannot be communicated; these can: {', '.join(extension.DTYPES)}"
         )
     return code
 
@@ -148,7 +148,7 @@ def check_pair(verb: verbs.Verb, sent: torch.Tensor, received: torch.Tensor, ran
 
 
 def operation(
-    raw: engine.Communicator, verb: verbs.Verb, src: Operand | None, dst: Operand | None, **options: Any
+    raw: extension.Communicator, verb: verbs.Verb, src: Operand | None, dst: Operand | None, **options: Any
 ) -> verbs.Operation:
     """Calls `verbs.operation`, after all checks, and increments the version counters of the tensors it writes."""
     if dst is not None:

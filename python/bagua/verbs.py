@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from bagua import engine
+from bagua import extension
 from bagua.handle import AnyHandle, Handle
 from bagua.operand import Operand
 
@@ -67,7 +67,7 @@ def _is_part(part: Operand, whole: Operand, rank: int) -> bool:
 
 
 def _verb(name: str, *, sends_all: bool = False, receives_all: bool = False, compares_shapes: bool = False) -> Verb:
-    return Verb(name, engine.VERBS[name], sends_all, receives_all, compares_shapes)
+    return Verb(name, extension.VERBS[name], sends_all, receives_all, compares_shapes)
 
 
 ALL_REDUCE = _verb("all_reduce", compares_shapes=True)
@@ -80,7 +80,7 @@ REDUCE_SCATTER = _verb("reduce_scatter", sends_all=True)
 ALL_TO_ALL = _verb("all_to_all", sends_all=True, receives_all=True)
 BARRIER = _verb("barrier")
 
-_DEFINED = engine.DEFINED
+_DEFINED = extension.DEFINED
 
 
 def is_defined(op: int, dtype: int) -> bool:
@@ -92,8 +92,8 @@ class Operation:
 
     def __init__(
         self,
-        raw: engine.Communicator | engine.Engine,
-        call: Callable[..., engine.Handle | None],
+        raw: extension.Communicator | extension.Engine,
+        call: Callable[..., extension.Handle | None],
         operands: Sequence[Operand],
         *,
         finish: Callable[[], None] | None = None,
@@ -141,7 +141,7 @@ class Operation:
 
 
 def operation(
-    raw: engine.Communicator | engine.Engine,
+    raw: extension.Communicator | extension.Engine,
     verb: Verb,
     src: Operand | None,
     dst: Operand | None,
@@ -157,9 +157,9 @@ def operation(
     """
     held = src if dst is None else dst
     if held is None:
-        return Operation(raw, partial(raw.run, verb.code, None, None, 0, engine.DTYPES["uint8"]), ())
+        return Operation(raw, partial(raw.run, verb.code, None, None, 0, extension.DTYPES["uint8"]), ())
     if count is None:
-        assert isinstance(raw, engine.Communicator), "an engine's caller passes the count"
+        assert isinstance(raw, extension.Communicator), "an engine's caller passes the count"
         count = verb.part(src, dst, raw.size)
     shape = held.dims if verb.compares_shapes else None
     call: Callable[..., Any]
@@ -176,7 +176,7 @@ def operation(
 
 
 def all_to_all_v(
-    raw: engine.Communicator,
+    raw: extension.Communicator,
     src: Operand | None,
     sends: tuple[Sequence[int], Sequence[int]],
     dst: Operand,
@@ -196,19 +196,19 @@ def all_to_all_v(
     return Operation(raw, call, (dst,) if src is None else (src, dst), finish=dst.finish)
 
 
-def send(raw: engine.Communicator, src: Operand, to: int, tag: int = 0) -> Operation:
+def send(raw: extension.Communicator, src: Operand, to: int, tag: int = 0) -> Operation:
     call = partial(raw.exchange, ((to, src.address, src.count),), (), src.dtype, tag=check_tag(tag))
     return Operation(raw, call, (src,), is_message=True)
 
 
-def recv(raw: engine.Communicator, dst: Operand, sender: int | None, tag: int = 0) -> Operation:
+def recv(raw: extension.Communicator, dst: Operand, sender: int | None, tag: int = 0) -> Operation:
     """Returns the receipt of the next message with this tag from rank `sender`, or from any rank if None."""
     call = partial(raw.exchange, (), ((sender, dst.address, dst.count),), dst.dtype, tag=check_tag(tag))
     return Operation(raw, call, (dst,), finish=dst.finish, is_message=True)
 
 
 def exchange(
-    raw: engine.Communicator,
+    raw: extension.Communicator,
     sends: Sequence[tuple[int, Operand]],
     receives: Sequence[tuple[int, Operand]],
     tag: int = 0,
@@ -216,7 +216,7 @@ def exchange(
     """Returns the exchange of many messages of one element type at once, as pairs `(peer, operand)`."""
     operands = [operand for _, operand in (*sends, *receives)]
     sent, received = [[(peer, x.address, x.count) for peer, x in each] for each in (sends, receives)]
-    dtype = operands[0].dtype if operands else engine.DTYPES["uint8"]
+    dtype = operands[0].dtype if operands else extension.DTYPES["uint8"]
     return Operation(raw, partial(raw.exchange, sent, received, dtype, tag=check_tag(tag)), operands, is_message=True)
 
 

@@ -16,7 +16,7 @@ import torch
 
 import bagua
 import bagua.torch_api
-from bagua import lifecycle
+from bagua import process_state
 from bagua.torch_api.membership.state import membership_state
 from tests.distributed import test_rebuild as training
 
@@ -265,7 +265,7 @@ class Rebuild(Training):
         try:
             super().once(step)
             if step > 0 and self.rank == reporter:
-                lifecycle.report(ValueError, ValueError("bad number"))
+                process_state.report(ValueError, ValueError("bad number"))
             # Which ranks make the step that one of them reports an exception in is not said, nor how many more.
             until = time.monotonic() + RAISED_WITHIN
             while step > 0:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bagua import config, engine
+from bagua import config, extension
 from bagua import group as groups
 from bagua.cuda.arrays import device_of
 from tests.cuda.device_arrays import LEGACY, Cuda
@@ -29,7 +29,7 @@ class Memory:
         zeros = np.zeros(count, held(dtype))
         self.array: Any = zeros if cuda is None else cuda.array(zeros, stream=stream)
         self.address: int = self.array.ctypes.data if cuda is None else self.array.address
-        self.code = engine.DTYPES[dtype if isinstance(dtype, str) else np.dtype(dtype).name]
+        self.code = extension.DTYPES[dtype if isinstance(dtype, str) else np.dtype(dtype).name]
 
     def write(self, values: Any, stream: int = LEGACY) -> None:
         """New values; on the device, when the stream has come so far."""
@@ -72,7 +72,7 @@ class Tensors:
         options: dict[str, Any] = {}
         if cuda is not None:
             options = {"device": device_of(cuda.device), "collective": config.cuda_collective(), "keep": self.memory}
-        self.raw = engine.Bucket(name, described, **options)
+        self.raw = extension.Bucket(name, described, **options)
         self.marks = len(sizes)
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bagua import engine
+from bagua import extension
 from tests.cuda.kernels_on_host import Array, Bytes, Kernels, is_untouched_before, placed, room, sources
 
 U32, U64, F32, F64 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_float, ctypes.c_double
@@ -105,7 +105,7 @@ def _address(array: Bytes) -> int:
 
 def core_encode(codec: str, name: str, held: Array, chunks: int) -> Bytes:
     """The records that the core makes."""
-    raw, code = engine.Codec(codec, {}), engine.DTYPES[CODED[name][0]]
+    raw, code = extension.Codec(codec, {}), extension.DTYPES[CODED[name][0]]
     records = room(raw.encoded_bytes(held.size, code, chunks))
     source = np.ascontiguousarray(held)
     raw.encode(int(source.ctypes.data), source.size, code, chunks, _address(records), records.size)
@@ -114,7 +114,7 @@ def core_encode(codec: str, name: str, held: Array, chunks: int) -> Bytes:
 
 def core_decode(codec: str, name: str, records: Bytes, count: int, chunks: int) -> Array:
     """The elements that the core makes of records."""
-    raw, code = engine.Codec(codec, {}), engine.DTYPES[CODED[name][0]]
+    raw, code = extension.Codec(codec, {}), extension.DTYPES[CODED[name][0]]
     out = np.empty(count, CODED[name][1])
     raw.decode(_address(records), records.size, int(out.ctypes.data), count, code, chunks)
     return out

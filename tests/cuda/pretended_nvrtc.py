@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from bagua.engine import CUDA_KERNELS
+from bagua.extension import CUDA_KERNELS
 
 _SOURCE = r"""
 #include <string.h>

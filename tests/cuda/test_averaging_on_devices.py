@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import bagua
-from bagua import engine
+from bagua import extension
 from bagua import group as groups
 from bagua.cuda.arrays import device_of
 from tests.cases import attempt
@@ -40,7 +40,7 @@ class Averaged:
         codec: Any = None,
         dtype: Any = None,
     ) -> None:
-        self.cuda, self.lock = cuda, engine.WeightLock()
+        self.cuda, self.lock = cuda, extension.WeightLock()
         self.memory = Memory(cuda, len(values), dtype or values.dtype, stream)
         self.memory.write(values, stream)
         described = [(self.memory.address, len(values), self.memory.code, cuda is not None)]
@@ -92,7 +92,7 @@ def moved(values: np.ndarray[Any, Any], step: np.ndarray[Any, Any], dtype: str) 
 def has_the_bits_of_the_host(rank: int, cuda: Cuda) -> None:
     stream = cuda.stream()
     for dtype in ("float32", "float64", "float16", "bfloat16"):
-        for codec in (None, engine.Codec("minmax_u8", {})) if dtype == "float32" else (None,):
+        for codec in (None, extension.Codec("minmax_u8", {})) if dtype == "float32" else (None,):
             begin = values_of(rank, dtype)
             both = [
                 Averaged(on, f"{on is None} {dtype} {codec}", begin, codec=codec, stream=stream, dtype=dtype)
@@ -115,7 +115,7 @@ def runs_as_an_operation_of_a_bucket(rank: int, cuda: Cuda) -> None:
     buckets, operations, locks = [], [], []
     for on in (None, cuda):
         bucket = Tensors(on, f"bucket {on is None}", flat=on is None, stream=other)
-        lock = engine.WeightLock()
+        lock = extension.WeightLock()
         operations.append(bucket.raw.append_asynchronous_model_average(lock))
         locks.append(lock)
         buckets.append(bucket)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import bagua
-from bagua import engine
+from bagua import extension
 from tests.cuda.buckets import Memory, Queue, Tensors
 from tests.cuda.device_arrays import Cuda
 from tests.cuda.ranks import Ranks, on_ranks
@@ -26,7 +26,7 @@ def operate(bucket: Tensors, operation: str) -> None:
     if operation == "centralized":
         bucket.raw.append_centralized(False, False, True)
     else:
-        bucket.raw.append_compressed(engine.Codec("minmax_u8", {}), False, False, False)
+        bucket.raw.append_compressed(extension.Codec("minmax_u8", {}), False, False, False)
 
 
 @pytest.mark.parametrize("flat", FLAT)

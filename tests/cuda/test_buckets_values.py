@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import bagua
-from bagua import engine
+from bagua import extension
 from bagua.cuda.arrays import device_of
 from tests.cases import slow_but
 from tests.cuda import kernel_cases as cases
@@ -31,12 +31,12 @@ def centralized(tensors: Tensors, hierarchical: bool) -> None:
 
 
 def compressed(tensors: Tensors, hierarchical: bool) -> None:
-    tensors.raw.append_compressed(engine.Codec(*CODEC), True, hierarchical, True)
+    tensors.raw.append_compressed(extension.Codec(*CODEC), True, hierarchical, True)
     tensors.attach("error", tensors.count - sum(tensors.sizes[tensors.marks :]), np.float32)
 
 
 def bytegrad(tensors: Tensors, hierarchical: bool) -> None:
-    tensors.raw.append_compressed(engine.Codec(*CODEC), True, hierarchical, False)
+    tensors.raw.append_compressed(extension.Codec(*CODEC), True, hierarchical, False)
 
 
 def decentralized(tensors: Tensors, hierarchical: bool) -> None:
@@ -45,7 +45,7 @@ def decentralized(tensors: Tensors, hierarchical: bool) -> None:
 
 
 def low_precision(tensors: Tensors, hierarchical: bool) -> None:
-    tensors.raw.append_low_precision_decentralized(engine.Codec(*CODEC), hierarchical)
+    tensors.raw.append_low_precision_decentralized(extension.Codec(*CODEC), hierarchical)
     for name in REPLICAS:
         tensors.attach(name)
 
@@ -113,7 +113,7 @@ def ring(rank: int, cuda: Cuda, group: bagua.Group) -> list[dict[str, Any]]:
         made = []
         for dtype, flat in itertools.product(KERNELS, (True, False)):
             made.append(Tensors(on, f"{dtype} {flat}", sizes=(1000, 3, 77), dtype=dtype, flat=flat, stream=stream))
-            made[-1].raw.append_low_precision_decentralized(engine.Codec(by, {}), False)
+            made[-1].raw.append_low_precision_decentralized(extension.Codec(by, {}), False)
             for name in REPLICAS:
                 made[-1].attach(name, dtype=dtype)
         return made
@@ -205,17 +205,17 @@ def test_verbs_in_order_with_the_buckets_take_device_memory(rank: int, cuda: Cud
     raw = group.communicator.engine("verbs")
     late, stream = cuda.stream(), cuda.stream()
     ones = np.full(3000, rank + 1, np.float32)
-    code = engine.DTYPES["float32"]
+    code = extension.DTYPES["float32"]
     x, y, every = cuda.array(ones, stream=late), cuda.array(ones, stream=late), cuda.array(np.zeros(6000, np.float32))
 
-    def place(*producers: int) -> engine.CudaCall:
+    def place(*producers: int) -> extension.CudaCall:
         return raw.cuda_call(device_of(0), stream, producers, "auto")
 
     handles = [
-        raw.run(engine.ALL_REDUCE, None, x.address, 3000, code, async_op=True, keep=x, place=place(late)),
-        raw.run(engine.ALL_GATHER, y.address, every.address, 3000, code, async_op=True, place=place(late, 1)),
+        raw.run(extension.ALL_REDUCE, None, x.address, 3000, code, async_op=True, keep=x, place=place(late)),
+        raw.run(extension.ALL_GATHER, y.address, every.address, 3000, code, async_op=True, place=place(late, 1)),
     ]
-    raw.run(engine.BROADCAST, None, y.address, 3000, code, 0, 1, place=place(late))
+    raw.run(extension.BROADCAST, None, y.address, 3000, code, 0, 1, place=place(late))
     assert set(y.read(stream)) == {2.0}
     other = cuda.stream()
     for handle in handles:

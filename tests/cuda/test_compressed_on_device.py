@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import bagua
-from bagua import engine
+from bagua import extension
 from bagua import group as groups
 from tests.cuda import kernel_cases as cases
 from tests.cuda.buckets import Queue, Tensors
@@ -32,7 +32,7 @@ def bucket(
 ) -> Tensors:
     """A bucket whose operation is a compressed all_reduce without error feedback."""
     made = Tensors(on, name, sizes=sizes, **how)
-    made.raw.append_compressed(engine.Codec(by, {}), average, hierarchical, False)
+    made.raw.append_compressed(extension.Codec(by, {}), average, hierarchical, False)
     return made
 
 
@@ -147,7 +147,7 @@ def automatic(rank: int, cuda: Cuda) -> tuple[str | None, bytes]:
     """Whether an automatic operation keeps the codec, and the values that it left last."""
     stream = cuda.stream()
     tensors = Tensors(cuda, "auto", sizes=(1001,), stream=stream)
-    tensors.raw.append_automatic(engine.Codec("minmax_u8", {}), True, False)
+    tensors.raw.append_automatic(extension.Codec("minmax_u8", {}), True, False)
     queue = Queue("engine", tensors)
     values = np.random.default_rng(0).normal(size=1001).astype(np.float32)
     for number in range(12):
@@ -176,7 +176,7 @@ def test_the_choice_by_time_is_the_same_on_all_ranks_and_times_the_device(ranks:
 
 def ring(tensors: Tensors) -> None:
     """A step of the compressed ring of two ranks."""
-    tensors.raw.append_low_precision_decentralized(engine.Codec("f16", {}), False)
+    tensors.raw.append_low_precision_decentralized(extension.Codec("f16", {}), False)
     for name in ("weight", "left_peer_weight", "right_peer_weight"):
         tensors.attach(name)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import bagua
-from bagua import engine
+from bagua import extension
 from tests.cuda.buckets import Queue, Tensors
 from tests.cuda.device_arrays import Cuda
 from tests.cuda.failing_calls import UNKNOWN, Calls, check_each, count_calls
@@ -85,7 +85,7 @@ def buckets(cuda: Cuda) -> Act:
 
     def act(group: bagua.Group) -> None:
         flat, apart = (Tensors(cuda, name, flat=name == "flat", stream=stream) for name in ("flat", "apart"))
-        flat.raw.append_compressed(engine.Codec("minmax_u8", {}), True, False, False)
+        flat.raw.append_compressed(extension.Codec("minmax_u8", {}), True, False, False)
         flat.raw.append_decentralized("all", False)
         flat.attach("peer_weight")
         for each in (flat, apart):
@@ -118,7 +118,7 @@ def timed(cuda: Cuda) -> Act:
 
     def act(group: bagua.Group) -> None:
         tensors = Tensors(cuda, "auto", sizes=(1000, 1), flat=False)
-        tensors.raw.append_automatic(engine.Codec("minmax_u8", {}), True, False)
+        tensors.raw.append_automatic(extension.Codec("minmax_u8", {}), True, False)
         with queue_of(tensors) as queue:
             for _ in range(11):
                 queue.step()

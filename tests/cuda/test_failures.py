@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import bagua
-from bagua import engine
+from bagua import extension
 from tests.cuda.buckets import Queue, Tensors
 from tests.cuda.device_arrays import Cuda
 from tests.cuda.failing_calls import (
@@ -104,7 +104,7 @@ def compressed(cuda: Cuda, group: bagua.Group, count: int) -> Iterator[Running]:
     """A bucket that is encoded, and whose tensors lie apart on rank 1."""
     stream = cuda.stream()
     bucket = Tensors(cuda, "one", sizes=(count, 101), flat=group.rank == 0, stream=stream)
-    bucket.raw.append_compressed(engine.Codec("minmax_u8", {}), True, False, False)
+    bucket.raw.append_compressed(extension.Codec("minmax_u8", {}), True, False, False)
     with queued(bucket, stream) as running:
         yield running
 
@@ -224,7 +224,7 @@ def test_a_deadline_names_the_rank_that_did_not_come(ranks: Ranks, operation: st
 def waits_for_a_producer(rank: int, cuda: Cuda, group: bagua.Group, folder: str) -> str:
     stream = cuda.stream()
     bucket = Tensors(cuda, "one", stream=stream)
-    bucket.raw.append_compressed(engine.Codec("minmax_u8", {}), True, False, False)
+    bucket.raw.append_compressed(extension.Codec("minmax_u8", {}), True, False, False)
     queue = Queue("engine", bucket)
     if rank == 1:
         # The other rank is in the middle of its step.

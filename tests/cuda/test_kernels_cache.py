@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from bagua.config import CudaPlaces
-from bagua.engine import CUDA_KERNELS, CudaLibraries
 from bagua.errors import BaguaError
+from bagua.extension import CUDA_KERNELS, CudaLibraries
 
 #: An NVRTC whose machine code names the program and its architecture; at each compilation it writes a line to a file.
 NVRTC = r"""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bagua.engine import CUDA_ARCHITECTURES, CUDA_KERNELS
+from bagua.extension import CUDA_ARCHITECTURES, CUDA_KERNELS
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from bagua import config
-from bagua.engine import CUDA_KERNELS, CudaLibraries
+from bagua.extension import CUDA_KERNELS, CudaLibraries
 libraries, places, folder, architecture = CudaLibraries(), config.cuda_places(), Path(sys.argv[1]), int(sys.argv[2])
 report = {}
 for name in CUDA_KERNELS:

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from bagua.engine import CUDA_KERNELS
+from bagua.extension import CUDA_KERNELS
 from tests.cuda import kernel_cases as cases
 from tests.cuda.kernels_on_host import Kernels, kernels
 

@@ -260,8 +260,8 @@ def test_nvrtc_and_nccl_are_reported_without_a_driver() -> None:
 def test_every_function_of_the_table_is_in_nccl_itself() -> None:
     program = (
         "import bagua.cuda\n"
-        "from bagua import config, engine\n"
-        "print(engine.CudaLibraries().report(config.cuda_places())['nccl']['error'])"
+        "from bagua import config, extension\n"
+        "print(extension.CudaLibraries().report(config.cuda_places())['nccl']['error'])"
     )
     assert run(program, BAGUA_LIBNCCL=packaged("libnccl.so.2")) == "None\n"
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import bagua
-from bagua import engine
+from bagua import extension
 from tests.cuda.device_arrays import LEGACY, Cuda
 from tests.cuda.ranks import BOTH, on_ranks
 
@@ -81,7 +81,7 @@ def test_a_handle_orders_the_streams_that_it_gets(cuda: Cuda, group: bagua.Group
     group.all_reduce(x, async_op=True).then(done.append)
     group.all_reduce(y, async_op=True).synchronize()
     # The call happens on another thread, which nothing else here waits for.
-    engine.wait_for_callbacks(60)
+    extension.wait_for_callbacks(60)
     assert done == [None]
 
 

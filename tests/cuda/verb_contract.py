@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import bagua
-from bagua import engine
+from bagua import extension
 from tests.cuda.device_arrays import Cuda
 
 # NumPy has no bfloat16.
-DTYPES = tuple(name for name in engine.DTYPES if name != "bfloat16")
+DTYPES = tuple(name for name in extension.DTYPES if name != "bfloat16")
 OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
 #: Results may differ from the host's by so many units in the last place of one.
 ULPS = 16

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import bagua.torch_api as bagua
-from bagua.aggregation.peers import BaguaPeers, Group, find
+from bagua.aggregation.backends import BaguaPeers, Group, find
 from tests.distributed import torch_ranks
 from tests.distributed.torch_ranks import Case
 

@@ -12,7 +12,7 @@ import torch
 
 import bagua as neutral
 import bagua.torch_api as bagua
-from bagua import lifecycle
+from bagua import process_state
 from bagua.torch_api.algorithms import Algorithm, AsyncModelAverageAlgorithm
 
 
@@ -92,7 +92,7 @@ def main() -> None:
             stats = model.bagua_algorithm.stats()
             counter = model.bagua_ddp.bagua_train_step_counter
             elastic = neutral.stats()["elastic"]
-            jobs = lifecycle.process.jobs
+            jobs = process_state.process.jobs
             answer({**stats, "weights": weights, "seen": seen, "counter": counter, "elastic": elastic, "jobs": jobs})
         elif command == "verb":
             answer(attempt(lambda: bagua.barrier()))

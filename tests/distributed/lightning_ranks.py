@@ -64,7 +64,7 @@ def run(rank: int, namespace: str, trainings: list[str], rows: list[str], cases:
     the cases.
     """
     # It imports Lightning, which the process that collects the tests need not.
-    from bagua.lightning.process_group import fail, leave
+    from bagua.lightning.join_and_leave import fail, leave
 
     torch.set_num_threads(1)
     kit = Kit(namespace)

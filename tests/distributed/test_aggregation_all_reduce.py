@@ -12,7 +12,7 @@ import torch
 
 import bagua.torch_api as bagua
 from bagua.aggregation import AllReduceAggregation, AllReduceAggregationHVD
-from bagua.aggregation.peers import find
+from bagua.aggregation.backends import find
 from tests.distributed.aggregation_ranks import (
     SHAPES,
     Several,

@@ -9,7 +9,7 @@ import torch
 
 import bagua.torch_api as bagua
 from bagua.aggregation import AllReduceAggregation
-from bagua.aggregation.peers import Alone, BaguaPeers, Peers, TorchPeers, find
+from bagua.aggregation.backends import Alone, BaguaPeers, Peers, TorchPeers, find
 from bagua.errors import BaguaError
 from tests.distributed.aggregation_ranks import Several, each_case, gradients, numbers
 from tests.distributed.torch_ranks import cases_in, same_everywhere

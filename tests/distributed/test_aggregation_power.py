@@ -9,7 +9,7 @@ import torch
 
 import bagua.torch_api as bagua
 from bagua.aggregation import PowerAggregation
-from bagua.aggregation.peers import Peers
+from bagua.aggregation.backends import Peers
 from tests.distributed.aggregation_ranks import (
     SHAPES,
     Several,

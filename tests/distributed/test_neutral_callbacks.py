@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import bagua
-from bagua import engine
+from bagua import extension
 from tests.groups import on_ranks
 from tests.waits import on_threads
 
@@ -71,7 +71,7 @@ def test_callbacks_from_many_threads_are_called_once_each_with_the_result_in_pla
     on_threads(register, range(8))
     for handle in handles:
         handle.wait()
-    engine.wait_for_callbacks(60)
+    extension.wait_for_callbacks(60)
     assert not wrong
     assert calls == [[1] * 8 for _ in x]
 
@@ -167,7 +167,7 @@ def raises(rank: int) -> list[tuple[str, bool]]:
     handle.then(interrupts)
     group.barrier()
     handle.wait()
-    engine.wait_for_callbacks(60)
+    extension.wait_for_callbacks(60)
     handle.then(fails)
     with pytest.raises(KeyboardInterrupt):
         handle.then(interrupts)
@@ -279,8 +279,8 @@ def forks(rank: int) -> list[str]:
             handle.then(lambda error: os.write(write, b"called in the child"))
         except bagua.BaguaError as error:
             os.write(write, str(error).encode())
-        engine.Handle.completed().then(lambda error: os.write(write, b"|at once"))
-        engine.wait_for_callbacks(60)
+        extension.Handle.completed().then(lambda error: os.write(write, b"|at once"))
+        extension.wait_for_callbacks(60)
         os.write(write, f"|{calls.errors}".encode())
         raise SystemExit(0)
     os.close(write)

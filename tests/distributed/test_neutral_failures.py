@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import bagua
-from bagua import engine
+from bagua import extension
 from tests.cuda.buckets import Queue, Tensors
 from tests.groups import on_ranks
 from tests.waits import NOT_BY_SILENCE, for_ever, meet
@@ -55,7 +55,7 @@ def bucket(operate: Callable[[Tensors], object]) -> Callable[[bagua.Group], Step
 
 
 def compressed(tensors: Tensors) -> None:
-    tensors.raw.append_compressed(engine.Codec("minmax_u8", {}), True, False, True)
+    tensors.raw.append_compressed(extension.Codec("minmax_u8", {}), True, False, True)
     tensors.attach("error")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import bagua
-from bagua.engine import DTYPES
+from bagua.extension import DTYPES
 from tests.groups import on_ranks
 from tests.immutable_arrays import IMMUTABLE
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import bagua
-from bagua.lifecycle import process
+from bagua.process_state import process
 from tests.distributed import test_neutral_verbs as verbs
 from tests.groups import arrive_waiting, on_ranks
 from tests.waits import await_arrival

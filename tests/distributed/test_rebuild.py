@@ -19,13 +19,13 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import bagua as base
 import bagua.torch_api as bagua
-from bagua import BaguaError, BaguaTimeoutError, PeerLostError, PeerRaisedError, lifecycle
+from bagua import BaguaError, BaguaTimeoutError, PeerLostError, PeerRaisedError, process_state
 from bagua import group as neutral
 from bagua.torch_api.algorithms.decentralized import DecentralizedAlgorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
-from bagua.torch_api.membership import torch_init
+from bagua.torch_api.membership import torch_init_process_group
 from bagua.torch_api.membership.state import membership_state
-from bagua.torch_api.membership.store_client import StoreClient
+from bagua.torch_api.membership.torch_store_connection import StoreClient
 from tests.waits import for_ever, meet
 
 World = Callable[..., Any]
@@ -293,9 +293,9 @@ def lost_during_rebuild(rank: int, place: str, victim: int) -> Any:
 
             module.broadcast_tensors = then_die
         elif place == "after_state":
-            module.torch_init.begin_again = lambda *args: die()
+            module.torch_init_process_group.begin_again = lambda *args: die()
         elif place == "in_torch":
-            torch_init.begin_gloo = lambda *args: die()
+            torch_init_process_group.begin_gloo = lambda *args: die()
         elif place == "wrap":
             wrapping.wrap = lambda *args: die()
         else:
@@ -315,12 +315,12 @@ def lost_during_rebuild(rank: int, place: str, victim: int) -> Any:
 def torch_fails_to_begin(rank: int) -> tuple[int, int]:
     world = base.init()
     own = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    begin_gloo, count = torch_init.begin_gloo, torch.distributed.distributed_c10d._world
+    begin_gloo, count = torch_init_process_group.begin_gloo, torch.distributed.distributed_c10d._world
     # Of two ranks, one of which never comes.
-    torch_init.begin_gloo = lambda store, rank, size, limit: begin_gloo(store, rank, 2, limit)
+    torch_init_process_group.begin_gloo = lambda store, rank, size, limit: begin_gloo(store, rank, 2, limit)
     before = count.group_count
     with pytest.raises(TimeoutError):
-        torch_init.begin(StoreClient(own), world)
+        torch_init_process_group.begin(StoreClient(own), world)
     base.shutdown()
     return before, count.group_count
 
@@ -467,7 +467,7 @@ def after_an_exception(rank: int) -> Any:
     error: type[BaguaError] = PeerRaisedError
     meet("before the exception", rank, range(3))
     if rank == 1:
-        lifecycle.report(ValueError, ValueError("bad number"))
+        process_state.report(ValueError, ValueError("bad number"))
     with pytest.raises(error):
         make_step(model, steps, 1)
     rebuilt = bagua.rebuild()

@@ -163,7 +163,7 @@ def test_the_smaller_half_is_refused_and_goes_on_with_any_quorum(world: World) -
 def test_after_an_exception_all_ranks_go_on(rank: int, group: bagua.Group) -> None:
     meet("before the exception", rank, range(3))
     if rank == 2:
-        bagua.lifecycle.report(ValueError, ValueError("bad number"))
+        bagua.process_state.report(ValueError, ValueError("bad number"))
     with pytest.raises(bagua.PeerRaisedError):
         for_ever(group.barrier)
     group = group.shrink()

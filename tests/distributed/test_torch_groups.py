@@ -18,7 +18,7 @@ import bagua as neutral
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError, BaguaTimeoutError, PeerRaisedError
 from bagua.torch_api import communication
-from bagua.torch_api.membership import torch_init
+from bagua.torch_api.membership import torch_init_process_group
 from tests.distributed.torch_ranks import ENVIRONMENT
 from tests.waits import meet
 from tests.world import World, free_port
@@ -122,7 +122,7 @@ def leaves_torch_alone(rank: int) -> float:
 
 
 def joins_while_the_other_is_late(rank: int, connected: str) -> bool:
-    begin_gloo = torch_init.begin_gloo
+    begin_gloo = torch_init_process_group.begin_gloo
 
     def late(*arguments: Any) -> None:
         begin_gloo(*arguments)
@@ -130,7 +130,7 @@ def joins_while_the_other_is_late(rank: int, connected: str) -> bool:
             time.sleep(0.5)
             Path(connected).touch()
 
-    torch_init.begin_gloo = late
+    torch_init_process_group.begin_gloo = late
     bagua.init_process_group()
     # What gloo still connects with could be closed from here on.
     there = Path(connected).exists()

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bagua.engine import CUDA_KERNELS
+from bagua.extension import CUDA_KERNELS
 from tests.cuda import kernel_cases, kernels_on_host
 from tests.cuda.driver import Driver
 from tests.cuda.kernels_on_host import THREADS, UNWRITTEN, Bytes, Kernels

@@ -11,7 +11,7 @@ import pytest
 
 from bagua import dlpack
 from bagua.arrays import on_host, operand
-from bagua.engine import DTYPES, read_array
+from bagua.extension import DTYPES, read_array
 from bagua.operand import empty_like
 from tests.immutable_arrays import IMMUTABLE, Flagged
 

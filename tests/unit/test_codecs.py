@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import bagua
-from bagua import engine
+from bagua import extension
 from bagua.codecs import raw_codec
 from tests.unit.codec_oracle import ORACLES, bits_of, to_bits, to_values
 
 GOLDEN = Path(__file__).resolve().parents[2] / "rust/bagua-kernels/src/codec/golden.txt"
-NAMES = tuple(engine.CODECS)
+NAMES = tuple(extension.CODECS)
 DTYPES = ("float32", "float16", "bfloat16")
 OPTIONS: list[tuple[str, dict[str, float]]] = [
     *((name, {}) for name in NAMES),

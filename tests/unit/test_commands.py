@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 import bagua
-from bagua import engine
+from bagua import extension
 from bagua.cli import main
 from bagua.commands import bench, machine, top
 from tests.cases import slow_but
@@ -204,7 +204,7 @@ def test_bench_prints_checked_figures_of_ranks_that_it_starts() -> None:
     assert ended.returncode == 0, ended.stderr
     figures = json.loads(ended.stdout)
     assert (figures["ranks"], figures["collective"]) == (2, "shm")
-    assert figures["optimized"] is engine.IS_OPTIMIZED
+    assert figures["optimized"] is extension.IS_OPTIMIZED
     assert [row["bytes"] for row in figures["all_reduce"]] == [4096, 1 << 20]
     for row in figures["all_reduce"]:
         assert set(row) == {
@@ -259,7 +259,7 @@ def test_bench_measures_the_job_that_it_is_a_rank_of() -> None:
                 rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0, 0]
     assert "all_reduce, 3 ranks, net" in shown[0]
-    assert ("NOT OPTIMIZED" in shown[0]) is not engine.IS_OPTIMIZED
+    assert ("NOT OPTIMIZED" in shown[0]) is not extension.IS_OPTIMIZED
     assert re.search(r"\bus .*single us", shown[0])
     assert "65,536" in shown[0]
     assert shown[1:] == ["", ""]

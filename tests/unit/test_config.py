@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from bagua import config, engine
+from bagua import config, extension
 from bagua.config import VARIABLES
 
 
@@ -106,7 +106,7 @@ def test_a_timeout_without_end_is_one_that_torch_can_count(monkeypatch: pytest.M
 
 def test_streams_and_algorithm_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAGUA_STREAMS_PER_PEER", "4")
-    for algorithm in engine.ALGORITHMS:
+    for algorithm in extension.ALGORITHMS:
         monkeypatch.setenv("BAGUA_ALGORITHM", algorithm)
         assert (config.settings().streams_per_peer, config.settings().algorithm) == (4, algorithm)
 

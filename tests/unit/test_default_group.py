@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bagua import collectives
-from bagua.engine import OPS
+from bagua.extension import OPS
 
 PACKAGE = Path(collectives.__file__).parent
 
@@ -28,7 +28,7 @@ def test_the_methods_of_a_communicator_have_the_texts_of_the_functions() -> None
 
 
 @pytest.mark.parametrize(
-    "file", ["collectives.py", "messages.py", "objects.py", "torch_api/default_collectives.py", "errors.py"]
+    "file", ["collectives.py", "messages.py", "object_collectives.py", "torch_api/default_collectives.py", "errors.py"]
 )
 def test_a_reader_of_the_sources_finds_a_text_for_every_public_name(file: str) -> None:
     """As IDEs do, which do not import the package. The functions of `bagua` have the texts of the first three."""

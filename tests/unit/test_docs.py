@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import bagua
-from bagua import engine
+from bagua import extension
 from tests import forks, gloo, scripts
 from tools.blocks import python_blocks, reason
 
@@ -102,7 +102,7 @@ def test_every_error_class_is_documented() -> None:
 
 def test_the_page_of_the_wire_has_the_codes_of_the_core() -> None:
     text = (ROOT / "docs" / "reference" / "wire.md").read_text()
-    for field, codes in (("dtype", engine.DTYPES), ("op", engine.OPS)):
+    for field, codes in (("dtype", extension.DTYPES), ("op", extension.OPS)):
         row = re.search(rf"^\| \d+ \| {field} \| (.*) \|$", text, re.MULTILINE)
         assert row is not None
         assert dict(re.findall(r"(\w+) (\d+)", row[1])) == {

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import bagua
-from bagua import engine, errors
+from bagua import errors, extension
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = [getattr(errors, name) for name in errors.__all__]
@@ -57,14 +57,14 @@ def test_a_timeouts_text_is_its_text() -> None:
 
 def test_the_error_of_the_operating_system_is_the_cause_of_the_exception() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(bagua.BaguaError, match="listening") as raised:
-        engine.RendezvousServer(*taken.getsockname())
+        extension.RendezvousServer(*taken.getsockname())
     cause = raised.value.__cause__
     assert type(cause) is OSError
     assert (cause.errno, cause.strerror) == (errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 def test_an_error_without_one_has_no_cause() -> None:
-    server = engine.RendezvousServer("127.0.0.1", 0)
+    server = extension.RendezvousServer("127.0.0.1", 0)
     assert server.serve(1, b"address", b"secret", 1.0) == [b"address"]
     with pytest.raises(bagua.BaguaError, match="already") as raised:
         server.serve(1, b"address", b"secret", 1.0)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from bagua import engine, group, torch_store
+from bagua import extension, group, store_rendezvous
 from bagua.errors import BaguaError, BaguaTimeoutError
 from bagua.metrics import probes
 from tests.waits import until
@@ -44,10 +44,10 @@ def our_clients(ranks: int) -> list[Any]:
     """The same for a server of our own, which ends with the last client."""
 
     class Client:
-        server = engine.StoreServer("127.0.0.1", 0, b"")
+        server = extension.StoreServer("127.0.0.1", 0, b"")
 
         def __init__(self) -> None:
-            self._store = engine.Store.tcp("127.0.0.1", self.server.port, b"", PATIENCE)
+            self._store = extension.Store.tcp("127.0.0.1", self.server.port, b"", PATIENCE)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._store, name)
@@ -61,7 +61,7 @@ KINDS: dict[str, Callable[[Path, int], list[Any]]] = {
     "file": lambda folder, ranks: [FileStore(str(folder / "store"), 1)] * ranks,
     "hash": lambda _, ranks: [HashStore()] * ranks,
     "our server": lambda _, ranks: our_clients(ranks),
-    "our files": lambda folder, ranks: [engine.Store.files(folder)] * ranks,
+    "our files": lambda folder, ranks: [extension.Store.files(folder)] * ranks,
 }
 
 
@@ -83,7 +83,7 @@ class Counting:
 
 
 def join(store: Any, rank: int, size: int, *, secret: bytes = b"", limit: float = PATIENCE) -> tuple[group.Group, int]:
-    return torch_store.join(
+    return store_rendezvous.join(
         store,
         rank,
         size,
@@ -127,12 +127,14 @@ def work_and_leave(groups: list[group.Group]) -> None:
 
 def announced(store: Any, host: str, port: int) -> None:
     """What a rank 0 leaves in the store."""
-    torch_store._Entries(store, "init", PATIENCE).announce(torch_store._Server(host, port, f"token of {port}"))
+    store_rendezvous._Entries(store, "init", PATIENCE).announce(
+        store_rendezvous._Server(host, port, f"token of {port}")
+    )
 
 
 def abandoned(store: Any) -> None:
     """A rank 0 came, said so, and died."""
-    announced(store, *engine.RendezvousServer("127.0.0.1", 0).address())
+    announced(store, *extension.RendezvousServer("127.0.0.1", 0).address())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -231,9 +233,9 @@ def test_a_store_that_ended_is_named_at_once() -> None:
 
 
 def test_a_rendezvous_can_be_served_once() -> None:
-    server = engine.RendezvousServer("127.0.0.1", 0)
+    server = extension.RendezvousServer("127.0.0.1", 0)
     assert server.serve(1, b"alone", b"", 1.0) == [b"alone"]
     with pytest.raises(BaguaError, match="served already"):
         server.serve(1, b"alone", b"", 1.0)
     with pytest.raises(ValueError, match="'localhost' is not an IP address"):
-        engine.RendezvousServer("localhost", 0)
+        extension.RendezvousServer("localhost", 0)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from bagua import config, engine, log, torch_store
+from bagua import config, extension, log, store_rendezvous
 from tests.waits import until
 from tests.world import free_port
 
@@ -52,11 +52,11 @@ Exchange = Callable[[int, Callable[[Sequence[int]], object]], object]
 
 
 def by_tcp(port: int, rank: int, waiting: Callable[[Sequence[int]], object]) -> object:
-    return engine.rendezvous_tcp("127.0.0.1", port, rank, 3, b"address", b"", LIMIT, waiting=waiting)
+    return extension.rendezvous_tcp("127.0.0.1", port, rank, 3, b"address", b"", LIMIT, waiting=waiting)
 
 
 def by_file(path: Path, rank: int, waiting: Callable[[Sequence[int]], object]) -> object:
-    return engine.rendezvous_file(path, rank, 3, b"address", LIMIT, waiting=waiting)
+    return extension.rendezvous_file(path, rank, 3, b"address", LIMIT, waiting=waiting)
 
 
 @pytest.mark.parametrize("how", ["tcp", "file"])
@@ -89,7 +89,7 @@ def test_ranks_that_join_by_a_store_warn_of_the_missing_ones(
 
     def join(rank: int) -> None:
         options = {"local_rank": rank, "local_world_size": 2, "secret": b"", "timeout": LIMIT}
-        one, _ = torch_store.join(store, rank, 2, what="init", towards=None, **options)  # type: ignore[arg-type]
+        one, _ = store_rendezvous.join(store, rank, 2, what="init", towards=None, **options)  # type: ignore[arg-type]
         one.barrier()
         one.leave()
 

@@ -16,7 +16,7 @@ import pytest
 
 import bagua
 from bagua import config, metrics
-from bagua.lifecycle import process
+from bagua.process_state import process
 from tests.world import World, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,7 +167,7 @@ def leaves_its_port_to_no_child(rank: int, port: int) -> bool:
         # Until the parent has looked.
         os.read(read, 1)
         os._exit(0)
-    from bagua.lifecycle import process
+    from bagua.process_state import process
 
     (server,) = process.metrics_servers
     server.shutdown()

@@ -17,8 +17,8 @@ import pytest
 
 import bagua
 from bagua import metrics
-from bagua.lifecycle import process
 from bagua.metrics import probes
+from bagua.process_state import process
 from tests.unit.test_metrics import needs_client
 from tests.waits import meet, until
 from tests.world import World, free_port

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bagua import config, records, trace
-from bagua.lifecycle import process
+from bagua.process_state import process
 
 OTHER = 65534
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bagua.torch_needed import OLDEST
+from bagua.require_torch import OLDEST
 from tools import crates, release
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bagua import engine
+from bagua import extension
 from bagua.distributed import end_with_parent, run, store
 from bagua.errors import BaguaError
 from tests.processes import is_running, pid_of
@@ -231,10 +231,10 @@ def test_a_program_whose_parent_has_ended_before_it_starts_does_not_start() -> N
 
 
 BOOK = """
-from bagua import engine
+from bagua import extension
 host, _, port = os.environ["BAGUA_ELASTIC"].removeprefix("tcp://").rpartition(":")
 secret = os.environ["BAGUA_JOB_SECRET"]
-book = engine.Store.tcp(host, int(port), secret.encode(), 60.0)
+book = extension.Store.tcp(host, int(port), secret.encode(), 60.0)
 book.set(f"entry {rank}", b"")
 if (rank, start) == (1, 0):
     sys.exit(1)
@@ -262,7 +262,7 @@ def test_the_ranks_of_one_node_share_a_book_by_a_secret_that_the_runner_drew(tmp
                     assert secret.encode() not in line.read_bytes()
             for wrong in (b"", b"guessed"):
                 with pytest.raises(BaguaError, match="secret"):
-                    engine.Store.tcp("127.0.0.1", int(port), wrong, DEADLINE_S)
+                    extension.Store.tcp("127.0.0.1", int(port), wrong, DEADLINE_S)
             process.terminate()
             assert finish(process)[0] == 128 + signal.SIGTERM
         secrets.add(secret)
@@ -322,7 +322,7 @@ def test_the_store_prints_where_it_serves_until_a_signal(
         line = process.stdout.readline().strip()
         prefix, _, port = line.rpartition(":")
         assert prefix == f"tcp://{host}"
-        one, other = (engine.Store.tcp("127.0.0.1", int(port), b"", DEADLINE_S) for _ in range(2))
+        one, other = (extension.Store.tcp("127.0.0.1", int(port), b"", DEADLINE_S) for _ in range(2))
         one.set("key", b"value")
         assert other.get("key") == b"value"
         process.send_signal(number)
@@ -335,10 +335,10 @@ def test_a_store_with_a_secret_refuses_who_has_another() -> None:
         assert process.stdout is not None
         port = int(process.stdout.readline().rpartition(":")[2])
         with pytest.raises(BaguaError, match="secret"):
-            engine.Store.tcp("127.0.0.1", port, b"another", DEADLINE_S, engine.Tls())
+            extension.Store.tcp("127.0.0.1", port, b"another", DEADLINE_S, extension.Tls())
         with pytest.raises(BaguaError, match="TLS"):
-            engine.Store.tcp("127.0.0.1", port, b"one", DEADLINE_S)
-        assert engine.Store.tcp("127.0.0.1", port, b"one", DEADLINE_S, engine.Tls()).get("key") is None
+            extension.Store.tcp("127.0.0.1", port, b"one", DEADLINE_S)
+        assert extension.Store.tcp("127.0.0.1", port, b"one", DEADLINE_S, extension.Tls()).get("key") is None
 
 
 WRITES_SECRET = """

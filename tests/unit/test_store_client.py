@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
 from bagua.tcp_store_requests import ask
-from bagua.torch_api.membership.store_client import connect
+from bagua.torch_api.membership.torch_store_connection import connect
 from tests.waits import until
 from tests.world import free_port
 
@@ -105,7 +105,7 @@ def test_a_request_to_a_frozen_server_is_given_up_and_answered_later() -> None:
 GIVES_UP = """
 import sys
 from bagua.tcp_store_requests import ask
-from bagua.torch_api.membership.store_client import _open
+from bagua.torch_api.membership.torch_store_connection import _open
 try:
     ask(lambda: _open("127.0.0.1", int(sys.argv[1]), 2, 30.0), 0.3)
 except TimeoutError:

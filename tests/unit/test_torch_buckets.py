@@ -219,7 +219,7 @@ def test_algorithms_and_buckets_show_their_options() -> None:
 def test_tab_completion_shows_the_public_names_of_the_torch_layer() -> None:
     names = {name for name in dir(torch_api) if not name.startswith("_")}
     assert names == set(torch_api.__all__)
-    for private in ("require", "patches", "devices", "rank_state", "membership", "model_engine", "bucket_memory"):
+    for private in ("require", "patches", "devices", "per_rank_state", "membership", "model_engine", "bucket_memory"):
         assert private not in names
         assert hasattr(torch_api, private)
 

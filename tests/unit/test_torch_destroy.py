@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from bagua.torch_api.membership import torch_destroy  # noqa: E402
+from bagua.torch_api.membership import torch_destroy_process_group  # noqa: E402
 
 
 class Group:
@@ -35,9 +35,9 @@ def test_a_group_outlives_its_destruction_where_torch_needs_it(
         seen.append(group() is not None)
 
     monkeypatch.setattr(torch, "__version__", version)
-    monkeypatch.setattr(torch_destroy, "_world", world)
-    monkeypatch.setattr(torch_destroy, "destroy_process_group", destroy)
-    monkeypatch.setattr(torch_destroy, "time", types.SimpleNamespace(sleep=sleep))
-    torch_destroy.destroy()
+    monkeypatch.setattr(torch_destroy_process_group, "_world", world)
+    monkeypatch.setattr(torch_destroy_process_group, "destroy_process_group", destroy)
+    monkeypatch.setattr(torch_destroy_process_group, "time", types.SimpleNamespace(sleep=sleep))
+    torch_destroy_process_group.destroy()
     assert (destroyed, seen) == ([None], alive)
     assert group() is None

@@ -10,14 +10,14 @@
 The optimizers in :mod:`bagua.aggregation.optim` do this themselves.
 """
 
-from bagua.torch_needed import require
+from bagua.require_torch import require
 
 require("bagua.aggregation")
 
 from .aggregation import Aggregation
 from .centralized import ALLREDUCE_AGGREGATION_OPS, AVG_CUSTOM, AVG_WORLD, AllReduceAggregation, AllReduceAggregationHVD
 from .decentralized import DecentralizedAggregation
-from .power import PowerAggregation, orthogonalize
+from .powersgd import PowerAggregation, orthogonalize
 from .sparsified import SparsifiedAggregation
 from .tensor_packing import global_average, pack_tensors, unpack_tensors
 

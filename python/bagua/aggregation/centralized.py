@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 
 from .aggregation import Aggregation, Denominator, divisor
-from .peers import HALVES, Group, HorovodReducer, Reducer, find
-from .power import PowerAggregation
+from .backends import HALVES, Group, HorovodReducer, Reducer, find
+from .powersgd import PowerAggregation
 from .sparsified import SparsifiedAggregation
 
 __all__ = [

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .aggregation import Aggregation, Denominator
-from .peers import HALVES, Group, Peers, find
+from .backends import HALVES, Group, Peers, find
 
 _OPS = ("avg_world", "avg")
 

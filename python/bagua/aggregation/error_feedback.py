@@ -15,10 +15,10 @@ import torch
 
 from bagua.errors import BaguaError
 from bagua.linalg import wide
-from bagua.torch_api.rank_state import require_own
+from bagua.torch_api.per_rank_state import require_own
 
 from .aggregation import Aggregation, Closure, Denominator, gradient_of, put_gradient
-from .peers import Group, Peers, find
+from .backends import Group, Peers, find
 
 Gradients = Sequence[torch.Tensor | None]
 

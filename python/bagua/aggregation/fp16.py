@@ -13,8 +13,8 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from .aggregation import Denominator
+from .backends import Group
 from .centralized import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation, AllReduceAggregationHVD
-from .peers import Group
 
 
 class DynamicLossScaler:

@@ -15,11 +15,11 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from .aggregation import Denominator
+from .backends import Group, find
 from .centralized import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
 from .decentralized import DecentralizedAggregation
 from .fp16 import DynamicLossScaler, FP16Optimizer
-from .peers import Group, find
-from .power import PowerAggregation
+from .powersgd import PowerAggregation
 from .sparsified import Method, SparsifiedAggregation
 
 __all__ = [

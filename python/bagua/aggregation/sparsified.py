@@ -19,8 +19,8 @@ import torch
 from bagua.linalg import is_finite
 
 from .aggregation import Denominator, divisor
+from .backends import Group
 from .error_feedback import CompressingAggregation, Gradients
-from .peers import Group
 
 Method = Literal["top_k", "random_k", "block"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .peers import Group, find
+from .backends import Group, find
 
 
 def pack_tensors(

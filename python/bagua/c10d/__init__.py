@@ -8,11 +8,11 @@ Rank, world size and store come from torch. The page "torch.distributed" says wh
 gloo.
 """
 
-from bagua.torch_needed import require
+from bagua.require_torch import require
 
 require("bagua.c10d")
 
-from .membership import register
+from .group_creation import register
 from .process_group import BaguaProcessGroup
 from .work import Work
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bagua import engine, verbs
+from bagua import extension, verbs
 from bagua.operand import Operand
 from bagua.torch_operand import Adapter, check_kinds, check_pair, divide_integers, will_change
 
@@ -80,7 +80,7 @@ def _ignore(_: Exception | None) -> None:
     """Ignores an error, which ``wait`` raises."""
 
 
-def _root(raw: engine.Communicator, root: int) -> int:
+def _root(raw: extension.Communicator, root: int) -> int:
     if not 0 <= root < raw.size:
         raise ValueError(f"rank {root} is not in a group of {raw.size}")
     return int(root)
@@ -116,7 +116,7 @@ def _joined(
     return joined
 
 
-def all_reduce(raw: engine.Communicator, tensor: Any, op: Any, *, is_coalesced: bool = False) -> Operation:
+def all_reduce(raw: extension.Communicator, tensor: Any, op: Any, *, is_coalesced: bool = False) -> Operation:
     """Reduces all ranks' tensors, in place on every rank. As with gloo, coalesced results increment version
     counters.
     """
@@ -128,7 +128,7 @@ def all_reduce(raw: engine.Communicator, tensor: Any, op: Any, *, is_coalesced: 
     return Operation("all_reduce", verbs.operation(raw, verbs.ALL_REDUCE, None, mine, op=how.code), [tensor])
 
 
-def reduce(raw: engine.Communicator, tensor: Any, op: Any, root: int) -> Operation:
+def reduce(raw: extension.Communicator, tensor: Any, op: Any, root: int) -> Operation:
     """Reduces all ranks' tensors, in place on the root. The tensors of other ranks do not change."""
     how, root = reduction(op, getattr(tensor, "dtype", None) or torch.uint8), _root(raw, root)
     if raw.rank == root:
@@ -139,7 +139,7 @@ def reduce(raw: engine.Communicator, tensor: Any, op: Any, root: int) -> Operati
     return Operation("reduce", verbs.operation(raw, verbs.REDUCE, None, mine, op=how.code, root=root), [tensor])
 
 
-def broadcast(raw: engine.Communicator, tensor: Any, root: int) -> Operation:
+def broadcast(raw: extension.Communicator, tensor: Any, root: int) -> Operation:
     """Copies the root's values to every rank, in place."""
     root = _root(raw, root)
     if raw.rank == root:
@@ -149,12 +149,12 @@ def broadcast(raw: engine.Communicator, tensor: Any, root: int) -> Operation:
     return Operation("broadcast", verbs.operation(raw, verbs.BROADCAST, None, mine, root=root), [tensor])
 
 
-def _gather_all(raw: engine.Communicator, mine: Operand, room: Operand, result: list[Any]) -> Operation:
+def _gather_all(raw: extension.Communicator, mine: Operand, room: Operand, result: list[Any]) -> Operation:
     src, dst = verbs.ALL_GATHER.in_place(mine, room, raw.rank)
     return Operation("all_gather", verbs.operation(raw, verbs.ALL_GATHER, src, dst), result)
 
 
-def all_gather(raw: engine.Communicator, output: Any, tensor: Any) -> Operation:
+def all_gather(raw: extension.Communicator, output: Any, tensor: Any) -> Operation:
     """Concatenates all ranks' tensors in ``output`` on every rank."""
     mine, room = _TENSORS.read(tensor, _INPUT), _TENSORS.write(output, _OUTPUT, reads=False)
     check_pair(verbs.ALL_GATHER, tensor, output, raw.size, _NAMES)
@@ -162,7 +162,7 @@ def all_gather(raw: engine.Communicator, output: Any, tensor: Any) -> Operation:
     return _gather_all(raw, mine, room, [output])
 
 
-def all_gather_list(raw: engine.Communicator, outputs: Sequence[Any], tensor: Any) -> Operation:
+def all_gather_list(raw: extension.Communicator, outputs: Sequence[Any], tensor: Any) -> Operation:
     """Gathers all ranks' tensors in a list by rank, on every rank. As torch documents, sizes may differ between
     ranks.
     """
@@ -173,7 +173,7 @@ def all_gather_list(raw: engine.Communicator, outputs: Sequence[Any], tensor: An
     return _gather_all(raw, mine, _joined(outputs, tensor, raw.size, _OUTPUT, writes=True), list(outputs))
 
 
-def _all_gather_v(raw: engine.Communicator, outputs: Sequence[Any], tensor: Any, mine: Operand) -> Operation:
+def _all_gather_v(raw: extension.Communicator, outputs: Sequence[Any], tensor: Any, mine: Operand) -> Operation:
     if len(outputs) == raw.size:
         own = outputs[raw.rank]
         if isinstance(own, torch.Tensor) and own.numel() != tensor.numel():
@@ -185,7 +185,7 @@ def _all_gather_v(raw: engine.Communicator, outputs: Sequence[Any], tensor: Any,
     return _all_to_all_v(raw, mine, (sends, starts), room, _sizes(outputs, room), list(outputs), name="all_gather")
 
 
-def gather(raw: engine.Communicator, output: Any | None, tensor: Any, root: int) -> Operation:
+def gather(raw: extension.Communicator, output: Any | None, tensor: Any, root: int) -> Operation:
     """Concatenates all ranks' tensors in ``output`` on the root. Other ranks ignore ``output``."""
     mine, root = _TENSORS.read(tensor, _INPUT), _root(raw, root)
     room = None
@@ -197,19 +197,21 @@ def gather(raw: engine.Communicator, output: Any | None, tensor: Any, root: int)
     return _gather(raw, mine, room, root, [] if room is None else [output])
 
 
-def gather_list(raw: engine.Communicator, outputs: Sequence[Any], tensor: Any, root: int) -> Operation:
+def gather_list(raw: extension.Communicator, outputs: Sequence[Any], tensor: Any, root: int) -> Operation:
     """Like :func:`gather`, into a list by rank."""
     mine, root = _TENSORS.read(tensor, _INPUT), _root(raw, root)
     room = _joined(outputs, tensor, raw.size, _OUTPUT, writes=True) if raw.rank == root else None
     return _gather(raw, mine, room, root, list(outputs))
 
 
-def _gather(raw: engine.Communicator, mine: Operand, room: Operand | None, root: int, result: list[Any]) -> Operation:
+def _gather(
+    raw: extension.Communicator, mine: Operand, room: Operand | None, root: int, result: list[Any]
+) -> Operation:
     src, dst = (mine, room) if room is None else verbs.GATHER.in_place(mine, room, root)
     return Operation("gather", verbs.operation(raw, verbs.GATHER, src, dst, root=root), result)
 
 
-def scatter(raw: engine.Communicator, output: Any, tensors: Sequence[Any], root: int) -> Operation:
+def scatter(raw: extension.Communicator, output: Any, tensors: Sequence[Any], root: int) -> Operation:
     """Sends the root's tensor number r to rank r. Other ranks ignore ``tensors``."""
     root = _root(raw, root)
     mine = _TENSORS.write(output, _OUTPUT, reads=False)
@@ -217,7 +219,7 @@ def scatter(raw: engine.Communicator, output: Any, tensors: Sequence[Any], root:
     return Operation("scatter", verbs.operation(raw, verbs.SCATTER, held, mine, root=root), [output])
 
 
-def reduce_scatter(raw: engine.Communicator, output: Any, tensor: Any, op: Any) -> Operation:
+def reduce_scatter(raw: extension.Communicator, output: Any, tensor: Any, op: Any) -> Operation:
     """Reduces all ranks' tensors and gives part r of the result to rank r."""
     how = reduction(op, getattr(tensor, "dtype", None) or torch.uint8)
     room, mine = _TENSORS.read(tensor, _INPUT), _TENSORS.write(output, _OUTPUT, reads=False)
@@ -225,7 +227,7 @@ def reduce_scatter(raw: engine.Communicator, output: Any, tensor: Any, op: Any) 
     return _reduce_scatter(raw, room, mine, output, how)
 
 
-def reduce_scatter_list(raw: engine.Communicator, output: Any, tensors: Sequence[Any], op: Any) -> Operation:
+def reduce_scatter_list(raw: extension.Communicator, output: Any, tensors: Sequence[Any], op: Any) -> Operation:
     """Like :func:`reduce_scatter`, with a list by rank. Its tensors may have different sizes."""
     how = reduction(op, getattr(output, "dtype", None) or torch.uint8)
     mine = _TENSORS.write(output, _OUTPUT, reads=False)
@@ -235,7 +237,7 @@ def reduce_scatter_list(raw: engine.Communicator, output: Any, tensors: Sequence
 
 
 def _reduce_scatter_v(
-    raw: engine.Communicator, output: torch.Tensor, tensors: Sequence[Any], how: Reduction
+    raw: extension.Communicator, output: torch.Tensor, tensors: Sequence[Any], how: Reduction
 ) -> Operation:
     """Reduces and scatters parts of different sizes, which are equal on all ranks. Each part is padded to the
     largest.
@@ -264,7 +266,9 @@ def _reduce_scatter_v(
     return _reduce_scatter(raw, _TENSORS.read(room, _INPUT), mine, output, how)
 
 
-def _reduce_scatter(raw: engine.Communicator, room: Operand, mine: Operand, output: Any, how: Reduction) -> Operation:
+def _reduce_scatter(
+    raw: extension.Communicator, room: Operand, mine: Operand, output: Any, how: Reduction
+) -> Operation:
     _reduced(mine, how, raw.size)
     src, dst = verbs.REDUCE_SCATTER.in_place(room, mine, raw.rank)
     dst.results, dst.finish = mine.results, mine.finish
@@ -296,7 +300,7 @@ def _counts(splits: Sequence[int], tensor: torch.Tensor, room: Operand, ranks: i
 
 
 def all_to_all(
-    raw: engine.Communicator, output: Any, tensor: Any, output_splits: Sequence[int], input_splits: Sequence[int]
+    raw: extension.Communicator, output: Any, tensor: Any, output_splits: Sequence[int], input_splits: Sequence[int]
 ) -> Operation:
     """Sends part r of the tensor to rank r. Splits are numbers of rows per rank; without splits, parts are equal."""
     mine, room = _TENSORS.read(tensor, _INPUT), _TENSORS.write(output, _OUTPUT, reads=False)
@@ -309,7 +313,7 @@ def all_to_all(
     return _all_to_all_v(raw, mine, (sends, verbs.starts(sends)), room, recvs, [output])
 
 
-def all_to_all_list(raw: engine.Communicator, outputs: Sequence[Any], tensors: Sequence[Any]) -> Operation:
+def all_to_all_list(raw: extension.Communicator, outputs: Sequence[Any], tensors: Sequence[Any]) -> Operation:
     """Sends tensor number r to rank r, and receives a list by rank. Sizes may differ."""
     mine = _joined(tensors, None, raw.size, _INPUT, reads=True)
     room = _joined(outputs, None, raw.size, _OUTPUT, writes=True)
@@ -325,7 +329,7 @@ def _sizes(tensors: Sequence[torch.Tensor], joined: Operand) -> list[int]:
 
 
 def _all_to_all_v(
-    raw: engine.Communicator,
+    raw: extension.Communicator,
     mine: Operand,
     sends: tuple[list[int], list[int]],
     room: Operand,
@@ -337,19 +341,19 @@ def _all_to_all_v(
     return Operation(name, verbs.all_to_all_v(raw, mine, sends, room, (recvs, verbs.starts(recvs))), result)
 
 
-def barrier(raw: engine.Communicator) -> Operation:
+def barrier(raw: extension.Communicator) -> Operation:
     """Completes when every rank has called it."""
     return Operation("barrier", verbs.operation(raw, verbs.BARRIER, None, None), [])
 
 
-def send(raw: engine.Communicator, tensor: Any, to: int, tag: int) -> Operation:
+def send(raw: extension.Communicator, tensor: Any, to: int, tag: int) -> Operation:
     """Sends a message to rank ``to``."""
     tag = verbs.check_tag(tag)
     held = _TENSORS.read(tensor, "the tensor")
     return Operation("send", verbs.send(raw, held, to, tag), [held.owner])
 
 
-def receive(raw: engine.Communicator, tensor: Any, sender: int | None, tag: int) -> Operation:
+def receive(raw: extension.Communicator, tensor: Any, sender: int | None, tag: int) -> Operation:
     """Receives the next message with this tag from rank ``sender``; None means any rank."""
     tag = verbs.check_tag(tag)
     room = _TENSORS.write(tensor, "the tensor", reads=False)

@@ -18,7 +18,7 @@ import torch
 from bagua import verbs
 from bagua.group import Group
 from bagua.handle import Handle
-from bagua.lifecycle import at_exit
+from bagua.process_state import at_exit
 from bagua.torch_operand import reader, silent_reader
 
 from . import operations, sparse

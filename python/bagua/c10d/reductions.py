@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bagua import engine, verbs
+from bagua import extension, verbs
 from bagua.torch_operand import DTYPES
 
 from .torch_bindings import c10d
@@ -24,13 +24,13 @@ class Reduction(NamedTuple):
 
 #: torch's reduction -> code of the core, for reductions that both have.
 CODES = {
-    kind: engine.OPS[name.lower()]
+    kind: extension.OPS[name.lower()]
     for name, kind in c10d.ReduceOp.RedOpType.__members__.items()
-    if name.lower() in engine.OPS
+    if name.lower() in extension.OPS
 }
 #: Hash of a ReduceOp -> code. The hash is the number of its kind; a lookup by the kind takes three times as long.
 CODES_BY_HASH = {hash(c10d.ReduceOp(kind)): code for kind, code in CODES.items()}
-_NAMES = {code: name for name, code in engine.OPS.items()}
+_NAMES = {code: name for name, code in extension.OPS.items()}
 
 
 def reduction(op: Any, dtype: torch.dtype) -> Reduction:
@@ -43,10 +43,10 @@ def reduction(op: Any, dtype: torch.dtype) -> Reduction:
         raise NotImplementedError(f"the backend 'bagua' has no {kind}: scale the tensor and use SUM")
     name = _NAMES[code]
     if dtype not in DTYPES:
-        known = ", ".join(engine.DTYPES)
+        known = ", ".join(extension.DTYPES)
         raise TypeError(f"{name} of {dtype} is not defined; it is for {known}")
     divides = name == "avg" and not (dtype.is_floating_point or dtype.is_complex)
-    code = engine.OPS["sum"] if divides else code
+    code = extension.OPS["sum"] if divides else code
     if not verbs.is_defined(code, DTYPES[dtype]):
         raise TypeError(f"{name} of {dtype} is not defined")
     return Reduction(code, divides)

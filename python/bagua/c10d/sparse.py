@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bagua import engine
+from bagua import extension
 
 from .operations import all_gather, all_to_all
 from .torch_bindings import c10d
@@ -19,7 +19,7 @@ from .work import Work
 __all__ = ["all_reduce"]
 
 
-def all_reduce(raw: engine.Communicator, tensor: torch.Tensor, op: Any, timeout: float) -> Work:
+def all_reduce(raw: extension.Communicator, tensor: torch.Tensor, op: Any, timeout: float) -> Work:
     """Sums sparse tensors, in place on every rank. Raises NotImplementedError for another reduction."""
     if getattr(op, "op", op) != c10d.ReduceOp.RedOpType.SUM:
         raise NotImplementedError(f"a sparse tensor is reduced by SUM alone, not by {op}")
@@ -44,7 +44,7 @@ def all_reduce(raw: engine.Communicator, tensor: torch.Tensor, op: Any, timeout:
     return Work(None, [tensor])
 
 
-def _gather_rows(raw: engine.Communicator, mine: torch.Tensor, rows: list[int], timeout: float) -> torch.Tensor:
+def _gather_rows(raw: extension.Communicator, mine: torch.Tensor, rows: list[int], timeout: float) -> torch.Tensor:
     """Returns the rows of all ranks, concatenated."""
     sends = mine.repeat(raw.size, *([1] * (mine.dim() - 1)))
     room = torch.empty((sum(rows), *mine.shape[1:]), dtype=mine.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bagua.lifecycle import Record, process, record
+from bagua.process_state import Record, process, record
 
 from .process_group import BaguaProcessGroup
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.futures
 
-from bagua.lifecycle import Record, at_exit, record
+from bagua.process_state import Record, at_exit, record
 
 from .compiler_disable import uncompiled
 from .profiling import event, profiled

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import bagua
-from bagua import config, engine, launcher
+from bagua import config, extension, launcher
 from bagua.commands import machine, tables
 from bagua.distributed import end_with_parent
 from bagua.errors import BaguaError
@@ -168,7 +168,7 @@ def _measure(joined: bagua.Group, sizes: Sequence[int]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from bagua.torch_api.membership import torch_destroy
+    from bagua.torch_api.membership import torch_destroy_process_group
 
     torch.set_num_threads(1)
     # Kept until the end, because rank 0's store is the server.
@@ -186,8 +186,13 @@ def _measure(joined: bagua.Group, sizes: Sequence[int]) -> dict[str, Any]:
             rows.append({"bytes": size, **_race(joined, size, min(_BUDGET / len(sizes), _BUDGET_OF_ONE))})
         joined.barrier()
     finally:
-        torch_destroy.destroy()
-    return {"ranks": joined.size, "collective": joined.collective, "optimized": engine.IS_OPTIMIZED, "all_reduce": rows}
+        torch_destroy_process_group.destroy()
+    return {
+        "ranks": joined.size,
+        "collective": joined.collective,
+        "optimized": extension.IS_OPTIMIZED,
+        "all_reduce": rows,
+    }
 
 
 def _store(joined: bagua.Group) -> Any:

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bagua import config, cuda, distributions, engine, group, launcher, torch_needed
+from bagua import config, conflicting_packages, cuda, extension, group, launcher, require_torch
 from bagua.commands import all_reduce_check, machine, tables
 from bagua.errors import BaguaError
 from bagua.metrics.server import why_not_local
@@ -56,9 +56,9 @@ def examine(*, with_trial: bool = True) -> dict[str, Any]:
     }
     place = _place(problems)
     found["launcher"] = _launcher(place)
-    if conflict := distributions.conflict():
+    if conflict := conflicting_packages.conflict():
         problems.add("installation", *conflict)
-    if why := torch_needed.too_old("bagua.torch_api", found["versions"]["torch"] or ""):
+    if why := require_torch.too_old("bagua.torch_api", found["versions"]["torch"] or ""):
         problems.add("torch", why, 'pip install "torch>=2.5"')
     found["network"] = _network(place, problems)
     _check_limits(place, problems)
@@ -90,7 +90,7 @@ def _versions() -> dict[str, str | None]:
         return None
 
     return {
-        "bagua": engine.version(),
+        "bagua": extension.version(),
         "python": platform.python_version(),
         "numpy": of("numpy"),
         "torch": of("torch"),
@@ -237,7 +237,7 @@ def _text(found: dict[str, Any], with_defaults: bool) -> str:
         tables.pairs(name, [_shown(key, value) for key, value in found[name].items()])
         for name in ("versions", "machine", "limits", "network", "launcher")
     ]
-    if not engine.IS_OPTIMIZED:
+    if not extension.IS_OPTIMIZED:
         parts.append("This build of the extension is not optimized: make setup, or maturin develop --release")
     channels = found["transports"] | {"cuda": found["cuda"]}
     parts.append(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bagua import engine, hints
+from bagua import extension, hints
 
 __all__ = ["SHELLS", "Parser", "completion", "output_file"]
 
@@ -19,7 +19,7 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser with `-V`, whose errors are one line that points to `--help`."""
 
     def add_version(self) -> None:
-        self.add_argument("-V", "--version", action="version", version=f"{self.prog} {engine.version()}")
+        self.add_argument("-V", "--version", action="version", version=f"{self.prog} {extension.version()}")
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Returns the options. Exits with code 2 for errors, and with the help on stderr if there are no arguments."""

@@ -15,11 +15,11 @@ from __future__ import annotations
 from typing import Any
 from uuid import UUID
 
-from bagua import config, lifecycle
+from bagua import config, process_state
 
 __all__ = ["info", "is_available", "why_not"]
 
-_LIBRARIES = lifecycle.cuda_libraries()
+_LIBRARIES = process_state.cuda_libraries()
 
 
 def is_available() -> bool:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from bagua import config, engine, lifecycle
+from bagua import config, extension, process_state
 from bagua.dlpack import contiguous, export
-from bagua.engine import DTYPES, Communicator, CudaCall, CudaDevice
+from bagua.extension import DTYPES, Communicator, CudaCall, CudaDevice
 from bagua.operand import Operand, numpy_code
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class ArrayStream(NamedTuple):
         """Returns the device's side of an operation that does not involve other ranks."""
         return self.device.call(self.stream, self.producers(places))
 
-    def handle(self, done: engine.Handle | None, finish: Callable[[], None] | None) -> AnyHandle | None:
+    def handle(self, done: extension.Handle | None, finish: Callable[[], None] | None) -> AnyHandle | None:
         return done
 
     def producers(self, places: Sequence[ArrayStream]) -> list[int]:
@@ -110,21 +110,21 @@ def _stream(stream: int | None) -> int:
 
 def device_of(number: int) -> CudaDevice:
     """Returns a device by number. Raises BaguaError with `why_not()` without CUDA, and DeviceError."""
-    devices = lifecycle.process.cuda_devices
+    devices = process_state.process.cuda_devices
     found = devices.get(number)
     if found is None:
-        made = lifecycle.cuda_libraries().device(config.cuda_places(), config.cuda_cache(), number)
+        made = process_state.cuda_libraries().device(config.cuda_places(), config.cuda_cache(), number)
         # Another thread may have been faster. All threads must use the same object.
         found = devices.setdefault(number, made)
         if found is made:
             # Free the driver's objects before the driver is unloaded.
-            lifecycle.at_exit(found.release)
+            process_state.at_exit(found.release)
     return found
 
 
 def _number(address: int, what: str) -> int:
     """Returns the number of the device that owns an address. Raises TypeError if no device does."""
-    number = lifecycle.cuda_libraries().device_of(config.cuda_places(), address)
+    number = process_state.cuda_libraries().device_of(config.cuda_places(), address)
     if number is None:
         raise TypeError(f"{what} says that it is on a CUDA device, but its memory is not")
     if number < 0:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bagua import config, lifecycle
-from bagua.engine import CUDA_ARCHITECTURES, CUDA_KERNELS
+from bagua import config, process_state
 from bagua.errors import BaguaError
+from bagua.extension import CUDA_ARCHITECTURES, CUDA_KERNELS
 
 __all__ = ["compile_to"]
 
@@ -21,7 +21,7 @@ def compile_to(folder: str | Path, architectures: Sequence[int] | None = None) -
     Raises BaguaError without NVRTC or for an architecture that it does not support, and OSError if a file cannot be
     written.
     """
-    libraries, places = lifecycle.cuda_libraries(), config.cuda_places()
+    libraries, places = process_state.cuda_libraries(), config.cuda_places()
     nvrtc = libraries.report(places)["nvrtc"]
     if nvrtc["error"] is not None:
         raise BaguaError(f"the kernels cannot be compiled: {nvrtc['error']}")

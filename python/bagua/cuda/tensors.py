@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from bagua import config, engine
+from bagua import config, extension
 from bagua.handle import Handle
 
 from .arrays import device_of
@@ -51,20 +51,22 @@ class TensorStream:
         return self._stream
 
     @property
-    def device(self) -> engine.CudaDevice:
+    def device(self) -> extension.CudaDevice:
         return device_of(self._device.index)
 
     @property
     def where(self) -> str:
         return str(self._device)
 
-    def call(self, raw: engine.Communicator | engine.Engine, _: Sequence[TensorStream] = ()) -> engine.CudaCall:
+    def call(
+        self, raw: extension.Communicator | extension.Engine, _: Sequence[TensorStream] = ()
+    ) -> extension.CudaCall:
         return raw.cuda_call(self.device, _number(self.stream), [], config.cuda_collective(), config.cuda_check())
 
-    def call_messages(self, raw: engine.Communicator, _: Sequence[TensorStream] = ()) -> engine.CudaCall:
+    def call_messages(self, raw: extension.Communicator, _: Sequence[TensorStream] = ()) -> extension.CudaCall:
         return raw.cuda_messages(self.device, _number(self.stream), [])
 
-    def handle(self, done: engine.Handle | None, finish: Callable[[], None] | None = None) -> DeviceHandle | None:
+    def handle(self, done: extension.Handle | None, finish: Callable[[], None] | None = None) -> DeviceHandle | None:
         """Returns the handle of an asynchronous operation; None if `done` is None, as the stream is then in order."""
         return None if done is None else DeviceHandle(done, self._device, self.stream, finish, self._then_orders)
 
@@ -78,7 +80,7 @@ class DeviceHandle(Handle[None]):
 
     def __init__(
         self,
-        raw: engine.Handle,
+        raw: extension.Handle,
         device: torch.device,
         stream: torch.cuda.Stream,
         copy: Callable[[], None] | None,
@@ -93,10 +95,10 @@ class DeviceHandle(Handle[None]):
         self._copied: Any = None if copy is None else make()
 
     @property
-    def raw(self) -> engine.Handle:
+    def raw(self) -> extension.Handle:
         """The extension's handle, which does not order torch's streams."""
         raw: Any = self._parts[0]
-        return cast("engine.Handle", raw)
+        return cast("extension.Handle", raw)
 
     def wait(self, timeout: float | None = None, *, stream: int | None = None) -> None:
         """Blocks until the ranks' part is done. Raises its error, or BaguaTimeoutError after `timeout` seconds.

@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from bagua import config, engine
+from bagua import config, extension
 from bagua.commands.parser import Parser
 from bagua.distributed.signals import Signals
 from bagua.errors import BaguaError
@@ -57,10 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 130 if arrived[0] is signal.SIGINT else 0
 
 
-def serve(host: str, port: int, chosen: config.Settings, kept_in: str | None = None) -> engine.StoreServer:
+def serve(host: str, port: int, chosen: config.Settings, kept_in: str | None = None) -> extension.StoreServer:
     """Starts a server on threads of this process. Raises OSError if it cannot listen there or use the file."""
     try:
-        return engine.StoreServer(host, port, chosen.secret, chosen.tls, kept_in)
+        return extension.StoreServer(host, port, chosen.secret, chosen.tls, kept_in)
     except BaguaError as error:
         cause = error.__cause__
         why = cause.strerror if isinstance(cause, OSError) and cause.strerror else error

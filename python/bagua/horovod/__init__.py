@@ -1,5 +1,5 @@
 """Horovod's API over Bagua. Scripts import `bagua.horovod.torch`."""
 
-from bagua.torch_needed import require
+from bagua.require_torch import require
 
 require("bagua.horovod")

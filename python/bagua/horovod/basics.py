@@ -6,7 +6,7 @@ from typing import Any
 
 from bagua.errors import BaguaError
 from bagua.handle import Handle
-from bagua.lifecycle import Record, record
+from bagua.process_state import Record, record
 from bagua.torch_api import communication
 from bagua.torch_api.process_group import Communicator
 from bagua.torch_api.process_group.state import group_state

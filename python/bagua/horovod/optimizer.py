@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from bagua import hints
-from bagua.torch_api.model_engine.consistency import broadcast_optimizer, broadcast_tensors, require_equal
+from bagua.torch_api.model_engine.sync_model_state import broadcast_optimizer, broadcast_tensors, require_equal
 from bagua.torch_api.process_group import ReduceOp
 from bagua.torch_operand import check_on_cpu
 

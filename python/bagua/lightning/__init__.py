@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .compress_gradients import CompressGradientsMethods as CompressGradients
     from .environment import EnvironmentMethods as BaguaEnvironment
-    from .fabric import FabricStrategyMethods as FabricBaguaStrategy
+    from .fabric_strategy import FabricStrategyMethods as FabricBaguaStrategy
     from .monitor import MonitorMethods as CommunicationMonitor
-    from .training import StrategyMethods as BaguaStrategy
+    from .trainer_strategy import StrategyMethods as BaguaStrategy
 
 __all__ = [
     "BaguaEnvironment",

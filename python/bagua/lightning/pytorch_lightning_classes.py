@@ -1,6 +1,6 @@
 """The classes for the namespace `pytorch_lightning`."""
 
-from .classes import make
+from .class_factory import make
 
 BaguaEnvironment, BaguaStrategy, FabricBaguaStrategy, CommunicationMonitor, CompressGradients = make(
     __name__, "pytorch_lightning", "lightning_fabric"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import algorithm_options, ddp_wrapper, process_group
+from . import algorithm_options, ddp_wrapper, join_and_leave
 from .environment import is_detected
 
 __all__ = ["CommonMethods"]
@@ -67,7 +67,7 @@ class CommonMethods(_Base):  # type: ignore[misc]
         return ddp_wrapper.wrap(module, optimizers, algorithm, **self._wrapping)
 
     def _reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
-        return process_group.reduce(type(self).__name__, tensor, group, reduce_op)
+        return join_and_leave.reduce(type(self).__name__, tensor, group, reduce_op)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

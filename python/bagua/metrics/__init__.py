@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from bagua import config, engine, group
-from bagua.lifecycle import process
+from bagua import config, extension, group
 from bagua.metrics.server import start, why_not_local
+from bagua.process_state import process
 
 __all__ = ["StepMeter", "begin", "serve"]
 
@@ -136,7 +136,7 @@ class _Collector:
         # The world is the largest group.
         world: dict[str, Any] = max(groups.values(), key=lambda counters: int(counters["size"]), default={})
         about = {
-            "version": engine.version(),
+            "version": extension.version(),
             "rank": str(world.get("rank", "")),
             "world_size": str(world.get("size", "")),
             "host": socket.gethostname(),

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bagua.lifecycle import process
+from bagua.process_state import process
 
 __all__ = ["LIMIT_S", "Answer", "alive", "joined", "ready"]
 

@@ -1,6 +1,6 @@
 """Bagua for torch, with the names of the original Bagua. Usually imported as ``import bagua.torch_api as bagua``."""
 
-from bagua.torch_needed import require
+from bagua.require_torch import require
 
 require("bagua.torch_api")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bagua import engine, shared_memory
+from bagua import extension, shared_memory
 from bagua.codecs import Compression, raw_codec
 
 from . import devices
@@ -46,7 +46,7 @@ class DecentralizedSynchronousOp:
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
 
-    def copy_back_peer_weight(self, bucket: engine.Bucket) -> None:
+    def copy_back_peer_weight(self, bucket: extension.Bucket) -> None:
         """Copies the average into the tensors of ``bucket``, which is ``BaguaBucket.backend_bucket``.
 
         Call it after the wait for the bucket. Raises ValueError while the bucket is being communicated.
@@ -61,7 +61,7 @@ class AsyncModelAverageOp:
     """
 
     def __init__(
-        self, core: engine.AsyncModelAverage, lock: engine.WeightLock, device: torch.device | None = None
+        self, core: extension.AsyncModelAverage, lock: extension.WeightLock, device: torch.device | None = None
     ) -> None:
         self._lock = lock
         self._device = device
@@ -162,7 +162,7 @@ class BaguaBucket:
         self.device = devices.device_of(self._registered[0])
         # Detached, because hooks and graphs may refer to the bucket.
         keep = None if self.device is None else [values.detach() for values in self._registered]
-        self.backend_bucket = engine.Bucket(name, self._described(), **devices.bucket_options(self.device, keep))
+        self.backend_bucket = extension.Bucket(name, self._described(), **devices.bucket_options(self.device, keep))
 
     def __repr__(self) -> str:
         first = self._registered[0]
@@ -411,7 +411,7 @@ class BaguaBucket:
         that does not fit.
         """
         among = group or self._built_for or group_state.default_group
-        engine.check_peer_selection(peer_selection_mode, 1 if among is None else among.members(hierarchical))
+        extension.check_peer_selection(peer_selection_mode, 1 if among is None else among.members(hierarchical))
         self._check_length("peer_weight", peer_weight)
         self.backend_bucket.append_decentralized(peer_selection_mode, hierarchical)
         self._attach("peer_weight", peer_weight)
@@ -477,7 +477,7 @@ class BaguaBucket:
         peer_selection_mode: str = "all",
         group: ProcessGroup | None = None,
         *,
-        lock: engine.WeightLock | None = None,
+        lock: extension.WeightLock | None = None,
     ) -> AsyncModelAverageOp:
         """Appends an average over all ranks that take part: adds average - snapshot to the tensors, under a lock.
 
@@ -492,7 +492,7 @@ class BaguaBucket:
             )
         # An algorithm's lock orders streams with rounds that are not the bucket's.
         elsewhere = lock is not None
-        lock = engine.WeightLock() if lock is None else lock
+        lock = extension.WeightLock() if lock is None else lock
         core = self.backend_bucket.append_asynchronous_model_average(lock, elsewhere=elsewhere)
         self._async_op = AsyncModelAverageOp(core, lock, self.device)
         self._group = group or self._group

@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from bagua import config, launcher, metrics, torch_store
+from bagua import config, launcher, metrics, store_rendezvous
 from bagua import group as neutral
-from bagua.lifecycle import forget_groups, process
+from bagua.process_state import forget_groups, process
 
 from . import default_collectives, env
 from .default_collectives import *  # noqa: F403 - the collectives, which are listed there
 from .default_collectives import default_communicator, default_group
 from .membership import elastic as elastic_job
-from .membership import torch_destroy, torch_init
-from .membership.environment_store import environment_store
-from .membership.store_client import StoreClient
+from .membership import torch_destroy_process_group, torch_init_process_group
+from .membership.torch_store_connection import StoreClient
+from .membership.torch_store_from_environment import environment_store
 from .model_engine import bucket_engine
 from .model_engine.bucket_engine import BucketEngine
 from .process_group import (
@@ -305,10 +305,12 @@ def init_process_group(
         try:
             # Each group needs its own prefix because torch uses the same keys for every group.
             prefixed = PrefixStore(f"bagua/{config.attempt()}/torch{number}", client.store)
-            torch_init.begin(replace(client, store=prefixed), default_communicator().group)
+            torch_init_process_group.begin(replace(client, store=prefixed), default_communicator().group)
         except BaseException as failure:
             cause = (
-                torch_init.cause_of_failure(default_communicator().group) if isinstance(failure, Exception) else None
+                torch_init_process_group.cause_of_failure(default_communicator().group)
+                if isinstance(failure, Exception)
+                else None
             )
             neutral.shutdown()
             if cause is not None:
@@ -328,13 +330,13 @@ def end_torch() -> None:
     if _state.initialised_torch_distributed:
         _state.initialised_torch_distributed = False
         if dist.is_initialized():
-            torch_destroy.destroy()
+            torch_destroy_process_group.destroy()
 
 
 def _join(client: StoreClient, rank: int, world_size: int, local_rank: int | None, local_world_size: int | None) -> int:
     """Joins the group and returns its number in the store. The group finds a local rank or size that is None."""
     chosen = config.settings()
-    world, number = torch_store.join(
+    world, number = store_rendezvous.join(
         client.store,
         rank,
         world_size,

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 
 from bagua.errors import BaguaError
-from bagua.lifecycle import process
+from bagua.process_state import process
 
 from .algorithms.base import Algorithm, AlgorithmImpl
 from .bucket import BaguaBucket
 from .communication import to_bagua_process_group
 from .membership.state import membership_state
-from .model_engine import bagua_ddp, engine
-from .model_engine.bagua_ddp import InPlaceEngine
+from .model_engine import engine, in_place_ddp
 from .model_engine.engine import ModelEngine
+from .model_engine.in_place_ddp import InPlaceEngine
 from .model_engine.state import model_state, name_of
 from .process_group import ProcessGroup
 
@@ -177,7 +177,7 @@ class BaguaModule:
 def _end_all() -> None:
     """Ends the communication of all models."""
     for module in list(_wrapped):
-        bagua_ddp.end_with_group(module)
+        in_place_ddp.end_with_group(module)
     model_state.wrapped_count = 0
     membership_state.rebuilding = None
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from .communication import bagua_patch, to_bagua_process_group
 from .distributed import BaguaModule
-from .model_engine.bagua_ddp import hidden_forward_hooks
-from .model_engine.steps import follow_others
+from .model_engine.in_place_ddp import hidden_forward_hooks
+from .model_engine.optimizer_steps import follow_others
 from .process_group import AnyCommunicator, ProcessGroup
 from .tensor import BaguaTensor
 

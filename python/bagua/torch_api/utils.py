@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import _utils
 
-from bagua import engine
+from bagua import extension
 
 __all__ = [
     "StatisticalAverage",
@@ -32,7 +32,7 @@ unflatten: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tenso
 # The original Bagua's names, such as bf16, f32, u8 and bool. It has no complex types.
 _NAMES = {
     getattr(torch, name): re.sub(r"^(bf|f|u|i)[a-z]+", r"\1", name)
-    for name in engine.DTYPES
+    for name in extension.DTYPES
     if not name.startswith("complex")
 }
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..model_engine.exchange_interface import Exchange, WrappedModel
+from ..model_engine.algorithm_interface import Exchange, WrappedModel
 from ..process_group import ReduceOp
 
 

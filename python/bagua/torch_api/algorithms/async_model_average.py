@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from bagua import engine, hints
+from bagua import extension, hints
 from bagua.codecs import Compression, raw_codec
 from bagua.errors import BaguaError, DeviceError, PeerLostError
 
@@ -30,8 +30,8 @@ from .. import devices
 from ..bucket import BaguaBucket
 from ..bucket_memory import BucketSlice, FlatMemory
 from ..membership import elastic
+from ..model_engine.algorithm_interface import Exchange
 from ..model_engine.bucket_engine import AveragedMemory
-from ..model_engine.exchange_interface import Exchange
 from ..model_engine.sparse import exchange_gradients
 from ..model_engine.weights import WeightTensors, check_floating
 from ..process_group import DTYPES, Communicator, ProcessGroup, ReduceOp
@@ -146,8 +146,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             # A rank that rejoins a running job gets weights that are past the warm-up.
             self.warmup_steps = 0
         self._weights: _AveragedWeights | None = None
-        self._lock = engine.WeightLock()
-        self._averager: engine.Averager | None = None
+        self._lock = extension.WeightLock()
+        self._averager: extension.Averager | None = None
         self._aborted = False
         self._ended = False
         # Number of completed steps of the first optimizer.
@@ -537,7 +537,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             found.update(self._averager.stats())
         return {**found, "lock_wait_s": self._lock.waited}
 
-    def _communicator(self) -> engine.Communicator:
+    def _communicator(self) -> extension.Communicator:
         communicator = self.process_group.get_global_communicator()
         assert isinstance(communicator, Communicator)
         return communicator.raw

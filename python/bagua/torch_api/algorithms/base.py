@@ -19,9 +19,9 @@ from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
 from ..model_engine import bucketing
-from ..model_engine.exchange_interface import WrappedModel as WrappedModel
+from ..model_engine.algorithm_interface import WrappedModel as WrappedModel
+from ..per_rank_state import require_own
 from ..process_group import DTYPES, Communicator, ProcessGroup
-from ..rank_state import require_own
 from ..tensor import effective
 from ._policy import ExchangePolicy
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from bagua import engine
+from bagua import extension
 from bagua.codecs import Compression, raw_codec
 
 from ..bucket import BaguaBucket
-from ..model_engine.steps import parameters_of
+from ..model_engine.optimizer_steps import parameters_of
 from ..model_engine.weights import WeightAverage, WeightUpdate, check_floating
 from ..process_group import Communicator, ReduceOp
 from ._policy import ExchangePolicy, TrainingCallbacks
@@ -33,7 +33,7 @@ from .base import (
 )
 
 #: The names of the rules by which a member chooses its peers. The page "Algorithms" describes them.
-PEER_SELECTION_MODES = tuple(engine.PEER_SELECTION_MODES)
+PEER_SELECTION_MODES = tuple(extension.PEER_SELECTION_MODES)
 
 #: A bucket's replicas of the own weights and both neighbours' weights.
 _REPLICAS = ("weight", "left_peer_weight", "right_peer_weight")
@@ -75,7 +75,7 @@ class DecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
         check_floating(bagua_ddp.bagua_build_params())
         communicator = self.process_group.get_global_communicator()
         assert isinstance(communicator, Communicator)
-        engine.check_peer_selection(self.peer_selection_mode, len(communicator.members(self.hierarchical)))
+        extension.check_peer_selection(self.peer_selection_mode, len(communicator.members(self.hierarchical)))
 
     def _guard(self, output: Any) -> None:
         """Guards the graph of ``output`` against use after this step's exchange changed the weights."""
@@ -162,7 +162,7 @@ class DecentralizedAlgorithm(Algorithm):
     communication_interval: int = 1
 
     def __post_init__(self) -> None:
-        engine.check_peer_selection(self.peer_selection_mode, 1)
+        extension.check_peer_selection(self.peer_selection_mode, 1)
         check_interval(self.communication_interval)
 
 

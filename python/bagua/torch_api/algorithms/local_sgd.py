@@ -33,8 +33,8 @@ import torch
 from bagua.codecs import Compression, raw_codec
 
 from ..bucket import BaguaBucket
-from ..model_engine.exchange_interface import always
-from ..model_engine.steps import BetweenSteps
+from ..model_engine.algorithm_interface import always
+from ..model_engine.optimizer_steps import BetweenSteps
 from ..process_group import ReduceOp
 from ..tensor import BaguaTensor
 from ._policy import ExchangePolicy

@@ -31,7 +31,7 @@ from bagua.codecs import Compression, raw_codec
 from bagua.errors import BaguaError
 
 from ..bucket import BaguaBucket
-from ..model_engine.exchange_interface import Exchange, always
+from ..model_engine.algorithm_interface import Exchange, always
 from ..model_engine.gradients import GradientExchange, Slot
 from ..model_engine.sparse import exchange_gradients
 from ..process_group import ProcessGroup

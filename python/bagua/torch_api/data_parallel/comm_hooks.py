@@ -24,7 +24,7 @@ from ..algorithms._policy import ExchangePolicy
 from ..algorithms.base import WrappedModel
 from ..algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 from ..bucket import BaguaBucket
-from ..model_engine.exchange_interface import Exchange
+from ..model_engine.algorithm_interface import Exchange
 from ..model_engine.gradients import GradientExchange, Slot
 from ..model_engine.sparse import sparse_parameters
 from ..tensor import effective, registration

@@ -19,10 +19,10 @@ from ..algorithms.base import Algorithm, AlgorithmImpl
 from ..algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from ..bucket import BaguaBucket
 from ..communication import group_of
-from ..model_engine.checks import is_recorded, refuse_training
 from ..model_engine.engine import ModelEngine
-from ..model_engine.hooks import call_after_forward, call_before_forward
+from ..model_engine.model_checks import is_recorded, refuse_training
 from ..model_engine.state import model_state, name_of
+from ..model_engine.torch_hooks import call_after_forward, call_before_forward
 from ..process_group import ProcessGroup
 from .comm_hooks import CommHook
 from .wrapper_engine import WrapperEngine

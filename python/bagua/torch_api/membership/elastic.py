@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bagua import config, engine, log
+from bagua import config, extension, log
 from bagua import group as neutral
 from bagua.errors import BaguaError, BaguaTimeoutError
-from bagua.lifecycle import note_job, process
+from bagua.process_state import note_job, process
 
 from ..model_engine.state import model_state
 from ..process_group import Communicator
@@ -42,12 +42,12 @@ class _AddressBook:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
             #: A (host, port) in the direction of the other ranks; None if unknown.
             self.towards: tuple[str, int] | None = None
-            self._store = engine.Store.files(place)
+            self._store = extension.Store.files(place)
             return
         self.towards = place
         chosen = config.settings()
         try:
-            self._store = engine.Store.tcp(*place, chosen.secret, min(chosen.timeout, 60.0), chosen.tls)
+            self._store = extension.Store.tcp(*place, chosen.secret, min(chosen.timeout, 60.0), chosen.tls)
         except BaguaTimeoutError as failure:
             text = f"init_process_group: no server answers for the address book {url}: {failure.during}"
             raise BaguaTimeoutError(text, missing=(), after=chosen.timeout, noticed_by=-1) from failure
@@ -81,7 +81,7 @@ def _entry(text: bytes) -> dict[str, Any] | None:
 class Job:
     """The elastic job that this process is in."""
 
-    join_server: engine.JoinServer
+    join_server: extension.JoinServer
     #: True if this process found the job running.
     rejoined: bool
     rank: int
@@ -119,7 +119,7 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
     towards = book.towards if local_world_size < world_size else None
     host = neutral.listen_host(towards, world_size, local_world_size)
     entering = neutral.parameters(chosen, rank, world_size, name="elastic", listen_host=host, secret=secret)
-    own = engine.JoinServer(entering, token)
+    own = extension.JoinServer(entering, token)
     other = _status(own, rank, book.read(f"rank-{rank}"))
     if other is not None:
         raise BaguaError(f"rank {rank} is alive: another process of this job runs as this rank")
@@ -143,7 +143,7 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
                     return list(
                         server.serve(world_size, address, secret, left, chosen.tls, chosen.heartbeat_timeout, waiting)
                     )
-                return engine.rendezvous_at(
+                return extension.rendezvous_at(
                     place[0],
                     place[1],
                     rank,
@@ -190,7 +190,7 @@ def enter(url: str, rank: int, world_size: int, local_rank: int, local_world_siz
     return group
 
 
-def _status(own: engine.JoinServer, rank: int, entry: dict[str, Any] | None) -> dict[str, Any] | None:
+def _status(own: extension.JoinServer, rank: int, entry: dict[str, Any] | None) -> dict[str, Any] | None:
     """Returns the state of a rank from the server named in its entry; None if no process of the job answers there."""
     if entry is None:
         return None
@@ -200,7 +200,7 @@ def _status(own: engine.JoinServer, rank: int, entry: dict[str, Any] | None) -> 
         return None
 
 
-def _look(book: _AddressBook, own: engine.JoinServer, own_rank: int, world_size: int) -> dict[int, dict[str, Any]]:
+def _look(book: _AddressBook, own: extension.JoinServer, own_rank: int, world_size: int) -> dict[int, dict[str, Any]]:
     """Returns the answers of the other ranks' servers, by rank, and tells their addresses to the own server."""
     answers = {}
     for rank in range(world_size):
@@ -220,18 +220,18 @@ def _look(book: _AddressBook, own: engine.JoinServer, own_rank: int, world_size:
 def _start(
     book: _AddressBook,
     rank: int,
-    own: engine.JoinServer,
+    own: extension.JoinServer,
     answers: dict[int, dict[str, Any]],
     world_size: int,
     host: str,
-) -> tuple[engine.RendezvousServer | None, tuple[str, int]] | None:
+) -> tuple[extension.RendezvousServer | None, tuple[str, int]] | None:
     """Returns rank 0's rendezvous server and the address of the first group's rendezvous; None if it has not
     started.
     """
     if rank == 0:
         if len(answers) < world_size - 1 or any(answer["in_job"] for answer in answers.values()):
             return None
-        server = engine.RendezvousServer(host, 0)
+        server = extension.RendezvousServer(host, 0)
         host, port = server.address()
         incarnations = {str(other): answer["incarnation"] for other, answer in answers.items()}
         book.write("start", {"host": host, "port": port, "incarnations": incarnations})

@@ -12,18 +12,18 @@ import torch
 from bagua import config, hints
 from bagua import group as neutral
 from bagua.errors import MismatchError
-from bagua.lifecycle import forget_groups
+from bagua.process_state import forget_groups
 
 from .. import communication, default_collectives
 from ..algorithms.base import Algorithm
 from ..model_engine import bucket_engine
-from ..model_engine.bagua_ddp import end_with_group
-from ..model_engine.consistency import broadcast_optimizer, broadcast_tensors, is_sharded, restore_types
 from ..model_engine.engine import ModelEngine, Progress
+from ..model_engine.in_place_ddp import end_with_group
 from ..model_engine.state import model_state
+from ..model_engine.sync_model_state import broadcast_optimizer, broadcast_tensors, is_sharded, restore_types
 from ..process_group import Communicator, ProcessGroup
 from ..process_group.state import group_state
-from . import torch_init
+from . import torch_init_process_group
 from .state import membership_state
 
 __all__ = ["Rebuilt", "rebuild"]
@@ -100,7 +100,7 @@ def rebuild(timeout: float | None = None, *, quorum: Literal["majority", "any"] 
             return plan.carry_out(world)
         except Exception as error:
             _chain(error, own)
-            if torch_init.cause_of_failure(world) is None:
+            if torch_init_process_group.cause_of_failure(world) is None:
                 raise
             own = error
 
@@ -237,7 +237,7 @@ class _Plan:
         assert group is not None
         self._take_state(communicator, self._source(communicator))
         if group_state.initialised_torch_distributed:
-            torch_init.begin_again(world, communicator)
+            torch_init_process_group.begin_again(world, communicator)
         refusal: Exception | None = None
         for model in self.models:
             try:

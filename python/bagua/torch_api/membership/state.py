@@ -6,9 +6,9 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from bagua.lifecycle import Record, record
+from bagua.process_state import Record, record
 
-from .store_client import StoreClient
+from .torch_store_connection import StoreClient
 
 __all__ = ["MembershipState", "membership_state"]
 

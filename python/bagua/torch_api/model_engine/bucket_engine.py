@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bagua import engine, verbs
+from bagua import extension, verbs
 from bagua.torch_operand import Adapter
 
 from .. import devices
@@ -31,9 +31,9 @@ class AveragedMemory:
     weights: list[torch.Tensor]
     #: Contiguous buffers, which are sent to a rank that joins the job.
     buffers: list[torch.Tensor]
-    lock: engine.WeightLock
+    lock: extension.WeightLock
     #: This rank's join server in an elastic job; None otherwise.
-    join_server: engine.JoinServer | None
+    join_server: extension.JoinServer | None
     #: SHA-256 of everything that must be equal on all ranks.
     digest: bytes
 
@@ -53,7 +53,7 @@ class AveragedMemory:
             (buffer.data_ptr(), buffer.numel() * buffer.element_size(), code, buffer.is_cuda) for buffer in self.buffers
         ]
 
-    def on_device(self) -> tuple[engine.CudaDevice, int, object] | None:
+    def on_device(self) -> tuple[extension.CudaDevice, int, object] | None:
         """Returns the device, torch's current stream there, and the tensors that own the memory; None for the host."""
         device = self.device
         if device is None:
@@ -75,7 +75,7 @@ class BucketEngine:
         self.communicator = communicator
         self._engine = communicator.raw.engine(name)
         self._buckets: list[BaguaBucket] = []
-        self._averagers: list[engine.Averager] = []
+        self._averagers: list[extension.Averager] = []
         # Name -> number of each registered tensor, without padding.
         self._numbers: dict[str, int] = {}
         # CUDA devices of the buckets; and the device of each registered tensor, by number.
@@ -201,8 +201,8 @@ class BucketEngine:
         return self._begin(verbs.BROADCAST, tensor, root=root)
 
     def start_averager(
-        self, memory: AveragedMemory, interval: float, codec: engine.Codec | None, takes_part: bool
-    ) -> engine.Averager:
+        self, memory: AveragedMemory, interval: float, codec: extension.Codec | None, takes_part: bool
+    ) -> extension.Averager:
         """Starts a thread that averages the weights every ``interval`` seconds until it is stopped. Collective.
 
         The memory must stay valid until then. With ``takes_part=False`` this rank takes part from ``resume()`` on.
@@ -223,8 +223,8 @@ class BucketEngine:
         return averager
 
     def join_averager(
-        self, memory: AveragedMemory, interval: float, codec: engine.Codec | None, timeout: float
-    ) -> engine.Averager:
+        self, memory: AveragedMemory, interval: float, codec: extension.Codec | None, timeout: float
+    ) -> extension.Averager:
         """Starts the same thread in a process that joins a running job. Raises BaguaTimeoutError after ``timeout``
         seconds.
         """

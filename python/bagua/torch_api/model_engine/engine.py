@@ -24,8 +24,11 @@ from ..process_group import Communicator, ProcessGroup
 from ..tensor import forget
 from . import bucket_engine as backends
 from . import bucketing
-from .buffers import BufferSchedule
-from .checks import (
+from .algorithm_interface import Exchange, Parameters
+from .buffer_broadcast import BufferSchedule
+from .grad_hook import GradHook
+from .grad_hook import owner_of as _owner_of
+from .model_checks import (
     KeptWeights,
     OwnSteps,
     PassingForwards,
@@ -39,7 +42,10 @@ from .checks import (
     require_exchanged,
     step_inside_backward,
 )
-from .consistency import (
+from .optimizer_steps import follow_given, parameters_of
+from .sparse import exchange_gradients, sparse_parameters
+from .state import model_state
+from .sync_model_state import (
     broadcast_optimizer,
     broadcast_tensors,
     describe,
@@ -47,13 +53,7 @@ from .consistency import (
     require_equal,
     start_broadcast,
 )
-from .exchange_interface import Exchange, Parameters
-from .grad_hook import GradHook
-from .grad_hook import owner_of as _owner_of
-from .hooks import EndOfBackward, at_end_of_backward, follow_loads
-from .sparse import exchange_gradients, sparse_parameters
-from .state import model_state
-from .steps import follow_given, parameters_of
+from .torch_hooks import EndOfBackward, at_end_of_backward, follow_loads
 
 _wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped
 

@@ -24,7 +24,7 @@ from ..bucket import BaguaBucket
 from ..bucket_memory import BucketSlice, is_lazy_value, layout_of, over
 from ..process_group import ReduceOp
 from ..tensor import BaguaTensor, register
-from .exchange_interface import Exchange, Parameters, WrappedModel
+from .algorithm_interface import Exchange, Parameters, WrappedModel
 
 
 def grad_of(parameter: torch.Tensor) -> torch.Tensor:

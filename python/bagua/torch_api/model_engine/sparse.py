@@ -22,9 +22,9 @@ from bagua.errors import BaguaError
 
 from ..bucket_memory import resolved
 from ..process_group import ReduceOp
-from .consistency import ALIGN
-from .exchange_interface import Parameters, WrappedModel
+from .algorithm_interface import Parameters, WrappedModel
 from .gradients import GradientExchange
+from .sync_model_state import ALIGN
 
 # Rows are added in these dtypes and rounded once, as in the core's reductions.
 _ACCUMULATED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}

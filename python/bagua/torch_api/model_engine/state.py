@@ -10,7 +10,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from bagua.lifecycle import Record, record
+from bagua.process_state import Record, record
 
 __all__ = ["ModelState", "model_state", "name_of"]
 

@@ -33,8 +33,8 @@ from bagua.errors import BaguaError
 from ..bucket import BaguaBucket
 from ..bucket_memory import BucketSlice, is_lazy_value, layout_of, resolved
 from ..tensor import BaguaTensor, Getter, effective, registration
-from .exchange_interface import Exchange, Parameters, WrappedModel, always
-from .steps import BetweenSteps
+from .algorithm_interface import Exchange, Parameters, WrappedModel, always
+from .optimizer_steps import BetweenSteps
 
 
 def check_floating(parameters: Parameters) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from bagua import engine, verbs
+from bagua import extension, verbs
 from bagua.group import Group
 from bagua.handle import AnyHandle as Handle
 from bagua.operand import Operand
@@ -116,7 +116,7 @@ class Collectives:
     # --- broadcast ----------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, *, async_op: bool = False) -> Handle | None:
-        if not async_op and self.raw.try_run(engine.BROADCAST, reader, None, tensor, 0, src):
+        if not async_op and self.raw.try_run(extension.BROADCAST, reader, None, tensor, 0, src):
             return None
         src = self._peer(src, "src")
         mine = (_TENSORS.read if self.rank() == src else _TENSORS.write)(tensor, "tensor")
@@ -144,14 +144,14 @@ class Collectives:
         *,
         async_op: bool = False,
     ) -> Handle | None:
-        if not async_op and self.raw.try_run(engine.REDUCE, reader, send_tensor, recv_tensor, op, dst):
+        if not async_op and self.raw.try_run(extension.REDUCE, reader, send_tensor, recv_tensor, op, dst):
             return None
         return self._run(verbs.REDUCE, send_tensor, recv_tensor, async_op, op, self._peer(dst, "dst"))
 
     def reduce_inplace(
         self, tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
     ) -> Handle | None:
-        if not async_op and self.raw.try_run(engine.REDUCE, reader, None, tensor, op, dst):
+        if not async_op and self.raw.try_run(extension.REDUCE, reader, None, tensor, op, dst):
             return None
         return self._run(verbs.REDUCE, None, tensor, async_op, op, self._peer(dst, "dst"))
 
@@ -163,14 +163,14 @@ class Collectives:
         *,
         async_op: bool = False,
     ) -> Handle | None:
-        if not async_op and self.raw.try_run(engine.ALL_REDUCE, reader, send_tensor, recv_tensor, op, 0):
+        if not async_op and self.raw.try_run(extension.ALL_REDUCE, reader, send_tensor, recv_tensor, op, 0):
             return None
         return self._run(verbs.ALL_REDUCE, send_tensor, recv_tensor, async_op, op)
 
     def allreduce_inplace(
         self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
     ) -> Handle | None:
-        if not async_op and self.raw.try_run(engine.ALL_REDUCE, reader, None, tensor, op, 0):
+        if not async_op and self.raw.try_run(extension.ALL_REDUCE, reader, None, tensor, op, 0):
             return None
         return self._run(verbs.ALL_REDUCE, None, tensor, async_op, op)
 
@@ -190,14 +190,14 @@ class Collectives:
         *,
         async_op: bool = False,
     ) -> Handle | None:
-        if not async_op and self.raw.try_run(engine.REDUCE_SCATTER, reader, send_tensor, recv_tensor, op, 0):
+        if not async_op and self.raw.try_run(extension.REDUCE_SCATTER, reader, send_tensor, recv_tensor, op, 0):
             return None
         return self._run(verbs.REDUCE_SCATTER, send_tensor, recv_tensor, async_op, op)
 
     def reduce_scatter_inplace(
         self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
     ) -> Handle | None:
-        if not async_op and self.raw.try_run(engine.REDUCE_SCATTER, reader, None, tensor, op, 0):
+        if not async_op and self.raw.try_run(extension.REDUCE_SCATTER, reader, None, tensor, op, 0):
             return None
         return self._run(verbs.REDUCE_SCATTER, None, tensor, async_op, op)
 
@@ -206,12 +206,12 @@ class Collectives:
     def allgather(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, *, async_op: bool = False
     ) -> Handle | None:
-        if not async_op and self.raw.try_run(engine.ALL_GATHER, reader, send_tensor, recv_tensor, 0, 0):
+        if not async_op and self.raw.try_run(extension.ALL_GATHER, reader, send_tensor, recv_tensor, 0, 0):
             return None
         return self._run(verbs.ALL_GATHER, send_tensor, recv_tensor, async_op)
 
     def allgather_inplace(self, tensor: torch.Tensor, *, async_op: bool = False) -> Handle | None:
-        if not async_op and self.raw.try_run(engine.ALL_GATHER, reader, None, tensor, 0, 0):
+        if not async_op and self.raw.try_run(extension.ALL_GATHER, reader, None, tensor, 0, 0):
             return None
         return self._run(verbs.ALL_GATHER, None, tensor, async_op)
 
@@ -260,12 +260,12 @@ class Collectives:
     def alltoall(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, *, async_op: bool = False
     ) -> Handle | None:
-        if not async_op and self.raw.try_run(engine.ALL_TO_ALL, reader, send_tensor, recv_tensor, 0, 0):
+        if not async_op and self.raw.try_run(extension.ALL_TO_ALL, reader, send_tensor, recv_tensor, 0, 0):
             return None
         return self._run(verbs.ALL_TO_ALL, send_tensor, recv_tensor, async_op)
 
     def alltoall_inplace(self, tensor: torch.Tensor, *, async_op: bool = False) -> Handle | None:
-        if not async_op and self.raw.try_run(engine.ALL_TO_ALL, reader, None, tensor, 0, 0):
+        if not async_op and self.raw.try_run(extension.ALL_TO_ALL, reader, None, tensor, 0, 0):
             return None
         return self._run(verbs.ALL_TO_ALL, None, tensor, async_op)
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from bagua import engine, shared_memory
+from bagua import extension, shared_memory
 from bagua.errors import AbortedError
 from bagua.handle import AnyHandle as Handle
 from bagua.torch_operand import require_dtype
@@ -99,7 +99,7 @@ class NonMember:
         return False
 
     def _no_effect(self, *args: Any, async_op: bool = False, **kwargs: Any) -> Handle | None:
-        return engine.Handle.completed() if async_op else None
+        return extension.Handle.completed() if async_op else None
 
     def __getattr__(self, name: str) -> Callable[..., Handle | None]:
         """Returns a function without effect for each collective of a communicator."""

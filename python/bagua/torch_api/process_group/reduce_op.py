@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from bagua import engine, verbs
+from bagua import extension, verbs
 
 
 class ReduceOp(IntEnum):
     """Reductions of elements over ranks. The numbers are those of the original Bagua."""
 
-    SUM = engine.OPS["sum"]
+    SUM = extension.OPS["sum"]
     """Sum. Not defined for bool."""
-    PRODUCT = engine.OPS["product"]
+    PRODUCT = extension.OPS["product"]
     """Product."""
-    MIN = engine.OPS["min"]
+    MIN = extension.OPS["min"]
     """Minimum. Not defined for complex numbers."""
-    MAX = engine.OPS["max"]
+    MAX = extension.OPS["max"]
     """Maximum. Not defined for complex numbers."""
-    BOR = engine.OPS["bor"]
+    BOR = extension.OPS["bor"]
     """Bitwise or. Defined for integers and bool."""
-    BAND = engine.OPS["band"]
+    BAND = extension.OPS["band"]
     """Bitwise and. Defined for integers and bool."""
-    BXOR = engine.OPS["bxor"]
+    BXOR = extension.OPS["bxor"]
     """Bitwise exclusive or. Defined for integers and bool."""
-    AVG = engine.OPS["avg"]
+    AVG = extension.OPS["avg"]
     """Mean. Defined for floating-point and complex numbers."""
 
 
-_NAMES = {code: name for name, code in engine.DTYPES.items()}
+_NAMES = {code: name for name, code in extension.DTYPES.items()}
 
 
 def check_op(op: ReduceOp | int, dtype: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 
 import torch.distributed as dist
 
-from bagua.lifecycle import Record, record
+from bagua.process_state import Record, record
 
 from .groups import Communicator, ProcessGroup
 

@@ -12,16 +12,16 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from bagua.errors import BaguaError, MismatchError
-from bagua.lifecycle import process
+from bagua.process_state import process
 
 from .. import devices
 from ..bucket import BaguaBucket
 from ..process_group import dtype_code
 from ..process_group.state import group_state
-from .consistency import describe
-from .exchange_interface import WrappedModel
+from .algorithm_interface import WrappedModel
 from .grad_hook import owner_of
 from .state import model_state
+from .sync_model_state import describe
 
 # Module or wrapper -> name of a model whose group has ended, and the hook that refuses its training, if any.
 _ended = model_state.ended

@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from bagua import config, engine, group, log, tcp_store_requests
+from bagua import config, extension, group, log, tcp_store_requests
 from bagua.errors import BaguaError, BaguaTimeoutError, PeerLostError
-from bagua.lifecycle import process
+from bagua.process_state import process
 
 __all__ = ["join"]
 
@@ -82,7 +82,7 @@ def join(
     if world_size == 1:
         return build(towards, "", lambda address, _: [address]), entries.count(1)
     if rank == 0:
-        server = engine.RendezvousServer(group.listen_host(towards, world_size, local_world_size), 0)
+        server = extension.RendezvousServer(group.listen_host(towards, world_size, local_world_size), 0)
         host, port = server.address()
         entry = _Server(host, port, secrets.token_hex(16))
         number = entries.announce(entry)
@@ -98,7 +98,7 @@ def join(
         def fetch(address: bytes, both: bytes, at: _Server = at) -> list[bytes]:
             left = max(entries.left(), 0.0)
             try:
-                return engine.rendezvous_at(
+                return extension.rendezvous_at(
                     at.host, at.port, rank, world_size, address, both, left, tls, heartbeat, found
                 )
             except PeerLostError as lost:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
-from bagua import config, engine
+from bagua import config, extension
 from bagua.errors import PeerLostError, PeerRaisedError
 
 __all__ = [
@@ -89,9 +89,9 @@ class _Process:
         # In a forked child: the parent's groups. Freeing them would close the parent's connections.
         self.inherited: list[Any] = []
         # Set when bagua.cuda is imported. CUDA belongs to the importing process, and its forked children have none.
-        self.cuda: engine.CudaLibraries | None = None
+        self.cuda: extension.CudaLibraries | None = None
         # Devices that have been used, by number.
-        self.cuda_devices: dict[int, engine.CudaDevice] = {}
+        self.cuda_devices: dict[int, extension.CudaDevice] = {}
         # The bagua.Group of torch.distributed's world if its backend is "bagua".
         self.torchs_world: Any = None
         # True once this process has checked for misspelt settings.
@@ -131,10 +131,10 @@ def note_job(shared: bytes) -> None:
     process.jobs.append(hashlib.sha256(shared).hexdigest()[:16])
 
 
-def cuda_libraries() -> engine.CudaLibraries:
+def cuda_libraries() -> extension.CudaLibraries:
     """Returns CUDA's libraries. The first call decides that they belong to this process, but loads nothing yet."""
     if process.cuda is None:
-        process.cuda = engine.CudaLibraries()
+        process.cuda = extension.CudaLibraries()
     return process.cuda
 
 
@@ -154,7 +154,7 @@ def install(shutdown: Callable[[], None]) -> None:
                 shutdown()
             finally:
                 # Pending operations end now, and their callbacks need the interpreter.
-                engine.wait_for_callbacks(_CALLBACKS_TIMEOUT)
+                extension.wait_for_callbacks(_CALLBACKS_TIMEOUT)
 
     atexit.register(leave)
     previous = sys.excepthook

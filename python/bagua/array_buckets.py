@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy
 
-from bagua import config, engine
+from bagua import config, extension
 from bagua import group as groups
 from bagua.arrays import Array, operand
 from bagua.codecs import Compression, raw_codec
@@ -62,7 +62,7 @@ class Bucket:
                 "check": config.cuda_check(),
                 "keep": list(self._memory.values()),
             }
-        self._raw = engine.Bucket(
+        self._raw = extension.Bucket(
             name,
             [(tensor, memory.address, memory.count, memory.dtype, False) for tensor, memory in self._memory.items()],
             **options,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import algorithm_options, ddp_wrapper, process_group
+from . import algorithm_options, ddp_wrapper, join_and_leave
 from .strategy_base import CommonMethods
 
 __all__ = ["FabricStrategyMethods"]
@@ -80,9 +80,9 @@ class FabricStrategyMethods(CommonMethods):
     def _setup_distributed(self) -> None:
         self._prepare_to_join(self.root_device)
         self._set_world_ranks()
-        process_group.restart(self._process_group_backend, self.global_rank, self.world_size, self._timeout)
+        join_and_leave.restart(self._process_group_backend, self.global_rank, self.world_size, self._timeout)
         super()._setup_distributed()
-        process_group.join()
+        join_and_leave.join()
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over all ranks, as ``BaguaStrategy.reduce``."""

@@ -23,8 +23,8 @@ import torch
 from bagua.linalg import is_finite, orthonormal, wide
 
 from .aggregation import Denominator
+from .backends import Group, Peers, find
 from .error_feedback import CompressingAggregation, Gradients
-from .peers import Group, Peers, find
 from .tensor_packing import flatten
 
 _OPS = ("avg_world", "avg")

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
-from bagua import config, engine, group, launcher, lifecycle, log, metrics, torch_store
+from bagua import config, extension, group, launcher, log, metrics, process_state, store_rendezvous
 from bagua.errors import BaguaError
 
 __all__ = ["init"]
@@ -48,7 +48,7 @@ def init(
     """
     if group.default() is not None:
         raise BaguaError("bagua is initialised already: call bagua.shutdown() before bagua.init()")
-    adopted: group.Group | None = lifecycle.process.torchs_world
+    adopted: group.Group | None = process_state.process.torchs_world
     if adopted is not None:
         for what, given, has in (("rank", rank, adopted.rank), ("world_size", world_size, adopted.size)):
             if given not in (None, has):
@@ -63,7 +63,7 @@ def init(
     spread, towards = _rendezvous(init_method, place, chosen, waiting)
     if spread is None:
         host, port = launcher.master()
-        joined, _ = torch_store.join(
+        joined, _ = store_rendezvous.join(
             _agent_store(host, port, chosen.timeout),
             place.rank,
             place.world_size,
@@ -117,7 +117,7 @@ def _rendezvous(
         path = unquote(parts.netloc + parts.path)
 
         def by_file(address: bytes) -> list[bytes]:
-            return engine.rendezvous_file(path, place.rank, place.world_size, address, chosen.timeout, waiting)
+            return extension.rendezvous_file(path, place.rank, place.world_size, address, chosen.timeout, waiting)
 
         return by_file, None
     place_of_rank_0 = launcher.master() if parts.scheme == "env" else (cast(str, host), cast(int, port))
@@ -127,7 +127,7 @@ def _rendezvous(
         return None, place_of_rank_0
 
     def by_tcp(address: bytes) -> list[bytes]:
-        return engine.rendezvous_tcp(
+        return extension.rendezvous_tcp(
             *place_of_rank_0,
             place.rank,
             place.world_size,

@@ -10,7 +10,7 @@ import torch
 
 from bagua.errors import BaguaError
 
-from . import ddp_wrapper, process_group
+from . import ddp_wrapper, join_and_leave
 from .strategy_base import CommonMethods
 
 __all__ = ["StrategyMethods"]
@@ -79,9 +79,9 @@ class StrategyMethods(CommonMethods):
         """Joins the other ranks, and makes Bagua's group from them."""
         self._prepare_to_join(self.root_device)
         self.set_world_ranks()
-        process_group.restart(self._process_group_backend, self.global_rank, self.world_size, self._timeout)
+        join_and_leave.restart(self._process_group_backend, self.global_rank, self.world_size, self._timeout)
         super().setup_distributed()
-        process_group.join()
+        join_and_leave.join()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over all ranks, in place, and returns it. Returns anything else unchanged.
@@ -162,7 +162,7 @@ class StrategyMethods(CommonMethods):
         """Reports the exception to the other ranks, which ends their training too."""
         super().on_exception(exception)
         self._failed = True
-        process_group.fail(exception)
+        join_and_leave.fail(exception)
 
     def teardown(self) -> None:
         """Removes the wrapper and its hooks from the LightningModule. Does nothing before a model is connected.
@@ -175,4 +175,4 @@ class StrategyMethods(CommonMethods):
         super().teardown()
         if self._failed:
             self._failed = False
-            process_group.leave()
+            join_and_leave.leave()

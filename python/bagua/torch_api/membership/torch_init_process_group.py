@@ -20,9 +20,9 @@ from bagua import tcp_store_requests
 from bagua.errors import PeerLostError, PeerRaisedError
 
 from ..process_group import Communicator
-from . import torch_destroy
+from . import torch_destroy_process_group
 from .state import membership_state
-from .store_client import StoreClient, connect
+from .torch_store_connection import StoreClient, connect
 
 __all__ = ["begin", "begin_again", "begin_gloo", "cause_of_failure"]
 
@@ -133,7 +133,7 @@ def begin_again(world: neutral.Group, communicator: Communicator) -> None:
     If a rank is lost meanwhile, raises an error of any type.
     """
     if dist.is_initialized():
-        torch_destroy.destroy()
+        torch_destroy_process_group.destroy()
     client = _common_store(communicator) or _new_store(world, communicator)
     # Each group needs its own prefix because torch uses the same keys for every group.
     prefix = f"bagua/rebuilt/{communicator.broadcast_object(secrets.token_hex(8))}"

@@ -7,9 +7,9 @@ from typing import Any
 
 from .compress_gradients import CompressGradientsMethods
 from .environment import EnvironmentMethods
-from .fabric import FabricStrategyMethods
+from .fabric_strategy import FabricStrategyMethods
 from .monitor import MonitorMethods
-from .training import StrategyMethods
+from .trainer_strategy import StrategyMethods
 
 __all__ = ["make"]
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from bagua import config, launcher, metrics, torch_store
+from bagua import config, launcher, metrics, store_rendezvous
 from bagua.errors import BaguaError
 from bagua.group import Group
-from bagua.lifecycle import process
+from bagua.process_state import process
 
 from .process_group import BaguaProcessGroup
 from .state import c10d_state as _state
@@ -118,7 +118,7 @@ def _has_failed(group: Group) -> bool:
 def _join(store: Any, rank: int, size: int, timeout: timedelta) -> Group:
     chosen = config.settings(timeout=timeout.total_seconds())
     metrics.begin(launcher.local_rank_of(rank, size))
-    group, _ = torch_store.join(
+    group, _ = store_rendezvous.join(
         store,
         rank,
         size,

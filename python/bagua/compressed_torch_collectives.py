@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bagua import engine
+from bagua import extension
 from bagua.codecs import Codec
 from bagua.torch_operand import DTYPES
 
@@ -81,7 +81,9 @@ class TensorExchange:
 
     def __init__(self, codec: Codec, group: dist.ProcessGroup) -> None:
         self.wire = wire = Wire(group)
-        self._exchange = engine.CompressedExchange(codec._raw, wire.rank, wire.size, wire.all_to_all, wire.all_gather)
+        self._exchange = extension.CompressedExchange(
+            codec._raw, wire.rank, wire.size, wire.all_to_all, wire.all_gather
+        )
 
     def all_reduce(self, tensor: torch.Tensor, *, call: int, error: torch.Tensor | None) -> None:
         """Replaces a contiguous tensor by its mean over the ranks."""

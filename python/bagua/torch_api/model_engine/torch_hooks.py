@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .checks import refuse_torchs_wrapper, refuse_training
+from .model_checks import refuse_torchs_wrapper, refuse_training
 
 
 class Hooked(Protocol):

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from bagua import config
 from bagua.group import default
-from bagua.lifecycle import Record, process, record, report
+from bagua.process_state import Record, process, record, report
 
 __all__ = ["fail", "join", "leave", "reduce", "restart"]
 

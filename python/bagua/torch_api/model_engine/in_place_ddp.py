@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from .checks import is_recorded
 from .engine import ModelEngine
-from .hooks import call_after_forward, call_before_forward
+from .model_checks import is_recorded
 from .state import model_state
+from .torch_hooks import call_after_forward, call_before_forward
 
 _wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped
 _ended = model_state.ended

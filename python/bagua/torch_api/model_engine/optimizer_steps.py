@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bagua.errors import BaguaError
 
-from .exchange_interface import Exchange, WrappedModel
+from .algorithm_interface import Exchange, WrappedModel
 from .state import model_state
 
 

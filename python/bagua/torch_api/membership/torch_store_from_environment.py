@@ -12,7 +12,7 @@ from bagua import config, launcher
 from bagua.errors import BaguaTimeoutError
 
 from .state import membership_state
-from .store_client import StoreClient, connect
+from .torch_store_connection import StoreClient, connect
 
 
 def environment_store(rank: int, world_size: int) -> StoreClient:
