@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 2 examples/cached_dataset.py    two ranks that share one cache
 
 In the first epoch each sample is prepared once in the whole job. The second epoch reads all samples from the cache. If
-redis-server is installed, the job starts and ends its own server; otherwise the samples are in an LMDB file.
+redis-server is installed, the job starts and ends its own server; otherwise each process caches in its own memory.
 """
 
 from __future__ import annotations

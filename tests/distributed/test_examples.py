@@ -29,7 +29,7 @@ def run_example(rank: int, name: str, arguments: list[str]) -> int:
 @pytest.mark.parametrize("name", ["moe.py", "sync_batchnorm.py", "cached_dataset.py", "fused_optimizer.py", "async.py"])
 def test_the_example_ends_well_on_every_rank(name: str) -> None:
     if name == "cached_dataset.py":
-        for package in ("hiredis", "lmdb", "msgpack", "redis", "xxhash"):
+        for package in ("msgpack", "redis", "xxhash"):
             pytest.importorskip(package, reason=f"{package} is not installed: make setup")
     world = World(2, timeout=240.0)
     assert world.run(run_example, name, []) == [0, 0]
@@ -62,6 +62,27 @@ def test_the_checkpoint_example_goes_on_where_it_stopped(tmp_path: Path) -> None
         assert World(2, timeout=240.0).run(run_example, "checkpoint.py", arguments) == [0, 0]
         reached.append(int(tracker.read_text(encoding="utf-8")))
     assert reached[1] > reached[0] > 0
+
+
+def test_the_comparison_of_algorithms_prints_a_line_for_each_and_draws_their_losses(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: make setup")
+    picture = tmp_path / "loss.png"
+    task = "examples.compare_algorithms:task"
+    names = [
+        "gradient_allreduce",
+        "bytegrad:compression=onebit,error_feedback=True",
+        "qadam",
+        "async:sync_interval_ms=5",
+    ]
+    arguments = ["--steps", "12", "--batch", "8", "--png", str(picture), "--task", task, "--algorithms", *names]
+    world = World(2, timeout=240.0, env={"BAGUA_TRANSPORT": "tcp"})
+    assert world.run(run_example, "compare_algorithms.py", arguments) == [0, 0]
+    header, *lines = [line.split() for line in world.output[0].splitlines()[-len(names) - 1 :]]
+    assert header[0] == "algorithm"
+    assert [line[0] for line in lines] == names
+    full, onebit = (float(line[-1]) for line in lines[:2])
+    assert full > 10 * onebit > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_horovod_example_draws_its_loss(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import pickle
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,16 +14,15 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make setup")
 pytest.importorskip("msgpack", reason="msgpack is not installed: make setup")
-pytest.importorskip("lmdb", reason="lmdb is not installed: make setup")
+pytest.importorskip("redis", reason="redis is not installed: make setup")
 pytest.importorskip("xxhash", reason="xxhash is not installed: make setup")
 
 from torch.utils.data import DataLoader, Dataset, TensorDataset  # noqa: E402
 
 from bagua.torch_api.contrib import CachedDataset, CacheLoader  # noqa: E402
-from bagua.torch_api.contrib.cache_loader import default_path  # noqa: E402
-from bagua.torch_api.contrib.utils.lmdb_store import LmdbStore  # noqa: E402
 from bagua.torch_api.contrib.utils.memory_store import MemoryStore  # noqa: E402
-from bagua.torch_api.contrib.utils.store import ClusterStore, LossyStore, Store  # noqa: E402
+from bagua.torch_api.contrib.utils.redis_server import RedisServer  # noqa: E402
+from bagua.torch_api.contrib.utils.store import ClusterStore, LossyStore  # noqa: E402
 from tests.unit.cached_values import Point, same  # noqa: E402
 from tests.waits import on_threads  # noqa: E402
 
@@ -45,10 +44,20 @@ class Squares(Dataset):  # type: ignore[type-arg]
         return torch.full((index % 7, 2), float(index)), {"square": index * index, "name": f"sample {index}"}
 
 
-@pytest.fixture(params=["memory", "lmdb"])
-def options(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
-    """Arguments of a loader for each backend that needs no server."""
-    return {"backend": request.param, **({"path": tmp_path / "cache"} if request.param == "lmdb" else {})}
+@pytest.fixture
+def hosts() -> Iterator[list[dict[str, Any]]]:
+    """A Redis server, for the tests in which several processes or loaders share a store."""
+    server = RedisServer("127.0.0.1", 1 << 30)
+    yield [{"host": server.host, "port": server.port}]
+    server.stop()
+
+
+@pytest.fixture(params=["memory", "redis"])
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Arguments of a loader for each backend."""
+    return {"backend": request.param} | (
+        {"hosts": request.getfixturevalue("hosts")} if request.param == "redis" else {}
+    )
 
 
 # --- stores ----------------------------------------------------------------------------------------------------------
@@ -156,54 +165,6 @@ def test_programming_errors_are_no_losses() -> None:
         store._attempt(lambda: 1 // 0, None)
 
 
-def test_lmdb_keeps_its_values_for_the_next_job(tmp_path: Path) -> None:
-    with_long_key = {"a": b"1", "x" * 2000: b"2"}
-    store: Store = LmdbStore(tmp_path / "file")
-    store.mset(with_long_key)
-    store.shutdown()
-    store = LmdbStore(tmp_path / "file")
-    assert store.mget(["a", "x" * 2000, "b"]) == [b"1", b"2", None]
-    assert store.num_keys() == 2
-    assert (tmp_path / "file").stat().st_mode & 0o077 == 0
-    store.clear()
-    assert store.num_keys() == 0
-    store.shutdown()
-
-
-def test_a_full_lmdb_file_keeps_what_it_holds_and_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    loader = CacheLoader("lmdb", "d", path=tmp_path, capacity_per_node=1 << 17)
-    sample = {key: np.full(1000, key) for key in range(60)}
-    for _ in range(2):
-        for key in sample:
-            assert np.array_equal(loader.get(key, lambda key: sample[key]), sample[key])
-    stats = loader.stats()
-    assert 0 < stats["hits"] < 60
-    assert stats["failed_writes"] > 0
-    assert stats["lost_servers"] == 0
-    assert [record.getMessage() for record in caplog.records if "refuses" in record.getMessage()] == [
-        caplog.messages[0]
-    ]
-    loader.close()
-
-
-def test_two_loaders_share_one_lmdb_file_in_one_process(tmp_path: Path) -> None:
-    one, two = (CacheLoader("lmdb", "d", path=tmp_path) for _ in range(2))
-    assert one.get("k", lambda key: 1) == 1
-    one.close()
-    assert two.get("k", lambda key: 2) == 1
-    two.close()
-
-
-def test_the_default_file_is_one_per_user_and_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    paths = [default_path(name) for name in ("", "a", "A", "../a", "a/b", ".", "x" * 500)]
-    assert len(set(paths)) == len(paths)
-    assert {path.parent for path in paths} == {tmp_path / "bagua" / "datasets"}
-    loader = CacheLoader("lmdb", "a")
-    assert default_path("a").is_dir()
-    loader.close()
-
-
 # --- the loader ------------------------------------------------------------------------------------------------------
 
 
@@ -287,39 +248,38 @@ def test_what_the_load_function_raises_comes_through_and_is_not_cached(options: 
     loader.close()
 
 
-def test_pickles_need_a_secret_where_others_may_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pickles_need_a_secret_where_others_may_write(
+    monkeypatch: pytest.MonkeyPatch, hosts: list[dict[str, Any]]
+) -> None:
     monkeypatch.delenv("BAGUA_JOB_SECRET", raising=False)
     with pytest.raises(ValueError, match="BAGUA_JOB_SECRET"):
-        CacheLoader("lmdb", "d", allow_pickle=True, path=tmp_path)
+        CacheLoader("redis", "d", allow_pickle=True, hosts=hosts)
     monkeypatch.setenv("BAGUA_JOB_SECRET", "ours")
-    loader = CacheLoader("lmdb", "d", allow_pickle=True, path=tmp_path)
+    loader = CacheLoader("redis", "d", allow_pickle=True, hosts=hosts)
     assert loader.get("k", lambda key: Point(1, 2)) == Point(1, 2)
     assert loader.get("k", lambda key: None) == Point(1, 2)
     loader.close()
     monkeypatch.setenv("BAGUA_JOB_SECRET", "theirs")
-    loader = CacheLoader("lmdb", "d", allow_pickle=True, path=tmp_path)
+    loader = CacheLoader("redis", "d", allow_pickle=True, hosts=hosts)
     assert loader.get("k", lambda key: Point(3, 4)) == Point(3, 4)
     loader.close()
 
 
-def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+def test_bad_arguments_are_refused() -> None:
     for error, text, arguments in (
         (ValueError, "must be one of .*; got 'disk'", {"backend": "disk"}),
         (ValueError, "writer_buffer_size is 0", {"backend": "memory", "writer_buffer_size": 0}),
         (ValueError, "capacity is 0", {"backend": "memory", "capacity_per_node": 0}),
         (TypeError, "does not know hosts", {"backend": "memory", "hosts": []}),
         (TypeError, "does not know colour", {"backend": "auto", "colour": 1}),
-        (TypeError, "does not know cluster_mode", {"backend": "lmdb", "path": tmp_path, "cluster_mode": True}),
     ):
         with pytest.raises(error, match=text):
             CacheLoader(**arguments)
 
 
-def test_auto_takes_lmdb_where_no_redis_server_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_auto_takes_memory_where_no_redis_server_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
-    loader = CacheLoader("auto", "d", path=tmp_path)
-    assert isinstance(loader.store, LmdbStore)
-    loader.close()
+    assert isinstance(CacheLoader("auto", "d", capacity_per_node=1 << 20).store, MemoryStore)
 
 
 def test_threads_share_a_loader(options: dict[str, Any]) -> None:
@@ -355,8 +315,8 @@ def in_a_fork(work: Any) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_flushes_and_the_child_reads_what_the_parent_wrote(tmp_path: Path) -> None:
-    loader = CacheLoader("lmdb", "d", 100, path=tmp_path)
+def test_a_fork_flushes_and_the_child_reads_what_the_parent_wrote(hosts: list[dict[str, Any]]) -> None:
+    loader = CacheLoader("redis", "d", 100, hosts=hosts)
     loader.get("parent", lambda key: 1)
 
     def child() -> None:
@@ -373,33 +333,33 @@ def test_a_fork_flushes_and_the_child_reads_what_the_parent_wrote(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_what_is_buffered_at_exit_is_written(tmp_path: Path) -> None:
+def test_what_is_buffered_at_exit_is_written(hosts: list[dict[str, Any]]) -> None:
     import subprocess
     import sys
 
     code = f"""
 from bagua.torch_api.contrib import CacheLoader
-loader = CacheLoader("lmdb", "d", 100, path={str(tmp_path)!r})
+loader = CacheLoader("redis", "d", 100, hosts={hosts!r})
 loader.get("k", lambda key: "kept")
 raise SystemExit(3)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 3
-    loader = CacheLoader("lmdb", "d", path=tmp_path)
+    loader = CacheLoader("redis", "d", hosts=hosts)
     assert loader.get("k", lambda key: "lost") == "kept"
     loader.close()
 
 
-def test_a_loader_that_is_thrown_away_writes_its_buffer(tmp_path: Path) -> None:
-    loader = CacheLoader("lmdb", "d", 100, path=tmp_path)
+def test_a_loader_that_is_thrown_away_writes_its_buffer(hosts: list[dict[str, Any]]) -> None:
+    loader = CacheLoader("redis", "d", 100, hosts=hosts)
     loader.get("k", lambda key: 1)
     del loader
-    loader = CacheLoader("lmdb", "d", path=tmp_path)
+    loader = CacheLoader("redis", "d", hosts=hosts)
     assert loader.num_keys() == 1
     loader.close()
 
 
-def test_a_pickled_loader_is_a_loader_of_the_same_store(tmp_path: Path) -> None:
-    loader = CacheLoader("lmdb", "d", 100, path=tmp_path)
+def test_a_pickled_loader_is_a_loader_of_the_same_store(hosts: list[dict[str, Any]]) -> None:
+    loader = CacheLoader("redis", "d", 100, hosts=hosts)
     loader.get("k", lambda key: 1)
     copy = pickle.loads(pickle.dumps(loader))
     assert copy.get("k", lambda key: 2) == 1
@@ -426,9 +386,9 @@ def test_every_sample_is_the_data_sets_and_computed_once(options: dict[str, Any]
     cached.cache_loader.close()
 
 
-def test_two_data_sets_in_one_store_hold_their_own_samples(tmp_path: Path) -> None:
-    one = CachedDataset(Squares(102), "lmdb", "one", path=tmp_path)
-    two = CachedDataset(TensorDataset(torch.arange(102)), "lmdb", "two", path=tmp_path)
+def test_two_data_sets_in_one_store_hold_their_own_samples(hosts: list[dict[str, Any]]) -> None:
+    one = CachedDataset(Squares(102), "redis", "one", hosts=hosts)
+    two = CachedDataset(TensorDataset(torch.arange(102)), "redis", "two", hosts=hosts)
     assert [one[index][1]["square"] for index in range(102)] == [index**2 for index in range(102)]
     assert one.cache_loader.num_keys() == 102
     assert [int(two[index][0]) for index in range(102)] == list(range(102))
@@ -450,8 +410,10 @@ def test_indices_of_every_kind_name_the_same_sample(options: dict[str, Any]) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_data_loader_workers_fill_the_cache_flush_their_buffers_and_are_counted(tmp_path: Path, method: str) -> None:
-    cached = CachedDataset(Squares(), "lmdb", "d", 1000, path=tmp_path)
+def test_data_loader_workers_fill_the_cache_flush_their_buffers_and_are_counted(
+    hosts: list[dict[str, Any]], method: str
+) -> None:
+    cached = CachedDataset(Squares(), "redis", "d", 1000, hosts=hosts)
     cached.warm_up(range(50), progress=False)
     workers = {"num_workers": 1 if method == "spawn" else 2, "multiprocessing_context": method}
     batches = DataLoader(cached, batch_size=8, collate_fn=squares_of, **workers)  # type: ignore[arg-type]
@@ -469,10 +431,10 @@ def squares_of(samples: list[Any]) -> list[int]:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_warming_up_computes_what_is_missing_and_shows_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: int
+    hosts: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], workers: int
 ) -> None:
     pytest.importorskip("tqdm", reason="tqdm is not installed: make setup")
-    cached = CachedDataset(Squares(), "lmdb", "d", path=tmp_path)
+    cached = CachedDataset(Squares(), "redis", "d", hosts=hosts)
     assert cached.warm_up(range(50), progress=False) == 50
     assert capsys.readouterr().err == ""
     assert cached.warm_up(batch_size=10, num_workers=workers) == 52

@@ -1,4 +1,4 @@
-"""The cache on real Redis servers: one, several, a Redis Cluster; and servers that die, hang or are strangers."""
+"""The cache on real Redis servers: one or several; and servers that die, hang or are strangers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make setup")
-pytest.importorskip("hiredis", reason="the package hiredis is not installed: make setup")
 redis = pytest.importorskip("redis", reason="the package redis is not installed: make setup")
 pytest.importorskip("msgpack", reason="msgpack is not installed: make setup")
 pytest.importorskip("xxhash", reason="xxhash is not installed: make setup")
@@ -34,7 +33,6 @@ from bagua.torch_api.contrib.utils.redis_server import RedisServer  # noqa: E402
 from bagua.torch_api.contrib.utils.redis_store import RedisStore, start_redis_server_cli  # noqa: E402
 from bagua.torch_api.contrib.utils.store import ClusterStore  # noqa: E402
 from tests.processes import is_running  # noqa: E402
-from tests.waits import until  # noqa: E402
 from tests.world import free_port  # noqa: E402
 
 pytestmark = [
@@ -135,90 +133,6 @@ def test_without_cluster_mode_a_host_of_the_job_uses_one_server(
         store.shutdown()
     counts = [RedisStore(hosts([server])).num_keys() for server in running]
     assert counts == [2, 1]
-
-
-@pytest.fixture
-def redis_cluster() -> Iterator[list[RedisServer]]:
-    """Three nodes that form a Redis Cluster, as the cluster specification's commands make one."""
-    with_cluster = []
-    held = contextlib.ExitStack()
-    try:
-        import tempfile
-
-        for _ in range(3):
-            folder = held.enter_context(tempfile.TemporaryDirectory(prefix="bagua-redis-cluster-"))
-            # A node listens for the others at the port 10000 above, too. Both are below those of outgoing connections.
-            port = held.enter_context(free_port(range(20000, 22000)))
-            with_cluster.append(
-                RedisServer(
-                    "127.0.0.1",
-                    64 * MIB,
-                    port=port,
-                    password="secret",
-                    settings=[("cluster-enabled", "yes"), ("cluster-node-timeout", "30000"), ("dir", folder)],
-                )
-            )
-        clients = [redis.Redis(port=server.port, password="secret") for server in with_cluster]
-        for number, client in enumerate(clients):
-            client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
-            first, last = 16384 * number // 3, 16384 * (number + 1) // 3 - 1
-            client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
-            client.execute_command("CLUSTER", "MEET", "127.0.0.1", with_cluster[0].port)
-
-        def formed() -> bool:
-            found = [client.execute_command("CLUSTER INFO") for client in clients]
-            return all((it["cluster_state"], int(it["cluster_known_nodes"])) == ("ok", 3) for it in found)
-
-        until(formed, "the nodes find each other")
-        for client in clients:
-            client.close()
-        yield with_cluster
-    finally:
-        for server in with_cluster:
-            server.stop()
-        held.close()
-
-
-@pytest.mark.slow
-def test_a_real_redis_cluster_holds_the_samples(redis_cluster: list[RedisServer]) -> None:
-    cached = CachedDataset(Numbers(102), "redis", "d", hosts=hosts(redis_cluster[:1]), redis_cluster=True)
-    for _ in range(2):
-        assert all(correct(sample, index) for index, sample in enumerate(cached))  # type: ignore[arg-type]
-    assert all(correct(*pair) for pair in zip(cached.__getitems__(range(102)), range(102), strict=True))
-    stats = cached.stats()
-    assert (stats["hits"], stats["misses"], stats["failed_reads"]) == (204, 102, 0)
-    assert cached.cache_loader.num_keys() == 102
-    assert cached.cache_loader.store.status()
-    # Each node holds its share: the cluster's own slots were used.
-    clients = [redis.Redis(port=server.port, password="secret") for server in redis_cluster]
-    sizes = [client.dbsize() for client in clients]
-    assert sum(sizes) == 102
-    assert min(sizes) > 0
-    batches = DataLoader(cached, batch_size=10, num_workers=2, collate_fn=list)
-    assert all(correct(*pair) for pair in zip((s for b in batches for s in b), range(102), strict=True))
-    cached.cache_loader.store.clear()
-    assert cached.cache_loader.num_keys() == 0
-    cached.cache_loader.close()
-    for client in clients:
-        client.close()
-
-
-@pytest.mark.slow
-def test_a_node_of_a_redis_cluster_killed_in_mid_epoch_costs_no_sample(
-    redis_cluster: list[RedisServer], warned: Callable[[], list[str]]
-) -> None:
-    cached = CachedDataset(Numbers(200), "redis", "d", hosts=hosts(redis_cluster[:2]), redis_cluster=True, timeout=10.0)
-    assert cached.warm_up(progress=False) == 200
-    for index in range(200):
-        if index == 50:
-            os.kill(redis_cluster[2].pid, signal.SIGKILL)
-        assert correct(cached[index], index)
-    assert all(correct(*pair) for pair in zip(cached.__getitems__(range(200)), range(200), strict=True))
-    stats = cached.stats()
-    assert stats["failed_reads"] > 0
-    assert stats["hits"] >= 50
-    assert sum("is lost" in line for line in warned()) == 1
-    cached.cache_loader.close()
 
 
 # --- the round trip --------------------------------------------------------------------------------------------------
@@ -363,7 +277,6 @@ def test_construction_says_which_servers_do_not_answer(servers: Callable[..., An
         ("must have a host and a port; got .*port", {"hosts": [{"port": 1}]}),
         ("'x', not a number", {"hosts": [{"host": "127.0.0.1", "port": "x"}]}),
         ("hosts is empty", {"hosts": []}),
-        ("redis_cluster=True needs hosts", {"redis_cluster": True}),
         ("timeout is 0", {"timeout": 0}),
     ],
 )

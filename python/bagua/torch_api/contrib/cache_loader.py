@@ -1,29 +1,24 @@
-"""A cache of values that are expensive to compute, in Redis, in an LMDB file or in memory."""
+"""A cache of values that are expensive to compute, in Redis or in memory."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 from bagua import config
 
 from .utils.cache_state import cache_state
 from .utils.counters import SharedCounters
-from .utils.lmdb_store import LmdbStore
 from .utils.memory_store import MemoryStore
 from .utils.redis_store import RedisStore
-from .utils.serialization import Serializer, UnreadableError
 from .utils.store import Store
 
-__all__ = ["CacheLoader", "default_path"]
+__all__ = ["CacheLoader"]
 
 _log = logging.getLogger(__name__)
 K = TypeVar("K")
@@ -36,10 +31,9 @@ class CacheLoader:
     """Values by key: computed by the first :meth:`get` and read from a store afterwards.
 
     - ``backend``: ``"redis"`` (arguments of :class:`~bagua.torch_api.contrib.utils.redis_store.RedisStore`: ``hosts``,
-      ``cluster_mode``, ``capacity_per_node``, ``redis_cluster``, ``timeout``); ``"lmdb"``, a file on this host
-      (``path``, by default one per user and data set in the platform's cache folder; ``capacity_per_node`` in bytes);
-      ``"memory"``, for this process alone (``capacity_per_node``); or ``"auto"``: Redis if ``hosts`` is given or
-      ``redis-server`` is installed, else LMDB, else memory.
+      ``cluster_mode``, ``capacity_per_node``, ``timeout``); ``"memory"``, for this process alone
+      (``capacity_per_node`` in bytes); or ``"auto"``: Redis if ``hosts`` is given or ``redis-server`` is installed,
+      else memory.
     - ``dataset_name``: Values are stored under ``"{dataset_name}_{key}"``. Loaders with the same name share their
       values.
     - ``writer_buffer_size``: Number of values that are written to the store at a time. This process can read buffered
@@ -69,9 +63,15 @@ class CacheLoader:
         if writer_buffer_size < 1:
             raise ValueError(f"writer_buffer_size is {writer_buffer_size}; it must be at least 1")
         #: The store behind this loader.
-        self.store: Store = _make_store(backend, dataset_name, kwargs)
+        self.store: Store = _make_store(backend, kwargs)
         self._prefix = f"{dataset_name}_"
         secret = _secret(self.store) if allow_pickle else b""
+        try:
+            from .utils.serialization import Serializer
+        except ImportError as absent:
+            raise ImportError(
+                'the cache needs the package msgpack, which is not installed: pip install "msgpack>=1"'
+            ) from absent
         self._serializer = Serializer(dataset_name, allow_pickle=allow_pickle, secret=secret)
         self._buffer_size = writer_buffer_size
         self._counters = SharedCounters(_COUNTS)
@@ -117,7 +117,7 @@ class CacheLoader:
         if raw is not None:
             try:
                 value: V = self._serializer.loads(name, raw)
-            except UnreadableError:
+            except ValueError:
                 self._counters.add(unreadable=1)
             else:
                 self._counters.add(hits=1, bytes_read=len(raw))
@@ -144,7 +144,7 @@ class CacheLoader:
             if raw is not None:
                 try:
                     values.append(read(name, raw))
-                except UnreadableError:
+                except ValueError:
                     unreadable += 1
                 else:
                     size += len(raw)
@@ -254,59 +254,24 @@ class CacheLoader:
         self._seen_failures = self._failures()
 
 
-def default_path(dataset_name: str) -> Path:
-    """Returns the default path of a data set's LMDB file, in the user's cache folder.
-
-    Source: https://specifications.freedesktop.org/basedir-spec/latest/.
-    """
-    given = config.text("XDG_CACHE_HOME")
-    base = Path(given) if given and Path(given).is_absolute() else Path.home() / ".cache"
-    name = quote(dataset_name, safe="")
-    if len(name) > 100:
-        name = hashlib.sha256(dataset_name.encode()).hexdigest()
-    return base / "bagua" / "datasets" / f"data-{name}"
-
-
-def _make_store(backend: str, dataset_name: str, options: dict[str, Any]) -> Store:
-    if backend == "auto":
-        return _best_store(dataset_name, options)
+def _make_store(backend: str, options: dict[str, Any]) -> Store:
     if backend == "redis":
         return RedisStore(**options)
-    capacity = {"capacity": options.pop("capacity_per_node")} if "capacity_per_node" in options else {}
-    if backend == "lmdb":
-        path = options.pop("path", None)
-        _refuse(backend, options)
-        return LmdbStore(default_path(dataset_name) if path is None else path, **capacity)
-    if backend == "memory":
-        _refuse(backend, options)
-        return MemoryStore(**capacity)
-    raise ValueError(f"backend must be one of redis, lmdb, memory, auto; got {backend!r}")
-
-
-def _refuse(backend: str, options: Iterable[str]) -> None:
-    if options:
-        raise TypeError(f"the cache backend {backend!r} does not know {', '.join(sorted(options))}")
-
-
-_REDIS = {"hosts", "cluster_mode", "capacity_per_node", "redis_cluster", "timeout"}
-
-
-def _best_store(dataset_name: str, options: dict[str, Any]) -> Store:
-    _refuse("auto", set(options) - _REDIS - {"path"})
-    redis = {name: value for name, value in options.items() if name in _REDIS}
-    if options.get("hosts") is not None:
-        return RedisStore(**redis)
-    if all(find_spec(package) is not None for package in ("redis", "hiredis", "xxhash")):
-        try:
-            return RedisStore(**redis)
-        except RuntimeError as failure:
-            # All ranks raise this error together, so all ranks choose the same backend.
-            _log.info("no Redis for the cache: %s", failure)
-    rest = {name: value for name, value in options.items() if name in ("path", "capacity_per_node")}
-    if find_spec("lmdb") is not None:
-        return _make_store("lmdb", dataset_name, rest)
-    rest.pop("path", None)
-    return _make_store("memory", dataset_name, rest)
+    if backend == "auto":
+        if strange := set(options) - {"hosts", "cluster_mode", "capacity_per_node", "timeout"}:
+            raise TypeError(f"the cache backend 'auto' does not know {', '.join(sorted(strange))}")
+        if options.get("hosts") is not None or all(find_spec(package) is not None for package in ("redis", "xxhash")):
+            try:
+                return RedisStore(**options)
+            except RuntimeError as failure:
+                # All ranks raise this error together, so all ranks choose the same backend.
+                _log.info("no Redis for the cache: %s", failure)
+        options = {name: value for name, value in options.items() if name == "capacity_per_node"}
+    elif backend != "memory":
+        raise ValueError(f"backend must be one of redis, memory, auto; got {backend!r}")
+    if strange := set(options) - {"capacity_per_node"}:
+        raise TypeError(f"the cache backend 'memory' does not know {', '.join(sorted(strange))}")
+    return MemoryStore(options["capacity_per_node"]) if options else MemoryStore()
 
 
 def _secret(store: Store) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing import util
 from typing import Any
 
-from bagua.process_state import Record, record
+from bagua.lifecycle import Record, record
 
 __all__ = ["CacheState", "cache_state"]
 
@@ -26,10 +26,6 @@ class CacheState(Record):
         # Store name -> counters of logged warnings. A lost server is reported once, by however many loaders and
         # DataLoader workers it is used.
         self.warnings: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-        # Real path -> (LMDB environment, number of stores that use it). Loaders share it because a process may open a
-        # file only once (http://www.lmdb.tech/doc/, mdb_env_open).
-        self.lmdb_environments: dict[str, tuple[Any, int]] = {}
-        self.lmdb_lock = threading.Lock()
         # The job's Redis servers, and the index of this host's server.
         self.job_servers: tuple[list[dict[str, Any]], int] | None = None
         # The world of torch.distributed in which job_servers was computed, while it exists.
@@ -37,9 +33,6 @@ class CacheState(Record):
         self.own_server: Any = None
         self.job_lock = threading.Lock()
         self.cli_servers: list[Any] = []
-        # Encoded header -> dtype and shape of a tensor or array. Saves decoding the same header for each sample.
-        self.tensor_forms: dict[bytes, Any] = {}
-        self.array_forms: dict[bytes, Any] = {}
         # Write ends of the pipes to the servers. A server ends when the last write end of its pipe is closed.
         self.server_pipes: set[int] = set()
 
@@ -59,16 +52,11 @@ class CacheState(Record):
         util.Finalize(None, self.flush, exitpriority=100)
 
     def after_fork_in_child(self) -> None:
-        """Closes what belongs to the parent: environments, pipes and buffers."""
+        """Closes what belongs to the parent: pipes and buffers."""
         for counters in list(self.warnings.values()):
             counters.in_child()
-        # A thread that does not exist in the child may have held a lock.
-        self.lmdb_lock, self.job_lock = threading.Lock(), threading.Lock()
-        # LMDB forbids using an environment after a fork. Closing it releases only this process's mapping and
-        # descriptors, because reader slots and locks are keyed by process id.
-        for environment, _ in self.lmdb_environments.values():
-            environment.close()
-        self.lmdb_environments.clear()
+        # A thread that does not exist in the child may have held the lock.
+        self.job_lock = threading.Lock()
         # A child with an open write end would keep the server alive after its owner's death.
         for pipe in self.server_pipes:
             os.close(pipe)

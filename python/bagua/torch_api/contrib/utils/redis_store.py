@@ -1,4 +1,4 @@
-"""Redis as a store: existing servers, a Redis Cluster, or servers that the job starts."""
+"""Redis as a store: existing servers, or servers that the job starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .redis_job_servers import job_servers, stop_job_servers
 from .redis_server import start_redis_server_cli
 from .store import ClusterStore, LossyStore, Shared
 
-__all__ = ["RedisClusterNodes", "RedisNode", "RedisStore", "start_redis_server_cli"]
+__all__ = ["RedisNode", "RedisStore", "start_redis_server_cli"]
 
 # Bytes read from a socket at a time: enough for a batch of small values.
 _READ_SIZE = 1 << 18
@@ -20,12 +20,10 @@ _READ_SIZE = 1 << 18
 
 def _redis() -> Any:
     try:
-        import hiredis  # noqa: F401
         import redis
-        import redis.cluster
     except ImportError as absent:
         raise ImportError(
-            f"the cache backend 'redis' needs the package {absent.name}, which is not installed: "
+            "the cache backend 'redis' needs the package redis, which is not installed: "
             'pip install "redis[hiredis]>=5.3"'
         ) from absent
     return redis
@@ -61,25 +59,15 @@ class RedisNode(LossyStore):
             self._client, self._process = self._connect(), os.getpid()
         return self._client
 
-    def _read(self, keys: Sequence[str]) -> list[bytes | None]:
-        from .redis_values import mget
-
-        return mget(self.client(), keys)
-
     def _connect(self) -> Any:
         redis = _redis()
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
-        from .redis_values import BoundedParser
-
         # Once more for a connection that the server had closed meanwhile, never for a server that hangs.
         retry = Retry(NoBackoff(), 1, supported_errors=(redis.exceptions.ConnectionError,))
-        # Values are bytes, whatever the options say. Version 2 of the protocol sends nothing but replies.
-        client = redis.Redis(**{**self._options, "protocol": 2, "decode_responses": False}, retry=retry)
-        # redis.Redis does not pass these arguments to its connections.
-        client.connection_pool.connection_kwargs |= {"parser_class": BoundedParser, "socket_read_size": _READ_SIZE}
-        return client
+        # Values are bytes, whatever the options say.
+        return redis.Redis(**{"socket_read_size": _READ_SIZE, **self._options, "decode_responses": False}, retry=retry)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._attempt(lambda: self.client().set(key, value), None, writes=1)
@@ -91,7 +79,7 @@ class RedisNode(LossyStore):
     def mget(self, keys: Sequence[str]) -> list[bytes | None]:
         if not keys:
             return []
-        return self._attempt(lambda: self._read(keys), [None] * len(keys), reads=len(keys))
+        return self._attempt(lambda: self.client().mget(keys), [None] * len(keys), reads=len(keys))
 
     def num_keys(self) -> int:
         return self._attempt(lambda: int(self.client().dbsize()), 0)
@@ -123,57 +111,12 @@ class RedisNode(LossyStore):
                     raise
                 time.sleep(0.05)
 
-    def _info(self) -> list[Mapping[str, Any]]:
-        return [self.client().info()]
-
     def stats(self) -> dict[str, int]:
-        nothing: list[Mapping[str, Any]] = []
-        found = self._attempt(self._info, nothing)
+        found: Mapping[str, Any] = self._attempt(lambda: self.client().info(), {})
         return super().stats() | {
-            "stored_bytes": sum(int(info["used_memory"]) for info in found),
-            "evictions": sum(int(info["evicted_keys"]) for info in found),
+            "stored_bytes": int(found.get("used_memory", 0)),
+            "evictions": int(found.get("evicted_keys", 0)),
         }
-
-
-class RedisClusterNodes(RedisNode):
-    """A Redis Cluster (https://redis.io/docs/reference/cluster-spec/), which distributes keys itself."""
-
-    def __init__(self, name: str, hosts: Sequence[tuple[str, int]], options: Mapping[str, Any]) -> None:
-        super().__init__(name, options)
-        self._hosts = list(hosts)
-
-    def _connect(self) -> Any:
-        cluster = _redis().cluster
-        from redis.backoff import NoBackoff
-        from redis.retry import Retry
-
-        nodes = [cluster.ClusterNode(host, port) for host, port in self._hosts]
-        # One retry finds the new owner of a slot after a failure. Each attempt takes at most the timeout.
-        return cluster.RedisCluster(startup_nodes=nodes, retry=Retry(NoBackoff(), 1), **self._options)
-
-    def mset(self, dictionary: Mapping[str, str | bytes]) -> None:
-        if dictionary:
-            self._attempt(lambda: self.client().mset_nonatomic(dictionary), None, writes=len(dictionary))
-
-    def _read(self, keys: Sequence[str]) -> list[bytes | None]:
-        found: list[bytes | None] = self.client().mget_nonatomic(keys)
-        return found
-
-    def _primaries(self, command: str) -> list[Any]:
-        client = self.client()
-        return [getattr(client, command)(target_nodes=node) for node in client.get_primaries()]
-
-    def num_keys(self) -> int:
-        return self._attempt(lambda: int(sum(self._primaries("dbsize"))), 0)
-
-    def clear(self) -> None:
-        self._attempt(lambda: self._primaries("flushdb"), None)
-
-    def status(self) -> bool:
-        return self._attempt(lambda: all(self._primaries("ping")), False)
-
-    def _info(self) -> list[Mapping[str, Any]]:
-        return self._primaries("info")
 
 
 class RedisStore(ClusterStore):
@@ -186,13 +129,12 @@ class RedisStore(ClusterStore):
     - ``cluster_mode``: True spreads keys over all hosts by xxh64. False makes each host of the job use one:
       ``hosts[node rank modulo their number]``.
     - ``capacity_per_node``: Memory limit in bytes of each server that the job starts.
-    - ``redis_cluster``: The hosts are nodes of one Redis Cluster; one of them is enough.
     - ``timeout``: Seconds that a server may take to answer before it counts as lost, and seconds to wait for the first
       answer at construction.
 
     Reads from a lost server are misses; see :class:`LossyStore`.
 
-    Raises ImportError if the packages ``redis`` and ``hiredis`` are missing, ValueError for unusable hosts, and
+    Raises ImportError if the package ``redis`` is missing, ValueError for unusable hosts, and
     ConnectionError if no server answers or one refuses the password.
     """
 
@@ -202,7 +144,6 @@ class RedisStore(ClusterStore):
         cluster_mode: bool = True,
         capacity_per_node: int = 107374182400,
         *,
-        redis_cluster: bool = False,
         timeout: float = 5.0,
     ) -> None:
         redis = _redis()
@@ -212,8 +153,6 @@ class RedisStore(ClusterStore):
         self._spawned = hosts is None
         mine = get_node_rank()
         if hosts is None:
-            if redis_cluster:
-                raise ValueError("redis_cluster=True needs hosts: the job starts single servers, not a Redis Cluster")
             servers, mine = job_servers(capacity_per_node)
             hosts = servers
             # Only the ranks know the servers' passwords.
@@ -221,17 +160,10 @@ class RedisStore(ClusterStore):
         options = [_options(host, timeout) for host in hosts]
         if not options:
             raise ValueError("hosts is empty; None starts servers")
-        nodes: list[RedisNode]
-        if redis_cluster:
-            shared = {name: value for name, value in options[0].items() if name not in ("host", "port")}
-            addresses = [(host["host"], host["port"]) for host in options]
-            name = ", ".join(f"{host}:{port}" for host, port in addresses)
-            nodes = [RedisClusterNodes(f"redis cluster at {name}", addresses, shared)]
-        else:
-            chosen = options if cluster_mode else [options[mine % len(options)]]
-            nodes = [RedisNode(f"redis {host['host']}:{host['port']}", host) for host in chosen]
+        chosen = options if cluster_mode else [options[mine % len(options)]]
+        nodes = [RedisNode(f"redis {host['host']}:{host['port']}", host) for host in chosen]
         super().__init__(nodes)
-        if not cluster_mode and len(options) > 1 and not redis_cluster:
+        if not cluster_mode and len(options) > 1:
             self.shared_by = "host"
         self._check(redis, nodes, timeout)
 
