@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing import util
 from typing import Any
 
-from bagua.lifecycle import Record, record
+from bagua.process_state import Record, record
 
 __all__ = ["CacheState", "cache_state"]
 
