@@ -80,8 +80,8 @@ def test_the_comparison_of_algorithms_prints_a_line_for_each_and_draws_their_los
     header, *lines = [line.split() for line in world.output[0].splitlines()[-len(names) - 1 :]]
     assert header[0] == "algorithm"
     assert [line[0] for line in lines] == names
-    full, onebit = (float(line[-1]) for line in lines[:2])
-    assert full > 10 * onebit > 0
+    full, less = (float(line[-1]) for line in lines[:2])
+    assert full > 10 * less > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
