@@ -11,7 +11,7 @@ import pytest
 
 from bagua import dlpack
 from bagua.arrays import on_host, operand
-from bagua.extension import DTYPES, read_array
+from bagua.extension import DTYPES
 from bagua.operand import empty_like
 from tests.immutable_arrays import IMMUTABLE, Flagged
 
@@ -204,31 +204,3 @@ def test_a_new_bfloat16_array_needs_a_numpy_type_for_it() -> None:
         made = empty_like(memory, (2,))
         assert made.dtype == ml_dtypes.bfloat16
         assert on_host(made).dtype == DTYPES["bfloat16"]
-
-
-def test_read_array_recognises_plain_arrays_and_returns_their_memory() -> None:
-    for shape in ((5,), (2, 3), (), (0, 3)):
-        for name, code in DTYPES.items():
-            if name == "bfloat16":
-                continue
-            x = np.ones(shape, name)
-            found = read_array(x)
-            assert found is not None
-            assert found == (x.ctypes.data, x.size, code, None if x.ndim == 1 else shape, True)
-    locked = np.ones(3)
-    locked.flags.writeable = False
-    assert (read_array(locked) or pytest.fail("not seen"))[4] is False
-    others = [
-        np.ones((2, 3)).T,
-        np.ones(6)[::2],
-        np.ones(3, ">f4"),
-        np.frombuffer(b"\0" * 9, "f4", count=2, offset=1),
-        np.ones(3, ">c8"),
-        np.ones(3, "longdouble"),
-        np.ones(3).view(np.recarray),
-        np.array(["a"]),
-        [1.0],
-        None,
-    ]
-    for other in others:
-        assert read_array(other) is None

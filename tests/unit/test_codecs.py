@@ -13,7 +13,7 @@ import pytest
 import bagua
 from bagua import extension
 from bagua.codecs import raw_codec
-from tests.unit.codec_oracle import ORACLES, bits_of, to_bits, to_values
+from tests.unit.codec_oracle import ORACLES, bits_of, to_bits
 
 GOLDEN = Path(__file__).resolve().parents[2] / "rust/bagua-kernels/src/codec/golden.txt"
 NAMES = tuple(extension.CODECS)
@@ -70,28 +70,6 @@ def test_records_and_values_are_those_of_the_oracle(name: str, options: dict[str
         assert (raw_bits(out, dtype) == to_bits(oracle.decode(expected, count, dtype), dtype)).all(), count
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=IDS)
-def test_what_is_not_finite_is_treated_as_the_oracle_does(
-    name: str, options: dict[str, float], dtype: str, bad: float
-) -> None:
-    codec, oracle = bagua.Codec(name, **options), ORACLES[name](**options)
-    for at in (0, 100, 256, 299):
-        bits = ordinary(300, dtype)
-        bits[at] = to_bits(np.array([bad], np.float32), dtype)[0]
-        data = codec.encode(array_of(bits, dtype))
-        assert data.tobytes() == oracle.encode(bits, dtype)
-        out = array_of(np.zeros_like(bits), dtype)
-        back = to_values(raw_bits(codec.decode(data, out), dtype), dtype)
-        assert np.array_equal(
-            back, to_values(to_bits(oracle.decode(data.tobytes(), 300, dtype), dtype), dtype), equal_nan=True
-        )
-        if name != "random_k":
-            assert not np.isfinite(back[at])
-        assert not np.isfinite(back).all()
-
-
 def golden() -> list[list[str]]:
     lines = GOLDEN.read_text().splitlines()
     return [line.split("|") for line in lines if not line.startswith("#")]
@@ -118,37 +96,6 @@ def test_the_golden_file_has_every_codec_and_type() -> None:
     assert {(fields[0], fields[2]) for fields in golden()} == {(name, dtype) for name in NAMES for dtype in DTYPES}
 
 
-def test_minmax_u8_is_within_half_a_level_and_block_i8_within_half_a_step() -> None:
-    x = np.random.default_rng(1).normal(size=10_000).astype(np.float32)
-    back = np.empty_like(x)
-    bagua.Codec("MinMaxUInt8").decode(bagua.Codec("minmax_u8").encode(x), back)
-    assert np.abs(x - back).max() <= np.ptp(x) / 510 * 1.0001
-    codec = bagua.Codec("block_i8", block=100)
-    codec.decode(codec.encode(x), back)
-    steps = np.repeat(np.abs(x.reshape(-1, 100)).max(1) / 127, 100)
-    assert (np.abs(x - back) <= steps * 0.50001).all()
-    assert np.abs(x - back).max() > 0
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=IDS)
-def test_chunks_have_a_record_each(name: str, options: dict[str, float], dtype: str) -> None:
-    codec, bits = bagua.Codec(name, **options), ordinary(120, dtype)
-    data = codec.encode(array_of(bits, dtype), chunks=4)
-    assert data.size == codec.encoded_bytes(120, dtype, chunks=4) == 4 * codec.encoded_bytes(30, dtype)
-    out = array_of(np.zeros_like(bits), dtype)
-    codec.decode(data, out, chunks=4)
-    parts = np.split(data, 4)
-    for part, values in zip(parts, np.split(raw_bits(out, dtype), 4), strict=True):
-        alone = array_of(np.zeros(30, bits.dtype), dtype)
-        assert (raw_bits(codec.decode(part, alone), dtype) == values).all()
-    if name == "random_k":
-        places = [part[: 4 * ORACLES[name](**options).kept(30)].tobytes() for part in parts]
-        assert len(set(places)) > 1
-    else:
-        assert parts[1].tobytes() == codec.encode(array_of(bits[30:60], dtype)).tobytes()
-
-
 def test_no_elements_make_no_bytes() -> None:
     for name, options in OPTIONS:
         codec = bagua.Codec(name, **options)
@@ -166,25 +113,6 @@ def test_out_is_filled_and_returned() -> None:
     assert (out == expected).all()
     square = np.full((2, expected.size // 2), 0xA5, np.uint8)
     assert (codec.encode(x, out=square).ravel() == expected).all()
-
-
-def test_arrays_of_any_framework_and_form_are_read() -> None:
-    codec = bagua.Codec("top_k", k=1.0)
-    x = np.arange(24, dtype=np.float32).reshape(4, 6) - 11
-    expected = codec.encode(x).tobytes()
-    frozen = x.copy()
-    frozen.flags.writeable = False
-    assert codec.encode(frozen).tobytes() == expected
-    assert codec.encode(np.asfortranarray(x)).tobytes() == expected
-    assert codec.encode(memoryview(x)).tobytes() == expected  # type: ignore[arg-type]
-    unaligned = np.frombuffer(b"\0" + x.tobytes(), np.uint8)[1:].view(np.float32)
-    assert not unaligned.flags.aligned
-    assert codec.encode(unaligned).tobytes() == expected
-    for data in (expected, bytearray(expected), np.frombuffer(expected, np.uint8)):
-        assert (codec.decode(data, np.empty((4, 6), np.float32)) == x).all()
-    spread = np.zeros(2 * len(expected), np.uint8)[::2]
-    spread[:] = np.frombuffer(expected, np.uint8)
-    assert (codec.decode(spread, np.empty((4, 6), np.float32)) == x).all()
 
 
 def test_torch_tensors_and_other_lenders_of_dlpack_work() -> None:
@@ -212,19 +140,6 @@ def test_torch_tensors_and_other_lenders_of_dlpack_work() -> None:
     filled = np.empty(12, np.float32)
     codec.decode(torch.from_numpy(data), Lender(filled))
     assert (filled == np.arange(12)).all()
-
-
-def test_random_k_draws_anew_at_each_call_and_the_same_in_every_object() -> None:
-    x = np.ones(1000, np.float32)
-    first, second = bagua.Codec("random_k", k=20), bagua.Codec("random_k", k=20)
-    draws = [first.encode(x).tobytes() for _ in range(3)]
-    with pytest.raises(ValueError, match="chunks"):
-        second.encode(x, chunks=3)
-    with pytest.raises(ValueError, match="bytes"):
-        second.encode(x, out=np.empty(5, np.uint8))
-    assert [second.encode(x).tobytes() for _ in range(3)] == draws
-    assert len(set(draws)) == 3
-    assert bagua.Codec("random_k", k=20, seed=2).encode(x).tobytes() not in draws
 
 
 @pytest.mark.parametrize("name", ["zip", "", "Minmax_u8"])
@@ -273,15 +188,6 @@ def test_an_option_out_of_its_range_is_a_value_error(name: str, options: dict[st
         bagua.Codec(name, **options)
 
 
-@pytest.mark.parametrize("name", ["top_k", "random_k"])
-def test_where_there_are_fewer_elements_than_shall_be_kept_all_are(name: str) -> None:
-    codec = bagua.Codec(name, k=6)
-    x = np.arange(1, 11, dtype=np.float32)
-    for chunks in (2, 5):
-        assert codec.encoded_bytes(10, chunks=chunks) == bagua.Codec(name, k=1.0).encoded_bytes(10, chunks=chunks)
-        assert np.array_equal(codec.decode(codec.encode(x, chunks=chunks), np.empty_like(x), chunks=chunks), x)
-
-
 def test_lengths_and_chunks_that_do_not_fit_are_value_errors() -> None:
     codec, x = bagua.Codec("minmax_u8"), np.zeros(10, np.float32)
     for chunks in (0, -1, 3, 20):
@@ -301,15 +207,6 @@ def test_lengths_and_chunks_that_do_not_fit_are_value_errors() -> None:
             codec.encoded_bytes(count)
     with pytest.raises(TypeError):
         codec.encode(x, chunks=1.0)  # type: ignore[call-overload]
-
-
-def test_places_that_no_encoder_writes_are_a_value_error() -> None:
-    codec = bagua.Codec("top_k", k=2)
-    for places in ([3, 3], [4, 1], [0, 10], [0, 2**32 - 1]):
-        record = np.zeros(32, np.uint8)
-        record[:8] = np.array(places, "<u4").view(np.uint8)
-        with pytest.raises(ValueError, match="place"):
-            codec.decode(record, np.zeros(10, np.float32))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int32", "uint8", "bool", "complex64"])
@@ -374,13 +271,3 @@ def test_names_options_and_defaults_are_shown() -> None:
     assert bagua.Codec("MinMaxUInt8") == bagua.Codec("minmax_u8")
     assert bagua.Codec("top_k", k=1) != bagua.Codec("top_k", k=1.0)
     assert bagua.Codec("block_i8").options == {"block": 256}
-
-
-def test_threads_share_a_codec() -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    codec = bagua.Codec("top_k", k=0.1)
-    arrays = [np.random.default_rng(seed).normal(size=5000).astype(np.float32) for seed in range(8)]
-    with ThreadPoolExecutor(8) as threads:
-        made = list(threads.map(lambda x: codec.encode(x).tobytes(), arrays * 10))
-    assert made == [codec.encode(x).tobytes() for x in arrays] * 10

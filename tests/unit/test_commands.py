@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.util
 import json
 import os
-import pty
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,8 +22,6 @@ from bagua import extension
 from bagua.cli import main
 from bagua.commands import bench, machine, top
 from tests.cases import slow_but
-from tests.processes import is_running
-from tests.waits import until
 from tests.world import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,23 +86,6 @@ def test_output_that_is_not_read_to_its_end_changes_no_exit_code() -> None:
             check=False,
         )
     assert (ended.returncode, ended.stderr) == (0, b"")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}, {"TERM": "xterm"}], ids=str)
-def test_heads_are_bold_on_a_terminal_only(variables: dict[str, str]) -> None:
-    code = "import os, pty, sys; sys.exit(pty.spawn([sys.executable, '-m', 'bagua', 'doctor', '--no-trial']))"
-    on_terminal = subprocess.run(
-        [sys.executable, "-c", code],
-        env={key: value for key, value in environment().items() if key != "NO_COLOR"} | variables,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=True,
-    )
-    assert ("\x1b[1mversions\x1b[0m" in on_terminal.stdout) == (variables == {"TERM": "xterm"})
-    assert "\x1b" not in command("doctor", "--no-trial", limit=None, **variables).stdout
 
 
 @pytest.mark.parametrize(
@@ -215,54 +191,6 @@ def test_bench_prints_checked_figures_of_ranks_that_it_starts() -> None:
         assert min(row["single_seconds"], row["gloo_single_seconds"]) > 0
         assert row["ratio"] == pytest.approx(row["gloo_seconds"] / row["seconds"])
         assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("interface", "expected"),
-    [(None, (0, "")), ("none", (1, "gloo, to compare with, cannot start on rank 0: .* set GLOO_SOCKET_IFNAME"))],
-)
-def test_bench_on_a_host_with_ipv6_alone(interface: str | None, expected: tuple[int, str]) -> None:
-    pytest.importorskip("torch", reason="torch is not installed: make setup")
-    variables: dict[str, Any] = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
-    ended = command("bench", "--sizes", "4K", inside=ipv6_alone(), **variables)
-    assert ended.returncode == expected[0], ended.stderr
-    assert re.search(expected[1], ended.stderr)
-    assert "Traceback" not in ended.stderr
-    assert ("all_reduce, 2 ranks" in ended.stdout) is (interface is None)
-
-
-@pytest.mark.slow
-def test_bench_measures_the_job_that_it_is_a_rank_of() -> None:
-    pytest.importorskip("torch", reason="torch is not installed: make setup")
-    with free_port() as port:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "bagua", "bench", "--sizes", "64K"],
-                env=environment(
-                    PMI_RANK=str(rank),
-                    PMI_SIZE="3",
-                    MASTER_ADDR="127.0.0.1",
-                    MASTER_PORT=str(port),
-                    BAGUA_TRANSPORT="tcp",
-                ),
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(3)
-        ]
-        try:
-            shown = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0, 0]
-    assert "all_reduce, 3 ranks, net" in shown[0]
-    assert ("NOT OPTIMIZED" in shown[0]) is not extension.IS_OPTIMIZED
-    assert re.search(r"\bus .*single us", shown[0])
-    assert "65,536" in shown[0]
-    assert shown[1:] == ["", ""]
 
 
 @pytest.mark.slow
@@ -396,49 +324,6 @@ def test_top_runs_until_ctrl_c() -> None:
             process.kill()
             process.wait()
     assert (process.returncode, errors) == (0, b"")
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_bench_and_its_ranks_without_a_traceback() -> None:
-    pytest.importorskip("torch", reason="torch is not installed: make setup")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bagua", "bench", "--ranks", "2"],
-        env=environment(),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    try:
-        until(lambda: len(children.read_text().split()) == 2, "bench starts its ranks")
-        ranks = [int(pid) for pid in children.read_text().split()]
-        # As a terminal does: to each process of its group.
-        os.killpg(process.pid, signal.SIGINT)
-        ended = process.communicate(timeout=DEADLINE_S)
-    finally:
-        process.kill()
-        process.wait()
-    assert (process.returncode, *ended) == (130, b"", b"")
-    until(lambda: not any(is_running(rank) for rank in ranks), "its ranks end")
-
-
-def test_top_cuts_its_lines_to_the_width_of_the_terminal() -> None:
-    terminal, ranks = pty.openpty()
-    try:
-        fcntl.ioctl(ranks, termios.TIOCSWINSZ, struct.pack("4H", 24, 30, 0, 0))
-        with free_port() as unused:
-            arguments = [sys.executable, "-m", "bagua", "top", "--once", f"127.0.0.1:{unused}"]
-            subprocess.run(
-                arguments, env=environment(NO_COLOR="1"), cwd=ROOT, stdout=ranks, timeout=DEADLINE_S, check=False
-            )
-        lines = os.read(terminal, 4096).decode().splitlines()
-    finally:
-        os.close(terminal)
-        os.close(ranks)
-    assert [line.split()[0] for line in lines] == ["endpoint", f"127.0.0.1:{unused}"]
-    assert max(map(len, lines)) == 30
 
 
 def test_rates_are_differences_over_time() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import io
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -149,63 +147,6 @@ def test_alternating_fused_and_plain_steps_equal_plain_steps(name: str, set_to_n
     assert_equal_states(first.state_dict(), second.state_dict())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_large_parameters_on_two_threads_equal_those_of_the_plain_optimizer(name: str) -> None:
-    # torch cuts work of more than 32768 elements among its threads: fused, the cuts are elsewhere.
-    torch.set_num_threads(2)
-    sizes = (33333, 70001, 5, 100003)
-    assert sum(sizes) > 4 * 32768
-    plain, fused = ([torch.nn.Parameter(torch.sin(torch.arange(float(size)))) for size in sizes] for _ in range(2))
-    first, second = CONFIGURATIONS[name](plain), fuse_optimizer(CONFIGURATIONS[name](fused))
-    for step in range(6):
-        for params in (plain, fused):
-            for i, param in enumerate(params):
-                param.grad = torch.cos(param.detach() * (step + 1) + i)
-        first.step()
-        second.fuse_step() if step != 3 else second.step()
-        assert all(map(torch.equal, plain, fused))
-    assert second._bagua_fused_count == 5
-
-
-def test_gradients_of_a_real_backward_are_stepped() -> None:
-    for set_to_none in (True, False):
-        plain, first, fused, second = twins(CONFIGURATIONS["adamw"])
-        for step in range(4):
-            for model, optimizer in ((plain, first), (fused, second)):
-                optimizer.zero_grad(set_to_none=set_to_none)
-                backward(model, step)
-                backward(model, step + 50)
-            first.step()
-            second.fuse_step()
-            assert_equal(plain, fused)
-
-
-def test_defaults_of_torch_are_kept() -> None:
-    # No foreach=False: what torch chooses by itself, for one tensor or many.
-    for kind in (optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop):
-        plain, first, fused, second = twins(functools.partial(kind, lr=0.01))
-        for step in range(5):
-            gradients(plain, step)
-            gradients(fused, step)
-            first.step()
-            second.fuse_step()
-        assert_equal(plain, fused)
-
-
-@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}])
-def test_torchs_own_implementations_are_kept_too(options: dict[str, Any]) -> None:
-    plain, first, fused, second = twins(functools.partial(optim.AdamW, lr=0.01, **options))
-    for step in range(5):
-        gradients(plain, step)
-        gradients(fused, step)
-        first.step()
-        second.fuse_step()
-    for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
-        # Their kernels may round the last elements of a tensor otherwise.
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
-
-
 def test_states_go_from_plain_to_fused_and_back() -> None:
     plain, first, fused, second = twins(CONFIGURATIONS["adam amsgrad"])
     for step in range(12):
@@ -275,29 +216,6 @@ def test_options_and_groups_may_change_between_steps() -> None:
             schedule.step()
     assert_equal(plain, fused)
     assert all(map(torch.equal, more, same))
-
-
-def test_without_flattening_only_neighbours_are_fused() -> None:
-    apart = [torch.nn.Parameter(torch.randn(4)) for _ in range(3)]
-    optimizer = fuse_optimizer(optim.SGD(apart, lr=1.0), do_flatten=False)
-    places = [param.data_ptr() for param in apart]
-    for param in apart:
-        param.grad = torch.ones(4)
-    before = [param.detach().clone() for param in apart]
-    optimizer.fuse_step()
-    assert [param.data_ptr() for param in apart] == places
-    assert optimizer._bagua_fused_count == 0
-    assert all(torch.equal(param, old - 1) for param, old in zip(apart, before, strict=True))
-
-    room = torch.randn(12)
-    together = [torch.nn.Parameter(part) for part in room.split(4)]
-    optimizer = fuse_optimizer(optim.SGD(together, lr=1.0), do_flatten=False)
-    before_all = room.clone()
-    for param in together:
-        param.grad = torch.ones(4)
-    optimizer.fuse_step()
-    assert optimizer._bagua_fused_count == 1
-    assert torch.equal(room, before_all - 1)
 
 
 def test_scalars_views_and_other_layouts_are_stepped_rightly() -> None:
@@ -463,14 +381,3 @@ def test_a_sparse_gradient_is_refused_before_anything_changes() -> None:
         optimizer.fuse_step()
     assert all(map(torch.equal, before, dense.parameters()))
     optimizer.step()
-
-
-def test_a_fused_optimizer_goes_with_its_last_user() -> None:
-    model = Net()
-    optimizer = fuse_optimizer(optim.Adam(model.parameters()))
-    gradients(model, 0)
-    optimizer.fuse_step()
-    gone = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert gone() is None

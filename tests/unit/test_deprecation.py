@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import re
 import warnings
-from pathlib import Path
 
 import pytest
 
-import bagua
 from bagua import deprecation
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -59,28 +53,7 @@ def test_nothing_warns_before_it_is_called() -> None:
         deprecation.deprecated(since="0.3.0")(lambda: None)
 
 
-@pytest.mark.usefixtures("none_marked")
-@pytest.mark.parametrize(
-    ("version", "is_overdue"), [("0.3.0", False), ("0.4.9", False), ("0.5.0", True), ("1.0.0", True)]
-)
-def test_a_name_is_overdue_two_minor_versions_later(version: str, is_overdue: bool) -> None:
-    deprecation.deprecated(since="0.3.0")(lambda: None)
-    assert bool(deprecation.overdue(version)) == is_overdue
-
-
 @pytest.mark.parametrize("since", ["", "0.3", "v0.3.0", "0.3.0rc1"])
 def test_a_mark_without_a_version_is_refused(since: str) -> None:
     with pytest.raises(ValueError, match=r"must be major\.minor\.patch; got"):
         deprecation.deprecated(since=since)
-
-
-@pytest.mark.slow
-def test_nothing_that_this_version_should_have_removed_is_left() -> None:
-    for module in re.findall(r"api/(bagua[\w.]*)\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")):
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            # A module without its optional package has no user; one of our own that is missing is an error.
-            if error.name is None or error.name.startswith("bagua"):
-                raise
-    assert deprecation.overdue(bagua.__version__) == []

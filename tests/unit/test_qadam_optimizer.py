@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -168,18 +167,6 @@ def test_an_earlier_state_brings_the_warm_up_back() -> None:
     assert equal(params, first)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_a_copy_keeps_the_length_of_the_warm_up(copied: Any) -> None:
-    optimizer = optimizer_of(parameters(), legacy=True)
-    other = copied(optimizer)
-    assert (other.warmup_steps, other.legacy) == (W, True)
-    copies = [param for group in other.param_groups for param in group["params"]]
-    mine = [param for group in optimizer.param_groups for param in group["params"]]
-    train(other, copies, range(W + 2))
-    train(optimizer, mine, range(W + 2))
-    assert equal(mine, copies)
-
-
 def test_a_parameter_without_a_gradient_stays() -> None:
     params = parameters()
     optimizer = optimizer_of(params)
@@ -206,49 +193,6 @@ def test_a_first_gradient_after_the_warm_up_is_an_error_that_changes_nothing() -
         optimizer.step()
     assert equal(params, before)
     assert optimizer.steps == W
-
-
-def test_a_group_that_is_added_later_counts_the_same_steps() -> None:
-    params = parameters()
-    optimizer = QAdamOptimizer(params[:1], warmup_steps=W)
-    train(optimizer, params, range(2))
-    optimizer.add_param_group({"params": params[1:]})
-    train(optimizer, params, range(2, W))
-    assert [group["step"] for group in optimizer.param_groups] == [W, W]
-
-
-def test_a_learning_rate_scheduler_and_a_closure_work() -> None:
-    params, plain = parameters(), parameters()
-    optimizer, alone = optimizer_of(params), optimizer_of(plain)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    for step in range(W + 3):
-
-        def closure(step: int = step) -> float:
-            assert torch.is_grad_enabled()
-            give_gradients(params, step)
-            return 7.0
-
-        assert optimizer.step(closure) == 7.0
-        for group, start in zip(alone.param_groups, (0.01, 0.02), strict=True):
-            group["lr"] = start * 0.5 ** (step // 2)
-        train(alone, plain, range(step, step + 1))
-        scheduler.step()
-    assert equal(params, plain)
-
-
-def test_grad_scaler_works_without_the_algorithm() -> None:
-    params, plain = parameters(), parameters()
-    optimizer, alone = optimizer_of(params), optimizer_of(plain)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for step in range(W + 2):
-        give_gradients(params, step)
-        scaler.scale(torch.ones(1))
-        for param in params:
-            param.grad *= 4.0
-        scaler.step(optimizer)
-        scaler.update()
-        train(alone, plain, range(step, step + 1))
-    assert equal(params, plain)
 
 
 @pytest.mark.parametrize(

@@ -89,15 +89,6 @@ def test_a_statistical_average_weighs_by_time() -> None:
     assert average.get(1e9) == 2.25
 
 
-def test_a_statistical_average_remembers_only_windows_of_powers_of_two() -> None:
-    _, average = recorded(*((0.5, float(i)) for i in range(200)))
-    assert average.total_recording_time() == pytest.approx(100.0)
-    assert len(average.records) == 7
-    assert average.record_tail == pytest.approx((36.0, 99.5), abs=0.5)
-    # The two records of the last second; the older one counts by the mean of the second before it.
-    assert average.get(1.0) == pytest.approx(198.5, abs=1.0)
-
-
 def test_a_statistical_average_goes_on_from_given_records() -> None:
     clock = Clock()
     records, tail = [5.0, 4.5005175, 3.5034241850204078], (2.0166309999999985, 2.499061185570463)
@@ -118,39 +109,3 @@ def test_a_statistical_average_goes_on_from_given_records() -> None:
         assert average.get_records_mean(seconds) == pytest.approx(mean, abs=0.1)
     assert average.record_tail == pytest.approx((3.016631, (6 + tail[1] * 6.016631) / 7.016631))
     assert average.last_update_time == clock.now
-
-
-def test_the_mean_beyond_the_longest_duration_is_interpolated_towards_the_mean_of_all_the_time() -> None:
-    average = utils.StatisticalAverage(0.0, [1.0, 2.0], (2.0, 4.0), clock=lambda: 0.0)
-    assert average.total_recording_time() == 4.0
-    assert average.get_records_mean(1.5) == 1.5
-    assert average.get_records_mean(3.0) == 3.0
-    assert average.get_records_mean(9.0) == 4.0
-
-
-def test_less_than_a_second_has_one_mean() -> None:
-    clock, average = recorded((0.25, 8.0))
-    assert (average.records, average.record_tail) == ([], (0.25, 8.0))
-    assert average.get(0.1) == average.get(5.0) == 8.0
-    clock.now += 0.25
-    average.record(4.0)
-    assert average.record_tail == (0.5, 6.0)
-    # No time has passed: nothing to weigh the value by.
-    average.record(100.0)
-    assert average.record_tail == (0.5, 6.0)
-
-
-def test_the_age_of_the_last_record_counts() -> None:
-    clock, average = recorded((4.0, 1.0), (4.0, 5.0))
-    assert average.get(8.0) == 3.0
-    clock.now += 4.0
-    assert average.get(8.0) == 5.0
-
-
-def test_every_statistical_average_starts_empty_and_now() -> None:
-    _, first = recorded((2.0, 1.0))
-    clock, second = recorded()
-    assert first.records == [1.0, 1.0]
-    assert second.records == []
-    assert second.last_update_time == clock.now
-    assert second.get(10.0) == 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +75,6 @@ def test_operations_that_all_ranks_did_are_no_findings(tmp_path: Path, capsys: p
     assert capsys.readouterr().out == "no operation hung in these records\n"
 
 
-def test_a_message_is_not_compared_with_the_collective_of_its_number(tmp_path: Path) -> None:
-    sent = op(0, 0, "failed", kind="send/recv", missing=[1])
-    assert lines(tmp_path, [op(1, 0), sent], [op(0, 0)]) == [
-        "rank 0 waited for rank 1: send/recv number 0 of group world, channel 0"
-    ]
-
-
 def test_an_operation_that_failed_with_all_ranks_in_it_says_so(tmp_path: Path) -> None:
     failed = [op(0, 0, "failed")]
     assert lines(tmp_path, failed, failed) == [
@@ -107,14 +99,6 @@ def test_findings_are_printed_as_json(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (disagreement["kind"], disagreement["channel"]) == ("disagreement", 1)
     assert [operation["count"] for operation in disagreement["operations"].values()] == [4, 5, 4]
     assert disagreement["text"].startswith("ranks disagree on number 0 of group world, channel 1:\n")
-
-
-def test_two_records_of_one_process_are_one_and_the_later_knows_the_end(tmp_path: Path) -> None:
-    early = write(tmp_path, 0, [op(0, 0), op(1, 1, "started")], "early")
-    late = write(tmp_path, 0, [op(1, 1, "failed", missing=[1]), op(2, 2)], "late")
-    for files in ([early, late], [late, early]):
-        (record,) = trace.read(files)
-        assert [(n, one["state"]) for n, one in record.ops.items()] == [(0, "done"), (1, "failed"), (2, "done")]
 
 
 def test_records_of_two_processes_of_one_rank_are_refused_by_name(
@@ -158,27 +142,6 @@ def test_a_file_that_is_no_record_is_named(
     assert "none.json" in capsys.readouterr().err
     assert cli.main(["trace", "merge", str(tmp_path)]) == 2
     assert f"{tmp_path} is a directory: pass the records in it, {tmp_path}/*.json" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("kind", ["x"]), ("missing", None), ("group", [1]), ("begin", "soon"), ("seq", "1")]
-)
-def test_a_value_of_another_type_is_named(tmp_path: Path, key: str, value: Any) -> None:
-    path = write(tmp_path, 0, [op(0, 0, "started") | {key: value}])
-    with pytest.raises(
-        ValueError, match=re.escape(f"{path} is not a flight record: operation 0 has {value!r} as {key!r}")
-    ):
-        trace.read([path])
-
-
-def test_an_operation_without_end_lasts_until_the_end_of_the_trace(tmp_path: Path) -> None:
-    ops = [op(0, 0, "started"), op(1, None, "queued"), op(9, 0, channel=3, group="world/0,1", kind="broadcast", root=1)]
-    shown = trace.chrome_trace(trace.read([write(tmp_path, 4, ops)]))
-    assert shown.keys() == {"traceEvents"}
-    first, last = shown["traceEvents"]
-    assert (first["ph"], first["pid"], first["tid"], first["ts"], first["dur"]) == ("X", 4, 0, 1.8e15, 9.5e6)
-    assert (last["name"], last["cat"], last["tid"], last["dur"]) == ("broadcast(root 1)", "world/0,1", 3, 0.5e6)
-    assert first["args"]["state"] == "started"
 
 
 def of_job(folder: Path, rank: int, jobs: list[str], ops: list[dict[str, Any]], name: str) -> Path:
