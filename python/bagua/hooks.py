@@ -102,10 +102,10 @@ class CompressedState:
         # Both raise what is wrong with the type or the number of elements, here rather than on the sending thread.
         self.codec.encoded_bytes(buffer.numel(), str(buffer.dtype).removeprefix("torch."))
         sender = self._started()
-        error = self._memory.of(bucket) if self.error_feedback else None
+        error = self._memory.error_of(bucket) if self.error_feedback else None
         call = self._calls.get(bucket.index(), 0)
         self._calls[bucket.index()] = call + 1
-        return sender.begin(buffer, call, error)
+        return sender.begin_all_reduce(buffer, call, error)
 
 
 def compressed_hook(state: CompressedState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -137,7 +137,7 @@ class _ErrorMemory:
         # Number of parameters in a state that was loaded before the first backward, which checks it.
         self._loaded = 0
 
-    def of(self, bucket: GradBucket) -> torch.Tensor:
+    def error_of(self, bucket: GradBucket) -> torch.Tensor:
         """Returns the memory of a bucket, on the bucket's device."""
         index, buffer, parameters = bucket.index(), bucket.buffer(), bucket.parameters()
         known = self.buckets.get(index)
@@ -203,7 +203,9 @@ class _Sender:
         # The first error. After it, the ranks may no longer be at the same bucket.
         self._failure: BaseException | None = None
 
-    def begin(self, buffer: torch.Tensor, call: int, error: torch.Tensor | None) -> torch.futures.Future[torch.Tensor]:
+    def begin_all_reduce(
+        self, buffer: torch.Tensor, call: int, error: torch.Tensor | None
+    ) -> torch.futures.Future[torch.Tensor]:
         """Returns a future of the buffer with the mean."""
         stream = torch.cuda.current_stream(buffer.device) if buffer.is_cuda else None
         begins: torch.futures.Future[None] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)

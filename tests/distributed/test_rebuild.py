@@ -320,7 +320,7 @@ def torch_fails_to_begin(rank: int) -> tuple[int, int]:
     torch_init_process_group.begin_gloo = lambda store, rank, size, limit: begin_gloo(store, rank, 2, limit)
     before = count.group_count
     with pytest.raises(TimeoutError):
-        torch_init_process_group.begin(StoreClient(own), world)
+        torch_init_process_group.init_torch(StoreClient(own), world)
     base.shutdown()
     return before, count.group_count
 

@@ -20,7 +20,7 @@ import bagua
 from bagua import config
 from bagua.distributed import end_with_parent
 
-__all__ = ["main", "run"]
+__all__ = ["main", "run_check"]
 
 #: Timeout of the ranks' operations, and seconds until the ranks are killed.
 _TIMEOUT, _LIMIT = 20.0, 60.0
@@ -29,7 +29,7 @@ _TIMEOUT, _LIMIT = 20.0, 60.0
 _ELEMENTS = 1 << 20
 
 
-def run(ranks: int = 2) -> tuple[dict[str, Any], str]:
+def run_check(ranks: int = 2) -> tuple[dict[str, Any], str]:
     """Runs the trial. Returns `ranks`, `ok` and `seconds` in a dict, and the reason for a failure, or ""."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bagua-doctor-") as folder:

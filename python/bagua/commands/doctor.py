@@ -65,7 +65,7 @@ def examine(*, with_trial: bool = True) -> dict[str, Any]:
     found["cuda"] = _cuda()
     found["trial"] = None
     if with_trial:
-        found["trial"], why = all_reduce_check.run()
+        found["trial"], why = all_reduce_check.run_check()
         if why:
             problems.add("trial of two processes", why, "fix the other problems first, or try it yourself: bagua bench")
     found["problems"] = problems.found
@@ -81,7 +81,7 @@ class _Problems:
 
 
 def _versions() -> dict[str, str | None]:
-    def of(*names: str) -> str | None:
+    def version_of(*names: str) -> str | None:
         for name in names:
             try:
                 return metadata.version(name)
@@ -92,10 +92,10 @@ def _versions() -> dict[str, str | None]:
     return {
         "bagua": extension.version(),
         "python": platform.python_version(),
-        "numpy": of("numpy"),
-        "torch": of("torch"),
-        "lightning": of("lightning", "pytorch-lightning"),
-        "ray": of("ray"),
+        "numpy": version_of("numpy"),
+        "torch": version_of("torch"),
+        "lightning": version_of("lightning", "pytorch-lightning"),
+        "ray": version_of("ray"),
     }
 
 

@@ -305,7 +305,7 @@ def init_process_group(
         try:
             # Each group needs its own prefix because torch uses the same keys for every group.
             prefixed = PrefixStore(f"bagua/{config.attempt()}/torch{number}", client.store)
-            torch_init_process_group.begin(replace(client, store=prefixed), default_communicator().group)
+            torch_init_process_group.init_torch(replace(client, store=prefixed), default_communicator().group)
         except BaseException as failure:
             cause = (
                 torch_init_process_group.cause_of_failure(default_communicator().group)

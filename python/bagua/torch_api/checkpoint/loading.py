@@ -40,10 +40,10 @@ def load_checkpoint(
     """
     ranks, path = Coordinator(), Path(checkpoints_path)
 
-    def look() -> int | str | None:
+    def iteration_to_load() -> int | str | None:
         return read_tracker(path) if ranks.rank == 0 else None
 
-    iteration = ranks.from_first(ranks.together("read the tracker", look))
+    iteration = ranks.from_first(ranks.together("read the tracker", iteration_to_load))
     if iteration is None:
         return 0
 

@@ -50,7 +50,7 @@ class GradBucket:
         self._last = last
         self._parameters: list[torch.Tensor] = []
 
-    def of(self, parameters: list[torch.Tensor]) -> GradBucket:
+    def bucket_of(self, parameters: list[torch.Tensor]) -> GradBucket:
         """Sets the parameters that the gradients belong to, and returns the bucket."""
         self._parameters = parameters
         return self
@@ -161,7 +161,7 @@ class HookExchange(GradientExchange):
         slots = [self._slots[registration(tensor).name] for tensor in bucket.tensors]
         views = [slot.place.tensor() for slot in slots if slot.place is not None]
         shown = GradBucket(index, bucket.backend_tensor, views, index == len(self._buckets) - 1)
-        future = self._hook(self._state, shown.of([slot.param for slot in slots]))
+        future = self._hook(self._state, shown.bucket_of([slot.param for slot in slots]))
         if not isinstance(future, torch._C.Future):
             raise TypeError(f"a communication hook must return a torch.futures.Future, not {type(future).__name__}")
         return future

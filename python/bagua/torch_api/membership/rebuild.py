@@ -133,7 +133,7 @@ class _Model:
     progress: Progress
 
     @staticmethod
-    def of(holder: torch.nn.Module, ddp: ModelEngine) -> _Model:
+    def snapshot_of(holder: torch.nn.Module, ddp: ModelEngine) -> _Model:
         """Returns the record of a model that is wrapped now."""
         return _Model(
             ddp.bagua_module_name,
@@ -206,7 +206,7 @@ class _Plan:
         self._former_size = len(default.ranks)
         for module, ddp in list(_wrapped.items()):
             if ddp.process_group is default:
-                self.models.append(_Model.of(module, ddp))
+                self.models.append(_Model.snapshot_of(module, ddp))
             else:
                 end_with_group(module)
                 text = f"model {ddp.bagua_module_name!r} is unwrapped: {ddp.process_group} is gone"

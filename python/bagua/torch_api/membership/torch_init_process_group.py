@@ -24,7 +24,7 @@ from . import torch_destroy_process_group
 from .state import membership_state
 from .torch_store_connection import StoreClient, connect
 
-__all__ = ["begin", "begin_again", "begin_gloo", "cause_of_failure"]
+__all__ = ["begin_again", "begin_gloo", "cause_of_failure", "init_torch"]
 
 _T = TypeVar("_T")
 
@@ -98,7 +98,7 @@ class _Watched(Store):
             time.sleep(_PAUSE)
 
 
-def begin(client: StoreClient, world: neutral.Group) -> None:
+def init_torch(client: StoreClient, world: neutral.Group) -> None:
     """Initialises torch.distributed with gloo for the ranks of ``world``, within the timeout of ``world`` or less.
 
     If a rank is lost meanwhile, raises an error of any type; see :func:`cause_of_failure`.
@@ -137,7 +137,7 @@ def begin_again(world: neutral.Group, communicator: Communicator) -> None:
     client = _common_store(communicator) or _new_store(world, communicator)
     # Each group needs its own prefix because torch uses the same keys for every group.
     prefix = f"bagua/rebuilt/{communicator.broadcast_object(secrets.token_hex(8))}"
-    begin(replace(client, store=PrefixStore(prefix, client.store)), world)
+    init_torch(replace(client, store=PrefixStore(prefix, client.store)), world)
 
 
 def _common_store(communicator: Communicator) -> StoreClient | None:

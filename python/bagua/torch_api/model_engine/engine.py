@@ -415,7 +415,7 @@ class ModelEngine:
             self.backend.set_step(self._compared_step(), after_load=after_load)
             self._state_is_loaded = False
             if self.exchange.uses_buckets and self.backend.size > 1:
-                self._rounds.begin(self.bagua_buckets)
+                self._rounds.begin_round(self.bagua_buckets)
             self.exchange.begin()
         self._forward_pre_hook(inputs)
         self._before_forward(with_grad=torch.is_grad_enabled())

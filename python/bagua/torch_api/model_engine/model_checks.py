@@ -236,7 +236,7 @@ class Rounds:
     def __init__(self) -> None:
         self._before: list[tuple[BaguaBucket, int]] = []
 
-    def begin(self, buckets: Sequence[BaguaBucket]) -> None:
+    def begin_round(self, buckets: Sequence[BaguaBucket]) -> None:
         """Begins a step in which each of these buckets must be communicated."""
         self._before = [(bucket, bucket.backend_bucket.step) for bucket in buckets]
 
