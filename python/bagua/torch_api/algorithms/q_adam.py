@@ -266,8 +266,8 @@ class MomentExchange(GradientExchange):
         return tensors
 
     def bind(self, buckets: Sequence[BaguaBucket]) -> None:
-        """Starts counting rounds at ``first_round``. A bucket moves a candidate's memory, but it stays the same
-        tensor.
+        """Starts counting rounds at ``first_round``. A bucket moves the memory of the tensors in it, but the tensor
+        objects stay the same.
         """
         for slot in self._slots.values():
             slot.number = self._backend.number(slot.name)

@@ -357,7 +357,7 @@ def require_exchanged(model: WrappedModel, optimizer: torch.optim.Optimizer) -> 
 
 @contextlib.contextmanager
 def explain_empty_steps(model: WrappedModel) -> Iterator[None]:
-    """Adds to a MismatchError in the block what the step number means if gradients are exchanged."""
+    """If the block raises a MismatchError about step numbers, adds how often this rank left out a backward."""
     try:
         yield
     except MismatchError as error:
