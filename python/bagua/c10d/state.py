@@ -18,7 +18,7 @@ class C10dState(Record):
         self.groups: list[BaguaProcessGroup] = []
         #: The group of torch's world.
         self.world: BaguaProcessGroup | None = None
-        #: The first group with its sub-groups: see ``membership``.
+        #: The first group with its sub-groups: see ``group_creation``.
         self.tree: Any = None
 
     def after_fork_in_child(self) -> None:

@@ -137,7 +137,7 @@ class KeptWeights:
             self._before = {name: param.detach().clone() for name, param in self._parameters}
 
     def before_step(self) -> None:
-        """Called before an optimizer step, which changes weights as well."""
+        """Ends the comparison before an optimizer step, because the step itself changes the weights."""
         if self._before is not None:
             self._changed, self._before = self._find(), None
 
