@@ -67,8 +67,8 @@ class Slot:
     dtype: torch.dtype
     # Place in the memory of a flattened bucket; None in others.
     place: BucketSlice | None = None
-    # If the bucket is not flattened: the tensor marked ready last. Users have no reference to it. Kept alive because the
-    # core may still read it.
+    # If the bucket is not flattened: the tensor marked ready last. Users have no reference to it. Kept alive
+    # because the core may still read it.
     wire: torch.Tensor | None = None
     # State of this backward: True if handed to the engine; the gradient that was; and its version counter then.
     sent: bool = False
