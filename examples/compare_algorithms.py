@@ -164,7 +164,7 @@ def draw_losses(runs: list[Run], path: str) -> None:
         axes.plot([run.seconds * (step + 1) / steps for step in range(steps)], smooth, label=run.name)
     axes.set_xlabel("seconds")
     axes.set_ylabel("training loss, mean of the ranks")
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, bbox_inches="tight")
 
 

@@ -353,6 +353,13 @@ class MarksByItself(OfGradients):
         return lambda name, param: param.bagua_mark_communication_ready()
 
 
+class LooksOn(OfGradients):
+    """An algorithm whose hook of the backward marks nothing."""
+
+    def init_backward_hook(self, bagua_ddp: Any) -> Callable[[str, nn.Parameter], None]:
+        return lambda name, param: None
+
+
 class WaitsByItself(MarksByItself):
     """The original's base class with all of its hooks."""
 
@@ -504,7 +511,7 @@ def accumulated(make: Callable[[], Any], wrap: Wrap) -> list[torch.Tensor]:
 
 def gradients_that_an_algorithm_registers_itself_are_communicated(rank: int) -> None:
     makes: list[tuple[Callable[[], Any], bool]] = [(lambda: net(4, 3, 2), False), (Branches, True)]
-    for kind in (OfGradients, OtherNames, GradientsThemselves, MarksByItself, WaitsByItself):
+    for kind in (OfGradients, OtherNames, GradientsThemselves, MarksByItself, LooksOn, WaitsByItself):
         for make, unused in makes:
             if unused and kind is WaitsByItself:
                 # Its bucket would never be complete, as in the original.

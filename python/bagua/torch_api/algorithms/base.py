@@ -145,8 +145,9 @@ class AlgorithmImpl:
     def init_post_backward_hook(self, bagua_ddp: WrappedModel) -> Callable[[], None]:
         """Returns the function to call when all gradients are computed, before ``backward`` returns.
 
-        Not called under ``no_sync``. The default function waits until all buckets are communicated, and raises the
-        errors of communication. A function of your own does this with ``bagua_ddp.backend.wait_pending_comm_ops()``.
+        Not called under ``no_sync``. The default function marks the remaining gradients ready, waits until all buckets
+        are communicated, and raises the errors of communication. A function of your own waits with
+        ``bagua_ddp.backend.wait_pending_comm_ops()``.
         """
         return bagua_ddp.exchange.finish
 

@@ -98,7 +98,9 @@ class Exchange(ABC):
         """Called before the first training forward of a step that communicates."""
 
     def accumulated(self, name: str) -> None:  # noqa: B027
-        """Called with the parameter's name when a gradient stays on this rank because of ``no_sync``."""
+        """Called with the parameter's name when a gradient stays on this rank because of ``no_sync``, and before a
+        user's own backward hook.
+        """
 
     def arrived(self, name: str, param: torch.nn.Parameter) -> None:  # noqa: B027
         """Called when the local value of a gradient is final."""

@@ -59,6 +59,9 @@ _wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped
 
 TensorT = TypeVar("TensorT", bound=torch.Tensor)
 
+#: Called with the name of a parameter, and the parameter, when its gradient is computed.
+BackwardHook = Callable[[str, torch.nn.Parameter], None]
+
 
 class Progress(NamedTuple):
     """How far the training of a model has come."""
@@ -287,9 +290,23 @@ class ModelEngine:
         self._layout = self._describe_buckets(buckets)
         self.exchange.bind(buckets)
         self._forward_pre_hook = self.bagua_algorithm.init_forward_pre_hook(self)
-        self._backward_hook = self.bagua_algorithm.init_backward_hook(self)
+        self._backward_hook = self._complete(self.bagua_algorithm.init_backward_hook(self))
         self._post_backward_hook = self.bagua_algorithm.init_post_backward_hook(self)
         self._post_step_hook = self.bagua_algorithm.init_post_optimizer_step_hook(self)
+
+    def _complete(self, hook: BackwardHook) -> BackwardHook:
+        """Returns a backward hook that also reports gradients to the exchange, which sends those that a user's ``hook``
+        does not mark ready at the end of backward.
+        """
+        exchange = self.exchange
+        if hook == exchange.arrived:
+            return hook
+
+        def reported(name: str, param: torch.nn.Parameter) -> None:
+            exchange.accumulated(name)
+            hook(name, param)
+
+        return reported
 
     def _describe_buckets(self, buckets: Sequence[BaguaBucket]) -> list[str]:
         """Returns the names of the parameters in each bucket.

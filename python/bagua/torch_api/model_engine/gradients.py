@@ -89,7 +89,8 @@ class Slot:
 class _Backward:
     """Events since the last backward that communicated."""
 
-    # Names of parameters with gradients accumulated under no_sync, which other ranks have not seen.
+    # Names of parameters with gradients that other ranks have not seen: accumulated under no_sync, or not marked ready
+    # by a user's own backward hook.
     touched: set[str] = field(default_factory=set)
     # The engine's first error. Raised at the end, because an unused parameter would be the better explanation.
     failure: Exception | None = None
@@ -250,7 +251,7 @@ class GradientExchange(Exchange):
             self._now.failure = BaguaError(
                 f"no bucket has the gradient of {slot.name!r} of model {self._module_name!r}, so that the ranks would "
                 "not exchange it: an init_tensors of your own has to return it, or the algorithm needs its own "
-                "init_backward_hook for what it returns instead"
+                "init_backward_hook and init_post_backward_hook for what it returns instead"
             )
             return
         if self._has_other_marks and slot.place is not None:
