@@ -121,7 +121,7 @@ def train(text: str, make: Callable[[], tuple[nn.Module, Batch, Batch, Loss]], a
         optimizer.step()
         losses.append(loss.item())
     seconds = time.perf_counter() - began
-    sent = bytes_sent(algorithm) - before
+    sent = float(bytes_sent(algorithm) - before)
     if isinstance(algorithm, AsyncModelAverageAlgorithmImpl):
         # The ranks made their last steps at different times. One more round makes their weights equal.
         algorithm.synchronize(model)
