@@ -10,9 +10,8 @@ from pathlib import Path
 
 from bagua import records, trace
 from bagua.commands import bench, doctor, tables, top
-from bagua.commands.parser import SHELLS, Parser, completion, output_file
+from bagua.commands.parser import Parser, output_file
 from bagua.errors import BaguaError
-from bagua.script import baguarun
 
 __all__ = ["main"]
 
@@ -71,14 +70,6 @@ def _parser() -> Parser:
     merge.set_defaults(run=_merge)
     for command in (doctor, bench, top):
         command.add(commands)
-    completing = commands.add_parser(
-        "completion",
-        help="print a shell completion script",
-        description="Prints a script with which a shell completes the commands and options of bagua and baguarun.",
-        epilog="example: bagua completion bash > ~/.local/share/bash-completion/completions/bagua",
-    )
-    completing.add_argument("shell", choices=SHELLS)
-    completing.set_defaults(run=_complete)
     return parser
 
 
@@ -94,9 +85,4 @@ def _merge(options: argparse.Namespace) -> int:
     count = f"{len(files)} record{'s' if len(files) > 1 else ''}"
     lines = [] if options.files else [f"{count} of the newest job: {files[0].parent}"]
     tables.show("\n".join([*lines, *(trace.findings(read) or ["no operation hung in these records"])]))
-    return 0
-
-
-def _complete(options: argparse.Namespace) -> int:
-    tables.show(completion(options.shell, [_parser(), baguarun.parser()]))
     return 0

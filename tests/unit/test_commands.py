@@ -108,7 +108,6 @@ def test_a_command_line_that_cannot_be_used_is_answered_by_help_or_by_one_line(a
     [
         (["docter"], "bagua: argument COMMAND: invalid choice: 'docter'; did you mean 'doctor'?; see bagua --help\n"),
         (["trace", "merg"], "did you mean 'merge'?"),
-        (["completion", "bsh"], "did you mean 'bash'?"),
         (["zzz"], "invalid choice: 'zzz' (choose from "),
     ],
 )
@@ -122,38 +121,11 @@ def test_a_misspelt_command_is_answered_by_the_nearest(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["doctor", "bench", "top", "trace", "trace merge", "completion"])
+@pytest.mark.parametrize("name", ["doctor", "bench", "top", "trace", "trace merge"])
 def test_the_help_of_each_command_has_an_example(name: str) -> None:
     ended = command(*name.split(), "--help")
     assert ended.returncode == 0
     assert f"example: bagua {name}" in " ".join(ended.stdout.split()).replace("srun --ntasks 2 ", "")
-
-
-def completed(line: str) -> list[str]:
-    """What bash completes the last word of a line to."""
-    script = f"{command('completion', 'bash').stdout}\nCOMP_WORDS=({line} '') COMP_CWORD={len(line.split())}\n"
-    return subprocess.run(
-        ["bash", "-c", f'{script}_{line.split()[0]}; printf "%s\\n" "${{COMPREPLY[@]}}"'],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    ).stdout.split()
-
-
-@pytest.mark.slow
-def test_a_shell_completes_commands_and_options() -> None:
-    assert {"doctor", "bench", "top", "trace", "completion", "--version"} <= set(completed("bagua"))
-    assert completed("bagua trace") == ["-h", "--help", "merge"]
-    assert "--out" in completed("bagua trace merge")
-    assert {"bash", "zsh", "fish"} <= set(completed("bagua completion"))
-    assert "--host-list" in completed("baguarun")
-    assert "bashcompinit" in command("completion", "zsh").stdout
-    fish = command("completion", "fish").stdout
-    assert "complete -c bagua -n __fish_use_subcommand -f -a doctor -d" in fish
-    assert (
-        "complete -c bagua -n '__fish_seen_subcommand_from trace; and __fish_seen_subcommand_from merge' -l out" in fish
-    )
 
 
 @pytest.mark.slow
