@@ -967,7 +967,7 @@ def set_recording(on: bool) -> None:
 
 def tables() -> dict:
     """
-    By the names that `bagua.engine` gives them, which describes them.
+    By the names that `bagua.extension` gives them, which describes them.
     """
 
 def version() -> str:

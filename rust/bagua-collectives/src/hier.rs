@@ -27,7 +27,7 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::over_exchange::in_place;
+use super::verbs_over_exchange::in_place;
 use super::{Collective, HostIo, Incoming, Io, OpContext, Outgoing, Verb, gossip};
 use crate::error::{Error, Result};
 use crate::reduce::{divide, sum_over};

@@ -22,18 +22,18 @@ mod compressed;
 mod gossip;
 mod hier;
 mod net;
-mod over_exchange;
 pub mod shm;
 mod solo;
+mod verbs_over_exchange;
 
 pub use compressed::{
     RecordExchange, all_reduce as compressed_all_reduce, reduce_scatter as compressed_reduce_scatter,
 };
 pub use hier::{ByHost, Hier};
 pub use net::{Algorithm, Net};
-pub use over_exchange::{agreed, check_layouts, check_operands, over_exchange};
 pub use shm::Shm;
 pub use solo::Solo;
+pub use verbs_over_exchange::{agreed, check_layouts, check_operands, over_exchange};
 
 pub use bagua_net::request::{HostIo, Incoming, Io, OpContext, Outgoing, Verb};
 

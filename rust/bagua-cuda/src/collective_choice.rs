@@ -3,7 +3,7 @@
 use bagua_core::error::{Error, Result};
 
 use crate::device::Requested;
-use crate::lane_state::{Choice, HIER, STAGED};
+use crate::device_lane::{Choice, HIER, STAGED};
 use crate::nccl::version_text;
 
 /// Name of the collective that uses NCCL.

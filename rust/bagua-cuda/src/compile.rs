@@ -5,8 +5,8 @@ use std::fmt::Write;
 
 use sha2::{Digest, Sha256};
 
-use crate::cache::Cache;
 use crate::error::{Error, Result};
+use crate::kernel_cache::Cache;
 use crate::kernels::{PROGRAMS, Program};
 use crate::nvrtc::{Compiled, Nvrtc, Source};
 

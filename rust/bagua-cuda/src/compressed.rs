@@ -19,7 +19,7 @@ use crate::device::OperationDevice;
 use crate::driver_functions::CUstream;
 use crate::kernels::{Grid, MAX_SOURCES, short_name};
 use crate::memory::Scratch;
-use crate::reduction::Reduction;
+use crate::reduce_on_device::Reduction;
 
 pub(crate) struct CodecOnDevice {
     /// An [`OperationDevice`].

@@ -11,9 +11,9 @@ use bagua_core::error::{Error, Result};
 use bagua_core::memory::{Device, DeviceRef, Stamp};
 use bagua_core::wait::{Waited, lock};
 
+use crate::device_lane::{Copier, LaneDevice, Use, wait_until_reached};
 use crate::driver_functions::before_anything_began;
 use crate::event::Event;
-use crate::lane_state::{Copier, LaneDevice, Use, wait_until_reached};
 
 /// Kind of a CUDA device in fingerprints, as numbered by DLPack.
 pub const KIND: u8 = 2;

@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use crate::cache::Cache;
 use crate::compile;
 use crate::driver::Driver;
 use crate::error::{Error, Result};
+use crate::kernel_cache::Cache;
 use crate::loaded_kernels::Compiler;
 use crate::nccl::{self, Nccl};
 use crate::nvrtc::Nvrtc;

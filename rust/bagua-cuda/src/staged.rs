@@ -13,8 +13,8 @@ use bagua_core::error::Result;
 use bagua_core::memory::Buffer;
 
 use crate::device::OperationDevice;
-use crate::lane_state::{Copier, PIECE, wait_until_reached};
-use crate::shards::Parts;
+use crate::device_lane::{Copier, PIECE, wait_until_reached};
+use crate::shard_addresses::Parts;
 
 /// The longest range is a multiple of this number of bytes, so that no element is divided.
 const ALIGNMENT: usize = 64;

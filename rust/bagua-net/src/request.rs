@@ -1,10 +1,10 @@
 //! One operation as a value: the verb, its buffers, and its context. Every layer passes these three on instead of
 //! having one method per verb. NCCL's `ncclInfo` and UCC's `ucc_coll_args` are the same idea.
 
-mod extra;
+mod extra_operands;
 mod peers;
 
-pub use self::extra::{Compression, Extra, Operands, Replicas, Workspace};
+pub use self::extra_operands::{Compression, Extra, Operands, Replicas, Workspace};
 pub use self::peers::PeerSelection;
 
 use std::cell::RefCell;

@@ -4,9 +4,9 @@
 //! `--cfg model` use the model checker loom instead, so that the models (`make model`) run the product's own code. The
 //! cfg is not called `loom` because tokio removes its sockets under that name.
 
-mod ticks;
+mod tick_clock;
 
-pub use ticks::{Scale, TickClock};
+pub use tick_clock::{Scale, TickClock};
 
 #[cfg(model)]
 mod loom;

@@ -17,11 +17,11 @@ use bagua_cuda::{Averaging, LaneDevice, OperationDevice, WeightOrder};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::address_to_region;
 use crate::cuda_call::CudaDevice;
 use crate::errors::{self, seconds};
 use crate::gil::DropWithoutGil;
 use crate::interrupt;
-use crate::tensor;
 
 /// Returns the number of the calling thread among the owners of weight locks.
 fn this_thread() -> Owner {
@@ -340,10 +340,10 @@ pub type OnDevice<'py> = (PyRef<'py, CudaDevice>, usize, Py<PyAny>);
 /// Returns the memory of a model. `lane_device` is the averaging's state on the device, if the model is on one.
 ///
 /// # Errors
-/// As [`tensor::weights_in`], and `NotImplemented` for a stream that is being captured.
+/// As [`address_to_region::weights_in`], and `NotImplemented` for a stream that is being captured.
 ///
 /// # Safety
-/// As [`tensor::weights_in`], for all of the memory.
+/// As [`address_to_region::weights_in`], for all of the memory.
 pub unsafe fn model(
     py: Python<'_>,
     (weights, buffers): (Vec<Described>, Vec<Described>),
@@ -360,10 +360,10 @@ pub unsafe fn model(
     });
     let (averaging, core) = (averaging.transpose()?, lock.core());
     let one = |(address, count, dtype, on_device)| {
-        let dtype = tensor::dtype(dtype)?;
+        let dtype = address_to_region::dtype(dtype)?;
         let averaging = averaging.as_ref().filter(|_| on_device);
         // SAFETY: by this function's promise.
-        unsafe { tensor::weights_in(averaging, address, count, dtype, Arc::clone(&core)) }
+        unsafe { address_to_region::weights_in(averaging, address, count, dtype, Arc::clone(&core)) }
     };
     let all = |list: Vec<Described>| list.into_iter().map(one).collect::<Result<_>>();
     // Released, because the kernels may have to be compiled.

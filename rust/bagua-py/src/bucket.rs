@@ -17,13 +17,13 @@ use bagua_cuda::{OperationDevice, Requested};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use crate::address_to_region;
 use crate::average::WeightLock;
-use crate::call_user::call_user;
 use crate::codec::Codec;
 use crate::cuda_call::{CudaDevice, SETTING};
 use crate::errors;
 use crate::handle::callable;
-use crate::tensor;
+use crate::user_callback::call_user;
 
 /// Named tensors of one element type that are communicated together: a list of (name, address, count, dtype, padding).
 ///
@@ -78,9 +78,9 @@ impl Bucket {
         let on = place.as_ref().map(|place| Arc::clone(place) as Arc<dyn Device>);
         let build = || -> Result<bucket::Bucket> {
             let tensors = tensors.into_iter().map(|(name, address, count, dtype, padding)| {
-                let dtype = tensor::dtype(dtype)?;
+                let dtype = address_to_region::dtype(dtype)?;
                 // SAFETY: the caller's promise in the docstring of this class.
-                let region = unsafe { tensor::region_in(on.as_ref(), address, count, dtype) }?;
+                let region = unsafe { address_to_region::region_in(on.as_ref(), address, count, dtype) }?;
                 Ok(bucket::Tensor { name, region, padding })
             });
             bucket::Bucket::new(name, tensors.collect::<Result<_>>()?)
@@ -243,9 +243,9 @@ impl Bucket {
     ) -> PyResult<()> {
         let attach = || -> Result<()> {
             let place = device.map(|device| self.place_on(device, keep));
-            let dtype = tensor::dtype(dtype)?;
+            let dtype = address_to_region::dtype(dtype)?;
             // SAFETY: the caller's promise in the docstring of this method.
-            let region = unsafe { tensor::region_in(place.as_ref(), address, count, dtype) }?;
+            let region = unsafe { address_to_region::region_in(place.as_ref(), address, count, dtype) }?;
             self.core.lock().attach(ExtraTensor { name: name.to_owned(), region })
         };
         attach().map_err(|e| errors::raise(py, e))

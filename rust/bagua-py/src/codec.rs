@@ -14,9 +14,9 @@ use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::address_to_region;
 use crate::cuda_call::CudaCall;
 use crate::errors;
-use crate::tensor;
 
 /// A codec with its options, for callers that pass addresses. Users have `bagua.Codec`. The caller promises that the
 /// addresses stay valid, and that no other code writes to a source or uses a destination, until the call has returned,
@@ -61,7 +61,7 @@ fn sizes(count: i64, dtype: u8, chunks: i64) -> Result<(usize, DType, usize)> {
     let refused = || Error::InvalidArgument(format!("{count} elements cannot be cut into {chunks} equal chunks"));
     let parsed = usize::try_from(count).ok().zip(usize::try_from(chunks).ok());
     let (count, chunks) = parsed.ok_or_else(refused)?;
-    Ok((count, tensor::dtype(dtype)?, chunks))
+    Ok((count, address_to_region::dtype(dtype)?, chunks))
 }
 
 #[pymethods]
@@ -137,9 +137,9 @@ impl Codec {
             }
             // SAFETY: the caller of the method promises (see the class) that both addresses stay valid, and that no
             // other code uses `dst`, while this call lasts.
-            let (src, dst) = unsafe { (tensor::region_at(src, count, dtype), tensor::region_at(dst, len, DType::U8)) };
+            let (src, dst) = unsafe { (address_to_region::region_at(src, count, dtype), address_to_region::region_at(dst, len, DType::U8)) };
             let (src, mut dst) = (src?, dst?);
-            tensor::check_apart(&src, &dst)?;
+            address_to_region::check_apart(&src, &dst)?;
             let mut scratch = std::mem::take(&mut *lock(&self.scratch));
             let call = || self.calls.fetch_add(1, Ordering::Relaxed);
             let encoded =
@@ -175,9 +175,9 @@ impl Codec {
                 return unsafe { on_device::decode(call.core(), &*self.core, from, to, chunks) };
             }
             // SAFETY: as in `encode`.
-            let (src, dst) = unsafe { (tensor::region_at(src, len, DType::U8), tensor::region_at(dst, count, dtype)) };
+            let (src, dst) = unsafe { (address_to_region::region_at(src, len, DType::U8), address_to_region::region_at(dst, count, dtype)) };
             let (src, mut dst) = (src?, dst?);
-            tensor::check_apart(&src, &dst)?;
+            address_to_region::check_apart(&src, &dst)?;
             chunks::decode(&*self.core, dtype, src.as_host()?, chunks, dst.as_host_mut()?)
         })
     }

@@ -17,10 +17,10 @@ use bagua_core::types::{DType, Fingerprint, Kind};
 use bagua_core::wait::{Deadline, lock};
 use pyo3::prelude::*;
 
-use crate::call_user::call_user;
+use crate::address_to_region;
 use crate::codec::Codec;
 use crate::errors;
-use crate::tensor;
+use crate::user_callback::call_user;
 
 /// An exchange that combines tensors in host memory over the `size` members of a group, through a codec. `rank` is this
 /// process's rank in the group.
@@ -93,7 +93,7 @@ impl CompressedExchange {
         let divisor = if average { self.size } else { 1 };
         self.run(py, address, count, dtype, divisor, call, error, |functions, cx, data, how| {
             // SAFETY: the caller's promise.
-            let mut result = unsafe { tensor::region_at(result, count / self.size, cx.dtype()) }?;
+            let mut result = unsafe { address_to_region::region_at(result, count / self.size, cx.dtype()) }?;
             compressed_reduce_scatter(functions, cx, data.into_host()?, result.buffer_mut().into_host()?, how)
         })
     }
@@ -117,12 +117,12 @@ impl CompressedExchange {
     {
         let mut raised = None;
         let outcome = py.detach(|| {
-            let dtype = tensor::dtype(dtype)?;
+            let dtype = address_to_region::dtype(dtype)?;
             self.codec.check(dtype)?;
             // SAFETY: the caller's promise, see `all_reduce` and `reduce_scatter`.
-            let mut data = unsafe { tensor::region_at(address, count, dtype) }?;
+            let mut data = unsafe { address_to_region::region_at(address, count, dtype) }?;
             // SAFETY: as above.
-            let mut error = error.map(|error| unsafe { tensor::region_at(error, count, DType::F32) }).transpose()?;
+            let mut error = error.map(|error| unsafe { address_to_region::region_at(error, count, DType::F32) }).transpose()?;
             let mut work = std::mem::take(&mut *lock(&self.memory));
             let extra =
                 Extra { error: error.as_mut().map(|e| e.buffer_mut()), work: Some(&mut work), ..Extra::default() };

@@ -13,14 +13,14 @@ use bagua_core::wait::lock;
 use bagua_cuda::OperationDevice;
 use pyo3::prelude::*;
 
+use crate::address_to_region;
 use crate::bucket::Bucket;
 use crate::cuda_call::{CudaCall, CudaDevice, LaneDevices};
 use crate::errors::{Origin, seconds};
 use crate::gil::{self, DropWithoutGil};
 use crate::handle::Handle;
 use crate::interrupt;
-use crate::request::{Call, CommunicationThread, Request};
-use crate::tensor;
+use crate::verb_arguments::{Call, CommunicationThread, Request};
 
 /// One strictly ordered queue of buckets with a lane and a communication thread of its own.
 #[pyclass(frozen, module = "bagua._bagua")]
@@ -115,7 +115,7 @@ impl Engine {
                     Some((dtype, place)) => {
                         let place = place.map(|place| place as Arc<dyn Device>);
                         // SAFETY: the promise of a bucket's caller, here for the memory that replaces a tensor's.
-                        Some(unsafe { tensor::region_in(place.as_ref(), address, count, dtype) }?)
+                        Some(unsafe { address_to_region::region_in(place.as_ref(), address, count, dtype) }?)
                     }
                     None => None,
                 },

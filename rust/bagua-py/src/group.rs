@@ -21,6 +21,7 @@ use bagua_cuda::{LaneDevice, Requested};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict};
 
+use crate::address_to_region::{self, Operands};
 use crate::arena::Arena;
 use crate::average::{self, Averager, WeightLock};
 use crate::codec::Codec;
@@ -30,10 +31,9 @@ use crate::errors::{Origin, seconds, with};
 use crate::gil::{self, DropWithoutGil, Failure};
 use crate::handle::Handle;
 use crate::interrupt;
-use crate::joining::JoinServer;
-use crate::request::{self, Call, CommunicationThread, Request};
-use crate::tensor::{self, Operands};
+use crate::join_server::JoinServer;
 use crate::tensor_reader::TensorReader;
+use crate::verb_arguments::{self, Call, CommunicationThread, Request};
 
 /// A group of ranks and its main lane. Verbs run in program order; a blocking verb runs on the calling thread.
 ///
@@ -153,10 +153,10 @@ unsafe fn messages(
     tag: u32,
     place: Option<&CudaCall>,
 ) -> Result<Vec<core::Message>> {
-    let (dtype, device) = (tensor::dtype(code)?, place.map(CudaCall::device));
+    let (dtype, device) = (address_to_region::dtype(code)?, place.map(CudaCall::device));
     let message = |(peer, address, count)| {
         // SAFETY: by this function's promise.
-        let data = unsafe { tensor::region_in(device.as_ref(), address, count, dtype) }?;
+        let data = unsafe { address_to_region::region_in(device.as_ref(), address, count, dtype) }?;
         Ok(core::Message { peer, tag, data })
     };
     list.into_iter().map(message).collect()
@@ -324,14 +324,14 @@ impl Communicator {
         place: Option<&CudaCall>,
     ) -> PyResult<Option<Handle>> {
         let call = Call::new(None, timeout, async_op, keep)?;
-        let kind = with(py, || tensor::dtype(dtype))?;
+        let kind = with(py, || address_to_region::dtype(dtype))?;
         let device = place.map(CudaCall::device);
         let mut operands = with(py, || {
             // SAFETY: the caller's promise in the docstring of this class.
-            let region = |address, count| unsafe { tensor::region_in(device.as_ref(), address, count, kind) };
+            let region = |address, count| unsafe { address_to_region::region_in(device.as_ref(), address, count, kind) };
             Operands::new(src.map(|address| region(address, src_count)).transpose()?, region(dst, dst_count)?)
         })?;
-        let op = request::messages(Kind::AllToAllV, kind, src.map_or(dst_count, |_| dst_count.max(src_count)));
+        let op = verb_arguments::messages(Kind::AllToAllV, kind, src.map_or(dst_count, |_| dst_count.max(src_count)));
         let verb = move |lane: &mut Lane, options: &Options<'_>| {
             let send = PartLayout { counts: &send_counts, displs: &send_displs };
             let recv = PartLayout { counts: &recv_counts, displs: &recv_displs };

@@ -11,9 +11,9 @@ use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::call_user::call_user;
 use crate::errors::{self, Origin, seconds};
 use crate::interrupt;
+use crate::user_callback::call_user;
 
 /// The outcome of an asynchronous operation, now or later.
 #[pyclass(frozen, module = "bagua._bagua")]

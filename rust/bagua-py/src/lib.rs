@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `bootstrap` | `Bootstrap`: a rank that is joining a group |
 //! | `group` | `Communicator`: a group's verbs by address |
-//! | `fast_path` | its blocking verbs on plain tensors in one call |
+//! | `plain_tensor_verbs` | its blocking verbs on plain tensors in one call |
 //! | `arena` | `Arena`: memory that the ranks of a host share |
 //! | `engine` | `Engine`: a queue of buckets with a communication thread |
 //! | `bucket` | `Bucket`: tensors that are communicated together, and their operations |
@@ -15,49 +15,49 @@
 //! | `compressed` | `CompressedExchange`: a compressed all_reduce over another communication library |
 //! | `cuda` | `CudaLibraries`: the libraries and devices of CUDA, and the compiler of kernels |
 //! | `cuda_call` | `CudaDevice`, `CudaCall`: a device, and the device's side of one operation |
-//! | `joining` | `JoinServer`: the server by which processes join a running elastic job |
-//! | `request` | a verb's codes and addresses become one request |
+//! | `join_server` | `JoinServer`: the server by which processes join a running elastic job |
+//! | `verb_arguments` | a verb's codes and addresses become one request |
 //! | `recorder` | the flight recorder |
 //! | `rendezvous` | exchanging addresses; the version of this build |
 //! | `store` | `StoreServer`, `Store`: a key-value store for the processes of a job |
-//! | `tables` | the tables of the core: codes by name, and names |
+//! | `core_constants` | the tables of the core: codes by name, and names |
 //! | `tls` | `Tls`: encrypted connections |
 //! | `gil` | releasing the GIL around blocking operations and drops |
 //! | `interrupt` | signals during waits |
-//! | `call_user` | calling a user's function on a thread that Python did not start |
-//! | `tensor` | addresses become regions of memory, by unsafe functions |
+//! | `user_callback` | calling a user's function on a thread that Python did not start |
+//! | `address_to_region` | addresses become regions of memory, by unsafe functions |
 //! | `tensor_reader` | address, size and type of a tensor or an array |
 //! | `errors` | core errors become Python exceptions |
 
 #![deny(unsafe_code)]
 
+mod address_to_region;
 mod arena;
 mod average;
 mod bootstrap;
 mod bucket;
-mod call_user;
 mod codec;
 mod compressed;
 mod config;
+mod core_constants;
 mod cuda;
 mod cuda_call;
 mod engine;
 mod errors;
-mod fast_path;
 mod gil;
 mod group;
 mod handle;
 mod interrupt;
-mod joining;
+mod join_server;
+mod plain_tensor_verbs;
 mod recorder;
 mod rendezvous;
-mod request;
 mod stats;
 mod store;
-mod tables;
-mod tensor;
 mod tensor_reader;
 mod tls;
+mod user_callback;
+mod verb_arguments;
 
 /// The Rust core of Bagua. Import `bagua` instead: this module takes addresses and codes.
 #[pyo3::pymodule]
@@ -77,6 +77,8 @@ mod _bagua {
     #[pymodule_export]
     use crate::config::GroupConfig;
     #[pymodule_export]
+    use crate::core_constants::tables;
+    #[pymodule_export]
     use crate::cuda::CudaLibraries;
     #[pymodule_export]
     use crate::cuda_call::{CudaCall, CudaDevice};
@@ -88,7 +90,7 @@ mod _bagua {
     use crate::handle::{Handle, wait_for_callbacks};
     #[pymodule_export]
     #[pymodule_export]
-    use crate::joining::JoinServer;
+    use crate::join_server::JoinServer;
     #[pymodule_export]
     use crate::recorder::{flight_recorder, set_recording};
     #[pymodule_export]
@@ -97,8 +99,6 @@ mod _bagua {
     };
     #[pymodule_export]
     use crate::store::{Store, StoreServer};
-    #[pymodule_export]
-    use crate::tables::tables;
     #[pymodule_export]
     use crate::tensor_reader::{TensorReader, read_array};
     #[pymodule_export]

@@ -17,8 +17,8 @@
 use std::ops::Range;
 
 use super::Net;
+use super::exchange_rounds::{Rounds, circular, disjoint};
 use super::grown;
-use super::rounds::{Rounds, circular, disjoint};
 use crate::error::Result;
 use crate::reduce::divide;
 use crate::types::{DType, ReduceOp};

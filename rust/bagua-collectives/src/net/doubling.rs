@@ -6,7 +6,7 @@
 //! get the same bits.
 
 use super::algorithm::DIRECT;
-use super::rounds::Rounds;
+use super::exchange_rounds::Rounds;
 use super::{Net, grown};
 use crate::error::Result;
 use crate::reduce::divide;

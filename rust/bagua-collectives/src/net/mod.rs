@@ -51,14 +51,14 @@ mod algorithm;
 mod direct;
 mod dissemination;
 mod doubling;
-mod partition;
-mod phases;
+mod element_partition;
+mod exchange_rounds;
 mod reduce;
 mod ring;
-mod rounds;
 #[cfg(test)]
 mod tests;
 mod tree;
+mod two_phase_reduce;
 
 pub use algorithm::Algorithm;
 
@@ -67,8 +67,8 @@ use crate::error::Result;
 use crate::transport::{Mesh, Step};
 use crate::types::ReduceOp;
 use algorithm::{Chosen, DIRECT, RING_SHARD, SMALL, choose, in_rank_order, is_half};
-use partition::Pieces;
-use rounds::Rounds;
+use element_partition::Pieces;
+use exchange_rounds::Rounds;
 
 /// Number of ranks up to which the root of a broadcast sends to all ranks directly.
 const STAR: usize = 4;

@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use super::direct::{Buffers, DirectReduce, Partition, Results, fold};
-use super::partition::shard;
-use super::rounds::Rounds;
+use super::element_partition::shard;
+use super::exchange_rounds::Rounds;
 use super::{Net, grown, slots};
 use crate::error::Result;
 use crate::transport::Mesh;

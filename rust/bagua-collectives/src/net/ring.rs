@@ -8,9 +8,9 @@
 use std::ops::Range;
 use std::time::Instant;
 
+use super::exchange_rounds::Rounds;
 use super::grown;
 use super::reduce::{longest, piece, window};
-use super::rounds::Rounds;
 use crate::OpContext;
 use crate::error::Result;
 use crate::reduce::{combine, divide};

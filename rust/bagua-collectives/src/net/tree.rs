@@ -18,8 +18,8 @@
 use std::ops::Range;
 use std::time::Instant;
 
-use super::partition::Pieces;
-use super::rounds::{Rounds, circular, disjoint};
+use super::element_partition::Pieces;
+use super::exchange_rounds::{Rounds, circular, disjoint};
 use super::{Net, chunks, gathered, grown, slots};
 use crate::error::Result;
 use crate::reduce::{combine, divide};

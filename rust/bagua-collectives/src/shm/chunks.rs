@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::time::Instant;
 
-use super::segment::{ALIGN, Buffer, Segment};
+use super::segment_layout::{ALIGN, Buffer, Segment};
 use crate::reduce::combine;
 use crate::types::ReduceOp;
 use crate::{HostIo, OpContext};

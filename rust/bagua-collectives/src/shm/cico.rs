@@ -28,7 +28,7 @@ use std::ops::Range;
 
 use super::chunks::{Cut, Timer, combine_into, inputs, others, shifted};
 use super::protocol::Phase;
-use super::segment::{ALIGN, Buffer, Segment};
+use super::segment_layout::{ALIGN, Buffer, Segment};
 use crate::reduce::{combine, combine_everywhere_after};
 use crate::types::ReduceOp;
 use crate::{HostIo, OpContext};

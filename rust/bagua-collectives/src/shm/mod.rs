@@ -7,10 +7,10 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `protocol` | the synchronisation: arrivals, waits, and which rank may access which memory when |
-//! | `placement` | keeping the ranks on different processors |
-//! | `segment` | the layout of the shared memory, and the published fingerprints that ranks compare |
+//! | `cpu_placement` | keeping the ranks on different processors |
+//! | `segment_layout` | the layout of the shared memory, and the published fingerprints that ranks compare |
 //! | `cico` | all_reduce and reduce through windows (copy in, copy out) |
-//! | `pairwise` | all_gather and all_to_all between two ranks |
+//! | `pairwise_exchange` | all_gather and all_to_all between two ranks |
 //! | `messages` | the streams for messages |
 //! | `zero_copy` | mapping the peers' arenas, and every verb on tensors in arenas |
 //! | `chunks` | dividing, copying and combining tensors |
@@ -22,11 +22,11 @@
 
 mod chunks;
 mod cico;
+mod cpu_placement;
 mod messages;
-mod pairwise;
-mod placement;
+mod pairwise_exchange;
 mod protocol;
-mod segment;
+mod segment_layout;
 // Models have no memory that processes share, so there is nothing to test.
 #[cfg(test)]
 mod tests;
@@ -44,15 +44,15 @@ use crate::transport::shm::ring_links;
 use crate::types::{Kind, ReduceOp};
 use crate::wait::Doorbell;
 
-pub use segment::segment_len;
+pub use segment_layout::segment_len;
 pub use zero_copy::PassDescriptors;
 
 use chunks::{Cut, combine_into, copy, copy_and_own, fill_for_each, inputs, others, shifted};
 use cico::Reduction;
 use messages::Messages;
-use pairwise::Pairwise;
+use pairwise_exchange::Pairwise;
 use protocol::{BufferOffer, Phase, Protocol, Route};
-use segment::{ALIGN, Announcement, Buffer, SLOT, Segment};
+use segment_layout::{ALIGN, Announcement, Buffer, SLOT, Segment};
 use zero_copy::{ArenaTensor, LaneArenas, PeerBuffers};
 
 /// Minimum size in bytes of a chunk of a broadcast.
@@ -217,7 +217,7 @@ impl Shm {
         };
         let pair = ranks == 2 && root.is_none();
         let (route, cut) =
-            self.route(shard, shard, if pair { pairwise::CHUNK } else { self.protocol.segment.window() });
+            self.route(shard, shard, if pair { pairwise_exchange::CHUNK } else { self.protocol.segment.window() });
         let tensor = self.in_arena(&io.input()[own..own + shard]);
         let swap = Pairwise { cut, send: own, recv: (1 - me.min(1)) * shard, keep: (own, me * shard) };
         let swaps = pair && matches!(route, Route::Windows(_));
@@ -384,7 +384,7 @@ impl Shm {
         let (mut route, mut cut, stride) = self.route_for_each(shard);
         let swaps = ranks == 2 && matches!(route, Route::Windows(_));
         if swaps {
-            (route, cut) = self.route(shard, usize::MAX, pairwise::CHUNK);
+            (route, cut) = self.route(shard, usize::MAX, pairwise_exchange::CHUNK);
         }
         let peer = 1 - me.min(1);
         let swap = Pairwise { cut, send: peer * shard, recv: peer * shard, keep: (me * shard, me * shard) };
@@ -467,7 +467,7 @@ impl Collective for Shm {
 /// Returns the streams over the second set of rings in a lane's segment. A group on several hosts uses them in its mesh
 /// to connect the ranks of one host, in addition to the `Shm` on the same segment. Each rank calls this once.
 pub fn spare_links(arena: &Arc<Arena>, index: usize, ranks: usize) -> (Vec<Option<Box<dyn Transport>>>, Doorbell) {
-    ring_links(arena, segment::spare_rings(ranks), index, ranks)
+    ring_links(arena, segment_layout::spare_rings(ranks), index, ranks)
 }
 
 /// Returns the size in bytes of the largest tensor that is reduced one-shot: every rank reads all slots, so it reads

@@ -45,8 +45,8 @@ use std::cell::Cell;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::placement::Placement;
-use super::segment::{Announcement, Buffer, NONSENSE, Segment};
+use super::cpu_placement::Placement;
+use super::segment_layout::{Announcement, Buffer, NONSENSE, Segment};
 use crate::OpContext;
 use crate::error::Result;
 use crate::sync::{Instant, SPINS, futex, spin_loop};

@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 use super::chunks::{Timer, others};
 use super::protocol::{BufferOffer, FIRST_ID, Location};
-use super::segment::ALIGN;
+use super::segment_layout::ALIGN;
 use crate::OpContext;
 use crate::error::{Error, Result};
 use crate::memory::{Finder, KnownArena, LaneId, Mapped, MappedArenas, Mapping, Registry};

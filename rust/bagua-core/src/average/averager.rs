@@ -5,10 +5,10 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::admission::Refused;
-use super::peers::Peers;
-use super::round::{Rounds, rooms};
-use super::thread_state::{Control, SharedControl};
+use super::averaging_group::Peers;
+use super::averaging_thread::{Rounds, rooms};
+use super::join_running_job::Refused;
+use super::shared_state::{Control, SharedControl};
 use super::{AveragerState, AveragerStats, Elastic, Model, Settings};
 use crate::error::{Error, Progress, Result};
 use crate::group::{Group, JoinRequest, Lane, Options};

@@ -8,7 +8,7 @@ use bagua_core::collective::Chunks;
 use bagua_core::error::{Error, Result};
 use bagua_core::types::DType;
 
-use super::launches::{CodecStep, Elements, Kernels};
+use super::codec_kernels::{CodecStep, Elements, Kernels};
 use crate::context::Context;
 use crate::driver_functions::CUstream;
 use crate::kernels::{Grid, short_name};

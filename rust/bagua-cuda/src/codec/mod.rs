@@ -2,12 +2,12 @@
 //!
 //! All work is put on the caller's stream, so later work on that stream sees the result.
 
+mod codec_kernels;
 mod half_float;
-mod launches;
 mod minmax_u8;
 
-pub(crate) use launches::{CodecStep, Kernels};
-pub use launches::{Elements, Records};
+pub(crate) use codec_kernels::{CodecStep, Kernels};
+pub use codec_kernels::{Elements, Records};
 
 use bagua_core::codec::{Codec, chunks};
 use bagua_core::error::{Error, Result};

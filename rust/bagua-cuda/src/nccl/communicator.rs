@@ -18,12 +18,12 @@ use nccl_sys::{
 };
 
 use super::Nccl;
-use super::watch::{Handle, Watched};
+use super::watchdog::{Handle, Watched};
 use crate::context::Context;
 use crate::device::OperationDevice;
+use crate::device_lane::{PATIENCE, Pauses, wait_until_reached};
 use crate::driver_functions::CUstream;
 use crate::event::Event;
-use crate::lane_state::{PATIENCE, Pauses, wait_until_reached};
 use crate::stream::Stream;
 
 /// A communicator whose abort takes longer than this is left behind.

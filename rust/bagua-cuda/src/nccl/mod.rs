@@ -4,14 +4,14 @@
 //! |---|---|
 //! | this one | [`Nccl`]: the library |
 //! | `communicator` | a rank's communicator: its creation, its calls, its end |
-//! | `watch` | the thread that watches running operations, and aborts |
+//! | `watchdog` | the thread that watches running operations, and aborts |
 //! | `verbs` | the verbs as calls of NCCL |
-//! | `gathered` | reductions that NCCL lacks, by our kernels |
+//! | `reduce_by_gather` | reductions that NCCL lacks, by our kernels |
 
 mod communicator;
-mod gathered;
+mod reduce_by_gather;
 mod verbs;
-mod watch;
+mod watchdog;
 
 use std::ffi::{CStr, c_int};
 use std::path::Path;

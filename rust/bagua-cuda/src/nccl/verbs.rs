@@ -9,7 +9,7 @@ use nccl_sys::ncclRedOp_t;
 use super::communicator::{Communicator, Message, Reduction, elements};
 use crate::device::OperationDevice;
 use crate::memory::Scratch;
-use crate::shards::Parts;
+use crate::shard_addresses::Parts;
 
 /// Returns NCCL's operation. `None` for bits, truth values, 16-bit integers, and products of complex numbers.
 fn operation(op: ReduceOp, dtype: DType) -> Option<ncclRedOp_t> {

@@ -5,7 +5,7 @@
 #[cfg(not(target_os = "linux"))]
 compile_error!("Bagua runs on Linux only: it needs memfd, futexes on shared memory and abstract sockets");
 
-mod processors;
+mod cpu_set;
 
 use std::ffi::{CStr, OsStr, OsString, c_char, c_int, c_void};
 use std::fs;
@@ -29,7 +29,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use rustix::thread::futex;
 
 use crate::error::{Error, Result};
-pub use processors::Processors;
+pub use cpu_set::Processors;
 
 /// Flags for every send on a socket. Sending on a closed connection returns an error instead of raising SIGPIPE.
 pub const NO_SIGNAL: SendFlags = SendFlags::NOSIGNAL;

@@ -6,9 +6,9 @@
 
 use std::time::{Duration, Instant};
 
-use super::chunk::{self, Pace};
-use super::frames::Frames;
-use super::open::{Batch, Opened};
+use super::chunk_lengths::{self, Pace};
+use super::frame_handler::Frames;
+use super::open_on_demand::{Batch, Opened};
 use crate::transport::frame::{BadFrame, Header, LEN};
 use crate::transport::{Broken, Readiness, Transport};
 
@@ -172,7 +172,7 @@ impl Endpoint {
         let after = following.saturating_mul(len);
         // A message that is long enough for several streams is divided even while they are opening.
         let streams = self.streams.len() + usize::from(self.opening);
-        chunk::next_len(len - moved, after, streams, Pace { own: stream.carried, best })
+        chunk_lengths::next_len(len - moved, after, streams, Pace { own: stream.carried, best })
     }
 
     /// True while a frame has been started but not sent completely.

@@ -6,18 +6,18 @@
 //! | file | what it is |
 //! |---|---|
 //! | `endpoint` | the streams to one peer, which move the bytes of frames |
-//! | `frames` | the interface through which an endpoint gets and delivers frames |
-//! | `chunk` | the length of a frame if there are several streams to a peer |
-//! | `open` | opens the streams to a peer in the first run that needs them |
-//! | `plan` | the messages of one operation |
-//! | `run` | turns a plan into frames |
+//! | `frame_handler` | the interface through which an endpoint gets and delivers frames |
+//! | `chunk_lengths` | the length of a frame if there are several streams to a peer |
+//! | `open_on_demand` | opens the streams to a peer in the first run that needs them |
+//! | `message_plan` | the messages of one operation |
+//! | `plan_progress` | turns a plan into frames |
 
-mod chunk;
+mod chunk_lengths;
 mod endpoint;
-mod frames;
-mod open;
-mod plan;
-mod run;
+mod frame_handler;
+mod message_plan;
+mod open_on_demand;
+mod plan_progress;
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
@@ -28,12 +28,12 @@ use super::{Broken, Incoming, OpContext, Outgoing, Readiness, Transport};
 use crate::error::{Error, Result};
 use crate::wait::{Doorbell, SLICE, blocking_wait};
 pub use endpoint::{ByteCounts, Endpoint, PeerFault};
-pub use frames::Frames;
-pub use open::{Batch, OpenStreams, Opened};
-pub use plan::Plan;
-pub use plan::Step;
-use plan::{Listed, Lists};
-use run::{PeerMessages, Run};
+pub use frame_handler::Frames;
+pub use message_plan::Plan;
+pub use message_plan::Step;
+use message_plan::{Listed, Lists};
+pub use open_on_demand::{Batch, OpenStreams, Opened};
+use plan_progress::{PeerMessages, Run};
 
 /// Time that an idle rank polls its streams before it sleeps. Longer than a round trip on one host, and short enough
 /// not to slow down a thread that computes on the same core.
@@ -456,7 +456,7 @@ impl Mesh {
 
 /// Returns the streams to a peer that a run of this number of ranks needs.
 fn wanted(plan: &dyn Plan, peer: usize, ranks: usize) -> Batch {
-    if chunk::wants_several(plan.longest(peer), ranks) { Batch::Others } else { Batch::First }
+    if chunk_lengths::wants_several(plan.longest(peer), ranks) { Batch::Others } else { Batch::First }
 }
 
 struct Transfer<'a, 'c> {

@@ -3,8 +3,8 @@
 
 use std::time::{Duration, Instant};
 
-use super::super::admission::Refused;
-use super::super::peers::Peers;
+use super::super::averaging_group::Peers;
+use super::super::join_running_job::Refused;
 use super::{Elastic, Rounds, rooms};
 use crate::error::{Error, Result, Source};
 use crate::group::{JoinRequest, JoinServer};

@@ -6,9 +6,9 @@ use bagua_core::error::Result;
 use bagua_core::types::{DType, ReduceOp};
 
 use crate::context::Context;
+use crate::device_lane::LaneDevice;
 use crate::driver_functions::CUstream;
 use crate::kernels::{Grid, MAX_SOURCES, Reduce};
-use crate::lane_state::LaneDevice;
 use crate::loaded_kernels::Kernel;
 
 /// The kernel for one element type and operation on one device.

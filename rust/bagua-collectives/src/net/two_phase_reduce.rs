@@ -10,8 +10,8 @@
 use std::ops::Range;
 
 use super::algorithm::{SMALL, is_half};
-use super::partition::{Pieces, shard};
-use super::rounds::Rounds;
+use super::element_partition::{Pieces, shard};
+use super::exchange_rounds::Rounds;
 use super::tree::{Tree, gather_up};
 use super::{Limits, Net, dissemination, grown};
 use crate::codec::float::{Float, ForFloat, for_dtype};

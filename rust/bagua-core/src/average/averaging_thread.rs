@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-use super::admission::Joiner;
-use super::peers::{Peers, Status};
-use super::thread_state::{Control, SharedControl};
+use super::averaging_group::{Peers, Status};
+use super::join_running_job::Joiner;
+use super::shared_state::{Control, SharedControl};
 use super::weight_buffers::{self, WeightBuffers};
 use super::{AveragerState, Elastic, Model, Settings};
 use crate::error::{Error, Result};

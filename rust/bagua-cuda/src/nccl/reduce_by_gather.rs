@@ -7,12 +7,12 @@ use bagua_core::types::ReduceOp;
 
 use super::communicator::Communicator;
 use crate::device::OperationDevice;
+use crate::device_lane::LaneDevice;
 use crate::driver_functions::CUstream;
 use crate::kernels::MAX_SOURCES;
-use crate::lane_state::LaneDevice;
 use crate::memory::Scratch;
-use crate::reduction::Reduction;
-use crate::shards::Parts;
+use crate::reduce_on_device::Reduction;
+use crate::shard_addresses::Parts;
 
 /// Maximum number of bytes of all ranks that are reduced at once.
 const TOGETHER: usize = 32 << 20;

@@ -10,7 +10,7 @@ use bagua_cuda::kernels::PROGRAMS;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyFrozenSet};
 
-/// By the names that `bagua.engine` gives them, which describes them.
+/// By the names that `bagua.extension` gives them, which describes them.
 #[pyfunction]
 pub fn tables(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let dict = |entries: &[(&str, u8)]| -> PyResult<Bound<'_, PyDict>> {

@@ -18,11 +18,11 @@ use nccl_sys::UNIQUE_ID_BYTES;
 use crate::collective_choice::{self, Candidate, Hosts, NCCL, RECORD};
 use crate::compressed::CodecOnDevice;
 use crate::device::{KIND, OperationDevice, Requested, place_of};
+use crate::device_lane::{Choice, HIER, LaneDevice, STAGED};
 use crate::kernels::MAX_SOURCES;
-use crate::lane_state::{Choice, HIER, LaneDevice, STAGED};
 use crate::nccl::{Communicator, Nccl, serves, unique_id};
-use crate::reduction::Reduction;
-use crate::shards::Parts;
+use crate::reduce_on_device::Reduction;
+use crate::shard_addresses::Parts;
 use crate::staged;
 
 /// Number of bytes that ranks send to compare their calls: a whole number of elements of any type.

@@ -13,12 +13,12 @@ use bagua_core::types::{DType, Kind, ReduceOp, Shape};
 use pyo3::prelude::*;
 use pyo3::types::PyInt;
 
+use crate::address_to_region::{self, Operands};
 use crate::gil::Failure;
 use crate::group::Communicator;
 use crate::handle::Handle;
-use crate::request::{Call, CommunicationThread, Request};
-use crate::tensor::{self, Operands};
 use crate::tensor_reader::{self, TensorReader};
+use crate::verb_arguments::{Call, CommunicationThread, Request};
 
 /// A verb on plain tensors.
 pub struct Plain {
@@ -99,7 +99,7 @@ impl Communicator {
         let shape = from.as_ref().map_or(to.shape, |from| from.shape);
         // SAFETY: the addresses were just read from tensors, which hold their memory. The caller holds the tensors
         // until a blocking verb has returned or an asynchronous one is done.
-        let region = |plain: &tensor_reader::Plain<_>| unsafe { tensor::region_at(plain.address, plain.count, dtype) };
+        let region = |plain: &tensor_reader::Plain<_>| unsafe { address_to_region::region_at(plain.address, plain.count, dtype) };
         let source = from.as_ref().map(region).transpose().ok()?;
         let operands = Operands::new(source, region(&to).ok()?).ok()?;
         let reads_only = kind == Kind::Broadcast && self.group().rank() == root;

@@ -1,8 +1,8 @@
 //! The state of one run of a plan: which messages have been sent and which have arrived. Headers are compared with the
 //! plan before any byte is used.
 
-use super::frames::Frames;
-use super::plan::Plan;
+use super::frame_handler::Frames;
+use super::message_plan::Plan;
 use crate::transport::frame::{FrameKind, Header};
 
 /// Value in [`PeerMessages::missing`] of a message of which nothing has arrived.

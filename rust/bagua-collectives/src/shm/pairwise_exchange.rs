@@ -20,7 +20,7 @@ use std::ops::Range;
 
 use super::chunks::{Cut, shifted};
 use super::protocol::Phase;
-use super::segment::{Buffer, Segment};
+use super::segment_layout::{Buffer, Segment};
 use crate::HostIo;
 use crate::sync::buffer_len;
 

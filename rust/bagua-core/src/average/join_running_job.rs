@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use super::peers::{Peers, lanes_that_carry};
+use super::averaging_group::{Peers, lanes_that_carry};
 use crate::error::{Error, Result};
 use crate::group::address::{SLOT, put, take};
 use crate::group::{Bootstrap, Group, JoinConnection, JoinMessage, JoinRequest, JoinServer, Lanes, Options};

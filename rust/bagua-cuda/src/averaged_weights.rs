@@ -16,10 +16,10 @@ use bagua_core::types::DType;
 use bagua_core::wait::lock;
 
 use crate::context::Context;
+use crate::device_lane::LaneDevice;
 use crate::driver_functions::CUstream;
 use crate::event::Event;
 use crate::kernels::{Grid, short_name};
-use crate::lane_state::LaneDevice;
 use crate::loaded_kernels::Kernel;
 
 /// Orders the streams that use weights in the order of the lock: see the module.

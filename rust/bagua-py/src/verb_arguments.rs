@@ -14,10 +14,10 @@ use bagua_core::request::Verb;
 use bagua_core::types::{DType, Kind, Shape};
 use pyo3::prelude::*;
 
+use crate::address_to_region::{self, Operands};
 use crate::cuda_call::{self, CudaCall};
 use crate::errors::{self, Origin, seconds};
 use crate::handle::Handle;
-use crate::tensor::{self, Operands};
 
 /// Arguments of every operation besides its operands.
 pub struct Call {
@@ -137,8 +137,8 @@ impl Request {
         place: DeviceRef<'_>,
     ) -> Result<Request> {
         let kind = Kind::from_code(kind).ok_or_else(|| Error::InvalidArgument(format!("no verb has code {kind}")))?;
-        let verb = Verb::of(kind, tensor::reduce_op(op)?, root)?;
-        let dtype = tensor::dtype(dtype)?;
+        let verb = Verb::of(kind, address_to_region::reduce_op(op)?, root)?;
+        let dtype = address_to_region::dtype(dtype)?;
         let (src_parts, dst_parts) = verb.parts(group.rank(), group.size(), src.is_some());
         let dst = match (src, dst) {
             (_, Some(address)) => address,
@@ -152,7 +152,7 @@ impl Request {
             }
         };
         // SAFETY: by this function's promise.
-        let shards = |address, parts| unsafe { tensor::shards_in(place, address, count, parts, dtype) };
+        let shards = |address, parts| unsafe { address_to_region::shards_in(place, address, count, parts, dtype) };
         let src = src.map(|address| shards(address, src_parts)).transpose()?;
         let operands = Operands::new(src, shards(dst, dst_parts)?)?;
         Ok(Request { verb, dtype, count, operands })

@@ -53,7 +53,7 @@ use std::cell::{Cell, RefCell};
 use std::io;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::segment::Segment;
+use super::segment_layout::Segment;
 use crate::platform::{Processors, processor, processors, set_processors};
 
 /// Number of consecutive waits for a peer on the same processor before a rank looks for another processor. One wait is
@@ -292,7 +292,7 @@ fn move_to(cpu: u32) -> io::Result<()> {
 mod tests {
     use std::sync::Arc;
 
-    use super::super::segment::segment_len;
+    use super::super::segment_layout::segment_len;
     use super::*;
     use crate::memory::Arena;
 
