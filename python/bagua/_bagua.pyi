@@ -967,7 +967,8 @@ def set_recording(on: bool) -> None:
 
 def tables() -> dict:
     """
-    By the names that `bagua.extension` gives them, which describes them.
+    Returns the core's tables by name: codes of element types, operations and verbs, and lists of names. The module
+    `bagua.extension` exports each table under the same name and describes it.
     """
 
 def version() -> str:

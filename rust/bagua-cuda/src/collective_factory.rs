@@ -55,7 +55,7 @@ struct OnDevices {
     inner: Box<dyn Collective>,
     /// The ranks of each host.
     hosts: Vec<Vec<usize>>,
-    /// The choice of the ranks in the lane's first operation on a device.
+    /// The collective that the ranks agreed on in the lane's first operation on a device. `None` before it.
     chosen: Option<Choice>,
     /// With the choice `nccl`, the communicator of all ranks. With `hier`, that of this host's ranks, if several.
     nccl: Option<Communicator>,

@@ -314,7 +314,7 @@ fn check_aligned(dtype: DType, address: usize) -> Result<()> {
     Err(Error::InvalidArgument(text))
 }
 
-/// The division of a tensor into chunks that contain only values and the remaining chunks.
+/// A tensor's chunks in two groups: those that contain only values, then those that contain padding.
 struct Ends {
     start: usize,
     /// Number of chunks that contain only values.

@@ -139,7 +139,7 @@ impl std::fmt::Debug for NonFinite {
     }
 }
 
-/// The use of a lane's memory on a device.
+/// What an operation uses a lane's memory on a device for.
 #[derive(Clone, Copy)]
 pub(crate) enum Use {
     /// Gathers tensors that are not adjacent.

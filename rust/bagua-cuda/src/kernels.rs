@@ -49,7 +49,8 @@ pub struct Program {
     pub kernels: &'static [&'static str],
 }
 
-/// Declares the programs by the names of their files, and the kernels by starts of names with their possible ends.
+/// Declares the programs by the names of their files, and the kernels in them. A kernel's name is a beginning and an
+/// ending joined by an underscore.
 macro_rules! programs {
     ($($program:literal { $($beginning:literal: $($ending:literal)*;)* })*) => {
         /// All programs.

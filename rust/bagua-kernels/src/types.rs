@@ -172,7 +172,7 @@ reductions! {
         Band = 8, "band", Bits;
         /// Bitwise exclusive or; for bool, parity.
         Bxor = 9, "bxor", Bits;
-        /// The sum divided by the number of ranks, once, after the sum.
+        /// The average: the sum over all ranks, divided once by the number of ranks.
         Avg = 10, "avg", Inexact;
     }
 }
@@ -295,7 +295,7 @@ pub struct Fingerprint {
     pub step: u32,
 }
 
-/// Added to a step, see [`compared_step`].
+/// Bit that [`compared_step`] sets in a step number if the rank has loaded a state since it last communicated.
 const AFTER_LOAD: u32 = 1 << 31;
 
 /// Returns the step as ranks compare it. `after_load` is true if this rank has loaded a state since it last

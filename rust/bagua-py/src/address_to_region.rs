@@ -20,7 +20,7 @@ use bagua_cuda::{Averaged, Averaging};
 /// Returns the region of `count` elements at `address`.
 ///
 /// # Safety
-/// The promise above.
+/// The caller makes the promise at the top of this file.
 pub unsafe fn region_at(address: usize, count: usize, dtype: DType) -> Result<Region> {
     // SAFETY: by this function's promise.
     unsafe { Region::new(address as *mut u8, count, dtype) }

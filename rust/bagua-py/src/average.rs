@@ -198,7 +198,7 @@ impl WeightLock {
         self.leave(py, stream)
     }
 
-    /// True while this thread uses it: a wait for a round would then never end.
+    /// True while this thread is using the weights. A wait for a round on this thread would then never end.
     fn is_used_here(&self) -> bool {
         !self.is_foreign() && self.core.is_used_by(this_thread())
     }

@@ -137,7 +137,9 @@ impl Codec {
             }
             // SAFETY: the caller of the method promises (see the class) that both addresses stay valid, and that no
             // other code uses `dst`, while this call lasts.
-            let (src, dst) = unsafe { (address_to_region::region_at(src, count, dtype), address_to_region::region_at(dst, len, DType::U8)) };
+            let (src, dst) = unsafe {
+                (address_to_region::region_at(src, count, dtype), address_to_region::region_at(dst, len, DType::U8))
+            };
             let (src, mut dst) = (src?, dst?);
             address_to_region::check_apart(&src, &dst)?;
             let mut scratch = std::mem::take(&mut *lock(&self.scratch));
@@ -175,7 +177,9 @@ impl Codec {
                 return unsafe { on_device::decode(call.core(), &*self.core, from, to, chunks) };
             }
             // SAFETY: as in `encode`.
-            let (src, dst) = unsafe { (address_to_region::region_at(src, len, DType::U8), address_to_region::region_at(dst, count, dtype)) };
+            let (src, dst) = unsafe {
+                (address_to_region::region_at(src, len, DType::U8), address_to_region::region_at(dst, count, dtype))
+            };
             let (src, mut dst) = (src?, dst?);
             address_to_region::check_apart(&src, &dst)?;
             chunks::decode(&*self.core, dtype, src.as_host()?, chunks, dst.as_host_mut()?)

@@ -122,7 +122,8 @@ impl CompressedExchange {
             // SAFETY: the caller's promise, see `all_reduce` and `reduce_scatter`.
             let mut data = unsafe { address_to_region::region_at(address, count, dtype) }?;
             // SAFETY: as above.
-            let mut error = error.map(|error| unsafe { address_to_region::region_at(error, count, DType::F32) }).transpose()?;
+            let mut error =
+                error.map(|error| unsafe { address_to_region::region_at(error, count, DType::F32) }).transpose()?;
             let mut work = std::mem::take(&mut *lock(&self.memory));
             let extra =
                 Extra { error: error.as_mut().map(|e| e.buffer_mut()), work: Some(&mut work), ..Extra::default() };

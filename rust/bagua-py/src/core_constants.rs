@@ -10,7 +10,8 @@ use bagua_cuda::kernels::PROGRAMS;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyFrozenSet};
 
-/// By the names that `bagua.extension` gives them, which describes them.
+/// Returns the core's tables by name: codes of element types, operations and verbs, and lists of names. The module
+/// `bagua.extension` exports each table under the same name and describes it.
 #[pyfunction]
 pub fn tables(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let dict = |entries: &[(&str, u8)]| -> PyResult<Bound<'_, PyDict>> {

@@ -328,7 +328,8 @@ impl Communicator {
         let device = place.map(CudaCall::device);
         let mut operands = with(py, || {
             // SAFETY: the caller's promise in the docstring of this class.
-            let region = |address, count| unsafe { address_to_region::region_in(device.as_ref(), address, count, kind) };
+            let region =
+                |address, count| unsafe { address_to_region::region_in(device.as_ref(), address, count, kind) };
             Operands::new(src.map(|address| region(address, src_count)).transpose()?, region(dst, dst_count)?)
         })?;
         let op = verb_arguments::messages(Kind::AllToAllV, kind, src.map_or(dst_count, |_| dst_count.max(src_count)));

@@ -80,7 +80,7 @@ impl Communicator {
         op: &Bound<'_, PyAny>,
         root: &Bound<'_, PyAny>,
     ) -> Option<Plain> {
-        // Not what merely has an index: torch.distributed's ReduceOp does, and means something else by its numbers.
+        // Accept only an int. torch.distributed's ReduceOp converts to an int too, but has other numbers.
         if !op.is_instance_of::<PyInt>() {
             return None;
         }
@@ -99,7 +99,9 @@ impl Communicator {
         let shape = from.as_ref().map_or(to.shape, |from| from.shape);
         // SAFETY: the addresses were just read from tensors, which hold their memory. The caller holds the tensors
         // until a blocking verb has returned or an asynchronous one is done.
-        let region = |plain: &tensor_reader::Plain<_>| unsafe { address_to_region::region_at(plain.address, plain.count, dtype) };
+        let region = |plain: &tensor_reader::Plain<_>| unsafe {
+            address_to_region::region_at(plain.address, plain.count, dtype)
+        };
         let source = from.as_ref().map(region).transpose().ok()?;
         let operands = Operands::new(source, region(&to).ok()?).ok()?;
         let reads_only = kind == Kind::Broadcast && self.group().rank() == root;

@@ -81,7 +81,7 @@ pub(super) const DIRECT: usize = 16;
 /// As [`DIRECT`], for float16 and bfloat16.
 const DIRECT_HALF: usize = 64;
 
-/// Size of a shard in bytes from which a ring hides its latencies.
+/// Smallest shard, in bytes, for which sending takes so long that the latency of a ring's steps does not matter.
 pub(super) const RING_SHARD: usize = 64 << 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -82,8 +82,8 @@ pub(super) struct DirectReduce<'a, 'c> {
     pub buffers: Buffers<'a>,
     /// Groups of slots. A group has one slot, of one piece, for every rank.
     pub staging: &'a mut [u8],
-    /// For each piece that may be in flight: its group, once part of the piece has arrived, and the number of peers
-    /// from which it is complete.
+    /// For each piece that may be in flight: the group of slots that holds it (`None` until a part of it arrives), and
+    /// the number of peers that have sent it completely.
     pub window: Vec<(Option<usize>, usize)>,
     /// Free groups. The group freed last is used first, so that little memory is used, and that is in the cache.
     pub free: Vec<usize>,

@@ -11,7 +11,7 @@ use crate::types::{DType, ReduceOp};
 use crate::{Incoming, OpContext, Outgoing};
 
 pub(super) struct Rounds<'m, 'c> {
-    /// Mesh of streams, also for a ring that replaces some rounds.
+    /// Mesh of streams. A ring algorithm that replaces some of the rounds uses it, too.
     pub mesh: &'m mut Mesh,
     pub cx: &'m OpContext<'c>,
     arrived: u64,

@@ -19,7 +19,7 @@ use crate::types::{DType, Fingerprint, ReduceOp};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// Values go around, and then sums.
+    /// First the ranks' values go around the ring and are added up, then the sums go around.
     Both,
     /// Only values go around. The sum of a rank's shard ends up on the previous rank.
     Reduce,

@@ -79,7 +79,7 @@ pub(super) struct Placement {
     in_a_row: Cell<u32>,
     left: Cell<u32>,
     pause: Cell<u32>,
-    /// Number of waits since the last move that needed no move.
+    /// Number of waits since this thread last moved to another processor. No wait among them required a move.
     lasted: Cell<u32>,
     /// Table of the last decision, kept to reuse its memory.
     table: RefCell<Vec<u32>>,

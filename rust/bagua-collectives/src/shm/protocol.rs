@@ -125,7 +125,7 @@ pub(super) const FIRST_ID: u64 = 2;
 
 /// How an operation continues after the offers of all ranks are known.
 enum Path {
-    /// Zero-copy. The ranks' tensors are at these offsets in their parts.
+    /// Zero-copy. Holds the offset of each rank's tensor in that rank's arena.
     ZeroCopy(Vec<u64>),
     /// The ranks map the arenas of the sets with these ids, together with the arenas that have none, and then decide
     /// again.

@@ -69,8 +69,8 @@ pub fn combine_everywhere(dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]]) {
 }
 
 /// As [`combine_everywhere`], in short blocks from the first to the last. Calls `before` before each block is combined,
-/// so that other memory traffic overlaps with the kernel's: a processor can wait for several cache lines at a time, but
-/// only for those of instructions that are close together.
+/// so that its memory accesses overlap with the kernel's. A processor waits for several cache lines at a time, but only
+/// if the instructions that need them are close together.
 ///
 /// # Panics
 /// As [`combine`].

@@ -217,13 +217,13 @@ fn two_ranks_stay_in_step_through_reduce_and_gather() {
     explore_latest(verbs(2, &[(Kind::Reduce, TWO, 0), (Kind::Gather, TWO, 1)]));
 }
 
-/// Finds a window shared by all chunks, and a second operation that does not wait for the windows.
+/// Fails if all chunks share one window, or if the second operation does not wait for the windows.
 #[test]
 fn two_ranks_stay_in_step_through_scatter_and_reduce_scatter() {
     explore_latest(verbs(2, &[(Kind::Scatter, TWO, 0), (Kind::ReduceScatter, TWO, 0)]));
 }
 
-/// Finds a second operation that does not wait for the windows, or waits for one arrival too few.
+/// Fails if the second operation does not wait for the windows, or waits for one arrival too few.
 #[test]
 fn two_ranks_stay_in_step_through_all_to_all_and_broadcast() {
     explore_latest(verbs(2, &[(Kind::AllToAll, TWO, 0), (Kind::Broadcast, TWO, 1)]));
@@ -241,7 +241,7 @@ fn three_ranks_stay_in_step() {
     explore_three(verbs(3, &[(Kind::AllReduce, SMALL, 0); 2]));
 }
 
-/// Finds a second operation that does not wait for the windows, or waits for one arrival too few.
+/// Fails if the second operation does not wait for the windows, or waits for one arrival too few.
 #[test]
 fn three_ranks_wait_for_each_others_windows() {
     explore_three(verbs(3, &[(Kind::Gather, 200, 0), (Kind::Broadcast, 200, 1)]));

@@ -6,7 +6,7 @@ use super::super::{Codec, aligned, check_len};
 use crate::error::{Error, Result};
 use crate::types::DType;
 
-/// Size of a place in bytes.
+/// Size in bytes of an element's index in a record.
 const PLACE: usize = size_of::<u32>();
 
 /// The number of elements that a record keeps.
