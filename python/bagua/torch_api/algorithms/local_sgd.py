@@ -127,8 +127,8 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
 
     def _policy(self) -> ExchangePolicy:
         return ExchangePolicy(
-            make_exchange=self._make_exchange,
-            communicates=self._communicates,
+            make_exchange=lambda bagua_ddp: OuterExchange(bagua_ddp, self),
+            communicates=lambda step: (step + 1) % self.communication_interval == 0,
             # Rank 0's buffers are sent after a round instead.
             sends_buffers=False,
             # The result of a round depends on the anchors, unless it is a plain mean of weights.
@@ -138,12 +138,6 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
             # Accepts models with sparse gradients, which stay on their rank. The changed weights are averaged.
             sparse_op=ReduceOp.AVG,
         )
-
-    def _communicates(self, step: int) -> bool:
-        return (step + 1) % self.communication_interval == 0
-
-    def _make_exchange(self, bagua_ddp: WrappedModel) -> OuterExchange:
-        return OuterExchange(bagua_ddp, self)
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
         """Appends an average, through the codec if there is one."""

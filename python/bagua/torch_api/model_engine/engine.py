@@ -16,7 +16,7 @@ from bagua import hints
 from bagua.errors import BaguaError
 
 from .. import env
-from ..algorithms._policy import ExchangePolicy
+from ..algorithms._policy import ExchangePolicy, TrainingCallbacks
 from ..algorithms.base import Algorithm, AlgorithmImpl, chosen
 from ..bucket import BaguaBucket
 from ..membership import elastic
@@ -264,6 +264,7 @@ class ModelEngine:
         self.bagua_algorithm = algorithm
         algorithm._attach(self, name)
         self.policy: ExchangePolicy = algorithm._policy()
+        self._callbacks = self.policy.callbacks or TrainingCallbacks()
 
     def _state(self) -> list[torch.Tensor]:
         named: tuple[Iterable[tuple[str, torch.Tensor]], ...] = (
@@ -349,10 +350,8 @@ class ModelEngine:
             self._check_step(optimizer)
         self._kept.before_step()
         self.exchange.before_optimizer_step(optimizer)
-        if self.policy.callbacks is None:
-            return False
-        self.policy.callbacks.before_optimizer_step(optimizer)
-        return True
+        self._callbacks.before_optimizer_step(optimizer)
+        return self.policy.callbacks is not None
 
     def after_optimizer(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Called after each step of an optimizer that did not raise."""
@@ -385,8 +384,7 @@ class ModelEngine:
 
     def optimizer_returned(self) -> None:
         """Called after each step of an optimizer, also if it raised."""
-        if self.policy.callbacks is not None:
-            self.policy.callbacks.after_optimizer_step()
+        self._callbacks.after_optimizer_step()
 
     def _hook_forward(self, module: torch.nn.Module) -> None:
         """Arranges the calls around forwards. Does nothing if the owner makes them."""
@@ -398,13 +396,13 @@ class ModelEngine:
         if not self._in_step:
             self.exchange.before_step()
         if not self._trains(module):
-            self._before_forward(with_grad=False)
+            self._callbacks.before_forward(False)
             return
         if self._unchanged.is_frozen(self.bagua_build_params):
             # torch's DDP also sends buffers here. The algorithm "async" keeps its lock for a backward through the
             # model.
             self._send_waiting_buffers(False)
-            self._before_forward(with_grad=torch.is_grad_enabled())
+            self._callbacks.before_forward(torch.is_grad_enabled())
             return
         if self._in_backward:
             self._end_broken_backward()
@@ -435,11 +433,7 @@ class ModelEngine:
                 self._rounds.begin_round(self.bagua_buckets)
             self.exchange.begin()
         self._forward_pre_hook(inputs)
-        self._before_forward(with_grad=torch.is_grad_enabled())
-
-    def _before_forward(self, *, with_grad: bool) -> None:
-        if self.policy.callbacks is not None:
-            self.policy.callbacks.before_forward(with_grad)
+        self._callbacks.before_forward(torch.is_grad_enabled())
 
     def _compared_step(self) -> int:
         if self.policy.compared_step is not None:
@@ -477,14 +471,13 @@ class ModelEngine:
 
     def after_forward(self, output: Any) -> None:
         """Called after each forward that :meth:`before_forward` handled. ``output`` is None if the forward raised."""
-        if self.policy.callbacks is not None and torch._C._current_graph_task_id() == -1:
-            self.policy.callbacks.after_forward(output)
+        if torch._C._current_graph_task_id() == -1:
+            self._callbacks.after_forward(output)
 
     def after_any_backward(self) -> None:
         """Called after each backward, also if it raised."""
         self._in_any_backward = False
-        if self.policy.callbacks is not None:
-            self.policy.callbacks.after_backward()
+        self._callbacks.after_backward()
 
     def _end_broken_backward(self) -> None:
         """Cleans up after a backward that raised.
@@ -548,7 +541,7 @@ class ModelEngine:
         """Handles a gradient. Its local value is final now, or at the end of the backward if not ``is_final``."""
         if self.policy.callbacks is not None and not self._in_any_backward:
             self._in_any_backward = True
-            self.policy.callbacks.before_backward()
+            self._callbacks.before_backward()
             at_end_of_backward(EndOfBackward(self))
         if not self._backward_communicates():
             self._backwards += 1
