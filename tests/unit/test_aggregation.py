@@ -23,7 +23,6 @@ from bagua.aggregation import (  # noqa: E402
     optim,
     orthogonalize,
     pack_tensors,
-    unpack_tensors,
 )
 
 
@@ -53,32 +52,6 @@ def test_the_originals_modules_have_their_names() -> None:
         assert hasattr(optim, name) or hasattr(bagua.aggregation, name)
 
 
-def test_a7_closures_have_the_signature_model_op_denom() -> None:
-    aggregation = AllReduceAggregation(1)
-    for by_layer in (False, True):
-        for closure in (aggregation.agg_grad(by_layer=by_layer), aggregation.agg_model(by_layer=by_layer)):
-            parameters = inspect.signature(closure).parameters
-            assert list(parameters) == ["model", "op", "denom"]
-            assert parameters["denom"].default is None
-
-
-def test_a26_what_was_packed_comes_back() -> None:
-    tensors = [torch.arange(4.0).view(2, 2), torch.tensor(9.0), torch.empty(0, 3), torch.arange(6.0).view(3, 2).T]
-    flat, indices, sizes = pack_tensors(tensors)
-    assert indices == [0, 4, 5, 5, 11]
-    assert sizes == [tensor.shape for tensor in tensors]
-    assert flat.tolist() == [0, 1, 2, 3, 9, 0, 2, 4, 1, 3, 5]
-    unpacked = unpack_tensors(flat, indices, sizes)
-    assert all(torch.equal(one, other) for one, other in zip(tensors, unpacked, strict=True))
-    assert unpacked[0].data_ptr() == flat.data_ptr()
-
-
-def test_a26_nothing_packs_to_nothing() -> None:
-    flat, indices, sizes = pack_tensors([])
-    assert (flat.shape, indices, sizes) == ((0,), [0], [])
-    assert unpack_tensors(flat, indices, sizes) == []
-
-
 def test_a26_different_dtypes_are_not_packed_silently() -> None:
     with pytest.raises(TypeError, match="different dtypes"):
         pack_tensors([torch.ones(1), torch.ones(1, dtype=torch.float64)])
@@ -95,14 +68,6 @@ def test_a17_orthogonalised_columns_are_orthonormal(shape: tuple[int, int], dtyp
     matrix = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(3))
     assert orthogonalize(matrix) is None
     torch.testing.assert_close(matrix.T @ matrix, torch.eye(shape[1], dtype=dtype), rtol=0, atol=1e-5)
-
-
-def test_a17_almost_dependent_columns_come_out_orthogonal() -> None:
-    generator = torch.Generator().manual_seed(3)
-    first = torch.randn(50, 1, generator=generator)
-    matrix = torch.cat([first, first + 1e-4 * torch.randn(50, 1, generator=generator)], dim=1)
-    orthogonalize(matrix)
-    torch.testing.assert_close(matrix.T @ matrix, torch.eye(2), rtol=0, atol=1e-5)
 
 
 def test_a17_zero_dependent_and_surplus_columns_become_zero() -> None:
@@ -178,15 +143,6 @@ def test_impossible_arguments_are_refused_at_construction() -> None:
         PowerAggregation(model, world_size=0)
     with pytest.raises(ValueError, match="memory"):
         PowerAggregation(model, memory="none")  # type: ignore[arg-type]
-
-
-def test_power_draws_the_originals_sequence_of_queries() -> None:
-    model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(6, 8))])
-    aggregation = PowerAggregation(model, rank=2)
-    for seed in (717354021, 946286476, 784077896):
-        aggregation._begin([None])
-        drawn = torch.randn(8, 2, generator=torch.Generator().manual_seed(seed))
-        assert torch.equal(aggregation.queries[0], drawn)
 
 
 def test_an_optimizer_that_is_not_made_yet_has_no_attributes() -> None:

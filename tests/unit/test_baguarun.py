@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import bagua
 from bagua.script import baguarun
 from bagua.script.baguarun import hosts_of
 from tests.processes import is_running, pid_of
@@ -88,17 +87,6 @@ def test_a_job_of_two_hosts_works_and_carries_variables_and_arguments_whole(
     assert json.loads((tmp_path / "ssh-7002").read_text())[:3] == ["-p", "7002", "localhost"]
 
 
-def test_a_failure_on_one_host_ends_the_others(tmp_path: Path, ssh: dict[str, str], port: str) -> None:
-    pytest.importorskip("torch", reason="torch is not installed: make setup")
-    code = "import time\nif rank == 1: run_on()\nwhile not (here / '1.0').exists(): time.sleep(0.02)\nsys.exit(3)"
-    script = write(tmp_path, STAYS + code)
-    with program("bagua.script.baguarun", *arguments(port, script, str(tmp_path)), env=ssh) as process:
-        ended, _, errors = finish(process)
-    assert ended != 0
-    assert "127.0.0.1 ended with exit code 1: the job ends" in errors
-    until(lambda: not is_running(pid_of(tmp_path / "1.0")), "the rank of the other host ends")
-
-
 def test_a_signal_ends_the_ranks_of_every_host(tmp_path: Path, ssh: dict[str, str], port: str) -> None:
     pytest.importorskip("torch", reason="torch is not installed: make setup")
     script = write(tmp_path, STAYS + "run_on()")
@@ -164,14 +152,3 @@ def test_hosts_and_port_come_from_the_originals_variables(tmp_path: Path, ssh: d
         assert finish(process)[0] != 0
     assert json.loads((tmp_path / "ssh-7003").read_text())[2] == "one"
     assert json.loads((tmp_path / "ssh-7004").read_text())[2] == "two"
-
-
-def test_without_arguments_there_is_help_and_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        baguarun.main([])
-    assert ended.value.code == 2
-    assert "example: baguarun --host_list" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as ended:
-        baguarun.main(["-V"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"baguarun {bagua.__version__}\n"

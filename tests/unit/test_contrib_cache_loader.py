@@ -9,7 +9,6 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make setup")
@@ -24,7 +23,6 @@ from bagua.torch_api.contrib.utils.memory_store import MemoryStore  # noqa: E402
 from bagua.torch_api.contrib.utils.redis_server import RedisServer  # noqa: E402
 from bagua.torch_api.contrib.utils.store import ClusterStore, LossyStore  # noqa: E402
 from tests.unit.cached_values import Point, same  # noqa: E402
-from tests.waits import on_threads  # noqa: E402
 
 
 class Squares(Dataset):  # type: ignore[type-arg]
@@ -159,12 +157,6 @@ def test_a_lost_store_costs_no_sample_and_one_warning(caplog: pytest.LogCaptureF
     assert (stats["failed_reads"], stats["failed_writes"], stats["lost_servers"]) == (40, 40, 1)
 
 
-def test_programming_errors_are_no_losses() -> None:
-    store = Failing()
-    with pytest.raises(ZeroDivisionError):
-        store._attempt(lambda: 1 // 0, None)
-
-
 # --- the loader ------------------------------------------------------------------------------------------------------
 
 
@@ -184,22 +176,6 @@ def test_a_value_is_computed_once(options: dict[str, Any]) -> None:
     assert (stats["hits"], stats["misses"]) == (4, 2)
     assert stats["hit_rate"] == pytest.approx(2 / 3)
     assert stats["bytes_read"] == 2 * stats["bytes_written"] > 0
-    loader.close()
-
-
-def test_a_reader_that_changes_its_value_changes_nothing_in_the_cache(options: dict[str, Any]) -> None:
-    loader = CacheLoader(dataset_name="d", writer_buffer_size=2, **options)
-    for reads in range(4):
-        first = loader.get("k", lambda key: ([1, 2], torch.zeros(3), np.zeros(3)))
-        assert same(first, ([1, 2], torch.zeros(3), np.zeros(3))), reads
-        first[0].append(3)
-        first[1].fill_(9)
-        first[2][:] = 9
-        if reads == 2:
-            loader.flush()
-    one, two = loader.get_many(["new", "new"], lambda key: torch.zeros(2))
-    one.fill_(9)
-    assert same(two, torch.zeros(2))
     loader.close()
 
 
@@ -228,14 +204,6 @@ def test_many_keys_are_read_in_one_round_trip() -> None:
     assert asked == list(range(60))
     assert store.asked == 4
     assert loader.get_many([], lambda key: key) == []
-
-
-def test_names_that_run_into_each_other_are_distinguished() -> None:
-    one, two = CacheLoader("memory", "a"), CacheLoader("memory", "a_b")
-    two.store = one.store
-    assert one.get("b_c", lambda key: "one") == "one"
-    assert two.get("c", lambda key: "two") == "two"
-    assert two.stats()["unreadable"] == 1
 
 
 def test_what_the_load_function_raises_comes_through_and_is_not_cached(options: dict[str, Any]) -> None:
@@ -282,22 +250,6 @@ def test_auto_takes_memory_where_no_redis_server_is_installed(monkeypatch: pytes
     assert isinstance(CacheLoader("auto", "d", capacity_per_node=1 << 20).store, MemoryStore)
 
 
-def test_threads_share_a_loader(options: dict[str, Any]) -> None:
-    loader = CacheLoader(dataset_name="d", writer_buffer_size=7, **options)
-    wrong = []
-
-    def read(start: int) -> None:
-        for step in range(300):
-            key = (start * 37 + step) % 100
-            if loader.get(key, lambda key: [key]) != [key]:
-                wrong.append(key)
-
-    on_threads(read, range(4))
-    assert wrong == []
-    assert loader.num_keys() == 100
-    loader.close()
-
-
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
@@ -329,32 +281,6 @@ def test_a_fork_flushes_and_the_child_reads_what_the_parent_wrote(hosts: list[di
     assert loader.stats()["buffered"] == 0
     assert loader.get("child", lambda key: 4) == 3
     assert loader.stats()["hits"] == 2  # the child's too
-    loader.close()
-
-
-@pytest.mark.slow
-def test_what_is_buffered_at_exit_is_written(hosts: list[dict[str, Any]]) -> None:
-    import subprocess
-    import sys
-
-    code = f"""
-from bagua.torch_api.contrib import CacheLoader
-loader = CacheLoader("redis", "d", 100, hosts={hosts!r})
-loader.get("k", lambda key: "kept")
-raise SystemExit(3)
-"""
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 3
-    loader = CacheLoader("redis", "d", hosts=hosts)
-    assert loader.get("k", lambda key: "lost") == "kept"
-    loader.close()
-
-
-def test_a_loader_that_is_thrown_away_writes_its_buffer(hosts: list[dict[str, Any]]) -> None:
-    loader = CacheLoader("redis", "d", 100, hosts=hosts)
-    loader.get("k", lambda key: 1)
-    del loader
-    loader = CacheLoader("redis", "d", hosts=hosts)
-    assert loader.num_keys() == 1
     loader.close()
 
 
@@ -397,16 +323,6 @@ def test_two_data_sets_in_one_store_hold_their_own_samples(hosts: list[dict[str,
     two.cache_loader.close()
 
 
-def test_indices_of_every_kind_name_the_same_sample(options: dict[str, Any]) -> None:
-    inner = Squares(10)
-    cached = CachedDataset(inner, dataset_name="d", **options)
-    for index in (9, -1, np.int64(9), torch.tensor(9)):
-        assert cached[index][1]["square"] == 81
-    assert cached.__getitems__([9, torch.tensor(-1)])[1][1]["square"] == 81
-    assert inner.computed == [9]
-    cached.cache_loader.close()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -442,12 +358,3 @@ def test_warming_up_computes_what_is_missing_and_shows_it(
     assert cached.warm_up() == 0
     assert cached.cache_loader.num_keys() == 102
     cached.cache_loader.close()
-
-
-def test_a_data_set_without_indices_is_refused() -> None:
-    class Stream(torch.utils.data.IterableDataset):  # type: ignore[name-defined]
-        def __iter__(self) -> Any:
-            return iter(())
-
-    with pytest.raises(TypeError, match="no indices"):
-        CachedDataset(Stream(), "memory")

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +30,6 @@ from torch.utils.data import DataLoader, Dataset  # noqa: E402
 from bagua.torch_api.contrib import CachedDataset, CacheLoader  # noqa: E402
 from bagua.torch_api.contrib.utils.redis_server import RedisServer  # noqa: E402
 from bagua.torch_api.contrib.utils.redis_store import RedisStore, start_redis_server_cli  # noqa: E402
-from bagua.torch_api.contrib.utils.store import ClusterStore  # noqa: E402
 from tests.processes import is_running  # noqa: E402
 from tests.world import free_port  # noqa: E402
 
@@ -122,34 +120,7 @@ def test_a_store_gives_back_what_it_was_given(servers: Callable[..., Any], count
     assert not RedisStore(hosts(running), timeout=2.0).status() if count > 1 else True
 
 
-def test_without_cluster_mode_a_host_of_the_job_uses_one_server(
-    servers: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    running = servers(2)
-    for node in range(3):
-        monkeypatch.setenv("NODE_RANK", str(node))
-        store = RedisStore(hosts(running), cluster_mode=False)
-        store.set(f"from node {node}", b"x")
-        store.shutdown()
-    counts = [RedisStore(hosts([server])).num_keys() for server in running]
-    assert counts == [2, 1]
-
-
 # --- the round trip --------------------------------------------------------------------------------------------------
-
-
-def test_102_and_102_samples_make_the_round_trip_with_their_key_counts(servers: Callable[..., Any]) -> None:
-    running = hosts(servers(3, password="secret"))
-    one = CachedDataset(Numbers(102), "redis", "one", hosts=running)
-    two = CachedDataset(Numbers(102), "redis", "two", hosts=running)
-    for _ in range(2):
-        assert all(correct(sample, index) for index, sample in enumerate(one))  # type: ignore[arg-type]
-    assert one.cache_loader.num_keys() == 102
-    for _ in range(2):
-        assert all(correct(sample, index) for index, sample in enumerate(two))  # type: ignore[arg-type]
-    assert two.cache_loader.num_keys() == 204
-    assert isinstance(one.cache_loader.store, ClusterStore)
-    assert one.stats()["hit_rate"] == 0.5
 
 
 def test_evictions_are_counted_and_cost_only_computing(servers: Callable[..., Any]) -> None:
@@ -232,28 +203,6 @@ def test_a_server_that_hangs_counts_as_lost_after_its_timeout(
     assert loader.stats()["failed_reads"] >= 45
     assert len([message for message in caplog.messages if "is lost" in message]) == 1
     assert f"127.0.0.1:{server.port}" in caplog.text
-
-
-def test_a_server_that_talks_nonsense_counts_as_lost(caplog: pytest.LogCaptureFixture) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def answer() -> None:
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                # The store may have closed it.
-                with connection, contextlib.suppress(ConnectionError):
-                    connection.recv(1024)
-                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
-        thread = threading.Thread(target=answer, daemon=True)
-        thread.start()
-        with pytest.raises(ConnectionError, match="no cache server answered"):
-            RedisStore([{"host": "127.0.0.1", "port": listener.getsockname()[1]}], timeout=0.5)
-        listener.shutdown(socket.SHUT_RDWR)
-    thread.join(10)
 
 
 def test_construction_says_which_servers_do_not_answer(servers: Callable[..., Any]) -> None:

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 import bagua
-from bagua.commands import machine
 from bagua.config import VARIABLES
-from tests.unit.test_commands import DEADLINE_S, ROOT, command, environment, ipv6_alone
+from tests.unit.test_commands import DEADLINE_S, ROOT, command, environment
 
 
 def examined(*arguments: str, **options: Any) -> tuple[int, dict[str, Any]]:
@@ -103,13 +102,6 @@ def test_a_folder_of_records_and_an_address_of_metrics_that_cannot_be_used_are_p
     assert not (tmp_path / "new").exists()
 
 
-def test_a_host_with_ipv6_alone_has_no_problems() -> None:
-    code, found = examined(inside=ipv6_alone())
-    assert (code, found["problems"]) == (0, [])
-    assert found["network"]["address"] == "::1"
-    assert found["trial"]["ok"] is True
-
-
 @pytest.mark.parametrize(
     ("variables", "why"),
     [
@@ -125,21 +117,6 @@ def test_a_launcher_that_says_too_little_is_a_problem(variables: dict[str, Any],
     code, found = examined("--no-trial", **variables)
     assert code == 1
     assert why in problems(found)["launcher"]
-
-
-def test_the_launcher_and_the_address_of_rank_0_are_reported() -> None:
-    code, found = examined(
-        "--no-trial",
-        SLURM_STEP_ID="0",
-        SLURM_PROCID="3",
-        SLURM_STEP_NUM_TASKS="4",
-        SLURM_JOB_ID="17",
-        SLURM_STEP_NODELIST="127.0.0.[1-2]",
-    )
-    assert (code, found["problems"]) == (0, [])
-    assert found["launcher"] == {"name": "slurm", "rank": 3, "world_size": 4}
-    assert (found["network"]["interface"], found["network"]["address"]) == ("lo", "127.0.0.1")
-    assert found["network"]["mtu"] > 0
 
 
 def test_a_hard_limit_of_files_that_is_too_low_is_a_problem() -> None:
@@ -212,21 +189,6 @@ def test_every_documented_variable_is_examined_with_its_documented_default() -> 
     for name, default in re.findall(r"^\| `(BAGUA_[A-Z_]+)` \| ([^|]*) \|", text, re.MULTILINE):
         if name != "BAGUA_TRACE_DIR":
             assert VARIABLES[name].default == (default.strip() or None)
-
-
-def test_the_quota_is_the_least_of_a_control_group_and_its_parents(tmp_path: Path) -> None:
-    (tmp_path / "job" / "rank").mkdir(parents=True)
-    own = tmp_path / "own"
-    own.write_text("0::/job/rank\n")
-    assert machine.cpu_quota(tmp_path, own) is None
-    (tmp_path / "job" / "cpu.max").write_text("150000 100000\n")
-    (tmp_path / "job" / "rank" / "cpu.max").write_text("max 100000\n")
-    assert machine.cpu_quota(tmp_path, own) == 1.5
-    own.write_text("3:cpu,cpuacct:/job\n")
-    (tmp_path / "cpu,cpuacct" / "job").mkdir(parents=True)
-    (tmp_path / "cpu,cpuacct" / "job" / "cpu.cfs_quota_us").write_text("50000\n")
-    (tmp_path / "cpu,cpuacct" / "job" / "cpu.cfs_period_us").write_text("100000\n")
-    assert machine.cpu_quota(tmp_path, own) == 0.5
 
 
 def test_the_text_has_the_problems_first_and_only_the_settings_that_are_set() -> None:

@@ -56,17 +56,6 @@ def test_a_job_of_two_ranks_works(which: str, options: list[str], env: dict[str,
     assert output.count("[3.0, 3.0, 3.0] ['--lr', '--nnodes']") == 2
 
 
-def test_a_failing_rank_ends_the_other(tmp_path: Path) -> None:
-    # Rank 1 fails when rank 0 is there.
-    code = "import time\nif rank == 0: run_on()\nwhile not (here / '0.0').exists(): time.sleep(0.02)\nsys.exit(3)"
-    arguments = ["--nproc_per_node", "2", write(tmp_path, STAYS + code), str(tmp_path)]
-    with program("bagua.distributed.run", *arguments) as process:
-        ended, _, errors = finish(process)
-    assert ended == 1
-    assert "exitcode" in errors
-    until(lambda: not is_running(pid_of(tmp_path / "0.0")), "the other rank ends")
-
-
 @pytest.mark.parametrize(
     ("which", "number", "code"),
     [("run", signal.SIGINT, 130), ("launch", signal.SIGTERM, 143), ("run", signal.SIGHUP, 129)],

@@ -75,13 +75,6 @@ def test_each_launcher_is_recognised(
     assert launcher.place() == place
 
 
-def test_a_launcher_earlier_in_the_list_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = [("mpich", MPICH), ("openmpi", OPENMPI), ("slurm", SLURM), ("environment", TORCHRUN)]
-    for name, variables in order:
-        put(monkeypatch, variables)
-        assert launcher.found().name == name
-
-
 def test_arguments_win_over_every_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, TORCHRUN, SLURM)
     assert launcher.place(1, 2) == RankInfo(1, 2, None, None)
@@ -172,11 +165,6 @@ def test_a_missing_address_of_rank_0_says_how_to_pass_it(
         launcher.master()
 
 
-def test_one_hosts_ranks_need_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    put(monkeypatch, OPENMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "7", "MASTER_PORT": "29500"})
-    assert launcher.master() == ("127.0.0.1", 29500)
-
-
 @pytest.mark.parametrize("name", ["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"])
 def test_one_hosts_ranks_of_openmpi_need_no_port_and_two_jobs_have_two(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -197,14 +185,6 @@ def test_one_hosts_ranks_of_openmpi_need_no_port_and_two_jobs_have_two(
     assert len(ports) == 2
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert launcher.master() == ("127.0.0.1", 29500)
-
-
-@pytest.mark.parametrize("variables", [SLURM, OPENMPI, MPICH], ids=["slurm", "openmpi", "mpich"])
-def test_a_given_address_of_rank_0_serves_every_launcher(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(monkeypatch, variables, MASTER)
-    assert launcher.master() == ("10.1.2.3", 29500)
 
 
 @pytest.mark.parametrize(

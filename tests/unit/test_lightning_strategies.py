@@ -6,7 +6,6 @@ import importlib
 import pickle
 import subprocess
 import sys
-from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -130,32 +129,11 @@ def test_a_strategy_can_be_pickled(namespace: str) -> None:
         assert made._wrapping["bucket_size"] == 100
 
 
-def test_arguments_reach_lightning(namespace: str) -> None:
-    for strategy in bagua.lightning.strategies(namespace)[:2]:
-        assert strategy().process_group_backend == "bagua"
-        assert strategy()._timeout == strategy().__class__.__mro__[3]()._timeout
-        made = strategy(process_group_backend="gloo", timeout=timedelta(seconds=7), start_method="spawn")
-        assert (made.process_group_backend, made._timeout, made._start_method) == (
-            "gloo",
-            timedelta(seconds=7),
-            "spawn",
-        )
-        assert made._ddp_kwargs == {}
-
-
 def test_the_start_method_chooses_the_launcher(namespace: str) -> None:
     trainer = importlib.import_module(NAMESPACES[namespace][0]).Trainer
     for name, launcher in (("bagua", "_SubprocessScriptLauncher"), ("bagua_fork", "_MultiProcessingLauncher")):
         made = trainer(strategy=name, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
         assert type(made.strategy.launcher).__name__ == launcher
-
-
-def test_without_a_group_nothing_is_sent(namespace: str) -> None:
-    strategy = bagua.lightning.strategies(namespace)[0]()
-    strategy.barrier()
-    assert strategy.broadcast([1], 0) == [1]
-    assert strategy.reduce(torch.ones(2)).tolist() == [1.0, 1.0]
-    strategy.teardown()
 
 
 def test_another_device_is_refused(namespace: str) -> None:

@@ -38,16 +38,6 @@ def test_a_waiting_rank_warns_after_ten_seconds_and_then_less_and_less_often(
     assert heard == [(second, text.format(second)) for second in (10, 21, 42, 84)]
 
 
-def test_a_warning_names_a_few_ranks_and_counts_the_others(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(log, "PATIENCE", 0.0)
-    log.Waiting(0, 2)([1])
-    log.Waiting(0, 1000)(range(1, 1000))
-    assert caplog.messages[0].endswith("waiting for rank 1")
-    assert caplog.messages[1].endswith("14, 15, 16 and 983 more")
-
-
 Exchange = Callable[[int, Callable[[Sequence[int]], object]], object]
 
 

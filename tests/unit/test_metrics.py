@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 import pytest
 
 import bagua
 from bagua import config, metrics
-from bagua.process_state import process
 from tests.world import World, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,26 +107,6 @@ def test_each_rank_serves_its_stats_from_init_on() -> None:
         assert World(2, env=variables).run(works_and_is_watched, port) == [["world", "world/0,1"]] * 2
 
 
-def serves_from_torch(rank: int, port: int) -> None:
-    import torch
-
-    import bagua.torch_api as api
-
-    api.init_process_group()
-    api.allreduce_inplace(torch.ones(10))
-    api.barrier()
-    equals_stats(port + rank)
-    api.destroy_process_group()
-
-
-@pytest.mark.slow
-@needs_client
-def test_init_process_group_serves_too() -> None:
-    pytest.importorskip("torch", reason="torch is not installed: make setup")
-    with free_port(count=2) as port:
-        World(2, env={"BAGUA_METRICS_PORT": str(port)}, torch=True).run(serves_from_torch, port)
-
-
 def inits_without_metrics(rank: int) -> float:
     x = np.ones(1, dtype=np.float32)
     bagua.init()
@@ -156,37 +133,6 @@ def test_an_address_that_is_not_this_hosts_costs_the_metrics_and_not_the_job(add
         world = World(1, env={"BAGUA_METRICS_PORT": str(port), "BAGUA_METRICS_ADDR": address})
         assert world.run(inits_without_metrics) == [1.0]
     assert f"BAGUA_METRICS_ADDR: no metrics at {address}:{port}: " in world.output[0]
-
-
-def leaves_its_port_to_no_child(rank: int, port: int) -> bool:
-    assert metrics.serve(port) == port
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(write)
-        # Until the parent has looked.
-        os.read(read, 1)
-        os._exit(0)
-    from bagua.process_state import process
-
-    (server,) = process.metrics_servers
-    server.shutdown()
-    server.server_close()
-    import socket
-
-    with socket.socket() as again:
-        again.bind(("127.0.0.1", port))
-        again.listen()
-    os.close(write)
-    os.waitpid(child, 0)
-    return True
-
-
-@needs_client
-def test_a_forked_child_does_not_hold_the_port() -> None:
-    # One that no outgoing connection gets in between.
-    with free_port() as port:
-        assert World(1).run(leaves_its_port_to_no_child, port) == [True]
 
 
 @pytest.mark.parametrize("port", ["0", "-1", "65536", "http"])
@@ -221,39 +167,6 @@ def test_importing_bagua_imports_none_of_the_clients() -> None:
     code += "print([name for name in ('rich', 'prometheus_client', 'torch') if name in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert shown.stdout == "[]\n"
-
-
-class Leaving(WeakValueDictionary[str, Any]):
-    """The groups of a process in which another thread makes one whenever one is looked at."""
-
-    def valuerefs(self) -> list[Any]:
-        return [lambda ref=ref: self._seen(ref) for ref in super().valuerefs()]
-
-    def items(self) -> Any:
-        return ((ref.key, self._seen(ref)) for ref in self.itervaluerefs())
-
-    def values(self) -> Any:
-        return (self._seen(ref) for ref in self.itervaluerefs())
-
-    def _seen(self, ref: Any) -> Any:
-        self[f"another {len(self)}"] = ref()
-        return ref()
-
-
-def test_stats_are_of_the_groups_that_there_were_while_threads_make_and_leave_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    group = bagua.init(0, 1)
-    try:
-        bagua.barrier()
-        groups = Leaving({"world": group})
-        monkeypatch.setattr(process, "groups", groups)
-        assert list(bagua.stats()["groups"]) == ["world"]
-        assert len(groups) == 2
-        assert metrics.StepMeter().step()["calls_per_step"] == 0
-    finally:
-        monkeypatch.undo()
-        bagua.shutdown()
 
 
 def meters(rank: int) -> list[dict[str, float]]:

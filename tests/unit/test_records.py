@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 import tempfile
 import threading
@@ -125,26 +124,6 @@ def test_without_a_folder_of_this_user_there_is_no_record_and_the_error_says_why
     assert note == f"; no flight record: PermissionError: {tmp}/bagua is a symbolic link and {own} {why}"
 
 
-@needs_root
-@pytest.mark.parametrize("mode", [0o700, 0o755, 0o1777])
-def test_a_folder_of_root_is_used_where_this_user_may_write_to_it(
-    tmp: Path, monkeypatch: pytest.MonkeyPatch, mode: int
-) -> None:
-    folder(mode)(tmp / "bagua")
-    tmp.chmod(0o1777)
-    # A user may be barred from a folder above it.
-    monkeypatch.chdir(tmp)
-    monkeypatch.setattr(tempfile, "tempdir", ".")
-    os.seteuid(OTHER)
-    try:
-        path, note = record()
-    finally:
-        os.seteuid(0)
-    assert path is not None, note
-    assert Path(path).parent.parent.name == ("bagua" if mode == 0o1777 else f"bagua-{OTHER}")
-    assert Path(path).stat().st_uid == OTHER
-
-
 def test_a_directory_that_the_user_names_may_be_a_link(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp / "mine").mkdir()
     (tmp / "link").symlink_to(tmp / "mine")
@@ -174,47 +153,6 @@ def test_the_first_record_of_a_job_removes_those_of_all_but_the_newest_jobs(
     assert trace.newest_job(records.folders()) == [Path(path)]
     kept = [str(tmp / "bagua" / job) for job in jobs[2:]]
     assert records.folders() == [str(tmp / "bagua"), *kept, f"{tmp}/bagua-{os.geteuid()}"]
-
-
-def test_a_failure_does_not_wait_until_old_records_are_removed(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp / "bagua" / ("0" * 16)).mkdir(parents=True)
-    monkeypatch.setattr(records, "KEPT_JOBS", 1)
-    has_failed, remove = threading.Event(), shutil.rmtree
-
-    def remove_later(path: str, ignore_errors: bool) -> None:
-        assert has_failed.wait(60)
-        remove(path, ignore_errors)
-
-    monkeypatch.setattr(shutil, "rmtree", remove_later)
-    path, _ = records.of_failure(1, "world", 0, "host", "why")
-    has_failed.set()
-    record()
-    assert path is not None
-    assert [one.name for one in (tmp / "bagua").iterdir()] == [JOB]
-
-
-def test_an_interpreter_that_shuts_down_removes_old_records_itself(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp / "bagua" / ("0" * 16)).mkdir(parents=True)
-    monkeypatch.setattr(records, "KEPT_JOBS", 1)
-
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    path, _ = record()
-    assert path is not None
-    assert [one.name for one in (tmp / "bagua").iterdir()] == [JOB]
-
-
-def test_the_other_ranks_of_a_job_look_at_no_other_record(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record()
-    monkeypatch.setattr(process, "records", {})
-    for listing in ("listdir", "scandir"):
-        monkeypatch.setattr(os, listing, lambda *_: pytest.fail("it lists a folder"))
-    path, note = records.of_failure(1, "world", 1, "host", "why")
-    assert path is not None, note
-    monkeypatch.undo()
-    assert {file.name.partition("-")[0] for file in Path(path).parent.iterdir()} == {"rank0", "rank1"}
 
 
 @needs_root

@@ -134,20 +134,6 @@ def test_a_killed_rank_is_started_again_while_the_others_run_on(tmp_path: Path) 
     assert not (tmp_path / "3.1").exists()
 
 
-def test_restarts_count_per_rank(tmp_path: Path) -> None:
-    script = write(tmp_path, RUNS_ON + "say(f'{rank}.{start}')\nsys.exit(7 if start < 2 else 0)")
-    arguments = ["--nproc-per-node", "2", *NODE_1, "--max-restarts", "2", "--restart-delay", "0", script]
-    with runner(*arguments, str(tmp_path)) as process:
-        code, _, errors = finish(process)
-    assert code == 0, errors
-    for rank in (2, 3):
-        pids = [pid_of(tmp_path / f"{rank}.{start}") for start in range(3)]
-        for start in range(2):
-            assert (
-                f"rank {rank} (pid {pids[start]}) ended with exit code 7: restart {start + 1} of 2 in 0.0 s\n" in errors
-            )
-
-
 def test_one_restart_too_many_ends_the_other_ranks(tmp_path: Path) -> None:
     # Rank 3 fails as soon as rank 2 is there, every time; rank 2 has a process of its own.
     program = """
@@ -195,32 +181,11 @@ def test_a_rank_that_ignores_sigterm_or_is_frozen_is_killed_after_a_second_signa
     assert not any(is_running(pid) for pid in pids)
 
 
-def test_a_signal_between_two_starts_of_a_rank_ends_the_runner(tmp_path: Path) -> None:
-    script = write(tmp_path, RUNS_ON + "say(f'{rank}.{start}')\nsys.exit(3)")
-    arguments = ["--nproc-per-node", "1", *NODE_1, "--restart-delay", "1000", script, str(tmp_path)]
-    with runner(*arguments) as process:
-        assert process.stderr is not None
-        assert process.stderr.readline().endswith("restart 1 of 3 in 1000.0 s\n")
-        process.send_signal(signal.SIGINT)
-        assert finish(process)[0] == 130
-    assert not (tmp_path / "1.1").exists()
-
-
 def test_ranks_end_with_a_killed_runner(tmp_path: Path) -> None:
     with runner("--nproc-per-node", "2", write(tmp_path, RUNS_ON + "run_on()"), str(tmp_path)) as process:
         pids = [pid_of(tmp_path / f"{rank}.0") for rank in (0, 1)]
         process.kill()
         until(lambda: not any(is_running(pid) for pid in pids), "the ranks end with the runner")
-
-
-def test_messages_that_are_not_read_do_not_end_the_job(tmp_path: Path) -> None:
-    script = write(tmp_path, RUNS_ON + "say(f'{rank}.{start}')\nsys.exit(3 if start == 0 else 0)")
-    with runner("--nproc-per-node", "1", *NODE_1, "--restart-delay", "0", script, str(tmp_path)) as process:
-        assert process.stderr is not None
-        process.stderr.close()
-        process.stderr = None
-        assert finish(process)[0] == 0
-    assert (tmp_path / "1.1").exists()
 
 
 def test_a_program_whose_parent_has_ended_before_it_starts_does_not_start() -> None:
@@ -306,12 +271,6 @@ def test_arguments_that_cannot_be_used_are_refused(
     assert complaint in capsys.readouterr().err
 
 
-def test_arguments_of_the_script_are_not_among_those_that_are_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run.main(["--keep-going", "--nproc-per-node", "1"])
-    assert "the following arguments are required: script;" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize(("listen", "host"), [("127.0.0.1:0", "127.0.0.1"), (":0", socket.gethostname())])
 def test_the_store_prints_where_it_serves_until_a_signal(
@@ -368,14 +327,6 @@ def test_a_store_with_tls_and_no_secret_says_so(
         store.main(["--listen", "127.0.0.1:0"])
     assert ended.value.code == 2
     assert "BAGUA_JOB_SECRET" in capsys.readouterr().err
-
-
-def test_a_store_on_one_address_is_not_reached_by_another() -> None:
-    with program("bagua.distributed.store", "--listen", "127.0.0.1:0") as process:
-        assert process.stdout is not None
-        port = int(process.stdout.readline().rpartition(":")[2])
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.2", port), timeout=DEADLINE_S)
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", "host:x", "host:65536", "host:-1", "::1:5"])

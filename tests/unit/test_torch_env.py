@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-
 import pytest
 
 from bagua.torch_api import env
@@ -44,11 +41,6 @@ def test_a_flag_of_zero_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.get_is_output_autotune_log() is False
 
 
-def test_the_wait_for_a_server_has_a_floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BAGUA_AUTOTUNE_SERVER_WAIT_TIME", "3")
-    assert env.get_autotune_server_wait_time() == 30
-
-
 def test_the_node_is_torchruns_group_where_torchrun_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NODE_RANK", "1")
     monkeypatch.setenv("GROUP_RANK", "2")
@@ -58,15 +50,3 @@ def test_the_node_is_torchruns_group_where_torchrun_is(monkeypatch: pytest.Monke
     for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
     assert env.get_node_rank() == 2
-
-
-def can_be_bound(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.socket() as listener:
-        listener.bind(("127.0.0.1", port))
-        return True
-    return False
-
-
-def test_a_free_port_can_be_bound() -> None:
-    # Another process may take any one of them in between.
-    assert any(can_be_bound(env.find_free_network_port()) for _ in range(5))
