@@ -265,8 +265,9 @@ impl Protocol {
     pub(super) fn ahead(&self, peer: usize) -> Option<String> {
         let began_next = self.has_arrived(peer, self.arrivals.wrapping_add(1) & COUNT);
         let text = |announcement: Announcement| announcement.fingerprint.to_string();
-        began_next
-            .then(|| Announcement::of(&self.segment, peer, self.parity ^ 1).map_or_else(|| NONSENSE.to_owned(), text))
+        began_next.then(|| {
+            Announcement::read_from(&self.segment, peer, self.parity ^ 1).map_or_else(|| NONSENSE.to_owned(), text)
+        })
     }
 
     /// Ends a zero-copy operation: blocks until no rank accesses the tensors any more.

@@ -255,7 +255,7 @@ impl Announcement {
 
     /// Reads what `peer` published for its last operation with this parity, which it has begun. Returns `None` if that
     /// makes no sense.
-    pub(super) fn of(segment: &Segment, peer: usize, parity: usize) -> Option<Announcement> {
+    pub(super) fn read_from(segment: &Segment, peer: usize, parity: usize) -> Option<Announcement> {
         let word = |at| segment.fingerprint(peer, parity, at).load(Ordering::Relaxed);
         Announcement::from_words(std::array::from_fn(word))
     }
@@ -263,7 +263,7 @@ impl Announcement {
     /// Describes the operation of `peer`, whose digest differs from this rank's.
     #[cold]
     pub(super) fn difference(&self, segment: &Segment, peer: usize, parity: usize) -> String {
-        match Announcement::of(segment, peer, parity) {
+        match Announcement::read_from(segment, peer, parity) {
             None => NONSENSE.to_owned(),
             Some(announcement) if announcement.fingerprint != self.fingerprint => announcement.fingerprint.to_string(),
             Some(announcement) => format!(

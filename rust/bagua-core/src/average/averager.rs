@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::averaging_group::Peers;
-use super::averaging_thread::{Rounds, rooms};
+use super::averaging_thread::{Rounds, allocate_arena_buffers};
 use super::join_running_job::Refused;
 use super::shared_state::{Control, SharedControl};
 use super::{AveragerState, AveragerStats, Elastic, Model, Settings};
@@ -38,15 +38,15 @@ impl Averager {
         check(&model, &settings)?;
         let built = parent.duplicate(lane, &settings.name).and_then(|group| {
             let peers = Peers::new(group, parent.ranks().to_vec())?;
-            let rooms = rooms(&peers, &model.weights, &settings)?;
-            Ok((peers, rooms))
+            let arena_buffers = allocate_arena_buffers(&peers, &model.weights, &settings)?;
+            Ok((peers, arena_buffers))
         });
         // A rank may leave the new group as soon as this returns, which must not disturb ranks that are still opening
         // it. The barrier comes even after an error, because the other ranks wait in it.
         let all_have = lane.barrier(&Options { label: "averager", ..Options::DEFAULT });
-        let (peers, rooms) = built?;
+        let (peers, arena_buffers) = built?;
         all_have?;
-        Averager::over(peers, rooms, model, settings, false)
+        Averager::over(peers, arena_buffers, model, settings, false)
     }
 
     /// Joins the averaging of a running elastic job. Tries the servers that this rank's server knows, in turn until
@@ -70,11 +70,13 @@ impl Averager {
                 };
                 // A joining rank that loses the other ranks before its first round tries again.
                 let entered = Peers::join(server, host, request).and_then(|peers| {
-                    let rooms = rooms(&peers, &model.weights, &settings);
-                    rooms.map(|rooms| (peers, rooms)).map_err(|error| Refused::Now(error.to_string()))
+                    let arena_buffers = allocate_arena_buffers(&peers, &model.weights, &settings);
+                    arena_buffers
+                        .map(|arena_buffers| (peers, arena_buffers))
+                        .map_err(|error| Refused::Now(error.to_string()))
                 });
                 match entered {
-                    Ok((peers, rooms)) => return Averager::over(peers, rooms, model, settings, true),
+                    Ok((peers, arena_buffers)) => return Averager::over(peers, arena_buffers, model, settings, true),
                     Err(Refused::Now(text)) => why = text,
                     Err(Refused::ForEver(text)) => return Err(Error::Mismatch(text)),
                 }
@@ -89,11 +91,17 @@ impl Averager {
         }
     }
 
-    fn over(peers: Peers, rooms: Vec<ArenaBuffer>, model: Model, settings: Settings, is_new: bool) -> Result<Averager> {
+    fn over(
+        peers: Peers,
+        arena_buffers: Vec<ArenaBuffer>,
+        model: Model,
+        settings: Settings,
+        is_new: bool,
+    ) -> Result<Averager> {
         let takes_part = is_new || settings.takes_part;
         let shared = Arc::new(SharedControl::new(peers.world_ranks.clone(), peers.group.clone(), is_new, takes_part));
         let name = format!("bagua-average-{}", settings.name.replace('\0', ""));
-        let rounds = Rounds::new(Arc::clone(&shared), peers, rooms, model, settings);
+        let rounds = Rounds::new(Arc::clone(&shared), peers, arena_buffers, model, settings);
         let thread = std::thread::Builder::new()
             .name(name)
             .spawn(move || rounds.run())

@@ -74,16 +74,17 @@ struct Open {
 }
 
 impl Rounds {
-    /// Creates the thread's state. `rooms` must come from the function [`rooms`].
+    /// Creates the thread's state. `arena_buffers` must come from the function [`allocate_arena_buffers`].
     pub(super) fn new(
         shared: Arc<SharedControl>,
         peers: Peers,
-        rooms: Vec<ArenaBuffer>,
+        arena_buffers: Vec<ArenaBuffer>,
         model: Model,
         settings: Settings,
     ) -> Rounds {
         let Model { weights, buffers } = model;
-        let parts = weights.into_iter().zip(rooms).map(|(weights, average)| WeightBuffers::new(weights, average));
+        let parts =
+            weights.into_iter().zip(arena_buffers).map(|(weights, average)| WeightBuffers::new(weights, average));
         let (parts, set) = (parts.collect(), peers.world_ranks.clone());
         if let Some(Elastic { server, digest }) = &settings.elastic {
             server.accept_joins(&settings.name, *digest);
@@ -401,7 +402,7 @@ impl Rounds {
 }
 
 /// Allocates room for the averages of the weights.
-pub(super) fn rooms<'a>(
+pub(super) fn allocate_arena_buffers<'a>(
     peers: &Peers,
     weights: impl IntoIterator<Item = &'a Weights>,
     settings: &Settings,

@@ -150,7 +150,7 @@ impl Communicator {
         }
         let stream = self.stream();
         let (done, lane_device) = (place.done()?, place.lane_device());
-        let number = self.watched.begin(cx, &done, place.failure());
+        let number = self.watched.watch_operation(cx, &done, place.failure());
         // The last operation may have been the copies of a gathered bucket, on another stream.
         let begun = place.order_after_start(&[stream]).and_then(|()| lane_device.order_after_last(stream));
         let outcome = begun.and_then(|()| work()).map_err(|error| self.watched.doom(error));

@@ -113,7 +113,12 @@ impl Watched {
     }
 
     /// Adds an operation, and releases what earlier operations keep if they are done.
-    pub(super) fn begin(&self, cx: &OpContext<'_>, event: &Arc<Event>, failure: &Arc<OnceLock<Error>>) -> u64 {
+    pub(super) fn watch_operation(
+        &self,
+        cx: &OpContext<'_>,
+        event: &Arc<Event>,
+        failure: &Arc<OnceLock<Error>>,
+    ) -> u64 {
         let mut state = lock(&self.state);
         // If other work is running, the thread checks periodically. Waking it would cost more than the operation.
         let was_idle = state.running.is_empty();
@@ -213,19 +218,19 @@ impl Watched {
                 state = wait_on_for(&self.changed, state, PERIOD);
             }
             drop(state);
-            if let Err(cause) = self.look() {
+            if let Err(cause) = self.check_all() {
                 return self.abort(&cause);
             }
         }
     }
 
     /// Returns the group's first cause if anything has failed.
-    fn look(&self) -> Result<()> {
+    fn check_all(&self) -> Result<()> {
         if let Some(cause) = self.cause().or_else(|| self.failure()) {
             return Err(cause);
         }
-        self.look_at_communicator().map_err(|error| self.doom(error))?;
-        self.look_at_operations(&mut lock(&self.state)).map_err(|error| self.doom_later(error))
+        self.check_communicator().map_err(|error| self.doom(error))?;
+        self.check_operations(&mut lock(&self.state)).map_err(|error| self.doom_later(error))
     }
 
     /// As [`Watched::doom`], for an error that this rank found itself.
@@ -234,7 +239,7 @@ impl Watched {
     }
 
     /// Checks the communicator's own error. While a call is in progress, the calling thread does so.
-    fn look_at_communicator(&self) -> Result<()> {
+    fn check_communicator(&self) -> Result<()> {
         let handle = match self.handle.try_lock() {
             Ok(handle) => handle,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -254,7 +259,7 @@ impl Watched {
     }
 
     /// Checks deadlines, and looks for ranks that have left.
-    fn look_at_operations(&self, state: &mut MutexGuard<'_, WatchedOperations>) -> Result<()> {
+    fn check_operations(&self, state: &mut MutexGuard<'_, WatchedOperations>) -> Result<()> {
         let now = Instant::now();
         let departed = (0..self.health.size()).find(|rank| self.health.has_departed(*rank));
         let mut error = None;

@@ -138,7 +138,7 @@ impl SharedArena {
     pub fn new(label: &str, len: usize, registry: &Arc<Registry>) -> Result<SharedArena> {
         let arena = Arena::create(label, fitting(len)?)?;
         arena.mapping().populate(0..arena.len())?;
-        let arena = SharedArena::of(Memory::Shared(arena), len, registry);
+        let arena = SharedArena::over_memory(Memory::Shared(arena), len, registry);
         registry.enter(&arena);
         Ok(arena)
     }
@@ -150,10 +150,10 @@ impl SharedArena {
     pub fn private(len: usize, registry: &Arc<Registry>) -> Result<SharedArena> {
         let mapping = Mapping::private(fitting(len)?)?;
         mapping.populate(0..mapping.len())?;
-        Ok(SharedArena::of(Memory::Private(mapping), len, registry))
+        Ok(SharedArena::over_memory(Memory::Private(mapping), len, registry))
     }
 
-    fn of(memory: Memory, len: usize, registry: &Arc<Registry>) -> SharedArena {
+    fn over_memory(memory: Memory, len: usize, registry: &Arc<Registry>) -> SharedArena {
         let (mapped, registry) = (Mutex::default(), Arc::clone(registry));
         SharedArena { known: KnownArena { inner: Arc::new(Inner { memory, len, mapped, registry }) } }
     }

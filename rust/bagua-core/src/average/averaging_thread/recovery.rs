@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::super::averaging_group::Peers;
 use super::super::join_running_job::Refused;
-use super::{Elastic, Rounds, rooms};
+use super::{Elastic, Rounds, allocate_arena_buffers};
 use crate::error::{Error, Result, Source};
 use crate::group::{JoinRequest, JoinServer};
 use crate::health::LEFT;
@@ -75,7 +75,7 @@ impl Rounds {
     /// Continues in another group.
     pub(super) fn enter(&mut self, peers: Peers) -> Result<()> {
         let going = self.shared.replace_group(peers.group.clone());
-        let rooms = rooms(&peers, self.parts.iter().map(|part| &part.weights), &self.settings);
+        let arena_buffers = allocate_arena_buffers(&peers, self.parts.iter().map(|part| &part.weights), &self.settings);
         {
             let mut control = self.shared.lock();
             control.stats.lost.retain(|rank, _| !peers.world_ranks.contains(rank));
@@ -86,7 +86,7 @@ impl Rounds {
         if !going {
             return Err(Error::Aborted("the averaging of this model has ended".to_owned()));
         }
-        for (part, room) in self.parts.iter_mut().zip(rooms?) {
+        for (part, room) in self.parts.iter_mut().zip(arena_buffers?) {
             let bytes = part.snapshot.len();
             let mut former = std::mem::replace(&mut part.average, room);
             // The average of an open round may still be written.
