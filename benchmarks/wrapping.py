@@ -2,9 +2,10 @@
 
     python benchmarks/wrapping.py [--parameters 1000 10000] [--ranks 2] [--rounds 7]
 
-Every wrap gets a model of its own, built before. `first` is the first wrap of a process, so each contender has a
-process in which it comes first. `warm` are the later ones, by all contenders in alternation, in another order each
-round. CPU seconds are those of all threads of rank 0, `gc` those of its garbage collections; figures are medians.
+Every wrap gets a model and an optimizer of its own, built before. `first` is the first wrap of a process, so each
+contender has a process in which it comes first. `warm` are the later ones, by all contenders in alternation, in another
+order each round. CPU seconds are those of all threads of rank 0, `gc` those of its garbage collections; figures are
+medians.
 After each wrap one step is trained, whose gradients must be those of DDP.
 """
 
@@ -25,19 +26,21 @@ CONTENDERS = (DDP, "with_bagua", "DistributedDataParallel")
 FIGURES = ("cpu_s", "wall_s", "gc_s")
 
 
-def contenders() -> dict[str, Callable[[Any], Any]]:
-    """What wraps a model, by name."""
-    import torch
+def contenders() -> dict[str, Callable[[Any, Any], Any]]:
+    """What wraps a model, given an optimizer, by name."""
     from torch.nn.parallel import DistributedDataParallel
 
     import bagua.torch_api as api
     from bagua.torch_api.data_parallel import DistributedDataParallel as OurWrapper
 
-    def with_bagua(model: Any) -> Any:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def with_bagua(model: Any, optimizer: Any) -> Any:
         return api.with_bagua(model, [optimizer], "gradient_allreduce")
 
-    return dict(zip(CONTENDERS, (DistributedDataParallel, with_bagua, OurWrapper), strict=True))
+    return {
+        DDP: lambda model, _: DistributedDataParallel(model),
+        "with_bagua": with_bagua,
+        "DistributedDataParallel": lambda model, _: OurWrapper(model),
+    }
 
 
 def build(parameters: int) -> Any:
@@ -82,18 +85,19 @@ def wraps(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
         gradients: dict[str, list[torch.Tensor]] = {}
         for name in order:
             model = build(options["parameters"])
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             # What an earlier wrap has left belongs to none of the contenders.
             gc.collect()
             torch.distributed.barrier()
             before = time.process_time(), time.perf_counter(), collections.seconds
-            wrapped = made[name](model)
+            wrapped = made[name](model, optimizer)
             after = time.process_time(), time.perf_counter(), collections.seconds
             wrapped(torch.full((2, 4), 1.0 + rank)).backward()
             gradients[name] = [param.grad.clone() for param in model.parameters()]
             figures = dict(zip(FIGURES, (b - a for a, b in zip(before, after, strict=True)), strict=True))
             if number > 0 or name == options["first"]:
                 yield {"contender": name, "kind": "warm" if number else "first", **figures}
-            del model, wrapped
+            del model, wrapped, optimizer
         for name in CONTENDERS:
             torch.testing.assert_close(gradients[name], gradients[DDP])
         order = [*order[1:], order[0]]

@@ -85,10 +85,9 @@ def register(
     tensor: torch.Tensor, name: str | None, module_name: str | None, getter: Getter | None, setter: Setter | None
 ) -> Registration:
     """Registers a tensor; see :meth:`BaguaTensor.ensure_bagua_tensor`."""
-    known = _registrations.get(tensor)
-    if known is None:
-        known = Registration(name if name is not None else f"tensor_{id(tensor)}", module_name, getter, setter)
-        _registrations[tensor] = known
+    new = Registration(name if name is not None else f"tensor_{id(tensor)}", module_name, getter, setter)
+    known: Registration = _registrations.setdefault(tensor, new)
+    if known is new:
         return known
     if name is not None and name != known.name:
         raise ValueError(f"this tensor is already registered as {known.name!r} and cannot become {name!r}")

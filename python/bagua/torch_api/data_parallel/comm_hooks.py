@@ -216,7 +216,7 @@ class HookedAllReduce(GradientAllReduceAlgorithmImpl):
 
     def _make_exchange(self, bagua_ddp: WrappedModel) -> Exchange:
         """Exchanges gradients through the hook. Raises NotImplementedError for sparse gradients."""
-        sparse = sparse_parameters(bagua_ddp.module, bagua_ddp.parameters)
+        sparse = sparse_parameters(bagua_ddp.module.modules(), bagua_ddp.parameters)
         if sparse:
             raise NotImplementedError(f"communication hooks do not support sparse gradients, as of {sparse[0][0]!r}")
         return HookExchange(bagua_ddp, self._hook, self._state, self._as_views)

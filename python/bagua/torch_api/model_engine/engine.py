@@ -232,7 +232,7 @@ class ModelEngine:
                     f"{type(algorithm).__name__} cannot be used by a rank that rejoined an elastic job: use "
                     "AsyncModelAverageAlgorithm"
                 )
-            sparse = sparse_parameters(module, self._tracked)
+            sparse = sparse_parameters(modules.values(), self._tracked)
             if sparse and sparse[0][1].is_cuda:
                 raise NotImplementedError(
                     f"parameter {sparse[0][0]!r} on {sparse[0][1].device} has sparse gradients, which are communicated "

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["GradHook", "owner_of"]
 
@@ -21,16 +23,20 @@ class Owner(Protocol):
 class GradHook:
     """Tells an engine that the local value of a gradient is final.
 
-    One object is the hook of all parameters of a model, and finds itself among a parameter's hooks by identity. This
-    needs neither a closure nor a handle per parameter.
+    One object is the hook of all parameters of a model, under the same key. This needs neither a closure nor a handle
+    per parameter.
     """
 
     def __init__(self, engine: Owner, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
         self.engine = weakref.ref(engine)
         # Parameter's id -> name. A parameter with this hook is alive when the hook is called.
         self._names = {id(param): name for name, param in parameters}
+        # torch numbers the hooks of a process by their handles.
+        self._key: int = RemovableHandle(OrderedDict()).id
         for _, param in parameters:
-            param.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
+            if param._post_accumulate_grad_hooks is None:
+                param._post_accumulate_grad_hooks = OrderedDict()
+            param._post_accumulate_grad_hooks[self._key] = self
 
     def __call__(self, param: torch.Tensor) -> None:
         name = self._names.get(id(param))
@@ -41,15 +47,12 @@ class GradHook:
             engine.on_gradient(name, param)
             return
         # The user added a hook after this one. It runs later in this backward, and earlier in the next ones.
-        key = next(key for key, hook in hooks.items() if hook is self)
-        hooks[key] = hooks.pop(key)
+        hooks[self._key] = hooks.pop(self._key)
         engine.on_gradient(name, param, is_final=False)
 
     def remove(self, param: torch.Tensor) -> None:
         """Removes the hook from a parameter."""
-        hooks = _hooks_of(param)
-        for key in [key for key, hook in hooks.items() if hook is self]:
-            del hooks[key]
+        _hooks_of(param).pop(self._key, None)
 
 
 def owner_of(param: torch.Tensor) -> Any:

@@ -23,7 +23,7 @@ from bagua.errors import BaguaError
 from ..bucket import BaguaBucket
 from ..bucket_memory import BucketSlice, is_lazy_value, layout_of, over
 from ..process_group import ReduceOp
-from ..tensor import BaguaTensor, register
+from ..tensor import register
 from .algorithm_interface import Exchange, Parameters, WrappedModel
 
 
@@ -125,10 +125,10 @@ class GradientExchange(Exchange):
         self._make_slots()
         tensors: list[torch.Tensor] = []
         for name, slot in self._slots.items():
-            param = slot.param
-            BaguaTensor.bagua_ensure_grad(param)
-            grad = grad_of(param)
-            if is_lazy_value(grad) or grad.stride() != slot.strides:
+            param, grad = slot.param, slot.param.grad
+            if grad is None:
+                param.grad = slot.empty(param.device).zero_()
+            elif is_lazy_value(grad) or grad.stride() != slot.strides:
                 param.grad = slot.empty(grad.device).copy_(grad)
             known = register(param, name, self._module_name, grad_of, _set_grad)
             known.is_stand_in = not slot.had_grad

@@ -13,7 +13,7 @@ number of rows is known only then, and buckets of dense gradients are sent first
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +32,15 @@ _ACCUMULATED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _INDEX = torch.int64
 
 
-def sparse_parameters(module: torch.nn.Module, parameters: Parameters) -> list[tuple[str, torch.nn.Parameter]]:
-    """Returns those ``parameters`` that are the weight of an Embedding or EmbeddingBag with ``sparse=True``."""
+def sparse_parameters(
+    modules: Iterable[torch.nn.Module], parameters: Parameters
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """Returns those ``parameters`` that are the weight of one of the ``modules``, an Embedding or EmbeddingBag with
+    ``sparse=True``.
+    """
     weights = {
         id(child.weight)
-        for child in module.modules()
+        for child in modules
         if isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag) and child.sparse
     }
     return [(name, param) for name, param in parameters if id(param) in weights]
@@ -207,6 +211,6 @@ def _combined(parts: Sequence[_Rows], param: torch.nn.Parameter, divisor: int) -
 
 def exchange_gradients(bagua_ddp: WrappedModel, sparse_op: ReduceOp | None = None) -> GradientExchange:
     """Returns the exchange of the model's gradients, in which ``sparse_op`` combines sparse ones (None: SUM)."""
-    if sparse := sparse_parameters(bagua_ddp.module, bagua_ddp.parameters):
+    if sparse := sparse_parameters(bagua_ddp.module.modules(), bagua_ddp.parameters):
         return SparseGradientExchange(bagua_ddp, sparse, sparse_op or ReduceOp.SUM)
     return GradientExchange(bagua_ddp)
