@@ -5,26 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import bagua
-from tests.cuda.device_arrays import Cuda
-from tests.cuda.driver import HOST_FUNCTION
 from tests.cuda.ranks import Ranks
 from tests.cuda.simulated import NEVER
 from tests.waits import NOT_BY_SILENCE
 from tests.world import World
 
 __all__ = [
-    "SHORT",
     "UNKNOWN",
-    "Calls",
-    "blocked",
-    "check_each",
-    "count_calls",
     "die_in_the_middle",
     "fields_of",
     "is_lost",
@@ -33,14 +25,8 @@ __all__ = [
     "two_errors",
 ]
 
-#: CUDA_ERROR_OUT_OF_MEMORY and _UNKNOWN.
-SHORT, UNKNOWN = 2, 999
-
-#: How a rank may end a scenario in which a call failed somewhere; "test: …" is a call of the test's own.
-OUTCOMES = {"done", "DeviceError", "PeerRaisedError", "BaguaTimeoutError", "PeerLostError"}
-
-#: How often each function is called before the scenario's own part, and altogether.
-Calls = tuple[dict[str, int], dict[str, int]]
+#: CUDA_ERROR_UNKNOWN.
+UNKNOWN = 999
 
 
 def fields_of(error: BaseException) -> dict[str, Any]:
@@ -64,23 +50,6 @@ def two_errors(step: Callable[[], object], seconds: float = 40.0) -> list[dict[s
     return found
 
 
-@contextmanager
-def blocked(cuda: Cuda, stream: int, ended: Path) -> Iterator[None]:
-    """What the stream gets from now on begins when this ends, which `ended` shows to the driver's thread."""
-
-    @HOST_FUNCTION
-    def blocks(_: Any) -> None:
-        deadline = time.monotonic() + 60
-        while not ended.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-
-    cuda.driver.cuLaunchHostFunc(stream, blocks, None)
-    try:
-        yield
-    finally:
-        ended.touch()
-
-
 def only(rank: int, **variables: object) -> Callable[[int], dict[str, str]]:
     """Variables for one rank only."""
     return lambda each: {name: str(value) for name, value in variables.items()} if each == rank else {}
@@ -101,45 +70,6 @@ def run(ranks: Ranks, size: int, function: Any, *arguments: Any, each: Any = Non
     for text in world.output:
         assert "panicked" not in text, text
     return found
-
-
-def count_calls(ranks: Ranks, scenario: Callable[..., str], *arguments: object, **variables: object) -> Calls:
-    """How often `scenario(rank, …, False)` and `scenario(rank, …, True)` call each function, where nothing fails."""
-    found = []
-    for whole in (False, True):
-        ranks(2, scenario, *arguments, whole, clean=False, **variables)
-        counts = [report["calls"] for report in ranks.reports]
-        names = counts[0] | counts[1]
-        found.append({name.split("_v")[0]: max(each.get(name, 0) for each in counts) for name in names})
-    return found[0], found[1]
-
-
-def check_each(
-    ranks: Ranks,
-    scenario: Callable[..., str],
-    *arguments: object,
-    calls: Calls,
-    function: str,
-    raised_for: Iterable[str],
-    rank: int,
-    code: int,
-    last: bool,
-    **variables: object,
-) -> None:
-    """The function fails at its first call of the scenario, in the middle, and with `last` at its last one.
-
-    Where it is the first one, the rank must raise it, for functions of `raised_for`.
-    """
-    before, after = (counts.get(function, 0) for counts in calls)
-    assert after > before, "the scenario calls it"
-    places = {before + 1, (before + after + 1) // 2} | ({after} if last else set())
-    for nth in sorted(places):
-        fail = f"{function}:{nth}:{code}"
-        each = only(rank, BAGUA_SIM_FAIL=fail)
-        found = run(ranks, 2, scenario, *arguments, True, each=each, BAGUA_TIMEOUT=10, **variables)
-        if nth == before + 1 and function in raised_for:
-            assert found[rank] == "DeviceError" or found[rank].startswith("test: "), (fail, found)
-        assert all(end in OUTCOMES or end.startswith("test: ") for end in found), (fail, found)
 
 
 def die_in_the_middle(rank: int, folder: str, begin: Callable[[], object], step: Callable[[], object]) -> int | None:

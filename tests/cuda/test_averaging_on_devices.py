@@ -17,7 +17,7 @@ from tests.cases import attempt
 from tests.cuda.buckets import Memory, Queue, Tensors
 from tests.cuda.device_arrays import LEGACY, Cuda
 from tests.cuda.driver import until
-from tests.cuda.failing_calls import UNKNOWN, die_in_the_middle, fields_of, is_lost, only, run
+from tests.cuda.failing_calls import die_in_the_middle, is_lost
 from tests.cuda.kernel_cases import narrowed, widened
 from tests.cuda.ranks import Ended, Ranks, ended
 
@@ -216,28 +216,6 @@ def test_averaging_makes_no_fault_leaves_nothing_and_does_not_wait_for_the_devic
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
-
-
-def fails_on_rank_1(rank: int) -> dict[str, Any]:
-    cuda = Cuda()
-    bagua.init()
-    found: dict[str, Any] = {}
-    try:
-        averaged = Averaged(cuda, "failing", np.full(COUNT, float(rank), np.float32), OFTEN)
-        # Rank 0 goes on alone.
-        averaged.wait_until("a failure", lambda: averaged.raw.stats()["ranks"] == [0])
-    except bagua.BaguaError as error:
-        found = fields_of(error)
-    bagua.shutdown()
-    return found
-
-
-@pytest.mark.parametrize("api", ["cuMemcpyDtoDAsync", "cuMemcpyDtoHAsync", "cuLaunchKernel", "cuEventQuery"])
-def test_a_call_that_fails_is_raised_on_its_rank_and_ends_no_other(ranks: Ranks, api: str) -> None:
-    fail = f"{api}:3:{UNKNOWN}"
-    there, here = run(ranks, 2, fails_on_rank_1, each=only(1, BAGUA_SIM_FAIL=fail))
-    assert (here["class"], here["api"], here["code"]) == ("DeviceError", api, UNKNOWN)
-    assert there == {}
 
 
 def dies(rank: int, folder: str) -> int | None:

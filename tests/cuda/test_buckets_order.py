@@ -9,14 +9,13 @@ import gc
 import weakref
 from typing import Any
 
-import numpy as np
 import pytest
 
 import bagua
 from bagua import extension
 from tests.cuda.buckets import Memory, Queue, Tensors
 from tests.cuda.device_arrays import Cuda
-from tests.cuda.ranks import Ranks, on_ranks
+from tests.cuda.ranks import on_ranks
 
 FLAT = [True, False]
 
@@ -170,47 +169,3 @@ def test_a_stream_that_is_captured_is_refused_and_its_capture_stays_valid(cuda: 
     assert queue.raw.wait(30.0, stream=stream) == 1
     assert set(bucket.read(stream)) == {2.0}
     queue.raw.shutdown()
-
-
-def mismatched(rank: int) -> str:
-    cuda = Cuda()
-    bagua.init()
-    bucket = Tensors(cuda if rank else None, "one")
-    operate(bucket, "centralized")
-    queue = Queue("engine", bucket)
-    with pytest.raises(bagua.MismatchError) as raised:
-        queue.step()
-    bagua.shutdown()
-    return str(raised.value)
-
-
-def test_a_bucket_on_the_host_here_and_on_a_device_there_is_a_mismatch(ranks: Ranks) -> None:
-    for text in ranks(2, mismatched, clean=False):
-        assert "device" in text, text
-
-
-@on_ranks(2)
-def test_buckets_of_arrays_of_any_framework(cuda: Cuda) -> None:
-    late, stream = cuda.stream(), cuda.stream()
-    ones = np.ones(300, np.float32)
-    arrays = {"a": cuda.array(ones, stream=late), "b": cuda.array(2 * ones, stream=late, dlpack=True)}
-    with pytest.raises(TypeError, match=r"bucket 'x': tensor 'h' is on the host but 'a' is on cuda:0"):
-        bagua.Bucket("x", {**arrays, "h": ones})
-    bucket = bagua.Bucket("x", arrays).append_centralized(average=False)
-    lossy = bagua.Bucket("y", {"c": cuda.array(ones, stream=late)})
-    lossy.append_centralized(compression="minmax_u8", error_feedback=True, average=False)
-    lossy.attach("error", cuda.array(0 * ones, stream=late))
-    with pytest.raises(TypeError, match="'error' is on the host"):
-        lossy.attach("error", ones)
-    with bagua.Engine() as queue:
-        queue.register([bucket, lossy])
-        moved = cuda.array(5 * ones, stream=late)
-        for name in ("a", "c"):
-            queue.mark_ready(name, stream=late)
-        with pytest.raises(TypeError, match="'b' is on the host now; it was registered on cuda:0"):
-            queue.mark_ready("b", ones)
-        # Its interface names its stream, which is not that of the mark.
-        queue.mark_ready("b", moved, stream=stream)
-        assert queue.wait(30.0, stream=stream) == 2
-        found = [set(each.read(stream)) for each in (arrays["a"], arrays["b"], moved)]
-        assert found == [{2.0}, {2.0}, {10.0}]

@@ -1,4 +1,4 @@
-"""Operations on devices when something fails: a driver call, memory that is short, a rank that dies, a deadline.
+"""Operations on devices when something fails: a driver call, a rank that dies, a deadline.
 
 An operation joins by a function that makes it. Averaging goes on without the rank that fails:
 test_averaging_on_devices.py. What else fails with NCCL is in test_nccl_failures.py.
@@ -6,7 +6,6 @@ test_averaging_on_devices.py. What else fails with NCCL is in test_nccl_failures
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,16 +19,14 @@ from bagua import extension
 from tests.cuda.buckets import Queue, Tensors
 from tests.cuda.device_arrays import Cuda
 from tests.cuda.failing_calls import (
-    SHORT,
     UNKNOWN,
-    blocked,
     die_in_the_middle,
     is_lost,
     only,
     run,
     two_errors,
 )
-from tests.cuda.ranks import Ranks, device_rank, on_ranks
+from tests.cuda.ranks import Ranks, device_rank
 
 ONES = np.ones(1000, np.float32)
 
@@ -152,20 +149,6 @@ def test_a_failing_call_is_a_device_error_here_and_an_exception_of_this_rank_the
         assert api in error["text"]
 
 
-# The first pinned memory is the test's, and the second one of a bucket.
-@pytest.mark.parametrize("operation", ["verb", "summed"])
-@on_ranks(2, BAGUA_SIM_FAIL=f"cuMemHostAlloc:3:{SHORT}")
-def test_memory_that_is_short_before_anything_was_sent_poisons_nothing(
-    cuda: Cuda, group: bagua.Group, operation: str
-) -> None:
-    with OPERATIONS[operation](cuda, group, 1000) as running:
-        with pytest.raises(bagua.DeviceError, match="cuMemHostAlloc failed on device 0: CUDA_ERROR_OUT_OF_MEMORY"):
-            running.step()
-        group.barrier()
-        running.step()
-        assert set(running.read()) == {2.0}
-
-
 # --- a rank that dies, and one that does not come ---------------------------------------------------------------------
 
 
@@ -218,29 +201,3 @@ def waits_for_the_other(rank: int, cuda: Cuda, group: bagua.Group, operation: st
 def test_a_deadline_names_the_rank_that_did_not_come(ranks: Ranks, operation: str) -> None:
     missing, _ = ranks(2, waits_for_the_other, operation)
     assert missing == (1,)
-
-
-@device_rank
-def waits_for_a_producer(rank: int, cuda: Cuda, group: bagua.Group, folder: str) -> str:
-    stream = cuda.stream()
-    bucket = Tensors(cuda, "one", stream=stream)
-    bucket.raw.append_compressed(extension.Codec("minmax_u8", {}), True, False, False)
-    queue = Queue("engine", bucket)
-    if rank == 1:
-        # The other rank is in the middle of its step.
-        while not Path(folder, "waits").exists():
-            time.sleep(0.01)
-        group.communicator.raise_("RuntimeError", "of the user")
-        return ""
-    # Work of the caller that comes to its end only after the other rank has failed.
-    with blocked(cuda, stream, Path(folder, "ended")):
-        queue.mark(bucket, stream)
-        Path(folder, "waits").touch()
-        with pytest.raises(bagua.PeerRaisedError) as raised:
-            queue.raw.wait(30.0, stream=stream)
-    queue.raw.shutdown()
-    return str(raised.value)
-
-
-def test_a_wait_for_a_producer_ends_when_another_rank_fails(ranks: Ranks, tmp_path: Path) -> None:
-    assert "of the user" in ranks(2, waits_for_a_producer, str(tmp_path))[0]

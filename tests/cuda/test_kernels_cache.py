@@ -133,24 +133,6 @@ def test_a_damaged_entry_is_compiled_again_and_replaced(nvrtc: Pretended, tmp_pa
     assert nvrtc.compilations == 2
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(nvrtc: Pretended, tmp_path: Path) -> None:
-    # Below a file, where even the superuser can make no folder; and an entry's name that a folder has.
-    (tmp_path / "file").write_text("")
-    assert nvrtc.cubin(tmp_path / "file" / "below") == CODE
-    assert nvrtc.cubin(None) == CODE
-    nvrtc.cubin(tmp_path / "cache")
-    (entry,) = (tmp_path / "cache").iterdir()
-    entry.unlink()
-    (entry / "occupied").mkdir(parents=True)
-    assert nvrtc.cubin(tmp_path / "cache") == CODE
-    assert nvrtc.compilations == 4
-    assert list((tmp_path / "cache").iterdir()) == [entry]
-    if os.geteuid() != 0:
-        locked = tmp_path / "locked"
-        locked.mkdir(mode=0o500)
-        assert nvrtc.cubin(locked) == CODE
-
-
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -161,20 +143,6 @@ def test_a_program_that_does_not_compile_is_an_error_with_the_log(tmp_path: Path
     log = r"own.cu(1): error: update of 5 headers for sm_90\n1 error"
     assert str(caught.value) == f"libnvrtc ({nvrtc.path}): update does not compile for sm_90: {log}"
     assert not (tmp_path / "cache").exists()
-
-
-def test_an_nvrtc_that_fails_or_lacks_a_function_is_an_error_that_says_so(tmp_path: Path) -> None:
-    failing = Pretended(tmp_path / "failing", code=11)
-    with pytest.raises(BaguaError, match=r"nvrtcCompileProgram failed: NVRTC_ERROR_OTHER \(11\)"):
-        failing.cubin(None)
-    old = Pretended(tmp_path / "old", old=True)
-    with pytest.raises(BaguaError, match="has no function nvrtcCreateProgram"):
-        old.cubin(None)
-    with pytest.raises(BaguaError, match="no program of kernels named 'onebit'; known: minmax_u8, "):
-        old.cubin(None, "onebit")
-    places = CudaPlaces(libcuda=None, libnvrtc="/nowhere/libnvrtc.so", libnccl=None, site_packages=[])
-    with pytest.raises(BaguaError, match=r"libnvrtc \(BAGUA_LIBNVRTC=/nowhere/libnvrtc.so\) does not load"):
-        CudaLibraries().compile(places, "update", 90)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

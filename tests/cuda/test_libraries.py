@@ -49,12 +49,6 @@ int cuGetErrorName(int code, const char **name) {
 }
 """
 
-#: An NVRTC of version MAJOR.8.
-NVRTC = """
-int nvrtcVersion(int *major, int *minor) { *major = MAJOR; *minor = 8; return 0; }
-int nvrtcGetNumSupportedArchs(int *count) { *count = 2; return 0; }
-int nvrtcGetSupportedArchs(int *list) { list[0] = 70; list[1] = 90; return 0; }
-"""
 
 #: Runs in a process of its own, because what was found holds until the process ends.
 PROGRAM = """
@@ -180,34 +174,6 @@ def test_the_loader_finds_the_driver_by_its_name(compiled: Compile, tmp_path: Pa
     assert (why, info["driver"]["path"]) == (None, str(library))
 
 
-@pytest.mark.slow
-def test_a_library_that_is_loaded_comes_before_those_that_the_loader_finds(compiled: Compile, tmp_path: Path) -> None:
-    compiled(NVRTC, "-DMAJOR=13", "-Wl,-soname,libnvrtc.so.13", name="libnvrtc.so.13")
-    assert asked(LD_LIBRARY_PATH=tmp_path)[1]["nvrtc"]["version"] == "13.8"
-    loaded = compiled(NVRTC, "-DMAJOR=12", "-Wl,-soname,libnvrtc.so.12", name="loaded.so")
-    program = "import ctypes, sys; ctypes.CDLL(sys.argv[1])\n" + PROGRAM
-    _, info = asked(program, loaded, LD_LIBRARY_PATH=tmp_path)
-    assert info["nvrtc"] == {"path": str(loaded), "version": "12.8", "architectures": [70, 90]}
-
-
-@pytest.mark.slow
-def test_the_folders_of_site_packages_come_last(compiled: Compile, tmp_path: Path) -> None:
-    site, loaders = tmp_path / "site", tmp_path / "loader"
-    folder = site / "nvidia" / "cuda_nvrtc" / "lib"
-    folder.mkdir(parents=True)
-    loaders.mkdir()
-    compiled(NVRTC, "-DMAJOR=13", name="site/nvidia/cuda_nvrtc/lib/libnvrtc.so.13")
-    program = "import sys, sysconfig, site\nsysconfig.get_path = lambda _: sys.argv[1]\nsite.getsitepackages = list\n"
-    _, info = asked(program + PROGRAM, site)
-    if not info["nvrtc"]["path"].startswith(str(tmp_path)):
-        pytest.skip("the loader finds an NVRTC by its name")
-    assert (info["nvrtc"]["path"], info["nvrtc"]["version"]) == (str(folder / "libnvrtc.so.13"), "13.8")
-    # The loader's, of whichever name, is taken before them.
-    compiled(NVRTC, "-DMAJOR=12", name="loader/libnvrtc.so.12")
-    _, info = asked(program + PROGRAM, site, LD_LIBRARY_PATH=loaders)
-    assert (info["nvrtc"]["path"], info["nvrtc"]["version"]) == (str(loaders / "libnvrtc.so.12"), "12.8")
-
-
 def test_a_forked_child_has_no_cuda_and_its_parent_keeps_it(compiled: Compile) -> None:
     library = compiled(DRIVER, "-DINIT=0", "-DDEVICES=1")
     program = (
@@ -277,14 +243,6 @@ def test_a_missing_nvrtc_and_nccl_are_null_and_raise_nothing() -> None:
     _, info = asked(BAGUA_LIBNVRTC=file, BAGUA_LIBNCCL=file)
     assert info["nvrtc"] == {"path": None, "version": None, "architectures": []}
     assert info["nccl"] == {"path": None, "version": None}
-
-
-@pytest.mark.slow
-def test_the_cache_is_in_the_users_folder_of_caches(tmp_path: Path) -> None:
-    program = "import bagua.cuda; print(bagua.cuda.info()['cache'])"
-    assert run(program, XDG_CACHE_HOME=tmp_path) == f"{tmp_path}/bagua/cuda\n"
-    assert run(program, XDG_CACHE_HOME="", HOME=tmp_path) == f"{tmp_path}/.cache/bagua/cuda\n"
-    assert run(program, XDG_CACHE_HOME="relative", HOME=tmp_path) == f"{tmp_path}/.cache/bagua/cuda\n"
 
 
 def test_the_command_prints_the_info_as_json(tmp_path: Path) -> None:

@@ -97,27 +97,6 @@ def test_a_call_or_work_that_never_ends_is_ended_by_the_deadline(ranks: Ranks, f
     assert time.monotonic() - start < 30.0
 
 
-@pytest.mark.slow
-def test_a_communicator_that_will_not_die_is_left_behind(ranks: Ranks) -> None:
-    start = time.monotonic()
-    faults = "stuck:ncclAllReduce:1,hang:ncclCommAbort:1"
-    for errors in fail(ranks, fails, 1.5, each=only(1, BAGUA_SIM_NCCL=faults)):
-        assert {error["class"] for error in errors} == {"BaguaTimeoutError"}
-    assert time.monotonic() - start < 40.0
-
-
-@on_ranks(2, by=["nccl"])
-def test_a_deadline_that_passes_on_the_device_is_raised_on_all_ranks(rank: int, cuda: Cuda, group: bagua.Group) -> None:
-    x = cuda.array(ONES)
-    group.all_reduce(x)
-    x.read()
-    if rank == 0:
-        # The deadline passes on the device, when no call waits any more.
-        group.all_reduce(x, timeout=0.5)
-    with pytest.raises(bagua.BaguaTimeoutError, match="all_reduce"):
-        group.recv(np.empty_like(ONES), 1 - rank)
-
-
 @on_ranks(2, by=["nccl"])
 def test_a_rank_that_left_is_named_by_who_needs_it(rank: int, cuda: Cuda, group: bagua.Group) -> None:
     x = cuda.array(ONES)

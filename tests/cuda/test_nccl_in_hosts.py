@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import signal
 from typing import Any
 
 import numpy as np
@@ -17,17 +16,13 @@ import pytest
 import bagua
 from tests.cuda.buckets import check_sums
 from tests.cuda.device_arrays import Cuda
-from tests.cuda.failing_calls import UNKNOWN, two_errors
 from tests.cuda.ranks import Ranks
 from tests.cuda.verb_contract import DTYPES, bits, both, moves, near, reductions, values
-from tests.waits import NOT_BY_SILENCE, meet
 
 HOSTS = [[0, 1], [2, 3]]
 VERSIONS = {"pretended-host-0": "22703", "pretended-host-1": "23007"}
 WHY = "auto: NCCL is 2.27.3 on rank 0 of the group and 2.30.7 on rank {other}; nccl inside the 2 hosts, staged between"
 ONES = np.ones(1000, np.float32)
-#: ncclInternalError.
-INTERNAL = 3
 
 
 def run(ranks: Ranks, function: Any, *arguments: Any, **options: Any) -> list[Any]:
@@ -166,75 +161,3 @@ def test_operations_and_buckets_keep_the_order_of_streams(ranks: Ranks) -> None:
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
-
-
-def fails(rank: int, failing: int, variable: str, fault: str, timeout: float) -> list[dict[str, Any]]:
-    """The errors of this rank, at once and again, where a call of one rank fails."""
-    if rank == failing:
-        os.environ[variable] = fault
-    cuda, group = begin()
-    x = cuda.array(ONES)
-    found = two_errors(lambda: group.all_reduce(x, async_op=True, timeout=timeout).synchronize(30.0))
-    bagua.shutdown()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("rank", "variable", "fault"),
-    [
-        (2, "BAGUA_SIM_FAIL", "ncclGetUniqueId:1:3"),
-        pytest.param(3, "BAGUA_SIM_FAIL", "ncclCommInitRankConfig:1:3", marks=pytest.mark.slow),
-        pytest.param(1, "BAGUA_SIM_FAIL", "ncclReduce:2:3", marks=pytest.mark.slow),
-        (0, "BAGUA_SIM_NCCL", "later:ncclReduce:2:3"),
-        (2, "BAGUA_SIM_FAIL", f"cuMemcpyDtoHAsync:2:{UNKNOWN}"),
-    ],
-    ids=str,
-)
-def test_a_failing_call_is_a_device_error_here_and_an_exception_of_this_rank_on_both_hosts(
-    ranks: Ranks, rank: int, variable: str, fault: str
-) -> None:
-    found = run(ranks, fails, rank, variable, fault, 20.0, clean=False)
-    code = int(fault.split(":")[-1])
-    for each, errors in enumerate(found):
-        assert len(errors) == 2
-        for error in errors:
-            if each == rank:
-                assert (error["class"], error["code"], error["device"]) == ("DeviceError", code, rank)
-                # NCCL's own words.
-                assert (variable in error["text"]) == (code == INTERNAL)
-            else:
-                assert (error["class"], error["rank"], error["kind"]) == ("PeerRaisedError", rank, "DeviceError")
-    assert not any("panicked" in text for text in ranks.output)
-    assert all(report["faults"] == [] for report in ranks.reports)
-
-
-def dies(rank: int, dying: int) -> Any:
-    """One rank dies while the others are in the middle of an operation. Returns the rank that each of them lost."""
-    cuda, group = begin()
-    x = cuda.array(np.ones(3 << 20, np.float32))
-    group.all_reduce(x)
-    x.read()
-    meet("before it dies", rank, range(4))
-    if rank == dying:
-        os.kill(os.getpid(), signal.SIGKILL)
-    lost = None
-    try:
-        group.all_reduce(x, async_op=True).synchronize(30.0)
-    except bagua.PeerLostError as error:
-        lost = error.rank
-    with pytest.raises(bagua.PeerLostError):
-        group.all_reduce(x)
-    end(cuda)
-    return lost
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dying", [2, 3], ids=["first-rank", "other-rank"])
-def test_a_rank_that_is_killed_in_the_middle_is_lost_on_both_hosts(ranks: Ranks, dying: int) -> None:
-    named = {"BAGUA_CUDA_COLLECTIVE": "auto", "OWN_DEVICE": 1, "BAGUA_SIM_DEVICES": 4}
-    with ranks.world(4, hosts=HOSTS, **named, **NOT_BY_SILENCE) as world:
-        world._expect_exit = {dying: -signal.SIGKILL}
-        found = world.run(dies, dying)
-    assert found.pop(dying) is None
-    assert found == [dying] * 3
-    ranks.check()
