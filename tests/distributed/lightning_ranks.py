@@ -21,16 +21,9 @@ from tests.distributed.training_rows import ROWS, train_rows
 
 #: Trained by strategy="ddp" on gloo and by ours: options of the model, and of the Trainer.
 PARITY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "sgd": ({}, {}),
     "momentum with a schedule": ({"optimizer": "scheduled"}, {"max_epochs": 2}),
-    "adam": ({"optimizer": "adam"}, {}),
-    "clipped": ({"lr": 1.0}, {"gradient_clip_val": 0.1}),
-    "accumulated": ({"optimizer": "momentum"}, {"accumulate_grad_batches": 2}),
     "accumulated and clipped": ({"optimizer": "adam"}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
-    "manual": ({"manual": True}, {}),
     "manual with a local pass": ({"manual": True, "local_first": True}, {}),
-    "manual adam": ({"manual": True, "optimizer": "adam"}, {}),
-    "manual and validated": ({"manual": True}, {"validated": True, "val_check_interval": 2, "max_steps": 5}),
     "64-true": ({}, {"precision": "64-true"}),
     "bf16-mixed": ({}, {"precision": "bf16-mixed"}),
     "bf16-true": ({}, {"precision": "bf16-true"}),
@@ -171,17 +164,6 @@ def steps_are_counted_in_training_alone(rank: int, kit: Kit, folder: Path) -> No
     assert recorder.found == [0, 1, 2, 3]
 
 
-def accumulation_communicates_half_as_often(rank: int, kit: Kit, folder: Path) -> None:
-    """B3."""
-    counts = []
-    for batches in (1, 2):
-        options = {"limit_train_batches": 4, "accumulate_grad_batches": batches}
-        look = kit.recorder(lambda trainer, module: trainer.strategy.model.bagua_buckets[0].backend_bucket.step)
-        kit.fit("bagua", folder, callbacks=[look], **options)
-        counts.append(look.found)
-    assert counts == [[1, 2, 3, 4], [0, 1, 1, 2]]
-
-
 @pytest.mark.slow
 def checkpoints_fit_everywhere(rank: int, kit: Kit, folder: Path) -> None:
     """B14."""
@@ -290,21 +272,6 @@ def each_algorithm_trains(rank: int, kit: Kit, folder: Path) -> None:
             assert distance <= near, (name, distance)
 
 
-def decentralized_is_all_reduce_of_weights(rank: int, kit: Kit, folder: Path) -> None:
-    """B9: "all" with plain SGD ends where gradient_allreduce does; micro-batches communicate nothing."""
-    strategy = kit.strategy("decentralized", hierarchical=False)
-    # Gradients are those of each rank's own weights: what is left is of the order of lr squared.
-    reference, _ = kit.fit("bagua", folder, kit.model(lr=1e-3), max_steps=5)
-    model, _ = kit.fit(strategy, folder, kit.model(lr=1e-3), max_steps=5)
-    mine = parameters(model)
-    dist.all_reduce(mine, dist.ReduceOp.AVG)
-    assert torch.allclose(mine, parameters(reference), atol=1e-5)
-    look = kit.recorder(lambda trainer, module: trainer.strategy.model.bagua_buckets[0].backend_bucket.step)
-    strategy = kit.strategy("decentralized", hierarchical=False)
-    kit.fit(strategy, folder, callbacks=[look], limit_train_batches=4, accumulate_grad_batches=2)
-    assert look.found == [0, 1, 1, 2]
-
-
 def qadam_has_its_optimizer(rank: int, kit: Kit, folder: Path) -> None:
     """B6."""
     text = "Bagua QAdam can only accept one QAdamOptimizer and one LR Scheduler."
@@ -319,35 +286,6 @@ def qadam_has_its_optimizer(rank: int, kit: Kit, folder: Path) -> None:
     assert torch.allclose(parameters(model), parameters(reference), atol=1e-6)
     model, _ = kit.fit(kit.strategy("qadam", hierarchical=False), folder, kit.model("qadam"), max_steps=6)
     assert is_equal(parameters(model))
-
-
-@pytest.mark.slow
-def qadam_goes_on_after_its_warm_up(rank: int, kit: Kit, folder: Path) -> None:
-    """B7."""
-    shared = Path(kit.strategy().broadcast(str(folder)))
-    results = []
-    for compression in (None, "MinMaxUInt8"):
-
-        def made(compression: Any = compression) -> Any:
-            return kit.strategy("qadam", hierarchical=False, compression=compression)
-
-        whole, _ = kit.fit(made(), folder, kit.model("qadam"), max_epochs=2)
-        path = shared / f"qadam-{compression}.ckpt"
-        _, trainer = kit.fit(made(), folder, kit.model("qadam"), max_epochs=1)
-        trainer.save_checkpoint(path)
-        look = kit.recorder(lambda trainer, module: _momentum(trainer))
-        again = kit.trainer(made(), folder, max_epochs=2, callbacks=[look])
-        resumed = kit.model("qadam", seed=9)
-        again.fit(resumed, loader(), ckpt_path=str(path))
-        assert len({float(value) for value in look.found}) == len(look.found)
-        results.append((parameters(whole), parameters(resumed)))
-    assert torch.equal(*results[0])
-    assert torch.allclose(*results[1], atol=1e-3)
-
-
-def _momentum(trainer: Any) -> float:
-    (optimizer,) = trainer.strategy.optimizers
-    return float(sum(state["exp_avg"].double().norm() for state in optimizer.state.values()))
 
 
 def async_pauses_in_validation_and_ends(rank: int, kit: Kit, folder: Path) -> None:
@@ -388,37 +326,6 @@ def async_pauses_in_validation_and_ends(rank: int, kit: Kit, folder: Path) -> No
     assert not any("averag" in name for name in names), names
     model, _ = kit.fit(kit.strategy("async", sync_interval_ms=1e9), folder, max_steps=3)  # no round before the end
     assert is_equal(parameters(model))
-
-
-def ignored_parameters_stay(rank: int, kit: Kit, folder: Path) -> None:
-    """B24."""
-    results = []
-    for flatten in (True, False):
-        model, _ = kit.fit(kit.strategy(flatten=flatten, bucket_size=200), folder, max_steps=3)
-        results.append(parameters(model))
-    assert torch.equal(*results)
-    for attribute in ("_ddp_params_and_buffers_to_ignore", "_bagua_params_and_buffers_to_ignore"):
-        model = kit.model(seed=rank)
-        own = model.network[3].bias
-        setattr(model, attribute, ["network.3.bias"])
-        kit.fit("bagua", folder, model, max_steps=1)
-        assert not is_equal(own.detach())
-        assert is_equal(model.network[3].weight.detach())
-        assert [tuple(p.shape) for p in model.parameters()] == [tuple(p.shape) for p in kit.model().parameters()]
-
-
-def no_warnings_of_schedulers(rank: int, kit: Kit, folder: Path) -> None:
-    """B23."""
-    import warnings
-
-    model = kit.model("scheduled")
-    trainer = kit.trainer("bagua", folder, max_epochs=2)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        trainer.fit(model, loader())
-    assert not [str(one.message) for one in warned if "optimizer.step()" in str(one.message)]
-    assert abs(trainer.optimizers[0].param_groups[0]["lr"] - 0.001) < 1e-9
-    assert type(model.optimizers()).__name__ == "LightningSGD"
 
 
 def the_monitor_logs_to_every_logger(rank: int, kit: Kit, folder: Path) -> None:
@@ -581,18 +488,13 @@ CASES: dict[str, Case] = {
         reductions,
         moves,
         steps_are_counted_in_training_alone,
-        accumulation_communicates_half_as_often,
         checkpoints_fit_everywhere,
         teardown_leaves_nothing,
         evaluation_changes_nothing,
         ranks_and_samplers,
         each_algorithm_trains,
-        decentralized_is_all_reduce_of_weights,
         qadam_has_its_optimizer,
-        qadam_goes_on_after_its_warm_up,
         async_pauses_in_validation_and_ends,
-        ignored_parameters_stay,
-        no_warnings_of_schedulers,
         the_monitor_logs_to_every_logger,
         fabric_trains,
         one_that_raises_ends_both,

@@ -218,22 +218,6 @@ def _same(mine: Any, theirs: Any) -> bool:
     return torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else bool(mine == theirs)
 
 
-def a_state_of_another_bucket_size_is_taken_over_by_name(rank: int) -> None:
-    for entry in TABLE:
-        model, resumed = net(), net()
-        first, second = entry.optimizer(model), entry.optimizer(resumed)
-        model.with_bagua([first], entry.make(first), bucket_size=SMALL)
-        train(model, first, rank, 0, 7)
-        resumed.with_bagua([second], entry.make(second), bucket_size=OTHER)
-        state = model.bagua_algorithm.state_dict()
-        resumed.bagua_algorithm.load_state_dict(state)
-        assert _same(resumed.bagua_algorithm.state_dict(), state), entry.name
-        train(model, first, rank, 7, 8)
-        assert state["step"] == 7
-        train(resumed, second, rank, 7, 8)
-        assert resumed.bagua_algorithm.state_dict()["step"] == 8
-
-
 def a_state_of_another_algorithm_is_refused(rank: int) -> None:
     found: dict[str, dict[str, Any]] = {}
     for entry in TABLE:
@@ -283,36 +267,6 @@ def a_state_of_another_number_of_ranks_is_refused_where_it_belongs_to_one_rank(r
     if size > 1:
         assert {"powersgd", "low_precision_decentralized", "diloco minmax_u8 feedback"} <= {*refused}
         assert not {"qadam", "local_sgd", "diloco", "decentralized"} & {*refused}
-
-
-def one_object_serves_two_models(rank: int) -> None:
-    for entry in TABLE:
-        if not (entry.several_models and entry.repeatable):
-            continue
-        torch.manual_seed(rank)
-        pair = [net(), torch.nn.Linear(5, 2)]
-        alone = copy.deepcopy(pair)
-        algorithm = None
-        optimizers = []
-        for model in pair:
-            optimizer = entry.optimizer(model)
-            algorithm = algorithm or entry.make(optimizer)
-            model.with_bagua([optimizer], algorithm, bucket_size=SMALL)
-            optimizers.append(optimizer)
-        for step in range(6):
-            losses = []
-            for model, optimizer in zip(pair, optimizers, strict=True):
-                optimizer.zero_grad()
-                losses.append(model(data(rank, step)).square().mean())
-            # The second model's backward comes first.
-            for loss, optimizer in reversed(list(zip(losses, optimizers, strict=True))):
-                loss.backward()
-                optimizer.step()
-        for model, other in zip(pair, alone, strict=True):
-            optimizer = entry.optimizer(other)
-            other.with_bagua([optimizer], entry.make(optimizer), bucket_size=SMALL)
-            train(other, optimizer, rank, 0, 6)
-            assert equal(values(model), values(other)), entry.name
 
 
 def do_flatten_changes_no_value(rank: int) -> None:

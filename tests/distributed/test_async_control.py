@@ -7,8 +7,6 @@ import gc
 import io
 import os
 import pickle
-import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ import torch
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
-from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgorithm
 from bagua.torch_api.bucket import BaguaBucket
 from bagua.torch_api.communication import get_backend
 from tests.distributed.async_ranks import (
@@ -27,9 +24,7 @@ from tests.distributed.async_ranks import (
     Slopes,
     all_are,
     fill,
-    gathered,
     rest,
-    rounds,
     rounds_pass,
     same_bits,
     step,
@@ -47,50 +42,6 @@ def in_use() -> tuple[int, int, int]:
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     shared = sum("memfd" in line or "/dev/shm" in line for line in maps)
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), shared
-
-
-def aborts_and_resumes_in_unrelated_orders_lose_nothing(rank: int) -> None:
-    size = bagua.get_world_size()
-    # Each rank in 1,000 changes in all, in an order of its own; four ranks are in other sets than are kept.
-    models = [wrapped(interval=1.0), wrapped(torch.float64, interval=1.5)]
-    mine = random.Random(rank)
-    counts = [0, 0]
-    middle = None
-    for change in range(1000):
-        which = mine.randrange(2)
-        model, optimizer, impl = models[which]
-        if impl.stats()["state"] == "running":
-            impl.abort(model)
-            before = values(model)
-            done = rounds(model)
-            if mine.random() < 0.02:
-                time.sleep(0.003)
-                assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
-                assert rounds(model) == done
-        else:
-            impl.resume(model)
-        if mine.random() < 0.1:
-            step(model, optimizer, float(rank + 1))
-            counts[which] += 1
-        if change == 500:
-            middle = in_use()
-    for model, _, impl in models:
-        impl.resume(model)
-    everyone = gathered(*counts)
-    for number, (model, _, impl) in enumerate(models):
-        until("a round of all", lambda impl=impl: impl.stats()["ranks"] == list(range(size)))
-        found = rest(model)
-        assert same_bits(*found)
-        progress = sum(2**-6 * (other + 1) * everyone[other][number] for other in range(size)) / size
-        begin = next(Slopes(found[0].dtype).parameters()).detach()
-        torch.testing.assert_close(found[0], begin - progress, rtol=1e-3, atol=1e-3)
-        assert impl.stats()["view"] > 1
-    assert middle is not None
-    threads, descriptors, maps = in_use()
-    # What the lanes of the sets that are kept at that moment use differs; nothing grows with the number of changes.
-    assert threads <= middle[0] + 2
-    assert descriptors <= middle[1] + 60
-    assert maps <= middle[2] + 60
 
 
 def a_model_that_is_gone_leaves_nothing(rank: int) -> None:
@@ -157,43 +108,6 @@ def a_state_contains_whether_the_warm_up_is_over(rank: int) -> None:
         other.bagua_algorithm.load_state_dict(states[0][2])
 
 
-def copies_of_the_model_are_plain_and_train_alone(rank: int) -> None:
-    model, optimizer, impl = wrapped()
-    rounds_pass(model)
-    file = io.BytesIO()
-    with impl.lock(model):
-        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-        torch.save(model, file)
-    file.seek(0)
-    copies.append(torch.load(file, weights_only=False))
-    for each in copies:
-        assert torch.equal(each.weight0, Slopes().weight0)
-        assert not hasattr(each, "bagua_ddp")
-        alone = torch.optim.SGD(each.parameters(), lr=2**-6)
-        step(each, alone, float(rank))
-        assert torch.equal(each.weight0, Slopes().weight0 - 2**-6 * rank)
-    # A step of one rank would come into the copies of another by a round.
-    bagua.barrier()
-    step(model, optimizer, 1.0)
-    assert same_bits(*rest(model))
-    assert all(torch.equal(each.weight0, Slopes().weight0 - 2**-6 * rank) for each in copies)
-
-
-def evaluation_between_training_does_no_harm(rank: int) -> None:
-    model, optimizer, _impl = wrapped()
-    for _ in range(10):
-        model.train()
-        step(model, optimizer, float(rank))
-        model.eval()
-        with torch.no_grad():
-            model(1.0)
-        model(1.0)
-    rounds_pass(model)
-    assert same_bits(*rest(model))
-    assert model.bagua_ddp.bagua_train_step_counter == 10
-    bagua.barrier()
-
-
 def an_overflow_on_one_rank_skips_its_step_alone(rank: int) -> None:
     model, optimizer, impl = wrapped(interval=NEVER)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -250,63 +164,6 @@ def an_execution_of_the_operation_alone_is_one_round(rank: int) -> None:
             bucket.append_asynchronous_model_average_op("ring")
         bucket.clear_ops()
         assert bucket._async_op is None
-
-
-class Net(torch.nn.Module):
-    """The network of the original's test."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1 = torch.nn.Linear(2, 10, bias=False)
-        self.fc2 = torch.nn.Linear(10, 50, bias=True)
-        self.fc3 = torch.nn.Linear(50, 4, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.softmax(self.fc3(torch.relu(self.fc2(torch.relu(self.fc1(x))))), dim=1)
-
-
-@pytest.mark.slow
-def the_originals_training_ends_with_equal_weights_that_learned(rank: int) -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    model.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=20, warmup_steps=0))
-    target = torch.nn.functional.one_hot(torch.arange(4) % 4, 4).float()
-    samples = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
-    losses = []
-    for _ in range(100):
-        for _ in range(10):
-            optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(model(samples), target)
-            loss.backward()
-            optimizer.step()
-        losses.append(loss.item())
-    model.bagua_algorithm.abort(model)
-    bagua.barrier()
-    model.bagua_algorithm.resume(model)
-    assert same_bits(*rest(model))
-    assert losses[-1] < losses[0] / 2
-    model.bagua_algorithm.abort(model)
-
-
-def the_originals_aborts_and_resumes_end(rank: int) -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    model.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=20, warmup_steps=10))
-    impl = model.bagua_algorithm
-    for _ in range(5):
-        impl.resume(model)
-        for _ in range(10):
-            optimizer.zero_grad()
-            model(torch.randn(4, 2)).square().sum().backward()
-            optimizer.step()
-        impl.abort(model)
-    impl.resume(model)
-    impl.abort(model)
-    impl.abort(model)
-    impl.resume(model)
-    impl.resume(model)
-    bagua.barrier()
-    assert same_bits(*rest(model))
 
 
 def weights_are_loaded_while_this_rank_is_out_of_the_rounds(rank: int) -> None:

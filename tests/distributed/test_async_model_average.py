@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError, BaguaTimeoutError, MismatchError
-from bagua.torch_api.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm
+from bagua.torch_api.algorithms import Algorithm, GradientAllReduceAlgorithm
 from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgorithm, AsyncModelAverageAlgorithmImpl
 from tests.distributed.async_ranks import (
     LAYOUTS,
@@ -20,7 +19,6 @@ from tests.distributed.async_ranks import (
     SHORT,
     Slopes,
     all_are,
-    fill,
     fill_together,
     gathered,
     rest,
@@ -226,21 +224,6 @@ def an_aborted_rank_is_left_alone_and_not_counted(rank: int) -> None:
     assert all(later > earlier for earlier, later in itertools.pairwise(views))
 
 
-def alone_rounds_count_and_change_nothing(rank: int) -> None:
-    model, _, impl = wrapped()
-    impl.abort(model)
-    bagua.barrier()
-    fill(model, 3.0 * rank)
-    if rank == 1:
-        impl.resume(model)
-        until("a round alone", lambda: impl.stats()["ranks"] == [1])
-        before = impl.stats()
-        rounds_pass(model)
-        assert impl.stats()["payload_bytes"] == before["payload_bytes"]
-    bagua.barrier()
-    assert all_are(model, 3.0 * rank)
-
-
 def synchronize_makes_ranks_equal_at_once_or_names_who_never_called(rank: int) -> None:
     size = bagua.get_world_size()
     model, optimizer, impl = wrapped()
@@ -385,66 +368,6 @@ def models_and_options_that_do_not_fit_are_refused_before_any_communication(rank
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
     whole.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=SHORT))
     assert same_bits(*rest(whole))
-
-
-def a_model_without_weights_to_average_trains_on(rank: int) -> None:
-    model = torch.nn.Linear(2, 2)
-    for param in model.parameters():
-        param.requires_grad_(False)
-    model.with_bagua([], AsyncModelAverageAlgorithm(sync_interval_ms=SHORT))
-    model(torch.ones(2))
-    rounds_pass(model)
-    model.bagua_algorithm.synchronize(model)
-    bagua.barrier()
-
-
-def two_models_are_averaged_beside_each_other(rank: int) -> None:
-    one, other = wrapped(), wrapped(torch.float64, interval=3.0)
-    for number in range(20):
-        step(*one[:2], float(rank))
-        if number % (rank + 1) == 0:
-            step(*other[:2], 1.0)
-    for model, _, _ in (one, other):
-        assert same_bits(*rest(model))
-        model.bagua_algorithm.synchronize(model)
-    # Ending one leaves the other.
-    bagua.barrier()
-    bagua.distributed.unwrap(one[0])
-    bagua.barrier()
-    rounds_pass(other[0])
-    step(*other[:2], 1.0)
-    before = [param.detach().clone() for param in one[0].parameters()]
-    step(*one[:2], 0.0)
-    assert all(torch.equal(a, b) for a, b in zip(before, one[0].parameters(), strict=True))
-    bagua.barrier()
-
-
-def one_model_goes_from_algorithm_to_algorithm(rank: int) -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    threads = []
-    for algorithm in (
-        GradientAllReduceAlgorithm(),
-        AsyncModelAverageAlgorithm(sync_interval_ms=SHORT),
-        ByteGradAlgorithm(hierarchical=False),
-        AsyncModelAverageAlgorithm(sync_interval_ms=SHORT, warmup_steps=2),
-        GradientAllReduceAlgorithm(),
-    ):
-        model.with_bagua([optimizer], algorithm)
-        # A round may change the mean of equal weights, on one rank a little before the others.
-        if not isinstance(algorithm, AsyncModelAverageAlgorithm) or algorithm.warmup_steps:
-            assert same_bits(*model.state_dict().values())
-        for number in range(6):
-            optimizer.zero_grad()
-            model(batch(rank, number)).square().mean().backward()
-            optimizer.step()
-        if isinstance(algorithm, AsyncModelAverageAlgorithm):
-            assert same_bits(*rest(model))
-        else:
-            assert same_bits(*model.parameters())
-        bagua.barrier()
-        threads.append(threading.active_count())
-    assert len(set(threads)) == 1
 
 
 CASES = cases_in(globals())

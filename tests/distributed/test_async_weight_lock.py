@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -207,23 +205,6 @@ def a_closure_keeps_the_lock_in_the_whole_step(rank: int) -> None:
     assert same_bits(*rest(model))
 
 
-def rounds_go_on_while_a_rank_holds_the_gil(rank: int) -> None:
-    model, _, _impl = wrapped()
-    rounds_pass(model)
-    bagua.barrier()
-    if rank == 0:
-        libc = ctypes.PyDLL(None)
-
-        def rounds_meanwhile() -> int:
-            before = rounds(model)
-            libc.usleep(300_000)
-            return rounds(model) - before
-
-        # A busy machine may hold up any one of them.
-        assert any(rounds_meanwhile() > 4 for _ in range(5))
-    bagua.barrier()
-
-
 def rounds_go_on_after_a_backward_that_never_comes(rank: int) -> None:
     model, optimizer, _impl = wrapped()
     if rank == 0:
@@ -237,26 +218,6 @@ def rounds_go_on_after_a_backward_that_never_comes(rank: int) -> None:
         output.backward()
         optimizer.step()
     assert same_bits(*rest(model))
-
-
-def rounds_go_on_beside_forwards_without_a_backward(rank: int) -> None:
-    model, _optimizer, _impl = wrapped()
-    last = rounds(model) + 2
-
-    def runs(grad: bool) -> Callable[[], bool]:
-        def forward() -> bool:
-            with torch.set_grad_enabled(grad):
-                model(1.0)
-            return rounds(model) >= last
-
-        return forward
-
-    if rank == 0:
-        until("rounds beside forwards in training", runs(True))
-        last = rounds(model) + 20
-        model.eval()
-        until("rounds beside evaluation", runs(False), 10.0)
-    bagua.barrier()
 
 
 def fails(*_: Any) -> None:
@@ -329,19 +290,6 @@ def exceptions_anywhere_in_a_step_stop_no_rounds(rank: int) -> None:
         bagua.barrier()
     optimizer.fail = False
     step(model, optimizer, 1.0)
-    assert same_bits(*rest(model))
-
-
-def rounds_go_on_under_no_sync(rank: int) -> None:
-    model, optimizer, _impl = wrapped()
-    with bagua.distributed.no_sync(model):
-        for _ in range(3):
-            model(float(rank)).backward()
-        rounds_pass(model, 3)
-        assert torch.equal(model.weight0.grad, torch.full((37,), 3.0 * rank))
-    model(1.0).backward()
-    assert torch.equal(model.weight0.grad, torch.full((37,), 3.0 * rank + 1.0))
-    optimizer.step()
     assert same_bits(*rest(model))
 
 

@@ -11,7 +11,7 @@ import torch
 
 import bagua as neutral
 import bagua.torch_api as bagua
-from bagua.torch_api.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm, LocalSGDAlgorithm
+from bagua.torch_api.algorithms import ByteGradAlgorithm, LocalSGDAlgorithm
 from bagua.torch_api.bucket import BaguaBucket
 from tests.distributed.compressed_oracle import CompressedAllReduce, Values
 from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, hosts, same_everywhere
@@ -104,29 +104,6 @@ def auto_ends_with_the_same_choices_on_all_ranks(rank: int) -> None:
     assert list(choices) == [bucket.name for bucket in model.bagua_buckets]
     assert all(choice is None or choice.startswith("minmax_u8") for choice in choices.values()), choices
     assert bagua.broadcast_object(choices) == choices
-
-
-def choices_are_the_codec_where_there_is_no_choice(rank: int) -> None:
-    for compression, expected in ((None, None), ("MinMaxUInt8", "minmax_u8"), (neutral.Codec("onebit"), "onebit")):
-        model = net()
-        model.with_bagua([sgd(model)], ByteGradAlgorithm(compression=compression), bucket_size=96)
-        assert model.bagua_algorithm.choices == dict.fromkeys((bucket.name for bucket in model.bagua_buckets), expected)
-
-
-def without_a_codec_it_is_gradient_allreduce(rank: int) -> None:
-    found = []
-    for algorithm in (GradientAllReduceAlgorithm(hierarchical=True), ByteGradAlgorithm(compression=None)):
-        torch.manual_seed(0)
-        model = net()
-        optimizer = sgd(model)
-        model.with_bagua([optimizer], algorithm)
-        for step in range(3):
-            optimizer.zero_grad()
-            model(data(rank, step)).square().mean().backward()
-            optimizer.step()
-        found.append(model)
-    for mine, theirs in zip(found[0].parameters(), found[1].parameters(), strict=True):
-        assert torch.equal(mine, theirs)
 
 
 def a_parameter_that_the_codec_cannot_encode_is_named(rank: int) -> None:

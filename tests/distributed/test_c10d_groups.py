@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,15 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import bagua
 import bagua.c10d  # registers the backend
 import bagua.torch_api
 from bagua.c10d.torch_bindings import BACKEND_HAS_CONSTRUCTOR
-from bagua.errors import AbortedError, BaguaError, BaguaTimeoutError, PeerLostError, PeerRaisedError
+from bagua.errors import AbortedError, BaguaError, BaguaTimeoutError, PeerLostError
 from tests.groups import arrive_waiting
-from tests.waits import NOT_BY_SILENCE, await_arrival, meet, until
+from tests.waits import NOT_BY_SILENCE, await_arrival, meet
 from tests.world import ROOT, World, make_world
 
 LIMIT = timedelta(seconds=30)
@@ -69,61 +67,6 @@ def survive(rank: int, folder: str) -> tuple[int, float] | None:
 def test_a_killed_rank_is_named_and_the_survivors_form_a_new_group(tmp_path: Path) -> None:
     world = World(3, expect_exit={2: -signal.SIGKILL}, env=NOT_BY_SILENCE)
     assert world.run(survive, str(tmp_path))[:2] == [(2, 3.0)] * 2
-
-
-def get_an_exception(rank: int, folder: str) -> str:
-    begin()
-    dist.barrier()
-    submitted = Path(folder, "submitted")
-    if rank == 1:
-        until(submitted.exists)
-        raise KeyError("a sample is missing")
-    future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
-    submitted.touch()
-    with pytest.raises(RuntimeError, match=r"(?s)PeerRaisedError.*a sample is missing"):
-        future.wait()
-    with pytest.raises(PeerRaisedError) as caught:
-        dist.all_reduce(torch.ones(3))
-    dist.destroy_process_group()
-    return caught.value.kind
-
-
-def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
-    assert World(2, expect_exit={1: 1}).run(get_an_exception, str(tmp_path)) == ["KeyError", None]
-
-
-class _Dies(torch.autograd.Function):
-    """Ends the process in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return grad
-
-
-def lose_a_rank_in_backward(rank: int) -> str:
-    begin()
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
-    outputs = model(torch.ones(2, 4))
-    meet("after the forward", rank, range(2))
-    if rank == 1:
-        outputs = _Dies.apply(outputs)
-    try:
-        outputs.sum().backward()
-    except RuntimeError as error:
-        # The error itself, where the rank was known to be lost when DDP called; else one of C++ with its name inside.
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_the_backward_of_ddp_says_whom_it_lost() -> None:
-    (text, _) = World(2, expect_exit={1: -signal.SIGKILL}).run(lose_a_rank_in_backward)
-    assert "PeerLostError" in text
-    assert "lost rank 1" in text
 
 
 def split_in_order(rank: int) -> list[int]:
@@ -389,25 +332,3 @@ def test_the_entry_point_leads_to_what_registers_the_backend() -> None:
     register()
     assert "bagua" in dist.Backend.backend_list
     assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not hasattr(dist.Backend, "_ensure_backend_registered"), reason="this torch finds no backends by entry points"
-)
-def test_an_installed_distribution_needs_no_import(tmp_path: Path) -> None:
-    maturin = shutil.which("maturin", path=os.path.dirname(sys.executable))
-    if maturin is None:
-        pytest.skip("maturin is not installed: make setup")
-    # What an installer writes beside the package.
-    write = [maturin, "pep517", "write-dist-info", "--metadata-directory", tmp_path, "--interpreter", sys.executable]
-    subprocess.run(write, cwd=ROOT, check=True, capture_output=True, timeout=120)
-    done = subprocess.run(
-        [sys.executable, "-c", CODE.replace("import bagua.c10d\n", 'assert "bagua" not in sys.modules\n')],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr

@@ -227,24 +227,6 @@ def test_weights_that_are_loaded_are_not_averaged_with_those_before(
     assert value_of(tmp_path) == (2, 5)
 
 
-def a_checkpoint_of_tied_weights(rank: int, path: str) -> None:
-    bagua.init_process_group()
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[1].weight = model[0].weight
-    model.with_bagua([], AsyncModelAverageAlgorithm(sync_interval_ms=1))
-    save_checkpoint(1, path, model)
-    bagua.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_tied_weights_that_are_averaged_are_saved_once(world: Callable[..., World], tmp_path: Path) -> None:
-    world(2).run(a_checkpoint_of_tied_weights, str(tmp_path))
-    model = torch.load(tmp_path / "iter_0000001" / "mp_rank_00_model_states.pt", weights_only=True)["model"]
-    places = {name: value.data_ptr() for name, value in model.items()}
-    assert places["0.weight"] == places["1.weight"] != places["0.bias"]
-    assert model["0.weight"].untyped_storage().nbytes() == 16
-
-
 def test_files_lie_where_the_original_put_them(tmp_path: Path) -> None:
     save_checkpoint(12, tmp_path, *training())
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "12"
@@ -278,28 +260,6 @@ def test_what_a_safe_load_would_refuse_is_refused_before_saving(tmp_path: Path) 
     with pytest.raises(TypeError, match=r"\['optimizer'\]\['param_groups'\]\[0\]\['note'\] is a builtins.object"):
         save_checkpoint(2, tmp_path, model, optimizer)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
-
-
-def a_sharded_parameter_is_refused(rank: int, path: str) -> str:
-    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
-
-    bagua.init_process_group()
-    model = model_of(1)
-    mesh = DeviceMesh("cpu", list(range(2)))
-    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
-    # Rank 0 would write its own half, and no rank the other one.
-    with pytest.raises((TypeError, BaguaError)) as refused:
-        save_checkpoint(1, path, model)
-    bagua.destroy_process_group()
-    return str(refused.value)
-
-
-def test_a_part_of_a_sharded_parameter_is_not_saved_as_the_whole(world: Callable[..., World], tmp_path: Path) -> None:
-    texts = world(2).run(a_sharded_parameter_is_refused, str(tmp_path))
-    assert "['model']['weight'] is a DTensor" in texts[0]
-    assert "torch.distributed.checkpoint" in texts[0]
-    assert "rank(s) 0 failed" in texts[1]
-    assert list(tmp_path.iterdir()) == []
 
 
 class Attack:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ for package in ("redis", "hiredis", "msgpack", "xxhash"):
     pytest.importorskip(package, reason=f"{package} is not installed: make setup")
 
 import bagua.torch_api as bagua  # noqa: E402
-from bagua import PeerLostError  # noqa: E402
 from bagua.torch_api.contrib import CachedDataset, CacheLoader, LoadBalancingDistributedSampler  # noqa: E402
 from tests.world import make_world  # noqa: E402
 
@@ -69,47 +66,6 @@ def test_each_host_starts_one_server_and_all_ranks_use_all_of_them() -> None:
     assert keys == (60, 60, 60)
     assert counts == (2, 2, 2)
     assert len(set(names)) == 1
-
-
-def construct_after_a_rebuild(rank: int) -> tuple[list[str], list[str], int]:
-    bagua.init_process_group()
-    first = CachedDataset(Squares(), "redis", "d", capacity_per_node=1 << 25)
-    first.warm_up(progress=False)
-    bagua.barrier()
-    if rank == 0:
-        # Its server ends with it.
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(PeerLostError):
-        bagua.barrier()
-    bagua.rebuild()
-    second = CachedDataset(Squares(), "redis", "d", capacity_per_node=1 << 25)
-    second.warm_up(progress=False)
-    bagua.barrier()
-    inner = second.dataset
-    inner.computed = 0  # type: ignore[attr-defined]
-    for cached in (second, first):
-        assert [cached[index][1] for index in range(60)] == [f"sample {index}" for index in range(60)]
-        if cached is second:
-            assert inner.computed == 0  # type: ignore[attr-defined]
-    keys = second.cache_loader.num_keys()
-    bagua.barrier()
-    before, after = ([server.name for server in each.cache_loader.store.stores] for each in (first, second))  # type: ignore[attr-defined]
-    bagua.destroy_process_group()
-    return before, after, keys
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    shutil.which("redis-server") is None, reason="redis-server is not installed: tools/system_packages test"
-)
-def test_after_a_rebuild_a_host_without_a_server_starts_one_and_the_others_keep_theirs() -> None:
-    results = make_world(4, hosts=[[0, 1], [2, 3]], expect_exit={0: -9}).run(construct_after_a_rebuild)
-    assert results[1] == results[2] == results[3]
-    before, after, keys = results[1]
-    assert len(before) == len(after) == 2
-    assert before[0] != after[0]
-    assert before[1] == after[1]
-    assert keys == 60
 
 
 def no_server(rank: int) -> str:

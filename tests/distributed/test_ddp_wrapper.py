@@ -493,16 +493,6 @@ def gradients_pass_through_an_all_reduce(rank: int) -> None:
             torch.testing.assert_close(gradient, stacked.grad[list(ranks).index(rank)], rtol=0, atol=1e-12)
 
 
-def second_derivatives_pass_through_an_all_reduce(rank: int) -> None:
-    size = bagua.get_world_size()
-    x = torch.tensor([2.0 + rank], requires_grad=True)
-    (slope,) = torch.autograd.grad(all_reduce(x * x), x, create_graph=True)
-    # d/dx_r of the sum of all ranks' losses, each the sum of all squares.
-    assert slope.item() == 2 * x.item() * size
-    slope.backward()
-    assert x.grad.item() == 2 * size
-
-
 def what_an_all_reduce_has_no_gradient_for_is_refused(rank: int) -> None:
     before = calls()
     for op in set(bagua.ReduceOp) - set(REDUCTIONS):

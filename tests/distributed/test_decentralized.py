@@ -11,7 +11,7 @@ import torch
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError
 from bagua.torch_api.algorithms.decentralized import PEER_SELECTION_MODES
-from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, hosts, same_everywhere
+from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, hosts
 from tests.distributed.weights_oracle import (
     Decentralized,
     Net,
@@ -92,16 +92,6 @@ def the_exchange_begins_in_the_first_forward_and_once_per_step(rank: int) -> Non
     assert_equals(model, ranks, rank, "after three forwards")
 
 
-def a_second_backward_of_a_step_communicates_nothing(rank: int) -> None:
-    model, optimizer = wrapped(rank)
-    loss(model, batch(rank, 0)).backward()
-    before = [bucket.backend_bucket.step for bucket in model.bagua_buckets]
-    (model.scale * 2.0).sum().backward()
-    assert [bucket.backend_bucket.step for bucket in model.bagua_buckets] == before
-    optimizer.step()
-    train(model, optimizer, rank, 1)
-
-
 def weights_that_change_meanwhile_keep_the_change(rank: int) -> None:
     model, optimizer = wrapped(rank)
     train(model, optimizer, rank, 0)
@@ -143,40 +133,6 @@ def a_graph_from_before_the_exchange_is_refused_afterwards(rank: int) -> None:
     value.backward()
 
 
-def outputs_of_any_structure_are_guarded(rank: int) -> None:
-    if bagua.get_world_size() == 1:
-        return
-
-    class Parts(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return {"losses": [(loss(self.net, x), 3)], "x": x, "nothing": None}
-
-    for wrapper in (False, True):
-        model: Any = Parts()
-        if wrapper:
-            model = bagua.data_parallel.DistributedDataParallel(model, algorithm=DecentralizedAlgorithm(False))
-        else:
-            model.with_bagua([sgd(model)], DecentralizedAlgorithm(False))
-        value = model(batch(rank, 0))["losses"][0][0]
-        value.backward(retain_graph=True)
-        with pytest.raises(BaguaError, match="weights have been replaced"):
-            value.backward()
-
-
-def unused_parameters_travel(rank: int) -> None:
-    for do_flatten in (True, False):
-        model, optimizer = wrapped(rank, do_flatten=do_flatten)
-        with torch.no_grad():
-            model.unused.fill_(float(rank))
-        train(model, optimizer, rank, 0)
-        size = bagua.get_world_size()
-        assert torch.equal(model.unused, torch.full((3,), sum(map(float, range(size))) / size))
-
-
 def memory_with_gaps_and_memory_that_moved_is_averaged(rank: int) -> None:
     for do_flatten in (True, False):
         model = torch.nn.Linear(4, 3)
@@ -190,19 +146,6 @@ def memory_with_gaps_and_memory_that_moved_is_averaged(rank: int) -> None:
         mean = sum(map(float, range(size))) / size
         assert torch.equal(model.weight, torch.full((3, 4), mean))
         assert torch.equal(model.bias, torch.full((3,), mean))
-
-
-def sparse_gradients_are_no_obstacle(rank: int) -> None:
-    model = torch.nn.Embedding(5, 2, sparse=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.with_bagua([optimizer], DecentralizedAlgorithm(False))
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.tensor([rank])).sum().backward()
-        before = model.weight.detach().clone()
-        assert same_everywhere(before)
-        optimizer.step()
-    assert not torch.equal(before, model.weight)
 
 
 def options_that_cannot_be_are_refused(rank: int) -> None:

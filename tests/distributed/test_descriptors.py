@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import resource
 import time
 from collections.abc import Callable
@@ -45,31 +44,6 @@ def test_joining_raises_the_soft_limit_to_the_hard_limit(world: World) -> None:
         assert soft == hard
 
 
-def counts_its_connections(rank: int) -> list[dict[str, int]]:
-    group = bagua.init(timeout=50)
-    shown = [group.stats()["connections"]]
-    for count in (1000, 1 << 20):
-        x = np.ones(count, np.float32)
-        group.all_reduce(x, op="sum")
-        assert (x == RANKS).all()
-        shown.append(group.stats()["connections"])
-    assert 0 < group.stats()["join_s"] < 50
-    group.barrier()
-    bagua.shutdown()
-    return shown
-
-
-@pytest.mark.slow
-def test_a_rank_of_many_has_few_connections_and_those_for_data_open_when_they_are_needed(world: World) -> None:
-    for idle, small, large in world(RANKS, env=TCP).run(counts_its_connections):
-        # The distances 1, 2, 4 and 8 in both directions.
-        assert idle == {"control": 8, "data": 0, "opened": 0, "closed": 0}
-        # A stream to each peer of doubling, 2 log2 n at most, and for the ring a second one to two of them.
-        assert 0 < small["data"] <= 10
-        assert small["data"] <= large["data"] == large["opened"] <= small["data"] + 2
-        assert (large["control"], large["closed"]) == (8, 0)
-
-
 def joins_with_a_low_hard_limit(rank: int) -> str:
     # However long the processes took to start.
     meet("have started", rank, range(RANKS))
@@ -90,31 +64,6 @@ def test_a_hard_limit_that_is_too_low_is_an_error_on_every_rank_at_once(world: W
         assert "file descriptors" in text
         assert f"may have {FEW}" in text
         assert "ulimit" in text
-
-
-def joins_with_hard_limit(rank: int, hard: int) -> int:
-    """How many descriptors the error asks for, of joining or of an all_reduce; 0 when both succeed."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    # Its messages are divided between the streams, so that all open.
-    x = np.ones(100_000)
-    try:
-        bagua.init(timeout=50).all_reduce(x)
-    except bagua.BaguaError as error:
-        [needed] = re.findall(r"needs (\d+) file descriptors", str(error))
-        return int(needed)
-    assert (x == bagua.world_size()).all()
-    bagua.shutdown()
-    return 0
-
-
-def test_a_group_works_with_as_many_descriptors_as_the_errors_ask_for(world: World) -> None:
-    few = world(6, env=TCP | {"BAGUA_STREAMS_PER_PEER": "16"})
-    allowed = [12]
-    while asked := max(few.run(joins_with_hard_limit, allowed[-1])):
-        assert asked > allowed[-1]
-        allowed.append(asked)
-    # What joining asks for, what the all_reduce does, and once more for a rank with more open files than the first.
-    assert 3 <= len(allowed) <= 4
 
 
 def allow(more: int) -> None:

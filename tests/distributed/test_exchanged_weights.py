@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,12 +15,11 @@ import bagua.torch_api as bagua
 from bagua.torch_api.algorithms import (
     Algorithm,
     DecentralizedAlgorithm,
-    GradientAllReduceAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
 )
 from bagua.torch_api.algorithms.decentralized import PEER_SELECTION_MODES
 from tests.distributed.states import load, saved
-from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, hosts, same_everywhere
+from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, hosts
 from tests.distributed.weights_oracle import (
     Decentralized,
     LowPrecision,
@@ -104,19 +101,6 @@ def gradients_accumulate_under_no_sync(rank: int) -> None:
             assert_equals(model, ranks, rank, f"{row.name}, step {step}")
 
 
-def frozen_parameters_do_not_travel(rank: int) -> None:
-    for row, do_flatten in itertools.product(ROWS, (True, False)):
-        model = made_on_rank_0(row.net)
-        model.deep.requires_grad_(False)
-        optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.05)
-        model.with_bagua([optimizer], row.algorithm(), do_flatten=do_flatten)
-        with torch.no_grad():
-            model.deep.fill_(float(rank) + 1.0)
-        train(model, optimizer, rank, 0)
-        assert torch.equal(model.deep, torch.full((2, 3), rank + 1.0))
-        assert "deep" not in model.bagua_algorithm.state_dict().get("weight", {})
-
-
 def a_loss_without_parameters_on_one_rank_ends_the_step_with_the_optimizer(rank: int) -> None:
     for row in ROWS:
         model, optimizer, ranks = begun(rank, row)
@@ -151,39 +135,6 @@ def an_overflow_makes_one_rank_skip_alone(rank: int) -> None:
         # The last step of rank 0 was skipped too: wrapping the model again communicates what it owes.
         model.with_bagua([optimizer], row.algorithm())
         train(model, optimizer, rank, 9)
-
-
-def a_model_can_be_wrapped_again_copied_and_deleted_at_any_moment(rank: int) -> None:
-    for row, do_flatten in itertools.product(ROWS, (True, False)):
-        model, optimizer, _ = begun(rank, row, do_flatten=do_flatten)
-        train(model, optimizer, rank, 0)
-        # An exchange that has begun is no obstacle.
-        loss(model, batch(rank, 1))
-        twin = copy.deepcopy(model)
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-        allreduce = GradientAllReduceAlgorithm()
-        model.with_bagua([optimizer], allreduce, do_flatten=do_flatten, find_unused_parameters=True)
-        train(model, optimizer, rank, 1)
-        assert same_everywhere(*model.parameters())
-        model.with_bagua([optimizer], row.algorithm(), do_flatten=do_flatten)
-        # The optimizer and the state of the model are about the same parameters.
-        ranks = row.simulate(model, bagua.get_world_size())
-        state = optimizer.state_dict()
-        for other in ranks.optimizers:
-            other.load_state_dict(copy.deepcopy(state))
-        for step in (2, 3):
-            train(model, optimizer, rank, step)
-            ranks.train(step)
-            assert_equals(model, ranks, rank, f"{row.name}, {do_flatten=}, step {step}")
-        for name, value in saved(model, optimizer)[0].items():
-            assert torch.equal(value, model.state_dict()[name])
-        twin.load_state_dict(model.state_dict())
-        train(twin, sgd(twin), rank, 4)
-        loss(model, batch(rank, 5))
-        del model, optimizer
-        gc.collect()
-        model, optimizer, _ = begun(rank, row)
-        train(model, optimizer, rank, 0)
 
 
 def a_model_trains_on_a_sub_group(rank: int) -> None:

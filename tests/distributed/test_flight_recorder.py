@@ -250,48 +250,6 @@ def test_a_killed_rank_has_no_record_and_is_named(
     assert {event["pid"] for event in events} == {0, 2}
 
 
-def trains(rank: int) -> tuple[str, str | None]:
-    import torch
-
-    import bagua.torch_api as api
-    from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
-
-    api.init_process_group()
-    model = torch.nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model = model.with_bagua([optimizer], GradientAllReduceAlgorithm())
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-
-    step()
-    meet("after a step", rank, range(2))
-    if rank == 1:
-        await_arrival("waits", [0])
-        os.kill(os.getpid(), signal.SIGKILL)
-    # The other rank might miss this one before it has anything to communicate.
-    arrive_waiting("waits", rank)
-    with pytest.raises(bagua.PeerLostError) as raised:
-        step()
-    return str(raised.value), raised.value.record
-
-
-@pytest.mark.slow
-def test_a_loss_that_ends_a_backward_has_a_record_with_the_bucket(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("torch")
-    env = {"BAGUA_TRACE_DIR": str(tmp_path / "traces")}
-    text, path = world(2, env=env, expect_exit={1: -signal.SIGKILL}, torch=True).run(trains)[0]
-    assert text.endswith(f"; flight record: {path}")
-    shown, _ = merge(capsys, [path], tmp_path / "out.json")
-    (line,) = shown
-    assert line.startswith("rank 0 waited for rank 1: all_reduce(avg) number ")
-    assert line.endswith(" of group world, channel 1, in bucket 0")
-
-
 def fails(rank: int, how: str) -> tuple[str, str | None]:
     # An engine's operation has the group's time, which is also that to connect; a verb has its own.
     group = bagua.init(timeout=10 if how == "engine" else 60)
@@ -355,26 +313,6 @@ def test_an_aborted_group_and_an_empty_directory_leave_no_record(
     assert list(tmp_path.rglob("*.json")) == []
 
 
-def cannot_write(rank: int) -> tuple[str, str | None]:
-    group = bagua.init()
-    group.barrier()
-    meet("before the failure", rank, range(2))
-    if rank == 1:
-        until(lambda: failed(group))
-    with pytest.raises(bagua.BaguaTimeoutError, match="waiting for rank 1") as raised:
-        group.barrier(timeout=1)
-    return str(raised.value), raised.value.record
-
-
-def test_a_directory_that_cannot_be_written_is_named_and_hides_no_error(world: World, tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    for text, path in world(2, env={"BAGUA_TRACE_DIR": str(file / "traces")}).run(cannot_write):
-        assert path is None
-        assert "; no flight record: NotADirectoryError: " in text
-        assert str(file) in text
-
-
 def in_the_default_directory(rank: int, waiting: str) -> str:
     del os.environ["BAGUA_TRACE_DIR"]
     group = bagua.init()
@@ -401,19 +339,6 @@ def test_a_rank_that_ends_by_an_exception_has_a_record_too_by_default_in_the_tem
     assert [json.loads(Path(file).read_text())["rank"] for file in files] == [0, 1]
     shown, _ = merge(capsys, files, tmp_path / "out.json")
     assert shown == ["rank 0 waited for rank 1: all_reduce(sum) number 1 of group world, channel 0"]
-
-
-@on_ranks(1)
-def test_a_forked_child_has_a_recorder_of_its_own(group: bagua.Group) -> None:
-    group.barrier()
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.write(writing, json.dumps(bagua.flight_recorder()).encode())
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert len(bagua.flight_recorder()) == 1
-    assert os.read(reading, 1000).decode() == "[]"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import bagua.torch_api as bagua
-from tests.distributed.front_ends import FRONT_ENDS, REFERENCE, Fabric
+from tests.distributed.front_ends import FRONT_ENDS, REFERENCE
 from tests.distributed.torch_ranks import ENVIRONMENT
 from tests.distributed.training_rows import ROWS, compare, train_rows
 from tests.world import make_world
@@ -69,22 +67,3 @@ def test_a_front_end_trains_as_ddp_on_gloo_does(name: str, size: int, front_end:
     for found, expected in zip(ours, gloos, strict=True):
         # Two summands have one order only; with more, gloo's differs from ours.
         compare(column, name, found[front_end][name], expected[REFERENCE.name][name], exact=size == 2)
-
-
-@pytest.mark.parametrize("front_end", [*FRONT_ENDS.values(), Fabric()], ids=lambda each: each.name)
-def test_a_front_end_has_rows_in_make_test_and_needs_each_of_its_reasons(front_end: Any) -> None:
-    quick = [name for name, row in ROWS.items() if row.of(front_end) and not front_end.is_slow(name, row.slow)]
-    assert len(quick) >= 10
-    needs = {need for row in ROWS.values() for variant in row.variants for need in variant.needed()}
-    assert set(front_end.lacks) - needs == set()
-
-
-def test_every_test_in_the_table_of_the_documents_exists() -> None:
-    folder = Path(__file__).parent
-    rows = [line for line in (folder / "ddp_parity.md").read_text().splitlines() if line[:3] != "|--"]
-    named = {name for row in rows if row.startswith("|") for name in re.findall(r"`(\w+_\w+)`", row.split("|")[-2])}
-    sources = [(folder / f"test_ddp_{which}.py").read_text() for which in ("wrapper", "jobs")]
-    defined = {name for source in sources for name in re.findall(r"^def (\w+)", source, re.MULTILINE)}
-    assert len(rows) > 22
-    assert named - defined - set(ROWS) == set()
-    assert set(ROWS) - named == set()

@@ -90,12 +90,6 @@ def the_default_is_the_average_and_average_false_the_sum(rank: int) -> None:
     torch.testing.assert_close(hvd.allreduce(mine, average=False), all_ranks.sum(0))
 
 
-def averages_of_negative_whole_numbers_are_cut_towards_zero(rank: int) -> None:
-    mine = torch.tensor([-1, -4, 5, rank], dtype=torch.int32)
-    mine[0] -= int(rank == 0)
-    assert hvd.allreduce(mine).tolist() == [-1, -4, 5, 1]
-
-
 def factors_multiply_before_and_after(rank: int) -> None:
     mine, total = data(rank, 6), stacked(6).sum(0)
     result = hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
@@ -179,22 +173,6 @@ def alltoall_sends_the_splits_and_says_what_came(rank: int) -> None:
             assert received.tolist() == [other + rank for other in range(RANKS)]
 
 
-def alltoall_without_splits_divides_evenly(rank: int) -> None:
-    tensors = [data(other, 3 * (other + 1)) for other in range(RANKS)]
-    expected = torch.cat([tensor.chunk(RANKS)[rank] for tensor in tensors])
-    assert torch.equal(hvd.alltoall(tensors[rank]), expected)
-    assert torch.equal(hvd.synchronize(hvd.alltoall_async(tensors[rank])), expected)
-
-
-def handles_may_be_synchronized_in_another_order(rank: int) -> None:
-    handles = [hvd.allreduce_async(torch.full((1000,), float(rank + turn)), op=hvd.Sum) for turn in range(8)]
-    for turn in reversed(range(8)):
-        assert float(hvd.synchronize(handles[turn])[-1]) == 3 + 3 * turn
-    assert all(map(hvd.poll, handles))
-    # A second time: the same result.
-    assert float(hvd.synchronize(handles[0])[0]) == 3
-
-
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
@@ -237,26 +215,6 @@ def the_gradients_of_allgather_and_broadcast_are_the_mean_of_plain_torchs(rank: 
         mine = data(rank, 4).requires_grad_()
         expected = plain([(4,)] * RANKS, lambda *all_ranks, r=root: [all_ranks[r].clone() for _ in all_ranks])[rank]
         torch.testing.assert_close(gradient(mine, hvd.broadcast(mine, root), weight(rank, 4)), expected / RANKS)
-
-
-def the_gradient_of_alltoall_is_that_of_plain_torch(rank: int) -> None:
-    def by_torch(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        parts = [tensor.split([other, 1, 2, 1]) for other, tensor in enumerate(tensors)]
-        return [torch.cat([part[peer] for part in parts]) for peer in range(RANKS)]
-
-    shapes: list[tuple[int, ...]] = [(4 + other, 2) for other in range(RANKS)]
-    mine = data(rank, *shapes[rank]).requires_grad_()
-    result, received = hvd.alltoall(mine, [rank, 1, 2])
-    assert not received.requires_grad
-    torch.testing.assert_close(gradient(mine, result, weight(rank, *result.shape)), plain(shapes, by_torch)[rank])
-    even = data(rank, 6).requires_grad_()
-    assert torch.equal(gradient(even, hvd.alltoall(even), torch.ones(6)), torch.ones(6))
-
-
-def min_max_and_product_have_no_gradient(rank: int) -> None:
-    for op in (hvd.Min, hvd.Max, hvd.Product):
-        result = hvd.allreduce(torch.ones(3, requires_grad=True), op=op)
-        raises(NotImplementedError, "has no gradient: use Average or Sum", result.sum().backward)
 
 
 # --- functions --------------------------------------------------------------------------------------------------------

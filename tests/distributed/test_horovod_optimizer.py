@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch import nn
 
 import bagua.horovod.torch as hvd
 import bagua.torch_api
-from bagua.torch_api.data_parallel import DistributedDataParallel
 from tests.distributed.torch_ranks import cases_in, each_case, same_everywhere
 
 RANKS = 3
@@ -199,16 +196,6 @@ def sparse_gradients_are_refused(rank: int) -> None:
     assert isinstance(optimizer, torch.optim.SGD)
 
 
-def parameters_that_are_added_later_are_reduced_too(rank: int) -> None:
-    model, more = Branches(), nn.Parameter(torch.zeros(2))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-    optimizer.add_param_group({"params": [more]})
-    (loss_of(model, rank, 0) + more.sum() * rank).backward()
-    optimizer.step()
-    torch.testing.assert_close(more.detach(), torch.full((2,), -1.0))
-    assert same_everywhere(*model.parameters())
-
-
 def parameters_that_are_unfrozen_later_are_reduced_and_frozen_ones_left_alone(rank: int) -> None:
     model, plain = Branches(), Branches()
     model.left.requires_grad_(False)
@@ -228,19 +215,6 @@ def parameters_that_are_unfrozen_later_are_reduced_and_frozen_ones_left_alone(ra
             param.grad = torch.zeros_like(param)
         alone.step()
     close([param.detach() for param in model.parameters()], [param.detach() for param in plain.parameters()])
-
-
-def an_optimizer_that_is_gone_reduces_nothing(rank: int) -> None:
-    model = Branches()
-    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()))
-    gone = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert gone() is None
-    if rank == 1:
-        loss_of(model, rank, 0).backward()
-        loss_of(model, rank, 1).backward()
-    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
 
 
 def one_backward_too_many_and_zero_grad_too_early_are_errors(rank: int) -> None:
@@ -305,29 +279,6 @@ def parameters_of_a_wrapped_model_are_refused(rank: int) -> None:
         hvd.DistributedOptimizer(optimizer)
     bagua.torch_api.unwrap(model)
     hvd.DistributedOptimizer(optimizer)
-
-
-def a_model_whose_optimizer_is_a_distributed_one_is_refused(rank: int) -> None:
-    model = nn.Linear(2, 2)
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizers = [hvd.DistributedOptimizer(plain)]
-    wraps: list[Callable[[], nn.Module]] = [
-        lambda: bagua.torch_api.with_bagua(model, optimizers, "gradient_allreduce"),
-        lambda: DistributedDataParallel(model),
-    ]
-    for wrap in wraps:
-        with pytest.raises(ValueError, match=r"'weight' is communicated by an hvd\.DistributedOptimizer already"):
-            wrap()
-    # The optimizer works on.
-    model(torch.full((1, 2), float(rank))).sum().backward()
-    optimizers[0].step()
-    assert model.weight.grad is not None
-    assert same_everywhere(model.weight.grad)
-    # Without it the model may be wrapped.
-    optimizers[:] = [plain]
-    gc.collect()
-    for wrap in wraps:
-        bagua.torch_api.unwrap(wrap())
 
 
 CASES = cases_in(globals())

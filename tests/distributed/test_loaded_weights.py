@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import re
 import tempfile
 from collections.abc import Callable
@@ -133,37 +132,6 @@ def load_checkpoint_has_all_ranks_begin_with_them(rank: int) -> None:
         model.bagua_algorithm.load_state_dict(states[2])
         load_checkpoint(path, model, optimizer)
         assert str(model.bagua_algorithm.state_dict()) == str(states[2])
-
-
-def what_was_sent_before_does_not_replace_them(rank: int) -> None:
-    # After gradients that are not finite the weights are sent at once.
-    model, optimizer, start = trained(rank, LocalSGDAlgorithm(1))
-    optimizer.zero_grad()
-    (model(data(rank, 4)).sum() * math.inf).backward()
-    model.load_state_dict(start)
-    model(data(rank, 5))
-    assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
-    # They are averaged during forward and backward.
-    model, optimizer, start = trained(rank, DecentralizedAlgorithm())
-    model(data(rank, 4))
-    model.load_state_dict(start)
-    model(data(rank, 4)).sum().backward()
-    assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
-
-
-def local_sgd_goes_on_from_them_after_weights_that_were_not_finite(rank: int) -> None:
-    model, optimizer, start = trained(rank, LocalSGDAlgorithm(1))
-    with torch.no_grad():
-        model[0].weight.fill_(math.nan)
-    local_step(model, optimizer, data(rank, 4))
-    assert model[0].weight.isnan().all()
-    model.load_state_dict(start)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.state.clear()
-    local_step(model, optimizer, data(rank, 5))
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, start[name])
 
 
 @dataclass(frozen=True)

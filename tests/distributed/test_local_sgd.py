@@ -59,22 +59,6 @@ def weights_equal_the_simulation_after_every_step(rank: int) -> None:
             assert rounds(model) == 2
 
 
-def half_types_are_rounded_as_the_file_says(rank: int) -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        model = net(dtype)
-        optimizer = sgd(model)
-        model.with_bagua([optimizer], DiLoCoAlgorithm(2))
-        simulated = Simulation(model)
-        for step in range(6):
-            local_step(model, optimizer, data(rank, step, dtype))
-            simulated.train(step, dtype=dtype)
-            if step % 2:
-                simulated.round(0.7, 0.9, True)
-                assert same_everywhere(*(param.detach().view(torch.int16) for param in model.parameters()))
-            # The sums of hosts are rounded to the type before they are sent, which is not simulated here.
-            assert len(hosts()) > 1 or equal(model, simulated.models[rank])
-
-
 def codecs_and_error_feedback_equal_the_oracle(rank: int) -> None:
     size = bagua.get_world_size()
     for codec, options, hierarchical, feedback in (
@@ -109,21 +93,6 @@ def codecs_and_error_feedback_equal_the_oracle(rank: int) -> None:
                     means.update({n: p.view_as(simulated.anchors[n]) for n, p in zip(bucket, parts, strict=True)})
                 simulated.move(means, 0.7, 0.9, True)
             assert equal(model, simulated.models[rank]), f"{algorithm.describe()} step {step}"
-
-
-def an_interval_of_1_averages_weights(rank: int) -> None:
-    def plain(model: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1)
-
-    model = net()
-    optimizer = plain(model)
-    model.with_bagua([optimizer], LocalSGDAlgorithm(1))
-    simulated = Simulation(model, plain)
-    for step in range(5):
-        local_step(model, optimizer, data(rank, step))
-        simulated.train(step)
-        simulated.average()
-        close(model, simulated.models[rank])
 
 
 def buffers_become_those_of_rank_0_after_a_round_only(rank: int) -> None:
@@ -173,27 +142,6 @@ def unused_and_sparse_parameters_travel(rank: int) -> None:
     assert rounds(model) == 2
 
 
-def with_bagua_inside_a_round_begins_with_the_weights_of_rank_0(rank: int) -> None:
-    model = net()
-    optimizer = sgd(model)
-    algorithm = DiLoCoAlgorithm(4)
-    model.with_bagua([optimizer], algorithm)
-    for step in range(2):
-        local_step(model, optimizer, data(rank, step))
-    assert not same_everywhere(*model.parameters())
-    model.with_bagua([optimizer], algorithm)
-    assert same_everywhere(*model.parameters())
-    simulated = Simulation(model)
-    for other in simulated.optimizers:
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for step in range(4):
-        local_step(model, optimizer, data(rank, step))
-        simulated.train(step)
-        assert rounds(model) == (step == 3)
-    simulated.round(0.7, 0.9, True)
-    assert equal(model, simulated.models[rank])
-
-
 def a_resumed_run_goes_on_to_the_bit(rank: int) -> None:
     for feedback in (False, True):
         algorithm = DiLoCoAlgorithm(
@@ -233,20 +181,6 @@ def a_resumed_run_goes_on_to_the_bit(rank: int) -> None:
         other.bagua_algorithm.load_state_dict(states[2])
 
 
-def a_model_can_go_back_to_an_earlier_state(rank: int) -> None:
-    model = net()
-    optimizer = sgd(model)
-    model.with_bagua([optimizer], LocalSGDAlgorithm(2))
-    local_step(model, optimizer, data(rank, 0))
-    states = states_of(model, optimizer)
-    local_step(model, optimizer, data(rank, 1))
-    assert same_everywhere(*model.parameters())
-    after = [param.detach().clone() for param in model.parameters()]
-    load(model, optimizer, states)
-    local_step(model, optimizer, data(rank, 1))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), after, strict=True))
-
-
 def weights_that_are_loaded_after_wrapping_do_not_count_as_training(rank: int) -> None:
     for algorithm, outer in variants():
         model = net()
@@ -265,20 +199,6 @@ def weights_that_are_loaded_after_wrapping_do_not_count_as_training(rank: int) -
         model.bagua_algorithm.load_state_dict(states[2])
         model.load_state_dict(loaded)
         local_step(model, optimizer, data(rank, 0))
-
-
-def frozen_and_ignored_parameters_stay(rank: int) -> None:
-    model = net()
-    model._bagua_params_and_buffers_to_ignore = ["0.bias"]
-    model[2].bias.requires_grad_(False)
-    optimizer = sgd(model)
-    model.with_bagua([optimizer], LocalSGDAlgorithm(1))
-    frozen = model[2].bias.detach().clone()
-    local_step(model, optimizer, data(rank, 0))
-    assert same_everywhere(model[0].weight, model[2].weight)
-    assert not same_everywhere(model[0].bias)
-    assert torch.equal(model[2].bias, frozen)
-    assert set(model.bagua_algorithm.state_dict()["anchor"]) == {"0.weight", "2.weight"}
 
 
 CASES = cases_in(globals())

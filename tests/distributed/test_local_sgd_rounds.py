@@ -50,23 +50,6 @@ def an_overflow_on_one_rank_delays_no_other(rank: int) -> None:
     assert same_everywhere(*model.parameters())
 
 
-def an_overflow_in_the_last_step_does_not_hang(rank: int) -> None:
-    model = net()
-    optimizer = sgd(model)
-    model.with_bagua([optimizer], LocalSGDAlgorithm(2))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for step in range(2):
-        optimizer.zero_grad()
-        factor = float("inf") if step == 1 and rank == 0 else 1.0
-        scaler.scale(model(data(rank, step)).square().mean() * factor).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    bagua.barrier()
-    assert rounds(model) == 1
-    model.bagua_algorithm.state_dict()
-    assert same_everywhere(*model.parameters())
-
-
 def an_optimizer_that_is_not_called_delays_the_round_to_the_next_forward(rank: int) -> None:
     size = bagua.get_world_size()
     model = net()
@@ -116,25 +99,6 @@ def every_optimizer_of_the_model_steps_before_a_round(rank: int) -> None:
         assert equal(model, alone.models[rank])
 
 
-def a_second_backward_of_a_step_brings_no_second_round(rank: int) -> None:
-    model = net()
-    optimizer = sgd(model)
-    model.with_bagua([optimizer], LocalSGDAlgorithm(1))
-    for step in range(3):
-        optimizer.zero_grad()
-        first = model(data(rank, step)).square().mean()
-        second = model(data(rank, step + 9)).square().mean()
-        first.backward()
-        second.backward()
-        optimizer.step()
-        assert same_everywhere(*model.parameters())
-        # Without a forward: no step begins.
-        (model[2].bias.square().sum() * (rank + 1)).backward()
-        optimizer.step()
-        assert rounds(model) == step + 1
-        assert not same_everywhere(model[2].bias)
-
-
 def no_sync_makes_one_step_of_several_backwards(rank: int) -> None:
     size = bagua.get_world_size()
     model = net()
@@ -157,36 +121,6 @@ def no_sync_makes_one_step_of_several_backwards(rank: int) -> None:
             simulated.round()
         assert equal(model, simulated.models[rank])
     assert rounds(model) == 2
-
-
-def models_that_overflow_together_or_alone_delay_no_rank(rank: int) -> None:
-    algorithm = LocalSGDAlgorithm(1)
-    # By step: of which models the gradients of rank 0 overflow.
-    overflows = {1: [0], 2: [1], 3: [0, 1]}
-    for order in ((0, 1), (1, 0)):
-        models = [torch.nn.Linear(5, 4), torch.nn.Linear(4, 3)]
-        optimizers = [sgd(each) for each in models]
-        for model, optimizer in zip(models, optimizers, strict=True):
-            model.with_bagua([optimizer], algorithm)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        for step in range(5):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            broken = overflows.get(step, []) if rank == 0 else []
-            hooks = [models[each].weight.register_hook(lambda grad: grad * float("inf")) for each in broken]
-            scaler.scale(models[1](models[0](data(rank, step)).tanh()).square().mean()).backward()
-            bagua.barrier()
-            for number in order:
-                before = models[number].weight.detach().clone()
-                scaler.step(optimizers[number])
-                assert torch.equal(before, models[number].weight) == (number in broken)
-            bagua.barrier()
-            scaler.update(2.0)
-            for hook in hooks:
-                hook.remove()
-        for model in models:
-            assert rounds(model) == 5
-            assert same_everywhere(*model.parameters())
 
 
 CASES = cases_in(globals())

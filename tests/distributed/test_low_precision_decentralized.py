@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ import bagua.torch_api as bagua
 from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, hosts
 from tests.distributed.weights_oracle import LowPrecision, Net, assert_equals, batch, loss, made_on_rank_0, sgd, train
 from tests.distributed.weights_oracle import wrapped as wrapped_with
-from tests.world import make_world
 
 LowPrecisionAlgorithm = bagua.algorithms.LowPrecisionDecentralizedAlgorithm
 
@@ -137,33 +135,6 @@ def the_last_of_several_optimizers_communicates(rank: int) -> None:
         assert_equals(model, ranks, rank, f"step {step}")
 
 
-def an_optimizer_that_steps_under_no_sync_communicates_nothing(rank: int) -> None:
-    model, optimizer = wrapped(rank)
-    bucket = model.bagua_buckets[0].backend_bucket
-    with bagua.no_sync(model):
-        train(model, optimizer, rank, 0)
-    assert bucket.step == 0
-    train(model, optimizer, rank, 1)
-    assert bucket.step == 1
-
-
-def memory_with_gaps_and_memory_that_moved_is_communicated(rank: int) -> None:
-    for do_flatten in (True, False):
-        model = torch.nn.Linear(4, 3)
-        model.weight = torch.nn.Parameter(torch.zeros(3, 8)[:, ::2])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model.with_bagua([optimizer], LowPrecisionAlgorithm(False), do_flatten=do_flatten)
-        model.bias.data = model.bias.data.clone()
-        for step in range(2):
-            optimizer.zero_grad()
-            (model(torch.ones(1, 4)).sum() * float(rank + step)).backward()
-            optimizer.step()
-            state = model.bagua_algorithm.state_dict()["weight"]
-            assert torch.equal(model.weight, state["weight"])
-            assert torch.equal(model.bias, state["bias"])
-        assert not torch.equal(model.weight, torch.zeros(3, 4))
-
-
 def models_and_options_that_cannot_be_are_refused(rank: int) -> None:
     model = torch.nn.Linear(3, 2)
     with pytest.raises(ValueError, match=r"no optimizer .*\['bias'\]"):
@@ -185,25 +156,3 @@ def models_and_options_that_cannot_be_are_refused(rank: int) -> None:
 CASES = cases_in(globals())
 
 test = each_case(CASES, 1, *HOSTED, timeout=60)
-
-
-def end_with_a_skipped_step(rank: int, skipping: int) -> tuple[float, int]:
-    torch.set_num_threads(1)
-    bagua.init_process_group()
-    model, optimizer = wrapped(rank)
-    train(model, optimizer, rank, 0)
-    loss(model, batch(rank, 1)).backward()
-    start = time.monotonic()
-    if rank >= skipping:
-        # The other ranks wait here until rank 0 leaves.
-        optimizer.step()
-    bucket = model.bagua_buckets[0].backend_bucket
-    bagua.destroy_process_group()
-    return time.monotonic() - start, bucket.step
-
-
-@pytest.mark.parametrize("skipping", [1, 2], ids=["one rank", "all ranks"])
-def test_a_program_may_end_after_a_skipped_step(skipping: int) -> None:
-    for seconds, rounds in make_world(2).run(end_with_a_skipped_step, skipping):
-        assert rounds == 2
-        assert seconds < 20

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -140,35 +138,3 @@ def test_what_a_rank_sent_before_it_left_arrives_and_the_next_receive_says_so(wo
     text = world(2).run(leaves)[0]
     assert "rank 1" in text
     assert "left" in text
-
-
-def keeps_nothing(rank: int) -> tuple[int, int]:
-    group = bagua.init(timeout=60)
-    groups = [group.new_group([0, 1]) for _ in range(5)]
-
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    def threads() -> int:
-        return len(os.listdir("/proc/self/task"))
-
-    group.barrier()
-    before = descriptors(), threads()
-    for one in groups:
-        assert one is not None
-        one.exchange([(1 - rank, pattern(10, rank))], [(1 - rank, np.empty(10, np.uint8))])
-    assert threads() > before[1]
-    bagua.shutdown()
-    # A thread that was joined is listed for a moment more.
-    until = time.monotonic() + 10
-    while threads() > before[1]:
-        assert time.monotonic() < until
-        time.sleep(0.001)
-    del one, groups
-    return descriptors() - before[0], threads() - before[1]
-
-
-def test_nothing_is_left_after_the_end(world: World) -> None:
-    for descriptors, threads in world(2).run(keeps_nothing):
-        assert descriptors <= 0
-        assert threads <= 0

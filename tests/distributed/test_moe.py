@@ -167,28 +167,8 @@ def ranks_may_have_different_numbers_of_tokens(rank: int) -> None:
     compare(rank, counts, k=2, capacity_factor=0.7)
 
 
-def noise_is_that_of_the_policy(rank: int) -> None:
-    for policy in ("Jitter", "RSample", "None"):
-        compare(rank, [16] * bagua.get_world_size(), noisy_gate_policy=policy)
-
-
 def unused_tokens_are_seen_by_no_expert(rank: int) -> None:
     compare(rank, [16] * bagua.get_world_size(), use=True)
-
-
-def evaluation_draws_nothing(rank: int) -> None:
-    for k in (1, 2):
-        compare(rank, [16] * bagua.get_world_size(), training=False, k=k, capacity_factor=0.5)
-    moe = layer(1, noisy_gate_policy="RSample").eval()
-    before = torch.get_rng_state()
-    moe(tokens_of(rank, 8))
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def the_shape_of_the_input_is_that_of_the_output(rank: int) -> None:
-    moe = layer(1, min_capacity=24)
-    x = tokens_of(rank, 24)
-    torch.testing.assert_close(moe.eval()(x.view(2, 3, 4, HIDDEN))[0].view(24, HIDDEN), moe(x)[0])
 
 
 class Model(nn.Module):
@@ -346,18 +326,6 @@ def experts_are_saved_and_loaded(rank: int) -> None:
         assert torch.equal(optimizer.state[one]["exp_avg"], optimizer2.state[two]["exp_avg"])
 
 
-def layers_may_have_different_numbers_of_experts(rank: int) -> None:
-    path = folder(rank)
-    model, other = nn.ModuleList([layer(1), layer(2)]), nn.ModuleList([layer(1), layer(2)])
-    with torch.no_grad():
-        for i, param in enumerate(model.parameters()):
-            param.fill_(i + 100 * rank if is_moe_param(param) else i)
-    save_checkpoint(1, path, model)
-    assert load_checkpoint(path, other) == 1
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(one, two)
-
-
 def an_error_of_one_rank_is_an_error_on_all(rank: int) -> None:
     path = folder(rank)
     model, optimizer = trained()
@@ -368,15 +336,6 @@ def an_error_of_one_rank_is_an_error_on_all(rank: int) -> None:
     with pytest.raises(expected, match=r"\['note'\] is a builtins.object|rank\(s\) 1 failed to collect"):
         save_checkpoint(2, path, model, optimizer)
     assert load_checkpoint(path, model, optimizer) == 1
-
-
-def a_plain_model_is_saved_by_rank_0_alone(rank: int) -> None:
-    path = folder(rank)
-    model = nn.Linear(3, 2)
-    save_checkpoint(3, path, model)
-    assert [file.name for file in (path / "iter_0000003").iterdir()] == ["mp_rank_00_model_states.pt"]
-    assert load_checkpoint(path, model) == 3
-    assert same_everywhere(*model.parameters())
 
 
 CASES = cases_in(globals())

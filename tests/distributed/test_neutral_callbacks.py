@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -101,41 +99,6 @@ def test_a_callback_of_a_done_verb_is_called_at_once_and_others_in_order_on_anot
         other.barrier()
     with pytest.raises(TypeError, match="3 is not callable"):
         group.barrier(async_op=True).then(3)  # type: ignore[arg-type]
-
-
-@on_ranks(2)
-def test_a_callback_may_start_the_next_verb(group: bagua.Group) -> None:
-    x = np.ones(4)
-    finished = threading.Event()
-    seen: list[float] = []
-
-    def next_verb(error: Exception | None) -> None:
-        assert error is None
-        seen.append(float(x[0]))
-        if len(seen) < 10:
-            group.all_reduce(x, async_op=True).then(next_verb)
-        else:
-            finished.set()
-
-    group.all_reduce(x, async_op=True).then(next_verb)
-    assert finished.wait(60)
-    assert seen == [2.0**n for n in range(1, 11)]
-
-
-@on_ranks(2)
-def test_a_verb_keeps_its_array_when_the_handle_is_dropped(rank: int, group: bagua.Group) -> None:
-    calls = Calls()
-    x = np.ones(1 << 16)
-    alive = weakref.ref(x)
-    if rank == 0:
-        group.all_reduce(x, async_op=True).then(calls)
-        del x
-        gc.collect()
-        assert alive() is not None, "the other rank has not taken part"
-    group.new_group([0, 1]).barrier()  # type: ignore[union-attr]
-    if rank == 1:
-        group.all_reduce(x, async_op=True).then(calls)
-    assert calls.wait() == ["NoneType"]
 
 
 # --- exceptions -------------------------------------------------------------------------------------------------------
@@ -243,13 +206,6 @@ def test_the_interpreters_exit_calls_pending_callbacks(world: World) -> None:
     assert run.output[0].splitlines() == ["called with AbortedError"]
 
 
-def test_a_callback_at_the_interpreters_exit_that_starts_a_verb_gets_an_error(world: World) -> None:
-    run = world(2)
-    run.run(exits, "starts a verb")
-    assert run.output[0].splitlines()[0] == "called with AbortedError"
-    assert "AbortedError" in run.output[0].splitlines()[-1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["blocks", "computes"])
 def test_a_callback_that_does_not_return_does_not_hang_the_interpreters_exit(world: World, how: str) -> None:
@@ -257,44 +213,3 @@ def test_a_callback_that_does_not_return_does_not_hang_the_interpreters_exit(wor
     run.run(exits, how)
     assert run.output[0].splitlines()[0] == "called with AbortedError"
     assert "a callback of a handle has not returned after 5.0 s" in run.output[0]
-
-
-def forks(rank: int) -> list[str]:
-    group = bagua.init(timeout=60)
-    other = group.new_group([0, 1])
-    assert other is not None
-    if rank == 1:
-        group.barrier()
-        other.barrier()
-        bagua.shutdown()
-        return []
-    handle = other.barrier(async_op=True)
-    calls = Calls()
-    handle.then(calls)
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        # A child that ends as a program does, atexit and all.
-        try:
-            handle.then(lambda error: os.write(write, b"called in the child"))
-        except bagua.BaguaError as error:
-            os.write(write, str(error).encode())
-        extension.Handle.completed().then(lambda error: os.write(write, b"|at once"))
-        extension.wait_for_callbacks(60)
-        os.write(write, f"|{calls.errors}".encode())
-        raise SystemExit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        said = pipe.read()
-    assert os.waitpid(child, 0)[1] == 0
-    assert calls.errors == []
-    group.barrier()
-    got = calls.wait()
-    bagua.shutdown()
-    return [*said.split("|"), *got]
-
-
-def test_a_forked_child_calls_no_callback_of_its_parent(world: World) -> None:
-    refused, at_once, calls, got = world(2).run(forks)[0]
-    assert "forked" in refused
-    assert (at_once, calls, got) == ("at once", "[]", "NoneType")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,33 +116,6 @@ def is_named(world: World, folder: Path, what: str, env: dict[str, str]) -> None
         killed_in_a_loop, what, 1, str(folder)
     )
     assert results == [(1, 2.0), None, (1, 2.0)]
-
-
-def killed_in_large_broadcasts(rank: int) -> None:
-    group = bagua.init(timeout=60)
-    # 16 MiB: 32 times what fits the windows of a rank.
-    x = np.full(1 << 22, rank, np.float32)
-    turn = 0
-
-    def step() -> None:
-        nonlocal turn
-        turn += 1
-        if (rank, turn) == (1, 3):
-            # In another thread, so that the process ends at any point of a broadcast.
-            threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGKILL]).start()
-        x[:] = rank + turn
-        group.broadcast(x, turn % 2)
-        assert (x == turn % 2 + turn).all()
-
-    with pytest.raises(bagua.PeerLostError) as raised:
-        for_ever(step)
-    assert raised.value.rank == 1
-    bagua.shutdown()
-    assert turn > 1
-
-
-def test_a_rank_that_is_killed_while_large_tensors_are_broadcast_is_named(world: World) -> None:
-    world(2, expect_exit={1: -signal.SIGKILL}, env=NOT_BY_SILENCE).run(killed_in_large_broadcasts)
 
 
 def printed_by_rank_0(rank: int, how: str, file: str) -> str:
@@ -282,17 +253,6 @@ def test_an_object_that_cannot_travel_raises_where_it_is_wanted_and_the_group_go
     assert group.all_gather_object(rank) == list(range(size))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-@on_ranks(3)
-def test_an_object_of_64_mib_travels_from_one_rank(rank: int, group: bagua.Group, transport: str) -> None:
-    array = np.arange(64 << 17) if rank == 1 else None
-    found = group.all_gather_object(array)
-    assert (found[0], found[2]) == (None, None)
-    assert np.array_equal(found[1], np.arange(64 << 17))
-    assert np.array_equal(group.broadcast_object(array, 1), found[1])
-
-
 @pytest.mark.parametrize("verb", ["all_reduce", "all_gather_object"])
 @on_ranks(2)
 def test_a_deadline_names_who_did_not_take_part(rank: int, group: bagua.Group, verb: str) -> None:
@@ -309,39 +269,6 @@ def test_a_deadline_names_who_did_not_take_part(rank: int, group: bagua.Group, v
 
 
 # --- the GIL ----------------------------------------------------------------------------------------------------------
-
-
-#: Of the test below. The threads of both ranks have to run within it on a busy machine.
-HEARTBEAT_TIMEOUT_S = 5
-
-
-def holds_the_gil(rank: int, pipe: str) -> None:
-    group = bagua.init(timeout=60)
-    x, y = np.ones(1000), np.ones(1000)
-    group.barrier()
-    handles = [group.all_reduce(x, "max", async_op=True) for _ in range(50)]
-    if rank == 0:
-        # A C function called with the GIL held: no Python runs in this process until rank 1 writes.
-        file = os.open(pipe, os.O_RDWR)
-        assert ctypes.PyDLL(None).read(file, ctypes.create_string_buffer(1), 1) == 1
-    for handle in handles:
-        handle.wait()
-    if rank == 1:
-        # Longer than the heartbeat timeout: the heartbeats of rank 0 went on without its GIL.
-        time.sleep(2 * HEARTBEAT_TIMEOUT_S)
-        Path(pipe).write_bytes(b"x")
-    group.all_reduce(y)
-    bagua.shutdown()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_a_rank_that_holds_the_gil_stops_neither_its_peers_nor_its_heartbeats(
-    world: World, tmp_path: Path, transport: str
-) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    env = {"BAGUA_HEARTBEAT_TIMEOUT": str(HEARTBEAT_TIMEOUT_S), "BAGUA_TRANSPORT": transport}
-    world(2, env=env).run(holds_the_gil, str(tmp_path / "pipe"))
 
 
 # --- ends -------------------------------------------------------------------------------------------------------------

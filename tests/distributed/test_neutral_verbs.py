@@ -483,21 +483,3 @@ def test_two_hosts_of_two_ranks_add_inside_the_hosts_first(world: Callable[..., 
     assert len({result["digest"] for result in results}) == 1
     assert results[0]["stats"]["transports"] == {0: "self", 1: "shm", 2: "tcp", 3: "tcp"}
     assert [result["hosts"] for result in results] == [2, 2, 2, 2]
-
-
-def sums_of_float16(rank: int) -> list[str]:
-    """Of two ranks' 60000 and two ranks' -60000: the sum, and the average."""
-    bagua.init()
-    mine = np.full(3, 60000 if rank < 2 else -60000, np.float16)
-    found = [str(bagua.all_reduce(mine.copy(), op)[0]) for op in ("sum", "avg")]
-    bagua.shutdown()
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("hosts", "total"), [([[0, 1, 2, 3]], "0.0"), ([[0, 1], [2, 3]], "nan")])
-def test_a_sum_of_float16_beyond_its_range_inside_a_host_is_no_number(
-    world: Callable[..., Any], hosts: list[list[int]], total: str
-) -> None:
-    # The page "Determinism" says so: `hier` rounds the sum of each host. The average has no such limit.
-    assert world(4, hosts=hosts).run(sums_of_float16) == [[total, "0.0"]] * 4

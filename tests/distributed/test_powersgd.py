@@ -126,73 +126,6 @@ def rounds_equal_the_simulation(rank: int) -> None:
                 assert same_everywhere(*state["q"].values())
 
 
-def gradients_of_one_column_space_are_averaged_exactly(rank: int) -> None:
-    # Feedback would magnify the rounding errors of such gradients, which are all that is left, from round to round.
-    for feedback, rounds in ((True, 1), (False, 4)):
-        for seed in range(3):
-            model = Given()
-            wrapped(model, PowerSGDAlgorithm(RANK, error_feedback=feedback))
-            generator = torch.Generator().manual_seed(seed)
-            basis, common = torch.randn(20, RANK, generator=generator), torch.randn(RANK, 30, generator=generator)
-            for step in range(rounds):
-                # Alike from step to step, so that the last Q suits them and rounding errors stay small.
-                everybody = [basis @ (common + 0.3 * torch.randn(RANK, 30, generator=generator)) for _ in range(size())]
-                found = averages(model, gradients(rank, 0) | {"matrix": everybody[rank]})
-                close(found["matrix"], sum(everybody) / size(), (feedback, seed, step))
-
-
-def a_round_projects_the_mean_on_a_space_of_few_columns(rank: int) -> None:
-    if size() == 1:
-        return
-    model = Given()
-    wrapped(model, PowerSGDAlgorithm(RANK, error_feedback=False))
-    for step in range(3):
-        found = averages(model, gradients(rank, step))["matrix"].double()
-        mean = sum(gradients(other, step)["matrix"] for other in range(size())).double() / size()
-        assert torch.linalg.matrix_rank(found, rtol=1e-5) == RANK
-        left = mean - found
-        assert 0.1 * mean.norm() < left.norm() < mean.norm()
-        assert (found.T @ left).norm() < 1e-5 * mean.norm() ** 2
-
-
-def a_warm_start_finds_the_best_approximation(rank: int) -> None:
-    if size() == 1:
-        return
-    everybody = [gradients(other, 3)["matrix"] for other in range(size())]
-    u, values, v = torch.linalg.svd((sum(everybody) / size()).double())
-    # A gap behind the wanted values, so that a few steps are enough.
-    values[RANK:] *= 0.3
-    best = u[:, :RANK] @ torch.diag(values[:RANK]) @ v[:RANK]
-    mean = u[:, :20] @ torch.diag(values) @ v[:20]
-    apart = torch.randn(20, 30, generator=torch.Generator().manual_seed(rank))
-    summed = sum(torch.randn(20, 30, generator=torch.Generator().manual_seed(other)) for other in range(size()))
-    own = (mean + apart.double() - summed.double() / size()).float()
-    errors = {}
-    for warm in (True, False):
-        model = Given()
-        wrapped(model, PowerSGDAlgorithm(RANK, error_feedback=False, warm_start=warm))
-        for _ in range(15):
-            found = averages(model, gradients(rank, 0) | {"matrix": own})["matrix"]
-        errors[warm] = float((found.double() - best).norm() / best.norm())
-    assert errors[True] < 1e-4
-    assert errors[False] > 1e-2
-
-
-def averages_over_time_converge_with_error_feedback(rank: int) -> None:
-    everybody = [gradients(other, 5)["matrix"] for other in range(size())]
-    mean = (sum(everybody) / size()).double()
-    distance = {}
-    for feedback in (True, False):
-        model = Given()
-        wrapped(model, PowerSGDAlgorithm(RANK, error_feedback=feedback))
-        total = torch.zeros(20, 30, dtype=torch.float64)
-        for _ in range(150):
-            total += averages(model, gradients(rank, 0) | {"matrix": everybody[rank]})["matrix"].double()
-        distance[feedback] = float((total / 150 - mean).norm() / mean.norm())
-    assert distance[True] < 0.1
-    assert size() == 1 or distance[False] > 0.5
-
-
 def gradients_of_zero_stay_zero_and_do_no_harm(rank: int) -> None:
     model = Given()
     wrapped(model)
@@ -302,17 +235,6 @@ def unused_parameters_stay_and_take_part_where_another_rank_uses_them(rank: int)
             close(found["matrix"], expected.step(used), step, 3e-5)
 
 
-def what_no_rank_used_decides_nothing(rank: int) -> None:
-    model = Given()
-    wrapped(model, find_unused_parameters=True)
-    if rank == 0:
-        model.bias.grad = torch.full((5,), float("nan"))
-    model({"matrix": gradients(rank, 0)["matrix"]}).backward()
-    state = model.bagua_algorithm.state_dict()
-    assert state["round"] == (0 if size() == 1 else 1)
-    assert same_everywhere(state["q"]["matrix"])
-
-
 def gradients_accumulate_under_no_sync(rank: int) -> None:
     if size() == 1:
         return
@@ -327,19 +249,6 @@ def gradients_accumulate_under_no_sync(rank: int) -> None:
             model(gradients(rank, 10 * step + 1)).backward()
             given = [[gradients(other, 10 * step + i)["matrix"] for i in range(2)] for other in range(size())]
             close(model.matrix.grad, expected.step([a + b for a, b in given]), step, 3e-5)
-
-
-def create_graph_gradients_are_averaged_without_their_graph(rank: int) -> None:
-    model, plain = Given(), Given()
-    wrapped(model)
-    wrapped(plain)
-    for step in range(2):
-        model.zero_grad()
-        model(gradients(rank, step)).backward(create_graph=True)
-        expected = averages(plain, gradients(rank, step))
-        for name, param in model.named_parameters():
-            assert torch.equal(param.grad.detach(), expected[name])
-            param.grad = None
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -370,16 +279,6 @@ def a_model_of_matrices_only_has_no_buckets(rank: int) -> None:
 def sparse_gradients_are_refused(rank: int) -> None:
     with pytest.raises(NotImplementedError, match="sparse gradients, which PowerSGDAlgorithm does not"):
         wrapped(torch.nn.Embedding(40, 30, sparse=True))
-
-
-def one_rank_trains_with_its_own_gradients(rank: int) -> None:
-    if size() > 1:
-        return
-    model = Given()
-    wrapped(model)
-    given = gradients(0, 0)
-    found = averages(model, given)
-    assert all(torch.equal(found[name], given[name]) for name in SHAPES)
 
 
 def only_what_becomes_smaller_is_approximated(rank: int) -> None:

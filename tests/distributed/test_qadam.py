@@ -56,17 +56,6 @@ def the_training_of_all_ranks_equals_the_simulation(rank: int) -> None:
                 torch.testing.assert_close(m, expected.moment(name), rtol=1e-6, atol=1e-7, msg=lambda t, w=what: w + t)
 
 
-def a_smaller_bucket_gives_the_same_without_a_codec(rank: int) -> None:
-    model = net()
-    expected = AllRanks(model)
-    optimizer = wrapped(model, bucket_size=40)
-    train(model, optimizer, range(2 * W))
-    for step in range(2 * W):
-        expected.step(step)
-    assert len(model.bagua_buckets) > 1
-    assert_equal_models(model, expected, "small buckets")
-
-
 def the_buckets_change_once_and_nothing_is_broadcast_then(rank: int) -> None:
     model = net()
     optimizer = wrapped(model, compression="minmax_u8")
@@ -114,42 +103,6 @@ def gradients_accumulate_with_and_without_no_sync(rank: int) -> None:
             optimizer.step()
             expected.step(2 * step, 2 * step + 1)
             assert_equal_models(model, expected, f"{silent=} {do_flatten=} {step=}", 5e-6)
-
-
-def zero_grad_between_backward_and_step_leaves_everything(rank: int) -> None:
-    for zero in ("optimizer", "model"):
-        model = net()
-        expected = AllRanks(model)
-        optimizer = wrapped(model)
-        train(model, optimizer, range(W + 1))
-        before = [*moments_of(optimizer), *(param.detach().clone() for param in model.parameters())]
-        loss_of(model, rank, 99).backward()
-        (optimizer if zero == "optimizer" else model).zero_grad()
-        optimizer.step()
-        after = [*moments_of(optimizer), *model.parameters()]
-        assert all(map(torch.equal, before, after))
-        # The update of later steps is that of t = W + 3, so compare moments only.
-        train(model, optimizer, range(W + 1, W + 2))
-        for step in range(W + 2):
-            expected.step(step)
-        assert optimizer.steps == W + 3
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(optimizer.state[param]["exp_avg"], expected.moment(name), rtol=1e-5, atol=1e-6)
-
-
-def a_batch_that_is_dropped_changes_nothing(rank: int) -> None:
-    for set_to_none in (True, False):
-        model = net()
-        expected = AllRanks(model)
-        optimizer = wrapped(model)
-        for step in range(2 * W):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            loss_of(model, rank, 50 + step).backward()
-            optimizer.zero_grad(set_to_none=set_to_none)
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-            expected.step(step)
-        assert_equal_models(model, expected, f"{set_to_none=}")
 
 
 def clipping_acts_in_the_warm_up_and_not_after_it(rank: int) -> None:
@@ -203,24 +156,6 @@ def unused_parameters_stay_where_no_rank_uses_them(rank: int) -> None:
         assert all(torch.equal(param, initial[name]) for name, param in model.never.named_parameters())
         assert all(param not in optimizer.state for param in model.never.parameters())
         assert same_everywhere(*model.parameters())
-
-
-def a_layer_that_only_other_ranks_used_is_stepped_here_too(rank: int) -> None:
-    torch.manual_seed(8)
-    model = ChosenLayers(4, 3)
-    optimizer = wrapped(model, find_unused_parameters=True)
-    size = bagua_torch.get_world_size()
-    for step in range(2 * W):
-        optimizer.zero_grad()
-        # "left" on all ranks, "right" on the last one only; for a moment it accumulates two backwards.
-        names = ["left", "right"] if rank == size - 1 else ["left"]
-        model(batch(rank, step), *names).square().mean().backward()
-        model(batch(rank, 50 + step), "left").square().mean().backward()
-        before = model.right.weight.detach().clone()
-        optimizer.step()
-        assert not torch.equal(before, model.right.weight), step
-        assert same_everywhere(*model.parameters()), step
-        assert same_everywhere(*(optimizer.state[param]["exp_avg"] for param in model.right.parameters())), step
 
 
 def a_resumed_run_goes_on_bit_for_bit(rank: int) -> None:
@@ -284,18 +219,6 @@ def an_algorithm_object_serves_one_model(rank: int) -> None:
     train(model, optimizer, range(W + 1))
 
 
-def two_models_train_beside_each_other(rank: int) -> None:
-    models = [net(), net()]
-    expected = [AllRanks(model) for model in models]
-    optimizers = [wrapped(model) for model in models]
-    for step in range(2 * W):
-        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            train(model, optimizer, range(7 * number + step, 7 * number + step + 1))
-            expected[number].step(7 * number + step)
-    for model, one in zip(models, expected, strict=True):
-        assert_equal_models(model, one, "two models")
-
-
 def grad_scaler_is_refused_after_the_warm_up_only(rank: int) -> None:
     for unscale in (False, True):
         model = net()
@@ -351,56 +274,6 @@ def a_step_without_an_exchange_is_an_error(rank: int) -> None:
     assert all(map(torch.equal, model.parameters(), before))
     train(model, optimizer, range(W + 1, W + 2))
     assert same_everywhere(*model.parameters())
-
-
-def another_algorithm_takes_over_after_the_warm_up(rank: int) -> None:
-    model = net()
-    expected = AllRanks(model)
-    optimizer = wrapped(model)
-    train(model, optimizer, range(W + 1))
-    model.with_bagua([optimizer], bagua_torch.algorithms.GradientAllReduceAlgorithm())
-    train(model, optimizer, range(W + 1, W + 3))
-    # Now from the first step on with moments.
-    wrapped(model, optimizer)
-    train(model, optimizer, range(W + 3, W + 5))
-    for step in range(W + 5):
-        expected.step(step)
-    assert_equal_models(model, expected, "switched", 1e-5)
-
-
-def legacy_trains_in_step(rank: int) -> None:
-    model = net()
-    optimizer = wrapped(model, q_adam(model, legacy=True), compression="minmax_u8", hierarchical=False)
-    start = [param.detach().clone() for param in model.parameters()]
-    train(model, optimizer, range(3 * W))
-    assert same_everywhere(*model.parameters())
-    assert not any(map(torch.equal, model.parameters(), start))
-
-
-def half_precision_models_train_in_step(rank: int) -> None:
-    for dtype in (torch.float16, torch.bfloat16):
-        model = net().to(dtype)
-        optimizer = wrapped(model, q_adam(model, eps=1e-3), compression="minmax_u8", hierarchical=False)
-        for step in range(2 * W):
-            optimizer.zero_grad()
-            model(batch(rank, step).to(dtype)).float().square().mean().backward()
-            optimizer.step()
-        assert same_everywhere(*(param.float() for param in model.parameters()))
-        assert all(param.isfinite().all() for param in model.parameters())
-
-
-def create_graph_gradients_are_exchanged_without_their_graph(rank: int) -> None:
-    model = net()
-    expected = AllRanks(model)
-    optimizer = wrapped(model)
-    for step in range(W + 2):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward(create_graph=True)
-        optimizer.step()
-        expected.step(step)
-        for param in model.parameters():
-            param.grad = None
-    assert_equal_models(model, expected, "create_graph")
 
 
 CASES = cases_in(globals())

@@ -79,25 +79,6 @@ def test_four_ranks_become_three_two_and_one_by_kills(world: World, transport: s
     ]
 
 
-def shrunk_on_hosts(rank: int) -> Any:
-    group = bagua.init(timeout=60)
-    meet("before it dies", rank, range(4))
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    until_lost(group)
-    group = group.shrink()
-    meet("in the new group", rank, range(1, 4))
-    bagua.shutdown()
-    return group.former_ranks, group.hosts, group.local_rank, group.local_world_size, group.collective
-
-
-def test_hosts_keep_their_ranks_and_local_ranks_begin_at_0_again(world: World) -> None:
-    hosts = [[0, 1], [2, 3]]
-    results = world(4, hosts=hosts, expect_exit={0: -signal.SIGKILL}).run(shrunk_on_hosts)
-    places = [(0, 1), (0, 2), (1, 2)]
-    assert results[1:] == [([1, 2, 3], [[0], [1, 2]], *place, "hier") for place in places]
-
-
 # --- frozen -----------------------------------------------------------------------------------------------------------
 
 
@@ -157,17 +138,6 @@ def test_the_smaller_half_is_refused_and_goes_on_with_any_quorum(world: World) -
 
 
 # --- no rank lost -----------------------------------------------------------------------------------------------------
-
-
-@on_ranks(3)
-def test_after_an_exception_all_ranks_go_on(rank: int, group: bagua.Group) -> None:
-    meet("before the exception", rank, range(3))
-    if rank == 2:
-        bagua.process_state.report(ValueError, ValueError("bad number"))
-    with pytest.raises(bagua.PeerRaisedError):
-        for_ever(group.barrier)
-    group = group.shrink()
-    assert (total(group, 1.0), group.former_ranks) == (3.0, [0, 1, 2])
 
 
 @on_ranks(3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -100,24 +99,6 @@ class Job:
         """Exit code and output."""
         code = script.wait(DEADLINE_S)
         return code, self.output.read_text()
-
-
-def test_the_scripts_syntax_is_bashs() -> None:
-    subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
-    assert os.access(SCRIPT, os.X_OK)
-
-
-def test_slurm_signals_the_ranks_and_not_the_script() -> None:
-    options = re.findall(r"^#SBATCH (--\S+)$", SCRIPT.read_text(), re.MULTILINE)
-    (signals,) = [option for option in options if option.startswith("--signal=")]
-    # "B:" would be the script alone.
-    assert re.fullmatch(r"--signal=USR1@\d+", signals)
-    assert "--requeue" in options
-    # A rank that ends with 75 is no reason to kill the others.
-    assert "srun --kill-on-bad-exit=0 python" in SCRIPT.read_text()
-    # Slurm reads no option after the first command.
-    text = SCRIPT.read_text()
-    assert text.rindex("#SBATCH") < text.index("set -u")
 
 
 def test_a_signal_to_the_ranks_saves_a_checkpoint_from_which_the_job_goes_on(tmp_path: Path) -> None:

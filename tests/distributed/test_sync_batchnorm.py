@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -80,23 +79,12 @@ def a_rank_may_have_no_sample_at_all(rank: int) -> None:
     compare(rank, SyncBatchNorm(CHANNELS), batches([0, *[3] * (bagua.get_world_size() - 1)], 2, 2))
 
 
-def one_sample_on_each_rank_is_enough(rank: int) -> None:
-    # In float64: of two values the gradient is what is left of a difference of equal numbers.
-    parts = batches([1] * bagua.get_world_size(), dtype=torch.float64)
-    compare(rank, SyncBatchNorm(CHANNELS, dtype=torch.float64), parts)
-
-
 def options_mean_what_they_mean_in_torch(rank: int) -> None:
     sizes = [4] * bagua.get_world_size()
     compare(rank, SyncBatchNorm(CHANNELS, affine=False), batches(sizes, 2))
     compare(rank, SyncBatchNorm(CHANNELS, momentum=None), batches(sizes, 2))
     compare(rank, SyncBatchNorm(CHANNELS, track_running_stats=False), batches(sizes, 2))
     compare(rank, SyncBatchNorm(CHANNELS, eps=0.1, momentum=0.3), batches(sizes, 2))
-
-
-def double_precision_is_kept(rank: int) -> None:
-    module = SyncBatchNorm(CHANNELS, dtype=torch.float64)
-    compare(rank, module, batches([2] * bagua.get_world_size(), 3, dtype=torch.float64))
 
 
 def half_precision_input_gets_half_precision_output(rank: int) -> None:
@@ -113,11 +101,6 @@ def half_precision_input_gets_half_precision_output(rank: int) -> None:
 def a_large_mean_does_not_cancel(rank: int) -> None:
     parts = [part.double() + 1e6 for part in batches([4] * bagua.get_world_size(), 3)]
     compare(rank, SyncBatchNorm(CHANNELS, dtype=torch.float64), parts)
-
-
-def channels_last_stays_channels_last(rank: int) -> None:
-    x = batches([2] * bagua.get_world_size(), 4, 4)[rank].contiguous(memory_format=torch.channels_last)
-    assert SyncBatchNorm(CHANNELS)(x).is_contiguous(memory_format=torch.channels_last)
 
 
 def evaluation_does_not_communicate(rank: int) -> None:
@@ -170,20 +153,6 @@ def converting_keeps_parameters_and_buffers(rank: int) -> None:
     assert isinstance(SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3)), SyncBatchNorm)
     with pytest.raises(ValueError, match="lazy"):
         SyncBatchNorm.convert_sync_batchnorm(nn.LazyBatchNorm1d())
-
-
-def one_normalisation_in_several_places_stays_one(rank: int) -> None:
-    norm = nn.BatchNorm1d(CHANNELS)
-    model = nn.ModuleDict({"first": norm, "second": norm, "other": nn.Sequential(nn.Linear(2, CHANNELS), norm)})
-    SyncBatchNorm.convert_sync_batchnorm(model)
-    assert isinstance(model["first"], SyncBatchNorm)
-    assert model["first"] is model["second"] is model["other"][1]
-
-
-def copies_share_the_group_and_pickles_leave_it(rank: int) -> None:
-    module = SyncBatchNorm(CHANNELS, process_group=bagua.new_group())
-    assert copy.deepcopy(module).process_group is module.process_group
-    assert pickle.loads(pickle.dumps(module)).process_group is None
 
 
 def a_converted_model_trains_like_one_on_the_whole_batch(rank: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -18,7 +16,7 @@ import bagua
 from tests.certificates import Authority
 from tests.distributed.test_neutral_failures import is_named
 from tests.distributed.test_neutral_verbs import everything
-from tests.waits import for_ever, meet
+from tests.waits import meet
 from tests.world import make_world
 
 TCP = {"BAGUA_TRANSPORT": "tcp"}
@@ -36,43 +34,8 @@ def test_every_verb_over_tls_equals_the_same_without(world: Callable[..., Any], 
         assert result["stats"]["ops"]["all_reduce"]["wire_bytes_sent"] > 0
 
 
-@pytest.mark.slow
-def test_hosts_of_two_ranks_use_tls_between_them_and_memory_inside(world: Callable[..., Any]) -> None:
-    results = world(4, hosts=[[0, 1], [2, 3]], env={**TLS, "BAGUA_TRANSPORT": "auto"}).run(everything)
-    assert {result["stats"]["collective"] for result in results} == {"hier"}
-    assert results[0]["stats"]["transports"] == {0: "self", 1: "shm", 2: "tls", 3: "tls"}
-
-
 def test_a_killed_rank_is_named_over_tls(world: Callable[..., Any], tmp_path: Path) -> None:
     is_named(world, tmp_path, "all_reduce", TLS)
-
-
-def frozen(rank: int, folder: str) -> tuple[int, str] | None:
-    group = bagua.init(timeout=60)
-    x = np.ones(1 << 18, np.float32)
-    group.all_reduce(x)
-    meet("before it freezes", rank, range(3))
-    pid = Path(folder, "pid")
-    if rank == 1:
-        pid.write_text(str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
-    with pytest.raises(bagua.PeerLostError) as raised:
-        for_ever(lambda: group.all_reduce(x, "max"))
-    # Its end would be another reason.
-    meet("have noticed", rank, (0, 2))
-    if rank == 0:
-        os.kill(int(pid.read_text()), signal.SIGKILL)
-    bagua.shutdown()
-    return raised.value.rank, str(raised.value)
-
-
-@pytest.mark.slow
-def test_a_frozen_rank_is_named_over_tls(world: Callable[..., Any], tmp_path: Path) -> None:
-    env = TLS | {"BAGUA_HEARTBEAT_TIMEOUT": "2"}
-    results = world(3, expect_exit={1: -signal.SIGKILL}, env=env).run(frozen, str(tmp_path))
-    for lost, text in (results[0], results[2]):
-        assert lost == 1
-        assert "no heartbeat for 2.0 s" in text
 
 
 def sum_over_tls(rank: int) -> tuple[float, list[str]]:

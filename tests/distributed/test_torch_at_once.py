@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import bagua.torch_api as bagua
-from bagua import torch_operand
 from bagua.torch_api import ReduceOp
 from tests.distributed.torch_ranks import cases_in, each_case
 
@@ -154,33 +153,3 @@ def other_threads_run_while_a_small_verb_waits_for_a_late_peer(rank: int) -> Non
 CASES = cases_in(globals())
 
 test = each_case(CASES, 1, 2, 3)
-
-
-def test_read_tensor_recognises_plain_tensors_and_returns_their_memory() -> None:
-    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        assert torch_operand.reader.at(torch.ones(1)) is None
-        return
-    for tensor in (torch.ones(5), torch.ones(2, 3), torch.ones(()), torch.ones(1, 4).t(), torch.empty(0, 3).t()):
-        address, count, code, shape, same = torch_operand.reader.at(tensor) or pytest.fail("not seen")
-        assert (address, count, code) == (tensor.data_ptr(), tensor.numel(), torch_operand.DTYPES[tensor.dtype])
-        assert shape == (None if tensor.dim() == 1 else tuple(tensor.shape))
-        assert same is tensor
-    for dtype, code in torch_operand.DTYPES.items():
-        found = torch_operand.reader.at(torch.ones(2, dtype=dtype))
-        assert found is not None
-        assert found[2] == code
-    offset = torch.ones(6)[2:]
-    assert (torch_operand.reader.at(offset) or pytest.fail("not seen"))[0] == offset.data_ptr()
-    others = [
-        torch.ones(2, 3).t(),
-        torch.ones(6)[::2],
-        torch._neg_view(torch.ones(3)),
-        torch.ones(2).to(torch.float8_e4m3fn),
-        torch.ones(2, device="meta"),
-        torch.eye(2).to_sparse(),
-        torch.ones(2).as_subclass(Marked),
-        [1.0],
-        None,
-    ]
-    for other in others:
-        assert torch_operand.reader.at(other) is None

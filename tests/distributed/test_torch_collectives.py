@@ -133,18 +133,6 @@ def gather_and_scatter_move_chunks_to_and_from_one_rank(rank: int) -> None:
         assert torch.equal(result[mine], data(rank, count))
 
 
-def only_the_root_needs_room_for_everybody(rank: int) -> None:
-    size = bagua.get_world_size()
-    for root in range(size):
-        result = torch.zeros(size * 2 if rank == root else 0)
-        bagua.gather(data(rank, 2), result, root)
-        if rank == root:
-            assert torch.equal(result, torch.cat(everybody(2)))
-        chunk = torch.zeros(2)
-        bagua.scatter(torch.arange(2.0 * size) if rank == root else torch.zeros(0), chunk, root)
-        assert chunk.tolist() == [2.0 * rank, 2.0 * rank + 1]
-
-
 def reduce_scatter_leaves_each_rank_its_chunk(rank: int) -> None:
     size, count = bagua.get_world_size(), 3
     for op, async_op in itertools.product((ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX), (False, True)):
@@ -204,25 +192,6 @@ def send_and_recv_pair_up(rank: int) -> None:
                 bagua.recv(tensor, left)
                 finish(handle, True)
             assert torch.equal(tensor, data(left, 5))
-
-
-def tensors_of_any_shape_are_accepted(rank: int) -> None:
-    size = bagua.get_world_size()
-    scalar = torch.tensor(rank + 1.0)
-    bagua.allreduce_inplace(scalar)
-    assert scalar.item() == size * (size + 1) / 2
-    gathered = torch.zeros(size)
-    bagua.allgather(torch.tensor(float(rank)), gathered)
-    assert gathered.tolist() == list(range(size))
-    # A source may have gaps; what is received may not.
-    strided, result = torch.arange(12.0).view(3, 4).t(), torch.zeros(4, 3)
-    bagua.allreduce(strided, result)
-    assert torch.equal(result, strided * size)
-    with pytest.raises(ValueError, match=r"tensor of shape \[4, 3\] is not contiguous"):
-        bagua.allreduce_inplace(strided)
-    parameter = torch.nn.Parameter(torch.ones(3))
-    bagua.allreduce_inplace(parameter)
-    assert parameter.tolist() == [size] * 3
 
 
 def conjugates_are_read_by_value_and_refused_as_results(rank: int) -> None:
@@ -376,15 +345,6 @@ def a_rank_outside_a_group_is_left_alone(rank: int) -> None:
         assert call() is None
         call(async_op=True).wait()
         assert tensor.tolist() == [7.0, 7.0]
-
-
-def parts_of_a_group_follow_its_hosts(rank: int) -> None:
-    group = bagua.new_group()
-    size = bagua.get_world_size()
-    intra, inter = group.get_intra_node_communicator(), group.get_inter_node_communicator()
-    assert (intra.rank(), intra.nranks()) == (rank, size)
-    assert (inter.rank(), inter.nranks()) == ((0, 1) if rank == 0 else (-1, -1))
-    assert not group.get_global_communicator().check_abort()
 
 
 def groups_of_torch_have_a_counterpart(rank: int) -> None:

@@ -11,8 +11,7 @@ import torch
 
 import bagua as neutral
 import bagua.torch_api as bagua
-from bagua.errors import AbortedError, BaguaError
-from bagua.torch_api.bucket import BaguaBucket
+from bagua.errors import AbortedError
 from bagua.torch_api.process_group import Communicator, Handle
 from bagua.verbs import Operation
 from tests.distributed.torch_ranks import cases_in, each_case
@@ -36,21 +35,6 @@ def tensors_in_an_arena_are_reduced_without_a_copy(rank: int) -> None:
     before = zero_copies()
     bagua.allreduce_inplace(torch.ones(3, 30_000))
     assert zero_copies() == before
-
-
-def a_bucket_that_a_user_flattens_lies_in_an_arena(rank: int) -> None:
-    size = bagua.get_world_size()
-    names = ("first", "second")
-    tensors = [torch.full((300, 101), float(rank + i)).ensure_bagua_tensor(name, "m") for i, name in enumerate(names)]
-    bucket = BaguaBucket(tensors, "by hand", flatten=True, alignment=7)
-    assert [tensor.mean().item() for tensor in tensors] == [rank, rank + 1]
-    assert bucket.backend_tensor is not None
-    before = zero_copies()
-    for tensor in tensors:
-        bagua.allreduce_inplace(tensor)
-    assert [tensor.mean().item() for tensor in tensors] == [sum(range(size)), sum(range(1, size + 1))]
-    bagua.allreduce_inplace(bucket.backend_tensor, bagua.ReduceOp.AVG)
-    assert zero_copies() - before == 3 * (size > 1)
 
 
 def an_arena_is_refused_before_any_communication(rank: int) -> None:
@@ -187,22 +171,6 @@ def receive(comm: Communicator, source: int, blocking: bool) -> None:
 
 def wait_for(handle: Handle) -> None:
     handle.wait()
-
-
-def an_aborted_sub_group_says_so(rank: int) -> None:
-    group = bagua.new_group()
-    comm = group.get_global_communicator()
-    bagua.barrier(comm)
-    if rank == 0:
-        comm.abort()
-
-    def until_aborted() -> None:
-        while True:
-            bagua.barrier(comm)
-
-    with pytest.raises(BaguaError):
-        until_aborted()
-    assert comm.check_abort()
 
 
 CASES = cases_in(globals())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -83,90 +82,6 @@ def a_gradient_that_is_lazy_on_one_rank_is_averaged_by_value(rank: int) -> None:
     assert any(seen) == (rank == last), "the gradient of the last rank alone must have been lazy"
 
 
-def a_hook_may_leave_the_gradient_lazy_in_its_own_memory(rank: int) -> None:
-    size = bagua.get_world_size()
-    for (dtype, lazily, plainly), do_flatten in itertools.product(LAZY.values(), (True, False)):
-        model = Product(dtype)
-        same_memory = []
-
-        def conjugate(weight: torch.Tensor, lazily: Any = lazily, same_memory: Any = same_memory) -> None:
-            assert weight.grad is not None
-            before, weight.grad = weight.grad.data_ptr(), lazily(weight.grad)
-            same_memory.append(is_lazy(weight.grad) and weight.grad.data_ptr() == before)
-
-        if rank == 0:
-            model.weight.register_post_accumulate_grad_hook(conjugate)
-        model.with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm(), do_flatten=do_flatten)
-        for step in range(3):
-            # The gradient stays where it is, in the memory of the bucket if there is one.
-            model.zero_grad(set_to_none=False)
-            xs = inputs(dtype, step)
-            model(xs[rank]).backward()
-            arrays = [np.conj(x.numpy()) for x in xs]
-            expected = (plainly(arrays[0]) + sum(arrays[1:])) / size
-            found = model.weight.grad
-            assert found is not None
-            np.testing.assert_allclose(found.resolve_conj().resolve_neg().numpy(), expected, rtol=1e-5)
-        # Without a bucket's memory it stays lazy, and the hook of the second step makes it plain again.
-        assert same_memory == ([True, do_flatten, True] if rank == 0 else [])
-
-
-def lazy_gradients_accumulate_under_no_sync(rank: int) -> None:
-    size = bagua.get_world_size()
-    for do_flatten in (True, False):
-        model = Product(torch.complex64)
-        if rank == 0:
-            model.weight.register_hook(torch.Tensor.conj)
-        model.with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm(), do_flatten=do_flatten)
-        first, second = inputs(torch.complex64, 0), inputs(torch.complex64, 1)
-        with model.bagua_ddp.no_sync():
-            model(first[rank]).backward()
-            assert model.weight.grad.is_conj() == (rank == 0)
-        model(second[rank]).backward()
-        arrays = [np.conj((a + b).numpy()) for a, b in zip(first, second, strict=True)]
-        expected = (np.conj(arrays[0]) + sum(arrays[1:])) / size
-        np.testing.assert_allclose(model.weight.grad.resolve_conj().numpy(), expected, rtol=1e-5)
-
-
-def a_gradient_from_before_with_bagua_may_be_lazy(rank: int) -> None:
-    for do_flatten in (True, False):
-        model = Product(torch.complex64)
-        model.weight.grad = torch.full((2, 3), 1 + 2j).conj()
-        model.with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm(), do_flatten=do_flatten)
-        model(torch.full((2, 3), rank * 1j)).backward()
-        mean = (bagua.get_world_size() - 1) / 2
-        torch.testing.assert_close(model.weight.grad.resolve_conj(), torch.full((2, 3), 1 - 2j - mean * 1j))
-
-
-def parameters_that_are_lazy_start_equal(rank: int) -> None:
-    for do_flatten in (True, False):
-        model = Product(torch.complex64)
-        start = torch.full((2, 3), 1 + (rank + 1) * 1j)
-        model.weight = torch.nn.Parameter(start.conj() if rank == 0 else start)
-        model.with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm(), do_flatten=do_flatten)
-        assert torch.equal(model.weight.detach().resolve_conj(), torch.full((2, 3), 1 - 1j))
-        model(torch.full((2, 3), rank * 1j)).backward()
-        mean = (bagua.get_world_size() - 1) / 2
-        torch.testing.assert_close(model.weight.grad.resolve_conj(), torch.full((2, 3), -mean * 1j))
-
-
-def an_undefined_reduction_on_one_rank_disturbs_no_other(rank: int) -> None:
-    size = bagua.get_world_size()
-    for dtype, op in itertools.product(COMPLEX, (ReduceOp.MIN, ReduceOp.MAX)):
-        tensor, room = torch.ones(size, dtype=dtype), torch.ones(1, dtype=dtype)
-        refused = f"{op.name} of {str(dtype).removeprefix('torch.')} is not defined"
-        if rank == 0:
-            with pytest.raises(TypeError, match=refused):
-                bagua.allreduce(tensor, tensor.clone(), op)
-            with pytest.raises(TypeError, match=refused):
-                bagua.reduce_inplace(tensor, 0, op)
-            with pytest.raises(TypeError, match=refused):
-                bagua.reduce_scatter(tensor, room, op)
-        assert torch.equal(tensor, torch.ones_like(tensor))
-        bagua.allreduce_inplace(tensor)
-        assert torch.equal(tensor, torch.full_like(tensor, size))
-
-
 def reductions_of_complex_shards_equal_numpy(rank: int) -> None:
     size = bagua.get_world_size()
     for dtype, (op, combine) in itertools.product(
@@ -201,27 +116,6 @@ def lazy_values_of_buckets_are_resolved_or_refused(rank: int) -> None:
         assert torch.equal(bucket.flattened_tensor(), plain)
         assert not is_lazy(values)
         assert torch.equal(values, plain)
-
-
-def lazy_values_cannot_be_marked_ready(rank: int) -> None:
-    for lazily in (torch.Tensor.conj, torch._neg_view):
-        model = f"lazy mark {lazily.__name__}"
-        now = [torch.full((3,), 1 + 2j)]
-        tensor = torch.zeros(3, dtype=torch.complex64)
-        tensor.ensure_bagua_tensor("values", model, lambda _, now=now: now[0])
-        bucket = bagua.bucket.BaguaBucket([tensor], "b", flatten=False).append_centralized_synchronous_op(average=False)
-        backend = bagua.communication.get_backend(model)
-        backend.register_ordered_buckets([bucket])
-        now[0] = lazily(torch.full((3,), 1 + 2j))
-        with pytest.raises(
-            ValueError, match=r"tensor 'values' is the lazy .* call resolve_conj\(\) and resolve_neg\(\)"
-        ):
-            tensor.bagua_mark_communication_ready()
-        value = now[0].resolve_conj().resolve_neg()[0].item()
-        now[0] = now[0].resolve_conj().resolve_neg()
-        tensor.bagua_mark_communication_ready()
-        assert backend.wait_pending_comm_ops() == 1
-        assert now[0].tolist() == [value * bagua.get_world_size()] * 3
 
 
 CASES = cases_in(globals())

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import bagua as neutral
 import bagua.torch_api as bagua
-from bagua.errors import BaguaError, BaguaTimeoutError, PeerRaisedError
+from bagua.errors import BaguaError, PeerRaisedError
 from bagua.torch_api import communication
 from bagua.torch_api.membership import torch_init_process_group
 from tests.distributed.torch_ranks import ENVIRONMENT
@@ -166,24 +166,6 @@ def test_a_plain_script_is_a_world_of_one() -> None:
     assert run(1, works_without_a_launcher, launcher_env=False) == [1.0]
 
 
-def waits_for_a_rank_that_does_not_come(rank: int) -> str:
-    dist.init_process_group("gloo")
-    if rank == 1:
-        dist.barrier()
-        return ""
-    with pytest.raises(BaguaTimeoutError) as caught:
-        bagua.init_process_group()
-    dist.barrier()
-    assert caught.value.missing == (1,)
-    return str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_rank_that_does_not_come_is_named() -> None:
-    text = run(2, waits_for_a_rank_that_does_not_come, env={"BAGUA_TIMEOUT": "2"})[0]
-    assert "timed out after 2.0 s waiting for rank 1" in text
-
-
 def skips_a_parameter(rank: int, do_flatten: bool) -> str:
     bagua.init_process_group()
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
@@ -211,71 +193,6 @@ def test_an_unused_parameter_is_named_by_its_rank_and_raised_on_the_others(do_fl
         assert "on rank 1" in text
         assert "find_unused_parameters=True" in text
     assert mine.startswith("rank 1 on ")
-
-
-def all_skip_a_parameter(rank: int) -> tuple[str, str]:
-    bagua.init_process_group()
-    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
-    model.forward = lambda x: model["a"](x)
-    model.with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm())
-    # A rank that is slower to register its buckets would fail there by the other's report.
-    meet("wrapped", rank, range(2))
-    with pytest.raises(BaguaError) as caught:
-        model(torch.ones(1, 2)).sum().backward()
-    return type(caught.value).__name__, str(caught.value)
-
-
-def test_every_rank_that_skipped_a_parameter_names_it_itself() -> None:
-    for rank, (kind, text) in enumerate(run(2, all_skip_a_parameter)):
-        # Never the other's report: this rank knows it first-hand.
-        assert kind == "BaguaError"
-        assert f"on rank {rank}" in text
-
-
-def a_function_of_a_bucket_fails(rank: int) -> str:
-    bagua.init_process_group()
-    model = torch.nn.Linear(2, 2)
-    model.with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm())
-
-    def fail(name: str) -> None:
-        if rank == 1:
-            raise LookupError(f"no luck with bucket {name}")
-
-    model.bagua_buckets[0].append_python_op(fail)
-    meet("wrapped", rank, range(2))
-
-    def train() -> None:
-        for _ in range(2):
-            model(torch.ones(1, 2)).sum().backward()
-            bagua.barrier()
-
-    with pytest.raises(BaguaError) as caught:
-        train()
-    return str(caught.value)
-
-
-def test_an_error_on_the_communication_thread_is_raised_by_backward_on_every_rank() -> None:
-    assert all("LookupError: no luck with bucket 0" in text for text in run(2, a_function_of_a_bucket_fails))
-
-
-def raises_in_user_code(rank: int) -> str:
-    bagua.init_process_group()
-    model = torch.nn.Linear(2, 2)
-
-    def train() -> None:
-        model.with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm())
-        if rank == 1:
-            raise LookupError("user code of rank 1")
-        while True:
-            model(torch.ones(1, 2)).sum().backward()
-
-    with pytest.raises(PeerRaisedError, match=r"rank 1 on .* raised LookupError: user code of rank 1") as caught:
-        train()
-    return caught.value.kind
-
-
-def test_an_exception_of_user_code_reaches_the_other_ranks_backward() -> None:
-    assert run(3, raises_in_user_code, expect_exit={1: 1}) == ["LookupError", None, "LookupError"]
 
 
 class Squares(torch.utils.data.Dataset[torch.Tensor]):
@@ -314,19 +231,6 @@ def test_data_loader_workers_forked_after_init_neither_hang_nor_disturb(persiste
     assert first == second
 
 
-def exits_with_an_operation_pending(rank: int) -> float:
-    bagua.init_process_group()
-    tensor = torch.zeros(4)
-    if rank == 0:
-        bagua.allreduce_inplace(tensor, async_op=True)
-    return time.time()
-
-
-def test_exit_with_a_pending_operation_does_not_hang() -> None:
-    started = run(2, exits_with_an_operation_pending)
-    assert time.time() - max(started) < 20
-
-
 def hierarchical(rank: int) -> tuple[Any, ...]:
     bagua.init_process_group()
     torch.manual_seed(rank)
@@ -352,34 +256,3 @@ def test_two_pretended_hosts_agree_and_know_their_leaders() -> None:
     assert len({gradient for gradient, _, _ in found}) == 1
     assert [parts for _, parts, _ in found] == [(0, 2, 0, 2), (1, 2, -1, -1), (0, 2, 1, 2), (1, 2, -1, -1)]
     assert {collective for _, _, collective in found} == {"hier"}
-
-
-def joins_twice_by_the_environment(rank: int) -> list[float]:
-    sums = []
-    for _ in range(3):
-        bagua.init_process_group()
-        sums.append(summed(rank))
-        bagua.destroy_process_group()
-    return sums
-
-
-def test_the_environment_can_be_joined_by_again() -> None:
-    assert run(2, joins_twice_by_the_environment) == [[3.0] * 3] * 2
-
-
-def groups_of_torch(rank: int) -> list[float]:
-    found = []
-    bagua.init_process_group()
-    for backend in ("gloo", None):
-        pair = dist.new_group([0, 2], backend=backend)
-        ones = torch.ones(1)
-        if rank != 1:
-            dist.all_reduce(ones, group=pair)
-        found.append(ones.item())
-    dist.barrier()
-    bagua.destroy_process_group()
-    return found
-
-
-def test_groups_of_torch_can_be_made_beside_ours() -> None:
-    assert run(3, groups_of_torch) == [[2.0, 2.0], [1.0, 1.0], [2.0, 2.0]]

@@ -255,30 +255,6 @@ def a_table_that_some_ranks_do_not_use_is_tolerated_where_that_was_asked_for(ran
             assert same_everywhere(*bits([p for p in model.parameters() if p.grad is not None]))
 
 
-def an_old_gradient_of_an_unused_table_does_not_change(rank: int) -> None:
-    model = wrapped(Tables(), find_unused_parameters=True)
-    model(torch.tensor([1, 2]), "left", "right").backward()
-    before, old = gradient(model.right.weight), model.right.weight.grad
-    model.left.zero_grad()
-    model(torch.tensor([1]), "left").backward()
-    assert model.right.weight.grad is old
-    assert difference(gradient(model.right.weight), before) == 0
-    assert model.never.weight.grad is None
-
-
-def a_table_used_only_under_no_sync_is_sent_by_the_next_backward(rank: int) -> None:
-    model = Tables()
-    del model.never, model.right
-    wrapped(model)
-    with model.bagua_ddp.no_sync():
-        model(torch.tensor([rank]), "left").backward()
-    model(torch.tensor([0])).backward()
-    expected = model.dense.weight.detach().sum(0) / bagua.get_world_size()
-    grad = model.left.weight.grad.coalesce()
-    assert grad.indices().tolist() == [list(range(bagua.get_world_size()))]
-    torch.testing.assert_close(grad.values(), expected.expand(len(grad.values()), 2))
-
-
 def half_precision_rows_are_added_in_float32_and_rounded_once(rank: int) -> None:
     size = bagua.get_world_size()
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
@@ -293,52 +269,6 @@ def half_precision_rows_are_added_in_float32_and_rounded_once(rank: int) -> None
         for factor in factors[1:]:
             total = total + factor.to(wide)
         assert torch.equal(model.weight.grad.coalesce().values(), (total / size).to(dtype))
-
-
-def a_graph_of_the_sparse_gradient_survives(rank: int) -> None:
-    model = wrapped(torch.nn.Embedding(3, 2, sparse=True))
-    loss = (model(torch.tensor([rank % 3, 2])).pow(3) * (rank + 1)).sum()
-    loss.backward(create_graph=True)
-    assert same_everywhere(*bits([model.weight]))
-    assert model.weight.grad.requires_grad
-    (second,) = torch.autograd.grad(torch.sparse.sum(model.weight.grad), model.weight)
-    assert second.to_dense().abs().sum() > 0
-
-
-def frozen_and_ignored_tables_are_not_communicated(rank: int) -> None:
-    model = Tables()
-    model.right.weight.requires_grad_(False)
-    model._ddp_params_and_buffers_to_ignore = ["left.weight"]
-    del model.never
-    wrapped(model)
-    model(torch.tensor([rank]), "left", "right").backward()
-    assert model.right.weight.grad is None
-    assert model.left.weight.grad.coalesce().indices().tolist() == [[rank]]
-
-
-def a_table_that_is_used_twice_is_sent_once(rank: int) -> None:
-    model = torch.nn.ModuleList([torch.nn.Embedding(5, 2, sparse=True), torch.nn.Embedding(5, 2, sparse=True)])
-    model[1].weight = model[0].weight
-    wrapped(model)
-    loss = model[0](torch.tensor([0, rank])).sum() + model[1](torch.tensor([4])).sum()
-    loss.backward()
-    expected = torch.zeros(5)
-    for other in range(bagua.get_world_size()):
-        expected += torch.bincount(torch.tensor([0, other, 4]), minlength=5) / bagua.get_world_size()
-    torch.testing.assert_close(model[0].weight.grad.to_dense()[:, 0], expected)
-
-
-def a_model_with_tables_trains_on_a_sub_group(rank: int) -> None:
-    size = bagua.get_world_size()
-    ranks = list(range(1, size))
-    group = bagua.new_group(ranks)
-    if rank in ranks:
-        model = torch.nn.Embedding(5, 2, sparse=True)
-        model.with_bagua([], bagua.algorithms.GradientAllReduceAlgorithm(), process_group=group)
-        (model(torch.tensor([rank])) * rank).sum().backward()
-        found = model.weight.grad.coalesce()
-        assert found.indices().tolist() == [ranks]
-        torch.testing.assert_close(found.values()[:, 0], torch.tensor([other / len(ranks) for other in ranks]))
 
 
 def ranks_that_disagree_about_sparse_parameters_are_named(rank: int) -> None:
@@ -357,64 +287,6 @@ def an_algorithm_that_does_not_communicate_them_is_refused(rank: int) -> None:
     with pytest.raises(NotImplementedError, match=r"'1\.weight' has sparse gradients, which Silent does not"):
         torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Embedding(4, 2, sparse=True)).with_bagua([], Silent())
     torch.nn.Linear(2, 2).with_bagua([], Silent())
-
-
-class Picked(torch.nn.Module):
-    """Parameters whose gradients are sparse in all dimensions, as those of ``torch.gather``, where ``sparse``."""
-
-    def __init__(self, sparse: bool) -> None:
-        super().__init__()
-        self.parts = torch.nn.ParameterList([torch.ones(2, 3), torch.ones(4, 4), torch.ones(5), torch.ones(3, 2)])
-        self.sparse = sparse
-
-    def forward(self, step: int) -> torch.Tensor:
-        picked = [
-            torch.gather(part, 0, torch.full_like(part[:1], step % 2, dtype=torch.int64), sparse_grad=self.sparse)
-            for part in self.parts
-        ]
-        return torch.stack([rows.square().sum() for rows in picked]).sum()
-
-
-#: Ranks see the same batches, so that averages of weights are the weights; codecs are off by about a percent.
-WEIGHT_ALGORITHMS: dict[str, dict[str, Any]] = {
-    "decentralized": {},
-    "low_precision_decentralized": {},
-    "local_sgd": {"communication_interval": 2},
-    "diloco": {"communication_interval": 2, "outer_lr": 1.0, "outer_momentum": 0.0},
-    # Without a round: ranks are not at one step in it.
-    "async": {"sync_interval_ms": 600_000},
-}
-GRADIENT_ALGORITHMS: dict[str, dict[str, Any]] = {"gradient_allreduce": {}, "bytegrad": {}, "powersgd": {}}
-
-
-def gradients_sparse_in_all_dimensions_change_their_own_parameter(rank: int) -> None:
-    """torch adds such a gradient to a view at twice the view's storage offset."""
-    for name, options in (WEIGHT_ALGORITHMS | GRADIENT_ALGORITHMS).items():
-        for fused in (False, True):
-            results = []
-            for sparse in (False, True):
-                # Gradients must be dense while they are communicated; they are made sparse for the optimizer.
-                model = Picked(sparse and name in WEIGHT_ALGORITHMS)
-                optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-                if fused:
-                    bagua.contrib.fuse_optimizer(optimizer)
-                model.with_bagua([optimizer], bagua.algorithms.Algorithm.init(name, **options))
-                for step in range(4):
-                    optimizer.zero_grad()
-                    model(step).backward()
-                    # A fused step refuses sparse gradients, and leaves the parameters in one piece of memory.
-                    plain = step > 1 or not fused
-                    for part in model.parameters():
-                        dense = part.grad.to_dense()
-                        part.grad = dense.to_sparse() if sparse and plain else dense
-                    (optimizer.step if plain else optimizer.fuse_step)()
-                if name == "async":
-                    model.bagua_algorithm.abort(model)
-                results.append([part.detach().clone() for part in model.parameters()])
-            for dense, other in zip(*results, strict=True):
-                torch.testing.assert_close(
-                    other, dense, rtol=0.05, atol=0.05, msg=lambda text, at=(name, fused): f"{at}: {text}"
-                )
 
 
 CASES = cases_in(globals())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -120,20 +119,6 @@ def hooks_on_parameters_act_before_the_communication(rank: int) -> None:
             torch.testing.assert_close(found, expected)
 
 
-def a_hook_that_was_registered_in_a_forward_acts_before_the_communication(rank: int) -> None:
-    for wrap in OURS:
-        model = net()
-        wrapped = wrap(model)
-        loss = wrapped(inputs()).square().sum()
-        with_hooks(double)(model)
-        loss.backward()
-        plain = net()
-        plain(inputs()).square().sum().backward()
-        for mine, own in zip(gradients(model), gradients(plain), strict=True):
-            bagua.allreduce_inplace(own, bagua.ReduceOp.AVG)
-            torch.testing.assert_close(mine, own * 2)
-
-
 def a_hook_that_removes_a_gradient_is_an_error(rank: int) -> None:
     def remove(param: nn.Parameter) -> None:
         param.grad = None
@@ -188,97 +173,6 @@ def a_gradient_whose_memory_moves_while_it_is_communicated_gets_the_result(rank:
             bagua.allreduce_inplace(own, bagua.ReduceOp.AVG)
             torch.testing.assert_close(mine, own)
         assert same_everywhere(*gradients(model))
-
-
-def zeroed_gradients_between_micro_batches_are_as_with_torch(rank: int) -> None:
-    def train(wrap: Wrap, set_to_none: bool) -> list[torch.Tensor]:
-        model = net()
-        wrapped = wrap(model)
-        found = []
-        for step in range(2):
-            model.zero_grad(set_to_none=set_to_none)
-            with wrapped.no_sync() if hasattr(wrapped, "no_sync") else bagua.no_sync(wrapped):
-                wrapped(inputs(2 * step)).square().sum().backward()
-            model.zero_grad(set_to_none=set_to_none)
-            wrapped(inputs(2 * step + 1)).square().sum().backward()
-            found += gradients(model)
-        return found
-
-    for set_to_none in (True, False):
-        expected = train(Torchs, set_to_none)
-        for wrap in OURS:
-            torch.testing.assert_close(train(wrap, set_to_none), expected)
-
-
-def a_parameter_that_needs_a_gradient_later_is_named(rank: int) -> None:
-    for wrap in OURS:
-        model = net()
-        model[1].bias.requires_grad_(False)
-        wrapped = wrap(model)
-        wrapped(inputs()).sum().backward()
-        model[1].bias.requires_grad_(True)
-        with pytest.raises(BaguaError, match=r"\['1.bias'\] now need"):
-            wrapped(inputs())
-
-
-def gradients_that_one_rank_changes_after_backward_are_its_own(rank: int) -> None:
-    for wrap in OURS:
-        model = net()
-        wrapped = wrap(model)
-        wrapped(inputs()).sum().backward()
-        for param in model.parameters():
-            assert param.grad is not None
-            param.grad.mul_(1 + rank)
-        assert not same_everywhere(*gradients(model))
-        model.zero_grad()
-        wrapped(inputs(1)).sum().backward()
-        assert same_everywhere(*gradients(model))
-
-
-def a_queue_of_weights_does_not_disturb_averaging(rank: int) -> None:
-    """An evaluating process gets the weights by a queue, whose thread moves them while others read and write them."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    model.with_bagua([optimizer], Algorithm.init("async", sync_interval_ms=1))
-    queue = torch.multiprocessing.get_context("fork").Queue()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(30):
-            optimizer.zero_grad()
-            model(inputs(step)).square().mean().backward()
-            optimizer.step()
-            queue.put(model.state_dict())
-        # At the end of the last step at the latest.
-        queue.close()
-        queue.cancel_join_thread()
-        model.share_memory()
-        model.bagua_algorithm.synchronize(model)
-    assert same_everywhere(*model.parameters())
-    assert all(bool(param.isfinite().all()) for param in model.parameters())
-    said = [str(warning.message) for warning in caught if "moved to memory that other processes share" in str(warning)]
-    assert len(said) == 1
-    model.bagua_algorithm.abort(model)
-
-
-def a_functional_call_trains_what_it_is_computed_from(rank: int) -> None:
-    expected = net()
-    models = [copy.deepcopy(expected), DistributedDataParallel(copy.deepcopy(expected))]
-    patched(True)(models[0])
-    for wrapped in models:
-        given = {name: param * 0.5 for name, param in wrapped.named_parameters()}
-        torch.func.functional_call(wrapped, given, (inputs(),)).sum().backward()
-        assert same_everywhere(*gradients(wrapped))
-        # What trains nothing is no change either.
-        torch.func.functional_call(wrapped, {name: value.detach() for name, value in given.items()}, (inputs(),))
-    alone = net()
-    alone.load_state_dict(expected.state_dict())
-    given = {name: param * 0.5 for name, param in alone.named_parameters()}
-    torch.func.functional_call(alone, given, (inputs(),)).sum().backward()
-    for own, first, second in zip(*map(gradients, (alone, *models)), strict=True):
-        mean = own.clone()
-        bagua.allreduce_inplace(mean, op=bagua.ReduceOp.AVG)
-        assert torch.equal(mean, first)
-        assert torch.equal(mean, second)
 
 
 def a_model_whose_group_has_ended_is_not_trained(rank: int) -> None:

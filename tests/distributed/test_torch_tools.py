@@ -91,39 +91,6 @@ def every_tool_works_on_a_wrapped_model_which_trains_on(rank: int) -> None:
             bagua.unwrap(model)
 
 
-def users_hooks_keep_their_order_and_handles_around_a_script(rank: int) -> None:
-    model = torch.nn.Linear(3, 2)
-
-    def first(self, inputs: tuple[torch.Tensor]) -> None:  # type: ignore[no-untyped-def]
-        """Compiled with the model."""
-
-    def last(self, inputs: tuple[torch.Tensor]) -> None:  # type: ignore[no-untyped-def]
-        """Compiled with the model."""
-
-    handle = model.register_forward_pre_hook(first)
-    bagua.with_bagua(model, [torch.optim.SGD(model.parameters(), lr=0.1)], allreduce())
-    model.register_forward_pre_hook(last)
-    before = list(model._forward_pre_hooks.items())
-    scripted = torch.jit.script(model)
-    assert len(scripted._forward_pre_hooks) == 2
-    assert list(model._forward_pre_hooks.items()) == before
-    handle.remove()
-    assert list(model._forward_pre_hooks.items()) == before[1:]
-
-
-def members_of_a_module_are_listed_only_where_they_have_a_value(rank: int) -> None:
-    model = torch.nn.Linear(3, 2)
-    assert "with_bagua" in dir(model)
-    assert "bagua_ddp" not in dir(model)
-    with pytest.raises(AttributeError, match="bagua_ddp"):
-        _ = model.bagua_ddp
-    bagua.with_bagua(model, [], allreduce())
-    assert {"bagua_ddp", "bagua_buckets", "bagua_module_name"} <= set(dir(model))
-    assert not [
-        name for name, member in vars(torch.nn.Module).items() if "bagua" in name and isinstance(member, property)
-    ]
-
-
 CASES = cases_in(globals())
 
 

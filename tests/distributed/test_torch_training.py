@@ -16,7 +16,6 @@ import weakref
 
 import pytest
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.checkpoint import checkpoint
 
 import bagua.torch_api as bagua
@@ -137,19 +136,6 @@ def tied_weights_are_in_one_bucket(rank: int) -> None:
     assert sum(len(bucket.tensors) for bucket in model.bagua_buckets) == 3
 
 
-def element_types_do_not_share_a_bucket(rank: int) -> None:
-    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3, dtype=dtype) for dtype in (torch.float32, torch.float64) * 2))
-    model.append(torch.nn.Linear(3, 3, dtype=torch.bfloat16))
-    model.append(torch.nn.Linear(3, 3, dtype=torch.float16))
-    wrapped(model)
-    assert [len(bucket.tensors) for bucket in model.bagua_buckets] == [2, 2, 4, 4]
-    x: torch.Tensor = torch.randn(2, 3)
-    for layer in model:
-        x = layer(x.to(layer.weight.dtype))
-    x.float().sum().backward()
-    assert same_everywhere(*(parameter.grad.view(torch.uint8) for parameter in model.parameters()))
-
-
 def a_gradient_with_gaps_is_averaged_too(rank: int) -> None:
     for do_flatten in (True, False):
         model = torch.nn.Linear(4, 2, bias=False)
@@ -157,18 +143,6 @@ def a_gradient_with_gaps_is_averaged_too(rank: int) -> None:
         model.weight.grad = torch.zeros(2, 8)[:, ::2]
         (model(torch.ones(1, 4)) * (rank + 1)).sum().backward()
         assert torch.allclose(model.weight.grad, torch.full((2, 4), (bagua.get_world_size() + 1) / 2))
-
-
-def a_graph_of_the_gradient_survives(rank: int) -> None:
-    for do_flatten in (True, False):
-        weight = torch.nn.Linear(3, 1, bias=False)
-        wrapped(weight, do_flatten=do_flatten)
-        loss = weight(torch.ones(1, 3)).pow(3).sum() * (rank + 1)
-        loss.backward(create_graph=True)
-        assert same_everywhere(weight.weight.grad)
-        assert weight.weight.grad.requires_grad
-        (second,) = torch.autograd.grad(weight.weight.grad.sum(), weight.weight)
-        assert second.abs().sum() > 0
 
 
 def checkpoints_are_waited_for_whole(rank: int) -> None:
@@ -408,26 +382,6 @@ def a_model_trains_on_a_sub_group(rank: int) -> None:
     else:
         with pytest.raises(ValueError, match="this rank is not in"):
             model.with_bagua([sgd(model)], allreduce(), process_group=group)
-
-
-def an_optimizer_with_its_state_in_parts_trains_as_a_whole_one(rank: int) -> None:
-    torch.manual_seed(3)
-    models = [torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    optimizers = [
-        torch.optim.Adam(models[0].parameters(), lr=0.1),
-        ZeroRedundancyOptimizer(models[1].parameters(), optimizer_class=torch.optim.Adam, lr=0.1),
-    ]
-    for model, optimizer in zip(models, optimizers, strict=True):
-        # Again with a state, as after a change of the model.
-        for _ in range(2):
-            model.with_bagua([optimizer], allreduce())
-            optimizer.zero_grad()
-            model(torch.full((1, 3), float(rank + 1))).square().sum().backward()
-            optimizer.step()
-    for whole, parts in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(whole, parts)
-    assert same_everywhere(*models[1].parameters())
 
 
 def the_original_names_are_there(rank: int) -> None:

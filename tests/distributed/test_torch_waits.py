@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,27 +30,6 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     model(torch.randn(6, 4)).sum().backward()
     optimizer.step()
-
-
-def trains_with_buffers(rank: int) -> list[float]:
-    torch.set_num_threads(1)
-    bagua.init_process_group()
-    model, optimizer = wrapped_model()
-    with busy_thread():
-        for step in range(20):
-            if rank == step % 2:
-                # The other rank waits about 50 ms: rank 1 for the buffers, rank 0 for the gradients.
-                time.sleep(0.045 + step * 0.001)
-            train(model, optimizer)
-    parameters = [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
-    bagua.destroy_process_group()
-    return parameters
-
-
-@pytest.mark.slow
-def test_a_training_with_buffers_goes_on_beside_a_busy_thread(world: World) -> None:
-    first, second = world(2, env={"BAGUA_TIMEOUT": "60"}).run(trains_with_buffers)
-    assert first == second
 
 
 def trains_until_a_peer_freezes(rank: int) -> str:

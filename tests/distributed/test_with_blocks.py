@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -91,20 +90,6 @@ def test_a_rank_that_raises_in_its_block_ends_that_of_the_others(job: str) -> No
     assert left
 
 
-def ends_its_program_in_a_block(rank: int) -> bool:
-    with contextlib.suppress(SystemExit), neutral.init() as group:
-        group.barrier()
-        if rank == 1:
-            raise SystemExit(0)
-        with pytest.raises(PeerLostError, match="left the group"):
-            for_ever(group.barrier)
-    return nothing_is_left()
-
-
-def test_sys_exit_in_a_block_leaves_the_job_without_an_error() -> None:
-    assert make_world(2).run(ends_its_program_in_a_block) == [True, True]
-
-
 def shrinks_in_a_block(rank: int) -> bool:
     with neutral.init() as group:
         group.barrier()
@@ -118,27 +103,3 @@ def shrinks_in_a_block(rank: int) -> bool:
 
 def test_the_block_of_a_group_also_leaves_the_group_that_it_was_shrunk_to() -> None:
     assert make_world(2).run(shrinks_in_a_block) == [True, True]
-
-
-def raises_in_the_block_of_a_subgroup(rank: int) -> str:
-    def work(world: neutral.Group) -> None:
-        made = world.new_group([0, 1])
-        assert made is not None
-        with made as group:
-            group.barrier()
-            if rank == 1:
-                raise ValueError("my bug")
-            for_ever(group.barrier)
-
-    with neutral.init() as world:
-        with pytest.raises((ValueError, PeerRaisedError)) as caught:
-            work(world)
-        assert list(neutral.stats()["groups"]) == ["world"]
-        world.barrier()
-    return str(caught.value)
-
-
-def test_the_block_of_a_subgroup_leaves_that_alone() -> None:
-    text, own = make_world(2).run(raises_in_the_block_of_a_subgroup)
-    assert own == "my bug"
-    assert "ValueError: my bug" in text
