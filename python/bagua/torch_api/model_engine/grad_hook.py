@@ -34,9 +34,11 @@ class GradHook:
         # torch numbers the hooks of a process by their handles.
         self._key: int = RemovableHandle(OrderedDict()).id
         for _, param in parameters:
-            if param._post_accumulate_grad_hooks is None:
-                param._post_accumulate_grad_hooks = OrderedDict()
-            param._post_accumulate_grad_hooks[self._key] = self
+            hooks: dict[int, Any] | None = param._post_accumulate_grad_hooks
+            if hooks is None:
+                param._post_accumulate_grad_hooks = OrderedDict({self._key: self})
+            else:
+                hooks[self._key] = self
 
     def __call__(self, param: torch.Tensor) -> None:
         name = self._names.get(id(param))
