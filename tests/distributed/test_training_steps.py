@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -220,6 +222,12 @@ def a_forward_of_a_frozen_model_is_as_with_torch(rank: int) -> None:
         compare_with_ddp(name)
 
 
+def a_wrapper_without_optimizers_steps_as_with_torch(rank: int) -> None:
+    for program in PROGRAMS.values():
+        found = weights(program, lambda model, optimizer: DistributedDataParallel(model))
+        assert all(map(torch.equal, found, weights(program, lambda model, optimizer: TorchDDP(model))))
+
+
 def a_part_that_is_frozen_later_is_named(rank: int) -> None:
     for wrap in doors(lambda: Algorithm.init("gradient_allreduce")):
         model = net(4, 3, 2)
@@ -271,6 +279,16 @@ def the_second_of_two_models_in_a_chain_is_counted_in_each_step(rank: int) -> No
             assert same_everywhere(*models[1].parameters())
         for each in (first, second):
             bagua.unwrap(each)
+
+
+def a_discriminator_that_is_collected_after_its_last_step_is_silent(rank: int) -> None:
+    for steps in (1, 3):
+        for wrap in doors(lambda: Algorithm.init("local_sgd", communication_interval=1)):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                in_turn(lambda model: None, lambda model: None, steps=steps)(wrap)
+                gc.collect()
+            assert not [str(each.message) for each in caught if "was collected before" in str(each.message)]
 
 
 # --- algorithms of users ----------------------------------------------------------------------------------------------
@@ -380,11 +398,41 @@ class OneMoreTensor(OfGradients):
         return [*super().init_tensors(bagua_ddp), self.extra.ensure_bagua_tensor("extra", bagua_ddp.bagua_module_name)]
 
 
+class WithoutGradients(OfGradients):
+    """An algorithm that forgets to make the gradients that it registers."""
+
+    def init_tensors(self, bagua_ddp: Any) -> list[torch.Tensor]:
+        return [
+            param.ensure_bagua_tensor(name, bagua_ddp.bagua_module_name, getter_closure=lambda param: param.grad)
+            for name, param in bagua_ddp.bagua_build_params()
+        ]
+
+
+class LeavesOneOut(OfGradients):
+    """An algorithm that does not return the last gradient."""
+
+    def init_tensors(self, bagua_ddp: Any) -> list[torch.Tensor]:
+        return super().init_tensors(bagua_ddp)[:-1]
+
+
 class OrderOfEachRank(OfGradients):
     """An algorithm whose order of tensors differs between the ranks."""
 
     def init_tensors(self, bagua_ddp: Any) -> list[torch.Tensor]:
         return super().init_tensors(bagua_ddp)[:: 1 if bagua.get_rank() == 0 else -1]
+
+
+class WeightsWithoutHooks(OfWeights):
+    """An algorithm of weights that relies on hooks for gradients."""
+
+    def init_forward_pre_hook(self, bagua_ddp: Any) -> Callable[[Any], None]:
+        return lambda inputs: None
+
+    def init_backward_hook(self, bagua_ddp: Any) -> Callable[[str, nn.Parameter], None]:
+        return AlgorithmImpl.init_backward_hook(self, bagua_ddp)
+
+    def init_post_backward_hook(self, bagua_ddp: Any) -> Callable[[], None]:
+        return AlgorithmImpl.init_post_backward_hook(self, bagua_ddp)
 
 
 class Own(Algorithm):
@@ -474,6 +522,23 @@ def weights_that_an_algorithm_registers_itself_are_communicated(rank: int) -> No
             optimizer.step()
             assert not same_everywhere(*model.parameters())
         bagua.unwrap(wrapped)
+
+
+def an_algorithm_that_leaves_a_gradient_out_is_named(rank: int) -> None:
+    for kind, name in ((LeavesOneOut, "0.weight"), (WeightsWithoutHooks, "0.bias|2.weight|2.bias")):
+        for wrap in doors(lambda: Own(kind)):  # noqa: B023
+            model = net(4, 3, 2)
+            wrapped = wrap(model, sgd(model))
+            with pytest.raises(BaguaError, match=rf"no bucket has the gradient of '({name})' of model"):
+                wrapped(inputs(0)).square().mean().backward()
+            bagua.unwrap(wrapped)
+
+
+def an_algorithm_without_gradients_to_register_is_refused(rank: int) -> None:
+    for wrap in doors(lambda: Own(WithoutGradients)):
+        model = net(4, 3, 2)
+        with pytest.raises(ValueError, match=r"getter of tensor '.*' returned None: .* bagua_ensure_grad"):
+            wrap(model, sgd(model))
 
 
 def an_algorithm_that_orders_tensors_by_rank_is_refused(rank: int) -> None:
