@@ -1,8 +1,9 @@
-"""All-reduce aggregation: acceptance checks A1 to A9."""
+"""All-reduce aggregation: acceptance checks A1 to A10."""
 
 from __future__ import annotations
 
 import math
+import sys
 import types
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.distributed.aggregation_ranks import (
     gradients,
     groups,
     inputs,
+    numbers,
 )
 from tests.distributed.torch_ranks import cases_in, same_everywhere
 from tests.world import make_world
@@ -52,6 +54,17 @@ def a1_averages_are_exact_within_rounding_and_equal_on_all_ranks(rank: int) -> N
                 assert same_everywhere(*results)
 
 
+def a1_integers_are_averaged_exactly_by_powers_of_two(rank: int) -> None:
+    size = size_of_world()
+    if size == 3:
+        size = 1
+    for group in groups():
+        model = Several((64,))
+        model.list[0].grad = torch.arange(64.0) * (rank + 1 if size > 1 else 1)
+        AllReduceAggregation(size, group=group).agg_grad()(model, "avg_world")
+        assert torch.equal(gradients(model)[0], torch.arange(64.0) * (size + 1) / 2)
+
+
 def a2_mixed_dtypes_keep_dtype_shape_identity_and_storage(rank: int) -> None:
     size = size_of_world()
     dtypes = (torch.float32, torch.float64, torch.bfloat16)
@@ -77,6 +90,17 @@ def a2_mixed_dtypes_keep_dtype_shape_identity_and_storage(rank: int) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*layouts, strict=True))
 
 
+def a2_channels_last_gradients_keep_their_strides(rank: int) -> None:
+    size = size_of_world()
+    model = Several((4, 3, 2, 5))
+    fill(model, rank)
+    gradient = gradients(model)[0].to(memory_format=torch.channels_last)
+    model.list[0].grad = gradient
+    AllReduceAggregation(size).agg_grad()(model, "avg_world")
+    assert gradients(model)[0].is_contiguous(memory_format=torch.channels_last)
+    assert_is_mean(gradients(model)[0], inputs(model, size)[0])
+
+
 def a3_a_custom_denominator_divides_the_sum(rank: int) -> None:
     size = size_of_world()
     for group in groups():
@@ -88,6 +112,39 @@ def a3_a_custom_denominator_divides_the_sum(rank: int) -> None:
                     AllReduceAggregation(size, before, group=group).agg_grad()(model, op, denom=denom)
                     for result, everybody in zip(gradients(model), inputs(model, size), strict=True):
                         assert_close(result.double(), everybody.sum(0) / 7, rtol=1e-5, atol=1e-6)
+
+
+def a3_a_denominator_of_the_world_size_is_the_average(rank: int) -> None:
+    size = size_of_world()
+    model = Several(*SHAPES)
+    fill(model, rank)
+    AllReduceAggregation(size).agg_grad()(model, "avg_custom", size)
+    for result, everybody in zip(gradients(model), inputs(model, size), strict=True):
+        assert_is_mean(result, everybody)
+
+
+def a3_different_denominators_divide_before_the_sum_or_each_rank_its_own(rank: int) -> None:
+    size = size_of_world()
+    model = Several((6, 8))
+    everybody = inputs(model, size)[0]
+    fill(model, rank)
+    AllReduceAggregation(size, divide_before=True).agg_grad()(model, "avg_custom", rank + 2.0)
+    parts = everybody / torch.arange(2.0, size + 2, dtype=torch.float64).view(-1, 1, 1)
+    assert_close(gradients(model)[0].double(), parts.sum(0), rtol=1e-5, atol=1e-6)
+    assert same_everywhere(*gradients(model))
+    fill(model, rank)
+    AllReduceAggregation(size).agg_grad()(model, "avg_custom", rank + 2.0)
+    assert_close(gradients(model)[0].double(), everybody.sum(0) / (rank + 2), rtol=1e-5, atol=1e-6)
+
+
+def a3_a_large_denominator_does_not_lose_who_has_a_gradient(rank: int) -> None:
+    size = size_of_world()
+    for before in (False, True):
+        model = Several((3,), dtypes=(torch.float16,))
+        if rank == 0:
+            model.list[0].grad = torch.full((3,), 30000.0, dtype=torch.float16)
+        AllReduceAggregation(size, before).agg_grad()(model, "avg_custom", 1e9)
+        assert_close(gradients(model)[0].float(), torch.full((3,), 3e-5), rtol=0.01, atol=0)
 
 
 def a4_dividing_before_equals_dividing_after(rank: int) -> None:
@@ -103,6 +160,17 @@ def a4_dividing_before_equals_dividing_after(rank: int) -> None:
         for index, everybody in enumerate(inputs(Several(*SHAPES), size)):
             for result in (results[0][index], results[1][index]):
                 assert bool(((result - everybody.mean(0)).abs() <= 4 * 2**-23 * everybody.abs().sum(0)).all())
+
+
+def a4_half_precision_averages_do_not_overflow_in_between(rank: int) -> None:
+    size = size_of_world()
+    for group in groups():
+        for before in (False, True):
+            for op, denom in (("avg_world", None), ("avg_custom", float(size))):
+                model = Several((5,), dtypes=(torch.float16,))
+                model.list[0].grad = torch.full((5,), 40000.0, dtype=torch.float16)
+                AllReduceAggregation(size, before, group=group).agg_grad()(model, op, denom)
+                assert gradients(model)[0].tolist() == [40000.0] * 5
 
 
 def a5_bad_denominators_and_operations_are_refused_before_communication(rank: int) -> None:
@@ -155,6 +223,14 @@ def a7_closures_return_nothing_and_touch_only_what_they_are_for(rank: int) -> No
         assert all(torch.equal(g, kept) for g, kept in zip(gradients(model), kept_gradients, strict=True))
 
 
+def a7_buffers_stay_this_ranks_own(rank: int) -> None:
+    model = torch.nn.BatchNorm1d(3)
+    assert model.running_mean is not None
+    model.running_mean.fill_(rank)
+    AllReduceAggregation(size_of_world()).agg_model()(model, "avg_world")
+    assert model.running_mean.tolist() == [float(rank)] * 3
+
+
 def a8_a_missing_gradient_is_zero_where_others_have_one_and_none_where_no_rank_has(rank: int) -> None:
     size = size_of_world()
     for group in groups():
@@ -170,6 +246,15 @@ def a8_a_missing_gradient_is_zero_where_others_have_one_and_none_where_no_rank_h
                 expected = {"avg_world": 6.0 / size, "sum": 6.0, "max": 6.0, "min": 6.0 if size == 1 else 0.0}[op]
                 assert model.list[1].grad is not None
                 assert model.list[1].grad.tolist() == [expected] * 3
+
+
+def a8_tied_parameters_are_reduced_once(rank: int) -> None:
+    size = size_of_world()
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    model[0].weight.grad = numbers(rank, (3, 3))
+    AllReduceAggregation(size).agg_grad()(model, "avg_world")
+    assert_is_mean(model[0].weight.grad, torch.stack([numbers(r, (3, 3)).double() for r in range(size)]))
 
 
 def a9_one_collective_per_dtype_or_one_per_parameter(rank: int) -> None:
@@ -217,6 +302,35 @@ class Horovod(types.ModuleType):
         result = tensor.clone()
         find().all_reduce(result, {"Sum": "sum", "Min": "min", "Max": "max"}[op])  # type: ignore[arg-type]
         return result
+
+
+def a10_with_horovod_the_operation_is_sum_again_and_again(rank: int) -> None:
+    size = size_of_world()
+    if size == 1:
+        return
+    horovod = Horovod()
+    sys.modules["horovod"] = types.ModuleType("horovod")
+    sys.modules["horovod.torch"] = horovod
+    try:
+        aggregation = AllReduceAggregationHVD(size)
+    finally:
+        del sys.modules["horovod"], sys.modules["horovod.torch"]
+    for _ in range(3):
+        model = Several(*SHAPES)
+        fill(model, rank)
+        aggregation.agg_grad()(model, "avg_world")
+        for result, everybody in zip(gradients(model), inputs(model, size), strict=True):
+            assert_is_mean(result, everybody)
+        assert same_everywhere(*gradients(model))
+    assert horovod.ops == ["Sum"] * 3
+    half = Several((4,), dtypes=(torch.float16,))
+    half.list[0].grad = torch.full((4,), 40000.0, dtype=torch.float16)
+    aggregation.agg_grad()(half, "avg_world")
+    assert gradients(half)[0].tolist() == [40000.0] * 4
+    wrong = AllReduceAggregationHVD(size + 1)
+    wrong._horovod = horovod
+    with pytest.raises(ValueError, match="Horovod has"):
+        wrong.agg_grad()(half, "avg_world")
 
 
 def sums_minima_and_maxima_are_those_of_all_ranks(rank: int) -> None:

@@ -13,6 +13,7 @@ from tests.distributed.aggregation_ranks import (
     assert_close,
     collectives,
     each_case,
+    everybodys,
     fill,
     gradients,
     groups,
@@ -54,6 +55,33 @@ def a23_the_result_is_the_mean_of_the_neighbourhood(rank: int) -> None:
                     assert same_everywhere(*results)
 
 
+def a23_a_ring_contracts_by_its_second_eigenvalue_and_keeps_the_mean(rank: int) -> None:
+    size = bagua.get_world_size()
+    if size != 4:
+        return
+    model = Several((50,), dtypes=(torch.float64,))
+    fill(model, rank, gradients=False)
+    start = everybodys(model.list[0])
+    mean = start.mean(0)
+    distance = float((start - mean).norm())
+    aggregate = DecentralizedAggregation(rank, ring(rank, size)).agg_model()
+    for _ in range(10):
+        aggregate(model, "avg_world")
+        now = everybodys(model.list[0])
+        smaller = float((now - mean).norm())
+        assert smaller <= distance / 3 + 1e-14
+        assert float((now.mean(0) - mean).abs().max()) <= 10 * 2**-52
+        distance = smaller
+
+
+def a23_no_neighbours_change_nothing(rank: int) -> None:
+    model = Several(*SHAPES)
+    fill(model, rank)
+    kept = [gradient.clone() for gradient in gradients(model)]
+    DecentralizedAggregation(rank, []).agg_grad()(model, "avg_world")
+    assert all(torch.equal(one, other) for one, other in zip(gradients(model), kept, strict=True))
+
+
 def a23_an_absent_gradient_is_zero_in_its_neighbourhood(rank: int) -> None:
     size = bagua.get_world_size()
     model = Several((3,), (2,))
@@ -87,6 +115,13 @@ def a24_neighbours_that_are_not_mutual_are_found_at_the_first_call_on_every_rank
         assert torch.equal(gradients(model)[0], kept)
 
 
+def a24_no_rank_is_its_own_neighbour(rank: int) -> None:
+    with pytest.raises(ValueError, match="among its own neighbours"):
+        DecentralizedAggregation(rank, [rank])
+    with pytest.raises(ValueError, match="twice"):
+        DecentralizedAggregation(rank, [rank + 1, rank + 1])
+
+
 def unknown_operations_are_refused_before_the_exchange(rank: int) -> None:
     model = Several((3,))
     fill(model, rank)
@@ -96,6 +131,17 @@ def unknown_operations_are_refused_before_the_exchange(rank: int) -> None:
             DecentralizedAggregation(rank, []).agg_grad()(model, "sum")
 
     assert collectives(refused) == {}
+
+
+def after_the_first_call_only_neighbours_talk(rank: int) -> None:
+    size = bagua.get_world_size()
+    if size == 1:
+        return
+    model = Several(*SHAPES)
+    fill(model, rank)
+    aggregate = DecentralizedAggregation(rank, ring(rank, size)).agg_grad()
+    assert collectives(lambda: aggregate(model, "avg_world")) == {"all_gather": 1, "exchange": 1}
+    assert collectives(lambda: aggregate(model, "avg_world")) == {"exchange": 1}
 
 
 CASES = cases_in(globals())

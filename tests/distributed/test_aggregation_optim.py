@@ -21,7 +21,7 @@ from bagua.aggregation.optim import (
     SignSGD,
     SparsifiedSGD,
 )
-from tests.distributed.aggregation_ranks import assert_close, each_case, everybodys, numbers
+from tests.distributed.aggregation_ranks import assert_close, collectives, each_case, everybodys, numbers
 from tests.distributed.torch_ranks import cases_in, same_everywhere
 
 BATCH = 3
@@ -86,6 +86,27 @@ def a25_aggregated_weights_make_replicas_equal_from_the_start(rank: int) -> None
         assert same_everywhere(*weights(model))
 
 
+def a25_without_momentum_both_orders_coincide(rank: int) -> None:
+    size = bagua.get_world_size()
+    found = []
+    for agg_grad in (True, False):
+        model = net()
+        found.append(train(model, CentralizedSGD(size, model, lr=0.1, agg_grad=agg_grad), [rank]))
+    assert_weights_close(*found)
+
+
+def a25_what_is_clipped_is_the_aggregated_gradient(rank: int) -> None:
+    size = bagua.get_world_size()
+    model = net()
+    optimizer = CustomCentralizedOptimizer(
+        model, size, torch.optim.SGD(model.parameters(), lr=0.1), grad_clip=0.01, average_world=True
+    )
+    loss_of(model, [rank], 0).backward()
+    assert optimizer.step() is True
+    norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+    assert_close(norm, torch.tensor(0.01), rtol=1e-3, atol=0)
+
+
 def a25_the_custom_optimizer_divides_by_the_callers_denominator(rank: int) -> None:
     size = bagua.get_world_size()
     for agg_grad in (True, False):
@@ -136,6 +157,18 @@ class Tracker:
 
     def record_batch_opt_step(self) -> None:
         self.calls.append("step")
+
+
+def power_sgd_at_full_rank_trains_as_on_the_whole_batch(rank: int) -> None:
+    size = bagua.get_world_size()
+    model, reference = net(), net()
+    # Without the ranks' disagreement in the memory, full rank is exact in every step.
+    optimizer = PowerSGD(model, lr=0.1, momentum=0.9, world_size=size, rank=6)
+    optimizer.aggregation.memory = "local"
+    found = train(model, optimizer, [rank])
+    expected = train(reference, torch.optim.SGD(reference.parameters(), 0.1, 0.9), list(range(size)))
+    assert_weights_close(found, expected, atol=1e-5)
+    assert same_everywhere(*found)
 
 
 def optimizers_resume_from_their_state(rank: int) -> None:
@@ -190,6 +223,14 @@ def sparsified_sgd_keeps_replicas_equal_and_loses_nothing(rank: int) -> None:
         for old, new, total, memory in zip(start, weights(model), given, optimizer.aggregation.memories, strict=True):
             moved = old - new + everybodys(memory).mean(0)
             assert_close(moved, everybodys(total).mean(0), rtol=0, atol=1e-6)
+
+
+def sparsified_sgd_that_sends_everything_is_sgd(rank: int) -> None:
+    size = bagua.get_world_size()
+    model, reference = net(), net()
+    found = train(model, SparsifiedSGD(model.parameters(), 0.1, 0.01, sparse_grad_size=1.0), [rank])
+    sgd = torch.optim.SGD(reference.parameters(), 0.1, weight_decay=0.01)
+    assert_weights_close(found, train(reference, sgd, list(range(size))))
 
 
 def estimated_weights_are_the_mean_with_quadratic_weights(rank: int) -> None:
@@ -262,6 +303,19 @@ def a27_an_overflow_on_one_rank_makes_all_skip(rank: int) -> None:
         assert same_everywhere(*weights(model), optimizer.fp32_params)
 
 
+def a27_half_precision_training_follows_single_precision(rank: int) -> None:
+    size = bagua.get_world_size()
+    model, optimizer = half_precision(rank)
+    reference = net().half().float()
+    for step in range(10):
+        optimizer.zero_grad()
+        optimizer.backward_loss(half_loss(model, rank, step))
+        assert optimizer.step()
+    expected = train(reference, torch.optim.SGD(reference.parameters(), 0.1), list(range(size)), steps=10)
+    for one, other in zip(weights(model), expected, strict=True):
+        assert_close(one.float(), other, rtol=0, atol=5e-3)
+
+
 def a27_the_scale_grows_again_and_ends_at_its_minimum(rank: int) -> None:
     model, optimizer = half_precision(rank, scale_window=2, max_scale=2048)
     scales = []
@@ -282,6 +336,21 @@ def a27_the_scale_grows_again_and_ends_at_its_minimum(rank: int) -> None:
         FP16Optimizer(model, 1, average_world=True).step()
     with pytest.raises(NotImplementedError):
         FP16Optimizer(model, 1)
+
+
+def optimizers_communicate_once_per_step(rank: int) -> None:
+    size = bagua.get_world_size()
+    if size == 1:
+        return
+    model = net()
+    loss_of(model, [rank], 0).backward()
+    counts = {
+        "all_reduce": [CentralizedSGD(size, model, lr=0.1), SignSGD(model.parameters(), 0.1, world_size=size)],
+        "all_gather": [SparsifiedSGD(model.parameters(), lr=0.1, sparse_grad_size=2)],
+    }
+    for kind, optimizers in counts.items():
+        for optimizer in optimizers:
+            assert collectives(optimizer.step) == {kind: 1}
 
 
 CASES = cases_in(globals())

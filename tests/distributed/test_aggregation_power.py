@@ -174,6 +174,49 @@ def a16_results_are_equal_on_all_ranks_and_touch_no_other_random_numbers(rank: i
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+def a17_bases_are_orthonormal_and_poor_gradients_stay_finite(rank: int) -> None:
+    model = Several((8, 6), (5, 9))
+    for reuse in (False, True):
+        aggregation = PowerAggregation(model, reuse_query=reuse, rank=4)
+        for step in range(4):
+            for p in model.parameters():
+                full = numbers(rank, tuple(p.shape), step)
+                p.grad = [torch.zeros_like(p), full[:, :1].expand(p.shape).clone(), full, torch.zeros_like(p)][step]
+            aggregation.agg_grad()(model, "avg")
+            for gradient, basis in zip(gradients(model), aggregation.bases, strict=True):
+                assert basis is not None
+                assert bool(gradient.isfinite().all())
+                assert_close(basis.T @ basis, torch.eye(4), rtol=0, atol=1e-5)
+                if step == 0:
+                    assert bool((gradient == 0).all())
+
+
+def a18_a_warm_start_converges_in_the_time_average(rank: int) -> None:
+    size = bagua.get_world_size()
+    model = Several((6, 8))
+    expected = inputs(model, size)[0].mean(0)
+    aggregation = PowerAggregation(model, reuse_query=True, rank=2)
+    total = torch.zeros(6, 8, dtype=torch.float64)
+    for _ in range(100):
+        fill(model, rank)
+        aggregation.agg_grad()(model, "avg")
+        total += gradients(model)[0]
+    assert relative(total / 100, expected) <= 0.05
+
+
+def a18_without_error_feedback_it_finds_the_best_approximation(rank: int) -> None:
+    size = bagua.get_world_size()
+    model = Several((6, 8))
+    aggregation = PowerAggregation(model, reuse_query=True, rank=2, error_feedback=False)
+    for _ in range(100):
+        fill(model, rank)
+        aggregation.agg_grad()(model, "avg")
+    u, s, vh = torch.linalg.svd(inputs(model, size)[0].mean(0))
+    best = u[:, :2] @ torch.diag(s[:2]) @ vh[:2]
+    assert relative(gradients(model)[0], best) <= 1e-3
+    assert bool((aggregation.memories[0] == 0).all())
+
+
 def a19_both_names_of_the_average_are_known_and_weights_are_refused(rank: int) -> None:
     results = []
     for op in ("avg", "avg_world"):
@@ -217,6 +260,20 @@ def a20_every_float_type_and_memory_format_works(rank: int) -> None:
     PowerAggregation(mixed, rank=8).agg_grad()(mixed, "avg")
     for result, everybody in zip(gradients(mixed), inputs(mixed, size), strict=True):
         assert relative(result, everybody.mean(0)) <= 1e-5
+
+
+def a20_half_precision_loses_nothing_to_rounding(rank: int) -> None:
+    size = bagua.get_world_size()
+    for memory in ("aggregated", "local"):
+        model = Several((6, 8), dtypes=(torch.bfloat16,))
+        aggregation = PowerAggregation(model, rank=2, memory=memory)  # type: ignore[arg-type]
+        for step in range(5):
+            before = mean_of_ranks(aggregation.memories[0])
+            fill(model, rank, step)
+            aggregation.agg_grad()(model, "avg")
+            whole = inputs(model, size, step)[0].mean(0) + before
+            after = mean_of_ranks(aggregation.memories[0])
+            assert float((after + gradients(model)[0].double() - whole).abs().max()) <= 16 * EPS * 16
 
 
 def a20_what_travels_is_small_and_counted(rank: int) -> None:

@@ -60,6 +60,29 @@ def a22_sending_everything_is_the_mean_and_leaves_no_memory(rank: int) -> None:
         assert all(bool((memory == 0).all()) for memory in aggregation.memories)
 
 
+def a22_the_largest_are_sent_first(rank: int) -> None:
+    size = bagua.get_world_size()
+    model = Several((10,))
+    model.list[0].grad = torch.tensor([0.0, -9, 1, 2, 3, 4, 8, 5, 6, 7])
+    aggregation = SparsifiedAggregation(model, k=2)
+    aggregation.agg_grad()(model, "sum")
+    assert gradients(model)[0].tolist() == [0, -9 * size, 0, 0, 0, 0, 8 * size, 0, 0, 0]
+    assert aggregation.memories[0].tolist() == [0, 0, 1, 2, 3, 4, 0, 5, 6, 7]
+
+
+def a22_every_element_has_its_turn(rank: int) -> None:
+    for method in ("random_k", "block"):
+        # 3 does not divide 10: the tail must go as well.
+        model = Several((10,))
+        aggregation = SparsifiedAggregation(model, k=3, method=method)  # type: ignore[arg-type]
+        seen = torch.zeros(10)
+        for _ in range(60):
+            model.list[0].grad = torch.ones(10)
+            aggregation.agg_grad()(model, "avg_world")
+            seen += gradients(model)[0]
+        assert bool((seen > 0).all())
+
+
 def a22_positions_travel_as_int64(rank: int) -> None:
     if bagua.get_world_size() == 1:
         return
@@ -74,6 +97,32 @@ def a22_positions_travel_as_int64(rank: int) -> None:
     )
     assert collectives(lambda: top.agg_grad()(model, "avg_world")) == {"all_gather": 1}
     assert collectives(lambda: top.agg_grad(by_layer=True)(model, "avg_world")) == {"all_gather": 2}
+
+
+@pytest.mark.slow
+def a22_positions_beyond_what_float32_can_count_are_exact(rank: int) -> None:
+    if bagua.get_world_size() != 2:
+        return
+    position = 2**24 + 1 + 2 * rank
+    model = Several((2**24 + 8,))
+    model.list[0].grad = torch.zeros(2**24 + 8)
+    gradients(model)[0][position] = 6.0
+    SparsifiedAggregation(model, k=1).agg_grad()(model, "avg_world")
+    assert gradients(model)[0].nonzero().flatten().tolist() == [2**24 + 1, 2**24 + 3]
+
+
+def half_precision_keeps_what_it_rounds_away(rank: int) -> None:
+    size = bagua.get_world_size()
+    model = Several((20,), dtypes=(torch.bfloat16,))
+    aggregation = SparsifiedAggregation(model, k=5)
+    for step in range(3):
+        before = mean_of_ranks(aggregation.memories[0])
+        fill(model, rank, step)
+        aggregation.agg_grad()(model, "avg_world")
+        whole = inputs(model, size, step)[0].mean(0) + before
+        lost = (mean_of_ranks(aggregation.memories[0]) + gradients(model)[0].double() - whole).abs()
+        # Only the mean itself is rounded to the gradient's type.
+        assert bool((lost <= 2**-8 * gradients(model)[0].double().abs() + 1e-6).all())
 
 
 def without_error_feedback_the_rest_is_forgotten(rank: int) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from bagua.errors import BaguaTimeoutError
-from tests.distributed.c10d_ranks import Pair, cases_in, each_case, run_cases, same
+from tests.distributed.c10d_ranks import LIMIT, Pair, cases_in, each_case, run_cases, same
 from tests.distributed.left_out import needs_backend_class, needs_torch
 
 # Those that gloo adds up too.
@@ -31,6 +33,7 @@ DTYPES = (
 WITHOUT_GLOO = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 ORDERED = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
 BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+BIG = 8 << 20
 
 
 def data(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -55,6 +58,29 @@ def all_reduce_equals_gloo_for_every_type_and_operation(pair: Pair) -> None:
             return tensor
 
         pair.both(verb)
+
+
+def integers_that_gloo_lacks_are_reduced_as_numpy_does(pair: Pair) -> None:
+    combine = (np.add, np.multiply, np.minimum, np.maximum, np.bitwise_and, np.bitwise_or, np.bitwise_xor)
+    oracle = list(zip((*ORDERED, *BITWISE), combine, strict=True))
+    for dtype, (op, combined) in itertools.product(WITHOUT_GLOO, oracle):
+        info = torch.iinfo(dtype)
+        values = [[info.max, info.min, info.max - rank, rank + 1] for rank in range(pair.size)]
+        mine = torch.tensor(values[pair.rank], dtype=dtype)
+        dist.all_reduce(mine, op, group=pair.ours)
+        expected = functools.reduce(combined, [torch.tensor(each, dtype=dtype).numpy() for each in values])
+        assert mine.tolist() == expected.tolist(), f"{dtype} {op}"
+
+
+def all_reduce_takes_tensors_that_are_not_contiguous(pair: Pair) -> None:
+    tensor = data(pair.rank, 4, 6).t()
+    expected = sum(data(rank, 4, 6).t() for rank in range(pair.size))
+    dist.all_reduce(tensor, group=pair.ours)
+    assert torch.equal(tensor, expected)
+    assert not tensor.is_contiguous()
+    work = dist.all_reduce(tensor, group=pair.ours, async_op=True)
+    work.wait()
+    assert torch.equal(tensor, expected * pair.size)
 
 
 def avg_divides_once_and_cuts_integers_towards_zero(pair: Pair) -> None:
@@ -314,6 +340,32 @@ def objects_reach_every_rank(pair: Pair) -> None:
     assert gathered == (list(range(pair.size)) if pair.rank == 0 else None)
 
 
+def a_message_to_oneself_is_refused_and_the_group_stays_usable(pair: Pair) -> None:
+    x, own = torch.ones(2), pair.world_rank(pair.rank)
+    both = [dist.P2POp(verb, x, own, pair.ours) for verb in (dist.isend, dist.irecv)]
+    for call in (lambda: dist.batch_isend_irecv(both), lambda: dist.irecv(x, own, pair.ours)):
+        with pytest.raises(ValueError, match="is this rank itself: copy the tensor"):
+            call()
+    pair.both(lambda group: (dist.all_reduce(y := torch.ones(2), group=group), y))
+
+
+def large_messages_that_cross_arrive(pair: Pair) -> None:
+    following, before = (pair.rank + 1) % pair.size, (pair.rank - 1) % pair.size
+    mine, theirs = torch.full((BIG // 4,), float(pair.rank)), torch.zeros(BIG // 4)
+    sent = dist.isend(mine, pair.world_rank(following), group=pair.ours)
+    received = dist.irecv(theirs, pair.world_rank(before), group=pair.ours)
+    sent.wait()
+    received.wait()
+    assert torch.equal(theirs, torch.full_like(theirs, before))
+    operations = [
+        dist.P2POp(dist.isend, mine, pair.world_rank(following), pair.ours),
+        dist.P2POp(dist.irecv, theirs.zero_(), pair.world_rank(before), pair.ours),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert torch.equal(theirs, torch.full_like(theirs, before))
+
+
 def messages_are_matched_by_tag_and_not_by_order(pair: Pair) -> None:
     if pair.rank == 0:
         for tag in (3, 1, 2):
@@ -377,11 +429,90 @@ def a_continuation_may_wait_for_another_future(pair: Pair) -> None:
     assert torch.equal(first.get_future().then(again).wait(), torch.full((3,), float(pair.size**2)))
 
 
+def receive(pair: Pair, tag: int) -> torch.futures.Future[Any]:
+    """The future of a message that the rank before sends by `send`."""
+    before = pair.world_rank((pair.rank - 1) % pair.size)
+    work = dist.irecv(torch.zeros(1), before, pair.ours, tag)
+    assert work is not None
+    future: torch.futures.Future[Any] = work.get_future()
+    return future
+
+
 def send(pair: Pair, *tags: int) -> None:
     """Sends messages when all ranks are here, so that no rank's message has come before."""
     dist.barrier(pair.ours)
     for tag in tags:
         dist.send(torch.full((1,), float(tag)), pair.world_rank((pair.rank + 1) % pair.size), pair.ours, tag)
+
+
+def value(future: torch.futures.Future[Any]) -> float:
+    """The value of a future that must be done within the limit of the world."""
+    done = threading.Event()
+    after = future.then(lambda ended: (done.set(), ended.value())[1])
+    assert done.wait(LIMIT.total_seconds()), "the future is not done"
+    found = after.wait()
+    return float(found[0]) if isinstance(found, list) else float(found)
+
+
+def a_continuation_may_wait_for_a_future_that_was_asked_for_before(pair: Pair) -> None:
+    begun = [threading.Event() for _ in range(3)]
+    last = receive(pair, 9)
+
+    def wait(tag: int) -> Any:
+        begun[tag].set()
+        return last.wait()[0] + tag
+
+    # More of them than gloo has threads.
+    ends = [receive(pair, tag).then(lambda _, tag=tag: wait(tag)) for tag in range(3)]
+    send(pair, 0, 1, 2)
+    for each in begun:
+        assert each.wait(LIMIT.total_seconds()), "the continuation does not run"
+    send(pair, 9)
+    assert [value(end) for end in ends] == [9.0, 10.0, 11.0]
+
+
+def a_continuation_of_a_continuation_may_wait_for_another_future(pair: Pair) -> None:
+    chained: list[torch.futures.Future[Any]] = []
+    has_chained = threading.Event()
+
+    def chain(_: torch.futures.Future[Any]) -> None:
+        first, second = receive(pair, 1), receive(pair, 2)
+        chained.append(first.then(lambda _: second.wait()))
+        has_chained.set()
+
+    receive(pair, 0).then(chain)
+    send(pair, 0)
+    assert has_chained.wait(LIMIT.total_seconds()), "the continuation does not run"
+    send(pair, 1, 2)
+    assert value(chained[0]) == 2.0
+
+
+def continuations_that_run_one_after_another_share_threads(pair: Pair) -> None:
+    threads = set()
+    for _ in range(20):
+        end = receive(pair, 0).then(lambda _: threads.add(threading.current_thread()))
+        send(pair, 0)
+        end.wait()
+    # It may be two or three: a thread is not idle yet when the future that it completes is done.
+    assert threading.main_thread() not in threads
+    assert len(threads) < 10
+
+
+def a_chain_of_continuations_shares_threads(pair: Pair) -> None:
+    threads, ended = set(), threading.Event()
+
+    def step(done: torch.futures.Future[Any], left: int = 20) -> None:
+        threads.add(threading.current_thread())
+        if left:
+            work = dist.all_reduce(done.value()[0], ReduceOp.MAX, group=pair.ours, async_op=True)
+            work.get_future().then(functools.partial(step, left=left - 1))
+        else:
+            ended.set()
+
+    receive(pair, 0).then(step)
+    send(pair, 0)
+    assert ended.wait(LIMIT.total_seconds()), "the chain does not end"
+    assert len(threads) < 10
 
 
 def a_wait_whose_time_passes_leaves_the_operation_running(pair: Pair) -> None:
@@ -397,6 +528,17 @@ def a_wait_whose_time_passes_leaves_the_operation_running(pair: Pair) -> None:
     elif pair.rank == 1:
         dist.recv(torch.zeros(1), pair.world_rank(0), group=pair.ours, tag=9)
         dist.send(torch.ones(2), pair.world_rank(0), group=pair.ours, tag=8)
+
+
+def functional_collectives_work(pair: Pair) -> None:
+    import torch.distributed._functional_collectives as functional
+
+    total = functional.all_reduce(data(pair.rank, 4), "sum", pair.ours)
+    assert torch.equal(total, sum(data(rank, 4) for rank in range(pair.size)))
+    gathered = functional.all_gather_tensor(data(pair.rank, 2), 0, pair.ours)
+    assert torch.equal(gathered, torch.cat([data(rank, 2) for rank in range(pair.size)]))
+    part = functional.reduce_scatter_tensor(torch.ones(pair.size), "sum", 0, pair.ours)
+    assert part.item() == pair.size
 
 
 def events_of(profile: Any) -> dict[str, Any]:
@@ -429,6 +571,36 @@ def operations_are_events_of_the_profiler(pair: Pair) -> None:
         assert events[f"{name}.wait"].time_range.start >= events[name].time_range.end
     if pair.rank == 0:
         assert events["bagua:recv.wait"].time_range.start >= events["bagua:send"].time_range.end
+
+
+def no_event_is_open_when_its_profile_ends(pair: Pair) -> None:
+    # torch would write the end of such an event into memory that it has freed.
+    profiled = torch.autograd.profiler.profile
+    if pair.rank == 0:
+        room = [torch.zeros(2) for _ in range(3)]
+        with profiled() as first:
+            works = [dist.irecv(x, pair.world_rank(1), group=pair.ours, tag=tag) for tag, x in enumerate(room)]
+            torch.empty(5)
+        receives = [event for event in first.function_events if event.name == "bagua:recv"]
+        (later,) = (event for event in first.function_events if event.name == "aten::empty")
+        assert len(receives) == 3
+        assert all(event.time_range.end <= later.time_range.start for event in receives)
+        with profiled() as second:
+            dist.send(torch.ones(1), pair.world_rank(1), group=pair.ours, tag=9)
+            # Done in another profile than it began in, dropped there without a wait, and done after all profiles.
+            works[0].wait()
+            del works[1]
+        assert "bagua:recv.wait" in events_of(second)
+        assert "bagua:recv" not in events_of(second)
+        works[-1].wait()
+        dist.barrier(pair.ours)
+        assert all(torch.equal(x, torch.ones(2)) for x in (room[0], room[2]))
+    else:
+        if pair.rank == 1:
+            dist.recv(torch.zeros(1), pair.world_rank(0), group=pair.ours, tag=9)
+            for tag in range(3):
+                dist.send(torch.ones(2), pair.world_rank(0), group=pair.ours, tag=tag)
+        dist.barrier(pair.ours)
 
 
 CASES = cases_in(globals())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.distributed.c10d_ranks import Case, Pair, each_case, run_cases
+from tests.distributed.c10d_ranks import Case, Pair, cases_in, each_case, run_cases
 from tests.distributed.left_out import needs_backend_class
 
 WHY = "the dispatcher calls a Python backend only where Python can subclass torch's Backend"
@@ -363,9 +364,68 @@ def field(kind: Kind, verb: Verb) -> Case:
 
 TABLE = [field(kind, verb) for kind, verb in itertools.product(KINDS, VERBS)]
 
+# --- what is not in the table -----------------------------------------------------------------------------------------
+
+
+@needs_backend_class(WHY)
+def tensors_of_transforms_are_those_that_gloo_takes(pair: Pair) -> None:
+    def summed(group: Group, x: torch.Tensor) -> torch.Tensor:
+        total = x.detach().clone()
+        dist.all_reduce(total, group=group)
+        return (x * total).sum()
+
+    for transform in (torch.func.grad, torch.func.vmap, torch.func.functionalize):
+
+        def verb(group: Group, transform: Any = transform) -> Any:
+            return outcome(lambda: transform(lambda x: summed(group, x))(torch.ones(3, 2)))
+
+        pair.both(verb)
+    zero = torch._efficientzerotensor(4)
+    pair.both(lambda group: all_gather(group, zero) + all_gather_into_tensor(group, zero))
+
+
+@needs_backend_class(WHY)
+def works_under_a_mode_have_all_methods(pair: Pair) -> None:
+    x = torch.ones(3)
+    with CommDebugMode():
+        work = dist.all_reduce(x, group=pair.ours, async_op=True)
+    assert work.get_future().wait() == [x]
+    assert (work.is_completed(), work.is_success(), work.exception(), work.result()) == (True, True, None, [x])
+
+
+def a_changed_view_or_copy_does_not_count(pair: Pair) -> None:
+    weight = torch.full((4,), pair.rank + 1.0, requires_grad=True)
+    halves = weight.chunk(2)
+    dist.broadcast(weight.detach(), pair.world_rank(0), group=pair.ours)
+    halves[pair.rank % 2].sum().backward()
+    assert weight.grad.sum() == 2.0
+    # Through a copy, and by a division afterwards.
+    for tensor in (torch.ones(3, 2).t(), torch.ones(3, dtype=torch.int64)):
+        dist.all_reduce(tensor, dist.ReduceOp.AVG, group=pair.ours)
+        assert (tensor._version, tensor.flatten()[0].item()) == (0, 1)
+
+
+def sharded_tensors_are_gathered_in_the_memory_that_they_are_in(pair: Pair) -> None:
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    def verb(group: Group) -> Any:
+        places = [f"rank:{rank}/cpu" for rank in range(pair.size)]
+        shards = sharded_tensor.full(ChunkShardingSpec(0, places), (6, 2), 7.0, process_group=group)
+        whole = torch.zeros(6, 2) if pair.rank == 0 else None
+        shards.gather(0, whole)
+        return [] if whole is None else whole
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        pair.both(verb)
+
+
+CASES = [*TABLE, *cases_in(globals())]
+
 
 def in_the_world(rank: int) -> dict[str, str]:
-    return run_cases(rank, TABLE)
+    return run_cases(rank, CASES)
 
 
-test = each_case(TABLE, 2, run=in_the_world)
+test = each_case(CASES, 2, run=in_the_world)

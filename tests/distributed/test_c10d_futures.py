@@ -1,7 +1,8 @@
-"""Continuations of futures of the backend "bagua" when their group or their process ends."""
+"""Continuations of futures of the backend "bagua" when their group or their process ends, and in a forked child."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -95,3 +96,26 @@ def test_destroying_a_group_ends_what_a_continuation_waits_for(tmp_path: Path) -
     world = make_world(2)
     assert world.run(destroy_during_a_continuation, str(tmp_path)) == [1.0, 1.0]
     assert world.output[0].splitlines() == ["True"]
+
+
+def fork_after_a_continuation(rank: int, folder: str) -> float:
+    begin()
+    threads = [continue_after_a_message(rank, lambda _: threading.get_native_id()).wait() for _ in range(3)]
+    assert threading.get_native_id() not in threads
+    child = os.fork()
+    if child == 0:
+        try:
+            dist.destroy_process_group()
+            begin(store=dist.FileStore(str(Path(folder, "store"))), rank=rank, world_size=2)
+            found = continue_after_a_message(rank, lambda done: done.value()[0].item()).wait()
+            dist.destroy_process_group()
+            os._exit(int(found) + 1)
+        finally:
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    dist.destroy_process_group()
+    return code
+
+
+def test_a_forked_child_continues_on_threads_of_its_own(tmp_path: Path) -> None:
+    assert make_world(2).run(fork_after_a_continuation, str(tmp_path)) == [2, 2]

@@ -1,4 +1,4 @@
-"""A model has one wrapper: what a dropped and a replaced one do, with every algorithm."""
+"""A model has one wrapper: what a dropped, a replaced and a second one do, with every algorithm."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import bagua.torch_api as bagua
 from bagua.errors import BaguaError
@@ -162,6 +163,43 @@ def a_newer_wrapper_that_is_refused_leaves_the_older_one_as_it_is(rank: int) -> 
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RuntimeWarning)
                 bagua.unwrap(older)
+
+
+def torchs_wrapper_beside_ours_is_refused(rank: int) -> None:
+    twice = "wrapped by Bagua and by torch's DistributedDataParallel"
+
+    def ours(module: nn.Module) -> nn.Module:
+        return in_place(module, torch.optim.SGD(module.parameters(), lr=0.1), Algorithm.init("bytegrad"))
+
+    for outer in (
+        TorchDDP(ours(nn.Linear(4, 3))),
+        TorchDDP(DistributedDataParallel(nn.Linear(4, 3))),
+        TorchDDP(nn.Sequential(nn.Linear(4, 4), ours(nn.Linear(4, 3)))),
+    ):
+        with pytest.raises(BaguaError, match=twice):
+            outer(torch.ones(2, 4))
+    for inner in (TorchDDP(nn.Linear(4, 3)), nn.Sequential(TorchDDP(nn.Linear(4, 3)))):
+        for wrap in (ours, DistributedDataParallel):
+            with pytest.raises(ValueError, match=r"wrap its \.module instead"):
+                wrap(inner)
+    outer = TorchDDP(nn.Linear(4, 3))
+    ours(outer.module)
+    with pytest.raises(BaguaError, match=twice):
+        outer(torch.ones(2, 4))
+    # Two models, of which one is called inside the other, send no gradient twice.
+    alone = ours(nn.Linear(4, 4))
+
+    class Calls(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(alone(x))
+
+    TorchDDP(Calls(4, 3))(torch.ones(2, 4)).sum().backward()
+    # A model that torch's wrapper was told to leave alone.
+    whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(whole, ["1.weight", "1.bias"])
+    ours(whole[1])
+    TorchDDP(whole)(torch.ones(2, 4)).sum().backward()
+    dist.barrier()
 
 
 CASES = cases_in(globals())

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -208,6 +209,47 @@ def replicas_are_averaged(pair: Pair) -> None:
             check(model, pair, Simulation(inner, outer, ranks.replicas, ranks.shards, feedback))
 
 
+def replicas_begin_with_the_first_ones_parameters(pair: Pair) -> None:
+    replicas = 2 if pair.size == 4 else pair.size
+    mesh = init_device_mesh("cpu", (replicas, pair.size // replicas), mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh["shard"].get_group())
+    expected = full(model)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.to_local().add_(mesh.get_local_rank("replicate"))
+    compress(model, None, replicas=mesh["replicate"])
+    for name, each in full(model).items():
+        assert torch.equal(each, expected[name])
+    train(model, pair.rank, range(2))
+    everyone: list[Any] = [None] * pair.size
+    dist.all_gather_object(everyone, full(model), group=pair.gloo)
+    assert all(torch.equal(each[name], everyone[0][name]) for each in everyone for name in expected)
+
+
+def records_are_all_that_is_sent(pair: Pair) -> None:
+    sent: list[int] = []
+    real = dist.all_to_all_single
+
+    def counting(output: torch.Tensor, given: torch.Tensor, **options: Any) -> Any:
+        sent.append(given.nbytes)
+        return real(output, given, **options)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("FSDP's own reduce_scatter was called")
+
+    model = nn.Linear(96, 96, bias=False)
+    torch.distributed.fsdp.fully_shard(model, mesh=DeviceMesh.from_group(pair.gloo, "cpu"))
+    compress(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", counting)
+        for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
+            patch.setattr(dist, name, refused, raising=False)
+        model(torch.randn(2, 96)).sum().backward()
+    part = 96 * 96 // pair.size
+    assert sent == [pair.size * bagua.Codec("minmax_u8").encoded_bytes(part)]
+    assert sent[0] < 0.26 * 4 * 96 * 96
+
+
 def a_state_goes_on_where_it_was_saved(pair: Pair) -> None:
     for name, options in (("onebit", {}), ("random_k", {"k": 0.3, "seed": 5})):
 
@@ -332,6 +374,32 @@ def several_parameter_groups_are_refused(pair: Pair) -> None:
     torch.distributed.fsdp.fully_shard(model, mesh=meshes[0].mesh, shard_placement_fn=placement)
     with pytest.raises(ValueError, match="has 2 parameter groups"):
         compress(model)
+
+
+@pytest.mark.slow
+def training_ends_where_it_does_without_a_codec(pair: Pair) -> None:
+    def losses(model: Any) -> Iterator[float]:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for step in range(50):
+            x = data(pair.rank, step)
+            loss = (model(x) - x[:, :4].sin()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.all_reduce(loss.detach(), group=pair.gloo)
+            yield float(loss)
+
+    ranks = grid(pair, "gloo")
+    plain = sharded(pair.gloo)
+    expected = list(losses(plain))[-1]
+    model = sharded(pair.gloo)
+    compress(model)
+    across = sharded(ranks.inner)
+    compress(across, None, replicas=ranks.outer)
+    for each in (model, across):
+        found = list(losses(each))
+        assert found[-1] < 0.7 * found[0]
+        assert abs(found[-1] - expected) < 0.01 * expected
 
 
 OLD = "its FSDP2 does not accept another reduce_scatter"

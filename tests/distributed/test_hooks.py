@@ -3,7 +3,11 @@ compressed all_reduce, which the algorithm bytegrad is tested against too.
 """
 
 import functools
+import gc
 import io
+import os
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,8 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bagua
 from bagua.hooks import CompressedState, compressed_hook
-from tests.distributed.c10d_ranks import Pair, cases_in, each_case, run_cases
+from tests.distributed.c10d_ranks import LIMIT, Pair, cases_in, each_case, run_cases
 from tests.distributed.compressed_oracle import CompressedAllReduce
+from tests.waits import until
+from tests.world import World
 
 CODECS: list[tuple[str, dict[str, Any]]] = [
     ("minmax_u8", {}),
@@ -156,6 +162,23 @@ def gradients_are_the_oracles(pair: Pair) -> None:
                 check_equal_on_all_ranks(model, pair)
 
 
+def options_of_ddp_change_nothing(pair: Pair) -> None:
+    table: list[tuple[dict[str, bool], dict[str, bool]]] = [
+        ({"find_unused_parameters": True}, {"alternates": True}),
+        ({"static_graph": True}, {}),
+        ({"gradient_as_bucket_view": True}, {}),
+        ({}, {"accumulates": True}),
+    ]
+    for ddp, how in table:
+        for codec, options in (("minmax_u8", {}), ("top_k", {"k": 0.2})):
+            for feedback in (False, True):
+                calls: list[Call] = []
+                model = wrapped(pair.gloo, compressed(codec, options, pair.gloo, feedback), calls, **ddp)
+                train(model, pair.rank, range(STEPS), **how)
+                check_against_oracle(calls, pair, codec, options, feedback)
+                check_equal_on_all_ranks(model, pair)
+
+
 def ranks_with_fewer_batches_join(pair: Pair) -> None:
     for feedback in (False, True):
         model = wrapped(pair.gloo, compressed("minmax_u8", {}, pair.gloo, feedback))
@@ -214,6 +237,23 @@ def a_state_that_does_not_fit_is_refused(pair: Pair) -> None:
             train(wrapped(pair.gloo, again), pair.rank, range(1))
 
 
+def the_thread_ends_with_the_model(pair: Pair) -> None:
+    def hook_threads() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("bagua-hook")]
+
+    gc.collect()
+    until(lambda: not hook_threads(), "the threads of earlier models end")
+    gc.disable()
+    try:
+        model = wrapped(pair.gloo, CompressedState(process_group=pair.gloo))
+        train(model, pair.rank, range(1))
+        assert len(hook_threads()) == 1
+        del model
+        until(lambda: not hook_threads(), "the thread ends")
+    finally:
+        gc.enable()
+
+
 def consolidated_ranks_owe_the_same_in_total(pair: Pair) -> None:
     state = compressed("onebit", {}, pair.gloo, True)
     state.consolidate()
@@ -243,3 +283,34 @@ def in_the_world(rank: int) -> dict[str, str]:
 
 
 test = each_case(CASES, 2, 3, 4, run=in_the_world)
+
+
+def alone(rank: int) -> None:
+    dist.init_process_group("gloo", timeout=LIMIT)
+    module, plain = net(), net()
+    model = DistributedDataParallel(module)
+    model.register_comm_hook(CompressedState("onebit", error_feedback=True), compressed_hook)
+    train(model, rank, range(STEPS))
+    train(plain, rank, range(STEPS))
+    assert equal(weights(model), weights(plain))
+    dist.destroy_process_group()
+
+
+def test_a_world_of_one_trains_as_without_a_hook() -> None:
+    World(1).run(alone)
+
+
+def with_a_killed_rank(rank: int) -> str:
+    dist.init_process_group("gloo", timeout=LIMIT)
+    model = wrapped(dist.group.WORLD, CompressedState())
+    train(model, rank, range(2))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as raised:
+        train(model, rank, range(2, 100))
+    return str(raised.value)
+
+
+def test_a_killed_rank_ends_the_backward_of_the_others() -> None:
+    found, _ = World(2, expect_exit={1: -signal.SIGKILL}).run(with_a_killed_rank)
+    assert "gloo" in found.lower()

@@ -8,11 +8,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 import bagua
 import bagua.c10d  # registers the backend
@@ -177,6 +180,26 @@ def test_a_handler_that_returns_runs_while_a_verb_waits(rank: int, group: bagua.
 
 
 @on_ranks(2)
+def test_a_handler_inside_a_verb_cannot_start_another_on_its_thread(rank: int, group: bagua.Group) -> None:
+    refused: list[str] = []
+
+    def communicates(*_: object) -> None:
+        for call in (group.barrier, lambda: group.all_reduce(np.ones(2), async_op=True), lambda: group.new_group([0])):
+            with pytest.raises(bagua.BaguaError, match="a signal handler called") as error:
+                call()
+            refused.append(str(error.value))
+        arrive("refused", 0)
+
+    if rank == 1:
+        await_arrival("refused", [0])
+    else:
+        interrupt(signal.SIGUSR1)
+    with handled(signal.SIGUSR1, communicates):
+        group.barrier()
+    assert len(refused) == (3 if rank == 0 else 0)
+
+
+@on_ranks(2)
 def test_a_handler_may_leave_the_group_and_end_the_process(rank: int, group: bagua.Group) -> None:
     def ends(*_: object) -> None:
         assert bagua.stats()
@@ -191,3 +214,38 @@ def test_a_handler_may_leave_the_group_and_end_the_process(rank: int, group: bag
     with handled(signal.SIGTERM, ends), pytest.raises(SystemExit):
         group.all_reduce(np.ones(3))
     arrive("left", 0)
+
+
+#: Calls of torch.distributed, on a group of both ranks.
+TORCH_CALLS: dict[str, Callable[[Any], object]] = {
+    "all_reduce": lambda group: dist.all_reduce(torch.ones(10), group=group),
+    "all_reduce of a view": lambda group: dist.all_reduce(torch.ones(4, 4).t(), group=group),
+    "barrier": lambda group: dist.barrier(group=group),
+    "Work.wait": lambda group: dist.all_reduce(torch.ones(10), group=group, async_op=True).wait(),
+    # The last: the world fails.
+    "new_group": lambda _: dist.new_group([0, 1]),
+}
+
+
+def interrupted_torch(rank: int) -> list[str]:
+    torch.set_num_threads(1)
+    dist.init_process_group("bagua", timeout=timedelta(seconds=60))
+    ended = []
+    groups = [dist.new_group([0, 1]) for _ in TORCH_CALLS]
+    dist.barrier()
+    for (name, call), group in zip(TORCH_CALLS.items(), groups, strict=True):
+        if rank == 1:
+            await_arrival(name, [0])
+            continue
+        (interrupt_opening if name == "new_group" else interrupt)(signal.SIGALRM)
+        with handled(signal.SIGALRM, stop):
+            try:
+                call(group)
+            except Stopped:
+                ended.append(name)
+        arrive(name, 0)
+    return ended
+
+
+def test_what_a_handler_raises_ends_calls_of_torch_distributed(world: Callable[..., Any]) -> None:
+    assert world(2).run(interrupted_torch) == [list(TORCH_CALLS), []]

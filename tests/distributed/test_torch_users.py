@@ -78,6 +78,30 @@ def what_is_no_tensor_is_named(rank: int) -> None:
         bagua.with_bagua(model, optimizer, bagua.algorithms.GradientAllReduceAlgorithm())
 
 
+def a_negation_that_is_put_off_travels(rank: int) -> None:
+    minus, result = torch._neg_view(torch.tensor([1.0 + rank])), torch.zeros(1)
+    bagua.allreduce(minus, result, bagua.ReduceOp.MAX)
+    assert result.item() == -1.0
+    with pytest.raises(ValueError, match="is the negation of another tensor"):
+        bagua.allreduce_inplace(minus)
+
+
+def a_part_of_the_result_may_be_given_as_such(rank: int) -> None:
+    n, count = bagua.get_world_size(), 5
+    mine = slice(rank * count, (rank + 1) * count)
+    whole = torch.full((n * count,), -1.0)
+    whole[mine] = rank
+    everybody = torch.arange(n).repeat_interleave(count).float()
+    bagua.allgather(whole[mine], whole)
+    assert torch.equal(whole, everybody)
+    bagua.reduce_scatter(whole, whole[mine])
+    assert torch.equal(whole[mine], torch.full((count,), float(rank * n)))
+    whole = torch.full((n * count,), -1.0)
+    whole[mine] = rank
+    bagua.gather(whole[mine], whole, 0)
+    assert rank != 0 or torch.equal(whole, everybody)
+
+
 def a_sub_group_that_is_forgotten_is_left(rank: int) -> None:
     def use() -> None:
         group = bagua.new_group(list(range(bagua.get_world_size())))
@@ -165,6 +189,16 @@ def a_second_start_is_refused_whoever_made_the_first(rank: int) -> None:
 CASES = cases_in(globals())
 
 test = each_case(CASES, 2)
+
+
+def test_every_name_that_a_plain_module_or_tensor_lists_can_be_read() -> None:
+    module = torch.nn.Linear(1, 1)
+    for name in dir(module):
+        getattr(module, name)
+    assert "bagua_ddp" not in dir(module)
+    assert "with_bagua" in dir(module)
+    assert not hasattr(torch.ones(1), "bagua_tensor_name")
+    assert getattr(torch.ones(1), "bagua_module_name", None) is None
 
 
 def starts_twice(rank: int) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -125,6 +127,20 @@ def an_optimizer_that_was_not_given_is_followed(rank: int) -> None:
                 assert (step + 1) % entry.interval or is_communicated(model), f"{entry.name}, {name}, step {step}"
 
 
+def an_optimizer_of_another_model_is_not_awaited(rank: int) -> None:
+    for entry in AFTER_OPTIMIZERS:
+        model, other = net(), net()
+        (optimizer,), (foreign,) = whole(model), whole(other)
+        model.with_bagua([optimizer], entry.make())
+        for step in range(4):
+            backward(model, rank, step)
+            backward(other, rank, step)
+            foreign.step()
+            assert rounds(model) == step // entry.interval
+            optimizer.step()
+            assert rounds(model) == (step + 1) // entry.interval
+
+
 def an_optimizer_that_first_steps_after_the_exchange_is_refused(rank: int) -> None:
     model = net()
     first, second = halves(model)
@@ -239,6 +255,54 @@ def a_model_that_is_collected_with_a_due_exchange_begins_none_and_says_so(rank: 
         assert collected_in_turn(left, range(size), rank) == [], entry.name
 
 
+def buckets_of_weights_begin_with_the_last_parameter(rank: int) -> None:
+    size = bagua.get_world_size()
+    replicas = ("_weight", "_left_peer_weight", "_right_peer_weight")
+    for make, attributes in (
+        (lambda: DecentralizedAlgorithm(False), ("_peer_weight",)),
+        (lambda: LowPrecisionDecentralizedAlgorithm(False), replicas),
+    ):
+        model = net()
+        model.with_bagua(whole(model), make())
+        (bucket,) = model.bagua_buckets
+        assert [tensor.bagua_tensor_name for tensor in bucket.tensors] == ["2.bias", "2.weight", "0.bias", "0.weight"]
+        with torch.no_grad():
+            for number, param in enumerate(reversed(list(model.parameters()))):
+                param.fill_(100.0 * number + rank)
+        if attributes != replicas:
+            # The exchange has the weights with which the step begins.
+            backward(model, rank, 0)
+            expected = [100.0 * number + (size - 1) / 2 for number in range(4)]
+            counts = [param.numel() for param in reversed(list(model.parameters()))]
+            parts = bucket._peer_weight.split(counts)
+            assert [part.unique().tolist() for part in parts] == [[value] for value in expected]
+            continue
+        backward(model, rank, 0)
+        model.bagua_algorithm.state_dict()
+        flat = torch.cat([param.detach().flatten() for param in reversed(list(model.parameters()))])
+        assert torch.equal(bucket._weight, flat)
+        everybody = torch.empty(size * flat.numel())
+        bagua.allgather(flat, everybody)
+        assert torch.equal(bucket._left_peer_weight, everybody.chunk(size)[(rank - 1) % size])
+        assert torch.equal(bucket._right_peer_weight, everybody.chunk(size)[(rank + 1) % size])
+
+
+def copies_of_weights_stay_until_they_are_communicated(rank: int) -> None:
+    model = net()
+    model.with_bagua(whole(model), LowPrecisionDecentralizedAlgorithm(False))
+    backward(model, rank, 0)
+    exchange, backend = model.bagua_ddp.exchange, model.bagua_ddp.backend
+    exchange.before_step()
+    exchange._start(waits=False)
+    copies = [weakref.ref(copy) for _, copy in exchange._handed]
+    exchange._handed.clear()
+    gc.collect()
+    # The communication thread may be reading and writing them.
+    assert all(copy() is not None for copy in copies)
+    backend.wait_pending_comm_ops()
+    assert all(copy() is None for copy in copies)
+
+
 CASES = cases_in(globals())
 
 
@@ -273,3 +337,35 @@ def test_a_step_without_a_training_forward_is_an_error(name: str, how: str) -> N
     # Its weights would never be communicated.
     for said in make_world(2, timeout=120.0).run(trains_outside_of_steps, name, how):
         assert f"without a training forward: with {name} a step begins with a call of the model itself" in said
+
+
+def ends_inside_a_step(rank: int, name: str, half: str, ranks: int) -> float:
+    torch.set_num_threads(1)
+    bagua.init_process_group()
+    model = net()
+    (optimizer,) = whole(model)
+    model.with_bagua([optimizer], next(entry for entry in ALL if entry.name == name).make())
+    backward(model, rank, 0)
+    optimizer.step()
+    if rank < ranks:
+        loss = model(data(rank, 1)).square().mean()
+        if half == "backward":
+            loss.backward()
+    start = time.monotonic()
+    bagua.destroy_process_group()
+    seconds = time.monotonic() - start
+    if half == "forward":
+        # Trains alone now.
+        backward(model, rank, 1)
+        optimizer.step()
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "half", "ranks"),
+    [("decentralized", "forward", 2), ("decentralized", "forward", 1), ("low_precision_decentralized", "backward", 1)],
+)
+def test_a_step_that_all_or_one_of_the_ranks_have_begun_does_not_hold_up_the_end(
+    name: str, half: str, ranks: int
+) -> None:
+    assert max(make_world(2).run(ends_inside_a_step, name, half, ranks)) < 20
