@@ -124,6 +124,44 @@ class BlockI8:
         return np.concatenate([q[block] * scale for block, scale in zip(blocks, scales, strict=True)] or [q])
 
 
+class Int4:
+    """int4."""
+
+    def _places(self, count: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+        """The block of each element up to the end of the last block, its byte, and the bits below its level."""
+        at = np.arange(-(-count // 64) * 64)
+        return at // 64, at // 32 * 16 + at % 16, at % 32 // 16 * 4
+
+    def encode(self, bits: npt.NDArray[Any], dtype: str) -> bytes:
+        values = to_values(bits, dtype)
+        block, byte, shift = self._places(values.size)
+        x = np.zeros(block.size, F)
+        x[: values.size] = values
+        largest = np.array(9352 if dtype == "float16" else 65504, np.float16)
+        scales = np.zeros(block.size // 64, np.float16)
+        for i, part in enumerate(x.reshape(-1, 64)):
+            step = np.abs(part).max() / F(7) if np.isfinite(part).all() else F(np.nan)
+            if step > largest:
+                scales[i] = largest
+                continue
+            scales[i] = step
+            if scales[i].astype(F) < step:
+                scales[i] = np.nextafter(scales[i], np.float16(np.inf))
+        known = np.nan_to_num(scales.astype(F))[block]
+        x[np.isnan(scales)[block]] = 0
+        with np.errstate(all="ignore"):
+            levels = np.where(known > 0, np.clip(np.rint(x * (F(1) / known)), -7, 7), 0)
+        data = np.zeros(block.size // 2, np.uint8)
+        np.bitwise_or.at(data, byte, (levels.astype(np.int64) + 8 << shift).astype(np.uint8))
+        return padded(scales, data)
+
+    def decode(self, record: bytes, count: int, dtype: str) -> Floats:
+        block, byte, shift = self._places(count)
+        scales = np.frombuffer(record, np.float16, block.size // 64)
+        data = np.frombuffer(record, np.uint8, block.size // 2, 2 * scales.size)
+        return ((data[byte] >> shift & 15).astype(F) - F(8))[:count] * scales.astype(F)[block][:count]
+
+
 class OneBit:
     """onebit."""
 
@@ -176,10 +214,69 @@ class TopK(Sparse):
     def __init__(self, k: float = 0.01) -> None:
         super().__init__(k)
 
-    def encode(self, bits: npt.NDArray[Any], dtype: str) -> bytes:
-        x = to_values(bits, dtype)
+    def chosen(self, x: Floats) -> list[int]:
+        """The places of the largest magnitudes."""
         order = sorted(range(x.size), key=lambda at: (not np.isnan(x[at]), -np.abs(x[at]), at))
-        return self.write(bits, sorted(order[: self.kept(x.size)]))
+        return sorted(order[: self.kept(x.size)])
+
+    def encode(self, bits: npt.NDArray[Any], dtype: str) -> bytes:
+        return self.write(bits, self.chosen(to_values(bits, dtype)))
+
+
+class ChunkedTopK(TopK):
+    """top_k with chunks."""
+
+    def __init__(self, k: float = 0.01, chunk: int = 4096, bits: int = 2) -> None:
+        super().__init__(k)
+        self._chunk = chunk
+
+    def encode(self, bits: npt.NDArray[Any], dtype: str) -> bytes:
+        values = to_values(bits, dtype)
+        parts = []
+        for begin in range(0, values.size, self._chunk):
+            x = values[begin : begin + self._chunk]
+            places = self.chosen(x)
+            magnitudes = [abs(float(x[at])) for at in places]
+            scale, weights = self._scale(magnitudes)
+            codes = [0 if math.isnan(scale) else int(x[at] < 0) | w - 1 << 1 for at, w in zip(places, weights, strict=True)]
+            parts.append(np.array([scale], F).tobytes())
+            parts.append(self._packed(places, 12))
+            parts.append(self._packed(codes, 2))
+        return padded(*parts)
+
+    @staticmethod
+    def _scale(magnitudes: list[float]) -> tuple[float, list[int]]:
+        mean = 0.0
+        for magnitude in magnitudes:
+            mean += magnitude
+        mean /= len(magnitudes)
+        if not math.isfinite(mean):
+            return math.nan, [1] * len(magnitudes)
+        weights = [2 if magnitude > 1.5 * mean else 1 for magnitude in magnitudes]
+        total = 0.0
+        for weight, magnitude in zip(weights, magnitudes, strict=True):
+            total += weight * magnitude
+        scale = total / sum(weight * weight for weight in weights)
+        return min(scale, max(magnitudes) / 2) if 2 in weights else scale, weights
+
+    @staticmethod
+    def _packed(numbers: list[int], bits: int) -> bytes:
+        joined = sum(number << i * bits for i, number in enumerate(numbers))
+        return joined.to_bytes(-(-len(numbers) * bits // 8), "little")
+
+    def decode(self, record: bytes, count: int, dtype: str) -> Floats:
+        values, at = np.zeros(count, F), 0
+        for begin in range(0, count, self._chunk):
+            x = values[begin : begin + self._chunk]
+            kept = self.kept(x.size)
+            scale = np.frombuffer(record, F, 1, at)[0]
+            middle, end = at + 4 + -(-kept * 12 // 8), at + 4 + -(-kept * 12 // 8) + -(-kept * 2 // 8)
+            places, codes = (int.from_bytes(part, "little") for part in (record[at + 4 : middle], record[middle:end]))
+            for i in range(kept):
+                code = codes >> 2 * i & 3
+                x[places >> 12 * i & 4095] = (-scale if code & 1 else scale) * F(1 + (code >> 1))
+            at = end
+        return values
 
 
 class RandomK(Sparse):
@@ -227,7 +324,8 @@ ORACLES: dict[str, Any] = {
     "f16": lambda: Half("float16"),
     "bf16": lambda: Half("bfloat16"),
     "block_i8": BlockI8,
-    "top_k": TopK,
+    "top_k": lambda **options: (ChunkedTopK if options.keys() & {"chunk", "bits"} else TopK)(**options),
     "random_k": RandomK,
     "onebit": OneBit,
+    "int4": Int4,
 }

@@ -16,6 +16,7 @@ mod block_i8;
 pub mod chunks;
 pub mod float;
 mod half_float;
+mod int4;
 mod minmax_u8;
 mod onebit;
 mod options;
@@ -29,10 +30,11 @@ use std::sync::Arc;
 
 pub use block_i8::BlockI8;
 pub use half_float::{Bf16, F16};
+pub use int4::Int4;
 pub use minmax_u8::MinMaxU8;
 pub use onebit::OneBit;
 pub use options::{CodecOption, Options};
-pub use sparse::{RandomK, TopK};
+pub use sparse::{ChunkedTopK, RandomK, TopK};
 
 use crate::error::{Error, Result};
 use crate::types::DType;
@@ -155,9 +157,10 @@ const CODECS: &[(&str, Make)] = &[
     ("f16", |_| Ok(Arc::new(F16))),
     ("bf16", |_| Ok(Arc::new(Bf16))),
     ("block_i8", |options| Ok(Arc::new(BlockI8::new(options)?))),
-    ("top_k", |options| Ok(Arc::new(TopK::new(options)?))),
+    ("top_k", sparse::top_k),
     ("random_k", |options| Ok(Arc::new(RandomK::new(options)?))),
     ("onebit", |_| Ok(Arc::new(OneBit))),
+    ("int4", |_| Ok(Arc::new(Int4))),
 ];
 
 /// The names of all codecs.

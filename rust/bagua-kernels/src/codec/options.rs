@@ -40,6 +40,11 @@ impl<'a> Options<'a> {
         self.codec
     }
 
+    /// Returns true if an option was set and not taken.
+    pub fn has(&self, name: &str) -> bool {
+        self.left.iter().any(|(given, _)| given == name)
+    }
+
     /// Takes an option, if it was set.
     pub fn take(&mut self, name: &str) -> Option<CodecOption> {
         let at = self.left.iter().position(|(given, _)| given == name)?;

@@ -9,7 +9,7 @@ use super::*;
 /// Returns every codec, with options that make a difference.
 pub(super) fn sets() -> Vec<Arc<dyn Codec>> {
     use CodecOption::{Float, Int};
-    let given: [(&str, &[(&str, CodecOption)]); 13] = [
+    let given: [(&str, &[(&str, CodecOption)]); 17] = [
         ("minmax_u8", &[]),
         ("f16", &[]),
         ("bf16", &[]),
@@ -23,6 +23,10 @@ pub(super) fn sets() -> Vec<Arc<dyn Codec>> {
         ("random_k", &[("k", Float(0.3)), ("seed", Int(7))]),
         ("random_k", &[("k", Float(1.0))]),
         ("onebit", &[]),
+        ("int4", &[]),
+        ("top_k", &[("k", Int(64)), ("chunk", Int(4096)), ("bits", Int(2))]),
+        ("top_k", &[("k", Float(0.2)), ("chunk", Int(97))]),
+        ("top_k", &[("k", Int(3)), ("chunk", Int(2))]),
     ];
     given.iter().map(|(name, options)| make(name, options).unwrap()).collect()
 }
@@ -114,7 +118,7 @@ fn records_have_the_bytes_of_the_golden_file() {
 #[test]
 fn ids_and_names_are_unique_and_no_id_is_zero() {
     let codecs: Vec<_> = NAMES.iter().map(|name| make(name, &[]).unwrap()).collect();
-    assert_eq!(codecs.iter().map(|codec| codec.id()).collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6, 7]);
+    assert_eq!(codecs.iter().map(|codec| codec.id()).collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6, 7, 8]);
     assert_eq!(codecs.iter().map(|codec| codec.name()).collect::<Vec<_>>(), NAMES);
     assert_eq!(make("MinMaxUInt8", &[]).unwrap().name(), "minmax_u8");
 }
@@ -133,12 +137,17 @@ fn names_and_options_that_do_not_exist_are_refused() {
             invalid(name, &[("k", k)]);
         }
     }
+    for option in [("chunk", Int(0)), ("chunk", Int(4097)), ("bits", Int(1)), ("bits", Int(4))] {
+        invalid("top_k", &[option]);
+    }
     invalid("block_i8", &[("block", Int(0))]);
     invalid("random_k", &[("seed", Int(-1))]);
     for (name, option) in [
         ("minmax_u8", ("k", Float(0.5))),
         ("f16", ("block", Int(1))),
         ("top_k", ("seed", Int(1))),
+        ("top_k", ("chunk", Float(8.0))),
+        ("int4", ("block", Int(64))),
         ("block_i8", ("block", Float(2.0))),
         ("random_k", ("seed", Float(1.0))),
     ] {
@@ -150,7 +159,7 @@ fn names_and_options_that_do_not_exist_are_refused() {
 fn descriptions_hold_all_options() {
     let described: Vec<String> = sets().iter().map(|codec| describe(&**codec)).collect();
     for text in
-        ["minmax_u8", "block_i8(block=256)", "top_k(k=0.01)", "top_k(k=1.0)", "random_k(k=0.3,seed=7)", "onebit"]
+        ["minmax_u8", "block_i8(block=256)", "top_k(k=0.01)", "top_k(k=1.0)", "random_k(k=0.3,seed=7)", "onebit", "top_k(k=0.2,chunk=97,bits=2)"]
     {
         assert!(described.contains(&text.to_owned()), "{text}: {described:?}");
     }
@@ -218,6 +227,10 @@ fn what_is_not_finite_never_becomes_finite() {
                     let (back, encoded) = there_and_back(&*codec, dtype, &given);
                     let what = format!("{codec:?} {} {bad} at {at}", dtype.name());
                     match codec.name() {
+                        "top_k" if codec.options().contains("chunk") => {
+                            assert_eq!(encoded, Encoded::NonFinite, "{what}");
+                            assert!(back[at].is_nan(), "{what}");
+                        }
                         "f16" | "bf16" | "top_k" => {
                             assert_eq!(encoded, Encoded::Finite, "{what}");
                             assert_eq!(back[at].to_bits() & !(1 << 22), bad.to_bits() & !(1 << 22), "{what}");
@@ -227,7 +240,7 @@ fn what_is_not_finite_never_becomes_finite() {
                             assert!(back.iter().all(|x| x.is_nan() || *x == 0.0), "{what}");
                             assert!(back.iter().any(|x| x.is_nan()), "{what}");
                         }
-                        "block_i8" => {
+                        "block_i8" | "int4" => {
                             assert_eq!(encoded, Encoded::NonFinite, "{what}");
                             assert!(back[at].is_nan(), "{what}");
                         }
@@ -320,6 +333,51 @@ fn top_k_keeps_the_largest_magnitudes_and_random_k_distinct_elements() {
         assert_eq!(top, magnitudes[270..]);
         assert_eq!(kept("random_k").len(), 30);
     }
+}
+
+#[test]
+fn chunks_of_top_k_keep_the_largest_of_each_and_lose_less_than_they_had() {
+    for (k, chunk, count) in [(64usize, 4096usize, 10_000usize), (1, 1, 5), (7, 100, 1000), (300, 4096, 4096), (9, 2, 7)] {
+        let options = [("k", CodecOption::Int(k as i64)), ("chunk", CodecOption::Int(chunk as i64))];
+        let codec = make("top_k", &options).unwrap();
+        for dtype in DTYPES {
+            // Many are equal, and one is far larger than the others of its chunk.
+            let mut given: Vec<f32> = ordinary(dtype, count);
+            given[count / 2] = 30_000.0;
+            let (back, _) = there_and_back(&*codec, dtype, &given);
+            for (given, back) in given.chunks(chunk).zip(back.chunks(chunk)) {
+                let mut places: Vec<usize> = (0..given.len()).collect();
+                places.sort_by(|a, b| given[*b].abs().total_cmp(&given[*a].abs()).then(a.cmp(b)));
+                places.truncate(k);
+                let kept = |at: usize| places.contains(&at) && given[at] != 0.0;
+                assert!((0..given.len()).all(|at| (back[at] != 0.0) == kept(at)), "{codec:?}");
+                assert!(places.iter().all(|at| back[*at] * given[*at] >= 0.0));
+                let squares = |x: f64| x * x;
+                let had: f64 = places.iter().map(|at| squares(given[*at].into())).sum();
+                let lost: f64 = places.iter().map(|at| squares(f64::from(given[*at]) - f64::from(back[*at]))).sum();
+                assert!(lost < had || had == 0.0, "{codec:?} {lost} {had}");
+            }
+        }
+    }
+}
+
+#[test]
+fn positions_of_a_chunk_that_do_not_ascend_or_that_no_element_has_are_refused() {
+    let codec = make("top_k", &[("k", CodecOption::Int(2)), ("chunk", CodecOption::Int(10))]).unwrap();
+    for places in [[1u32, 1], [2, 1], [0, 10], [10, 11], [4095, 0], [0, 4095]] {
+        let mut record = vec![0; 32];
+        record[4..8].copy_from_slice(&(places[0] | places[1] << 12).to_le_bytes());
+        let refused = decoded(&*codec, DType::F32, &record, 10);
+        assert!(matches!(refused, Err(Error::InvalidArgument(_))), "{places:?}");
+    }
+}
+
+#[test]
+fn records_of_int4_and_of_chunks_have_few_bits() {
+    assert_eq!(make("int4", &[]).unwrap().record_len(1 << 20, DType::F32) * 8, (1 << 20) * 17 / 4);
+    // 14 bits for each of 64 elements, and a scale.
+    let codec = make("top_k", &[("k", CodecOption::Int(64)), ("chunk", CodecOption::Int(4096))]).unwrap();
+    assert_eq!(codec.record_len(8 * 4096, DType::F32), 8 * (64 * 14 / 8 + 4));
 }
 
 #[test]

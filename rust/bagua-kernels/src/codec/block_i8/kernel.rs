@@ -46,7 +46,7 @@ fn encode_block<T: Float, L: Lanes>(elements: &[u8], scale: &mut [u8], q: &mut [
         q.fill(0);
         return false;
     }
-    let step = largest.values().into_iter().fold(0.0, f32::max) / 127.0;
+    let step = largest.largest() / 127.0;
     f32::store(step, scale);
     if step == 0.0 {
         q.fill(0);

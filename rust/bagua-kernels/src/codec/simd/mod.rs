@@ -74,5 +74,6 @@ pub(super) fn filled(left: &[u8]) -> [u8; 64] {
 /// Returns true if all lanes of a sum of x - x are 0, which means that every x was finite.
 #[inline(always)]
 pub(super) fn is_zero<L: Lanes>(differences: L) -> bool {
-    differences.values().iter().all(|value| *value == 0.0)
+    // `smaller` makes 1 of NaN, and leaves 0.
+    differences.smaller(L::splat(1.0)).minus(L::splat(1.0)).negative() == u16::MAX
 }

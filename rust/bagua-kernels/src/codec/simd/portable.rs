@@ -108,6 +108,10 @@ impl Lanes for Array {
         self.with(other, |a, b| if a > b { a } else { b })
     }
     #[inline(always)]
+    fn largest(self) -> f32 {
+        self.0.into_iter().fold(f32::NEG_INFINITY, |a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
     fn negative(self) -> u16 {
         self.0.iter().enumerate().fold(0, |bits, (i, value)| bits | u16::from(*value < 0.0) << i)
     }

@@ -31,6 +31,8 @@ pub trait Lanes: Copy {
     fn smaller(self, other: Self) -> Self;
     /// Returns `self` in the lanes in which it is larger, otherwise `other`, also if either is NaN.
     fn larger(self, other: Self) -> Self;
+    /// Returns the largest lane. No lane may be NaN.
+    fn largest(self) -> f32;
     /// Returns 1 in bit i if lane i is negative.
     fn negative(self) -> u16;
     /// Returns `ones` in the lanes whose bit is 1, otherwise `zeros`.

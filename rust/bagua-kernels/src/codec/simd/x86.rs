@@ -159,6 +159,9 @@ lanes!(Wide {
     fn larger(self: Self, other: Self) -> Self {
         Wide(_mm512_max_ps(self.0, other.0))
     }
+    fn largest(self: Self) -> f32 {
+        _mm512_reduce_max_ps(self.0)
+    }
     fn negative(self: Self) -> u16 {
         _mm512_cmp_ps_mask::<_CMP_LT_OQ>(self.0, _mm512_setzero_ps())
     }
@@ -293,6 +296,12 @@ lanes!(Pair {
     }
     fn larger(self: Self, other: Self) -> Self {
         both!(_mm256_max_ps, self, other)
+    }
+    fn largest(self: Self) -> f32 {
+        let eight = _mm256_max_ps(self.0, self.1);
+        let four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+        let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+        _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)))
     }
     fn negative(self: Self) -> u16 {
         let zero = _mm256_setzero_ps();

@@ -1,0 +1,79 @@
+//! int4: four bits per element, and one float16 scale for each block of 64 elements. 4.25 bits per element.
+//!
+//! A record has ceil(count / 64) float16 scales, 32 bytes of levels for each block, and zeros up to a multiple of 32.
+//! The last block is filled up with elements of 0. Byte i (0 to 15) of half h (0 or 1) of a block contains the level of
+//! element 32 h + i in its low four bits, and that of element 32 h + 16 + i in its high four bits, each plus 8:
+//!
+//! - scale = (largest magnitude of the block) / 7, rounded up to a float16, at most [`largest_scale`]
+//! - q = clamp(rint(x * (1 / scale)), -7, 7), or 0 if scale is 0
+//! - decoded: q * scale
+//!
+//! The error is at most scale / 2 for magnitudes up to 7 * 65504. Larger ones decode to that magnitude with their sign,
+//! so that every finite element stays finite.
+//!
+//! If an element is not finite, its block has the scale NaN and q = 0. A scale that is negative or not finite decodes to
+//! NaN.
+
+mod kernel;
+#[cfg(test)]
+mod tests;
+
+use half::f16;
+
+use super::simd::Level;
+use super::{Codec, Encoded, Scratch, aligned, check_len};
+use crate::error::Result;
+use crate::types::DType;
+
+/// Number of elements that share a scale.
+const BLOCK: usize = 64;
+
+/// Size of a scale in bytes.
+const SCALE: usize = size_of::<f16>();
+
+/// Size in bytes of the levels of a block.
+const LEVELS: usize = BLOCK / 2;
+
+/// The byte of two elements of 0.
+const ZEROS: u8 = 0x88;
+
+/// The codec int4.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Int4;
+
+/// Returns the bits of the largest scale. Seven times the scale for float16 elements is less than 65504.
+const fn largest_scale(dtype: DType) -> u16 {
+    if matches!(dtype, DType::F16) { f16::from_f32_const(9352.0).to_bits() } else { f16::MAX.to_bits() }
+}
+
+/// Returns the size in bytes of the scales of `count` elements.
+fn scales(count: usize) -> usize {
+    count.div_ceil(BLOCK) * SCALE
+}
+
+impl Codec for Int4 {
+    fn id(&self) -> u8 {
+        8
+    }
+
+    fn name(&self) -> &'static str {
+        "int4"
+    }
+
+    fn record_len(&self, count: usize, _dtype: DType) -> usize {
+        aligned(count.div_ceil(BLOCK) * (SCALE + LEVELS))
+    }
+
+    fn encode(&self, dtype: DType, elements: &[u8], record: &mut [u8], _draw: u64, _scratch: &mut Scratch) -> Encoded {
+        let count = elements.len() / dtype.size();
+        assert_eq!(record.len(), self.record_len(count, dtype), "length of the record");
+        let (scales, levels) = record.split_at_mut(scales(count));
+        kernel::encode(Level::best(), dtype, elements, scales, levels)
+    }
+
+    fn decode(&self, dtype: DType, record: &[u8], elements: &mut [u8]) -> Result<()> {
+        let (scales, levels) = record.split_at(scales(check_len(self, dtype, record, elements)?));
+        kernel::decode(Level::best(), dtype, scales, levels, elements);
+        Ok(())
+    }
+}
