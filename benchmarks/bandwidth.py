@@ -11,10 +11,10 @@ figure is the median time of a step. torch's DDP on gloo is measured first and l
 shows: `x ddp` is against the mean of both. MiB sent are those of the first rank in a step, from bagua.stats(), which
 does not see gloo.
 
-`ddp-compressed` is torch's DDP on gloo with the hook of bagua.hooks.
+`ddp-compressed` is torch's DDP on gloo with the hook of bagua.hooks, `ddp-int4` the same with int4 and error feedback.
 
-Goals: at 1 Gbit/s ddp-compressed >= 2.2 x ddp, bytegrad >= 3 x ddp and >= 1.6 x ddp-bf16; unlimited, bytegrad-auto >=
-0.95 x gradient_allreduce.
+Goals: at 1 Gbit/s ddp-compressed >= 2.2 x ddp, ddp-int4 >= 3 x ddp, bytegrad >= 3 x ddp and >= 1.6 x ddp-bf16;
+unlimited, bytegrad-auto >= 0.95 x gradient_allreduce.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ CONTENDERS = (
     "ddp-bf16",
     "ddp-powersgd",
     "ddp-compressed",
+    "ddp-int4",
     "ddp-again",
 )
 
@@ -121,10 +122,12 @@ def ddp(module: Any, name: str) -> Any:
     if name == "ddp-powersgd":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    if name == "ddp-compressed":
+    if name in ("ddp-compressed", "ddp-int4"):
         from bagua.hooks import CompressedState, compressed_hook
 
-        wrapped.register_comm_hook(CompressedState("minmax_u8"), compressed_hook)
+        int4 = name == "ddp-int4"
+        compressed = CompressedState("int4" if int4 else "minmax_u8", error_feedback=int4)
+        wrapped.register_comm_hook(compressed, compressed_hook)
     return wrapped
 
 

@@ -23,7 +23,8 @@ from common import add_output_options, parse_size, save_if_asked
 import bagua
 from bagua import extension
 
-CODECS = tuple(extension.CODECS)
+CODECS: dict[str, tuple[str, dict[str, int]]] = {name: (name, {}) for name in extension.CODECS}
+CODECS["top_k chunk=4096"] = ("top_k", {"k": 64, "chunk": 4096, "bits": 2})
 
 
 class Eager:
@@ -61,8 +62,8 @@ def measure(size: int, rounds: int) -> list[dict[str, Any]]:
         ("torch", "encode"): eager.encode,
         ("torch", "decode"): eager.decode,
     }
-    for name in CODECS:
-        codec, back = bagua.Codec(name), np.empty_like(x)
+    for name, (kind, options) in CODECS.items():
+        codec, back = bagua.Codec(kind, **options), np.empty_like(x)
         data = np.empty(codec.encoded_bytes(x.size), np.uint8)
         calls[name, "encode"] = lambda codec=codec, data=data: codec.encode(x, out=data)  # type: ignore[misc]
         calls[name, "decode"] = lambda codec=codec, data=data, back=back: codec.decode(data, back)  # type: ignore[misc]

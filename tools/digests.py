@@ -33,7 +33,7 @@ SIZES = (1 << 10, 48 << 10, 3 << 20)
 STEPS = 20
 #: Several buckets of the model below, the last of them not full.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "BAGUA_DEFAULT_BUCKET_SIZE": str(96 << 10)}
-CODECS = ("minmax_u8", "f16", "bf16", "block_i8", "onebit", "top_k", "random_k")
+CODECS = ("minmax_u8", "f16", "bf16", "block_i8", "onebit", "top_k", "random_k", "int4")
 LIMIT = 900.0
 
 

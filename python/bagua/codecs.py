@@ -32,17 +32,20 @@ class Codec:
     | `"minmax_u8"`, `"MinMaxUInt8"` | | 1 | one of 256 levels between the smallest and the largest element |
     | `"f16"`, `"bf16"` | | 2 | the nearest float16 or bfloat16 |
     | `"block_i8"` | `block=256` | 1 + 4 / block | one of 255 levels, scaled by the largest magnitude of each block |
+    | `"int4"` | | 17/32 | one of 15 levels, scaled by the largest magnitude of each block of 64 |
     | `"top_k"` | `k=0.01` | 8 k | the k elements of the largest magnitude, 0 elsewhere |
+    | `"top_k"` | `k=0.01`, `chunk`, `bits=2` | 1.75 k + 4 / chunk | as before, rounded to one of two magnitudes per chunk |
     | `"random_k"` | `k=0.01`, `seed=1` | 8 k | k elements drawn at random, 0 elsewhere |
     | `"onebit"` | | 1/8 | plus or minus the mean magnitude |
 
-    A float `k` is a fraction of the elements, an int `k` a number of elements (all, if there are fewer). `random_k`
+    A float `k` is a fraction of the elements, an int `k` a number of elements (all, if there are fewer). With `chunk`
+    (at most 4096), `k` is a fraction or number of the elements of each chunk. `random_k`
     draws new positions at each call of :meth:`encode`: two objects with the same options draw the same positions in the
     same call.
 
     Sources: minmax_u8 is the compression of the original's ByteGrad; block_i8 follows Dettmers et al. 2021
-    (arXiv:2110.02861), top_k Aji and Heafield 2017 (arXiv:1704.05021), onebit Seide et al. 2014 with the scale of
-    Karimireddy et al. 2019 (arXiv:1901.09847).
+    (arXiv:2110.02861), top_k Aji and Heafield 2017 (arXiv:1704.05021), its chunks SparseLoCo (arXiv:2508.15706), onebit
+    Seide et al. 2014 with the scale of Karimireddy et al. 2019 (arXiv:1901.09847).
 
     Raises ValueError for an unknown name, listing the known ones, and for an option out of range. Raises TypeError for
     an unknown option, or an option of the wrong type.

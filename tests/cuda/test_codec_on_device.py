@@ -225,7 +225,7 @@ def refused(rank: int) -> None:
     refuse(TypeError, "is on cuda:1, x is on cuda:0|is on cuda:0, x is on cuda:1", out=there)
     with pytest.raises(ValueError, match="have 2016 bytes"):
         bagua.Codec("f16").encode(x, out=out)
-    for name in ("block_i8", "top_k", "random_k", "onebit"):
+    for name in ("block_i8", "top_k", "random_k", "onebit", "int4"):
         unknown = bagua.Codec(name)
         with pytest.raises(NotImplementedError, match=f"codec {name} "):
             unknown.encode(x, out=out)

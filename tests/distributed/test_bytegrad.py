@@ -24,6 +24,8 @@ CODECS: list[tuple[str, dict[str, Any]]] = [
     ("top_k", {"k": 0.2}),
     ("random_k", {"k": 0.3, "seed": 5}),
     ("onebit", {}),
+    ("int4", {}),
+    ("top_k", {"k": 3, "chunk": 20}),
 ]
 
 

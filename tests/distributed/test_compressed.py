@@ -22,6 +22,8 @@ CODECS: list[tuple[str, dict[str, Any]]] = [
     ("top_k", {"k": 3}),
     ("random_k", {"k": 0.2, "seed": 5}),
     ("onebit", {}),
+    ("int4", {}),
+    ("top_k", {"k": 3, "chunk": 20}),
 ]
 SIZES = (5, 24, 1001)
 STEPS = 3

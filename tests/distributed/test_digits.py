@@ -21,6 +21,8 @@ RUNS = [
     *((name, None) for name in GlobalAlgorithmRegistry if name != "gradient_allreduce"),
     ("bytegrad", "onebit"),
     ("bytegrad", "top_k"),
+    ("bytegrad", "int4"),
+    ("bytegrad", "top_k_chunks"),
 ]
 
 

@@ -32,6 +32,8 @@ CODECS: list[tuple[str, dict[str, Any]]] = [
     ("top_k", {"k": 0.2}),
     ("random_k", {"k": 0.3, "seed": 5}),
     ("onebit", {}),
+    ("int4", {}),
+    ("top_k", {"k": 3, "chunk": 20}),
 ]
 STEPS = 3
 #: The FSDP modules of `net`, and their own parameters.

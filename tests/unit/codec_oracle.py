@@ -238,7 +238,9 @@ class ChunkedTopK(TopK):
             places = self.chosen(x)
             magnitudes = [abs(float(x[at])) for at in places]
             scale, weights = self._scale(magnitudes)
-            codes = [0 if math.isnan(scale) else int(x[at] < 0) | w - 1 << 1 for at, w in zip(places, weights, strict=True)]
+            codes = [
+                0 if math.isnan(scale) else int(x[at] < 0) | w - 1 << 1 for at, w in zip(places, weights, strict=True)
+            ]
             parts.append(np.array([scale], F).tobytes())
             parts.append(self._packed(places, 12))
             parts.append(self._packed(codes, 2))

@@ -24,6 +24,8 @@ OPTIONS: list[tuple[str, dict[str, float]]] = [
     ("block_i8", {"block": 19}),
     ("top_k", {"k": 7}),
     ("top_k", {"k": 0.3}),
+    ("top_k", {"k": 64, "chunk": 4096, "bits": 2}),
+    ("top_k", {"k": 0.2, "chunk": 97}),
     ("random_k", {"k": 7, "seed": 3}),
     ("random_k", {"k": 0.3}),
 ]
@@ -144,7 +146,7 @@ def test_torch_tensors_and_other_lenders_of_dlpack_work() -> None:
 
 @pytest.mark.parametrize("name", ["zip", "", "Minmax_u8"])
 def test_an_unknown_name_is_answered_with_the_known_ones(name: str) -> None:
-    with pytest.raises(ValueError, match="minmax_u8, f16, bf16, block_i8, top_k, random_k, onebit"):
+    with pytest.raises(ValueError, match="minmax_u8, f16, bf16, block_i8, top_k, random_k, onebit, int4"):
         bagua.Codec(name)
 
 
@@ -165,6 +167,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest_one() -> None:
         ("top_k", {"k": "many"}),
         ("top_k", {"k": None}),
         ("block_i8", {"block": 2.0}),
+        ("top_k", {"chunk": 8.0}),
         ("random_k", {"seed": 0.5}),
     ],
 )
@@ -177,6 +180,8 @@ def test_an_unknown_option_or_one_of_another_type_is_a_type_error(name: str, opt
     ("name", "options"),
     [
         *(("top_k", {"k": k}) for k in (0, -1, 0.0, -0.1, 1.5, float("nan"))),
+        *(("top_k", {"chunk": chunk}) for chunk in (0, 4097)),
+        ("top_k", {"bits": 3}),
         ("random_k", {"k": 0}),
         ("random_k", {"seed": -1}),
         ("block_i8", {"block": 0}),

@@ -154,7 +154,7 @@ mod tests {
 
     #[test]
     fn codecs_without_kernels_are_refused_by_name() {
-        for name in ["block_i8", "top_k", "random_k", "onebit"] {
+        for name in ["block_i8", "top_k", "random_k", "onebit", "int4"] {
             let codec = codec::by_name(name, &[]).unwrap();
             let error = check(&*codec).unwrap_err();
             assert!(matches!(&error, Error::NotImplemented(text) if text.contains(&format!("codec {name} "))));

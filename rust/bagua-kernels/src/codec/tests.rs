@@ -158,9 +158,15 @@ fn names_and_options_that_do_not_exist_are_refused() {
 #[test]
 fn descriptions_hold_all_options() {
     let described: Vec<String> = sets().iter().map(|codec| describe(&**codec)).collect();
-    for text in
-        ["minmax_u8", "block_i8(block=256)", "top_k(k=0.01)", "top_k(k=1.0)", "random_k(k=0.3,seed=7)", "onebit", "top_k(k=0.2,chunk=97,bits=2)"]
-    {
+    for text in [
+        "minmax_u8",
+        "block_i8(block=256)",
+        "top_k(k=0.01)",
+        "top_k(k=1.0)",
+        "random_k(k=0.3,seed=7)",
+        "onebit",
+        "top_k(k=0.2,chunk=97,bits=2)",
+    ] {
         assert!(described.contains(&text.to_owned()), "{text}: {described:?}");
     }
 }
@@ -337,7 +343,9 @@ fn top_k_keeps_the_largest_magnitudes_and_random_k_distinct_elements() {
 
 #[test]
 fn chunks_of_top_k_keep_the_largest_of_each_and_lose_less_than_they_had() {
-    for (k, chunk, count) in [(64usize, 4096usize, 10_000usize), (1, 1, 5), (7, 100, 1000), (300, 4096, 4096), (9, 2, 7)] {
+    for (k, chunk, count) in
+        [(64usize, 4096usize, 10_000usize), (1, 1, 5), (7, 100, 1000), (300, 4096, 4096), (9, 2, 7)]
+    {
         let options = [("k", CodecOption::Int(k as i64)), ("chunk", CodecOption::Int(chunk as i64))];
         let codec = make("top_k", &options).unwrap();
         for dtype in DTYPES {
