@@ -34,7 +34,7 @@ class Codec:
     | `"block_i8"` | `block=256` | 1 + 4 / block | one of 255 levels, scaled by the largest magnitude of each block |
     | `"int4"` | | 17/32 | one of 15 levels, scaled by the largest magnitude of each block of 64 |
     | `"top_k"` | `k=0.01` | 8 k | the k elements of the largest magnitude, 0 elsewhere |
-    | `"top_k"` | `k=0.01`, `chunk`, `bits=2` | 1.75 k + 4 / chunk | as before, rounded to one of two magnitudes per chunk |
+    | `"top_k"` | `k=0.01`, `chunk`, `bits=2` | 1.75 k + 4 / chunk | the same, as one of two magnitudes per chunk |
     | `"random_k"` | `k=0.01`, `seed=1` | 8 k | k elements drawn at random, 0 elsewhere |
     | `"onebit"` | | 1/8 | plus or minus the mean magnitude |
 
