@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import sys
 import time
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -77,7 +78,7 @@ def training(model: nn.Module, arguments: argparse.Namespace) -> tuple[torch.opt
     if arguments.compression is not None:
         codec = arguments.compression
         # Of each 4096 gradients, 205 are sent, which is about 5 %.
-        sparse = {"top_k": {"k": 0.05}, "top_k_chunks": {"k": 205, "chunk": 4096, "bits": 2}}
+        sparse: dict[str, dict[str, Any]] = {"top_k": {"k": 0.05}, "top_k_chunks": {"k": 205, "chunk": 4096, "bits": 2}}
         options["compression"] = bagua.Codec("top_k", **sparse[codec]) if codec in sparse else codec
         # These codecs lose much in each step. Error feedback sends it later.
         if codec in ("onebit", "int4", "random_k", *sparse) and name in ("bytegrad", "local_sgd", "diloco"):

@@ -882,7 +882,7 @@ class WeightLock:
         """
     def is_used_here(self, /) -> bool:
         """
-        True while this thread uses it: a wait for a round would then never end.
+        True while this thread is using the weights. A wait for a round on this thread would then never end.
         """
     def lock(self, /, *, stream: SupportsIndex | None = None) -> None:
         """

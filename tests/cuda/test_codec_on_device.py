@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,32 @@ def test_arrays_may_be_at_any_address_and_cut_into_any_chunks(cuda: Cuda, name: 
             held[0] = cases.elements("one NaN", name, 1)[0]
             check(cuda, name, held, chunks, offset=chunks % 4, shift=chunks % 5, by=by)
         check(cuda, name, cases.elements("normal", name, 1)[:0], by=by)
+
+
+@on_ranks(1, arrays)
+def test_a_million_elements_are_encoded_by_many_blocks(cuda: Cuda) -> None:
+    check(cuda, "f32", cases.elements("normal", "f32", 1_000_000))
+    check(cuda, "f16", cases.elements("normal", "f16", 1_000_000), 5, offset=1)
+    check(cuda, "bf16", cases.elements("huge", "bf16", 1_000_000), 32, shift=3)
+    check(cuda, "f32", cases.elements("normal", "f32", 1_000_000), by="bf16")
+    check(cuda, "bf16", cases.elements("huge", "bf16", 999_999), 3, offset=1, by="f16")
+
+
+def every_half(rank: int) -> None:
+    """Signalling NaNs too, which become quiet also where the type stays."""
+    cuda, halves = Cuda(), np.arange(1 << 16, dtype=np.uint16)
+    for name in ("f16", "bf16"):
+        for by in ("f16", "bf16"):
+            check(cuda, name, halves, by=by)
+    check(cuda, "f32", cases.every_upper_half(), by="f16")
+    check(cuda, "f32", cases.every_upper_half(), by="bf16")
+    cuda.close()
+
+
+def test_halves_of_all_bits_are_converted_as_on_the_host(rank: Any, ranks: Ranks) -> None:
+    rank(every_half)
+    # One launch each way, whatever the chunks are.
+    assert ranks.reports[0]["calls"]["cuLaunchKernel"] == 6 * 2
 
 
 def large_chunks(rank: int) -> None:
@@ -241,6 +268,23 @@ def refused(rank: int) -> None:
 def test_what_cannot_be_encoded_is_refused_before_anything_is_launched(rank: Any, ranks: Ranks) -> None:
     rank(refused)
     assert ranks.reports[0]["calls"]["cuLaunchKernel"] == 2
+
+
+def without_nvrtc(rank: int) -> None:
+    cuda, codec = Cuda(), bagua.Codec("minmax_u8")
+    x, out = cuda.array(ONES), cuda.empty(RECORD, np.uint8)
+    for call in (lambda: codec.encode(x, out=out), lambda: codec.decode(out, x)):
+        with pytest.raises(bagua.BaguaError, match=r"minmax_u8 need NVRTC .*BAGUA_LIBNVRTC=/nowhere"):
+            call()
+    with pytest.raises(bagua.BaguaError, match="kernels of convert need NVRTC"):
+        bagua.Codec("f16").encode(x, out=cuda.empty(2016, np.uint8))
+    assert codec.encode(ONES).size == RECORD
+    assert x.read().tolist() == ONES.tolist()
+    cuda.close()
+
+
+def test_without_nvrtc_the_error_names_it(rank: Any, tmp_path: Path) -> None:
+    rank(without_nvrtc, BAGUA_LIBNVRTC="/nowhere/libnvrtc.so", XDG_CACHE_HOME=tmp_path)
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

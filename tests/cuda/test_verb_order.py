@@ -8,6 +8,7 @@ and says so where an event is recorded before.
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -125,6 +126,40 @@ def test_an_operation_holds_its_array_until_the_device_is_done(cuda: Cuda, group
     group.barrier()
     gc.collect()
     assert held() is None
+
+
+@on_ranks(2, by=BOTH)
+def test_dropped_handles_leave_nothing_behind_when_the_group_is_left(cuda: Cuda, group: bagua.Group) -> None:
+    arrays = [cuda.array(ONES) for _ in range(5)]
+    for x in arrays:
+        group.all_reduce(x, async_op=True)
+    group.barrier()
+    bagua.shutdown()
+    for x in arrays:
+        assert x.read().tolist() == [2.0] * 1000
+
+
+@on_ranks(2, by=BOTH)
+def test_any_thread_may_call_with_any_context_or_none(cuda: Cuda, group: bagua.Group) -> None:
+    x = cuda.array(ONES)
+    other = int(cuda.driver.get("cuDevicePrimaryCtxRetain", 1 - cuda.device))
+    mine = int(cuda.driver.get("cuDevicePrimaryCtxRetain", cuda.device))
+    for current in (0, other, mine):
+        cuda.driver.cuCtxSetCurrent(current)
+        group.all_reduce(x)
+        assert (cuda.driver.get("cuCtxGetCurrent") or 0) == current
+    threads = []
+
+    def call() -> None:
+        # A thread without a context.
+        group.all_reduce(x, async_op=True).wait()
+        threads.append(cuda.driver.get("cuCtxGetCurrent") or 0)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert threads == [0]
+    assert x.read().tolist() == [16.0] * 1000
 
 
 @on_ranks(2, by=BOTH)
