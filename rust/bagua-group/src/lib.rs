@@ -48,6 +48,8 @@ mod joining;
 mod lane;
 mod listen;
 mod message_streams;
+#[cfg(test)]
+mod plane;
 mod rendezvous;
 mod segment;
 mod serve;

@@ -1,0 +1,891 @@
+//! One rank's part of the control plane: a task that owns the rank's links and all that it knows.
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep_until, timeout, timeout_at};
+
+use super::super::wire::Encoding;
+use super::link::{End, Link};
+use super::log::{Key, Log, Presence};
+use super::message::{Body, Message, Notice, Question, Routed};
+use super::tree::Tree;
+use crate::wait::lock;
+
+/// How many heartbeats a rank sends within the heartbeat timeout.
+const BEATS: u32 = 5;
+
+/// The longest time between two heartbeats: with a long timeout, one a second costs nothing and finds stopped processes sooner.
+const LONGEST_BEAT: Duration = Duration::from_secs(1);
+
+/// How many heartbeats a rank waits for other reports before it decides that its parent lives and the rank that reports it does not.
+const DOUBT: u32 = 2;
+
+/// The connections that the plane asks for.
+pub(super) trait Network: Send + Sync + 'static {
+    /// An authenticated connection.
+    type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
+
+    /// Connects to a lower rank. Retries until it succeeds or cannot; the caller limits the time.
+    fn dial(&self, to: usize) -> impl Future<Output = Result<Self::Stream, String>> + Send;
+
+    /// If this process can see the process of a rank, because both are on one host: true if it is stopped. `None` otherwise.
+    fn is_stopped(&self, _rank: usize) -> Option<bool> {
+        None
+    }
+
+    /// True if this rank cannot use the Unix sockets of its host.
+    fn is_apart(&self) -> impl Future<Output = bool> + Send {
+        std::future::ready(false)
+    }
+}
+
+/// What the plane reports.
+#[derive(Debug, PartialEq)]
+pub(super) enum Event {
+    /// All ranks are connected. The ranks that cannot use the Unix sockets of their host.
+    Complete(Vec<usize>),
+    /// All ranks are told this, or will be before they learn of the end of this rank.
+    Notice(Notice),
+    /// A message for this rank, and its sender.
+    Deliver(usize, Body),
+    /// A lower rank refuses the connection, or cannot be connected to.
+    Unreachable(usize, String),
+}
+
+/// The coordinator's answer to [`Handle::ask`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Answer {
+    /// The rank is lost or has left. The event that says so came before.
+    IsGone,
+    /// The rank lives, and everything it had to say has come.
+    Lives,
+}
+
+/// What other threads may read at any time.
+#[derive(Debug, Default)]
+pub(super) struct Status {
+    /// By rank.
+    pub(super) presence: Vec<Presence>,
+    /// The ranks with an open link.
+    pub(super) links: BTreeSet<usize>,
+    /// The ranks that should have a link to this one, or be ready, and are not.
+    pub(super) awaited: BTreeSet<usize>,
+    /// The ranks that cannot use the Unix sockets of their host, once all ranks are connected.
+    pub(super) complete: Option<Vec<usize>>,
+    /// A rank that goes on without this one.
+    pub(super) excluded_by: Option<usize>,
+}
+
+/// A command to the task, or an event of one of its links.
+enum Input<S> {
+    Linked { rank: usize, stream: S },
+    DialFailed { rank: usize, reason: String },
+    Apart(bool),
+    Read { rank: usize, link: u64, message: Result<Message, End> },
+    Tell(Notice),
+    Send { to: Vec<usize>, body: Body },
+    Ask { about: usize, answer: oneshot::Sender<Answer> },
+    Leave { moved: bool },
+}
+
+/// Commands to the task of a rank. No call blocks.
+pub(super) struct Handle<S> {
+    inputs: mpsc::UnboundedSender<Input<S>>,
+    status: Arc<Mutex<Status>>,
+}
+
+impl<S> Clone for Handle<S> {
+    fn clone(&self) -> Handle<S> {
+        Handle { inputs: self.inputs.clone(), status: Arc::clone(&self.status) }
+    }
+}
+
+impl<S> Handle<S> {
+    fn input(&self, input: Input<S>) {
+        // The task ends when the rank has left; it takes no more commands then.
+        let _ = self.inputs.send(input);
+    }
+
+    /// A higher rank has connected.
+    pub(super) fn accepted(&self, rank: usize, stream: S) {
+        self.input(Input::Linked { rank, stream });
+    }
+
+    /// Tells all ranks.
+    pub(super) fn tell(&self, notice: Notice) {
+        self.input(Input::Tell(notice));
+    }
+
+    /// Sends a message to some ranks.
+    pub(super) fn send(&self, to: Vec<usize>, body: Body) {
+        self.input(Input::Send { to, body });
+    }
+
+    /// Asks the coordinator why the connection to a rank broke. The answer comes within the heartbeat timeout of the ranks that are asked.
+    /// The receiver is disconnected if this rank leaves first.
+    pub(super) fn ask(&self, about: usize) -> oneshot::Receiver<Answer> {
+        let (answer, receiver) = oneshot::channel();
+        self.input(Input::Ask { about, answer });
+        receiver
+    }
+
+    /// Leaves. `moved`: this rank does not use the group, and may live on in another view. [`Rank::run`] returns when all ranks know.
+    pub(super) fn leave(&self, moved: bool) {
+        self.input(Input::Leave { moved });
+    }
+
+    /// What is known now.
+    pub(super) fn status<T>(&self, look: impl FnOnce(&Status) -> T) -> T {
+        look(&lock(&self.status))
+    }
+}
+
+/// See the module.
+pub(super) struct Rank<N: Network> {
+    me: usize,
+    /// The number of each rank's host.
+    hosts: Vec<usize>,
+    /// A peer that is silent for so long is lost.
+    timeout: Duration,
+    network: Arc<N>,
+    on_event: Box<dyn FnMut(Event) + Send>,
+    handle: Handle<N::Stream>,
+    inputs: mpsc::UnboundedReceiver<Input<N::Stream>>,
+    tasks: JoinSet<()>,
+    /// By rank.
+    links: BTreeMap<usize, Link>,
+    /// The ranks to which a connection is being opened.
+    dialling: BTreeSet<usize>,
+    /// Number of links opened so far.
+    opened: u64,
+    log: Log,
+    /// Lower ranks that this rank cannot reach, until all ranks are told whether they are lost. How, and true if their process ended.
+    suspects: BTreeMap<usize, (String, bool)>,
+    /// Of the ranks that are present and no suspects.
+    tree: Tree,
+    /// The parent that has this rank's `Attach`.
+    attached_to: Option<usize>,
+    /// Notices that this rank passed to its parent and that have not come back from the coordinator.
+    unsettled: Vec<Notice>,
+    /// Reports of ranks that cannot reach this rank's parent: who, when, what.
+    doubts: Vec<(usize, Instant, Notice)>,
+    /// Messages that wait for a link.
+    held: Vec<Routed>,
+    /// Known when [`Network::is_apart`] has been answered.
+    apart: Option<bool>,
+    is_ready: bool,
+    complete: Option<Vec<usize>>,
+    /// On the coordinator: number of the last notice. From 1 on, so that a rank without notices has something to confirm, too.
+    number: u64,
+    /// On other ranks: the coordinator and the number of the last notice.
+    last: (usize, u64),
+    /// The rank that the last notice came from, and the last `Seen` that was sent there.
+    confirmed: (usize, (usize, u64)),
+    /// On the coordinator: the ranks that leave, and which notice all others have to have before.
+    leavers: Vec<(usize, u64)>,
+    /// Set when this rank leaves.
+    leaving: Option<bool>,
+    /// Every other rank knows that this one leaves.
+    is_acknowledged: bool,
+    /// On the coordinator: questions that are not answered yet.
+    questions: Vec<Question>,
+    /// This rank's own.
+    asked: BTreeMap<u64, (usize, oneshot::Sender<Answer>)>,
+    /// Number of questions so far.
+    tickets: u64,
+    /// Since when children have no link.
+    unlinked: BTreeMap<usize, Instant>,
+    /// When this task last looked for silent peers.
+    looked: Instant,
+}
+
+impl<N: Network> Rank<N> {
+    /// Rank `me` of the world of `hosts.len()` ranks. `on_event` is called by the task.
+    pub(super) fn new(
+        me: usize,
+        hosts: Vec<usize>,
+        timeout: Duration,
+        network: Arc<N>,
+        on_event: impl FnMut(Event) + Send + 'static,
+    ) -> (Rank<N>, Handle<N::Stream>) {
+        let (inputs, receiver) = mpsc::unbounded_channel();
+        let log = Log::new(hosts.len());
+        let status = Status { presence: log.presence().to_vec(), ..Status::default() };
+        let handle = Handle { inputs, status: Arc::new(Mutex::new(status)) };
+        let rank = Rank {
+            me,
+            timeout,
+            network,
+            on_event: Box::new(on_event),
+            handle: handle.clone(),
+            inputs: receiver,
+            tasks: JoinSet::new(),
+            links: BTreeMap::new(),
+            dialling: BTreeSet::new(),
+            opened: 0,
+            log,
+            suspects: BTreeMap::new(),
+            tree: Tree::default(),
+            attached_to: None,
+            unsettled: Vec::new(),
+            doubts: Vec::new(),
+            held: Vec::new(),
+            apart: None,
+            is_ready: false,
+            complete: None,
+            number: 1,
+            last: (0, 0),
+            confirmed: (me, (0, 0)),
+            leavers: Vec::new(),
+            leaving: None,
+            is_acknowledged: false,
+            questions: Vec::new(),
+            asked: BTreeMap::new(),
+            tickets: 0,
+            unlinked: BTreeMap::new(),
+            looked: Instant::now(),
+            hosts,
+        };
+        (rank, handle)
+    }
+
+    /// Runs until this rank has left. Returns true if all other ranks know that.
+    pub(super) async fn run(mut self) -> bool {
+        let (network, handle) = (Arc::clone(&self.network), self.handle.clone());
+        self.tasks.spawn(async move { handle.input(Input::Apart(network.is_apart().await)) });
+        self.tree = self.tree_now();
+        self.rewire();
+        self.looked = Instant::now();
+        let mut limit: Option<Instant> = None;
+        loop {
+            let next = self.looked + self.beat();
+            tokio::select! {
+                input = self.inputs.recv() => {
+                    input.into_iter().for_each(|input| self.handle(input));
+                    while let Ok(input) = self.inputs.try_recv() {
+                        self.handle(input);
+                    }
+                }
+                () = sleep_until(next) => self.look(),
+                Some(_) = self.tasks.join_next() => continue,
+            }
+            self.settle();
+            if self.leaving.is_some() {
+                let limit = *limit.get_or_insert_with(|| Instant::now() + self.timeout);
+                if self.is_acknowledged || Instant::now() >= limit {
+                    self.close(limit).await;
+                    return self.is_acknowledged;
+                }
+            }
+        }
+    }
+
+    /// Closes all links when the peers have read what this rank has sent.
+    async fn close(&mut self, limit: Instant) {
+        std::mem::take(&mut self.links).into_values().for_each(Link::finish);
+        self.asked.clear();
+        let _ = timeout_at(limit, async { while self.tasks.join_next().await.is_some() {} }).await;
+    }
+
+    fn beat(&self) -> Duration {
+        (self.timeout / BEATS).min(LONGEST_BEAT)
+    }
+
+    fn is_coordinator(&self) -> bool {
+        self.parent().is_none()
+    }
+
+    fn parent(&self) -> Option<usize> {
+        self.tree.parents(self.me)[0]
+    }
+
+    fn tree_now(&self) -> Tree {
+        let is_present = |rank: usize| self.log.is_present(rank) && !self.suspects.contains_key(&rank);
+        Tree::of(&self.hosts, |rank| rank == self.me || is_present(rank))
+    }
+
+    fn handle(&mut self, input: Input<N::Stream>) {
+        match input {
+            Input::Linked { rank, stream } => self.linked(rank, stream),
+            Input::DialFailed { rank, reason } => {
+                self.dialling.remove(&rank);
+                if self.complete.is_some() {
+                    self.suspect(rank, reason, false);
+                } else {
+                    (self.on_event)(Event::Unreachable(rank, reason));
+                }
+            }
+            Input::Apart(apart) => self.apart = Some(apart),
+            Input::Read { rank, link, message } => {
+                let Some(known) = self.links.get_mut(&rank).filter(|known| known.id == link) else { return };
+                known.heard = Instant::now();
+                match message {
+                    Ok(message) => self.read(rank, message),
+                    Err(end) => self.ended(rank, &end),
+                }
+            }
+            Input::Tell(notice) => self.tell(self.me, notice),
+            Input::Send { to, body } => self.route(Routed { from: self.me, to, body }),
+            Input::Ask { about, answer } => self.ask(about, answer),
+            Input::Leave { moved } => {
+                self.leaving = Some(moved);
+                self.tell(self.me, Notice::Left { rank: self.me, moved });
+            }
+        }
+    }
+
+    fn linked(&mut self, rank: usize, stream: N::Stream) {
+        self.dialling.remove(&rank);
+        self.opened += 1;
+        let (id, inputs) = (self.opened, self.handle.inputs.clone());
+        let link = Link::open(id, stream, &mut self.tasks, move |message| {
+            let _ = inputs.send(Input::Read { rank, link: id, message });
+        });
+        if matches!(self.log.presence()[rank], Presence::Ended | Presence::Silent) {
+            // It does not know yet that the others go on without it.
+            return self.refuse(rank, &link);
+        }
+        link.send(&Message::Heartbeat);
+        self.links.insert(rank, link);
+        self.unlinked.remove(&rank);
+        if self.parent() == Some(rank) {
+            self.attach();
+        }
+        self.route_held();
+    }
+
+    /// Tells a rank that it is lost, on a link that is closed then.
+    fn refuse(&self, rank: usize, link: &Link) {
+        let is_its_loss = |notice: &&Notice| matches!(notice, Notice::Lost { rank: lost, .. } if *lost == rank);
+        if let Some(notice) = self.log.notices().iter().find(is_its_loss) {
+            link.send(&Message::Notices { of: self.me, number: 0, notices: vec![notice.clone()] });
+        }
+    }
+
+    fn ended(&mut self, rank: usize, end: &End) {
+        self.links.remove(&rank);
+        self.leavers.retain(|(leaver, _)| *leaver != rank);
+        if !self.log.is_present(rank) {
+            return;
+        }
+        // The others close their links to a rank that they go on without.
+        let ended = end.is_broken && lock(&self.handle.status).excluded_by.is_none();
+        if rank < self.me {
+            self.suspect(rank, end.reason.clone(), ended);
+        } else if self.tree.parents(rank)[0] == Some(self.me) {
+            self.lose(rank, end.reason.clone(), ended);
+        }
+    }
+
+    /// This rank cannot reach a lower one any more.
+    fn suspect(&mut self, rank: usize, reason: String, ended: bool) {
+        if self.log.is_present(rank) && !self.suspects.contains_key(&rank) {
+            self.suspects.insert(rank, (reason, ended));
+            self.rewire();
+        }
+    }
+
+    /// This rank, the parent of another, finds that the other is lost.
+    fn lose(&mut self, rank: usize, reason: String, ended: bool) {
+        self.tell(self.me, Notice::Lost { rank, by: self.me, ended, reason });
+    }
+
+    /// Computes the tree again, opens the links that it needs, and turns to another parent if there is another one.
+    fn rewire(&mut self) {
+        let before = self.parent();
+        self.tree = self.tree_now();
+        for rank in self.tree.parents(self.me).into_iter().flatten() {
+            if !self.links.contains_key(&rank) && self.dialling.insert(rank) {
+                let (network, handle, limit) = (Arc::clone(&self.network), self.handle.clone(), self.timeout);
+                let is_limited = self.complete.is_some();
+                self.tasks.spawn(async move {
+                    let dial = network.dial(rank);
+                    let made = if is_limited {
+                        timeout(limit, dial).await.unwrap_or_else(|_| Err("it does not answer".to_owned()))
+                    } else {
+                        dial.await
+                    };
+                    handle.input(match made {
+                        Ok(stream) => Input::Linked { rank, stream },
+                        Err(reason) => Input::DialFailed { rank, reason },
+                    });
+                });
+            }
+        }
+        if self.parent() != before || self.attached_to != self.parent() {
+            self.attach();
+        }
+        self.route_held();
+    }
+
+    /// Turns to the parent, or becomes the coordinator.
+    fn attach(&mut self) {
+        let own_losses = self.suspects.iter().map(|(rank, (reason, ended))| {
+            let (rank, reason) = (*rank, reason.clone());
+            Notice::Lost { rank, by: self.me, ended: *ended, reason }
+        });
+        let own = own_losses.chain(self.leaving.map(|moved| Notice::Left { rank: self.me, moved }));
+        let mut told: Vec<Notice> = own.collect();
+        told.append(&mut self.unsettled);
+        told.extend(std::mem::take(&mut self.doubts).into_iter().map(|(_, _, notice)| notice));
+        let mut keys = HashSet::new();
+        told.retain(|notice| keys.insert(Key::from(notice)));
+        let Some(parent) = self.parent() else {
+            self.attached_to = None;
+            // With no lower rank left, this rank's word counts.
+            told.into_iter().for_each(|notice| self.tell(self.me, notice));
+            self.ask_again();
+            return;
+        };
+        if !self.links.contains_key(&parent) {
+            self.unsettled = told;
+            return;
+        }
+        self.attached_to = Some(parent);
+        self.is_ready = false;
+        self.send(parent, &Message::Attach { digest: self.log.digest() });
+        told.into_iter().for_each(|notice| self.tell(self.me, notice));
+        self.ask_again();
+    }
+
+    fn send(&self, rank: usize, message: &Message) {
+        if let Some(link) = self.links.get(&rank) {
+            link.send(message);
+        }
+    }
+
+    /// Sends a message to all children that have a link.
+    fn send_down(&self, message: &Message) {
+        let frame = message.frame();
+        for (rank, link) in self.links.range(self.me + 1..) {
+            if link.is_attached || self.tree.parents(*rank)[0] == Some(self.me) {
+                link.send_frame(frame.clone());
+            }
+        }
+    }
+
+    fn read(&mut self, from: usize, message: Message) {
+        match message {
+            Message::Heartbeat => {}
+            Message::Attach { digest } => self.attached(from, digest),
+            Message::Resend => {
+                for notice in self.log.notices() {
+                    self.send(from, &Message::Tell(notice.clone()));
+                }
+            }
+            Message::Ready { apart } => {
+                if let Some(link) = self.links.get_mut(&from) {
+                    link.ready = Some(apart);
+                }
+            }
+            Message::Complete { apart } => self.completed(apart),
+            Message::Tell(notice) => {
+                if self.is_in_world(&notice) {
+                    self.tell(from, notice);
+                }
+            }
+            Message::Notices { of, number, notices } => self.noticed(from, of, number, notices),
+            Message::Seen { of, number } => {
+                if let Some(link) = self.links.get_mut(&from) {
+                    link.seen = link.seen.max((of, number));
+                }
+            }
+            Message::Routed(routed) => self.route(routed),
+            Message::Ask(question) => self.asked_by_child(question),
+        }
+    }
+
+    /// True if the ranks of a notice exist.
+    fn is_in_world(&self, notice: &Notice) -> bool {
+        match notice {
+            Notice::Lost { rank, by, .. } => *rank.max(by) < self.hosts.len(),
+            Notice::Left { rank, .. } => *rank < self.hosts.len(),
+            Notice::Unreached { by: rank, .. } | Notice::View { from: rank, .. } => *rank < self.hosts.len(),
+            Notice::Failed { .. } => true,
+        }
+    }
+
+    fn attached(&mut self, from: usize, digest: u64) {
+        let (of, number) = if self.is_coordinator() { (self.me, self.number) } else { self.last };
+        let differs = digest != self.log.digest();
+        let Some(link) = self.links.get_mut(&from) else { return };
+        link.is_attached = true;
+        if differs {
+            link.send(&Message::Resend);
+        }
+        let notices = if differs { self.log.notices() } else { &[] };
+        Message::notices(of, number, notices).iter().for_each(|message| link.send(message));
+        if let Some(apart) = &self.complete {
+            link.send(&Message::Complete { apart: apart.clone() });
+        }
+    }
+
+    /// Passes on what all ranks must be told, by this rank or one below it.
+    fn tell(&mut self, from: usize, notice: Notice) {
+        if self.log.has(Key::from(&notice)) {
+            // A rank that leaves tells the next coordinator, too, if the one before has not acknowledged that.
+            match (notice, self.parent()) {
+                (Notice::Left { rank, .. }, None) if self.leavers.iter().all(|(leaver, _)| *leaver != rank) => {
+                    self.leavers.push((rank, self.number));
+                }
+                (notice @ Notice::Left { .. }, Some(parent)) => self.send(parent, &Message::Tell(notice)),
+                _ => {}
+            }
+            return;
+        }
+        if let Notice::Lost { rank, .. } = notice
+            && from != self.me
+        {
+            if Some(rank) == self.parent() {
+                return self.doubts.push((from, Instant::now(), notice));
+            }
+            // This rank has a link to it, whose end it would notice itself.
+            let is_own_child = self.tree.parents(rank)[0] == Some(self.me) && self.links.contains_key(&rank);
+            if rank == self.me || is_own_child {
+                return;
+            }
+        }
+        match self.parent() {
+            None => self.announce(notice),
+            Some(parent) => {
+                if self.attached_to == Some(parent) {
+                    self.send(parent, &Message::Tell(notice.clone()));
+                }
+                if self.unsettled.iter().all(|known| Key::from(known) != Key::from(&notice)) {
+                    self.unsettled.push(notice);
+                }
+            }
+        }
+    }
+
+    /// Tells all ranks, as the coordinator.
+    fn announce(&mut self, notice: Notice) {
+        if !self.log.add(&notice) {
+            return;
+        }
+        self.number += 1;
+        if let Notice::Left { rank, .. } = notice {
+            self.leavers.push((rank, self.number));
+        }
+        Message::notices(self.me, self.number, std::slice::from_ref(&notice)).iter().for_each(|m| self.send_down(m));
+        self.learned(notice);
+    }
+
+    /// The coordinator tells all ranks; the rank above passes it on.
+    fn noticed(&mut self, from: usize, of: usize, number: u64, notices: Vec<Notice>) {
+        if !notices.iter().all(|notice| self.is_in_world(notice)) {
+            return;
+        }
+        if from > self.me {
+            // Only that the others go on without this rank, which is lower.
+            let is_own_loss = |notice: &Notice| matches!(notice, Notice::Lost { rank, .. } if *rank == self.me);
+            for notice in notices.into_iter().filter(is_own_loss) {
+                if self.log.add(&notice) {
+                    self.learned(notice);
+                }
+            }
+            return;
+        }
+        // Before this rank's own waits end, after which it may leave.
+        Message::notices(of, number, &notices).iter().for_each(|message| self.send_down(message));
+        for notice in notices {
+            if self.log.add(&notice) {
+                self.learned(notice);
+            }
+        }
+        self.last = self.last.max((of, number));
+        if self.confirmed.0 != from {
+            self.confirmed = (from, (0, 0));
+        }
+    }
+
+    /// Does what follows from a notice that is new on this rank.
+    fn learned(&mut self, notice: Notice) {
+        let key = Key::from(&notice);
+        self.unsettled.retain(|known| Key::from(known) != key);
+        let mut gone = None;
+        match &notice {
+            Notice::Lost { rank, by, .. } => {
+                if *rank == self.me {
+                    lock(&self.handle.status).excluded_by = Some(*by);
+                } else if let Some(link) = self.links.remove(rank) {
+                    self.refuse(*rank, &link);
+                }
+                self.leavers.retain(|(leaver, _)| leaver != rank);
+                gone = Some(*rank);
+            }
+            Notice::Left { rank, .. } => gone = Some(*rank),
+            Notice::Failed { .. } | Notice::Unreached { .. } | Notice::View { .. } => {}
+        }
+        if gone.is_some() {
+            lock(&self.handle.status).presence = self.log.presence().to_vec();
+        }
+        (self.on_event)(Event::Notice(notice));
+        let Some(gone) = gone else { return };
+        self.suspects.remove(&gone);
+        self.unlinked.remove(&gone);
+        self.questions.retain(|question| question.about != gone && question.from != gone);
+        let (answered, asked) = std::mem::take(&mut self.asked).into_iter().partition(|(_, (about, _))| *about == gone);
+        self.asked = asked;
+        let answered: BTreeMap<u64, (usize, oneshot::Sender<Answer>)> = answered;
+        for (_, (_, answer)) in answered {
+            let _ = answer.send(Answer::IsGone);
+        }
+        self.rewire();
+    }
+
+    fn completed(&mut self, apart: Vec<usize>) {
+        if self.complete.is_none() {
+            self.send_down(&Message::Complete { apart: apart.clone() });
+            self.complete = Some(apart.clone());
+            lock(&self.handle.status).complete = Some(apart.clone());
+            (self.on_event)(Event::Complete(apart));
+        }
+    }
+
+    /// Delivers a message, or passes it on.
+    fn route(&mut self, routed: Routed) {
+        let Routed { from, to, body } = routed;
+        let (mut hops, mut waiting): (BTreeMap<usize, Vec<usize>>, Vec<usize>) = (BTreeMap::new(), Vec::new());
+        for rank in to.into_iter().filter(|rank| *rank < self.hosts.len()) {
+            if rank == self.me {
+                self.deliver(from, &body);
+            } else if let Some(hop) = self.hop(rank) {
+                hops.entry(hop).or_default().push(rank);
+            } else if self.log.is_present(rank) {
+                waiting.push(rank);
+            }
+        }
+        for (hop, to) in hops {
+            self.send(hop, &Message::Routed(Routed { from, to, body: body.clone() }));
+        }
+        if !waiting.is_empty() {
+            self.held.push(Routed { from, to: waiting, body });
+        }
+    }
+
+    /// The linked rank to which messages for a rank go.
+    fn hop(&self, to: usize) -> Option<usize> {
+        let is_linked = |rank: &usize| self.links.contains_key(rank);
+        let direct = Some(to).filter(is_linked).filter(|to| *to > self.me);
+        let below = || {
+            // A rank that leaves is not in the tree, but its link to the lowest rank of its host is still there.
+            let head = (0..self.hosts.len()).find(|r| self.hosts[*r] == self.hosts[to] && self.log.is_present(*r));
+            let of_tree = self.tree.parents(to)[0].or(head).filter(is_linked);
+            of_tree.filter(|child| *child > self.me && self.tree.parents(*child)[0] == Some(self.me))
+        };
+        let parent = || self.parent().filter(|parent| self.attached_to == Some(*parent)).filter(is_linked);
+        direct.or_else(below).or_else(parent)
+    }
+
+    fn route_held(&mut self) {
+        for routed in std::mem::take(&mut self.held) {
+            self.route(routed);
+        }
+    }
+
+    fn deliver(&mut self, from: usize, body: &Body) {
+        match body {
+            Body::LeftGroup { .. } | Body::View(_) => (self.on_event)(Event::Deliver(from, body.clone())),
+            Body::Ack => self.is_acknowledged |= self.leaving.is_some(),
+            Body::Ping(question) => {
+                self.route(Routed { from: self.me, to: vec![from], body: Body::Pong(*question) });
+            }
+            Body::Pong(question) => {
+                let before = self.questions.len();
+                self.questions.retain(|known| known != question);
+                if self.questions.len() < before {
+                    self.answer_that_it_lives(*question);
+                }
+            }
+            Body::Lives(question) => {
+                if let Some((_, answer)) = self.asked.remove(&question.ticket) {
+                    let _ = answer.send(Answer::Lives);
+                }
+            }
+        }
+    }
+
+    fn ask(&mut self, about: usize, answer: oneshot::Sender<Answer>) {
+        if !self.log.is_present(about) {
+            let _ = answer.send(Answer::IsGone);
+            return;
+        }
+        self.tickets += 1;
+        self.asked.insert(self.tickets, (about, answer));
+        let question = Question { about, from: self.me, ticket: self.tickets };
+        self.asked_by_child(question);
+    }
+
+    /// Asks the new coordinator what the one before has not answered.
+    fn ask_again(&mut self) {
+        let asked: Vec<Question> = self
+            .asked
+            .iter()
+            .map(|(ticket, (about, _))| Question { about: *about, from: self.me, ticket: *ticket })
+            .collect();
+        asked.into_iter().for_each(|question| self.asked_by_child(question));
+    }
+
+    fn asked_by_child(&mut self, question: Question) {
+        match self.parent() {
+            Some(parent) => self.send(parent, &Message::Ask(question)),
+            // The notice that it is gone is on its way to the rank that asks.
+            None if question.about >= self.hosts.len() || !self.log.is_present(question.about) => {}
+            None if question.about == self.me => self.answer_that_it_lives(question),
+            None => {
+                self.questions.push(question);
+                self.route(Routed { from: self.me, to: vec![question.about], body: Body::Ping(question) });
+            }
+        }
+    }
+
+    fn answer_that_it_lives(&mut self, question: Question) {
+        self.route(Routed { from: self.me, to: vec![question.from], body: Body::Lives(question) });
+    }
+
+    /// Does what is due after a batch of inputs.
+    fn settle(&mut self) {
+        let children: Vec<usize> = self.tree.children(self.me).collect();
+        self.become_ready(&children);
+        let (of, own) = if self.is_coordinator() { (self.me, self.number) } else { self.last };
+        let seen = |child: &usize| match self.links.get(child) {
+            Some(link) if link.seen.0 == of => link.seen.1,
+            _ => 0,
+        };
+        let number = children.iter().map(seen).chain([own]).min().unwrap_or(own);
+        let (from, confirmed) = self.confirmed;
+        if self.is_coordinator() {
+            self.acknowledge(number);
+        } else if number > 0 && (of, number) > confirmed {
+            // The rank that sent the notice may be about to leave because of that.
+            self.confirmed = (from, (of, number));
+            self.send(from, &Message::Seen { of, number });
+        }
+        let mut status = lock(&self.handle.status);
+        status.links = self.links.keys().copied().collect();
+        if self.complete.is_none() {
+            let parents = self.tree.parents(self.me).into_iter().flatten().filter(|rank| !self.links.contains_key(rank));
+            let is_ready = |rank: &&usize| self.links.get(rank).is_some_and(|link| link.ready.is_some());
+            status.awaited = parents.chain(children.iter().filter(|rank| !is_ready(rank)).copied()).collect();
+        } else {
+            status.awaited.clear();
+        }
+    }
+
+    /// Says that this rank and those below are connected, or that all are.
+    fn become_ready(&mut self, children: &[usize]) {
+        let Some(own) = self.apart.filter(|_| self.complete.is_none() && !self.is_ready) else { return };
+        let has_parents = self.tree.parents(self.me).iter().flatten().all(|rank| self.links.contains_key(rank));
+        let ready: Option<Vec<&Vec<usize>>> =
+            children.iter().map(|child| self.links.get(child).and_then(|link| link.ready.as_ref())).collect();
+        let Some(ready) = ready.filter(|_| has_parents) else { return };
+        let mut apart: Vec<usize> = ready.into_iter().flatten().copied().chain(own.then_some(self.me)).collect();
+        apart.sort_unstable();
+        match self.parent() {
+            None => self.completed(apart),
+            Some(parent) if self.attached_to == Some(parent) => {
+                self.is_ready = true;
+                self.send(parent, &Message::Ready { apart });
+            }
+            Some(_) => {}
+        }
+    }
+
+    /// Lets ranks leave, as the coordinator, whose departure all others know: they have all notices up to this number.
+    fn acknowledge(&mut self, number: u64) {
+        for (rank, of) in std::mem::take(&mut self.leavers) {
+            if of > number || (rank != self.me && self.hop(rank).is_none()) {
+                self.leavers.push((rank, of));
+            } else if rank != self.me {
+                self.route(Routed { from: self.me, to: vec![rank], body: Body::Ack });
+            }
+        }
+        // The last one to leave: the others would have to ask the next coordinator.
+        self.is_acknowledged |= self.leaving.is_some() && self.leavers.is_empty();
+    }
+
+    /// Sends heartbeats, and looks for peers that are silent or missing.
+    fn look(&mut self) {
+        let (now, timeout) = (Instant::now(), self.timeout);
+        // This process did not run for so long: it has not read what its peers have sent.
+        let late = now.saturating_duration_since(self.looked).saturating_sub(self.beat());
+        self.looked = now;
+        let mut silent = Vec::new();
+        for (rank, link) in &mut self.links {
+            match self.network.is_stopped(*rank) {
+                Some(false) => link.heard = now,
+                Some(true) => link.heard = (link.heard + late).min(now),
+                None => {
+                    link.heard = (link.heard + late).min(now);
+                    link.send(&Message::Heartbeat);
+                }
+            }
+            if now - link.heard > timeout {
+                silent.push(*rank);
+            }
+        }
+        let reason = no_heartbeat(timeout);
+        for rank in silent {
+            if rank < self.me {
+                self.suspect(rank, reason.clone(), false);
+            } else if self.tree.parents(rank)[0] == Some(self.me) {
+                self.lose(rank, reason.clone(), false);
+            }
+        }
+        self.find_missing(now, late);
+        self.decide_doubts(now);
+    }
+
+    /// Takes children for lost that have not connected to this rank for the heartbeat timeout since they should.
+    fn find_missing(&mut self, now: Instant, late: Duration) {
+        if self.complete.is_none() {
+            return;
+        }
+        let children: Vec<usize> = self.tree.children(self.me).filter(|rank| !self.links.contains_key(rank)).collect();
+        for rank in children {
+            let since = self.unlinked.entry(rank).or_insert(now);
+            *since = (*since + late).min(now);
+            if now - *since > self.timeout {
+                // The ranks below it have not connected either.
+                let below: Vec<usize> = (0..self.hosts.len()).filter(|r| self.tree.is_below(*r, rank)).collect();
+                for lost in below {
+                    let reason = format!("no connection to it for {:.1} s", self.timeout.as_secs_f64());
+                    self.lose(lost, reason, false);
+                }
+            }
+        }
+    }
+
+    /// Decides who is lost if other ranks say that they cannot reach this rank's parent.
+    fn decide_doubts(&mut self, now: Instant) {
+        let Some(parent) = self.parent() else { return };
+        let wait = self.beat() * DOUBT;
+        let heard = self.links.get(&parent).map(|link| link.heard);
+        let is_due = |since: Instant| now - since >= wait && heard.is_some_and(|heard| heard > since);
+        if !self.doubts.iter().any(|(_, since, _)| is_due(*since)) {
+            return;
+        }
+        let doubters: BTreeSet<usize> = self.doubts.iter().map(|(from, ..)| *from).collect();
+        let present = (0..self.hosts.len()).filter(|rank| self.log.is_present(*rank)).count();
+        if 2 * doubters.len() > present {
+            return self.suspect(parent, "most ranks cannot reach it".to_owned(), false);
+        }
+        let (due, doubts) = std::mem::take(&mut self.doubts).into_iter().partition(|(_, since, _)| is_due(*since));
+        self.doubts = doubts;
+        let due: Vec<(usize, Instant, Notice)> = due;
+        for (from, ..) in due {
+            self.lose(from, format!("it has no connection to rank {parent}, which lives"), false);
+        }
+    }
+}
+
+/// The reason of `PeerLost` for a peer that is silent.
+pub(super) fn no_heartbeat(timeout: Duration) -> String {
+    format!("no heartbeat for {:.1} s", timeout.as_secs_f64())
+}

@@ -1,0 +1,308 @@
+//! A network in memory, on the paused clock: links with a delay, which can be cut in either direction.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::io;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, Weak};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, Sleep};
+
+use super::super::message::Notice;
+use super::super::rank::{Event, Handle, Network, Rank};
+use crate::wait::lock;
+
+/// The heartbeat timeout of all tests.
+pub(super) const HEARTBEAT: Duration = Duration::from_secs(5);
+
+/// Random numbers (SplitMix64).
+#[derive(Clone)]
+pub(super) struct Random(pub(super) u64);
+
+impl Random {
+    pub(super) fn below(&mut self, limit: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % limit
+    }
+}
+
+/// One direction of a connection.
+struct Wire {
+    /// Sender and receiver.
+    ends: (usize, usize),
+    bytes: VecDeque<(Instant, Vec<u8>)>,
+    last: Instant,
+    is_closed: bool,
+    reader: Option<Waker>,
+}
+
+/// One end of a connection.
+pub(super) struct Stream {
+    net: Arc<Net>,
+    incoming: Arc<Mutex<Wire>>,
+    outgoing: Arc<Mutex<Wire>>,
+    sleep: Option<Pin<Box<Sleep>>>,
+}
+
+/// The state of the network.
+#[derive(Default)]
+struct State {
+    /// Pairs of a sender and a receiver between which nothing arrives.
+    cut: HashSet<(usize, usize)>,
+    /// Ranks that run.
+    handles: HashMap<usize, Handle<Stream>>,
+    /// Extra delay of all that a rank sends.
+    slow: HashMap<usize, Duration>,
+    random: u64,
+}
+
+/// See the module.
+#[derive(Default)]
+pub(super) struct Net {
+    state: Mutex<State>,
+    me: Weak<Net>,
+}
+
+impl Net {
+    pub(super) fn new(seed: u64) -> Arc<Net> {
+        let state = Mutex::new(State { random: seed, ..State::default() });
+        Arc::new_cyclic(|me| Net { state, me: Weak::clone(me) })
+    }
+
+    /// From now on nothing that `from` sends reaches `to`, not even the end of a connection.
+    pub(super) fn cut(&self, from: usize, to: usize) {
+        lock(&self.state).cut.insert((from, to));
+    }
+
+    /// All that a rank sends takes so much longer from now on.
+    pub(super) fn slow_down(&self, rank: usize, by: Duration) {
+        lock(&self.state).slow.insert(rank, by);
+    }
+
+    fn is_cut(&self, (from, to): (usize, usize)) -> bool {
+        lock(&self.state).cut.contains(&(from, to))
+    }
+
+    fn delay(&self, from: usize) -> Duration {
+        let mut state = lock(&self.state);
+        let mut random = Random(state.random);
+        let micros = random.below(400);
+        state.random = random.0;
+        Duration::from_micros(micros) + state.slow.get(&from).copied().unwrap_or_default()
+    }
+
+    fn wire(from: usize, to: usize) -> Arc<Mutex<Wire>> {
+        let (bytes, last, is_closed, reader) = (VecDeque::new(), Instant::now(), false, None);
+        Arc::new(Mutex::new(Wire { ends: (from, to), bytes, last, is_closed, reader }))
+    }
+}
+
+impl Wire {
+    /// Wakes the reader, which may have to wait for the bytes to arrive.
+    fn wake(&mut self) {
+        if let Some(reader) = self.reader.take() {
+            reader.wake();
+        }
+    }
+}
+
+impl AsyncRead for Stream {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let this = &mut *self;
+        let mut wire = lock(&this.incoming);
+        let now = Instant::now();
+        match wire.bytes.front_mut() {
+            Some((at, bytes)) if *at <= now => {
+                let count = bytes.len().min(into.remaining());
+                into.put_slice(&bytes[..count]);
+                bytes.drain(..count);
+                if bytes.is_empty() {
+                    wire.bytes.pop_front();
+                }
+                Poll::Ready(Ok(()))
+            }
+            Some((at, _)) => {
+                let mut sleep = Box::pin(tokio::time::sleep_until(*at));
+                if sleep.as_mut().poll(cx).is_ready() {
+                    cx.waker().wake_by_ref();
+                }
+                this.sleep = Some(sleep);
+                Poll::Pending
+            }
+            None if wire.is_closed => Poll::Ready(Ok(())),
+            None => {
+                wire.reader = Some(cx.waker().clone());
+                Poll::Pending
+            }
+        }
+    }
+}
+
+impl Stream {
+    fn close(&self) {
+        let mut wire = lock(&self.outgoing);
+        if !self.net.is_cut(wire.ends) {
+            wire.is_closed = true;
+            wire.wake();
+        }
+    }
+}
+
+impl AsyncWrite for Stream {
+    fn poll_write(self: Pin<&mut Self>, _: &mut Context<'_>, from: &[u8]) -> Poll<io::Result<usize>> {
+        let mut wire = lock(&self.outgoing);
+        if !self.net.is_cut(wire.ends) {
+            let at = (Instant::now() + self.net.delay(wire.ends.0)).max(wire.last);
+            wire.last = at;
+            wire.bytes.push_back((at, from.to_vec()));
+            wire.wake();
+        }
+        Poll::Ready(Ok(from.len()))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.close();
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        self.close();
+        // The peer finds the connection broken when it writes, and reads its end.
+    }
+}
+
+/// The network as one rank has it.
+pub(super) struct At {
+    net: Arc<Net>,
+    rank: usize,
+}
+
+impl Network for At {
+    type Stream = Stream;
+
+    async fn dial(&self, to: usize) -> Result<Stream, String> {
+        loop {
+            let (there, back) = ((self.rank, to), (to, self.rank));
+            if self.net.is_cut(there) || self.net.is_cut(back) {
+                std::future::pending::<()>().await;
+            }
+            tokio::time::sleep(self.net.delay(self.rank)).await;
+            let handle = lock(&self.net.state).handles.get(&to).cloned();
+            if let Some(handle) = handle {
+                let (forth, back) = (Net::wire(self.rank, to), Net::wire(to, self.rank));
+                let end = |incoming: &Arc<Mutex<Wire>>, outgoing: &Arc<Mutex<Wire>>| Stream {
+                    net: Arc::clone(&self.net),
+                    incoming: Arc::clone(incoming),
+                    outgoing: Arc::clone(outgoing),
+                    sleep: None,
+                };
+                handle.accepted(self.rank, end(&forth, &back));
+                return Ok(end(&back, &forth));
+            }
+            // It does not listen yet, or its process has ended.
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+}
+
+/// Everything that a rank was told, with the time.
+pub(super) type Told = Arc<Mutex<Vec<(Instant, Event)>>>;
+
+/// A rank of a test.
+pub(super) struct Runner {
+    pub(super) handle: Handle<Stream>,
+    pub(super) told: Told,
+    /// Returns what [`Rank::run`] returns.
+    pub(super) task: JoinHandle<bool>,
+    frozen: Arc<Mutex<Freezer>>,
+}
+
+#[derive(Default)]
+struct Freezer {
+    is_frozen: bool,
+    waker: Option<Waker>,
+}
+
+impl Net {
+    /// Starts a rank.
+    pub(super) fn start(&self, rank: usize, hosts: &[usize]) -> Runner {
+        let net = self.me.upgrade().expect("it is alive");
+        let told = Told::default();
+        let noted = Arc::clone(&told);
+        let note = move |event| lock(&noted).push((Instant::now(), event));
+        let at = Arc::new(At { net: Arc::clone(&net), rank });
+        let (plane, handle) = Rank::new(rank, hosts.to_vec(), HEARTBEAT, at, note);
+        lock(&net.state).handles.insert(rank, handle.clone());
+        let frozen: Arc<Mutex<Freezer>> = Arc::default();
+        let freezer = Arc::clone(&frozen);
+        let task = tokio::spawn(async move {
+            let _listening = Listening(net, rank);
+            let mut running = std::pin::pin!(plane.run());
+            std::future::poll_fn(|cx| {
+                let mut freezer = lock(&freezer);
+                if freezer.is_frozen {
+                    freezer.waker = Some(cx.waker().clone());
+                    return Poll::Pending;
+                }
+                drop(freezer);
+                running.as_mut().poll(cx)
+            })
+            .await
+        });
+        Runner { handle, told, task, frozen }
+    }
+}
+
+/// While a rank runs, others can connect to it.
+struct Listening(Arc<Net>, usize);
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        let handle = lock(&self.0.state).handles.remove(&self.1);
+        drop(handle);
+    }
+}
+
+impl Runner {
+    /// Ends the process of the rank.
+    pub(super) fn kill(&self) {
+        self.task.abort();
+    }
+
+    pub(super) fn freeze(&self, is_frozen: bool) {
+        let mut freezer = lock(&self.frozen);
+        freezer.is_frozen = is_frozen;
+        if let Some(waker) = freezer.waker.take() {
+            waker.wake();
+        }
+    }
+
+    /// The ranks that were reported as lost, in order.
+    pub(super) fn lost(&self) -> Vec<usize> {
+        let lost = |event: &Event| match event {
+            Event::Notice(Notice::Lost { rank, .. }) => Some(*rank),
+            _ => None,
+        };
+        lock(&self.told).iter().filter_map(|(_, event)| lost(event)).collect()
+    }
+
+    /// The ranks that have left.
+    pub(super) fn left(&self) -> Vec<usize> {
+        let left = |event: &Event| match event {
+            Event::Notice(Notice::Left { rank, .. }) => Some(*rank),
+            _ => None,
+        };
+        lock(&self.told).iter().filter_map(|(_, event)| left(event)).collect()
+    }
+}
