@@ -174,6 +174,8 @@ pub(super) struct Rank<N: Network> {
     unsettled: Vec<Notice>,
     /// Reports of ranks that cannot reach this rank's parent: who, when, what.
     doubts: Vec<(usize, Instant, Notice)>,
+    /// Higher ranks that go on without this one: since when, and what they say.
+    against: BTreeMap<usize, (Instant, Notice)>,
     /// Messages that wait for a link.
     held: Vec<Routed>,
     /// Known when [`Network::is_apart`] has been answered.
@@ -234,6 +236,7 @@ impl<N: Network> Rank<N> {
             attached_to: None,
             unsettled: Vec::new(),
             doubts: Vec::new(),
+            against: BTreeMap::new(),
             held: Vec::new(),
             apart: None,
             is_ready: false,
@@ -377,7 +380,7 @@ impl<N: Network> Rank<N> {
         let ended = end.is_broken && lock(&self.handle.status).excluded_by.is_none();
         if rank < self.me {
             self.suspect(rank, end.reason.clone(), ended);
-        } else if self.tree.parents(rank)[0] == Some(self.me) {
+        } else if self.tree.parents(rank)[0] == Some(self.me) && !self.against.contains_key(&rank) {
             self.lose(rank, end.reason.clone(), ended);
         }
     }
@@ -582,12 +585,10 @@ impl<N: Network> Rank<N> {
             return;
         }
         if from > self.me {
-            // Only that the others go on without this rank, which is lower.
+            // A rank that turned away from this one: it is deaf, or this one was frozen. See `decide_whether_excluded`.
             let is_own_loss = |notice: &Notice| matches!(notice, Notice::Lost { rank, .. } if *rank == self.me);
-            for notice in notices.into_iter().filter(is_own_loss) {
-                if self.log.add(&notice) {
-                    self.learned(notice);
-                }
+            if let Some(notice) = notices.into_iter().find(is_own_loss) {
+                self.against.entry(from).or_insert((Instant::now(), notice));
             }
             return;
         }
@@ -652,7 +653,10 @@ impl<N: Network> Rank<N> {
     fn route(&mut self, routed: Routed) {
         let Routed { from, to, body } = routed;
         let (mut hops, mut waiting): (BTreeMap<usize, Vec<usize>>, Vec<usize>) = (BTreeMap::new(), Vec::new());
-        for rank in to.into_iter().filter(|rank| *rank < self.hosts.len()) {
+        for rank in to {
+            if rank >= self.hosts.len() {
+                continue;
+            }
             if rank == self.me {
                 self.deliver(from, &body);
             } else if let Some(hop) = self.hop(rank) {
@@ -840,6 +844,26 @@ impl<N: Network> Rank<N> {
         }
         self.find_missing(now, late);
         self.decide_doubts(now);
+        self.decide_whether_excluded(now);
+    }
+
+    /// If higher ranks go on without this one, either this rank is lost, because most others do, or they are.
+    fn decide_whether_excluded(&mut self, now: Instant) {
+        self.against.retain(|rank, _| self.log.is_present(*rank));
+        let others = (0..self.hosts.len()).filter(|rank| *rank != self.me && self.log.is_present(*rank)).count();
+        if 2 * self.against.len() > others {
+            let (_, (_, notice)) = self.against.pop_first().expect("there is more than none");
+            if self.log.add(&notice) {
+                self.learned(notice);
+            }
+            return;
+        }
+        let wait = self.beat() * DOUBT;
+        let due: Vec<usize> =
+            self.against.iter().filter(|(_, (since, _))| now - *since >= wait).map(|(rank, _)| *rank).collect();
+        for rank in due {
+            self.lose(rank, format!("it has no connection to rank {}, which lives", self.me), false);
+        }
     }
 
     /// Takes children for lost that have not connected to this rank for the heartbeat timeout since they should.

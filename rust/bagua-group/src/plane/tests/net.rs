@@ -115,7 +115,7 @@ impl AsyncRead for Stream {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = &mut *self;
         let mut wire = lock(&this.incoming);
-        let now = Instant::now();
+        let (now, is_closed) = (Instant::now(), wire.is_closed);
         match wire.bytes.front_mut() {
             Some((at, bytes)) if *at <= now => {
                 let count = bytes.len().min(into.remaining());
@@ -134,7 +134,7 @@ impl AsyncRead for Stream {
                 this.sleep = Some(sleep);
                 Poll::Pending
             }
-            None if wire.is_closed => Poll::Ready(Ok(())),
+            None if is_closed => Poll::Ready(Ok(())),
             None => {
                 wire.reader = Some(cx.waker().clone());
                 Poll::Pending
@@ -178,7 +178,6 @@ impl AsyncWrite for Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         self.close();
-        // The peer finds the connection broken when it writes, and reads its end.
     }
 }
 
