@@ -54,15 +54,7 @@ impl Link {
         let (reader, writer) = tokio::io::split(stream);
         let reader = tasks.spawn(read_all(reader, read));
         tasks.spawn(write_all(writer, frames));
-        Link {
-            id,
-            outbox,
-            reader: Some(reader),
-            heard: Instant::now(),
-            is_attached: false,
-            ready: None,
-            seen: (0, 0),
-        }
+        Link { id, outbox, reader: Some(reader), heard: Instant::now(), is_attached: false, ready: None, seen: (0, 0) }
     }
 
     /// Queues a message. Does nothing if the link has ended; the reading task reports that.

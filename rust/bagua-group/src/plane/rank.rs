@@ -22,6 +22,10 @@ const BEATS: u32 = 5;
 /// The longest time between two heartbeats: with a long timeout, one a second costs nothing and finds stopped processes sooner.
 const LONGEST_BEAT: Duration = Duration::from_secs(1);
 
+/// The longest that a rank waits until it may leave, in heartbeat timeouts. Its coordinator may be frozen: the ranks find that in one, and the
+/// next coordinator lets this rank leave.
+const LEAVING: u32 = 2;
+
 /// How many heartbeats a rank waits for other reports before it decides that its parent lives and the rank that reports it does not.
 const DOUBT: u32 = 2;
 
@@ -194,7 +198,7 @@ pub(super) struct Rank<N: Network> {
     leaving: Option<bool>,
     /// Every other rank knows that this one leaves.
     is_acknowledged: bool,
-    /// On the coordinator: questions that are not answered yet.
+    /// Questions of this rank and of ranks below it that are not answered yet.
     questions: Vec<Question>,
     /// This rank's own.
     asked: BTreeMap<u64, (usize, oneshot::Sender<Answer>)>,
@@ -202,6 +206,8 @@ pub(super) struct Rank<N: Network> {
     tickets: u64,
     /// Since when children have no link.
     unlinked: BTreeMap<usize, Instant>,
+    /// Something has happened since the last call of [`Rank::settle`].
+    is_changed: bool,
     /// When this task last looked for silent peers.
     looked: Instant,
 }
@@ -251,6 +257,7 @@ impl<N: Network> Rank<N> {
             asked: BTreeMap::new(),
             tickets: 0,
             unlinked: BTreeMap::new(),
+            is_changed: true,
             looked: Instant::now(),
             hosts,
         };
@@ -279,7 +286,7 @@ impl<N: Network> Rank<N> {
             }
             self.settle();
             if self.leaving.is_some() {
-                let limit = *limit.get_or_insert_with(|| Instant::now() + self.timeout);
+                let limit = *limit.get_or_insert_with(|| Instant::now() + self.timeout * LEAVING);
                 if self.is_acknowledged || Instant::now() >= limit {
                     self.close(limit).await;
                     return self.is_acknowledged;
@@ -313,6 +320,7 @@ impl<N: Network> Rank<N> {
     }
 
     fn handle(&mut self, input: Input<N::Stream>) {
+        self.is_changed |= !matches!(input, Input::Read { message: Ok(Message::Heartbeat), .. });
         match input {
             Input::Linked { rank, stream } => self.linked(rank, stream),
             Input::DialFailed { rank, reason } => {
@@ -377,7 +385,7 @@ impl<N: Network> Rank<N> {
             return;
         }
         // The others close their links to a rank that they go on without.
-        let ended = end.is_broken && lock(&self.handle.status).excluded_by.is_none();
+        let ended = end.is_broken && !self.is_excluded();
         if rank < self.me {
             self.suspect(rank, end.reason.clone(), ended);
         } else if self.tree.parents(rank)[0] == Some(self.me) && !self.against.contains_key(&rank) {
@@ -387,15 +395,29 @@ impl<N: Network> Rank<N> {
 
     /// This rank cannot reach a lower one any more.
     fn suspect(&mut self, rank: usize, reason: String, ended: bool) {
-        if self.log.is_present(rank) && !self.suspects.contains_key(&rank) {
-            self.suspects.insert(rank, (reason, ended));
-            self.rewire();
+        if !self.log.is_present(rank) || self.suspects.contains_key(&rank) || self.is_excluded() {
+            return;
         }
+        if let Some(link) = self.links.get(&rank) {
+            // If it lives, it learns that this rank turned away from it.
+            let notice = Notice::Lost { rank, by: self.me, ended, reason: reason.clone() };
+            link.send(&Message::Notices { of: self.me, number: 0, notices: vec![notice] });
+        }
+        self.suspects.insert(rank, (reason, ended));
+        self.rewire();
     }
 
     /// This rank, the parent of another, finds that the other is lost.
     fn lose(&mut self, rank: usize, reason: String, ended: bool) {
-        self.tell(self.me, Notice::Lost { rank, by: self.me, ended, reason });
+        // If all know that this rank leaves, or is lost, the others have another parent.
+        if self.log.is_present(self.me) {
+            self.tell(self.me, Notice::Lost { rank, by: self.me, ended, reason });
+        }
+    }
+
+    /// True if the others go on without this rank.
+    fn is_excluded(&self) -> bool {
+        matches!(self.log.presence()[self.me], Presence::Ended | Presence::Silent)
     }
 
     /// Computes the tree again, opens the links that it needs, and turns to another parent if there is another one.
@@ -443,6 +465,12 @@ impl<N: Network> Rank<N> {
             // With no lower rank left, this rank's word counts.
             told.into_iter().for_each(|notice| self.tell(self.me, notice));
             self.ask_again();
+            // The coordinator before this one may not have let them leave.
+            let has_left = |rank: &usize| matches!(self.log.presence()[*rank], Presence::Left | Presence::Moved);
+            let leavers: Vec<usize> = self.links.keys().copied().filter(has_left).collect();
+            for rank in leavers {
+                self.tell(self.me, Notice::Left { rank, moved: false });
+            }
             return;
         };
         if !self.links.contains_key(&parent) {
@@ -637,7 +665,9 @@ impl<N: Network> Rank<N> {
         for (_, (_, answer)) in answered {
             let _ = answer.send(Answer::IsGone);
         }
-        self.rewire();
+        if !self.tree.remove_leaf(gone) {
+            self.rewire();
+        }
     }
 
     fn completed(&mut self, apart: Vec<usize>) {
@@ -652,6 +682,9 @@ impl<N: Network> Rank<N> {
     /// Delivers a message, or passes it on.
     fn route(&mut self, routed: Routed) {
         let Routed { from, to, body } = routed;
+        if let Body::Lives(question) = &body {
+            self.questions.retain(|known| known != question);
+        }
         let (mut hops, mut waiting): (BTreeMap<usize, Vec<usize>>, Vec<usize>) = (BTreeMap::new(), Vec::new());
         for rank in to {
             if rank >= self.hosts.len() {
@@ -728,17 +761,16 @@ impl<N: Network> Rank<N> {
 
     /// Asks the new coordinator what the one before has not answered.
     fn ask_again(&mut self) {
-        let asked: Vec<Question> = self
-            .asked
-            .iter()
-            .map(|(ticket, (about, _))| Question { about: *about, from: self.me, ticket: *ticket })
-            .collect();
+        let asked = std::mem::take(&mut self.questions);
         asked.into_iter().for_each(|question| self.asked_by_child(question));
     }
 
     fn asked_by_child(&mut self, question: Question) {
         match self.parent() {
-            Some(parent) => self.send(parent, &Message::Ask(question)),
+            Some(parent) => {
+                self.questions.push(question);
+                self.send(parent, &Message::Ask(question));
+            }
             // The notice that it is gone is on its way to the rank that asks.
             None if question.about >= self.hosts.len() || !self.log.is_present(question.about) => {}
             None if question.about == self.me => self.answer_that_it_lives(question),
@@ -755,26 +787,51 @@ impl<N: Network> Rank<N> {
 
     /// Does what is due after a batch of inputs.
     fn settle(&mut self) {
-        let children: Vec<usize> = self.tree.children(self.me).collect();
-        self.become_ready(&children);
-        let (of, own) = if self.is_coordinator() { (self.me, self.number) } else { self.last };
+        if !std::mem::take(&mut self.is_changed) {
+            return;
+        }
+        let mut children: Vec<usize> = self.tree.children(self.me).collect();
+        if self.complete.is_none() {
+            self.become_ready(&children);
+        }
+        self.note_status(&children);
+        if !self.log.is_present(self.me) {
+            // They have another parent, and may be gone already.
+            children.retain(|rank| self.links.contains_key(rank));
+        }
+        if self.is_coordinator() {
+            let number = self.seen_by(&children, self.me, self.number);
+            self.acknowledge(number);
+        }
+        self.confirm(&children);
+    }
+
+    /// Confirms what this rank and those below have to the rank that sent it, which may be about to leave because of that.
+    fn confirm(&mut self, children: &[usize]) {
+        let (from, confirmed) = self.confirmed;
+        let (of, own) = self.last;
+        let number = if self.is_coordinator() { own } else { self.seen_by(children, of, own) };
+        if number > 0 && (of, number) > confirmed && from != self.me {
+            self.confirmed = (from, (of, number));
+            self.send(from, &Message::Seen { of, number });
+        }
+    }
+
+    /// The number up to which this rank and these children have the notices of a coordinator.
+    fn seen_by(&self, children: &[usize], of: usize, own: u64) -> u64 {
         let seen = |child: &usize| match self.links.get(child) {
             Some(link) if link.seen.0 == of => link.seen.1,
             _ => 0,
         };
-        let number = children.iter().map(seen).chain([own]).min().unwrap_or(own);
-        let (from, confirmed) = self.confirmed;
-        if self.is_coordinator() {
-            self.acknowledge(number);
-        } else if number > 0 && (of, number) > confirmed {
-            // The rank that sent the notice may be about to leave because of that.
-            self.confirmed = (from, (of, number));
-            self.send(from, &Message::Seen { of, number });
-        }
+        children.iter().map(seen).chain([own]).min().unwrap_or(own)
+    }
+
+    fn note_status(&self, children: &[usize]) {
         let mut status = lock(&self.handle.status);
         status.links = self.links.keys().copied().collect();
         if self.complete.is_none() {
-            let parents = self.tree.parents(self.me).into_iter().flatten().filter(|rank| !self.links.contains_key(rank));
+            let parents =
+                self.tree.parents(self.me).into_iter().flatten().filter(|rank| !self.links.contains_key(rank));
             let is_ready = |rank: &&usize| self.links.get(rank).is_some_and(|link| link.ready.is_some());
             status.awaited = parents.chain(children.iter().filter(|rank| !is_ready(rank)).copied()).collect();
         } else {
@@ -816,6 +873,7 @@ impl<N: Network> Rank<N> {
 
     /// Sends heartbeats, and looks for peers that are silent or missing.
     fn look(&mut self) {
+        self.is_changed = true;
         let (now, timeout) = (Instant::now(), self.timeout);
         // This process did not run for so long: it has not read what its peers have sent.
         let late = now.saturating_duration_since(self.looked).saturating_sub(self.beat());

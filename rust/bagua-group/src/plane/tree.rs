@@ -9,6 +9,8 @@ pub(super) const ONE_LEVEL: usize = 128;
 pub(super) struct Tree {
     /// By rank; the coordinator has none, and ranks that are gone have none either.
     parents: Vec<[Option<usize>; 2]>,
+    /// By rank: true if another rank may have it as a parent.
+    is_inner: Vec<bool>,
 }
 
 impl Tree {
@@ -24,7 +26,11 @@ impl Tree {
             let place = if coordinator.is_none() { &mut coordinator } else { &mut deputy };
             place.get_or_insert(rank);
             let [head, second] = &mut heads[host_of(rank)];
-            if head.is_none() { head.insert(rank) } else { second.get_or_insert(rank) };
+            if head.is_none() {
+                head.insert(rank)
+            } else {
+                second.get_or_insert(rank)
+            };
         }
         let parents_of = |rank: usize| {
             let [head, second] = heads[host_of(rank)];
@@ -40,8 +46,20 @@ impl Tree {
                 [head, second]
             }
         };
-        let parents = (0..size).map(|rank| if is_present(rank) { parents_of(rank) } else { [None, None] });
-        Tree { parents: parents.collect() }
+        let parents = (0..size).map(|rank| if is_present(rank) { parents_of(rank) } else { [None, None] }).collect();
+        let mut is_inner = vec![false; size];
+        let inner = heads.iter().flatten().chain([&coordinator, &deputy]);
+        inner.flatten().for_each(|rank| is_inner[*rank] = true);
+        Tree { parents, is_inner }
+    }
+
+    /// Removes a rank that no other rank has as a parent. Returns false if another rank may have it, so that the tree has to be computed.
+    pub(super) fn remove_leaf(&mut self, rank: usize) -> bool {
+        let is_leaf = !self.is_inner[rank];
+        if is_leaf {
+            self.parents[rank] = [None, None];
+        }
+        is_leaf
     }
 
     /// The parent of a rank, and the one that follows it.

@@ -34,10 +34,11 @@ impl World {
     /// Starts the ranks, and waits until all are connected.
     async fn joined(size: usize, seed: u64) -> World {
         let world = World::start(size, seed);
-        world.until("all ranks are connected", Duration::from_secs(1), |world| {
-            world.ranks.iter().all(|rank| rank.handle.status(|status| status.complete.is_some()))
-        })
-        .await;
+        world
+            .until("all ranks are connected", Duration::from_secs(1), |world| {
+                world.ranks.iter().all(|rank| rank.handle.status(|status| status.complete.is_some()))
+            })
+            .await;
         world
     }
 
@@ -57,9 +58,9 @@ impl World {
 
 #[tokio::test(start_paused = true)]
 async fn all_ranks_join_and_stay_for_an_hour_of_heartbeats() {
-    for size in [1, 2, 3, 8, 64] {
+    for (size, minutes) in [(1, 60), (2, 60), (3, 60), (8, 60), (64, 5)] {
         let world = World::joined(size, 1).await;
-        sleep(Duration::from_secs(3600)).await;
+        sleep(Duration::from_secs(60 * minutes)).await;
         for rank in &world.ranks {
             assert_eq!(rank.lost(), []);
         }
@@ -198,21 +199,20 @@ async fn a_member_cut_from_the_coordinator_alone_is_the_one_that_is_lost() {
 async fn a_rank_that_dies_while_the_others_join_is_lost_or_awaited_and_no_other_is() {
     for size in [2, 3, 8, 64] {
         for who in victims(size) {
-            for seed in 0..if size < 64 { 30 } else { 3 } {
+            for seed in 0..if size < 64 { 30 } else { 2 } {
                 let mut world = World::start(size, seed);
                 for rank in &who {
                     world.pause(Duration::from_millis(2)).await;
                     world.inflict(Kill, *rank);
                 }
-                sleep(4 * FOUND).await;
+                sleep(FOUND).await;
                 for (rank, runner) in world.ranks.iter().enumerate().filter(|(rank, _)| !who.contains(rank)) {
                     let (lost, case) = (runner.lost(), format!("rank {rank} of {size} without {who:?}, seed {seed}"));
                     assert!(lost.iter().all(|lost| who.contains(lost)), "{case}: {lost:?}");
                 }
                 let is_known = |victim: &usize| {
                     let knows = |runner: &Runner| {
-                        runner.lost().contains(victim)
-                            || runner.handle.status(|status| status.awaited.contains(victim))
+                        runner.lost().contains(victim) || runner.handle.status(|status| status.awaited.contains(victim))
                     };
                     world.ranks.iter().enumerate().any(|(rank, runner)| !who.contains(&rank) && knows(runner))
                 };
@@ -251,13 +251,14 @@ async fn a_rank_that_leaves_while_another_dies_is_not_lost_and_leaves_in_time() 
     for size in [3, 8, 64] {
         for dies in victims(size).into_iter().filter(|who| who.len() == 1).map(|who| who[0]) {
             for leaves in [0, 1, size - 1].into_iter().filter(|leaves| *leaves != dies) {
-                for (fault, seed) in [Kill, Freeze].into_iter().flat_map(|fault| (0..8).map(move |seed| (fault, seed))) {
+                for (fault, seed) in [Kill, Freeze].into_iter().flat_map(|fault| (0..8).map(move |seed| (fault, seed)))
+                {
                     let mut world = World::joined(size, seed).await;
                     world.ranks[leaves].handle.leave(false);
                     world.pause(Duration::from_millis(2)).await;
                     world.inflict(fault, dies);
                     let case = format!("{leaves} of {size} leaves, {fault:?} of {dies}, seed {seed}");
-                    let limit = HEARTBEAT + Duration::from_secs(1);
+                    let limit = 2 * HEARTBEAT + Duration::from_secs(1);
                     let left = timeout(limit, &mut world.ranks[leaves].task).await;
                     assert!(left.is_ok(), "{case}");
                     sleep(2 * FOUND).await;
@@ -290,7 +291,8 @@ async fn a_rank_that_fails_and_dies_is_known_to_have_failed_first() {
                 sleep(Duration::from_secs(1)).await;
                 for (rank, runner) in world.ranks.iter().enumerate().filter(|(rank, _)| *rank != who) {
                     let told = lock(&runner.told);
-                    let notices: Vec<_> = told.iter().filter(|(_, event)| matches!(event, super::rank::Event::Notice(_))).collect();
+                    let notices: Vec<_> =
+                        told.iter().filter(|(_, event)| matches!(event, super::rank::Event::Notice(_))).collect();
                     let case = format!("{rank} of {size}, {who} fails, seed {seed}: {notices:?}");
                     assert_eq!(notices.len(), 2, "{case}");
                     assert_eq!(notices[0].1, super::rank::Event::Notice(failed("the cause")), "{case}");
@@ -331,9 +333,9 @@ async fn a_thousand_ranks_on_64_hosts_join_name_the_dead_and_leave() {
         let mut world = World::joined(1024, 11).await;
         assert!(world.ranks[0].handle.status(|status| status.links.len()) <= 63 + 15 + 64);
         who.iter().for_each(|rank| world.inflict(Kill, *rank));
-        sleep(2 * FOUND).await;
+        sleep(FOUND).await;
         world.assert_lost(&who, &who, &format!("{who:?} of 1024"));
-        for (rank, runner) in world.ranks.iter().enumerate() {
+        for (rank, runner) in world.ranks.iter().enumerate().rev() {
             if !who.contains(&rank) {
                 runner.handle.leave(false);
             }
