@@ -861,9 +861,10 @@ impl<N: Network> Rank<N> {
     /// Lets ranks leave, as the coordinator, whose departure all others know: they have all notices up to this number.
     fn acknowledge(&mut self, number: u64) {
         for (rank, of) in std::mem::take(&mut self.leavers) {
-            if of > number || (rank != self.me && self.hop(rank).is_none()) {
+            if of > number {
                 self.leavers.push((rank, of));
-            } else if rank != self.me {
+            } else if rank != self.me && self.hop(rank).is_some() {
+                // A rank without a link says again that it leaves when it has one.
                 self.route(Routed { from: self.me, to: vec![rank], body: Body::Ack });
             }
         }

@@ -127,7 +127,7 @@ fn victims(size: usize) -> Vec<Vec<usize>> {
 
 #[tokio::test(start_paused = true)]
 async fn every_fault_while_idle_is_named_on_every_other_rank_and_nothing_else_is() {
-    for (size, seeds) in [(2, 8), (3, 8), (8, 4), (64, 1)] {
+    for (size, seeds) in [(2, 4), (3, 4), (8, 2), (64, 1)] {
         for fault in [Kill, Freeze, Cut, Mute, Slow] {
             for who in victims(size) {
                 for seed in 0..seeds {
@@ -224,7 +224,7 @@ async fn a_rank_that_dies_while_the_others_join_is_lost_or_awaited_and_no_other_
 
 #[tokio::test(start_paused = true)]
 async fn ranks_leave_in_any_order_and_none_is_lost() {
-    for (size, seeds) in [(1, 1), (2, 200), (3, 200), (8, 60), (64, 4)] {
+    for (size, seeds) in [(1, 1), (2, 200), (3, 200), (8, 60), (64, 2)] {
         for seed in 0..seeds {
             let mut world = World::joined(size, seed).await;
             let mut order: Vec<usize> = (0..size).collect();
@@ -248,10 +248,11 @@ async fn ranks_leave_in_any_order_and_none_is_lost() {
 
 #[tokio::test(start_paused = true)]
 async fn a_rank_that_leaves_while_another_dies_is_not_lost_and_leaves_in_time() {
-    for size in [3, 8, 64] {
+    for (size, seeds) in [(3, 8), (8, 8), (64, 1)] {
         for dies in victims(size).into_iter().filter(|who| who.len() == 1).map(|who| who[0]) {
             for leaves in [0, 1, size - 1].into_iter().filter(|leaves| *leaves != dies) {
-                for (fault, seed) in [Kill, Freeze].into_iter().flat_map(|fault| (0..8).map(move |seed| (fault, seed)))
+                for (fault, seed) in
+                    [Kill, Freeze].into_iter().flat_map(|fault| (0..seeds).map(move |seed| (fault, seed)))
                 {
                     let mut world = World::joined(size, seed).await;
                     world.ranks[leaves].handle.leave(false);
@@ -281,7 +282,7 @@ fn failed(text: &str) -> Notice {
 async fn a_rank_that_fails_and_dies_is_known_to_have_failed_first() {
     for size in [2, 3, 8, 64] {
         for who in [0, 1, size - 1] {
-            for seed in 0..10 {
+            for seed in 0..if size < 64 { 10 } else { 2 } {
                 let mut world = World::joined(size, seed).await;
                 world.ranks[who].handle.tell(failed("the cause"));
                 // A link delivers what was sent before its end, so the task only has to have written it.
@@ -329,7 +330,7 @@ async fn the_cause_of_a_broken_stream_is_the_end_of_the_peer_or_nothing() {
 
 #[tokio::test(start_paused = true)]
 async fn a_thousand_ranks_on_64_hosts_join_name_the_dead_and_leave() {
-    for who in [vec![0], vec![16], vec![17], vec![0, 1], (32..48).collect()] {
+    for who in [vec![0], vec![16, 17], (32..48).collect()] {
         let mut world = World::joined(1024, 11).await;
         assert!(world.ranks[0].handle.status(|status| status.links.len()) <= 63 + 15 + 64);
         who.iter().for_each(|rank| world.inflict(Kill, *rank));
