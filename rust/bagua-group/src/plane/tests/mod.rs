@@ -13,7 +13,7 @@ use crate::wait::lock;
 use net::{HEARTBEAT, Net, Random, Runner};
 
 /// Longer than a rank may need to find a silent one: the timeout, and the time between two looks.
-const FOUND: Duration = Duration::from_secs(13);
+const FOUND: Duration = Duration::from_secs(8);
 
 /// A world of ranks that runs.
 struct World {
@@ -129,7 +129,7 @@ fn victims(size: usize) -> Vec<Vec<usize>> {
 async fn every_fault_while_idle_is_named_on_every_other_rank_and_nothing_else_is() {
     for (size, seeds) in [(2, 4), (3, 4), (8, 2), (64, 1)] {
         for fault in [Kill, Freeze, Cut, Mute, Slow] {
-            for who in victims(size) {
+            for who in victims(size).into_iter().filter(|who| size < 64 || who.len() > 1) {
                 for seed in 0..seeds {
                     let mut world = World::joined(size, seed).await;
                     for rank in &who {
@@ -199,7 +199,7 @@ async fn a_member_cut_from_the_coordinator_alone_is_the_one_that_is_lost() {
 async fn a_rank_that_dies_while_the_others_join_is_lost_or_awaited_and_no_other_is() {
     for size in [2, 3, 8, 64] {
         for who in victims(size) {
-            for seed in 0..if size < 64 { 30 } else { 2 } {
+            for seed in 0..if size < 64 { 8 } else { 1 } {
                 let mut world = World::start(size, seed);
                 for rank in &who {
                     world.pause(Duration::from_millis(2)).await;
@@ -248,7 +248,7 @@ async fn ranks_leave_in_any_order_and_none_is_lost() {
 
 #[tokio::test(start_paused = true)]
 async fn a_rank_that_leaves_while_another_dies_is_not_lost_and_leaves_in_time() {
-    for (size, seeds) in [(3, 8), (8, 8), (64, 1)] {
+    for (size, seeds) in [(3, 6), (8, 3), (64, 1)] {
         for dies in victims(size).into_iter().filter(|who| who.len() == 1).map(|who| who[0]) {
             for leaves in [0, 1, size - 1].into_iter().filter(|leaves| *leaves != dies) {
                 for (fault, seed) in

@@ -191,6 +191,7 @@ impl Network for At {
     type Stream = Stream;
 
     async fn dial(&self, to: usize) -> Result<Stream, String> {
+        let mut wait = Duration::from_millis(1);
         loop {
             let (there, back) = ((self.rank, to), (to, self.rank));
             if self.net.is_cut(there) || self.net.is_cut(back) {
@@ -210,7 +211,8 @@ impl Network for At {
                 return Ok(end(&back, &forth));
             }
             // It does not listen yet, or its process has ended.
-            tokio::time::sleep(Duration::from_millis(20)).await;
+            tokio::time::sleep(wait).await;
+            wait = (2 * wait).min(HEARTBEAT);
         }
     }
 }
