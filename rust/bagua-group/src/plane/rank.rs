@@ -465,12 +465,7 @@ impl<N: Network> Rank<N> {
             // With no lower rank left, this rank's word counts.
             told.into_iter().for_each(|notice| self.tell(self.me, notice));
             self.ask_again();
-            // The coordinator before this one may not have let them leave.
-            let has_left = |rank: &usize| matches!(self.log.presence()[*rank], Presence::Left | Presence::Moved);
-            let leavers: Vec<usize> = self.links.keys().copied().filter(has_left).collect();
-            for rank in leavers {
-                self.tell(self.me, Notice::Left { rank, moved: false });
-            }
+            self.tell_leavers();
             return;
         };
         if !self.links.contains_key(&parent) {
@@ -482,6 +477,17 @@ impl<N: Network> Rank<N> {
         self.send(parent, &Message::Attach { digest: self.log.digest() });
         told.into_iter().for_each(|notice| self.tell(self.me, notice));
         self.ask_again();
+        self.tell_leavers();
+    }
+
+    /// Says again which ranks with a link to this one leave: the parent before may not have let them.
+    fn tell_leavers(&mut self) {
+        let has_left = |rank: &usize| matches!(self.log.presence()[*rank], Presence::Left | Presence::Moved);
+        let leavers: Vec<usize> = self.links.range(self.me + 1..).map(|(rank, _)| *rank).filter(has_left).collect();
+        for rank in leavers {
+            let moved = self.log.presence()[rank] == Presence::Moved;
+            self.tell(self.me, Notice::Left { rank, moved });
+        }
     }
 
     fn send(&self, rank: usize, message: &Message) {

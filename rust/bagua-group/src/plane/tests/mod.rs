@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep, timeout};
 
-use super::message::Notice;
-use super::rank::Answer;
+use super::message::{Body, Notice};
+use super::rank::{Answer, Event};
 use crate::error::Error;
 use crate::wait::lock;
 use net::{HEARTBEAT, Net, Random, Runner};
@@ -63,6 +63,20 @@ async fn all_ranks_join_and_stay_for_an_hour_of_heartbeats() {
         sleep(Duration::from_secs(60 * minutes)).await;
         for rank in &world.ranks {
             assert_eq!(rank.lost(), []);
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_message_reaches_the_ranks_that_it_is_for() {
+    for size in [3, 64, 160] {
+        let world = World::joined(size, 2).await;
+        world.ranks[1].handle.send(vec![0, size - 1], Body::LeftGroup { group: 7 });
+        sleep(Duration::from_secs(1)).await;
+        for (rank, runner) in world.ranks.iter().enumerate() {
+            let expected = Event::Deliver(1, Body::LeftGroup { group: 7 });
+            let count = lock(&runner.told).iter().filter(|(_, event)| *event == expected).count();
+            assert_eq!(count, usize::from([0, size - 1].contains(&rank)), "{rank} of {size}");
         }
     }
 }
@@ -292,11 +306,10 @@ async fn a_rank_that_fails_and_dies_is_known_to_have_failed_first() {
                 sleep(Duration::from_secs(1)).await;
                 for (rank, runner) in world.ranks.iter().enumerate().filter(|(rank, _)| *rank != who) {
                     let told = lock(&runner.told);
-                    let notices: Vec<_> =
-                        told.iter().filter(|(_, event)| matches!(event, super::rank::Event::Notice(_))).collect();
+                    let notices: Vec<_> = told.iter().filter(|(_, event)| matches!(event, Event::Notice(_))).collect();
                     let case = format!("{rank} of {size}, {who} fails, seed {seed}: {notices:?}");
                     assert_eq!(notices.len(), 2, "{case}");
-                    assert_eq!(notices[0].1, super::rank::Event::Notice(failed("the cause")), "{case}");
+                    assert_eq!(notices[0].1, Event::Notice(failed("the cause")), "{case}");
                 }
             }
         }
