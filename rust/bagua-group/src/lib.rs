@@ -48,6 +48,7 @@ mod joining;
 mod lane;
 mod listen;
 mod message_streams;
+// For tests until it replaces `control`.
 #[cfg(test)]
 mod plane;
 mod rendezvous;
