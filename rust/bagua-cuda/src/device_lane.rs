@@ -139,7 +139,7 @@ impl std::fmt::Debug for NonFinite {
     }
 }
 
-/// What an operation uses a lane's memory on a device for.
+/// Use that an operation makes of a lane's memory on a device.
 #[derive(Clone, Copy)]
 pub(crate) enum Use {
     /// Gathers tensors that are not adjacent.

@@ -51,7 +51,7 @@ class TrainingCallbacks:
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangePolicy:
-    """What a model's engine must know about an algorithm in addition to the public hooks.
+    """The properties of an algorithm that a model's engine must know in addition to the public hooks.
 
     ``AlgorithmImpl._policy`` returns one. Its fields may be methods of the algorithm. Only the engine keeps the policy:
     if the algorithm did too, the reference cycle would delay the end of a dropped model.

@@ -62,13 +62,13 @@ impl Link {
         self.send_frame(message.frame());
     }
 
-    /// As [`Link::send`], for a message that is already a frame.
+    /// Sends like [`Link::send`], for a message that is already a frame.
     pub(super) fn send_frame(&self, frame: Vec<u8>) {
         let _ = self.outbox.send(frame);
     }
 
-    /// Sends what is queued, closes this rank's direction, and lets the reading task run until the peer closes its direction, so that
-    /// no byte from the peer makes the kernel drop what this rank has sent last.
+    /// Sends what is queued, closes this rank's direction, and lets the reading task run until the peer closes its
+    /// direction, so that no byte from the peer makes the kernel drop what this rank has sent last.
     pub(super) fn finish(mut self) {
         self.reader = None;
     }

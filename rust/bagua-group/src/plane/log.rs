@@ -1,4 +1,4 @@
-//! What a rank has been told: the notices in their order, and which ranks are gone.
+//! The notices that a rank has been told, in their order, and the ranks that are gone.
 
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -6,18 +6,19 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use super::super::views::ViewMessage;
 use super::message::Notice;
 
-/// What is known of a rank.
+/// State of a rank, as another rank knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Presence {
-    /// It takes part.
+    /// The rank takes part.
     Present,
-    /// It has left the group.
+    /// The rank has left the group.
     Left,
-    /// It has left the group, because it is in another view.
+    /// The rank has left the group, because it is in another view.
     Moved,
-    /// It is lost, and its process is known to have ended.
+    /// The rank is lost, and its process is known to have ended.
     Ended,
-    /// It is lost, but its process may live on: it is frozen, cut off, or sends messages that cannot be understood.
+    /// The rank is lost, but its process may live on: it is frozen, cut off, or sends messages that cannot be
+    /// understood.
     Silent,
 }
 

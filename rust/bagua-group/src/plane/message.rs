@@ -26,7 +26,7 @@ pub(super) enum Message {
     Resend,
     /// To the parent: the sender and all ranks below it are connected.
     Ready {
-        /// Those of them that cannot use the Unix sockets of their host.
+        /// Ranks among them that cannot use the Unix sockets of their host.
         #[serde(with = "Ranks::<RANKS>")]
         apart: Vec<usize>,
     },
@@ -76,7 +76,7 @@ pub(super) struct Question {
     pub(super) ticket: u64,
 }
 
-/// What all ranks are told.
+/// A message for all ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum Notice {
     /// A rank is lost.
@@ -140,11 +140,11 @@ pub(super) struct Routed {
     /// The receivers.
     #[serde(with = "Ranks::<RANKS>")]
     pub(super) to: Vec<usize>,
-    /// What it says.
+    /// The content.
     pub(super) body: Body,
 }
 
-/// What a [`Routed`] message says.
+/// Content of a [`Routed`] message.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum Body {
     /// The sender leaves a sub-group.

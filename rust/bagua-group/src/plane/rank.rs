@@ -19,14 +19,16 @@ use crate::wait::lock;
 /// How many heartbeats a rank sends within the heartbeat timeout.
 const BEATS: u32 = 5;
 
-/// The longest time between two heartbeats: with a long timeout, one a second costs nothing and finds stopped processes sooner.
+/// The longest time between two heartbeats: with a long timeout, one a second costs nothing and finds stopped processes
+/// sooner.
 const LONGEST_BEAT: Duration = Duration::from_secs(1);
 
-/// The longest that a rank waits until it may leave, in heartbeat timeouts. Its coordinator may be frozen: the ranks find that in one, and the
-/// next coordinator lets this rank leave.
+/// The longest that a rank waits until it may leave, in heartbeat timeouts. Its coordinator may be frozen: the ranks
+/// find that in one, and the next coordinator lets this rank leave.
 const LEAVING: u32 = 2;
 
-/// How many heartbeats a rank waits for other reports before it decides that its parent lives and the rank that reports it does not.
+/// How many heartbeats a rank waits for other reports before it decides that its parent lives and the rank that reports
+/// it does not.
 const DOUBT: u32 = 2;
 
 /// The connections that the plane asks for.
@@ -37,7 +39,8 @@ pub(super) trait Network: Send + Sync + 'static {
     /// Connects to a lower rank. Retries until it succeeds or cannot; the caller limits the time.
     fn dial(&self, to: usize) -> impl Future<Output = Result<Self::Stream, String>> + Send;
 
-    /// If this process can see the process of a rank, because both are on one host: true if it is stopped. `None` otherwise.
+    /// If this process can see the process of a rank, because both are on one host: true if it is stopped. `None`
+    /// otherwise.
     fn is_stopped(&self, _rank: usize) -> Option<bool> {
         None
     }
@@ -48,7 +51,7 @@ pub(super) trait Network: Send + Sync + 'static {
     }
 }
 
-/// What the plane reports.
+/// A report of the plane to its owner.
 #[derive(Debug, PartialEq)]
 pub(super) enum Event {
     /// All ranks are connected. The ranks that cannot use the Unix sockets of their host.
@@ -70,7 +73,7 @@ pub(super) enum Answer {
     Lives,
 }
 
-/// What other threads may read at any time.
+/// The state that other threads may read at any time.
 #[derive(Debug, Default)]
 pub(super) struct Status {
     /// By rank.
@@ -130,20 +133,21 @@ impl<S> Handle<S> {
         self.input(Input::Send { to, body });
     }
 
-    /// Asks the coordinator why the connection to a rank broke. The answer comes within the heartbeat timeout of the ranks that are asked.
-    /// The receiver is disconnected if this rank leaves first.
+    /// Asks the coordinator why the connection to a rank broke. The answer comes within the heartbeat timeout of the
+    /// ranks that are asked. The receiver is disconnected if this rank leaves first.
     pub(super) fn ask(&self, about: usize) -> oneshot::Receiver<Answer> {
         let (answer, receiver) = oneshot::channel();
         self.input(Input::Ask { about, answer });
         receiver
     }
 
-    /// Leaves. `moved`: this rank does not use the group, and may live on in another view. [`Rank::run`] returns when all ranks know.
+    /// Leaves. `moved`: this rank does not use the group, and may live on in another view. [`Rank::run`] returns when
+    /// all ranks know.
     pub(super) fn leave(&self, moved: bool) {
         self.input(Input::Leave { moved });
     }
 
-    /// What is known now.
+    /// Returns the state that is known now.
     pub(super) fn status<T>(&self, look: impl FnOnce(&Status) -> T) -> T {
         look(&lock(&self.status))
     }
@@ -168,9 +172,10 @@ pub(super) struct Rank<N: Network> {
     /// Number of links opened so far.
     opened: u64,
     log: Log,
-    /// Lower ranks that this rank cannot reach, until all ranks are told whether they are lost. How, and true if their process ended.
+    /// Lower ranks that this rank cannot reach, until all ranks are told whether they are lost. How, and true if their
+    /// process ended.
     suspects: BTreeMap<usize, (String, bool)>,
-    /// Of the ranks that are present and no suspects.
+    /// Tree of the ranks that are present and not suspected.
     tree: Tree,
     /// The parent that has this rank's `Attach`.
     attached_to: Option<usize>,
@@ -186,7 +191,8 @@ pub(super) struct Rank<N: Network> {
     apart: Option<bool>,
     is_ready: bool,
     complete: Option<Vec<usize>>,
-    /// On the coordinator: number of the last notice. From 1 on, so that a rank without notices has something to confirm, too.
+    /// On the coordinator: number of the last notice. From 1 on, so that a rank without notices has something to
+    /// confirm, too.
     number: u64,
     /// On other ranks: the coordinator and the number of the last notice.
     last: (usize, u64),
@@ -812,7 +818,8 @@ impl<N: Network> Rank<N> {
         self.confirm(&children);
     }
 
-    /// Confirms what this rank and those below have to the rank that sent it, which may be about to leave because of that.
+    /// Confirms what this rank and those below have to the rank that sent it, which may be about to leave because of
+    /// that.
     fn confirm(&mut self, children: &[usize]) {
         let (from, confirmed) = self.confirmed;
         let (of, own) = self.last;

@@ -1,10 +1,11 @@
 //! Which ranks a rank has control links to.
 
-/// Above this number of ranks, the ranks of a host connect to the lowest rank of their host, so that the coordinator has few links.
+/// Above this number of ranks, the ranks of a host connect to the lowest rank of their host, so that the coordinator
+/// has few links.
 pub(super) const ONE_LEVEL: usize = 128;
 
-/// The links of every rank: to its parent, and to the rank that becomes its parent when that one is gone. Every parent is lower than its
-/// children.
+/// The links of every rank: to its parent, and to the rank that becomes its parent when that one is gone. Every parent
+/// is lower than its children.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Tree {
     /// By rank; the coordinator has none, and ranks that are gone have none either.
@@ -53,7 +54,8 @@ impl Tree {
         Tree { parents, is_inner }
     }
 
-    /// Removes a rank that no other rank has as a parent. Returns false if another rank may have it, so that the tree has to be computed.
+    /// Removes a rank that no other rank has as a parent. Returns false if another rank may have it, so that the tree
+    /// has to be computed.
     pub(super) fn remove_leaf(&mut self, rank: usize) -> bool {
         let is_leaf = !self.is_inner[rank];
         if is_leaf {

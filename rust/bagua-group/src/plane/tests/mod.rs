@@ -81,12 +81,12 @@ async fn a_message_reaches_the_ranks_that_it_is_for() {
     }
 }
 
-/// What happens to a rank.
+/// A fault of a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fault {
-    /// Its process ends.
+    /// The rank's process ends.
     Kill,
-    /// Its process stops.
+    /// The rank's process stops.
     Freeze,
     /// Nothing arrives from it or at it.
     Cut,
@@ -94,7 +94,7 @@ enum Fault {
     Mute,
     /// Nothing arrives at it.
     Deaf,
-    /// What it sends arrives 200 ms later.
+    /// Everything that the rank sends arrives 200 ms later.
     Slow,
 }
 
