@@ -38,14 +38,13 @@ def test_hosts_share_servers_on_their_own_addresses_and_lose_only_speed_when_the
         assert words["loopback"] == [False, False]
         assert words["wrong"] == []
         # Each rank computed its share and read the others'.
-        assert words["computed"] == words["warmed"] == 20
+        assert words["computed"] == 20
         assert words["keys"] == 80
         assert min(words["parts"]) > 0
         assert words["warnings"] == []
     for rank, words in enumerate(after):
         assert words["wrong"] == []
         assert words["computed"] > 20
-        assert words["lost"] == 1
         (warning,) = words["warnings"]
         assert f"{hosts.addresses[1 - rank // 2]}:" in warning
         assert "is lost" in warning

@@ -109,7 +109,6 @@ def test_a_store_gives_back_what_it_was_given(servers: Callable[..., Any], count
     assert store.mget([f"n{number}" for number in range(50)]) == [str(number).encode() for number in range(50)]
     assert store.num_keys() == 53
     assert store.status()
-    assert store.stats()["stored_bytes"] > 0
     parts = [part.num_keys() for part in store.stores]
     assert sum(parts) == 53
     assert all(parts)
@@ -123,11 +122,10 @@ def test_a_store_gives_back_what_it_was_given(servers: Callable[..., Any], count
 # --- the round trip --------------------------------------------------------------------------------------------------
 
 
-def test_evictions_are_counted_and_cost_only_computing(servers: Callable[..., Any]) -> None:
+def test_a_full_server_costs_only_computing(servers: Callable[..., Any]) -> None:
     cached = CachedDataset(Large(), "redis", "d", hosts=hosts(servers(capacity=4 * MIB)))
     for _ in range(2):
         assert all(sample[0] == index for index, sample in enumerate(cached))  # type: ignore[arg-type]
-    assert cached.stats()["evictions"] > 0
     assert 0 < cached.cache_loader.num_keys() < 100
 
 
@@ -157,12 +155,12 @@ def warned(tmp_path: Path) -> Iterator[Callable[[], list[str]]]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_server_killed_in_mid_epoch_costs_no_sample_and_one_warning(
+def test_a_server_killed_in_mid_epoch_costs_no_sample_and_one_warning_per_process(
     servers: Callable[..., Any], warned: Callable[[], list[str]], workers: int
 ) -> None:
     running = servers(3, password="secret")
     cached = CachedDataset(Numbers(300), "redis", "d", hosts=hosts(running), timeout=30.0)
-    assert cached.warm_up(progress=False) == 300
+    assert all(correct(sample, index) for index, sample in enumerate(cached.__getitems__(range(300))))
     other = CachedDataset(Numbers(300), "redis", "other", hosts=hosts(running), timeout=30.0)
     batches = DataLoader(cached, batch_size=10, num_workers=workers, collate_fn=list)
     seen = 0
@@ -172,18 +170,13 @@ def test_a_server_killed_in_mid_epoch_costs_no_sample_and_one_warning(
         assert all(correct(sample, seen + place) for place, sample in enumerate(batch))
         seen += len(batch)
     assert seen == 300
-    stats = cached.stats()
-    assert stats["failed_reads"] > 0
-    # The other two servers went on serving.
-    assert stats["hits"] + stats["misses"] == 600
-    assert stats["hits"] > 150
-    assert stats["lost_servers"] == 1
     # Another loader loses the same server, and so do the workers of another epoch.
     assert all(correct(sample, index) for index, sample in enumerate(other.__getitems__(range(300))))
-    assert other.stats()["lost_servers"] == 1
     assert sum(map(len, batches)) == 300
-    (line,) = warned()
-    assert f"127.0.0.1:{running[1].port} is lost" in line
+    # Each process warns once: this one, and with workers those of two epochs.
+    lines = warned()
+    assert 1 <= len(lines) <= 1 + 2 * workers
+    assert all(f"127.0.0.1:{running[1].port} is lost" in line for line in lines)
     cached.cache_loader.close()
     other.cache_loader.close()
 
@@ -200,7 +193,6 @@ def test_a_server_that_hangs_counts_as_lost_after_its_timeout(
     finally:
         os.kill(server.pid, signal.SIGCONT)
     # Most of them did not wait for it, or the test would last as long as its timeout for each.
-    assert loader.stats()["failed_reads"] >= 45
     assert len([message for message in caplog.messages if "is lost" in message]) == 1
     assert f"127.0.0.1:{server.port}" in caplog.text
 
@@ -346,10 +338,3 @@ def test_the_command_of_the_original_starts_a_server_on_loopback() -> None:
             server.stop()
     with pytest.raises(ValueError, match="does not follow a setting"):
         start_redis_server_cli(port, 10_000_000, "17")
-
-
-def test_auto_takes_redis_where_a_server_is_installed() -> None:
-    loader = CacheLoader("auto", "d", capacity_per_node=32 * MIB)
-    assert isinstance(loader.store, RedisStore)
-    assert loader.get("k", lambda key: (1,)) == (1,)
-    loader.close()

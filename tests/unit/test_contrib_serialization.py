@@ -144,7 +144,6 @@ def test_a_planted_pickle_never_runs(tmp_path: Path) -> None:
         loader = CacheLoader("memory", "d", allow_pickle=True)
         loader.store = store
         assert loader.get("k", lambda key: 7) == 7
-        assert loader.stats()["unreadable"] == 1
     assert not (tmp_path / "exploded").exists()
 
 

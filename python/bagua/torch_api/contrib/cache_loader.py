@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import secrets
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from bagua import config
 
 from .utils.cache_state import cache_state
-from .utils.counters import SharedCounters
 from .utils.memory_store import MemoryStore
 from .utils.redis_store import RedisStore
 from .utils.store import Store
 
 __all__ = ["CacheLoader"]
 
-_log = logging.getLogger(__name__)
 K = TypeVar("K")
 V = TypeVar("V")
-
-_COUNTS = ("hits", "misses", "unreadable", "bytes_read", "bytes_written", "failed_reads", "failed_writes")
 
 
 class CacheLoader:
     """Values by key: computed by the first :meth:`get` and read from a store afterwards.
 
     - ``backend``: ``"redis"`` (arguments of :class:`~bagua.torch_api.contrib.utils.redis_store.RedisStore`: ``hosts``,
-      ``cluster_mode``, ``capacity_per_node``, ``timeout``); ``"memory"``, for this process alone
-      (``capacity_per_node`` in bytes); or ``"auto"``: Redis if ``hosts`` is given or ``redis-server`` is installed,
-      else memory.
+      ``cluster_mode``, ``capacity_per_node``, ``timeout``); or ``"memory"``, for this process alone
+      (``capacity_per_node`` in bytes).
     - ``dataset_name``: Values are stored under ``"{dataset_name}_{key}"``. Loaders with the same name share their
       values.
     - ``writer_buffer_size``: Number of values that are written to the store at a time. This process can read buffered
@@ -43,9 +37,8 @@ class CacheLoader:
       (``BAGUA_JOB_SECRET``; Redis servers started by the job have a secret of their own). A pickle without a valid
       signature is never loaded.
 
-    If a store is lost, hangs or is full, values are computed instead, and :meth:`stats` counts them. A process and its
-    DataLoader workers log one warning per server. May be used from several threads and in DataLoader workers, forked or
-    spawned.
+    If a store is lost, hangs or is full, values are computed instead, and each process logs one warning per server. May
+    be used from several threads and in DataLoader workers, forked or spawned.
 
     Raises ValueError and TypeError for unusable arguments, ImportError for a missing package, and ConnectionError if no
     server answers.
@@ -74,29 +67,24 @@ class CacheLoader:
             ) from absent
         self._serializer = Serializer(dataset_name, allow_pickle=allow_pickle, secret=secret)
         self._buffer_size = writer_buffer_size
-        self._counters = SharedCounters(_COUNTS)
         self._begin()
 
     def _begin(self) -> None:
         # Values that are not in the store yet.
         self._buffer: dict[str, bytes] = {}
         self._writing = threading.RLock()
-        self._seen_failures = {"failed_reads": 0, "failed_writes": 0}
         cache_state().loaders.add(self)
         cache_state().flush_at_exit()
 
     def __getstate__(self) -> dict[str, Any]:
         self.flush()
         state = self.__dict__.copy()
-        for name in ("_buffer", "_writing", "_seen_failures"):
-            del state[name]
+        del state["_buffer"], state["_writing"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin()
-        # The original already counted the failures recorded in this copy of the store.
-        self._seen_failures = self._failures()
 
     def __del__(self) -> None:
         # A loader whose construction failed has nothing to write. At interpreter exit, the exit hooks have flushed
@@ -115,15 +103,11 @@ class CacheLoader:
         if raw is None:
             raw = self.store.get(name)
         if raw is not None:
-            try:
-                value: V = self._serializer.loads(name, raw)
-            except ValueError:
-                self._counters.add(unreadable=1)
-            else:
-                self._counters.add(hits=1, bytes_read=len(raw))
-                return value
+            # A foreign or damaged value is computed again.
+            with contextlib.suppress(ValueError):
+                found: V = self._serializer.loads(name, raw)
+                return found
         value = load_fn(key)
-        self._counters.add(misses=1)
         self._write({name: self._serializer.dumps(name, value)})
         return value
 
@@ -139,24 +123,18 @@ class CacheLoader:
         names = [f"{prefix}{key}" for key in keys]
         values: list[Any] = []
         places: dict[str, list[int]] = {}
-        size = unreadable = 0
         for name, raw in zip(names, self._raw(names), strict=True):
             if raw is not None:
                 try:
                     values.append(read(name, raw))
-                except ValueError:
-                    unreadable += 1
-                else:
-                    size += len(raw)
                     continue
+                except ValueError:
+                    pass  # A foreign or damaged value is computed again.
             places.setdefault(name, []).append(len(values))
             values.append(None)
-        found = len(values) - sum(map(len, places.values()))
-        self._counters.add(hits=found, bytes_read=size, unreadable=unreadable)
         if not places:
             return values
         loaded = load_many([keys[numbers[0]] for numbers in places.values()])
-        self._counters.add(misses=len(places))
         written: dict[str, bytes] = {}
         for (name, numbers), value in zip(places.items(), loaded, strict=True):
             written[name] = raw = self._serializer.dumps(name, value)
@@ -188,12 +166,9 @@ class CacheLoader:
         """Writes buffered values to the store."""
         with self._writing:
             if self._buffer:
-                batch = dict(self._buffer)
-                self.store.mset(batch)
-                self._counters.add(bytes_written=sum(map(len, batch.values())))
+                self.store.mset(dict(self._buffer))
                 # Cleared last, so that another thread can read the values from the buffer until the store has them.
                 self._buffer.clear()
-            self._publish()
 
     def close(self) -> None:
         """Flushes, closes connections, and ends the servers that this process started for the job. May be called
@@ -202,47 +177,11 @@ class CacheLoader:
         self.flush()
         self.store.shutdown()
 
-    def stats(self) -> dict[str, float]:
-        """Returns counts of this loader in this process and its DataLoader workers, and the state of its store.
-
-        - ``hits``, ``misses``, ``hit_rate``: reads of values; the rate is 0 before the first read.
-        - ``bytes_read``, ``bytes_written``: bytes of values.
-        - ``unreadable``: stored values that were foreign or damaged and were computed again.
-        - ``failed_reads``, ``failed_writes``: values that a lost or full store did not return or accept.
-        - ``lost_servers``: servers that do not answer now.
-        - ``buffered``: values in this process that are not in the store yet.
-        - ``stored_bytes``, ``evictions``: of the whole store.
-
-        Workers add their counts in small batches, and the rest when they end.
-        """
-        self._publish()
-        counts: dict[str, float] = dict(self._counters.read())
-        reads = counts["hits"] + counts["misses"]
-        store = self.store.stats()
-        return {
-            **counts,
-            "hit_rate": counts["hits"] / reads if reads else 0.0,
-            "buffered": len(self._buffer),
-            **{name: store[name] for name in ("stored_bytes", "evictions", "lost_servers")},
-        }
-
     def _write(self, values: dict[str, bytes]) -> None:
         with self._writing:
             self._buffer.update(values)
             if len(self._buffer) >= self._buffer_size:
                 self.flush()
-
-    def _failures(self) -> dict[str, int]:
-        return self.store.failures()
-
-    def _publish(self) -> None:
-        with self._writing:
-            failures = self._failures()
-            for name, count in failures.items():
-                if more := count - self._seen_failures[name]:
-                    self._counters.add(**{name: more})
-            self._seen_failures = failures
-        self._counters.publish()
 
     def in_child(self) -> None:
         """Called after a fork. The parent flushed before it, so values in the copied buffer are the parent's to
@@ -250,25 +189,13 @@ class CacheLoader:
         """
         self._buffer = {}
         self._writing = threading.RLock()
-        self._counters.in_child()
-        self._seen_failures = self._failures()
 
 
 def _make_store(backend: str, options: dict[str, Any]) -> Store:
     if backend == "redis":
         return RedisStore(**options)
-    if backend == "auto":
-        if strange := set(options) - {"hosts", "cluster_mode", "capacity_per_node", "timeout"}:
-            raise TypeError(f"the cache backend 'auto' does not know {', '.join(sorted(strange))}")
-        if options.get("hosts") is not None or all(find_spec(package) is not None for package in ("redis", "xxhash")):
-            try:
-                return RedisStore(**options)
-            except RuntimeError as failure:
-                # All ranks raise this error together, so all ranks choose the same backend.
-                _log.info("no Redis for the cache: %s", failure)
-        options = {name: value for name, value in options.items() if name == "capacity_per_node"}
-    elif backend != "memory":
-        raise ValueError(f"backend must be one of redis, memory, auto; got {backend!r}")
+    if backend != "memory":
+        raise ValueError(f"backend must be one of redis, memory; got {backend!r}")
     if strange := set(options) - {"capacity_per_node"}:
         raise TypeError(f"the cache backend 'memory' does not know {', '.join(sorted(strange))}")
     return MemoryStore(options["capacity_per_node"]) if options else MemoryStore()
@@ -282,7 +209,7 @@ def _secret(store: Store) -> bytes:
         return secret
     if isinstance(store, RedisStore) and store.secret:
         return store.secret
-    if store.shared_by == "process":
+    if isinstance(store, MemoryStore):
         return secrets.token_bytes(32)
     raise ValueError(
         "allow_pickle=True needs a secret, because others may write to this store: set BAGUA_JOB_SECRET, the same on"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
-from ..env import get_local_rank, get_local_size, get_rank, get_world_size
 from .cache_loader import CacheLoader
 
 __all__ = ["CachedDataset"]
@@ -64,76 +62,3 @@ class CachedDataset(Dataset[Any]):
         except TypeError:
             return item
         return index + len(self) if index < 0 and hasattr(self.dataset, "__len__") else index
-
-    def warm_up(
-        self,
-        indices: Iterable[int] | None = None,
-        *,
-        batch_size: int = 64,
-        num_workers: int = 0,
-        progress: bool = True,
-    ) -> int:
-        """Computes and stores the samples that are not cached yet, and returns the number of samples computed.
-
-        - ``indices``: Indices of the samples. By default the ranks that share the store divide all indices among them.
-        - ``batch_size``: Number of samples per round trip.
-        - ``num_workers``: Number of processes that compute samples; 0 computes them in this process.
-        - ``progress``: Shows a progress bar if tqdm is installed.
-
-        Does not wait for other ranks.
-        """
-        if indices is None:
-            share, shares = {
-                "job": (get_rank(), get_world_size()),
-                "host": (get_local_rank(), get_local_size()),
-                "process": (0, 1),
-            }[self.cache_loader.store.shared_by]
-            indices = range(share, len(self), shares)
-        chosen = list(indices)
-        before = self.cache_loader.stats()["misses"]
-        batches = [chosen[start : start + batch_size] for start in range(0, len(chosen), batch_size)]
-        # The workers return counts instead of samples, which only the store needs.
-        loader: DataLoader[int] = DataLoader(
-            _Touch(self), batch_sampler=batches, num_workers=num_workers, collate_fn=_first
-        )
-        with _bar(len(chosen), progress) as bar:
-            for count in loader:
-                bar(count)
-        self.cache_loader.flush()
-        return int(self.cache_loader.stats()["misses"] - before)
-
-    def stats(self) -> dict[str, float]:
-        """Returns :meth:`CacheLoader.stats`."""
-        return self.cache_loader.stats()
-
-
-class _Touch(Dataset[int]):
-    """Reads batches into the cache and returns their sizes."""
-
-    def __init__(self, dataset: CachedDataset) -> None:
-        self._dataset = dataset
-
-    def __getitem__(self, index: int) -> int:
-        return len(self._dataset.__getitems__([index]))
-
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return [len(self._dataset.__getitems__(indices))]
-
-
-def _first(counts: list[int]) -> int:
-    return sum(counts)
-
-
-@contextlib.contextmanager
-def _bar(total: int, wanted: bool) -> Iterator[Any]:
-    """Yields a function that advances a progress bar, or does nothing."""
-    if wanted:
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            pass
-        else:
-            with tqdm(total=total, desc="caching", unit="sample") as shown:
-                yield shown.update
-            return
-    yield lambda count: None

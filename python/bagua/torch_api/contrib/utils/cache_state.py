@@ -23,9 +23,8 @@ class CacheState(Record):
     def __init__(self) -> None:
         # Loaders with a write buffer.
         self.loaders: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Store name -> counters of logged warnings. A lost server is reported once, by however many loaders and
-        # DataLoader workers it is used.
-        self.warnings: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        # Store names and kinds of the warnings that this process has logged.
+        self.warned: set[tuple[str, str]] = set()
         # The job's Redis servers, and the index of this host's server.
         self.job_servers: tuple[list[dict[str, Any]], int] | None = None
         # The world of torch.distributed in which job_servers was computed, while it exists.
@@ -53,8 +52,6 @@ class CacheState(Record):
 
     def after_fork_in_child(self) -> None:
         """Closes what belongs to the parent: pipes and buffers."""
-        for counters in list(self.warnings.values()):
-            counters.in_child()
         # A thread that does not exist in the child may have held the lock.
         self.job_lock = threading.Lock()
         # A child with an open write end would keep the server alive after its owner's death.

@@ -10,7 +10,7 @@ from typing import Any
 from ...env import get_node_rank
 from .redis_job_servers import job_servers, stop_job_servers
 from .redis_server import start_redis_server_cli
-from .store import ClusterStore, LossyStore, Shared
+from .store import ClusterStore, LossyStore
 
 __all__ = ["RedisNode", "RedisStore", "start_redis_server_cli"]
 
@@ -31,8 +31,6 @@ def _redis() -> Any:
 
 class RedisNode(LossyStore):
     """One Redis server. ``options`` go to redis-py's client: host, port, password, username, timeouts, TLS."""
-
-    shared_by: Shared = "job"
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         super().__init__(name)
@@ -70,16 +68,16 @@ class RedisNode(LossyStore):
         return redis.Redis(**{"socket_read_size": _READ_SIZE, **self._options, "decode_responses": False}, retry=retry)
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._attempt(lambda: self.client().set(key, value), None, writes=1)
+        self._attempt(lambda: self.client().set(key, value), None)
 
     def mset(self, dictionary: Mapping[str, str | bytes]) -> None:
         if dictionary:
-            self._attempt(lambda: self.client().mset(dictionary), None, writes=len(dictionary))
+            self._attempt(lambda: self.client().mset(dictionary), None)
 
     def mget(self, keys: Sequence[str]) -> list[bytes | None]:
         if not keys:
             return []
-        return self._attempt(lambda: self.client().mget(keys), [None] * len(keys), reads=len(keys))
+        return self._attempt(lambda: self.client().mget(keys), [None] * len(keys))
 
     def num_keys(self) -> int:
         return self._attempt(lambda: int(self.client().dbsize()), 0)
@@ -110,13 +108,6 @@ class RedisNode(LossyStore):
                 if time.monotonic() >= until:
                     raise
                 time.sleep(0.05)
-
-    def stats(self) -> dict[str, int]:
-        found: Mapping[str, Any] = self._attempt(lambda: self.client().info(), {})
-        return super().stats() | {
-            "stored_bytes": int(found.get("used_memory", 0)),
-            "evictions": int(found.get("evicted_keys", 0)),
-        }
 
 
 class RedisStore(ClusterStore):
@@ -163,8 +154,6 @@ class RedisStore(ClusterStore):
         chosen = options if cluster_mode else [options[mine % len(options)]]
         nodes = [RedisNode(f"redis {host['host']}:{host['port']}", host) for host in chosen]
         super().__init__(nodes)
-        if not cluster_mode and len(options) > 1:
-            self.shared_by = "host"
         self._check(redis, nodes, timeout)
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Key-value stores of bytes: the interface of the cache's stores, and several stores that act as one.
 
-A store may lose values, which are then computed again. A store that fails reports a miss instead of raising, warns
-once, and counts the failure (:class:`LossyStore`).
+A store may lose values, which are then computed again. A store that fails reports a miss instead of raising, and warns
+once (:class:`LossyStore`).
 """
 
 from __future__ import annotations
@@ -9,24 +9,19 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ClassVar, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, TypeVar
 
 from .cache_state import cache_state
-from .counters import SharedCounters
 
 __all__ = ["ClusterStore", "LossyStore", "Store"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-Shared = Literal["job", "host", "process"]
 
 
 class Store(ABC):
     """Bytes by key. Keys are text, text values are stored as UTF-8, and a missing value is ``None``."""
-
-    #: The processes that share the store's values: all ranks, the processes of one host, or this process alone.
-    shared_by: Shared = "process"
 
     def set(self, key: str, value: str | bytes) -> None:
         """Stores one value."""
@@ -60,14 +55,6 @@ class Store(ABC):
         """Closes what this process opened, and ends the servers that this process started."""
         return
 
-    def failures(self) -> dict[str, int]:
-        """Returns ``failed_reads`` and ``failed_writes`` of this process, in values. Does not ask the store."""
-        return {"failed_reads": 0, "failed_writes": 0}
-
-    def stats(self) -> dict[str, int]:
-        """Returns ``lost_servers``, and ``stored_bytes`` and ``evictions`` of the whole store over all processes."""
-        return {"stored_bytes": 0, "evictions": 0, "lost_servers": 0}
-
 
 class LossyStore(Store):
     """A store whose failures are misses.
@@ -84,22 +71,17 @@ class LossyStore(Store):
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         #: Name for messages. Never contains a password.
         self.name = name
-        self.failed_reads = 0
-        self.failed_writes = 0
         self._clock = clock
         #: True if the store could not be reached by the last request.
         self.lost = False
         self._pause = 0.0
         self._again = 0.0
-        self._warned: SharedCounters = cache_state().warnings.setdefault(name, SharedCounters(("refusal", "loss")))
 
-    def _attempt(self, action: Callable[[], T], otherwise: T, *, reads: int = 0, writes: int = 0) -> T:
+    def _attempt(self, action: Callable[[], T], otherwise: T) -> T:
         """Returns the result of ``action``, or ``otherwise`` if it fails with a loss or refusal. Other errors are
         raised.
         """
         if self.lost and self._clock() < self._again:
-            self.failed_reads += reads
-            self.failed_writes += writes
             return otherwise
         try:
             result = action()
@@ -116,20 +98,13 @@ class LossyStore(Store):
                 self.lost, self._pause = False, 0.0
                 _log.info("the cache store %s is back", self.name)
             return result
-        self.failed_reads += reads
-        self.failed_writes += writes
         return otherwise
 
     def _warn(self, kind: str, text: str) -> None:
         # Logged instead of warnings.warn: if warnings are errors, a lost server would cost the sample too.
-        if self._warned.first(kind):
+        if (self.name, kind) not in cache_state().warned:
+            cache_state().warned.add((self.name, kind))
             _log.warning("%s", text)
-
-    def failures(self) -> dict[str, int]:
-        return {"failed_reads": self.failed_reads, "failed_writes": self.failed_writes}
-
-    def stats(self) -> dict[str, int]:
-        return super().stats() | {"lost_servers": int(self.lost)}
 
 
 class ClusterStore(Store):
@@ -138,8 +113,6 @@ class ClusterStore(Store):
     The hash is Yann Collet's XXH64 (https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md) with seed 0 over the key in
     UTF-8. Keys of a lost store are not moved to another store, because they would have to move back when it returns.
     """
-
-    shared_by: Shared = "job"
 
     def __init__(self, stores: Sequence[Store]) -> None:
         if not stores:
@@ -203,17 +176,3 @@ class ClusterStore(Store):
     def shutdown(self) -> None:
         for store in self.stores:
             store.shutdown()
-
-    def failures(self) -> dict[str, int]:
-        return _sum(store.failures() for store in self.stores)
-
-    def stats(self) -> dict[str, int]:
-        return _sum(store.stats() for store in self.stores)
-
-
-def _sum(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for part in parts:
-        for name, value in part.items():
-            total[name] = total.get(name, 0) + value
-    return total
