@@ -1,4 +1,4 @@
-"""Ranks share the cache servers that their job starts, and share the work of measuring complexities."""
+"""Ranks share the cache servers that their job starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ for package in ("redis", "hiredis", "msgpack", "xxhash"):
     pytest.importorskip(package, reason=f"{package} is not installed: make setup")
 
 import bagua.torch_api as bagua  # noqa: E402
-from bagua.torch_api.contrib import CachedDataset, CacheLoader, LoadBalancingDistributedSampler  # noqa: E402
+from bagua.torch_api.contrib import CachedDataset, CacheLoader  # noqa: E402
 from tests.world import make_world  # noqa: E402
 
 
@@ -74,17 +74,6 @@ def no_server(rank: int) -> str:
     shutil.which = lambda name: None  # type: ignore[assignment]
     with pytest.raises(RuntimeError) as raised:
         CacheLoader("redis")
-    # The same complexities as alone, each sample measured by one rank.
-    measured = []
-
-    def complexity(sample: int) -> int:
-        measured.append(sample)
-        return sample * sample
-
-    sampler = LoadBalancingDistributedSampler(range(7), complexity, process_group=torch.distributed.group.WORLD)
-    assert measured == list(range(rank, 7, 2))
-    assert sampler.complexities.tolist() == [value * value for value in range(7)]
-    assert (sampler.rank, sampler.num_replicas) == (rank, 2)
     bagua.destroy_process_group()
     return str(raised.value)
 

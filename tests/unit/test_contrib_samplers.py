@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make setup")
-
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from bagua.torch_api.contrib import (  # noqa: E402
     LoadBalancingDistributedBatchSampler,
@@ -84,25 +81,21 @@ def test_with_drop_last_the_most_complex_are_left_out() -> None:
     assert sorted(index for sampler in ranks for index in sampler) == [0, 2, 3, 4]
 
 
-def test_complexities_are_computed_once_and_can_be_handed_on(tmp_path: Path) -> None:
+def test_complexities_are_computed_once_and_can_be_handed_on() -> None:
     asked: list[int] = []
 
     def complexity(cost: int) -> int:
         asked.append(cost)
         return cost
 
-    file = tmp_path / "complexities.npy"
-    first = LoadBalancingDistributedSampler([3, 1, 2], complexity, 1, 0, complexity_cache=file)
+    first = LoadBalancingDistributedSampler([3, 1, 2], complexity, 1, 0)
     for epoch in range(3):
         first.set_epoch(epoch)
         list(first)
-    second = LoadBalancingDistributedSampler([3, 1, 2], complexity, 1, 0, complexity_cache=file)
-    third = LoadBalancingDistributedSampler([3, 1, 2], None, 1, 0, complexities=first.complexities)
+    second = LoadBalancingDistributedSampler([3, 1, 2], None, 1, 0, complexities=first.complexities)
     assert asked == [3, 1, 2]
     assert list(first.chunks()) == list(LoadBalancingDistributedSampler([3, 1, 2], complexity, 1, 0, seed=2).chunks())
-    assert second.complexities.tolist() == third.complexities.tolist() == [3, 1, 2]
-    with pytest.raises(ValueError, match="one integer per sample"):
-        LoadBalancingDistributedSampler([3, 1], complexity, 1, 0, complexity_cache=file)
+    assert second.complexities.tolist() == [3, 1, 2]
 
 
 def test_a_complexity_that_is_no_integer_is_refused_and_not_cut_off() -> None:
@@ -198,94 +191,3 @@ def test_batch_samplers_refuse_what_cannot_work() -> None:
                 0
             ]
         )
-
-
-# --- position --------------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(0, 99), min_size=1, max_size=40), replicas_of, st.data(), st.booleans())
-def test_a_loaded_state_yields_the_rest_of_the_epoch_and_then_whole_ones(
-    costs: list[int], replicas: int, data: st.DataObject, in_batches: bool
-) -> None:
-    def fresh() -> Any:
-        if in_batches:
-            return batch_samplers(costs, replicas, growing, False, random_level=0.3)[-1]
-        return samplers(costs, replicas, random_level=0.3)[-1]
-
-    first = fresh()
-    first.set_epoch(2)
-    whole = list(first)
-    taken = data.draw(st.integers(0, len(whole)))
-    walk = iter(first)
-    assert [next(walk) for _ in range(taken)] == whole[:taken]
-    for state in (first.state_dict(), first.state_dict(consumed=taken)):
-        second = fresh()
-        second.load_state_dict(state)
-        # A training loop says the epoch again.
-        second.set_epoch(2)
-        assert list(second) == whole[taken:]
-        assert list(second) == whole
-        second.load_state_dict(state)
-        second.set_epoch(3)
-        assert len(list(second)) == len(second)
-    assert fresh().state_dict()["position"] == 0
-
-
-def test_a_state_of_another_sampler_is_refused_with_what_differs() -> None:
-    state = samplers([1, 2, 3], 1)[0].state_dict()
-    with pytest.raises(ValueError, match="num_replicas 1 instead of 3"):
-        samplers([1, 2, 3], 3)[0].load_state_dict(state)
-    with pytest.raises(ValueError, match="length 3 instead of 2"):
-        samplers([1, 2], 1)[0].load_state_dict(state)
-    with pytest.raises(ValueError, match="consumed is 4"):
-        samplers([1, 2, 3], 1)[0].state_dict(consumed=4)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_workers_that_fetch_ahead_do_not_move_the_position_that_training_gives() -> None:
-    data = TensorDataset(torch.arange(40))
-    sampler = LoadBalancingDistributedSampler(data, lambda sample: sample[0], 2, 1)
-    whole = list(sampler)
-    seen: list[int] = []
-    for batch in DataLoader(data, batch_size=4, sampler=sampler, num_workers=2, prefetch_factor=2):
-        seen += batch[0].tolist()
-        if len(seen) == 8:
-            state = sampler.state_dict(consumed=len(seen))
-            break
-    resumed = LoadBalancingDistributedSampler(data, lambda sample: sample[0], 2, 1)
-    resumed.load_state_dict(state)
-    for batch in DataLoader(data, batch_size=4, sampler=resumed, num_workers=2):
-        seen += batch[0].tolist()
-    assert seen == whole
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_in_workers_are_the_batch_samplers_and_resume_in_mid_epoch(workers: int) -> None:
-    data = TensorDataset(torch.arange(60))
-
-    def fresh() -> Any:
-        return batch_samplers(list(range(60)), 2, growing, False)[1]
-
-    first, second = fresh(), fresh()
-    first.set_epoch(3)
-    whole = list(first)
-    seen: list[list[int]] = []
-    for batch in DataLoader(data, batch_sampler=first, num_workers=workers):
-        seen.append(batch[0].tolist())
-        if len(seen) == 3:
-            state = first.state_dict(consumed=len(seen))
-            # Workers have fetched ahead by now; without them nothing is fetched ahead.
-            assert first.state_dict()["position"] == (3 if workers == 0 else min(len(whole), 3 + 2 * workers))
-            break
-    second.load_state_dict(state)
-    loader = DataLoader(data, batch_sampler=second, num_workers=workers, persistent_workers=workers > 0)
-    seen += [batch[0].tolist() for batch in loader]
-    assert seen == whole
-    # The epoch after it is a whole one.
-    second.set_epoch(4)
-    assert [batch[0].tolist() for batch in loader] == list(second)
-    assert len(list(second)) == len(whole)
-
-
-# --- balance ---------------------------------------------------------------------------------------------------------

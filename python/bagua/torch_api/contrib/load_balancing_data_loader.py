@@ -4,16 +4,14 @@
 2. Cut the sorted list into chunks of one sample per rank: within a chunk, costs are similar.
 3. Shuffle the chunks. In step i, each rank takes its sample of chunk i.
 
-The method is that of the original Bagua. In addition, complexities are computed once and can be kept or shared, every
-rank yields the same number of batches in every case, and an epoch can be resumed.
+The method is that of the original Bagua. In addition, complexities are computed once, and every rank yields the same
+number of batches in every case.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,13 +38,10 @@ class LoadBalancingDistributedSampler(Sampler[int]):
       ones to fill it. Either way, every rank gets the same number of indices.
     - ``random_level``: 0 gives the best balance and the same neighbours in every epoch; 1 is nearly random. Before
       sorting, a random integer up to this fraction of the range of complexities is added to each complexity.
-    - ``complexities``: Known complexities in the order of the data set. ``complexity_fn`` is not called then.
-    - ``complexity_cache``: Path of a file that keeps complexities between jobs. Written if it does not exist. Raises
-      ValueError if it holds a different number of samples.
-    - ``process_group``: Divides the computation of complexities among the ranks of this torch.distributed group; every
-      rank must construct its sampler. By default each rank computes all of them.
+    - ``complexities``: Known complexities in the order of the data set, such as :attr:`complexities` of another
+      sampler. ``complexity_fn`` is not called then.
 
-    Call :meth:`set_epoch` before each epoch to change the order. :attr:`complexities` may be passed to another sampler.
+    Call :meth:`set_epoch` before each epoch to change the order.
     Raises ValueError for unusable arguments.
     """
 
@@ -62,8 +57,6 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         random_level: float = 0,
         *,
         complexities: Sequence[int] | np.ndarray[Any, Any] | torch.Tensor | None = None,
-        complexity_cache: str | os.PathLike[str] | None = None,
-        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         together = dist.is_available() and dist.is_initialized()
         if num_replicas is None:
@@ -84,14 +77,13 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         self.drop_last = drop_last
         self.random_level = random_level
         self.epoch = 0
-        self._position = _Position()
         length = len(dataset)  # type: ignore[arg-type]
         #: Number of indices that each rank yields in an epoch.
         self.num_samples = length // num_replicas if drop_last else math.ceil(length / num_replicas)
         #: Number of indices that all ranks together yield in an epoch.
         self.total_size = self.num_samples * num_replicas
         #: Complexity of each sample: int64 [samples], in the order of the data set.
-        self.complexities = _complexities(dataset, length, complexity_fn, complexities, complexity_cache, process_group)
+        self.complexities = _complexities(dataset, length, complexity_fn, complexities)
 
     def chunks(self) -> list[list[int]]:
         """Returns one list per step of this epoch, with one index for each rank."""
@@ -114,50 +106,15 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         return chosen
 
     def __iter__(self) -> Iterator[int]:
-        return self._position.walk([step[self.rank] for step in self.chunks()])
+        return iter([step[self.rank] for step in self.chunks()])
 
     def __len__(self) -> int:
-        """Returns the number of indices in a whole epoch, also if the epoch was resumed."""
+        """Returns the number of indices in an epoch."""
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch, which must be equal on all ranks. With ``shuffle``, each epoch has its own order.
-
-        A call with the epoch of a loaded state keeps the position in that epoch.
-        """
-        if epoch != self.epoch:
-            self._position = _Position()
+        """Chooses the epoch, which must be equal on all ranks. With ``shuffle``, each epoch has its own order."""
         self.epoch = epoch
-
-    def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Returns the position in this epoch, for :meth:`load_state_dict` of a sampler with the same arguments.
-
-        ``consumed`` is the number of indices of this epoch that training has used. The default is the number taken from
-        the sampler, which is larger if DataLoader workers fetch ahead.
-        """
-        return {"epoch": self.epoch, "position": self._position.state(consumed, self.num_samples), **self._identity()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads a position. The next iteration yields the rest of that epoch.
-
-        Raises ValueError if the state's sampler had other arguments, and names them.
-        """
-        _check_identity(state, self._identity())
-        self.epoch = int(state["epoch"])
-        self._position = _Position(int(state["position"]))
-
-    def _identity(self) -> dict[str, Any]:
-        """Returns the arguments that determine the order. The rank is not one of them: all ranks are at the same
-        step.
-        """
-        return {
-            "length": len(self.complexities),
-            "num_replicas": self.num_replicas,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-            "drop_last": self.drop_last,
-            "random_level": self.random_level,
-        }
 
 
 class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
@@ -185,7 +142,6 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
         self.sampler = sampler
         self.batch_fn = batch_fn
         self.drop_last = drop_last
-        self._position = _Position()
         # Number and batches of the epoch that was cut last.
         self._known: tuple[int, list[list[int]]] | None = None
 
@@ -208,113 +164,29 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
         return self._known[1]
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._position.walk([list(batch) for batch in self._batches()])
+        return iter([list(batch) for batch in self._batches()])
 
     def __len__(self) -> int:
-        """Returns the number of batches in a whole epoch, the same on every rank, also if the epoch was resumed."""
+        """Returns the number of batches in an epoch, the same on every rank."""
         return len(self._batches())
 
     def set_epoch(self, epoch: int) -> None:
         """Like :meth:`LoadBalancingDistributedSampler.set_epoch`."""
-        if epoch != self.sampler.epoch:
-            self._position = _Position()
         self.sampler.set_epoch(epoch)
-
-    def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Like :meth:`LoadBalancingDistributedSampler.state_dict`, but counts batches."""
-        position = self._position.state(consumed, len(self))
-        return {"epoch": self.sampler.epoch, "position": position, **self._identity()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Like :meth:`LoadBalancingDistributedSampler.load_state_dict`."""
-        _check_identity(state, self._identity())
-        self.set_epoch(int(state["epoch"]))
-        self._position = _Position(int(state["position"]))
-
-    def _identity(self) -> dict[str, Any]:
-        return {**self.sampler._identity(), "drop_last_batches": self.drop_last}
-
-
-class _Position:
-    """The position in one epoch, at which the next walk begins."""
-
-    def __init__(self, start: int = 0) -> None:
-        # Index at which the next walk begins. Only the first walk after a resume begins later than 0.
-        self._start = start
-        # Number of items given out, including those before the start.
-        self._given = start
-
-    def walk(self, items: Sequence[Any]) -> Iterator[Any]:
-        self._given = self._start
-        return self._steps(items)
-
-    def _steps(self, items: Sequence[Any]) -> Iterator[Any]:
-        # The first step consumes the start: a DataLoader with workers makes two iterators and uses the second.
-        start, self._start = self._start, 0
-        for place in range(start, len(items)):
-            self._given = place + 1
-            yield items[place]
-
-    def state(self, consumed: int | None, total: int) -> int:
-        if consumed is None:
-            return self._given
-        if not 0 <= consumed <= total:
-            raise ValueError(f"consumed is {consumed}, but an epoch has {total}")
-        return consumed
-
-
-def _check_identity(state: dict[str, Any], own: dict[str, Any]) -> None:
-    differing = [
-        f"{name} {state.get(name)!r} instead of {value!r}" for name, value in own.items() if state.get(name) != value
-    ]
-    if differing:
-        raise ValueError("the state belongs to another sampler: " + ", ".join(differing))
 
 
 def _complexities(
-    dataset: Any,
-    length: int,
-    function: Callable[[Any], int] | None,
-    known: Any,
-    cache: str | os.PathLike[str] | None,
-    group: dist.ProcessGroup | None,
+    dataset: Any, length: int, function: Callable[[Any], int] | None, known: Any
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
     if known is not None:
         return _integers(known, length, "complexities")
-    if cache is not None and _agreed(Path(cache).exists(), group):
-        return _integers(np.load(cache, allow_pickle=False), length, f"the complexities in {cache}")
     if function is None:
-        raise ValueError("complexity_fn is None, and neither complexities nor a complexity_cache with them is given")
-    share, shares = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
-    mine = [function(dataset[index]) for index in range(share, length, shares)]
-    found = np.empty(length, dtype=np.int64)
-    for index, cost in zip(range(share, length, shares), mine, strict=True):
+        raise ValueError("complexity_fn is None, and no complexities are given")
+    found = [function(dataset[index]) for index in range(length)]
+    for index, cost in enumerate(found):
         if int(cost) != cost:
             raise TypeError(f"complexity_fn returned {cost!r} for sample {index} instead of an integer")
-    found[share::shares] = _integers([int(cost) for cost in mine], len(mine), "what complexity_fn returned")
-    if group is not None:
-        parts: list[Any] = [None] * shares
-        dist.all_gather_object(parts, found[share::shares], group=group)
-        for number, part in enumerate(parts):
-            found[number::shares] = part
-    if cache is not None and share == 0:
-        # Renaming makes the file appear whole, so that another process never reads half of it.
-        part_file = Path(f"{cache}.{os.getpid()}.part")
-        with open(part_file, "wb") as file:
-            np.save(file, found)
-        part_file.replace(cache)
-    return found
-
-
-def _agreed(present: bool, group: dist.ProcessGroup | None) -> bool:
-    """Returns True if the file exists on every rank of the group. Otherwise some ranks would wait for shares that the
-    ranks with a file never send.
-    """
-    if group is None:
-        return present
-    everybody: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everybody, present, group=group)
-    return all(everybody)
+    return _integers([int(cost) for cost in found], length, "what complexity_fn returned")
 
 
 def _integers(values: Any, length: int, what: str) -> np.ndarray[Any, np.dtype[np.int64]]:
