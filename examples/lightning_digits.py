@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from bagua.lightning import BaguaStrategy, CommunicationMonitor
+from bagua.lightning import BaguaStrategy
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
@@ -112,7 +112,7 @@ def main() -> int:
             # strategy="bagua" would do the same with gradient_allreduce.
             strategy=BaguaStrategy(arguments.algorithm),
             max_epochs=arguments.epochs,
-            callbacks=[losses, CommunicationMonitor(every_n_steps=20), TQDMProgressBar()],
+            callbacks=[losses, TQDMProgressBar()],
             logger=CSVLogger(folder),
             enable_checkpointing=False,
         )

@@ -24,7 +24,7 @@ class Kit:
         self.namespace = namespace
         self.pl = importlib.import_module("lightning.pytorch" if namespace == "lightning" else namespace)
         self.fabric = importlib.import_module("lightning.fabric" if namespace == "lightning" else "lightning_fabric")
-        self.strategy, self.fabric_strategy, self.monitor = bagua.lightning.strategies(namespace)
+        self.strategy, self.fabric_strategy = bagua.lightning.strategies(namespace)
         exceptions = importlib.import_module(f"{self.pl.__name__}.utilities.exceptions")
         self.misconfigured: type[Exception] = exceptions.MisconfigurationException
         self.model = make_model(self.pl.LightningModule)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import re
 import tempfile
@@ -328,33 +327,6 @@ def async_pauses_in_validation_and_ends(rank: int, kit: Kit, folder: Path) -> No
     assert is_equal(parameters(model))
 
 
-def the_monitor_logs_to_every_logger(rank: int, kit: Kit, folder: Path) -> None:
-    """CommunicationMonitor, into CSV and TensorBoard files."""
-    logger = kit.pl.loggers.CSVLogger(folder, name="csv")
-    board = kit.pl.loggers.TensorBoardLogger(folder, name="board")
-    trainer = kit.trainer(
-        "bagua", folder, callbacks=[kit.monitor(every_n_steps=3)], logger=[logger, board], max_steps=7
-    )
-    trainer.fit(kit.model(), loader())
-    if rank == 0:
-        with open(Path(logger.log_dir, "metrics.csv"), encoding="utf-8") as file:
-            rows = [row for row in csv.DictReader(file) if row["bagua/calls_per_step"]]
-        assert [row["step"] for row in rows] == ["3", "6"]
-        for row in rows:
-            assert float(row["bagua/calls_per_step"]) >= 1
-            assert float(row["bagua/payload_mb_per_step"]) > 0
-            assert float(row["bagua/wire_mb_per_step"]) >= 0
-            assert float(row["bagua/wait_ms_per_step"]) >= 0
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        events = EventAccumulator(board.log_dir)
-        events.Reload()
-        assert [event.step for event in events.Scalars("bagua/payload_mb_per_step")] == [3, 6]
-    trainer = kit.trainer("bagua", folder, callbacks=[kit.monitor()], max_steps=1)
-    trainer.strategy.on_exception = lambda exception: None
-    raises(kit.misconfigured, "logger", lambda: trainer.fit(kit.model(), loader()))
-
-
 def one_that_raises_ends_both(rank: int, kit: Kit, folder: Path) -> None:
     """B16, B27: and afterwards the same processes can train again."""
     import time
@@ -495,7 +467,6 @@ CASES: dict[str, Case] = {
         each_algorithm_trains,
         qadam_has_its_optimizer,
         async_pauses_in_validation_and_ends,
-        the_monitor_logs_to_every_logger,
         fabric_trains,
         one_that_raises_ends_both,
     )

@@ -16,7 +16,6 @@ pytest.importorskip("torch", reason="torch is not installed: make setup")
 import torch
 
 import bagua
-from bagua.metrics import StepMeter
 
 if TYPE_CHECKING:
     import bagua.lightning
@@ -53,7 +52,7 @@ def misconfigured(namespace: str) -> type[Exception]:
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_the_names_are_registered_once_in_both_namespaces(namespace: str) -> None:
     training, fabric = (importlib.import_module(f"{name}.strategies") for name in NAMESPACES[namespace])
-    ours, fabrics, _ = bagua.lightning.strategies(namespace)
+    ours, fabrics = bagua.lightning.strategies(namespace)
     for registry, made in ((training.StrategyRegistry, ours), (fabric.STRATEGY_REGISTRY, fabrics)):
         for name, start_method in START.items():
             strategy = registry.get(name)
@@ -91,7 +90,7 @@ def test_the_classes_of_the_package_are_those_of_lightning() -> None:
 def test_what_an_algorithm_does_not_take_is_refused_by_name(
     namespace: str, arguments: dict[str, Any], text: str
 ) -> None:
-    for strategy in bagua.lightning.strategies(namespace)[:2]:
+    for strategy in bagua.lightning.strategies(namespace):
         with pytest.raises(misconfigured(namespace), match=f"(?s)BaguaStrategy: .*{text}"):
             strategy(**arguments)
 
@@ -122,7 +121,7 @@ def test_qadam_takes_one_of_its_optimizers_and_one_scheduler() -> None:
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_a_strategy_can_be_pickled(namespace: str) -> None:
-    for strategy in bagua.lightning.strategies(namespace)[:2]:
+    for strategy in bagua.lightning.strategies(namespace):
         made = pickle.loads(pickle.dumps(strategy("bytegrad", hierarchical=False, bucket_size=100)))
         assert type(made) is strategy
         assert made._bagua_kwargs == {"hierarchical": False}
@@ -138,24 +137,11 @@ def test_the_start_method_chooses_the_launcher(namespace: str) -> None:
 
 def test_another_device_is_refused(namespace: str) -> None:
     for strategy, setup in zip(
-        bagua.lightning.strategies(namespace)[:2], ("setup_distributed", "_setup_distributed"), strict=True
+        bagua.lightning.strategies(namespace), ("setup_distributed", "_setup_distributed"), strict=True
     ):
         made = strategy(parallel_devices=[torch.device("meta")])
         with pytest.raises(misconfigured(namespace), match="the device is meta, and only the CPU is supported"):
             getattr(made, setup)()
-
-
-def test_the_monitor_refuses_what_is_no_number_of_steps(namespace: str) -> None:
-    monitor = bagua.lightning.strategies(namespace)[2]
-    for wrong in (0, -1, 2.5, True):
-        with pytest.raises(ValueError, match="every_n_steps must be a positive int"):
-            monitor(wrong)
-    assert set(StepMeter().step()) == {
-        "payload_mb_per_step",
-        "wire_mb_per_step",
-        "wait_ms_per_step",
-        "calls_per_step",
-    }
 
 
 def test_an_environment_of_our_launchers_is_taken(namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:

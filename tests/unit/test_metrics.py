@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 import urllib.request
@@ -167,40 +166,3 @@ def test_importing_bagua_imports_none_of_the_clients() -> None:
     code += "print([name for name in ('rich', 'prometheus_client', 'torch') if name in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert shown.stdout == "[]\n"
-
-
-def meters(rank: int) -> list[dict[str, float]]:
-    before = metrics.StepMeter()
-    group = bagua.init()
-    meter = metrics.StepMeter()
-    x = np.ones(250_000, dtype=np.float32)
-    for _ in range(4):
-        bagua.all_reduce(x)
-    costs = [meter.step(), meter.step()]
-    sent = group.stats()["ops"]["all_reduce"]
-    assert math.isclose(costs[0]["wire_mb_per_step"], sent["wire_bytes_sent"] / 1e6)
-    assert math.isclose(costs[0]["wait_ms_per_step"], sent["wait_s"] * 1e3)
-    for _ in range(4):
-        bagua.all_reduce(x)
-    costs.append(meter.step(steps=4))
-    bagua.shutdown()
-    # The same name again, with fewer calls than the group had that was left.
-    bagua.init()
-    bagua.all_reduce(x)
-    costs.append(meter.step())
-    assert before.step()["calls_per_step"] == 1
-    bagua.shutdown()
-    return costs
-
-
-def test_a_step_meter_reports_what_happened_since_the_last_call() -> None:
-    for costs in World(2, env={"BAGUA_TRANSPORT": "tcp"}).run(meters):
-        assert [step["calls_per_step"] for step in costs] == [4, 0, 1, 1]
-        assert [step["payload_mb_per_step"] for step in costs] == [4, 0, 1, 1]
-        assert costs[1] == dict.fromkeys(costs[1], 0)
-        assert costs[2]["wire_mb_per_step"] == pytest.approx(costs[0]["wire_mb_per_step"] / 4)
-
-
-def test_a_step_meter_refuses_a_number_of_steps_below_one() -> None:
-    with pytest.raises(ValueError, match="steps is 0"):
-        metrics.StepMeter().step(0)

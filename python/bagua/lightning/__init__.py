@@ -21,13 +21,11 @@ if TYPE_CHECKING:
     from .compress_gradients import CompressGradientsMethods as CompressGradients
     from .environment import EnvironmentMethods as BaguaEnvironment
     from .fabric_strategy import FabricStrategyMethods as FabricBaguaStrategy
-    from .monitor import MonitorMethods as CommunicationMonitor
     from .trainer_strategy import StrategyMethods as BaguaStrategy
 
 __all__ = [
     "BaguaEnvironment",
     "BaguaStrategy",
-    "CommunicationMonitor",
     "CompressGradients",
     "FabricBaguaStrategy",
     "strategies",
@@ -37,15 +35,15 @@ __all__ = [
 _NAMESPACES = ("lightning", "pytorch_lightning")
 
 
-def strategies(namespace: str = "lightning") -> tuple[type[Any], type[Any], type[Any]]:
-    """Returns `BaguaStrategy`, `FabricBaguaStrategy` and `CommunicationMonitor` for "lightning" or "pytorch_lightning".
+def strategies(namespace: str = "lightning") -> tuple[type[Any], type[Any]]:
+    """Returns `BaguaStrategy` and `FabricBaguaStrategy` for "lightning" or "pytorch_lightning".
 
     Raises ValueError for another name, and ImportError if that package is not installed.
     """
     if namespace not in _NAMESPACES:
         raise ValueError(f"Lightning's namespaces are {' and '.join(map(repr, _NAMESPACES))}, not {namespace!r}")
     classes = _classes(namespace)
-    return classes.BaguaStrategy, classes.FabricBaguaStrategy, classes.CommunicationMonitor
+    return classes.BaguaStrategy, classes.FabricBaguaStrategy
 
 
 def _installed() -> list[str]:

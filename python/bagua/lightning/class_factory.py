@@ -8,14 +8,13 @@ from typing import Any
 from .compress_gradients import CompressGradientsMethods
 from .environment import EnvironmentMethods
 from .fabric_strategy import FabricStrategyMethods
-from .monitor import MonitorMethods
 from .trainer_strategy import StrategyMethods
 
 __all__ = ["make"]
 
 
-def make(module: str, pytorch: str, fabric: str) -> tuple[Any, Any, Any, Any, Any]:
-    """Makes the environment, the strategies of the Trainer and of Fabric, and two callbacks, and registers the
+def make(module: str, pytorch: str, fabric: str) -> tuple[Any, Any, Any, Any]:
+    """Makes the environment, the strategies of the Trainer and of Fabric, and a callback, and registers the
     strategies.
 
     `module` is the module in which pickle finds the classes. `pytorch` and `fabric` are the packages of their base
@@ -33,8 +32,7 @@ def make(module: str, pytorch: str, fabric: str) -> tuple[Any, Any, Any, Any, An
     strategy = build("BaguaStrategy", StrategyMethods, training.DDPStrategy, _environment=environment)
     fabrics = build("FabricBaguaStrategy", FabricStrategyMethods, setup.DDPStrategy, _environment=environment)
     callback = import_module(f"{pytorch}.callbacks").Callback
-    monitor = build("CommunicationMonitor", MonitorMethods, callback)
     compress = build("CompressGradients", CompressGradientsMethods, callback)
     strategy.register_strategies(training.StrategyRegistry)
     fabrics.register_strategies(setup.STRATEGY_REGISTRY)
-    return environment, strategy, fabrics, monitor, compress
+    return environment, strategy, fabrics, compress

@@ -2,6 +2,6 @@
 
 from .class_factory import make
 
-BaguaEnvironment, BaguaStrategy, FabricBaguaStrategy, CommunicationMonitor, CompressGradients = make(
+BaguaEnvironment, BaguaStrategy, FabricBaguaStrategy, CompressGradients = make(
     __name__, "lightning.pytorch", "lightning.fabric"
 )

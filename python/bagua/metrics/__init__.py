@@ -1,7 +1,6 @@
-"""Exports the counters of `bagua.stats()` to Prometheus and per training step, and answers probes of a supervisor.
+"""Exports the counters of `bagua.stats()` to Prometheus, and answers probes of a supervisor.
 
 `serve()`, or BAGUA_METRICS_PORT, starts an HTTP server for Prometheus and the probes. It needs `prometheus_client`.
-`StepMeter` does not.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from bagua import config, extension, group
 from bagua.metrics.server import start, why_not_local
 from bagua.process_state import process
 
-__all__ = ["StepMeter", "begin", "serve"]
+__all__ = ["begin", "serve"]
 
 _log = logging.getLogger(__name__)
 
@@ -73,39 +72,6 @@ def begin(local_rank: int | None) -> None:
         _log.warning("%s: no metrics at %s:%d: %s", name, host, port + local_rank, error)
 
 
-class StepMeter:
-    """Measures the cost of communication per training step, over all groups of this process."""
-
-    def __init__(self) -> None:
-        self._before = _totals()
-
-    def step(self, steps: int = 1) -> dict[str, float]:
-        """Returns averages per step since the last call, or since the meter was made. `steps` is the number of steps in
-        between.
-
-        The keys are `payload_mb_per_step` (10^6 bytes of the user's tensors), `wire_mb_per_step` (10^6 bytes sent to
-        sockets), `wait_ms_per_step` (milliseconds of waiting for peers) and `calls_per_step` (operations). Operations
-        of groups that were left in between are not included. Raises ValueError if `steps` is less than 1.
-        """
-        if steps < 1:
-            raise ValueError(f"steps is {steps}; it must be at least 1")
-        now = _totals()
-        sums = dict.fromkeys(("payload_bytes", "wire_bytes_sent", "wait_s", "calls"), 0.0)
-        for key, values in now.items():
-            before = self._before.get(key, {})
-            # Fewer calls than before mean that a new group has the name of one that was left.
-            again = values["calls"] < before.get("calls", 0)
-            for name in sums:
-                sums[name] += values[name] - (0 if again else before.get(name, 0))
-        self._before = now
-        return {
-            "payload_mb_per_step": sums["payload_bytes"] / 1e6 / steps,
-            "wire_mb_per_step": sums["wire_bytes_sent"] / 1e6 / steps,
-            "wait_ms_per_step": sums["wait_s"] * 1e3 / steps,
-            "calls_per_step": sums["calls"] / steps,
-        }
-
-
 class _Collector:
     def collect(self) -> Iterator[Any]:
         from prometheus_client import core
@@ -157,8 +123,3 @@ def _client() -> ModuleType:
 def _metric(key: str) -> str:
     """Returns the metric name of a counter in `stats()`, without Prometheus's suffix `_total`."""
     return f"bagua_op_{key.removesuffix('_s')}_seconds" if key.endswith("_s") else f"bagua_op_{key}"
-
-
-def _totals() -> dict[tuple[str, str], dict[str, float]]:
-    groups = group.stats()["groups"]
-    return {(name, op): values for name, counters in groups.items() for op, values in counters["ops"].items()}
