@@ -88,8 +88,6 @@ def test_a_pod_is_not_root_and_has_its_probes(name: str) -> None:
     startup = rank["startupProbe"]
     # Joining may take BAGUA_TIMEOUT, and importing torch some time more.
     assert startup["periodSeconds"] * startup["failureThreshold"] > 300
-    # /healthz looks for up to 3 s.
-    assert rank["livenessProbe"]["timeoutSeconds"] > 3
 
 
 @pytest.mark.parametrize(

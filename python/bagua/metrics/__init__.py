@@ -31,9 +31,7 @@ def serve(port: int = 0, addr: str = "127.0.0.1") -> int:
     `bagua_connections_refused_total`, `bagua_connections` (by kind: "control" and "data") and `bagua_group_size`. It
     also has `bagua_info`. A group disappears when it is left.
 
-    `/healthz` checks for up to a second that each control thread of this process runs. Status 200 means that all ran,
-    503 that one did not run for 3 s. Before a group of two or more ranks has been joined there is no control thread to
-    check: the status is 200 and the text says so. Any answer shows that the interpreter runs threads.
+    `/healthz` is always 200. An answer shows that the interpreter runs threads.
 
     `/readyz` is 200 while this process is a member of a default group (or of torch.distributed's world of the backend
     "bagua") that has not failed, and 503 otherwise. Both probes answer with one line of text.
