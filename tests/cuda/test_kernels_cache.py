@@ -1,18 +1,16 @@
-"""Machine code is compiled once and found again, whatever happens to its folder; `python -m bagua.cuda compile`."""
+"""Machine code is compiled once and found again, whatever happens to its folder."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from bagua.config import CudaPlaces
 from bagua.errors import BaguaError
-from bagua.extension import CUDA_KERNELS, CudaLibraries
+from bagua.extension import CudaLibraries
 
 #: An NVRTC whose machine code names the program and its architecture; at each compilation it writes a line to a file.
 NVRTC = r"""
@@ -143,30 +141,3 @@ def test_a_program_that_does_not_compile_is_an_error_with_the_log(tmp_path: Path
     log = r"own.cu(1): error: update of 5 headers for sm_90\n1 error"
     assert str(caught.value) == f"libnvrtc ({nvrtc.path}): update does not compile for sm_90: {log}"
     assert not (tmp_path / "cache").exists()
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
-def command(library: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """`python -m bagua.cuda compile` with an NVRTC."""
-    return subprocess.run(
-        [sys.executable, "-m", "bagua.cuda", "compile", *map(str, arguments)],
-        env={**os.environ, "BAGUA_LIBNVRTC": str(library)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-
-
-def test_the_command_writes_every_program_for_each_architecture(nvrtc: Pretended, tmp_path: Path) -> None:
-    out = tmp_path / "new" / "folder"
-    ended = command(nvrtc.path, "--out", out)
-    assert ended.returncode == 0, ended.stderr
-    # 121 is none that is compiled for in advance.
-    expected = {f"{name}.sm_{it}.{end}" for name in CUDA_KERNELS for it in (70, 90) for end in ("ptx", "cubin")}
-    assert {path.name for path in out.iterdir()} == expected
-    assert set(ended.stdout.splitlines()) == {str(out / name) for name in expected}
-    assert (out / "update.sm_90.cubin").read_bytes() == CODE
-    assert (out / "update.sm_70.ptx").read_text() == "// update of 5 headers for sm_70"

@@ -21,6 +21,17 @@ from tests.cuda.kernels_on_host import THREADS, UNWRITTEN, Bytes, Kernels
 
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 
+#: Writes the machine code of every program into a folder, in a process of its own.
+COMPILE = """
+import sys
+from pathlib import Path
+from bagua import config
+from bagua.extension import CUDA_KERNELS, CudaLibraries
+libraries, places = CudaLibraries(), config.cuda_places()
+for name in CUDA_KERNELS:
+    Path(sys.argv[1], f"{name}.cubin").write_bytes(libraries.cubin(places, None, name, int(sys.argv[2])))
+"""
+
 
 class DeviceKernels(Kernels):
     """Kernels on device 0. Arrays of `room` have one address for the host and the device; 256 MiB of them at a time."""
@@ -34,8 +45,7 @@ class DeviceKernels(Kernels):
         ]
         self._functions: dict[str, int] = {}
         with tempfile.TemporaryDirectory(prefix="bagua-kernels-") as folder:
-            command = [sys.executable, "-m", "bagua.cuda", "compile", "--out", folder]
-            subprocess.run([*command, "--arch", f"{attribute[0]}{attribute[1]}"], check=True, stdout=subprocess.DEVNULL)
+            subprocess.run([sys.executable, "-c", COMPILE, folder, f"{attribute[0]}{attribute[1]}"], check=True)
             for image in Path(folder).glob("*.cubin"):
                 module = self.driver.get("cuModuleLoadData", image.read_bytes())
                 for name in CUDA_KERNELS[image.name.split(".")[0]]:

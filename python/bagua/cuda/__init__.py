@@ -5,9 +5,9 @@ devices.
 
     print(bagua.cuda.why_not() or bagua.cuda.info()["devices"])
 
-`python -m bagua.cuda` prints `info()`; `python -m bagua.cuda compile --out DIR` compiles the kernels. Importing this
-module loads neither CUDA's libraries nor torch. The driver, NVRTC and NCCL are searched at their first use, and the
-result is kept until the process ends. A child that is forked after the import cannot use CUDA.
+`python -m bagua.cuda` prints `info()`. Importing this module loads neither CUDA's libraries nor torch. The driver,
+NVRTC and NCCL are searched at their first use, and the result is kept until the process ends. A child that is forked
+after the import cannot use CUDA.
 """
 
 from __future__ import annotations
