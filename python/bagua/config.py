@@ -328,17 +328,8 @@ _declared("BAGUA_TRACE_DIR", None, trace_dir)
 
 
 def default_trace_dir() -> str:
-    """Returns the directory of flight records if BAGUA_TRACE_DIR is unset: "bagua" in the system's temporary directory.
-
-    `tempfile.gettempdir` creates and removes a file, which is slow when a thousand ranks of a host fail at once. This
-    function therefore calls it only if no directory of its list is writable.
-    """
-    found = tempfile.tempdir
-    if found is None:
-        named = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
-        places = (os.path.abspath(place) for place in (*named, "/tmp", "/var/tmp", "/usr/tmp") if place)
-        found = next((place for place in places if os.access(place, os.W_OK | os.X_OK)), None)
-    return os.path.join(found or tempfile.gettempdir(), "bagua")
+    """Returns the directory of flight records if BAGUA_TRACE_DIR is unset: "bagua-UID" in the temporary directory."""
+    return os.path.join(tempfile.gettempdir(), f"bagua-{os.geteuid()}")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ The extension calls `of_failure` when it creates the exception of a failed group
 so that a rank that never raised the error also has a record.
 
 By default each job has a folder, and only the newest jobs of a host are kept. The rank that makes a job's folder
-removes the oldest ones. Other ranks never list folders, which would be slow when a thousand ranks fail at once.
+removes the oldest ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import stat
-import threading
 from typing import Any
 
 from bagua import config, extension
@@ -29,13 +28,8 @@ VERSION = 1
 # The name shows which rank wrote the file, and ranks need not coordinate to choose different names.
 _NAME = "rank{rank}-{group}-{pid}-{number}.json"
 
-_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-
 #: Number of jobs per user whose records are kept on a host.
 KEPT_JOBS = 50
-
-#: Name of the thread that removes older jobs.
-REMOVING = "bagua-old-records"
 
 # The id of a job, see `process_state.note_job`.
 _JOB = re.compile(r"[0-9a-f]{16}")
@@ -99,20 +93,17 @@ def _write(directory: str, group: str, rank: int, host: str, error: str) -> str:
         "ops": extension.flight_recorder(),
     }
     text = json.dumps(record, allow_nan=False)
-    with contextlib.ExitStack() as open_folders:
-        if directory != config.default_trace_dir():
-            os.makedirs(directory, exist_ok=True)
-            place, is_first = os.open(directory, _FOLDER), False
-        else:
-            folder, parent = _own_folder(directory)
-            open_folders.callback(os.close, parent)
-            # If ranks have several ids, they share the first one: in an elastic job that of its address book.
-            directory = os.path.join(folder, next(iter(process.jobs), _NO_JOB))
-            place, is_first = _job_folder(directory, parent)
-        open_folders.callback(os.close, place)
-        path = os.path.join(os.path.abspath(directory), _write_new(place, directory, rank, group, text))
-    if is_first:
-        _remove_old_jobs_meanwhile(os.path.dirname(directory))
+    jobs = None
+    if directory == config.default_trace_dir():
+        jobs = _own_folder(directory)
+        # If ranks have several ids, they share the first one: in an elastic job that of its address book.
+        directory = os.path.join(directory, next(iter(process.jobs), _NO_JOB))
+    is_first = jobs is not None and not os.path.exists(directory)
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    path = _write_new(os.path.abspath(directory), rank, group, text)
+    if is_first and jobs is not None:
+        for old in _job_folders(jobs)[:-KEPT_JOBS]:
+            shutil.rmtree(old, ignore_errors=True)
     return path
 
 
@@ -121,67 +112,20 @@ def folders() -> list[str]:
     directory = config.trace_dir()
     if directory is None:
         raise ValueError("BAGUA_TRACE_DIR is empty, so there are no flight records: pass the files")
-    if directory != config.default_trace_dir():
-        return [directory]
-    return [path for candidate in _candidates(directory) for path in (candidate, *_job_folders(candidate))]
+    return [directory, *(_job_folders(directory) if directory == config.default_trace_dir() else ())]
 
 
-def _candidates(directory: str) -> tuple[str, str]:
-    return directory, f"{directory}-{os.geteuid()}"
-
-
-def _own_folder(directory: str) -> tuple[str, int]:
-    """Returns a folder that no other user but root can change, and its descriptor: `directory`, or one with the user's
-    id.
+def _own_folder(directory: str) -> str:
+    """Makes a folder that no other user can change, and returns it. Raises OSError if another user has taken the name.
 
     In a temporary directory, another user may have made a folder or a link of this name.
     """
-    problems = []
-    for candidate in _candidates(directory):
-        try:
-            place, _ = _open_or_make(candidate)
-        except OSError as error:
-            why = "is a symbolic link" if os.path.islink(candidate) else f"cannot be used: {error.strerror}"
-        else:
-            found = os.fstat(place)
-            if found.st_uid not in (0, os.geteuid()):
-                why = f"belongs to user {found.st_uid}"
-            elif found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
-                why = "can be changed by other users"
-            elif not os.access(candidate, os.W_OK | os.X_OK, effective_ids=True):
-                why = "cannot be written to"
-            else:
-                return candidate, place
-            os.close(place)
-        problems.append(f"{candidate} {why}")
-    raise PermissionError(" and ".join(problems))
-
-
-def _open_or_make(path: str, parent: int | None = None) -> tuple[int, bool]:
-    """Returns the descriptor of a folder, and True if this process made it.
-
-    First tries to open the folder, because most ranks of a host find it, and ranks that try to make it wait for each
-    other.
-    """
-    flags = _FOLDER | os.O_NOFOLLOW
-    with contextlib.suppress(FileNotFoundError):
-        return os.open(path, flags, dir_fd=parent), False
-    try:
-        os.mkdir(path, 0o700, dir_fd=parent)
-        is_new = True
-    except FileExistsError:
-        is_new = False
-    return os.open(path, flags, dir_fd=parent), is_new
-
-
-def _job_folder(path: str, parent: int) -> tuple[int, bool]:
-    """Returns the descriptor of a job's folder inside the user's folder, and True if this process made it."""
-    place, is_first = _open_or_make(os.path.basename(path), parent)
-    # All users share root's sticky folder, so another user may have made this one.
-    if os.fstat(place).st_uid != os.geteuid():
-        os.close(place)
-        raise PermissionError(f"{path} belongs to another user")
-    return place, is_first
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(directory, 0o700)
+    found = os.lstat(directory)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{directory} is not a folder that only this user can change")
+    return directory
 
 
 def _job_folders(folder: str) -> list[str]:
@@ -190,37 +134,18 @@ def _job_folders(folder: str) -> list[str]:
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if _JOB.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                about = entry.stat(follow_symlinks=False)
-                if about.st_uid == os.geteuid():
-                    found.append((about.st_mtime_ns, entry.path))
+                found.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.path))
     return [path for _, path in sorted(found)]
 
 
-def _remove_old_jobs_meanwhile(folder: str) -> None:
-    """Runs `_remove_old_jobs` on a thread, so that ranks that continue after a failure need not wait for this one.
-
-    The process does not exit before that thread ends, so that old records do not pile up.
-    """
-    thread = threading.Thread(target=_remove_old_jobs, args=(folder,), name=REMOVING)
-    try:
-        thread.start()
-    # An interpreter that is shutting down cannot start threads. No rank waits for it either.
-    except RuntimeError:
-        _remove_old_jobs(folder)
-
-
-def _remove_old_jobs(folder: str) -> None:
-    for path in _job_folders(folder)[:-KEPT_JOBS]:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _write_new(place: int, directory: str, rank: int, group: str, text: str) -> str:
+def _write_new(directory: str, rank: int, group: str, text: str) -> str:
     for number in range(10_000):
         name = _NAME.format(rank=rank, group=_plain(group), pid=os.getpid(), number=number)
+        path = os.path.join(directory, name)
         # Never write to an existing file, or to a link that another user made.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            descriptor = os.open(name, flags, 0o600, dir_fd=place)
+            descriptor = os.open(path, flags, 0o600)
         except FileExistsError:
             continue
         try:
@@ -229,9 +154,9 @@ def _write_new(place: int, directory: str, rank: int, group: str, text: str) -> 
         except BaseException:
             # Half a record would mislead.
             with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=place)
+                os.unlink(path)
             raise
-        return name
+        return path
     raise FileExistsError(f"{directory} has too many records of rank {rank}")
 
 

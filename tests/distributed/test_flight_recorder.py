@@ -333,8 +333,8 @@ def test_a_rank_that_ends_by_an_exception_has_a_record_too_by_default_in_the_tem
 ) -> None:
     run = world(2, env={"TMPDIR": str(tmp_path)}, expect_exit={1: 1})
     found = run.run(in_the_default_directory, str(tmp_path / "waiting"))[0]
-    assert Path(found).parent.parent == tmp_path / "bagua"
-    assert stat.S_IMODE((tmp_path / "bagua").stat().st_mode) == 0o700
+    assert Path(found).parent.parent == tmp_path / f"bagua-{os.geteuid()}"
+    assert stat.S_IMODE(Path(found).parent.parent.stat().st_mode) == 0o700
     files = sorted(map(str, Path(found).parent.iterdir()))
     assert [json.loads(Path(file).read_text())["rank"] for file in files] == [0, 1]
     shown, _ = merge(capsys, files, tmp_path / "out.json")
