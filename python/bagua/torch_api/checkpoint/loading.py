@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
@@ -85,15 +84,7 @@ def _read_optimizer(folder: Path, ranks: Coordinator) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with _allowed():
+    # Containers in schedulers' states that some versions of torch do not list as safe.
+    with torch.serialization.safe_globals([Counter, OrderedDict, defaultdict, dict]):
         found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return found
-
-
-def _allowed() -> contextlib.AbstractContextManager[None]:
-    """Allows containers in schedulers' states that some versions of torch do not list as safe."""
-    safe_globals = getattr(torch.serialization, "safe_globals", None)
-    if safe_globals is None:
-        return contextlib.nullcontext()
-    found: contextlib.AbstractContextManager[None] = safe_globals([Counter, OrderedDict, defaultdict, dict])
     return found

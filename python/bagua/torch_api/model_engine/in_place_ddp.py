@@ -12,35 +12,17 @@ import torch
 from .engine import ModelEngine
 from .model_checks import is_recorded
 from .state import model_state
-from .torch_hooks import call_after_forward, call_before_forward
+from .torch_hooks import ModelHook, call_after_forward, call_before_forward, unwrapped
 
 _wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped
 _ended = model_state.ended
-
-
-def _unwrapped(module: torch.nn.Module, inputs: Any) -> None:
-    """The forward hook of a copy of a wrapped model. Does nothing, because the copy trains alone."""
-
-
-def _unwrapped_after(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-    """Like :func:`_unwrapped`, after a forward."""
-
-
-def _unwrapped_hook() -> Any:
-    """Returns the forward hook of a model that was pickled."""
-    return _unwrapped
-
-
-def _unwrapped_after_hook() -> Any:
-    """Like :func:`_unwrapped_hook`, after a forward."""
-    return _unwrapped_after
 
 
 def _no_engine() -> None:
     """Stands in for the weak reference to an engine that has ended."""
 
 
-class _ForwardHook:
+class _ForwardHook(ModelHook):
     """Calls a model's engine before each forward. Without an engine, refuses training after the model's group has
     ended.
     """
@@ -52,14 +34,8 @@ class _ForwardHook:
         if not is_recorded():
             call_before_forward(self._ddp, module, inputs)
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _unwrapped
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unwrapped_hook, ()
-
-
-class _AfterForwardHook:
+class _AfterForwardHook(ModelHook):
     """Calls a model's engine after each forward, also if it raised."""
 
     def __init__(self, ddp: ModelEngine) -> None:
@@ -69,15 +45,9 @@ class _AfterForwardHook:
         if not is_recorded():
             call_after_forward(self._ddp, output)
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _unwrapped_after
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unwrapped_after_hook, ()
-
 
 def _is_ours(hook: Any) -> bool:
-    return hook in (_unwrapped, _unwrapped_after) or isinstance(hook, (_ForwardHook, _AfterForwardHook))
+    return hook is unwrapped or isinstance(hook, (_ForwardHook, _AfterForwardHook))
 
 
 @contextlib.contextmanager

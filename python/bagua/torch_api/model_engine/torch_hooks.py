@@ -77,16 +77,26 @@ def at_end_of_backward(callback: Any) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def _unwrapped(*_: Any) -> None:
+def unwrapped(*_: Any) -> None:
     """The hook of a copy of a wrapped model. Does nothing, because the copy trains alone."""
 
 
 def _unwrapped_hook() -> Any:
     """Returns the hook of a model that was pickled."""
-    return _unwrapped
+    return unwrapped
 
 
-class _LoadHook:
+class ModelHook:
+    """Base of the hooks of a wrapped model, which copies and pickles of the model do not have."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return unwrapped
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unwrapped_hook, ()
+
+
+class _LoadHook(ModelHook):
     """Calls an engine before a module of its model gets weights from ``load_state_dict``."""
 
     def __init__(self, ddp: Hooked) -> None:
@@ -95,12 +105,6 @@ class _LoadHook:
     def __call__(self, *_: Any) -> None:
         if (ddp := self._ddp()) is not None:
             ddp.before_load()
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _unwrapped
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unwrapped_hook, ()
 
 
 def follow_loads(ddp: Hooked, modules: Iterable[torch.nn.Module]) -> RemovableHandle:
