@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from bagua import config, extension
 
-__all__ = ["Waiting", "configure", "joined", "log"]
+__all__ = ["Waiting", "configure", "interface_of", "joined", "log"]
 
 log = logging.getLogger("bagua")
 
@@ -70,7 +70,7 @@ def joined(group: extension.Communicator) -> None:
     if not log.isEnabledFor(logging.INFO):
         return
     host = group.listen_host
-    interface = _interface(host)
+    interface = interface_of(host)
     transports = Counter(group.transports)
     del transports["self"]
     log.info(
@@ -99,7 +99,7 @@ def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-def _interface(address: str) -> str | None:
+def interface_of(address: str) -> str | None:
     """Returns the name of the network interface whose main address this is; None if there is none."""
     wanted = ipaddress.ip_address(address)
     with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bagua import config, conflicting_packages, cuda, extension, group, launcher, require_torch
+from bagua import config, conflicting_packages, cuda, extension, group, launcher, log, require_torch
 from bagua.commands import all_reduce_check, machine, tables
 from bagua.errors import BaguaError
 from bagua.metrics.server import why_not_local
@@ -189,7 +189,7 @@ def _network(place: launcher.RankInfo | None, problems: _Problems) -> dict[str, 
         address = group.listen_host((host, port or 1) if host else None, 2, None)
     except (BaguaError, ValueError) as error:
         problems.add("network", error, "set MASTER_ADDR to an address of rank 0's host that this host can reach")
-    interface = None if address is None else machine.interface_of(address)
+    interface = None if address is None else log.interface_of(address)
     mtu = None if interface is None else machine.mtu_of(interface)
     return {"interface": interface, "address": address, "mtu": mtu}
 

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
-import ipaddress
 import os
 import resource
 import socket
-import struct
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cpu_quota", "hard_limit_of_files", "interface_of", "limits", "machine", "mtu_of", "shm", "tcp"]
-
-# From linux/sockios.h.
-_SIOCGIFADDR = 0x8915
+__all__ = ["cpu_quota", "hard_limit_of_files", "limits", "machine", "mtu_of", "shm", "tcp"]
 
 
 def machine() -> dict[str, Any]:
     """Returns the number of cores that this process may use, the bytes of memory, and the kernel's release."""
     return {
-        "cores": _cores(),
+        "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": os.uname().release,
     }
-
-
-def _cores() -> int:
-    """Returns the number of cores that this process may use. macOS cannot restrict them, so all count there."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def limits() -> dict[str, Any]:
@@ -81,8 +70,6 @@ def _quota_at(folder: Path) -> list[float]:
 
 def shm() -> tuple[bool, str]:
     """Returns True if ranks on this host can share memory, and the reason."""
-    if not hasattr(os, "memfd_create"):
-        return False, "this system has no anonymous files: ranks of one host use TCP"
     try:
         descriptor = os.memfd_create("bagua-doctor")
         try:
@@ -108,28 +95,6 @@ def tcp() -> tuple[bool, str]:
         else:
             return True, f"a connection over loopback ({address}) works"
     return False, f"no connection over loopback: {'; '.join(why)}"
-
-
-def interface_of(address: str) -> str | None:
-    """Returns the interface that has the address; None if there is none."""
-    wanted = ipaddress.ip_address(address)
-    if wanted.version == 6:
-        try:
-            lines = Path("/proc/net/if_inet6").read_text().splitlines()
-        except OSError:
-            return None
-        return next((line.split()[-1] for line in lines if int(line.split()[0], 16) == int(wanted)), None)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                # This interface has no IPv4 address.
-                continue
-            if answer[20:24] == wanted.packed:
-                return name
-    return None
 
 
 def mtu_of(interface: str) -> int | None:
