@@ -1,4 +1,4 @@
-"""Codecs on CUDA arrays: the host's bytes, the order of streams, lifetimes, refusals, failures.
+"""Codecs on CUDA arrays: the host's bytes, the order of streams, lifetimes, refusals.
 
 On the simulated driver, which runs the kernels that the machine code names, compiled for the host. Where there is no
 NVRTC, a pretended one names them.
@@ -102,15 +102,6 @@ def test_arrays_may_be_at_any_address_and_cut_into_any_chunks(cuda: Cuda, name: 
         check(cuda, name, cases.elements("normal", name, 1)[:0], by=by)
 
 
-@on_ranks(1, arrays)
-def test_a_million_elements_are_encoded_by_many_blocks(cuda: Cuda) -> None:
-    check(cuda, "f32", cases.elements("normal", "f32", 1_000_000))
-    check(cuda, "f16", cases.elements("normal", "f16", 1_000_000), 5, offset=1)
-    check(cuda, "bf16", cases.elements("huge", "bf16", 1_000_000), 32, shift=3)
-    check(cuda, "f32", cases.elements("normal", "f32", 1_000_000), by="bf16")
-    check(cuda, "bf16", cases.elements("huge", "bf16", 999_999), 3, offset=1, by="f16")
-
-
 def every_half(rank: int) -> None:
     """Signalling NaNs too, which become quiet also where the type stays."""
     cuda, halves = Cuda(), np.arange(1 << 16, dtype=np.uint16)
@@ -126,22 +117,6 @@ def test_halves_of_all_bits_are_converted_as_on_the_host(rank: Any, ranks: Ranks
     rank(every_half)
     # One launch each way, whatever the chunks are.
     assert ranks.reports[0]["calls"]["cuLaunchKernel"] == 6 * 2
-
-
-def large_chunks(rank: int) -> None:
-    cuda, codec = Cuda(), bagua.Codec("minmax_u8")
-    # Three chunks of 8 MiB.
-    held = np.tile(cases.elements("normal", "f32", 1 << 10), 3 << 11)
-    held[::999_983] = cases.elements("huge", "f32", 7)
-    x, out = cuda.array(held.view(np.float32)), cuda.empty(codec.encoded_bytes(held.size, chunks=3), np.uint8)
-    codec.encode(x, chunks=3, out=out)
-    assert np.array_equal(out.read(), cases.core_encode("minmax_u8", "f32", held, 3))
-    cuda.close()
-
-
-def test_large_chunks_are_encoded_by_two_launches(rank: Any, ranks: Ranks) -> None:
-    rank(large_chunks)
-    assert ranks.reports[0]["calls"]["cuLaunchKernel"] == 2
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
@@ -285,46 +260,3 @@ def without_nvrtc(rank: int) -> None:
 
 def test_without_nvrtc_the_error_names_it(rank: Any, tmp_path: Path) -> None:
     rank(without_nvrtc, BAGUA_LIBNVRTC="/nowhere/libnvrtc.so", XDG_CACHE_HOME=tmp_path)
-
-
-# --- failures ---------------------------------------------------------------------------------------------------------
-
-
-def failing(rank: int, functions: list[str]) -> None:
-    cuda, codec = Cuda(), bagua.Codec("minmax_u8")
-    x, out = cuda.array(ONES), cuda.empty(RECORD, np.uint8)
-    for function in functions:
-        with pytest.raises(bagua.DeviceError, match=f"{function} failed") as raised:
-            codec.encode(x, out=out)
-        assert (raised.value.api, raised.value.code, raised.value.device) == (function, 2, 0)
-    codec.encode(x, out=out)
-    assert np.array_equal(out.read(), codec.encode(ONES))
-    back = cuda.empty(1000, np.float32)
-    codec.decode(out, back)
-    assert back.read().tolist() == ONES.tolist()
-    cuda.close()
-
-
-@pytest.mark.parametrize(
-    "calls",
-    [
-        "cuModuleLoadData:1",
-        "cuModuleGetFunction:3",
-        "cuStreamIsCapturing:1",
-        "cuMemAllocAsync:1",
-        "cuLaunchKernel:1",
-        "cuLaunchKernel:2",
-        "cuMemFreeAsync:1",
-        # After two for each of the two devices.
-        "cuDeviceGetAttribute:5",
-    ],
-)
-def test_a_call_that_fails_is_an_error_and_the_next_one_works(ranks: Ranks, calls: str) -> None:
-    fails = calls.split(":")[0]
-    # Memory whose freeing failed is not freed.
-    ranks(1, failing, [fails], clean=fails != "cuMemFreeAsync", BAGUA_SIM_FAIL=f"{calls}:2")
-    assert ranks.reports[0]["faults"] == []
-    assert ranks.reports[0]["leaked"] == (fails == "cuMemFreeAsync")
-
-
-# --- breaks -----------------------------------------------------------------------------------------------------------

@@ -58,13 +58,6 @@ def test_a_block_that_is_marked_runnable_runs(marks: frozenset[str], code: str, 
 
 
 @pytest.mark.parametrize(
-    "code", [pytest.param(code, id=f"{path.relative_to(ROOT)}:{line}") for path, line, _, code in BLOCKS]
-)
-def test_every_python_block_is_python(code: str) -> None:
-    compile(code, "block", "exec")
-
-
-@pytest.mark.parametrize(
     ("path", "line", "marks"),
     [pytest.param(path, line, marks, id=f"{path.relative_to(ROOT)}:{line}") for path, line, marks, _ in BLOCKS],
 )
