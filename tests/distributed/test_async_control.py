@@ -21,7 +21,6 @@ from bagua.torch_api.communication import get_backend
 from tests.distributed.async_ranks import (
     LAYOUTS,
     NEVER,
-    Slopes,
     all_are,
     fill,
     rest,
@@ -106,21 +105,6 @@ def a_state_contains_whether_the_warm_up_is_over(rank: int) -> None:
     other = torch.nn.Linear(2, 2).with_bagua([], GradientAllReduceAlgorithm())
     with pytest.raises(ValueError, match="'async', not of 'gradient_allreduce'"):
         other.bagua_algorithm.load_state_dict(states[0][2])
-
-
-def an_overflow_on_one_rank_skips_its_step_alone(rank: int) -> None:
-    model, optimizer, impl = wrapped(interval=NEVER)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for number in range(4):
-        optimizer.zero_grad()
-        overflow = number == 1 and rank == 0
-        scaler.scale(model(float("inf") if overflow else 1.0)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert all(torch.isfinite(part).all() for part in values(model))
-    assert torch.equal(values(model)[0], Slopes().weight0 - 2**-6 * (3 if rank == 0 else 4))
-    impl.synchronize(model)
-    assert same_bits(*values(model))
 
 
 def an_execution_of_the_operation_alone_is_one_round(rank: int) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import pytest
 import torch
 
 import bagua as neutral
 import bagua.torch_api as bagua
-from bagua.errors import BaguaError
 from bagua.torch_api.algorithms import Algorithm, DiLoCoAlgorithm, LocalSGDAlgorithm
 from tests.distributed.compressed_oracle import CompressedAllReduce
 from tests.distributed.local_sgd_simulation import (
@@ -24,8 +21,6 @@ from tests.distributed.local_sgd_simulation import (
     rounds,
     sgd,
 )
-from tests.distributed.states import load
-from tests.distributed.states import saved as states_of
 from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, hosts, same_everywhere
 
 Outer = tuple[float, float, bool]
@@ -142,65 +137,6 @@ def unused_and_sparse_parameters_travel(rank: int) -> None:
     assert rounds(model) == 2
 
 
-def a_resumed_run_goes_on_to_the_bit(rank: int) -> None:
-    for feedback in (False, True):
-        algorithm = DiLoCoAlgorithm(
-            4, hierarchical=False, compression="f16" if feedback else None, error_feedback=feedback
-        )
-        # Inside a round, and right after one.
-        for saved in (6, 8):
-            model = net()
-            optimizer = sgd(model)
-            model.with_bagua([optimizer], algorithm, bucket_size=SMALL)
-            for step in range(13):
-                if step == saved:
-                    states = states_of(model, optimizer)
-                    state = states[2]
-                    assert state.keys() == {
-                        "algorithm",
-                        "step",
-                        "round",
-                        "rank",
-                        "world_size",
-                        "members",
-                        "anchor",
-                        "outer_momentum",
-                    } | ({"error"} if feedback else set())
-                    assert (state["algorithm"], state["step"], state["round"]) == ("diloco", saved, saved // 4)
-                local_step(model, optimizer, data(rank, step))
-            resumed = net()
-            optimizer = sgd(resumed)
-            resumed.with_bagua([optimizer], algorithm, bucket_size=SMALL if feedback else 1 << 20)
-            load(resumed, optimizer, states)
-            for step in range(saved, 13):
-                local_step(resumed, optimizer, data(rank, step))
-            assert equal(resumed, model)
-            assert rounds(resumed) == 3
-    other = net().with_bagua([], LocalSGDAlgorithm())
-    with pytest.raises(ValueError, match=r"'diloco'.*'local_sgd'"):
-        other.bagua_algorithm.load_state_dict(states[2])
-
-
-def weights_that_are_loaded_after_wrapping_do_not_count_as_training(rank: int) -> None:
-    for algorithm, outer in variants():
-        model = net()
-        optimizer = sgd(model)
-        model.with_bagua([optimizer], algorithm)
-        states = states_of(model, optimizer)
-        with torch.no_grad():
-            model[0].weight.add_(1.0)
-        loaded = copy.deepcopy(model.state_dict())
-        model.eval()(data(rank, 0))
-        model.train()
-        if outer != PLAIN:
-            for _ in range(2):
-                with pytest.raises(BaguaError, match=r"parameter '0\.weight' .* changed outside of training"):
-                    model(data(rank, 0))
-        model.bagua_algorithm.load_state_dict(states[2])
-        model.load_state_dict(loaded)
-        local_step(model, optimizer, data(rank, 0))
-
-
 CASES = cases_in(globals())
 
 test = each_case(CASES, *HOSTED)
@@ -225,13 +161,3 @@ def test_options_out_of_range_are_refused() -> None:
     for outer_momentum in (-0.1, 1.0, float("nan")):
         with pytest.raises(ValueError, match="outer_momentum"):
             DiLoCoAlgorithm(outer_momentum=outer_momentum)
-
-
-def test_they_are_registered_by_name() -> None:
-    assert Algorithm.init("local_sgd", communication_interval=3).describe() == (
-        "local_sgd(communication_interval=3, hierarchical=True, compression=None, error_feedback=False)"
-    )
-    assert Algorithm.init("diloco").describe() == (
-        "diloco(communication_interval=100, outer_lr=0.7, outer_momentum=0.9, nesterov=True, hierarchical=True, "
-        "compression=None, error_feedback=False)"
-    )

@@ -3,51 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import torch
 
 import bagua.torch_api as bagua
-from bagua.torch_api.algorithms import DiLoCoAlgorithm, LocalSGDAlgorithm
+from bagua.torch_api.algorithms import LocalSGDAlgorithm
 from tests.distributed.local_sgd_simulation import Simulation, data, equal, local_step, net, rounds, sgd
 from tests.distributed.torch_ranks import HOSTED, cases_in, each_case, same_everywhere
 from tests.world import make_world
-
-
-def an_overflow_on_one_rank_delays_no_other(rank: int) -> None:
-    size = bagua.get_world_size()
-    model = net()
-    optimizer = sgd(model)
-    model.with_bagua([optimizer], DiLoCoAlgorithm(2))
-    simulated = Simulation(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000, backoff_factor=0.999)
-    # Steps 1, 3 and 5 end with a round; in step 5 every rank overflows.
-    overflows = {1: [size - 1], 2: [0], 3: [0], 5: list(range(size))}
-    for step in range(8):
-        optimizer.zero_grad()
-        loss = model(data(rank, step)).square().mean()
-        if rank in overflows.get(step, []):
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        # As programs do for their log, before the step and after it.
-        bagua.allreduce_inplace(torch.zeros(1))
-        scaler.step(optimizer)
-        bagua.allreduce_inplace(torch.zeros(1))
-        scaler.update(4.0)
-        for other in range(size):
-            if other not in overflows.get(step, []):
-                optimizer_of = simulated.optimizers[other]
-                optimizer_of.zero_grad()
-                (simulated.models[other](data(other, step)).square().mean() * 4.0).backward()
-                for param in simulated.models[other].parameters():
-                    param.grad.mul_(0.25)
-                optimizer_of.step()
-        if step % 2:
-            simulated.round(0.7, 0.9, True)
-        if step % 2 == 0 or rank not in overflows.get(step, []):
-            assert equal(model, simulated.models[rank]), f"step {step}"
-    assert rounds(model) == 4
-    assert same_everywhere(*model.parameters())
 
 
 def an_optimizer_that_is_not_called_delays_the_round_to_the_next_forward(rank: int) -> None:
@@ -72,31 +35,6 @@ def an_optimizer_that_is_not_called_delays_the_round_to_the_next_forward(rank: i
     model.bagua_algorithm.state_dict()
     assert rounds(model) == 3
     assert equal(model, simulated.models[rank])
-
-
-def every_optimizer_of_the_model_steps_before_a_round(rank: int) -> None:
-    size = bagua.get_world_size()
-
-    def both(model: Any) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.Adam(model[2].parameters(), lr=0.01)]
-
-    model = net()
-    optimizers = both(model)
-    stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    model.with_bagua([*optimizers, stranger], LocalSGDAlgorithm(1))
-    alone = Simulation(model)
-    theirs = [both(each) for each in alone.models]
-    for step in range(4):
-        order = (0, 1) if step % 2 else (1, 0)
-        for each, mine, who in [*zip(alone.models, theirs, range(size), strict=True), (model, optimizers, rank)]:
-            each.zero_grad()
-            each(data(who, step)).square().mean().backward()
-            for number in order:
-                assert each is not model or rounds(model) == step
-                mine[number].step()
-        assert rounds(model) == step + 1
-        alone.round()
-        assert equal(model, alone.models[rank])
 
 
 def no_sync_makes_one_step_of_several_backwards(rank: int) -> None:

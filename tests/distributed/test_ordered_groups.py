@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import signal
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,8 +13,6 @@ from bagua.process_state import process
 from tests.distributed import test_neutral_verbs as verbs
 from tests.groups import arrive_waiting, on_ranks
 from tests.waits import await_arrival
-
-World = Callable[..., Any]
 
 #: One host, TCP alone, and two hosts, of 3 and 4 ranks: the options of a world, and orders of its ranks.
 PLACES = [
@@ -109,53 +104,6 @@ def test_verbs_messages_and_arenas_follow_the_order(rank: int, size: int, option
         world.barrier()
     with pytest.raises(ValueError, match="each rank only once"):
         world.new_group([1, 0, 1], ordered=True)
-
-
-def lose_one(rank: int, order: list[int], victim: int) -> list[Any]:
-    world = bagua.init(timeout=60)
-    group = world.new_group(order, ordered=True)
-    other = world.new_group([r for r in reversed(order) if r != victim], ordered=True)
-    assert group is not None
-    group.barrier()
-    if other is not None:
-        other.barrier()
-    # No rank dies while another still opens a group: a barrier that one rank has left may still hold others.
-    if rank == victim:
-        for other_rank in (r for r in range(world.size) if r != victim):
-            world.recv(np.empty(1, np.float32), other_rank)
-        os.kill(os.getpid(), signal.SIGKILL)
-    world.send(np.zeros(1, np.float32), victim)
-    assert other is not None
-    found: list[Any] = []
-    x = np.empty(3, np.float32)
-    with pytest.raises(bagua.PeerLostError) as caught:
-        group.recv(x, order.index(victim))
-    found.append(caught.value.rank)
-    with pytest.raises(bagua.PeerLostError) as caught:
-        group.all_reduce(x)
-    found.append(caught.value.rank)
-    # A group without the rank that is lost goes on.
-    check_place(other, [r for r in reversed(order) if r != victim], rank)
-    # The survivors of the world, whose ranks are new; they order themselves again.
-    rest = world.shrink()
-    assert rest.former_ranks is not None
-    places = [rest.former_ranks.index(r) for r in order if r != victim]
-    again = rest.new_group(places, ordered=True)
-    assert again is not None
-    check_place(again, places, rest.rank)
-    with pytest.raises(ValueError, match="sub-group"):
-        again.shrink()
-    bagua.shutdown()
-    return found
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"env": {"BAGUA_TRANSPORT": "tcp"}}, {"hosts": [[0, 1], [2, 3]]}], ids=["shm", "tcp", "hosts"]
-)
-def test_a_killed_rank_is_named_by_its_world_rank(world: World, options: dict[str, Any]) -> None:
-    order, victim = [2, 3, 0, 1], 3
-    found = world(4, expect_exit={victim: -signal.SIGKILL}, **options).run(lose_one, order, victim)
-    assert [names for rank, names in enumerate(found) if rank != victim] == [[victim, victim]] * 3
 
 
 @on_ranks(3)

@@ -52,65 +52,6 @@ def an_arena_is_refused_before_any_communication(rank: int) -> None:
         assert bagua.empty(3, torch.int64, group).tolist() == [0, 0, 0]
 
 
-def the_methods_of_a_communicator_equal_the_functions(rank: int) -> None:
-    size = bagua.get_world_size()
-    comm = bagua.new_group().get_global_communicator()
-    mine, out = torch.full((size,), float(rank)), torch.zeros(size)
-    total, shard = float(sum(range(size))), torch.zeros(1)
-    assert (comm.rank(), comm.nranks(), comm.device_id()) == (rank, size, -1)
-    comm.allreduce(mine, out)
-    assert out.tolist() == [total] * size
-    for call, expected in (
-        (lambda t: comm.allreduce_inplace(t, bagua.ReduceOp.MAX), [size - 1] * size),
-        (lambda t: comm.allreduce_coalesced_inplace([t]), [total] * size),
-        (lambda t: comm.reduce_inplace(t, 0), [total] * size if rank == 0 else [rank] * size),
-        (lambda t: comm.broadcast(t, size - 1), [size - 1] * size),
-        (lambda t: comm.broadcast_coalesced([t], size - 1), [size - 1] * size),
-        (lambda t: comm.allgather_inplace(t), list(range(size))),
-        (lambda t: comm.alltoall_inplace(t), list(range(size))),
-        (lambda t: comm.alltoall_v_inplace(t, [1] * size, range(size)), list(range(size))),
-        (lambda t: comm.gather_inplace(t, 1, 0), list(range(size)) if rank == 0 else [rank] * size),
-    ):
-        tensor = mine.clone()
-        call(tensor)
-        assert tensor.tolist() == expected
-    part = mine.clone()
-    comm.reduce_scatter_inplace(part)
-    assert part[rank] == total
-    comm.scatter_inplace(part.fill_(rank), 1, size - 1)
-    assert part[rank] == size - 1
-    comm.reduce(mine, out.zero_(), 0)
-    assert out.tolist() == ([total] * size if rank == 0 else [0.0] * size)
-    comm.reduce_scatter(mine, shard)
-    assert shard.item() == total
-    comm.allgather(torch.tensor([float(rank)]), out)
-    assert out.tolist() == list(range(size))
-    comm.gather(torch.tensor([float(rank)]), out.zero_(), 0)
-    assert out.tolist() == (list(range(size)) if rank == 0 else [0.0] * size)
-    comm.scatter(mine, shard, size - 1)
-    assert shard.item() == size - 1
-    for exchange in (
-        lambda: comm.alltoall(mine, out.zero_()),
-        lambda: comm.alltoall_v(mine, [1] * size, range(size), out.zero_(), [1] * size, range(size)),
-    ):
-        exchange()
-        assert out.tolist() == list(range(size))
-    assert comm.broadcast_object({"from": rank}, size - 1) == {"from": size - 1}
-    assert comm.allgather_object("x" * rank) == ["x" * each for each in range(size)]
-    handle = comm.allreduce_inplace(mine, async_op=True)
-    handle.wait()
-    assert mine.tolist() == [total] * size
-    if size > 1 and rank < 2:
-        if rank == 0:
-            comm.send(torch.tensor([5.0]), 1)
-        else:
-            comm.recv(shard, 0)
-            assert shard.item() == 5.0
-    comm.barrier()
-    with pytest.raises(NotImplementedError, match="new_group"):
-        comm.generate_nccl_unique_id_str()
-
-
 def methods_outside_the_group_have_no_effect(rank: int) -> None:
     comm = bagua.new_group([0]).get_global_communicator()
     if rank == 0:

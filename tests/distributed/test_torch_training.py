@@ -63,23 +63,6 @@ def buffers_and_frozen_parameters_start_equal(rank: int) -> None:
     assert torch.equal(model.phase, torch.zeros(2, dtype=torch.complex64))
 
 
-def a_forward_may_come_twice_before_a_backward(rank: int) -> None:
-    class Scaled(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(3))
-            self.register_buffer("factor", torch.ones(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            # The buffer is saved for backward, and broadcast again by the second forward.
-            return self.weight * self.factor * x
-
-    model = Scaled()
-    wrapped(model)
-    (model(torch.ones(3)).sum() + model(torch.ones(3)).sum()).backward()
-    assert torch.equal(model.weight.grad, torch.full((3,), 2.0))
-
-
 def ignored_parameters_and_buffers_stay_apart(rank: int) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     model._bagua_params_and_buffers_to_ignore = ["0.bias"]
@@ -105,28 +88,6 @@ def an_old_gradient_of_an_unused_parameter_does_not_change(rank: int) -> None:
     assert torch.equal(model.right.weight.grad, before)
 
 
-def a_second_backward_without_a_forward_is_communicated_too(rank: int) -> None:
-    model = torch.nn.Linear(3, 2)
-    wrapped(model)
-    loss = (model(torch.ones(1, 3)) * (rank + 1)).sum()
-    loss.backward(retain_graph=True)
-    once = model.weight.grad.clone()
-    loss.backward()
-    assert same_everywhere(model.weight.grad)
-    assert torch.allclose(model.weight.grad, 2 * once)
-
-
-def a_parameter_used_only_under_no_sync_is_sent_by_the_next_backward(rank: int) -> None:
-    model = ChosenLayers(3, 2)
-    del model.never
-    wrapped(model)
-    with model.bagua_ddp.no_sync():
-        model(torch.ones(1, 3) * rank, "right").sum().backward()
-    model(torch.ones(1, 3), "left").sum().backward()
-    size = bagua.get_world_size()
-    assert torch.allclose(model.right.weight.grad, torch.full((2, 3), (size - 1) / 2))
-
-
 def tied_weights_are_in_one_bucket(rank: int) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     model[1].weight = model[0].weight
@@ -134,15 +95,6 @@ def tied_weights_are_in_one_bucket(rank: int) -> None:
     twin = copy.deepcopy(model)
     assert twin[1].weight is twin[0].weight
     assert sum(len(bucket.tensors) for bucket in model.bagua_buckets) == 3
-
-
-def a_gradient_with_gaps_is_averaged_too(rank: int) -> None:
-    for do_flatten in (True, False):
-        model = torch.nn.Linear(4, 2, bias=False)
-        wrapped(model, do_flatten=do_flatten)
-        model.weight.grad = torch.zeros(2, 8)[:, ::2]
-        (model(torch.ones(1, 4)) * (rank + 1)).sum().backward()
-        assert torch.allclose(model.weight.grad, torch.full((2, 4), (bagua.get_world_size() + 1) / 2))
 
 
 def checkpoints_are_waited_for_whole(rank: int) -> None:
