@@ -338,6 +338,11 @@ def an_error_of_one_rank_is_an_error_on_all(rank: int) -> None:
     assert load_checkpoint(path, model, optimizer) == 1
 
 
+def layers_with_different_numbers_of_experts_are_not_saved(rank: int) -> None:
+    with pytest.raises(NotImplementedError, match="layers with 1, 2 experts per rank"):
+        save_checkpoint(1, folder(rank), nn.Sequential(layer(1), layer(2)))
+
+
 CASES = cases_in(globals())
 
 test = each_case(CASES, 2, 4)

@@ -49,10 +49,9 @@ def model_file(folder: Path) -> Path:
     return folder / "mp_rank_00_model_states.pt"
 
 
-def expert_file(folder: Path, expert: int, layer: int | None) -> Path:
-    """Returns the path of one expert's parameters. ``layer`` is None if all layers have the same number of experts."""
-    name = f"expert_{expert}_mp_rank_00_model_states.pt"
-    return folder / (name if layer is None else f"layer_{layer}_{name}")
+def expert_file(folder: Path, expert: int) -> Path:
+    """Returns the path of one expert's parameters in all layers."""
+    return folder / f"expert_{expert}_mp_rank_00_model_states.pt"
 
 
 def optimizer_file(folder: Path, rank: int) -> Path:
@@ -88,40 +87,37 @@ class ExpertKeys:
     def __init__(self, model: torch.nn.Module, rank: int) -> None:
         self.rank = rank
         layers = [(name, child) for name, child in model.named_modules() if isinstance(child, MOELayer)]
-        # (prefix of the experts' keys, number of experts per rank) of each layer.
-        self._layers = [
-            (f"{name}.{_EXPERTS}" if name else _EXPERTS, layer.experts.num_local_experts) for name, layer in layers
-        ]
-        # If every layer has the same number of experts, one file per expert holds that expert of all layers.
-        self.uniform = len({count for _, count in self._layers}) <= 1
+        # Of the experts' keys, by layer.
+        self._prefixes = [f"{name}.{_EXPERTS}" if name else _EXPERTS for name, _ in layers]
+        counts = {layer.experts.num_local_experts for _, layer in layers}
+        if len(counts) > 1:
+            raise NotImplementedError(
+                f"layers with {', '.join(map(str, sorted(counts)))} experts per rank cannot be in one checkpoint: save "
+                "each rank's model.state_dict() with torch.save"
+            )
+        # Number of experts of each layer on a rank.
+        self._count = max(counts, default=0)
 
     def __bool__(self) -> bool:
-        return bool(self._layers)
+        return bool(self._prefixes)
 
-    def split(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[tuple[int, int | None], dict[str, Any]]]:
-        """Splits a state into the entries that all ranks share, and those of each expert by (number in the job,
-        layer).
-        """
+    def split(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+        """Splits a state into the entries that all ranks share, and those of each expert by its number in the job."""
         shared: dict[str, Any] = {}
-        experts: dict[tuple[int, int | None], dict[str, Any]] = {file: {} for file in self.files()}
+        experts: dict[int, dict[str, Any]] = {number: {} for number in self.numbers()}
         for key, value in state.items():
             place = self._place(key)
             if place is None:
                 shared[key] = value
                 continue
-            layer, local, rest = place
-            prefix, count = self._layers[layer]
-            number = self.rank * count + local
-            experts[number, None if self.uniform else layer][f"{prefix}{number}{rest}"] = value
+            prefix, local, rest = place
+            number = self.rank * self._count + local
+            experts[number][f"{prefix}{number}{rest}"] = value
         return shared, experts
 
-    def files(self) -> list[tuple[int, int | None]]:
-        """Returns (number of the expert in the job, layer) of every file of this rank."""
-        found: dict[tuple[int, int | None], None] = {}
-        for layer, (_, count) in enumerate(self._layers):
-            for local in range(count):
-                found[self.rank * count + local, None if self.uniform else layer] = None
-        return list(found)
+    def numbers(self) -> range:
+        """Returns the numbers in the job of this rank's experts."""
+        return range(self.rank * self._count, (self.rank + 1) * self._count)
 
     def localise(self, state: dict[str, Any]) -> dict[str, Any]:
         """Renames the keys of an expert's file from the expert's number in the job to its number on this rank."""
@@ -132,19 +128,18 @@ class ExpertKeys:
                 raise BaguaError(
                     f"the file of an expert holds {key!r}, which does not belong to an expert of this model"
                 )
-            layer, number, rest = place
-            prefix, count = self._layers[layer]
-            found[f"{prefix}{number - self.rank * count}{rest}"] = value
+            prefix, number, rest = place
+            found[f"{prefix}{number - self.rank * self._count}{rest}"] = value
         return found
 
-    def _place(self, key: str) -> tuple[int, int, str] | None:
-        """Returns layer, expert number, and the rest of the key from its dot on; None for a key that all ranks
+    def _place(self, key: str) -> tuple[str, int, str] | None:
+        """Returns prefix, expert number, and the rest of the key from its dot on; None for a key that all ranks
         share.
         """
-        for layer, (prefix, _) in enumerate(self._layers):
+        for prefix in self._prefixes:
             if key.startswith(prefix):
                 number, _, rest = key.removeprefix(prefix).partition(".")
-                return layer, int(number), f".{rest}"
+                return prefix, int(number), f".{rest}"
         return None
 
 

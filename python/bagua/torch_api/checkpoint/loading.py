@@ -52,8 +52,8 @@ def load_checkpoint(
         keys = ExpertKeys(model, ranks.rank)
         state, states = dict(whole["model"]), whole
         if keys:
-            for number, layer in keys.files():
-                state.update(keys.localise(_read(expert_file(folder, number, layer))))
+            for number in keys.numbers():
+                state.update(keys.localise(_read(expert_file(folder, number))))
             if optimizer is not None:
                 states = {**whole, **_read_optimizer(folder, ranks)}
         for what, target in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):

@@ -84,7 +84,7 @@ def _contents(
     whole: dict[str, Any] = {"iteration": iteration, "model": shared}
     if lr_scheduler is not None:
         whole["lr_scheduler"] = lr_scheduler.state_dict()
-    files = {expert_file(folder, number, layer): state for (number, layer), state in experts.items()}
+    files = {expert_file(folder, number): state for number, state in experts.items()}
     if optimizer is not None:
         if keys:
             files[optimizer_file(folder, rank)] = {"optimizer": optimizer.state_dict()}
