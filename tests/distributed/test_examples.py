@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import signal
 import subprocess
@@ -102,3 +103,16 @@ def test_the_example_of_the_backend_draws_its_loss(tmp_path: Path) -> None:
     assert world.run(run_example, "ddp_backend.py", ["--png", str(picture)]) == [0, 0]
     assert "2 ranks on bagua" in world.output[0]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_example_of_aggregation_learns_and_compression_sends_less() -> None:
+    world = World(2, timeout=150.0)
+    assert world.run(run_example, "aggregation.py", []) == [0, 0]
+    lines = re.findall(r"^(\S.*?) +(\d+) bytes a step, loss ([\d.]+)$", world.output[0], re.MULTILINE)
+    cost = {variant: int(size) for variant, size, _ in lines}
+    assert set(cost) == {"all-reduce", "low rank", "sparsified", "CentralizedSGD", "DecentralizedSGD"}
+    assert cost["low rank"] < cost["all-reduce"] / 4
+    assert cost["sparsified"] < cost["all-reduce"] / 2
+    # An untrained model is at about 0.9.
+    assert max(float(loss) for _, _, loss in lines) < 0.6
+    assert "replicas are equal" in world.output[0]
