@@ -1,7 +1,7 @@
 //! Frames over one authenticated connection, sent and received by a thread that waits for them.
 
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{IpAddr, TcpStream};
 use std::time::Duration;
 
 use tokio::net::ToSocketAddrs;
@@ -9,7 +9,6 @@ use tokio::net::ToSocketAddrs;
 use super::connection::{ControlConn, DataConn, Socket};
 use super::fork::ForkFd;
 use super::handshake::{self, Failed, Hello, Key};
-use super::rendezvous::runtime;
 use super::tls::Ends;
 use crate::error::{Error, Result};
 use crate::wait::Deadline;
@@ -45,7 +44,10 @@ impl Frames {
         retries: fn(&Failed) -> bool,
     ) -> Result<std::result::Result<Frames, Failed>> {
         let attempt = async || {
-            let mut conn = ControlConn::connect(tokio::net::TcpStream::connect(&at).await?, tls).await?;
+            // The operating system would try for minutes to reach a host that is down.
+            let connecting = tokio::time::timeout(handshake::STEP_TIMEOUT, tokio::net::TcpStream::connect(&at)).await;
+            let stream = connecting.map_err(|_| Failed::broken("no answer"))??;
+            let mut conn = ControlConn::connect(stream, tls).await?;
             handshake::connect(&mut conn.socket, hello, key).await?;
             Ok::<_, Failed>(conn.into_data()?)
         };
@@ -59,7 +61,8 @@ impl Frames {
                 tokio::time::sleep(RETRY_PAUSE).await;
             }
         };
-        let runtime = runtime()?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let runtime = runtime.map_err(|e| Error::system("starting to connect", e))?;
         let outcome = runtime.block_on(async { tokio::time::timeout(limit, connecting).await });
         // A name lookup that is still running must not delay the return.
         runtime.shutdown_background();
@@ -69,6 +72,12 @@ impl Frames {
     /// Who is at the other end, for error texts.
     pub(super) fn whom(&self) -> &str {
         &self.whom
+    }
+
+    /// This host's address on the connection.
+    pub(super) fn local_address(&self) -> Result<IpAddr> {
+        let address = self.tcp()?.local_addr();
+        address.map(|address| address.ip()).map_err(|e| Error::system("the address of a connection", e))
     }
 
     fn tcp(&self) -> Result<&TcpStream> {

@@ -68,11 +68,6 @@ impl Key {
         Key(hmac(secret, &[purpose]).finalize().into_bytes().into())
     }
 
-    /// The key of the rendezvous of a job with this secret.
-    pub(super) fn of_rendezvous(secret: &[u8]) -> Key {
-        Key::new(secret, b"rendezvous")
-    }
-
     /// The key of the TLS connections of a job with this secret.
     pub(super) fn of_tls(secret: &[u8]) -> Key {
         Key::new(secret, b"tls ed25519")
@@ -115,11 +110,9 @@ pub(super) enum Purpose {
     Stream = 2,
     /// Passing a descriptor of shared memory.
     Segment = 3,
-    /// Exchange of addresses before the group exists.
-    Rendezvous = 4,
     /// Joining an elastic job.
     Join = 5,
-    /// Requests to the server of a store.
+    /// Requests to the server of a store, or of a rendezvous.
     Store = 6,
     /// Messages of one direction.
     Messages = 7,
@@ -173,7 +166,6 @@ impl Hello {
             1 => Purpose::Control,
             2 => Purpose::Stream,
             3 => Purpose::Segment,
-            4 => Purpose::Rendezvous,
             5 => Purpose::Join,
             6 => Purpose::Store,
             7 => Purpose::Messages,

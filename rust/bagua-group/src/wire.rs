@@ -17,7 +17,7 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 use crate::error::{DeviceFailure, Error, Progress, Source};
 
 /// Version of the protocol of addresses, handshakes, control messages and rendezvous.
-pub const VERSION: u16 = 14;
+pub const VERSION: u16 = 15;
 
 /// The longest frame on a control connection.
 pub(super) const FRAME_LIMIT: usize = 64 * 1024;

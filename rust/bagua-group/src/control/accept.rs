@@ -94,7 +94,7 @@ impl Service for Plane {
         }
         handshake::authenticate(socket, &received, &world.key).await?;
         match purpose {
-            Purpose::Rendezvous | Purpose::Join | Purpose::Store | Purpose::Probe => return Err(Refusal::Purpose),
+            Purpose::Join | Purpose::Store | Purpose::Probe => return Err(Refusal::Purpose),
             Purpose::Stream | Purpose::Segment | Purpose::Messages if !self.pending.has_room() => {
                 return Err(Refusal::Busy);
             }

@@ -5,6 +5,7 @@
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -49,11 +50,6 @@ impl FileStore {
         name.into()
     }
 
-    /// Removes the value of a key. Best effort.
-    pub(in super::super) fn remove(&self, key: &str) {
-        let _ = fs::remove_file(self.file(key));
-    }
-
     /// Writes a value under another name, from which `publish` makes the file.
     fn publish(&self, key: &str, value: &[u8], publish: impl FnOnce(&Path, &Path) -> io::Result<()>) -> Result<()> {
         let (file, draft) = (self.file(key), self.file(&format!("{key}.{:032x}", u128::from_le_bytes(random()?))));
@@ -90,6 +86,34 @@ impl Store for FileStore {
             linked => linked,
         })?;
         self.get(key)?.ok_or_else(|| Error::other(format!("{} is no value of a store", self.file(key).display())))
+    }
+
+    /// Files do not show whether their writer lives, so this replaces what another process has set.
+    fn claim(&self, key: &str, value: &[u8]) -> Result<Vec<u8>> {
+        self.set(key, value)?;
+        Ok(value.to_vec())
+    }
+
+    fn remove(&self, key: &str) -> Result<()> {
+        match fs::remove_file(self.file(key)) {
+            Err(e) if e.kind() != ErrorKind::NotFound => Err(Error::system(&format!("removing {key:?}"), e)),
+            _ => Ok(()),
+        }
+    }
+
+    fn keys(&self, prefix: &str) -> Result<Vec<String>> {
+        let path = self.file(prefix);
+        let failed = |e| Error::system(&format!("reading the directory of {}", path.display()), e);
+        let mut keys = Vec::new();
+        for entry in fs::read_dir(path.parent().unwrap_or(Path::new("."))).map_err(failed)? {
+            let file = entry.map_err(failed)?.path().into_os_string();
+            if let Some(key) = file.as_bytes().strip_prefix(self.prefix.as_bytes()) {
+                keys.push(String::from_utf8_lossy(key).replace("%2F", "/").replace("%25", "%"));
+            }
+        }
+        keys.retain(|key| key.starts_with(prefix));
+        keys.sort_unstable();
+        Ok(keys)
     }
 
     fn add(&self, key: &str, amount: i64) -> Result<i64> {

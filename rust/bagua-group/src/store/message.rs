@@ -2,7 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::super::wire::{Encoding, bytes, text};
+use super::super::wire::{Encoding, Texts, bytes, text};
+
+/// The most keys that one reply names.
+const KEYS_LIMIT: usize = 1 << 20;
 
 /// What a client asks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -11,6 +14,13 @@ pub(in super::super) enum Request {
     Set(#[serde(with = "text")] String, #[serde(with = "bytes")] Vec<u8>),
     SetNew(#[serde(with = "text")] String, #[serde(with = "bytes")] Vec<u8>),
     Add(#[serde(with = "text")] String, i64),
+    /// Sets the value of a key that has none, for as long as the connection lives.
+    Claim(#[serde(with = "text")] String, #[serde(with = "bytes")] Vec<u8>),
+    Remove(#[serde(with = "text")] String),
+    /// Waits until the key has a value, for at most this number of milliseconds.
+    Wait(#[serde(with = "text")] String, u64),
+    /// The keys that begin with this text.
+    Keys(#[serde(with = "text")] String),
 }
 
 impl Encoding for Request {}
@@ -18,7 +28,14 @@ impl Encoding for Request {}
 impl Request {
     pub(super) fn key(&self) -> &str {
         match self {
-            Request::Get(key) | Request::Set(key, _) | Request::SetNew(key, _) | Request::Add(key, _) => key,
+            Request::Get(key)
+            | Request::Set(key, _)
+            | Request::SetNew(key, _)
+            | Request::Add(key, _)
+            | Request::Claim(key, _)
+            | Request::Remove(key)
+            | Request::Wait(key, _)
+            | Request::Keys(key) => key,
         }
     }
 }
@@ -34,6 +51,8 @@ pub(in super::super) enum Reply {
     Full,
     /// The value is no number, or the sum is out of range.
     NoNumber,
+    /// Ascending.
+    Keys(#[serde(with = "Texts::<KEYS_LIMIT>")] Vec<String>),
 }
 
 impl Encoding for Reply {}

@@ -4,8 +4,9 @@
 //! Server and client prove to each other that they know the job's secret, by the handshake of all connections, and by TLS where the job
 //! has it.
 //!
-//! The exchange of addresses through TCP (`rendezvous`) is not a use of it: rank 0 has to notice a rank whose connection ends, has to name
-//! the missing ranks, and must not send n lists of n addresses. Neither is `joining`, where a connection stays open until its rank is in.
+//! Ranks exchange their addresses through a store, too (`rendezvous`). Two of its calls exist for that: a value that is claimed goes away
+//! when the connection of its client ends, so the store shows which ranks live; and the server answers a wait when the value comes, so
+//! that n ranks that wait for one value send n requests.
 //!
 //! | file | what it is |
 //! |---|---|
@@ -23,6 +24,7 @@ mod tests;
 
 use std::time::Duration;
 
+pub(super) use client::Server;
 pub use client::TcpStore;
 pub use file::FileStore;
 #[cfg(test)]
@@ -35,6 +37,18 @@ use crate::wait::Deadline;
 
 /// The longest request or reply; a value with the incarnations of 10,000 ranks takes a third of it.
 const FRAME_LIMIT: usize = 1 << 20;
+
+/// Before the key of a claimed value whose client's connection ended.
+pub(super) const ENDED: &str = "ended/";
+
+/// Before the rank of a client that did not prove that it has the secret.
+pub(super) const REFUSED: &str = "refused/";
+
+/// The key of the reason why a client was refused that did not get as far as to say its rank.
+pub(super) const STRANGER: &str = "stranger";
+
+/// The longest reply of a server that the client trusts: a value of it may be the addresses of a whole world.
+const REPLY_LIMIT: usize = 64 << 20;
 
 /// The longest pause between two looks whether a key has a value, in milliseconds.
 const LONGEST_PAUSE: u64 = 50;
@@ -53,6 +67,29 @@ pub trait Store: Send + Sync {
     /// Sets the value of a key that has none, and returns the value that it has then: torch's `compare_set` with an empty expected value.
     /// By `add` and `set`, a process that ends between the two would leave the key without a value for ever.
     fn set_new(&self, key: &str, value: &[u8]) -> Result<Vec<u8>>;
+
+    /// Sets the value of a key that has none, or has this one, and returns the value that it has then. A server removes a claimed value when
+    /// the connection of its client ends, and keeps it under "ended/", before the key.
+    fn claim(&self, key: &str, value: &[u8]) -> Result<Vec<u8>>;
+
+    /// Removes the value of a key, if it has one.
+    fn remove(&self, key: &str) -> Result<()>;
+
+    /// The keys that begin with a text, ascending.
+    fn keys(&self, prefix: &str) -> Result<Vec<String>>;
+
+    /// The value of a key as soon as it has one; `None` after `limit`.
+    fn find(&self, key: &str, limit: Duration) -> Result<Option<Vec<u8>>> {
+        let deadline = Deadline::after(limit);
+        for looks in 1.. {
+            let found = self.get(key)?;
+            if found.is_some() || deadline.passed() {
+                return Ok(found);
+            }
+            pause(looks, &deadline);
+        }
+        Ok(None)
+    }
 
     /// Adds to the number that a key has as its value, in decimal digits, 0 without a value; returns the sum.
     fn add(&self, key: &str, amount: i64) -> Result<i64>;
@@ -75,11 +112,16 @@ pub trait Store: Send + Sync {
                         Some(Box::new(Progress { what: format!("waiting for {key:?}"), ..Progress::default() }));
                     return Err(Error::Timeout { after: limit, missing: Vec::new(), noticed_by: 0, progress });
                 }
-                std::thread::sleep(Duration::from_millis(looks.min(LONGEST_PAUSE)).min(deadline.left()));
+                pause(looks, &deadline);
             }
         }
         Ok(())
     }
+}
+
+/// Pauses between two looks, longer after more of them, until the deadline at most.
+pub(super) fn pause(looks: u64, deadline: &Deadline) {
+    std::thread::sleep(Duration::from_millis(looks.min(LONGEST_PAUSE)).min(deadline.left()));
 }
 
 /// A sum that [`Store::add`] makes; `None` when the value is no number, or the sum is out of range.
@@ -97,8 +139,8 @@ fn key(secret: &[u8]) -> Key {
     Key::new(secret, b"store")
 }
 
-/// The first message of a client: a store knows neither ranks nor world sizes.
-fn hello() -> Hello {
+/// The first message of a client. A store knows no ranks; one of a rendezvous notes which `rank` it refused.
+fn hello(rank: usize) -> Hello {
     let purpose = Purpose::Store;
-    Hello { world_size: 1, from: 0, to: 0, purpose, group: 0, channel: 0, index: 0, job: [0; 8] }
+    Hello { world_size: 1, from: rank, to: 0, purpose, group: 0, channel: 0, index: 0, job: [0; 8] }
 }

@@ -1,26 +1,28 @@
 //! The server of a store.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
 
 use socket2::{Domain, Socket, Type};
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::sync::watch;
 
 use super::super::connection::{AsyncSocket, ControlConn};
-use super::super::handshake::{self, Key, Purpose, ReceivedHello, Refusal};
+use super::super::handshake::{self, Hello, Key, Purpose, ReceivedHello, Refusal};
 use super::super::listen::{BACKLOG, Listener};
 use super::super::serve::{Accepted, Server, Service};
-use super::super::tls::{Access, Ends};
+use super::super::tls::{Access, Ends, Refused};
 use super::super::wire::{Encoding, VERSION, read_frame};
 use super::message::{Reply, Request};
-use super::{FRAME_LIMIT, key, sum};
+use super::{ENDED, FRAME_LIMIT, REFUSED, STRANGER, Store, key, no_number, sum};
 use crate::error::{Error, Result};
-use crate::wait::lock;
+use crate::wait::{Deadline, lock, wait_on_for};
 
 /// The most connections at a time that are not authenticated.
 const PLACES: usize = 256;
@@ -34,10 +36,15 @@ const KEPT_LIMIT: u64 = 4 * STORE_LIMIT as u64;
 /// First bytes of a file of values, before the version of the protocol that encodes them.
 const MAGIC: [u8; 4] = *b"BGbk";
 
-/// The server of a store. Ends when it is dropped.
+/// The connection of a client, as far as claims are concerned; 0 is the process of the server.
+type Client = u64;
+
+/// The server of a store, and that store without a connection. Ends when it is dropped.
 pub struct StoreServer {
     address: SocketAddr,
+    // Dropped first: it serves what is shared.
     _server: Server,
+    shared: Arc<StoreService>,
 }
 
 /// What the connections share.
@@ -46,11 +53,23 @@ struct StoreService {
     /// The ends of its TLS connections; `None` without TLS.
     tls: Option<Ends>,
     values: Mutex<Values>,
+    /// Notified after every change of the values.
+    changed: Condvar,
+    /// Clients with a lower rank are noted when they are refused.
+    ranks: usize,
 }
 
 #[derive(Default)]
 struct Values {
-    by_key: HashMap<String, Vec<u8>>,
+    by_key: BTreeMap<String, Vec<u8>>,
+    /// Who claimed which keys, by key.
+    claims: BTreeMap<String, Client>,
+    /// The client that connected last.
+    last_client: Client,
+    /// By key without a value: clients that wait for it. They go on when the sender is dropped.
+    awaited: HashMap<String, watch::Sender<()>>,
+    /// The reply with the value for which a client waited last, because many wait for the same one.
+    reply: Option<(String, Arc<Vec<u8>>)>,
     /// Bytes of all keys and values.
     bytes: usize,
     /// The file with each `set` as a frame, if the values outlive the server, and its length.
@@ -96,7 +115,7 @@ impl Values {
     }
 
     /// Handles a request.
-    fn answer(&mut self, request: Request) -> Reply {
+    fn answer(&mut self, request: Request, client: Client) -> Reply {
         match request {
             Request::Get(key) => self.by_key.get(&key).map_or(Reply::Nothing, |value| Reply::Value(value.clone())),
             Request::Set(key, value) => self.set(key, value),
@@ -108,7 +127,63 @@ impl Values {
                 Some(sum) => self.set(key, sum.to_string().into_bytes()),
                 None => Reply::NoNumber,
             },
+            Request::Claim(key, value) => {
+                match self.by_key.get(&key) {
+                    Some(found) if *found != value => return Reply::Value(found.clone()),
+                    // The client may have connected again before its first connection has ended.
+                    Some(_) => {}
+                    None => {
+                        if let full @ Reply::Full = self.set(key.clone(), value.clone()) {
+                            return full;
+                        }
+                    }
+                }
+                self.remove(&format!("{ENDED}{key}"));
+                self.claims.insert(key, client);
+                Reply::Value(value)
+            }
+            Request::Remove(key) => {
+                self.remove(&key);
+                Reply::Nothing
+            }
+            Request::Keys(prefix) => {
+                let keys = self.by_key.range(prefix.clone()..).map(|(key, _)| key);
+                Reply::Keys(keys.take_while(|key| key.starts_with(&prefix)).cloned().collect())
+            }
+            // Of the process of the server, which waits by itself.
+            Request::Wait(key, _) => self.answer(Request::Get(key), client),
         }
+    }
+
+    fn remove(&mut self, key: &str) -> Option<Vec<u8>> {
+        self.claims.remove(key);
+        let value = self.by_key.remove(key)?;
+        self.bytes -= key.len() + value.len();
+        self.reply.take_if(|(of, _)| of == key);
+        Some(value)
+    }
+
+    /// Removes what a client claimed, because its connection has ended.
+    fn end(&mut self, client: Client) {
+        let claimed: Vec<_> = self.claims.iter().filter(|(_, by)| **by == client).map(|(key, _)| key.clone()).collect();
+        for key in claimed {
+            if let Some(value) = self.remove(&key) {
+                self.set(format!("{ENDED}{key}"), value);
+            }
+        }
+    }
+
+    /// The reply with the value of a key; without a value what ends when there is one.
+    fn reply_or_wait(&mut self, key: &str) -> std::result::Result<Arc<Vec<u8>>, watch::Receiver<()>> {
+        if let Some((_, reply)) = self.reply.as_ref().filter(|(of, _)| of == key) {
+            return Ok(Arc::clone(reply));
+        }
+        let Some(value) = self.by_key.get(key) else {
+            return Err(self.awaited.entry(key.to_owned()).or_insert_with(|| watch::Sender::new(())).subscribe());
+        };
+        let reply = Arc::new(Reply::Value(value.clone()).frame());
+        self.reply = Some((key.to_owned(), Arc::clone(&reply)));
+        Ok(reply)
     }
 
     fn set(&mut self, key: String, value: Vec<u8>) -> Reply {
@@ -125,6 +200,8 @@ impl Values {
             }
         }
         self.bytes = bytes;
+        self.reply.take_if(|(of, _)| *of == key);
+        self.awaited.remove(&key);
         self.by_key.insert(key, value.clone());
         Reply::Value(value)
     }
@@ -137,20 +214,102 @@ impl StoreServer {
     /// # Errors
     /// `System` when it cannot listen there, or the file cannot be read or written; `InvalidArgument` for TLS without a secret or certificates.
     pub fn start(host: &str, port: u16, access: &Access<'_>, kept_in: Option<&Path>) -> Result<StoreServer> {
-        let tls = Ends::of(access)?;
-        let failed = |e| Error::system(&format!("listening on {host}:{port}"), e);
-        let listener = listen(host, port).map_err(failed)?;
-        let address = listener.local_addr().map_err(failed)?;
+        let listener = listen(host, port).map_err(|e| Error::system(&format!("listening on {host}:{port}"), e))?;
         let unreadable = |path: &Path, e| Error::system(&format!("keeping the store in {}", path.display()), e);
         let values = kept_in.map(|path| Values::kept_in(path).map_err(|e| unreadable(path, e))).transpose()?;
-        let shared = StoreService { key: key(access.secret), tls, values: Mutex::new(values.unwrap_or_default()) };
-        let server = Server::start("bagua-store", Arc::new(shared), Listener::new(listener, None), PLACES)?;
-        Ok(StoreServer { address, _server: server })
+        StoreServer::serve(listener, access, values.unwrap_or_default(), 0)
+    }
+
+    /// Serves on a listening socket, to the ranks of a world and others.
+    ///
+    /// # Errors
+    /// As [`StoreServer::start`].
+    pub(in super::super) fn of_world(
+        listener: TcpListener,
+        access: &Access<'_>,
+        world_size: usize,
+    ) -> Result<StoreServer> {
+        StoreServer::serve(listener, access, Values::default(), world_size)
+    }
+
+    fn serve(listener: TcpListener, access: &Access<'_>, values: Values, ranks: usize) -> Result<StoreServer> {
+        let tls = Ends::of(access)?;
+        let address = listener.local_addr().map_err(|e| Error::system("the address of a store", e))?;
+        let (key, values) = (key(access.secret), Mutex::new(values));
+        let shared = Arc::new(StoreService { key, tls, values, changed: Condvar::new(), ranks });
+        let listener = Listener::new(listener, None);
+        let server = Server::start("bagua-store", Arc::clone(&shared), listener, ranks + PLACES)?;
+        Ok(StoreServer { address, _server: server, shared })
+    }
+
+    /// Waits until all clients that claimed something have closed their connections, for at most `limit`. True if they have.
+    pub(in super::super) fn wait_for_clients(&self, limit: Duration) -> bool {
+        let (deadline, StoreService { values, changed, .. }) = (Deadline::after(limit), &*self.shared);
+        let mut values = lock(values);
+        while values.claims.values().any(|client| *client > 0) && !deadline.passed() {
+            values = wait_on_for(changed, values, deadline.left());
+        }
+        values.claims.values().all(|client| *client == 0)
+    }
+
+    fn ask(&self, request: Request) -> Result<Option<Vec<u8>>> {
+        let key = request.key().to_owned();
+        match self.shared.with(|values| values.answer(request, 0)) {
+            Reply::Value(value) => Ok(Some(value)),
+            Reply::Nothing | Reply::Keys(_) => Ok(None),
+            Reply::Full => Err(Error::other("the store is full")),
+            Reply::NoNumber => Err(no_number(&key)),
+        }
     }
 
     /// Where it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+}
+
+impl Store for StoreServer {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.ask(Request::Set(key.to_owned(), value.to_vec())).map(drop)
+    }
+
+    fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        self.ask(Request::Get(key.to_owned()))
+    }
+
+    fn set_new(&self, key: &str, value: &[u8]) -> Result<Vec<u8>> {
+        self.ask(Request::SetNew(key.to_owned(), value.to_vec())).map(Option::unwrap_or_default)
+    }
+
+    fn claim(&self, key: &str, value: &[u8]) -> Result<Vec<u8>> {
+        self.ask(Request::Claim(key.to_owned(), value.to_vec())).map(Option::unwrap_or_default)
+    }
+
+    fn remove(&self, key: &str) -> Result<()> {
+        self.ask(Request::Remove(key.to_owned())).map(drop)
+    }
+
+    fn keys(&self, prefix: &str) -> Result<Vec<String>> {
+        match self.shared.with(|values| values.answer(Request::Keys(prefix.to_owned()), 0)) {
+            Reply::Keys(keys) => Ok(keys),
+            other => unreachable!("{other:?} to a question for keys"),
+        }
+    }
+
+    fn find(&self, key: &str, limit: Duration) -> Result<Option<Vec<u8>>> {
+        let deadline = Deadline::after(limit);
+        let mut values = lock(&self.shared.values);
+        loop {
+            let found = values.by_key.get(key).cloned();
+            if found.is_some() || deadline.passed() {
+                return Ok(found);
+            }
+            values = wait_on_for(&self.shared.changed, values, deadline.left());
+        }
+    }
+
+    fn add(&self, key: &str, amount: i64) -> Result<i64> {
+        sum(self.ask(Request::Add(key.to_owned(), amount))?.as_deref(), 0).ok_or_else(|| no_number(key))
     }
 }
 
@@ -189,24 +348,83 @@ impl Service for StoreService {
     }
 
     async fn authenticate(&self, received: ReceivedHello, socket: &mut AsyncSocket) -> Accepted<()> {
-        if received.hello.purpose != Purpose::Store {
+        let Hello { purpose, from, .. } = received.hello;
+        if purpose != Purpose::Store {
             return Err(Refusal::Purpose);
         }
-        handshake::authenticate(socket, &received, &self.key).await
+        let outcome = handshake::authenticate(socket, &received, &self.key).await;
+        // The rank is not authenticated here. The note is only for the error text, and there is one per rank at most.
+        if outcome.is_err() && from < self.ranks {
+            self.note(format!("{REFUSED}{from}"), "it does not have this rank's secret");
+        }
+        outcome
     }
 
     /// Answers a client's requests until it ends.
     async fn serve(self: Arc<Self>, (): (), mut conn: ControlConn) -> std::result::Result<(), Refusal> {
         handshake::accept(&mut conn.socket).await.map_err(|_| Refusal::Protocol)?;
+        let client = self.with(|values| {
+            values.last_client += 1;
+            values.last_client
+        });
         while let Ok(body) = read_frame(&mut conn.socket, FRAME_LIMIT).await
             && let Ok(request) = Request::parse(&body)
         {
-            let reply = lock(&self.values).answer(request).frame();
+            let reply = match request {
+                Request::Wait(key, millis) => self.wait(&key, Duration::from_millis(millis), &mut conn.socket).await,
+                request => Some(Arc::new(self.with(|values| values.answer(request, client)).frame())),
+            };
+            let Some(reply) = reply else { break };
             if conn.socket.write_all(&reply).await.is_err() {
                 break;
             }
         }
+        self.with(|values| values.end(client));
         Ok(())
+    }
+
+    fn refused(&self, Refused { why, text }: &Refused) {
+        let explains = *why == Refusal::NoTls;
+        if self.ranks > 0
+            && let Some(text) = text.clone().or_else(|| explains.then(|| why.to_string()))
+        {
+            self.note(STRANGER.to_owned(), &text);
+        }
+    }
+}
+
+impl StoreService {
+    /// Reads or changes the values.
+    fn with<T>(&self, change: impl FnOnce(&mut Values) -> T) -> T {
+        let outcome = change(&mut lock(&self.values));
+        self.changed.notify_all();
+        outcome
+    }
+
+    fn note(&self, key: String, why: &str) {
+        self.with(|values| values.set(key, why.as_bytes().to_vec()));
+    }
+
+    /// The reply to a client that waits for a value; `None` if it ends meanwhile.
+    async fn wait(&self, key: &str, limit: Duration, socket: &mut AsyncSocket) -> Option<Arc<Vec<u8>>> {
+        let until_found = async {
+            loop {
+                let waiting = lock(&self.values).reply_or_wait(key);
+                match waiting {
+                    Ok(reply) => return reply,
+                    Err(mut set) => _ = set.changed().await,
+                }
+            }
+        };
+        let found = tokio::select! {
+            found = tokio::time::timeout(limit, until_found) => found,
+            // A client that waits sends nothing.
+            _ = socket.read_u8() => return None,
+        };
+        if found.is_err() {
+            lock(&self.values).awaited.retain(|_, set| set.receiver_count() > 0);
+        }
+        Some(found.unwrap_or_else(|_| Arc::new(Reply::Nothing.frame())))
     }
 }
 

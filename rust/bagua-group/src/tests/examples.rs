@@ -7,7 +7,7 @@ use super::super::address::Address;
 use super::super::control::{Body, Message, Notice, Routed};
 use super::super::handshake::{Hello, Purpose};
 use super::super::joining::{COUNT_LIMIT, JobStatus, JoinMessage, JoinRequest};
-use super::super::rendezvous::{Answer, Content, MissingRanks, Registration};
+use super::super::rendezvous::{Entry, MissingRanks, Said};
 use super::super::store::{Reply, Request};
 use super::super::views::{ENDPOINT, Endpoint, GoneRank, RANKS_LIMIT as SHRINK_LIMIT, ViewMessage};
 use super::super::wire::{Encoding, RANKS_LIMIT, VERSION, WORLD_LIMIT, framed};
@@ -235,7 +235,6 @@ fn headers() -> Vec<Vec<u8>> {
 fn messages() -> Vec<Any> {
     let alone = Address { tcp: None, unix: Vec::new(), ..address(0) };
     let addresses = || vec![address(0).encode(), address(1).encode(), Vec::new()];
-    let registration = |relay| Registration { address: address(1).encode(), relay };
     let missing = MissingRanks::new((1..3000).step_by(40).collect(), "; a process was refused".to_owned());
     let lost = Error::PeerLost {
         rank: 3,
@@ -245,29 +244,27 @@ fn messages() -> Vec<Any> {
         progress: None,
         source: Source::default(),
     };
-    let answers = [
-        Answer::Complete(addresses()),
-        Answer::Missing(missing),
-        Answer::Fetch(v4()),
-        Answer::Fetch(v6()),
-        Answer::Failed(lost),
-    ];
+    let said =
+        [Said::Address(address(1).encode()), Said::All(addresses()), Said::Missing(missing), Said::Failed(lost)];
     let (key, value) = ("rank-3".to_owned(), br#"{"server": "192.168.10.7:40123"}"#.to_vec());
     let requests = [
         Request::Get(key.clone()),
         Request::Set(key, value.clone()),
         Request::SetNew("token".to_owned(), Vec::new()),
         Request::Add("count".to_owned(), -1),
+        Request::Claim("3".to_owned(), vec![1, 2]),
+        Request::Remove("3".to_owned()),
+        Request::Wait("all".to_owned(), 30_000),
+        Request::Keys("ended/".to_owned()),
     ];
-    let replies = [Reply::Nothing, Reply::Value(value), Reply::Full, Reply::NoNumber];
+    let keys = Reply::Keys(vec!["3".to_owned(), "all".to_owned()]);
+    let replies = [Reply::Nothing, Reply::Value(value), Reply::Full, Reply::NoNumber, keys];
     let mut all: Vec<Any> = control_messages().into_iter().map(Any::Control).collect();
     all.extend(join_messages().into_iter().map(Any::Join));
-    all.extend([None, Some(v4()), Some(v6())].map(|relay| Any::Registration(registration(relay))));
-    all.extend(answers.map(Any::Answer));
+    all.extend(said.map(|said| Any::Entry(Entry { number: [9; 16], world_size: 3, said })));
     all.extend(requests.map(Any::Request));
     all.extend(replies.map(Any::Reply));
     all.extend([address(0), address(1), alone].map(Any::Address));
-    all.push(Any::File(Content { number: [9; 16], world_size: 3, addresses: addresses() }));
     all
 }
 
@@ -277,7 +274,6 @@ fn examples() -> Vec<(&'static str, Vec<Vec<u8>>)> {
         Purpose::Control,
         Purpose::Stream,
         Purpose::Segment,
-        Purpose::Rendezvous,
         Purpose::Join,
         Purpose::Store,
         Purpose::Probe,

@@ -14,7 +14,7 @@ use super::super::config::Config;
 use super::super::control::Message;
 use super::super::handshake::{HELLO_LEN, Hello};
 use super::super::joining::JoinMessage;
-use super::super::rendezvous::{Answer, Content, Registration};
+use super::super::rendezvous::Entry;
 use super::super::store::{Reply, Request};
 use super::super::views::replay;
 use super::super::wire::{Encoding, FRAME_LIMIT, Malformed, read_frame};
@@ -34,12 +34,10 @@ pub(super) const AT_LEAST: usize = 2 << 10;
 pub(super) enum Any {
     Control(Message),
     Join(JoinMessage),
-    Registration(Registration),
-    Answer(Answer),
     Request(Request),
     Reply(Reply),
     Address(Address),
-    File(Content),
+    Entry(Entry),
 }
 
 impl Encoding for Any {
@@ -47,12 +45,10 @@ impl Encoding for Any {
         match self {
             Any::Control(message) => message.check(),
             Any::Join(message) => message.check(),
-            Any::Registration(message) => message.check(),
-            Any::Answer(message) => message.check(),
             Any::Request(message) => message.check(),
             Any::Reply(message) => message.check(),
             Any::Address(message) => message.check(),
-            Any::File(message) => message.check(),
+            Any::Entry(message) => message.check(),
         }
     }
 }

@@ -1,10 +1,7 @@
 //! The exchange of addresses through TCP and files: any order of arrival, missing ranks, wrong clients, misconfigured ranks.
 
-use std::io::{Read, Write};
-use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use crate::group_world::{PATIENCE, own_host, until};
@@ -165,83 +162,6 @@ fn addresses_that_cannot_be_listened_on_are_refused() {
     assert_eq!(again.unwrap_err().os_error().and_then(std::io::Error::raw_os_error), Some(libc::EADDRINUSE));
     assert!(matches!(at(address, 0, 2, b"s", PATIENCE), Err(Error::InvalidArgument(_))));
     drop(taken);
-}
-
-/// Forwards connections to a server, and counts the bytes that the server sends.
-struct Proxy {
-    port: u16,
-    sent: Arc<AtomicUsize>,
-    ended: Arc<AtomicBool>,
-    accepting: Option<std::thread::JoinHandle<()>>,
-}
-
-impl Proxy {
-    fn before(server: u16) -> Proxy {
-        let listener = TcpListener::bind((own_host().as_str(), 0)).unwrap();
-        let port = listener.local_addr().unwrap().port();
-        let (sent, ended) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
-        let (count, end) = (Arc::clone(&sent), Arc::clone(&ended));
-        let accept = move || {
-            for client in listener.incoming().map(|client| client.unwrap()) {
-                if end.load(Ordering::SeqCst) {
-                    return;
-                }
-                // Before the server listens, the connection is closed, and the client tries again.
-                let Ok(server) = TcpStream::connect((own_host().as_str(), server)) else { continue };
-                let (from, to) = (client.try_clone().unwrap(), server.try_clone().unwrap());
-                std::thread::spawn(move || forward(from, to, &AtomicUsize::new(0)));
-                let count = Arc::clone(&count);
-                std::thread::spawn(move || forward(server, client, &count));
-            }
-        };
-        Proxy { port, sent, ended, accepting: Some(std::thread::spawn(accept)) }
-    }
-}
-
-impl Drop for Proxy {
-    fn drop(&mut self) {
-        self.ended.store(true, Ordering::SeqCst);
-        TcpStream::connect((own_host().as_str(), self.port)).unwrap();
-        self.accepting.take().unwrap().join().unwrap();
-    }
-}
-
-fn forward(mut from: TcpStream, mut to: TcpStream, count: &AtomicUsize) {
-    let mut bytes = [0; 16 * 1024];
-    // Forwards the end of the direction, too.
-    while let Ok(len @ 1..) = from.read(&mut bytes) {
-        count.fetch_add(len, Ordering::SeqCst);
-        if to.write_all(&bytes[..len]).is_err() {
-            break;
-        }
-    }
-    let _ = to.shutdown(Shutdown::Write);
-}
-
-#[test]
-fn the_bytes_that_rank_0_sends_grow_linearly_with_the_number_of_ranks() {
-    const ADDRESS: usize = 1000;
-    let sent = |size: usize| {
-        let port = free_port();
-        let proxy = Proxy::before(port);
-        std::thread::scope(|scope| {
-            let threads: Vec<_> = (0..size)
-                .map(|rank| {
-                    let port = if rank == 0 { port } else { proxy.port };
-                    let address = [rank as u8; ADDRESS];
-                    scope.spawn(move || rendezvous_tcp((&own_host(), port), rank, size, &address, b"s", PATIENCE))
-                })
-                .collect();
-            for thread in threads {
-                let all = thread.join().unwrap().unwrap();
-                assert!(all.iter().enumerate().all(|(rank, address)| *address == [rank as u8; ADDRESS]));
-            }
-        });
-        proxy.sent.load(Ordering::SeqCst)
-    };
-    let (few, many) = (sent(34), sent(136));
-    // Four times the ranks; quadratic growth would be 16 times the bytes.
-    assert!(few >= 34 * ADDRESS && many <= 5 * few, "{few} bytes for 34 ranks, {many} for 136");
 }
 
 #[test]

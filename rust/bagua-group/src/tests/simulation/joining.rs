@@ -3,7 +3,6 @@
 use super::network::{Event, OPENING, SECOND};
 use super::ranks::{ADDRESS, Condition, HEARTBEAT_TIMEOUT, PERIOD, World};
 use crate::control::Action;
-use crate::rendezvous::parent;
 
 /// The most ranks that are asked at a time, as in `control/probe.rs`.
 const AT_A_TIME: usize = 8;
@@ -13,6 +12,11 @@ const HANDSHAKE: usize = 200;
 
 /// The time in which a rank is killed while joining.
 const WINDOW: u64 = SECOND / 1000;
+
+/// The rank that sends the addresses to a rank other than 0.
+pub(super) fn parent(rank: usize) -> usize {
+    rank.saturating_sub(1) / 16
+}
 
 impl World {
     /// All ranks start within a millisecond and register.

@@ -248,7 +248,7 @@ impl World {
             }
             Event::Register => self.registered(),
             Event::MayFetch => {
-                let parent = crate::rendezvous::parent(rank);
+                let parent = super::joining::parent(rank);
                 self.network.send(self.now, rank, parent, ADDRESS, 3, Event::Fetch);
             }
             Event::Fetch => self.asked_for_list(rank, from),
