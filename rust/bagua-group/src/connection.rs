@@ -59,24 +59,6 @@ impl AsyncSocket {
             Some(ends) => AsyncSocket::Tls(ends.accept(stream).await?),
         })
     }
-
-    /// The local address of a TCP connection.
-    pub(super) fn local_addr(&self) -> io::Result<std::net::SocketAddr> {
-        match self {
-            AsyncSocket::Tcp(stream) => stream.local_addr(),
-            AsyncSocket::Tls(socket) => socket.stream().local_addr(),
-            AsyncSocket::Unix(_) => Err(io::ErrorKind::Unsupported.into()),
-        }
-    }
-
-    /// The peer's address of a TCP connection.
-    pub(super) fn peer_addr(&self) -> io::Result<std::net::SocketAddr> {
-        match self {
-            AsyncSocket::Tcp(stream) => stream.peer_addr(),
-            AsyncSocket::Tls(socket) => socket.stream().peer_addr(),
-            AsyncSocket::Unix(_) => Err(io::ErrorKind::Unsupported.into()),
-        }
-    }
 }
 
 impl AsyncRead for AsyncSocket {

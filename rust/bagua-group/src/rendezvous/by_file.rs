@@ -32,7 +32,7 @@ pub fn rendezvous_file(
         address,
         deadline: Deadline::after(limits.timeout),
         limits,
-        what: format!("the rendezvous at {}", path.display()),
+        place: path.display().to_string(),
         from: String::new(),
         other: Default::default(),
         ended: Default::default(),

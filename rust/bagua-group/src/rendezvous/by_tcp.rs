@@ -112,7 +112,7 @@ fn fetch(
             address,
             deadline,
             limits,
-            what: what.clone(),
+            place: format!("{host}:{port}"),
             from: format!(" from {}", store.local_address()?),
             other: Default::default(),
             ended: Default::default(),
@@ -197,7 +197,7 @@ impl RendezvousServer {
             address,
             deadline,
             limits,
-            what: format!("the rendezvous at {}", self.name),
+            place: self.name,
             from: String::new(),
             other: Default::default(),
             ended: Default::default(),
@@ -205,7 +205,7 @@ impl RendezvousServer {
         let outcome = exchange.run();
         if !store.wait_for_clients(LINGER) && outcome.is_ok() {
             // A rank that has not taken the addresses by the deadline reports a timeout itself. Without a thread, it reports rank 0 as lost.
-            let serve_on = move || drop(store.wait_for_clients(deadline.left()));
+            let serve_on = move || store.wait_for_clients(deadline.left());
             let _ = std::thread::Builder::new().name("bagua-addresses".to_owned()).spawn(serve_on);
         }
         outcome

@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::super::wire::{BytesOf, Encoding, Malformed, RANKS_LIMIT, Ranks, VERSION, WORLD_LIMIT, bytes, cause, rank, text};
+use super::super::wire::{
+    BytesOf, Encoding, Malformed, RANKS_LIMIT, Ranks, VERSION, WORLD_LIMIT, bytes, cause, rank, text,
+};
 use crate::error::{Error, Progress};
 
 /// First bytes of every value, before the version of the protocol.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::super::address::Address;
 use super::super::handshake::random;
 use super::super::store::{ENDED, REFUSED, STRANGER, Store, pause};
-use super::super::wire::{Encoding, VERSION};
+use super::super::wire::VERSION;
 use super::Limits;
 use super::entry::{Entry, MissingRanks, Said};
 use crate::error::{Error, Result, Source};
@@ -39,11 +39,11 @@ pub(super) struct Exchange<'a> {
     pub(super) address: &'a [u8],
     pub(super) deadline: Deadline,
     pub(super) limits: &'a Limits,
-    /// The exchange, for error texts.
-    pub(super) what: String,
+    /// Host and port of the server, or the path of the files, for error texts.
+    pub(super) place: String,
     /// Where this process runs, for the error text of other ranks.
     pub(super) from: String,
-    /// A key whose value is of another version, for the error. It may be from an earlier job, which does no harm.
+    /// The key of a file of another version, for the error. The file may be from an earlier job, which does no harm.
     pub(super) other: Cell<Option<(String, u16)>>,
     /// Ranks whose connection ended, and when they are lost.
     pub(super) ended: RefCell<BTreeMap<String, Deadline>>,
@@ -134,12 +134,20 @@ impl Exchange<'_> {
             if !ended.entry(key).or_insert_with(|| Deadline::after(after)).passed() {
                 continue;
             }
-            let (host, after) = (process(&value).map_or_else(String::new, |address| address.host_name.to_string()), after.as_secs_f64());
+            let host = process(&value).map_or_else(String::new, |address| address.host_name.to_string());
+            let (what, after) = (self.what(), after.as_secs_f64());
             let reason = format!(
-                "its process died or its connection to {} broke, and no other process registered with its rank within {after:.1} s",
-                self.what
+                "its process died or its connection to {what} broke, and no other process registered with its rank within \
+                 {after:.1} s"
             );
-            return Err(Error::PeerLost { rank, host, reason, noticed_by: 0, progress: None, source: Source::default() });
+            return Err(Error::PeerLost {
+                rank,
+                host,
+                reason,
+                noticed_by: 0,
+                progress: None,
+                source: Source::default(),
+            });
         }
         Ok(())
     }
@@ -165,8 +173,9 @@ impl Exchange<'_> {
                     if let Some(all) = self.outcome(all.said)? {
                         return Ok(all);
                     }
-                    let (what, rank) = (&self.what, self.rank);
-                    mismatch.get_or_insert_with(|| format!("{what} has the address of another process for rank {rank}"));
+                    let (what, rank) = (self.what(), self.rank);
+                    mismatch
+                        .get_or_insert_with(|| format!("{what} has the address of another process for rank {rank}"));
                 }
             }
             pause(looks, &self.deadline);
@@ -194,7 +203,7 @@ impl Exchange<'_> {
 
     /// Writes this rank's address.
     fn register(&self, first: &Entry) -> Result<()> {
-        let (rank, here, what) = (self.rank, self.world_size, &self.what);
+        let (rank, here, what) = (self.rank, self.world_size, self.what());
         if !self.is_kept && first.world_size != here {
             self.store.set(&format!("{REFUSED}{rank}"), b"it has another world size")?;
             return Err(Error::Mismatch(format!("rank {rank} has world size {here}, rank 0 has another ({what})")));
@@ -245,7 +254,8 @@ impl Exchange<'_> {
     /// The ranks that have not come to the exchange of this number, and what explains it. Ranks that timed out had come: they are missing
     /// only when no other rank is. Rank 0 is when nobody else is.
     fn missing(&self, number: [u8; 16]) -> Result<MissingRanks> {
-        let keys: BTreeSet<String> = if self.is_kept { BTreeSet::new() } else { self.store.keys("")?.into_iter().collect() };
+        let keys: BTreeSet<String> =
+            if self.is_kept { BTreeSet::new() } else { self.store.keys("")?.into_iter().collect() };
         let mut absent = Vec::new();
         for rank in (1..self.world_size).filter(|rank| *rank != self.rank) {
             let key = rank.to_string();
@@ -293,10 +303,15 @@ impl Exchange<'_> {
         Ok(details)
     }
 
+    /// The exchange, for error texts.
+    fn what(&self) -> String {
+        format!("the rendezvous at {}", self.place)
+    }
+
     fn timed_out(&self, missing: MissingRanks) -> Error {
-        let mut what = self.what.clone();
+        let mut what = self.what();
         if let Some((key, theirs)) = self.other.take() {
-            what += &format!("; {key} is of version {theirs} of the protocol, this rank runs {VERSION}");
+            what += &format!("; {}.{key} is of version {theirs} of the protocol, this rank runs {VERSION}", self.place);
         }
         missing.timed_out(self.deadline.limit(), self.rank, what)
     }

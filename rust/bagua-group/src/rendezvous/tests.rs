@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::super::store::{Server, Store, TcpStore};
 use super::super::tests::own_host;
-use super::super::wire::{Encoding, RANKS_LIMIT};
+use super::super::wire::RANKS_LIMIT;
 use super::by_tcp::rendezvous_tcp;
 use super::*;
 use crate::wait::Deadline;

@@ -2,7 +2,7 @@
 //!
 //! Every file is created under another name, and renamed or linked: no process reads a part of it, also on a network file system.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
 use std::os::unix::ffi::OsStrExt;
@@ -102,12 +102,14 @@ impl Store for FileStore {
     }
 
     fn keys(&self, prefix: &str) -> Result<Vec<String>> {
-        let path = self.file(prefix);
-        let failed = |e| Error::system(&format!("reading the directory of {}", path.display()), e);
+        let before = self.prefix.as_bytes();
+        let (directory, beginning) =
+            before.split_at(before.iter().rposition(|byte| *byte == b'/').map_or(0, |at| at + 1));
+        let directory = if directory.is_empty() { Path::new(".") } else { Path::new(OsStr::from_bytes(directory)) };
+        let failed = |e| Error::system(&format!("reading the directory {}", directory.display()), e);
         let mut keys = Vec::new();
-        for entry in fs::read_dir(path.parent().unwrap_or(Path::new("."))).map_err(failed)? {
-            let file = entry.map_err(failed)?.path().into_os_string();
-            if let Some(key) = file.as_bytes().strip_prefix(self.prefix.as_bytes()) {
+        for entry in fs::read_dir(directory).map_err(failed)? {
+            if let Some(key) = entry.map_err(failed)?.file_name().as_bytes().strip_prefix(beginning) {
                 keys.push(String::from_utf8_lossy(key).replace("%2F", "/").replace("%25", "%"));
             }
         }

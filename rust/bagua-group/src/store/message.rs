@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::super::wire::{Encoding, Texts, bytes, text};
 
 /// The most keys that one reply names.
-const KEYS_LIMIT: usize = 1 << 20;
+pub(in super::super) const KEYS_LIMIT: usize = 1 << 20;
 
 /// What a client asks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

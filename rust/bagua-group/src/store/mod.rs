@@ -28,7 +28,7 @@ pub(super) use client::Server;
 pub use client::TcpStore;
 pub use file::FileStore;
 #[cfg(test)]
-pub(super) use message::{Reply, Request};
+pub(super) use message::{KEYS_LIMIT, Reply, Request};
 pub use server::StoreServer;
 
 use super::handshake::{Hello, Key, Purpose};

@@ -37,6 +37,52 @@ fn a_value_is_what_was_set_last_and_a_new_one_does_not_replace_it() {
 }
 
 #[test]
+fn keys_are_listed_by_their_beginning_and_removed_values_are_gone() {
+    each(|name, one, other| {
+        for key in ["a/2", "a/1", "b%2F", "a"] {
+            assert_eq!(one.claim(key, b"value"), Ok(b"value".to_vec()), "{name}");
+        }
+        let listed = |prefix: &str| other.keys(prefix).unwrap();
+        assert_eq!(
+            (listed("a/"), listed("")),
+            (vec!["a/1".to_owned(), "a/2".to_owned()], ["a", "a/1", "a/2", "b%2F"].map(str::to_owned).to_vec()),
+            "{name}"
+        );
+        other.remove("a/1").unwrap();
+        other.remove("a/1").unwrap();
+        assert_eq!((one.get("a/1"), listed("a/")), (Ok(None), vec!["a/2".to_owned()]), "{name}");
+    });
+}
+
+#[test]
+fn a_value_is_found_as_soon_as_it_is_set_and_a_search_for_none_ends() {
+    each(|name, one, other| {
+        std::thread::scope(|scope| {
+            let finds = scope.spawn(|| one.find("late", PATIENCE));
+            other.set("late", b"here").unwrap();
+            assert_eq!(finds.join().unwrap(), Ok(Some(b"here".to_vec())), "{name}");
+        });
+        other.set("late", b"again").unwrap();
+        assert_eq!(one.find("late", PATIENCE), Ok(Some(b"again".to_vec())), "{name}");
+        assert_eq!(one.find("never", Duration::from_millis(20)), Ok(None), "{name}");
+    });
+}
+
+#[test]
+fn what_a_client_claimed_on_a_server_ends_with_its_connection() {
+    let access = Access::from(b"secret");
+    let server = StoreServer::start("127.0.0.1", 0, &access, None).unwrap();
+    let connect = || TcpStore::connect("127.0.0.1", server.address().port(), &access, PATIENCE).unwrap();
+    let (one, other) = (connect(), connect());
+    assert_eq!(one.claim("rank", b"one"), Ok(b"one".to_vec()));
+    assert_eq!(other.claim("rank", b"other"), Ok(b"one".to_vec()));
+    drop(one);
+    assert_eq!(other.find("ended/rank", PATIENCE), Ok(Some(b"one".to_vec())));
+    assert_eq!(other.claim("rank", b"other"), Ok(b"other".to_vec()));
+    assert_eq!(server.get("ended/rank"), Ok(None));
+}
+
+#[test]
 fn sums_of_several_clients_lose_nothing_and_are_values() {
     each(|name, one, other| {
         std::thread::scope(|scope| {

@@ -8,7 +8,7 @@ use super::super::control::{Body, Message, Notice, Routed};
 use super::super::handshake::{Hello, Purpose};
 use super::super::joining::{COUNT_LIMIT, JobStatus, JoinMessage, JoinRequest};
 use super::super::rendezvous::{Entry, MissingRanks, Said};
-use super::super::store::{Reply, Request};
+use super::super::store::{KEYS_LIMIT, Reply, Request};
 use super::super::views::{ENDPOINT, Endpoint, GoneRank, RANKS_LIMIT as SHRINK_LIMIT, ViewMessage};
 use super::super::wire::{Encoding, RANKS_LIMIT, VERSION, WORLD_LIMIT, framed};
 use super::allocations::peak;
@@ -244,8 +244,7 @@ fn messages() -> Vec<Any> {
         progress: None,
         source: Source::default(),
     };
-    let said =
-        [Said::Address(address(1).encode()), Said::All(addresses()), Said::Missing(missing), Said::Failed(lost)];
+    let said = [Said::Address(address(1).encode()), Said::All(addresses()), Said::Missing(missing), Said::Failed(lost)];
     let (key, value) = ("rank-3".to_owned(), br#"{"server": "192.168.10.7:40123"}"#.to_vec());
     let requests = [
         Request::Get(key.clone()),
@@ -270,14 +269,7 @@ fn messages() -> Vec<Any> {
 
 /// What the encoders write, by kind of input.
 fn examples() -> Vec<(&'static str, Vec<Vec<u8>>)> {
-    let purposes = [
-        Purpose::Control,
-        Purpose::Stream,
-        Purpose::Segment,
-        Purpose::Join,
-        Purpose::Store,
-        Purpose::Probe,
-    ];
+    let purposes = [Purpose::Control, Purpose::Stream, Purpose::Segment, Purpose::Join, Purpose::Store, Purpose::Probe];
     let hello = |purpose| {
         let hello = Hello { world_size: 4, from: 2, to: 1, purpose, group: 9, channel: 5, index: 1, job: [3; 8] };
         hello.encode(&[0x5a; 32]).to_vec()
@@ -325,10 +317,11 @@ fn the_corpus_has_a_message_of_every_kind_of_every_type() {
         messages.filter_map(|(_, bytes)| bytes.get(head.len()).copied()).collect::<std::collections::BTreeSet<u8>>()
     };
     // The types of `Any`; the kinds of each type that is an enum; the notices; what is routed, of it the messages about a view.
-    assert_eq!(kinds(&[]), (0..=7).collect());
-    for (of, most) in [(0, 5), (1, 7), (3, 3), (4, 3), (5, 3)] {
+    assert_eq!(kinds(&[]), (0..=5).collect());
+    for (of, most) in [(0, 5), (1, 7), (2, 7), (3, 4)] {
         assert_eq!(kinds(&[of]), (0..=most).collect(), "of type {of}");
     }
+    assert_eq!(kinds(&[&[5][..], &[9; 16], &[3]].concat()), (0..=3).collect());
     assert_eq!(kinds(&[0, 3]), (0..=4).collect());
     assert_eq!(kinds(&[0, 4, 1, 3, 0, 2, 0xac, 2]), (0..=2).collect());
     assert_eq!(kinds(&[0, 4, 1, 3, 0, 2, 0xac, 2, 2]), (0..=4).collect());
@@ -347,9 +340,9 @@ fn a_list_that_is_longer_than_its_limit_takes_no_memory() {
         ("models", &[1, 1, 0, 0, 1], COUNT_LIMIT),
         ("members of a membership", &[1, 4, 2, 0], COUNT_LIMIT),
         ("addresses of a membership", &[1, 6], COUNT_LIMIT),
-        ("all addresses", &[3, 0], WORLD_LIMIT),
-        ("missing ranks", &[3, 1], RANKS_LIMIT),
-        ("all addresses in a file", &[&[7][..], &[0; 17]].concat(), WORLD_LIMIT),
+        ("keys of a store", &[3, 4], KEYS_LIMIT),
+        ("all addresses", &[&[5][..], &[0; 17], &[1]].concat(), WORLD_LIMIT),
+        ("missing ranks", &[&[5][..], &[0; 17], &[2]].concat(), RANKS_LIMIT),
     ];
     for (what, head, limit) in heads {
         let list = |claimed: usize, there: usize| [head, &count(claimed), &vec![0; there]].concat();
@@ -368,10 +361,10 @@ fn bytes_and_texts_beyond_the_end_of_a_message_take_no_memory() {
     let huge = postcard::to_allocvec(&(u64::MAX >> 1)).expect("a number");
     for (what, head) in [
         ("an address", &[1, 5][..]),
-        ("the second address of a list", &[3, 0, 2, 0]),
+        ("the second address of a list", &[&[5][..], &[0; 17], &[1, 2, 0]].concat()),
         ("a text", &[0, 2, 1, 4]),
         ("a model", &[1, 1, 0, 0, 1, 1]),
-        ("a value", &[4, 1, 0]),
+        ("a value", &[2, 1, 0]),
     ] {
         let (parsed, held) = peak(|| Any::parse(&[head, &huge, &[0; 9]].concat()));
         assert!(parsed.is_err() && held <= AT_LEAST, "{what}: {held} bytes");

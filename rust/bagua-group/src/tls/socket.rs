@@ -57,11 +57,6 @@ impl TlsSocket {
         (self.stream, self.session)
     }
 
-    /// The connection.
-    pub(in super::super) fn stream(&self) -> &TcpStream {
-        &self.stream
-    }
-
     fn poll_sent(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let TlsSocket { stream, session, .. } = self;
         while !session.flush(|from| stream.try_write(from))? {

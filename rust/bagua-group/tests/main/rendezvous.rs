@@ -219,7 +219,9 @@ fn the_second_process_with_a_rank_is_refused_by_tcp() {
     let port = free_port();
     std::thread::scope(|scope| {
         let first = scope.spawn(move || by_tcp(port, 0, 3, b"s", PATIENCE));
-        let twins: Vec<_> = (0..2).map(|_| scope.spawn(move || by_tcp(port, 1, 3, b"s", PATIENCE))).collect();
+        let twins: Vec<_> = [b"one", b"two"]
+            .map(|address| scope.spawn(move || rendezvous_tcp((&own_host(), port), 1, 3, address, b"s", PATIENCE)))
+            .into();
         until("one of the twins is refused", || twins.iter().any(|twin| twin.is_finished()));
         by_tcp(port, 2, 3, b"s", PATIENCE).unwrap();
         first.join().unwrap().unwrap();
