@@ -146,10 +146,10 @@ class Bucket:
 
         Raises TypeError if the elements are not real floating-point numbers.
         """
-    def append_automatic(self, /, codec: Codec, average: bool, hierarchical: bool) -> None:
+    def append_automatic(self, /, codec: Codec, average: bool, hierarchical: bool, exact: int = 0) -> None:
         """
-        Adds an all_reduce with or without a codec: both are timed now and then, and the faster is kept. Raises as
-        append_compressed.
+        Adds an all_reduce with or without a codec: both are timed now and then, and the faster is kept. `exact` and
+        errors as in append_compressed.
         """
     def append_callback(self, /, function: Any) -> None:
         """
@@ -165,10 +165,12 @@ class Bucket:
         ranks of one host combine their tensors first, even if the group would not. `scattergather` has no effect,
         because every all_reduce here is a reduce-scatter followed by an all-gather.
         """
-    def append_compressed(self, /, codec: Codec, average: bool, hierarchical: bool, error_feedback: bool) -> None:
+    def append_compressed(
+        self, /, codec: Codec, average: bool, hierarchical: bool, error_feedback: bool, exact: int = 0
+    ) -> None:
         """
         Adds an all_reduce through a codec. `error_feedback` needs the extra tensor "error", with one float32 for each
-        element except padding.
+        element except padding. The last `exact` elements, which must be padding, are added without the codec.
 
         Raises TypeError if the codec does not encode the element type, ValueError if the codec's options do not fit the
         number of elements.

@@ -20,6 +20,9 @@
 //! result + the sum of (error after), within float32 rounding. So the owner of a chunk also keeps what its second
 //! encoding lost, times the divisor.
 //!
+//! **Exact elements** at the end of the padding are sent behind the record that a member sends to every other member
+//! first, so they need no message of their own.
+//!
 //! **On a device** that has the codec, a [`DeviceCodec`] encodes, combines and decodes, and the records stay there.
 //! They have the same bytes as on the host, so some members may encode on a device and others on the host, if the
 //! device's messages pass through the host.
@@ -163,12 +166,15 @@ pub fn all_reduce<E: RecordExchange + ?Sized>(
     }
     if exchange.size() == 1 {
         let carried = data.len().min(how.elements * cx.dtype().size());
-        let (_, mut padding) = data.split_at(carried);
+        let (_, padding) = data.split_at(carried);
+        let width = padding.len().saturating_sub(how.exact * cx.dtype().size());
+        let (mut padding, _) = padding.split_at(width);
         let zeros = vec![0; padding.len()];
         return if zeros.is_empty() { Ok(()) } else { padding.copy_from(&zeros) };
     }
     let members = exchange.size();
-    if error.as_ref().is_none_or(|error| same_place(error.device(), place))
+    if how.exact == 0
+        && error.as_ref().is_none_or(|error| same_place(error.device(), place))
         && how.codec.exchange() == Exchange::TwoShot
         && let Some(mut codec) = exchange.codec_on(place, how.codec, cx.dtype())?
         && (error.is_none() || codec.feeds_back(members))
@@ -194,6 +200,8 @@ fn on_host<E: RecordExchange + ?Sized>(
 ) -> Result<()> {
     let (dtype, members) = (cx.dtype(), exchange.size());
     let size = dtype.size();
+    let (data, exact) = data.split_at_mut(data.len().saturating_sub(how.exact * size));
+    let exchange = &mut WithExact { exchange, exact, is_sent: false };
     let total = data.len() / size;
     let carried = how.elements.min(total) * size;
     data[carried..].fill(0);
@@ -225,6 +233,79 @@ fn on_host<E: RecordExchange + ?Sized>(
         error.copy_from_slice(&work.error);
     }
     Ok(())
+}
+
+/// An exchange that sends the exact elements behind each record that it sends first, and replaces them by their sum.
+struct WithExact<'a, E: ?Sized> {
+    exchange: &'a mut E,
+    exact: &'a mut [u8],
+    is_sent: bool,
+}
+
+impl<E: RecordExchange + ?Sized> WithExact<'_, E> {
+    /// Copies each record of `from` to its place in `to`, whose records have a different length.
+    fn copy(from: &[u8], to: &mut [u8], members: usize) {
+        let (given, taken) = (from.len() / members, to.len() / members);
+        let width = given.min(taken);
+        for (record, place) in from.chunks(given).zip(to.chunks_mut(taken)) {
+            place[..width].copy_from_slice(&record[..width]);
+        }
+    }
+
+    /// Adds up the exact elements behind the records of all members.
+    fn add(&mut self, dtype: DType, wide: &[u8], record: usize) {
+        let all: Vec<_> = wide.chunks(record + self.exact.len()).map(|each| Some(&each[record..])).collect();
+        sum_over(dtype, &all, self.exact, 1);
+        self.is_sent = true;
+    }
+}
+
+impl<E: RecordExchange + ?Sized> RecordExchange for WithExact<'_, E> {
+    fn rank(&self) -> usize {
+        self.exchange.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.exchange.size()
+    }
+
+    fn all_to_all(
+        &mut self,
+        cx: &OpContext<'_>,
+        sent: Buffer<'_>,
+        received: BufferMut<'_>,
+        record: usize,
+    ) -> Result<()> {
+        if self.exact.is_empty() {
+            return self.exchange.all_to_all(cx, sent, received, record);
+        }
+        let (members, me) = (self.size(), self.rank());
+        let mut given = vec![0; members * (record + self.exact.len())];
+        Self::copy(&sent.to_vec()?, &mut given, members);
+        given.chunks_mut(record + self.exact.len()).for_each(|each| each[record..].copy_from_slice(self.exact));
+        let mut taken = given.clone();
+        let wide = record + self.exact.len();
+        self.exchange.all_to_all(cx, given.as_slice().into(), taken.as_mut_slice().into(), wide)?;
+        taken[me * wide..][..wide].copy_from_slice(&given[me * wide..][..wide]);
+        Self::copy(&taken, received.into_host()?, members);
+        self.add(cx.dtype(), &taken, record);
+        Ok(())
+    }
+
+    fn all_gather(&mut self, cx: &OpContext<'_>, records: BufferMut<'_>, record: usize) -> Result<()> {
+        if self.exact.is_empty() || self.is_sent {
+            return self.exchange.all_gather(cx, records, record);
+        }
+        let (members, me, wide) = (self.size(), self.rank(), record + self.exact.len());
+        let records = records.into_host()?;
+        let mut taken = vec![0; members * wide];
+        taken[me * wide..][..record].copy_from_slice(&records[me * record..][..record]);
+        taken[me * wide + record..][..self.exact.len()].copy_from_slice(self.exact);
+        self.exchange.all_gather(cx, taken.as_mut_slice().into(), wide)?;
+        Self::copy(&taken, records, members);
+        self.add(cx.dtype(), &taken, record);
+        Ok(())
+    }
 }
 
 /// Stores this member's part of the combined `data` in `result`. `data` consists of one part for each member, and

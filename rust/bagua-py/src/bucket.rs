@@ -122,10 +122,11 @@ impl Bucket {
     }
 
     /// Adds an all_reduce through a codec. `error_feedback` needs the extra tensor "error", with one float32 for each
-    /// element except padding.
+    /// element except padding. The last `exact` elements, which must be padding, are added without the codec.
     ///
     /// Raises TypeError if the codec does not encode the element type, ValueError if the codec's options do not fit the
     /// number of elements.
+    #[pyo3(signature = (codec, average, hierarchical, error_feedback, exact=0))]
     fn append_compressed(
         &self,
         py: Python<'_>,
@@ -133,16 +134,25 @@ impl Bucket {
         average: bool,
         hierarchical: bool,
         error_feedback: bool,
+        exact: usize,
     ) -> PyResult<()> {
-        self.append(py, || Ok(Arc::new(CompressedOp::new(codec.core(), average, hierarchical, error_feedback))))
+        self.append(py, || Ok(Arc::new(CompressedOp::new(codec.core(), average, hierarchical, error_feedback, exact))))
     }
 
-    /// Adds an all_reduce with or without a codec: both are timed now and then, and the faster is kept. Raises as
-    /// append_compressed.
-    fn append_automatic(&self, py: Python<'_>, codec: &Codec, average: bool, hierarchical: bool) -> PyResult<()> {
+    /// Adds an all_reduce with or without a codec: both are timed now and then, and the faster is kept. `exact` and
+    /// errors as in append_compressed.
+    #[pyo3(signature = (codec, average, hierarchical, exact=0))]
+    fn append_automatic(
+        &self,
+        py: Python<'_>,
+        codec: &Codec,
+        average: bool,
+        hierarchical: bool,
+        exact: usize,
+    ) -> PyResult<()> {
         self.append(py, || {
             let plain = CentralizedOp::new(average, hierarchical, true);
-            Ok(Arc::new(AutoOp::new(plain, CompressedOp::new(codec.core(), average, hierarchical, false))))
+            Ok(Arc::new(AutoOp::new(plain, CompressedOp::new(codec.core(), average, hierarchical, false, exact))))
         })
     }
 

@@ -136,7 +136,8 @@ impl CompressedExchange {
                 label: "",
                 extra: &RefCell::new(extra),
             };
-            let how = Compression { codec: &*self.codec, divisor, draw: chunks::draw(call, 0), elements: count };
+            let how =
+                Compression { codec: &*self.codec, divisor, draw: chunks::draw(call, 0), elements: count, exact: 0 };
             let mut functions = Functions { exchange: self, raised: &mut raised };
             let outcome = collective(&mut functions, &cx, data.buffer_mut(), &how);
             *lock(&self.memory) = work;

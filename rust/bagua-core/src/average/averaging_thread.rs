@@ -364,7 +364,8 @@ impl Rounds {
                     reduce::subtract(dtype, average, &part.snapshot, &part.last);
                     let draw = *exchanges << 16 | number as u64;
                     let (divisor, elements) = (lanes.global.size(), part.weights.count());
-                    let verb = Verb::CompressedAllReduce(Compression { codec: &**codec, divisor, draw, elements });
+                    let verb =
+                        Verb::CompressedAllReduce(Compression { codec: &**codec, divisor, draw, elements, exact: 0 });
                     let extra = Extra { work: Some(&mut part.work), ..Extra::default() };
                     lanes.global.run(&options, dtype, verb, Operands { io: Io::in_place(average), extra })?;
                     reduce::combine(dtype, ReduceOp::Sum, &[Some(&part.last), None], average);

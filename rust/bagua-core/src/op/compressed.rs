@@ -25,6 +25,7 @@ pub struct CompressedOp {
     average: bool,
     hierarchical: bool,
     error_feedback: bool,
+    exact: usize,
     memory: Mutex<Memory>,
 }
 
@@ -39,9 +40,15 @@ struct Memory {
 
 impl CompressedOp {
     /// Creates an operation that averages over all ranks, or sums if `average` is false. `error_feedback` needs the
-    /// extra tensor [`ERROR`].
-    pub fn new(codec: Arc<dyn Codec>, average: bool, hierarchical: bool, error_feedback: bool) -> CompressedOp {
-        CompressedOp { codec, average, hierarchical, error_feedback, memory: Mutex::default() }
+    /// extra tensor [`ERROR`]. The last `exact` elements, which must be padding, are added without the codec.
+    pub fn new(
+        codec: Arc<dyn Codec>,
+        average: bool,
+        hierarchical: bool,
+        error_feedback: bool,
+        exact: usize,
+    ) -> CompressedOp {
+        CompressedOp { codec, average, hierarchical, error_feedback, exact, memory: Mutex::default() }
     }
 
     /// Returns the name and options of the codec.
@@ -58,7 +65,7 @@ impl Op for CompressedOp {
     fn check(&self, dtype: DType, elements: usize) -> Result<()> {
         self.codec.check(dtype)?;
         match self.codec.exchange() {
-            Exchange::OneShot => self.codec.check_count(elements),
+            Exchange::OneShot => self.codec.check_count(elements.saturating_sub(self.exact)),
             Exchange::TwoShot => Ok(()),
         }
     }
@@ -79,7 +86,13 @@ impl Op for CompressedOp {
         let elements = tensors.iter().map(Region::count).sum::<usize>() - *padding;
         let codec = &*self.codec;
         let divisor = if self.average { lanes.global.size() } else { 1 };
-        let verb = Verb::CompressedAllReduce(Compression { codec, divisor, draw: draw(*step, 0), elements });
+        let verb = Verb::CompressedAllReduce(Compression {
+            codec,
+            divisor,
+            draw: draw(*step, 0),
+            elements,
+            exact: self.exact,
+        });
         let place = tensors.first().and_then(Region::device);
         let together = error.as_ref().is_none_or(|error| same_place(error.device(), place));
         let stays = together && lanes.encodes_on(place, codec, dtype, self.hierarchical)?;

@@ -157,7 +157,7 @@ fn bad_arguments_are_refused_before_anything_is_sent_and_poison_nothing() {
             lane.run(o, f, to_all(whole, PartLayout { counts: &[1, 2, 1, 1], displs: &[0, 1, 3, 4] }), Io::in_place(b)),
         ),
     ];
-    let how = Compression { codec: &MinMaxU8, divisor: 4, draw: 0, elements: 4 };
+    let how = Compression { codec: &MinMaxU8, divisor: 4, draw: 0, elements: 4, exact: 0 };
     let refusals = refusals.into_iter().chain([
         ("minmax_u8", lane.run(o, DType::I32, Verb::CompressedAllReduce(how), Io::in_place(b))),
         ("in place", lane.run(o, f, Verb::CompressedAllReduce(how), split(&[0; 16], &mut b[..16]))),

@@ -16,6 +16,9 @@ pub struct Compression<'a> {
     /// Number of elements that carry values. The elements after them are padding: they count as zeros, and are zero
     /// afterwards.
     pub elements: usize,
+    /// Number of elements at the end of the padding that carry values after all. They are not encoded: the members add
+    /// them in member order, and do not divide them.
+    pub exact: usize,
 }
 
 /// The weights that the compressed ring assumes on each rank. All three have the length of the weights and lie on the

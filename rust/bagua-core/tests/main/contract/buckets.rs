@@ -82,16 +82,17 @@ fn minmax() -> Arc<dyn codec::Codec> {
 }
 
 const COUNT: usize = 5301;
-const OPERATIONS: [Make; 6] = [
+const OPERATIONS: [Make; 7] = [
     || (Arc::new(CentralizedOp::new(true, false, false)), &[]),
-    || (Arc::new(CompressedOp::new(minmax(), true, false, true)), &[("error", COUNT)]),
-    || (Arc::new(CompressedOp::new(minmax(), false, false, false)), &[]),
+    || (Arc::new(CompressedOp::new(minmax(), true, false, true, 0)), &[("error", COUNT)]),
+    || (Arc::new(CompressedOp::new(minmax(), false, false, false, 0)), &[]),
     || (Arc::new(DecentralizedOp::new(PeerSelection::Ring, false)), &[("peer_weight", COUNT)]),
     || (Arc::new(AsyncModelAverageOp::new(WeightLock::new())), &[]),
     || {
         let replicas = &[("weight", COUNT), ("left_peer_weight", COUNT), ("right_peer_weight", COUNT)];
         (Arc::new(LowPrecisionDecentralizedOp::new(minmax(), false)), replicas)
     },
+    || (Arc::new(CompressedOp::new(minmax(), false, false, false, 24)), &[]),
 ];
 
 /// The number of the compressed ring.
@@ -193,7 +194,7 @@ fn compressed(
         tensors.push(Tensor { name: "padding".to_owned(), region, padding: true });
     }
     let bucket = SharedBucket::new(Bucket::new("bucket", tensors).unwrap());
-    bucket.lock().append(Arc::new(CompressedOp::new(minmax(), true, false, false))).unwrap();
+    bucket.lock().append(Arc::new(CompressedOp::new(minmax(), true, false, false, 0))).unwrap();
     let health = GroupHealth::local(rank, collective.size());
     let ranks = (0..collective.size()).collect();
     let collective = ToyFactory.wrap(collective, &[ranks]);
