@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import torch
@@ -39,23 +40,41 @@ class Wire:
         # Operands of the last operation. A thread of gloo lets go of them late. If it had the last reference, it would
         # need the GIL, and end the process if Python exits meanwhile (github.com/pytorch/pytorch/pull/179291).
         self._operands: tuple[torch.Tensor, ...] = ()
+        #: A float64 that travels behind each record of the next exchange of records; None for none.
+        self.note: float | None = None
+        #: The notes of all ranks, after that exchange.
+        self.notes: list[float] = []
+
+    def _noted(self, records: torch.Tensor) -> torch.Tensor:
+        """Returns records, one a row, with the note behind each."""
+        if self.note is None:
+            return records
+        note = torch.tensor([self.note], dtype=torch.float64).view(torch.uint8)
+        return torch.cat([records, note.expand(len(records), -1)], dim=1)
+
+    def _without_notes(self, records: torch.Tensor, record: int) -> torch.Tensor:
+        """Takes the notes off records, one a row."""
+        if self.note is not None:
+            self.notes = records[:, record:].contiguous().view(torch.float64).flatten().tolist()
+            self.note = None
+        return records[:, :record]
 
     def all_to_all(self, sent: int, received: int, record: int) -> None:
         """Sends block j at `sent` to rank j, and stores the block from rank i at place i of `received`."""
-        results = _bytes(received, self.size * record)
-        there, given = results.to(self._device), _bytes(sent, self.size * record).to(self._device)
+        given = self._noted(_bytes(sent, self.size * record).view(self.size, record)).to(self._device)
+        there = torch.empty_like(given)
         dist.all_to_all_single(there, given, group=self._group)
         self._operands = there, given
-        results.copy_(there)
+        _bytes(received, self.size * record).view(self.size, record).copy_(self._without_notes(there.cpu(), record))
 
     def all_gather(self, blocks: int, record: int) -> None:
         """Fills the memory at `blocks`, which holds this rank's block, with the blocks of all ranks."""
-        results = _bytes(blocks, self.size * record)
-        there = results.to(self._device)
-        own = there[self.rank * record :][:record].clone()
+        results = _bytes(blocks, self.size * record).view(self.size, record)
+        own = self._noted(results[self.rank :][:1]).to(self._device, copy=True)
+        there = own.new_empty(self.size, own.numel())
         dist.all_gather_into_tensor(there, own, group=self._group)
         self._operands = there, own
-        results.copy_(there)
+        results.copy_(self._without_notes(there.cpu(), record))
 
     def average(self, tensor: torch.Tensor) -> None:
         """Replaces a tensor by its mean over the ranks."""
@@ -85,14 +104,30 @@ class TensorExchange:
             codec._raw, wire.rank, wire.size, wire.all_to_all, wire.all_gather
         )
 
-    def all_reduce(self, tensor: torch.Tensor, *, call: int, error: torch.Tensor | None) -> None:
-        """Replaces a contiguous tensor by its mean over the ranks."""
+    def all_reduce(
+        self, tensor: torch.Tensor, *, call: int, error: torch.Tensor | None, weight: float | None = None
+    ) -> float:
+        """Replaces a contiguous tensor by its mean over the ranks. Returns the sum of the ranks' weights.
+
+        With a weight on every rank, the mean is weighted. If all weights are 0, the tensor is only added up.
+        """
+        if weight == 0:
+            tensor.zero_()
+        elif weight is not None:
+            tensor.mul_(weight)
+        self.wire.note, self.wire.notes = weight, [] if weight is None else [weight]
         host, kept = tensor.cpu(), None if error is None else error.cpu()
         place = host.data_ptr(), host.numel(), DTYPES[host.dtype]
         self._exchange.all_reduce(*place, call=call, error=None if kept is None else kept.data_ptr())
         tensor.copy_(host)
         if error is not None and kept is not None:
             error.copy_(kept)
+        self.wire.note, total = None, math.fsum(self.wire.notes)
+        if weight is None:
+            return self.wire.size
+        if total > 0:
+            tensor.mul_(len(self.wire.notes) / total)
+        return total
 
     def reduce_scatter(
         self, result: torch.Tensor, tensor: torch.Tensor, *, average: bool, call: int, error: torch.Tensor | None

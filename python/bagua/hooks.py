@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from bagua.codecs import Codec
 from bagua.compressed_torch_collectives import TensorExchange, codec_of, sending_device
+from bagua.weight import checked_weight
 
 __all__ = ["CompressedState", "compressed_hook"]
 
@@ -42,6 +43,10 @@ class CompressedState:
 
     `process_group`: the group that DistributedDataParallel was given; None is the default group.
 
+    `weight`: the rank's weight in the average, which becomes sum(weight * gradient) / sum(weight). None is the plain
+    mean. Either all ranks have a weight or none has. Set the attribute `weight` before a backward to change it. If the
+    weight of every rank is 0, the backward raises on all ranks; torch makes a RuntimeError of the ValueError.
+
     Raises ValueError or TypeError for a codec that `bagua.Codec` refuses. A gradient of a type that the codec does not
     encode, such as float64, raises TypeError in the backward of each rank, before anything is sent.
     """
@@ -52,7 +57,9 @@ class CompressedState:
         *,
         error_feedback: bool = False,
         process_group: dist.ProcessGroup | None = None,
+        weight: float | None = None,
     ) -> None:
+        self.weight = weight
         self.codec = codec_of(codec)
         self.error_feedback = error_feedback
         self._given_group = process_group
@@ -60,6 +67,15 @@ class CompressedState:
         self._memory = _ErrorMemory()
         # Number of calls by index of the bucket, from which codecs that draw at random draw.
         self._calls: dict[int, int] = {}
+
+    @property
+    def weight(self) -> float | None:
+        """The rank's weight from the next backward on. Raises ValueError unless it is finite and not negative."""
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float | None) -> None:
+        self._weight = None if weight is None else checked_weight(weight)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the error memory and the number of calls, for `torch.save` and `torch.load(weights_only=True)`.
@@ -105,7 +121,7 @@ class CompressedState:
         error = self._memory.error_of(bucket) if self.error_feedback else None
         call = self._calls.get(bucket.index(), 0)
         self._calls[bucket.index()] = call + 1
-        return sender.begin_all_reduce(buffer, call, error)
+        return sender.begin_all_reduce(buffer, call, error, self.weight)
 
 
 def compressed_hook(state: CompressedState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -204,7 +220,7 @@ class _Sender:
         self._failure: BaseException | None = None
 
     def begin_all_reduce(
-        self, buffer: torch.Tensor, call: int, error: torch.Tensor | None
+        self, buffer: torch.Tensor, call: int, error: torch.Tensor | None, weight: float | None
     ) -> torch.futures.Future[torch.Tensor]:
         """Returns a future of the buffer with the mean."""
         stream = torch.cuda.current_stream(buffer.device) if buffer.is_cuda else None
@@ -216,10 +232,12 @@ class _Sender:
             try:
                 # On a device, the copies follow the gradients, and DDP's next work follows the copies.
                 with torch.cuda.stream(stream):
-                    self.exchange.all_reduce(buffer, call=call, error=error)
+                    total = self.exchange.all_reduce(buffer, call=call, error=error, weight=weight)
             except BaseException as failure:
                 self._failure = failure
                 raise
+            if total == 0:
+                raise ValueError("the weight of every rank is 0, so there is no average of the gradients")
             return buffer
 
         # DDP's C++ code raises what a `then` has raised, but not what `set_exception` was given.

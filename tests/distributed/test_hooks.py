@@ -8,7 +8,7 @@ import io
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,20 +131,29 @@ def recording(model: nn.Module, calls: list[Call]) -> Callable[..., torch.future
     return hook
 
 
-def check_against_oracle(calls: list[Call], pair: Pair, codec: str, options: dict[str, Any], feedback: bool) -> None:
-    """Each result is the oracle's, bit for bit, from what all ranks have given."""
+def check_against_oracle(
+    calls: list[Call],
+    pair: Pair,
+    codec: str,
+    options: dict[str, Any],
+    feedback: bool,
+    of_ranks: Sequence[float] | None = None,
+) -> None:
+    """Each result is the oracle's, bit for bit, from what all ranks have given, with the weights `of_ranks`."""
+    times = [1.0] * pair.size if of_ranks is None else of_ranks
+    scale = pair.size / sum(times)
     everyone: list[list[Call]] = [[] for _ in range(pair.size)]
     dist.all_gather_object(everyone, calls, group=pair.gloo)
     oracles: dict[int, CompressedAllReduce] = {}
     errors: dict[int, list[Any]] = {}
     for number, call in enumerate(calls):
-        inputs = [theirs[number].given.numpy() for theirs in everyone]
+        inputs = [theirs[number].given.mul(weight).numpy() for theirs, weight in zip(everyone, times, strict=True)]
         make = functools.partial(CompressedAllReduce, codec, options, pair.size, pair.size, True, feedback=feedback)
         oracle = oracles.setdefault(call.index, make())
         none = [[np.zeros(size, np.float32)] * pair.size for size in call.sizes]
         owed = [errors.get(place, zeros) for place, zeros in zip(call.places, none, strict=True)]
         oracle.errors = [np.concatenate([each[member] for each in owed]) for member in range(pair.size)]
-        expected = oracle.step(inputs)
+        expected = torch.from_numpy(oracle.step(inputs)).mul(scale).numpy()
         assert np.array_equal(call.result.numpy(), expected), (number, call.index, codec)
         ends = np.cumsum(call.sizes)[:-1]
         for parts in zip(*(zip(call.places, np.split(each, ends), strict=True) for each in oracle.errors), strict=True):
@@ -162,6 +171,36 @@ def gradients_are_the_oracles(pair: Pair) -> None:
                 assert {call.given.dtype for call in calls} == {torch.float32, torch.float16}
                 check_against_oracle(calls, pair, codec, options, feedback)
                 check_equal_on_all_ranks(model, pair)
+
+
+def ranks_have_weights(pair: Pair) -> None:
+    of_ranks = (0.5, 2.0, 0.0, 5.0)[: pair.size]
+    for codec, options in CODECS:
+        for feedback, group in ((False, pair.ours), (True, pair.gloo)):
+            calls: list[Call] = []
+            state = compressed(codec, options, group, feedback)
+            model = wrapped(group, state, calls)
+            state.weight = of_ranks[pair.rank]
+            train(model, pair.rank, range(3))
+            check_against_oracle(calls, pair, codec, options, feedback, of_ranks)
+            calls.clear()
+            state.weight = None
+            train(model, pair.rank, range(3, 4))
+            if not feedback and codec != "random_k":
+                check_against_oracle(calls, pair, codec, options, feedback)
+            check_equal_on_all_ranks(model, pair)
+
+
+def no_rank_with_a_weight_is_an_error(pair: Pair) -> None:
+    for codec in ("minmax_u8", "top_k"):
+        options = {"k": 0.2} if codec == "top_k" else {}
+        state = CompressedState(bagua.Codec(codec, **options), process_group=pair.gloo, weight=0)
+        model = wrapped(pair.gloo, state)
+        with pytest.raises(RuntimeError, match="ValueError: the weight of every rank is 0"):
+            train(model, pair.rank, range(1))
+    for weight in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="finite"):
+            state.weight = weight
 
 
 def options_of_ddp_change_nothing(pair: Pair) -> None:

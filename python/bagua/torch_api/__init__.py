@@ -31,7 +31,7 @@ from .communication import (
     new_group,
 )
 from .default_collectives import *  # noqa: F403 - the collectives, which are listed there
-from .distributed import BaguaModule, algorithm_of, no_sync, unwrap, with_bagua
+from .distributed import BaguaModule, algorithm_of, no_sync, set_weight, unwrap, with_bagua
 from .env import get_local_rank, get_local_size, get_rank, get_world_size
 from .membership.elastic import rejoined
 from .membership.rebuild import Rebuilt, rebuild
@@ -69,6 +69,7 @@ __all__ = [
     "no_sync",
     "rebuild",
     "rejoined",
+    "set_weight",
     "tensor",
     "unwrap",
     "utils",

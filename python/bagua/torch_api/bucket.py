@@ -15,6 +15,7 @@ from bagua.codecs import Compression, raw_codec
 
 from . import devices
 from .bucket_memory import BucketSlice, FlatMemory, layout_of, require_resolved
+from .model_engine.votes import VOTE_BYTES
 from .process_group import Communicator, ProcessGroup, dtype_code
 from .process_group.state import group_state
 from .tensor import BaguaTensor, Registration, effective, registration
@@ -143,6 +144,10 @@ class BaguaBucket:
         self._left_peer_weight: torch.Tensor | None = None
         self._right_peer_weight: torch.Tensor | None = None
         self._async_op: AsyncModelAverageOp | None = None
+        #: The elements behind the tensors that have the ranks' votes; see :meth:`reserve`.
+        self.room: torch.Tensor | None = None
+        # The memory for them, if it is adjacent to the tensors.
+        self._spare: torch.Tensor | None = None
         # Owners of the flat memory and of the operations' memory. They keep it, whatever happens to the tensors.
         self._owners: list[object] = []
         self._extra: dict[str, torch.Tensor] = {}
@@ -160,9 +165,37 @@ class BaguaBucket:
         self._registered = [values.detach() for values in parts] if self.memory is None else [self.memory.own]
         #: CUDA device of the tensors; None for the host.
         self.device = devices.device_of(self._registered[0])
+        self.backend_bucket = self._in_core()
+
+    def _in_core(self) -> extension.Bucket:
         # Detached, because hooks and graphs may refer to the bucket.
         keep = None if self.device is None else [values.detach() for values in self._registered]
-        self.backend_bucket = extension.Bucket(name, self._described(), **devices.bucket_options(self.device, keep))
+        described = self._described()
+        if self.room is not None:
+            # The engine does not wait for padding.
+            code = described[0][3]
+            described.append((f"bagua_room_{self.name}", self.room.data_ptr(), self.room.numel(), code, True))
+            if keep is not None:
+                keep.append(self.room)
+        return extension.Bucket(self.name, described, **devices.bucket_options(self.device, keep))
+
+    def reserve(self) -> torch.Tensor:
+        """Returns zeros behind the bucket's tensors, for a vote of each rank of the group.
+
+        The ranks add them up with the tensors, without the codec of an operation. Operations must be appended again,
+        and the bucket registered again with its engine.
+        """
+        if self.room is None:
+            like = self._registered[0]
+            spare = torch.zeros(self._votes(), dtype=like.dtype, device=like.device)
+            self.room = spare if self._spare is None else self._spare
+            self.backend_bucket = self._in_core()
+        return self.room
+
+    def _votes(self) -> int:
+        """Returns the number of elements for the votes of all ranks."""
+        group = self._built_for or group_state.default_group
+        return 0 if group is None else len(group.ranks) * VOTE_BYTES
 
     def __repr__(self) -> str:
         first = self._registered[0]
@@ -245,7 +278,10 @@ class BaguaBucket:
         return described
 
     def _flatten(self, parts: Sequence[torch.Tensor]) -> None:
-        self.memory = FlatMemory(self._allocate(sum(part.numel() for part in parts), parts[0], self.name))
+        count = sum(part.numel() for part in parts)
+        whole = self._allocate(count + self._votes() if count else 0, parts[0], self.name)
+        self.memory = FlatMemory(whole[:count])
+        self._spare = whole[count:] if count else None
         offset = 0
         for each, part in zip(self.registrations, parts, strict=True):
             place = BucketSlice(self.memory, part, offset)
@@ -363,7 +399,8 @@ class BaguaBucket:
                 raise ValueError(f"bucket {self.name!r} has an operation with error feedback already")
             if not scattergather:
                 raise ValueError(f"bucket {self.name!r}: compression needs scattergather=True")
-            self.backend_bucket.append_compressed(codec, average, hierarchical, error_feedback)
+            exact = 0 if self.room is None else self.room.numel()
+            self.backend_bucket.append_compressed(codec, average, hierarchical, error_feedback, exact)
             if error_feedback:
                 count = sum(values.numel() for values in self._registered)
                 count -= 0 if self.padding_tensor is None else self.padding_tensor.numel()
@@ -388,7 +425,8 @@ class BaguaBucket:
         codec = raw_codec(compression)
         if codec is None:
             raise ValueError(f"bucket {self.name!r}: an automatic choice needs a compression")
-        self.backend_bucket.append_automatic(codec, average, hierarchical)
+        exact = 0 if self.room is None else self.room.numel()
+        self.backend_bucket.append_automatic(codec, average, hierarchical, exact)
         self._group = group or self._group
         return self
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from bagua.errors import BaguaError
 from bagua.process_state import process
+from bagua.weight import checked_weight
 
 from .algorithms.base import Algorithm, AlgorithmImpl
 from .bucket import BaguaBucket
@@ -107,9 +108,7 @@ def algorithm_of(module: torch.nn.Module, kind: type[Any] = AlgorithmImpl) -> An
 
     Raises ValueError if the model is not wrapped, and TypeError if the algorithm is not of this class.
     """
-    ddp = _wrapped.get(module)
-    if ddp is None:
-        raise ValueError(f"this {type(module).__name__} is not wrapped: call with_bagua first")
+    ddp = _engine_of(module)
     if not isinstance(ddp.bagua_algorithm, kind):
         raise TypeError(f"the algorithm of this {type(module).__name__} is {ddp.algorithm!r}, not a {kind.__name__}")
     return ddp.bagua_algorithm
@@ -120,6 +119,33 @@ def no_sync(module: torch.nn.Module) -> AbstractContextManager[None]:
     their sum.
     """
     return _ddp_of(module).no_sync()
+
+
+def set_weight(module: torch.nn.Module, weight: float) -> None:
+    """Sets this rank's weight in averages over the ranks: they become sum(weight * x) / sum(weight). Not collective.
+
+    The weight counts from the next exchange on, until it is set again. Call it before ``backward()``, for example with
+    the number of tokens that the loss is a mean of. If gradients accumulate, the weight belongs to their sum. In the
+    algorithms that average weights of the model or their changes, the weight belongs to these. A rank with weight 0
+    contributes nothing and gets the average.
+
+    All ranks must call it for the first time before the same exchange. Otherwise this exchange raises MismatchError.
+    If the weight of every rank is 0, the exchange raises ValueError on all ranks, before it changes a parameter.
+
+    - ``module``: A model of :func:`with_bagua`, or Bagua's ``DistributedDataParallel``.
+    - ``weight``: A finite number of at least 0. Without a call it is 1.
+
+    Raises ValueError for another number, TypeError for something else, NotImplementedError for an algorithm without
+    weights, and BaguaError for a first call between forward and backward with an algorithm that exchanges weights.
+    """
+    _engine_of(module).set_weight(checked_weight(weight))
+
+
+def _engine_of(module: torch.nn.Module) -> ModelEngine:
+    ddp = _wrapped.get(module)
+    if ddp is None:
+        raise ValueError(f"this {type(module).__name__} is not wrapped: call with_bagua first")
+    return ddp
 
 
 def _ddp_of(module: Any) -> ModelEngine:

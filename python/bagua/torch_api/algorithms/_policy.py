@@ -94,5 +94,8 @@ class ExchangePolicy:
     fixes_initial_weights: bool = False
     #: True if each bucket is padded to a multiple of the number of ranks in the group.
     pads_buckets: bool = False
+    #: True if the ranks may use votes and divide by the sum of their weights, False if they may use votes and only add
+    #: up, None if they may not use votes.
+    votes_divide: bool | None = None
     #: Kinds of state that only the rank that saved them can load, and only in a group with the same members.
     rank_state: tuple[str, ...] = ("error",)

@@ -42,6 +42,8 @@ class AlgorithmImpl:
     _model: weakref.ref[Any] | None = None
     #: The algorithm's registered name. Saved in states, so that a state of another algorithm can be refused.
     name = ""
+    #: True if operations add up and do not divide, because the model's engine divides by the sum of the ranks' weights.
+    _only_adds = False
     # The first Algorithm subclass that this class implements. Used to make an algorithm from the constructor's
     # arguments.
     _algorithm: ClassVar[type[Algorithm] | None] = None

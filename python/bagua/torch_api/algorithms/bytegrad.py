@@ -31,7 +31,12 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
     error_feedback: bool
 
     def _policy(self) -> ExchangePolicy:
-        return ExchangePolicy(make_exchange=self._make_exchange, sparse_op=self._sparse_op, pads_buckets=True)
+        return ExchangePolicy(
+            make_exchange=self._make_exchange,
+            sparse_op=self._sparse_op,
+            pads_buckets=True,
+            votes_divide=self.average,
+        )
 
     @property
     def _sparse_op(self) -> ReduceOp:
@@ -53,7 +58,8 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         if len(holders) == 1 or communicator.rank() not in holders:
             return
         error = self._tensors_of_state()["error"][name]
-        error.add_(result.detach().to(error.dtype), alpha=(ranks if self.average else 1) / len(holders))
+        divided = self.average and not self._only_adds
+        error.add_(result.detach().to(error.dtype), alpha=(ranks if divided else 1) / len(holders))
         # With hierarchical=True, old gradients of other ranks on this host are not known here and count as 0.
         if given is not None:
             error.sub_(given.detach().to(error.dtype))
@@ -61,12 +67,13 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
         """Appends an all_reduce through the codec."""
         bucket.clear_ops()
+        average = self.average and not self._only_adds
         if self.compression == "auto":
-            bucket.append_automatic_op(_AUTO, self.hierarchical, self.average, self.process_group)
+            bucket.append_automatic_op(_AUTO, self.hierarchical, average, self.process_group)
             return
         bucket.append_centralized_synchronous_op(
             hierarchical=self.hierarchical,
-            average=self.average,
+            average=average,
             scattergather=True,
             compression=self.compression,
             group=self.process_group,

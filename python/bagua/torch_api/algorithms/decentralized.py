@@ -68,6 +68,7 @@ class DecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
             callbacks=TrainingCallbacks(after_forward=self._guard),
             # Accepts models with sparse gradients, which stay on their rank. The weights are dense.
             sparse_op=ReduceOp.AVG,
+            votes_divide=True if self.peer_selection_mode == "all" else None,
         )
 
     def _check_model(self, bagua_ddp: WrappedModel) -> None:
@@ -90,9 +91,14 @@ class DecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
         return one_bucket_per_dtype(tensors, do_flatten, self.process_group)
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
-        """Appends averaging with peers. The average is written to ``bucket._peer_weight``."""
+        """Appends averaging with peers. The average, or the sum, is written to ``bucket._peer_weight``."""
         bucket.clear_ops()
-        bucket._peer_weight = bucket.extra_memory("peer-weight")
+        if bucket._peer_weight is None:
+            bucket._peer_weight = bucket.extra_memory("peer-weight")
+        if self._only_adds:
+            # In place in ``_peer_weight``, where the exchange puts weighted copies.
+            bucket.append_centralized_synchronous_op(self.hierarchical, False, group=self.process_group)
+            return
         bucket.append_decentralized_synchronous_op(
             bucket._peer_weight, self.hierarchical, self.peer_selection_mode, self.process_group
         )

@@ -20,12 +20,14 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         """Appends an all_reduce."""
         bucket.clear_ops()
         bucket.append_centralized_synchronous_op(
-            hierarchical=self.hierarchical, average=self.average, group=self.process_group
+            hierarchical=self.hierarchical,
+            average=self.average and not self._only_adds,
+            group=self.process_group,
         )
 
     def _policy(self) -> ExchangePolicy:
         # Rows of sparse gradients are gathered without a hierarchy.
-        return ExchangePolicy(sparse_op=ReduceOp.AVG if self.average else ReduceOp.SUM)
+        return ExchangePolicy(sparse_op=ReduceOp.AVG if self.average else ReduceOp.SUM, votes_divide=self.average)
 
 
 @dataclass(eq=False, repr=False)

@@ -35,6 +35,7 @@ from bagua.codecs import Compression, raw_codec
 from ..bucket import BaguaBucket
 from ..model_engine.algorithm_interface import always
 from ..model_engine.optimizer_steps import BetweenSteps
+from ..model_engine.votes import divide
 from ..process_group import ReduceOp
 from ..tensor import BaguaTensor
 from ._policy import ExchangePolicy
@@ -80,6 +81,8 @@ class OuterExchange(BetweenSteps):
         with torch.no_grad():
             for name, param in self._parameters:
                 torch.sub(self.anchors[name], param, out=self._differences[name])
+            self._votes.write()
+            self._votes.scale(list(self._differences.values()))
         for name, _ in self._parameters:
             self._backend.mark_ready(self._backend.number(name))
         self._receive_buffers = self._algorithm.bagua_ddp.start_buffers()
@@ -87,7 +90,13 @@ class OuterExchange(BetweenSteps):
     def _take_over(self) -> None:
         """Updates anchors and parameters from the mean differences."""
         algorithm = self._algorithm
+        try:
+            divisor = self._votes.read()
+        except ValueError:
+            self._forget()
+            raise
         with torch.no_grad():
+            divide(list(self._differences.values()), divisor)
             for name, param in self._parameters:
                 anchor = self.anchors[name]
                 mean = move = self._differences[name].to(_wide(anchor.dtype))
@@ -137,6 +146,7 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
             pads_buckets=True,
             # Accepts models with sparse gradients, which stay on their rank. The changed weights are averaged.
             sparse_op=ReduceOp.AVG,
+            votes_divide=True,
         )
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
@@ -144,7 +154,7 @@ class LocalSGDAlgorithmImpl(AlgorithmImpl):
         bucket.clear_ops()
         bucket.append_centralized_synchronous_op(
             hierarchical=self.hierarchical,
-            average=True,
+            average=not self._only_adds,
             scattergather=True,
             compression=self.compression,
             group=self.process_group,

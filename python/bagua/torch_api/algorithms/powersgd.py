@@ -31,6 +31,7 @@ from bagua.linalg import is_finite, orthonormal, wide
 from ..bucket import BaguaBucket
 from ..model_engine.bucket_engine import BucketEngine
 from ..model_engine.gradients import GradientExchange, Slot, grad_of
+from ..model_engine.votes import divide
 from ..process_group import ProcessGroup, ReduceOp
 from ..tensor import forget, registration
 from ._policy import ExchangePolicy
@@ -127,13 +128,16 @@ class PowerSGDExchange(GradientExchange):
         if slot.name not in self.matrices:
             super()._mark(slot, wire)
 
-    def _completed(self, nowhere: set[str]) -> None:
+    def _results(self, nowhere: set[str]) -> list[torch.Tensor]:
+        return super()._results(nowhere | self.matrices.keys())
+
+    def _completed(self, nowhere: set[str], divisor: float) -> None:
         matrices = [matrix for name, matrix in self.matrices.items() if name not in nowhere]
         if not matrices or self._backend.size == 1:
             return
         given = {matrix.name: matrix.given(grad_of(matrix.param)) for matrix in matrices}
         bases = self._bases(matrices, given)
-        factors = self._factors(matrices, given, bases)
+        factors = self._factors(matrices, given, bases, divisor)
         finite = all(
             is_finite(slot.param.grad)
             for slot in self._slots.values()
@@ -160,6 +164,7 @@ class PowerSGDExchange(GradientExchange):
                 torch.mm(given[matrix.name], matrix.scaled_q(), out=sums.parts[matrix.name])
             else:
                 sums.parts[matrix.name].fill_(math.nan)
+        self._votes.scale(list(sums.parts.values()))
         sums.all_reduce(self._backend, ReduceOp.SUM)
         bases: dict[str, torch.Tensor | None] = {}
         for name, total in sums.parts.items():
@@ -172,6 +177,7 @@ class PowerSGDExchange(GradientExchange):
         matrices: Sequence[_Matrix],
         given: Mapping[str, torch.Tensor],
         bases: Mapping[str, torch.Tensor | None],
+        divisor: float,
     ) -> dict[str, torch.Tensor]:
         """Returns Q' of each matrix. Turns each matrix in ``given`` into this rank's new error."""
         shapes = {matrix.name: (matrix.m, matrix.r, matrix.dtype) for matrix in matrices}
@@ -184,7 +190,9 @@ class PowerSGDExchange(GradientExchange):
             torch.mm(given[matrix.name].T, basis, out=own)
             if matrix.error is not None:
                 given[matrix.name].addmm_(basis, own.T, alpha=-1)
-        means.all_reduce(self._backend, ReduceOp.AVG)
+        self._votes.scale(list(means.parts.values()))
+        means.all_reduce(self._backend, ReduceOp.AVG if self._votes.room is None else ReduceOp.SUM)
+        divide(list(means.parts.values()), divisor)
         return means.parts
 
     def _take_over(
@@ -192,7 +200,8 @@ class PowerSGDExchange(GradientExchange):
     ) -> None:
         self.round += 1
         for matrix in matrices:
-            if matrix.error is not None:
+            # This rank has sent nothing if its weight is 0.
+            if matrix.error is not None and self._votes.factor != 0:
                 matrix.error = errors[matrix.name].view(matrix.param.shape)
             if self._warm_start:
                 found = factors[matrix.name]
@@ -238,7 +247,7 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
         self._exchange: PowerSGDExchange | None = None
 
     def _policy(self) -> ExchangePolicy:
-        return ExchangePolicy(make_exchange=self._make_exchange)
+        return ExchangePolicy(make_exchange=self._make_exchange, votes_divide=True)
 
     def _make_exchange(self, bagua_ddp: WrappedModel) -> PowerSGDExchange:
         self._exchange = PowerSGDExchange(bagua_ddp, self.algorithm)
@@ -247,7 +256,7 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
         """Appends an average."""
         bucket.clear_ops()
-        bucket.append_centralized_synchronous_op(average=True, group=self.process_group)
+        bucket.append_centralized_synchronous_op(average=not self._only_adds, group=self.process_group)
 
     @property
     def matrices(self) -> dict[str, tuple[int, int, int]]:

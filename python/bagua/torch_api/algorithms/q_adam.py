@@ -298,6 +298,12 @@ class MomentExchange(GradientExchange):
     def _settle(self) -> None:
         """Does nothing, because gradients stay this rank's own."""
 
+    def _values(self, slot: Slot, wire: torch.Tensor | None) -> torch.Tensor | None:
+        return self._candidates[slot.name]
+
+    def _results(self, nowhere: set[str]) -> list[torch.Tensor]:
+        return [candidate for name, candidate in self._candidates.items() if name not in nowhere]
+
     def finish(self) -> None:
         """Waits until all candidates are averaged. Raises communication errors out of ``backward()``."""
         try:
@@ -324,7 +330,7 @@ class MomentExchange(GradientExchange):
             self._slots[name].param.grad = None
         return nowhere
 
-    def _completed(self, nowhere: set[str]) -> None:
+    def _completed(self, nowhere: set[str], divisor: float) -> None:
         for slot in self._slots.values():
             self._optimizer._averaged[slot.param] = None if slot.name in nowhere else self._candidates[slot.name]
 
@@ -356,6 +362,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             check_model=self._check_model,
             close=self._end_moments,
             pads_buckets=True,
+            votes_divide=True,
         )
 
     def _check_model(self, bagua_ddp: WrappedModel) -> None:
@@ -400,11 +407,11 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         """Appends an all_reduce, after the warm-up through the codec."""
         bucket.clear_ops()
         if self._moments is None:
-            bucket.append_centralized_synchronous_op(hierarchical=False, average=True, group=self.process_group)
+            bucket.append_centralized_synchronous_op(average=not self._only_adds, group=self.process_group)
             return
         bucket.append_centralized_synchronous_op(
             hierarchical=self.hierarchical,
-            average=True,
+            average=not self._only_adds,
             scattergather=True,
             compression=self.compression,
             group=self.process_group,

@@ -179,7 +179,7 @@ class HookExchange(GradientExchange):
             if found.data_ptr() != memory.own.data_ptr():
                 memory.own.copy_(found)
 
-    def _completed(self, nowhere: set[str]) -> None:
+    def _completed(self, nowhere: set[str], divisor: float) -> None:
         if self._as_views:
             return
         for slot in self._slots.values():

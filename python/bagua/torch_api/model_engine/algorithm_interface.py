@@ -12,6 +12,7 @@ from ..bucket import BaguaBucket
 from ..process_group import ProcessGroup
 from ..tensor import Getter
 from .bucket_engine import BucketEngine
+from .votes import Votes
 
 #: Names and parameters of a model.
 Parameters = Sequence[tuple[str, torch.nn.Parameter]]
@@ -41,6 +42,7 @@ class WrappedModel(Protocol):
     process_group: ProcessGroup
     backend: BucketEngine
     exchange: Exchange
+    votes: Votes
     find_unused_parameters: bool
     #: True if buckets own the memory of their tensors.
     do_flatten: bool
@@ -86,6 +88,7 @@ class Exchange(ABC):
         self._backend = bagua_ddp.backend
         self._module_name = bagua_ddp.bagua_module_name
         self._parameters = bagua_ddp.parameters
+        self._votes = bagua_ddp.votes
 
     @abstractmethod
     def register(self) -> list[torch.Tensor]:

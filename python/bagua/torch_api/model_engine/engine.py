@@ -38,6 +38,7 @@ from .model_checks import (
     allow_training,
     check_module,
     explain_empty_steps,
+    explain_weights,
     ignored_names,
     require_exchanged,
     step_inside_backward,
@@ -54,6 +55,7 @@ from .sync_model_state import (
     start_broadcast,
 )
 from .torch_hooks import EndOfBackward, at_end_of_backward, follow_loads
+from .votes import Votes
 
 _wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped
 
@@ -97,6 +99,7 @@ class ModelEngine:
         broadcast_buffers: bool = True,
         bucket_size: int | None = None,
         broadcast_state: bool = True,
+        weight: float | None = None,
         older: torch.nn.Module | None = None,
     ) -> None:
         communicator = process_group.get_global_communicator()
@@ -129,6 +132,7 @@ class ModelEngine:
         # True from the first forward of a step until its backward has ended.
         self._in_step = False
         self.bagua_buckets: list[BaguaBucket] = []
+        self.votes = Votes(communicator.rank(), communicator.nranks())
         # Descriptions of the buckets, which must be equal on all ranks.
         self._layout: list[str] = []
         self._in_backward = False
@@ -171,6 +175,8 @@ class ModelEngine:
                 own = [param for name, param in named.items() if name not in parameters]
                 self._broadcast_state([*parameters.values(), *buffers.values()], own)
             self._init_algorithm()
+            if weight is not None:
+                self.set_weight(weight)
             require_equal(self._communicator, self._layout)
             if self.policy.fixes_initial_weights:
                 self._weights_change()
@@ -187,6 +193,7 @@ class ModelEngine:
             "find_unused_parameters": self.find_unused_parameters,
             "broadcast_buffers": self.broadcast_buffers,
             "bucket_size": self.bucket_size,
+            "weight": None if self.votes.room is None else self.votes.weight,
         }
 
     @property
@@ -284,6 +291,8 @@ class ModelEngine:
         buckets = self.bagua_algorithm.tensors_to_buckets(
             bucketing.split_effective(tensors, self.bucket_size), self.do_flatten
         )
+        if self.votes.room is not None:
+            self._use_votes(buckets)
         for bucket in buckets:
             self.bagua_algorithm.init_operations(self, bucket)
         self.backend.register_ordered_buckets(buckets)
@@ -294,6 +303,47 @@ class ModelEngine:
         self._backward_hook = self._complete(self.bagua_algorithm.init_backward_hook(self))
         self._post_backward_hook = self.bagua_algorithm.init_post_backward_hook(self)
         self._post_step_hook = self.bagua_algorithm.init_post_optimizer_step_hook(self)
+
+    def set_weight(self, weight: float) -> None:
+        """Sets this rank's weight in averages. See :func:`bagua.torch_api.set_weight`."""
+        if not self.policy.votes_divide:
+            raise NotImplementedError(
+                f"{self.algorithm!r} has no weights: use gradient_allreduce, bytegrad, powersgd, qadam, local_sgd, "
+                "diloco, or decentralized with peer_selection_mode='all', and average=True"
+            )
+        if self.votes.room is None:
+            self._begin_votes()
+        self.votes.weight = weight
+
+    def _begin_votes(self) -> None:
+        """Exchanges votes from the next exchange on. All ranks must begin before the same exchange."""
+        if self._in_backward or (self._in_step and not self.exchange.needs_gradients):
+            raise BaguaError(
+                f"the first set_weight() of model {self.bagua_module_name!r} in the middle of an exchange: call it "
+                "before the forward of a step"
+            )
+        if not self.bagua_buckets:
+            raise NotImplementedError(
+                f"model {self.bagua_module_name!r} has no gradient that is exchanged as it is: weights travel with one"
+            )
+        self.exchange.before_load()
+        steps = [bucket.backend_bucket.step for bucket in self.bagua_buckets]
+        before = self.bagua_algorithm._tensors_of_state()
+        self._use_votes(self.bagua_buckets)
+        for bucket in self.bagua_buckets:
+            self.bagua_algorithm.init_operations(self, bucket)
+        # Error memory, which belongs to the operations.
+        for kind, tensors in self.bagua_algorithm._tensors_of_state().items():
+            for name, tensor in tensors.items():
+                tensor.copy_(before[kind][name])
+        self.backend.register_ordered_buckets(self.bagua_buckets)
+        for bucket, step in zip(self.bagua_buckets, steps, strict=True):
+            bucket.backend_bucket.set_step(step)
+
+    def _use_votes(self, buckets: Sequence[BaguaBucket]) -> None:
+        """Makes room for votes in the last bucket. Operations must be appended again."""
+        self.votes.use(buckets[-1].reserve(), bool(self.policy.votes_divide))
+        self.bagua_algorithm._only_adds = True
 
     def _complete(self, hook: BackwardHook) -> BackwardHook:
         """Returns a backward hook that also reports gradients to the exchange, which sends those that a user's ``hook``
@@ -615,7 +665,8 @@ class ModelEngine:
         self._passing.backward_ends()
         ends = self._in_step
         self._in_backward = self._in_step = False
-        with self._wrapped_buffers.explain(self.backend.rank, self.module), explain_empty_steps(self):
+        explained = self._wrapped_buffers.explain(self.backend.rank, self.module)
+        with explained, explain_empty_steps(self), explain_weights(self):
             self._post_backward_hook()
         if not self.exchange.needs_gradients:
             return

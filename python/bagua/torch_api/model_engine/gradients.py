@@ -25,6 +25,7 @@ from ..bucket_memory import BucketSlice, is_lazy_value, layout_of, over
 from ..process_group import ReduceOp
 from ..tensor import register
 from .algorithm_interface import Exchange, Parameters, WrappedModel
+from .votes import divide
 
 
 def grad_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -92,6 +93,8 @@ class _Backward:
     # Names of parameters with gradients that other ranks have not seen: accumulated under no_sync, or not marked ready
     # by a user's own backward hook.
     touched: set[str] = field(default_factory=set)
+    # True if this rank has written its vote.
+    voted: bool = False
     # The engine's first error. Raised at the end, because an unused parameter would be the better explanation.
     failure: Exception | None = None
 
@@ -198,7 +201,13 @@ class GradientExchange(Exchange):
                 )
             )
         slot.sent = True
+        if not self._now.voted:
+            self._now.voted = True
+            self._votes.write()
         wire = self._prepare(slot, grad)
+        values = self._values(slot, wire)
+        if values is not None:
+            self._votes.scale([values])
         slot.grad = grad = grad_of(slot.param)
         slot.version = grad._version
         self._mark(slot, wire)
@@ -225,6 +234,10 @@ class GradientExchange(Exchange):
                         )
                     ) from error
         return None
+
+    def _values(self, slot: Slot, wire: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns the tensor that the engine reads, after :meth:`_prepare`; None if it reads none."""
+        return wire if slot.place is None else slot.place.own
 
     def _own_memory(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
         wire = slot.wire
@@ -281,9 +294,10 @@ class GradientExchange(Exchange):
             else:
                 self._wait()
                 self._settle()
-            self._exchange_beside(self._now.touched)
-            self._scale(nowhere)
-            self._completed(nowhere)
+            divisor = self._votes.read()
+            self._exchange_beside(self._now.touched, divisor)
+            self._scale(nowhere, divisor)
+            self._completed(nowhere, divisor)
         finally:
             self._reset()
 
@@ -309,13 +323,20 @@ class GradientExchange(Exchange):
                 # Bypasses autograd: values are averaged, but the graph stays that of this rank.
                 grad.data.copy_(own)
 
-    def _scale(self, nowhere: set[str]) -> None:
-        factor = self.factor()
+    def _scale(self, nowhere: set[str], divisor: float) -> None:
+        divide(self._results(nowhere), divisor)
+        # With votes, a rank without inputs has weight 0.
+        factor = self.factor() if self._votes.room is None else 1
         if factor == 1:
             return
         for name, param in self._all_parameters():
             if param.grad is not None and name not in nowhere:
                 param.grad.data.mul_(factor)
+
+    def _results(self, nowhere: set[str]) -> list[torch.Tensor]:
+        """Returns the received tensors, except those of parameters for which no rank has a gradient."""
+        params = [param for name, param in self._parameters if name not in nowhere]
+        return [param.grad.data for param in params if param.grad is not None]
 
     def shadow(self) -> None:
         """Takes part, with zeros, in the exchange of a backward that this rank does not run. This rank's gradients do
@@ -324,6 +345,8 @@ class GradientExchange(Exchange):
         own = [(param, param.grad) for _, param in self._all_parameters()]
         kept = [(param, None if grad is None else grad.clone()) for param, grad in own]
         try:
+            self._now.voted = True
+            self._votes.write(weight=0)
             for param, _ in own:
                 param.grad = None
             if self._find_unused:
@@ -335,7 +358,7 @@ class GradientExchange(Exchange):
                 self._wait()
             if self._now.failure is not None:
                 raise self._now.failure
-            self._exchange_beside(())
+            self._exchange_beside((), self._votes.read())
         finally:
             self._reset()
             for param, grad in kept:
@@ -351,12 +374,12 @@ class GradientExchange(Exchange):
         """
         return []
 
-    def _exchange_beside(self, touched: Collection[str]) -> None:
-        """Communicates gradients that are in no bucket, after the buckets. Collective."""
+    def _exchange_beside(self, touched: Collection[str], divisor: float) -> None:
+        """Communicates gradients that are in no bucket, after the buckets, and divides by ``divisor``. Collective."""
 
-    def _completed(self, nowhere: set[str]) -> None:
-        """Called when every bucket is communicated. ``nowhere``: names of parameters for which no rank has a
-        gradient.
+    def _completed(self, nowhere: set[str], divisor: float) -> None:
+        """Called when every bucket is communicated and its tensors were divided by ``divisor``. ``nowhere``: names of
+        parameters for which no rank has a gradient.
         """
 
     def _rest(self) -> list[Slot]:
@@ -421,7 +444,10 @@ class GradientExchange(Exchange):
         for name in nowhere:
             slot = self._slots[name]
             if self.discarded is not None and slot.param.grad is not None:
-                self.discarded(name, slot.param.grad, before[name])
+                given = before[name]
+                if given is not None and self._votes.factor != 1:
+                    given = given * self._votes.factor
+                self.discarded(name, slot.param.grad, given)
             # Put back, so that an optimizer does not step the parameter.
             slot.param.grad = before[name]
         return nowhere

@@ -370,6 +370,22 @@ def explain_empty_steps(model: WrappedModel) -> Iterator[None]:
         raise MismatchError(text, record=error.record) from error
 
 
+@contextlib.contextmanager
+def explain_weights(model: WrappedModel) -> Iterator[None]:
+    """If the block raises a MismatchError about an all_reduce, adds if this rank exchanges weights of ranks."""
+    try:
+        yield
+    except MismatchError as error:
+        if " in step " in str(error) or "all_reduce" not in str(error):
+            raise
+        has = "has not" if model.votes.room is None else "has"
+        text = (
+            f"{error}; rank {model.backend.rank} {has} called set_weight() of model {model.bagua_module_name!r}: all "
+            "ranks must call it for the first time before the same exchange"
+        )
+        raise MismatchError(text, record=error.record) from error
+
+
 def step_inside_backward(rank: int, model_name: str) -> BaguaError:
     """Returns the error for an optimizer step in a hook of a backward, if gradients are exchanged."""
     return BaguaError(

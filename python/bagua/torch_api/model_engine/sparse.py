@@ -109,7 +109,7 @@ class SparseGradientExchange(GradientExchange):
     def _is_used(self, slot: _Slot, touched: Collection[str]) -> bool:
         return slot.arrived or (slot.name in touched and slot.param.grad is not None)
 
-    def _exchange_beside(self, touched: Collection[str]) -> None:
+    def _exchange_beside(self, touched: Collection[str], divisor: float) -> None:
         """Replaces each sparse gradient by the combination of all ranks' gradients. Collective.
 
         A parameter that no rank used keeps its gradient. If only this rank did not use it, this rank contributes its
@@ -118,13 +118,17 @@ class SparseGradientExchange(GradientExchange):
         slots = list(self._sparse.values())
         used = [self._is_used(slot, touched) for slot in slots]
         mine = [self._rows_of(slot, is_used) for slot, is_used in zip(slots, used, strict=True)]
+        if self._votes.room is not None:
+            mine = [_Rows(rows.indices, rows.values.clone()) for rows in mine]
+            self._votes.scale([rows.values for rows in mine])
         counts = torch.tensor([[int(u), len(rows.indices)] for u, rows in zip(used, mine, strict=True)], dtype=_INDEX)
         table: list[list[list[int]]] = self._backend.all_gather(counts).tolist()
         # All ranks have the same table, so they take the same decisions.
         live = [i for i in range(len(slots)) if any(theirs[i][0] for theirs in table)]
         rows = self._gather([slots[i] for i in live], [mine[i] for i in live], [[t[i][1] for i in live] for t in table])
         for slot, parts in zip([slots[i] for i in live], rows, strict=True):
-            self._replace(slot.param, _combined(parts, slot.param, self._divisor))
+            divisor = self._divisor if self._votes.room is None else divisor
+            self._replace(slot.param, _combined(parts, slot.param, divisor))
 
     def _rows_of(self, slot: _Slot, is_used: bool) -> _Rows:
         grad, param = slot.param.grad, slot.param
@@ -193,7 +197,7 @@ def _window(room: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch
     return room[start : start + size].view(dtype).view(shape), start + _aligned(size)
 
 
-def _combined(parts: Sequence[_Rows], param: torch.nn.Parameter, divisor: int) -> torch.Tensor:
+def _combined(parts: Sequence[_Rows], param: torch.nn.Parameter, divisor: float) -> torch.Tensor:
     """Returns a coalesced gradient: the sum of all ranks' rows in rank order, divided by ``divisor``."""
     touched, places = torch.unique(torch.cat([rows.indices for rows in parts]), return_inverse=True)
     dtype = _ACCUMULATED_IN.get(param.dtype, param.dtype)
@@ -201,7 +205,7 @@ def _combined(parts: Sequence[_Rows], param: torch.nn.Parameter, divisor: int) -
     for rows, place in zip(parts, places.split([len(rows.indices) for rows in parts]), strict=True):
         # A row occurs once per rank, so the order of additions does not depend on the number of threads.
         total.index_add_(0, place, rows.values.to(dtype))
-    if divisor > 1:
+    if divisor != 1:
         total /= divisor
     # The rows are sorted and unique, so there is nothing to coalesce or check.
     return torch.sparse_coo_tensor(

@@ -35,6 +35,7 @@ from ..bucket_memory import BucketSlice, is_lazy_value, layout_of, resolved
 from ..tensor import BaguaTensor, Getter, effective, registration
 from .algorithm_interface import Exchange, Parameters, WrappedModel, always
 from .optimizer_steps import BetweenSteps
+from .votes import divide
 
 
 def check_floating(parameters: Parameters) -> None:
@@ -152,8 +153,13 @@ class WeightAverage(WeightTensors):
             torch._foreach_copy_([entry.copy for entry in self._averaged], [e.slot.param for e in self._averaged])
         for entry in self._averaged:
             entry.version, entry.address = entry.slot.param._version, entry.slot.param.data_ptr()
+        self._votes.write()
+        if self._votes.room is not None:
+            means = [entry.mean for entry in self._averaged]
+            torch._foreach_copy_(means, [entry.copy for entry in self._averaged])
+            self._votes.scale(means)
         for entry in self._averaged:
-            self._backend.mark_ready(entry.slot.number, entry.copy)
+            self._backend.mark_ready(entry.slot.number, entry.copy if self._votes.room is None else entry.mean)
 
     def finish(self) -> None:
         """Waits for the exchange that :meth:`begin` began, and takes over its result. Does nothing in a step's second
@@ -163,6 +169,7 @@ class WeightAverage(WeightTensors):
             return
         self._begun = False
         self._backend.wait_pending_comm_ops()
+        divide([entry.mean for entry in self._averaged], self._votes.read())
         self._taken_over += 1
         same: list[_Averaged] = []
         changed: list[_Averaged] = []
