@@ -31,7 +31,17 @@ from .communication import (
     new_group,
 )
 from .default_collectives import *  # noqa: F403 - the collectives, which are listed there
-from .distributed import BaguaModule, algorithm_of, no_sync, set_weight, unwrap, with_bagua
+from .distributed import (
+    BaguaModule,
+    algorithm_of,
+    flags,
+    no_sync,
+    raise_flag,
+    set_weight,
+    skip_step,
+    unwrap,
+    with_bagua,
+)
 from .env import get_local_rank, get_local_size, get_rank, get_world_size
 from .membership.elastic import rejoined
 from .membership.rebuild import Rebuilt, rebuild
@@ -55,6 +65,7 @@ __all__ = [
     "distributed",
     "empty",
     "env",
+    "flags",
     "from_torch_group",
     "get_backend",
     "get_local_rank",
@@ -67,9 +78,11 @@ __all__ = [
     "moe",
     "new_group",
     "no_sync",
+    "raise_flag",
     "rebuild",
     "rejoined",
     "set_weight",
+    "skip_step",
     "tensor",
     "unwrap",
     "utils",

@@ -42,6 +42,7 @@ def with_bagua(
     find_unused_parameters: bool = False,
     broadcast_buffers: bool = True,
     bucket_size: int | None = None,
+    flags: Sequence[str] | None = None,
 ) -> ModuleT:
     """Makes ``module`` train together with the other ranks, and returns it. Collective among the ranks of the group.
 
@@ -62,6 +63,8 @@ def with_bagua(
     - ``broadcast_buffers``: True sends rank 0's buffers to all ranks in each step.
     - ``bucket_size``: Size of a bucket in bytes, which are communicated at once. The default is
       ``BAGUA_DEFAULT_BUCKET_SIZE``, 10 MiB.
+    - ``flags``: At most 16 names for :func:`raise_flag`, equal on all ranks. An empty list allows :func:`skip_step`
+      alone.
 
     The gradient of a weight may be sparse if the weight belongs to an ``Embedding`` or ``EmbeddingBag`` with
     ``sparse=True``, and to nothing else.
@@ -85,6 +88,7 @@ def with_bagua(
         find_unused_parameters=find_unused_parameters,
         broadcast_buffers=broadcast_buffers,
         bucket_size=bucket_size,
+        flags=flags,
         older=module,
     )
     return module
@@ -139,6 +143,41 @@ def set_weight(module: torch.nn.Module, weight: float) -> None:
     weights, and BaguaError for a first call between forward and backward with an algorithm that exchanges weights.
     """
     _engine_of(module).set_weight(checked_weight(weight))
+
+
+def raise_flag(module: torch.nn.Module, name: str) -> None:
+    """Raises a flag on this rank, which all ranks see in :func:`flags` after the next exchange. Not collective.
+
+    May be called at any time, also by a signal handler or another thread. If the exchange of this step has already
+    begun, the flag counts for the next step. Raises ValueError for a name that is not among ``flags`` of the call that
+    wrapped the model.
+    """
+    _engine_of(module).votes.raise_flag(name)
+
+
+def flags(module: torch.nn.Module) -> frozenset[str]:
+    """Returns the flags that any rank had raised before the last exchange: the same on all ranks.
+
+    Call it after ``backward()``, or after the optimizer's step with ``local_sgd`` and ``diloco``. Contains "skip" if a
+    rank has called :func:`skip_step`. A flag is seen once: the next exchange has it only if it was raised again.
+    Steps without an exchange, such as those inside ``no_sync``, do not change the result. Raises BaguaError if the
+    model was wrapped without ``flags``.
+    """
+    return _engine_of(module).flags()
+
+
+def skip_step(module: torch.nn.Module) -> None:
+    """Takes part in a step without a batch, instead of forward and backward. Collective with the others' backward.
+
+    This rank contributes nothing, as with weight 0, and gets the average of the other ranks, so that its optimizer
+    steps as theirs do. If all ranks skip, gradients are zeros. Gradients that were accumulated on this rank are
+    dropped. With ``local_sgd`` and ``diloco``, a rank that skips the last step before a round contributes nothing to
+    the round. Does nothing inside ``no_sync``.
+
+    Raises BaguaError if the model was wrapped without ``flags`` (an empty list is enough), in evaluation mode, and
+    between a forward and its backward.
+    """
+    _engine_of(module).skip_step()
 
 
 def _engine_of(module: torch.nn.Module) -> ModelEngine:

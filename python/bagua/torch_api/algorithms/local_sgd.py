@@ -95,6 +95,10 @@ class OuterExchange(BetweenSteps):
         except ValueError:
             self._forget()
             raise
+        if divisor == 0:
+            # All ranks have skipped this round. The next one has the changes since the last one.
+            self._forget()
+            return
         with torch.no_grad():
             divide(list(self._differences.values()), divisor)
             for name, param in self._parameters:

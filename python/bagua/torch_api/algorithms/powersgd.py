@@ -133,6 +133,9 @@ class PowerSGDExchange(GradientExchange):
 
     def _completed(self, nowhere: set[str], divisor: float) -> None:
         matrices = [matrix for name, matrix in self.matrices.items() if name not in nowhere]
+        if divisor == 0:
+            divide([grad_of(matrix.param).data for matrix in matrices], divisor)
+            return
         if not matrices or self._backend.size == 1:
             return
         given = {matrix.name: matrix.given(grad_of(matrix.param)) for matrix in matrices}

@@ -331,6 +331,10 @@ class MomentExchange(GradientExchange):
         return nowhere
 
     def _completed(self, nowhere: set[str], divisor: float) -> None:
+        if divisor == 0:
+            # All ranks have skipped this step. The gradient is 0, but the moment is not.
+            for slot in self._slots.values():
+                self._prepare(slot, torch.zeros_like(slot.param, requires_grad=False))
         for slot in self._slots.values():
             self._optimizer._averaged[slot.param] = None if slot.name in nowhere else self._candidates[slot.name]
 

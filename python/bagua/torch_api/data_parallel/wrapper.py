@@ -61,6 +61,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     - ``forward_sync_buffers``: Replaces ``broadcast_buffers`` if given.
     - ``optimizers``: The model's optimizers, for algorithms that act on their steps.
     - ``algorithm``: An ``Algorithm``, or the name of one. None means gradient_allreduce.
+    - ``flags``: Names of flags, as in ``with_bagua``.
 
     Raises NotImplementedError for unsupported arguments; ValueError for ``device_ids`` or ``output_device`` other than
     the model's device, and (with "already") if another wrapper communicates a parameter; BaguaError for a model without
@@ -92,6 +93,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         forward_sync_buffers: bool | None = None,
         optimizers: Sequence[torch.optim.Optimizer] = (),
         algorithm: Algorithm | str | None = None,
+        flags: Sequence[str] | None = None,
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -126,6 +128,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.dim = dim
         self._given_group = process_group
         self._bucket_size = None if bucket_cap_mb is None else max(int(bucket_cap_mb * (1 << 20)), 1)
+        self._flags = flags
         self._algorithm = GradientAllReduceAlgorithm() if algorithm is None else algorithm
         # Value of require_backward_grad_sync while there is no engine.
         self._syncs = True
@@ -158,6 +161,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             find_unused_parameters=self.find_unused_parameters or self.static_graph,
             broadcast_buffers=self.broadcast_buffers,
             bucket_size=self._bucket_size,
+            flags=self._flags,
             broadcast_state=init_sync,
             older=older,
             owner=weakref.ref(self),

@@ -111,6 +111,14 @@ class Exchange(ABC):
     def finish(self) -> None:  # noqa: B027
         """Called at the end of backward. When it returns, the caller may use the gradients."""
 
+    def skip(self) -> None:
+        """Called instead of a backward, before :meth:`finish`, if this rank contributes nothing to a step."""
+        for _, param in self._parameters:
+            param.grad = None
+
+    def before_flags(self) -> None:  # noqa: B027
+        """Called before the flags are read. Waits for an exchange that this rank has begun and not waited for."""
+
     def abandon(self) -> None:  # noqa: B027
         """Forgets a backward that never completed."""
 

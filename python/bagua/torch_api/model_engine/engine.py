@@ -57,6 +57,11 @@ from .sync_model_state import (
 from .torch_hooks import EndOfBackward, at_end_of_backward, follow_loads
 from .votes import Votes
 
+#: The algorithms in which ranks have votes.
+VOTING = (
+    "gradient_allreduce, bytegrad, powersgd, qadam, local_sgd, diloco, and decentralized with peer_selection_mode='all'"
+)
+
 _wrapped: MutableMapping[torch.nn.Module, ModelEngine] = model_state.wrapped
 
 TensorT = TypeVar("TensorT", bound=torch.Tensor)
@@ -99,6 +104,7 @@ class ModelEngine:
         broadcast_buffers: bool = True,
         bucket_size: int | None = None,
         broadcast_state: bool = True,
+        flags: Sequence[str] | None = None,
         weight: float | None = None,
         older: torch.nn.Module | None = None,
     ) -> None:
@@ -132,7 +138,7 @@ class ModelEngine:
         # True from the first forward of a step until its backward has ended.
         self._in_step = False
         self.bagua_buckets: list[BaguaBucket] = []
-        self.votes = Votes(communicator.rank(), communicator.nranks())
+        self.votes = Votes(communicator.rank(), communicator.nranks(), flags)
         # Descriptions of the buckets, which must be equal on all ranks.
         self._layout: list[str] = []
         self._in_backward = False
@@ -177,6 +183,8 @@ class ModelEngine:
             self._init_algorithm()
             if weight is not None:
                 self.set_weight(weight)
+            elif flags is not None:
+                self._begin_votes()
             require_equal(self._communicator, self._layout)
             if self.policy.fixes_initial_weights:
                 self._weights_change()
@@ -193,6 +201,7 @@ class ModelEngine:
             "find_unused_parameters": self.find_unused_parameters,
             "broadcast_buffers": self.broadcast_buffers,
             "bucket_size": self.bucket_size,
+            "flags": self.votes.names,
             "weight": None if self.votes.room is None else self.votes.weight,
         }
 
@@ -251,12 +260,15 @@ class ModelEngine:
                     f"which {type(algorithm).__name__} does not communicate yet"
                 )
             self.policy.check_model(self)
+            if self.votes.names is not None and not self._can_vote():
+                raise NotImplementedError(f"{algorithm!r} has no flags: they are for {VOTING}")
             kinds = [type(optimizer).__name__ for optimizer in self.bagua_optimizers]
             lines = [
                 f"algorithm {algorithm.describe()}",
                 f"find_unused_parameters={self.find_unused_parameters}, broadcast_buffers={self.broadcast_buffers}, "
                 f"bucket_size={self.bucket_size}",
                 f"optimizers {kinds}",
+                f"flags {self.votes.names}",
                 f"sparse gradients of {[name for name, _ in sparse]}",
                 *(describe("parameter", name, param) for name, param in parameters.items()),
                 *(describe("buffer", name, buffer) for name, buffer in buffers.items()),
@@ -306,14 +318,59 @@ class ModelEngine:
 
     def set_weight(self, weight: float) -> None:
         """Sets this rank's weight in averages. See :func:`bagua.torch_api.set_weight`."""
-        if not self.policy.votes_divide:
-            raise NotImplementedError(
-                f"{self.algorithm!r} has no weights: use gradient_allreduce, bytegrad, powersgd, qadam, local_sgd, "
-                "diloco, or decentralized with peer_selection_mode='all', and average=True"
-            )
+        if not (self.policy.votes_divide and self._can_vote()):
+            raise NotImplementedError(f"{self.algorithm!r} has no weights: they are for {VOTING}, and average=True")
         if self.votes.room is None:
             self._begin_votes()
         self.votes.weight = weight
+
+    def _can_vote(self) -> bool:
+        # A subclass of a built-in algorithm may append other operations.
+        own = type(self.bagua_algorithm).__module__.startswith(AlgorithmImpl.__module__.rpartition(".")[0])
+        return own and self.policy.votes_divide is not None
+
+    def flags(self) -> frozenset[str]:
+        """Returns the flags of the last exchange. See :func:`bagua.torch_api.flags`."""
+        self._require_votes("flags()")
+        self.exchange.before_flags()
+        return self.votes.flags
+
+    def skip_step(self) -> None:
+        """Takes part in a step without a batch. See :func:`bagua.torch_api.skip_step`."""
+        self._require_votes("skip_step()")
+        module = self.module
+        if not module.training or self._in_step or self._in_backward:
+            raise BaguaError(
+                f"skip_step() of model {self.bagua_module_name!r} takes the place of forward and backward of a step: "
+                "call it in training mode, and not between a forward and its backward"
+            )
+        if not self.require_backward_grad_sync:
+            return
+        before = self.step
+        self.votes.skips = True
+        try:
+            with torch.enable_grad():
+                self.before_forward(module, ())
+            self.forward_returned()
+            if self.step > before:
+                self._forward_waits = False
+                self._backwards += 1
+                self._own_steps.backward_begins(True)
+                self.exchange.skip()
+                self._after_backward()
+        finally:
+            # Some algorithms send the vote of a step that communicates after an optimizer's step.
+            self.votes.skips = self.votes.skips and self.policy.communicates(self.step)
+
+    def forward_returned(self) -> None:
+        """Called after each forward that did not raise, by a wrapper that needs it."""
+
+    def _require_votes(self, what: str) -> None:
+        if self.votes.room is None:
+            raise BaguaError(
+                f"{what} of model {self.bagua_module_name!r} needs flags: pass flags=[...] to the call that wraps the "
+                "model on all ranks; the list may be empty"
+            )
 
     def _begin_votes(self) -> None:
         """Exchanges votes from the next exchange on. All ranks must begin before the same exchange."""

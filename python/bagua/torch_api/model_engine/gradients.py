@@ -323,7 +323,23 @@ class GradientExchange(Exchange):
                 # Bypasses autograd: values are averaged, but the graph stays that of this rank.
                 grad.data.copy_(own)
 
+    def skip(self) -> None:
+        """Sends zeros, and drops gradients that were accumulated."""
+        self._now.touched.clear()
+        for _, param in self._all_parameters():
+            param.grad = None
+        # Otherwise, all parameters count as unused on this rank.
+        if not self._find_unused:
+            for slot in self._slots.values():
+                slot.param.grad = torch.zeros_like(slot.param, requires_grad=False)
+                self._send(slot)
+
     def _scale(self, nowhere: set[str], divisor: float) -> None:
+        if divisor == 0 and self.discarded is not None:
+            # What error feedback has sent without a gradient would be lost.
+            for name, slot in self._slots.items():
+                if name not in nowhere and slot.param.grad is not None:
+                    self.discarded(name, slot.param.grad, None)
         divide(self._results(nowhere), divisor)
         # With votes, a rank without inputs has weight 0.
         factor = self.factor() if self._votes.room is None else 1

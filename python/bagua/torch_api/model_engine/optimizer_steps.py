@@ -289,6 +289,10 @@ class BetweenSteps(Exchange):
         if self._waited_for_sent():
             self._take_over()
 
+    def before_flags(self) -> None:
+        """Takes over a result that this rank did not wait for, because GradScaler was going to skip its optimizers."""
+        self.before_load()
+
     def drop(self) -> bool:
         """Waits for what was sent, and sends nothing. Returns True if changes were not sent."""
         if self._waited_for_sent():

@@ -103,6 +103,15 @@ class SparseGradientExchange(GradientExchange):
         else:
             slot.arrived = True
 
+    def skip(self) -> None:
+        """Like :meth:`GradientExchange.skip`. A sparse gradient has no rows."""
+        super().skip()
+        for slot in self._sparse.values():
+            slot.arrived = not self._find_unused
+            if slot.arrived:
+                rows, param = slot.none(), slot.param
+                self._replace(param, torch.sparse_coo_tensor(rows.indices.unsqueeze(0), rows.values, param.shape))
+
     def _unused_beside(self, touched: Collection[str]) -> list[str]:
         return [slot.name for slot in self._sparse.values() if not self._is_used(slot, touched)]
 
@@ -205,7 +214,8 @@ def _combined(parts: Sequence[_Rows], param: torch.nn.Parameter, divisor: float)
     for rows, place in zip(parts, places.split([len(rows.indices) for rows in parts]), strict=True):
         # A row occurs once per rank, so the order of additions does not depend on the number of threads.
         total.index_add_(0, place, rows.values.to(dtype))
-    if divisor != 1:
+    # The rows are zeros if all ranks have skipped.
+    if divisor not in (0, 1):
         total /= divisor
     # The rows are sorted and unique, so there is nothing to coalesce or check.
     return torch.sparse_coo_tensor(

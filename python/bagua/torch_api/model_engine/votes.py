@@ -21,12 +21,29 @@ _VOTE = struct.Struct("<dI")
 #: Bytes of a vote, and elements per rank in the last bucket.
 VOTE_BYTES = _VOTE.size
 
+#: The flag of a rank that skips a step.
+SKIP = "skip"
+
+#: Number of flags that a user may name.
+MOST_FLAGS = 16
+
 
 class Votes:
     """The votes on one model. Without :attr:`room` there are none, and averages are those of the algorithm."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, names: Sequence[str] | None = None) -> None:
         self._rank, self._size = rank, size
+        #: The names that the user gave the flags; None if the user named none.
+        self.names = None if names is None else checked_names(names)
+        self._all_names = (SKIP, *(self.names or ()))
+        # Flags that this rank has raised, and those of them that its last vote has. A signal handler may raise one at
+        # any time, so these sets only change by single calls.
+        self._raised: set[str] = set()
+        self._sent: set[str] = set()
+        #: The flags in the votes of the last exchange.
+        self.flags: frozenset[str] = frozenset()
+        #: True if this rank skips the next exchange.
+        self.skips = False
         #: The part of the last bucket that has the votes; None until the ranks use votes.
         self.room: torch.Tensor | None = None
         #: This rank's weight from the next exchange on.
@@ -40,19 +57,29 @@ class Votes:
         """Exchanges votes from now on, in this part of the last bucket."""
         self.room, self._divides = room, divides
 
+    def raise_flag(self, name: str) -> None:
+        """Puts a flag into the next vote. Raises ValueError for an unknown name."""
+        if name not in (self.names or ()):
+            known = f"they are {list(self.names)}" if self.names else "no flags were named"
+            raise ValueError(f"unknown flag {name!r}: pass flags=[...] to the call that wraps the model; {known}")
+        self._raised.add(name)
+
     def write(self, *, weight: float | None = None) -> None:
         """Writes this rank's vote before the bucket is sent. ``weight`` replaces :attr:`weight` in this exchange."""
         if self.room is None:
             return
-        weight = self.weight if weight is None else weight
+        self._sent = self._raised.copy()
+        raised = self._sent | {SKIP} if self.skips else self._sent
+        weight = 0.0 if self.skips else self.weight if weight is None else weight
+        self.skips = False
         # A rank alone would round for nothing.
         self.factor = weight if self._size > 1 or weight == 0 else 1.0
         vote = torch.zeros(self._size * VOTE_BYTES, dtype=torch.uint8)
-        own = bytearray(_VOTE.pack(weight, 0))
+        own = bytearray(_VOTE.pack(weight, sum(1 << self._all_names.index(name) for name in raised)))
         vote[self._rank * VOTE_BYTES :][:VOTE_BYTES] = torch.frombuffer(own, dtype=torch.uint8)
         self.room.copy_(vote)
 
-    def scale(self, tensors: Sequence[torch.Tensor]) -> None:
+    def scale(self, tensors: list[torch.Tensor]) -> None:
         """Multiplies this rank's tensors by its weight. With weight 0, they also lose what is not finite."""
         if self.factor == 0:
             torch._foreach_zero_(tensors)
@@ -60,15 +87,20 @@ class Votes:
             torch._foreach_mul_(tensors, self.factor)
 
     def read(self) -> float:
-        """Reads all votes when the bucket was received. Returns the divisor of the sums.
+        """Reads all votes when the bucket was received. Returns the divisor of the sums; 0 if all ranks have skipped.
 
-        Raises ValueError on all ranks if the weight of every rank is 0.
+        Otherwise raises ValueError on all ranks if the weight of every rank is 0.
         """
         if self.room is None:
             return 1.0
         values = self.room.real if self.room.is_complex() else self.room
         votes = list(_VOTE.iter_unpack(values.cpu().to(torch.uint8).numpy().tobytes()))
         total = math.fsum(weight for weight, _ in votes)
+        held = [{name for bit, name in enumerate(self._all_names) if flags >> bit & 1} for _, flags in votes]
+        self.flags = frozenset().union(*held)
+        self._raised.difference_update(self._sent)
+        if total == 0 and all(SKIP in flags for flags in held):
+            return 0.0
         if total == 0:
             raise ValueError(
                 f"the weight of every rank is 0 ({self._size} ranks), so there is no average: set_weight() needs a "
@@ -77,7 +109,18 @@ class Votes:
         return total if self._divides and self._size > 1 else 1.0
 
 
-def divide(tensors: Sequence[torch.Tensor], divisor: float) -> None:
-    """Divides sums by the divisor of :meth:`Votes.read`."""
-    if divisor != 1 and tensors:
+def divide(tensors: list[torch.Tensor], divisor: float) -> None:
+    """Divides sums by the divisor of :meth:`Votes.read`. A divisor of 0 makes them zeros."""
+    if divisor == 0 and tensors:
+        torch._foreach_zero_(tensors)
+    elif divisor != 1 and tensors:
         torch._foreach_div_(tensors, divisor)
+
+
+def checked_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the names of flags. Raises TypeError or ValueError if they cannot be used."""
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"flags must be a list of names, not {names!r}")
+    if len(set(names)) < len(names) or len(names) > MOST_FLAGS or SKIP in names:
+        raise ValueError(f"flags must be at most {MOST_FLAGS} different names other than {SKIP!r}, not {list(names)}")
+    return tuple(names)

@@ -147,6 +147,8 @@ class WeightAverage(WeightTensors):
     def begin(self) -> None:
         """Copies the weights and hands the copy to the engine. Does nothing on a single rank."""
         if self._backend.size == 1 or not self._averaged:
+            self._votes.write()
+            self._votes.read()
             return
         self._begun = True
         with torch.no_grad():
@@ -169,7 +171,10 @@ class WeightAverage(WeightTensors):
             return
         self._begun = False
         self._backend.wait_pending_comm_ops()
-        divide([entry.mean for entry in self._averaged], self._votes.read())
+        divisor = self._votes.read()
+        if divisor == 0:
+            return
+        divide([entry.mean for entry in self._averaged], divisor)
         self._taken_over += 1
         same: list[_Averaged] = []
         changed: list[_Averaged] = []
