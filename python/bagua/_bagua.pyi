@@ -146,7 +146,7 @@ class Bucket:
 
         Raises TypeError if the elements are not real floating-point numbers.
         """
-    def append_automatic(self, /, codec: Codec, average: bool, hierarchical: bool, exact: int = 0) -> None:
+    def append_automatic(self, /, codec: Codec, average: bool, hierarchical: bool, exact: SupportsIndex = 0) -> None:
         """
         Adds an all_reduce with or without a codec: both are timed now and then, and the faster is kept. `exact` and
         errors as in append_compressed.
@@ -165,9 +165,7 @@ class Bucket:
         ranks of one host combine their tensors first, even if the group would not. `scattergather` has no effect,
         because every all_reduce here is a reduce-scatter followed by an all-gather.
         """
-    def append_compressed(
-        self, /, codec: Codec, average: bool, hierarchical: bool, error_feedback: bool, exact: int = 0
-    ) -> None:
+    def append_compressed(self, /, codec: Codec, average: bool, hierarchical: bool, error_feedback: bool, exact: SupportsIndex = 0) -> None:
         """
         Adds an all_reduce through a codec. `error_feedback` needs the extra tensor "error", with one float32 for each
         element except padding. The last `exact` elements, which must be padding, are added without the codec.
