@@ -344,6 +344,36 @@ def test_a_rank_that_is_lost_during_rebuild_is_left_behind_too(world: World, pla
         assert results[rank][2].lost == (victim, 3)
 
 
+def votes_survive(rank: int) -> None:
+    model = Model()
+    steps = torch.optim.SGD(model.parameters(), lr=0.1)
+    bagua.init_process_group()
+    bagua.with_bagua(model, [steps], GradientAllReduceAlgorithm(), flags=["stop"])
+    bagua.set_weight(model, [1.0, 3.0, 1.0][rank])
+    meet("before it dies", rank, range(3))
+    if rank == 2:
+        die()
+    if rank == 1:
+        bagua.raise_flag(model, "stop")
+    with pytest.raises(PeerLostError):
+        make_step(model, steps, 0)
+    bagua.rebuild()
+    alone = Model()
+    for step in range(2):
+        model.zero_grad()
+        loss_of(model, step, rank, 2).backward()
+        assert bagua.flags(model) == ({"stop"} if step == 0 else set())
+    losses = [loss_of(alone, 1, other, 2) for other in range(2)]
+    ((losses[0] + 3 * losses[1]) / 4).backward()
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    bagua.destroy_process_group()
+
+
+def test_weights_and_flags_of_the_survivors_stay(world: World) -> None:
+    world(3, expect_exit={2: -signal.SIGKILL}).run(votes_survive)
+
+
 def fails_while_another_is_lost(rank: int) -> list[str]:
     module: Any = sys.modules["bagua.torch_api.membership.rebuild"]
     model, steps = begin()

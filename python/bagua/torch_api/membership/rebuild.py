@@ -131,6 +131,8 @@ class _Model:
     ignored: frozenset[str]
     """Names of parameters and buffers that are not communicated."""
     progress: Progress
+    raised: set[str]
+    """Flags that no exchange has had."""
 
     @staticmethod
     def snapshot_of(holder: torch.nn.Module, ddp: ModelEngine) -> _Model:
@@ -146,6 +148,7 @@ class _Model:
             ddp.do_flatten,
             ddp.parameters_to_ignore,
             ddp.progress,
+            ddp.votes.raised,
         )
 
     def end(self) -> None:
@@ -169,6 +172,7 @@ class _Model:
             **self.options,
         )
         ddp.resume(self.progress)
+        ddp.votes.raised.update(self.raised)
 
     def state(self) -> Iterator[torch.Tensor]:
         """Yields the parameters and buffers that all ranks share."""

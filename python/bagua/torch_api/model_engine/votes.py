@@ -36,9 +36,10 @@ class Votes:
         #: The names that the user gave the flags; None if the user named none.
         self.names = None if names is None else checked_names(names)
         self._all_names = (SKIP, *(self.names or ()))
-        # Flags that this rank has raised, and those of them that its last vote has. A signal handler may raise one at
-        # any time, so these sets only change by single calls.
-        self._raised: set[str] = set()
+        #: Flags that this rank has raised and that no exchange has had. A signal handler may add one at any time, so
+        #: the set only changes by single calls.
+        self.raised: set[str] = set()
+        # Those of them that this rank's last vote has.
         self._sent: set[str] = set()
         #: The flags in the votes of the last exchange.
         self.flags: frozenset[str] = frozenset()
@@ -62,13 +63,13 @@ class Votes:
         if name not in (self.names or ()):
             known = f"they are {list(self.names)}" if self.names else "no flags were named"
             raise ValueError(f"unknown flag {name!r}: pass flags=[...] to the call that wraps the model; {known}")
-        self._raised.add(name)
+        self.raised.add(name)
 
     def write(self, *, weight: float | None = None) -> None:
         """Writes this rank's vote before the bucket is sent. ``weight`` replaces :attr:`weight` in this exchange."""
         if self.room is None:
             return
-        self._sent = self._raised.copy()
+        self._sent = self.raised.copy()
         raised = self._sent | {SKIP} if self.skips else self._sent
         weight = 0.0 if self.skips else self.weight if weight is None else weight
         self.skips = False
@@ -98,7 +99,7 @@ class Votes:
         total = math.fsum(weight for weight, _ in votes)
         held = [{name for bit, name in enumerate(self._all_names) if flags >> bit & 1} for _, flags in votes]
         self.flags = frozenset().union(*held)
-        self._raised.difference_update(self._sent)
+        self.raised.difference_update(self._sent)
         if total == 0 and all(SKIP in flags for flags in held):
             return 0.0
         if total == 0:
