@@ -12,25 +12,25 @@ pub type Result<T> = std::result::Result<T, Error>;
 /// The progress of an operation at the time of its failure.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// The operation: the text of its fingerprint, or a description where it has none.
+    /// The operation: the text of its fingerprint, or a description if it has no fingerprint.
     pub what: String,
     /// Name of the bucket or another label; empty without one.
     pub label: String,
     /// Bytes received and used so far.
     pub done: u64,
-    /// Bytes that the operation needs in all.
+    /// Total number of bytes that the operation needs.
     pub total: u64,
 }
 
-/// An exception of the user's code on this rank. It is the source of an [`Error::System`] on this rank. The other ranks
-/// get [`Error::PeerRaised`].
+/// An exception of the user's code on this rank, as the source of an [`Error::System`]. The other ranks get
+/// [`Error::PeerRaised`].
 #[derive(Debug)]
 pub struct Exception {
     /// Class of the exception, e.g. "ValueError".
     pub kind: String,
-    /// The text that the other ranks get about it.
+    /// Text that the other ranks get about the exception.
     pub message: String,
-    /// The exception itself, for the binding that made this.
+    /// The exception itself, for the language binding that created this value.
     pub original: Box<dyn Any + Send + Sync>,
 }
 
@@ -49,7 +49,7 @@ impl std::error::Error for Exception {}
 pub struct Source(Option<Arc<io::Error>>);
 
 impl Source {
-    /// The operating system's error.
+    /// Returns the operating system's error, or `None` if the error has another cause.
     pub fn get(&self) -> Option<&io::Error> {
         self.0.as_deref()
     }
@@ -69,28 +69,28 @@ impl PartialEq for Source {
 
 impl Eq for Source {}
 
-/// A call of a device's driver, or of a library over it, that failed.
+/// A failed call of a device's driver, or of a library that uses the driver.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceFailure {
     /// Message that says what failed, and why.
     pub message: String,
-    /// The function, "cuMemAlloc" for instance; empty where no function of the library failed.
+    /// Name of the function, for example "cuMemAlloc". Empty if no function of the library failed.
     pub api: String,
     /// Code that the function returned.
     pub code: i32,
-    /// The name of that code.
+    /// Name of the code.
     pub name: String,
     /// Number of the device in this process.
     pub device: i32,
-    /// Nothing of an operation had begun, and the same call may succeed later: the group goes on.
+    /// True if nothing of the operation had begun, so that the same call may succeed later. The group stays usable.
     pub harmless: bool,
 }
 
-/// An error of the core. Ranks are world ranks (ranks of the group that `connect` built), so that a text means the same
-/// in the log of every sub-group.
+/// An error of the core. Its ranks are world ranks (ranks of the group that `connect` built), so that an error text
+/// means the same in the logs of all sub-groups.
 ///
-/// Errors can be cloned, because one cause ends many waits on this rank, and through the control connections on all
-/// others.
+/// Errors can be cloned, because one cause ends many waits: those on this rank, and through the control connections
+/// those on all other ranks.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Error {
     /// A peer's process died or froze, the peer left the group, or the network to it failed.
@@ -134,14 +134,14 @@ pub enum Error {
     Mismatch(String),
     /// The user or the engine aborted the group.
     Aborted(String),
-    /// An argument's value cannot be used. Raised before any communication.
+    /// An argument has a value that cannot be used. Raised before any communication.
     InvalidArgument(String),
-    /// An argument's type cannot be used. Raised before any communication.
+    /// An argument has a type that cannot be used. Raised before any communication.
     UnsupportedType(String),
-    /// A feature that does not exist yet. Raised before any communication.
+    /// The requested feature does not exist yet. Raised before any communication.
     NotImplemented(String),
-    /// All ranks found out together that they cannot serve the request. No rank sent anything for the operation, and
-    /// the group is not poisoned.
+    /// All ranks found out together that they cannot serve the request. No rank has sent anything for the operation,
+    /// and the group stays usable.
     Unavailable(String),
     /// A call of a device's driver, or of a library over it, failed.
     Device(Box<DeviceFailure>),
@@ -195,23 +195,23 @@ impl Error {
         self
     }
 
-    /// `System` for a failed system call; `what` says what it was for.
+    /// Returns a `System` error for a failed system call. `what` says what the call was for.
     pub fn system(what: &str, source: impl Into<io::Error>) -> Error {
         let source = source.into();
         Error::System { message: format!("{what}: {source}"), source: source.into() }
     }
 
-    /// `System` without an error of a system call.
+    /// Returns a `System` error without an error of a system call.
     pub fn other(message: impl Into<String>) -> Error {
         Error::System { message: message.into(), source: Source::default() }
     }
 
-    /// `System` because of an exception of the user's code.
+    /// Returns a `System` error caused by an exception of the user's code.
     pub fn raised(message: impl Into<String>, exception: Exception) -> Error {
         Error::System { message: message.into(), source: io::Error::other(exception).into() }
     }
 
-    /// The exception of the user's code on this rank that led to this error.
+    /// Returns the exception of the user's code on this rank that led to this error, or `None`.
     pub fn exception(&self) -> Option<&Exception> {
         self.os_error()?.get_ref()?.downcast_ref()
     }
@@ -227,7 +227,7 @@ impl Error {
         self
     }
 
-    /// The operating system's error that led to this one.
+    /// Returns the operating system's error that led to this error, or `None`.
     pub fn os_error(&self) -> Option<&io::Error> {
         match self {
             Error::PeerLost { source, .. } | Error::System { source, .. } => source.get(),

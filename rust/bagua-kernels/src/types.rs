@@ -1,9 +1,10 @@
-//! The words that every room uses: element types, reduce operations, what a message says of itself.
+//! Types that every crate uses: element types, reduce operations, kinds of operations, and the fingerprint by which
+//! ranks compare their operations.
 
 use crate::error::{Error, Result};
 
-/// Declares an enumeration whose variants each have a code and a name. One list gives the type, the list of values in
-/// the order of their codes, and the conversions.
+/// Declares an enumeration whose variants each have a code and a name. A single list gives the type, the list of values
+/// in the order of their codes, and the conversions.
 #[macro_export]
 macro_rules! coded {
     ($(#[$about:meta])* $Type:ident { $($(#[$doc:meta])* $Variant:ident = $code:literal, $name:literal;)* }) => {
@@ -15,17 +16,17 @@ macro_rules! coded {
         }
 
         impl $Type {
-            /// Every value, in the order of the codes.
+            /// All values, in the order of their codes.
             pub const ALL: [$Type; [$($code),*].len()] = [$($Type::$Variant),*];
 
-            /// The field's lower-case name for it, as the Python API spells it.
+            /// Returns the value's lower-case name, as the Python API spells it.
             pub const fn name(self) -> &'static str {
                 match self {
                     $($Type::$Variant => $name,)*
                 }
             }
 
-            /// The value with this code.
+            /// Returns the value with this code, or `None` if no value has it.
             pub const fn from_code(code: u8) -> Option<$Type> {
                 match code {
                     $($code => Some($Type::$Variant),)*
@@ -33,7 +34,7 @@ macro_rules! coded {
                 }
             }
 
-            /// The value of this name; `what` says what has such names, for the error.
+            /// Returns the value with this name. `what` says in the error what kind of name was expected.
             ///
             /// # Errors
             /// `InvalidArgument` that lists the known names.
@@ -48,7 +49,7 @@ macro_rules! coded {
 }
 
 coded! {
-    /// Element type of a tensor. The code is what travels in message headers.
+    /// Element type of a tensor. Message headers contain its code.
     DType {
         /// IEEE 754 binary16.
         F16 = 0, "float16";
@@ -84,7 +85,7 @@ coded! {
 }
 
 impl DType {
-    /// Bytes per element.
+    /// Returns the number of bytes per element.
     pub const fn size(self) -> usize {
         match self {
             DType::U8 | DType::I8 | DType::Bool => 1,
@@ -95,10 +96,10 @@ impl DType {
         }
     }
 
-    /// Elements in so many bytes of `what`.
+    /// Returns the number of elements in `bytes` bytes. `what` names the bytes in the error.
     ///
     /// # Errors
-    /// `InvalidArgument` when that is not a whole number.
+    /// `InvalidArgument` if that is not a whole number.
     pub fn elements_in(self, bytes: usize, what: &str) -> Result<usize> {
         if !bytes.is_multiple_of(self.size()) {
             return Err(Error::InvalidArgument(format!(
@@ -120,8 +121,8 @@ impl DType {
     }
 }
 
-/// Element types that a reduction is defined for. Combinations without a single meaning are left out: the average of
-/// integers or bool, the sum of bool, bit operations on floats, an order of complex numbers.
+/// The element types that a reduction is defined for. Combinations without a single meaning are left out: the average
+/// of integers or bool, the sum of bool, bit operations on floats, and an order of complex numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ElementTypes {
     /// Every type.
@@ -178,7 +179,7 @@ reductions! {
 }
 
 impl ReduceOp {
-    /// The operation of a partial result: an average is a sum that is divided once, at the end.
+    /// Returns the operation for a partial result. For an average this is the sum, which is divided once at the end.
     #[must_use]
     pub const fn undivided(self) -> ReduceOp {
         match self {
@@ -187,7 +188,7 @@ impl ReduceOp {
         }
     }
 
-    /// Refuses the types that it is not defined for.
+    /// Checks that the reduction is defined for this element type.
     ///
     /// # Errors
     /// `UnsupportedType`, naming operation and type.
@@ -229,17 +230,17 @@ coded! {
     }
 }
 
-/// The first four dimensions of a tensor, for fingerprints and error texts.
+/// The number of dimensions of a tensor and the first four of them, for fingerprints and error texts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Shape {
     /// Number of dimensions of the tensor (saturating at 255).
     pub ndim: u8,
-    /// The first four of them, each saturating at `u32::MAX`.
+    /// The first four dimensions, each saturating at `u32::MAX`.
     pub dims: [u32; 4],
 }
 
 impl Shape {
-    /// The shape of a tensor with these dimensions.
+    /// Returns the shape of a tensor with these dimensions.
     pub fn new<T: Copy + TryInto<u32>>(dims: &[T]) -> Shape {
         let mut first = [0; 4];
         for (slot, dim) in first.iter_mut().zip(dims) {
@@ -248,7 +249,7 @@ impl Shape {
         Shape { ndim: u8::try_from(dims.len()).unwrap_or(u8::MAX), dims: first }
     }
 
-    /// A vector of `count` elements.
+    /// Returns the shape of a vector of `count` elements.
     pub fn flat(count: usize) -> Shape {
         Shape::new(&[count])
     }
@@ -260,46 +261,48 @@ impl Shape {
     }
 }
 
-/// Description of an operation for the other ranks: the part of a message header that must be equal on both sides.
+/// The description of an operation that ranks compare: the part of a message header that must be equal on both sides.
 ///
-/// A difference is an [`Error::Mismatch`] on both sides instead of a hang or wrong data.
+/// If the descriptions differ, both sides raise [`Error::Mismatch`] instead of hanging or using wrong data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fingerprint {
-    /// Incarnation of the group. A message of a group built earlier or later is a mismatch.
+    /// Number of the group's incarnation. A message of a group that was built earlier or later is a mismatch.
     pub epoch: u32,
-    /// Lane of the group: each engine has its own.
+    /// Number of the lane in the group. Each engine has its own lane.
     pub lane: u32,
     /// Kind of the operation.
     pub kind: Kind,
-    /// Number of earlier operations of this lane (for `Send`: number of earlier messages of this pair).
+    /// Number of earlier operations of this lane. For `Send`, number of earlier messages between the two ranks.
     pub seq: u64,
     /// Element type.
     pub dtype: DType,
-    /// Reduce operation, where the kind has one.
+    /// Reduce operation, if the kind has one.
     pub op: Option<ReduceOp>,
-    /// Rank of the group that sends or receives everything, where the kind has one.
+    /// Group rank that sends or receives everything, if the kind has one.
     pub root: Option<u32>,
-    /// Elements of the tensor as the kind counts them; 0 where ranks may differ (`AllToAllV`).
+    /// Number of elements, as the kind counts them. 0 if it may differ between ranks (`AllToAllV`).
     pub count: u64,
-    /// Shape of the tensor, where the kind requires equal shapes.
+    /// Shape of the tensor, if the kind requires equal shapes.
     pub shape: Shape,
-    /// Tag of a message. Of a collective that has options beyond its op and root, a digest of them; else 0.
+    /// Tag of a message. For a collective with options beyond its operation and root, a digest of the options.
+    /// Otherwise 0.
     pub tag: u32,
-    /// Id of the codec that compresses the data; 0 for none.
+    /// Id of the codec that compresses the data, or 0.
     pub codec: u8,
-    /// Kind of the device that the tensor is on; 0 for the host.
+    /// Kind of the device that holds the tensor, or 0 for the host.
     pub device: u8,
-    /// Options of the operation in which ranks could differ: a sum of the constants of [`flags`].
+    /// Options of the operation in which ranks could differ: the sum of some constants of [`flags`].
     pub flags: u16,
-    /// The step of a training that it belongs to, from 1 on, see [`compared_step`]; 0 where steps are not compared.
+    /// Number of the training step that the operation belongs to, from 1 on: see [`compared_step`]. 0 if steps are not
+    /// compared.
     pub step: u32,
 }
 
 /// Bit that [`compared_step`] sets in a step number if the rank has loaded a state since it last communicated.
 const AFTER_LOAD: u32 = 1 << 31;
 
-/// Returns the step as ranks compare it. `after_load` is true if this rank has loaded a state since it last
-/// communicated. The step then differs from the same step on a rank that has not.
+/// Returns the step number that ranks compare. `after_load` is true if this rank has loaded a state since it last
+/// communicated. The number then differs from that of the same step on a rank that has not.
 #[must_use]
 pub fn compared_step(step: u32, after_load: bool) -> u32 {
     if after_load && step > 0 { step | AFTER_LOAD } else { step }
@@ -307,12 +310,12 @@ pub fn compared_step(step: u32, after_load: bool) -> u32 {
 
 /// Values of [`Fingerprint::flags`].
 pub mod flags {
-    /// Inside hosts first, whatever the group would choose.
+    /// Ranks of one host combine first, even if the group would choose a flat collective.
     pub const HIERARCHICAL: u16 = 1;
 }
 
 impl Fingerprint {
-    /// The first operation of a kind on lane 0 of a group, on the host, of a tensor whose shape does not count.
+    /// Creates the fingerprint of the first operation of a kind on lane 0 of a group, on the host, without a shape.
     pub fn new(kind: Kind, dtype: DType, count: usize) -> Fingerprint {
         Fingerprint {
             epoch: 0,
@@ -332,7 +335,7 @@ impl Fingerprint {
         }
     }
 
-    /// True when `theirs`, the text of a peer's, has another step.
+    /// True if `theirs`, the text of a peer's fingerprint, names another step.
     pub fn is_of_another_step(&self, theirs: &str) -> bool {
         let step = theirs.rsplit_once(IN_STEP).map(|(_, step)| step);
         self.step > 0 && step.is_some_and(|step| step != self.step_text())
@@ -344,7 +347,7 @@ impl Fingerprint {
     }
 }
 
-/// Before the step, at the end of a fingerprint's text.
+/// Text before the step number at the end of a fingerprint's text.
 const IN_STEP: &str = " in step ";
 
 impl std::fmt::Display for Fingerprint {

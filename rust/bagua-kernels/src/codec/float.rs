@@ -19,7 +19,7 @@ pub trait Float: Copy + 'static {
     /// Returns the values of the sixteen elements in `bytes`.
     fn load_lanes<L: Lanes>(bytes: &[u8]) -> L;
 
-    /// As [`Float::store`], for sixteen elements.
+    /// Writes the elements nearest to sixteen values, as [`Float::store`] does for one.
     fn store_lanes<L: Lanes>(values: L, bytes: &mut [u8]);
 }
 

@@ -137,7 +137,7 @@ pub trait Codec: Send + Sync + Debug {
         false
     }
 
-    /// As [`Codec::decode`], for the elements from number `first` on. `first` must be a multiple of [`PART`].
+    /// Decodes the elements from number `first` on, as [`Codec::decode`] does. `first` must be a multiple of [`PART`].
     ///
     /// # Panics
     /// If the record has fewer elements, or if the codec decodes only whole records.
@@ -163,7 +163,7 @@ const CODECS: &[(&str, Make)] = &[
     ("int4", |_| Ok(Arc::new(Int4))),
 ];
 
-/// The names of all codecs.
+/// Names of all codecs.
 pub const NAMES: [&str; CODECS.len()] = {
     let mut names = [""; CODECS.len()];
     let mut at = 0;

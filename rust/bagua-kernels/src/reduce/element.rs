@@ -10,7 +10,6 @@ pub(super) const BLOCK: usize = 4096;
 pub(super) trait Element {
     /// The unit in memory. An array of bytes, so that it needs no alignment.
     type Bytes: Copy + 'static;
-    /// The accumulator.
     type Acc: Copy;
     /// Accumulators for [`BLOCK`] bytes of elements.
     type Block: AsMut<[Self::Acc]>;
@@ -19,9 +18,8 @@ pub(super) trait Element {
     fn block() -> Self::Block;
     /// Returns the units in `bytes`, whose length is a multiple of the unit's size.
     fn units(bytes: &[u8]) -> &[Self::Bytes];
-    /// As [`Element::units`].
+    /// Returns the units in `bytes` for writing. The length must be a multiple of the unit's size.
     fn units_mut(bytes: &mut [u8]) -> &mut [Self::Bytes];
-    /// Loads a unit.
     fn load(bytes: Self::Bytes) -> Self::Acc;
     /// Converts an accumulator to a unit. Rounds to nearest even if the accumulator is wider.
     fn store(acc: Self::Acc) -> Self::Bytes;
@@ -356,7 +354,7 @@ op!(And, Bits, and);
 op!(Or, Bits, or);
 op!(Xor, Bits, xor);
 
-/// The sum, divided once by this number of ranks.
+/// Sums the inputs, and divides the sum once by this number of ranks.
 #[derive(Clone, Copy)]
 pub(super) struct SumOver(pub(super) usize);
 
@@ -372,9 +370,9 @@ impl<A: Fraction> Op<A> for SumOver {
     }
 }
 
-/// As [`SumOver`], for a power of two. Its reciprocal is exact, so multiplying by it gives the same bits. Measured on
-/// one core, for averages of two times 512 KiB, as multiples of the time of float32's sum: float32 1.26 divided and
-/// 1.00 multiplied, bfloat16 2.7 and 1.5, float16 2.5 and 1.1.
+/// Does the same as [`SumOver`] for a power of two. The reciprocal is exact, so multiplying by it gives the same bits.
+/// Measured on one core, for averages of two times 512 KiB, as multiples of the time of float32's sum: float32 1.26
+/// divided and 1.00 multiplied, bfloat16 2.7 and 1.5, float16 2.5 and 1.1.
 #[derive(Clone, Copy)]
 pub(super) struct SumOverPower(pub(super) usize);
 

@@ -16,7 +16,6 @@ use crate::prefetch::prefetch_write;
 /// or prefetching a block at a time, gave 1.14 and more; 2 KiB gave the same as 1 KiB. For AMD processors see `zen4`.
 #[cfg(target_arch = "x86_64")]
 pub(super) const PREFETCH: usize = 1024;
-/// Size of a cache line in bytes.
 const LINE: usize = 64;
 
 /// Called by [`super::combine_everywhere_after`] with a range of bytes and the parts, before it combines them.
@@ -24,9 +23,9 @@ pub type Before<'a> = dyn FnMut(Range<usize>, &mut [&mut [u8]]) + 'a;
 
 /// Inputs and outputs of a loop.
 pub(super) enum Work<'w, 'a> {
-    /// As in [`super::combine`].
+    /// The arguments of [`super::combine`].
     Into { inputs: &'w [Option<&'a [u8]>], out: &'w mut [u8] },
-    /// As in [`super::combine_everywhere_after`].
+    /// The arguments of [`super::combine_everywhere_after`].
     Everywhere { parts: &'w mut [&'a mut [u8]], stretch: usize, before: &'w mut Before<'w> },
 }
 
@@ -131,7 +130,6 @@ fn combine_everywhere<E: Element, O: Op<E::Acc>>(
     }
 }
 
-/// Combines any number of parts.
 #[inline(always)]
 fn many<E: Element, O: Op<E::Acc>>(op: O, parts: &mut [&mut [u8]], range: Range<usize>) {
     let [first, second, rest @ ..] = parts else { unreachable!("one part is a case of its own") };

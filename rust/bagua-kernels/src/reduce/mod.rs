@@ -68,9 +68,9 @@ pub fn combine_everywhere(dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]]) {
     combine_everywhere_at(Level::best(), dtype, op, parts, usize::MAX, &mut |_, _| {});
 }
 
-/// As [`combine_everywhere`], in short blocks from the first to the last. Calls `before` before each block is combined,
-/// so that its memory accesses overlap with the kernel's. A processor waits for several cache lines at a time, but only
-/// if the instructions that need them are close together.
+/// Combines all parts into every part like [`combine_everywhere`], in short blocks from the first to the last. Calls
+/// `before` before each block is combined, so that its memory accesses overlap with the kernel's. A processor waits for
+/// several cache lines at a time, but only if the instructions that need them are close together.
 ///
 /// # Panics
 /// As [`combine`].
@@ -91,7 +91,7 @@ pub fn level() -> &'static str {
     Level::best().name()
 }
 
-/// As [`combine_everywhere`], on the level with this name, for benchmarks.
+/// Runs [`combine_everywhere`] on the level with this name, for benchmarks.
 ///
 /// # Panics
 /// As [`combine`], and if the processor lacks that level.
@@ -100,7 +100,8 @@ pub fn combine_everywhere_on(level: &str, dtype: DType, op: ReduceOp, parts: &mu
     combine_everywhere_at(level, dtype, op, parts, usize::MAX, &mut |_, _| {});
 }
 
-/// As [`combine`] with `Sum`, divided by `divisor` before rounding: an average over more ranks than there are inputs.
+/// Computes the sum as [`combine`] does, divided by `divisor` before rounding: an average over more ranks than there
+/// are inputs.
 ///
 /// # Panics
 /// As [`combine`], and if the dtype is neither float nor complex.
@@ -121,7 +122,7 @@ fn combine_at(level: Level, dtype: DType, op: ReduceOp, inputs: &[Option<&[u8]>]
     work(level, dtype, op, inputs.len(), Work::Into { inputs, out });
 }
 
-/// As [`combine_everywhere_after`], on a given level and in blocks of `stretch` bytes, a multiple of 64.
+/// Runs [`combine_everywhere_after`] on a given level, in blocks of `stretch` bytes, a multiple of 64.
 fn combine_everywhere_at(
     level: Level,
     dtype: DType,
@@ -157,7 +158,7 @@ fn work(level: Level, dtype: DType, op: ReduceOp, divisor: usize, work: Work<'_,
     }
 }
 
-/// As [`divide`], on a given level: an average of one input with another divisor.
+/// Runs [`divide`] on a given level: an average of one input with another divisor.
 fn divide_at(level: Level, dtype: DType, data: &mut [u8], divisor: usize) {
     sum_over_at(level, dtype, &[None], data, divisor);
 }

@@ -66,7 +66,7 @@ fn complex(dtype: DType, element: &[u8]) -> (f64, f64) {
     (float(part, re), float(part, im))
 }
 
-/// As [`judge`], for complex numbers.
+/// Judges a result of complex numbers, as [`judge`] does for real ones.
 fn judge_complex(dtype: DType, op: ReduceOp, inputs: &[&[u8]], got: &[u8]) {
     let values: Vec<_> = inputs.iter().map(|x| complex(dtype, x)).collect();
     let sizes = values.iter().map(|(re, im)| re.hypot(*im));

@@ -85,15 +85,7 @@ fn run<E: Element, O: Op<E::Acc>>(op: O, work: &mut Work<'_, '_>, range: Range<u
     work.run::<E, O>(op, range);
 }
 
-element!(
-    /// Sixteen float32.
-    F32x16,
-    64,
-    Acc16,
-    Acc16::zero(),
-    from_f32,
-    to_f32
-);
+element!(F32x16, 64, Acc16, Acc16::zero(), from_f32, to_f32);
 element!(
     /// Thirty-two float16 in registers of eight.
     F16x32,

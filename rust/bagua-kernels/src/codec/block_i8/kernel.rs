@@ -7,7 +7,6 @@ use super::super::float::{Float, ForFloat, for_dtype};
 use super::super::simd::{Kernel, LANES, Lanes, Level, filled, is_zero};
 use crate::types::DType;
 
-/// Size of a scale in bytes.
 pub(super) const SCALE: usize = size_of::<f32>();
 
 struct Encode<'a, T> {

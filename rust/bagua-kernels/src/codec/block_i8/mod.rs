@@ -25,7 +25,6 @@ use crate::types::DType;
 /// Default number of elements of a block. The scales then add 1.6 % to the bytes.
 const BLOCK: i64 = 256;
 
-/// The codec block_i8.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockI8 {
     /// Number of elements that share a scale. At least 1.
@@ -38,7 +37,6 @@ impl BlockI8 {
         Ok(BlockI8 { block: usize::try_from(block).unwrap_or(usize::MAX) })
     }
 
-    /// Returns the size in bytes of the scales of `count` elements.
     fn scales(&self, count: usize) -> usize {
         count.div_ceil(self.block) * SCALE
     }

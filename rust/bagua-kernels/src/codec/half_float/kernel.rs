@@ -6,7 +6,6 @@ use super::super::float::{Float, ForFloat, for_dtype};
 use super::super::simd::{Kernel, LANES, Lanes, Level, filled};
 use crate::types::DType;
 
-/// Converts elements of type `From` to elements of type `To`.
 struct Convert<'a, From, To>(&'a [u8], &'a mut [u8], PhantomData<(From, To)>);
 
 impl<From: Float, To: Float> Kernel for Convert<'_, From, To> {

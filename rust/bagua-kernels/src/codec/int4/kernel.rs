@@ -8,10 +8,8 @@ use super::super::simd::{Kernel, LANES, Lanes, Level, is_zero};
 use super::{BLOCK, LEVELS, SCALE, ZEROS, largest_scale};
 use crate::types::DType;
 
-/// The smallest normal float16.
 const NORMAL: f32 = 1.0 / 16384.0;
 
-/// The smallest subnormal float16.
 const UNIT: f32 = 1.0 / 16_777_216.0;
 
 /// Difference between the exponents of float32 and float16, at the place of the latter's exponent.
@@ -117,7 +115,6 @@ struct Decode<'a, T> {
     element: PhantomData<T>,
 }
 
-/// Writes 64 elements.
 #[inline(always)]
 fn decode_block<T: Float, L: Lanes>(scale: u16, q: &[u8], elements: &mut [u8]) {
     let (step, zero) = (L::splat(if scale < INFINITY { value(scale) } else { f32::NAN }), L::splat(8.0));
@@ -138,7 +135,7 @@ impl<T: Float> Kernel for Decode<'_, T> {
         let mut blocks = self.elements.chunks_exact_mut(BLOCK * T::SIZE);
         let scales = self.scales.as_chunks::<SCALE>().0.iter().map(|bits| u16::from_le_bytes(*bits));
         let mut places = scales.zip(self.levels.chunks_exact(LEVELS));
-        // The blocks come first, so that their end does not consume the place of the elements left.
+        // The zip asks `blocks` first. When the blocks end, `places` still has the place of the last, partial block.
         for (elements, (scale, q)) in (&mut blocks).zip(&mut places) {
             decode_block::<T, L>(scale, q, elements);
         }

@@ -28,16 +28,13 @@ use crate::types::DType;
 /// Number of elements that share a scale.
 const BLOCK: usize = 64;
 
-/// Size of a scale in bytes.
 const SCALE: usize = size_of::<f16>();
 
-/// Size in bytes of the levels of a block.
 const LEVELS: usize = BLOCK / 2;
 
 /// The byte of two elements of 0.
 const ZEROS: u8 = 0x88;
 
-/// The codec int4.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Int4;
 
@@ -46,7 +43,6 @@ const fn largest_scale(dtype: DType) -> u16 {
     if matches!(dtype, DType::F16) { f16::from_f32_const(9352.0).to_bits() } else { f16::MAX.to_bits() }
 }
 
-/// Returns the size in bytes of the scales of `count` elements.
 fn scales(count: usize) -> usize {
     count.div_ceil(BLOCK) * SCALE
 }

@@ -7,10 +7,8 @@ use super::super::float::{Float, ForFloat, for_dtype};
 use super::super::simd::{Kernel, LANES, Lanes, Level, filled};
 use crate::types::DType;
 
-/// Size of the scale in bytes.
 pub(super) const SCALE: usize = size_of::<f32>();
 
-/// Number of partial sums of magnitudes.
 pub(super) const SUMS: usize = 16;
 
 /// Returns the mean of `count` magnitudes from their partial sums.

@@ -24,7 +24,6 @@ pub trait Lanes: Copy {
     fn minus(self, other: Self) -> Self;
     fn times(self, other: Self) -> Self;
     fn over(self, other: Self) -> Self;
-    /// Rounds half to even.
     fn round(self) -> Self;
     fn abs(self) -> Self;
     /// Returns `self` in the lanes in which it is smaller, otherwise `other`, also if either is NaN.

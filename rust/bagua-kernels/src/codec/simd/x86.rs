@@ -74,7 +74,6 @@ macro_rules! lanes {
 /// The bit that makes a float32 NaN quiet, as IEEE 754 requires after a conversion.
 const QUIET: i32 = 0x0040_0000;
 
-/// One 512-bit register.
 #[derive(Clone, Copy)]
 struct Wide(__m512);
 
@@ -170,11 +169,9 @@ lanes!(Wide {
     }
 });
 
-/// Two 256-bit registers.
 #[derive(Clone, Copy)]
 struct Pair(__m256, __m256);
 
-/// Applies an instruction to both registers.
 macro_rules! both {
     ($operation:ident $(::<$constant:ident>)?, $pair:expr $(, $other:expr)?) => {
         Pair($operation $(::<$constant>)?($pair.0 $(, $other.0)?), $operation $(::<$constant>)?($pair.1 $(, $other.1)?))

@@ -25,16 +25,12 @@ use super::record::Kept;
 use crate::error::{Error, Result};
 use crate::types::DType;
 
-/// Bits of a position.
 const POSITION: usize = 12;
 
-/// Bits of a value.
 const VALUE: usize = 2;
 
-/// Size of a scale in bytes.
 const SCALE: usize = size_of::<f32>();
 
-/// The codec top_k with the option chunk.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunkedTopK {
     kept: Kept,

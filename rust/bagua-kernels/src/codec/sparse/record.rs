@@ -12,7 +12,7 @@ const PLACE: usize = size_of::<u32>();
 /// The number of elements that a record keeps.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Kept {
-    /// ceil(share * count), with a share in (0, 1].
+    /// A fraction of the elements, in (0, 1]. The number is rounded up.
     Share(f64),
     /// The same number for every count, at least 1. All elements if there are fewer, as in the last bucket of a model.
     Number(usize),
@@ -51,7 +51,6 @@ impl Kept {
         }
     }
 
-    /// Implements [`Codec::check_count`].
     pub(super) fn check(codec: &str, count: usize) -> Result<()> {
         if u32::try_from(count).is_err() {
             return Err(Error::InvalidArgument(format!("{codec} cannot encode {count} elements, only up to 2^32 - 1")));
@@ -78,7 +77,6 @@ impl Kept {
         padding.fill(0);
     }
 
-    /// Implements [`Codec::decode`] for both codecs.
     pub(super) fn decode(self, codec: &dyn Codec, dtype: DType, record: &[u8], elements: &mut [u8]) -> Result<()> {
         let count = check_len(codec, dtype, record, elements)?;
         codec.check_count(count)?;
