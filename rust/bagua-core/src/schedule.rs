@@ -23,9 +23,9 @@ use crate::error::{Error, Result};
 /// The position of a tensor: its bucket and its index in that bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorIndex {
-    /// Index of its bucket.
+    /// Index of the bucket in the schedule.
     pub bucket: usize,
-    /// Index of the tensor in that bucket.
+    /// Index of the tensor in the bucket.
     pub tensor: usize,
 }
 

@@ -16,7 +16,6 @@ use crate::memory::ArenaBuffer;
 use crate::types::ReduceOp;
 use crate::wait::{Deadline, Waited, lock};
 
-/// Pause between two attempts to join.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// How long `stop` waits for the thread after leaving the group.
@@ -233,7 +232,6 @@ impl Drop for Averager {
 /// A waiting call of [`Averager::synchronize`].
 pub struct Synchronization {
     shared: Arc<SharedControl>,
-    /// Number of the call on this rank.
     call: u64,
 }
 

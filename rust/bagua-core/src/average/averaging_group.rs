@@ -11,7 +11,6 @@ use crate::types::DType;
 /// Number of sets of ranks that keep their lanes. Equal on all ranks, which therefore drop the same ones.
 const SETS: usize = 4;
 
-/// Number of fields of a [`Status`] on the wire.
 const FIELDS: usize = 9;
 
 /// The record that a rank sends to all others at the start of a round.
@@ -98,13 +97,12 @@ struct Set {
 pub(super) struct Peers {
     /// First fields, so that lanes are dropped before their group.
     all: Lanes,
-    /// The most recently used set is the last one.
+    /// The lanes of recent sets. The most recently used set is the last one.
     sets: VecDeque<Set>,
-    /// The averaging has its own group, so that leaving it affects nothing else.
+    /// The group of the averaging. No other code uses it, so leaving it affects nothing else.
     pub(super) group: Group,
-    /// Job rank of each rank.
     pub(super) world_ranks: Vec<usize>,
-    /// Bytes of former groups and sets.
+    /// Number of bytes sent and received in former groups and sets, which no longer exist.
     bytes: WireBytes,
 }
 
@@ -196,7 +194,7 @@ impl Peers {
         Ok(self.sets.back_mut().and_then(|set| set.lanes.as_mut()))
     }
 
-    /// Returns the job ranks of these ranks.
+    /// Converts group ranks to job ranks.
     pub(super) fn in_job(&self, ranks: &[usize]) -> Vec<usize> {
         ranks.iter().map(|rank| self.world_ranks[*rank]).collect()
     }

@@ -34,7 +34,6 @@ pub(super) struct Rounds {
     /// Buffers, which a joining rank gets in addition to the average.
     buffers: Vec<Weights>,
     settings: Settings,
-    /// Time of the next round.
     due: Instant,
     /// Time at which this rank last looked for a part of the job that it was cut off from.
     looked: Instant,
@@ -42,7 +41,6 @@ pub(super) struct Rounds {
     looks: u32,
     /// Job ranks of the last round.
     set: Vec<usize>,
-    /// Number of the membership.
     view: u64,
     /// Number of exchanges of statuses. Equal on all ranks.
     exchanges: u64,
@@ -54,7 +52,6 @@ pub(super) struct Rounds {
     announced: u64,
 }
 
-/// The time of the next round.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Next {
     /// After an interval.
@@ -274,7 +271,8 @@ impl Rounds {
         let ranks: Vec<usize> = (0..all.len()).filter(|rank| all[*rank].takes_part).collect();
         let late: Vec<usize> = ranks.iter().copied().filter(|rank| !all[*rank].synchronizes).collect();
         let (set, late) = (self.peers()?.in_job(&ranks), self.peers()?.in_job(&late));
-        // A rank that resumed before another one called may have sent an older status.
+        // A rank that resumed before another one called `synchronize` may have sent its status before it knew of the
+        // call.
         let synchronizes = ranks.iter().all(|rank| all[*rank].announced);
         if set != self.set {
             self.view += 1;

@@ -13,7 +13,6 @@ use crate::wait::Waited;
 
 /// A group that a thread can leave to end its waits. Each model has its own groups.
 pub(super) trait Leave: Clone {
-    /// Leaves the group, for all its clones.
     fn leave(&self);
 }
 
@@ -23,10 +22,8 @@ impl Leave for Group {
     }
 }
 
-/// The state that the averaging thread shares with other threads.
 pub(super) struct SharedControl<G = Group> {
     state: Mutex<Control>,
-    /// Notified when `state` changes.
     changed: Condvar,
     /// Number of optimizer steps counted by [`Averager::count_step`].
     pub(super) steps: AtomicU64,

@@ -9,7 +9,6 @@ use crate::request::Workspace;
 /// Returns an error to end a wait for a device.
 pub(super) type GoOn<'a> = &'a dyn Fn() -> Result<()>;
 
-/// The weights of one dtype, and the memory that a round needs for them.
 pub(super) struct WeightBuffers {
     pub(super) weights: Weights,
     /// The weights at the start of the round.
@@ -37,7 +36,6 @@ impl WeightBuffers {
         take_snapshot(&mut self.weights, guard, &mut self.snapshot)
     }
 
-    /// Copies a snapshot on a device to the host.
     pub(super) fn read_snapshot(&mut self, go_on: GoOn<'_>) -> Result<()> {
         read_snapshot(&mut self.weights, go_on, &mut self.snapshot)
     }
@@ -79,7 +77,6 @@ pub(super) fn take_snapshot(weights: &mut Weights, guard: &WeightGuard, snapshot
     Ok(())
 }
 
-/// Copies a snapshot on a device to the host.
 pub(super) fn read_snapshot(weights: &mut Weights, go_on: GoOn<'_>, snapshot: &mut [u8]) -> Result<()> {
     match weights.device() {
         Some(device) => device.read_snapshot(snapshot, go_on),
@@ -87,7 +84,6 @@ pub(super) fn read_snapshot(weights: &mut Weights, go_on: GoOn<'_>, snapshot: &m
     }
 }
 
-/// Copies `values` to the device of weights.
 pub(super) fn hand_in(weights: &mut Weights, go_on: GoOn<'_>, values: &[u8]) -> Result<()> {
     match weights.device() {
         Some(device) => device.write_average(values, go_on),

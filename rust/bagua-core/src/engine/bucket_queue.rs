@@ -1,4 +1,4 @@
-//! One strictly ordered queue of buckets.
+//! The engine: a strictly ordered queue of buckets.
 
 use std::collections::HashSet;
 use std::sync::atomic::Ordering;
@@ -19,7 +19,7 @@ use crate::sync::AtomicBool;
 use crate::types::{DType, compared_step};
 use crate::wait::{Waited, lock, wait_once};
 
-/// One strictly ordered queue of buckets, with its own lane and communication thread.
+/// A strictly ordered queue of buckets, with its own lane and communication thread.
 pub struct Engine {
     /// First field, so that the lane is dropped before the group.
     worker: LaneWorker,
@@ -128,7 +128,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Poisons the group if an error on the calling thread is not about an argument but a failure of a device.
+    /// Poisons the group if an error on the calling thread is a failure of a device instead of a wrong argument.
     fn failed(&self, error: Error) -> Error {
         if error.is_argument() { error } else { self.worker.health().fail(error) }
     }
@@ -173,8 +173,8 @@ impl Engine {
         wait_once(timeout, |limit| self.wait_for(limit, None), |after| self.timed_out(after))
     }
 
-    /// As [`Engine::wait`], for at most `limit`. Returns `Pending` if a bucket is not done by then. Work on `stream`
-    /// runs after the results: see [`Device::order`].
+    /// Waits for the step like [`Engine::wait`], for at most `limit`. Returns `Pending` if a bucket is not done by
+    /// then. Work on `stream` runs after the results: see [`Device::order`].
     pub fn wait_for(&self, limit: Duration, stream: Option<usize>) -> Waited<usize> {
         if let Err(error) = self.worker.check_process() {
             return Waited::Done(Err(error));
@@ -361,7 +361,6 @@ struct InFlight {
 }
 
 impl InFlight {
-    /// Returns the device that the memory is on, or `None` for the host.
     fn device(&self) -> DeviceRef<'_> {
         self.memory.regions.first().and_then(Region::device)
     }
@@ -373,7 +372,6 @@ impl Drop for InFlight {
     }
 }
 
-/// Runs a bucket's operations in order.
 fn run_ops(mut in_flight: InFlight, stopping: &AtomicBool, lanes: &mut Lanes) -> Result<()> {
     let InFlight { bucket, memory } = &mut in_flight;
     let bucket = bucket.name();

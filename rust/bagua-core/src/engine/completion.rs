@@ -19,7 +19,6 @@ use crate::error::{Error, Result};
 use crate::group::{OwnerProcess, PerProcess};
 use crate::wait::{Waited, lock, wait_on, wait_on_for};
 
-/// A function that is called once with the result of a job.
 pub(super) type Callback = Box<dyn FnOnce(&Result<()>) + Send>;
 
 static COMPLETION: PerProcess<CompletionThread> = PerProcess::new();

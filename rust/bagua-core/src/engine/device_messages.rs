@@ -25,7 +25,6 @@ struct Transfer {
     /// The device that the memory of all messages is on. `None` for the host.
     device: Option<Arc<dyn Device>>,
     deadline: Deadline,
-    /// Messages to send that are not posted yet.
     sends: Vec<Message>,
     sent: Option<Handle>,
     /// Pairs of memory on the device and the host memory that receives its bytes.
@@ -48,7 +47,6 @@ struct Queue {
 struct DeviceMessageQueue {
     messenger: Arc<Messenger>,
     queue: Mutex<Queue>,
-    /// Wakes the thread when it has nothing to do.
     bell: Condvar,
 }
 
@@ -69,8 +67,8 @@ impl DeviceMessages {
         lock(&self.shared.queue).unsent > 0
     }
 
-    /// As [`Messenger::post`], for memory that is all on one device, or on the host and must not overtake messages from
-    /// a device.
+    /// Posts messages like [`Messenger::post`]. Their memory is all on one device, or on the host if the messages must
+    /// not overtake messages from a device.
     pub(super) fn post(
         &self,
         sends: Vec<Message>,
@@ -144,7 +142,6 @@ impl DeviceMessages {
         lock(&self.shared.queue).stopping = true;
         self.shared.bell.notify_all();
         if let Some(thread) = lock(&self.thread).take() {
-            // The thread does not panic.
             let _ = thread.join();
         }
     }

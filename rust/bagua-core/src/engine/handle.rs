@@ -45,7 +45,6 @@ struct Outcome {
 struct JobOutcome {
     /// Set once, by the thread that ran or dropped the job.
     result: Option<Result<()>>,
-    /// Empty once there is a result.
     callbacks: Vec<PendingCallback>,
 }
 
@@ -55,7 +54,8 @@ impl Handle {
         Handle::new(rank, None, None)
     }
 
-    /// As [`Handle::pending`], for a job that threads can make progress on while they wait for it.
+    /// Creates the handle of a job that is not done, like [`Handle::pending`]. Threads that wait for the job make
+    /// progress on it.
     pub(super) fn driven(rank: usize, driver: Weak<dyn Driver>) -> Handle {
         Handle::new(rank, None, Some(driver))
     }
@@ -150,8 +150,8 @@ impl Handle {
         Ok(())
     }
 
-    /// As [`Handle::on_done`], but returns the callback with the result if the job is already done, for the caller to
-    /// call.
+    /// Adds a callback like [`Handle::on_done`]. If the job is already done, returns the callback with the result, for
+    /// the caller to call.
     ///
     /// # Errors
     /// As [`Handle::on_done`].

@@ -53,11 +53,12 @@ pub struct Communicator {
     messenger: OnceLock<Arc<Messenger>>,
     /// Moves messages of memory on devices. Created by the first such message.
     devices: OnceLock<DeviceMessages>,
-    /// Held while the messenger is created.
+    /// A lock for the thread that creates the messenger.
     making: Mutex<()>,
     worker: LaneWorker,
     group: Group,
-    /// Read once when the lane was opened, so that reading them never waits for a running operation.
+    /// Name of the collective, and name of the transport to each rank. Read once when the lane was opened, because
+    /// reading them later would wait for a running operation.
     transports: (&'static str, Vec<&'static str>),
 }
 

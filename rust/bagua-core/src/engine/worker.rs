@@ -138,7 +138,7 @@ impl LaneWorker {
         self.enqueue(what, &Announced::job("a job"), false, job)
     }
 
-    /// As [`LaneWorker::submit`], for an operation on the global lane. `op` describes it to the flight recorder.
+    /// Hands an operation on the global lane to the communication thread. `op` describes it to the flight recorder.
     pub fn submit_op(
         &self,
         op: &Announced<'_>,
@@ -147,7 +147,7 @@ impl LaneWorker {
         self.enqueue("an asynchronous operation", op, false, Box::new(move |lanes| job(&mut lanes.global)))
     }
 
-    /// As [`LaneWorker::submit`], for a job whose every error poisons the group.
+    /// Hands a job to the communication thread. Every error of the job poisons the group.
     pub(super) fn submit_fatal(&self, what: &str, op: &Announced<'_>, job: Job) -> Result<Handle> {
         self.enqueue(what, op, true, job)
     }
@@ -164,7 +164,6 @@ impl LaneWorker {
         if self.shared.jobs.push(entry) { Ok(handle) } else { Err(self.shared.aborted()) }
     }
 
-    /// Starts the thread if it does not run yet.
     pub(super) fn start(&self) -> Result<()> {
         self.shared.jobs.start(|| {
             let shared = self.shared.clone();
@@ -236,8 +235,8 @@ impl WorkerShared {
         lock(&self.lanes)
     }
 
-    /// As `lanes`, but gives up the interpreter's lock while it waits, because the job that holds the lanes may need
-    /// it.
+    /// Locks the lanes like `lanes`, but gives up the interpreter's lock while it waits, because the job that holds the
+    /// lanes may need it.
     fn free_lanes(&self) -> MutexGuard<'_, Lanes> {
         let mut pause = PAUSES.0;
         loop {

@@ -42,7 +42,7 @@ struct Trials {
 }
 
 impl AutoOp {
-    /// Both operations must give the same result, up to the loss of the codec.
+    /// Creates the operation from its two variants, which must give the same result up to the loss of the codec.
     pub fn new(plain: CentralizedOp, compressed: CompressedOp) -> AutoOp {
         AutoOp { plain, compressed, state: Mutex::default() }
     }

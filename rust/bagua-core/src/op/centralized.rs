@@ -36,7 +36,7 @@ impl CentralizedOp {
         self.average
     }
 
-    /// Returns (hierarchical, scattergather).
+    /// Returns the options `hierarchical` and `scattergather`.
     pub fn route(&self) -> (bool, bool) {
         (self.hierarchical, self.scattergather)
     }

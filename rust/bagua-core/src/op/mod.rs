@@ -81,7 +81,8 @@ fn require(extra: &ExtraTensor, dtype: DType, count: usize) -> Result<()> {
     )))
 }
 
-/// As [`BucketCx::extra`], for callers that use other fields of the [`BucketCx`] at the same time.
+/// Returns the extra tensor like [`BucketCx::extra`], for callers that use other fields of the [`BucketCx`] at the same
+/// time.
 fn extra_of<'a>(extra: &'a mut [ExtraTensor], bucket: &str, name: &str) -> Result<&'a mut Region> {
     extra
         .iter_mut()
@@ -98,7 +99,8 @@ struct Beside<'a> {
 }
 
 impl<'a> Beside<'a> {
-    /// Makes the tensor and its values available in `place`.
+    /// Makes a tensor readable in `place`: borrows its memory if it is there, and otherwise fills `copy` with its
+    /// values.
     fn read(region: &'a mut Region, copy: &'a mut Vec<u8>, place: DeviceRef<'_>) -> Result<Beside<'a>> {
         let mut beside = Beside::to_fill(region, copy, place);
         if let Some(copy) = &mut beside.copy {
@@ -107,7 +109,7 @@ impl<'a> Beside<'a> {
         Ok(beside)
     }
 
-    /// Makes the tensor available in `place` for a caller that overwrites all of it.
+    /// Makes a tensor writable in `place` without reading its values. The caller overwrites all of it.
     fn to_fill(region: &'a mut Region, copy: &'a mut Vec<u8>, place: DeviceRef<'_>) -> Beside<'a> {
         if same_place(region.device(), place) {
             return Beside { region, copy: None };

@@ -21,7 +21,6 @@ const LOOK: Duration = Duration::from_secs(1);
 const GLANCE: Duration = Duration::from_millis(500);
 const LONG_GLANCE: Duration = Duration::from_secs(2);
 
-/// Pause between two attempts to join.
 const PAUSE: Duration = Duration::from_millis(100);
 
 impl Rounds {
@@ -60,7 +59,8 @@ impl Rounds {
         }
     }
 
-    /// Notes that these ranks are away, with the reason of the cause if it names the rank, and otherwise with this one.
+    /// Notes that these ranks are away. The reason is that of `cause` if `cause` names the rank, and `otherwise` if
+    /// not.
     fn note_lost(&self, lost: &[usize], cause: &Error, otherwise: &str) {
         let mut control = self.shared.lock();
         for rank in lost {
@@ -80,7 +80,6 @@ impl Rounds {
             let mut control = self.shared.lock();
             control.stats.lost.retain(|rank, _| !peers.world_ranks.contains(rank));
         }
-        // This drops the former group.
         self.peers = Some(peers);
         self.looks = 0;
         if !going {
@@ -147,8 +146,8 @@ impl Rounds {
         }
     }
 
-    /// Sometimes looks for a part of the job with a lower rank that this part was cut off from. If found, this rank
-    /// leaves its part and joins that one.
+    /// Looks from time to time for a part of the job that has a lower rank and that this part was cut off from. If it
+    /// is found, this rank leaves its part and joins that one.
     pub(super) fn meet(&mut self) -> Result<()> {
         let Some(Elastic { server, .. }) = &self.settings.elastic else { return Ok(()) };
         let patience = patience(self.looks);

@@ -62,7 +62,6 @@ impl<M> Matching<M> {
         self.arrived.push_back(arrived);
     }
 
-    /// Forgets all receives and messages.
     pub(super) fn clear(&mut self) {
         self.posted.clear();
         self.arrived.clear();

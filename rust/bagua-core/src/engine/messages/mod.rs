@@ -65,7 +65,6 @@ pub struct Posted {
 pub struct Messenger {
     shared: Arc<MessengerShared>,
     owner: OwnerProcess,
-    /// Timeout of calls that do not set one.
     timeout: Duration,
     /// Records the messages. `None` in tests.
     recorder: Option<LaneRecorder>,
@@ -233,7 +232,6 @@ impl Messenger {
         self.shared.streams.unwatch();
         self.shared.send(Event::Stop);
         if let Some(thread) = lock(&self.thread).take() {
-            // The thread does not panic.
             let _ = thread.join();
         }
         drop(lock(&self.registration).take());

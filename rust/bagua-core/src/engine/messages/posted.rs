@@ -45,7 +45,6 @@ pub(super) struct Call {
     pub(super) running: Option<Running>,
     pub(super) deadline: Deadline,
     pub(super) senders: Senders,
-    /// Number of bytes of all messages.
     pub(super) total: usize,
     /// Number of bytes of the messages that are done.
     pub(super) done: usize,
@@ -88,10 +87,8 @@ struct Sending {
 
 struct Receiving {
     call: u64,
-    /// Index among the receives of the call.
     nth: usize,
     region: Region,
-    /// Number of bytes that have arrived.
     filled: usize,
     /// The sender. `None` if any sender will do and none has been matched.
     from: Option<usize>,
@@ -113,18 +110,18 @@ pub(super) struct PostedMessages {
     calls: HashMap<u64, Call>,
     sends: HashMap<u64, Sending>,
     receives: HashMap<u64, Receiving>,
-    /// Arrived messages are represented by the header that announced them.
+    /// Matches receives with arrived messages. A message is represented by the header that announced it.
     matching: Matching<Header>,
-    /// By sender and number of the message.
+    /// Eager messages without a receive, by sender and number.
     kept: HashMap<(usize, u64), Kept>,
     /// The receive that a message's bytes go to, by sender and number of the message.
     arriving: HashMap<(usize, u64), u64>,
-    /// By rank: bytes of eager messages that the rank has not matched yet. By rank and number of a message: its bytes
-    /// among them.
+    /// Number of bytes of eager messages that the receiver has not matched yet, by rank; and the size of each of them,
+    /// by rank and number.
     unmatched: (Vec<usize>, HashMap<(usize, u64), usize>),
-    /// By stream: frames to send.
+    /// Frames to send, by stream.
     frames: Vec<VecDeque<Header>>,
-    /// By stream: true if the peer said that it sends no more messages.
+    /// True if the peer said that it sends no more messages, by stream.
     has_ended: Vec<bool>,
     /// Calls that have ended but whose handles have not been told yet.
     ended: Vec<(Call, Result<()>)>,

@@ -25,7 +25,6 @@ const LINGER: Duration = Duration::from_millis(200);
 /// How long the last messages of a peer may still arrive after its departure.
 const FAREWELL: Duration = Duration::from_millis(100);
 
-/// An event for the messenger's thread.
 pub(super) enum Event {
     /// A stream to this rank was opened, or could not be opened.
     Dialled(usize, Result<Opened>),
@@ -81,7 +80,6 @@ struct MessageProgress {
 pub(super) struct Turn {
     /// Streams that may have bytes to receive.
     ready: Vec<PeerStream>,
-    /// Time of the last check for failures and deadlines.
     checked: Instant,
     /// True when the messenger ends.
     stops: bool,
@@ -251,7 +249,6 @@ impl MessengerShared {
         Ok(())
     }
 
-    /// Completes the handles of calls that have ended.
     fn end(&self, ended: Vec<(Call, Result<()>)>) {
         for (Call { handle, running, keep, .. }, result) in ended {
             if let (Some(recorder), Some(running)) = (&self.recorder, running) {

@@ -21,11 +21,9 @@ const REST: Duration = Duration::from_millis(2);
 /// The result of one attempt to make progress.
 #[derive(PartialEq)]
 pub(super) enum Round {
-    /// Bytes moved.
     Moved,
     /// No bytes moved, even after a sleep.
     Idle,
-    /// The messenger has ended.
     Over,
 }
 
