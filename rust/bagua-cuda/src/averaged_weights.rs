@@ -22,7 +22,7 @@ use crate::event::Event;
 use crate::kernels::{Grid, short_name};
 use crate::loaded_kernels::Kernel;
 
-/// Orders the streams that use weights in the order of the lock: see the module.
+/// Orders the streams that use weights, in the order in which threads take the lock.
 pub struct WeightOrder {
     context: Arc<Context>,
     events: Mutex<Events>,
@@ -48,10 +48,10 @@ impl WeightOrder {
         WeightOrder { context: Arc::clone(context), events: Mutex::default(), failure: OnceLock::new() }
     }
 
-    /// Starts an averaging of weights on this device, possibly after another one has ended.
+    /// Starts an averaging of weights on this device. An earlier averaging must have ended.
     ///
     /// # Errors
-    /// `InvalidArgument` if the device is another one than before.
+    /// `InvalidArgument` if the order belongs to another device.
     pub fn begin(&self, context: &Arc<Context>) -> Result<()> {
         if !Arc::ptr_eq(&self.context, context) {
             let (own, other) = (self.context.device(), context.device());
@@ -130,7 +130,7 @@ impl WeightOrder {
         outcome.and(recorded)
     }
 
-    /// Ends the order: none of our work uses the weights any more.
+    /// Closes the order. The caller has made sure that none of our work uses the weights any more.
     fn close(&self) {
         let before = std::mem::replace(&mut *lock(&self.events), Events { closed: true, ..Events::default() });
         drop(before);
@@ -167,9 +167,8 @@ impl Drop for Averaging {
     }
 }
 
-/// Weights of one element type on the device: see the module.
+/// Weights of one element type on the device, as the averaging thread sees them.
 pub struct Averaged {
-    /// Address of the weights on the device.
     address: usize,
     count: usize,
     dtype: DType,
@@ -180,7 +179,6 @@ pub struct Averaged {
     of: Arc<Averaging>,
 }
 
-/// Alignment of the average in bytes.
 const ALIGNMENT: usize = 256;
 
 impl Averaged {

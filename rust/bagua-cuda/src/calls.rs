@@ -11,7 +11,6 @@ use std::ptr::NonNull;
 use cudarc::driver::sys::CUresult;
 use cudarc::nvrtc::sys::nvrtcResult;
 
-/// A returned code: 0, or the number of an error.
 pub(crate) type Code = c_int;
 
 /// cudarc's enums of codes, which are 4-byte numbers in C.
@@ -51,7 +50,6 @@ pub(crate) unsafe fn function_at<D: Declared>(_declared: D, address: NonNull<c_v
     unsafe { std::mem::transmute_copy(&address) }
 }
 
-/// Returns the name of a function as the loader needs it.
 macro_rules! symbol {
     ($name:ident) => {
         const {

@@ -6,7 +6,6 @@ use crate::device::Requested;
 use crate::device_lane::{Choice, HIER, STAGED};
 use crate::nccl::version_text;
 
-/// Name of the collective that uses NCCL.
 pub(crate) const NCCL: &str = "nccl";
 
 /// The oldest NCCL that lets several ranks use one device if NCCL_MULTI_RANK_GPU_ENABLE=1 is set.
@@ -15,7 +14,7 @@ const SEVERAL: i32 = 23000;
 /// Size in bytes of the record that each rank sends: a whole number of elements of any type.
 pub(crate) const RECORD: usize = 512;
 
-/// Offset of the reason in a record.
+/// Offset of the reason for not using NCCL in a record.
 const REASON: usize = 32;
 
 /// The content of a rank's record.
@@ -23,12 +22,11 @@ const REASON: usize = 32;
 pub(crate) struct Candidate {
     /// The collective that the rank's caller requests.
     pub(crate) requested: Requested,
-    /// The number of the rank's NCCL version, or 0 if NCCL cannot be used.
+    /// Version number of the rank's NCCL, or 0 if NCCL cannot be used.
     pub(crate) nccl: i32,
-    /// True if `NCCL_MULTI_RANK_GPU_ENABLE=1` is set.
     pub(crate) several: bool,
     pub(crate) uuid: Option<[u8; 16]>,
-    /// The reason why NCCL cannot be used, in one line.
+    /// Reason why NCCL cannot be used, in one line.
     pub(crate) reason: String,
 }
 
@@ -65,7 +63,6 @@ impl Candidate {
 }
 
 pub(crate) struct Hosts<'a> {
-    /// The ranks of each host.
     pub(crate) ranks: &'a [Vec<usize>],
     /// True if the host's collective works first inside hosts and then between them.
     pub(crate) hierarchical: bool,
@@ -117,7 +114,7 @@ fn without_one_communicator(candidates: &[Candidate], hosts: &Hosts<'_>, reason:
             let why = format!("{why}; nccl inside the {number} hosts, staged between");
             Choice { collective: HIER, why }
         }
-        // May be the same reason as for all ranks.
+        // A host's reason may be the same as the reason for all ranks. Then it is not repeated.
         Some(same) if same == reason => Choice { collective: STAGED, why },
         Some(other) => Choice { collective: STAGED, why: format!("{why}; {other}") },
     }

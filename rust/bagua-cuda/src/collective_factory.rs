@@ -51,9 +51,7 @@ impl CollectiveFactory for Factory {
 
 /// A lane's collective for the host and for devices: see the module.
 struct OnDevices {
-    /// The host's collective.
     inner: Box<dyn Collective>,
-    /// The ranks of each host.
     hosts: Vec<Vec<usize>>,
     /// The collective that the ranks agreed on in the lane's first operation on a device. `None` before it.
     chosen: Option<Choice>,
@@ -70,9 +68,7 @@ struct OnDevices {
 /// Registrations of a lane's buckets, numbered in the order in which the buckets are communicated.
 #[derive(Default)]
 struct Compared {
-    /// The highest number so far.
     highest: u64,
-    /// Number of the last operation.
     last: u64,
 }
 
@@ -118,7 +114,8 @@ impl Collective for OnDevices {
             ..=MAX_SOURCES => Reduction::new(place.lane_device().context(), cx.dtype(), op, inputs.len()),
             more => Err(Error::Unavailable(format!("{more} inputs are more than a kernel can combine"))),
         };
-        // The host gives the same bits, so ranks may differ here.
+        // If the kernel is unavailable, this rank combines on the host. The bits are the same, so other ranks may use
+        // the kernel.
         let Some(kernel) = unless_unavailable(kernel)? else { return combine_on_host(cx, op, inputs, into) };
         let to = into.as_buffer();
         let sources: Vec<usize> = inputs.iter().map(|input| input.unwrap_or(to).address()).collect();
@@ -213,18 +210,19 @@ impl OnDevices {
                 &*self.chosen.insert(choice)
             }
         };
-        // Another device of the same lane.
+        // The choice holds for the lane, so other devices of the lane take it over.
         lane_device.choice.get_or_init(|| choice.clone());
         Ok(choice.collective)
     }
 
-    /// Returns the communicator of all ranks, if they chose one.
+    /// Returns the communicator of all ranks, if the ranks chose to use one.
     fn together(&self) -> Option<&Communicator> {
         self.nccl.as_ref().filter(|_| self.chosen.as_ref().is_some_and(|choice| choice.collective == NCCL))
     }
 
-    /// Called before a verb that is made of messages. All ranks choose, and with NCCL they also compare their calls. If
-    /// `staged` was requested there is nothing to choose, and some ranks may have the tensor on the host.
+    /// Lets all ranks choose a collective before a verb that is made of messages. With NCCL, the ranks also compare
+    /// their calls. If `staged` was requested, there is nothing to choose, and some ranks may have the tensor on the
+    /// host.
     fn agree_on_messages(&mut self, cx: &OpContext<'_>, place: &OperationDevice) -> Result<()> {
         if place.requested == Requested::Staged && self.chosen.is_none() {
             return Ok(());
@@ -283,7 +281,6 @@ impl Collective for OnDevice<'_> {
     }
 }
 
-/// Turns `Unavailable` into `None`.
 fn unless_unavailable<T>(found: Result<T>) -> Result<Option<T>> {
     match found {
         Err(Error::Unavailable(_)) => Ok(None),

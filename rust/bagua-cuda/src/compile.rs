@@ -84,7 +84,7 @@ fn entry(program: &Program, architecture: i32, nvrtc: &str) -> String {
     name + ".cubin"
 }
 
-/// Converts one of our own texts, which have no zero bytes.
+/// Converts one of our own texts to a C string. Our texts contain no zero bytes.
 fn text_of(text: &str) -> CString {
     CString::new(text).expect("no zero byte")
 }

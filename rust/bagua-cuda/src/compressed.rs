@@ -22,7 +22,7 @@ use crate::memory::Scratch;
 use crate::reduce_on_device::Reduction;
 
 pub(crate) struct CodecOnDevice {
-    /// An [`OperationDevice`].
+    /// The device, which is an [`OperationDevice`].
     device: Arc<dyn Device>,
     kernels: Box<dyn Kernels>,
 }

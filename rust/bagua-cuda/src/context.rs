@@ -32,9 +32,9 @@ pub struct Context {
     /// The greatest priority of the device's streams.
     priority: c_int,
     kernels: Kernels,
-    /// Identifiers of all devices of this process, by device number, if the driver reports them.
+    /// Identifiers of this process's devices, by device number. `None` if the driver does not report one.
     uuids: Vec<Option<[u8; 16]>>,
-    /// Set when the device is first used.
+    /// Source of NCCL, set when the device is first used.
     nccl: OnceLock<Source>,
 }
 
@@ -47,9 +47,9 @@ unsafe impl Sync for Context {}
 #[must_use]
 pub(crate) struct Entered<'a> {
     context: &'a Context,
-    /// The thread's capture mode before.
+    /// Capture mode that this thread had before the context was entered. Restored on drop.
     mode: c_int,
-    /// Must be dropped on the thread that created it.
+    /// Keeps the value on the thread that created it, because contexts are current per thread.
     thread: PhantomData<*mut ()>,
 }
 
@@ -127,7 +127,6 @@ impl Context {
         Ok(entered)
     }
 
-    /// Returns an error for any code but 0.
     pub(crate) fn check(&self, function: &std::ffi::CStr, code: c_int) -> Result<()> {
         self.api.check(self.device, function, code)
     }
@@ -234,7 +233,7 @@ impl std::fmt::Debug for Context {
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
         let api = self.context.api();
-        // An error here follows from an earlier one, which the next call reports.
+        // If this call fails, an earlier call has failed too, and the next call reports that error.
         if self.mode >= 0 {
             // SAFETY: the function reads and writes one int.
             unsafe { call!(api, cuThreadExchangeStreamCaptureMode((&raw mut self.mode).cast())) };

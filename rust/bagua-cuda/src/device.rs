@@ -33,14 +33,14 @@ coded! {
     }
 }
 
-/// A state of the operation on the device: no work was started.
+/// A value of `state`: no work was started on the device.
 const NOTHING_BEGAN: u8 = 0;
-/// A state of the operation on the device: [`OperationDevice::done`] was recorded behind all copies.
+/// A value of `state`: [`OperationDevice::done`] was recorded after all copies.
 const RECORDED: u8 = 1;
-/// A state of the operation on the device: recording `done` failed, so it is unknown when the device is done.
+/// A value of `state`: recording `done` failed, so it is unknown when the device is done.
 const LOST: u8 = 2;
 
-/// State that is set before the next operation.
+/// The state of an operation that has not started.
 #[derive(Default)]
 struct Marks {
     /// Events that the operation waits for. If tensors were marked, with the stream on which they were.
@@ -54,17 +54,16 @@ struct Marks {
 /// The device of an operation, or of the tensors of a bucket.
 pub struct OperationDevice {
     name: String,
-    /// State of the lane that runs the operations. A bucket's changes with its engine.
+    /// State of the lane that runs the operations. For a bucket, registration with another engine replaces it.
     lane_device: Mutex<Arc<LaneDevice>>,
-    /// For a bucket that is being registered: the state of the new engine's lane.
+    /// For a bucket that is being registered: state of the new engine's lane.
     next_lane_device: Mutex<Option<Arc<LaneDevice>>>,
-    /// The collective that the caller requests.
     pub(crate) requested: Requested,
     stream: usize,
-    /// Other streams that have work on the arrays.
+    /// Streams besides the caller's that have work on the arrays.
     producers: Vec<usize>,
     marks: Mutex<Marks>,
-    /// Recorded behind the operation's last copy. Created when it is needed.
+    /// Event recorded after the operation's last copy. Created when it is needed.
     done: Mutex<Option<Arc<Event>>>,
     state: AtomicU8,
     /// For a bucket: the owner of the tensors.
@@ -148,17 +147,17 @@ impl OperationDevice {
         Arc::clone(&lock(&self.lane_device))
     }
 
-    /// For a bucket: sets the lane state that the next registration uses.
+    /// Sets the lane that the bucket's next registration uses.
     pub fn move_to(&self, lane_device: Arc<LaneDevice>) {
         *lock(&self.next_lane_device) = Some(lane_device);
     }
 
-    /// For a bucket: keeps `what` as long as the owner of its tensors.
+    /// Keeps `what` as long as the owner of the bucket's tensors.
     pub fn keep_always(&self, what: Box<dyn Any + Send>) {
         lock(&self.owner).push(what);
     }
 
-    /// For a bucket: keeps `what` until the device is done with the current or next communication.
+    /// Keeps `what` until the device is done with the bucket's current or next communication.
     pub fn keep_marked(&self, what: Box<dyn Any + Send>) {
         lock(&self.marks).kept.push(what);
     }
@@ -260,7 +259,7 @@ impl OperationDevice {
             let begun = self.order_after_start(&[copier.down.handle(), copier.up.handle()]);
             let outcome = begun.and_then(|()| work(&lane_device, copier));
             if outcome.is_err() {
-                // The first error says more. `mark_end` puts its own error in the state.
+                // The error of `work` says more. `mark_end` stores its own error in the state.
                 let _ = self.mark_end(copier, true);
             }
             outcome
@@ -306,7 +305,7 @@ impl OperationDevice {
         let stream = stream.unwrap_or(self.stream);
         self.lane_device().context().refuse_capture(&[stream])?;
         self.failed()?;
-        // Events that were marked and that no operation has waited for.
+        // Work in a callback may have marked events that no operation has waited for.
         lock(&self.marks).start.iter().try_for_each(|(_, event)| event.order(stream))?;
         let done = lock(&self.done).clone();
         done.map_or(Ok(()), |done| done.order(stream))
@@ -332,7 +331,6 @@ impl OperationDevice {
     }
 }
 
-/// A timed mark on a lane's streams.
 struct TimedMark {
     event: Event,
     lane_device: Arc<LaneDevice>,

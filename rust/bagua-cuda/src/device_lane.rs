@@ -63,23 +63,22 @@ pub struct Counts {
 /// An object that an operation keeps, and the event after which the device no longer uses it.
 type Held = (Arc<Event>, Box<dyn Any + Send>);
 
-/// The state of a lane on a device: see the module.
+/// The state of a lane on a device.
 pub struct LaneDevice {
     context: Arc<Context>,
-    /// Set by the lane's first operation on a device.
+    /// The choice of the ranks, set by the lane's first operation on a device.
     pub(crate) choice: OnceLock<Choice>,
     pub(crate) to_host: AtomicU64,
     pub(crate) to_device: AtomicU64,
     pub(crate) launches: AtomicU64,
     pinned: AtomicU64,
-    /// Size of the lane's memory on the device in bytes.
     room: AtomicU64,
     /// The group's failure state, which ends waits for the device. `None` without a group.
     health: Option<Arc<GroupHealth>>,
-    /// Used by the thread that runs the lane's operations.
+    /// Streams and pinned memory, locked by the thread that runs the lane's operations.
     buffers: Mutex<Buffers>,
     held: Mutex<Vec<Held>>,
-    /// The end of the last operation.
+    /// Event at the end of the last operation.
     last: Mutex<Option<Arc<Event>>>,
 }
 
@@ -87,24 +86,23 @@ pub struct LaneDevice {
 enum Buffers {
     None,
     Some(Box<Copier>),
-    /// The lane has ended.
     Gone,
 }
 
 /// The streams and the pinned memory of a lane.
 pub(crate) struct Copier {
     context: Arc<Context>,
-    /// Copies from the device.
+    /// Stream for copies from the device.
     pub(crate) down: Stream,
-    /// Copies to the device.
+    /// Stream for copies to the device.
     pub(crate) up: Stream,
-    /// Pieces from the device arrive here alternately.
+    /// Pinned memory for pieces from the device, used alternately.
     pub(crate) input: [Pinned; 2],
-    /// Pieces to the device leave from here alternately.
+    /// Pinned memory for pieces to the device, used alternately.
     pub(crate) output: [Pinned; 2],
-    /// Reached when the input of the same index is filled.
+    /// Events that are reached when the input of the same index is filled.
     pub(crate) arrived: [Event; 2],
-    /// Reached when the output of the same index may be used again.
+    /// Events that are reached when the output of the same index may be used again.
     pub(crate) left: [Event; 2],
     /// Memory of the device, by its use: address and size in bytes.
     rooms: [Option<(usize, usize)>; 2],
@@ -307,14 +305,13 @@ impl LaneDevice {
         }
     }
 
-    /// As [`LaneDevice::new`], for a lane of a group with this failure state.
+    /// Creates the state like [`LaneDevice::new`], for a lane of a group with this failure state.
     pub fn of_group(context: &Arc<Context>, health: Arc<GroupHealth>) -> LaneDevice {
         let mut lane_device = LaneDevice::new(context);
         lane_device.health = Some(health);
         lane_device
     }
 
-    /// Returns an error if the group has failed.
     pub(crate) fn check(&self) -> Result<()> {
         self.health.as_ref().map_or(Ok(()), |health| health.check())
     }
@@ -373,7 +370,7 @@ impl LaneDevice {
     /// Frees the pinned memory of a lane that does not need it. An operation that needs it creates it again.
     pub(crate) fn unprepare(&self) {
         let mut buffers = lock(&self.buffers);
-        // Not freed while it holds the gathered tensors of the first operation.
+        // Pinned memory is kept while the lane holds the gathered tensors of the first operation.
         if matches!(&*buffers, Buffers::Some(copier) if copier.rooms.iter().all(Option::is_none)) {
             *buffers = Buffers::None;
             self.pinned.store(0, Ordering::Relaxed);
@@ -409,7 +406,7 @@ impl LaneDevice {
         let mut held = lock(&self.held);
         let mut at = 0;
         while at < held.len() {
-            // After an error of the device, none of our work runs on it.
+            // A device that returned an error no longer runs our work.
             if held[at].0.is_reached().unwrap_or(true) { done.push(held.swap_remove(at)) } else { at += 1 }
         }
         drop(held);
@@ -439,7 +436,8 @@ impl LaneDevice {
         let last = lock(&self.last).take();
         let shares = self.choice().is_some_and(|choice| choice.collective == HIER);
         if let Some(last) = last.filter(|_| shares && drained) {
-            // The operation used other streams than the copier's.
+            // The operation used other streams than the copier's, so the end of the copier's work does not tell when it
+            // is done.
             let start = Instant::now();
             let patience = || match start.elapsed() < PATIENCE {
                 true => Ok(()),

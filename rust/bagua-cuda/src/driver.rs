@@ -24,11 +24,11 @@ const NAME_BYTES: usize = 256;
 /// A loaded `libcuda`, which may or may not work.
 pub struct Driver {
     library: Library,
-    /// Supported CUDA version, as 1000 times the major plus 10 times the minor version. `None` if unknown.
+    /// Supported CUDA version: 1000 times the major plus 10 times the minor version. `None` if unknown.
     version: Option<i32>,
     /// The devices, or the reason why there are none.
     devices: Result<Vec<Device>>,
-    /// The functions that operations use. Loaded by the first operation.
+    /// Functions that operations use, loaded by the first operation.
     api: OnceLock<Result<Arc<Api>>>,
     /// Primary contexts of the devices in use, by device number.
     contexts: Mutex<BTreeMap<i32, Arc<Context>>>,
@@ -37,9 +37,9 @@ pub struct Driver {
 /// A device as described by the driver. Properties that the driver did not report are `None`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// For example "NVIDIA H200".
+    /// Name of the device, for example "NVIDIA H200".
     pub name: Option<String>,
-    /// Compute capability: major, minor.
+    /// Compute capability, major and minor.
     pub capability: Option<(i32, i32)>,
     /// Size of the memory in bytes.
     pub memory: Option<u64>,
@@ -159,7 +159,6 @@ fn describe(library: &Library, device: CUdevice) -> Result<Device> {
     Ok(Device { name, capability: major.zip(minor), memory, uuid: (code == 0).then_some(uuid) })
 }
 
-/// Returns an error for any code but 0.
 fn check(library: &Library, function: &'static str, code: Code) -> Result<()> {
     if code == 0 {
         return Ok(());

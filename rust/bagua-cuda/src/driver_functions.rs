@@ -29,7 +29,6 @@ const DEINITIALIZED: Code = CUresult::CUDA_ERROR_DEINITIALIZED as Code;
 /// Declares [`Functions`] and how it is loaded.
 macro_rules! functions {
     ($($name:ident)*) => {
-        /// The addresses of the functions.
         #[expect(non_snake_case, reason = "the driver's names")]
         pub(crate) struct Functions {
             $(pub(crate) $name: NonNull<c_void>,)*
@@ -80,7 +79,7 @@ pub(crate) struct Api {
     library: String,
     /// `cuGetErrorName`, if the driver has it.
     get_name: Option<GetErrorName>,
-    /// The process that initialised the driver.
+    /// Id of the process that initialised the driver.
     owner: u32,
 }
 
@@ -97,14 +96,13 @@ impl Api {
         self.owner == std::process::id()
     }
 
-    /// Returns an error for any code but 0.
     pub(crate) fn check(&self, device: i32, function: &CStr, code: Code) -> Result<()> {
         if code == 0 { Ok(()) } else { Err(self.failure(device, function, code)) }
     }
 
     /// Returns the error of a call that returned this code.
     pub(crate) fn failure(&self, device: i32, function: &CStr, code: Code) -> Error {
-        // The suffix of a version, which is only part of the symbol.
+        // `_v2` is part of the symbol but not of the function's name in the documentation.
         let api = function.to_string_lossy().trim_end_matches("_v2").to_owned();
         let name = error_name(self.get_name, code);
         let ending = if code == DEINITIALIZED { " (the process ends)" } else { "" };

@@ -18,7 +18,7 @@ pub enum Error {
     NoFunction {
         /// The library and its file.
         library: String,
-        /// Name of the symbol.
+        /// Name of the missing symbol.
         function: &'static CStr,
     },
     /// A call failed.

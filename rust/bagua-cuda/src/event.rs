@@ -9,7 +9,6 @@ use cudarc::driver::sys::{CUevent, CUevent_flags};
 use crate::context::Context;
 use crate::driver_functions::{CUstream, NOT_READY, call, checked};
 
-/// An event.
 pub struct Event {
     context: Arc<Context>,
     handle: CUevent,
@@ -26,7 +25,7 @@ impl Event {
         Event::with(context, CUevent_flags::CU_EVENT_DISABLE_TIMING)
     }
 
-    /// As [`Event::new`], but records the time at which the event is reached.
+    /// Creates an event like [`Event::new`] that also records the time at which it is reached.
     pub(crate) fn timed(context: &Arc<Context>) -> Result<Event> {
         Event::with(context, CUevent_flags::CU_EVENT_DEFAULT)
     }

@@ -12,13 +12,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use sha2::{Digest, Sha256};
 
 const MAGIC: [u8; 8] = *b"bagua\0cu";
-/// Number of bytes before the code.
 const HEADER: usize = 8 + 8 + 32;
 
 /// A folder of machine code by name.
 #[derive(Clone, Debug, Default)]
 pub struct Cache {
-    /// `None` keeps nothing.
+    /// Folder of the entries. `None` if the cache keeps nothing.
     folder: Option<PathBuf>,
 }
 
@@ -39,7 +38,7 @@ impl Cache {
         Some(bytes)
     }
 
-    /// Keeps code under a name, if possible.
+    /// Writes an entry for the code. If that fails, the code is compiled again next time.
     pub fn put(&self, name: &str, code: &[u8]) {
         let Some(folder) = &self.folder else { return };
         if fs::create_dir_all(folder).is_err() {
@@ -50,7 +49,7 @@ impl Cache {
         let part = folder.join(format!("{name}.{}.{number}", std::process::id()));
         let kept = write(&part, code).and_then(|()| fs::rename(&part, folder.join(name)));
         if kept.is_err() {
-            // If the file could not be written, it may not exist.
+            // The file may not exist if writing it failed.
             let _ = fs::remove_file(&part);
         }
     }

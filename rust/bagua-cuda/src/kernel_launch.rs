@@ -96,7 +96,8 @@ impl Context {
         unsafe { self.launch_with(kernel, grid, stream, &mut places) }
     }
 
-    /// As [`Context::launch`], with the address of each argument, which must have the size of its parameter.
+    /// Launches a kernel like [`Context::launch`]. `places` are the addresses of the arguments, which must have the
+    /// sizes of the parameters.
     ///
     /// # Safety
     /// As [`Context::launch`].

@@ -54,7 +54,8 @@ impl LibraryPaths {
 
 /// The libraries of the process that created this object. Creating it loads nothing.
 pub struct Libraries {
-    /// The process that created this. A driver does not work in a forked child of the process that initialised it.
+    /// Id of the process that created this value. A driver does not work in a forked child of the process that
+    /// initialised it.
     owner: u32,
     driver: OnceLock<Result<Driver>>,
     nvrtc: OnceLock<Result<Nvrtc>>,

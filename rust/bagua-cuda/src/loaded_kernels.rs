@@ -23,10 +23,10 @@ unsafe impl Sync for Kernel {}
 /// The kernels of a context.
 #[derive(Default)]
 pub(crate) struct Kernels {
-    /// Set when the device is first used.
+    /// Compiler of the kernels, set when the device is first used.
     pub(crate) compiler: OnceLock<Compiler>,
-    /// Number of multiprocessors of the device.
     pub(crate) processors: OnceLock<u32>,
-    /// Kernels of loaded programs. Locked while a program is compiled, so that no other thread compiles it too.
+    /// Kernels of loaded programs, by name. Locked while a program is compiled, so that no other thread compiles it
+    /// too.
     pub(crate) loaded: Mutex<BTreeMap<&'static str, Kernel>>,
 }

@@ -43,14 +43,14 @@ impl Pinned {
         Ok(Pinned { context: Arc::clone(context), at, len })
     }
 
-    /// Returns the first bytes, to read.
+    /// Returns the first bytes for reading.
     pub(crate) fn bytes(&self, len: usize) -> &[u8] {
         assert!(len <= self.len);
         // SAFETY: the bytes are within the memory and initialised. The owner guarantees that no copy writes to them.
         unsafe { std::slice::from_raw_parts(self.at.as_ptr(), len) }
     }
 
-    /// Returns the first bytes, to write.
+    /// Returns the first bytes for writing.
     pub(crate) fn bytes_mut(&mut self, len: usize) -> &mut [u8] {
         assert!(len <= self.len);
         // SAFETY: as in `bytes`. `&mut self` is the host's only access.
@@ -147,7 +147,8 @@ impl<'a> Scratch<'a> {
 impl Drop for Scratch<'_> {
     fn drop(&mut self) {
         if self.address != 0 {
-            // Happens after an error, which the caller gets.
+            // The value is dropped without `free` only after an error, which the caller gets. An error here adds
+            // nothing.
             let _ = self.free_ordered(self.address);
         }
     }

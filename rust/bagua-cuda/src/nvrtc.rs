@@ -35,7 +35,7 @@ pub struct Compiled {
 /// A loaded `libnvrtc`.
 pub struct Nvrtc {
     library: Library,
-    /// Major, minor.
+    /// Major and minor version.
     version: (i32, i32),
     /// Supported architectures, as 10 times the major plus the minor compute capability.
     architectures: Vec<i32>,
@@ -109,7 +109,6 @@ impl Nvrtc {
     }
 }
 
-/// A program of NVRTC, destroyed when it is dropped.
 struct Program<'a> {
     nvrtc: &'a Nvrtc,
     /// Null until the program was created.
@@ -134,7 +133,7 @@ impl Program<'_> {
         Ok(bytes)
     }
 
-    /// As [`Program::bytes`], for a text, which NVRTC ends with a zero byte.
+    /// Returns one of the program's texts. NVRTC ends a text with a zero byte, which is not returned.
     fn text(&self, function: &'static str, size: &'static CStr, get: &'static CStr) -> Result<Vec<u8>> {
         let mut text = self.bytes(function, size, get)?;
         text.truncate(text.iter().position(|byte| *byte == 0).unwrap_or(text.len()));
@@ -151,7 +150,6 @@ impl Drop for Program<'_> {
     }
 }
 
-/// Returns an error for any code but 0.
 fn check(library: &Library, function: &'static str, code: Code) -> Result<()> {
     if code == 0 {
         return Ok(());

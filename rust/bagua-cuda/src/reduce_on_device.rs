@@ -17,7 +17,7 @@ pub(crate) struct Reduction {
     processors: u32,
     /// Size in bytes of the kernel's elements.
     unit: usize,
-    /// Averages divide the sum by this number.
+    /// Number that the sum of an average is divided by.
     divisor: f64,
 }
 

@@ -13,7 +13,7 @@ use bagua_core::platform::file_of_library;
 
 use crate::error::{Error, Result};
 
-/// A library, and where it may be.
+/// The names of a library, and the places where it may be.
 #[derive(Clone, Copy, Debug)]
 pub struct Search<'a> {
     /// The library's name in error texts, for example `libcuda`.
@@ -79,9 +79,9 @@ impl Search<'_> {
 pub struct Library {
     /// dlopen's handle, valid until the process ends.
     handle: NonNull<c_void>,
-    /// The library's name in error texts.
+    /// Name of the library in error texts.
     name: &'static str,
-    /// The file, as reported by the loader.
+    /// Path of the file, as the loader reports it.
     path: PathBuf,
 }
 

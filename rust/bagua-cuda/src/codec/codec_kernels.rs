@@ -30,11 +30,9 @@ pub struct Records {
 /// A step of a codec, which takes one or several launches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CodecStep {
-    /// Turns elements into records.
     Encode,
     /// Combines the records of all members for one chunk into one.
     Combine,
-    /// Turns records into elements.
     Decode,
 }
 

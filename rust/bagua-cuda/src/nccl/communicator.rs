@@ -34,11 +34,10 @@ const SOON: Duration = Duration::from_millis(500);
 
 /// A rank's NCCL communicator: see the module.
 pub(crate) struct Communicator {
-    /// The state shared with the watching thread.
     watched: Arc<Watched>,
     /// All work is put on this stream, in the order of the calls.
     stream: Stream,
-    /// The watching thread. `None` once it has ended or is left behind.
+    /// Handle of the watching thread. `None` once the thread has ended or is left behind.
     watch: Option<JoinHandle<()>>,
     rank: usize,
     ranks: usize,
@@ -189,7 +188,6 @@ impl Communicator {
         self.settle(api, communicator, || cx.check(&[], 0, 0))
     }
 
-    /// Converts the result of a call.
     fn began(&self, api: &str, result: ncclResult_t) -> Result<()> {
         if result == ncclResult_t::SUCCESS || result == ncclResult_t::IN_PROGRESS {
             return Ok(());
@@ -246,7 +244,7 @@ impl Communicator {
             }
         }
         if let Some(watch) = self.watch.take() {
-            // The thread has ended even if it panicked.
+            // A panic of the thread needs no handling, because the thread has ended in either case.
             let _ = watch.join();
         }
         true
@@ -323,17 +321,16 @@ pub(crate) struct Reduction {
     pub(crate) op: ncclRedOp_t,
 }
 
-/// Bytes to or from another rank.
 #[derive(Clone, Copy)]
 pub(crate) struct Message {
-    /// Address of the first byte.
     pub(crate) address: usize,
     pub(crate) bytes: usize,
     pub(crate) peer: usize,
 }
 
-/// The addresses are on the communicator's device. The callers, who got them with an operation, guarantee that the
-/// memory has the size that the calls use, and that nothing else uses it until the operation's end on the device.
+/// Calls of the library. The addresses are on the communicator's device. The callers, who got them with an operation,
+/// guarantee that the memory has the size that the calls use, and that nothing else uses it until the operation's end
+/// on the device.
 impl Calls<'_> {
     fn check(&self, api: &str, result: ncclResult_t) -> Result<()> {
         self.owner.began(api, result)
@@ -347,7 +344,7 @@ impl Calls<'_> {
         self.check("ncclAllReduce", result)
     }
 
-    /// `to` is 0 on ranks that get no result.
+    /// Reduces to `to` on the root. `to` is 0 on all other ranks.
     pub(crate) fn reduce(&self, from: usize, to: usize, how: Reduction, root: usize) -> Result<()> {
         let Reduction { count, dtype, op } = how;
         let (from, to, stream) = (from as *const _, to as *mut _, self.owner.stream() as *mut _);
@@ -357,7 +354,7 @@ impl Calls<'_> {
         self.check("ncclReduce", result)
     }
 
-    /// `how` counts the elements that one rank gets.
+    /// Reduces, and scatters the result. `how` counts the elements that one rank gets.
     pub(crate) fn reduce_scatter(&self, from: usize, to: usize, how: Reduction) -> Result<()> {
         let Reduction { count, dtype, op } = how;
         let (from, to, stream) = (from as *const _, to as *mut _, self.owner.stream() as *mut _);
@@ -376,7 +373,7 @@ impl Calls<'_> {
         self.check("ncclBroadcast", result)
     }
 
-    /// `bytes` is the size of one rank's part.
+    /// Gathers the parts of all ranks. `bytes` is the size of one part.
     pub(crate) fn all_gather(&self, from: usize, to: usize, bytes: usize) -> Result<()> {
         let (dtype, stream) = (ncclDataType_t::UINT8, self.owner.stream() as *mut _);
         // SAFETY: as above.

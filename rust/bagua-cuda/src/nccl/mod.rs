@@ -27,9 +27,9 @@ pub(crate) use self::verbs::serves;
 use crate::error::{Error, Result};
 use crate::shared_library::Library;
 
-/// The source of NCCL for collectives.
+/// The way in which collectives get NCCL.
 pub struct Source {
-    /// Loads NCCL, or returns the reason why it cannot.
+    /// Loads NCCL, or returns the reason why NCCL cannot be loaded.
     pub load: Box<dyn Fn() -> Result<Arc<Nccl>> + Send + Sync>,
     /// True if several ranks may use one device, provided that the library supports it.
     pub several: bool,

@@ -21,7 +21,6 @@ use super::Nccl;
 use crate::context::Context;
 use crate::event::Event;
 
-/// Interval between checks.
 const PERIOD: Duration = Duration::from_millis(10);
 
 /// Time after which the thread polls the event of work that nobody waits for.
@@ -33,13 +32,12 @@ const GRACE: Duration = Duration::from_millis(500);
 /// How long work may take after another rank has left in order. That rank waits less long for its own part.
 const AFTER_LEAVING: Duration = Duration::from_secs(5);
 
-/// How long an error waits for its cause if another rank may have caused it: as in `GroupHealth::attribute_disconnect`.
+/// How long an error that another rank may have caused waits for its cause, as in `GroupHealth::attribute_disconnect`.
 const CAUSE_GRACE: Duration = Duration::from_millis(400);
 
 /// How long an NCCL call that does not wait for anything may take.
 const CALL: Duration = Duration::from_secs(1);
 
-/// A communicator of the library.
 #[derive(Clone, Copy)]
 pub(super) struct Handle(pub(super) ncclComm_t);
 
@@ -49,15 +47,14 @@ unsafe impl Send for Handle {}
 /// An operation that is not known to be done.
 struct Running {
     number: u64,
-    /// Recorded after its work, once that is on the stream.
+    /// Event recorded after the operation's work, once the work is on the stream.
     event: Arc<Event>,
     on_stream: bool,
     deadline: Deadline,
     fingerprint: Fingerprint,
     label: String,
-    /// Set if the operation fails after its call has returned.
+    /// Cell for a failure after the call has returned.
     failure: Arc<OnceLock<Error>>,
-    /// Time of the last check.
     looked: Instant,
     /// Time of the first check after the deadline.
     late: Option<Instant>,
@@ -71,7 +68,7 @@ impl Running {
 
 #[derive(Default)]
 struct WatchedOperations {
-    /// In the order of the calls, which is the order of the stream.
+    /// Operations that may still run, in the order of their calls, which is the order of the stream.
     running: Vec<Running>,
     next: u64,
     /// The reason for aborting the communicator.
@@ -87,9 +84,9 @@ pub(super) struct Watched {
     pub(super) nccl: Arc<Nccl>,
     pub(super) context: Arc<Context>,
     pub(super) health: Arc<GroupHealth>,
-    /// `None` once the communicator is ended. Locked from a call until the call is no longer in progress.
+    /// Handle of the communicator. `None` once it is ended. Locked from a call until the call is no longer in progress.
     pub(super) handle: Mutex<Option<Handle>>,
-    /// The same communicator, for an abort while a call does not return.
+    /// Pointer to the same communicator, for an abort while a call does not return.
     pub(super) raw: AtomicPtr<ncclComm>,
     state: Mutex<WatchedOperations>,
     changed: Condvar,
@@ -233,7 +230,7 @@ impl Watched {
         self.check_operations(&mut lock(&self.state)).map_err(|error| self.doom_later(error))
     }
 
-    /// As [`Watched::doom`], for an error that this rank found itself.
+    /// Poisons the group with an error that this rank found itself. Returns the group's first cause.
     fn doom_later(&self, error: Error) -> Error {
         self.health.fail(error)
     }
