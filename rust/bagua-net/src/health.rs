@@ -85,7 +85,6 @@ pub struct GroupHealth {
     rank: usize,
     /// Functions to call with the first cause. Never locked while a listener runs.
     listeners: Arc<Mutex<Listeners>>,
-    /// A reference to this value, for [`GroupHealth::shared`].
     shared: Weak<GroupHealth>,
 }
 
@@ -154,8 +153,8 @@ impl GroupHealth {
         self.add(false, Box::new(listener))
     }
 
-    /// As [`GroupHealth::subscribe`], but only for a first cause recorded by [`GroupHealth::fail`], which this rank has
-    /// to report to its peers. The control plane uses this.
+    /// Subscribes a listener like [`GroupHealth::subscribe`], but only to a first cause that [`GroupHealth::fail`]
+    /// records, which this rank has to report to its peers. The control plane uses this.
     pub fn subscribe_local(&self, listener: impl FnOnce(&Error) + Send + 'static) -> Subscription {
         self.add(true, Box::new(listener))
     }
@@ -269,7 +268,8 @@ impl GroupHealth {
         self.attribute_broken_stream(rank, how, &Source::default())
     }
 
-    /// As [`GroupHealth::attribute_disconnect`], with the operating system's error on the stream.
+    /// Does the same as [`GroupHealth::attribute_disconnect`] if the operating system has reported an error on the
+    /// stream.
     pub fn attribute_broken_stream(&self, rank: usize, how: &str, source: &Source) -> Error {
         let until = Instant::now() + CAUSE_GRACE;
         blocking_wait(|| {

@@ -156,7 +156,7 @@ impl Layout {
     }
 }
 
-/// Which of two separate buffers a rank uses.
+/// The buffers of a split operation that a rank uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Uses {
@@ -165,7 +165,7 @@ pub enum Uses {
     DestinationOnly,
 }
 
-/// The answers of [`Verb`]'s methods that depend neither on this rank nor on the number of ranks.
+/// The properties of a verb that depend neither on this rank nor on the number of ranks.
 #[derive(Clone, Copy)]
 struct Row {
     kind: Kind,
@@ -284,8 +284,8 @@ impl<'a> Verb<'a> {
         }
     }
 
-    /// As [`Layout::shards`], but 0 for a buffer that this rank does not use. In place (`split` is false), the source
-    /// is 0.
+    /// Returns how many times each buffer holds the fingerprint's count of elements, as [`Layout::shards`] does: 0 for
+    /// a buffer that this rank does not use. In place (`split` is false), the source has 0.
     pub fn parts(self, rank: usize, ranks: usize, split: bool) -> (usize, usize) {
         let (src, dst) = self.layout().shards(ranks);
         match self.uses(rank) {
@@ -489,8 +489,8 @@ impl OpContext<'_> {
         self.check_unless(|_| false, missing, done, total)
     }
 
-    /// As [`OpContext::check`], but accepts that a rank has left if `is_in_flight` says that its bytes may still
-    /// arrive.
+    /// Returns the same error as [`OpContext::check`], except for a rank that has left while `is_in_flight` says that
+    /// its bytes may still arrive.
     pub fn check_unless(
         &self,
         is_in_flight: impl Fn(usize) -> bool,

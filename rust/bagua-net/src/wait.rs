@@ -46,7 +46,7 @@ pub fn wait_on<'a, T>(changed: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard
     changed.wait(guard).unwrap_or_else(PoisonError::into_inner)
 }
 
-/// As [`wait_on`], for at most `timeout`.
+/// Waits on a condition variable like [`wait_on`], for at most `timeout`.
 pub fn wait_on_for<'a, T>(changed: &Condvar, guard: MutexGuard<'a, T>, timeout: Duration) -> MutexGuard<'a, T> {
     changed.wait_timeout(guard, timeout).unwrap_or_else(PoisonError::into_inner).0
 }
@@ -123,7 +123,8 @@ pub fn wait_in_slices<T, E>(
     }
 }
 
-/// As [`wait_in_slices`], but in a single wait of at most `timeout` (`None`: until the operation is done).
+/// Waits for an operation like [`wait_in_slices`], but in a single wait of at most `timeout` (`None`: until the
+/// operation is done).
 pub fn wait_once<T>(
     timeout: Option<Duration>,
     wait: impl FnMut(Duration) -> Waited<T>,

@@ -90,7 +90,7 @@ impl Arena {
         sync::long(unsafe { atomic::AtomicU64::from_ptr(self.mapping.pointer().add(offset).cast()) })
     }
 
-    /// As [`Mapping::slice`].
+    /// Returns the bytes in `range`.
     ///
     /// # Panics
     /// If the range is out of bounds.
@@ -102,7 +102,7 @@ impl Arena {
         unsafe { self.mapping.slice(range) }
     }
 
-    /// As [`Mapping::slice_mut`].
+    /// Returns the bytes in `range` for writing.
     ///
     /// # Panics
     /// If the range is out of bounds.
@@ -119,7 +119,6 @@ impl Arena {
     }
 }
 
-// Models have no memory that processes share, so there is nothing to test.
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -312,7 +312,6 @@ impl<'a> Buffer<'a> {
 
 /// Bytes on the host or on a device, borrowed for writing.
 pub struct BufferMut<'a> {
-    /// The bytes, which this value borrows exclusively.
     bytes: Buffer<'a>,
     borrowed: PhantomData<&'a mut [u8]>,
 }

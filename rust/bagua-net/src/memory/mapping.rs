@@ -14,7 +14,7 @@ use crate::sync;
 #[derive(Debug)]
 pub struct Mapping {
     ptr: NonNull<u8>,
-    /// A whole number of pages.
+    /// Length in bytes: a whole number of pages.
     len: usize,
 }
 

@@ -20,7 +20,6 @@ pub struct Region {
     dtype: DType,
     /// Device that holds the memory, or `None` for the host.
     device: Option<Arc<dyn Device>>,
-    /// Owner of the memory, if the core allocated it.
     _owner: Option<Arc<HostMemory>>,
 }
 
@@ -197,7 +196,8 @@ impl Region {
         Region::as_one(parts, on_device, true, scratch, work)
     }
 
-    /// As [`Region::whole`], but for reading: nothing is copied back.
+    /// Calls `work` with all `parts` as one buffer for reading, as [`Region::whole`] does for writing. Nothing is
+    /// copied back.
     ///
     /// # Errors
     /// As [`Region::whole`].

@@ -76,11 +76,11 @@ impl LaneId {
 /// The state of an arena in one lane.
 #[derive(Clone, Debug)]
 pub enum Mapped {
-    /// The ranks of the lane have not mapped it yet.
+    /// The arena is not mapped in this lane yet.
     No,
-    /// The lane will never map it, because a rank failed to map one of the arenas.
+    /// The arena will never be mapped in this lane, because a rank failed to map one of the arenas.
     Refused,
-    /// All ranks of the lane have mapped it. It starts at this offset in its rank's part.
+    /// All ranks of the lane have mapped the arena. It starts at this offset in its rank's part.
     In(Arc<MappedArenas>, usize),
 }
 
@@ -337,7 +337,6 @@ impl Finder {
     }
 }
 
-// Models have no memory that processes share, so there is nothing to test.
 #[cfg(test)]
 mod tests {
     use rustix::param::page_size;

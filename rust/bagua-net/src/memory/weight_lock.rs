@@ -26,11 +26,10 @@ pub type Owner = u64;
 #[derive(Default)]
 pub struct WeightLock {
     state: Mutex<LockQueue>,
-    /// Notified when another owner may be able to take the lock.
+    /// Notified when another owner may take the lock.
     changed: Condvar,
 }
 
-/// The holder of the lock, and the requests in the queue.
 #[derive(Default)]
 struct LockQueue {
     holder: Option<Holder>,
@@ -43,7 +42,7 @@ struct Holder {
     owner: Owner,
     /// Number of locks by this owner that were not unlocked yet.
     nested: usize,
-    /// True if a training holds the lock as well.
+    /// True if a training step holds the lock too.
     training: bool,
     /// Time of the pause and its limit, if the training hold is paused.
     paused: Option<(Instant, Duration)>,
@@ -223,7 +222,6 @@ pub struct WeightGuard {
 }
 
 impl WeightGuard {
-    /// True if this is a guard of `lock`.
     pub(super) fn holds(&self, lock: &Arc<WeightLock>) -> bool {
         Arc::ptr_eq(&self.lock, lock)
     }

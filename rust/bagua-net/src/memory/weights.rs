@@ -37,8 +37,8 @@ pub trait DeviceWeights: Send {
 
     /// Copies the last snapshot to the host.
     ///
-    /// Returns the errors of `go_on` and of the device.
-    /// Returns the errors of `go_on` and of the device.
+    /// # Errors
+    /// The errors of `go_on` and of the device.
     fn read_snapshot(&mut self, into: &mut [u8], go_on: &dyn Fn() -> Result<()>) -> Result<()>;
 
     /// Copies the average, or other values for all weights, from the host to the device.

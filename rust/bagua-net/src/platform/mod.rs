@@ -67,7 +67,6 @@ pub fn futex_wait(word: &AtomicU32, seen: u32, timeout: Duration) {
 /// Wakes every thread that sleeps on `word`, in every process.
 #[inline]
 pub fn futex_wake(word: &AtomicU32) {
-    // The result is the number of threads woken, which may be 0.
     let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
 }
 
@@ -111,7 +110,6 @@ pub unsafe fn populate(begin: *mut c_void, len: usize) -> io::Result<()> {
 /// # Errors
 /// When the kernel refuses the option.
 pub fn limit_unacknowledged(stream: &TcpStream, time: Duration) -> io::Result<()> {
-    // The kernel reads a signed number.
     let millis = time.as_millis().min(i32::MAX as u128) as u32;
     Ok(sockopt::set_tcp_user_timeout(stream, millis)?)
 }

@@ -140,7 +140,6 @@ fn shown(lane: &RecordedLane, op: Begun, scale: &Scale) -> Operation {
     }
 }
 
-/// A queued job.
 struct Job {
     /// The operation, except for its times.
     op: Operation,

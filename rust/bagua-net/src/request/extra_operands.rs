@@ -64,8 +64,8 @@ pub struct Extra<'a> {
     /// Error feedback of a compressed all_reduce: one float32 in host memory for each element that carries a value.
     /// Under `hier`, only the first rank of each host uses it.
     pub error: Option<BufferMut<'a>>,
-    /// Replicas of the compressed ring. Under `hier`, only the first rank of each host knows its neighbours; the others
-    /// get `own`.
+    /// Replicas of the compressed ring. Under `hier`, the first rank of each host has all three, and the other ranks of
+    /// the host get only `own`.
     pub replicas: Option<Replicas<'a>>,
     /// Buffers kept between calls. If `None`, the call allocates its own.
     pub work: Option<&'a mut Workspace>,

@@ -63,7 +63,6 @@ thread_local! {
 loom::lazy_static! {
     /// Carries the order from `SeqCst` stores to `SeqCst` loads.
     static ref ORDER: inner::AtomicU64 = inner::AtomicU64::new(0);
-    /// Threads that sleep on each futex.
     static ref SLEEPERS: Pool<Mutex<Vec<Thread>>> = Pool::new(FUTEXES, Mutex::default);
     static ref SHARED: LoomMemory = LoomMemory::new();
 }
@@ -76,7 +75,7 @@ pub(super) fn prepare() {
 
 macro_rules! atomics {
     ($($name:ident($value:ty)),*) => {$(
-        /// The standard library's atomic of this name, in loom.
+        /// The atomic of loom with the name of the standard library's.
         #[derive(Debug)]
         pub struct $name(inner::$name);
 
@@ -218,7 +217,6 @@ impl<T> std::ops::Deref for Arc<T> {
     }
 }
 
-/// Shared memory as loom sees it.
 struct LoomMemory {
     words: Pool<AtomicU32>,
     longs: Pool<AtomicU64>,

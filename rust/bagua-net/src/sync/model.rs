@@ -21,7 +21,8 @@ pub fn explore(model: impl Fn() + Send + Sync + 'static) {
     explore_with(false, 0, model);
 }
 
-/// As [`explore`], but `Acquire` loads return only the latest value. For models that are too large for [`explore`].
+/// Explores a model like [`explore`], but `Acquire` loads return only the latest value. For models that are too large
+/// for [`explore`].
 ///
 /// If every word loaded with `Acquire` only counts upwards, this loses no behaviour: an older value is what the thread
 /// would have seen by loading earlier. Accesses that these loads do not order are still found to be unordered.
@@ -29,7 +30,8 @@ pub fn explore_latest(model: impl Fn() + Send + Sync + 'static) {
     explore_with(true, 0, model);
 }
 
-/// As [`explore_latest`], with one preemption fewer. For three ranks, which have many more interleavings than two.
+/// Explores a model like [`explore_latest`], with one preemption fewer. For three ranks, which have many more
+/// interleavings than two.
 pub fn explore_three(model: impl Fn() + Send + Sync + 'static) {
     explore_with(true, 1, model);
 }

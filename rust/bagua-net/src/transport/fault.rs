@@ -58,7 +58,7 @@ impl<T: Transport> Fault<T> {
         Fault::by_clock(inner, faults, Arc::new(move || start.elapsed()))
     }
 
-    /// As [`Fault::new`], with a clock other than the system's.
+    /// Wraps a transport, with a clock other than the system's.
     pub fn by_clock(inner: T, faults: Faults, clock: Clock) -> Fault<T> {
         let since = clock();
         Fault { inner, faults, clock, credit: 0.0, since, sent: 0, delayed: VecDeque::new(), delayed_len: 0, end: None }

@@ -25,7 +25,8 @@ use crate::memory::Arena;
 use crate::sync::{AtomicU32, AtomicU64, buffer_len};
 use crate::wait::{BellWords, Doorbell};
 
-/// Two cache lines: the hardware prefetches lines in pairs, and words of different writers must not share a pair.
+/// Size of two cache lines. The hardware prefetches lines in pairs, and words of different writers must not share a
+/// pair.
 const LINE: usize = 128;
 /// Size of a rank's block: its doorbell, and its [`CLOSED`] flag, which is written only once and thus has its own
 /// lines.
@@ -90,7 +91,6 @@ pub fn close_rings(arena: &Arc<Arena>, offset: usize, index: usize, ranks: usize
     (0..ranks).filter(|peer| *peer != index).for_each(|peer| bell(arena, offset, peer).ring());
 }
 
-/// The doorbell of a rank.
 fn bell(arena: &Arc<Arena>, offset: usize, rank: usize) -> Doorbell {
     Doorbell::new(Arc::new(ArenaBell { arena: Arc::clone(arena), offset: offset + rank * BLOCK }))
 }
@@ -108,7 +108,7 @@ impl BellWords for ArenaBell {
     }
 }
 
-/// One end of one ring.
+/// One end of a ring.
 struct Ring {
     arena: Arc<Arena>,
     /// Offset of the ring in the arena.
@@ -254,7 +254,6 @@ impl Drop for ShmLink {
 #[cfg(all(test, model))]
 mod model;
 
-// Models have no memory that processes share, so there is nothing to test.
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -52,8 +52,8 @@ impl std::error::Error for TlsFault {}
 impl std::fmt::Display for TlsFault {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.0 {
-            // The first is the result of checking a key derived from the secret, the second the alert that the other
-            // end gets.
+            // rustls returns the first error if a key derived from the secret is wrong, and the second at the end that
+            // gets the alert.
             Fault::InvalidCertificate(CertificateError::ApplicationVerificationFailure)
             | Fault::AlertReceived(AlertDescription::AccessDenied) => {
                 f.write_str("TLS: the other end has a different secret")
@@ -150,7 +150,7 @@ impl Sink<'_> {
 /// The next step of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Next {
-    /// Something was processed, so check again.
+    /// The session processed something, so check again.
     Again,
     /// The handshake needs more bytes from the peer.
     Blocked,
@@ -466,10 +466,9 @@ impl Session {
     }
 }
 
-/// The operation that a handshake waits for.
+/// The operation of the socket that would block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Blocked {
-    /// Receiving bytes from the peer.
     Receiving,
     /// Sending: the socket has no room.
     Sending,

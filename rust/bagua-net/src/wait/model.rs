@@ -42,7 +42,7 @@ fn a_ring_between_looking_and_sleeping_is_not_missed() {
     });
 }
 
-/// As above, with two ringers and two sleepers.
+/// Two ringers and two sleepers on one doorbell.
 #[test]
 fn two_ringers_wake_two_sleepers() {
     explore(|| {

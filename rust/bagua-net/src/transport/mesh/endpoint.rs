@@ -48,7 +48,7 @@ pub enum PeerFault {
     Unreadable(BadFrame),
 }
 
-/// A frame, and the number of its bytes moved so far. A frame that is sent counts its header too.
+/// A frame and the number of its bytes moved so far. For a frame that is sent, the number includes the header.
 #[derive(Clone, Copy)]
 struct Moving {
     frame: Header,
@@ -90,11 +90,11 @@ impl Stream {
 /// The streams to one peer.
 pub struct Endpoint {
     peer: usize,
-    /// Empty for this rank's own index, and before they are opened.
+    /// Streams to the peer. Empty for this rank's own index, and before the streams are opened.
     streams: Vec<Stream>,
     /// Number of batches of streams that were requested.
     batches: usize,
-    /// Requested streams are missing.
+    /// True while streams that were requested are not open.
     opening: bool,
     /// Frame whose chunks are being handed to streams, and the number of bytes handed out.
     current: Option<Moving>,
@@ -110,7 +110,7 @@ impl Endpoint {
         Endpoint { peer, streams, batches, opening: false, current: None, send_broken: None }
     }
 
-    /// The batches up to the one that is wanted that were not requested. They count as requested from now on.
+    /// Returns the batches, up to the wanted one, that were not requested before. The caller requests them.
     pub(super) fn ask_for(&mut self, wanted: impl FnOnce() -> Batch) -> &'static [Batch] {
         const ALL: [Batch; 2] = [Batch::First, Batch::Others];
         let asked = self.batches;
@@ -121,7 +121,7 @@ impl Endpoint {
         &ALL[asked..self.batches]
     }
 
-    /// Requested streams have been opened. What each has carried is compared from now on.
+    /// Adds streams that have been opened, and restarts the comparison of the speed of all streams.
     pub(super) fn add(&mut self, opened: Opened) {
         self.opening = !opened.all;
         if !opened.streams.is_empty() {

@@ -65,7 +65,8 @@ pub trait Plan {
     /// Returns the bytes of the operation that arrived in earlier runs, and the bytes of the whole operation.
     fn progress(&self) -> (u64, u64);
 
-    /// Returns the text of a peer's operation that differs from this one, if it is visible elsewhere.
+    /// Returns the text of a peer's operation if it differs from this one and the peer has shown it elsewhere, for
+    /// example in shared memory.
     fn elsewhere(&self, _peer: usize) -> Option<String> {
         None
     }

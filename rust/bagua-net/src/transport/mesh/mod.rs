@@ -443,7 +443,7 @@ impl Mesh {
         }
         let timeout = longest.min(transfer.cx.deadline.left());
         match &self.bell {
-            // In a mixed mesh, every second pause waits for the doorbell.
+            // If some streams use the doorbell and others do not, every second pause waits for the doorbell.
             Some(bell) if by_bell && (!mixed || transfer.pauses.is_multiple_of(2)) => bell.wait(rings, timeout),
             _ => {
                 let timeout = Timespec { tv_sec: 0, tv_nsec: timeout.subsec_nanos().into() };

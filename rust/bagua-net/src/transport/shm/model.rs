@@ -90,8 +90,8 @@ fn a_reader_that_empties_the_ring_at_once_wakes_the_writer() {
     });
 }
 
-/// As above in both directions at once, so that each rank's doorbell serves two rings. Finds a writer that publishes or
-/// loads with `Relaxed`, publishes before the bytes are written, does not ring, or rings before it publishes.
+/// The rings of both directions at once, so that each rank's doorbell serves two rings. Finds a writer that publishes
+/// or loads with `Relaxed`, publishes before the bytes are written, does not ring, or rings before it publishes.
 #[test]
 fn both_directions_at_once_share_a_bell() {
     explore(|| {
