@@ -390,7 +390,7 @@ fn scatter<E: RecordExchange + ?Sized>(
     Ok(())
 }
 
-/// Returns the bytes of a chunk in the error memory of `elements` elements, which has none of the padding.
+/// Returns the byte range of a chunk in the error memory of `elements` elements. The error memory has no padding.
 fn errors(elements: usize, count: usize, chunk: usize) -> Range<usize> {
     let end = elements * ERROR;
     (chunk * count * ERROR).min(end)..((chunk + 1) * count * ERROR).min(end)
@@ -433,7 +433,7 @@ fn two_shot<E: RecordExchange + ?Sized>(
     Ok(())
 }
 
-/// As `two_shot`, with the tensor and the records on a device.
+/// Runs two-shot with the tensor and the records on a device.
 fn two_shot_on<E: RecordExchange + ?Sized>(
     codec: &mut dyn DeviceCodec,
     exchange: &mut E,
@@ -516,7 +516,6 @@ fn one_shot<E: RecordExchange + ?Sized>(
     Ok(())
 }
 
-/// Checks the number of bytes of the error memory.
 fn check_error(bytes: Option<usize>, how: &Compression<'_>) -> Result<()> {
     match bytes {
         Some(bytes) if bytes != how.elements * ERROR => {

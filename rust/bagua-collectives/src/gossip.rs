@@ -104,7 +104,6 @@ struct Records<'a> {
     right: BufferMut<'a>,
 }
 
-/// The codec for the host, with its scratch memory.
 struct Encoder<'a> {
     codec: &'a dyn Codec,
     draw: u64,

@@ -99,8 +99,8 @@ fn inside_hosts(op: ReduceOp, dtype: DType) -> ReduceOp {
     if dtype == DType::F16 { op } else { op.undivided() }
 }
 
-/// The collective of the leaders, each with the combined input of its host. Divides averages by the number of all
-/// ranks.
+/// The collective of the leaders, each of which contributes the combined input of its host. Divides averages by the
+/// number of ranks on all hosts.
 struct Leaders {
     inner: Box<dyn Collective>,
     /// Number of ranks on all hosts.
@@ -168,9 +168,7 @@ impl Collective for Leaders {
 
 /// Hierarchical collectives that own the collectives they use.
 pub struct Hier {
-    /// Collective of this host's ranks, by their index on the host.
     intra: Box<dyn Collective>,
-    /// Collective of the leaders, by the index of their host. Only on leaders.
     inter: Option<Leaders>,
     /// Collective of all ranks for the verbs that are not hierarchical. Without it, the verbs over messages are
     /// hierarchical.
@@ -221,7 +219,7 @@ impl Hier {
         ByHost { intra: &mut *self.intra, inter }
     }
 
-    /// Returns the index of a rank's host, and of the rank on it.
+    /// Returns the index of a rank's host, and the rank's index on that host.
     fn index_of(&self, rank: usize) -> (usize, usize) {
         let on = |host: &Vec<usize>| host.iter().position(|member| *member == rank);
         let found = self.hosts.iter().enumerate().find_map(|(host, members)| on(members).map(|local| (host, local)));
@@ -350,6 +348,5 @@ impl Collective for Hier {
     }
 }
 
-// Models have no memory that processes share, so there is nothing to test.
 #[cfg(test)]
 mod tests;

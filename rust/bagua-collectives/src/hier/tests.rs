@@ -40,7 +40,7 @@ fn on_all<T: Send>(hosts: &[&[usize]], act: impl Fn(usize, &mut Hier, &GroupHeal
     on_all_by(hosts, Algorithm::Auto, act)
 }
 
-/// As [`on_all`], with an algorithm between the hosts.
+/// Runs `act` on all ranks like [`on_all`], with an algorithm between the hosts.
 fn on_all_by<T: Send>(
     hosts: &[&[usize]],
     algorithm: Algorithm,

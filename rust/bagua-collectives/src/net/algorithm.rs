@@ -78,7 +78,7 @@ pub(super) const FEW: usize = 8;
 /// Number of ranks up to which every verb sends messages between all pairs and combines in rank order.
 pub(super) const DIRECT: usize = 16;
 
-/// As [`DIRECT`], for float16 and bfloat16.
+/// Number of ranks up to which float16 and bfloat16 are sent between all pairs and combined in rank order.
 const DIRECT_HALF: usize = 64;
 
 /// Smallest shard, in bytes, for which sending takes so long that the latency of a ring's steps does not matter.
@@ -103,7 +103,6 @@ pub(super) fn in_rank_order(forced: Algorithm, dtype: DType, ranks: usize) -> bo
     forced == Algorithm::Direct || ranks <= if is_half(dtype) { DIRECT_HALF } else { DIRECT }
 }
 
-/// Returns the algorithm from the table.
 pub(super) fn choose(forced: Algorithm, dtype: DType, bytes: usize, ranks: usize) -> Chosen {
     let small = bytes <= SMALL;
     match forced {

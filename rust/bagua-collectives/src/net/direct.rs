@@ -32,7 +32,6 @@ pub(super) enum Results {
 }
 
 pub(super) enum Buffers<'a> {
-    /// One buffer for inputs and results.
     Whole(&'a mut [u8]),
     /// Inputs and results in separate buffers, both for the whole tensor.
     Two(&'a [u8], &'a mut [u8]),

@@ -34,7 +34,7 @@ impl Fold {
         (self.rank < 2 * self.extra).then_some(self.rank ^ 1)
     }
 
-    /// False on the upper rank of a pair.
+    /// True if this rank takes part. The upper rank of a pair does not.
     fn takes_part(&self) -> bool {
         self.partner().is_none_or(|partner| self.rank < partner)
     }

@@ -178,7 +178,6 @@ impl Net {
         (&mut self.mesh, shards)
     }
 
-    /// Sums `data` of all ranks along a ring.
     pub(super) fn reduce_ring(&mut self, cx: &OpContext<'_>, data: &mut [u8], op: ReduceOp) -> Result<()> {
         let shards = self.shards(data.len(), cx.dtype().size());
         let mut rounds = Rounds::new(&mut self.mesh, cx, 0);

@@ -374,7 +374,7 @@ fn whatever_verb_of_all_ranks_another_runs_instead_a_neighbour_sees_the_differen
     ];
     let pairs = || (0..verbs.len()).flat_map(|one| (0..verbs.len()).map(move |other| (one, other)));
     for n in [17, 24] {
-        // Every pair of different verbs, with one rank at every place.
+        // Runs every pair of different verbs, each time with one rank that calls the other verb.
         for (index, (one, other)) in pairs().filter(|(one, other)| one != other).enumerate() {
             let odd = index % n;
             let healths: Vec<_> = (0..n).map(|rank| GroupHealth::local(rank, n)).collect();

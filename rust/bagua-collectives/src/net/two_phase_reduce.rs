@@ -151,7 +151,7 @@ impl Net {
         Ok(())
     }
 
-    /// Runs an all_reduce by doubling that rounds once, at the end.
+    /// Runs an all_reduce by doubling in a wider type, and rounds the result once.
     pub(super) fn all_reduce_rounded_once(&mut self, cx: &OpContext<'_>, data: &mut [u8], op: ReduceOp) -> Result<()> {
         let (dtype, sums) = (cx.dtype(), unrounded(cx.dtype()));
         let mut working = std::mem::take(&mut self.working);

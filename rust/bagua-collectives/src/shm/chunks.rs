@@ -41,7 +41,6 @@ impl Cut {
         (chunk * self.each).min(self.total)..((chunk + 1) * self.each).min(self.total)
     }
 
-    /// Returns the chunk before this one, which is empty for the first.
     pub(super) fn before(&self, chunk: usize) -> Range<usize> {
         chunk.checked_sub(1).map_or(0..0, |before| self.range(before))
     }

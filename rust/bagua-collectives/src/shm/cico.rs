@@ -72,7 +72,7 @@ impl Reduction<'_, '_> {
                 let out = &mut io.output()[self.cut.range(chunks - 1)];
                 self.refill(segment, buffer, Beside { out, into: &[] });
             }
-            // Done by the Take that follows.
+            // The `Take` that follows does both in one pass.
             Phase::Fill(_) => {}
             Phase::Take(chunk) => match self.root {
                 None => self.step(segment, chunk, buffer, io),
@@ -86,7 +86,7 @@ impl Reduction<'_, '_> {
         self.refill_block(segment, buffer, &mut beside, 0..self.each(segment));
     }
 
-    /// As [`Reduction::refill`], for one block of every peer's share.
+    /// Does the work of [`Reduction::refill`] for one block of every peer's share.
     fn refill_block(&self, segment: &Segment, buffer: Buffer, beside: &mut Beside<'_>, block: Range<usize>) {
         for rank in others(segment.index, segment.ranks) {
             let within = |len| {

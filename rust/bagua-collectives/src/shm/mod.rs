@@ -27,7 +27,6 @@ mod messages;
 mod pairwise_exchange;
 mod protocol;
 mod segment_layout;
-// Models have no memory that processes share, so there is nothing to test.
 #[cfg(test)]
 mod tests;
 mod zero_copy;
@@ -104,7 +103,7 @@ impl Shm {
         self.protocol.segment.ranks
     }
 
-    /// Returns the tensor as a part of its arena, or `None` if it is not in one.
+    /// Returns the tensor as a part of its arena, or `None` if it is not in an arena.
     fn in_arena(&mut self, tensor: &[u8]) -> Option<ArenaTensor> {
         self.arenas.as_mut()?.tensor(tensor)
     }

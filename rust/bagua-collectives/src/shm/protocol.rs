@@ -86,11 +86,11 @@ pub(super) enum Phase {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Route {
-    /// No buffer: the operation only synchronises.
+    /// The operation only synchronises and uses no buffer.
     Nothing,
-    /// Slots, with one chunk.
+    /// The operation passes data through slots, with one chunk.
     Slots,
-    /// Windows, with this number of chunks. At least one.
+    /// The operation passes data through windows, with this number of chunks, at least one.
     Windows(usize),
 }
 

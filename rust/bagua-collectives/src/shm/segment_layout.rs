@@ -22,7 +22,7 @@ use crate::sync::{AtomicU32, AtomicU64, buffer_len};
 use crate::transport::shm::rings_len;
 use crate::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 
-/// Two cache lines, because the hardware fetches lines in pairs.
+/// Size of two cache lines, because the hardware fetches lines in pairs.
 const LINE: usize = 128;
 /// Size in bytes of a control block: the announcement and two fingerprints, each on its own lines.
 ///
@@ -109,12 +109,10 @@ impl Segment {
         self.arena.word(rank * CONTROL + 4)
     }
 
-    /// Returns a word of a rank's fingerprint for its operation with this parity.
     fn fingerprint(&self, rank: usize, parity: usize, word: usize) -> &AtomicU64 {
         self.arena.long(rank * CONTROL + (1 + parity) * LINE + 8 * word)
     }
 
-    /// Returns the digest of a rank's fingerprint for its operation with this parity.
     pub(super) fn digest(&self, rank: usize, parity: usize) -> &AtomicU64 {
         self.announced(rank, parity, 0)
     }
@@ -186,7 +184,7 @@ pub(super) struct Announcement {
 /// Error text for a published operation that no rank of this version can have written.
 pub(super) const NONSENSE: &str = "something unreadable";
 
-/// Stands for "none" in place of a code.
+/// Word for an option that is not set, in place of its code.
 const NONE: u64 = 0xff;
 
 impl Announcement {

@@ -465,7 +465,8 @@ fn memory_of_a_segment_grows_with_its_ranks_and_not_with_their_pairs() {
         let links: Vec<_> = (0..n).map(|index| spare_links(&arena, index, n)).collect();
         assert_eq!(touched(&arena), 0, "set-up of {n} ranks");
         drop((ranks, links));
-        // A page of each rank's own, and the blocks of all ranks at the start of both sets of rings.
+        // The pages that each rank has touched: one page of its own, and in both sets of rings the pages with the
+        // blocks of all ranks.
         assert!(touched(&arena) <= n as u64 * 2 * 4096, "{} bytes of {n} ranks that closed", touched(&arena));
     }
 }

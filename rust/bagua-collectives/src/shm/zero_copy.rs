@@ -55,7 +55,6 @@ impl LaneArenas {
         LaneArenas { lane: LaneId::new(), registry, finder, between, next_id: FIRST_ID }
     }
 
-    /// Returns the tensor as a part of its arena, or `None` if it is not in one.
     pub(super) fn tensor(&mut self, tensor: &[u8]) -> Option<ArenaTensor> {
         let (arena, offset) = self.finder.find(tensor)?;
         let mapped = arena.mapped(self.lane);
@@ -128,7 +127,6 @@ impl ArenaTensor {
 }
 
 pub(super) struct PeerBuffers {
-    /// Set of arenas, which this keeps mapped.
     arenas: Arc<MappedArenas>,
     /// Offset of each rank's tensor in its part, by rank on this host. Checked for all ranks but this one, whose tensor
     /// the caller holds.
