@@ -1,8 +1,8 @@
 //! Conversion of addresses into regions of memory.
 //!
-//! Every Python caller that passes an address to a method of these classes makes this promise. The address is that of
-//! `count` elements of `dtype`. The memory stays allocated from the call until the verb has returned or its handle is
-//! done, and the tensors of a bucket as long as the bucket is registered. A destination is writable. No other code
+//! Every Python caller that passes an address to a method of these classes promises the following. The address is that
+//! of `count` elements of `dtype`. The memory stays allocated from the call until the verb has returned or its handle
+//! is done, and the tensors of a bucket as long as the bucket is registered. A destination is writable. No other code
 //! reads or writes the memory while the core works on it. `bagua.arrays` and `bagua.torch_api` hold the owner of the
 //! memory for this reason. The docstrings of the classes repeat the promise. `tools/check_layers.py` lists the files
 //! whose methods take addresses; only these files call the functions here.
@@ -29,7 +29,7 @@ pub unsafe fn region_at(address: usize, count: usize, dtype: DType) -> Result<Re
 /// Returns the region of `count` elements at `address` in a device's memory, or in host memory.
 ///
 /// # Safety
-/// The promise above, for memory of that device.
+/// The caller makes the promise at the top of this file, for memory of that device.
 pub unsafe fn region_in(place: DeviceRef<'_>, address: usize, count: usize, dtype: DType) -> Result<Region> {
     match place {
         // SAFETY: by this function's promise.
@@ -43,7 +43,8 @@ pub unsafe fn region_in(place: DeviceRef<'_>, address: usize, count: usize, dtyp
 /// averaging.
 ///
 /// # Safety
-/// The promise above, with one difference: until the averaging has stopped, the holder of the lock uses the elements.
+/// The caller makes the promise at the top of this file, with one difference: until the averaging has stopped, the
+/// holder of the lock uses the elements.
 pub unsafe fn weights_in(
     averaging: Option<&Arc<Averaging>>,
     address: usize,
@@ -83,12 +84,12 @@ pub unsafe fn shards_in(
     unsafe { region_in(place, address, count, dtype) }
 }
 
-/// Returns true if no byte belongs to both regions, because the core's slices must not alias.
+/// Returns true if the two regions share no byte, because the core's slices must not alias.
 fn are_apart(a: &Region, b: &Region) -> bool {
     a.is_empty() || b.is_empty() || a.address() + a.len() <= b.address() || b.address() + b.len() <= a.address()
 }
 
-/// Refuses two buffers that overlap, for operations that cannot work in place.
+/// Returns an error if two buffers overlap, for operations that cannot work in place.
 pub fn check_apart(src: &Region, dst: &Region) -> Result<()> {
     if are_apart(src, dst) {
         return Ok(());
@@ -98,15 +99,8 @@ pub fn check_apart(src: &Region, dst: &Region) -> Result<()> {
 
 /// Operands of a verb, which move to the communication thread with its job.
 pub enum Operands {
-    /// One buffer.
     InPlace(Region),
-    /// Two buffers that do not overlap.
-    Split {
-        /// Buffer that is read.
-        src: Region,
-        /// Buffer that is written.
-        dst: Region,
-    },
+    Split { src: Region, dst: Region },
 }
 
 impl Operands {
@@ -128,7 +122,7 @@ impl Operands {
         }
     }
 
-    /// Bytes of the larger buffer.
+    /// Returns the number of bytes of the larger buffer.
     pub fn bytes(&self) -> usize {
         match self {
             Operands::InPlace(both) => both.len(),

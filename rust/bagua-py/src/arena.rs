@@ -31,7 +31,7 @@ impl Arena {
         self.core.len()
     }
 
-    /// True when peers on this host can map this memory; otherwise it is private.
+    /// True if peers on this host can map this memory; otherwise the memory is private.
     #[getter]
     fn shared(&self) -> bool {
         self.core.is_shared()

@@ -23,7 +23,7 @@ use crate::errors::{self, seconds};
 use crate::gil::DropWithoutGil;
 use crate::interrupt;
 
-/// Returns the number of the calling thread among the owners of weight locks.
+/// Returns the number by which weight locks identify the calling thread.
 fn this_thread() -> Owner {
     static THREADS: AtomicU64 = AtomicU64::new(0);
     thread_local!(static NUMBER: Cell<Option<Owner>> = const { Cell::new(None) });
@@ -133,13 +133,13 @@ impl WeightLock {
         }
     }
 
-    /// Takes it for this thread, which may have it already. Waits without the GIL; Ctrl-C ends the wait.
+    /// Takes the lock for this thread, which may hold it already. Waits without the GIL; Ctrl-C ends the wait.
     #[pyo3(signature = (*, stream=None))]
     fn lock(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
         self.take(py, false, stream)
     }
 
-    /// Gives one `lock` of this thread back. Raises BaguaError on a thread that does not hold it.
+    /// Releases the lock once for this thread. Raises BaguaError on a thread that does not hold it.
     #[pyo3(signature = (*, stream=None))]
     fn unlock(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
         if self.is_foreign() {
@@ -150,13 +150,13 @@ impl WeightLock {
         left
     }
 
-    /// Takes it for the training, from whichever thread; counts once. Ends a pause.
+    /// Takes the lock for the training, on any thread. Further calls have no effect, except that they end a pause.
     #[pyo3(signature = (*, stream=None))]
     fn begin_training(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
         self.take(py, true, stream)
     }
 
-    /// Lets others take it after `limit` seconds, unless the training goes on before.
+    /// Lets other threads take the lock after `limit` seconds, unless the training continues before.
     #[pyo3(signature = (limit, *, stream=None))]
     fn pause_training(&self, py: Python<'_>, limit: f64, stream: Option<usize>) -> PyResult<()> {
         let limit = seconds("limit", limit)?;
@@ -168,7 +168,7 @@ impl WeightLock {
         left
     }
 
-    /// Ends the training's hold; without effect when others have taken it.
+    /// Ends the training's hold of the lock. Has no effect if another thread has taken the lock.
     #[pyo3(signature = (*, stream=None))]
     fn end_training(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
         if self.is_foreign() {
@@ -179,7 +179,8 @@ impl WeightLock {
         left
     }
 
-    /// Work that `stream` gets from now on comes behind that of all who held the lock before, without taking it.
+    /// Makes work that `stream` gets from now on run after the work of all who held the lock before. Does not take the
+    /// lock.
     #[pyo3(signature = (*, stream=None))]
     fn order(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
         if self.is_foreign() {
@@ -198,21 +199,21 @@ impl WeightLock {
         self.leave(py, stream)
     }
 
-    /// True while this thread is using the weights. A wait for a round on this thread would then never end.
+    /// True while this thread uses the weights. A wait for a round on this thread would then never end.
     fn is_used_here(&self) -> bool {
         !self.is_foreign() && self.core.is_used_by(this_thread())
     }
 
-    /// Seconds that threads have waited for it.
+    /// Seconds that threads have waited for the lock.
     #[getter]
     fn waited(&self) -> f64 {
         Duration::from_nanos(self.waited.load(Relaxed)).as_secs_f64()
     }
 }
 
-/// Averages the weights of one model with those of the other ranks, on a thread of its own.
+/// Averages the weights of a model with those of the other ranks, on its own thread.
 ///
-/// Every method but `stop` and `stats` raises what failed on that thread.
+/// If that thread fails, every method except `stop` and `stats` raises its error.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Averager {
     core: DropWithoutGil<core::Averager>,
@@ -228,7 +229,6 @@ impl Averager {
 
 #[pymethods]
 impl Averager {
-    /// Raises the error of the averaging, if it has failed.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         self.core.check().map_err(|e| errors::raise(py, e))
     }
@@ -264,30 +264,30 @@ impl Averager {
         interrupt::wait_in_slices(py, None, Some(timeout), |limit| self.core.wait_joined(limit), timed_out)
     }
 
-    /// The caller's count of forwards, which a joining rank takes over from the job.
+    /// The caller's count of forward passes, which a joining rank takes over from the job.
     #[getter]
     fn forwards(&self) -> u64 {
         self.core.forwards()
     }
 
-    /// Sets the caller's count of forwards.
+    /// Sets the caller's count of forward passes.
     fn set_forwards(&self, forwards: u64) {
         self.core.set_forwards(forwards);
     }
 
-    /// The optimizer made a step.
+    /// Counts a step of the optimizer.
     fn count_step(&self) {
         self.core.count_step();
     }
 
-    /// Ends the thread; a round in progress may end first, for at most `timeout` seconds. Idempotent.
+    /// Ends the thread. A round in progress may end first, for at most `timeout` seconds. Further calls do nothing.
     fn stop(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         let timeout = seconds("timeout", timeout)?;
         py.detach(|| self.core.stop(timeout));
         Ok(())
     }
 
-    /// Numbers of this rank; durations in seconds.
+    /// Statistics of this rank's averaging. Durations are in seconds.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = py.detach(|| self.core.stats());
         let dict = PyDict::new(py);

@@ -22,7 +22,7 @@ use crate::interrupt;
 pub struct Bootstrap {
     address: Vec<u8>,
     world_size: usize,
-    /// `None` after `connect` and `close`.
+    /// The rank that listens. `None` after `connect` and `close`.
     core: Mutex<Option<DropWithoutGil<group::Bootstrap>>>,
 }
 
@@ -68,9 +68,9 @@ impl Bootstrap {
         let core = interrupt::run_and_report(py, waiting, connect)?;
         Ok(Communicator::of(core))
     }
-    /// Listens no longer, and ends the control thread, unless `connect` was called.
+    /// Stops listening and ends the control thread. Has no effect after `connect`.
     ///
-    /// Otherwise they end with this object, which the traceback of an error may keep.
+    /// Without this call, both end with this object, which the traceback of an error may keep alive.
     fn close(&self) {
         let core = lock(&self.core).take();
         drop(core);

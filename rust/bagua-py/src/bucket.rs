@@ -42,7 +42,8 @@ pub struct Bucket {
 }
 
 impl Bucket {
-    /// Returns the value for a device. For the device of the bucket's own tensors, this is the value that they have.
+    /// Returns the core's device for a CUDA device. For the device of the bucket's own tensors, this is the bucket's
+    /// device.
     fn place_on(&self, device: &CudaDevice, keep: Option<Py<PyAny>>) -> Arc<dyn Device> {
         match &self.place {
             Some(place) if Arc::ptr_eq(place.lane_device().context(), device.context()) => {
@@ -95,13 +96,13 @@ impl Bucket {
         self.core.name().to_owned()
     }
 
-    /// Bytes of all tensors, padding included.
+    /// Number of bytes of all tensors, padding included.
     #[getter]
     fn bytes(&self) -> usize {
         self.core.bytes()
     }
 
-    /// Code of the element type.
+    /// Code of the element type (see `DTYPES`).
     #[getter]
     fn dtype(&self) -> u8 {
         self.core.dtype() as u8
@@ -156,7 +157,8 @@ impl Bucket {
         })
     }
 
-    /// The codec that an automatic operation uses now, "" for none; None without such an operation.
+    /// Name of the codec that an automatic operation uses now, "" if it uses none. None if the bucket has no such
+    /// operation.
     fn choice(&self) -> Option<String> {
         self.core.lock().choice()
     }
@@ -272,7 +274,7 @@ impl Bucket {
     }
 }
 
-/// A bucket's operation that averages weights: whether this rank takes part in its rounds.
+/// The operation of a bucket that averages weights. `takes_part` says if this rank takes part in its rounds.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct AsyncModelAverage {
     core: Arc<AsyncModelAverageOp>,
@@ -280,19 +282,19 @@ pub struct AsyncModelAverage {
 
 #[pymethods]
 impl AsyncModelAverage {
-    /// True when this rank's weights count and are changed.
+    /// True if this rank's weights count and are changed.
     #[getter]
     fn takes_part(&self) -> bool {
         self.core.takes_part()
     }
 
-    /// Says so for the rounds from the next one on.
+    /// Makes this rank's weights count and change from the next round on, or not.
     fn set_takes_part(&self, takes_part: bool) {
         self.core.set_takes_part(takes_part);
     }
 }
 
-/// Refuses a peer selection that does not exist, or does not work among so many members: ValueError.
+/// Raises ValueError if the peer selection does not exist, or does not work with this number of members.
 #[pyfunction]
 pub fn check_peer_selection(py: Python<'_>, peer_selection_mode: &str, members: usize) -> PyResult<()> {
     let check = PeerSelection::by_name("peer selection mode", peer_selection_mode)
@@ -300,7 +302,7 @@ pub fn check_peer_selection(py: Python<'_>, peer_selection_mode: &str, members: 
     check.map_err(|e| errors::raise(py, e))
 }
 
-/// The error of an operation whose function raised an exception.
+/// Converts the exception of an operation's function to an error of the core.
 fn as_core_error(py: Python<'_>, bucket: &str, raised: PyErr) -> Error {
     let (kind, text) = errors::described(py, &raised);
     let message = format!("{text} (in the callback of bucket '{bucket}')");

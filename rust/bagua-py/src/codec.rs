@@ -27,9 +27,9 @@ use crate::errors;
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Codec {
     core: Arc<dyn codec::Codec>,
-    /// Calls of `encode`, for codecs that draw at random.
+    /// Number of calls of `encode`, for codecs that draw at random.
     calls: AtomicU64,
-    /// Memory of the encoder. A second thread that encodes at the same time gets empty memory.
+    /// Scratch memory of the encoder. A second thread that encodes at the same time gets empty memory.
     scratch: Mutex<Scratch>,
 }
 
@@ -40,7 +40,7 @@ impl Codec {
     }
 }
 
-/// An option's value: anything that is an integer to Python, else anything that is a number.
+/// Returns an option's value: an integer if Python can convert it to one, and otherwise a float.
 fn option(name: &str, value: &Bound<'_, PyAny>) -> PyResult<CodecOption> {
     match value.extract::<i64>() {
         Ok(value) => return Ok(CodecOption::Int(value)),
@@ -79,13 +79,13 @@ impl Codec {
         Ok(Codec { core, calls: AtomicU64::new(0), scratch: Mutex::default() })
     }
 
-    /// Registered name.
+    /// Registered name of the codec.
     #[getter]
     fn name(&self) -> &'static str {
         self.core.name()
     }
 
-    /// All options with their values.
+    /// All options of the codec with their values.
     #[getter]
     fn options<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let options = PyDict::new(py);
@@ -186,7 +186,7 @@ impl Codec {
         })
     }
 
-    /// Raises NotImplementedError when the codec has no kernels.
+    /// Raises NotImplementedError if the codec has no kernels for devices.
     fn check_device(&self, py: Python<'_>) -> PyResult<()> {
         on_device::check(&*self.core).map_err(|e| errors::raise(py, e))
     }

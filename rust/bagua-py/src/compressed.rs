@@ -37,7 +37,7 @@ pub struct CompressedExchange {
     size: usize,
     all_to_all: Py<PyAny>,
     all_gather: Py<PyAny>,
-    /// Kept between calls. A call that runs at the same time on another thread finds an empty one.
+    /// Memory kept between calls. A call that runs at the same time on another thread finds an empty one.
     memory: Mutex<Workspace>,
 }
 

@@ -11,7 +11,7 @@ use pyo3::types::{PyBytes, PyDict};
 use crate::cuda_call::CudaDevice;
 use crate::errors;
 
-/// The attributes of `bagua.config.CudaPlaces`.
+/// The attributes of `bagua.config.CudaPlaces` that are read here.
 #[derive(FromPyObject)]
 pub struct LibraryPathsArgument {
     libcuda: Option<PathBuf>,
@@ -157,7 +157,7 @@ impl CudaLibraries {
     }
 }
 
-/// A `BaguaError` with the error's text.
+/// Returns a `BaguaError` with the error's text.
 fn raise(py: Python<'_>, error: &bagua_cuda::Error) -> PyErr {
     let raised = || -> PyResult<PyErr> {
         Ok(PyErr::from_value(py.import("bagua.errors")?.getattr("BaguaError")?.call1((error.to_string(),))?))
@@ -165,7 +165,7 @@ fn raise(py: Python<'_>, error: &bagua_cuda::Error) -> PyErr {
     raised().unwrap_or_else(|while_raising| while_raising)
 }
 
-/// The entry of one library.
+/// Returns the report's entry of one library.
 fn library<'py>(
     py: Python<'py>,
     path: Option<&Path>,

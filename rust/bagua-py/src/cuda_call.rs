@@ -15,14 +15,14 @@ use pyo3::types::PyDict;
 use crate::errors::{self, Origin};
 use crate::handle::Handle;
 
-/// The setting that chooses a collective on devices, for errors.
+/// Name of the setting that chooses a collective on devices, for error texts.
 pub const SETTING: &str = "value of BAGUA_CUDA_COLLECTIVE";
 
 /// A CUDA device of this process, with its primary context: see `CudaLibraries.device`.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct CudaDevice {
     context: Arc<Context>,
-    /// Objects that calls without a group hold.
+    /// State of the device for calls without a group.
     lane_device: Arc<LaneDevice>,
 }
 
@@ -35,7 +35,7 @@ impl CudaDevice {
         &self.context
     }
 
-    /// The device of a bucket's tensors, which `owner` has, until an engine registers the bucket.
+    /// Returns the device of a bucket's tensors until an engine registers the bucket. `owner` keeps the tensors alive.
     pub fn of_bucket(&self, requested: Requested, check: bool, owner: Option<Py<PyAny>>) -> Arc<OperationDevice> {
         Arc::new(OperationDevice::of_bucket(&self.lane_device, requested, Box::new(owner)).checked(check))
     }
@@ -54,7 +54,8 @@ impl CudaDevice {
         py.detach(|| self.context.refuse_capture(&streams)).map_err(|e| errors::raise(py, e))
     }
 
-    /// The device's side of one call without a group, on `stream` and behind what the streams of `producers` have then.
+    /// Returns the device's side of one call without a group. The call runs on `stream`, after the work that the
+    /// streams of `producers` have now.
     ///
     /// Raises NotImplementedError for a stream that is being captured, DeviceError.
     fn call(&self, py: Python<'_>, stream: usize, producers: Vec<usize>) -> PyResult<CudaCall> {
@@ -62,7 +63,7 @@ impl CudaDevice {
         Ok(CudaCall::of(Arc::new(place.map_err(|e| errors::raise(py, e))?)))
     }
 
-    /// Lets go of the arrays of calls without a group that the device is done with. Does not wait.
+    /// Drops the arrays of calls without a group that the device has finished with. Does not wait.
     fn release(&self) {
         self.lane_device.release();
     }
@@ -70,7 +71,7 @@ impl CudaDevice {
 
 /// State of one lane on each device that the lane has used.
 pub struct LaneDevices {
-    /// The group's, which ends waits for a device.
+    /// Failure state of the group, which ends waits for a device.
     health: Arc<GroupHealth>,
     list: Mutex<Vec<Arc<LaneDevice>>>,
 }
@@ -104,7 +105,7 @@ impl LaneDevices {
         }
     }
 
-    /// See `Communicator.cuda_call`.
+    /// Implements `Communicator.cuda_call`.
     #[expect(clippy::too_many_arguments, reason = "those of the call from Python")]
     pub fn call(
         &self,
@@ -125,7 +126,8 @@ impl LaneDevices {
     }
 }
 
-/// The handle, or None when the ranks' part is over and the call's stream is ordered after it.
+/// Returns the handle of an asynchronous call. Otherwise waits until the ranks' part is done, makes the call's stream
+/// wait for the device's part, and returns None.
 pub fn finished(py: Python<'_>, handle: Handle, async_op: bool) -> PyResult<Option<Handle>> {
     if async_op {
         return Ok(Some(handle));
@@ -158,7 +160,7 @@ pub fn stats<'py>(py: Python<'py>, lanes: &[Arc<LaneDevices>]) -> PyResult<Optio
     Ok(Some(stats))
 }
 
-/// The device's side of one operation: see `Communicator.cuda_call`.
+/// The device's side of one operation, as `Communicator.cuda_call` returns it.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct CudaCall {
     core: Arc<OperationDevice>,

@@ -22,17 +22,15 @@ use crate::handle::Handle;
 use crate::interrupt;
 use crate::verb_arguments::{Call, CommunicationThread, Request};
 
-/// One strictly ordered queue of buckets with a lane and a communication thread of its own.
+/// A strictly ordered queue of buckets with its own lane and communication thread.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Engine {
     core: DropWithoutGil<Arc<core::Engine>>,
     group: Group,
-    /// The group, for its errors.
     origin: Origin,
     /// Element type and device of each registered tensor, by number, for a `mark_ready` with an address. No thread
     /// waits while it holds this mutex.
     tensors: Mutex<Vec<(DType, Option<Arc<OperationDevice>>)>>,
-    /// State of the engine's lane on devices.
     lane_devices: Arc<LaneDevices>,
 }
 
@@ -152,7 +150,7 @@ impl Engine {
         interrupt::wait_in_slices(py, Some(&self.origin), timeout, wait, |after| self.core.timed_out(after))
     }
 
-    /// The device's side of one operation: see the communicator's.
+    /// Returns the device's side of one operation, as `Communicator.cuda_call` does.
     #[pyo3(signature = (device, stream, producers, collective, check=false))]
     fn cuda_call(
         &self,
@@ -171,7 +169,7 @@ impl Engine {
         py.detach(|| self.core.unready())
     }
 
-    /// Ends the thread: what is queued fails with AbortedError. Idempotent.
+    /// Ends the thread. Queued buckets fail with AbortedError. Further calls do nothing.
     fn shutdown(&self, py: Python<'_>) {
         py.detach(|| self.core.shutdown());
     }

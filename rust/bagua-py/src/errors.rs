@@ -29,11 +29,10 @@ pub struct Origin(Arc<FailedGroup>);
 struct FailedGroup {
     /// Identifier, different for every group of this process.
     id: u64,
-    /// Name of the group.
     name: String,
-    /// Record of the group's failure.
+    /// Failure state of the group.
     health: Arc<GroupHealth>,
-    /// The process that built the group. A forked child is not a rank of the group.
+    /// Id of the process that built the group. A forked child is not a rank of the group.
     owner: u32,
 }
 
@@ -114,20 +113,20 @@ fn take_exception(kept: &(dyn Any + Send + Sync)) -> Option<PyErr> {
     lock(kept).take()
 }
 
-/// The `OSError` with this number; Python chooses its subclass, such as `ConnectionResetError`.
+/// Returns the `OSError` with this number. Python chooses the subclass, such as `ConnectionResetError`.
 fn os_error(py: Python<'_>, code: i32) -> PyResult<PyErr> {
     let text: String = py.import(intern!(py, "os"))?.call_method1(intern!(py, "strerror"), (code,))?.extract()?;
     Ok(PyOSError::new_err((code, text)))
 }
 
-/// The exception for a core error without its cause; `Err` when it cannot be created.
+/// Returns the exception for a core error, without its cause. `Err` if the exception cannot be created.
 fn exception(py: Python<'_>, error: Error, (record, note): (Option<String>, String)) -> PyResult<PyErr> {
     let text = error.to_string() + &note;
     let fields = PyDict::new(py);
     if let Some(path) = record {
         fields.set_item("record", path)?;
     }
-    // No wildcard: the compiler asks for the class of a new variant.
+    // This match has no wildcard, so that the compiler asks for the class of a new variant.
     let class = match error {
         Error::PeerLost { rank, host, reason, noticed_by, progress, source: _ } => {
             fields.set_item("rank", rank)?;
@@ -169,7 +168,7 @@ fn exception(py: Python<'_>, error: Error, (record, note): (Option<String>, Stri
     Ok(PyErr::from_value(module.bind(py).getattr(class)?.call((text,), Some(&fields))?))
 }
 
-/// Class name and text of an exception, for other threads and ranks.
+/// Returns class name and text of an exception, for other threads and ranks.
 pub fn described(py: Python<'_>, raised: &PyErr) -> (String, String) {
     let class = raised.get_type(py).name().map_or_else(|_| "an exception".to_owned(), |name| name.to_string());
     (class, raised.value(py).to_string())
@@ -183,9 +182,9 @@ fn set_progress(fields: &Bound<'_, PyDict>, progress: Option<Box<Progress>>) -> 
     fields.set_item("total_bytes", total)
 }
 
-/// The duration of an argument in seconds, which must not be negative or NaN.
+/// Returns an argument in seconds as a duration. Raises ValueError if it is negative or NaN.
 pub fn seconds(name: &str, value: f64) -> PyResult<Duration> {
-    // Longer durations overflow when they are added to the clock.
+    // A longer duration would overflow when it is added to the clock.
     const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
     if value.is_nan() || value < 0.0 {
         return Err(PyValueError::new_err(format!("{name} is {value} s; it must be 0 or more")));
@@ -193,7 +192,7 @@ pub fn seconds(name: &str, value: f64) -> PyResult<Duration> {
     Ok(Duration::try_from_secs_f64(value).unwrap_or(LONGEST).min(LONGEST))
 }
 
-/// Conversion of the core's argument errors into Python's.
+/// Runs a check, and converts its error to Python's exception.
 pub fn with<T>(py: Python<'_>, check: impl FnOnce() -> Result<T>) -> PyResult<T> {
     check().map_err(|e| raise(py, e))
 }

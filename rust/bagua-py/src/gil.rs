@@ -27,12 +27,11 @@ use crate::interrupt::{self, SLICE};
 pub enum Failure {
     /// A signal handler raised this while the verb waited.
     Raised(PyErr),
-    /// The verb failed.
     Failed(Error),
 }
 
 impl Failure {
-    /// The exception for Python. What a pending signal's handler raises comes before the error of the verb.
+    /// Returns the exception for Python. An exception of a signal handler comes before the error of the verb.
     pub fn raise(self, py: Python<'_>, origin: &Origin) -> PyErr {
         match self {
             Failure::Raised(raised) => raised,
@@ -55,7 +54,7 @@ struct RunningVerb {
 }
 
 impl RunningVerb {
-    /// The error for an operation of `group` that was called inside this verb.
+    /// Returns the error for an operation of `group` that was called inside this verb.
     fn refusal(&self, group: &Group) -> Error {
         Error::other(format!(
             "a signal handler called an operation of the group '{}' while this thread was inside a blocking one of the group '{}': \
@@ -67,7 +66,7 @@ impl RunningVerb {
 }
 
 thread_local! {
-    /// Also set while the verb runs a signal handler.
+    /// The verb that this thread runs. Also set while the verb runs a signal handler.
     static RUNNING: RefCell<Option<RunningVerb>> = const { RefCell::new(None) };
 }
 
@@ -103,8 +102,8 @@ pub fn run_verb<T: Send>(
     }
 }
 
-/// Refuses an operation that a signal handler starts inside a blocking verb of this thread. The verb owns the lane and
-/// waits for the handler to return, so the operation could never run.
+/// Returns an error for an operation that a signal handler starts inside a blocking verb of this thread. The verb owns
+/// the lane and waits for the handler to return, so the operation could never run.
 pub fn refuse_inside_verb(group: &Group) -> Result<()> {
     RUNNING.with_borrow(|running| running.as_ref().map_or(Ok(()), |outer| Err(outer.refusal(group))))
 }
@@ -158,9 +157,9 @@ pub fn run_released<T: Send + 'static>(
 /// A value of the core that is dropped without the GIL, because its drop may wait for a thread that itself waits for
 /// the GIL to run a Python callback. A forked child never drops it: its threads and sockets belong to the parent.
 pub struct DropWithoutGil<T: Send> {
-    /// `None` only during drop and after `into_inner`.
+    /// The value. `None` only during drop and after `into_inner`.
     inner: Option<T>,
-    /// The process that built it.
+    /// Id of the process that built the value.
     owner: u32,
 }
 

@@ -43,7 +43,6 @@ use crate::verb_arguments::{self, Call, CommunicationThread, Request};
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Communicator {
     core: DropWithoutGil<Arc<core::Communicator>>,
-    /// The group, for its errors.
     origin: Origin,
     /// State on devices of the main lane, then of the messages, then of each engine.
     lane_devices: Mutex<Vec<Arc<LaneDevices>>>,
@@ -51,14 +50,14 @@ pub struct Communicator {
     spins: bool,
 }
 
-/// A verb on more bytes than this may take longer than the GIL should be held.
+/// Size in bytes up to which a verb may hold the GIL while it spins.
 const BRIEF: usize = 64 << 10;
 
 /// Index in `Communicator::lane_devices` of the main lane. The messages follow it.
 const MAIN: usize = 0;
 const MESSAGES: usize = 1;
 
-/// Size that stands for a verb that never keeps the GIL.
+/// Size for a verb that never keeps the GIL.
 const LONG: usize = usize::MAX;
 
 impl Communicator {
@@ -171,7 +170,7 @@ impl Communicator {
         self.group().rank()
     }
 
-    /// Number of ranks.
+    /// Number of ranks in the group.
     #[getter]
     fn size(&self) -> usize {
         self.group().size()
@@ -208,7 +207,7 @@ impl Communicator {
         self.group().listen_host().to_string()
     }
 
-    /// Number of the membership: 1 for a group that was joined, and grows with every `shrink`.
+    /// Number of the group's membership. 1 for a group that was joined, and larger after every `shrink`.
     #[getter]
     fn view(&self) -> u64 {
         self.group().view()
@@ -226,7 +225,7 @@ impl Communicator {
         self.core.transports().0
     }
 
-    /// Name of the transport towards each rank, "self" for this one.
+    /// Name of the transport to each rank, "self" for this rank.
     #[getter]
     fn transports(&self) -> Vec<&'static str> {
         self.core.transports().1
@@ -489,7 +488,7 @@ impl Communicator {
         Ok(Averager::of(core, group.ranks()[group.rank()]))
     }
 
-    /// Poisons the group on every rank: the others get PeerRaisedError with this class name and text.
+    /// Poisons the group on every rank. The other ranks get PeerRaisedError with this class name and text.
     fn raise_(&self, py: Python<'_>, kind: &str, message: &str) {
         py.detach(|| self.group().raise(kind, message));
     }
@@ -499,7 +498,8 @@ impl Communicator {
         py.detach(|| self.group().abort(reason));
     }
 
-    /// Says goodbye and closes every connection of this rank. Idempotent; leaving the world leaves its sub-groups.
+    /// Leaves the group in order, and closes every connection of this rank. Leaving the world leaves its sub-groups.
+    /// Further calls do nothing.
     fn leave(&self, py: Python<'_>) {
         py.detach(|| {
             self.group().leave();
@@ -517,7 +517,7 @@ impl Communicator {
         self.group().health().check().map_err(|e| self.origin.raise(py, e))
     }
 
-    /// Counters since the group was built: a plain dict, times in seconds.
+    /// Returns the counters since the group was built as a dict. Times are in seconds.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = crate::stats::of(py, self.group())?;
         let (collective, transports) = self.core.transports();

@@ -19,9 +19,9 @@ use crate::user_callback::call_user;
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct Handle {
     core: core::Handle,
-    /// The group of the operation; `None` for one that had nothing to do.
+    /// Group of the operation. `None` if the operation had nothing to do.
     origin: Option<Origin>,
-    /// Senders of the received messages.
+    /// Senders of the messages that a receive has got.
     senders: Option<core::Senders>,
     /// The device that finishes the operation, if it runs on one.
     device: Option<Arc<OperationDevice>>,
@@ -141,12 +141,12 @@ impl Handle {
         }
     }
 
-    /// True when the operation is done, well or not, and its device with it.
+    /// True if the operation is done, with or without an error, and its device too.
     fn is_completed(&self, py: Python<'_>) -> bool {
         self.core.is_completed() && self.device.as_ref().is_none_or(|place| py.detach(|| place.is_done()))
     }
 
-    /// The handle of an operation that had nothing to do.
+    /// Returns the handle of an operation that had nothing to do.
     #[staticmethod]
     fn completed() -> Handle {
         Handle::of(core::Handle::completed(Ok(())), None)

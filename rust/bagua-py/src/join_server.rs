@@ -57,7 +57,7 @@ impl JoinServer {
         self.core.address().to_string()
     }
 
-    /// A number that no other process of this rank has.
+    /// Random number that identifies this process among all processes of its rank.
     #[getter]
     fn incarnation(&self) -> u64 {
         self.core.incarnation()
@@ -69,7 +69,7 @@ impl JoinServer {
         self.core.refused()
     }
 
-    /// This rank is in the job now.
+    /// Notes that this rank is in the job from now on.
     fn enter_job(&self) {
         self.core.enter_job();
     }

@@ -40,7 +40,7 @@ impl Communicator {
         match outcome {
             Err(Failure::Failed(error)) if error.is_argument() => Ok(false),
             outcome => {
-                // Reported also after a failure, because half of the tensor may have been written.
+                // The change is reported even after a failure, because half of the tensor may have been written.
                 if !reads_only {
                     reader.changed(dst)?;
                 }

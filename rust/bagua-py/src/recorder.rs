@@ -14,7 +14,7 @@ pub fn flight_recorder(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     operations.into_iter().map(|operation| shown(py, operation)).collect()
 }
 
-/// Turns the recording of later operations on (the default) or off. For benchmarks of the recorder itself.
+/// Turns the recording of later operations on (the default) or off, for benchmarks of the recorder.
 #[pyfunction]
 pub fn set_recording(on: bool) {
     group::flight_recorder().set_recording(on);

@@ -14,8 +14,8 @@ use crate::errors;
 use crate::interrupt;
 use crate::tls::{Tls, tls_of};
 
-/// Exchanges addresses on another thread, while this one notices Ctrl-C and calls `waiting`. Returns the blobs of all
-/// ranks.
+/// Exchanges addresses on another thread, while this thread notices Ctrl-C and calls `waiting`. Returns the addresses
+/// of all ranks.
 fn exchange(
     py: Python<'_>,
     waiting: Option<Bound<'_, PyAny>>,
@@ -77,7 +77,7 @@ fn socket_address(py: Python<'_>, host: &str, port: u16) -> PyResult<SocketAddr>
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct RendezvousServer {
     address: SocketAddr,
-    /// `None` after `serve`.
+    /// The server. `None` after `serve`.
     server: Mutex<Option<group::RendezvousServer>>,
 }
 
@@ -167,7 +167,7 @@ pub fn rendezvous_file(
     exchange(py, waiting, &limits.clone(), move || group::rendezvous_file(&path, rank, world_size, &address, limits))
 }
 
-/// The local address of the route to `host:port`. Sends nothing.
+/// Returns the local address of the route to `host:port`. Sends nothing.
 #[pyfunction]
 pub fn local_address_towards(py: Python<'_>, host: String, port: u16) -> PyResult<String> {
     py.detach(|| group::local_address_towards(&host, port))
@@ -175,7 +175,7 @@ pub fn local_address_towards(py: Python<'_>, host: String, port: u16) -> PyResul
         .map_err(|e| errors::raise(py, e))
 }
 
-/// Version of this build.
+/// Returns the version of this build.
 #[pyfunction]
 pub fn version() -> &'static str {
     env!("CARGO_PKG_VERSION")

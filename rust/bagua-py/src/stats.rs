@@ -6,7 +6,7 @@ use bagua_core::group::Group;
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict};
 
-/// The counters of a group since it was built, times in seconds.
+/// Returns the counters of a group since it was built. Times are in seconds.
 pub fn of<'py>(py: Python<'py>, group: &Group) -> PyResult<Bound<'py, PyDict>> {
     let ops = PyDict::new(py);
     for (kind, counts) in group.stats().snapshot() {

@@ -20,7 +20,7 @@ use crate::tls::{Tls, tls_of};
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct StoreServer {
     port: u16,
-    /// `None` after `stop`.
+    /// The server. `None` after `stop`.
     core: Mutex<Option<group::StoreServer>>,
 }
 
@@ -43,13 +43,13 @@ impl StoreServer {
         Ok(StoreServer { port: core.address().port(), core: Mutex::new(Some(core)) })
     }
 
-    /// The port that it listens on.
+    /// Port on which the server listens.
     #[getter]
     fn port(&self) -> u16 {
         self.port
     }
 
-    /// Ends it. Idempotent.
+    /// Ends the server. Further calls do nothing.
     fn stop(&self, py: Python<'_>) {
         py.detach(|| drop(lock(&self.core).take()));
     }
@@ -84,7 +84,7 @@ impl Store {
         Ok(Store { core: Arc::new(core) })
     }
 
-    /// The files of a directory, readable by their owner only.
+    /// Returns a store in the files of a directory, which only their owner can read.
     #[staticmethod]
     fn files(directory: PathBuf) -> Store {
         Store { core: Arc::new(group::FileStore::in_directory(&directory)) }
@@ -95,19 +95,19 @@ impl Store {
         py.detach(|| self.core.set(key, &value)).map_err(|e| errors::raise(py, e))
     }
 
-    /// The value of a key; None without one. Does not wait.
+    /// Returns the value of a key, or None if it has none. Does not wait.
     fn get<'py>(&self, py: Python<'py>, key: &str) -> PyResult<Option<Bound<'py, PyBytes>>> {
         let found = py.detach(|| self.core.get(key)).map_err(|e| errors::raise(py, e))?;
         Ok(found.map(|value| PyBytes::new(py, &value)))
     }
 
-    /// Sets the value of a key that has none, and returns the value that it has then.
+    /// Sets the value of a key unless it has one. Returns the value that the key has then.
     fn set_new<'py>(&self, py: Python<'py>, key: &str, value: Vec<u8>) -> PyResult<Bound<'py, PyBytes>> {
         let found = py.detach(|| self.core.set_new(key, &value)).map_err(|e| errors::raise(py, e))?;
         Ok(PyBytes::new(py, &found))
     }
 
-    /// Adds to the number that a key has as its value, 0 without one, and returns the sum.
+    /// Adds `amount` to the number that is the value of a key (0 if it has none), and returns the sum.
     fn add(&self, py: Python<'_>, key: &str, amount: i64) -> PyResult<i64> {
         py.detach(|| self.core.add(key, amount)).map_err(|e| errors::raise(py, e))
     }

@@ -19,7 +19,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyTuple, PyType};
 use pyo3::{ffi, intern};
 
-/// `DLTensor`.
+/// DLPack's `DLTensor`.
 #[repr(C)]
 struct DlTensor {
     data: *mut c_void,
@@ -34,7 +34,7 @@ struct DlTensor {
     byte_offset: u64,
 }
 
-/// `DLPackExchangeAPI`.
+/// DLPack's `DLPackExchangeAPI`.
 #[repr(C)]
 struct ExchangeApi {
     major: u32,
@@ -59,7 +59,7 @@ const MAJOR: u32 = 1;
 /// `DLDeviceType` of host memory.
 const HOST_DEVICE: c_int = 1;
 
-/// The element type of DLPack's code and bits, and that of NumPy's kind and bytes, from one list.
+/// Declares the element types, each with DLPack's code and bits and NumPy's kind and bytes.
 macro_rules! element_types {
     ($($DType:ident: $dlpack:literal, $bits:literal, $numpy:literal;)*) => {
         fn of_dlpack(code: u8, bits: u8) -> Option<DType> {
@@ -80,7 +80,7 @@ macro_rules! element_types {
 
 element_types! {
     F16: 2, 16, b'f';
-    // NumPy does not have this type, and none of its kinds is 0.
+    // NumPy does not have this type. No kind of NumPy is 0.
     BF16: 4, 16, 0;
     F32: 2, 32, b'f';
     F64: 2, 64, b'f';
@@ -116,16 +116,16 @@ pub struct Plain<T> {
 /// has written to it. Raises TypeError for classes without an exchange table.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct TensorReader {
-    /// Exactly these classes: a subclass may interpret its memory differently.
+    /// Classes whose tensors are read. A subclass is not read, because it may interpret its memory differently.
     classes: Vec<Py<PyType>>,
-    /// The function of their table; `None` without classes.
+    /// The function of the classes' table. `None` without classes.
     describe: Option<Describe>,
     lazy_flags: Py<PyAny>,
     changed: Py<PyAny>,
 }
 
 impl TensorReader {
-    /// Reads a tensor and converts its dimensions with `shape_of`; `None` when it is not plain.
+    /// Reads a tensor and converts its dimensions with `shape_of`. Returns `None` if the tensor is not plain.
     pub fn read<T>(&self, x: &Bound<'_, PyAny>, shape_of: impl FnOnce(&[i64]) -> Option<T>) -> Option<Plain<T>> {
         let py = x.py();
         let class = x.get_type_ptr();
@@ -161,7 +161,7 @@ impl TensorReader {
         }
         let count = dims.iter().map(|dim| usize::try_from(*dim).unwrap_or(0)).product();
         let address = tensor.data.addr() + usize::try_from(tensor.byte_offset).ok()?;
-        // The tensor has no memory, as torch's zero tensors.
+        // A tensor can have elements but no memory, such as torch's zero tensors.
         if address == 0 && count > 0 {
             return None;
         }
@@ -211,7 +211,7 @@ impl TensorReader {
     }
 }
 
-/// `PyArrayInterface`.
+/// NumPy's `PyArrayInterface`.
 #[repr(C)]
 struct Array {
     two: c_int,
@@ -225,7 +225,7 @@ struct Array {
     description: *mut c_void,
 }
 
-/// C-contiguous, aligned, native byte order.
+/// Flags of an array that is C-contiguous, aligned and in native byte order.
 const PLAIN: c_int = 0x1 | 0x100 | 0x200;
 const WRITEABLE: c_int = 0x400;
 
@@ -263,7 +263,7 @@ pub fn read_array<'py>(x: &Bound<'py, PyAny>) -> Option<FoundArray<'py>> {
     Some((array.data.addr(), count, dtype as u8, dims_tuple(py, shape)?, writeable))
 }
 
-/// The `ndim` numbers at `first`; `None` for null or a negative `ndim`.
+/// Returns the `ndim` numbers at `first`, or `None` if `first` is null or `ndim` is negative.
 ///
 /// # Safety
 /// `first` is null or points to `ndim` numbers that live for `'a`.
@@ -276,7 +276,8 @@ unsafe fn dims<'a, T>(first: *const T, ndim: c_int) -> Option<&'a [T]> {
     }
 }
 
-/// Contiguous as torch defines it: strides of dimensions of one element are ignored, and an empty tensor is contiguous.
+/// Returns true if a tensor is contiguous as torch defines it: strides of dimensions of one element are ignored, and an
+/// empty tensor is contiguous.
 fn contiguous(shape: &[i64], strides: &[i64]) -> bool {
     let mut expected = 1;
     for (dim, stride) in shape.iter().zip(strides).rev() {
@@ -290,13 +291,13 @@ fn contiguous(shape: &[i64], strides: &[i64]) -> bool {
     true
 }
 
-/// The shape for a fingerprint.
+/// Returns the shape for a fingerprint.
 #[expect(clippy::unnecessary_wraps, reason = "the signature that `TensorReader::read` expects")]
 pub fn shape(dims: &[i64]) -> Option<Shape> {
     Some(Shape::new(dims))
 }
 
-/// The dimensions as a tuple; `Some(None)` for one dimension, `None` when the tuple cannot be created.
+/// Returns the dimensions as a tuple: `Some(None)` for one dimension, `None` if the tuple cannot be created.
 #[expect(clippy::option_option, reason = "the outer option is a failure, the inner one is Python's None")]
 fn dims_tuple<'py, T: Copy + IntoPyObject<'py>>(py: Python<'py>, shape: &[T]) -> Option<Option<Bound<'py, PyTuple>>> {
     if shape.len() == 1 { Some(None) } else { PyTuple::new(py, shape.iter().copied()).ok().map(Some) }

@@ -1,4 +1,4 @@
-//! `Tls`: whether a job's TCP connections are encrypted, and how their ends prove themselves.
+//! `Tls`: the encryption of a job's TCP connections, and how the two ends prove who they are.
 
 use bagua_core::error::Error;
 use bagua_core::group;

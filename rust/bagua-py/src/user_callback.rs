@@ -28,7 +28,7 @@ pub fn call_user(function: &Bound<'_, PyAny>, arguments: &Bound<'_, PyTuple>) ->
     result.map(drop)
 }
 
-/// `PyObject_CallObject` in a frame of its own, in which only [`Sleep`] is dropped.
+/// Calls `PyObject_CallObject` in its own frame, in which only [`Sleep`] is dropped.
 #[inline(never)]
 unsafe fn call_or_sleep(callable: *mut ffi::PyObject, arguments: *mut ffi::PyObject) -> *mut ffi::PyObject {
     let sleep = Sleep;
@@ -38,7 +38,7 @@ unsafe fn call_or_sleep(callable: *mut ffi::PyObject, arguments: *mut ffi::PyObj
     result
 }
 
-/// Ends an unwinding by never returning from its drop.
+/// A guard that never returns from its drop, which stops an unwinding.
 struct Sleep;
 
 impl Drop for Sleep {

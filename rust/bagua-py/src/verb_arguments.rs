@@ -19,12 +19,12 @@ use crate::cuda_call::{self, CudaCall};
 use crate::errors::{self, Origin, seconds};
 use crate::handle::Handle;
 
-/// Arguments of every operation besides its operands.
+/// Arguments of every operation in addition to its operands.
 pub struct Call {
     pub shape: Option<Shape>,
     pub timeout: Option<Duration>,
     pub async_op: bool,
-    /// Kept until the operation is done.
+    /// Object that is kept until the operation is done.
     pub keep: Option<Py<PyAny>>,
 }
 
@@ -47,10 +47,10 @@ impl Call {
 
 /// A communication thread that runs verbs: a communicator's or an engine's.
 pub trait CommunicationThread: Sync {
-    /// The group, for its errors.
+    /// Returns the group, for its errors.
     fn origin(&self) -> &Origin;
 
-    /// Thread of the core.
+    /// Returns the worker of the core whose thread runs the verbs.
     fn worker(&self) -> &core::LaneWorker;
 
     /// Hands a verb to the lane, on memory of a device with `place`, and waits for the host's part unless the verb is
@@ -99,7 +99,7 @@ pub fn messages(kind: Kind, dtype: DType, count: usize) -> Announced<'static> {
 pub struct Request {
     verb: Verb<'static>,
     dtype: DType,
-    /// Elements, as the verb counts them.
+    /// Number of elements, as the verb counts them.
     count: usize,
     operands: Operands,
 }
@@ -158,7 +158,7 @@ impl Request {
         Ok(Request { verb, dtype, count, operands })
     }
 
-    /// Bytes of the larger buffer.
+    /// Returns the number of bytes of the larger buffer.
     #[inline]
     pub fn bytes(&self) -> usize {
         self.operands.bytes()
