@@ -20,9 +20,6 @@ use crate::shard_addresses::Parts;
 const ALIGNMENT: usize = 64;
 
 /// Runs a verb over the host's collective.
-///
-/// # Errors
-/// As [`Collective::run`].
 pub(crate) fn run(
     inner: &mut dyn Collective,
     cx: &OpContext<'_>,
@@ -39,9 +36,6 @@ pub(crate) fn run(
 }
 
 /// Exchanges messages through host memory that is kept between calls. Copies data for several ranks only once.
-///
-/// # Errors
-/// As [`Collective::exchange`].
 pub(crate) fn exchange(
     inner: &mut dyn Collective,
     cx: &OpContext<'_>,

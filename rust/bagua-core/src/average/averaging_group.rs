@@ -139,9 +139,6 @@ impl Peers {
 
     /// Continues without ranks that have left or are lost, and returns the job ranks of the lost ones. Collective among
     /// the remaining ranks. After an error, this rank has left the group, so the others do not wait for it.
-    ///
-    /// # Errors
-    /// As [`Group::shrink`].
     pub(super) fn shrink(self) -> Result<(Peers, Vec<usize>)> {
         let bytes = self.wire_bytes();
         let Peers { all, sets, group, world_ranks, .. } = self;

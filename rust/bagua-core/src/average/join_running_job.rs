@@ -53,9 +53,6 @@ fn open(bootstrap: Bootstrap, addresses: &[Vec<u8>]) -> Result<(Group, Lanes)> {
 impl Peers {
     /// Admits rank `joiner` of the job. `held` is its connection, on the rank that holds it. Returns `None` if the rank
     /// did not join and this group continues. Collective.
-    ///
-    /// # Errors
-    /// The errors of this group.
     pub(super) fn admit(
         &mut self,
         joiner: usize,

@@ -132,9 +132,6 @@ impl Communicator {
     }
 
     /// Exchanges messages on the communicator's device as a step of the operation. Empty messages are not sent.
-    ///
-    /// # Errors
-    /// As [`Communicator::operate`].
     pub(crate) fn run_messages(
         &self,
         cx: &OpContext<'_>,

@@ -119,6 +119,7 @@ impl Arena {
     }
 }
 
+// Models have no memory that processes share, so there is nothing to test.
 #[cfg(test)]
 mod tests {
     use super::*;
