@@ -41,8 +41,6 @@ def compress(accelerator: Any, codec: str | Codec = "minmax_u8", *, error_feedba
     from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
     class Handler(DistributedDataParallelKwargs):  # type: ignore[misc]
-        """The given options, and our hook."""
-
         def register_comm_hook(self, model: Any) -> None:
             model.register_comm_hook(state, compressed_hook)
 

@@ -31,7 +31,7 @@ class BaguaError(RuntimeError):
     """Base of all communication errors. Raised itself if a group cannot be built or used."""
 
     text: InitVar[str] = ""
-    """What happened: the only positional argument, and `str` of the error."""
+    """Text of the error, and the only positional argument."""
     record: str | None = field(default=None, kw_only=True)
     """Path of the file with this rank's last operations; None unless its group failed and the file could be written."""
 

@@ -158,7 +158,7 @@ class _Collective:
         self.error: torch.Tensor | None = None
 
     def _next(self, given: torch.Tensor) -> dict[str, Any]:
-        """Returns number and error memory of the next call, with these gradients."""
+        """Counts a call, and returns its number and the error memory to use with these gradients."""
         if self._error_feedback and self.error is None:
             self.error = torch.zeros(given.numel())
         if self.error is not None and self.error.numel() != given.numel():
@@ -174,7 +174,6 @@ class _ReduceScatter(_Collective):
     """The reduce_scatter of one FSDP module, as torch's `ReduceScatter`."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns memory for an operand."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -199,7 +198,6 @@ class _ReplicaAverage(_Collective):
     """The average of one FSDP module's shard over the replicas, which FSDP calls after its reduce_scatter."""
 
     def __call__(self, shard: torch.Tensor) -> None:
-        """Replaces the shard by its mean."""
         self.exchange.all_reduce(shard, **self._next(shard))
 
 

@@ -32,7 +32,7 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
-    """Returns an error text: there is no `what` of this name, which one was probably meant, and which exist."""
+    """Returns an error text for an unknown name of a `what`. It contains the most similar name, and all known names."""
     known = list(known)
     near = nearest(name, known)
     suggestion = f"; did you mean {near!r}?" if near is not None else ";"

@@ -154,7 +154,7 @@ class _ErrorMemory:
         self._loaded = 0
 
     def error_of(self, bucket: GradBucket) -> torch.Tensor:
-        """Returns the memory of a bucket, on the bucket's device."""
+        """Returns the error memory of a bucket, on the bucket's device."""
         index, buffer, parameters = bucket.index(), bucket.buffer(), bucket.parameters()
         known = self.buckets.get(index)
         ids = [id(parameter) for parameter in parameters]
@@ -175,7 +175,7 @@ class _ErrorMemory:
         return made
 
     def _place(self, parameter: torch.Tensor, part: torch.Tensor) -> None:
-        """Makes this the part of a parameter, with the values of its earlier part or of a loaded state."""
+        """Makes ``part`` the error memory of a parameter, with the values of its earlier part or of a loaded state."""
         place = self._places.get(id(parameter))
         if place is None:
             place = self._places[id(parameter)] = len(self._parameters)
@@ -187,7 +187,7 @@ class _ErrorMemory:
         self.errors[place] = part
 
     def load(self, errors: Sequence[torch.Tensor]) -> None:
-        """Takes over the parts of a state."""
+        """Copies the parts of a loaded state into this object."""
         if not self._parameters:
             self.errors = [error.clone() for error in errors]
             self._loaded = len(errors)

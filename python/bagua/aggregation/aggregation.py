@@ -57,7 +57,7 @@ class Aggregation(ABC):
         """Raises an error for arguments that cannot be used, before anything is communicated."""
 
     def _place(self, device: torch.device) -> torch.device:
-        """Returns the device on which a tensor from ``device`` is communicated."""
+        """Returns the device on which a tensor that is on ``device`` is communicated."""
         return device if self.use_cuda else torch.device("cpu")
 
     def _agg_marked(self, data: torch.Tensor, marks: int, op: str, denom: Denominator) -> torch.Tensor:

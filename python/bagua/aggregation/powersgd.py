@@ -199,7 +199,7 @@ class PowerAggregation(CompressingAggregation):
         present: Sequence[bool] | None,
         op: Literal["sum", "mean"],
     ) -> tuple[list[torch.Tensor], list[bool]]:
-        """All-reduces tensors of one dtype together. Also returns, for each, True if any rank has it."""
+        """All-reduces tensors of one dtype together. Also returns, for each, True if at least one rank has it."""
         marks = torch.tensor([float(mark) for mark in present or []], dtype=tensors[0].dtype)
         flat = flatten([*tensors, marks], peers.place(tensors[0].device, self.use_cuda))
         peers.all_reduce(flat, op)

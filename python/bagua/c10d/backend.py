@@ -88,14 +88,12 @@ class _Backend(c10d.Backend):  # type: ignore[misc]
         self._group = weakref.ref(group)
 
     def getBackendName(self) -> str:
-        """Returns "bagua"."""
         return "bagua"
 
     name = getBackendName
 
     @property
     def options(self) -> Any:
-        """Name and timeout of the backend."""
         return c10d.Backend.Options("bagua", self._of()._timeout)
 
     @property

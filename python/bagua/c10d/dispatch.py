@@ -39,8 +39,6 @@ is_observed: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 class _Calls(threading.local):
-    """The dispatcher's state on each thread."""
-
     #: True while the dispatcher calls a process group.
     calling = False
     #: Works that the dispatcher's calls returned to the current method of the process group.

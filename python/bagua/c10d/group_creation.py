@@ -46,7 +46,6 @@ class _Tree:
         return self.root.new_group([self.ranks.index(rank) for rank in ranks], ordered=True)
 
     def open_group(self, store: Any, ranks: list[int], rank: int, timeout: timedelta) -> BaguaProcessGroup:
-        """Like the function :func:`open_group`."""
         return open_group(store, ranks, rank, timeout)
 
     def ended(self, group: BaguaProcessGroup) -> None:

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Rank:
-    """One rank of this node through all its starts."""
+    """One rank of this node: its process, its restarts and the time of its next start."""
 
     def __init__(self, rank: int, local_rank: int) -> None:
         self.rank = rank
@@ -66,7 +66,7 @@ class _Rank:
 
 
 class _Runner:
-    """The ranks of this node, and on node 0 the address book."""
+    """Starts and watches the ranks of this node. On node 0, also serves the address book."""
 
     def __init__(self, options: argparse.Namespace, signals: Signals) -> None:
         self._options = options
@@ -200,7 +200,7 @@ def _how(code: int) -> str:
 
 def _say(text: str) -> None:
     """Writes one line to standard error at once, so that lines of several programs do not mix."""
-    # A job does not end because nobody reads its messages any more.
+    # If nobody reads standard error any more, the message is lost, but the job continues.
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()

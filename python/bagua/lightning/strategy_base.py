@@ -45,7 +45,6 @@ class CommonMethods(_Base):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Converts `Refused` to Lightning's MisconfigurationException."""
         try:
             yield
         except algorithm_options.Refused as wrong:

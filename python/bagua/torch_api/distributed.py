@@ -240,7 +240,6 @@ class BaguaModule:
 
 
 def _end_all() -> None:
-    """Ends the communication of all models."""
     for module in list(_wrapped):
         in_place_ddp.end_with_group(module)
     model_state.wrapped_count = 0

@@ -169,5 +169,4 @@ class StatisticalAverage:
 
 
 def _longest(records: Sequence[float]) -> float:
-    """Returns the longest duration in ``records``, in seconds."""
     return 2.0 ** (len(records) - 1) if records else 0.0

@@ -66,7 +66,6 @@ class _AveragedWeights(WeightTensors):
         self._warned = False
 
     def bind(self, buckets: Sequence[BaguaBucket]) -> None:
-        """Starts the averaging."""
         super().bind(buckets)
         # Otherwise the first forward would move back weights that are not dense, over what had been averaged until
         # then.
@@ -124,7 +123,6 @@ class _Buffers:
         return [place.own for place in self._places.values()]
 
     def move_back(self) -> None:
-        """Like :meth:`_AveragedWeights.move_back`."""
         module = self._module()
         for name, buffer in () if module is None else module.named_buffers():
             place = self._places.get(name)
@@ -354,7 +352,6 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self._lock.begin_training(**self._stream)
 
     def _after_backward(self) -> None:
-        """Releases the lock."""
         self._awaited = max(0, self._awaited - 1)
         if self._averager is not None:
             self._release()

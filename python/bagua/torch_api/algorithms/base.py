@@ -370,8 +370,6 @@ class Algorithm:
 
 
 class _Registry(dict[str, dict[str, Any]]):
-    """Registered algorithms by name."""
-
     def register(self, name: str, algorithm: Callable[..., Algorithm], description: str | None = None) -> None:
         """Registers an algorithm.
 

@@ -182,7 +182,7 @@ class PowerSGDExchange(GradientExchange):
         bases: Mapping[str, torch.Tensor | None],
         divisor: float,
     ) -> dict[str, torch.Tensor]:
-        """Returns Q' of each matrix. Turns each matrix in ``given`` into this rank's new error."""
+        """Returns the new Q of each matrix. Overwrites each matrix in ``given`` with this rank's new error."""
         shapes = {matrix.name: (matrix.m, matrix.r, matrix.dtype) for matrix in matrices}
         means = _Flat(shapes, matrices[0].param.device)
         for matrix in matrices:
@@ -235,7 +235,6 @@ class _Flat:
             self._flats.append(flat)
 
     def all_reduce(self, backend: BucketEngine, op: ReduceOp) -> None:
-        """Reduces all matrices in place."""
         for handle in [backend.all_reduce(flat, op) for flat in self._flats]:
             handle.wait()
 

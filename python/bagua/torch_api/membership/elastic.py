@@ -36,7 +36,7 @@ class _AddressBook:
     """
 
     def __init__(self, url: str) -> None:
-        """Raises ValueError for a URL that is not a book, and BaguaTimeoutError if no server answers."""
+        """Raises ValueError if the URL is not that of an address book, and BaguaTimeoutError if no server answers."""
         place = config.book_place(url)
         if isinstance(place, Path):
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -53,12 +53,10 @@ class _AddressBook:
             raise BaguaTimeoutError(text, missing=(), after=chosen.timeout, noticed_by=-1) from failure
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """Returns an entry; None if there is none."""
         found = self._store.get(name)
         return None if found is None else _entry(found)
 
     def write(self, name: str, entry: dict[str, Any]) -> None:
-        """Writes or replaces an entry."""
         self._store.set(name, json.dumps(entry).encode())
 
     def write_new(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:

@@ -136,7 +136,6 @@ class _Model:
 
     @staticmethod
     def snapshot_of(holder: torch.nn.Module, ddp: ModelEngine) -> _Model:
-        """Returns the record of a model that is wrapped now."""
         return _Model(
             ddp.bagua_module_name,
             holder,

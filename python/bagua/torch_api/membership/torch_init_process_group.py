@@ -59,16 +59,13 @@ class _Watched(Store):
         return tcp_store_requests.ask(request, self._limit.total_seconds(), self._look)
 
     def set(self, key: str, value: Any) -> None:
-        """Sets a key."""
         self._ask(lambda: self._inner.set(key, value))
 
     def get(self, key: str) -> bytes:
-        """Waits for a key and returns its value."""
         self.wait([key])
         return self._ask(lambda: self._inner.get(key))
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter."""
         return self._ask(lambda: self._inner.add(key, amount))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
@@ -76,19 +73,15 @@ class _Watched(Store):
         return self._ask(lambda: self._inner.compare_set(key, expected, desired))
 
     def delete_key(self, key: str) -> bool:
-        """Deletes a key. Returns True if it existed."""
         return self._ask(lambda: self._inner.delete_key(key))
 
     def num_keys(self) -> int:
-        """Returns the number of keys."""
         return self._ask(self._inner.num_keys)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Returns True if all keys are set."""
         return self._ask(lambda: self._inner.check(list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Waits until all keys are set."""
         limit = (self._limit if timeout is None else timeout).total_seconds()
         until = time.monotonic() + limit
         # Uses short requests, so that a rank that gives up leaves none unanswered.

@@ -47,7 +47,7 @@ class AveragedMemory:
         return [(part.data_ptr(), part.numel(), DTYPES[part.dtype], part.is_cuda) for part in self.weights]
 
     def described_buffers(self) -> list[tuple[int, int, int, bool]]:
-        """Returns the same of the buffers, as bytes."""
+        """Returns (address, length in bytes, code of uint8, True if on a device) of each buffer."""
         code = DTYPES[torch.uint8]
         return [
             (buffer.data_ptr(), buffer.numel() * buffer.element_size(), code, buffer.is_cuda) for buffer in self.buffers

@@ -41,8 +41,8 @@ class Follower(Protocol):
 
 
 class _StepArguments(dict[str, Any]):
-    """The keyword arguments of an optimizer's step. Their end tells the end of a step that raised, for which torch has
-    no hook.
+    """The keyword arguments of an optimizer's step. A step that raised ends when they are freed, because torch has no
+    hook for its end.
     """
 
     def __init__(self, engines: Sequence[Follower], arguments: Any) -> None:

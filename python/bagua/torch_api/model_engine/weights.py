@@ -62,7 +62,6 @@ class _Slot:
     number: int
 
     def in_place(self) -> bool:
-        """Returns True if the parameter lies in its place."""
         return self.place is not None and self.place.holds(self.param)
 
 
