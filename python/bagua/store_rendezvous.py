@@ -1,8 +1,8 @@
 """Joins a group through a store of torch.distributed or our own.
 
-1. Rank 0 starts a rendezvous server, and writes its address to the store as a new, numbered entry. 2. Other ranks read
-the newest entry and connect to rank 0. If it is not served any more, they wait for the next entry. 3. The ranks exchange
-their addresses there (rust/bagua-group/src/rendezvous/mod.rs).
+1. Rank 0 starts a rendezvous server, and writes its address to the store as a new, numbered entry.
+2. Other ranks read the newest entry and connect to rank 0. If it is not served any more, they wait for the next entry.
+3. The ranks exchange their addresses there (rust/bagua-group/src/rendezvous/mod.rs).
 
 The addresses themselves do not go through the store, because its server would have to send n lists of n addresses.
 Every rank has to reach rank 0 for the group anyway. The entries are numbered because a store may outlive groups, and

@@ -65,9 +65,7 @@ class _Tree:
 
 
 def register() -> None:
-    """Makes "bagua" a backend of torch.distributed for this machine's devices. Idempotent. Importing ``bagua.c10d``
-    calls it.
-    """
+    """Makes "bagua" a backend of torch.distributed. May be called again. Importing ``bagua.c10d`` calls it."""
     if "BAGUA" not in dist.Backend._plugins:
         dist.Backend.register_backend("bagua", create, extended_api=True, devices=device_types())
 

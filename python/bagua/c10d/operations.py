@@ -117,9 +117,7 @@ def _joined(
 
 
 def all_reduce(raw: extension.Communicator, tensor: Any, op: Any, *, is_coalesced: bool = False) -> Operation:
-    """Reduces all ranks' tensors, in place on every rank. As with gloo, coalesced results increment version
-    counters.
-    """
+    """Reduces all ranks' tensors in place on every rank. As with gloo, coalesced results count as changed."""
     how = reduction(op, getattr(tensor, "dtype", None) or torch.uint8)
     mine = _TENSORS.write(tensor, "the tensor")
     if is_coalesced:
@@ -163,9 +161,7 @@ def all_gather(raw: extension.Communicator, output: Any, tensor: Any) -> Operati
 
 
 def all_gather_list(raw: extension.Communicator, outputs: Sequence[Any], tensor: Any) -> Operation:
-    """Gathers all ranks' tensors in a list by rank, on every rank. As torch documents, sizes may differ between
-    ranks.
-    """
+    """Gathers all ranks' tensors in a list by rank on every rank. As in torch, sizes may differ between ranks."""
     mine = _TENSORS.read(tensor, _INPUT)
     # Every rank knows all sizes, so all ranks decide alike.
     if len({output.numel() for output in outputs if isinstance(output, torch.Tensor)}) > 1:
@@ -239,9 +235,7 @@ def reduce_scatter_list(raw: extension.Communicator, output: Any, tensors: Seque
 def _reduce_scatter_v(
     raw: extension.Communicator, output: torch.Tensor, tensors: Sequence[Any], how: Reduction
 ) -> Operation:
-    """Reduces and scatters parts of different sizes, which are equal on all ranks. Each part is padded to the
-    largest.
-    """
+    """Reduces and scatters parts of different sizes, equal on all ranks. Each part is padded to the largest."""
     if len(tensors) != raw.size:
         raise ValueError(f"{_INPUT} has {len(tensors)} tensors for a group of {raw.size} ranks")
     for i, tensor in enumerate(tensors):

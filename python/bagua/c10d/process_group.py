@@ -297,9 +297,8 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         return self._start(self._call(opts, timeout=timeout), operations.barrier(self._raw))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Blocks until every rank has called it. Raises BaguaTimeoutError with all missing ranks, which ends the
-        group.
-        """
+        """Blocks until every rank has called it. After a timeout, the error names all missing ranks, and the group
+        ends."""
         self._require_backend("monitored_barrier")
         begin = operations.barrier(self._raw).begin
         # A timeout of zero is a limit here, and does not mean the group's timeout.
@@ -450,9 +449,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         return self._timeout.total_seconds() if own is None else own
 
     def _call(self, opts: Any, *, op: Any = None, root: int | None = None, timeout: Any = None) -> _Call:
-        """Reads a call's options, or the arguments of torch's short forms, whose first one may take the place of the
-        options.
-        """
+        """Reads a call's options, or the arguments of torch's short forms, which may replace the options."""
         if isinstance(opts, (c10d.ReduceOp, c10d.ReduceOp.RedOpType)):
             op, opts = opts, None
         elif isinstance(opts, timedelta):
@@ -504,9 +501,7 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         return None
 
     def _begun(self, verb: verbs.Verb, tensor: torch.Tensor, op: int | None, root: int) -> Work | None:
-        """Starts a collective in place. Returns None, and does nothing, if the tensor must be copied or an error is
-        due.
-        """
+        """Starts a collective in place. Does nothing and returns None if the tensor needs a copy or an error is due."""
         found = silent_reader.at(tensor)
         if found is None or op is None or not 0 <= root < self._raw.size:
             return None

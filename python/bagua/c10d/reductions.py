@@ -34,9 +34,7 @@ _NAMES = {code: name for name, code in extension.OPS.items()}
 
 
 def reduction(op: Any, dtype: torch.dtype) -> Reduction:
-    """Returns the reduction for a dtype. Raises NotImplementedError for PREMUL_SUM, and TypeError if it is not
-    defined.
-    """
+    """Returns the reduction for a dtype. Raises NotImplementedError for PREMUL_SUM, TypeError if it is undefined."""
     kind = getattr(op, "op", op)
     code = CODES.get(kind)
     if code is None:

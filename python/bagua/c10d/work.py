@@ -52,9 +52,7 @@ class _Threads(Record):
         self._idle = threading.Semaphore(0)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Calls ``function`` on an idle thread, or on a new one if all threads are busy, because each may be
-        blocked.
-        """
+        """Calls ``function`` on an idle thread, or on a new one if all threads are busy, because each may block."""
         self._calls.put(function)
         if self._idle.acquire(blocking=False):
             return
@@ -78,9 +76,7 @@ class _Threads(Record):
             self._calls.task_done()
 
     def _end(self) -> None:
-        """Waits until all calls have returned. Otherwise the interpreter would end the threads in the middle of a
-        continuation.
-        """
+        """Waits until all calls have returned, so that the interpreter does not end threads in a continuation."""
         ended = self._calls.all_tasks_done
         with ended:
             ended.wait_for(lambda: not self._calls.unfinished_tasks, _EXIT_TIMEOUT)

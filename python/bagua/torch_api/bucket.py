@@ -315,9 +315,7 @@ class BaguaBucket:
         return flat
 
     def extra_memory(self, name: str) -> torch.Tensor:
-        """Returns zeros with the bucket's dtype and number of elements, padding included. Shared memory with
-        ``flatten``.
-        """
+        """Returns zeros with the bucket's dtype and elements, padding included. Shared memory with ``flatten``."""
         values = self._registered
         count = sum(part.numel() for part in values)
         if not self.flatten:
@@ -325,9 +323,7 @@ class BaguaBucket:
         return self._allocate(count, values[0], f"{self.name}-{name}")
 
     def parts_of(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns views of a flat tensor, one per tensor of the bucket, by name. The flat tensor may lack the
-        padding.
-        """
+        """Returns views of a flat tensor, one per tensor of the bucket, by name. It may lack the padding."""
         parts, offset = {}, 0
         layouts = [(place.shape, place.strides) for place in self.places] or [
             (values.shape, layout_of(values)) for values in self._registered

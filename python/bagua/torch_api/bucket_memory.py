@@ -82,9 +82,7 @@ def window(flat: torch.Tensor, shape: torch.Size, strides: Sequence[int], offset
 
 
 def flat_under(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the part of a flat tensor that a :func:`window` was made over; for any other tensor, the tensor
-    itself.
-    """
+    """Returns the part of a flat tensor that a :func:`window` was made over, or any other tensor itself."""
     part = vars(tensor.untyped_storage()).get("_bagua_part")
     # share_memory_() gives the same storage other memory.
     return part if part is not None and part.data_ptr() == tensor.data_ptr() else tensor
@@ -140,9 +138,7 @@ class BucketSlice:
         return flat.as_strided(self.shape, self.strides, flat.storage_offset() + self._offset)
 
     def stand_in(self) -> torch.Tensor:
-        """Returns a temporary tensor over the slice. Such tensors share one storage per bucket, so making them is
-        cheap.
-        """
+        """Returns a temporary tensor over the slice. This is cheap, because the tensors of a bucket share a storage."""
         return self._in(self._flat.shown())
 
     def _window(self) -> torch.Tensor:

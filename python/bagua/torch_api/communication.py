@@ -139,9 +139,7 @@ def get_communicator(group_name: str, comm_name: Literal["global", "inter", "int
 
 
 def from_torch_group(group: dist.ProcessGroup, stream: Any = None) -> BaguaProcessGroup:
-    """Returns a new group with the ranks of a torch.distributed group. Collective among its members, like
-    :func:`new_group`.
-    """
+    """Returns a new group with the ranks of a torch.distributed group. Collective like :func:`new_group`."""
     return new_group(dist.get_process_group_ranks(group), stream)
 
 

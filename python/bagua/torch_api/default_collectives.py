@@ -310,9 +310,7 @@ def alltoall(
 
 
 def alltoall_inplace(tensor: torch.Tensor, comm: Comm = None, *, async_op: bool = False) -> Handle | None:
-    """Exchanges shards in place: the shard from rank r replaces the shard sent to rank r. Otherwise like
-    :func:`alltoall`.
-    """
+    """Exchanges shards in place: the shard from rank r replaces the shard sent to it. See :func:`alltoall`."""
     return (_state.world or default_communicator() if comm is None else _of(comm)).alltoall_inplace(
         tensor, async_op=async_op
     )

@@ -119,9 +119,7 @@ def algorithm_of(module: torch.nn.Module, kind: type[Any] = AlgorithmImpl) -> An
 
 
 def no_sync(module: torch.nn.Module) -> AbstractContextManager[None]:
-    """Returns a context manager inside which gradients only accumulate. The first backward afterwards communicates
-    their sum.
-    """
+    """Returns a context manager in which gradients only accumulate. The next backward after it sends their sum."""
     return _ddp_of(module).no_sync()
 
 
@@ -211,9 +209,7 @@ class BaguaModule:
 
     @property
     def bagua_module_name(self: Any) -> str:
-        """Name of the model, unique in this process; by default its class and a number. Set it before
-        ``with_bagua``.
-        """
+        """Name of the model, unique in this process. Defaults to class and number. Set it before ``with_bagua``."""
         name = _names.get(self)
         if name is None:
             raise AttributeError(f"this {type(self).__name__} has no name yet")

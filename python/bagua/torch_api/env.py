@@ -1,6 +1,4 @@
-"""This process's place in the job, read from the launcher's variables on every call, and the original Bagua's
-variables.
-"""
+"""This process's place in the job, from the launcher's variables at each call, and the original Bagua's variables."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ def get_local_size() -> int:
 
 
 def get_node_rank() -> int:
-    """Returns the number of this host in the job: ``GROUP_RANK`` if torchrun set all its variables, else
-    ``NODE_RANK``.
-    """
+    """Returns the number of this host in the job: ``GROUP_RANK`` under torchrun, else ``NODE_RANK``."""
     return launcher.found().node_rank or 0
 
 

@@ -67,9 +67,7 @@ def get_flattened_tensor(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None
 
 
 def apply_flattened_call(bucket: Sequence[torch.Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
-    """Calls ``call`` once on the flattened values of tensors of one dtype, and copies the result back to the
-    tensors.
-    """
+    """Calls ``call`` once on the flattened values of tensors of one dtype, and copies the result back."""
     with torch.no_grad():
         flat = flatten([tensor.detach() for tensor in bucket])
         call(flat, *(extra_args if extra_args is not None else ()))
@@ -148,9 +146,7 @@ class StatisticalAverage:
         return self.get_records_mean(last_n_seconds - (self._clock() - self.last_update_time))
 
     def get_records_mean(self, last_n_seconds: float) -> float:
-        """Returns the mean over n seconds up to the last record, with n limited to between 1 and all recorded
-        seconds.
-        """
+        """Returns the mean over n seconds up to the last record. n is limited to 1 and to all recorded seconds."""
         return self._mean(last_n_seconds)
 
     def total_recording_time(self) -> float:

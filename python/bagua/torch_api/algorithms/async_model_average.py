@@ -249,9 +249,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         )
 
     def _start(self, buckets: Sequence[BaguaBucket]) -> None:
-        """Starts the rounds, one interval from now. The weights are in their buckets, equal on all ranks.
-        Collective.
-        """
+        """Starts the rounds, one interval from now. The weights are in their buckets and equal. Collective."""
         ddp = self.bagua_ddp
         assert isinstance(ddp.exchange, _AveragedWeights)
         self._weights = ddp.exchange
@@ -386,9 +384,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return stepped
 
     def _release(self) -> None:
-        """Releases the lock. If a backward is expected or an optimizer step is in progress, sets a time for the release
-        instead.
-        """
+        """Releases the lock, or sets a time for it if a backward is expected or an optimizer step is running."""
         if self._stepping:
             self._lock.pause_training(_STEP, **self._stream)
             return
@@ -561,9 +557,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return {**super().state_dict(), "optimizer_steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Like :meth:`AlgorithmImpl.load_state_dict`. If the state is past the warm-up, the warm-up ends with the next
-        forward.
-        """
+        """Like :meth:`AlgorithmImpl.load_state_dict`. A state past the warm-up ends the warm-up at the next forward."""
         # The base class moves the parameters' values aside and back.
         with self.lock(self.bagua_ddp):
             super().load_state_dict(state)

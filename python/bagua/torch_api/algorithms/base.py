@@ -268,9 +268,7 @@ def check_codec(compression: Compression, bagua_ddp: WrappedModel) -> None:
 def one_bucket_per_dtype(
     tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool, group: ProcessGroup
 ) -> list[BaguaBucket]:
-    """Returns one bucket of weights per dtype. All weights are ready at once, so smaller buckets could not be sent
-    earlier.
-    """
+    """Returns one bucket of weights per dtype. All weights are ready at once, so more buckets would not help."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in (tensor for bucket in tensors for tensor in bucket):
         by_dtype.setdefault(effective(tensor).dtype, []).append(tensor)
@@ -384,9 +382,7 @@ class _Registry(dict[str, dict[str, Any]]):
         self[name] = {"algorithm": algorithm, "description": description or ""}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Returns the class or function registered as ``name``, else ``default``. Raises ValueError if there is
-        neither.
-        """
+        """Returns the class or function registered as ``name``, else ``default``. Raises ValueError without either."""
         found = super().get(name)
         if found is not None:
             return found["algorithm"]

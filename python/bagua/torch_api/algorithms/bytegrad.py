@@ -82,9 +82,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
 
     @property
     def choices(self) -> dict[str, str | None]:
-        """Codec of each bucket, by the bucket's name; None means no codec. With ``"auto"`` the choice changes during
-        training.
-        """
+        """Codec of each bucket, by bucket name; None means no codec. With ``"auto"`` it changes during training."""
         if self.compression == "auto":
             return {bucket.name: bucket.backend_bucket.choice() or None for bucket in self.bagua_ddp.bagua_buckets}
         codec = raw_codec(self.compression)

@@ -85,9 +85,7 @@ class DecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
         exchange.guard(output)
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
-        """Makes one bucket per dtype. All weights are ready when a step begins, so smaller buckets could not be sent
-        earlier.
-        """
+        """Makes one bucket per dtype. All weights are ready when a step begins, so more buckets would not help."""
         return one_bucket_per_dtype(tensors, do_flatten, self.process_group)
 
     def init_operations(self, bagua_ddp: WrappedModel, bucket: BaguaBucket) -> None:
@@ -121,9 +119,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(_WeightsAlgorithmImpl):
         )
 
     def _check_model(self, bagua_ddp: WrappedModel) -> None:
-        """Raises ValueError for parameters without an optimizer, and TypeError for dtypes that the codec cannot
-        encode.
-        """
+        """Raises ValueError for parameters without an optimizer, TypeError for dtypes that the codec cannot encode."""
         parameters = bagua_ddp.bagua_build_params()
         check_floating(parameters)
         stepped = {id(param) for optimizer in bagua_ddp.bagua_optimizers for param in parameters_of(optimizer)}

@@ -422,9 +422,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Like :meth:`AlgorithmImpl.state_dict`. "round" counts exchanges of moments. The optimizer's state holds m and
-        v.
-        """
+        """Like :meth:`AlgorithmImpl.state_dict`. "round" counts exchanges of moments. The optimizer has m and v."""
         state = super().state_dict()
         if self._moments is None:
             state["round"] = self._round

@@ -133,9 +133,7 @@ class ExpertKeys:
         return found
 
     def _place(self, key: str) -> tuple[str, int, str] | None:
-        """Returns prefix, expert number, and the rest of the key from its dot on; None for a key that all ranks
-        share.
-        """
+        """Returns prefix, expert number, and the rest of the key from its dot on; None for a key of all ranks."""
         for prefix in self._prefixes:
             if key.startswith(prefix):
                 number, _, rest = key.removeprefix(prefix).partition(".")

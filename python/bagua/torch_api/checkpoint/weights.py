@@ -1,6 +1,4 @@
-"""Reads and replaces the weights of a model whose algorithm changes them in threads, or keeps state derived from
-them.
-"""
+"""Reads and replaces weights of a model whose algorithm changes them in threads or keeps state derived from them."""
 
 from __future__ import annotations
 

@@ -156,9 +156,7 @@ class CacheLoader:
         return buffered
 
     def num_keys(self) -> int:
-        """Returns the number of values in the store, including other data sets and values that this process has
-        buffered.
-        """
+        """Returns the number of values in the store, including other data sets and this process's buffer."""
         self.flush()
         return self.store.num_keys()
 
@@ -171,9 +169,7 @@ class CacheLoader:
                 self._buffer.clear()
 
     def close(self) -> None:
-        """Flushes, closes connections, and ends the servers that this process started for the job. May be called
-        twice.
-        """
+        """Flushes, closes connections, and ends the servers that this process started. May be called twice."""
         self.flush()
         self.store.shutdown()
 
@@ -184,9 +180,7 @@ class CacheLoader:
                 self.flush()
 
     def in_child(self) -> None:
-        """Called after a fork. The parent flushed before it, so values in the copied buffer are the parent's to
-        write.
-        """
+        """Called after a fork. The parent flushed before, so the values in the copied buffer are the parent's."""
         self._buffer = {}
         self._writing = threading.RLock()
 
@@ -202,9 +196,7 @@ def _make_store(backend: str, options: dict[str, Any]) -> Store:
 
 
 def _secret(store: Store) -> bytes:
-    """Returns the key that signs pickles: the job's secret, or one that all processes with access to the store
-    share.
-    """
+    """Returns the key that signs pickles: the job's secret, or a key that all users of the store share."""
     if secret := config.settings().secret:
         return secret
     if isinstance(store, RedisStore) and store.secret:

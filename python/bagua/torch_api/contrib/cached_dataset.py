@@ -54,9 +54,7 @@ class CachedDataset(Dataset[Any]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def _index(self, item: Any) -> Any:
-        """Returns one index per sample, so that -1 and a tensor of one element share a cache entry with the plain
-        index.
-        """
+        """Returns one index per sample: -1 and a tensor of one element share a cache entry with the plain index."""
         try:
             index = operator.index(item)
         except TypeError:

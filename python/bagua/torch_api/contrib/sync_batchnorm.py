@@ -219,9 +219,7 @@ class _SyncBatchNorm(torch.autograd.Function):
 
 
 def _common_statistics(input: torch.Tensor, communicator: Communicator) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Returns mean and biased variance per channel over all ranks (float64, CPU), and the number of values per
-    channel.
-    """
+    """Returns mean and biased variance per channel over all ranks (float64, CPU), and the values per channel."""
     channels = input.shape[1]
     mine = torch.zeros(2 * channels + 1, dtype=torch.float64)
     count = input.numel() // channels if channels else 0

@@ -174,9 +174,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @property
     def _engine(self) -> WrapperEngine | None:
-        """The engine. None after the group has ended, in an untrained copy, and while ``with_bagua`` has the
-        wrapper.
-        """
+        """The engine. None after the group ended, in an untrained copy, and while ``with_bagua`` has the wrapper."""
         found = _engines.get(self)
         return found if isinstance(found, WrapperEngine) else None
 
@@ -277,9 +275,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Returns the hook for torch's ``Join`` with other joinables, such as ZeroRedundancyOptimizer. See
-        :meth:`join`.
-        """
+        """Returns the hook for torch's ``Join`` with others, such as ZeroRedundancyOptimizer. See :meth:`join`."""
         return self._at_work().join_hook(kwargs.get("divide_by_initial_world_size", True))
 
     @property
@@ -390,9 +386,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return {**self.__dict__, **own}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for a pickle, like :meth:`__deepcopy__`. Raises BaguaError for any group but the default
-        one.
-        """
+        """Returns the state for a pickle, like :meth:`__deepcopy__`. Raises BaguaError without the default group."""
         if self._given_group is not None:
             raise BaguaError("a wrapper can be pickled only if it communicates with the default group")
         return self._state_of_copy()

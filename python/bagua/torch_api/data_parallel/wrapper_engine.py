@@ -97,9 +97,7 @@ class WrapperEngine(ModelEngine):
     # --- uneven inputs ------------------------------------------------------------------------------------------------
 
     def join_hook(self, divide_by_initial_world_size: bool) -> JoinHook:
-        """Returns the hook for a rank without inputs. Raises NotImplementedError unless the algorithm is
-        gradient_allreduce.
-        """
+        """Returns the hook for a rank without inputs. Raises NotImplementedError except with gradient_allreduce."""
         self._require_all_reduce("join")
         self.divide_by_initial_world_size = divide_by_initial_world_size
         return _JoinHook(self)

@@ -223,9 +223,7 @@ def _start(
     world_size: int,
     host: str,
 ) -> tuple[extension.RendezvousServer | None, tuple[str, int]] | None:
-    """Returns rank 0's rendezvous server and the address of the first group's rendezvous; None if it has not
-    started.
-    """
+    """Returns rank 0's server and the address of the first group's rendezvous; None if it has not started."""
     if rank == 0:
         if len(answers) < world_size - 1 or any(answer["in_job"] for answer in answers.values()):
             return None

@@ -277,9 +277,7 @@ class _Plan:
         return source
 
     def _take_state(self, communicator: Communicator, source: int) -> None:
-        """Copies the source's state to every rank. If the source is lost meanwhile, every rank gets its own state
-        back.
-        """
+        """Copies the source's state to all ranks. If the source is lost meanwhile, all get their own state back."""
         rank = communicator.rank()
 
         def broadcast(room: torch.Tensor) -> None:

@@ -167,9 +167,7 @@ def begin_gloo(store: Store, rank: int, world_size: int, limit: timedelta) -> No
 
 
 def cause_of_failure(world: neutral.Group) -> PeerLostError | PeerRaisedError | None:
-    """Returns the lost or raising rank's error if that explains why an operation of ``world``'s ranks failed; else
-    None.
-    """
+    """Returns the error of a lost or raising rank if it explains a failed operation of ``world``; else None."""
     until = time.monotonic() + _CAUSE_GRACE
     while time.monotonic() < until:
         try:

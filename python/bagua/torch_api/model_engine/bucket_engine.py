@@ -113,9 +113,7 @@ class BucketEngine:
         return number
 
     def unready(self) -> set[int]:
-        """Returns the numbers of tensors that are not ready, in buckets that were not communicated since the last
-        wait.
-        """
+        """Returns the numbers of tensors that are not ready, in buckets not communicated since the last wait."""
         return {self.number(name) for name in self._engine.unready()}
 
     def set_step(self, step: int, *, after_load: bool = False) -> None:
@@ -225,9 +223,7 @@ class BucketEngine:
     def join_averager(
         self, memory: AveragedMemory, interval: float, codec: extension.Codec | None, timeout: float
     ) -> extension.Averager:
-        """Starts the same thread in a process that joins a running job. Raises BaguaTimeoutError after ``timeout``
-        seconds.
-        """
+        """Starts the same thread in a process that joins a running job, within ``timeout`` seconds."""
         assert memory.join_server is not None
         averager = memory.join_server.join(
             self.name,

@@ -25,9 +25,7 @@ class BufferSchedule:
         return self._due and not self._sent
 
     def forward_begins(self, *, syncs: bool) -> bool:
-        """Records a training forward, outside ``no_sync`` if ``syncs``. Returns True if buffers must be sent
-        before it.
-        """
+        """Records a training forward, outside ``no_sync`` if ``syncs``. Returns True if it must wait for buffers."""
         before, self._due, self._sent = self.wait, syncs, False
         return before
 

@@ -234,9 +234,7 @@ class ModelEngine:
         parameters: dict[str, torch.nn.Parameter],
         buffers: dict[str, torch.Tensor],
     ) -> None:
-        """Compares the ranks' models and settings, so that a difference is a clear error instead of garbage or a
-        hang.
-        """
+        """Compares the ranks' models and settings, so that a difference is an error instead of garbage or a hang."""
         failure: Exception | None = None
         lines: list[str] = []
         try:
@@ -558,9 +556,7 @@ class ModelEngine:
         return self.policy.sends_buffers and self.policy.communicates(self.step)
 
     def _send_waiting_buffers(self, begins: bool) -> None:
-        """Sends the buffers of :attr:`root` before a training forward if they are due. ``begins``: the forward begins a
-        step.
-        """
+        """Sends due buffers of :attr:`root` before a training forward. ``begins``: the forward begins a step."""
         syncs = self.require_backward_grad_sync
         if not self._buffers_due():
             return

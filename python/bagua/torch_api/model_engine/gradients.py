@@ -213,9 +213,7 @@ class GradientExchange(Exchange):
         self._mark(slot, wire)
 
     def _prepare(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor | None:
-        """Puts a gradient's values where the engine reads them. Returns the tensor that holds them unless that is its
-        place.
-        """
+        """Puts a gradient's values where the engine reads them. Returns the tensor that holds them if it is new."""
         place = slot.place
         if place is None:
             return self._own_memory(slot, grad)
@@ -355,9 +353,7 @@ class GradientExchange(Exchange):
         return [param.grad.data for param in params if param.grad is not None]
 
     def shadow(self) -> None:
-        """Takes part, with zeros, in the exchange of a backward that this rank does not run. This rank's gradients do
-        not change.
-        """
+        """Contributes zeros to the exchange of a backward that this rank does not run. Its gradients do not change."""
         own = [(param, param.grad) for _, param in self._all_parameters()]
         kept = [(param, None if grad is None else grad.clone()) for param, grad in own]
         try:
@@ -385,9 +381,7 @@ class GradientExchange(Exchange):
         return self._parameters
 
     def _unused_beside(self, touched: Collection[str]) -> list[str]:
-        """Returns the names of parameters in no bucket without a gradient to send. ``touched`` got one under
-        no_sync.
-        """
+        """Returns the names of parameters in no bucket without a gradient to send; ``touched`` have one."""
         return []
 
     def _exchange_beside(self, touched: Collection[str], divisor: float) -> None:
@@ -399,9 +393,7 @@ class GradientExchange(Exchange):
         """
 
     def _rest(self) -> list[Slot]:
-        """Sends gradients accumulated under no_sync that this backward did not touch. Returns slots without a gradient
-        to send.
-        """
+        """Sends gradients that only backwards under no_sync touched. Returns slots without a gradient to send."""
         unused: list[Slot] = []
         rest = [slot for slot in self._slots.values() if not slot.sent]
         # A hook of the algorithm may have marked a tensor ready.

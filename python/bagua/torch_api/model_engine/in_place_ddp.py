@@ -23,9 +23,7 @@ def _no_engine() -> None:
 
 
 class _ForwardHook(ModelHook):
-    """Calls a model's engine before each forward. Without an engine, refuses training after the model's group has
-    ended.
-    """
+    """Calls a model's engine before each forward. Refuses training after the model's group has ended."""
 
     def __init__(self, ddp: ModelEngine | None) -> None:
         self._ddp: Callable[[], ModelEngine | None] = _no_engine if ddp is None else weakref.ref(ddp)

@@ -283,9 +283,7 @@ class OwnSteps:
         self._outside = self._outside or not in_step
 
     def check(self, model: WrappedModel, algorithm: str, optimizer: torch.optim.Optimizer) -> None:
-        """Called before each optimizer step. Raises BaguaError for the second step in a row without a training
-        forward.
-        """
+        """Called before each optimizer step. Raises BaguaError for two in a row without a training forward."""
         before, was = self._last.get(optimizer, (0, False))
         now = self._outside and before == self._forwards
         self._last[optimizer] = (self._forwards, now)
@@ -412,9 +410,7 @@ def ignored_names(
 
 
 def refuse_torchs_wrapper(module: torch.nn.Module, model_name: str, inside: Any) -> None:
-    """Raises BaguaError if torch's DistributedDataParallel, ``inside``, also sends gradients of this model's
-    parameters.
-    """
+    """Raises BaguaError if torch's DistributedDataParallel, ``inside``, sends gradients of this model too."""
     own = {id(param) for param in module.parameters() if param.requires_grad}
     for name, param in inside.module.named_parameters():
         if id(param) in own and name not in inside.parameters_to_ignore and not getattr(param, "_ddp_ignored", False):

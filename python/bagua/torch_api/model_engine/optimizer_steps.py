@@ -272,9 +272,7 @@ class BetweenSteps(Exchange):
             self._steps.communicated()
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes over a result that was sent after backward, if an optimizer steps although its gradients are not
-        finite.
-        """
+        """Takes over a result sent after backward if an optimizer steps with gradients that are not finite."""
         if self._steps.begins(optimizer) and self._sent:
             self.before_step()
 

@@ -35,9 +35,7 @@ _INDEX = torch.int64
 def sparse_parameters(
     modules: Iterable[torch.nn.Module], parameters: Parameters
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """Returns those ``parameters`` that are the weight of one of the ``modules``, an Embedding or EmbeddingBag with
-    ``sparse=True``.
-    """
+    """Returns those ``parameters`` that are weights of ``modules``: Embedding or EmbeddingBag with ``sparse=True``."""
     weights = {
         id(child.weight)
         for child in modules
@@ -79,9 +77,7 @@ class _Slot:
 
 
 class SparseGradientExchange(GradientExchange):
-    """Gradients of a model with ``sparse`` parameters: sparse ones combined by ``op`` (SUM or AVG), others in
-    buckets.
-    """
+    """Gradients of a model with ``sparse`` parameters, which ``op`` (SUM or AVG) combines. Others use buckets."""
 
     def __init__(self, bagua_ddp: WrappedModel, sparse: Parameters, op: ReduceOp) -> None:
         super().__init__(bagua_ddp)

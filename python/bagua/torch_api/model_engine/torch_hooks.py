@@ -1,6 +1,4 @@
-"""Functions through which torch calls an engine: around forwards, at the end of a backward, and before loading
-weights.
-"""
+"""Functions through which torch calls an engine: around forwards, after a backward, and before loading weights."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ def call_after_forward(ddp: Callable[[], Hooked | None], output: Any) -> None:
 
 
 class EndOfBackward:
-    """Calls an engine when a backward ends, also if it raised, because autograd then drops its reference to this
-    object.
-    """
+    """Calls an engine when a backward ends or raises, because autograd then drops its reference to this object."""
 
     def __init__(self, ddp: Hooked) -> None:
         self._ddp = weakref.ref(ddp)

@@ -163,9 +163,7 @@ class WeightAverage(WeightTensors):
             self._backend.mark_ready(entry.slot.number, entry.copy if self._votes.room is None else entry.mean)
 
     def finish(self) -> None:
-        """Waits for the exchange that :meth:`begin` began, and takes over its result. Does nothing in a step's second
-        backward.
-        """
+        """Waits for the exchange, and takes over its result. Does nothing in a step's second backward."""
         if not self._begun:
             return
         self._begun = False

@@ -25,9 +25,7 @@ class Communicator(Collectives):
     """A member's access to one group: collectives on tensors, and on addresses through ``raw``."""
 
     def members(self, hierarchical: bool) -> list[int]:
-        """Returns the ranks that exchange with each other: all ranks, or the first rank of each host if
-        ``hierarchical``.
-        """
+        """Returns the ranks that exchange: all ranks, or the first rank of each host if ``hierarchical``."""
         return [host[0] for host in self.raw.hosts] if hierarchical else list(range(self.nranks()))
 
     def device_id(self) -> int:
@@ -155,15 +153,11 @@ class ProcessGroup:
         return self.communicator("global")
 
     def get_intra_node_communicator(self) -> AnyCommunicator:
-        """Returns the communicator of the group's ranks on this host. The first call is collective among all ranks of
-        the group.
-        """
+        """Returns the communicator of the group's ranks on this host. The first call is collective."""
         return self.communicator("intra")
 
     def get_inter_node_communicator(self) -> AnyCommunicator:
-        """Returns the communicator of the group's first rank on each host. The first call is collective among all its
-        ranks.
-        """
+        """Returns the communicator of the first rank on each host. The first call is collective among all ranks."""
         return self.communicator("inter")
 
     def communicator(self, scope: str) -> AnyCommunicator:

@@ -21,9 +21,7 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 
 
 def kind_of(value: Any, param: torch.Tensor) -> str | None:
-    """Returns the kind of a state: ``elements`` (shape of the parameter), ``scalar`` (one tensor), ``value`` (plain),
-    or None.
-    """
+    """Returns the kind of a state: ``elements`` (like the parameter), ``scalar``, ``value`` (not a tensor), or None."""
     if isinstance(value, torch.Tensor):
         if value.shape == param.shape and value.layout == torch.strided:
             return "elements"
@@ -140,9 +138,7 @@ class FlatParameters:
             return False
 
     def take_gradients(self) -> None:
-        """Copies the gradients into one flat tensor. If the program keeps gradients (``set_to_none=False``), they stay
-        there.
-        """
+        """Copies the gradients into one flat tensor, where they stay if the program uses ``set_to_none=False``."""
         grads, self._found = self._found, []
         views = self._grad_views
         if any(map(operator.is_, grads, views)):

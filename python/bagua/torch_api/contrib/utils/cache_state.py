@@ -44,9 +44,7 @@ class CacheState(Record):
                 _log.exception("cached values were not written")
 
     def flush_at_exit(self) -> None:
-        """Flushes when this process ends. Children of multiprocessing do not run atexit hooks, so this uses a
-        finalizer.
-        """
+        """Flushes when this process ends. A finalizer, because multiprocessing's children run no atexit hooks."""
         # Runs before the servers of this process are stopped, which have priority -10.
         util.Finalize(None, self.flush, exitpriority=100)
 

@@ -57,9 +57,7 @@ def stop_job_servers() -> None:
 
 
 def _own_server(address: str, capacity: int) -> RedisServer:
-    """Returns the server that this process started before if other hosts can reach it; otherwise starts one on
-    ``address``.
-    """
+    """Returns this process's server if other hosts can reach it; otherwise starts one on ``address``."""
     known: RedisServer | None = _state.own_server
     if known is None or (known.host != address and ipaddress.ip_address(known.host).is_loopback):
         known = _state.own_server = RedisServer(address, capacity, password=new_password())
@@ -94,9 +92,7 @@ def _together(capacity: int) -> tuple[list[Server], int]:
 
 
 class _StoreExchange:
-    """Exchanges texts between ranks through torch's default store. One object serves one call of
-    :func:`job_servers`.
-    """
+    """Exchanges texts between ranks through torch's default store, for one call of :func:`job_servers`."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -126,9 +122,7 @@ class _StoreExchange:
 
 
 def _host_identity() -> str:
-    """Returns text that is equal on ranks that reach each other by loopback: BAGUA_HOST_ID, or boot id and network
-    namespace.
-    """
+    """Returns text that ranks share if they reach each other by loopback: BAGUA_HOST_ID, or boot id and network."""
     if given := config.settings().host_id:
         return given
     try:

@@ -94,9 +94,7 @@ class RedisNode(LossyStore):
         self._client = None
 
     def check(self, until: float) -> None:
-        """Waits for the server until the time ``until`` of the monotonic clock. Raises redis-py's errors, e.g. a wrong
-        password.
-        """
+        """Waits for the server until ``until`` on the monotonic clock. Raises redis-py's errors."""
         errors = _redis().exceptions
         while True:
             try:

@@ -78,9 +78,7 @@ class LossyStore(Store):
         self._again = 0.0
 
     def _attempt(self, action: Callable[[], T], otherwise: T) -> T:
-        """Returns the result of ``action``, or ``otherwise`` if it fails with a loss or refusal. Other errors are
-        raised.
-        """
+        """Returns the result of ``action``, or ``otherwise`` after a loss or refusal. Other errors are raised."""
         if self.lost and self._clock() < self._again:
             return otherwise
         try:

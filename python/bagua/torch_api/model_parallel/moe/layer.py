@@ -70,9 +70,7 @@ class MOELayer(torch.nn.Module):
     def forward(
         self, hidden: torch.Tensor, used_token: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the output (shape and dtype of the input), the load-balancing loss, and the number of tokens per
-        expert.
-        """
+        """Returns the output (like the input), the load-balancing loss, and the number of tokens per expert."""
         communicator = _communicator()
         ranks = 1 if communicator is None else communicator.nranks()
         experts = self.gate.wg.out_features
@@ -120,9 +118,7 @@ class MOELayer(torch.nn.Module):
 
 
 def _largest(capacity: int, communicator: Communicator | None) -> int:
-    """Returns the largest capacity of all ranks, so that ranks with different numbers of tokens send the same number of
-    slots.
-    """
+    """Returns the largest capacity of all ranks, so that all ranks send the same number of slots."""
     if communicator is None:
         return capacity
     largest = torch.tensor([capacity], dtype=torch.int64)
