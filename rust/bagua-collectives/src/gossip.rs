@@ -1,5 +1,4 @@
-//! Averaging with some of the ranks: the mean of a member's weights and those of its peers, written once over
-//! `exchange`.
+//! Averaging with some of the ranks: the mean of a member's and its peers' weights, written once over `exchange`.
 //!
 //! Sources: see [`PeerSelection`]. The compressed ring is DCD-PSGD of Tang et al., NeurIPS 2018 (arXiv:1803.06443), in
 //! the variant of the original Bagua.
@@ -61,8 +60,7 @@ pub(super) fn average(
 /// 3. Copy W to x.
 ///
 /// Both neighbours decode the same record as this member, so W equals bit for bit what they know of it. A single member
-/// copies x to W. On a device that has the codec, everything stays there, with the same bytes in the records as on the
-/// host.
+/// copies x to W. On a device that has the codec, everything stays there, with the same bytes in the records.
 ///
 /// # Errors
 /// `UnsupportedType` if the collective does not have the codec on the device of the weights. Otherwise as
@@ -176,8 +174,7 @@ fn ring_on_device(
     Ok(())
 }
 
-/// Sends this member's record to both neighbours. Returns the records of the left neighbour, the right neighbour, and
-/// this member.
+/// Sends this member's record to both neighbours. Returns the records of left, right and this member.
 fn with_neighbours<'a>(
     collective: &mut dyn Collective,
     cx: &OpContext<'_>,

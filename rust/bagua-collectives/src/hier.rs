@@ -49,7 +49,7 @@ pub struct ByHost<'a> {
 }
 
 impl ByHost<'_> {
-    /// Runs a verb. In the verbs over messages, each host acts as one member, with the sum or mean of its ranks in full
+    /// Runs a verb. In verbs over messages, a host acts as one member, with the sum or mean of its ranks in full
     /// precision.
     ///
     /// # Errors
@@ -78,8 +78,7 @@ impl ByHost<'_> {
         }
     }
 
-    /// Reduces to the leader of each host, runs the verb between the leaders, and broadcasts the result inside each
-    /// host.
+    /// Reduces to each host's leader, runs the verb between the leaders, and broadcasts the result inside each host.
     fn by_leaders(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, op: ReduceOp, mut io: Io<'_>) -> Result<()> {
         let ByHost { intra, inter } = self;
         if let Some(inter) = inter.as_mut().filter(|_| intra.size() == 1) {
@@ -182,8 +181,7 @@ pub struct Hier {
 
 impl Hier {
     /// Creates the hierarchy. `hosts` are the group ranks of each host, ascending, and the hosts are ordered by their
-    /// first rank. `rank` is this process's rank, `intra` spans its host, and `inter`, only on leaders, spans the
-    /// leaders.
+    /// first rank. `rank` is this process's rank, `intra` spans its host, and `inter` (only on leaders) the leaders.
     ///
     /// # Panics
     /// If the arguments do not fit together. The caller derives all of them from one list of hosts.

@@ -59,8 +59,7 @@ pub struct Chunks {
     /// Number of elements in a chunk. All chunks together have at least as many elements as the tensor. Elements after
     /// the end of the tensor count as zeros.
     pub count: usize,
-    /// Number of elements that carry values. Elements of the tensor after them count as zeros, whatever the tensor
-    /// contains.
+    /// Number of elements that carry values. Later elements count as zeros, whatever the tensor contains.
     pub elements: usize,
     /// Size of a chunk's record in bytes.
     pub record: usize,
@@ -92,8 +91,7 @@ pub trait DeviceCodec {
     /// True if the four methods for error feedback work with this number of members.
     fn feeds_back(&self, members: usize) -> bool;
 
-    /// Computes `after` = data + error, a float32 for each element that carries a value, and stores it, rounded, in
-    /// data.
+    /// Computes `after` = data + error, a float32 per element that carries a value, and stores it, rounded, in data.
     fn compensate(
         &mut self,
         cx: &OpContext<'_>,

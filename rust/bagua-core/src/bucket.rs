@@ -156,8 +156,7 @@ impl Bucket {
     /// now: see [`Device::mark`](crate::memory::Device::mark).
     ///
     /// # Errors
-    /// `InvalidArgument` or `UnsupportedType` if the new memory differs from the old; otherwise the errors of the
-    /// device.
+    /// `InvalidArgument` or `UnsupportedType` if the new memory differs from the old; or errors of the device.
     pub fn mark_ready(&mut self, tensor: usize, region: Option<Region>, stream: Option<usize>) -> Result<()> {
         let Some(regions) = &mut self.regions else {
             let name = &self.tensors[tensor].name;
@@ -284,8 +283,8 @@ impl Bucket {
         self.tensors.iter().rev().take_while(|tensor| tensor.padding).map(|tensor| tensor.count).sum()
     }
 
-    /// Copies an extra tensor that is as long as the bucket into the bucket's tensors. On a device, the copy is queued
-    /// on `stream`.
+    /// Copies an extra tensor that is as long as the bucket into the bucket's tensors. On a device, the copy is work of
+    /// `stream`.
     ///
     /// # Errors
     /// `InvalidArgument` if there is no extra tensor of this name and length; otherwise the errors of the device.

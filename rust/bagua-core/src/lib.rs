@@ -1,7 +1,6 @@
 //! The engine of Bagua. Pure Rust: it uses no Python and no CUDA, reads no environment variables and prints nothing.
 //!
-//! This crate re-exports the modules of the crates below it. From top to bottom, each crate depends only on those
-//! below:
+//! This crate re-exports the modules of the crates below it. A crate depends only on those below it:
 //!
 //! | crate | modules |
 //! |---|---|

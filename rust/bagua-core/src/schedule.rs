@@ -91,8 +91,7 @@ impl Schedule {
     /// releases, in order.
     ///
     /// # Errors
-    /// `InvalidArgument` if no tensor has this number or if the tensor is already marked; otherwise the error of
-    /// `accept`.
+    /// `InvalidArgument` if no tensor has this number or it is already marked; otherwise the error of `accept`.
     pub fn mark_ready(&mut self, number: usize, accept: impl FnOnce(TensorIndex) -> Result<()>) -> Result<Vec<usize>> {
         let known = self.indices.len();
         let index = *self.indices.get(number).ok_or_else(|| {

@@ -66,8 +66,7 @@ impl WeightOrder {
         &self.context
     }
 
-    /// Makes later work on `stream` wait for the work of all earlier lock owners. Called while holding the lock; does
-    /// not wait.
+    /// Makes later work on `stream` wait for the work of all earlier lock owners. Called with the lock; does not wait.
     ///
     /// # Errors
     /// `NotImplemented` for a stream that is being captured, and `Device`.

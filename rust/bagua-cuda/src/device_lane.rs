@@ -205,8 +205,7 @@ impl Copier {
         Ok(address)
     }
 
-    /// Copies bytes of the device to the host through pinned memory, after the work of `down`. `go_on` may end the
-    /// wait.
+    /// Copies bytes of the device to the host through pinned memory, after the work of `down`. `go_on` may end it.
     ///
     /// # Safety
     /// The bytes at `from` must be memory of the device that stays allocated until the copy is done.
@@ -436,8 +435,7 @@ impl LaneDevice {
         let last = lock(&self.last).take();
         let shares = self.choice().is_some_and(|choice| choice.collective == HIER);
         if let Some(last) = last.filter(|_| shares && drained) {
-            // The operation used other streams than the copier's, so the end of the copier's work does not tell when it
-            // is done.
+            // The operation used other streams than the copier's, so it may be running after the copier's end.
             let start = Instant::now();
             let patience = || match start.elapsed() < PATIENCE {
                 true => Ok(()),

@@ -26,7 +26,6 @@ pub(crate) struct Kernels {
     /// Compiler of the kernels, set when the device is first used.
     pub(crate) compiler: OnceLock<Compiler>,
     pub(crate) processors: OnceLock<u32>,
-    /// Kernels of loaded programs, by name. Locked while a program is compiled, so that no other thread compiles it
-    /// too.
+    /// Kernels of loaded programs, by name. Locked while a program is compiled, so that it is compiled once.
     pub(crate) loaded: Mutex<BTreeMap<&'static str, Kernel>>,
 }

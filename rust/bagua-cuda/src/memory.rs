@@ -147,8 +147,7 @@ impl<'a> Scratch<'a> {
 impl Drop for Scratch<'_> {
     fn drop(&mut self) {
         if self.address != 0 {
-            // The value is dropped without `free` only after an error, which the caller gets. An error here adds
-            // nothing.
+            // A drop without `free` follows an error, which the caller gets instead of this one.
             let _ = self.free_ordered(self.address);
         }
     }

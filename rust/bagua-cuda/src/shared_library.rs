@@ -140,8 +140,8 @@ impl Library {
     pub unsafe fn find<F: Copy>(&self, name: &CStr) -> Option<F> {
         const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
         let address = self.symbol(name)?.as_ptr();
-        // SAFETY: F is a function pointer, guaranteed by the caller, of the address's size, as asserted. The address is
-        // not null.
+        // SAFETY: F is a function pointer, guaranteed by the caller, of the address's size, as asserted. It is not
+        // null.
         Some(unsafe { std::mem::transmute_copy::<*mut c_void, F>(&address) })
     }
 

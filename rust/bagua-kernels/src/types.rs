@@ -284,8 +284,7 @@ pub struct Fingerprint {
     pub count: u64,
     /// Shape of the tensor, if the kind requires equal shapes.
     pub shape: Shape,
-    /// Tag of a message. For a collective with options beyond its operation and root, a digest of the options.
-    /// Otherwise 0.
+    /// Tag of a message. For a collective with further options, a digest of them. Otherwise 0.
     pub tag: u32,
     /// Id of the codec that compresses the data, or 0.
     pub codec: u8,
@@ -293,8 +292,7 @@ pub struct Fingerprint {
     pub device: u8,
     /// Options of the operation in which ranks could differ: the sum of some constants of [`flags`].
     pub flags: u16,
-    /// Number of the training step that the operation belongs to, from 1 on: see [`compared_step`]. 0 if steps are not
-    /// compared.
+    /// Number of the operation's training step, from 1 on: see [`compared_step`]. 0 if steps are not compared.
     pub step: u32,
 }
 

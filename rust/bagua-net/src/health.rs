@@ -106,8 +106,7 @@ impl GroupHealth {
         })
     }
 
-    /// Creates the health of `size` ranks that are threads of one process without a control plane, for tests and
-    /// benchmarks.
+    /// Creates the health of `size` ranks that are threads of one process without a control plane, for tests.
     pub fn local(rank: usize, size: usize) -> Arc<GroupHealth> {
         GroupHealth::new(rank, (0..size).collect(), vec!["localhost".to_owned(); size])
     }
@@ -268,8 +267,7 @@ impl GroupHealth {
         self.attribute_broken_stream(rank, how, &Source::default())
     }
 
-    /// Does the same as [`GroupHealth::attribute_disconnect`] if the operating system has reported an error on the
-    /// stream.
+    /// Does the same as [`GroupHealth::attribute_disconnect`], with the system's error on the stream.
     pub fn attribute_broken_stream(&self, rank: usize, how: &str, source: &Source) -> Error {
         let until = Instant::now() + CAUSE_GRACE;
         blocking_wait(|| {

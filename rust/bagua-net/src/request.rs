@@ -40,8 +40,7 @@ pub enum Verb<'a> {
         /// Rank that sends its tensor.
         root: usize,
     },
-    /// Every rank gets the shards of all ranks. In place: n * c, with the rank's own shard at r * c. Split: c and n *
-    /// c.
+    /// Every rank gets all shards. In place: n * c, with the rank's own shard at r * c. Split: c and n * c.
     AllGather,
     /// `root` gets the shards of all ranks. In place: n * c on every rank, with its own shard at r * c. Split: c and n
     /// * c (the other ranks do not use `dst`).
@@ -60,8 +59,8 @@ pub enum Verb<'a> {
     ReduceScatter(ReduceOp),
     /// Rank r gets shard r of every rank, in rank order. In place: n * c. Split: n * c and n * c.
     AllToAll,
-    /// Rank r gets part r of every rank's source. In place, a copy of the buffer is the source. Every rank may have its
-    /// own layouts.
+    /// Rank r gets part r of every rank's source. In place, a copy of the buffer is the source. Layouts may differ
+    /// between ranks.
     AllToAllV {
         /// Layout of the source. Part r is for rank r.
         send: PartLayout<'a>,
@@ -144,8 +143,7 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// Returns how many times source and destination hold the fingerprint's count of elements, for this number of
-    /// ranks.
+    /// Returns how many times source and destination hold the fingerprint's count of elements, for so many ranks.
     pub const fn shards(self, ranks: usize) -> (usize, usize) {
         match self {
             Layout::Equal | Layout::Parts => (1, 1),

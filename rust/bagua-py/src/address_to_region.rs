@@ -39,8 +39,7 @@ pub unsafe fn region_in(place: DeviceRef<'_>, address: usize, count: usize, dtyp
     }
 }
 
-/// Returns the region of `count` elements at `address` that are shared under a lock, on the host or on the device of an
-/// averaging.
+/// Returns the region of `count` elements at `address` that a lock protects, on the host or on an averaging's device.
 ///
 /// # Safety
 /// The caller makes the promise at the top of this file, with one difference: until the averaging has stopped, the

@@ -179,8 +179,7 @@ impl WeightLock {
         left
     }
 
-    /// Makes work that `stream` gets from now on run after the work of all who held the lock before. Does not take the
-    /// lock.
+    /// Makes work that `stream` gets from now on run after the work of all who held the lock before. Takes no lock.
     #[pyo3(signature = (*, stream=None))]
     fn order(&self, py: Python<'_>, stream: Option<usize>) -> PyResult<()> {
         if self.is_foreign() {
@@ -233,8 +232,7 @@ impl Averager {
         self.core.check().map_err(|e| errors::raise(py, e))
     }
 
-    /// Ends this rank's part in the averaging. Waits for at most `timeout` seconds until nothing writes to its weights
-    /// any more.
+    /// Ends this rank's part in the averaging. Waits for at most `timeout` seconds until nothing writes to its weights.
     fn abort(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         let timeout = seconds("timeout", timeout)?;
         self.core.abort();
@@ -256,8 +254,7 @@ impl Averager {
         interrupt::wait_in_slices(py, None, Some(timeout), |limit| call.wait(limit), timed_out)
     }
 
-    /// Waits for at most `timeout` seconds until a joining rank has the average of a round in which its own weights did
-    /// not count.
+    /// Waits for at most `timeout` seconds until a joining rank has an average without its own weights.
     fn wait_joined(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         let timeout = seconds("timeout", timeout)?;
         let timed_out = |after| self.timed_out(after, "the first round of averaging");

@@ -43,8 +43,7 @@ impl Bootstrap {
         PyBytes::new(py, &self.address)
     }
 
-    /// Connects to all peers and opens the group's main lane. `addresses[r]` is the address of rank r. May be called
-    /// once.
+    /// Connects to all peers and opens the group's main lane. `addresses[r]` is the address of rank r. Only once.
     ///
     /// Every 50 to 200 ms, `waiting` is called with the ranks that this rank waits for. Raises BaguaTimeoutError, which
     /// names the ranks that did not connect within `connect_timeout`.

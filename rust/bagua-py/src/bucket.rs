@@ -42,8 +42,7 @@ pub struct Bucket {
 }
 
 impl Bucket {
-    /// Returns the core's device for a CUDA device. For the device of the bucket's own tensors, this is the bucket's
-    /// device.
+    /// Returns the core's device for a CUDA device. For the bucket's own device, this is the bucket's value.
     fn place_on(&self, device: &CudaDevice, keep: Option<Py<PyAny>>) -> Arc<dyn Device> {
         match &self.place {
             Some(place) if Arc::ptr_eq(place.lane_device().context(), device.context()) => {
@@ -157,8 +156,7 @@ impl Bucket {
         })
     }
 
-    /// Name of the codec that an automatic operation uses now, "" if it uses none. None if the bucket has no such
-    /// operation.
+    /// Name of the codec that an automatic operation uses now, "" if it uses none. None without such an operation.
     fn choice(&self) -> Option<String> {
         self.core.lock().choice()
     }

@@ -44,7 +44,7 @@ impl CudaLibraries {
         CudaLibraries { core: Arc::new(Libraries::new()) }
     }
 
-    /// Returns in one line why no device can be used, or None if one can. Every call returns the same. Initialises the
+    /// Returns one line that says why no device can be used, or None. Every call returns the same. Initialises the
     /// driver.
     fn why_not(&self, py: Python<'_>, places: LibraryPathsArgument) -> Option<String> {
         let places = places.into();

@@ -63,8 +63,8 @@ impl Origin {
         match written() {
             // Ctrl-C was pressed while the record was written.
             Err(raised) if !raised.is_instance_of::<PyException>(py) => raised,
-            // A failure to write the record must not replace the error. Only an interpreter that is shutting down
-            // raises here.
+            // A failure to write the record must not replace the error. Only an interpreter that shuts down raises
+            // here.
             record => raise_with(py, error, record.unwrap_or_default()),
         }
     }

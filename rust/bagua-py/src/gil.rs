@@ -189,8 +189,7 @@ impl<T: Send> Drop for DropWithoutGil<T> {
             return;
         }
         let mut undropped = Some(inner);
-        // No thread can attach to an interpreter that is shutting down. The value is then dropped below, without the
-        // GIL.
+        // No thread can attach to an interpreter that is shutting down. The value is then dropped below, without GIL.
         let _ = Python::try_attach(|py| {
             let inner = undropped.take();
             py.detach(move || drop(inner));

@@ -98,8 +98,7 @@ impl Handle {
         interrupt::wait_in_slices(py, self.origin.as_ref(), left, |limit| place.wait_for(limit), late)
     }
 
-    /// Ranks of the group that sent the received messages, in the order of the receives; None for a message that has
-    /// not arrived.
+    /// Ranks of the group that sent the received messages, in the order of the receives; None for a message on its way.
     fn senders(&self) -> Vec<Option<usize>> {
         let senders = self.senders.iter().flat_map(|senders| senders.iter());
         senders.map(|rank| Some(rank.load(Ordering::Acquire)).filter(|rank| *rank != core::NO_RANK)).collect()
@@ -128,8 +127,7 @@ impl Handle {
                 }
             });
         };
-        // This keeps the GIL. No thread waits for the GIL while it holds a lock of a handle or of the queue of
-        // callbacks.
+        // This keeps the GIL. No thread waits for the GIL while it holds a lock of a handle or of the callbacks.
         let added = self.core.add_callback(call_later).map_err(|e| errors::raise(py, e))?;
         match added.map(|(_, result)| call_with(&callback, self.origin.as_ref(), &result)) {
             Some(Err(raised)) if raised.is_instance_of::<PyException>(py) => {

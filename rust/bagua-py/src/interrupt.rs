@@ -64,8 +64,7 @@ pub fn fail_group(py: Python<'_>, group: &Group, raised: &PyErr) {
     py.detach(|| group.raise(&kind, &text));
 }
 
-/// Runs work on a new thread. An exception of a signal handler ends the wait, not the work, which its own deadline
-/// ends.
+/// Runs work on a new thread. An exception of a signal handler ends the wait. The work ends by its own deadline.
 pub fn run_on_thread<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T> + Send + 'static,

@@ -70,8 +70,7 @@ fn socket_address(py: Python<'_>, host: &str, port: u16) -> PyResult<SocketAddr>
     parsed.map(|host| SocketAddr::new(host, port)).map_err(|e| errors::raise(py, e))
 }
 
-/// Rank 0's server of a rendezvous. Listens as soon as it is created, on `host` (an IP address) and `port` (0: any free
-/// port).
+/// Rank 0's server of a rendezvous. Listens at once, on `host` (an IP address) and `port` (0: any free port).
 ///
 /// Raises ValueError for an invalid address, BaguaError if the socket cannot be opened.
 #[pyclass(frozen, module = "bagua._bagua")]

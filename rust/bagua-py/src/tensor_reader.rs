@@ -229,8 +229,7 @@ struct Array {
 const PLAIN: c_int = 0x1 | 0x100 | 0x200;
 const WRITEABLE: c_int = 0x400;
 
-/// Address, number of elements, code of the type, dimensions (None for one dimension), and true if the array is
-/// writeable.
+/// Address, number of elements, code of the type, dimensions (None for one dimension), and true if writeable.
 type FoundArray<'py> = (usize, usize, u8, Option<Bound<'py, PyTuple>>, bool);
 
 /// Returns address, number of elements, code of the type, dimensions (None for one dimension), and true if the array is

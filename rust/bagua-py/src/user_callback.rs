@@ -12,8 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 unsafe extern "C-unwind" {
-    // The declaration is PyO3's, except that the function may unwind: unwinding through a function declared otherwise
-    // aborts.
+    // The declaration is PyO3's, except that the function may unwind: unwinding through other functions aborts.
     fn PyObject_CallObject(callable: *mut ffi::PyObject, arguments: *mut ffi::PyObject) -> *mut ffi::PyObject;
 }
 

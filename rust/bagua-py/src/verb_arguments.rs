@@ -108,8 +108,7 @@ pub struct Request {
 pub type Codes = (u8, Option<usize>, Option<usize>, usize, u8, u8, usize);
 
 impl Request {
-    /// Returns the request of these codes and addresses, for this rank of the group. `place` is the device of the
-    /// addresses.
+    /// Returns the request of these codes and addresses, for this rank of the group. `place` is their device.
     ///
     /// # Safety
     /// The promise of [`tensor`], as long as the request lives.

@@ -1,7 +1,6 @@
 //! Handles, numbers and structures of NCCL's interface, by their C names.
 //!
-//! C enumerations are integers here, because a library that is newer than this file may return a number that is not
-//! listed.
+//! C enumerations are integers here, because a library that is newer than this file may return an unlisted number.
 
 #![allow(non_camel_case_types)]
 

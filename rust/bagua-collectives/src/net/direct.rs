@@ -57,8 +57,8 @@ pub(super) struct Partition {
 }
 
 impl Partition {
-    /// Returns the number of pieces that a rank combines. At least one, so that headers are compared even if the shard
-    /// is empty.
+    /// Returns the number of pieces that a rank combines. At least one, so that headers are compared even for an empty
+    /// shard.
     pub fn pieces(&self, owner: usize) -> usize {
         self.shards[owner].len().div_ceil(self.piece).max(1)
     }

@@ -1,5 +1,4 @@
-//! Operations in rounds: in every round, a rank exchanges messages with one or two other ranks and then uses what has
-//! arrived.
+//! Operations in rounds: in each round, a rank exchanges messages with one or two others and then uses them.
 
 use std::ops::Range;
 use std::time::Instant;

@@ -163,8 +163,7 @@ impl Net {
         Ok(())
     }
 
-    /// Runs a reduce. Small tensors go up a tree, and large ones in two phases, the second of which gathers the shards
-    /// on root.
+    /// Runs a reduce. Small tensors go up a tree, and large ones in two phases, of which the second gathers on root.
     pub(super) fn reduce_in_phases(
         &mut self,
         cx: &OpContext<'_>,

@@ -30,8 +30,7 @@ pub(super) struct Cut {
 }
 
 impl Cut {
-    /// Cuts `total` bytes, which must not be 0, into chunks of about equal size: at most `most` bytes, and a multiple
-    /// of `ALIGN`.
+    /// Cuts `total` bytes (not 0) into chunks of about equal size: at most `most` bytes, and a multiple of `ALIGN`.
     pub(super) fn new(total: usize, most: usize) -> Cut {
         let each = total.div_ceil(total.div_ceil(most)).next_multiple_of(ALIGN);
         Cut { total, each, chunks: total.div_ceil(each) }
@@ -76,8 +75,7 @@ pub(super) fn copy_and_own(window: &mut [u8], to: &mut [u8]) {
         to.copy_from_slice(from);
         for line in from.chunks_mut(LINE) {
             let byte = &raw mut line[0];
-            // SAFETY: a byte of the slice. Volatile, because the compiler would remove a store of the value that was
-            // just read.
+            // SAFETY: a byte of the slice. Volatile, because the compiler would remove the store of a value just read.
             unsafe { byte.write_volatile(byte.read_volatile()) };
         }
     }
@@ -87,8 +85,7 @@ pub(super) fn inputs<'a>(ranks: usize, read: impl Fn(usize) -> &'a [u8]) -> Vec<
     (0..ranks).map(|rank| Some(read(rank))).collect()
 }
 
-/// Combines the peers' inputs and this rank's own, which is the range `from` of `io`'s input, into the range `to` of
-/// its output.
+/// Combines the peers' inputs and this rank's (range `from` of `io`'s input) into the range `to` of its output.
 pub(super) fn combine_into<'a>(
     cx: &OpContext<'_>,
     op: ReduceOp,

@@ -41,8 +41,7 @@ pub(super) struct Reduction<'a, 'c> {
     pub(super) cut: Cut,
 }
 
-/// The ranges of a rank's tensor that a step copies while it reduces a chunk. Either may be empty, or shorter than a
-/// chunk.
+/// The ranges of a rank's tensor that a step copies while it reduces a chunk. A range may be empty or short.
 struct Beside<'a> {
     /// Chunk before, into which results are copied from the window.
     out: &'a mut [u8],
@@ -51,7 +50,7 @@ struct Beside<'a> {
 }
 
 impl Reduction<'_, '_> {
-    /// Returns the range that a rank reduces, in a chunk or window of `len` bytes. It starts at the same offset in all
+    /// Returns the range that a rank reduces, in a chunk or window of `len` bytes. Starts at the same offset in all
     /// chunks.
     fn share(&self, segment: &Segment, rank: usize, len: usize) -> Range<usize> {
         let each = self.each(segment);
@@ -62,8 +61,8 @@ impl Reduction<'_, '_> {
         self.cut.each.div_ceil(segment.ranks).next_multiple_of(ALIGN)
     }
 
-    /// Implements the phases of [`super::protocol::Protocol::run`], which must run with `collect` on a rank that gets
-    /// the result.
+    /// Implements the phases of [`super::protocol::Protocol::run`], which runs with `collect` on ranks that get the
+    /// result.
     pub(super) fn phase(&self, segment: &Segment, phase: Phase, buffer: Buffer, io: &mut HostIo<'_>) {
         let (first, chunks) = (self.cut.range(0), self.cut.chunks);
         match phase {

@@ -26,7 +26,7 @@
 //! - **L3.** Only speed depends on the published values, which may be out of date. If two ranks that had stayed find
 //!   the same processor free at the same moment, both may move there, and the later one moves on.
 //!
-//! A limit: the restored mask is the one that the kernel reported, so the thread gets no more processors if its cpuset
+//! A limit: the restored mask is that which the kernel reported, so the thread gets no more processors if its cpuset
 //! grows later.
 //!
 //! Measured with `benchmarks/collectives.py --placement --ranks 2 --sizes 1KiB --peers`, in which ranks of torchrun
@@ -72,8 +72,7 @@ const STAYS: u32 = 1 << 31;
 
 #[derive(Default)]
 pub(super) struct Placement {
-    /// Word that this rank published last: the number of its processor plus one, possibly with [`STAYS`]. 0 before the
-    /// first.
+    /// The last published word: the number of its processor plus one, possibly with [`STAYS`]. 0 before the first.
     published: Cell<u32>,
     /// Number of consecutive waits for a peer on the same processor.
     in_a_row: Cell<u32>,
@@ -133,8 +132,7 @@ impl Placement {
         self.lasted.set(self.lasted.get().saturating_add(1));
     }
 
-    /// Moves this rank if that spreads the ranks more evenly, with pauses between two moves. Returns true if it has
-    /// moved.
+    /// Moves this rank if that spreads the ranks more evenly, with pauses between two moves. Returns true if it moved.
     pub(super) fn spread(&self, segment: &Segment) -> bool {
         if let Some(left) = self.left.get().checked_sub(1) {
             self.left.set(left);
@@ -228,7 +226,7 @@ impl MaskAsleep {
         struct Restore(Processors);
         impl Drop for Restore {
             fn drop(&mut self) {
-                // The kernel refuses only if the cpuset has lost all those processors, and then it gives the thread
+                // The kernel refuses only if the cpuset has lost all those processors, and then gives the thread
                 // others.
                 let _ = set_processors(&self.0);
             }
@@ -275,8 +273,7 @@ fn decide(me: usize, table: &[u32], allowed: impl FnOnce() -> Vec<u32>) -> Decis
     }
 }
 
-/// Returns the pause after a move, from the previous pause (0 for none) and the number of waits since then that needed
-/// no move.
+/// Returns the pause after a move, from the previous pause (0 for none) and the number of later waits without a move.
 fn pause_after(last: u32, lasted: u32) -> u32 {
     if last == 0 || lasted >= LASTING { PAUSE } else { (2 * last).min(LONGEST) }
 }

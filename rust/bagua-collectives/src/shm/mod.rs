@@ -299,8 +299,8 @@ impl Shm {
             Phase::Take(chunk) if me != root => {
                 let range = cut.range(chunk);
                 if segment.ranks == 2 && matches!(buffer, Buffer::Window(_)) {
-                    // SAFETY: W1: the root does not access its window before this rank's next arrival, and there is no
-                    // third rank.
+                    // SAFETY: W1: the root does not access its window before this rank's next arrival, and no third
+                    // rank exists.
                     let window = unsafe { segment.write(root, buffer, 0..range.len()) };
                     copy_and_own(window, &mut data[range]);
                 } else {

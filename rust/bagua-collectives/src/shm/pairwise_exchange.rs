@@ -41,8 +41,7 @@ pub(super) struct Pairwise {
 }
 
 impl Pairwise {
-    /// Implements the phases of [`super::protocol::Protocol::run`]. Uses one window of each rank, that of parity 0
-    /// (X1).
+    /// Implements the phases of [`super::protocol::Protocol::run`]. Uses each rank's window of parity 0 (X1).
     pub(super) fn phase(&self, segment: &Segment, phase: Phase, io: &mut HostIo<'_>) {
         match phase {
             Phase::Fill(0) => {
@@ -74,8 +73,7 @@ impl Pairwise {
         }
     }
 
-    /// Copies a range of the shard for the peer to a window, and the same range of the shard that this rank keeps to
-    /// the output.
+    /// Copies a range of the peer's shard to a window, and that range of this rank's own shard to the output.
     fn copy_in(&self, window: &mut [u8], range: Range<usize>, io: &mut HostIo<'_>) {
         window.copy_from_slice(&io.input()[shifted(range.clone(), self.send)]);
         io.keep_own(shifted(range.clone(), self.keep.0), range.start + self.keep.1);

@@ -108,8 +108,7 @@ impl Averager {
         Ok(Averager { shared, thread: Mutex::new(Some(thread)) })
     }
 
-    /// Waits for at most `limit` until a joining rank has the average of a round in which its own weights did not
-    /// count.
+    /// Waits for at most `limit` until a joining rank has an average in which its own weights did not count.
     pub fn wait_joined(&self, limit: Duration) -> Waited<()> {
         self.wait(limit, |control| !control.is_new)
     }
@@ -196,7 +195,7 @@ impl Averager {
         AveragerStats { unaveraged_steps, ..self.shared.lock().stats.clone() }
     }
 
-    /// Ends the thread, and leaves the group. A round in progress may end first, for at most `limit`. Further calls do
+    /// Ends the thread, and leaves the group. Waits for a round in progress for at most `limit`. Further calls do
     /// nothing.
     pub fn stop(&self, limit: Duration) {
         if !self.shared.owner.is_current() {

@@ -271,8 +271,7 @@ impl Rounds {
         let ranks: Vec<usize> = (0..all.len()).filter(|rank| all[*rank].takes_part).collect();
         let late: Vec<usize> = ranks.iter().copied().filter(|rank| !all[*rank].synchronizes).collect();
         let (set, late) = (self.peers()?.in_job(&ranks), self.peers()?.in_job(&late));
-        // A rank that resumed before another one called `synchronize` may have sent its status before it knew of the
-        // call.
+        // A rank that resumed before another one called `synchronize` may have sent its status before the call.
         let synchronizes = ranks.iter().all(|rank| all[*rank].announced);
         if set != self.set {
             self.view += 1;

@@ -51,8 +51,7 @@ pub struct Settings {
     pub interval: Duration,
     /// Encodes the differences to the last average. `None` for full precision.
     pub codec: Option<Arc<dyn Codec>>,
-    /// True if this rank takes part from the start, false if only from [`Averager::resume`] on. Joining ranks always
-    /// do.
+    /// True if this rank takes part from the start, as joining ranks do; false if only from [`Averager::resume`] on.
     pub takes_part: bool,
     /// Set in an elastic job, in which ranks may be lost and come back. With `None`, a loss ends the averaging.
     pub elastic: Option<Elastic>,
@@ -106,8 +105,7 @@ pub struct AveragerStats {
     pub wire_bytes_sent: u64,
     /// Number of bytes read from sockets.
     pub wire_bytes_received: u64,
-    /// Job ranks that are away without having left, with the reasons. All other ranks if they continued without this
-    /// one.
+    /// Job ranks that are away without having left, with reasons. All other ranks if they left this one behind.
     pub lost: BTreeMap<usize, String>,
     /// Number of times that this rank joined again.
     pub joined: u64,

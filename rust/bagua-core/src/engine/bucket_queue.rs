@@ -198,7 +198,7 @@ impl Engine {
             state.went.fill(false);
         }
         // A complete step succeeds, even if a faster rank has already failed in its next step. The next call returns
-        // that error.
+        // its error.
         if done == 0 || !missing.is_empty() {
             self.worker.check()?;
         }

@@ -86,8 +86,7 @@ impl Handle {
         wait_once(timeout, |limit| self.wait_for(limit), |after| self.timed_out(after))
     }
 
-    /// Blocks until the job is done, for at most `limit`. If the job is a message, this thread makes progress on it
-    /// meanwhile.
+    /// Blocks until the job is done, for at most `limit`. For a message, this thread makes progress meanwhile.
     pub fn wait_for(&self, limit: Duration) -> Waited<()> {
         let start = Instant::now();
         let driver = self.outcome.driver.as_ref().and_then(Weak::upgrade).filter(|_| self.outcome.owner.is_current());

@@ -68,8 +68,8 @@ impl<J, T> Jobs<J, T> {
     /// Starts the thread unless it runs already or the queue was stopped.
     pub(super) fn start(&self, spawn: impl FnOnce() -> Result<T>) -> Result<()> {
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
-        // A stop sets the flag before it takes the thread. If the flag is false here, the stopping caller will join
-        // this thread.
+        // A stop sets the flag before it takes the thread. If the flag is false here, the stopping caller joins this
+        // thread.
         if thread.is_none() && !self.is_stopping() {
             *thread = Some(spawn()?);
         }
@@ -104,8 +104,7 @@ impl<J, T> Jobs<J, T> {
         true
     }
 
-    /// Blocks until there is a job for the thread, and returns it; `name` gives its name. Returns `None` if the queue
-    /// was stopped.
+    /// Blocks until there is a job for the thread, and returns it; `name` gives its name. Returns `None` after a stop.
     pub(super) fn next(&self, name: impl Fn(&mut J) -> String) -> Option<J> {
         let mut state = self.state();
         loop {

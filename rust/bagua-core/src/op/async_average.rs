@@ -12,8 +12,7 @@ use crate::request::{Io, Verb};
 use crate::types::{DType, ReduceOp};
 use crate::wait::lock;
 
-/// Identifies the communication thread as an owner of a weight lock. The averaging thread and callers use other
-/// numbers.
+/// Identifies the communication thread as an owner of a weight lock. Other threads use other numbers.
 const COMMUNICATION: Owner = Owner::MAX - 1;
 
 /// Averages the weights of the ranks that take part, and adds `average - snapshot` to the bucket under the weight lock.

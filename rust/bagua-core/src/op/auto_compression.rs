@@ -33,8 +33,7 @@ pub struct AutoOp {
 
 #[derive(Default)]
 struct Trials {
-    /// Number of communications so far. The bucket's step would not do, because a resumed training must time both
-    /// again.
+    /// Number of communications so far. Not the bucket's step, because a resumed training must time both again.
     count: u64,
     trials: Vec<Trial>,
     /// True if the codec is used after the trials.

@@ -37,8 +37,8 @@ pub struct ExtraTensor {
 pub struct BucketCx<'a> {
     /// Name of the bucket, for error texts.
     pub bucket: &'a str,
-    /// Number of earlier communications of the bucket, counted from its registration or the last `set_step`. Equal on
-    /// all ranks.
+    /// Number of earlier communications of the bucket since its registration or the last `set_step`. Equal on all
+    /// ranks.
     pub step: u64,
     /// The bucket's tensors in order, including padding. All have the same dtype.
     pub tensors: &'a mut [Region],
@@ -81,8 +81,7 @@ fn require(extra: &ExtraTensor, dtype: DType, count: usize) -> Result<()> {
     )))
 }
 
-/// Returns the extra tensor like [`BucketCx::extra`], for callers that use other fields of the [`BucketCx`] at the same
-/// time.
+/// Returns the extra tensor like [`BucketCx::extra`], for callers that also use other fields.
 fn extra_of<'a>(extra: &'a mut [ExtraTensor], bucket: &str, name: &str) -> Result<&'a mut Region> {
     extra
         .iter_mut()
@@ -99,8 +98,7 @@ struct Beside<'a> {
 }
 
 impl<'a> Beside<'a> {
-    /// Makes a tensor readable in `place`: borrows its memory if it is there, and otherwise fills `copy` with its
-    /// values.
+    /// Makes a tensor readable in `place`: borrows its memory if it is there, or else fills `copy`.
     fn read(region: &'a mut Region, copy: &'a mut Vec<u8>, place: DeviceRef<'_>) -> Result<Beside<'a>> {
         let mut beside = Beside::to_fill(region, copy, place);
         if let Some(copy) = &mut beside.copy {

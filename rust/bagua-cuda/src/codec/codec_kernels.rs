@@ -80,8 +80,7 @@ pub(crate) trait Kernels: Send + Sync {
     /// argument is the address of the result and, as in [`Kernels::encode`], of the number of non-finite records.
     ///
     /// # Safety
-    /// As [`Kernels::encode`], for one record of each member from `from` on, and for the result, all aligned to 16
-    /// bytes.
+    /// As [`Kernels::encode`], for a record of each member from `from` on, and for the result, aligned to 16 bytes.
     ///
     /// # Errors
     /// As [`Kernels::encode`].

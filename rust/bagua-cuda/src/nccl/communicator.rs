@@ -215,8 +215,8 @@ impl Communicator {
         }
     }
 
-    /// Ends the communicator, in order after the work of `last` if nothing has failed. Returns true if its work has
-    /// ended.
+    /// Ends the communicator, in order after the work of `last` if nothing has failed. Returns true if it has no work
+    /// left.
     pub(crate) fn end(mut self, last: Option<&Event>) -> bool {
         let ended = self.finish(last);
         if !ended {

@@ -80,8 +80,7 @@ fn combine<E: Element, O: Op<E::Acc>>(op: O, inputs: &[Option<&[u8]>], out: &mut
 #[allow(unsafe_code)]
 fn copy_of<'a>(bytes: &[u8], into: &'a mut [MaybeUninit<u8>; BLOCK]) -> &'a [u8] {
     let into = &mut into[..bytes.len()];
-    // SAFETY: `into` has the length of `bytes` and is fully written before it is read, as u8, which has the same
-    // layout.
+    // SAFETY: `into` has the length of `bytes` and is fully written before it is read, as u8 of equal layout.
     unsafe {
         into.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
         std::slice::from_raw_parts(into.as_ptr().cast(), into.len())
@@ -113,8 +112,7 @@ fn combine_everywhere<E: Element, O: Op<E::Acc>>(
             [first, second] => {
                 both::<E, O>(op, left, E::units_mut(&mut first[now.clone()]), E::units_mut(&mut second[now]));
             }
-            // Four is a common number of ranks per host. Without accumulators in memory, it is a third faster than
-            // `many`.
+            // Four is a common number of ranks per host. This is a third faster than `many`.
             [a, b, c, d] => {
                 four::<E, O>(
                     op,

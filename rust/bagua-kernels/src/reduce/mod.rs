@@ -44,8 +44,7 @@ use zen4::{Bf16x32 as ZenBf16, F16x32 as ZenF16, F32x16 as ZenF32, Zen4};
 
 use crate::types::{DType, ReduceOp};
 
-/// Size in bytes of a block of [`combine_everywhere_after`]. 256 and 512 are equally fast, 1 KiB 4 % slower, 4 KiB 15
-/// %.
+/// Size in bytes of a block of [`combine_everywhere_after`]. 256 is as fast, 1 KiB 4 % slower, 4 KiB 15 %.
 const STRETCH: usize = 512;
 
 /// Computes `out = inputs[0] op inputs[1] op …`, element by element, strictly in the order given.
@@ -100,8 +99,7 @@ pub fn combine_everywhere_on(level: &str, dtype: DType, op: ReduceOp, parts: &mu
     combine_everywhere_at(level, dtype, op, parts, usize::MAX, &mut |_, _| {});
 }
 
-/// Computes the sum as [`combine`] does, divided by `divisor` before rounding: an average over more ranks than there
-/// are inputs.
+/// Computes the sum as [`combine`] does, divided by `divisor` before rounding: an average over more ranks than inputs.
 ///
 /// # Panics
 /// As [`combine`], and if the dtype is neither float nor complex.

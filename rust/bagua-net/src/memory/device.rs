@@ -25,8 +25,7 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
     /// Returns the name for errors and reports, for example "toy:0".
     fn name(&self) -> &str;
 
-    /// Returns the kind of device, which is never 0 (the host). Ranks compare the kind, which is part of an operation's
-    /// fingerprint.
+    /// Returns the kind of device, which is never 0 (the host). Ranks compare it, as part of the fingerprint.
     fn kind(&self) -> u8;
 
     /// Copies `into.len()` bytes from device memory to the host.
@@ -42,16 +41,15 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
     /// during the copy.
     unsafe fn copy_from_host(&self, from: &[u8], to: NonNull<u8>) -> Result<()>;
 
-    /// Creates the device state for operations on a bucket. Runs on the communication thread when the bucket is
-    /// registered.
+    /// Creates the device state for operations on a bucket. Runs on the communication thread at registration.
     fn prepare(&self) -> Result<()> {
         Ok(())
     }
 
     /// Makes the next operations on the bucket wait for the work that is queued on `stream` now.
     ///
-    /// Runs on the thread that marks a tensor as ready, which must not wait for the device. Has no effect if it returns
-    /// an error.
+    /// Runs on the thread that marks a tensor as ready, which must not wait for the device. If it fails, it has no
+    /// effect.
     ///
     /// # Errors
     /// `NotImplemented` if the device cannot follow this stream, or the errors of the device.
@@ -154,8 +152,8 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
 
 /// A time stamp in a device's work, made by [`Device::stamp`].
 pub trait Stamp: Any + Send {
-    /// Returns the seconds from this stamp to a later one of the same device. Waits until the device has reached the
-    /// later one.
+    /// Returns the seconds from this stamp to a later one of the same device. Waits until the device has reached that
+    /// one.
     ///
     /// # Errors
     /// Returns the errors of the device, or the first cause of the group's failure.
@@ -375,8 +373,8 @@ impl<'a> BufferMut<'a> {
         unsafe { BufferMut::new(self.bytes.ptr, self.bytes.len, self.bytes.device) }
     }
 
-    /// Returns `len` uninitialized bytes for steps of the running operation: the device's own memory, or `memory` on
-    /// the host.
+    /// Returns `len` uninitialized bytes for steps of the running operation: the device's memory, or `memory` on the
+    /// host.
     ///
     /// # Errors
     /// As [`Device::room`].

@@ -140,8 +140,7 @@ impl Region {
     /// Returns the bytes for writing.
     #[inline]
     pub fn buffer_mut(&mut self) -> BufferMut<'_> {
-        // SAFETY: valid and writable for len() bytes by the promise of `new` or `on`. `&mut self` is the core's only
-        // access.
+        // SAFETY: valid and writable for len() bytes by the promise of `new` or `on`. `&mut self` is the only access.
         unsafe { BufferMut::new(self.ptr, self.len(), self.device.as_ref()) }
     }
 
@@ -196,8 +195,7 @@ impl Region {
         Region::as_one(parts, on_device, true, scratch, work)
     }
 
-    /// Calls `work` with all `parts` as one buffer for reading, as [`Region::whole`] does for writing. Nothing is
-    /// copied back.
+    /// Calls `work` with all `parts` as one buffer for reading, as [`Region::whole`] does for writing.
     ///
     /// # Errors
     /// As [`Region::whole`].

@@ -166,8 +166,7 @@ impl SharedArena {
     /// Returns the bytes.
     ///
     /// # Safety
-    /// While the slice exists, no code may write to the bytes: neither this process, nor a peer as part of an
-    /// operation.
+    /// While the slice exists, no code may write to the bytes: neither this process nor a peer's operation.
     pub unsafe fn bytes(&self) -> &[u8] {
         // SAFETY: by this function's promise.
         unsafe { self.mapping().slice(0..self.len()) }
@@ -176,8 +175,7 @@ impl SharedArena {
     /// Returns the bytes for writing.
     ///
     /// # Safety
-    /// While the slice exists, no other code may read or write the bytes, except the operation that the slice is passed
-    /// to.
+    /// While the slice exists, no other code may read or write the bytes, except an operation that gets the slice.
     #[expect(clippy::mut_from_ref, reason = "tensors use the memory; only the caller knows which are in use")]
     pub unsafe fn bytes_mut(&self) -> &mut [u8] {
         // SAFETY: by this function's promise.

@@ -1,7 +1,6 @@
 //! The lock between the threads that use the weights and the thread that averages them. First come, first served.
 //!
-//! Terms: a "training hold" is the lock as held by a training step, from its forward pass to the end of its backward
-//! pass.
+//! Terms: a "training hold" is the lock as held by a training step from its forward to the end of its backward.
 //!
 //! Invariants, quoted by the tests:
 //!
@@ -150,8 +149,7 @@ impl WeightLock {
         }
     }
 
-    /// True if this owner holds the lock and the hold cannot lapse. A wait by this thread for another owner would then
-    /// never end.
+    /// True if this owner holds the lock and the hold cannot lapse. This thread must then not wait for another owner.
     pub fn is_used_by(&self, owner: Owner) -> bool {
         let state = self.state();
         state.holder.as_ref().is_some_and(|holder| holder.owner == owner && holder.lapses_in().is_none())

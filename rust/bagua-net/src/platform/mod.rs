@@ -134,8 +134,7 @@ pub fn expedite(stream: BorrowedFd<'_>) -> io::Result<()> {
     socket2::SockRef::from(&stream).set_priority(INTERACTIVE)
 }
 
-/// Returns the number of bytes sent on a connection that the peer has not acknowledged, or `None` if the kernel
-/// refuses.
+/// Returns the number of sent bytes that the peer has not acknowledged, or `None` if the kernel refuses.
 pub fn unsent(stream: &TcpStream) -> Option<usize> {
     const OUTQ: Opcode = libc::TIOCOUTQ as Opcode;
     // SAFETY: on a socket, this request writes one int (tcp(7), SIOCOUTQ).

@@ -83,8 +83,8 @@ impl LaneRecorder {
         Some(Ticket(n))
     }
 
-    /// Records that the communication thread took a queued job. The first operation of the job then begins with the
-    /// same ticket.
+    /// Records that the communication thread took a queued job. The job's first operation then begins with the same
+    /// ticket.
     pub fn start(&self, ticket: Ticket) {
         let now = self.recorder.clock.now();
         if let Some(job) = lock(&self.recorder.queues).waiting.get_mut(&ticket.0) {
@@ -133,8 +133,7 @@ impl LaneRecorder {
         Some(Running { n, place })
     }
 
-    /// Records that an operation ended. `failure` is the error and this process's world rank, which never counts as
-    /// missing.
+    /// Records that an operation ended. `failure` is the error and this process's world rank, which is never missing.
     #[inline]
     pub fn end(&self, Running { n, place }: Running, failure: Option<(&Error, usize)>) {
         let LaneRecorder { recorder, lane } = self;
@@ -295,8 +294,7 @@ impl Ring {
         }
     }
 
-    /// Appends the operations numbered `oldest` or above, and older ones that still run, to `found` in no particular
-    /// order.
+    /// Appends the operations numbered `oldest` or above, and older ones that still run, to `found` in any order.
     pub fn read(&self, oldest: u64, found: &mut Vec<Begun>) {
         let start = found.len();
         for chunk in self.chunks.iter().filter_map(OnceLock::get) {

@@ -83,8 +83,7 @@ impl FlightRecorder {
 
     /// Returns the last operations, oldest first, preceded by older operations that still run.
     pub fn operations(&self) -> Vec<Operation> {
-        // An operation that is just beginning may have its number but not its slot yet, so try again if a number is
-        // missing.
+        // An operation that is just beginning may have its number but not its slot yet, so retry if one is missing.
         for _ in 0..100 {
             let found = self.read();
             let last: Vec<u64> = found.iter().rev().map(|op| op.n).take(CAPACITY).collect();

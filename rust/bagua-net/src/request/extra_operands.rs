@@ -13,16 +13,14 @@ pub struct Compression<'a> {
     pub divisor: usize,
     /// Number of the call, which seeds codecs with random rounding. Equal on all members.
     pub draw: u64,
-    /// Number of elements that carry values. The elements after them are padding: they count as zeros, and are zero
-    /// afterwards.
+    /// Number of elements that carry values. The others are padding: they count as zeros, and are zero afterwards.
     pub elements: usize,
     /// Number of elements at the end of the padding that carry values after all. They are not encoded: the members add
     /// them in member order, and do not divide them.
     pub exact: usize,
 }
 
-/// The weights that the compressed ring assumes on each rank. All three have the length of the weights and lie on the
-/// same device.
+/// The weights that the compressed ring assumes on each rank. All three have the weights' length and device.
 pub struct Replicas<'a> {
     /// This rank's weights as both neighbours know them.
     pub own: BufferMut<'a>,

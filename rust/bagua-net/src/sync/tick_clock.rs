@@ -77,8 +77,8 @@ fn has_counter() -> bool {
 #[cfg(target_arch = "x86_64")]
 #[inline]
 fn counter() -> u64 {
-    // SAFETY: every 64-bit x86 processor has the instruction, and Linux allows it unless the process itself forbids it
-    // with prctl.
+    // SAFETY: every 64-bit x86 processor has the instruction, and Linux allows it unless the process forbids it by
+    // prctl.
     unsafe { std::arch::x86_64::_rdtsc() }
 }
 

@@ -116,8 +116,7 @@ pub trait Transport: Send {
     /// one byte, the next call may start with different bytes.
     fn send(&mut self, head: &[u8], body: &[u8]) -> Result<usize, Broken>;
 
-    /// Receives into a prefix of `into`, which must not be empty. Returns the length of that prefix: 0 if no bytes have
-    /// arrived.
+    /// Receives into a prefix of `into`, which must not be empty. Returns the length of that prefix: 0 if none arrived.
     fn recv(&mut self, into: &mut [u8]) -> Result<usize, Broken>;
 
     /// Returns how to wait after a call that returned 0.

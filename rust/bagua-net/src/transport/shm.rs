@@ -25,11 +25,9 @@ use crate::memory::Arena;
 use crate::sync::{AtomicU32, AtomicU64, buffer_len};
 use crate::wait::{BellWords, Doorbell};
 
-/// Size of two cache lines. The hardware prefetches lines in pairs, and words of different writers must not share a
-/// pair.
+/// Size of two cache lines. The hardware prefetches lines in pairs, and different writers must not share a pair.
 const LINE: usize = 128;
-/// Size of a rank's block: its doorbell, and its [`CLOSED`] flag, which is written only once and thus has its own
-/// lines.
+/// Size of a rank's block: its doorbell, and its [`CLOSED`] flag, which is written only once and has its own lines.
 const BLOCK: usize = 2 * LINE;
 /// Offset in a block of the flag that says whether its rank has closed its ends of all rings.
 const CLOSED: usize = LINE;
@@ -130,8 +128,7 @@ impl Ring {
         let start = self.position();
         let first = taken.min(self.capacity - start);
         let data = self.offset + DATA;
-        // SAFETY: the reader accesses only bytes between its counter and our published counter, and `room` excludes
-        // those.
+        // SAFETY: the reader accesses only bytes between its counter and our published counter, which `room` excludes.
         unsafe {
             self.arena.slice_mut(data + start..data + start + first).copy_from_slice(&bytes[..first]);
             self.arena.slice_mut(data..data + taken - first).copy_from_slice(&bytes[first..taken]);

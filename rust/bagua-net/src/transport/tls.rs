@@ -189,8 +189,7 @@ pub struct Session {
     closed: bool,
     /// True once a first record from the peer has been seen.
     is_tls: bool,
-    /// Error that ended the session. After it, rustls is not called any more, because it would process the same bytes
-    /// again.
+    /// Error that ended the session. After it, rustls is not called, because it would read the same bytes again.
     failed: Option<Fault>,
 }
 
@@ -282,12 +281,10 @@ impl Session {
         Some(self.incoming.filled())
     }
 
-    /// Reads decrypted bytes into `into`, which must not be empty. Returns their number, which is 0 at the end of the
-    /// stream.
+    /// Reads decrypted bytes into `into`, which must not be empty. Returns their number, 0 at the end of the stream.
     ///
     /// # Errors
-    /// `WouldBlock` if there are none now, [`TlsFault`] for bytes that are not what the peer sent, and errors of the
-    /// socket.
+    /// `WouldBlock` if there are none now, [`TlsFault`] for bytes that the peer did not send, and errors of the socket.
     pub fn read(&mut self, into: &mut [u8], mut recv: impl FnMut(&mut [u8]) -> io::Result<usize>) -> io::Result<usize> {
         let mut filled = 0;
         loop {
@@ -418,8 +415,7 @@ impl Session {
         Ok(count)
     }
 
-    /// Processes received records until there is a result. Returns the next step, and the number of bytes decrypted
-    /// into `into`.
+    /// Processes received records until there is a result. Returns the next step, and the bytes decrypted into `into`.
     fn advance(&mut self, into: &mut [u8], request: Request<'_>) -> io::Result<(Next, usize)> {
         if let Some(failed) = &self.failed {
             return Err(fault(failed.clone()));
@@ -427,8 +423,7 @@ impl Session {
         let advanced = self.process(into, request);
         if let Err(failed) = &advanced {
             self.failed = Some(failed.clone());
-            // rustls first encodes its waiting messages, the last of which is the alert, before it processes anything
-            // else.
+            // rustls first encodes its waiting messages, the last of which is the alert, before all else.
             while self.wants_write() && self.process(&mut [], Request::Nothing).is_ok() {}
         }
         advanced.map_err(fault)

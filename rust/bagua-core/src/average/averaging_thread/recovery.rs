@@ -24,7 +24,7 @@ const LONG_GLANCE: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(100);
 
 impl Rounds {
-    /// Continues in a smaller group after a rank left or, in an elastic job, was lost. Any other failure ends the
+    /// Continues in a smaller group after a rank left or, in an elastic job, was lost. Other failures end the
     /// averaging.
     pub(super) fn recover(&mut self, error: Error) -> Result<()> {
         let mut error = error;
@@ -59,8 +59,7 @@ impl Rounds {
         }
     }
 
-    /// Notes that these ranks are away. The reason is that of `cause` if `cause` names the rank, and `otherwise` if
-    /// not.
+    /// Notes that these ranks are away. The reason is that of `cause` if it names the rank, or else `otherwise`.
     fn note_lost(&self, lost: &[usize], cause: &Error, otherwise: &str) {
         let mut control = self.shared.lock();
         for rank in lost {

@@ -1,5 +1,4 @@
-//! The posted sends and receives of a messenger and their progress, the messages without a receive, and the frames of
-//! all of them.
+//! The posted sends and receives of a messenger, their progress, messages without a receive, and the frames of all.
 
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
@@ -183,8 +182,7 @@ impl PostedMessages {
         self.push(to, false, Header { frame, length, ..announces });
     }
 
-    /// Adds a receive. If its message was already announced, answers the sender. Returns how the two differ, if they
-    /// do.
+    /// Adds a receive. Answers the sender of a message that was already announced. Returns how the two differ.
     pub(super) fn receive(
         &mut self,
         call: u64,
@@ -334,8 +332,7 @@ impl PostedMessages {
         }
     }
 
-    /// Returns the first call whose deadline has passed: its timeout, the group ranks that it waits for, and its
-    /// progress.
+    /// Returns the first call whose deadline has passed: its timeout, the ranks that it waits for, and its progress.
     pub(super) fn overdue(&self) -> Option<(Duration, Vec<usize>, Progress)> {
         let (number, call) = self.calls.iter().find(|(_, call)| call.deadline.passed())?;
         let mut missing: Vec<usize> = self.waited_for(|call| call == *number).flatten().collect();

@@ -413,8 +413,8 @@ impl MessengerShared {
         ready
     }
 
-    /// Ends every call, tells the peers that no more messages follow, and waits a moment until they have received what
-    /// was sent.
+    /// Ends every call, tells the peers that no more messages follow, and waits a moment until they have received
+    /// everything.
     fn finish(&self) {
         let mut state = lock(&self.state);
         state.closed = true;

@@ -14,7 +14,7 @@ use crate::platform::Waker;
 use crate::transport::SPIN;
 use crate::wait::{SLICE, lock, wait_on_for};
 
-/// How long the thread of messages rests after a caller made progress. Callers that send and receive in turn come back
+/// How long the thread of messages rests after a caller made progress. Callers that send and receive in turn return
 /// sooner.
 const REST: Duration = Duration::from_millis(2);
 
@@ -98,8 +98,8 @@ impl<T> Turns<T> {
         while !*called {
             called = wait_on_for(&self.calls, called, pause);
             let drives = self.drives.load(SeqCst);
-            // If a caller waits for long, this thread need not check often. If other callers wait too, the caller wakes
-            // this thread.
+            // If a caller waits for long, this thread need not check often. If others wait too, the caller wakes this
+            // thread.
             pause = if drives == seen { (2 * pause).min(SLICE) } else { REST };
             if drives == std::mem::replace(&mut seen, drives) && !self.is_driven() {
                 break;
@@ -121,8 +121,7 @@ impl<T> Turns<T> {
         if !done() && !self.driven.swap(true, SeqCst) {
             let over = self.drive_alone(done, limit, round);
             self.driven.store(false, SeqCst);
-            // Callers that started to wait before this line are asleep. Callers that come later make progress
-            // themselves.
+            // Callers that started to wait before this line are asleep. Later callers make progress themselves.
             if over || self.waiting.load(SeqCst) > 1 {
                 *lock(&self.called) = true;
                 self.calls.notify_one();
@@ -159,8 +158,7 @@ impl<T> Turns<T> {
                 Round::Idle => {}
                 Round::Over => return true,
             }
-            // Checked last, so that calls with no time to wait make progress too. The thread rests as long as they
-            // come.
+            // Checked last, so that calls with no time to wait make progress too. The thread rests meanwhile.
             if start.elapsed() >= limit {
                 break;
             }

@@ -11,8 +11,7 @@
 //! The error is at most scale / 2 for magnitudes up to 7 * 65504. Larger ones decode to that magnitude with their sign,
 //! so that every finite element stays finite.
 //!
-//! If an element is not finite, its block has the scale NaN and q = 0. A scale that is negative or not finite decodes to
-//! NaN.
+//! If an element is not finite, its block has the scale NaN and q = 0. Negative or non-finite scales decode to NaN.
 
 mod kernel;
 #[cfg(test)]

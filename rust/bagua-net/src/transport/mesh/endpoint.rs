@@ -151,8 +151,7 @@ impl Endpoint {
         self.streams.first().map(|stream| stream.link.name())
     }
 
-    /// Returns, for each stream to wait for, how to wait, and whether the wait is for bytes to receive and for room to
-    /// send.
+    /// Returns for each stream to wait for: how to wait, and if the wait is for bytes to receive or for room to send.
     pub fn waits(&self, frames: &dyn Frames) -> impl Iterator<Item = (Readiness<'_>, bool, bool)> {
         let (expects, following) = (frames.expects(self.peer), frames.following(self.peer));
         self.streams.iter().filter_map(move |stream| {

@@ -417,8 +417,8 @@ impl Mesh {
         }
     }
 
-    /// Sleeps for at most [`SLICE`], until a stream may be able to move bytes. `rings` was read before the streams were
-    /// last polled.
+    /// Sleeps for at most [`SLICE`], until a stream may move bytes. `rings` was read before the streams were last
+    /// polled.
     fn sleep(&self, transfer: &mut Transfer<'_, '_>, run: &Run<'_>, rings: u32) {
         let mut descriptors = Vec::with_capacity(self.active.len());
         let (mut by_bell, mut by_polling) = (false, false);

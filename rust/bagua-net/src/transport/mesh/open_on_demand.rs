@@ -38,8 +38,7 @@ pub trait OpenStreams: Send {
     /// If a stream cannot be opened, for example for lack of file descriptors.
     fn begin(&mut self, cx: &OpContext<'_>, batches: &[(usize, Batch)]) -> Result<()>;
 
-    /// Returns the new streams to a peer for which `begin` was called, each once. Not called again when all have been
-    /// opened.
+    /// Returns the new streams to a peer for which `begin` was called, each once. Not called again once all are open.
     ///
     /// # Errors
     /// If the peer refused a stream.
