@@ -433,7 +433,6 @@ fn two_shot<E: RecordExchange + ?Sized>(
     Ok(())
 }
 
-/// Runs two-shot with the tensor and the records on a device.
 fn two_shot_on<E: RecordExchange + ?Sized>(
     codec: &mut dyn DeviceCodec,
     exchange: &mut E,
@@ -578,7 +577,6 @@ fn combine(
     Ok(())
 }
 
-/// Adds the inputs in `decoded`, each as long as `result`, and divides the sum.
 fn sum_all(dtype: DType, decoded: &[u8], result: &mut [u8], divisor: usize) {
     let inputs: Vec<_> = decoded.chunks(result.len()).map(Some).collect();
     sum_over(dtype, &inputs, result, divisor);

@@ -96,7 +96,6 @@ pub fn check_operands(verb: Verb<'_>, dtype: DType, io: &Io<'_>, extra: &Extra<'
     }
 }
 
-/// Checks that the replicas of the compressed ring are as long as the weights and on the same device.
 fn check_replicas(dtype: DType, weights: &BufferMut<'_>, extra: &Extra<'_>) -> Result<()> {
     let Replicas { own, left, right } = extra.replicas.as_ref().ok_or_else(gossip::no_replicas)?;
     for replica in [own, left, right] {
@@ -165,7 +164,6 @@ pub fn check_layouts(
     Ok(())
 }
 
-/// Checks that every rank has a part, and that every part lies within the `all` elements of the buffer.
 fn check_parts(parts: &PartLayout<'_>, all: usize, size: usize, what: &str) -> Result<()> {
     for (name, given) in [("counts", parts.counts.len()), ("displacements", parts.displs.len())] {
         if given != size {

@@ -20,7 +20,6 @@ const REASON: usize = 32;
 /// The content of a rank's record.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Candidate {
-    /// The collective that the rank's caller requests.
     pub(crate) requested: Requested,
     /// Version number of the rank's NCCL, or 0 if NCCL cannot be used.
     pub(crate) nccl: i32,
@@ -47,7 +46,6 @@ impl Candidate {
         record
     }
 
-    /// Decodes a record of [`RECORD`] bytes.
     pub(crate) fn from_record(record: &[u8]) -> Candidate {
         let bytes = |at: usize| <[u8; 16]>::try_from(&record[at..at + 16]).expect("sixteen");
         let version = <[u8; 4]>::try_from(&record[4..8]).expect("four");

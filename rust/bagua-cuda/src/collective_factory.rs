@@ -57,7 +57,6 @@ struct OnDevices {
     chosen: Option<Choice>,
     /// With the choice `nccl`, the communicator of all ranks. With `hier`, that of this host's ranks, if several.
     nccl: Option<Communicator>,
-    /// State of the lane on the devices that it has used.
     lane_devices: Vec<Arc<LaneDevice>>,
     /// The bucket operations that the ranks have compared.
     compared: Compared,

@@ -22,7 +22,6 @@ use crate::memory::Scratch;
 use crate::reduce_on_device::Reduction;
 
 pub(crate) struct CodecOnDevice {
-    /// The device, which is an [`OperationDevice`].
     device: Arc<dyn Device>,
     kernels: Box<dyn Kernels>,
 }

@@ -95,7 +95,6 @@ impl Context {
         let _ = self.nccl.set(source);
     }
 
-    /// Returns the source of NCCL, or `None` before [`Context::find_nccl_with`].
     pub(crate) fn nccl(&self) -> Option<&Source> {
         self.nccl.get()
     }

@@ -226,7 +226,6 @@ impl OperationDevice {
         Ok(())
     }
 
-    /// Returns the event of the operation's end on the device.
     pub(crate) fn done(&self) -> Result<Arc<Event>> {
         let mut done = lock(&self.done);
         match &*done {

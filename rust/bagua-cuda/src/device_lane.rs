@@ -78,7 +78,6 @@ pub struct LaneDevice {
     /// Streams and pinned memory, locked by the thread that runs the lane's operations.
     buffers: Mutex<Buffers>,
     held: Mutex<Vec<Held>>,
-    /// Event at the end of the last operation.
     last: Mutex<Option<Arc<Event>>>,
 }
 
@@ -106,7 +105,6 @@ pub(crate) struct Copier {
     pub(crate) left: [Event; 2],
     /// Memory of the device, by its use: address and size in bytes.
     rooms: [Option<(usize, usize)>; 2],
-    /// Counters of non-finite records, by the kind of operation.
     nonfinite: Vec<(Kind, Arc<NonFinite>)>,
 }
 
@@ -137,7 +135,6 @@ impl std::fmt::Debug for NonFinite {
     }
 }
 
-/// Use that an operation makes of a lane's memory on a device.
 #[derive(Clone, Copy)]
 pub(crate) enum Use {
     /// Gathers tensors that are not adjacent.

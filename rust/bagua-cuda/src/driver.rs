@@ -18,7 +18,6 @@ use crate::error::{Error, Result};
 use crate::error_names::error_name;
 use crate::shared_library::Library;
 
-/// Number of bytes for a device's name. Longer names are cut off.
 const NAME_BYTES: usize = 256;
 
 /// A loaded `libcuda`, which may or may not work.
@@ -109,7 +108,6 @@ fn version(library: &Library) -> Option<i32> {
     (unsafe { call_in!(library, driver::cuDriverGetVersion(&raw mut version)) } == Ok(0)).then_some(version)
 }
 
-/// Initialises the driver and describes all devices.
 fn devices(library: &Library) -> Result<Vec<Device>> {
     // SAFETY: the only valid flag is 0, and the function may be called again.
     check(library, "cuInit", unsafe { call_in!(library, driver::cuInit(0)) }?)?;

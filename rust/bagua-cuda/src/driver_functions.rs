@@ -55,7 +55,6 @@ functions! {
     cuThreadExchangeStreamCaptureMode
 }
 
-/// Calls a function of an [`Api`] and returns its code.
 macro_rules! call {
     ($api:expr, $name:ident($($argument:expr),* $(,)?)) => {
         $crate::calls::call_at!($api.functions.$name, driver::$name($($argument),*))
@@ -100,7 +99,6 @@ impl Api {
         if code == 0 { Ok(()) } else { Err(self.failure(device, function, code)) }
     }
 
-    /// Returns the error of a call that returned this code.
     pub(crate) fn failure(&self, device: i32, function: &CStr, code: Code) -> Error {
         // `_v2` is part of the symbol but not of the function's name in the documentation.
         let api = function.to_string_lossy().trim_end_matches("_v2").to_owned();

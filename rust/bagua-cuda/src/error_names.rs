@@ -10,7 +10,6 @@ use crate::shared_library::line;
 
 pub(crate) type GetErrorName = unsafe extern "C" fn(Code, *mut *const c_char) -> Code;
 
-/// The errors of `cuInit`.
 const INIT_ERRORS: [CUresult; 12] = [
     CUresult::CUDA_ERROR_INVALID_VALUE,
     CUresult::CUDA_ERROR_OUT_OF_MEMORY,

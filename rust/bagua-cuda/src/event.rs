@@ -62,7 +62,6 @@ impl Event {
         Ok(f64::from(milliseconds) * 1e-3)
     }
 
-    /// Returns true if the event was reached. Does not wait.
     pub(crate) fn is_reached(&self) -> Result<bool> {
         let _entered = self.context.enter()?;
         // SAFETY: the event exists.

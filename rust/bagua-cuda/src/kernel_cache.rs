@@ -17,7 +17,6 @@ const HEADER: usize = 8 + 8 + 32;
 /// A folder of machine code by name.
 #[derive(Clone, Debug, Default)]
 pub struct Cache {
-    /// Folder of the entries. `None` if the cache keeps nothing.
     folder: Option<PathBuf>,
 }
 

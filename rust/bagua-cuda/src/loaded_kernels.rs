@@ -11,7 +11,6 @@ use crate::kernels::Program;
 /// Returns the machine code of a program for an architecture. Takes seconds if it is not in the cache.
 pub type Compiler = Box<dyn Fn(&'static Program, i32) -> Result<Vec<u8>> + Send + Sync>;
 
-/// A kernel of a loaded program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Kernel(pub(crate) CUfunction);
 
@@ -20,7 +19,6 @@ unsafe impl Send for Kernel {}
 // SAFETY: as above.
 unsafe impl Sync for Kernel {}
 
-/// The kernels of a context.
 #[derive(Default)]
 pub(crate) struct Kernels {
     /// Compiler of the kernels, set when the device is first used.

@@ -79,7 +79,6 @@ impl Search<'_> {
 pub struct Library {
     /// dlopen's handle, valid until the process ends.
     handle: NonNull<c_void>,
-    /// Name of the library in error texts.
     name: &'static str,
     /// Path of the file, as the loader reports it.
     path: PathBuf,
@@ -128,7 +127,6 @@ impl Library {
         NonNull::new(unsafe { libc::dlsym(self.handle.as_ptr(), name.as_ptr()) })
     }
 
-    /// Returns the address of a symbol.
     pub(crate) fn address(&self, name: &'static CStr) -> Result<NonNull<c_void>> {
         self.symbol(name).ok_or_else(|| self.lacks(name))
     }

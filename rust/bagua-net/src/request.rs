@@ -143,7 +143,7 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// Returns how many times source and destination hold the fingerprint's count of elements, for so many ranks.
+    /// X
     pub const fn shards(self, ranks: usize) -> (usize, usize) {
         match self {
             Layout::Equal | Layout::Parts => (1, 1),

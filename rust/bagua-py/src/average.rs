@@ -49,7 +49,6 @@ const LEGACY: usize = 1;
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct WeightLock {
     core: Arc<memory::WeightLock>,
-    /// The order of streams, if the weights are averaged on a device.
     order: OnceLock<Arc<WeightOrder>>,
     /// The devices of buckets whose operations take the lock.
     places: Mutex<Vec<Arc<OperationDevice>>>,

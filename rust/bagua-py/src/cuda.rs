@@ -157,7 +157,6 @@ impl CudaLibraries {
     }
 }
 
-/// Returns a `BaguaError` with the error's text.
 fn raise(py: Python<'_>, error: &bagua_cuda::Error) -> PyErr {
     let raised = || -> PyResult<PyErr> {
         Ok(PyErr::from_value(py.import("bagua.errors")?.getattr("BaguaError")?.call1((error.to_string(),))?))

@@ -22,7 +22,6 @@ pub const SETTING: &str = "value of BAGUA_CUDA_COLLECTIVE";
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct CudaDevice {
     context: Arc<Context>,
-    /// State of the device for calls without a group.
     lane_device: Arc<LaneDevice>,
 }
 

@@ -39,7 +39,6 @@ impl Engine {
         Engine { core: DropWithoutGil::new(Arc::new(core)), group, origin, tensors: Mutex::default(), lane_devices }
     }
 
-    /// Returns the element type and the device of a registered tensor.
     fn tensor(&self, number: usize) -> Option<(DType, Option<Arc<OperationDevice>>)> {
         lock(&self.tensors).get(number).cloned()
     }

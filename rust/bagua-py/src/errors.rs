@@ -90,7 +90,6 @@ pub fn raise(py: Python<'_>, error: Error) -> PyErr {
     raise_with(py, error, (None, String::new()))
 }
 
-/// Returns the exception of [`raise`], with the path of a flight record and the text about the record.
 fn raise_with(py: Python<'_>, error: Error, record: (Option<String>, String)) -> PyErr {
     let code = error.os_error().and_then(std::io::Error::raw_os_error);
     let original = error.exception().and_then(|exception| take_exception(&*exception.original));

@@ -23,7 +23,6 @@ pub struct Handle {
     origin: Option<Origin>,
     /// Senders of the messages that a receive has got.
     senders: Option<core::Senders>,
-    /// The device that finishes the operation, if it runs on one.
     device: Option<Arc<OperationDevice>>,
 }
 
@@ -151,7 +150,6 @@ impl Handle {
     }
 }
 
-/// Calls a callback with the error of an operation, or None.
 fn call_with(callback: &Bound<'_, PyAny>, origin: Option<&Origin>, result: &Result<()>) -> PyResult<()> {
     let py = callback.py();
     let exception = |error: &Error| match origin {

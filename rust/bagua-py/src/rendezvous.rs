@@ -64,7 +64,6 @@ pub fn rendezvous_tcp(
     })
 }
 
-/// Returns the socket address of an IP address and a port.
 fn socket_address(py: Python<'_>, host: &str, port: u16) -> PyResult<SocketAddr> {
     let parsed = host.parse().map_err(|e| Error::InvalidArgument(format!("host '{host}' is not an IP address: {e}")));
     parsed.map(|host| SocketAddr::new(host, port)).map_err(|e| errors::raise(py, e))
@@ -76,7 +75,6 @@ fn socket_address(py: Python<'_>, host: &str, port: u16) -> PyResult<SocketAddr>
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct RendezvousServer {
     address: SocketAddr,
-    /// The server. `None` after `serve`.
     server: Mutex<Option<group::RendezvousServer>>,
 }
 

@@ -34,7 +34,6 @@ struct DlTensor {
     byte_offset: u64,
 }
 
-/// DLPack's `DLPackExchangeAPI`.
 #[repr(C)]
 struct ExchangeApi {
     major: u32,
@@ -50,7 +49,6 @@ struct ExchangeApi {
 /// Writes the `DLTensor` of an object; returns -1 and sets a Python exception on failure.
 type Describe = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
 
-/// Name of the capsules of exchange tables.
 const CAPSULE_NAME: &CStr = c"dlpack_exchange_api";
 
 /// The major version of the structs above.

@@ -99,7 +99,6 @@ pub fn messages(kind: Kind, dtype: DType, count: usize) -> Announced<'static> {
 pub struct Request {
     verb: Verb<'static>,
     dtype: DType,
-    /// Number of elements, as the verb counts them.
     count: usize,
     operands: Operands,
 }

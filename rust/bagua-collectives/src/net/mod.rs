@@ -132,7 +132,6 @@ fn grown(staging: &mut Vec<u8>, len: usize) -> &mut [u8] {
     &mut staging[..len]
 }
 
-/// Returns a staging area with one slot of `slot` bytes per rank.
 fn slots(staging: &mut Vec<u8>, ranks: usize, slot: usize) -> Vec<&mut [u8]> {
     let needed = ranks.checked_mul(slot).expect("slots are bounded by PIECE and SMALL");
     let mut rest = grown(staging, needed);

@@ -103,7 +103,6 @@ impl Shm {
         self.protocol.segment.ranks
     }
 
-    /// Returns the tensor as a part of its arena, or `None` if it is not in an arena.
     fn in_arena(&mut self, tensor: &[u8]) -> Option<ArenaTensor> {
         self.arenas.as_mut()?.tensor(tensor)
     }

@@ -117,7 +117,6 @@ impl Segment {
         self.announced(rank, parity, 0)
     }
 
-    /// Returns a word of a rank's offer of a tensor for its operation with this parity.
     pub(super) fn offer(&self, rank: usize, parity: usize, word: usize) -> &AtomicU64 {
         self.announced(rank, parity, 1 + word)
     }
@@ -157,7 +156,6 @@ impl Segment {
         unsafe { self.arena.slice_mut(self.place(rank, buffer, range)) }
     }
 
-    /// Returns the offset of the rings for [`super::Shm`]'s own streams.
     pub(super) fn own_rings(&self) -> usize {
         own_rings(self.ranks)
     }

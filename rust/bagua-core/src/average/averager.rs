@@ -258,7 +258,6 @@ impl Drop for Synchronization {
     }
 }
 
-/// Checks that the weights can be averaged.
 fn check(model: &Model, settings: &Settings) -> Result<()> {
     for part in &model.weights {
         ReduceOp::Avg.check(part.dtype())?;

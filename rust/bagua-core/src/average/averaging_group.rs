@@ -16,7 +16,6 @@ const FIELDS: usize = 9;
 /// The record that a rank sends to all others at the start of a round.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Status {
-    /// True if the rank takes part in this round.
     pub(super) takes_part: bool,
     /// True if the rank waits in `synchronize`.
     pub(super) synchronizes: bool,
@@ -119,7 +118,6 @@ impl Peers {
         Peers { all, sets: VecDeque::new(), group, world_ranks, bytes: WireBytes::default() }
     }
 
-    /// Returns the lane of all ranks.
     pub(super) fn lane(&mut self) -> &mut Lane {
         &mut self.all.global
     }
@@ -191,12 +189,10 @@ impl Peers {
         Ok(self.sets.back_mut().and_then(|set| set.lanes.as_mut()))
     }
 
-    /// Converts group ranks to job ranks.
     pub(super) fn in_job(&self, ranks: &[usize]) -> Vec<usize> {
         ranks.iter().map(|rank| self.world_ranks[*rank]).collect()
     }
 
-    /// Converts the ranks in an error of the group to job ranks.
     pub(super) fn named(&self, error: Error) -> Error {
         let of = |rank: usize| self.world_ranks.get(rank).copied().unwrap_or(rank);
         match error {

@@ -25,7 +25,6 @@ const TICK: Duration = Duration::from_millis(500);
 /// Identifies the averaging thread as an owner of a weight lock. Callers' threads use other numbers.
 pub const AVERAGING: Owner = Owner::MAX;
 
-/// The state of the averaging thread.
 pub(super) struct Rounds {
     shared: Arc<SharedControl>,
     /// `None` only while it is being replaced.
@@ -399,7 +398,6 @@ impl Rounds {
     }
 }
 
-/// Allocates room for the averages of the weights.
 pub(super) fn allocate_arena_buffers<'a>(
     peers: &Peers,
     weights: impl IntoIterator<Item = &'a Weights>,

@@ -38,7 +38,6 @@ pub(super) struct SharedControl<G = Group> {
 
 /// The requests to the thread, and its progress.
 pub(super) struct Control {
-    /// True if this rank is to take part.
     pub(super) takes_part: bool,
     /// True while the thread is in a round in which this rank takes part, and may write to the weights.
     pub(super) in_round: bool,
@@ -110,7 +109,6 @@ impl<G: Leave> SharedControl<G> {
         self.changed.wait_timeout(control, limit).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Waits for at most `limit` until `outcome` returns one.
     pub(super) fn wait_until(&self, limit: Duration, outcome: impl Fn(&Control) -> Option<Result<()>>) -> Waited<()> {
         let start = Instant::now();
         let mut control = self.lock();

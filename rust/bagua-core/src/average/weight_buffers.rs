@@ -13,7 +13,6 @@ pub(super) struct WeightBuffers {
     pub(super) weights: Weights,
     /// The weights at the start of the round.
     pub(super) snapshot: Vec<u8>,
-    /// The average over the ranks.
     pub(super) average: ArenaBuffer,
     /// The last average, which all ranks of the set have. Empty without a codec, or if there is none.
     pub(super) last: Vec<u8>,

@@ -101,7 +101,6 @@ impl Handle {
         waited.unwrap_or_else(|| self.sleep_for(start, limit))
     }
 
-    /// Sleeps until the job is done, for at most `limit` after `start`.
     fn sleep_for(&self, start: Instant, limit: Duration) -> Waited<()> {
         if !self.outcome.owner.is_current() {
             return Waited::Done(self.outcome.result_before_fork());

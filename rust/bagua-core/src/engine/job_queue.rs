@@ -22,7 +22,6 @@ pub(super) struct Jobs<J, T> {
     /// Set once, under the lock of `state`. A job that consists of several operations checks it between them.
     stopping: Arc<AtomicBool>,
     work: Condvar,
-    /// Wakes callers that wait for jobs to be settled.
     settled: Condvar,
     /// Set from the thread's start until it is joined.
     thread: Mutex<Option<T>>,

@@ -18,7 +18,6 @@ const COMMUNICATION: Owner = Owner::MAX - 1;
 /// Averages the weights of the ranks that take part, and adds `average - snapshot` to the bucket under the weight lock.
 pub struct AsyncModelAverageOp {
     weights: Arc<WeightLock>,
-    /// True if this rank takes part.
     takes_part: AtomicBool,
     memory: Mutex<Memory>,
 }

@@ -67,7 +67,6 @@ impl BucketCx<'_> {
     }
 }
 
-/// Returns an error unless the extra tensor has `count` elements of `dtype`.
 fn require(extra: &ExtraTensor, dtype: DType, count: usize) -> Result<()> {
     let ExtraTensor { name, region } = extra;
     if (region.dtype(), region.count()) == (dtype, count) {

@@ -38,7 +38,6 @@ pub(crate) enum CodecStep {
 
 /// The kernels of a codec. Methods load the kernels that they launch if necessary, and return the number of launches.
 pub(crate) trait Kernels: Send + Sync {
-    /// Returns the names of the kernels that a step needs.
     fn names(&self, part: CodecStep, dtype: DType) -> Vec<String>;
 
     /// Encodes at least one element, in equal chunks. Unless `nonfinite` is 0, adds the number of non-finite records,

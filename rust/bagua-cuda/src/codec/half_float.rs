@@ -31,7 +31,6 @@ impl HalfKernels {
         }
     }
 
-    /// Returns the elements of records from an address on, in chunks of `count`.
     fn records(&self, address: usize, count: usize) -> Parts {
         Parts { dtype: self.0, address, step: self.record_len(count) / self.0.size() }
     }

@@ -10,7 +10,6 @@ use crate::driver_functions::CUstream;
 use crate::kernels::{Decode, Encode, Mean, short_name};
 use crate::memory::Scratch;
 
-/// The kernels of the codec.
 pub(super) struct MinMaxU8Kernels;
 
 impl Kernels for MinMaxU8Kernels {

@@ -16,7 +16,6 @@ use bagua_core::types::DType;
 use crate::context::Context;
 use crate::device::OperationDevice;
 
-/// Returns the kernels of a codec, or `None` if it has none.
 pub(crate) fn kernels_of(codec: &dyn Codec) -> Option<Box<dyn Kernels>> {
     match codec.name() {
         "minmax_u8" => Some(Box::new(minmax_u8::MinMaxU8Kernels)),

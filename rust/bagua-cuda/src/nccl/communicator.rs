@@ -45,7 +45,6 @@ pub(crate) struct Communicator {
     over: bool,
 }
 
-/// Creates a unique id, on rank 0.
 pub(crate) fn unique_id(nccl: &Nccl, context: &Context) -> Result<[u8; UNIQUE_ID_BYTES]> {
     let functions = nccl.functions()?;
     let mut id = ncclUniqueId { internal: [0; UNIQUE_ID_BYTES] };
@@ -383,7 +382,6 @@ impl Calls<'_> {
         self.check("ncclAllGather", result)
     }
 
-    /// Sends and receives messages in one group.
     pub(crate) fn exchange(&self, sends: &[Message], recvs: &[Message]) -> Result<()> {
         let (dtype, stream) = (ncclDataType_t::UINT8, self.owner.stream() as *mut _);
         // SAFETY: the function has no arguments.

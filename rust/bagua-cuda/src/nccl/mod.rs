@@ -107,7 +107,6 @@ impl Nccl {
     }
 }
 
-/// Returns a version number as text.
 pub(crate) fn version_text(version: i32) -> String {
     // Until 2.8, the major version was counted in thousands.
     let major = if version < 10_000 { 1_000 } else { 10_000 };

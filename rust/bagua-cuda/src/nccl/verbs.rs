@@ -23,7 +23,6 @@ fn operation(op: ReduceOp, dtype: DType) -> Option<ncclRedOp_t> {
     }
 }
 
-/// Returns the reduction of `bytes` bytes, or `None` if NCCL lacks it.
 fn reduction(op: ReduceOp, dtype: DType, bytes: usize) -> Option<Reduction> {
     let (kind, times) = elements(dtype)?;
     Some(Reduction { count: bytes / dtype.size() * times, dtype: kind, op: operation(op, dtype)? })

@@ -9,7 +9,6 @@ pub fn draw(call: u64, chunk: usize) -> u64 {
     (call << 32) | chunk as u64
 }
 
-/// Returns the number of elements in each of `chunks` equal chunks.
 fn part(codec: &dyn Codec, dtype: DType, count: usize, chunks: usize) -> Result<usize> {
     codec.check(dtype)?;
     if chunks == 0 || !count.is_multiple_of(chunks) || u32::try_from(chunks).is_err() {

@@ -11,7 +11,6 @@ pub(super) trait Element {
     /// The unit in memory. An array of bytes, so that it needs no alignment.
     type Bytes: Copy + 'static;
     type Acc: Copy;
-    /// Accumulators for [`BLOCK`] bytes of elements.
     type Block: AsMut<[Self::Acc]>;
 
     /// Returns accumulators with arbitrary values.

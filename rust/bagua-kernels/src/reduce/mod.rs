@@ -289,7 +289,6 @@ impl Level {
         Level::generic().next().expect("every processor has the portable level")
     }
 
-    /// Returns all levels that this processor has.
     fn available() -> impl Iterator<Item = Level> {
         #[cfg(target_arch = "x86_64")]
         let special = Level::zen4();

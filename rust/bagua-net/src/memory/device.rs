@@ -184,7 +184,6 @@ pub fn name_of(place: DeviceRef<'_>) -> &str {
     place.map_or("the host", |device| device.name())
 }
 
-/// Returns the error for device memory where only host memory can be used.
 fn not_on_host(device: &dyn Device) -> Error {
     Error::UnsupportedType(format!("host memory is needed here, but the tensor is on {}", device.name()))
 }

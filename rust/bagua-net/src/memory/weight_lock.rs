@@ -48,7 +48,6 @@ struct Holder {
 }
 
 impl Holder {
-    /// Returns the time until the hold lapses, or `None` if it does not lapse.
     fn lapses_in(&self) -> Option<Duration> {
         let (since, limit) = self.paused.filter(|_| self.nested == 0)?;
         Some(limit.saturating_sub(since.elapsed()))

@@ -234,7 +234,6 @@ pub fn release_memory() {
     }
 }
 
-/// The beginning of `struct link_map` of the dynamic loader.
 #[repr(C)]
 struct LinkMap {
     /// Difference between the addresses in the file and those in memory.

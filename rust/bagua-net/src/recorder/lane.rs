@@ -175,7 +175,6 @@ fn missing(error: &Error, own: usize) -> Vec<usize> {
 pub(super) struct Ring {
     /// Number of operations written so far. Only the writer changes it.
     written: AtomicU64,
-    /// Chunks of slots, allocated when first used.
     chunks: [OnceLock<Box<[Slot; CHUNK]>>; CHUNKS],
     /// Labels and missing ranks, which few operations have, in the order in which they were written.
     notes: Mutex<Vec<Note>>,

@@ -321,7 +321,6 @@ pub mod futex {
         sleepers(word).drain(..).for_each(|thread| thread.unpark());
     }
 
-    /// Locks the list of threads that sleep on a word.
     fn sleepers(word: &AtomicU32) -> loom::sync::MutexGuard<'static, Vec<Thread>> {
         let list: &'static Mutex<_> = SLEEPERS.at(std::ptr::from_ref(word) as usize);
         list.lock().unwrap_or_else(PoisonError::into_inner)

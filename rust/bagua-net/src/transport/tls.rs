@@ -130,7 +130,6 @@ impl Buffer {
 /// The destination of decrypted bytes.
 struct Sink<'a> {
     into: &'a mut [u8],
-    /// Number of bytes of `into` that are filled.
     filled: usize,
     /// Bytes that do not fit into `into`.
     spill: &'a mut Buffer,

@@ -178,7 +178,6 @@ fn patience(attempt: u32) -> Duration {
     if attempt % 4 == 3 { LONG_GLANCE } else { GLANCE }
 }
 
-/// Returns the error that this rank is lost to the job.
 fn lost(own: usize, reason: String) -> Error {
     let (host, progress, source) = (String::new(), None, Source::default());
     Error::PeerLost { rank: own, host, reason, noticed_by: own, progress, source }

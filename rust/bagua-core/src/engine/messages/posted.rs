@@ -271,7 +271,6 @@ impl PostedMessages {
         }
     }
 
-    /// Returns the frame with the bytes of a message from `offset` on.
     fn data(message: &Header, offset: u64) -> Header {
         Header { frame: FrameKind::Data, offset, length: CHUNK.min(message.body - offset), ..*message }
     }

@@ -102,7 +102,6 @@ impl Peer {
     }
 }
 
-/// Returns all open streams.
 fn links(peers: &mut [Peer]) -> impl Iterator<Item = (PeerStream, &mut Link)> {
     peers.iter_mut().enumerate().flat_map(|(peer, streams)| {
         let Peer { outbound, inbound, .. } = streams;
@@ -316,7 +315,6 @@ impl MessengerShared {
         stops
     }
 
-    /// Adds the streams that peers have opened.
     fn take_arrived(&self, ready: &mut Vec<PeerStream>) {
         for (peer, opened) in self.streams.arrived() {
             match opened {

@@ -16,7 +16,6 @@ pub(super) fn mean(sums: &[f64; SUMS], count: usize) -> f32 {
     (sums.iter().fold(0.0, |all, sum| all + sum) / count as f64) as f32
 }
 
-/// Each lane has its own sum.
 const _: () = assert!(SUMS == LANES);
 
 struct Encode<'a, T>(&'a [u8], &'a mut [u8], PhantomData<T>);

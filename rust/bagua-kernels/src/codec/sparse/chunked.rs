@@ -51,7 +51,6 @@ impl ChunkedTopK {
         Ok(ChunkedTopK { kept: Kept::new(options)?, chunk: chunk as usize })
     }
 
-    /// Returns the lengths in bytes of the positions and of the values of a chunk.
     fn lengths(&self, count: usize) -> (usize, usize) {
         let kept = self.kept.of(count);
         ((kept * POSITION).div_ceil(8), (kept * VALUE).div_ceil(8))
@@ -136,7 +135,6 @@ impl ForFloat for Encode<'_> {
     }
 }
 
-/// Writes positions and values. Returns the scale.
 fn write<T: Float>(elements: &[u8], places: &[u32], positions: &mut [u8], values: &mut [u8]) -> f32 {
     let x = |place: u32| T::load(&elements[place as usize * T::SIZE..]);
     let magnitude = |place: &u32| f64::from(x(*place).abs());

@@ -92,7 +92,6 @@ impl Codec for RandomK {
     }
 }
 
-/// Returns true if all elements are finite.
 struct AllFinite<'a>(&'a [u8]);
 
 impl ForFloat for AllFinite<'_> {

@@ -43,7 +43,6 @@ impl Kept {
         }
     }
 
-    /// Returns the value of the option k.
     pub(super) fn value(self) -> CodecOption {
         match self {
             Kept::Share(share) => CodecOption::Float(share),

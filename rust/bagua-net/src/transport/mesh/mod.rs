@@ -64,7 +64,6 @@ pub struct Mesh {
     members: Vec<usize>,
     /// The streams to each peer, by index. A peer may have no stream until the first run with messages for it.
     endpoints: Vec<Endpoint>,
-    /// The messages to and from each peer, by index.
     messages: Vec<PeerMessages>,
     /// Opener of missing streams. `None` if every peer had its streams from the start.
     opener: Option<Box<dyn OpenStreams>>,
@@ -339,7 +338,7 @@ impl Mesh {
         }
     }
 
-    /// Takes the streams that have been opened. Returns true if there are any.
+    /// Returns true if streams have been opened.
     fn take_opened(&mut self, run: &mut Run<'_>) -> Result<bool> {
         let Mesh { endpoints, opening, opener, bundled, .. } = self;
         let opener = opener.as_mut().expect(COMPLETE);
