@@ -115,8 +115,6 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         # These versions also do not store the name.
         self._name = ""
 
-    # --- every rank combines ------------------------------------------------------------------------------------------
-
     def allreduce(self, tensors: Any, opts: Any = None, *, op: Any = None, timeout: Any = None) -> Work:
         """Reduces all ranks' tensors, in place on every rank. Sparse tensors are reduced by SUM only."""
         if op is timeout:
@@ -189,8 +187,6 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         call = self._call(opts)
         pairs = zip(outputs, inputs, strict=True)
         return self._start(call, *(operations.reduce_scatter(self._raw, out, x, call.op) for out, x in pairs))
-
-    # --- tensors move -------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None) -> Work:
         """Copies the root's tensor to every rank, in place."""
@@ -304,8 +300,6 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         # A timeout of zero is a limit here, and does not mean the group's timeout.
         begin(False, 0.0 if timeout is not None and not timeout else self._limit(timeout))
 
-    # --- messages -----------------------------------------------------------------------------------------------------
-
     @dispatched
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
         """Sends a tensor to a rank, independently of collectives."""
@@ -337,8 +331,6 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
             raise ValueError(f"rank {rank} is this rank itself: copy the tensor instead of sending it")
         return int(rank)
 
-    # --- coalescing ---------------------------------------------------------------------------------------------------
-
     def _start_coalescing(self, device_type: Any = None) -> None:
         """Combines the operations until :meth:`_end_coalescing` into one Work. The operations start at once."""
         if self._coalescing is not None:
@@ -368,8 +360,6 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
         together.on_asked = asked
         return together
-
-    # --- the group ----------------------------------------------------------------------------------------------------
 
     @property
     def group_name(self) -> str:
@@ -441,8 +431,6 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def _require_backend(self, what: str) -> None:
         if self._backend is None:
             raise NotImplementedError(f"{what} needs a torch whose Backend Python can subclass, such as 2.15")
-
-    # --- how an operation starts --------------------------------------------------------------------------------------
 
     def _limit(self, timeout: Any = None) -> float:
         own = seconds(timeout)

@@ -141,8 +141,6 @@ class Work(c10d.Work):  # type: ignore[misc]
             if handle is None:
                 self._streams = [torch.cuda.current_stream(device) for device in self.devices]
 
-    # --- what torch calls ---------------------------------------------------------------------------------------------
-
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the operation is done, and raises its error. Returns True.
 
@@ -242,8 +240,6 @@ class Work(c10d.Work):  # type: ignore[misc]
         return int(sender)
 
     _source_rank = source_rank
-
-    # --- how it ends --------------------------------------------------------------------------------------------------
 
     def asked(self) -> None:
         """Reports that a thread has waited for this Work, or that its future is done."""

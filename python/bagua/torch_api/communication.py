@@ -63,9 +63,6 @@ __all__ += default_collectives.__all__
 _pg_group_ranks = _state.group_ranks
 
 
-# --- groups -----------------------------------------------------------------------------------------------------------
-
-
 class BaguaProcessGroup(ProcessGroup):
     """A set of ranks of the job. ``stream`` is accepted for compatibility with the original Bagua and has no effect."""
 
@@ -222,9 +219,6 @@ class _Job(contextlib.AbstractContextManager[ProcessGroup]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         neutral.end_job(error)
-
-
-# --- joining and leaving ----------------------------------------------------------------------------------------------
 
 
 def init_process_group(

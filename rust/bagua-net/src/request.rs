@@ -143,7 +143,7 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// X
+    /// Returns how often source and destination hold the fingerprint's count of elements, for this number of ranks.
     pub const fn shards(self, ranks: usize) -> (usize, usize) {
         match self {
             Layout::Equal | Layout::Parts => (1, 1),

@@ -163,8 +163,6 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         # CUDA device of the weights, on which the lock orders streams; None for the host.
         self._device: torch.device | None = None
 
-    # --- what travels, and when -------------------------------------------------------------------------------------
-
     @property
     def _warming(self) -> bool:
         return self._weights is None
@@ -305,8 +303,6 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         """The lock's arguments: torch's current stream if the weights are on a CUDA device."""
         return devices.stream_options(self._device)
 
-    # --- the weight lock --------------------------------------------------------------------------------------------
-
     def _before_forward(self, with_grad: bool) -> None:
         """Takes the lock for each forward. In training, raises errors of the averaging."""
         if self._weights is None or self._averager is None:
@@ -434,8 +430,6 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
                 "on all ranks, load, and call barrier() and model.bagua_algorithm.resume(model)"
             )
 
-    # --- control ----------------------------------------------------------------------------------------------------
-
     @property
     def is_aborted(self) -> bool:
         """True if :meth:`abort` was called since the last :meth:`resume`."""
@@ -549,8 +543,6 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             if found is None:
                 break
         raise ValueError(f"{type(bagua_module).__name__} is not the model that this algorithm averages")
-
-    # --- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Like :meth:`AlgorithmImpl.state_dict`. "optimizer_steps" decides whether the warm-up is over."""

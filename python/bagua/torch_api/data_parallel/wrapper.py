@@ -188,8 +188,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             )
         return engine
 
-    # --- training -----------------------------------------------------------------------------------------------------
-
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Returns the model's output. With ``device_ids``, tensors among the inputs are moved to that device first."""
         if self._device is not None:
@@ -256,8 +254,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         engine = self._engine
         return engine is not None and engine.buffer_schedule.wait and bool(engine.buffers())
 
-    # --- uneven inputs ------------------------------------------------------------------------------------------------
-
     def join(
         self,
         divide_by_initial_world_size: bool = True,
@@ -299,8 +295,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self._join_group = dist.new_group(ranks, use_local_synchronization=True)
         return self._join_group
 
-    # --- hooks --------------------------------------------------------------------------------------------------------
-
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Makes ``hook(state, bucket)`` communicate the buckets from now on, as in torch's DistributedDataParallel.
 
@@ -308,8 +302,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         NotImplementedError for algorithms other than gradient_allreduce or sparse gradients.
         """
         self._at_work().register_comm_hook(state, hook)
-
-    # --- what it is made of -------------------------------------------------------------------------------------------
 
     @property
     def process_group(self) -> ProcessGroup | dist.ProcessGroup:
@@ -365,8 +357,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             for name in given:
                 state_dict[wrapped + name.removeprefix(prefix)] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    # --- copies -------------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         """Returns a wrapper around a copy of the model, without optimizers and hook.

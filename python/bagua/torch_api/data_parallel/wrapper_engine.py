@@ -94,8 +94,6 @@ class WrapperEngine(ModelEngine):
         """
         self._armed = self.require_backward_grad_sync
 
-    # --- uneven inputs ------------------------------------------------------------------------------------------------
-
     def join_hook(self, divide_by_initial_world_size: bool) -> JoinHook:
         """Returns the hook for a rank without inputs. Raises NotImplementedError except with gradient_allreduce."""
         self._require_all_reduce("join")
@@ -165,8 +163,6 @@ class WrapperEngine(ModelEngine):
         self._count(is_last)
         ignored = {id(buffer) for buffer in self.module.buffers()} if not self.broadcast_buffers else set()
         self.broadcast([tensor for tensor in self._state() if id(tensor) not in ignored])
-
-    # --- hooks --------------------------------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Makes the hook communicate from now on. Collective."""

@@ -102,8 +102,6 @@ class Collectives:
         number = 0 if op is None else check_op(op, dst.dtype)
         return self._begin(verb, src, dst, async_op, op=number, root=root)
 
-    # --- point to point -----------------------------------------------------------------------------------------------
-
     def send(self, tensor: torch.Tensor, dst: int, *, async_op: bool = False) -> Handle | None:
         to, held = self._peer(dst, "dst"), _TENSORS.read(tensor, "tensor")
         return verbs.send(self.raw, held, to).begin(async_op)
@@ -112,8 +110,6 @@ class Collectives:
         src, room = self._peer(src, "src"), _TENSORS.write(tensor, "tensor")
         will_change(room)
         return verbs.recv(self.raw, room, src).begin(async_op)
-
-    # --- broadcast ----------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, *, async_op: bool = False) -> Handle | None:
         if not async_op and self.raw.try_run(extension.BROADCAST, reader, None, tensor, 0, src):
@@ -132,8 +128,6 @@ class Collectives:
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         return self.group.broadcast_object(obj, src)
-
-    # --- reductions ---------------------------------------------------------------------------------------------------
 
     def reduce(
         self,
@@ -201,8 +195,6 @@ class Collectives:
             return None
         return self._run(verbs.REDUCE_SCATTER, None, tensor, async_op, op)
 
-    # --- gather and scatter -------------------------------------------------------------------------------------------
-
     def allgather(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, *, async_op: bool = False
     ) -> Handle | None:
@@ -254,8 +246,6 @@ class Collectives:
 
     def scatter_inplace(self, tensor: torch.Tensor, count: int, src: int, *, async_op: bool = False) -> Handle | None:
         return self._in_place_with_room(verbs.SCATTER, tensor, count, self._peer(src, "src"), async_op)
-
-    # --- all to all ---------------------------------------------------------------------------------------------------
 
     def alltoall(
         self, send_tensor: torch.Tensor, recv_tensor: torch.Tensor, *, async_op: bool = False
