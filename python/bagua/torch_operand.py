@@ -107,8 +107,7 @@ def divide_integers(tensor: torch.Tensor, divisor: int) -> None:
     if tensor.dtype.is_signed or tensor.dtype is torch.uint8:
         tensor.div_(divisor, rounding_mode="trunc")
         return
-    # torch cannot divide uint16, uint32 and uint64. As int64, values from 2^63 on are negative, but their halves are
-    # not.
+    # torch cannot divide unsigned integers of 16 bits and more. As int64, 2^63 and more are negative, halves are not.
     whole = tensor.to(torch.int64)
     half = (whole >> 1) & (2**63 - 1)
     quotient = half.div_(divisor, rounding_mode="trunc") * 2

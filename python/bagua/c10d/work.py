@@ -69,8 +69,7 @@ class _Threads(Record):
 
     def _call_next(self) -> None:
         try:
-            # No variable refers to the function, so that an idle thread does not keep the tensors of an operation
-            # alive.
+            # No variable refers to the function, so that an idle thread keeps no tensors of an operation alive.
             self._calls.get()()
         finally:
             self._calls.task_done()
@@ -252,8 +251,7 @@ class Work(c10d.Work):  # type: ignore[misc]
         if self._error is not None:
             raise self._error
         if self.devices:
-            # The streams that torch made current for this call are not ordered yet, and torch records events on them
-            # next.
+            # The streams that torch made current for this call are not ordered yet. torch records events on them next.
             if self.handle is not None:
                 self.handle.wait()
             for stream in self._streams:

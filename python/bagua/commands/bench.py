@@ -36,8 +36,7 @@ _BUDGET = 4.0
 # Calls on fewer bytes are timed together, because one is shorter than the skew of the ranks' start.
 _SMALL, _CALLS_TOGETHER, _BYTES_TOGETHER = 64 << 10, 200, 1 << 20
 
-# Batches that warm caches and connections, and seconds that the ranks sleep before a batch, as a program does between
-# steps.
+# Batches that warm caches and connections; seconds that ranks sleep before a batch, like a program between steps.
 _UNTIMED, _PAUSE = 3, 0.05
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

@@ -74,8 +74,7 @@ def with_bagua(
     """
     group = to_bagua_process_group(process_group)
     if (before := _wrapped.get(module)) is not None:
-        # Other ranks may wait for work that the last step left undone here. If it fails, the weights become rank 0's
-        # anyway.
+        # Other ranks may wait for unfinished work of the last step. If it fails, the weights become rank 0's.
         with contextlib.suppress(BaguaError):
             before.exchange.before_step()
     _wrapped[module] = InPlaceEngine(

@@ -177,8 +177,7 @@ class BaguaTensor:
         if self.grad is None:
             if not isinstance(self, torch.nn.Parameter):
                 raise NotImplementedError(f"bagua_ensure_grad() needs a Parameter, not a {type(self).__name__}")
-            # Same strides as the parameter, so that autograd accumulates in place and optimizers iterate over both
-            # alike.
+            # Same strides as the parameter, for accumulation in place and for optimizers, which iterate over both.
             self.grad = torch.zeros_like(self, requires_grad=False)
         return _as_tensor(self)
 

@@ -57,8 +57,7 @@ class ExchangePolicy:
     if the algorithm did too, the reference cycle would delay the end of a dropped model.
     """
 
-    #: Makes the object that decides which tensors are exchanged. Called before each ``init_tensors``. None exchanges
-    #: gradients.
+    #: Makes the object that decides which tensors are exchanged, before each ``init_tensors``. None: gradients.
     make_exchange: Callable[[WrappedModel], Exchange] | None = None
     #: How sparse gradients are combined: SUM or AVG. None refuses models with sparse gradients.
     sparse_op: ReduceOp | None = None
@@ -80,15 +79,13 @@ class ExchangePolicy:
     #: Releases resources, such as threads, when the model is wrapped again or unwrapped. May be called twice. Not
     #: called when the process ends.
     close: Callable[[], None] = _nothing
-    #: Returns the model's state dict, which its argument reads. An algorithm whose threads change weights returns
-    #: copies.
+    #: Returns the state dict that its argument reads; copies, if the algorithm's threads change weights.
     read_state: Callable[[Callable[[], dict[str, Any]]], dict[str, Any]] = _read
     #: Returns a context manager inside which no thread of the algorithm changes this rank's weights. Not collective.
     pause: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     #: True if a process may rejoin a running elastic job that uses this algorithm.
     can_rejoin: bool = False
-    #: True if the algorithm keeps state derived from the weights. Loading weights without that state then raises
-    #: BaguaError.
+    #: True if state is derived from the weights. Loading weights without that state then raises BaguaError.
     has_weight_state: bool = False
     #: True if assigning weights between ``with_bagua`` and the first step raises BaguaError as well.
     fixes_initial_weights: bool = False

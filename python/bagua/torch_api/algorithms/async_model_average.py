@@ -67,8 +67,7 @@ class _AveragedWeights(WeightTensors):
 
     def bind(self, buckets: Sequence[BaguaBucket]) -> None:
         super().bind(buckets)
-        # Otherwise the first forward would move back weights that are not dense, over what had been averaged until
-        # then.
+        # Otherwise the first forward would move back weights that are not dense, and lose earlier averages.
         self.move_back()
         self._algorithm._start(buckets)
 

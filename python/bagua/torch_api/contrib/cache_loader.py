@@ -87,8 +87,7 @@ class CacheLoader:
         self._begin()
 
     def __del__(self) -> None:
-        # A loader whose construction failed has nothing to write. At interpreter exit, the exit hooks have flushed
-        # already.
+        # A loader whose construction failed has nothing to write. At exit, the exit hooks have flushed already.
         if "_buffer" in self.__dict__ and not sys.is_finalizing():
             self.flush()
 

@@ -97,8 +97,7 @@ class LoadBalancingDistributedSampler(Sampler[int]):
             reach = int((int(costs.max()) - int(costs.min())) * self.random_level + 1)
             costs = costs + torch.randint(reach, (count,), generator=draw).numpy()
         order = np.argsort(costs, kind="stable")
-        # Starts over as often as a small data set needs to fill the steps. With drop_last, total_size is smaller than
-        # count.
+        # Repeats a small data set until the steps are full. With drop_last, total_size is smaller than count.
         steps = order[np.arange(self.total_size) % count].reshape(self.num_samples, self.num_replicas)
         if self.shuffle:
             steps = steps[torch.randperm(self.num_samples, generator=draw).numpy()]

@@ -83,8 +83,7 @@ def rebuild(timeout: float | None = None, *, quorum: Literal["majority", "any"] 
                 f"rebuild: an optimizer of model {ddp.bagua_module_name!r} has a part of its state on each rank, and "
                 "that of the lost rank is gone: start the job again from its last checkpoint"
             )
-    # The error that this rank raised while the group failed. A lost rank explains it, unless rebuilding fails after
-    # all.
+    # The error that this rank raised while the group failed. A lost rank explains it, unless rebuilding fails.
     own: Exception | None = None
     while True:
         try:

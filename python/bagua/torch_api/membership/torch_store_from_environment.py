@@ -33,8 +33,7 @@ def _open_store(host: str, port: int, rank: int, world_size: int) -> StoreClient
     if config.agent_serves_store():
         return StoreClient(next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=limit)))[0])
     if rank == 0:
-        # Like torch's rendezvous, but without waiting for workers: missing ranks are named when addresses are
-        # exchanged.
+        # Like torch's rendezvous, but without waiting for workers: the exchange of addresses names missing ranks.
         own = TCPStore(
             host, port, world_size, True, timedelta(seconds=limit), wait_for_workers=False, multi_tenant=True
         )

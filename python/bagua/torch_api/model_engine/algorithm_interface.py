@@ -51,8 +51,7 @@ class WrappedModel(Protocol):
     #: Number of the last step that began; -1 before the first. A step begins with the first training forward (with
     #: gradients enabled, outside ``no_sync``) after the backward of the last step.
     step: int
-    #: If gradients are exchanged: number of optimizer steps after a training forward without a backward. Equal on all
-    #: ranks.
+    #: If gradients are exchanged: number of optimizer steps without a backward before them. Equal on all ranks.
     empty_steps: int
 
     @property

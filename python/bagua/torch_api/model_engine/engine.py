@@ -504,8 +504,7 @@ class ModelEngine:
             self._callbacks.before_forward(False)
             return
         if self._unchanged.is_frozen(self.bagua_build_params):
-            # torch's DDP also sends buffers here. The algorithm "async" keeps its lock for a backward through the
-            # model.
+            # torch's DDP also sends buffers here. The algorithm "async" keeps its lock for a backward.
             self._send_waiting_buffers(False)
             self._callbacks.before_forward(torch.is_grad_enabled())
             return
@@ -681,8 +680,7 @@ class ModelEngine:
         if not (self._forward_waits and self._tracked and before == self._backwards):
             return
         if not needs_gradients:
-            # The step ends here as after a backward. Otherwise this rank would begin the next one later than the other
-            # ranks.
+            # The step ends here as after a backward. Otherwise this rank would begin the next one later than others.
             self._forward_waits = self._in_step = False
             self._post_backward_hook()
             return

@@ -461,8 +461,7 @@ def check_module(
         if param.requires_grad:
             if model_state.optimizer_reducers:
                 _check_not_reduced(param, what)
-            # Keeps only the owner's name, because an exception keeps the frame's variables, and with them the engine,
-            # alive.
+            # Keeps only the owner's name: an exception keeps its frame's variables alive, and so the engine.
             owner = owner_of(param)
             other = None if owner is older else getattr(owner, "bagua_module_name", None)
             del owner

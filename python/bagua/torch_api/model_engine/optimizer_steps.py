@@ -151,8 +151,7 @@ class AwaitedSteps:
         self._skipping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         # Ids of the parameters that were part of a step since the last backward.
         self._stepped: set[int] = set()
-        # Ids of the optimizers whose steps are running, outermost first. If a step raised, its id stays until the next
-        # step.
+        # Ids of optimizers whose steps run, outermost first. The id of a step that raised stays until the next.
         self._running: list[int] = []
         # True if the weights were communicated since the last backward.
         self._complete = False

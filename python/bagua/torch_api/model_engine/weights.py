@@ -219,8 +219,7 @@ class WeightUpdate(BetweenSteps, WeightTensors):
 
     def __init__(self, bagua_ddp: WrappedModel) -> None:
         super().__init__(bagua_ddp)
-        # Parameters handed to the engine whose result is not taken over yet, with their copies; None for a parameter in
-        # place.
+        # Parameters whose result is not taken over yet, with their copies; None for a parameter in place.
         self._handed: list[tuple[_Slot, torch.Tensor | None]] = []
 
     def abandon(self) -> None:
