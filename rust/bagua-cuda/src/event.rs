@@ -9,6 +9,7 @@ use cudarc::driver::sys::{CUevent, CUevent_flags};
 use crate::context::Context;
 use crate::driver_functions::{CUstream, NOT_READY, call, checked};
 
+/// An event in a stream.
 pub struct Event {
     context: Arc<Context>,
     handle: CUevent,

@@ -463,6 +463,7 @@ impl Session {
 /// The operation of the socket that would block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Blocked {
+    /// Receiving bytes from the peer.
     Receiving,
     /// Sending: the socket has no room.
     Sending,

@@ -25,6 +25,7 @@ use crate::types::DType;
 /// Default number of elements of a block. The scales then add 1.6 % to the bytes.
 const BLOCK: i64 = 256;
 
+/// The codec block_i8.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockI8 {
     /// Number of elements that share a scale. At least 1.

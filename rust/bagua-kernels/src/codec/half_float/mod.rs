@@ -12,9 +12,11 @@ use super::{Codec, Encoded, Scratch, aligned, check_len};
 use crate::error::Result;
 use crate::types::DType;
 
+/// The codec f16.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct F16;
 
+/// The codec bf16.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Bf16;
 

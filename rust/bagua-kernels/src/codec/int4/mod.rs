@@ -34,6 +34,7 @@ const LEVELS: usize = BLOCK / 2;
 /// The byte of two elements of 0.
 const ZEROS: u8 = 0x88;
 
+/// The codec int4.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Int4;
 

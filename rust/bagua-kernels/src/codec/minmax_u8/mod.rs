@@ -22,6 +22,7 @@ use super::{Codec, Encoded, Scratch, aligned, check_len};
 use crate::error::Result;
 use crate::types::DType;
 
+/// The codec minmax_u8.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MinMaxU8;
 

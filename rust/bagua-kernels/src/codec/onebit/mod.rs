@@ -21,6 +21,7 @@ use super::{Codec, Encoded, Scratch, aligned, check_len};
 use crate::error::Result;
 use crate::types::DType;
 
+/// The codec onebit.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct OneBit;
 

@@ -31,6 +31,7 @@ const VALUE: usize = 2;
 
 const SCALE: usize = size_of::<f32>();
 
+/// The codec top_k with the option chunk.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunkedTopK {
     kept: Kept,

@@ -18,6 +18,7 @@ use super::record::Kept;
 use crate::error::Result;
 use crate::types::DType;
 
+/// The codec random_k.
 #[derive(Clone, Copy, Debug)]
 pub struct RandomK {
     kept: Kept,

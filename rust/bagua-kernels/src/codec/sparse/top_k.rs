@@ -10,6 +10,7 @@ use super::record::Kept;
 use crate::error::Result;
 use crate::types::DType;
 
+/// The codec top_k.
 #[derive(Clone, Copy, Debug)]
 pub struct TopK {
     kept: Kept,
