@@ -5,6 +5,15 @@ use crate::error::Result;
 use crate::reduce;
 
 /// The collective of a group of one rank.
+///
+/// # Examples
+/// ```
+/// use bagua_collectives::{Collective, Solo};
+///
+/// let solo = Solo::new();
+/// assert_eq!((solo.name(), solo.rank(), solo.size()), ("solo", 0, 1));
+/// assert_eq!(solo.transports(), ["self"]);
+/// ```
 #[derive(Debug, Default)]
 pub struct Solo {}
 

@@ -42,6 +42,19 @@ struct Described {
 
 /// Tensors that are communicated together, and the operations on them. While the bucket is checked out for a
 /// communication, methods that would change it return `InvalidArgument`.
+///
+/// # Examples
+/// ```
+/// use bagua_core::bucket::{Bucket, Tensor};
+/// use bagua_core::memory::{HostMemory, Region};
+/// use bagua_core::{op::CentralizedOp, types::DType};
+///
+/// let region = Region::in_memory(&mut HostMemory::new(64), 16, DType::F32)?;
+/// let mut bucket = Bucket::new("b0", vec![Tensor { name: "weight".into(), region, padding: false }])?;
+/// bucket.append(std::sync::Arc::new(CentralizedOp::new(true, false, false)))?;
+/// assert_eq!((bucket.bytes(), bucket.ops().len()), (64, 1));
+/// # Ok::<(), bagua_core::error::Error>(())
+/// ```
 pub struct Bucket {
     name: String,
     dtype: DType,

@@ -43,6 +43,18 @@ struct Entry {
 }
 
 /// The schedule of an engine's buckets. The module describes its invariants.
+///
+/// # Examples
+/// ```
+/// use bagua_core::schedule::Schedule;
+///
+/// let bucket = |name: &str| vec![(name.to_owned(), false)];
+/// let mut schedule = Schedule::new(vec![bucket("first"), bucket("second")])?;
+/// // Tensor 1 is ready, but its bucket waits for the one before it.
+/// assert_eq!(schedule.mark_ready(1, |_| Ok(()))?, []);
+/// assert_eq!(schedule.mark_ready(0, |_| Ok(()))?, [0, 1]);
+/// # Ok::<(), bagua_core::error::Error>(())
+/// ```
 #[derive(Default)]
 pub struct Schedule {
     entries: Vec<Entry>,

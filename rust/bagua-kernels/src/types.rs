@@ -264,6 +264,16 @@ impl Shape {
 /// The description of an operation that ranks compare: the part of a message header that must be equal on both sides.
 ///
 /// If the descriptions differ, both sides raise [`Error::Mismatch`] instead of hanging or using wrong data.
+///
+/// # Examples
+/// ```
+/// use bagua_kernels::types::{DType, Fingerprint, Kind, Shape};
+///
+/// let own = Fingerprint { seq: 17, shape: Shape::new(&[10, 100]), ..Fingerprint::new(Kind::Broadcast, DType::F32, 1000) };
+/// let peers = Fingerprint { seq: 18, ..own };
+/// assert_ne!(own, peers);
+/// assert_eq!(own.to_string(), "broadcast number 17 of float32[10, 100]");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fingerprint {
     /// Number of the group's incarnation. A message of a group that was built earlier or later is a mismatch.

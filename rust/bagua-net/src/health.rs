@@ -71,6 +71,17 @@ impl Drop for Subscription {
 }
 
 /// The failure state of one group. Its methods take group ranks; errors name world ranks.
+///
+/// # Examples
+/// ```
+/// use bagua_net::health::GroupHealth;
+///
+/// let health = GroupHealth::local(0, 2);
+/// let _subscription = health.subscribe(|cause| eprintln!("the group has failed: {cause}"));
+/// assert!(health.check().is_ok());
+/// health.fail(health.peer_lost(1, "no heartbeat for 5.0 s"));
+/// assert!(health.check().is_err());
+/// ```
 pub struct GroupHealth {
     /// The first failure. Set once, because later failures are consequences.
     cause: OnceLock<(Error, Origin)>,

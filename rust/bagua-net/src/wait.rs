@@ -200,6 +200,20 @@ impl BellWords for ThreadBell {
 ///
 /// The owner reads [`Doorbell::rings`], looks for work, and if there is none calls [`Doorbell::wait`] with the value it
 /// read. A ring in between makes the wait return at once, so no ring is missed.
+///
+/// # Examples
+/// ```
+/// use std::time::Duration;
+///
+/// use bagua_net::wait::Doorbell;
+///
+/// let bell = Doorbell::local();
+/// let seen = bell.rings();
+/// bell.ring();
+/// // The ring came after the reading, so the wait returns at once.
+/// bell.wait(seen, Duration::from_secs(60));
+/// assert_ne!(bell.rings(), seen);
+/// ```
 #[derive(Clone)]
 pub struct Doorbell {
     words: Arc<dyn BellWords>,

@@ -22,6 +22,16 @@ pub(super) trait Driver: Send + Sync {
 }
 
 /// The outcome of a job, now or later. Cheap to clone; every clone gets the same result.
+///
+/// # Examples
+/// ```
+/// use bagua_core::engine::Handle;
+///
+/// let handle = Handle::completed(Ok(()));
+/// handle.on_done(|result| assert!(result.is_ok()))?;
+/// handle.wait(None)?;
+/// # Ok::<(), bagua_core::error::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct Handle {
     outcome: Arc<Outcome>,

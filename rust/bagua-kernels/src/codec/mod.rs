@@ -73,6 +73,21 @@ pub struct Scratch {
 }
 
 /// Encodes and decodes elements. Stateless: results depend only on the arguments, and are therefore equal on all ranks.
+///
+/// # Examples
+/// ```
+/// use bagua_kernels::codec::{self, Scratch};
+/// use bagua_kernels::types::DType;
+///
+/// let codec = codec::by_name("f16", &[])?;
+/// let elements = [1.0_f32, -0.5].map(f32::to_ne_bytes).concat();
+/// let mut record = vec![0; codec.record_len(2, DType::F32)];
+/// codec.encode(DType::F32, &elements, &mut record, 0, &mut Scratch::default());
+/// let mut decoded = vec![0; elements.len()];
+/// codec.decode(DType::F32, &record, &mut decoded)?;
+/// assert_eq!(decoded, elements);
+/// # Ok::<(), bagua_kernels::error::Error>(())
+/// ```
 pub trait Codec: Send + Sync + Debug {
     /// Returns the codec's code in message headers. Never 0, which stands for no codec.
     fn id(&self) -> u8;

@@ -12,6 +12,17 @@ use crate::types::DType;
 ///
 /// The caller of [`Region::new`] or [`Region::on`] promises that the memory stays valid, so that all other code can use
 /// it without `unsafe`.
+///
+/// # Examples
+/// ```
+/// use bagua_kernels::types::DType;
+/// use bagua_net::memory::{HostMemory, Region};
+///
+/// let mut region = Region::in_memory(&mut HostMemory::new(8), 2, DType::F32)?;
+/// region.as_host_mut()?.copy_from_slice(&[1.0_f32, 2.0].map(f32::to_ne_bytes).concat());
+/// assert_eq!((region.count(), region.len()), (2, 8));
+/// # Ok::<(), bagua_kernels::error::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Region {
     /// First byte. Dangling but aligned if `count` is 0.

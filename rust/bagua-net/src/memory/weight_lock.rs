@@ -22,6 +22,22 @@ use crate::sync::{Condvar, Instant, Mutex, MutexGuard};
 pub type Owner = u64;
 
 /// A fair lock on weights, whose training hold can lapse.
+///
+/// # Examples
+/// ```
+/// use std::time::Duration;
+///
+/// use bagua_net::memory::WeightLock;
+///
+/// let lock = WeightLock::new();
+/// let guard = lock.lock(1);
+/// let mut second = lock.ask(2, false);
+/// assert!(!second.wait(Duration::ZERO));
+/// drop(guard);
+/// assert!(second.wait(Duration::ZERO));
+/// lock.unlock(2)?;
+/// # Ok::<(), bagua_kernels::error::Error>(())
+/// ```
 #[derive(Default)]
 pub struct WeightLock {
     state: Mutex<LockQueue>,
