@@ -8,7 +8,7 @@ or copied tensor is a plain one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class Registration:
         return found
 
 
-_registrations: MutableMapping[torch.Tensor, Registration] = model_state.registrations
+_registrations = model_state.registrations
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class BackendTensor:
 
 def registration(tensor: torch.Tensor) -> Registration:
     """Returns the registration of a Bagua tensor. Raises ValueError for any other tensor."""
-    found = _registrations.get(tensor)
+    found: Registration | None = _registrations.get(tensor)
     if found is None:
         raise ValueError(
             f"a tensor of shape {list(tensor.shape)} is not a Bagua tensor: call ensure_bagua_tensor(name) on it"
@@ -76,7 +76,8 @@ def registration(tensor: torch.Tensor) -> Registration:
 
 def _attribute_of(tensor: torch.Tensor) -> Registration:
     # AttributeError makes hasattr, and getattr with a default, work on any tensor.
-    if (found := _registrations.get(tensor)) is None:
+    found: Registration | None = _registrations.get(tensor)
+    if found is None:
         raise AttributeError("this tensor is not a Bagua tensor: call ensure_bagua_tensor(name) on it")
     return found
 
@@ -106,7 +107,7 @@ def effective(tensor: torch.Tensor) -> torch.Tensor:
 
 def forget(tensor: torch.Tensor) -> None:
     """Removes the registration."""
-    _registrations.pop(tensor, None)
+    _registrations.forget(tensor)
 
 
 class BaguaTensor:
@@ -124,7 +125,7 @@ class BaguaTensor:
 
     def is_bagua_tensor(self: Any) -> bool:
         """Returns True if the tensor is registered."""
-        return self in _registrations
+        return _registrations.get(self) is not None
 
     def ensure_bagua_tensor(
         self: Any,

@@ -125,7 +125,8 @@ class ModelEngine:
         named = dict(module.named_parameters())
         modules = dict(module.named_modules())
         self.parameters_to_ignore = ignored_names(modules, named)
-        parameters, buffers = self._shared(named.items()), self._shared(module.named_buffers())
+        has_buffers = any(child._buffers for child in modules.values())
+        parameters, buffers = self._shared(named.items()), self._shared(module.named_buffers() if has_buffers else ())
         self.require_backward_grad_sync = True
         self.bagua_train_step_counter = 0
         self.step = -1
@@ -420,7 +421,9 @@ class ModelEngine:
         A user's algorithm may order its tensors differently on each rank, so that buckets of the same size would add up
         different parameters.
         """
-        names = {id(tensor): name for name, param in self._tracked for tensor in (param, param.grad)}
+        names = {id(param): name for name, param in self._tracked}
+        if any(id(each) not in names for bucket in buckets for each in bucket.tensors):
+            names |= {id(param.grad): name for name, param in self._tracked}
         lines = []
         for bucket in buckets:
             held = [names.get(id(each), f"{each.dtype}{list(each.shape)}") for each in bucket.tensors]

@@ -149,7 +149,7 @@ class GradientExchange(Exchange):
         if not self._slots:
             # The algorithm has its own init_tensors, which registers gradients like the original Bagua's.
             self._make_slots()
-        of_grad = {id(slot.param.grad): slot for slot in self._slots.values() if slot.param.grad is not None}
+        of_grad = {id(grad): slot for slot in self._slots.values() if (grad := slot.param.grad) is not None}
         for bucket in buckets:
             # The padding, which comes last, is left out.
             for number, (tensor, known) in enumerate(zip(bucket.tensors, bucket.registrations, strict=False)):

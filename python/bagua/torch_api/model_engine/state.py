@@ -27,12 +27,52 @@ class _Engines(WeakIdKeyDictionary):
         engine.end_with(module)
 
 
+class _Registered(weakref.ref[torch.Tensor]):
+    """A tensor with its Registration. One object, because the collector counts each."""
+
+    __slots__ = ("key", "registration")
+
+    key: int
+    registration: Any
+
+
+class Registrations:
+    """Tensor -> its Registration.
+
+    A lookup takes a tenth of the time of ``WeakTensorKeyDictionary``, which makes a weak reference for it.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, _Registered] = {}
+
+    def get(self, tensor: torch.Tensor) -> Any | None:
+        """Returns the registration, or None."""
+        found = self._by_id.get(id(tensor))
+        return None if found is None else found.registration
+
+    def setdefault(self, tensor: torch.Tensor, new: Any) -> Any:
+        """Returns the registration, which is ``new`` if there was none."""
+        key = id(tensor)
+        found = self._by_id.get(key)
+        if found is None:
+            found = self._by_id[key] = _Registered(tensor, self._freed)
+            found.key, found.registration = key, new
+        return found.registration
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Removes the registration, if there is one."""
+        self._by_id.pop(id(tensor), None)
+
+    def _freed(self, registered: Any) -> None:
+        """Called while a tensor is freed, before another object can get its id."""
+        self._by_id.pop(registered.key, None)
+
+
 class ModelState(Record):
     """State that is stored outside modules and tensors, so that copies and pickles of them are plain."""
 
     def __init__(self) -> None:
-        #: Tensor -> its Registration.
-        self.registrations: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()
+        self.registrations = Registrations()
         #: Model name -> its BucketEngine; and every BucketEngine that still exists.
         self.backends: dict[str, Any] = {}
         self.all_backends: weakref.WeakSet[Any] = weakref.WeakSet()
