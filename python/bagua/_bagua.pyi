@@ -453,8 +453,8 @@ class Communicator:
         """
     def try_begin(self, /, verb: SupportsIndex, reader: TensorReader, src: Any | None, dst: Any, op: Any, root: Any) -> Handle | None:
         """
-        Starts a verb as `try_run` does, without waiting. Returns a handle, which holds the tensors, or None if nothing
-        was done.
+        Starts a verb as `try_run` does, without waiting. Returns a handle, or None if it did nothing. The memory is
+        held until the handle is done.
         """
     def try_run(self, /, verb: SupportsIndex, reader: TensorReader, src: Any | None, dst: Any, op: Any, root: Any) -> bool:
         """
@@ -838,13 +838,14 @@ class TensorReader:
 
     `lazy_flags` is called with a tensor that is otherwise plain, and returns a false value unless torch has a
     conjugation or negation of it that is not applied yet. `changed` is called with a tuple of one tensor after a verb
-    has written to it. Raises TypeError for classes without an exchange table.
+    has written to it. With `compares_shapes` false, a verb compares only the sizes of the ranks' tensors. Raises
+    TypeError for classes without an exchange table.
     """
-    def __new__(cls, /, classes: SupportsGetItem[int, type], lazy_flags: Any, changed: Any) -> TensorReader: ...
-    def at(self, /, x: Any) -> tuple[int, int, int, tuple | None, Any] | None:
+    def __new__(cls, /, classes: SupportsGetItem[int, type], lazy_flags: Any, changed: Any | None = None, *, compares_shapes: bool = True) -> TensorReader: ...
+    def at(self, /, x: Any) -> tuple[int, int, int, tuple | None] | None:
         """
-        Returns address, number of elements, code of the type, dimensions (None for one dimension) and the tensor itself
-        if the tensor is plain. Returns None for all others, including a tensor with a lazy negation.
+        Returns address, number of elements, code of the type and dimensions (None for one dimension) of a plain tensor.
+        Returns None for all others, including a tensor with a lazy negation.
         """
 
 @final

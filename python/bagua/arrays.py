@@ -84,7 +84,7 @@ def read_plain(x: Any) -> tuple[int, int, int, tuple[int, ...] | None, bool] | N
     # DLPack refuses a tensor that requires a gradient, so this path does too.
     if found is None and type(x).__module__ in _TORCH and not x.requires_grad and (read := _tensor_reader()):
         tensor = read(x)
-        return None if tensor is None else (*tensor[:4], True)
+        return None if tensor is None else (*tensor, True)
     return found
 
 

@@ -59,13 +59,16 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
     return tensor.is_neg() or tensor.is_conj()
 
 
-def _new_reader(changed: Callable[[tuple[torch.Tensor]], None]) -> extension.TensorReader:
+def _new_reader(
+    changed: Callable[[tuple[torch.Tensor]], None] | None = None, *, compares_shapes: bool = True
+) -> extension.TensorReader:
     # The lazy negative and conjugate flags of a tensor. Tensor.is_neg releases the GIL, and another thread may keep it.
     lazy_flags = getattr(torch._C, "_get_tensor_metadata", _is_lazy)
     try:
-        return extension.TensorReader([torch.Tensor, torch.nn.Parameter], lazy_flags, changed)
+        classes = [torch.Tensor, torch.nn.Parameter]
+        return extension.TensorReader(classes, lazy_flags, changed, compares_shapes=compares_shapes)
     except (AttributeError, TypeError):  # torch before 2.10 does not export a tensor's address to C
-        return extension.TensorReader([], lazy_flags, changed)
+        return extension.TensorReader([], lazy_flags)
 
 
 # Increments a tensor's version counter, by which autograd detects that a saved tensor was written.
@@ -73,8 +76,8 @@ _count_version = _version_counter()
 
 #: Reads address, count and dtype of torch's tensors.
 reader = _new_reader(_count_version)
-#: The same, but without incrementing version counters, because torch.distributed's in-place collectives do not either.
-silent_reader = _new_reader(lambda _: None)
+#: Reads them for torch.distributed, whose in-place collectives neither increment version counters nor compare shapes.
+silent_reader = _new_reader(compares_shapes=False)
 
 
 def will_change(operand: Operand) -> None:
@@ -187,8 +190,8 @@ class Adapter:
         """Returns an operand to read. Copies a tensor that is not contiguous, or lazily negated or conjugated."""
         found = reader.at(tensor)
         if found is not None:
-            address, count, code, dims, owner = found
-            return Operand(address, count, code, dims if self.compares_shapes else None, owner)
+            address, count, code, dims = found
+            return Operand(address, count, code, dims if self.compares_shapes else None, tensor.data)
         code = self.check(tensor, what)
         memory = tensor.detach()
         return self._operand(memory if _is_plain(memory) else _contiguous(memory), code)
@@ -197,9 +200,9 @@ class Adapter:
         """Returns an operand to write. `reads`: it is read too, so a copy starts with the tensor's values."""
         found = reader.at(tensor)
         if found is not None:
-            address, count, code, dims, owner = found
+            address, count, code, dims = found
             dims = dims if self.compares_shapes else None
-            return Operand(address, count, code, dims, owner, results=(owner,))
+            return Operand(address, count, code, dims, tensor.data, results=(tensor,))
         code = self.check(tensor, what)
         memory = tensor.detach()
         if _is_plain(memory):

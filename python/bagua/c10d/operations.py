@@ -344,7 +344,7 @@ def send(raw: extension.Communicator, tensor: Any, to: int, tag: int) -> Operati
     """Sends a message to rank ``to``."""
     tag = verbs.check_tag(tag)
     held = _TENSORS.read(tensor, "the tensor")
-    return Operation("send", verbs.send(raw, held, to, tag), [held.owner])
+    return Operation("send", verbs.send(raw, held, to, tag), [tensor])
 
 
 def receive(raw: extension.Communicator, tensor: Any, sender: int | None, tag: int) -> Operation:

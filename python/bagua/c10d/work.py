@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from bagua.handle import AnyHandle
 
-__all__ = ["DoneWork", "Work", "seconds"]
+__all__ = ["Work", "seconds"]
 
 #: Seconds that the interpreter's exit waits for continuations of futures, so that a blocked one does not hang it.
 _EXIT_TIMEOUT = 5.0
@@ -257,20 +257,3 @@ class Work(c10d.Work):  # type: ignore[misc]
             for stream in self._streams:
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
         return self._result
-
-
-@uncompiled
-class DoneWork(Work):
-    """An operation on host tensors that has returned. A full Work would be half of the time of a small operation.
-
-    The caller sets the result, because a constructor in Python takes as long as torch's.
-    """
-
-    _name = "work"
-    _lock = threading.RLock()
-
-    __init__ = c10d.Work.__init__
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns True at once."""
-        return True

@@ -502,7 +502,8 @@ class BaguaBucket:
     def _attach(self, name: str, tensor: torch.Tensor) -> None:
         """Registers a tensor of an operation, and keeps it alive."""
         code = dtype_code(tensor, f"{name} of bucket {self.name!r}")
-        options = devices.memory_options(self.device, tensor.detach())
+        tensor = tensor.detach()
+        options = devices.memory_options(self.device, tensor)
         self.backend_bucket.attach(name, tensor.data_ptr(), tensor.numel(), code, **options)
         self._extra[name] = tensor
 

@@ -246,8 +246,8 @@ impl Communicator {
         self.plain(verb, reader, src, dst, op, root).map_or(Ok(false), |plain| self.run_plain(plain, reader, dst))
     }
 
-    /// Starts a verb as `try_run` does, without waiting. Returns a handle, which holds the tensors, or None if it did
-    /// nothing.
+    /// Starts a verb as `try_run` does, without waiting. Returns a handle, or None if it did nothing. The memory is
+    /// held until the handle is done.
     fn try_begin(
         &self,
         verb: u8,

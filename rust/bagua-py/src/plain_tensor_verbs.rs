@@ -10,6 +10,7 @@
 use bagua_core::group::Options;
 use bagua_core::request::Verb;
 use bagua_core::types::{DType, Kind, ReduceOp, Shape};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyInt;
 
@@ -24,7 +25,7 @@ use crate::verb_arguments::{Call, CommunicationThread, Request};
 pub struct Plain {
     verb: Verb<'static>,
     dtype: DType,
-    shape: Shape,
+    shape: Option<Shape>,
     operands: Operands,
     /// True if this rank's tensor does not change.
     reads_only: bool,
@@ -34,7 +35,7 @@ impl Communicator {
     /// Implements `Communicator.try_run` for a verb that writes to `dst`.
     pub fn run_plain(&self, plain: Plain, reader: &TensorReader, dst: &Bound<'_, PyAny>) -> PyResult<bool> {
         let Plain { verb, dtype, shape, mut operands, reads_only } = plain;
-        let options = Options { shape: Some(shape), ..Options::DEFAULT };
+        let options = Options { shape, ..Options::DEFAULT };
         let bytes = operands.bytes();
         let outcome = self.here(dst.py(), bytes, |lane| lane.run(&options, dtype, verb, operands.io()));
         match outcome {
@@ -63,8 +64,10 @@ impl Communicator {
             reader.changed(dst)?;
         }
         let py = dst.py();
-        let keep = Some((src, dst).into_pyobject(py)?.into_any().unbind());
-        let call = Call { shape: Some(shape), timeout: None, async_op: true, keep };
+        // Tensors that share the memory keep it if the caller gives `src` or `dst` other memory (`dst.data = ...`).
+        let data = |x: &Bound<'_, PyAny>| x.getattr(intern!(py, "data")).map(Bound::unbind);
+        let keep = (src.map(data).transpose()?, data(dst)?).into_pyobject(py)?.into_any().unbind();
+        let call = Call { shape, timeout: None, async_op: true, keep: Some(keep) };
         let (bytes, op) = (request.bytes(), request.announced());
         self.go(py, call, None, bytes, &op, move |lane, options| request.run(lane, options))
     }
@@ -96,9 +99,9 @@ impl Communicator {
         if from.as_ref().is_some_and(|from| from.dtype != dtype) {
             return None;
         }
-        let shape = from.as_ref().map_or(to.shape, |from| from.shape);
-        // SAFETY: the addresses were just read from tensors, which hold their memory. The caller holds the tensors
-        // until a blocking verb has returned or an asynchronous one is done.
+        let shape = reader.compares_shapes.then(|| from.as_ref().map_or(to.shape, |from| from.shape));
+        // SAFETY: the addresses were just read from tensors, which hold their memory. The caller holds it until a
+        // blocking verb has returned or an asynchronous one is done.
         let region = |plain: &tensor_reader::Plain<_>| unsafe {
             address_to_region::region_at(plain.address, plain.count, dtype)
         };

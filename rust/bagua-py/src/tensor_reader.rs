@@ -95,8 +95,8 @@ element_types! {
     C128: 5, 128, b'c';
 }
 
-/// Address, number of elements, code of the type, dimensions (None for one dimension), and the tensor itself.
-type Found<'py> = (usize, usize, u8, Option<Bound<'py, PyTuple>>, Bound<'py, PyAny>);
+/// Address, number of elements, code of the type, and dimensions (None for one dimension).
+type Found<'py> = (usize, usize, u8, Option<Bound<'py, PyTuple>>);
 
 /// The memory and the type of a plain tensor.
 pub struct Plain<T> {
@@ -111,7 +111,8 @@ pub struct Plain<T> {
 ///
 /// `lazy_flags` is called with a tensor that is otherwise plain, and returns a false value unless torch has a
 /// conjugation or negation of it that is not applied yet. `changed` is called with a tuple of one tensor after a verb
-/// has written to it. Raises TypeError for classes without an exchange table.
+/// has written to it. With `compares_shapes` false, a verb compares only the sizes of the ranks' tensors. Raises
+/// TypeError for classes without an exchange table.
 #[pyclass(frozen, module = "bagua._bagua")]
 pub struct TensorReader {
     /// Classes whose tensors are read. A subclass is not read, because it may interpret its memory differently.
@@ -119,7 +120,8 @@ pub struct TensorReader {
     /// The function of the classes' table. `None` without classes.
     describe: Option<Describe>,
     lazy_flags: Py<PyAny>,
-    changed: Py<PyAny>,
+    changed: Option<Py<PyAny>>,
+    pub compares_shapes: bool,
 }
 
 impl TensorReader {
@@ -170,14 +172,20 @@ impl TensorReader {
 
     /// Reports that the values of a tensor have changed.
     pub fn changed(&self, x: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.changed.bind(x.py()).call1(((x,),)).map(drop)
+        self.changed.as_ref().map_or(Ok(()), |changed| changed.bind(x.py()).call1(((x,),)).map(drop))
     }
 }
 
 #[pymethods]
 impl TensorReader {
     #[new]
-    fn new(classes: Vec<Bound<'_, PyType>>, lazy_flags: Py<PyAny>, changed: Py<PyAny>) -> PyResult<TensorReader> {
+    #[pyo3(signature = (classes, lazy_flags, changed=None, *, compares_shapes=true))]
+    fn new(
+        classes: Vec<Bound<'_, PyType>>,
+        lazy_flags: Py<PyAny>,
+        changed: Option<Py<PyAny>>,
+        compares_shapes: bool,
+    ) -> PyResult<TensorReader> {
         let mut found = None;
         for class in &classes {
             let table = class.getattr("__dlpack_c_exchange_api__")?.cast_into::<PyCapsule>()?;
@@ -198,14 +206,15 @@ impl TensorReader {
         if found.is_some() && describe.is_none() {
             return Err(PyTypeError::new_err("the exchange table of the classes cannot describe tensors"));
         }
-        Ok(TensorReader { classes: classes.into_iter().map(Bound::unbind).collect(), describe, lazy_flags, changed })
+        let classes = classes.into_iter().map(Bound::unbind).collect();
+        Ok(TensorReader { classes, describe, lazy_flags, changed, compares_shapes })
     }
 
-    /// Returns address, number of elements, code of the type, dimensions (None for one dimension) and the tensor itself
-    /// if the tensor is plain. Returns None for all others, including a tensor with a lazy negation.
-    fn at<'py>(&self, x: Bound<'py, PyAny>) -> Option<Found<'py>> {
-        let Plain { address, count, dtype, shape } = self.read(&x, |dims| dims_tuple(x.py(), dims))?;
-        Some((address, count, dtype as u8, shape, x))
+    /// Returns address, number of elements, code of the type and dimensions (None for one dimension) of a plain tensor.
+    /// Returns None for all others, including a tensor with a lazy negation.
+    fn at<'py>(&self, x: &Bound<'py, PyAny>) -> Option<Found<'py>> {
+        let Plain { address, count, dtype, shape } = self.read(x, |dims| dims_tuple(x.py(), dims))?;
+        Some((address, count, dtype as u8, shape))
     }
 }
 

@@ -126,16 +126,16 @@ class BucketEngine:
 
     def mark_communication_ready(self, tensor: torch.Tensor) -> None:
         """Reports that a registered tensor's values are final. Raises ValueError for a lazy negation or conjugate."""
-        values, name = effective(tensor), registration(tensor).name
+        values, name = effective(tensor).detach(), registration(tensor).name
         require_resolved(values, f"tensor {name!r}")
         self.mark_ready(self.number(name), values)
 
     def mark_ready(self, number: int, values: torch.Tensor | None = None) -> None:
         """Reports that the values of the tensor with this :meth:`number` are final.
 
-        ``values`` holds them if their address changed, and is kept until the wait. On a CUDA device the values are
-        final once torch's current stream has reached this point, and the engine keeps ``values`` until the device is
-        done with them.
+        ``values`` holds them if their address changed, and is kept until the wait, or until the device is done with
+        them. Only the caller has it, because a user could give it other memory. On a CUDA device the values are final
+        once torch's current stream has reached this point.
         """
         where = () if values is None else (values.data_ptr(), values.numel())
         # A model on the host must not touch CUDA, not even to ask if it exists. The engine refuses an unknown number.
@@ -145,8 +145,7 @@ class BucketEngine:
             if values is not None:
                 self._kept[number] = values
             return
-        keep = None if values is None else values.detach()
-        self._engine.mark_ready(number, *where, keep=keep, **devices.stream_options(device))
+        self._engine.mark_ready(number, *where, keep=values, **devices.stream_options(device))
 
     def wait_pending_comm_ops(self) -> int:
         """Waits until every complete bucket has been communicated, and returns the number of these buckets.
