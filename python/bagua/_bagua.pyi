@@ -29,48 +29,44 @@ class Arena:
     @property
     def shared(self, /) -> bool:
         """
-        True when peers on this host can map this memory; otherwise it is private.
+        True if peers on this host can map this memory; otherwise the memory is private.
         """
 
 @final
 class AsyncModelAverage:
     """
-    A bucket's operation that averages weights: whether this rank takes part in its rounds.
+    The operation of a bucket that averages weights. `takes_part` says if this rank takes part in its rounds.
     """
     def set_takes_part(self, /, takes_part: bool) -> None:
         """
-        Says so for the rounds from the next one on.
+        Makes this rank's weights count and change from the next round on, or not.
         """
     @property
     def takes_part(self, /) -> bool:
         """
-        True when this rank's weights count and are changed.
+        True if this rank's weights count and are changed.
         """
 
 @final
 class Averager:
     """
-    Averages the weights of one model with those of the other ranks, on a thread of its own.
+    Averages the weights of a model with those of the other ranks, on its own thread.
 
-    Every method but `stop` and `stats` raises what failed on that thread.
+    If that thread fails, every method except `stop` and `stats` raises its error.
     """
     def abort(self, /, timeout: SupportsFloat | SupportsIndex) -> None:
         """
-        Ends this rank's part in the averaging. Waits for at most `timeout` seconds until nothing writes to its weights
-        any more.
+        Ends this rank's part in the averaging. Waits for at most `timeout` seconds until nothing writes to its weights.
         """
-    def check(self, /) -> None:
-        """
-        Raises the error of the averaging, if it has failed.
-        """
+    def check(self, /) -> None: ...
     def count_step(self, /) -> None:
         """
-        The optimizer made a step.
+        Counts a step of the optimizer.
         """
     @property
     def forwards(self, /) -> int:
         """
-        The caller's count of forwards, which a joining rank takes over from the job.
+        The caller's count of forward passes, which a joining rank takes over from the job.
         """
     def resume(self, /) -> None:
         """
@@ -78,15 +74,15 @@ class Averager:
         """
     def set_forwards(self, /, forwards: SupportsIndex) -> None:
         """
-        Sets the caller's count of forwards.
+        Sets the caller's count of forward passes.
         """
     def stats(self, /) -> dict:
         """
-        Numbers of this rank; durations in seconds.
+        Statistics of this rank's averaging. Durations are in seconds.
         """
     def stop(self, /, timeout: SupportsFloat | SupportsIndex) -> None:
         """
-        Ends the thread; a round in progress may end first, for at most `timeout` seconds. Idempotent.
+        Ends the thread. A round in progress may end first, for at most `timeout` seconds. Further calls do nothing.
         """
     def synchronize(self, /, timeout: SupportsFloat | SupportsIndex) -> None:
         """
@@ -95,8 +91,7 @@ class Averager:
         """
     def wait_joined(self, /, timeout: SupportsFloat | SupportsIndex) -> None:
         """
-        Waits for at most `timeout` seconds until a joining rank has the average of a round in which its own weights did
-        not count.
+        Waits for at most `timeout` seconds until a joining rank has an average without its own weights.
         """
 
 @final
@@ -113,14 +108,13 @@ class Bootstrap:
         """
     def close(self, /) -> None:
         """
-        Listens no longer, and ends the control thread, unless `connect` was called.
+        Stops listening and ends the control thread. Has no effect after `connect`.
 
-        Otherwise they end with this object, which the traceback of an error may keep.
+        Without this call, both end with this object, which the traceback of an error may keep alive.
         """
     def connect(self, /, addresses: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]], waiting: Any | None = None) -> Communicator:
         """
-        Connects to all peers and opens the group's main lane. `addresses[r]` is the address of rank r. May be called
-        once.
+        Connects to all peers and opens the group's main lane. `addresses[r]` is the address of rank r. Only once.
 
         Every 50 to 200 ms, `waiting` is called with the ranks that this rank waits for. Raises BaguaTimeoutError, which
         names the ranks that did not connect within `connect_timeout`.
@@ -197,11 +191,11 @@ class Bucket:
     @property
     def bytes(self, /) -> int:
         """
-        Bytes of all tensors, padding included.
+        Number of bytes of all tensors, padding included.
         """
     def choice(self, /) -> str | None:
         """
-        The codec that an automatic operation uses now, "" for none; None without such an operation.
+        Name of the codec that an automatic operation uses now, "" if it uses none. None without such an operation.
         """
     def clear_ops(self, /) -> None:
         """
@@ -215,7 +209,7 @@ class Bucket:
     @property
     def dtype(self, /) -> int:
         """
-        Code of the element type.
+        Code of the element type (see `DTYPES`).
         """
     @property
     def name(self, /) -> str:
@@ -250,7 +244,7 @@ class Codec:
     def __new__(cls, /, name: str, options: dict) -> Codec: ...
     def check_device(self, /) -> None:
         """
-        Raises NotImplementedError when the codec has no kernels.
+        Raises NotImplementedError if the codec has no kernels for devices.
         """
     def decode(self, /, src: SupportsIndex, len: SupportsIndex, dst: SupportsIndex, count: SupportsIndex, dtype: SupportsIndex, chunks: SupportsIndex, *, call: CudaCall | None = None, keep: Any | None = None) -> None:
         """
@@ -280,12 +274,12 @@ class Codec:
     @property
     def name(self, /) -> str:
         """
-        Registered name.
+        Registered name of the codec.
         """
     @property
     def options(self, /) -> dict:
         """
-        All options with their values.
+        All options of the codec with their values.
         """
 
 @final
@@ -371,7 +365,8 @@ class Communicator:
         """
     def leave(self, /) -> None:
         """
-        Says goodbye and closes every connection of this rank. Idempotent; leaving the world leaves its sub-groups.
+        Leaves the group in order, and closes every connection of this rank. Leaving the world leaves its sub-groups.
+        Further calls do nothing.
         """
     @property
     def listen_host(self, /) -> str:
@@ -391,7 +386,7 @@ class Communicator:
         """
     def raise_(self, /, kind: str, message: str) -> None:
         """
-        Poisons the group on every rank: the others get PeerRaisedError with this class name and text.
+        Poisons the group on every rank. The other ranks get PeerRaisedError with this class name and text.
         """
     @property
     def rank(self, /) -> int:
@@ -430,11 +425,11 @@ class Communicator:
     @property
     def size(self, /) -> int:
         """
-        Number of ranks.
+        Number of ranks in the group.
         """
     def stats(self, /) -> dict:
         """
-        Counters since the group was built: a plain dict, times in seconds.
+        Returns the counters since the group was built as a dict. Times are in seconds.
         """
     def subgroup(self, /, ranks: SupportsGetItem[int, SupportsIndex], name: str) -> Communicator | None:
         """
@@ -449,7 +444,7 @@ class Communicator:
     @property
     def transports(self, /) -> list[str]:
         """
-        Name of the transport towards each rank, "self" for this one.
+        Name of the transport to each rank, "self" for this rank.
         """
     def try_begin(self, /, verb: SupportsIndex, reader: TensorReader, src: Any | None, dst: Any, op: Any, root: Any) -> Handle | None:
         """
@@ -465,7 +460,7 @@ class Communicator:
     @property
     def view(self, /) -> int:
         """
-        Number of the membership: 1 for a group that was joined, and grows with every `shrink`.
+        Number of the group's membership. 1 for a group that was joined, and larger after every `shrink`.
         """
 
 @final
@@ -505,7 +500,7 @@ class CompressedExchange:
 @final
 class CudaCall:
     """
-    The device's side of one operation: see `Communicator.cuda_call`.
+    The device's side of one operation, as `Communicator.cuda_call` returns it.
     """
     def copy(self, /, to: SupportsIndex, from_: SupportsIndex, bytes: SupportsIndex) -> None:
         """
@@ -520,7 +515,8 @@ class CudaDevice:
     """
     def call(self, /, stream: SupportsIndex, producers: SupportsGetItem[int, SupportsIndex]) -> CudaCall:
         """
-        The device's side of one call without a group, on `stream` and behind what the streams of `producers` have then.
+        Returns the device's side of one call without a group. The call runs on `stream`, after the work that the
+        streams of `producers` have now.
 
         Raises NotImplementedError for a stream that is being captured, DeviceError.
         """
@@ -535,7 +531,7 @@ class CudaDevice:
         """
     def release(self, /) -> None:
         """
-        Lets go of the arrays of calls without a group that the device is done with. Does not wait.
+        Drops the arrays of calls without a group that the device has finished with. Does not wait.
         """
 
 @final
@@ -578,18 +574,18 @@ class CudaLibraries:
         """
     def why_not(self, /, places: Incomplete) -> str | None:
         """
-        Returns in one line why no device can be used, or None if one can. Every call returns the same. Initialises the
+        Returns one line that says why no device can be used, or None. Every call returns the same. Initialises the
         driver.
         """
 
 @final
 class Engine:
     """
-    One strictly ordered queue of buckets with a lane and a communication thread of its own.
+    A strictly ordered queue of buckets with its own lane and communication thread.
     """
     def cuda_call(self, /, device: CudaDevice, stream: SupportsIndex, producers: SupportsGetItem[int, SupportsIndex], collective: str, check: bool = False) -> CudaCall:
         """
-        The device's side of one operation: see the communicator's.
+        Returns the device's side of one operation, as `Communicator.cuda_call` does.
         """
     def mark_ready(self, /, number: SupportsIndex, address: SupportsIndex | None = None, count: SupportsIndex | None = None, *, stream: SupportsIndex | None = None, producers: SupportsGetItem[int, SupportsIndex] | None = None, keep: Any | None = None) -> None:
         """
@@ -622,7 +618,7 @@ class Engine:
         """
     def shutdown(self, /) -> None:
         """
-        Ends the thread: what is queued fails with AbortedError. Idempotent.
+        Ends the thread. Queued buckets fail with AbortedError. Further calls do nothing.
         """
     def unready(self, /) -> list[str]:
         """
@@ -666,16 +662,15 @@ class Handle:
     @staticmethod
     def completed() -> Handle:
         """
-        The handle of an operation that had nothing to do.
+        Returns the handle of an operation that had nothing to do.
         """
     def is_completed(self, /) -> bool:
         """
-        True when the operation is done, well or not, and its device with it.
+        True if the operation is done, with or without an error, and its device too.
         """
     def senders(self, /) -> list[int | None]:
         """
-        Ranks of the group that sent the received messages, in the order of the receives; None for a message that has
-        not arrived.
+        Ranks of the group that sent the received messages, in the order of the receives; None for a message on its way.
         """
     def synchronize(self, /, timeout: SupportsFloat | SupportsIndex | None = None) -> None:
         """
@@ -724,12 +719,12 @@ class JoinServer:
         """
     def enter_job(self, /) -> None:
         """
-        This rank is in the job now.
+        Notes that this rank is in the job from now on.
         """
     @property
     def incarnation(self, /) -> int:
         """
-        A number that no other process of this rank has.
+        Random number that identifies this process among all processes of its rank.
         """
     def join(self, /, name: str, weights: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex, bool]], buffers: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, SupportsIndex, bool]], lock: WeightLock, interval: SupportsFloat | SupportsIndex, codec: Codec | None, digest: SupportsLenAndGetItem[SupportsIndex], timeout: SupportsFloat | SupportsIndex, device: tuple[CudaDevice, SupportsIndex, Any] | None = None) -> Averager:
         """
@@ -757,8 +752,7 @@ class JoinServer:
 @final
 class RendezvousServer:
     """
-    Rank 0's server of a rendezvous. Listens as soon as it is created, on `host` (an IP address) and `port` (0: any free
-    port).
+    Rank 0's server of a rendezvous. Listens at once, on `host` (an IP address) and `port` (0: any free port).
 
     Raises ValueError for an invalid address, BaguaError if the socket cannot be opened.
     """
@@ -782,16 +776,16 @@ class Store:
     """
     def add(self, /, key: str, amount: SupportsIndex) -> int:
         """
-        Adds to the number that a key has as its value, 0 without one, and returns the sum.
+        Adds `amount` to the number that is the value of a key (0 if it has none), and returns the sum.
         """
     @staticmethod
     def files(directory: str | PathLike[str]) -> Store:
         """
-        The files of a directory, readable by their owner only.
+        Returns a store in the files of a directory, which only their owner can read.
         """
     def get(self, /, key: str) -> bytes | None:
         """
-        The value of a key; None without one. Does not wait.
+        Returns the value of a key, or None if it has none. Does not wait.
         """
     def set(self, /, key: str, value: SupportsGetItem[int, SupportsIndex]) -> None:
         """
@@ -799,7 +793,7 @@ class Store:
         """
     def set_new(self, /, key: str, value: SupportsGetItem[int, SupportsIndex]) -> bytes:
         """
-        Sets the value of a key that has none, and returns the value that it has then.
+        Sets the value of a key unless it has one. Returns the value that the key has then.
         """
     @staticmethod
     def tcp(host: str, port: SupportsIndex, secret: SupportsGetItem[int, SupportsIndex], timeout: SupportsFloat | SupportsIndex, tls: Tls | None = None) -> Store:
@@ -824,11 +818,11 @@ class StoreServer:
     @property
     def port(self, /) -> int:
         """
-        The port that it listens on.
+        Port on which the server listens.
         """
     def stop(self, /) -> None:
         """
-        Ends it. Idempotent.
+        Ends the server. Further calls do nothing.
         """
 
 @final
@@ -875,19 +869,19 @@ class WeightLock:
     def __new__(cls, /) -> WeightLock: ...
     def begin_training(self, /, *, stream: SupportsIndex | None = None) -> None:
         """
-        Takes it for the training, from whichever thread; counts once. Ends a pause.
+        Takes the lock for the training, on any thread. Further calls have no effect, except that they end a pause.
         """
     def end_training(self, /, *, stream: SupportsIndex | None = None) -> None:
         """
-        Ends the training's hold; without effect when others have taken it.
+        Ends the training's hold of the lock. Has no effect if another thread has taken the lock.
         """
     def is_used_here(self, /) -> bool:
         """
-        True while this thread is using the weights. A wait for a round on this thread would then never end.
+        True while this thread uses the weights. A wait for a round on this thread would then never end.
         """
     def lock(self, /, *, stream: SupportsIndex | None = None) -> None:
         """
-        Takes it for this thread, which may have it already. Waits without the GIL; Ctrl-C ends the wait.
+        Takes the lock for this thread, which may hold it already. Waits without the GIL; Ctrl-C ends the wait.
         """
     def mark(self, /, *, stream: SupportsIndex | None = None) -> None:
         """
@@ -896,25 +890,25 @@ class WeightLock:
         """
     def order(self, /, *, stream: SupportsIndex | None = None) -> None:
         """
-        Work that `stream` gets from now on comes behind that of all who held the lock before, without taking it.
+        Makes work that `stream` gets from now on run after the work of all who held the lock before. Takes no lock.
         """
     def pause_training(self, /, limit: SupportsFloat | SupportsIndex, *, stream: SupportsIndex | None = None) -> None:
         """
-        Lets others take it after `limit` seconds, unless the training goes on before.
+        Lets other threads take the lock after `limit` seconds, unless the training continues before.
         """
     def unlock(self, /, *, stream: SupportsIndex | None = None) -> None:
         """
-        Gives one `lock` of this thread back. Raises BaguaError on a thread that does not hold it.
+        Releases the lock once for this thread. Raises BaguaError on a thread that does not hold it.
         """
     @property
     def waited(self, /) -> float:
         """
-        Seconds that threads have waited for it.
+        Seconds that threads have waited for the lock.
         """
 
 def check_peer_selection(peer_selection_mode: str, members: SupportsIndex) -> None:
     """
-    Refuses a peer selection that does not exist, or does not work among so many members: ValueError.
+    Raises ValueError if the peer selection does not exist, or does not work with this number of members.
     """
 
 def flight_recorder() -> list[dict]:
@@ -925,7 +919,7 @@ def flight_recorder() -> list[dict]:
 
 def local_address_towards(host: str, port: SupportsIndex) -> str:
     """
-    The local address of the route to `host:port`. Sends nothing.
+    Returns the local address of the route to `host:port`. Sends nothing.
     """
 
 def read_array(x: Any) -> tuple[int, int, int, tuple | None, bool] | None:
@@ -963,7 +957,7 @@ def rendezvous_tcp(host: str, port: SupportsIndex, rank: SupportsIndex, world_si
 
 def set_recording(on: bool) -> None:
     """
-    Turns the recording of later operations on (the default) or off. For benchmarks of the recorder itself.
+    Turns the recording of later operations on (the default) or off, for benchmarks of the recorder.
     """
 
 def tables() -> dict:
@@ -974,7 +968,7 @@ def tables() -> dict:
 
 def version() -> str:
     """
-    Version of this build.
+    Returns the version of this build.
     """
 
 def wait_for_callbacks(timeout: SupportsFloat | SupportsIndex) -> None:
