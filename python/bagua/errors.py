@@ -66,7 +66,7 @@ class PeerLostError(BaguaError, _During):
     """A peer died, froze, was cut off, or left while it was needed."""
 
     rank: int = -1
-    """The rank that is gone."""
+    """The lost rank."""
     host: str = ""
     """Name of its host."""
     reason: str = ""

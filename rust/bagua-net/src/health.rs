@@ -13,7 +13,7 @@ use crate::sync::patience;
 use crate::wait::{blocking_wait, lock, wait_on_for};
 
 /// How long an operation with a broken stream waits for the control plane to report the cause, before it reports the
-/// peer itself as lost. Long enough for a control message in flight, and short enough to report a dead peer within one
+/// peer itself as lost. Long enough for a control message in flight, and short enough to report a lost peer within one
 /// second.
 const CAUSE_GRACE: Duration = patience(Duration::from_millis(400));
 

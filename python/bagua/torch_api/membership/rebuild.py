@@ -45,7 +45,7 @@ class Rebuilt:
     ranks: tuple[int, ...]
     """Former rank of each new rank."""
     lost: tuple[int, ...]
-    """Former ranks that are gone."""
+    """Former ranks that were lost."""
     steps: dict[str, int]
     """Completed steps of each model's first optimizer, by module name."""
 

@@ -105,7 +105,7 @@ pub struct AveragerStats {
     pub wire_bytes_sent: u64,
     /// Number of bytes read from sockets.
     pub wire_bytes_received: u64,
-    /// Job ranks that are away without having left, with reasons. All other ranks if they left this one behind.
+    /// Lost job ranks, with reasons. All other ranks if they left this one behind.
     pub lost: BTreeMap<usize, String>,
     /// Number of times that this rank joined again.
     pub joined: u64,

@@ -59,7 +59,7 @@ impl Rounds {
         }
     }
 
-    /// Notes that these ranks are away. The reason is that of `cause` if it names the rank, or else `otherwise`.
+    /// Notes that these ranks are lost. The reason is that of `cause` if it names the rank, or else `otherwise`.
     fn note_lost(&self, lost: &[usize], cause: &Error, otherwise: &str) {
         let mut control = self.shared.lock();
         for rank in lost {
@@ -156,7 +156,7 @@ impl Rounds {
         let Some(peers) = &self.peers else { return Ok(()) };
         let (lowest, own) = (peers.world_ranks[0], peers.world_ranks[peers.group.rank()]);
         let away: Vec<usize> = self.shared.lock().stats.lost.keys().copied().filter(|rank| *rank < lowest).collect();
-        // Asks one rank after the other, because dead ranks do not answer.
+        // Asks one rank after the other, because ranks that died do not answer.
         let Some(sought) = away.get(self.looks as usize % away.len().max(1)) else { return Ok(()) };
         let at = server.servers().into_iter().find(|(known, _)| known == sought);
         let found = at.and_then(|(rank, at)| server.status(rank, at, patience).ok());

@@ -355,7 +355,7 @@ impl PostedMessages {
     }
 
     /// Returns true if a receive needs this rank: the receive names the rank, the rank's message is arriving, or all
-    /// other ranks are gone.
+    /// other ranks have left.
     pub(super) fn receives_from(&self, peer: usize, gone: impl Fn(usize) -> bool) -> bool {
         let ranks = 0..self.world_ranks.len();
         let all_gone = || ranks.clone().all(|rank| rank == self.rank || rank == peer || gone(rank));
