@@ -20,8 +20,8 @@
 //! result + the sum of (error after), within float32 rounding. So the owner of a chunk also keeps what its second
 //! encoding lost, times the divisor.
 //!
-//! **Exact elements** at the end of the padding are sent behind the record that a member sends to every other member
-//! first, so they need no message of their own.
+//! **Exact elements** at the end of the padding travel behind the encoded elements of each record, so they need no
+//! message of their own.
 //!
 //! **On a device** that has the codec, a [`DeviceCodec`] encodes, combines and decodes, and the records stay there.
 //! They have the same bytes as on the host, so some members may encode on a device and others on the host, if the
@@ -201,7 +201,6 @@ fn on_host<E: RecordExchange + ?Sized>(
     let (dtype, members) = (cx.dtype(), exchange.size());
     let size = dtype.size();
     let (data, exact) = data.split_at_mut(data.len().saturating_sub(how.exact * size));
-    let exchange = &mut WithExact { exchange, exact, is_sent: false };
     let total = data.len() / size;
     let carried = how.elements.min(total) * size;
     data[carried..].fill(0);
@@ -213,14 +212,16 @@ fn on_host<E: RecordExchange + ?Sized>(
     }
     let feedback = error.is_some();
     match how.codec.exchange() {
-        Exchange::OneShot => one_shot(exchange, cx, data, how, feedback, work)?,
-        Exchange::TwoShot if total.is_multiple_of(members) => two_shot(exchange, cx, data, how, feedback, work)?,
+        Exchange::OneShot => one_shot(exchange, cx, (data, exact), how, feedback, work)?,
+        Exchange::TwoShot if total.is_multiple_of(members) => {
+            two_shot(exchange, cx, (data, exact), how, feedback, work)?
+        }
         Exchange::TwoShot => {
             let mut padded = std::mem::take(&mut work.padded);
             padded.clear();
             padded.extend_from_slice(data);
             padded.resize(total.next_multiple_of(members) * size, 0);
-            let outcome = two_shot(exchange, cx, &mut padded, how, feedback, work);
+            let outcome = two_shot(exchange, cx, (&mut padded, exact), how, feedback, work);
             data.copy_from_slice(&padded[..data.len()]);
             work.padded = padded;
             outcome?;
@@ -233,79 +234,6 @@ fn on_host<E: RecordExchange + ?Sized>(
         error.copy_from_slice(&work.error);
     }
     Ok(())
-}
-
-/// An exchange that sends the exact elements behind each record that it sends first, and replaces them by their sum.
-struct WithExact<'a, E: ?Sized> {
-    exchange: &'a mut E,
-    exact: &'a mut [u8],
-    is_sent: bool,
-}
-
-impl<E: RecordExchange + ?Sized> WithExact<'_, E> {
-    /// Copies each record of `from` to its place in `to`, whose records have a different length.
-    fn copy(from: &[u8], to: &mut [u8], members: usize) {
-        let (given, taken) = (from.len() / members, to.len() / members);
-        let width = given.min(taken);
-        for (record, place) in from.chunks(given).zip(to.chunks_mut(taken)) {
-            place[..width].copy_from_slice(&record[..width]);
-        }
-    }
-
-    /// Adds up the exact elements behind the records of all members.
-    fn add(&mut self, dtype: DType, wide: &[u8], record: usize) {
-        let all: Vec<_> = wide.chunks(record + self.exact.len()).map(|each| Some(&each[record..])).collect();
-        sum_over(dtype, &all, self.exact, 1);
-        self.is_sent = true;
-    }
-}
-
-impl<E: RecordExchange + ?Sized> RecordExchange for WithExact<'_, E> {
-    fn rank(&self) -> usize {
-        self.exchange.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.exchange.size()
-    }
-
-    fn all_to_all(
-        &mut self,
-        cx: &OpContext<'_>,
-        sent: Buffer<'_>,
-        received: BufferMut<'_>,
-        record: usize,
-    ) -> Result<()> {
-        if self.exact.is_empty() {
-            return self.exchange.all_to_all(cx, sent, received, record);
-        }
-        let (members, me) = (self.size(), self.rank());
-        let mut given = vec![0; members * (record + self.exact.len())];
-        Self::copy(&sent.to_vec()?, &mut given, members);
-        given.chunks_mut(record + self.exact.len()).for_each(|each| each[record..].copy_from_slice(self.exact));
-        let mut taken = given.clone();
-        let wide = record + self.exact.len();
-        self.exchange.all_to_all(cx, given.as_slice().into(), taken.as_mut_slice().into(), wide)?;
-        taken[me * wide..][..wide].copy_from_slice(&given[me * wide..][..wide]);
-        Self::copy(&taken, received.into_host()?, members);
-        self.add(cx.dtype(), &taken, record);
-        Ok(())
-    }
-
-    fn all_gather(&mut self, cx: &OpContext<'_>, records: BufferMut<'_>, record: usize) -> Result<()> {
-        if self.exact.is_empty() || self.is_sent {
-            return self.exchange.all_gather(cx, records, record);
-        }
-        let (members, me, wide) = (self.size(), self.rank(), record + self.exact.len());
-        let records = records.into_host()?;
-        let mut taken = vec![0; members * wide];
-        taken[me * wide..][..record].copy_from_slice(&records[me * record..][..record]);
-        taken[me * wide + record..][..self.exact.len()].copy_from_slice(self.exact);
-        self.exchange.all_gather(cx, taken.as_mut_slice().into(), wide)?;
-        Self::copy(&taken, records, members);
-        self.add(cx.dtype(), &taken, record);
-        Ok(())
-    }
 }
 
 /// Stores this member's part of the combined `data` in `result`. `data` consists of one part for each member, and
@@ -341,7 +269,7 @@ pub fn reduce_scatter<E: RecordExchange + ?Sized>(
     if let Some(error) = error.as_deref() {
         compensate(dtype, data, error, work);
     }
-    scatter(exchange, cx, data, how, error.is_some(), work)?;
+    scatter(exchange, cx, (data, &mut []), how, error.is_some(), work)?;
     result.copy_from_slice(&work.mean);
     if let Some(error) = &mut error
         && for_dtype(dtype, IsFinite(result))
@@ -357,7 +285,7 @@ pub fn reduce_scatter<E: RecordExchange + ?Sized>(
 fn scatter<E: RecordExchange + ?Sized>(
     exchange: &mut E,
     cx: &OpContext<'_>,
-    data: &[u8],
+    (data, exact): (&[u8], &mut [u8]),
     how: &Compression<'_>,
     feedback: bool,
     work: &mut Workspace,
@@ -366,13 +294,16 @@ fn scatter<E: RecordExchange + ?Sized>(
     let chunk = data.len() / members;
     let count = chunk / dtype.size();
     how.codec.check_count(count)?;
-    let record = how.codec.record_len(count, dtype);
+    let encoded = how.codec.record_len(count, dtype);
+    let record = encoded + exact.len();
     resize(work, members * record, members * chunk, chunk);
     let Workspace { sent, received, decoded, mean, error, scratch, .. } = work;
 
     let start = Instant::now();
     for (j, (elements, record)) in data.chunks(chunk).zip(sent.chunks_mut(record)).enumerate() {
         let how = Compression { draw: how.draw + j as u64, ..*how };
+        let (record, behind) = record.split_at_mut(encoded);
+        behind.copy_from_slice(exact);
         encode(cx, &how, elements, record, scratch);
         if feedback {
             let decoded = &mut decoded[..chunk];
@@ -385,7 +316,8 @@ fn scatter<E: RecordExchange + ?Sized>(
 
     let start = Instant::now();
     received[me * record..][..record].copy_from_slice(&sent[me * record..][..record]);
-    combine(cx, how, &records(received, record), decoded, mean)?;
+    combine(cx, how, &records(received, record, encoded), decoded, mean)?;
+    add_exact(dtype, received, record, exact);
     cx.stats.add_encode(start.elapsed());
     Ok(())
 }
@@ -399,20 +331,21 @@ fn errors(elements: usize, count: usize, chunk: usize) -> Range<usize> {
 fn two_shot<E: RecordExchange + ?Sized>(
     exchange: &mut E,
     cx: &OpContext<'_>,
-    data: &mut [u8],
+    (data, exact): (&mut [u8], &mut [u8]),
     how: &Compression<'_>,
     feedback: bool,
     work: &mut Workspace,
 ) -> Result<()> {
-    scatter(exchange, cx, data, how, feedback, work)?;
+    scatter(exchange, cx, (data, exact), how, feedback, work)?;
     let (dtype, members, me) = (cx.dtype(), exchange.size(), exchange.rank());
     let chunk = data.len() / members;
     let count = chunk / dtype.size();
     let Workspace { sent, mean, error, scratch, .. } = work;
     let record = sent.len() / members;
+    let encoded = record - exact.len();
 
     let start = Instant::now();
-    let own = &mut sent[me * record..][..record];
+    let own = &mut sent[me * record..][..encoded];
     encode(cx, how, mean, own, scratch);
     let mine = &mut data[me * chunk..][..chunk];
     how.codec.decode(dtype, own, mine)?;
@@ -426,7 +359,7 @@ fn two_shot<E: RecordExchange + ?Sized>(
     let start = Instant::now();
     for (j, (elements, record)) in data.chunks_mut(chunk).zip(sent.chunks(record)).enumerate() {
         if j != me {
-            how.codec.decode(dtype, record, elements)?;
+            how.codec.decode(dtype, &record[..encoded], elements)?;
         }
     }
     cx.stats.add_encode(start.elapsed());
@@ -488,7 +421,7 @@ fn two_shot_on<E: RecordExchange + ?Sized>(
 fn one_shot<E: RecordExchange + ?Sized>(
     exchange: &mut E,
     cx: &OpContext<'_>,
-    data: &mut [u8],
+    (data, exact): (&mut [u8], &mut [u8]),
     how: &Compression<'_>,
     feedback: bool,
     work: &mut Workspace,
@@ -496,11 +429,13 @@ fn one_shot<E: RecordExchange + ?Sized>(
     let (dtype, members, me) = (cx.dtype(), exchange.size(), exchange.rank());
     let count = data.len() / dtype.size();
     how.codec.check_count(count)?;
-    let record = how.codec.record_len(count, dtype);
+    let encoded = how.codec.record_len(count, dtype);
+    let record = encoded + exact.len();
     resize(work, members * record, members * data.len(), 0);
     let Workspace { received, decoded, error, scratch, .. } = work;
     let start = Instant::now();
-    let own = &mut received[me * record..][..record];
+    let (own, behind) = received[me * record..][..record].split_at_mut(encoded);
+    behind.copy_from_slice(exact);
     encode(cx, how, data, own, scratch);
     if feedback {
         let decoded = &mut decoded[..data.len()];
@@ -510,7 +445,8 @@ fn one_shot<E: RecordExchange + ?Sized>(
     cx.stats.add_encode(start.elapsed());
     exchange.all_gather(cx, received.as_mut_slice().into(), record)?;
     let start = Instant::now();
-    combine(cx, how, &records(received, record), decoded, data)?;
+    combine(cx, how, &records(received, record, encoded), decoded, data)?;
+    add_exact(dtype, received, record, exact);
     cx.stats.add_encode(start.elapsed());
     Ok(())
 }
@@ -545,8 +481,17 @@ fn encode(cx: &OpContext<'_>, how: &Compression<'_>, elements: &[u8], record: &m
     }
 }
 
-fn records(received: &[u8], record: usize) -> Vec<&[u8]> {
-    received.chunks(record).collect()
+/// Returns the encoded elements of each record.
+fn records(received: &[u8], record: usize, encoded: usize) -> Vec<&[u8]> {
+    received.chunks(record).map(|record| &record[..encoded]).collect()
+}
+
+/// Replaces the exact elements by their sum over the records, which end with them.
+fn add_exact(dtype: DType, received: &[u8], record: usize, exact: &mut [u8]) {
+    if !exact.is_empty() {
+        let all: Vec<_> = received.chunks(record).map(|each| Some(&each[record - exact.len()..])).collect();
+        sum_over(dtype, &all, exact, 1);
+    }
 }
 
 /// Decodes the records of all members for the same elements, adds them in member order in float32, divides, and rounds
