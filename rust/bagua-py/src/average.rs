@@ -227,6 +227,7 @@ impl Averager {
 
 #[pymethods]
 impl Averager {
+    /// Raises the error of the averaging thread, if it has failed.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         self.core.check().map_err(|e| errors::raise(py, e))
     }
