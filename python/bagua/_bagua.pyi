@@ -58,7 +58,10 @@ class Averager:
         """
         Ends this rank's part in the averaging. Waits for at most `timeout` seconds until nothing writes to its weights.
         """
-    def check(self, /) -> None: ...
+    def check(self, /) -> None:
+        """
+        Raises the error of the averaging thread, if it has failed.
+        """
     def count_step(self, /) -> None:
         """
         Counts a step of the optimizer.
