@@ -274,7 +274,8 @@ class BaguaProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]
         alike = not (timeout or output_splits or input_splits)
         # The core divides elements; torch divides rows.
         alike = alike and operations.has_equal_parts((tensor, output), self._raw.size)
-        if alike and (done := self._at_once(verbs.ALL_TO_ALL, opts, tensor, output)) is not NotImplemented:
+        done: Work | None = self._at_once(verbs.ALL_TO_ALL, opts, tensor, output) if alike else NotImplemented
+        if done is not NotImplemented:
             return done
         return self._all_to_all_single(output, tensor, output_splits, input_splits, opts, timeout=timeout)
 
