@@ -475,7 +475,7 @@ impl Pauses {
         Pauses { start: Instant::now(), next: Duration::from_micros(20) }
     }
 
-    /// Pauses. At first, this only lets other threads run.
+    /// Sleeps between two polls. The first pauses only let other threads run.
     pub(crate) fn pause(&mut self) {
         if self.start.elapsed() < SPIN {
             std::thread::yield_now();

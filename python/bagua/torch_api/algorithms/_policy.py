@@ -79,7 +79,7 @@ class ExchangePolicy:
     #: Releases resources, such as threads, when the model is wrapped again or unwrapped. May be called twice. Not
     #: called when the process ends.
     close: Callable[[], None] = _nothing
-    #: Returns the state dict that its argument reads; copies, if the algorithm's threads change weights.
+    #: Calls its argument, which reads a state dict, and returns that or, if threads change weights, a copy.
     read_state: Callable[[Callable[[], dict[str, Any]]], dict[str, Any]] = _read
     #: Returns a context manager inside which no thread of the algorithm changes this rank's weights. Not collective.
     pause: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext

@@ -44,7 +44,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         return ReduceOp.AVG if self.average else ReduceOp.SUM
 
     def _make_exchange(self, bagua_ddp: WrappedModel) -> GradientExchange:
-        """Exchanges gradients. With error feedback, also takes back results that are discarded."""
+        """Exchanges gradients. With error feedback, adds results that no optimizer uses to the error memory again."""
         exchange = exchange_gradients(bagua_ddp, self._sparse_op)
         if self.error_feedback:
             exchange.discarded = self._give_back

@@ -87,7 +87,7 @@ def check(hook: Any) -> None:
     try:
         signature = inspect.signature(hook, eval_str=True)
     except NameError:
-        # The annotations name types that are imported for type checkers only.
+        # The annotations cannot be read if they name types that are imported for type checkers only.
         return
     bucket = signature.parameters.get("bucket")
     if bucket is None:

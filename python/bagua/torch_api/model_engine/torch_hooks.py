@@ -19,7 +19,7 @@ class Hooked(Protocol):
     bagua_module_name: str
 
     def on_gradient(self, name: str, param: torch.nn.Parameter, is_final: bool = True) -> None:
-        """Reports a gradient. Its local value is final now, or at the end of the backward if not ``is_final``."""
+        """Reports a gradient. Its local value may still change until the end of the backward unless ``is_final``."""
 
     def after_any_backward(self) -> None:
         """Called after each backward, also if it raised."""

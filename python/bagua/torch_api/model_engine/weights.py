@@ -223,7 +223,7 @@ class WeightUpdate(BetweenSteps, WeightTensors):
         self._handed: list[tuple[_Slot, torch.Tensor | None]] = []
 
     def abandon(self) -> None:
-        """Keeps the exchange after this step due, because the peers wait for this rank."""
+        """Leaves this step's exchange to be done later, because the peers wait for this rank's part."""
         self._due = self._due or self._open
         self._open = False
 
