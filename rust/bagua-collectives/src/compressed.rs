@@ -239,8 +239,7 @@ fn on_host<E: RecordExchange + ?Sized>(
 /// Stores this member's part of the combined `data` in `result`. `data` consists of one part for each member, and
 /// contains input plus error memory afterwards. Every codec sends one record for each part. All of it is on the host.
 ///
-/// If this member's part of the result, or anything that this member sent, is not finite, the error memory does not
-/// change.
+/// If this member's part of the result, or anything that this member sent, is not finite, the error memory stays.
 ///
 /// # Errors
 /// `InvalidArgument` if a length does not fit, or if options of the codec do not fit the number of elements. Otherwise

@@ -49,8 +49,7 @@ pub struct ByHost<'a> {
 }
 
 impl ByHost<'_> {
-    /// Runs a verb. In verbs over messages, a host acts as one member, with the sum or mean of its ranks in full
-    /// precision.
+    /// Runs a verb. In verbs over messages, a host is one member, with the sum or mean of its ranks in full precision.
     ///
     /// # Errors
     /// As [`Collective::run`], and `NotImplemented` for verbs that are not hierarchical.

@@ -296,8 +296,7 @@ impl Bucket {
         self.tensors.iter().rev().take_while(|tensor| tensor.padding).map(|tensor| tensor.count).sum()
     }
 
-    /// Copies an extra tensor that is as long as the bucket into the bucket's tensors. On a device, the copy is work of
-    /// `stream`.
+    /// Copies an extra tensor of the bucket's length into its tensors. On a device, the copy is work of `stream`.
     ///
     /// # Errors
     /// `InvalidArgument` if there is no extra tensor of this name and length; otherwise the errors of the device.

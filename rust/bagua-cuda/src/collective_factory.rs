@@ -113,8 +113,7 @@ impl Collective for OnDevices {
             ..=MAX_SOURCES => Reduction::new(place.lane_device().context(), cx.dtype(), op, inputs.len()),
             more => Err(Error::Unavailable(format!("{more} inputs are more than a kernel can combine"))),
         };
-        // If the kernel is unavailable, this rank combines on the host, with the same bits as ranks that have the
-        // kernel.
+        // If the kernel is unavailable, this rank combines on the host, with the bits of ranks that have the kernel.
         let Some(kernel) = unless_unavailable(kernel)? else { return combine_on_host(cx, op, inputs, into) };
         let to = into.as_buffer();
         let sources: Vec<usize> = inputs.iter().map(|input| input.unwrap_or(to).address()).collect();

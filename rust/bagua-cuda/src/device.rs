@@ -523,8 +523,7 @@ impl Device for OperationDevice {
     }
 
     fn room(&self, len: usize) -> Result<NonNull<u8>> {
-        // If the memory exists already, nothing is put on the device: only the operation's first step may take the
-        // marks.
+        // If the memory exists already, nothing is put on the device: only the first step may take the marks.
         let address = match self.lane_device().copier(|copier| Ok(copier.has_room(Use::Steps, len)))? {
             Some(address) => address,
             None => self.on_lane(|lane_device, copier| {

@@ -57,8 +57,7 @@ pub(super) struct Partition {
 }
 
 impl Partition {
-    /// Returns the number of pieces that a rank combines. At least one, so that headers are compared even for an empty
-    /// shard.
+    /// Returns the number of pieces that a rank combines. At least one, so that headers are always compared.
     pub fn pieces(&self, owner: usize) -> usize {
         self.shards[owner].len().div_ceil(self.piece).max(1)
     }

@@ -50,8 +50,7 @@ struct Beside<'a> {
 }
 
 impl Reduction<'_, '_> {
-    /// Returns the range that a rank reduces, in a chunk or window of `len` bytes. Starts at the same offset in all
-    /// chunks.
+    /// Returns the range that a rank reduces, in a chunk or window of `len` bytes, at the same offset in all.
     fn share(&self, segment: &Segment, rank: usize, len: usize) -> Range<usize> {
         let each = self.each(segment);
         (each * rank).min(len)..(each * (rank + 1)).min(len)
@@ -61,8 +60,7 @@ impl Reduction<'_, '_> {
         self.cut.each.div_ceil(segment.ranks).next_multiple_of(ALIGN)
     }
 
-    /// Implements the phases of [`super::protocol::Protocol::run`], which runs with `collect` on ranks that get the
-    /// result.
+    /// Implements the phases of [`super::protocol::Protocol::run`], with `collect` on ranks that get the result.
     pub(super) fn phase(&self, segment: &Segment, phase: Phase, buffer: Buffer, io: &mut HostIo<'_>) {
         let (first, chunks) = (self.cut.range(0), self.cut.chunks);
         match phase {

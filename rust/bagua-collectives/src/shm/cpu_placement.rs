@@ -26,8 +26,7 @@
 //! - **L3.** Only speed depends on the published values, which may be out of date. If two ranks that had stayed find
 //!   the same processor free at the same moment, both may move there, and the later one moves on.
 //!
-//! A limit: the restored mask is that which the kernel reported, so the thread gets no more processors if its cpuset
-//! grows later.
+//! A limit: the restored mask is that which the kernel reported, so the thread gains nothing if its cpuset grows later.
 //!
 //! Measured with `benchmarks/collectives.py --placement --ranks 2 --sizes 1KiB --peers`, in which ranks of torchrun
 //! sleep for 50 ms before each batch of 200 calls. The table counts batches that took more than 3 times as long as the
@@ -226,8 +225,7 @@ impl MaskAsleep {
         struct Restore(Processors);
         impl Drop for Restore {
             fn drop(&mut self) {
-                // The kernel refuses only if the cpuset has lost all those processors, and then gives the thread
-                // others.
+                // The kernel refuses only if the cpuset has lost all those processors, and then gives it others.
                 let _ = set_processors(&self.0);
             }
         }

@@ -59,8 +59,7 @@ const SPIN: Duration = Duration::from_micros(50);
 const SHORT_SPIN: Duration = Duration::from_micros(2);
 /// Number of spins in a row without an arrival after which [`SHORT_SPIN`] applies.
 const VAIN: u32 = 2;
-/// While [`SHORT_SPIN`] applies, one wait in this many still spins for the full time, to notice when the cores are
-/// free.
+/// While [`SHORT_SPIN`] applies, one wait in this many spins for the full time, to notice when the cores are free.
 const PROBE: u32 = 16;
 /// How long a rank without its own core yields before it sleeps. With four ranks on two cores, evenly spread, at 1 KiB
 /// and 1 MiB, this is 1.4 and 1.75 times as fast as OpenMPI. 50 us is only 1.27 and 1.65 times as fast.

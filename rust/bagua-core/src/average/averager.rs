@@ -195,8 +195,7 @@ impl Averager {
         AveragerStats { unaveraged_steps, ..self.shared.lock().stats.clone() }
     }
 
-    /// Ends the thread, and leaves the group. Waits for a round in progress for at most `limit`. Further calls do
-    /// nothing.
+    /// Ends the thread, and leaves the group. Waits for a round in progress for at most `limit`. May be called again.
     pub fn stop(&self, limit: Duration) {
         if !self.shared.owner.is_current() {
             // The thread belongs to the parent.

@@ -197,8 +197,7 @@ impl Engine {
         if state.pending.is_empty() {
             state.went.fill(false);
         }
-        // A complete step succeeds, even if a faster rank has already failed in its next step. The next call returns
-        // its error.
+        // A complete step succeeds, even if a faster rank has failed in its next step. The next call returns its error.
         if done == 0 || !missing.is_empty() {
             self.worker.check()?;
         }

@@ -119,8 +119,7 @@ impl LaneWorker {
         self.check()?;
         if self.shared.jobs.is_busy() {
             let (submitted, mut settled) = (self.shared.jobs.submitted(), false);
-            // Waits in slices. Between two of them, a caller that is told to stop can fail the group and so end the
-            // jobs.
+            // Waits in slices. Between them, a caller that is told to stop can fail the group and so end the jobs.
             while !settled {
                 blocking_wait(|| settled = self.shared.jobs.wait_settled(submitted, SLICE));
             }

@@ -37,8 +37,7 @@ pub struct ExtraTensor {
 pub struct BucketCx<'a> {
     /// Name of the bucket, for error texts.
     pub bucket: &'a str,
-    /// Number of earlier communications of the bucket since its registration or the last `set_step`. Equal on all
-    /// ranks.
+    /// Number of the bucket's communications since its registration or the last `set_step`. Equal on all ranks.
     pub step: u64,
     /// The bucket's tensors in order, including padding. All have the same dtype.
     pub tensors: &'a mut [Region],

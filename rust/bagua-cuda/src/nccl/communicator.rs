@@ -214,8 +214,7 @@ impl Communicator {
         }
     }
 
-    /// Ends the communicator, in order after the work of `last` if nothing has failed. Returns true if it has no work
-    /// left.
+    /// Ends the communicator, in order after the work of `last` if nothing has failed. Returns true if no work is left.
     pub(crate) fn end(mut self, last: Option<&Event>) -> bool {
         let ended = self.finish(last);
         if !ended {

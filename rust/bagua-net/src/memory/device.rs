@@ -48,8 +48,7 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
 
     /// Makes the next operations on the bucket wait for the work that is queued on `stream` now.
     ///
-    /// Runs on the thread that marks a tensor as ready, which must not wait for the device. If it fails, it has no
-    /// effect.
+    /// Runs on the thread that marks a tensor as ready, which must not wait for the device. A failure has no effect.
     ///
     /// # Errors
     /// `NotImplemented` if the device cannot follow this stream, or the errors of the device.
@@ -152,8 +151,7 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
 
 /// A time stamp in a device's work, made by [`Device::stamp`].
 pub trait Stamp: Any + Send {
-    /// Returns the seconds from this stamp to a later one of the same device. Waits until the device has reached that
-    /// one.
+    /// Returns the seconds from this stamp to a later one of the same device. Waits until the device has reached both.
     ///
     /// # Errors
     /// Returns the errors of the device, or the first cause of the group's failure.
@@ -372,8 +370,7 @@ impl<'a> BufferMut<'a> {
         unsafe { BufferMut::new(self.bytes.ptr, self.bytes.len, self.bytes.device) }
     }
 
-    /// Returns `len` uninitialized bytes for steps of the running operation: the device's memory, or `memory` on the
-    /// host.
+    /// Returns `len` uninitialized bytes for the running operation: the device's memory, or `memory` on the host.
     ///
     /// # Errors
     /// As [`Device::room`].

@@ -83,8 +83,7 @@ impl LaneRecorder {
         Some(Ticket(n))
     }
 
-    /// Records that the communication thread took a queued job. The job's first operation then begins with the same
-    /// ticket.
+    /// Records that the communication thread took a queued job. Its first operation then begins with the same ticket.
     pub fn start(&self, ticket: Ticket) {
         let now = self.recorder.clock.now();
         if let Some(job) = lock(&self.recorder.queues).waiting.get_mut(&ticket.0) {

@@ -24,8 +24,7 @@ const LONG_GLANCE: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(100);
 
 impl Rounds {
-    /// Continues in a smaller group after a rank left or, in an elastic job, was lost. Other failures end the
-    /// averaging.
+    /// Continues in a smaller group after a rank left or, in an elastic job, was lost. Other failures end it.
     pub(super) fn recover(&mut self, error: Error) -> Result<()> {
         let mut error = error;
         loop {

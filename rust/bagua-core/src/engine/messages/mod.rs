@@ -56,8 +56,7 @@ use crate::wait::{Deadline, lock};
 pub struct Posted {
     /// Done when all messages of the call are done. A send is done when its bytes may be changed.
     pub handle: Handle,
-    /// Group rank of the sender of each received message, in the order of the receives. Complete once the handle is
-    /// done.
+    /// Group rank of the sender of each received message, in the order of the receives. Complete when the handle is.
     pub senders: Senders,
 }
 

@@ -411,8 +411,7 @@ impl MessengerShared {
         ready
     }
 
-    /// Ends every call, tells the peers that no more messages follow, and waits a moment until they have received
-    /// everything.
+    /// Ends every call, tells the peers that no more messages follow, and waits a moment for them to receive all.
     fn finish(&self) {
         let mut state = lock(&self.state);
         state.closed = true;

@@ -14,8 +14,7 @@ use crate::platform::Waker;
 use crate::transport::SPIN;
 use crate::wait::{SLICE, lock, wait_on_for};
 
-/// How long the thread of messages rests after a caller made progress. Callers that send and receive in turn return
-/// sooner.
+/// How long the thread of messages rests after a caller made progress. Callers that alternate return sooner.
 const REST: Duration = Duration::from_millis(2);
 
 /// The result of one attempt to make progress.
@@ -98,7 +97,7 @@ impl<T> Turns<T> {
         while !*called {
             called = wait_on_for(&self.calls, called, pause);
             let drives = self.drives.load(SeqCst);
-            // If a caller waits for long, this thread need not check often. If others wait too, the caller wakes this
+            // If a caller waits for long, this thread checks less often. If others wait too, the caller wakes this
             // thread.
             pause = if drives == seen { (2 * pause).min(SLICE) } else { REST };
             if drives == std::mem::replace(&mut seen, drives) && !self.is_driven() {

@@ -416,8 +416,7 @@ impl Mesh {
         }
     }
 
-    /// Sleeps for at most [`SLICE`], until a stream may move bytes. `rings` was read before the streams were last
-    /// polled.
+    /// Sleeps for at most [`SLICE`], until a stream may move bytes. `rings` was read before the last poll.
     fn sleep(&self, transfer: &mut Transfer<'_, '_>, run: &Run<'_>, rings: u32) {
         let mut descriptors = Vec::with_capacity(self.active.len());
         let (mut by_bell, mut by_polling) = (false, false);
