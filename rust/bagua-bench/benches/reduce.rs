@@ -1,10 +1,5 @@
 //! Speed of `reduce::combine` and `reduce::combine_everywhere` in bytes read and written per second. Every result is
 //! checked once before it is timed.
-//!
-//! `cargo bench --bench reduce -- --levels` prints another table (`levels`): every level of the kernels on two cores.
-
-#[path = "reduce/levels.rs"]
-mod levels;
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -105,10 +100,6 @@ fn group<'c>(criterion: &'c mut Criterion, what: &str, dtype: DType, ranks: usiz
 criterion_group!(benches, reduce, everywhere);
 
 fn main() {
-    if std::env::args().any(|arg| arg == "--levels") {
-        levels::run();
-        return;
-    }
     benches();
     Criterion::default().configure_from_args().final_summary();
 }

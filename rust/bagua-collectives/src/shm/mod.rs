@@ -88,13 +88,6 @@ impl Shm {
         Shm { arenas: Some(LaneArenas::new(registry, between)), ..self }
     }
 
-    /// Leaves the choice of this rank's processor to the kernel, for benchmarks that compare.
-    #[must_use]
-    pub fn without_placement(mut self) -> Shm {
-        self.protocol.placement = None;
-        self
-    }
-
     fn index(&self) -> usize {
         self.protocol.segment.index
     }

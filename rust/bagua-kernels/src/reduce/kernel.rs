@@ -108,7 +108,7 @@ fn combine_everywhere<E: Element, O: Op<E::Acc>>(
                 let units = E::units_mut(&mut only[now]);
                 units.iter_mut().for_each(|unit| *unit = E::store(op.finish(E::load(*unit))));
             }
-            // Two parts need no accumulators in memory. `--bench limit` compares this case with a plain loop.
+            // Two parts need no accumulators in memory.
             [first, second] => {
                 both::<E, O>(op, left, E::units_mut(&mut first[now.clone()]), E::units_mut(&mut second[now]));
             }

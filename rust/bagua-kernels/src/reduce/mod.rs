@@ -79,26 +79,6 @@ pub fn combine_everywhere_after(dtype: DType, op: ReduceOp, parts: &mut [&mut [u
     combine_everywhere_at(Level::best(), dtype, op, parts, stretch, before);
 }
 
-/// Returns the names of the levels that this processor has, for benchmarks. A level is a compilation of the same loops
-/// for some of the processor's features.
-pub fn levels() -> impl Iterator<Item = &'static str> {
-    Level::available().map(Level::name)
-}
-
-/// Returns the name of the level in use, for benchmarks.
-pub fn level() -> &'static str {
-    Level::best().name()
-}
-
-/// Runs [`combine_everywhere`] on the level with this name, for benchmarks.
-///
-/// # Panics
-/// As [`combine`], and if the processor lacks that level.
-pub fn combine_everywhere_on(level: &str, dtype: DType, op: ReduceOp, parts: &mut [&mut [u8]]) {
-    let level = Level::available().find(|each| each.name() == level).expect("a level that this processor has");
-    combine_everywhere_at(level, dtype, op, parts, usize::MAX, &mut |_, _| {});
-}
-
 /// Computes the sum as [`combine`] does, divided by `divisor` before rounding: an average over more ranks than inputs.
 ///
 /// # Panics
@@ -289,26 +269,13 @@ impl Level {
         Level::generic().next().expect("every processor has the portable level")
     }
 
+    #[cfg(test)]
     fn available() -> impl Iterator<Item = Level> {
         #[cfg(target_arch = "x86_64")]
         let special = Level::zen4();
         #[cfg(not(target_arch = "x86_64"))]
         let special = None;
         Level::generic().chain(special)
-    }
-
-    fn name(self) -> &'static str {
-        match self {
-            Level::Portable => "portable",
-            #[cfg(target_arch = "x86_64")]
-            Level::Avx2(_) => "avx2",
-            #[cfg(target_arch = "x86_64")]
-            Level::Avx512(..) => "avx512",
-            #[cfg(target_arch = "x86_64")]
-            Level::Zen4(..) => "zen4",
-            #[cfg(target_arch = "aarch64")]
-            Level::Neon => "neon",
-        }
     }
 
     #[cfg(target_arch = "x86_64")]

@@ -1,7 +1,7 @@
 //! The kernels for AMD processors with AVX-512 (Zen 4 and later). They give the same bits as every other level.
 //!
 //! Measured on two Zen 4 cores, each combining its half of two tensors of 1 MiB, rewritten before every call.
-//! Fastest times, as multiples of float32's here (`cargo bench --bench reduce -- --levels`):
+//! Fastest times, as multiples of float32's here:
 //!
 //! | cores that share a third-level cache | float32 | float16 | bfloat16 |   | others | float32 | float16 | bfloat16 |
 //! |---|---|---|---|---|---|---|---|---|
