@@ -4,7 +4,6 @@
 //! all of them. [`Mesh`] owns the transports to all peers, frames messages, checks fingerprints, and drives many
 //! transfers at the same time.
 
-mod fault;
 pub mod frame;
 mod local;
 mod mesh;
@@ -13,7 +12,6 @@ mod tcp;
 pub mod tls;
 
 pub use crate::request::{Incoming, OpContext, Outgoing};
-pub use fault::{Clock, Fault, Faults};
 pub use local::{Local, local_mesh};
 pub use mesh::{Batch, ByteCounts, Endpoint, Frames, Mesh, OpenStreams, Opened, PeerFault, Plan, SPIN, Step};
 pub use tcp::{Tcp, USER_TIMEOUT};

@@ -5,6 +5,7 @@ mod buckets;
 #[macro_use]
 mod collectives;
 mod failures;
+mod fault;
 mod implementations;
 mod oracle;
 mod streams;

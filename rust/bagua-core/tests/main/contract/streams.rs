@@ -10,10 +10,11 @@ use bagua_core::error::{Error, Result};
 use bagua_core::health::GroupHealth;
 use bagua_core::stats::Stats;
 use bagua_core::transport::frame::{self, Header};
-use bagua_core::transport::{Batch, Clock, Fault, Faults, Local, Mesh, OpContext, OpenStreams, Opened, Transport};
+use bagua_core::transport::{Batch, Local, Mesh, OpContext, OpenStreams, Opened, Transport};
 use bagua_core::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 use bagua_core::wait::Doorbell;
 
+use super::fault::{Clock, Fault, Faults};
 use super::world::{Rank, Say, each, on_demand, world};
 
 type Bundle = Vec<Box<dyn Transport>>;
@@ -232,8 +233,8 @@ fn faulty(faults: &[Faults]) -> (Vec<Rank>, [Arc<AtomicU32>; 2]) {
     for faults in faults {
         // The stream has room for everything, so that only the rate limits it.
         let (a, b) = Local::pair((bells[0].clone(), bells[1].clone()), 64 << 20);
-        left.push(Box::new(Fault::by_clock(a, *faults, time(0))));
-        right.push(Box::new(Fault::by_clock(b, *faults, time(1))));
+        left.push(Box::new(Fault::new(a, *faults, time(0))));
+        right.push(Box::new(Fault::new(b, *faults, time(1))));
     }
     let [a, b] = bells;
     (vec![rank(0, left, a), rank(1, right, b)], clocks)

@@ -7,7 +7,7 @@ use bagua_core::wait::Doorbell;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::oracle::noise;
-use super::world::{Ends, late_ends, local_ends, shm_ends, tcp_ends, tls_ends};
+use super::world::{Ends, local_ends, shm_ends, tcp_ends, tls_ends};
 
 macro_rules! contract {
     ($name:ident, $ends:expr) => {
@@ -41,7 +41,6 @@ contract!(local, local_ends);
 contract!(shm, shm_ends);
 contract!(tcp, tcp_ends);
 contract!(tls, tls_ends);
-contract!(late, late_ends);
 
 /// Sleeps for at most 20 ms, in the way that the transport's readiness asks for.
 fn sleep(end: &dyn Transport, bell: &Doorbell, rings: u32, wanted: PollFlags) {

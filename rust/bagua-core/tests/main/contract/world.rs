@@ -14,7 +14,7 @@ use bagua_core::health::GroupHealth;
 use bagua_core::memory::Arena;
 use bagua_core::stats::Stats;
 use bagua_core::transport::shm::{ring_links, rings_len};
-use bagua_core::transport::{Batch, Fault, Faults, Local, Mesh, OpenStreams, Opened, Tcp, Transport, local_mesh};
+use bagua_core::transport::{Batch, Local, Mesh, OpenStreams, Opened, Tcp, Transport, local_mesh};
 use bagua_core::types::{DType, Fingerprint, Kind, ReduceOp, Shape};
 use bagua_core::wait::{Deadline, Doorbell, lock};
 
@@ -309,15 +309,6 @@ fn tls_links() -> [Box<dyn Transport>; 2] {
 /// The ends of a TLS connection.
 pub fn tls_ends() -> [(Box<dyn Transport>, Doorbell); 2] {
     tls_links().map(|end| (end, Doorbell::local()))
-}
-
-/// The ends of a stream between threads on which everything is a little late.
-pub fn late_ends() -> [(Box<dyn Transport>, Doorbell); 2] {
-    let bells = (Doorbell::local(), Doorbell::local());
-    let (left, right) = Local::pair(bells.clone(), 1 << 16);
-    let faults = Faults { delay: Duration::from_millis(1), ..Faults::default() };
-    let late = |end| Box::new(Fault::new(end, faults)) as Box<dyn Transport>;
-    [(late(left), bells.0), (late(right), bells.1)]
 }
 
 /// `shm` over one segment, which every rank has mapped for itself.
