@@ -6,9 +6,6 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
-#[cfg(test)]
-mod tests;
-
 /// Preemptions in a model of two threads, unless `LOOM_MAX_PREEMPTIONS` is set.
 const PREEMPTIONS: usize = 2;
 

@@ -521,36 +521,3 @@ pub fn toy_shm(size: usize) -> Vec<Box<dyn Collective>> {
 pub fn toy_hier(size: usize) -> Vec<Box<dyn Collective>> {
     on_toy(hier, size)
 }
-
-#[test]
-fn toy_memory_comes_back_through_its_copy_functions_only() {
-    let device = Toy::device(0);
-    let mut memory = ToyMemory::of(&device, &[7; 5000]);
-    assert_eq!(memory.bytes(), [7; 5000]);
-    memory.buffer_mut().copy_from(&[8; 5000]).unwrap();
-    assert_eq!(memory.bytes(), [8; 5000]);
-    let error = memory.buffer().as_host().unwrap_err().to_string();
-    assert!(error.contains("toy:0"), "{error}");
-}
-
-/// Environment variable that is set in the process that reads toy memory directly.
-const READS: &str = "BAGUA_TEST_READS_TOY_MEMORY";
-
-#[test]
-#[expect(clippy::disallowed_methods, reason = "the child that reads is this test again")]
-fn reading_toy_memory_outside_the_copy_functions_ends_the_process() {
-    if std::env::var_os(READS).is_some() {
-        let memory = ToyMemory::of(&Toy::device(0), &[7; 100]);
-        // SAFETY: none; the read is the mistake that must not go unnoticed.
-        let byte = unsafe { std::ptr::read_volatile(memory.address() as *const u8) };
-        panic!("the host has read {byte} from memory of a device");
-    }
-    let name = "contract::toy::reading_toy_memory_outside_the_copy_functions_ends_the_process";
-    let child = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", name, "--nocapture"])
-        .env(READS, "1")
-        .output()
-        .unwrap();
-    let signal = std::os::unix::process::ExitStatusExt::signal(&child.status);
-    assert_eq!(signal, Some(libc::SIGSEGV), "{child:?}");
-}
