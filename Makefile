@@ -252,7 +252,6 @@ bench: setup $(VENV)/.bench ## A short version of all benchmarks, against gloo a
 	$(BIN)/python benchmarks/collectives.py --budget 0.5 --sizes 1KiB 1MiB 16MiB
 	$(BIN)/python benchmarks/collectives.py --placement --sizes 1KiB
 	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/recorder.py
 	$(BIN)/python benchmarks/tls.py --pairs 20
 	$(BIN)/python benchmarks/train.py --rounds 5
 	$(BIN)/python benchmarks/growth.py --ranks 2 8 --budget 1

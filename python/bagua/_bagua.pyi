@@ -7,7 +7,7 @@ from datetime import timedelta
 from os import PathLike
 from typing import Any, SupportsFloat, SupportsIndex, final
 
-__all__ = ["Arena", "AsyncModelAverage", "Averager", "Bootstrap", "Bucket", "Codec", "Communicator", "CompressedExchange", "CudaCall", "CudaDevice", "CudaLibraries", "Engine", "GroupConfig", "Handle", "JoinServer", "RendezvousServer", "Store", "StoreServer", "TensorReader", "Tls", "WeightLock", "check_peer_selection", "flight_recorder", "local_address_towards", "read_array", "rendezvous_at", "rendezvous_file", "rendezvous_tcp", "set_recording", "tables", "version", "wait_for_callbacks"]
+__all__ = ["Arena", "AsyncModelAverage", "Averager", "Bootstrap", "Bucket", "Codec", "Communicator", "CompressedExchange", "CudaCall", "CudaDevice", "CudaLibraries", "Engine", "GroupConfig", "Handle", "JoinServer", "RendezvousServer", "Store", "StoreServer", "TensorReader", "Tls", "WeightLock", "check_peer_selection", "flight_recorder", "local_address_towards", "read_array", "rendezvous_at", "rendezvous_file", "rendezvous_tcp", "tables", "version", "wait_for_callbacks"]
 
 @final
 class Arena:
@@ -956,11 +956,6 @@ def rendezvous_tcp(host: str, port: SupportsIndex, rank: SupportsIndex, world_si
 
     Raises BaguaTimeoutError, which names the missing ranks, PeerLostError, which names a lost rank, or another
     BaguaError.
-    """
-
-def set_recording(on: bool) -> None:
-    """
-    Turns the recording of later operations on (the default) or off, for benchmarks of the recorder.
     """
 
 def tables() -> dict:

@@ -92,7 +92,7 @@ mod _bagua {
     #[pymodule_export]
     use crate::join_server::JoinServer;
     #[pymodule_export]
-    use crate::recorder::{flight_recorder, set_recording};
+    use crate::recorder::flight_recorder;
     #[pymodule_export]
     use crate::rendezvous::{
         RendezvousServer, local_address_towards, rendezvous_at, rendezvous_file, rendezvous_tcp, version,

@@ -14,12 +14,6 @@ pub fn flight_recorder(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     operations.into_iter().map(|operation| shown(py, operation)).collect()
 }
 
-/// Turns the recording of later operations on (the default) or off, for benchmarks of the recorder.
-#[pyfunction]
-pub fn set_recording(on: bool) {
-    group::flight_recorder().set_recording(on);
-}
-
 fn shown(py: Python<'_>, operation: Operation) -> PyResult<Bound<'_, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("n", operation.n)?;

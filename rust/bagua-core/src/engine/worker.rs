@@ -157,7 +157,7 @@ impl LaneWorker {
         self.shared.take_lost_error()?;
         let handle = Handle::pending(self.world_rank());
         let entry = || {
-            let ticket = self.shared.recorder.as_ref().and_then(|recorder| recorder.queue(op));
+            let ticket = self.shared.recorder.as_ref().map(|recorder| recorder.queue(op));
             Entry { what: what.to_owned(), fatal, job, handle: handle.clone(), ticket }
         };
         if self.shared.jobs.push(entry) { Ok(handle) } else { Err(self.shared.aborted()) }

@@ -238,7 +238,7 @@ impl Lane {
         let extra = RefCell::new(extra);
         let cx = OpContext { fingerprint, deadline, health: &self.health, stats, label: options.label, extra: &extra };
         let queued = self.queued.take();
-        let running = self.recorder.as_ref().and_then(|r| r.begin(queued, &fingerprint, payload, options.label));
+        let running = self.recorder.as_ref().map(|r| r.begin(queued, &fingerprint, payload, options.label));
         let result = by.unwrap_or(self.collective.as_mut()).run(&cx, verb, io).map_err(|error| {
             if error.is_argument() {
                 return error;

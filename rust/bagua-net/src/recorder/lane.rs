@@ -55,12 +55,9 @@ pub struct LaneRecorder {
 }
 
 impl LaneRecorder {
-    /// Records that an operation was queued. Returns `None` while recording is off.
-    pub fn queue(&self, op: &Announced<'_>) -> Option<Ticket> {
+    /// Records that an operation was queued.
+    pub fn queue(&self, op: &Announced<'_>) -> Ticket {
         let LaneRecorder { recorder, lane } = self;
-        if !recorder.on.load(Relaxed) {
-            return None;
-        }
         let mut queues = lock(&recorder.queues);
         let n = recorder.next.fetch_add(1, Relaxed);
         let op = Operation {
@@ -80,7 +77,7 @@ impl LaneRecorder {
             missing: Vec::new(),
         };
         queues.waiting.insert(n, Job { op, begin: None, end: None });
-        Some(Ticket(n))
+        Ticket(n)
     }
 
     /// Records that the communication thread took a queued job. Its first operation then begins with the same ticket.
@@ -111,15 +108,11 @@ impl LaneRecorder {
         queues.ended.push_back(job);
     }
 
-    /// Records that an operation begins: the queued one, or a new one. Returns `None` while recording is off.
+    /// Records that an operation begins: the queued one, or a new one.
     #[inline]
-    pub fn begin(&self, queued: Option<Ticket>, says: &Fingerprint, payload: usize, label: &str) -> Option<Running> {
+    pub fn begin(&self, queued: Option<Ticket>, says: &Fingerprint, payload: usize, label: &str) -> Running {
         let LaneRecorder { recorder, lane } = self;
-        let n = match queued {
-            Some(ticket) => ticket.0,
-            None if recorder.on.load(Relaxed) => recorder.next.fetch_add(1, Relaxed),
-            None => return None,
-        };
+        let n = queued.map_or_else(|| recorder.next.fetch_add(1, Relaxed), |ticket| ticket.0);
         // The fingerprint of an all_to_all_v has no count, because ranks may differ.
         let count = if says.kind == Kind::AllToAllV { (payload / says.dtype.size()) as u64 } else { says.count };
         let place = lane.ring.begin(n, says, count, payload as u64, recorder.clock.now());
@@ -129,7 +122,7 @@ impl LaneRecorder {
         if queued.is_some() {
             lock(&recorder.queues).waiting.remove(&n);
         }
-        Some(Running { n, place })
+        Running { n, place }
     }
 
     /// Records that an operation ended. `failure` is the error and this process's world rank, which is never missing.

@@ -13,8 +13,8 @@ mod lane;
 mod operation;
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex};
 
 use self::lane::{Begun, Ring};
@@ -28,8 +28,6 @@ use crate::wait::lock;
 /// The record of the last operations of a process.
 pub struct FlightRecorder {
     clock: TickClock,
-    /// False while operations that begin are not recorded, for benchmarks.
-    on: AtomicBool,
     next: AtomicU64,
     /// Operations that are not in a ring. No code that can panic or wait runs under this lock.
     queues: Mutex<Queues>,
@@ -56,7 +54,6 @@ impl Default for FlightRecorder {
     fn default() -> FlightRecorder {
         FlightRecorder {
             clock: TickClock::start(),
-            on: AtomicBool::new(true),
             next: AtomicU64::new(0),
             queues: Mutex::default(),
             lanes: Mutex::default(),
@@ -74,11 +71,6 @@ impl FlightRecorder {
         lanes.retain(|lane| Arc::strong_count(lane) > 1 || lane.ring.reaches(oldest));
         lanes.push(Arc::clone(&lane));
         LaneRecorder { recorder: self, lane }
-    }
-
-    /// Sets whether operations that begin from now on are recorded.
-    pub fn set_recording(&self, on: bool) {
-        self.on.store(on, Relaxed);
     }
 
     /// Returns the last operations, oldest first, preceded by older operations that still run.
@@ -170,7 +162,7 @@ mod tests {
     }
 
     fn begin(lane: &LaneRecorder, seq: u64) -> Running {
-        lane.begin(None, &says(seq), 16, "").unwrap()
+        lane.begin(None, &says(seq), 16, "")
     }
 
     #[test]
@@ -196,14 +188,14 @@ mod tests {
         let recorder = recorder();
         let lane = recorder.lane("world", 0);
         let op = Announced { label: "b0", dtype: Some(DType::F32), ..Announced::job("centralized") };
-        let queued = lane.queue(&op).unwrap();
+        let queued = lane.queue(&op);
         lane.end(begin(&lane, 0), None);
         let shown = &recorder.operations()[0];
         assert_eq!((shown.n, shown.what.text().as_str(), shown.state), (0, "centralized", OperationState::Queued));
         assert_eq!((shown.seq, shown.begin, shown.label.as_str()), (None, None, "b0"));
         lane.start(queued);
         let other = recorder.lane("world, host 0", 1);
-        let ticket = other.begin(Some(queued), &says(7), 16, "b0").unwrap();
+        let ticket = other.begin(Some(queued), &says(7), 16, "b0");
         other.end(ticket, None);
         let shown = &recorder.operations()[0];
         assert_eq!((shown.n, shown.seq, shown.channel, shown.state), (0, Some(7), 1, OperationState::Done));
@@ -215,7 +207,7 @@ mod tests {
         let recorder = recorder();
         let (lane, other) = (recorder.lane("world", 0), recorder.lane("world", 1));
         let op = Announced::job("callback");
-        let (long, job) = (begin(&lane, 0), other.queue(&op).unwrap());
+        let (long, job) = (begin(&lane, 0), other.queue(&op));
         other.start(job);
         for seq in 0..3 * CAPACITY as u64 {
             other.end(begin(&other, seq), None);
@@ -233,7 +225,7 @@ mod tests {
     fn a_job_that_is_dropped_failed_without_having_begun() {
         let recorder = recorder();
         let lane = recorder.lane("world", 0);
-        let job = lane.queue(&Announced::job("centralized")).unwrap();
+        let job = lane.queue(&Announced::job("centralized"));
         let lost = Error::PeerRaised { rank: 2, host: String::new(), kind: String::new(), message: String::new() };
         lane.finish(job, Some((&lost, 0)));
         let shown = &recorder.operations()[0];
@@ -261,7 +253,7 @@ mod tests {
                         let lane = recorder.lane("world", channel);
                         for seq in 0..50_000u64 {
                             let says = Fingerprint { count: seq, ..says(seq) };
-                            let running = lane.begin(None, &says, seq as usize, "").unwrap();
+                            let running = lane.begin(None, &says, seq as usize, "");
                             lane.end(running, None);
                         }
                     })
@@ -300,23 +292,10 @@ mod tests {
         let recorder = recorder();
         let lane = recorder.lane("world", 0);
         let label = "é".repeat(40) + "x";
-        let ticket = lane.begin(None, &says(0), 16, &label).unwrap();
+        let ticket = lane.begin(None, &says(0), 16, &label);
         lane.end(ticket, None);
         assert_eq!(recorder.operations()[0].label, "é".repeat(32));
         (0..CAPACITY as u64).for_each(|seq| lane.end(begin(&lane, seq), None));
         assert!(recorder.operations().iter().all(|op| op.label.is_empty()));
-    }
-
-    #[test]
-    fn nothing_is_recorded_while_recording_is_off() {
-        let recorder = recorder();
-        let lane = recorder.lane("world", 0);
-        recorder.set_recording(false);
-        assert_eq!(lane.queue(&Announced::job("callback")), None);
-        assert_eq!(lane.begin(None, &says(0), 16, ""), None);
-        assert_eq!(recorder.operations(), []);
-        recorder.set_recording(true);
-        lane.end(begin(&lane, 1), None);
-        assert_eq!(recorder.operations().len(), 1);
     }
 }

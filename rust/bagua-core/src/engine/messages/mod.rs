@@ -140,7 +140,7 @@ impl Messenger {
         let counters = self.shared.stats.of(says.kind);
         counters.calls.fetch_add(1, Ordering::Relaxed);
         counters.payload_bytes.fetch_add(total as u64, Ordering::Relaxed);
-        let running = self.recorder.as_ref().and_then(|recorder| recorder.begin(None, &says, total, ""));
+        let running = self.recorder.as_ref().map(|recorder| recorder.begin(None, &says, total, ""));
         let health = &self.shared.health;
         let shared: Weak<MessengerShared> = Arc::downgrade(&self.shared);
         let handle = Handle::driven(health.world_rank(health.rank()), shared);
