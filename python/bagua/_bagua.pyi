@@ -546,15 +546,10 @@ class CudaLibraries:
     call. Later calls use the library that was found.
     """
     def __new__(cls, /) -> CudaLibraries: ...
-    def compile(self, /, places: Incomplete, program: str, architecture: SupportsIndex) -> tuple[bytes, bytes, str]:
-        """
-        Compiles a program of kernels for an architecture (90: compute capability 9.0) without a driver. Returns PTX,
-        machine code and the log.
-        """
     def cubin(self, /, places: Incomplete, cache: str | PathLike[str] | None, program: str, architecture: SupportsIndex) -> bytes:
         """
-        Returns the machine code of a program for an architecture, from the folder `cache`. If it is not there, compiles
-        it and stores it. With None, nothing is stored.
+        Returns the machine code of a program for an architecture (90: compute capability 9.0), from the folder `cache`.
+        If it is not there, compiles it without a driver and stores it. With None, nothing is stored.
         """
     def device(self, /, places: Incomplete, cache: str | PathLike[str] | None, number: SupportsIndex) -> CudaDevice:
         """

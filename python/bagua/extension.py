@@ -30,8 +30,6 @@ PEER_SELECTION_MODES: list[str] = _tables["PEER_SELECTION_MODES"]
 MAX_STREAMS: int = _tables["MAX_STREAMS"]
 #: Names of the CUDA kernels, by program.
 CUDA_KERNELS: dict[str, list[str]] = _tables["CUDA_KERNELS"]
-#: Compute capabilities, times ten, for which kernels are compiled in advance if NVRTC supports them.
-CUDA_ARCHITECTURES: list[int] = _tables["CUDA_ARCHITECTURES"]
 #: True in an optimized build. Test builds, and `maturin develop` without `--release`, are many times slower.
 IS_OPTIMIZED: bool = _tables["IS_OPTIMIZED"]
 

@@ -25,10 +25,6 @@ int nvrtcCreateProgram(void **made, const char *source, const char *name, int he
 }
 int nvrtcCompileProgram(void *program, int number, const char *const *options) { return 0; }
 int nvrtcDestroyProgram(void **program) { *program = NULL; return 0; }
-int nvrtcGetProgramLogSize(void *program, size_t *size) { *size = 1; return 0; }
-int nvrtcGetProgramLog(void *program, char *log) { *log = 0; return 0; }
-int nvrtcGetPTXSize(void *program, size_t *size) { *size = sizeof text; return 0; }
-int nvrtcGetPTX(void *program, char *to) { memcpy(to, text, sizeof text); return 0; }
 int nvrtcGetCUBINSize(void *program, size_t *size) { *size = sizeof text; return 0; }
 int nvrtcGetCUBIN(void *program, char *to) { memcpy(to, text, sizeof text); return 0; }
 """

@@ -8,10 +8,7 @@ use sha2::{Digest, Sha256};
 use crate::error::{Error, Result};
 use crate::kernel_cache::Cache;
 use crate::kernels::{PROGRAMS, Program};
-use crate::nvrtc::{Compiled, Nvrtc, Source};
-
-/// The architectures that kernels are compiled for in advance if NVRTC supports them, as 90 for compute capability 9.0.
-pub const ARCHITECTURES: [i32; 8] = [70, 75, 80, 86, 89, 90, 100, 120];
+use crate::nvrtc::{Nvrtc, Source};
 
 /// The files that programs include: name and text.
 const HEADERS: [(&CStr, &str); 5] = [
@@ -22,14 +19,13 @@ const HEADERS: [(&CStr, &str); 5] = [
     (c"reduce.cuh", include_str!("../kernels/reduce.cuh")),
 ];
 
-/// The options of every program: no contraction, no approximations, and ptxas's report of stacks and spills.
-const OPTIONS: [&str; 7] = [
+/// The options of every program: no contraction and no approximations.
+const OPTIONS: [&str; 6] = [
     "--std=c++17",
     "--fmad=false",
     "--ftz=false",
     "--prec-div=true",
     "--prec-sqrt=true",
-    "--ptxas-options=-v",
     // The sign of the NaN that an invalid operation gives on this host's processor. Kernels return the same NaN.
     if cfg!(target_arch = "x86_64") { "-DDEFAULT_NAN_SIGN=1u" } else { "-DDEFAULT_NAN_SIGN=0u" },
 ];
@@ -42,8 +38,7 @@ pub fn program(name: &str) -> Result<&'static Program> {
     })
 }
 
-/// Compiles a program for an architecture, without a driver. Takes seconds.
-pub fn compile(nvrtc: &Nvrtc, program: &'static Program, architecture: i32) -> Result<Compiled> {
+fn compile(nvrtc: &Nvrtc, program: &'static Program, architecture: i32) -> Result<Vec<u8>> {
     let headers: Vec<_> = HEADERS.iter().map(|(name, text)| (*name, text_of(text))).collect();
     let headers: Vec<_> = headers.iter().map(|(name, text)| (*name, text.as_c_str())).collect();
     let options: Vec<_> = options(architecture).map(|option| text_of(&option)).collect();
@@ -51,13 +46,14 @@ pub fn compile(nvrtc: &Nvrtc, program: &'static Program, architecture: i32) -> R
     nvrtc.compile(Source { name: program.name, text: &text, headers: &headers }, architecture, &options)
 }
 
-/// Returns the machine code of a program for an architecture, from the cache or newly compiled and put there.
+/// Returns the machine code of a program for an architecture (90: compute capability 9.0), from the cache or newly
+/// compiled and put there. Needs no driver.
 pub fn cubin(nvrtc: &Nvrtc, cache: &Cache, program: &'static Program, architecture: i32) -> Result<Vec<u8>> {
     let name = entry(program, architecture, &nvrtc.version());
     if let Some(code) = cache.get(&name) {
         return Ok(code);
     }
-    let code = compile(nvrtc, program, architecture)?.cubin;
+    let code = compile(nvrtc, program, architecture)?;
     cache.put(&name, &code);
     Ok(code)
 }

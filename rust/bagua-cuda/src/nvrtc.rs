@@ -21,17 +21,6 @@ pub struct Source<'a> {
     pub headers: &'a [(&'a CStr, &'a CStr)],
 }
 
-/// A program compiled by NVRTC.
-#[derive(Clone, Debug)]
-pub struct Compiled {
-    /// The intermediate language as text.
-    pub ptx: Vec<u8>,
-    /// Machine code for one architecture, an ELF file.
-    pub cubin: Vec<u8>,
-    /// The messages of NVRTC and ptxas.
-    pub log: String,
-}
-
 /// A loaded `libnvrtc`.
 pub struct Nvrtc {
     library: Library,
@@ -75,8 +64,8 @@ impl Nvrtc {
         &self.architectures
     }
 
-    /// Compiles for one architecture. Takes seconds.
-    pub fn compile(&self, source: Source<'_>, architecture: i32, options: &[CString]) -> Result<Compiled> {
+    /// Compiles to machine code for one architecture, an ELF file. Takes seconds.
+    pub fn compile(&self, source: Source<'_>, architecture: i32, options: &[CString]) -> Result<Vec<u8>> {
         let name = CString::new(source.name).unwrap_or_default();
         let texts: Vec<_> = source.headers.iter().map(|(_, text)| text.as_ptr()).collect();
         let names: Vec<_> = source.headers.iter().map(|(name, _)| name.as_ptr()).collect();
@@ -94,18 +83,16 @@ impl Nvrtc {
         // SAFETY: the program was created, and there are `number` NUL-terminated strings.
         let code =
             unsafe { call_in!(self.library, nvrtc::nvrtcCompileProgram(program.handle, number, options.as_ptr())) }?;
-        let log = program.text("nvrtcGetProgramLog", c"nvrtcGetProgramLogSize", c"nvrtcGetProgramLog")?;
-        let log = String::from_utf8_lossy(&log).trim_end().to_owned();
         if code == nvrtcResult::NVRTC_ERROR_COMPILATION as Code {
+            // NVRTC ends the text with a zero byte.
+            let log = program.bytes("nvrtcGetProgramLog", c"nvrtcGetProgramLogSize", c"nvrtcGetProgramLog")?;
+            let log = String::from_utf8_lossy(log.split(|byte| *byte == 0).next().unwrap_or_default());
+            let log = log.trim_end();
             let library = self.library.text();
             return Err(Error::Compile { library, program: source.name, architecture, log: line(log.as_bytes()) });
         }
         check(&self.library, "nvrtcCompileProgram", code)?;
-        Ok(Compiled {
-            ptx: program.text("nvrtcGetPTX", c"nvrtcGetPTXSize", c"nvrtcGetPTX")?,
-            cubin: program.bytes("nvrtcGetCUBIN", c"nvrtcGetCUBINSize", c"nvrtcGetCUBIN")?,
-            log,
-        })
+        program.bytes("nvrtcGetCUBIN", c"nvrtcGetCUBINSize", c"nvrtcGetCUBIN")
     }
 }
 
@@ -131,13 +118,6 @@ impl Program<'_> {
             check(library, function, code)?;
         }
         Ok(bytes)
-    }
-
-    /// Returns one of the program's texts. NVRTC ends a text with a zero byte, which is not returned.
-    fn text(&self, function: &'static str, size: &'static CStr, get: &'static CStr) -> Result<Vec<u8>> {
-        let mut text = self.bytes(function, size, get)?;
-        text.truncate(text.iter().position(|byte| *byte == 0).unwrap_or(text.len()));
-        Ok(text)
     }
 }
 

@@ -5,7 +5,6 @@ use bagua_core::collective::Algorithm;
 use bagua_core::group::{MAX_STREAMS, TransportChoice};
 use bagua_core::request::PeerSelection;
 use bagua_core::types::{DType, Kind, ReduceOp};
-use bagua_cuda::compile::ARCHITECTURES;
 use bagua_cuda::kernels::PROGRAMS;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyFrozenSet};
@@ -34,7 +33,6 @@ pub fn tables(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let kernels = PyDict::new(py);
     PROGRAMS.iter().try_for_each(|program| kernels.set_item(program.name, program.kernels))?;
     all.set_item("CUDA_KERNELS", kernels)?;
-    all.set_item("CUDA_ARCHITECTURES", ARCHITECTURES)?;
     all.set_item("IS_OPTIMIZED", !cfg!(debug_assertions))?;
     Ok(all)
 }

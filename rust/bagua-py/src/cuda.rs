@@ -87,26 +87,8 @@ impl CudaLibraries {
         Ok(report)
     }
 
-    /// Compiles a program of kernels for an architecture (90: compute capability 9.0) without a driver. Returns PTX,
-    /// machine code and the log.
-    fn compile<'py>(
-        &self,
-        py: Python<'py>,
-        places: LibraryPathsArgument,
-        program: &str,
-        architecture: i32,
-    ) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyBytes>, String)> {
-        let places = places.into();
-        let compiled = py.detach(|| {
-            let program = compile::program(program)?;
-            compile::compile(self.core.nvrtc(&places)?, program, architecture)
-        });
-        let compiled = compiled.map_err(|error| raise(py, &error))?;
-        Ok((PyBytes::new(py, &compiled.ptx), PyBytes::new(py, &compiled.cubin), compiled.log))
-    }
-
-    /// Returns the machine code of a program for an architecture, from the folder `cache`. If it is not there, compiles
-    /// it and stores it. With None, nothing is stored.
+    /// Returns the machine code of a program for an architecture (90: compute capability 9.0), from the folder `cache`.
+    /// If it is not there, compiles it without a driver and stores it. With None, nothing is stored.
     fn cubin<'py>(
         &self,
         py: Python<'py>,
