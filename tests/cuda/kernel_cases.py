@@ -23,14 +23,9 @@ U32, U64, F32, F64 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_float, ctypes.c_
 CODED = {"f32": ("float32", np.uint32), "f16": ("float16", np.uint16), "bf16": ("bfloat16", np.uint16)}
 #: Which element types become which by conversion: all, but float32 does not become itself.
 CONVERSIONS = [(source, target) for source in CODED for target in CODED if (source, target) != ("f32", "f32")]
-#: All element types by the kernels' names: as NumPy holds them.
-HELD: dict[str, Any] = {
-    "f16": np.uint16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64, "u8": np.uint8, "i8": np.int8,
-    "u16": np.uint16, "i16": np.int16, "u32": np.uint32, "i32": np.int32, "u64": np.uint64, "i64": np.int64,
-    "bool": np.uint8, "c64": np.complex64, "c128": np.complex128,
-}  # fmt: skip
-FLOATS = ("f16", "bf16", "f32", "f64")
-INTEGERS = tuple(name for name in HELD if name[0] in "iu")
+#: Element types of which there are averages and updates, by the kernels' names: as NumPy holds them.
+HELD: dict[str, Any] = {"f16": np.uint16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64}
+FLOATS = tuple(HELD)
 #: Codecs whose records are elements of their name.
 HALVES = ("f16", "bf16")
 
@@ -265,36 +260,24 @@ def check_convert_reduce(
     assert is_untouched_before(record)
 
 
-# --- reductions and updates -------------------------------------------------------------------------------------------
+# --- averages and updates ---------------------------------------------------------------------------------------------
 
 
 def arrays(name: str, number: int, count: int, seed: int = 0) -> list[Array]:
-    """Sources of a reduction. No place has two NaNs: which of them a sum keeps is not defined."""
+    """Sources of an average. No place has two NaNs: which of them a sum keeps is not defined."""
     random = np.random.default_rng(seed)
-    held = HELD[name]
-    if name in INTEGERS:
-        info = np.iinfo(held)
-        made = [random.integers(info.min, info.max, count, held, endpoint=True) for _ in range(number)]
-        for values in made:
-            values[::7] = random.choice(np.array([info.min, info.max], held), values[::7].size)
-        return made
-    if name == "bool":
-        return [
-            random.integers(0, 256, count, np.uint8) * random.integers(0, 2, count, np.uint8) for _ in range(number)
-        ]
-    parts = 2 if name in ("c64", "c128") else 1
-    wide = {"f64": np.float64, "c128": np.float64}.get(name, np.float32)
-    tiny, most = {"f16": (6e-8, 6e4), "f64": (5e-324, 1e308), "c128": (5e-324, 1e308)}.get(name, (1e-45, 3e38))
+    wide: type[np.float32 | np.float64] = np.float64 if name == "f64" else np.float32
+    tiny, most = {"f16": (6e-8, 6e4), "f64": (5e-324, 1e308)}.get(name, (1e-45, 3e38))
     special = np.array([0.0, -0.0, np.inf, -np.inf, tiny, -tiny, most, -most, 1.0], wide)
     result: list[Array] = []
-    at_nan = random.integers(0, 40, count * parts // parts).repeat(parts)
+    at_nan = random.integers(0, 40, count)
     for k in range(number):
-        values = random.normal(size=count * parts).astype(wide)
-        chosen = random.random(count * parts) < 0.1
-        values[chosen & (at_nan >= number)] = random.choice(special, int((chosen & (at_nan >= number)).sum()))
+        values = random.normal(size=count).astype(wide)
+        chosen = (random.random(count) < 0.1) & (at_nan >= number)
+        values[chosen] = random.choice(special, int(chosen.sum()))
         bits = values.view(np.uint64 if wide is np.float64 else np.uint32)
-        # A NaN of its own in one source, in the first part of complex numbers: quiet and signalling ones.
-        nan = np.flatnonzero(at_nan == k)[:: max(parts, 1)]
+        # A NaN of its own in one source: quiet and signalling ones.
+        nan = np.flatnonzero(at_nan == k)
         payload = random.integers(1, 1 << 20, nan.size).astype(bits.dtype)
         infinity = 0x7FF << 52 if wide is np.float64 else 0xFF << 23
         bits[nan] = (
@@ -302,7 +285,7 @@ def arrays(name: str, number: int, count: int, seed: int = 0) -> list[Array]:
             | payload << (29 if wide is np.float64 else 2)
             | (nan % 2).astype(bits.dtype) << (bits.itemsize * 8 - 1)
         )
-        result.append(values.view(held) if parts == 2 else narrowed(name, values))
+        result.append(narrowed(name, values))
         if name in ("f16", "bf16"):
             # Rounding made them quiet.
             result[-1][nan[::2]] ^= np.uint16(0x200 if name == "f16" else 0x40)
@@ -310,90 +293,29 @@ def arrays(name: str, number: int, count: int, seed: int = 0) -> list[Array]:
     return result
 
 
-def combined(name: str, op: str, inputs: list[Array], divisor: int) -> Array:
-    """The core's rules."""
-    wide = [widened(name, held) for held in inputs]
-    if name == "bool":
-        wide = [(values != 0).astype(np.uint8) for values in wide]
-        op = {"product": "band", "min": "band", "max": "bor"}.get(op, op)
-    acc = wide[0].copy()
-    with np.errstate(all="ignore"):
-        for values in wide[1:]:
-            acc = _applied(op, acc, values)
-        if op == "avg":
-            acc = divided(acc, divisor)
-    return narrowed(name, acc)
-
-
-def divided(values: Array, divisor: int) -> Array:
-    """Each part of a complex number by itself."""
-    real = values.view(values.real.dtype)
-    return (real / real.dtype.type(divisor)).view(values.dtype)
-
-
-def _applied(op: str, acc: Array, values: Array) -> Array:
-    if op in ("sum", "avg"):
-        return acc + values
-    if op == "product" and acc.dtype.kind == "c":
-        result = np.empty_like(acc)
-        result.real = acc.real * values.real - acc.imag * values.imag
-        result.imag = acc.real * values.imag + acc.imag * values.real
-        return result
-    if op == "product":
-        return acc * values
-    if op in ("bor", "band", "bxor"):
-        bits: dict[str, Any] = {"bor": np.bitwise_or, "band": np.bitwise_and, "bxor": np.bitwise_xor}
-        return np.asarray(bits[op](acc, values))
-    taken = values < acc if op == "min" else values > acc
-    # As integers, because a comparison moves no bits.
-    kind = f"u{acc.itemsize}"
-    return np.where(taken | (values != values), values.view(kind), acc.view(kind)).view(acc.dtype)
-
-
-def operations() -> list[tuple[str, str]]:
-    """Every element type with each operation that the core defines."""
-    order, bits = ["min", "max"], ["bor", "band", "bxor"]
-    table = {name: ["sum", "avg", "product", *order] for name in FLOATS}
-    table |= {name: ["sum", "product", *order, *bits] for name in INTEGERS}
-    table |= {"bool": ["product", *order, *bits], "c64": ["sum", "avg", "product"], "c128": ["sum", "avg", "product"]}
-    return [(name, op) for name, ops in table.items() for op in ops]
-
-
-def kernel_of(name: str, op: str) -> tuple[str, int]:
-    """As `Reduce::new` in rust/bagua-cuda/src/kernels.rs: the kernel, and how many of its elements one of ours is."""
-    bits = op in ("bor", "band", "bxor")
-    if name == "bool" and not bits:
-        return "reduce_bool_" + ("bor" if op == "max" else "band"), 1
-    if name in INTEGERS and bits:
-        return f"reduce_u8_{op}", np.dtype(HELD[name]).itemsize
-    if name in INTEGERS and op not in ("min", "max"):
-        return f"reduce_u{name[1:]}_{op}", 1
-    if name in ("c64", "c128") and op != "product":
-        return f"reduce_{'f32' if name == 'c64' else 'f64'}_{op}", 2
-    return f"reduce_{name}_{op}", 1
-
-
-def check_reduce(
+def check_average(
     kernels: Kernels,
     name: str,
-    op: str,
     number: int,
     count: int,
     *,
     offsets: tuple[int, ...] = (0,),
     in_place: int | None = None,
 ) -> None:
-    """A reduction of so many sources, the k-th offsets[k] elements off 16 bytes, the result by the last offset."""
+    """An average of so many sources, the k-th offsets[k] elements off 16 bytes, the result by the last offset."""
     inputs = arrays(name, number, count, seed=count)
     divisor = number if count % 2 else number + 3
-    expected = combined(name, op, inputs, divisor)
-    step = min(expected.itemsize, 8)
+    total = widened(name, inputs[0]).copy()
+    with np.errstate(all="ignore"):
+        for held in inputs[1:]:
+            total = total + widened(name, held)
+        expected = narrowed(name, total / total.dtype.type(divisor))
+    step = expected.itemsize
     given = [placed(held, offsets[k % len(offsets)] * step) for k, held in enumerate(inputs)]
     out = given[in_place] if in_place is not None else room(expected.nbytes, offsets[-1] * step)
-    kernel, times = kernel_of(name, op)
-    kernels.launch(kernel, (2,), sources(given), U32(number), out, U64(count * times), F64(divisor))
+    kernels.launch(f"average_{name}", (2,), sources(given), U32(number), out, U64(count), F64(divisor))
     got = np.frombuffer(out.tobytes(), expected.dtype)
-    wrong = np.flatnonzero((got.view(np.uint8) != expected.view(np.uint8)).reshape(count, -1).any(1))
+    wrong = np.flatnonzero(got.view(f"u{step}") != expected.view(f"u{step}"))
     shown = [[held[i] for held in inputs] for i in wrong[:3]]
     assert wrong.size == 0, f"differs at {wrong[:3]}: {shown} gives {got[wrong[:3]]}, not {expected[wrong[:3]]}"
     assert is_untouched_before(out)
@@ -487,8 +409,8 @@ def check_all(kernels: Kernels) -> int:
         check_convert_reduce(kernels, half, name, held, number)
         done += 1
     sizes = ((1, 1, (0,)), (8, 133, (1,)), (3, 40, (0, 1)), (3, 40, (0, 1, 1)))
-    for (name, op), (number, count, place) in itertools.product(operations(), sizes):
-        check_reduce(kernels, name, op, number, count, offsets=place)
+    for name, (number, count, place) in itertools.product(FLOATS, sizes):
+        check_average(kernels, name, number, count, offsets=place)
         done += 1
     for name, (count, place) in itertools.product(FLOATS, ((1, (0,)), (133, (1,)), (40, (0, 1)))):
         check_update(kernels, name, count, offsets=place)

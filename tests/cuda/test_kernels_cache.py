@@ -48,7 +48,6 @@ int nvrtcCompileProgram(struct program *program, int number, const char *const *
         return 0;                                                                                         \
     }                                                                                                     \
     int nvrtcGet##name(struct program *program, char *text) { return sprintf(text, format, program->text) < 0; }
-RESULT(PTX, "// %s")
 RESULT(CUBIN, "code of %s")
 RESULT(ProgramLog, "own.cu(1): error: %s\n1 error")
 int nvrtcDestroyProgram(struct program **program) { free(*program); *program = NULL; return 0; }
@@ -88,7 +87,7 @@ def nvrtc(tmp_path: Path) -> Pretended:
     return Pretended(tmp_path / "nvrtc")
 
 
-CODE = b"code of update of 5 headers for sm_90\0"
+CODE = b"code of update of 4 headers for sm_90\0"
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------
@@ -138,6 +137,6 @@ def test_a_program_that_does_not_compile_is_an_error_with_the_log(tmp_path: Path
     nvrtc = Pretended(tmp_path / "nvrtc", code=6)
     with pytest.raises(BaguaError) as caught:
         nvrtc.cubin(tmp_path / "cache")
-    log = r"own.cu(1): error: update of 5 headers for sm_90\n1 error"
+    log = r"own.cu(1): error: update of 4 headers for sm_90\n1 error"
     assert str(caught.value) == f"libnvrtc ({nvrtc.path}): update does not compile for sm_90: {log}"
     assert not (tmp_path / "cache").exists()

@@ -12,7 +12,6 @@ use crate::codec::{Codec, Encoded, Scratch};
 use crate::error::{Error, Result};
 use crate::memory::{Buffer, BufferMut};
 use crate::request::{Extra, PeerSelection, Replicas, Workspace};
-use crate::types::ReduceOp;
 
 /// Writes the mean of the input and the peers' inputs to the output, added in member order and divided once. A single
 /// member copies its input.
@@ -46,7 +45,7 @@ pub(super) fn average(
     let start = Instant::now();
     let mut inputs: Vec<_> = received.as_buffer().chunks(len).map(Some).collect();
     inputs.insert(peers.partition_point(|peer| *peer < me), own);
-    collective.combine(cx, ReduceOp::Avg, &inputs, mean)?;
+    collective.average(cx, &inputs, mean)?;
     cx.stats.add_reduce(start.elapsed());
     Ok(())
 }

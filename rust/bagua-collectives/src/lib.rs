@@ -178,18 +178,12 @@ pub trait Collective: Send {
         Ok(None)
     }
 
-    /// Combines inputs in their order into `into`, dividing once at the end. `None` stands for the values in `into`.
+    /// Averages inputs in their order into `into`, dividing once at the end. `None` stands for the values in `into`.
     ///
     /// All inputs are on the device of `into`, which this collective reaches. A step of the running operation, which
     /// sends nothing and may leave the work to the device.
-    fn combine(
-        &mut self,
-        cx: &OpContext<'_>,
-        op: ReduceOp,
-        inputs: &[Option<Buffer<'_>>],
-        into: BufferMut<'_>,
-    ) -> Result<()> {
-        combine_on_host(cx, op, inputs, into)
+    fn average(&mut self, cx: &OpContext<'_>, inputs: &[Option<Buffer<'_>>], into: BufferMut<'_>) -> Result<()> {
+        average_on_host(cx, inputs, into)
     }
 
     /// Returns the collectives of this host's ranks and of the first ranks of all hosts, as MPI_Comm_split would.
@@ -218,24 +212,19 @@ pub trait Collective: Send {
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()>;
 }
 
-/// Implements [`Collective::combine`] on the host. Data on a device is copied to the host and back.
-pub fn combine_on_host(
-    cx: &OpContext<'_>,
-    op: ReduceOp,
-    inputs: &[Option<Buffer<'_>>],
-    mut into: BufferMut<'_>,
-) -> Result<()> {
+/// Implements [`Collective::average`] on the host. Data on a device is copied to the host and back.
+pub fn average_on_host(cx: &OpContext<'_>, inputs: &[Option<Buffer<'_>>], mut into: BufferMut<'_>) -> Result<()> {
     if into.device().is_none() {
         let inputs: Vec<_> =
             inputs.iter().map(|input| input.map(|input| input.as_host()).transpose()).collect::<Result<_>>()?;
-        reduce::combine(cx.dtype(), op, &inputs, into.into_host()?);
+        reduce::combine(cx.dtype(), ReduceOp::Avg, &inputs, into.into_host()?);
         return Ok(());
     }
     let given: Vec<_> =
         inputs.iter().map(|input| input.map(|input| input.to_vec()).transpose()).collect::<Result<_>>()?;
     let inputs: Vec<_> = given.iter().map(Option::as_deref).collect();
     let mut host = into.as_buffer().to_vec()?;
-    reduce::combine(cx.dtype(), op, &inputs, &mut host);
+    reduce::combine(cx.dtype(), ReduceOp::Avg, &inputs, &mut host);
     into.copy_from(&host)
 }
 

@@ -71,11 +71,6 @@ template <class Raw> DEVICE void store_bytes(u8 *at, Raw raw) {
     for (u32 i = 0; i < sizeof(Raw); i++) at[i] = static_cast<u8>(raw >> 8 * i);
 }
 
-// Sixteen bytes of two words; the alignment of elements of complex128.
-struct Pair64 {
-    u64 first, second;
-};
-
 // The unsigned integer of as many bytes as an element.
 template <u32 SIZE> struct RawOf;
 template <> struct RawOf<1> {
@@ -90,15 +85,10 @@ template <> struct RawOf<4> {
 template <> struct RawOf<8> {
     typedef u64 type;
 };
-template <> struct RawOf<16> {
-    typedef Pair64 type;
-};
 
 // The i-th element of a vector. The index is known when a loop has been unrolled, so that vectors stay in registers.
 template <class Raw> DEVICE Raw get(const Vec &vec, u32 i) {
-    if constexpr (sizeof(Raw) == 16) {
-        return {vec.word[0] | static_cast<u64>(vec.word[1]) << 32, vec.word[2] | static_cast<u64>(vec.word[3]) << 32};
-    } else if constexpr (sizeof(Raw) == 8) {
+    if constexpr (sizeof(Raw) == 8) {
         return vec.word[2 * i] | static_cast<u64>(vec.word[2 * i + 1]) << 32;
     } else {
         constexpr u32 PER_WORD = 4 / sizeof(Raw);
@@ -108,10 +98,7 @@ template <class Raw> DEVICE Raw get(const Vec &vec, u32 i) {
 
 // Adds the i-th element to a vector that has zeros there.
 template <class Raw> DEVICE void put(Vec &vec, u32 i, Raw raw) {
-    if constexpr (sizeof(Raw) == 16) {
-        vec = {{static_cast<u32>(raw.first), static_cast<u32>(raw.first >> 32), static_cast<u32>(raw.second),
-                static_cast<u32>(raw.second >> 32)}};
-    } else if constexpr (sizeof(Raw) == 8) {
+    if constexpr (sizeof(Raw) == 8) {
         vec.word[2 * i] = static_cast<u32>(raw);
         vec.word[2 * i + 1] = static_cast<u32>(raw >> 32);
     } else {
@@ -120,7 +107,7 @@ template <class Raw> DEVICE void put(Vec &vec, u32 i, Raw raw) {
     }
 }
 
-// One element in the first place of a vector. Its address is a multiple of its size (complex128: of 8).
+// One element in the first place of a vector. Its address is a multiple of its size.
 template <class Raw> DEVICE Vec load_one(const u8 *at) {
     Vec vec = {{0, 0, 0, 0}};
     put<Raw>(vec, 0, *reinterpret_cast<const Raw *>(at));

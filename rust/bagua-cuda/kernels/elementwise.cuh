@@ -10,8 +10,8 @@ struct Sources {
     const u8 *at[MAX_SOURCES];
 };
 
-// out[i] = function(sources[0][i], …). Arrays are aligned to their elements (complex128: to 8 bytes), and each is either `out` itself or
-// does not overlap it. Vectors where all have the same remainder by 16. `function` computes a whole vector; of a single element it gets
+// out[i] = function(sources[0][i], …). Arrays are aligned to their elements, and each is either `out` itself or does not
+// overlap it. Vectors where all have the same remainder by 16. `function` computes a whole vector; of a single element it gets
 // one that has zeros behind it.
 template <class Raw, u32 MOST, class Function>
 DEVICE void elementwise(const Sources &sources, u32 number, u8 *out, u64 count, const Function &function) {

@@ -6,22 +6,22 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use bagua_core::codec::Codec;
 use bagua_core::collective::{
-    ByHost, Collective, CollectiveFactory, DeviceCodec, Incoming, Io, OpContext, Outgoing, Verb, combine_on_host,
+    ByHost, Collective, CollectiveFactory, DeviceCodec, Incoming, Io, OpContext, Outgoing, Verb, average_on_host,
     over_exchange,
 };
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::{Buffer, BufferMut, DeviceRef};
 use bagua_core::same_ranks_as;
-use bagua_core::types::{DType, Fingerprint, ReduceOp};
+use bagua_core::types::{DType, Fingerprint};
 use nccl_sys::UNIQUE_ID_BYTES;
 
+use crate::average_on_device::Average;
 use crate::collective_choice::{self, Candidate, Hosts, NCCL, RECORD};
 use crate::compressed::CodecOnDevice;
 use crate::device::{KIND, OperationDevice, Requested, place_of};
 use crate::device_lane::{Choice, HIER, LaneDevice, STAGED};
 use crate::kernels::MAX_SOURCES;
 use crate::nccl::{Communicator, Nccl, serves, unique_id};
-use crate::reduce_on_device::Reduction;
 use crate::shard_addresses::Parts;
 use crate::staged;
 
@@ -101,20 +101,14 @@ impl Collective for OnDevices {
         }
     }
 
-    fn combine(
-        &mut self,
-        cx: &OpContext<'_>,
-        op: ReduceOp,
-        inputs: &[Option<Buffer<'_>>],
-        into: BufferMut<'_>,
-    ) -> Result<()> {
-        let Some(place) = place_of(into.device()) else { return self.inner.combine(cx, op, inputs, into) };
+    fn average(&mut self, cx: &OpContext<'_>, inputs: &[Option<Buffer<'_>>], into: BufferMut<'_>) -> Result<()> {
+        let Some(place) = place_of(into.device()) else { return self.inner.average(cx, inputs, into) };
         let kernel = match inputs.len() {
-            ..=MAX_SOURCES => Reduction::new(place.lane_device().context(), cx.dtype(), op, inputs.len()),
-            more => Err(Error::Unavailable(format!("{more} inputs are more than a kernel can combine"))),
+            ..=MAX_SOURCES => Average::new(place.lane_device().context(), cx.dtype(), inputs.len()),
+            more => Err(Error::Unavailable(format!("{more} inputs are more than a kernel can average"))),
         };
-        // If the kernel is unavailable, this rank combines on the host, with the bits of ranks that have the kernel.
-        let Some(kernel) = unless_unavailable(kernel)? else { return combine_on_host(cx, op, inputs, into) };
+        // If the kernel is unavailable, this rank averages on the host, with the bits of ranks that have the kernel.
+        let Some(kernel) = unless_unavailable(kernel)? else { return average_on_host(cx, inputs, into) };
         let to = into.as_buffer();
         let sources: Vec<usize> = inputs.iter().map(|input| input.unwrap_or(to).address()).collect();
         place.on_lane(|lane_device, copier| {
@@ -140,8 +134,9 @@ impl Collective for OnDevices {
             nccl.map_or(Ok(()), |nccl| nccl.check_device(place))?;
             compare(host, &mut self.compared, cx, place)?;
         }
-        // Reductions that NCCL lacks are done as on the host, with the same bits.
-        let by_host = collective == HIER && matches!(verb, Verb::AllReduce(_)) && serves(verb, cx.dtype());
+        // The host does the reductions that NCCL lacks.
+        let served = serves(verb, cx.dtype());
+        let by_host = collective == HIER && matches!(verb, Verb::AllReduce(_)) && served;
         if by_host
             && !io.is_empty()
             && let Some(ByHost { intra, inter }) = host.split()
@@ -152,7 +147,7 @@ impl Collective for OnDevices {
             let inter = inter.as_mut().map(|inter| inter as &mut dyn Collective);
             return ByHost { intra: &mut intra, inter }.run(cx, verb, io);
         }
-        OnDevice { host, nccl: nccl.filter(|_| collective == NCCL) }.run(cx, verb, io)
+        OnDevice { host, nccl: nccl.filter(|_| collective == NCCL && served) }.run(cx, verb, io)
     }
 
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {

@@ -11,12 +11,11 @@ use crate::kernels::{PROGRAMS, Program};
 use crate::nvrtc::{Nvrtc, Source};
 
 /// The files that programs include: name and text.
-const HEADERS: [(&CStr, &str); 5] = [
+const HEADERS: [(&CStr, &str); 4] = [
     (c"convert.cuh", include_str!("../kernels/convert.cuh")),
     (c"device.cuh", include_str!("../kernels/device.cuh")),
     (c"elementwise.cuh", include_str!("../kernels/elementwise.cuh")),
     (c"minmax_u8.cuh", include_str!("../kernels/minmax_u8.cuh")),
-    (c"reduce.cuh", include_str!("../kernels/reduce.cuh")),
 ];
 
 /// The options of every program: no contraction and no approximations.
@@ -108,7 +107,7 @@ mod tests {
         let error = program("onebit").unwrap_err().to_string();
         assert_eq!(
             error,
-            "there is no program of kernels named 'onebit'; known: minmax_u8, minmax_u8_reduce, convert, convert_reduce, update, feedback, reduce_half, reduce_float, reduce_integer"
+            "there is no program of kernels named 'onebit'; known: minmax_u8, minmax_u8_reduce, convert, convert_reduce, update, feedback, average"
         );
         assert_eq!(program("update").unwrap().name, "update");
     }

@@ -11,15 +11,15 @@ use bagua_core::codec::Codec;
 use bagua_core::collective::{Chunks, DeviceCodec, OpContext};
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::{Buffer, BufferMut, Device};
-use bagua_core::types::{DType, ReduceOp};
+use bagua_core::types::DType;
 
+use crate::average_on_device::Average;
 use crate::codec::{CodecStep, Elements, Kernels, kernels_of, load};
 use crate::context::Context;
 use crate::device::OperationDevice;
 use crate::driver_functions::CUstream;
 use crate::kernels::{Grid, MAX_SOURCES, short_name};
 use crate::memory::Scratch;
-use crate::reduce_on_device::Reduction;
 
 pub(crate) struct CodecOnDevice {
     device: Arc<dyn Device>,
@@ -187,8 +187,7 @@ impl DeviceCodec for CodecOnDevice {
         if count == 0 {
             return Ok(());
         }
-        let op = if divisor == 1 { ReduceOp::Sum } else { ReduceOp::Avg };
-        let reduction = Reduction::new(lane_device.context(), chunks.dtype, op, divisor)?;
+        let average = Average::new(lane_device.context(), chunks.dtype, divisor)?;
         self.step(cx, |context, stream, _| {
             let (members, bytes) = (chunks.chunks, chunks.count * chunks.dtype.size());
             let decoded = Scratch::new(context, members * bytes, stream)?;
@@ -202,7 +201,7 @@ impl DeviceCodec for CodecOnDevice {
             // record the second's.
             let launches = unsafe {
                 let launches = self.kernels.decode(context, stream, from, all, members)?;
-                reduction.launch(&lane_device, stream, &at, at[0], bytes)?;
+                average.launch(&lane_device, stream, &at, at[0], bytes)?;
                 let launches = launches + self.kernels.decode(context, stream, record, one, 1)?;
                 launches + feed_back(context, stream, "lose_mean", chunks.dtype, &mut arguments, count)?
             };

@@ -2,8 +2,7 @@
 //!
 //! Every kernel has blocks of [`THREADS`] threads and loops over its work, so the grid only affects the speed. The
 //! exceptions are the kernels of [`Encode`], which share a grid, and of [`Mean`]. Numbers of elements are u64,
-//! addresses have 8 bytes. Elements are aligned to their size (complex128 to 8 bytes), records to 1 byte and ranges to
-//! 4 (those of `convert_reduce_T_U` to 16).
+//! addresses have 8 bytes. Elements are aligned to their size, records to 1 byte and ranges to 4 (those of `convert_reduce_T_U` to 16).
 //!
 //! | kernel | parameters |
 //! |---|---|
@@ -23,13 +22,13 @@
 //! | `feedback_lose_mean_T` | error, mean, decoded, count, divisor (f32) |
 //! | `feedback_look_T` | data, count, nonfinite |
 //! | `feedback_keep_f32` | error, error afterwards, count, nonfinite |
-//! | `reduce_T_OP` | eight addresses (a struct), number of them (u32), out, count, divisor (f64, for avg) |
+//! | `average_T` | eight addresses (a struct), number of them (u32), out, count, divisor (f64) |
 
-use bagua_core::types::{DType, ElementTypes, ReduceOp};
+use bagua_core::types::DType;
 
 /// Number of threads in a block of every kernel.
 pub const THREADS: u32 = 256;
-/// Maximum number of sources in one launch of `reduce_T_OP`.
+/// Maximum number of sources in one launch of `average_T`.
 pub const MAX_SOURCES: usize = 8;
 /// Size of a range in bytes: smallest, largest, a flag that is set if none is NaN, and an unused word.
 pub const RANGE: usize = 16;
@@ -97,26 +96,8 @@ programs! {
         "feedback_look": "f16" "bf16" "f32";
         "feedback_keep": "f32";
     }
-    "reduce_half" {
-        "reduce_f16": "sum" "avg" "product" "min" "max";
-        "reduce_bf16": "sum" "avg" "product" "min" "max";
-    }
-    "reduce_float" {
-        "reduce_f32": "sum" "avg" "product" "min" "max";
-        "reduce_f64": "sum" "avg" "product" "min" "max";
-        "reduce_c64": "product";
-        "reduce_c128": "product";
-    }
-    "reduce_integer" {
-        "reduce_u8": "sum" "product" "min" "max" "bor" "band" "bxor";
-        "reduce_i8": "min" "max";
-        "reduce_u16": "sum" "product" "min" "max";
-        "reduce_i16": "min" "max";
-        "reduce_u32": "sum" "product" "min" "max";
-        "reduce_i32": "min" "max";
-        "reduce_u64": "sum" "product" "min" "max";
-        "reduce_i64": "min" "max";
-        "reduce_bool": "bor" "band" "bxor";
+    "average" {
+        "average": "f16" "bf16" "f32" "f64";
     }
 }
 
@@ -146,36 +127,18 @@ pub const fn short_name(dtype: DType) -> &'static str {
     }
 }
 
-/// The kernel of a reduction.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Reduce {
-    /// Name of the kernel.
-    pub kernel: String,
-    /// Number of the kernel's elements per element: complex numbers are added as two parts, and bits by bytes.
-    pub times: usize,
-}
-
-impl Reduce {
-    /// Returns the kernel of an operation, or `None` if [`ReduceOp::check`] rejects the operation.
-    pub fn new(dtype: DType, op: ReduceOp) -> Option<Reduce> {
-        op.check(dtype).ok()?;
-        let bits = op.element_types() == ElementTypes::Bits;
-        let ordered = op.element_types() == ElementTypes::Ordered;
-        let (element, times, op) = match dtype {
-            DType::Bool if op == ReduceOp::Max => (DType::Bool, 1, ReduceOp::Bor),
-            // Among 0 and 1, the product and the minimum are the conjunction.
-            DType::Bool if !bits => (DType::Bool, 1, ReduceOp::Band),
-            integer if bits && integer != DType::Bool => (DType::U8, integer.size(), op),
-            // Wrapping sums and products have the same bits with and without a sign.
-            DType::I8 if !ordered => (DType::U8, 1, op),
-            DType::I16 if !ordered => (DType::U16, 1, op),
-            DType::I32 if !ordered => (DType::U32, 1, op),
-            DType::I64 if !ordered => (DType::U64, 1, op),
-            DType::C64 if op != ReduceOp::Product => (DType::F32, 2, op),
-            DType::C128 if op != ReduceOp::Product => (DType::F64, 2, op),
-            own => (own, 1, op),
-        };
-        Some(Reduce { kernel: format!("reduce_{}_{}", short_name(element), op.name()), times })
+/// Returns the kernel that averages elements of a type, and the size of its elements in bytes. Complex numbers are two
+/// floats.
+///
+/// # Panics
+/// If the type has no average.
+pub fn average_of(dtype: DType) -> (&'static str, usize) {
+    match dtype {
+        DType::F16 => ("average_f16", 2),
+        DType::BF16 => ("average_bf16", 2),
+        DType::F32 | DType::C64 => ("average_f32", 4),
+        DType::F64 | DType::C128 => ("average_f64", 8),
+        other => panic!("averages of {} should have been refused", other.name()),
     }
 }
 
@@ -206,7 +169,7 @@ fn at_most(pieces: u64, each: u64, most: u64) -> u32 {
 const MAX_BLOCKS: u32 = 2048;
 
 impl Grid {
-    /// Returns the grid of `convert_reduce`, `update`, `feedback` or `reduce_T_OP`, for the size of the largest array.
+    /// Returns the grid of `convert_reduce`, `update`, `feedback` or `average_T`, for the size of the largest array.
     pub fn of_bytes(bytes: u64, processors: u32) -> Grid {
         Grid { blocks: [blocks(bytes.div_ceil(16), 2, processors), 1, 1], shared: 0 }
     }
@@ -299,25 +262,15 @@ impl Mean {
 
 #[cfg(test)]
 mod tests {
+    use bagua_core::types::ReduceOp;
+
     use super::*;
 
     #[test]
-    fn every_operation_of_the_core_has_a_kernel_and_no_kernel_is_without_one() {
-        let mut used = Vec::new();
-        for dtype in DType::ALL {
-            for op in ReduceOp::ALL {
-                let found = Reduce::new(dtype, op);
-                assert_eq!(found.is_some(), op.check(dtype).is_ok(), "{} of {}", op.name(), dtype.name());
-                let Some(Reduce { kernel, times }) = found else { continue };
-                assert!(program_of(&kernel).is_some(), "{kernel}");
-                assert!(dtype.size().is_multiple_of(times));
-                used.push(kernel);
-            }
-        }
-        for program in PROGRAMS.iter().filter(|program| program.name.starts_with("reduce")) {
-            for kernel in program.kernels {
-                assert!(used.iter().any(|name| name == kernel), "{kernel} is not used");
-            }
+    fn every_type_that_has_an_average_has_a_kernel() {
+        for dtype in DType::ALL.into_iter().filter(|dtype| ReduceOp::Avg.check(*dtype).is_ok()) {
+            let (kernel, unit) = average_of(dtype);
+            assert!(program_of(kernel).is_some() && dtype.size().is_multiple_of(unit), "{}", dtype.name());
         }
     }
 

@@ -16,7 +16,7 @@
 //! | [`collective_choice`] | which collective the ranks choose, and why |
 //! | `shard_addresses` | where the shards of an operation are |
 //! | [`staged`] | the collective that copies through pinned memory and uses the host's collective |
-//! | `reduce_on_device` | reductions by our kernels |
+//! | `average_on_device` | averages by our kernels |
 //! | [`nvrtc`] | the compiler of kernels (`libnvrtc`): its version and architectures, and compiling |
 //! | [`kernels`] | the list of kernels, in `kernels/*.cu`, and their grids |
 //! | [`compile`] | programs, their options, and the machine code for an architecture, compiled or from the cache |
@@ -34,6 +34,7 @@
 #![cfg_attr(doctest, doc = include_str!("../README.md"))]
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
+mod average_on_device;
 pub mod averaged_weights;
 mod calls;
 pub mod codec;
@@ -57,7 +58,6 @@ pub mod loaded_kernels;
 pub mod memory;
 pub mod nccl;
 pub mod nvrtc;
-mod reduce_on_device;
 mod shard_addresses;
 pub mod shared_library;
 pub mod staged;

@@ -6,10 +6,8 @@
 //! | `communicator` | a rank's communicator: its creation, its calls, its end |
 //! | `watchdog` | the thread that watches running operations, and aborts |
 //! | `verbs` | the verbs as calls of NCCL |
-//! | `reduce_by_gather` | reductions that NCCL lacks, by our kernels |
 
 mod communicator;
-mod reduce_by_gather;
 mod verbs;
 mod watchdog;
 

@@ -34,14 +34,11 @@ pub(crate) fn serves(verb: Verb<'_>, dtype: DType) -> bool {
 }
 
 impl Communicator {
-    /// Runs a verb.
+    /// Runs a verb that NCCL [`serves`].
     ///
     /// # Errors
-    /// `Unavailable` if a kernel is needed and cannot be compiled; otherwise as [`Communicator::operate`].
+    /// As [`Communicator::operate`].
     pub(crate) fn run(&self, cx: &OpContext<'_>, verb: Verb<'_>, parts: &Parts, place: &OperationDevice) -> Result<()> {
-        if let Some(op) = verb.op().filter(|_| !serves(verb, cx.dtype())) {
-            return self.run_gathered(cx, verb, op, parts, place);
-        }
         self.operate(cx, place, || if parts.shard == 0 { Ok(()) } else { self.put(cx, verb, parts) })
     }
 

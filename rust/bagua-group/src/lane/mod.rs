@@ -407,14 +407,8 @@ impl Collective for ProcessBound {
         self.inner().reaches(place) || place.is_some_and(serves)
     }
 
-    fn combine(
-        &mut self,
-        cx: &OpContext<'_>,
-        op: ReduceOp,
-        inputs: &[Option<Buffer<'_>>],
-        into: BufferMut<'_>,
-    ) -> Result<()> {
-        self.checked(into.device())?.combine(cx, op, inputs, into)
+    fn average(&mut self, cx: &OpContext<'_>, inputs: &[Option<Buffer<'_>>], into: BufferMut<'_>) -> Result<()> {
+        self.checked(into.device())?.average(cx, inputs, into)
     }
 
     fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {

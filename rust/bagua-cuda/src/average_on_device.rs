@@ -1,4 +1,4 @@
-//! Reductions of arrays on a device by our kernels, with the host's bits.
+//! Averages of arrays on a device by our kernels, with the host's bits.
 
 use std::sync::atomic::Ordering;
 
@@ -8,33 +8,32 @@ use bagua_core::types::{DType, ReduceOp};
 use crate::context::Context;
 use crate::device_lane::LaneDevice;
 use crate::driver_functions::CUstream;
-use crate::kernels::{Grid, MAX_SOURCES, Reduce};
+use crate::kernels::{Grid, MAX_SOURCES, average_of};
 use crate::loaded_kernels::Kernel;
 
-/// The kernel for one element type and operation on one device.
-pub(crate) struct Reduction {
+/// The kernel for one element type on one device.
+pub(crate) struct Average {
     kernel: Kernel,
     processors: u32,
     /// Size in bytes of the kernel's elements.
     unit: usize,
-    /// Number that the sum of an average is divided by.
+    /// The sum is divided by this number.
     divisor: f64,
 }
 
-impl Reduction {
-    /// Loads the kernel. `avg` divides by `ranks`.
+impl Average {
+    /// Loads the kernel.
     ///
     /// # Errors
     /// `Unavailable` if the kernel cannot be compiled, `UnsupportedType`, or `Device`.
-    pub(crate) fn new(context: &Context, dtype: DType, op: ReduceOp, ranks: usize) -> Result<Reduction> {
-        op.check(dtype)?;
-        let how = Reduce::new(dtype, op).expect("checked above");
-        let kernel = context.kernel(&how.kernel)?;
-        let (processors, unit) = (context.processors()?, dtype.size() / how.times);
-        Ok(Reduction { kernel, processors, unit, divisor: ranks as f64 })
+    pub(crate) fn new(context: &Context, dtype: DType, divisor: usize) -> Result<Average> {
+        ReduceOp::Avg.check(dtype)?;
+        let (kernel, unit) = average_of(dtype);
+        let (kernel, processors) = (context.kernel(kernel)?, context.processors()?);
+        Ok(Average { kernel, processors, unit, divisor: divisor as f64 })
     }
 
-    /// Reduces the sources, of `bytes` bytes each, to `to`, in the order of the sources. Counts the launch.
+    /// Averages the sources, of `bytes` bytes each, to `to`, in the order of the sources. Counts the launch.
     ///
     /// # Panics
     /// If there are no sources, or more than [`MAX_SOURCES`].
@@ -64,7 +63,7 @@ impl Reduction {
             (&raw mut divisor).cast(),
         ];
         let grid = Grid::of_bytes(bytes as u64, self.processors);
-        // SAFETY: the parameters of `reduce_T_OP`, and guaranteed by the caller.
+        // SAFETY: the parameters of `average_T`, and guaranteed by the caller.
         unsafe { lane_device.context().launch_with(self.kernel, grid, stream, &mut arguments) }?;
         lane_device.launches.fetch_add(1, Ordering::Relaxed);
         Ok(())
