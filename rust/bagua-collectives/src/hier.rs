@@ -7,8 +7,8 @@
 //! host 1: ranks 3 4 5 --> 3            3 --> ranks 3 4 5
 //! ```
 //!
-//! [`ByHost`] builds a hierarchy from two borrowed collectives. [`Hier`] owns two: `shm` and `net` in a group of
-//! several hosts, or those that [`crate::group::Lanes`] connects for `hierarchical` in any group. all_reduce, reduce,
+//! The two collectives are `shm` and `net` in a group of several hosts, or those that the group connects for
+//! `hierarchical`. all_reduce, reduce,
 //! broadcast and barrier are hierarchical. The other verbs would move the same bytes more often in a hierarchy, so they
 //! use one flat mesh with the best link for each pair.
 //!
@@ -38,59 +38,6 @@ use crate::types::{DType, ReduceOp};
 const CHUNK: usize = 512 << 10;
 
 const LEADER: usize = 0;
-
-/// The two collectives of a hierarchy, from [`Collective::split`].
-pub struct ByHost<'a> {
-    /// Collective of this host's ranks, by their index on the host.
-    pub intra: &'a mut dyn Collective,
-    /// Collective of the leaders, by the index of their host. Only on leaders. Its inputs must be combined by
-    /// `inside_hosts`, and its averages are over the ranks of all hosts.
-    pub inter: Option<&'a mut dyn Collective>,
-}
-
-impl ByHost<'_> {
-    /// Runs a verb. In verbs over messages, a host is one member, with the sum or mean of its ranks in full precision.
-    ///
-    /// # Errors
-    /// As [`Collective::run`], and `NotImplemented` for verbs that are not hierarchical.
-    pub fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, mut io: Io<'_>) -> Result<()> {
-        match verb {
-            Verb::AllReduce(op) => loop {
-                // A collective on device memory cuts the tensor itself.
-                let width = if io.device()?.is_none() { CHUNK.min(io.len()) } else { io.len() };
-                let (chunk, rest) = io.split_at(width);
-                self.by_leaders(cx, verb, inside_hosts(op, cx.dtype()), chunk)?;
-                if rest.is_empty() {
-                    return Ok(());
-                }
-                io = rest;
-            },
-            Verb::CompressedAllReduce(_) => self.by_leaders(cx, verb, ReduceOp::Sum, io),
-            Verb::NeighborAverage { .. } => self.by_leaders(cx, verb, ReduceOp::Avg, io.into_host()?.into()),
-            Verb::CompressedRing { .. } => {
-                let mut weights = in_place(verb, io)?;
-                self.by_leaders(cx, verb, ReduceOp::Avg, Io::InPlace(weights.reborrow()))?;
-                let replicas = &mut cx.extra.borrow_mut().replicas;
-                replicas.as_mut().ok_or_else(gossip::no_replicas)?.own.copy_in_place(weights.as_buffer())
-            }
-            _ => Err(Error::NotImplemented(format!("{} has no hierarchical form", verb.kind().name()))),
-        }
-    }
-
-    /// Reduces to each host's leader, runs the verb between the leaders, and broadcasts the result inside each host.
-    fn by_leaders(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, op: ReduceOp, mut io: Io<'_>) -> Result<()> {
-        let ByHost { intra, inter } = self;
-        if let Some(inter) = inter.as_mut().filter(|_| intra.size() == 1) {
-            return inter.run(cx, verb, io);
-        }
-        intra.run(cx, Verb::Reduce { op, root: LEADER }, io.reborrow())?;
-        let mut data = io.into_output();
-        if let Some(inter) = inter {
-            inter.run(cx, verb, Io::InPlace(data.reborrow()))?;
-        }
-        intra.run(cx, Verb::Broadcast { root: LEADER }, Io::InPlace(data))
-    }
-}
 
 /// Returns the operation that the ranks of a host use if the leaders combine by `op`.
 fn inside_hosts(op: ReduceOp, dtype: DType) -> ReduceOp {
@@ -167,6 +114,8 @@ impl Collective for Leaders {
 /// Hierarchical collectives that own the collectives they use.
 pub struct Hier {
     intra: Box<dyn Collective>,
+    /// Collective of the leaders, by the index of their host. Only on leaders. Its averages are over the ranks of all
+    /// hosts.
     inter: Option<Leaders>,
     /// Collective of all ranks for the verbs that are not hierarchical. Without it, the verbs over messages are
     /// hierarchical.
@@ -211,9 +160,47 @@ impl Hier {
         Hier { flat: Some(Box::new(flat)), ..self }
     }
 
-    fn by_host(&mut self) -> ByHost<'_> {
-        let inter = self.inter.as_mut().map(|inter| inter as &mut dyn Collective);
-        ByHost { intra: &mut *self.intra, inter }
+    /// Runs an all_reduce, or a verb over messages. In verbs over messages, a host acts as one member, with the sum or
+    /// mean of its ranks in full precision.
+    ///
+    /// # Errors
+    /// As [`Collective::run`], and `NotImplemented` for verbs that are not hierarchical.
+    fn run_by_host(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, mut io: Io<'_>) -> Result<()> {
+        match verb {
+            Verb::AllReduce(op) => loop {
+                // A collective on device memory cuts the tensor itself.
+                let width = if io.device()?.is_none() { CHUNK.min(io.len()) } else { io.len() };
+                let (chunk, rest) = io.split_at(width);
+                self.by_leaders(cx, verb, inside_hosts(op, cx.dtype()), chunk)?;
+                if rest.is_empty() {
+                    return Ok(());
+                }
+                io = rest;
+            },
+            Verb::CompressedAllReduce(_) => self.by_leaders(cx, verb, ReduceOp::Sum, io),
+            Verb::NeighborAverage { .. } => self.by_leaders(cx, verb, ReduceOp::Avg, io.into_host()?.into()),
+            Verb::CompressedRing { .. } => {
+                let mut weights = in_place(verb, io)?;
+                self.by_leaders(cx, verb, ReduceOp::Avg, Io::InPlace(weights.reborrow()))?;
+                let replicas = &mut cx.extra.borrow_mut().replicas;
+                replicas.as_mut().ok_or_else(gossip::no_replicas)?.own.copy_in_place(weights.as_buffer())
+            }
+            _ => Err(Error::NotImplemented(format!("{} has no hierarchical form", verb.kind().name()))),
+        }
+    }
+
+    /// Reduces to each host's leader, runs the verb between the leaders, and broadcasts the result inside each host.
+    fn by_leaders(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, op: ReduceOp, mut io: Io<'_>) -> Result<()> {
+        let Hier { intra, inter, .. } = self;
+        if let Some(inter) = inter.as_mut().filter(|_| intra.size() == 1) {
+            return inter.run(cx, verb, io);
+        }
+        intra.run(cx, Verb::Reduce { op, root: LEADER }, io.reborrow())?;
+        let mut data = io.into_output();
+        if let Some(inter) = inter {
+            inter.run(cx, verb, Io::InPlace(data.reborrow()))?;
+        }
+        intra.run(cx, Verb::Broadcast { root: LEADER }, Io::InPlace(data))
     }
 
     /// Returns the index of a rank's host, and the rank's index on that host.
@@ -307,10 +294,6 @@ impl Collective for Hier {
         self.flat.as_ref().map_or_else(Vec::new, |flat| flat.transports())
     }
 
-    fn split(&mut self) -> Option<ByHost<'_>> {
-        Some(self.by_host())
-    }
-
     fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
         let by_host = matches!(verb, Verb::AllReduce(_) | Verb::Reduce { .. } | Verb::Broadcast { .. } | Verb::Barrier);
         if let Some(flat) = self.flat.as_mut().filter(|_| !by_host) {
@@ -321,7 +304,7 @@ impl Collective for Hier {
             Verb::Reduce { op, root } => self.reduce(cx, io.into_host()?, op, root),
             Verb::Broadcast { root } => self.broadcast(cx, io.into_host()?.output(), root),
             Verb::Barrier => self.barrier(cx),
-            _ => self.by_host().run(cx, verb, io),
+            _ => self.run_by_host(cx, verb, io),
         }
     }
 

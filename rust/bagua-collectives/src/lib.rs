@@ -29,7 +29,7 @@ mod verbs_over_exchange;
 pub use compressed::{
     RecordExchange, all_reduce as compressed_all_reduce, reduce_scatter as compressed_reduce_scatter,
 };
-pub use hier::{ByHost, Hier};
+pub use hier::Hier;
 pub use net::{Algorithm, Net};
 pub use shm::Shm;
 pub use solo::Solo;
@@ -184,13 +184,6 @@ pub trait Collective: Send {
     /// sends nothing and may leave the work to the device.
     fn average(&mut self, cx: &OpContext<'_>, inputs: &[Option<Buffer<'_>>], into: BufferMut<'_>) -> Result<()> {
         average_on_host(cx, inputs, into)
-    }
-
-    /// Returns the collectives of this host's ranks and of the first ranks of all hosts, as MPI_Comm_split would.
-    /// Returns `None` if there are none. The parts have no sequence of their own: all ranks must run this collective
-    /// and its parts in the same order.
-    fn split(&mut self) -> Option<ByHost<'_>> {
-        None
     }
 
     /// Runs a verb. [`Verb`] says which bytes of `io` it reads and writes.

@@ -3,7 +3,7 @@
 use bagua_core::error::{Error, Result};
 
 use crate::device::Requested;
-use crate::device_lane::{Choice, HIER, STAGED};
+use crate::device_lane::{Choice, STAGED};
 use crate::nccl::version_text;
 
 pub(crate) const NCCL: &str = "nccl";
@@ -60,17 +60,11 @@ impl Candidate {
     }
 }
 
-pub(crate) struct Hosts<'a> {
-    pub(crate) ranks: &'a [Vec<usize>],
-    /// True if the host's collective works first inside hosts and then between them.
-    pub(crate) hierarchical: bool,
-}
-
-/// Returns the choice of all ranks.
+/// Returns the choice of all ranks, which are on `hosts`.
 ///
 /// # Errors
 /// `Unavailable` if the ranks request different collectives, or one that they cannot use.
-pub(crate) fn choose(candidates: &[Candidate], hosts: &Hosts<'_>) -> Result<Choice> {
+pub(crate) fn choose(candidates: &[Candidate], hosts: &[Vec<usize>]) -> Result<Choice> {
     let requested = candidates[0].requested;
     if let Some(rank) = candidates.iter().position(|candidate| candidate.requested != requested) {
         return Err(Error::Unavailable(format!(
@@ -79,13 +73,12 @@ pub(crate) fn choose(candidates: &[Candidate], hosts: &Hosts<'_>) -> Result<Choi
             candidates[rank].requested.name()
         )));
     }
-    let all: Vec<usize> = (0..candidates.len()).collect();
     let prevents = match requested {
         Requested::Staged => return Ok(Choice { collective: STAGED, why: wanted(requested) }),
-        Requested::Nccl | Requested::Auto => why_not_nccl(candidates, &all, hosts.ranks),
+        Requested::Nccl | Requested::Auto => why_not_nccl(candidates, hosts),
     };
     match (prevents, requested) {
-        (Some(reason), Requested::Auto) => Ok(without_one_communicator(candidates, hosts, &reason)),
+        (Some(reason), Requested::Auto) => Ok(Choice { collective: STAGED, why: format!("auto: {reason}") }),
         (Some(reason), _) => Err(Error::Unavailable(format!("{}: {reason}", wanted(requested)))),
         (None, Requested::Auto) => {
             let why = format!("auto: NCCL {} on all ranks", version_text(candidates[0].nccl));
@@ -95,49 +88,24 @@ pub(crate) fn choose(candidates: &[Candidate], hosts: &Hosts<'_>) -> Result<Choi
     }
 }
 
-/// Returns the automatic choice of ranks that one NCCL communicator cannot serve. `reason` says why not.
-fn without_one_communicator(candidates: &[Candidate], hosts: &Hosts<'_>, reason: &str) -> Choice {
-    let why = format!("auto: {reason}");
-    let several = || hosts.ranks.iter().filter(|host| host.len() > 1);
-    let number = hosts.ranks.len();
-    if number == 1 || several().next().is_none() {
-        return Choice { collective: STAGED, why };
-    }
-    if !hosts.hierarchical {
-        let why = format!("{why}; the group's route between hosts is flat, so NCCL serves no host alone");
-        return Choice { collective: STAGED, why };
-    }
-    match several().find_map(|host| why_not_nccl(candidates, host, std::slice::from_ref(host))) {
-        None => {
-            let why = format!("{why}; nccl inside the {number} hosts, staged between");
-            Choice { collective: HIER, why }
-        }
-        // A host's reason may be the same as the reason for all ranks. Then it is not repeated.
-        Some(same) if same == reason => Choice { collective: STAGED, why },
-        Some(other) => Choice { collective: STAGED, why: format!("{why}; {other}") },
-    }
-}
-
 fn wanted(requested: Requested) -> String {
     format!("BAGUA_CUDA_COLLECTIVE={}", requested.name())
 }
 
-/// Returns the reason why NCCL cannot serve these ranks, which are on `hosts`, or `None` if it can.
-fn why_not_nccl(candidates: &[Candidate], ranks: &[usize], hosts: &[Vec<usize>]) -> Option<String> {
+/// Returns the reason why NCCL cannot serve all ranks, or `None` if it can.
+fn why_not_nccl(candidates: &[Candidate], hosts: &[Vec<usize>]) -> Option<String> {
     let on = |rank: usize| if candidates.len() > 1 { format!(" (rank {rank} of the group)") } else { String::new() };
-    let first = ranks[0];
-    let version = candidates[first].nccl;
-    for rank in ranks {
-        let candidate = &candidates[*rank];
+    let version = candidates[0].nccl;
+    for (rank, candidate) in candidates.iter().enumerate() {
         if candidate.nccl == 0 {
-            return Some(format!("{}{}", candidate.reason, on(*rank)));
+            return Some(format!("{}{}", candidate.reason, on(rank)));
         }
         if candidate.nccl != version {
             let (one, other) = (version_text(version), version_text(candidate.nccl));
-            return Some(format!("NCCL is {one} on rank {first} of the group and {other} on rank {rank}"));
+            return Some(format!("NCCL is {one} on rank 0 of the group and {other} on rank {rank}"));
         }
     }
-    if version >= SEVERAL && ranks.iter().all(|rank| candidates[*rank].several) {
+    if version >= SEVERAL && candidates.iter().all(|candidate| candidate.several) {
         return None;
     }
     for host in hosts {
@@ -167,8 +135,7 @@ mod tests {
     }
 
     fn over(candidates: &[Candidate], ranks: &[Vec<usize>]) -> std::result::Result<(&'static str, String), String> {
-        let hosts = Hosts { ranks, hierarchical: ranks.len() > 1 };
-        let chosen = choose(candidates, &hosts).map_err(|error| error.to_string())?;
+        let chosen = choose(candidates, ranks).map_err(|error| error.to_string())?;
         Ok((chosen.collective, chosen.why))
     }
 
@@ -220,74 +187,5 @@ mod tests {
         let text =
             "BAGUA_CUDA_COLLECTIVE is auto on rank 0 of the group and staged on rank 2; all ranks need the same value";
         assert_eq!(error, text);
-    }
-
-    const TWO_AND_TWO: [[usize; 2]; 2] = [[0, 1], [2, 3]];
-
-    /// Returns true if the ranks of two hosts with two ranks each choose NCCL inside hosts, and the reason.
-    fn inside_hosts(candidates: &[Candidate]) -> (bool, String) {
-        let (collective, why) = over(candidates, &TWO_AND_TWO.map(Vec::from)).unwrap();
-        assert!(["hier", "staged"].contains(&collective), "{collective}");
-        (collective == "hier", why)
-    }
-
-    fn versions(versions: [i32; 4]) -> Vec<Candidate> {
-        let of = |(rank, nccl): (usize, i32)| Candidate { nccl, ..able(rank as u8 % 2) };
-        versions.into_iter().enumerate().map(of).collect()
-    }
-
-    #[test]
-    fn nccl_serves_inside_hosts_what_has_one_version_on_each_of_them() {
-        let mixed = versions([22703, 22703, 23000, 23000]);
-        let against = "auto: NCCL is 2.27.3 on rank 0 of the group and 2.30.0 on rank 2";
-        let text = format!("{against}; nccl inside the 2 hosts, staged between");
-        assert_eq!(inside_hosts(&mixed), (true, text));
-        let text = "auto: NCCL is 2.27.3 on rank 0 of the group and 2.30.0 on rank 3; \
-            NCCL is 2.27.3 on rank 2 of the group and 2.30.0 on rank 3";
-        assert_eq!(inside_hosts(&versions([22703, 22703, 22703, 23000])), (false, text.to_owned()));
-        let mut absent = mixed.clone();
-        absent[3] = Candidate { reason: "gone".to_owned(), ..Candidate::default() };
-        assert_eq!(inside_hosts(&absent), (false, format!("{against}; gone (rank 3 of the group)")));
-        let flat = Hosts { ranks: &TWO_AND_TWO.map(Vec::from), hierarchical: false };
-        let chosen = choose(&mixed, &flat).unwrap();
-        assert!(chosen.collective == STAGED && chosen.why.contains("is flat"), "{chosen:?}");
-    }
-
-    #[test]
-    fn nccl_inside_hosts_needs_a_device_for_each_rank_of_a_host_or_a_version_that_shares_them() {
-        let mut twins = versions([22703, 22703, 23000, 23000]);
-        twins[3].uuid = twins[2].uuid;
-        let (inside, why) = inside_hosts(&twins);
-        assert!(!inside && why.ends_with("; ranks 2 and 3 of the group have the same device"), "{why}");
-        (twins[2].several, twins[3].several) = (true, true);
-        assert!(inside_hosts(&twins).0);
-        // Versions must agree inside a host, but may differ between hosts.
-        (twins[2].nccl, twins[3].nccl) = (22900, 22900);
-        assert!(!inside_hosts(&twins).0);
-    }
-
-    #[test]
-    fn a_rank_that_is_alone_on_its_host_needs_no_nccl() {
-        let mut ranks = versions([22703, 22703, 22703, 22703]);
-        ranks.truncate(3);
-        ranks[2] = Candidate { reason: "gone".to_owned(), ..Candidate::default() };
-        assert_eq!(over(&ranks, &[vec![0, 1], vec![2]]).unwrap().0, "hier");
-        assert_eq!(over(&ranks, &[vec![0], vec![1], vec![2]]).unwrap().0, "staged");
-    }
-
-    #[test]
-    fn a_reason_that_holds_for_all_ranks_and_inside_a_host_is_named_once() {
-        let mut twins = versions([22703; 4]);
-        twins[1].uuid = twins[0].uuid;
-        let text = "auto: ranks 0 and 1 of the group have the same device";
-        assert_eq!(inside_hosts(&twins), (false, text.to_owned()));
-    }
-
-    #[test]
-    fn requesting_nccl_is_an_error_where_nccl_works_inside_hosts_only() {
-        let mut mixed = versions([22703, 22703, 23000, 23000]);
-        mixed.iter_mut().for_each(|candidate| candidate.requested = Requested::Nccl);
-        let error = over(&mixed, &TWO_AND_TWO.map(Vec::from)).unwrap_err();
-        assert_eq!(error, "BAGUA_CUDA_COLLECTIVE=nccl: NCCL is 2.27.3 on rank 0 of the group and 2.30.0 on rank 2");
     }
 }

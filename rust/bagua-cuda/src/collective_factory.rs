@@ -2,12 +2,10 @@
 //! the ranks choose in the first such operation.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 
 use bagua_core::codec::Codec;
 use bagua_core::collective::{
-    ByHost, Collective, CollectiveFactory, DeviceCodec, Incoming, Io, OpContext, Outgoing, Verb, average_on_host,
-    over_exchange,
+    Collective, CollectiveFactory, DeviceCodec, Incoming, Io, OpContext, Outgoing, Verb, average_on_host, over_exchange,
 };
 use bagua_core::error::{Error, Result};
 use bagua_core::memory::{Buffer, BufferMut, DeviceRef};
@@ -16,10 +14,10 @@ use bagua_core::types::{DType, Fingerprint};
 use nccl_sys::UNIQUE_ID_BYTES;
 
 use crate::average_on_device::Average;
-use crate::collective_choice::{self, Candidate, Hosts, NCCL, RECORD};
+use crate::collective_choice::{self, Candidate, NCCL, RECORD};
 use crate::compressed::CodecOnDevice;
 use crate::device::{KIND, OperationDevice, Requested, place_of};
-use crate::device_lane::{Choice, HIER, LaneDevice, STAGED};
+use crate::device_lane::{Choice, LaneDevice};
 use crate::kernels::MAX_SOURCES;
 use crate::nccl::{Communicator, Nccl, serves, unique_id};
 use crate::shard_addresses::Parts;
@@ -55,7 +53,7 @@ struct OnDevices {
     hosts: Vec<Vec<usize>>,
     /// The collective that the ranks agreed on in the lane's first operation on a device. `None` before it.
     chosen: Option<Choice>,
-    /// With the choice `nccl`, the communicator of all ranks. With `hier`, that of this host's ranks, if several.
+    /// The communicator of all ranks, with the choice `nccl`.
     nccl: Option<Communicator>,
     lane_devices: Vec<Arc<LaneDevice>>,
     /// The bucket operations that the ranks have compared.
@@ -128,26 +126,13 @@ impl Collective for OnDevices {
             return over_exchange(self, cx, verb, io);
         }
         let Some(place) = place else { return self.inner.run(cx, verb, io) };
-        let collective = self.agree(cx, place)?;
-        let (host, nccl) = (self.inner.as_mut(), self.nccl.as_ref());
-        if collective != STAGED {
-            nccl.map_or(Ok(()), |nccl| nccl.check_device(place))?;
-            compare(host, &mut self.compared, cx, place)?;
-        }
+        self.agree(cx, place)?;
+        let parts = Parts::new(verb, &io, self.rank(), self.size());
         // The host does the reductions that NCCL lacks.
-        let served = serves(verb, cx.dtype());
-        let by_host = collective == HIER && matches!(verb, Verb::AllReduce(_)) && served;
-        if by_host
-            && !io.is_empty()
-            && let Some(ByHost { intra, inter }) = host.split()
-        {
-            cx.stats.hierarchical.fetch_add(1, Relaxed);
-            let mut intra = OnDevice { host: intra, nccl };
-            let mut inter = inter.map(|host| OnDevice { host, nccl: None });
-            let inter = inter.as_mut().map(|inter| inter as &mut dyn Collective);
-            return ByHost { intra: &mut intra, inter }.run(cx, verb, io);
+        match self.nccl.as_ref().filter(|_| serves(verb, cx.dtype())) {
+            Some(nccl) => nccl.run(cx, verb, &parts, place),
+            None => staged::run(self.inner.as_mut(), cx, verb, &parts, place),
         }
-        OnDevice { host, nccl: nccl.filter(|_| collective == NCCL && served) }.run(cx, verb, io)
     }
 
     fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
@@ -157,7 +142,7 @@ impl Collective for OnDevices {
         else {
             return self.inner.exchange(cx, sends, recvs);
         };
-        match self.together() {
+        match &self.nccl {
             Some(nccl) => nccl.run_messages(cx, sends, recvs, place),
             None => staged::exchange(self.inner.as_mut(), cx, sends, recvs, place, &mut self.memory),
         }
@@ -173,11 +158,11 @@ impl Collective for OnDevices {
 }
 
 impl OnDevices {
-    /// Lets all ranks choose the collective once, over the host's collective. Returns its name.
+    /// Lets all ranks choose the collective once, over the host's collective. With NCCL, they also compare their calls.
     ///
     /// # Errors
     /// `Unavailable` on all ranks if requests differ or cannot be served; or the error of creating the communicator.
-    fn agree(&mut self, cx: &OpContext<'_>, place: &OperationDevice) -> Result<&'static str> {
+    fn agree(&mut self, cx: &OpContext<'_>, place: &OperationDevice) -> Result<()> {
         let lane_device = place.lane_device();
         if !self.lane_devices.iter().any(|known| Arc::ptr_eq(known, &lane_device)) {
             self.lane_devices.push(Arc::clone(&lane_device));
@@ -189,15 +174,9 @@ impl OnDevices {
                 let mut all = vec![0; self.size() * RECORD];
                 self.inner.run(cx, Verb::AllGather, Io::split(&candidate.to_record(), &mut all))?;
                 let candidates: Vec<_> = all.chunks(RECORD).map(Candidate::from_record).collect();
-                let hosts = Hosts { ranks: &self.hosts, hierarchical: self.inner.split().is_some() };
-                let choice = collective_choice::choose(&candidates, &hosts)?;
-                let together: Option<&mut dyn Collective> = match choice.collective {
-                    NCCL => Some(self.inner.as_mut()),
-                    HIER => self.inner.split().map(|ByHost { intra, .. }| intra).filter(|intra| intra.size() > 1),
-                    _ => None,
-                };
-                self.nccl = together.map(|host| connect(host, cx, nccl.as_ref(), place)).transpose()?;
+                let choice = collective_choice::choose(&candidates, &self.hosts)?;
                 if choice.collective == NCCL {
+                    self.nccl = Some(connect(self.inner.as_mut(), cx, nccl.as_ref(), place)?);
                     lane_device.unprepare();
                 }
                 &*self.chosen.insert(choice)
@@ -205,27 +184,22 @@ impl OnDevices {
         };
         // The choice holds for the lane, so other devices of the lane take it over.
         lane_device.choice.get_or_init(|| choice.clone());
-        Ok(choice.collective)
+        if let Some(nccl) = &self.nccl {
+            nccl.check_device(place)?;
+            compare(self.inner.as_mut(), &mut self.compared, cx, place)?;
+        }
+        Ok(())
     }
 
-    /// Returns the communicator of all ranks, if the ranks chose to use one.
-    fn together(&self) -> Option<&Communicator> {
-        self.nccl.as_ref().filter(|_| self.chosen.as_ref().is_some_and(|choice| choice.collective == NCCL))
-    }
-
-    /// Lets all ranks choose a collective before a verb that is made of messages. With NCCL, the ranks also compare
-    /// their calls. If `staged` was requested, there is nothing to choose, and some ranks may have the tensor on the
-    /// host.
+    /// As [`OnDevices::agree`], before a verb that is made of messages. If `staged` was requested there is nothing to
+    /// choose, and some ranks may have the tensor on the host.
     fn agree_on_messages(&mut self, cx: &OpContext<'_>, place: &OperationDevice) -> Result<()> {
         if place.requested == Requested::Staged && self.chosen.is_none() {
             return Ok(());
         }
         // Lets the comparison find ranks that have the tensor on the host.
         let cx = &OpContext { fingerprint: Fingerprint { device: KIND, ..cx.fingerprint }, ..*cx };
-        self.agree(cx, place)?;
-        let Some(nccl) = self.together() else { return Ok(()) };
-        nccl.check_device(place)?;
-        compare(self.inner.as_mut(), &mut self.compared, cx, place)
+        self.agree(cx, place)
     }
 
     fn end_nccl(&mut self) {
@@ -243,34 +217,6 @@ impl OnDevices {
 impl Drop for OnDevices {
     fn drop(&mut self) {
         self.end_nccl();
-    }
-}
-
-/// Ranks that combine memory on one device: by their communicator, or else by copies through their host's collective.
-struct OnDevice<'a> {
-    host: &'a mut dyn Collective,
-    nccl: Option<&'a Communicator>,
-}
-
-impl Collective for OnDevice<'_> {
-    same_ranks_as!(self => self.host);
-
-    fn run(&mut self, cx: &OpContext<'_>, verb: Verb<'_>, io: Io<'_>) -> Result<()> {
-        let Some(place) = place_of(io.device()?) else { return self.host.run(cx, verb, io) };
-        let parts = Parts::new(verb, &io, self.rank(), self.size());
-        match self.nccl {
-            Some(nccl) => nccl.run(cx, verb, &parts, place),
-            None => staged::run(self.host, cx, verb, &parts, place),
-        }
-    }
-
-    fn exchange(&mut self, cx: &OpContext<'_>, sends: &[Outgoing<'_>], recvs: &mut [Incoming<'_>]) -> Result<()> {
-        let devices = sends.iter().map(|message| message.data.device());
-        let mut all = devices.chain(recvs.iter().map(|message| message.data.device()));
-        match all.find_map(|device| place_of(device)) {
-            Some(place) => staged::exchange(self.host, cx, sends, recvs, place, &mut [Vec::new(), Vec::new()]),
-            None => self.host.exchange(cx, sends, recvs),
-        }
     }
 }
 

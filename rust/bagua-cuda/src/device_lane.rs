@@ -24,9 +24,6 @@ pub(crate) const PIECE: usize = 4 << 20;
 /// Name of the collective over host memory.
 pub(crate) const STAGED: &str = "staged";
 
-/// Name of the collective that uses NCCL inside hosts and pinned memory between them.
-pub(crate) const HIER: &str = "hier";
-
 /// How long a wait for the device polls without a pause.
 const SPIN: Duration = Duration::from_micros(50);
 
@@ -339,7 +336,7 @@ impl LaneDevice {
     /// `Device`, which is harmless if there is too little memory.
     pub fn prepare(&self) -> Result<()> {
         self.release();
-        if self.choice().is_some_and(|choice| ![STAGED, HIER].contains(&choice.collective)) {
+        if self.choice().is_some_and(|choice| choice.collective != STAGED) {
             return Ok(());
         }
         self.copier(|_| Ok(())).map_err(before_anything_began)
@@ -429,20 +426,7 @@ impl LaneDevice {
         }
         self.pinned.store(0, Ordering::Relaxed);
         self.room.store(0, Ordering::Relaxed);
-        let last = lock(&self.last).take();
-        let shares = self.choice().is_some_and(|choice| choice.collective == HIER);
-        if let Some(last) = last.filter(|_| shares && drained) {
-            // The operation used other streams than the copier's, so it may be running after the copier's end.
-            let start = Instant::now();
-            let patience = || match start.elapsed() < PATIENCE {
-                true => Ok(()),
-                false => Err(Error::other("the device is not done")),
-            };
-            if !matches!(wait_until_reached(&last, patience), Ok(()) | Err(Error::Device(_))) {
-                drained = false;
-                self.forget();
-            }
-        }
+        lock(&self.last).take();
         self.release();
         drained
     }

@@ -1,5 +1,5 @@
-//! CUDA libraries, devices, kernels and codecs, and the collectives `staged`, `nccl` and `hier`. The libraries are
-//! found at run time and never linked.
+//! CUDA libraries, devices, kernels and codecs, and the collectives `staged` and `nccl`. The libraries are found at run
+//! time and never linked.
 //!
 //! | file | what it holds |
 //! |---|---|

@@ -159,26 +159,6 @@ fn averages_of_float16_are_finite_where_the_sums_of_hosts_are_not() {
 }
 
 #[test]
-fn a_hierarchy_of_the_parts_of_another_has_its_bits() {
-    for hosts in WORLDS {
-        on_all(hosts, |rank, hier, health| {
-            let (count, avg) = (4 * CHUNK / 4 + 5, Verb::AllReduce(ReduceOp::Avg));
-            let src: Vec<u8> = bytes(&values(rank, count).iter().map(|value| value / 3.0).collect::<Vec<f32>>());
-            let (mut whole, mut parts) = (vec![0; src.len()], vec![0; src.len()]);
-            let say = print(Kind::AllReduce, 0, count);
-            with(health, say, |cx| hier.run(cx, avg, Io::split(&src, &mut whole))).unwrap();
-            let mut split = hier.split().unwrap();
-            assert_eq!(split.inter.is_some(), split.intra.rank() == LEADER);
-            with(health, say, |cx| split.run(cx, avg, Io::split(&src, &mut parts))).unwrap();
-            assert!(whole == parts, "over {hosts:?}");
-            let gather = print(Kind::AllGather, 1, 1);
-            let refused = with(health, gather, |cx| split.run(cx, Verb::AllGather, Io::none()));
-            assert!(matches!(refused, Err(Error::NotImplemented(_))));
-        });
-    }
-}
-
-#[test]
 fn every_algorithm_between_hosts_takes_chunks_in_stages() {
     for algorithm in Algorithm::ALL {
         on_all_by(WORLDS[5], algorithm, |rank, hier, health| {

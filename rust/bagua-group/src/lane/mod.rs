@@ -28,7 +28,7 @@ use crate::recorder::{LaneRecorder, Ticket};
 use crate::request::{Io, Layout, OpContext, Operands, Uses, Verb};
 use crate::same_ranks_as;
 use crate::stats::Stats;
-use crate::types::{DType, Fingerprint, ReduceOp, Shape, flags};
+use crate::types::{DType, Fingerprint, Shape, flags};
 use crate::wait::Deadline;
 pub use options::Options;
 
@@ -318,7 +318,7 @@ impl Lanes {
 
     /// Runs a verb on all ranks. With [`flags::HIERARCHICAL`] ranks of one host combine first, also where the collective of the global lane is
     /// flat: the result of an all_reduce then equals that of a hierarchical collective bitwise, and that of a flat one within rounding. In the
-    /// verbs over exchange each host is one member then, see [`crate::collective::ByHost`]; a compressed all_reduce on one host is the plain one,
+    /// verbs over exchange each host is one member then, see [`crate::collective::Hier`]; a compressed all_reduce on one host is the plain one,
     /// bitwise. The result is equal on all ranks.
     ///
     /// # Errors
