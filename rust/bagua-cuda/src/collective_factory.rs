@@ -191,8 +191,8 @@ impl OnDevices {
         Ok(())
     }
 
-    /// As [`OnDevices::agree`], before a verb that is made of messages. If `staged` was requested there is nothing to
-    /// choose, and some ranks may have the tensor on the host.
+    /// Lets all ranks choose a collective, before a verb that is made of messages. If `staged` was requested there is
+    /// nothing to choose, and some ranks may have the tensor on the host.
     fn agree_on_messages(&mut self, cx: &OpContext<'_>, place: &OperationDevice) -> Result<()> {
         if place.requested == Requested::Staged && self.chosen.is_none() {
             return Ok(());
