@@ -169,10 +169,16 @@ class BucketSlice:
             self.take(tensor)
             tensor.data = self.tensor()
 
-    def take(self, values: torch.Tensor) -> None:
-        """Copies values into the slice."""
+    def take(self, values: torch.Tensor, factor: float = 1.0) -> None:
+        """Copies values, multiplied by ``factor``, into the slice. With factor 0, they lose what is not finite."""
         if values.requires_grad:
             values = values.detach()
         # The values may have other strides over the same memory. torch does not notice this overlap, because the
         # storages differ.
-        self.own.copy_(values.clone() if values.data_ptr() == self.address else values)
+        values = values.clone() if values.data_ptr() == self.address else values
+        if factor == 0:
+            self.own.zero_()
+        elif factor == 1:
+            self.own.copy_(values)
+        else:
+            torch.mul(values, factor, out=self.own)

@@ -289,17 +289,18 @@ class MomentExchange(GradientExchange):
         self._optimizer._averaged[self._slots[name].param] = None
 
     def _prepare(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor | None:
+        self._set_candidate(slot, grad)
+        self._votes.scale([self._candidates[slot.name]])
+        return None
+
+    def _set_candidate(self, slot: Slot, grad: torch.Tensor) -> None:
         self._optimizer._averaged[slot.param] = None
         group, candidate = self._optimizer.param_groups[self._group_of[slot.name]], self._candidates[slot.name]
         with torch.no_grad():
             self._optimizer._candidate(group, slot.param, grad.detach().to(candidate.dtype), candidate)
-        return None
 
     def _settle(self) -> None:
         """Does nothing, because gradients stay this rank's own."""
-
-    def _values(self, slot: Slot, wire: torch.Tensor | None) -> torch.Tensor | None:
-        return self._candidates[slot.name]
 
     def _results(self, nowhere: set[str]) -> list[torch.Tensor]:
         return [candidate for name, candidate in self._candidates.items() if name not in nowhere]
@@ -334,7 +335,7 @@ class MomentExchange(GradientExchange):
         if divisor == 0:
             # All ranks have skipped this step. The gradient is 0, but the moment is not.
             for slot in self._slots.values():
-                self._prepare(slot, torch.zeros_like(slot.param, requires_grad=False))
+                self._set_candidate(slot, torch.zeros_like(slot.param, requires_grad=False))
         for slot in self._slots.values():
             self._optimizer._averaged[slot.param] = None if slot.name in nowhere else self._candidates[slot.name]
 

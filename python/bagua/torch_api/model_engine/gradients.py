@@ -205,9 +205,6 @@ class GradientExchange(Exchange):
             self._now.voted = True
             self._votes.write()
         wire = self._prepare(slot, grad)
-        values = self._values(slot, wire)
-        if values is not None:
-            self._votes.scale([values])
         slot.grad = grad = grad_of(slot.param)
         slot.version = grad._version
         self._mark(slot, wire)
@@ -216,9 +213,13 @@ class GradientExchange(Exchange):
         """Puts a gradient's values where the engine reads them. Returns the tensor that holds them if it is new."""
         place = slot.place
         if place is None:
-            return self._own_memory(slot, grad)
-        if not place.holds(grad):
-            place.take(grad)
+            wire = self._own_memory(slot, grad)
+            self._votes.scale([wire])
+            return wire
+        if place.holds(grad):
+            self._votes.scale([place.own])
+        else:
+            place.take(grad, self._votes.factor)
             # With create_graph=True, a gradient whose graph may still be differentiated stays.
             if not grad.requires_grad:
                 try:
@@ -232,10 +233,6 @@ class GradientExchange(Exchange):
                         )
                     ) from error
         return None
-
-    def _values(self, slot: Slot, wire: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns the tensor that the engine reads, after :meth:`_prepare`; None if it reads none."""
-        return wire if slot.place is None else slot.place.own
 
     def _own_memory(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
         wire = slot.wire
