@@ -102,6 +102,15 @@ def test_arrays_may_be_at_any_address_and_cut_into_any_chunks(cuda: Cuda, name: 
         check(cuda, name, cases.elements("normal", name, 1)[:0], by=by)
 
 
+@on_ranks(1, arrays)
+def test_a_million_elements_are_encoded_by_many_blocks(cuda: Cuda) -> None:
+    check(cuda, "f32", cases.elements("normal", "f32", 1_000_000))
+    check(cuda, "f16", cases.elements("normal", "f16", 1_000_000), 5, offset=1)
+    check(cuda, "bf16", cases.elements("huge", "bf16", 1_000_000), 32, shift=3)
+    check(cuda, "f32", cases.elements("normal", "f32", 1_000_000), by="bf16")
+    check(cuda, "bf16", cases.elements("huge", "bf16", 999_999), 3, offset=1, by="f16")
+
+
 def every_half(rank: int) -> None:
     """Signalling NaNs too, which become quiet also where the type stays."""
     cuda, halves = Cuda(), np.arange(1 << 16, dtype=np.uint16)
@@ -117,6 +126,22 @@ def test_halves_of_all_bits_are_converted_as_on_the_host(rank: Any, ranks: Ranks
     rank(every_half)
     # One launch each way, whatever the chunks are.
     assert ranks.reports[0]["calls"]["cuLaunchKernel"] == 6 * 2
+
+
+def large_chunks(rank: int) -> None:
+    cuda, codec = Cuda(), bagua.Codec("minmax_u8")
+    # Three chunks of 8 MiB.
+    held = np.tile(cases.elements("normal", "f32", 1 << 10), 3 << 11)
+    held[::999_983] = cases.elements("huge", "f32", 7)
+    x, out = cuda.array(held.view(np.float32)), cuda.empty(codec.encoded_bytes(held.size, chunks=3), np.uint8)
+    codec.encode(x, chunks=3, out=out)
+    assert np.array_equal(out.read(), cases.core_encode("minmax_u8", "f32", held, 3))
+    cuda.close()
+
+
+def test_large_chunks_are_encoded_by_two_launches(rank: Any, ranks: Ranks) -> None:
+    rank(large_chunks)
+    assert ranks.reports[0]["calls"]["cuLaunchKernel"] == 2
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
